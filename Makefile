@@ -1,0 +1,46 @@
+# `make demo` and `make test` set up everything they need; the second time the set-up is a no-op.
+PYTHON ?= python3
+# torch goes first, so that no later dependency can pull another build. For a CUDA build:
+#   make setup TORCH="torch --index-url https://download.pytorch.org/whl/cu130"
+TORCH ?= torch==2.13.0
+EXTRAS ?= lm,dev
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready-$(shell printf '%s' '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format typecheck clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## prepare .venv: torch first, then regard with its extras
+
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+	@touch $@
+
+demo: setup ## train four small models on real text and write a table, figures and report.html
+	$(BIN)/regard demo $(ARGS)
+
+test: setup lint typecheck ## lint, types and the tests (minutes)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: setup ## the long tests
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: setup ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: setup ## mypy
+	$(BIN)/mypy
+
+format: setup ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist build

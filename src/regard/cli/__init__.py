@@ -1,0 +1,114 @@
+"""The `regard` command.
+
+A command is a function `(arguments) -> exit code`, named here as "module:function" and imported when asked
+for, so that `regard --help` loads nothing. Mistakes in what the user gave (`ArgumentError`) are one line on
+standard error and exit code 2; a run that cannot go on is one line and 1; an interrupted one 130.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+COMMANDS = {
+    "demo": (
+        "regard.cli.commands:demo",
+        "train four small models on real text, end with a table and a report",
+    ),
+    "train": ("regard.cli.commands:train", "train a language model on your text"),
+    "eval": ("regard.cli.commands:evaluate", "measure a trained model on held-out text"),
+    "generate": ("regard.cli.commands:generate", "let a trained model continue a prompt"),
+    "list": ("regard.cli.commands:listing", "show what can be chosen by name: kernels, presets, ..."),
+    "doctor": ("regard.cli.commands:doctor", "show versions, devices, and which implementations can run"),
+}
+"""Command name to ("module:function", one line of help)."""
+
+_LM = (
+    "tyro",
+    "rich",
+    "transformers",
+    "accelerate",
+    "tokenizers",
+    "safetensors",
+    "matplotlib",
+    "jinja2",
+    "tomli",
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name in ("-V", "--version", "version"):
+        from .._version import __version__
+
+        print(f"regard {__version__}")
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        hint = f"Did you mean {close[0]!r}?" if close else f"Choose from: {', '.join(COMMANDS)}."
+        return _fail(f"regard: error: unknown command {name!r}. {hint}", 2)
+    return _guarded(name, rest)
+
+
+def usage() -> str:
+    """The text of `regard --help`."""
+    lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "regard: attention is regression done at test time.",
+            "",
+            "usage: regard COMMAND [options]",
+            "",
+            *lines,
+            "",
+            "`regard COMMAND --help` lists the options of a command.",
+            "Begin with `regard demo`, or with `regard train --data FILE` and `regard generate runs/train`.",
+        ]
+    )
+
+
+def _guarded(name: str, rest: list[str]) -> int:
+    """Run a command and turn what can go wrong into one line and an exit code."""
+    prefix = f"regard {name}: error: "
+    try:
+        return _load(COMMANDS[name][0])(rest)
+    except SystemExit as stop:  # --help
+        return stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt:
+        return _fail(f"regard {name}: interrupted", 130)
+    except BrokenPipeError:  # `regard list | head`
+        sys.stderr.close()
+        return 0
+    except ModuleNotFoundError as error:
+        if error.name and error.name.partition(".")[0] in _LM:
+            return _fail(f"{prefix}{error.name} is not installed; pip install 'regard[lm]'", 2)
+        raise
+    except Exception as error:
+        from ..checks import ArgumentError
+        from ..training.errors import TrainingInterrupted, TrainingStopped
+
+        message = " ".join(str(error).split()).removeprefix(f"{name}: ")
+        if isinstance(error, ArgumentError):
+            return _fail(prefix + message, 2)
+        if isinstance(error, TrainingInterrupted):
+            return _fail(f"regard {name}: {message}", 130)
+        if isinstance(error, TrainingStopped):
+            return _fail(prefix + message, 1)
+        raise
+
+
+def _load(place: str) -> Callable[[list[str]], int]:
+    module, _, function = place.partition(":")
+    return getattr(import_module(module), function)
+
+
+def _fail(message: str, code: int) -> int:
+    print(message, file=sys.stderr)
+    return code

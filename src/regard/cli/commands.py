@@ -1,0 +1,272 @@
+"""The commands. Each takes its arguments as a list and returns the exit code; what is slow to import is
+imported inside."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from ..checks import ArgumentError, suggestion
+from ..training.config import TrainConfig
+from .options import parse
+
+Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+
+
+def demo(argv: list[str]) -> int:
+    """`regard demo`."""
+    from ..experiments.demo import DemoConfig, run_demo
+
+    config = parse(DemoConfig, argv, command="demo")
+    return run_demo(config)
+
+
+def train(argv: list[str]) -> int:
+    """`regard train`. With --resume the run's own config is the base, so that nothing need be repeated."""
+    config = parse(TrainConfig, argv, command="train", epilogue=_TRAIN)
+    if config.resume:
+        from ..training.folder import saved_config
+
+        saved = saved_config(config.out, call="train")
+        config = parse(TrainConfig, argv, command="train", base=saved)
+    config.validate()  # before the slow imports
+    from rich.console import Console
+
+    from ..training.run import train as run
+
+    summary = run(config)
+    lines = [
+        ("held-out loss", f"{summary.loss:.4f} nats/token"),
+        ("", f"{summary.bits_per_char:.4f} bits/character, {summary.bits_per_byte:.4f} bits/byte"),
+        ("speed", f"{summary.tokens_per_second:,.0f} tokens/s"),
+    ]
+    if summary.support is not None:
+        lines.append(("support", f"{summary.support:.1f} keys per query"))
+    lines += [("parameters", f"{summary.parameters:,}"), ("run folder", summary.out)]
+    _print_pairs(lines, Console())
+    print(f'\nTry: regard generate {summary.out} --prompt "The "')
+    return 0
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Measure a trained model on held-out text.
+
+    Nothing is drawn at random: the same command prints the same loss.
+    """
+
+    run: Run
+    """Folder of a training run (its --out), or of a saved model."""
+    data: Path | None = None
+    """UTF-8 file or folder to measure on, all of it. By default the text that was held out in training."""
+    context: int | None = None
+    """Tokens per window. By default the context of the training."""
+    stride: int | None = None
+    """Tokens by which windows advance; smaller gives each token more context. By default half a context."""
+    batch: int = 16
+    """Windows computed at once."""
+    device: str = "auto"
+    """'cpu', 'cuda', 'mps', or 'auto' for the fastest that is there."""
+
+
+def evaluate(argv: list[str]) -> int:
+    """`regard eval`."""
+    options = parse(EvalOptions, argv, command="eval", epilogue=_EVAL)
+    for name in ("context", "stride", "batch"):
+        value = getattr(options, name)
+        if value is not None and value < (2 if name == "context" else 1):
+            raise ArgumentError(
+                f"eval: --{name} is {value}, expected at least {2 if name == 'context' else 1}."
+            )
+    from rich.console import Console
+
+    from ..training.device import resolve_device
+    from ..training.evaluation import Units
+    from ..training.evaluation import evaluate as measure
+    from ..training.folder import load_model
+    from ..training.tokenizers import encode
+
+    device = resolve_device(options.device, call="eval")
+    model, tokenizer = load_model(options.run, call="eval")
+    content, saved = _eval_text(options)
+    context = options.context or (saved.context if saved else model.config.max_position_embeddings)
+    tokens = encode(tokenizer, content)
+    if len(tokens) < context:
+        raise ArgumentError(
+            f"eval: the text has {len(tokens)} tokens, less than one context of {context}; "
+            "give more text or a smaller --context."
+        )
+    result = measure(
+        model.to(device),
+        tokens,
+        Units.of(content, len(tokens)),
+        context=context,
+        stride=options.stride,
+        batch=options.batch,
+    )
+    lines = [
+        ("loss", f"{result.loss:.6f} nats/token over {result.tokens:,} tokens"),
+        ("bits per character", f"{result.bits_per_char:.6f}"),
+        ("bits per byte", f"{result.bits_per_byte:.6f}"),
+        ("speed", f"{result.tokens_per_second:,.0f} tokens/s"),
+    ]
+    if result.support is not None:
+        lines.append(("support", f"{result.support:.2f} keys per query"))
+    unknown = (tokens == tokenizer.unk_token_id).sum().item() if tokenizer.unk_token is not None else 0
+    if unknown:
+        lines.append(("unknown characters", f"{unknown:,} (each counted as one token <unk>)"))
+    _print_pairs(lines, Console())
+    return 0
+
+
+def _eval_text(options: EvalOptions) -> tuple[str, TrainConfig | None]:
+    """The text to measure on, and the run's config if the folder is a run."""
+    from ..training.folder import check_text, saved_config
+    from ..training.text import load_text, split_text
+
+    is_run = (options.run / "run.json").is_file()
+    saved = saved_config(options.run, call="eval") if is_run else None
+    if options.data is not None:
+        return load_text(options.data, call="eval").content, saved
+    if saved is None or saved.data is None:
+        raise ArgumentError(
+            f"eval: {options.run} is a model without its run; say what to read with --data FILE."
+        )
+    text = load_text(saved.data, call="eval")
+    check_text(options.run, text, call="eval")
+    return split_text(text.content, saved.validation)[1], saved
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Let a trained model continue a prompt. The same seed gives the same text."""
+
+    run: Run
+    """Folder of a training run (its --out), or of a saved model."""
+    prompt: str = "\n"
+    """Text to continue. By default a new line."""
+    max_new_tokens: int = 200
+    """Tokens to add."""
+    temperature: float = 0.8
+    """Below 1 safer, above 1 wilder; 0 always takes the likeliest token."""
+    top_k: int | None = None
+    """Choose among so many likeliest tokens only. By default among all."""
+    seed: int = 0
+    """Decides the draws."""
+    device: str = "auto"
+    """'cpu', 'cuda', 'mps', or 'auto' for the fastest that is there."""
+
+
+def generate(argv: list[str]) -> int:
+    """`regard generate`."""
+    options = parse(GenerateOptions, argv, command="generate")
+    from ..training.device import resolve_device
+    from ..training.folder import load_model
+    from ..training.generate import generate_text, unknown_characters
+
+    device = resolve_device(options.device, call="generate")
+    model, tokenizer = load_model(options.run, call="generate")
+    unknown = unknown_characters(tokenizer, options.prompt)
+    if unknown:
+        print(f"regard generate: note: the model never saw {unknown!r}; read as <unk>", file=sys.stderr)
+    text = generate_text(
+        model.to(device),
+        tokenizer,
+        options.prompt,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+    )
+    print(text)
+    return 0
+
+
+def listing(argv: list[str]) -> int:
+    """`regard list [WHAT]`."""
+    import regard
+
+    shelves: dict[str, dict[str, str]] = {
+        _plural(kind): {name: _first_line(thing) for name, thing in registry.items()}
+        for kind, registry in regard.registries().items()
+    }
+    shelves["presets"] = {name: _sentence(spec) for name, spec in regard.presets().items()}
+    from ..training.tokenizers import TOKENIZERS
+
+    shelves["tokenizers"] = {name: _first_line(builder) for name, builder in TOKENIZERS.items()}
+    if argv and argv[0] in ("-h", "--help"):
+        print(f"usage: regard list [{' | '.join(shelves)}]\n\nShow what can be chosen by name.")
+        return 0
+    if len(argv) > 1:
+        raise ArgumentError(f"list: expected one thing to list, got {len(argv)}: {' '.join(argv)}.")
+    wanted = list(shelves)
+    if argv:
+        key = argv[0] if argv[0] in shelves else _plural(argv[0])
+        if key not in shelves:
+            raise ArgumentError(f"list: unknown shelf {argv[0]!r}.{suggestion(argv[0], shelves)}")
+        wanted = [key]
+    from rich.console import Console
+
+    for shelf in wanted:
+        print(f"{shelf}:")
+        _print_pairs([(f"  {name}", text) for name, text in shelves[shelf].items()], Console())
+    return 0
+
+
+def doctor(argv: list[str]) -> int:
+    """`regard doctor`."""
+    if argv and argv[0] not in ("-h", "--help"):
+        raise ArgumentError(f"doctor: takes no arguments, got {' '.join(argv)}.")
+    if argv:
+        print("usage: regard doctor\n\nShow versions, devices, and which implementations can run.")
+        return 0
+    from rich.console import Console
+
+    from ..doctor import report
+
+    for title, pairs in report().items():
+        print(f"{title}:")
+        _print_pairs([(f"  {name}", text) for name, text in pairs.items()], Console())
+    return 0
+
+
+def _print_pairs(pairs: list[tuple[str, str]], console: Any) -> None:
+    """Two aligned columns; the second wraps on a terminal, never in a pipe."""
+    width = max((len(name) for name, _ in pairs), default=0) + 2
+    for name, text in pairs:
+        line = f"{name:<{width}}{text}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _plural(kind: str) -> str:
+    kind = kind.lower()
+    if kind.endswith("s"):
+        return kind
+    return kind[:-1] + "ies" if kind.endswith("y") else kind + "s"
+
+
+def _first_line(thing: object) -> str:
+    """The first sentence of a docstring."""
+    text = " ".join((getattr(thing, "__doc__", None) or "").split("\n\n")[0].split())
+    head, stop, _ = text.partition(". ")
+    return head + "." if stop else text
+
+
+def _sentence(spec: Any) -> str:
+    """A preset spelt out: its kernel and rule, not its own name."""
+    return spec.describe() if hasattr(spec, "describe") else str(spec)
+
+
+_TRAIN = (
+    "Example: regard train --data notes.txt --spec biweight --steps 500 --out runs/notes. The folder "
+    "then holds config, tokenizer, metrics.jsonl, checkpoints and the model; --resume continues it after an "
+    "interruption, and Ctrl-C stops it after the current step with a checkpoint."
+)
+_EVAL = (
+    "The text is read in windows of one context that advance by --stride; every token but the first is "
+    "predicted exactly once. Nothing is drawn at random."
+)

@@ -1,0 +1,131 @@
+"""Flags and TOML files to dataclasses, with every mistake as one line.
+
+Flags come from the fields of a dataclass by tyro; tyro's own messages, which fill a box, are brought down to
+one line, and an unknown flag is answered with the closest known ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..checks import ArgumentError, suggestion
+from ..training.fields import from_mapping, read_mapping
+
+C = TypeVar("C")
+_BOX = re.compile(r"[─-╿▀-▟]+")
+_TITLES = ("Value error", "Parsing error", "Required options", "Invalid choice", "Missing argument")
+_PLAIN = tuple(
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (
+            r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)",
+            r"\1 is \2, expected an integer.",
+        ),
+        (r"Error parsing (\S+): could not convert string to float: (.*)", r"\1 is \2, expected a number."),
+        (r"Missing value for argument '(.*)'\. Expected 1 values\.", r"\1 expects a value."),
+        (r"Missing from regard [\w ]+: (\S+) .*", r"\1 is missing. See --help."),
+    )
+)
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def parse(cls: type[C], argv: list[str], *, command: str, base: C | None = None, epilogue: str = "") -> C:
+    """The dataclass `cls` from flags, over the TOML or JSON file of `--config` if given, over `base`.
+
+    Args:
+        base: values where neither flag nor file says anything; default: the class's own defaults.
+        epilogue: a paragraph for `--help`.
+
+    Raises:
+        ArgumentError: an unknown flag or key, or a value of the wrong type.
+        SystemExit: with 0, after `--help`.
+    """
+    import tyro
+
+    file, argv = _take_config(argv, command)
+    default = _defaults(cls) if base is None else base
+    if file is not None:
+        default = from_mapping(default, read_mapping(file, call=command), call=command, source=str(file))
+    complaints = io.StringIO()
+    try:
+        with redirect_stderr(complaints):
+            value, unknown = tyro.cli(
+                cls,
+                args=argv,
+                default=default,
+                prog=f"regard {command}",
+                description=_describe(cls, epilogue),
+                return_unknown_args=True,
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ArgumentError(f"{command}: {_squash(complaints.getvalue())}") from None
+    if unknown:
+        raise ArgumentError(f"{command}: {_unknown(unknown[0], cls)}")
+    return value
+
+
+def _take_config(argv: list[str], command: str) -> tuple[Path | None, list[str]]:
+    """Take `--config FILE` or `--config=FILE` out of the arguments."""
+    rest: list[str] = []
+    file: Path | None = None
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            value = next(words, None)
+            if value is None:
+                raise ArgumentError(f"{command}: --config expects a file, such as --config run.toml.")
+            file = Path(value)
+        elif word.startswith("--config="):
+            file = Path(word.partition("=")[2])
+        else:
+            rest.append(word)
+    return file, rest
+
+
+def _defaults(cls: type[C]) -> C:
+    """An instance with every default; fields without one are marked missing, so that tyro asks for them."""
+    import tyro
+
+    required = {
+        field.name: tyro.MISSING
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    return cls(**required)
+
+
+def _describe(cls: type[Any], epilogue: str) -> str:
+    text = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+    config = "--config FILE.toml reads any of these options from a file; a flag wins over the file."
+    return "\n\n".join(part for part in (text, epilogue, config) if part)
+
+
+def _unknown(word: str, cls: type[Any]) -> str:
+    flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(cls)]
+    if not word.startswith("-"):
+        return f"unexpected argument {word!r}; options begin with --. See --help."
+    flag = word.partition("=")[0]
+    return f"unknown option {flag}.{suggestion(flag.replace('_', '-'), [*flags, '--config', '--help'])}"
+
+
+def _squash(box: str) -> str:
+    """A boxed message as one line, without the help text that tyro repeats below it."""
+    lines = (_BOX.sub(" ", line).strip() for line in _ANSI.sub("", box).splitlines())
+    kept = []
+    for line in lines:
+        if line.startswith(("Argument helptext", "For full helptext")):
+            break
+        if line and line not in _TITLES:
+            kept.append(line)
+    text = " ".join(" ".join(kept).split())
+    for pattern, plain in _PLAIN:
+        text = pattern.sub(plain, text)
+    return text or "the options could not be read. See --help."

@@ -1,0 +1,6 @@
+"""The mathematics as plain PyTorch on any device: what every fast form is tested against."""
+
+from .diagnostics import Diagnostics
+from .visibility import Visibility
+
+__all__ = ["Diagnostics", "Visibility"]

@@ -1,0 +1,83 @@
+"""What can be known of every row of weights, from one structure: the row statistics of the weighting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..grammar import RowStats, Spec
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """Per row [B, H, Tq]; no gradient.
+
+    Attributes:
+        tau: the threshold in the rule's own units: theta / r where the bandwidth is adaptive (entmax's tau),
+            else theta, on the scores z; -inf where the kernel has no edge; 0 in empty rows.
+        bandwidth: H, the distance at which weight ends, on unit vectors for the dot product and cosine:
+            sqrt(2 (1 - theta / scale)); for a Gaussian without an edge its standard deviation 1/sqrt(scale);
+            infinite for kernels of the score itself; 0 in empty rows.
+        support: how many keys have a non-zero weight.
+        effective_sample_size: (sum |p|)^2 / sum p^2: between 1 and `support`; 0 in empty rows.
+        empty: no key was visible.
+        fallback: keys were visible, but none within the bandwidth (or all kept keys tied).
+        status: a `regard.grammar.Status` a row, int32.
+        weights: [B, H, Tq, Tk], from the reference implementation only; None elsewhere.
+        solver: statistics of the local linear model's solver by name, each [B, H, Tq].
+    """
+
+    tau: Tensor
+    bandwidth: Tensor
+    support: Tensor
+    effective_sample_size: Tensor
+    empty: Tensor
+    fallback: Tensor
+    status: Tensor
+    weights: Tensor | None = None
+    solver: dict[str, Tensor] | None = None
+
+
+def counts(p: Tensor) -> tuple[Tensor, Tensor]:
+    """(support size, effective sample size) of rows of weights, each [..., 1]."""
+    size = p.abs()
+    support = (size > 0).sum(-1, keepdim=True).to(p.dtype)
+    total, square = size.sum(-1, keepdim=True), (size * size).sum(-1, keepdim=True)
+    return support, torch.where(square > 0, total * total / torch.where(square > 0, square, 1), 0)
+
+
+@torch.no_grad()
+def diagnose(
+    spec: Spec,
+    stats: RowStats,
+    support: Tensor,
+    ess: Tensor,
+    scale: float | Tensor,
+    params: dict[str, float | Tensor],
+    weights: Tensor | None = None,
+    solver: dict[str, Tensor] | None = None,
+) -> Diagnostics:
+    """Diagnostics from row statistics [B, H, Tq, 1]; `params` hold row tensors [B, H, Tq, 1] or numbers."""
+    theta = stats.theta
+    r = spec.bandwidth.kernel_params(params).get("r", getattr(spec.kernel, "r", 1.0))
+    tau = theta / r if spec.bandwidth.name == "adaptive" else theta
+    per_row = scale[..., None] if isinstance(scale, Tensor) else scale
+    edge = spec.similarity.squared_distance(theta / per_row).clamp(min=0).sqrt()
+    if not spec.kernel.ranked:
+        edge = torch.full_like(theta, torch.inf)
+    elif not spec.kernel.compact:
+        edge = torch.where(theta == -torch.inf, torch.as_tensor(per_row, dtype=theta.dtype) ** -0.5, edge)
+    blank = lambda x: torch.where(stats.empty, 0, x)[..., 0]  # noqa: E731
+    return Diagnostics(
+        tau=blank(tau),
+        bandwidth=blank(edge),
+        support=blank(support),
+        effective_sample_size=blank(ess),
+        empty=stats.empty[..., 0],
+        fallback=stats.fallback[..., 0],
+        status=stats.status[..., 0],
+        weights=weights,
+        solver=solver,
+    )

@@ -1,0 +1,113 @@
+"""Which keys each query may see: causal order, window and mask as one small object.
+
+Query i stands at key position i + offset. A key j is visible where all of these hold:
+
+    causal          j <= i + offset           (strict: j < i + offset)
+    window W        the last W positions the causal rule permits; without causal, |i + offset - j| < W
+    mask            mask[..., i, j] is True
+
+Legend: B batch, H heads, Tq queries, Tk keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """The visible pairs of queries and keys.
+
+    Attributes:
+        queries, keys: Tq and Tk.
+        causal, strict, window: see the module; strict implies causal.
+        offset: an int, or int64 [B].
+        mask: boolean [B or 1, H or 1, Tq or 1, Tk or 1], or None.
+    """
+
+    queries: int
+    keys: int
+    causal: bool = False
+    strict: bool = False
+    window: int | None = None
+    offset: int | Tensor = 0
+    mask: Tensor | None = None
+
+    @property
+    def positional(self) -> bool:
+        """Whether position decides anything."""
+        return self.causal or self.window is not None
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """Keys [low, high) outside of which no query of [first, last) sees anything."""
+        if isinstance(self.offset, Tensor) or not self.positional:
+            return 0, self.keys
+        low, high = 0, self.keys
+        reach = int(self.causal and self.strict)
+        if self.causal:
+            high = last - 1 + self.offset - reach + 1
+        if self.window is not None:
+            low = first + self.offset - reach - self.window + 1
+            high = high if self.causal else last - 1 + self.offset + self.window
+        high = min(max(high, 0), self.keys)
+        return min(max(low, 0), high), high
+
+    def bounds(self, first: int, last: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Keys [low, high) that position lets each query of [first, last) see: int64 [B or 1, queries]."""
+        rows = torch.arange(first, last, device=device)
+        at = rows[None] + (self.offset[:, None] if isinstance(self.offset, Tensor) else self.offset)
+        high = torch.full_like(at, self.keys)
+        low = torch.zeros_like(at)
+        if self.causal:
+            high = at + (0 if self.strict else 1)
+            if self.window is not None:
+                low = high - self.window
+        elif self.window is not None:
+            low, high = at - self.window + 1, at + self.window
+        return low.clamp(0, self.keys), high.clamp(0, self.keys)
+
+    def block(self, first: int, last: int, low: int, high: int, device: torch.device) -> Tensor | None:
+        """Visible pairs of queries [first, last) and keys [low, high): boolean [B or 1, H or 1, q or 1, k], or
+        None where all are visible."""
+        visible = None
+        if self.positional:
+            start, stop = self.bounds(first, last, device)
+            at = torch.arange(low, high, device=device)
+            visible = at < stop[..., None]
+            if self.window is not None:
+                visible = visible & (at >= start[..., None])
+            visible = visible[:, None]
+        if self.mask is not None:
+            rows = self.mask if self.mask.shape[-2] == 1 else self.mask[..., first:last, :]
+            part = rows if rows.shape[-1] == 1 else rows[..., low:high]
+            visible = part if visible is None else visible & part
+        return visible
+
+    def any_seen(self, marked: Tensor) -> Tensor:
+        """Which queries see a marked key: `marked` is boolean [B, H, Tk], the answer [B, H, Tq]."""
+        mask = self.mask
+        if mask is not None and mask.shape[-2] == 1:  # the same keys for every query: mark only those
+            marked = marked & mask[..., 0, :]
+            mask = None
+        if mask is None:
+            low, high = self.bounds(0, self.queries, marked.device)
+            total = torch.nn.functional.pad(marked.int().cumsum(-1, dtype=torch.int32), (1, 0))
+            shape = (*marked.shape[:2], self.queries)
+            upto = total.gather(-1, high[:, None].expand(shape))
+            return upto > total.gather(-1, low[:, None].expand(shape))
+        visible = self.block(0, self.queries, 0, self.keys, marked.device)
+        assert visible is not None
+        visible = visible.expand(*visible.shape[:-1], self.keys).float()
+        if visible.shape[1] == 1:  # one mask for all heads: a product over keys serves them together
+            seen = (visible[:, 0] @ marked.float().transpose(-1, -2)).transpose(-1, -2)
+        else:
+            seen = (visible @ marked.float()[..., None])[..., 0]
+        return (seen > 0).expand(*marked.shape[:2], self.queries)
+
+    def empty_rows(self, batch: int, device: torch.device) -> Tensor:
+        """Which queries see no key: boolean [B, H or 1, Tq]."""
+        heads = 1 if self.mask is None else self.mask.shape[1]
+        return ~self.any_seen(torch.ones(batch, heads, self.keys, dtype=torch.bool, device=device))

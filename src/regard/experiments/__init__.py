@@ -1,0 +1,1 @@
+"""Recipes: each module trains, measures, and writes a table, figures and JSON."""

@@ -1,0 +1,26 @@
+"""The grammar: one axis a file, and the sentence that joins them."""
+
+from .bandwidths import bandwidths
+from .kernels import ParamInfo, kernels
+from .similarities import similarities
+from .solvers import Solved, Solver, solvers
+from .spec import Spec, as_spec, local_linear, presets, presets_registry
+from .weighting import RowStats, Status, Weighting
+
+__all__ = [
+    "ParamInfo",
+    "RowStats",
+    "Solved",
+    "Solver",
+    "Spec",
+    "Status",
+    "Weighting",
+    "as_spec",
+    "bandwidths",
+    "kernels",
+    "local_linear",
+    "presets",
+    "presets_registry",
+    "similarities",
+    "solvers",
+]

@@ -1,0 +1,55 @@
+"""Anchored: a fixed margin below the best score of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ...checks import in_range
+from ..kernels import ParamInfo, Params
+from ..weighting import Ratio, RowStats, Weighting
+from .base import RuleBase, bandwidths, require_ranked
+
+
+@bandwidths.register("anchored")
+@dataclass(frozen=True)
+class Anchored(RuleBase):
+    """theta = max z - margin: the best key always counts, and every key less than `margin` below it.
+
+    With Epanechnikov this is ReLUmax (sparse-attention paper, equation 12): on unit keys with the best
+    similarity m and scores s / h^2, an Epanechnikov kernel of bandwidth H^2 = 2 (1 - m) + 2 margin h^2. With
+    the Gaussian it is softmax over the keys within the margin (min-p); with the uniform kernel, their mean.
+    Keys that tie for the maximum share its gradient equally.
+    """
+
+    margin: float = 1.0
+    name: ClassVar[str] = "anchored"
+
+    def __post_init__(self) -> None:
+        in_range("anchored", "margin", self.margin, low=0.0, strict=True)
+        object.__setattr__(self, "margin", float(self.margin))
+
+    def weighting(self, kernel: Any, normalise: bool, similarity: Any) -> Weighting:
+        require_ranked(self.name, kernel, normalise)
+        return Ratio(kernel, self)
+
+    def own_params(self) -> Mapping[str, ParamInfo]:
+        return {"margin": ParamInfo(self.margin, low=0.0, strict=True)}
+
+    def bounded(self, kernel: Any) -> bool:
+        return True
+
+    def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
+        return {"theta": z.amax(-1, keepdim=True) - params.get("margin", self.margin)}
+
+    def pull(self, z: Tensor, stats: RowStats, kernel: Any) -> Tensor | None:
+        if not kernel.vanishes:
+            return None
+        best = (z == stats.top).to(z.dtype)
+        return best / best.sum(-1, keepdim=True).clamp(min=1)
+
+    def theta_grads(self, dtheta: Tensor) -> dict[str, Tensor]:
+        return {"margin": -dtheta}

@@ -1,0 +1,124 @@
+"""Fixed: the same threshold for every row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ...checks import ArgumentError, in_range, suggestion
+from ..kernels import Number, ParamInfo, Params
+from ..weighting import Plain, Ratio, RowStats, Weighting
+from .base import RuleBase, bandwidths, positions
+
+Empty = Literal["uniform", "zero", "nearest"]
+
+
+@bandwidths.register("fixed")
+@dataclass(frozen=True)
+class Fixed(RuleBase):
+    """w = K(z + bias): threshold -bias on the scores, or bandwidth `h` in units of distance.
+
+    Args:
+        bias: added to every score (0 where neither is given).
+        h: bandwidth; needs the cosine or euclidean similarity and takes no scale. A key farther than h from
+            the query has no weight under a compact kernel (theta_s = 1 - h^2/2 on unit vectors); for the
+            Gaussian, w = exp(-distance^2 / (2 h^2)).
+        empty: what a row does that sees keys but none inside: "uniform" over the visible keys, "zero", or
+            "nearest" (the best key alone, lowest index first). None of these has a gradient to the scores.
+
+    With Epanechnikov this is the normalised ReLU (sparse-attention paper, equation 11).
+    """
+
+    bias: float | None = None
+    h: float | None = None
+    empty: Empty = "uniform"
+    name: ClassVar[str] = "fixed"
+    shift_invariant: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.bias is not None and self.h is not None:
+            raise ArgumentError("fixed: bias and h both set the threshold; give one of them.")
+        if self.bias is not None:
+            in_range("fixed", "bias", self.bias, strict=False)
+            object.__setattr__(self, "bias", float(self.bias))
+        if self.h is not None:
+            in_range("fixed", "h", self.h, low=0.0, strict=True)
+            object.__setattr__(self, "h", float(self.h))
+        if self.empty not in get_args(Empty):
+            raise ArgumentError(f"fixed: unknown empty={self.empty!r}.{suggestion(str(self.empty), get_args(Empty))}")
+
+    @property
+    def _bias(self) -> float:
+        return self.bias or 0.0
+
+    def weighting(self, kernel: Any, normalise: bool, similarity: Any) -> Weighting:
+        if self.h is not None:
+            similarity.threshold(self.h)
+            if not kernel.ranked or not normalise:
+                raise ArgumentError(
+                    f"{kernel.name}*fixed(h={self.h:g}): a bandwidth in units of distance is for normalised "
+                    f"gaussian, polynomial and uniform kernels; give bias=... instead."
+                )
+        if self.bias and not kernel.scaled and not kernel.ranked:
+            raise ArgumentError(f"{kernel.name}*fixed: the {kernel.name} kernel takes no bias; leave it out.")
+        if not (kernel.ranked and normalise):
+            safe = kernel.nonnegative or similarity.lower + self._bias >= 0
+            return Plain(kernel, self._bias, normalise, safe)
+        if self.bias and not kernel.compact:
+            raise ArgumentError(
+                f"{kernel.name}*fixed(bias={self.bias:g}): a bias cancels when {kernel.name} weights are "
+                f"normalised; leave it out, or use normalise=False."
+            )
+        return Ratio(kernel, self)
+
+    def own_params(self) -> Mapping[str, ParamInfo]:
+        return {"bias": ParamInfo(self._bias)}
+
+    def param_info(self, kernel: Any) -> Mapping[str, ParamInfo]:
+        if self.h is not None:
+            return {**kernel.params, "h": ParamInfo(self.h, low=0.0, strict=True)}
+        return {**kernel.params, **(self.own_params() if kernel.compact else {})}
+
+    def resolve(
+        self, kernel: Any, similarity: Any, scale: Number | None, params: Params, dim: int
+    ) -> tuple[Number, dict[str, Number]]:
+        if self.h is None:
+            return super().resolve(kernel, similarity, scale, params, dim)
+        if scale is not None:
+            raise ArgumentError("fixed(h=...): h is the bandwidth already; leave scale out.")
+        rest = dict(params)
+        h = rest.pop("h", self.h)
+        if not kernel.compact:
+            return 1 / (h * h), rest
+        return 1.0, {**rest, "bias": -similarity.threshold(h)}
+
+    def bounded(self, kernel: Any) -> bool:
+        return bool(kernel.compact)
+
+    def indices(self, kernel: Any) -> int:
+        return int(kernel.compact)
+
+    def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
+        if not kernel.compact:
+            return {"theta": torch.full_like(top, -torch.inf)}
+        theta = 0 * top - params.get("bias", self._bias)
+        scores = z.detach()
+        index = (scores != -torch.inf).sum(-1, keepdim=True)
+        if self.empty == "nearest":
+            index = scores.argmax(-1, keepdim=True)
+        return {"theta": theta, "fallback": theta.detach() >= top, "index": index}
+
+    def stand_in(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
+        assert stats.index is not None
+        if self.empty == "uniform":
+            return (z != -torch.inf).to(z.dtype) / stats.index.clamp(min=1)
+        if self.empty == "nearest":
+            return (positions(z, start) == stats.index).to(z.dtype)
+        return torch.zeros_like(z)
+
+    def theta_grads(self, dtheta: Tensor) -> dict[str, Tensor]:
+        return {"bias": -dtheta}

@@ -1,0 +1,223 @@
+"""Nearest: as far as the k-th nearest key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ...checks import ArgumentError, suggestion
+from ..kernels import Params
+from ..weighting import Ratio, RowStats, Weighting, distance, row_top
+from .base import RuleBase, bandwidths, positions, require_ranked
+
+Gradient = Literal["hard", "straight-through", "soft"]
+
+
+@bandwidths.register("nearest")
+@dataclass(frozen=True)
+class Nearest(RuleBase):
+    """Exactly min(k, visible) keys, the lowest index first among ties.
+
+    Kernels with a jump (Gaussian: top-k softmax; uniform: k-nearest neighbours) keep the k best keys. Compact
+    kernels that vanish at their edge take the (k+1)-th score as theta, so that k keys have weight; with fewer
+    than k+1 visible keys theta = min z - 1, and where all kept keys tie with theta they weigh the same.
+
+    Args:
+        k: how many keys.
+        gradient: "hard" is the derivative of what is computed, with the choice of keys held fixed (zero
+            for the uniform kernel, which then never trains its keys); "straight-through" computes the same
+            and differentiates softmax(z) over all visible keys instead; "soft" weighs every visible key by a
+            logistic gate at the middle between the k-th and (k+1)-th score, in forward and backward
+            (Gaussian and uniform only: the others have no jump to smooth).
+        temperature: width of the soft gate, in units of z.
+    """
+
+    k: int = 32
+    gradient: Gradient = "hard"
+    temperature: float = 1.0
+    name: ClassVar[str] = "nearest"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise ArgumentError(f"nearest: k is {self.k!r}, expected a whole number k >= 1.")
+        if self.gradient not in get_args(Gradient):
+            modes = get_args(Gradient)
+            raise ArgumentError(f"nearest: unknown gradient={self.gradient!r}.{suggestion(str(self.gradient), modes)}")
+        if not isinstance(self.temperature, (int, float)) or not 0 < self.temperature < float("inf"):
+            raise ArgumentError(f"nearest: temperature is {self.temperature!r}, expected a number > 0.")
+        object.__setattr__(self, "temperature", float(self.temperature))
+
+    def weighting(self, kernel: Any, normalise: bool, similarity: Any) -> Weighting:
+        require_ranked(self.name, kernel, normalise)
+        if self.gradient == "soft":
+            if kernel.vanishes:
+                raise ArgumentError(
+                    f"{kernel.name}*nearest(gradient=soft): the {kernel.name} kernel goes to zero at its edge, so "
+                    f"that there is no jump to smooth; use gradient=hard or straight-through."
+                )
+            return SoftNearest(kernel, self)
+        hard = Ratio(kernel, self)
+        return hard if self.gradient == "hard" else StraightThrough(hard)
+
+    def bounded(self, kernel: Any) -> bool:
+        return bool(kernel.vanishes)
+
+    def indices(self, kernel: Any) -> int:
+        return 3
+
+    def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
+        scores = z.detach()
+        best, kth, cut, kept = _kth(scores, self.k)
+        if not kernel.vanishes:
+            return {"theta": kth, "index": torch.cat([cut, cut, kept], -1)}
+        following = best[..., self.k :] if best.shape[-1] > self.k else torch.full_like(top, -torch.inf)
+        more = following > -torch.inf
+        outside = (scores == following) & ~_chosen(scores, kth, cut, positions(z, 0))
+        lowest = torch.where(scores == -torch.inf, torch.inf, scores).argmin(-1, keepdim=True)
+        pivot = torch.where(more, outside.int().argmax(-1, keepdim=True), lowest)
+        theta = z.gather(-1, pivot) - torch.where(more, 0.0, 1.0).to(z.dtype)
+        tied = theta.detach() >= top
+        return {"theta": theta, "fallback": tied, "index": torch.cat([cut, pivot, kept], -1)}
+
+    def members(self, z: Tensor, stats: RowStats, kernel: Any, start: int) -> Tensor | None:
+        if kernel.vanishes:
+            return None
+        assert stats.index is not None
+        return _chosen(z.detach(), stats.theta, stats.index[..., :1], positions(z, start))
+
+    def stand_in(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
+        assert stats.index is not None
+        chosen = _chosen(z, stats.theta, stats.index[..., :1], positions(z, start))
+        return chosen.to(z.dtype) / stats.index[..., 2:3].clamp(min=1)
+
+    def pull(self, z: Tensor, stats: RowStats, kernel: Any) -> Tensor | None:
+        if not kernel.vanishes:
+            return None
+        assert stats.index is not None
+        return (positions(z, 0) == stats.index[..., 1:2]).to(z.dtype)
+
+
+def _kth(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(the min(k+1, n) best scores, the k-th, the index of the last kept key that ties with it, how many keys
+    are kept)."""
+    n = scores.shape[-1]
+    best = scores.topk(min(k + 1, n), dim=-1).values
+    kth = best[..., min(k, n) - 1 : min(k, n)]
+    tie = scores == kth
+    wanted = min(k, n) - (scores > kth).sum(-1, keepdim=True)
+    cut = (tie.cumsum(-1) < wanted).sum(-1, keepdim=True)
+    kept = (scores != -torch.inf).sum(-1, keepdim=True).clamp(max=k)
+    return best, kth, cut, kept
+
+
+def _chosen(z: Tensor, kth: Tensor, cut: Tensor, position: Tensor) -> Tensor:
+    return ((z > kth) | ((z == kth) & (position <= cut))) & (z != -torch.inf)
+
+
+@dataclass(frozen=True)
+class StraightThrough:
+    """Computes `hard`; differentiates softmax(z) over the visible keys."""
+
+    hard: Ratio
+
+    nonnegative: ClassVar[bool] = True
+    normalised: ClassVar[bool] = True
+    shift_invariant: ClassVar[bool] = True
+    indices: ClassVar[int] = 3
+    params: ClassVar[dict[str, Any]] = {}  # the surrogate has none, so that none could be trained
+
+    def fit(self, z: Tensor, params: Params, *, fast: bool = False) -> RowStats:
+        return self.hard.fit(z.detach(), params, fast=fast)
+
+    def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
+        p = self.hard.weights(z.detach(), stats, params, start)
+        if not torch.is_grad_enabled():
+            return p
+        surrogate = self._surrogate(z, stats)
+        return p + (surrogate - surrogate.detach())
+
+    def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
+        surrogate = self._surrogate(z, stats)
+        return surrogate, surrogate
+
+    def _surrogate(self, z: Tensor, stats: RowStats) -> Tensor:
+        w = torch.exp(-distance(z, stats.top))
+        return torch.where(stats.empty, 0, w / torch.where(stats.empty, 1, w.sum(-1, keepdim=True)))
+
+    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
+        return dz
+
+    def param_grads(
+        self, dz: Tensor, g: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
+    ) -> dict[str, Tensor]:
+        return {}
+
+
+@dataclass(frozen=True)
+class SoftNearest:
+    """p_j proportional to K_j sigmoid((z_j - c) / temperature), c halfway between the k-th and next score."""
+
+    kernel: Any
+    rule: Nearest
+
+    nonnegative: ClassVar[bool] = True
+    normalised: ClassVar[bool] = True
+    shift_invariant: ClassVar[bool] = True
+    indices: ClassVar[int] = 2
+    params: ClassVar[dict[str, Any]] = {}
+
+    def fit(self, z: Tensor, params: Params, *, fast: bool = False) -> RowStats:
+        top, empty = row_top(z)
+        scores = z.detach()
+        best, kth, cut, _ = _kth(scores, self.rule.k)
+        more = torch.zeros_like(empty)
+        if best.shape[-1] > self.rule.k:
+            more = best[..., self.rule.k :] > -torch.inf
+        following = best[..., -1:]
+        outside = (scores == following) & ~_chosen(scores, kth, cut, positions(z, 0))
+        index = torch.cat([cut, outside.int().argmax(-1, keepdim=True)], -1)
+        middle = z.gather(-1, index).mean(-1, keepdim=True)
+        zero = torch.zeros_like(empty)
+        theta = torch.where(more, middle, -torch.inf)  # nothing to leave out: the gate is open
+        stats = RowStats(top, theta, torch.ones_like(top), empty, zero, zero.int(), index)
+        mass = self._values(z, stats)[0].sum(-1, keepdim=True)
+        return RowStats(top, theta, torch.where(empty, 1, mass), empty, zero, zero.int(), index)
+
+    def _values(self, z: Tensor, stats: RowStats) -> tuple[Tensor, Tensor]:
+        gated = stats.theta > -torch.inf
+        hidden = z == -torch.inf
+        centre = torch.where(gated, stats.theta, 0)
+        a = (torch.where(hidden, 0, z) - centre) / self.rule.temperature
+        gate = torch.where(gated, torch.sigmoid(a), 1)
+        w = self.kernel.relative(distance(z, stats.top), float("inf"), {}) * gate
+        return torch.where(hidden, 0, w), gate
+
+    def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
+        return torch.where(stats.empty, 0, self._values(z, stats)[0] / stats.mass)
+
+    def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
+        through_kernel, through_gate = self._slopes(z, p, stats)
+        return through_kernel + through_gate, p
+
+    def _slopes(self, z: Tensor, p: Tensor, stats: RowStats) -> tuple[Tensor, Tensor]:
+        _, gate = self._values(z, stats)
+        slope = self.kernel.relative_slope(distance(z, stats.top), float("inf"), {})
+        return slope * gate / stats.mass, p * (1 - gate) / self.rule.temperature
+
+    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
+        # The centre c moves every gate the other way: dL/dc = -(the gates' share of sum dz).
+        assert stats.index is not None
+        through_kernel, through_gate = self._slopes(z, p, stats)
+        whole = through_kernel + through_gate
+        dc = -(dz * through_gate / torch.where(whole == 0, 1, whole)).sum(-1, keepdim=True)
+        half = torch.where(stats.theta > -torch.inf, dc / 2, 0).expand(*dc.shape[:-1], 2)
+        return dz.scatter_add(-1, stats.index, half)
+
+    def param_grads(
+        self, dz: Tensor, g: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
+    ) -> dict[str, Tensor]:
+        return {}
+

@@ -1,0 +1,437 @@
+"""A sentence of the grammar: which kernel, how far, which local model, as one immutable object with a text
+form.
+
+    biweight                                    a kernel under its usual rule (here: adaptive, 1.5-entmax)
+    triweight*anchored(margin=0.5)              kernel * bandwidth rule
+    gaussian*fixed*euclidean                    ... * similarity
+    biweight*adaptive*linear(ridge=0.1)         ... * local linear model
+    linear*fixed*cosine*normalised              ... * normalised | unnormalised, where it is not the default
+
+The first part is always the kernel; the others may stand in any order. A preset's name stands for its
+sentence, and `local-linear[NAME]` for the local linear model with the weights of NAME.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+from ..checks import ArgumentError, in_range, suggestion
+from ..registry import Registry
+from .bandwidths import bandwidths
+from .kernels import NAMED_POWERS, Number, ParamInfo, Params, Polynomial, kernels
+from .similarities import similarities
+from .solvers import solvers
+from .weighting import Weighting
+
+DEGREES = (0, 1)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One sentence of the grammar.
+
+    Args:
+        kernel: a kernel or its name (`regard.grammar.kernels`).
+        bandwidth: a bandwidth rule or its name; the kernel's usual rule where None (adaptive for
+            polynomials, nearest for uniform, fixed for the rest).
+        degree: 0 local constant (attention), 1 local linear.
+        ridge: of the local linear model, relative to the total kernel weight; 0.1 where None.
+        solver: of the local linear model; Cholesky where None.
+        similarity: a similarity or its name.
+        normalise: whether weights are divided by their sum; where None, yes unless they are signed.
+
+    Raises:
+        ArgumentError: an unknown name (with a suggestion), a number out of range, or a product that has no
+            meaning (with the reason).
+    """
+
+    kernel: Any
+    bandwidth: Any = None
+    degree: int = 0
+    ridge: float | None = None
+    solver: Any = None
+    similarity: Any = "dot"
+    normalise: bool | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.kernel, str) and self.kernel not in kernels and self.kernel in presets_registry:
+            raise ArgumentError(f"Spec: {self.kernel!r} is a preset, not a kernel; use Spec.parse({self.kernel!r}).")
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put("kernel", _instance(kernels, self.kernel))
+        put("bandwidth", _instance(bandwidths, self.bandwidth or self.kernel.bandwidth))
+        put("similarity", _instance(similarities, self.similarity))
+        if self.degree not in DEGREES:
+            raise ArgumentError(f"Spec: degree is {self.degree!r}, expected 0 (constant) or 1 (linear).")
+        if self.degree == 0:
+            for name in ("ridge", "solver"):
+                if getattr(self, name) is not None:
+                    raise ArgumentError(f"Spec: {name} belongs to the local linear model; give degree=1 or leave it out.")
+        else:
+            ridge = 0.1 if self.ridge is None else self.ridge
+            in_range("Spec", "ridge", ridge, low=0.0, strict=False)
+            put("ridge", float(ridge))
+            put("solver", _instance(solvers, self.solver or "cholesky"))
+        below = getattr(self.kernel, "below", None)
+        if below is not None and self.similarity.upper > below:
+            raise ArgumentError(
+                f"Spec: the {self.kernel.name} kernel needs scores below {below:g}; use similarity='cosine', whose "
+                f"values stay inside (-1, 1), not {self.similarity.name!r}."
+            )
+        if self.normalise is None:
+            signed = not self.kernel.nonnegative and self.similarity.lower + (self._fixed_bias() or 0.0) < 0
+            put("normalise", not signed)
+        weighting = self.bandwidth.weighting(self.kernel, self.normalise, self.similarity)
+        put("_weighting", weighting)  # built here once: products without a meaning are refused
+        put("_json", self._write_json())
+        if self.degree == 1 and not (weighting.nonnegative and weighting.normalised):
+            able = ", ".join(n for n, s in presets_registry.items() if s.degree == 0 and s.convex)
+            raise ArgumentError(
+                f"Spec: the local linear model needs non-negative weights that sum to one; {self.kernel.name} with "
+                f"these choices has none. Presets that do: {able}."
+            )
+
+    def _fixed_bias(self) -> float | None:
+        return getattr(self.bandwidth, "bias", None)
+
+    @property
+    def weighting(self) -> Weighting:
+        """Kernel x bandwidth as one object."""
+        return self._weighting  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def convex(self) -> bool:
+        """Whether weights are non-negative and sum to one."""
+        return self.weighting.nonnegative and self.weighting.normalised
+
+    @property
+    def takes_scale(self) -> bool:
+        """Whether `scale=` has a meaning: not for feature maps, nor for kernels with a scale of their own."""
+        if getattr(self.bandwidth, "h", None) is not None or not self.similarity.scaled:
+            return False
+        # A kernel of the score itself on a bounded similarity (1 + cosine, 1/(1 - cosine)) owns its range.
+        return self.kernel.scaled and (self.kernel.ranked or self.similarity.lower == -float("inf"))
+
+    @property
+    def params(self) -> Mapping[str, ParamInfo]:
+        """The numbers that `params=` may give per head or per row."""
+        own = dict(self.weighting.params)
+        if self.bandwidth.name == "fixed":
+            own = dict(self.bandwidth.param_info(self.kernel)) if self.kernel.ranked and self.normalise else own
+        if self.degree == 1:
+            own["ridge"] = ParamInfo(self.ridge or 0.0, low=0.0)
+        return own
+
+    def resolve(self, dim: int, scale: Number | None, params: Params) -> tuple[Number, dict[str, Number]]:
+        """The scale of the scores and the weighting's numbers, for head dimension `dim`.
+
+        Raises:
+            ArgumentError: a scale where none has a meaning, or an unknown name in `params`.
+        """
+        for name, value in params.items():
+            if name not in self.params:
+                known = ", ".join(self.params) or "none"
+                raise ArgumentError(f"attention: unknown parameter {name!r} for {self}; it takes: {known}.")
+            info = self.params[name]
+            in_range("attention", f"params[{name!r}]", value, low=info.low, strict=info.strict)
+        if scale is not None and not self.takes_scale:
+            raise ArgumentError(f"attention: {self} takes no scale; leave scale out.")
+        weights = {k: v for k, v in params.items() if k != "ridge"}
+        return self.bandwidth.resolve(self.kernel, self.similarity, scale, weights, dim)
+
+    # Text and JSON ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def parse(cls, text: str) -> Spec:
+        """The Spec that `text` names: a preset, or parts joined by `*` (see the module's docstring).
+
+        Raises:
+            ArgumentError: what could not be read, and the closest names that exist.
+        """
+        return _parse(text)
+
+    def __str__(self) -> str:
+        for name, preset in presets_registry.items():
+            if preset == self:
+                return name
+        if self.degree == 1:
+            for name, preset in presets_registry.items():
+                if preset.degree == 0 and preset.convex and local_linear(preset) == self:
+                    return f"local-linear[{name}]"
+        return "*".join(self._parts())
+
+    def _parts(self) -> list[str]:
+        parts = [_term(self.kernel), _term(self.bandwidth)]
+        if self.similarity != similarities.get("dot")():
+            parts.append(_term(self.similarity))
+        if self.degree == 1:
+            parts.append(f"linear(ridge={self.ridge!r},solver={_term(self.solver)})")
+        if self.normalise != Spec(self.kernel, self.bandwidth, similarity=self.similarity).normalise:
+            parts.append("normalised" if self.normalise else "unnormalised")
+        return parts
+
+    def to_json(self) -> str:
+        """A JSON object; `from_json` gives the same Spec back."""
+        return self._json  # type: ignore[attr-defined, no-any-return]
+
+    def _write_json(self) -> str:
+        axes = {f.name: getattr(self, f.name) for f in fields(self)}
+        return json.dumps({k: v if k in PLAIN_FIELDS else _to_dict(v) for k, v in axes.items()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Spec:
+        """The Spec of a JSON object as `to_json` writes it; `kernel` alone is enough.
+
+        Raises:
+            ArgumentError: not JSON, unknown fields or names.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ArgumentError(f"Spec.from_json: not JSON ({error}).") from None
+        if not isinstance(data, dict) or "kernel" not in data:
+            raise ArgumentError("Spec.from_json: expected an object with at least 'kernel'.")
+        known = [f.name for f in fields(cls)]
+        for key in data:
+            if key not in known:
+                raise ArgumentError(f"Spec.from_json: unknown field {key!r}.{suggestion(key, known)}")
+        made = {k: v if k in PLAIN_FIELDS else _from_dict(AXES[k], v) for k, v in data.items()}
+        return cls(**{k: v for k, v in made.items() if v is not None})
+
+
+AXES: dict[str, Registry[Any]] = {
+    "kernel": kernels,
+    "bandwidth": bandwidths,
+    "similarity": similarities,
+    "solver": solvers,
+}
+PLAIN_FIELDS = ("degree", "ridge", "normalise")
+
+
+def _instance(registry: Registry[Any], value: Any, **arguments: Any) -> Any:
+    """An object of the axis: as given, or made from its registered name."""
+    if not isinstance(value, str):
+        if isinstance(value, type) or getattr(value, "name", None) not in registry:
+            raise ArgumentError(
+                f"Spec: {value!r} is no {registry.kind}; give a name or an instance of: {', '.join(registry.names())}."
+            )
+        return value
+    make = registry.get(value)
+    known = [f.name for f in fields(make)] if isinstance(make, type) else []
+    for key in arguments:
+        if key not in known:
+            what = f"takes {', '.join(known)}" if known else "takes no arguments"
+            raise ArgumentError(f"{value}: unknown argument {key!r}; {value} {what}.")
+    return make(**arguments)
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, Polynomial):
+        for name, r in NAMED_POWERS.items():
+            if value.r == r:
+                return name
+    return str(value.name)
+
+
+def _arguments(value: Any) -> dict[str, Any]:
+    """The fields of an axis object that differ from their defaults."""
+    if isinstance(value, Polynomial):
+        return {} if value.r in NAMED_POWERS.values() else {"r": value.r}
+    return {
+        f.name: getattr(value, f.name)
+        for f in fields(value)
+        if f.init and (f.default is MISSING or getattr(value, f.name) != f.default)
+    }
+
+
+def _term(value: Any) -> str:
+    arguments = ",".join(f"{k}={v!r}" if not isinstance(v, str) else f"{k}={v}" for k, v in _arguments(value).items())
+    return f"{_name(value)}({arguments})" if arguments else _name(value)
+
+
+def _to_dict(value: Any) -> Any:
+    return None if value is None else {"name": _name(value), **_arguments(value)}
+
+
+def _from_dict(registry: Registry[Any], value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return None if value is None else _instance(registry, value)
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ArgumentError(f"Spec.from_json: a {registry.kind} is a name or an object with 'name', got {value!r}.")
+    return _instance(registry, value["name"], **{k: v for k, v in value.items() if k != "name"})
+
+
+# Parsing ----------------------------------------------------------------------------------------------------
+
+_TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z][\w.+-]*)|(?P<number>[-+]?[\d.][\w.+-]*)|(?P<sign>[*(),=\[\]]))")
+
+
+def _tokens(text: str) -> list[str]:
+    tokens, at = [], 0
+    while at < len(text.rstrip()):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise ArgumentError(f"Spec.parse: cannot read {text[at:].strip()!r} in {text!r}.")
+        tokens.append(match.group().strip())
+        at = match.end()
+    return tokens
+
+
+class _Reader:
+    """Reads terms `name(key=value, ...)`; a value is a number, a word or a term."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.rest = text, _tokens(text)
+
+    def take(self, wanted: str | None = None) -> str:
+        if not self.rest or (wanted is not None and self.rest[0] != wanted):
+            found = repr(self.rest[0]) if self.rest else "the end"
+            what = f"'{wanted}'" if wanted else "a name"
+            raise ArgumentError(f"Spec.parse: expected {what} but found {found} in {self.text!r}.")
+        return self.rest.pop(0)
+
+    def term(self) -> tuple[str, dict[str, Any]]:
+        name = self.take()
+        if name in "*(),=[]":
+            raise ArgumentError(f"Spec.parse: expected a name but found {name!r} in {self.text!r}.")
+        arguments: dict[str, Any] = {}
+        if self.rest[:1] == ["("]:
+            self.take("(")
+            while self.rest[:1] != [")"]:
+                key = self.take()
+                self.take("=")
+                if key in arguments:
+                    raise ArgumentError(f"Spec.parse: {key!r} is given twice in {self.text!r}.")
+                arguments[key] = self.value()
+                if self.rest[:1] != [")"]:
+                    self.take(",")
+            self.take(")")
+        return name, arguments
+
+    def value(self) -> Any:
+        token = self.rest[0] if self.rest else self.take()
+        try:
+            number = float(token)
+        except ValueError:
+            name, arguments = self.term()
+            return (name, arguments) if arguments else name
+        self.take()
+        return int(token) if re.fullmatch(r"[-+]?\d+", token) else number
+
+
+@lru_cache(maxsize=512)
+def _parse(text: str) -> Spec:
+    if not isinstance(text, str) or not text.strip():
+        raise ArgumentError(f"Spec.parse: expected the text of a spec, such as 'softmax', got {text!r}.")
+    if text.strip() in presets_registry:
+        return presets_registry.get(text.strip())
+    match = re.fullmatch(r"\s*local-linear\[(.+)\]\s*", text)
+    if match:
+        return local_linear(_parse(match.group(1)))
+    reader = _Reader(text)
+    terms = [reader.term()]
+    while reader.rest:
+        reader.take("*")
+        terms.append(reader.term())
+    return _compose(terms, text)
+
+
+def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
+    name, arguments = terms[0]
+    if name not in kernels:
+        known = [*kernels.names(aliases=True), *(presets_registry.names() if len(terms) == 1 else ())]
+        if name in presets_registry:
+            whole = "*".join(presets_registry.get(name)._parts())
+            raise ArgumentError(f"Spec.parse: {name!r} is a preset, which stands alone; write its parts: {whole}.")
+        what = "spec" if len(terms) == 1 else "kernel"
+        raise ArgumentError(f"unknown {what} {name!r}.{suggestion(name, known)}")
+    made: dict[str, Any] = {"kernel": _instance(kernels, name, **arguments)}
+    for name, arguments in terms[1:]:
+        found = _part(name, arguments)
+        twice = set(found) & set(made)
+        if twice:
+            raise ArgumentError(f"Spec.parse: {text!r} names its {twice.pop()} twice.")
+        made.update(found)
+    return Spec(**made)
+
+
+def _part(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    if name in ("linear", "constant"):
+        known = ("ridge", "solver") if name == "linear" else ()
+        for key in arguments:
+            if key not in known:
+                raise ArgumentError(f"{name}: unknown argument {key!r}; it takes: {', '.join(known) or 'none'}.")
+        solver = arguments.get("solver")
+        if isinstance(solver, tuple):
+            arguments = {**arguments, "solver": _instance(solvers, solver[0], **solver[1])}
+        return {"degree": int(name == "linear"), **arguments}
+    if name in ("normalised", "unnormalised"):
+        return {"normalise": name == "normalised"}
+    if name in bandwidths:
+        return {"bandwidth": _instance(bandwidths, name, **arguments)}
+    if name in similarities:
+        return {"similarity": _instance(similarities, name, **arguments)}
+    known = [*bandwidths.names(), *similarities.names(), "linear", "normalised", "unnormalised"]
+    raise ArgumentError(f"unknown part {name!r}.{suggestion(name, known)}")
+
+
+# Presets ----------------------------------------------------------------------------------------------------
+
+presets_registry: Registry[Spec] = Registry("preset", "regard.presets")
+
+
+def local_linear(spec: Spec, ridge: float = 0.1) -> Spec:
+    """The local linear model with the weights of `spec`."""
+    return Spec(spec.kernel, spec.bandwidth, 1, ridge, None, spec.similarity, spec.normalise)
+
+
+def presets() -> dict[str, Spec]:
+    """Every preset by name. All of them act on scores, so that each can replace softmax in any model."""
+    return dict(presets_registry.items())
+
+
+def as_spec(spec: Spec | str) -> Spec:
+    """A Spec as it is, or parsed from text."""
+    if isinstance(spec, Spec):
+        return spec
+    if isinstance(spec, str):
+        return Spec.parse(spec)
+    raise ArgumentError(f"expected a Spec or its text, got {spec!r} ({type(spec).__name__}).")
+
+
+def _add_presets() -> None:
+    sentences = {
+        "softmax": "gaussian*fixed",
+        "sparsemax": "epanechnikov*adaptive",
+        "biweight": "biweight*adaptive",
+        "triweight": "triweight*adaptive",
+        "relumax": "epanechnikov*anchored(margin=1)",
+        "normrelu": "epanechnikov*fixed",
+        "topk-softmax": "gaussian*nearest(k=32)",
+        "topk-uniform": "uniform*nearest(k=32)",
+        "exponential": "gaussian*fixed",
+        "linear": "linear*fixed",
+        "cosine": "linear*fixed*cosine",
+        "shift-cosine": "linear*fixed(bias=1)*cosine",
+        "geometric": "geometric*fixed*cosine",
+        "clipped-geometric": "clipped-geometric*fixed",
+        "rbf": "gaussian*fixed*euclidean",
+        "relu": "linear*fixed(bias=1e-4)*relu",
+        "relu2": "linear*fixed(bias=1e-4)*relu2",
+        "elu": "linear*fixed*elu",
+        "local-linear": "gaussian*fixed*linear(ridge=0.1)",
+    }
+    for name, text in sentences.items():
+        reader = _Reader(text)
+        terms = [reader.term()]
+        while reader.rest:
+            reader.take("*")
+            terms.append(reader.term())
+        presets_registry.register(name)(_compose(terms, text))
+
+
+_add_presets()

@@ -1,0 +1,316 @@
+"""A weighting: kernel x bandwidth as one object that maps a row of scores to a row of weights.
+
+Its derivative is all that any estimator or fast implementation needs, so there is no code for pairs. With
+G = dL/dp, a weighting gives A and B such that, row by row,
+
+    rho = sum_j B_j G_j,        dL/dz_j = A_j (G_j - rho)  (+ finish, for what does not fit).
+
+Every ranked kernel under every rule is p_j = K(z_j - theta) / sum K, and the rules differ only in theta, hence
+
+    A = K'(z - theta) / sum K,  B = p,  finish: dL/dz -= (sum_j A_j (G_j - rho)) dtheta/dz,
+
+which covers fixed (dtheta/dz = 0), anchored (the share at the maximum), nearest (the (k+1)-th key); for
+adaptive, dtheta/dz = A / sum A and the two lines fold into B = A / sum A.
+
+Legend: z scores [..., Tq, Tk], -inf at hidden keys; p weights [..., Tq, Tk]; row statistics and row parameters
+[..., Tq, 1]. All in float32 or float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from .kernels import Number, ParamInfo, Params
+
+
+class Status(IntEnum):
+    """How a row was solved."""
+
+    OK = 0
+    UNCONVERGED = 1  # the threshold search ran out of steps; the weights still sum to one
+    NEAR_ZERO = 2  # a signed sum of weights too near zero: the denominator is held at its guard
+    NEGATIVE = 3  # a negative sum of signed weights: the normalised weights change sign
+
+
+@dataclass(frozen=True)
+class RowStats:
+    """What is known of each row once its scores were seen: enough to weigh any block of its keys.
+
+    Attributes:
+        top: the largest score of a visible key (0 in an empty row).
+        theta: the threshold on z; -inf where the kernel has no edge.
+        mass: the sum of the kernel's values, relative to the value at `top` for ranked kernels.
+        empty: no key is visible.
+        fallback: keys are visible but none lies inside the bandwidth (or all kept keys tie with it).
+        status: a `Status` a row, int32.
+        index: per-rule positions of keys, int64 [..., Tq, n], or None.
+    """
+
+    top: Tensor
+    theta: Tensor
+    mass: Tensor
+    empty: Tensor
+    fallback: Tensor
+    status: Tensor
+    index: Tensor | None = None
+
+    def map(self, fn: Any) -> RowStats:
+        """The same statistics with `fn` applied to every tensor."""
+        return RowStats(**{f.name: None if (t := getattr(self, f.name)) is None else fn(t) for f in fields(self)})
+
+    @property
+    def reach(self) -> Tensor:
+        """top - theta: how far below the best score a key still counts; 1 where a fallback took over."""
+        return torch.where(self.fallback, 1, self.top - self.theta)
+
+
+class Weighting(Protocol):
+    """Scores to weights, and back. Implementations hold no tensors and are hashable."""
+
+    nonnegative: bool
+    normalised: bool
+    shift_invariant: bool
+
+    @property
+    def indices(self) -> int:
+        """How many positions `RowStats.index` holds a row."""
+
+    @property
+    def params(self) -> Mapping[str, ParamInfo]:
+        """The numbers that can be given per row, with their defaults."""
+
+    def fit(self, z: Tensor, params: Params, *, fast: bool = False) -> RowStats:
+        """Statistics of whole rows. Differentiable, except where `fast` asks for early exit."""
+
+    def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
+        """p on a block of keys, the first of which is key number `start`."""
+
+    def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
+        """(A, B) on whole rows."""
+
+    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
+        """dz with what the product A (G - rho) leaves out."""
+
+    def param_grads(
+        self, dz: Tensor, g: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
+    ) -> dict[str, Tensor]:
+        """dL/dparameter per row [..., Tq, 1]; `dz` is A (G - rho), before `finish`."""
+
+
+class Rule(Protocol):
+    """A bandwidth rule: where a row's threshold lies and how it moves with the scores."""
+
+    shift_invariant: bool
+
+    def param_info(self, kernel: Any) -> Mapping[str, ParamInfo]:
+        """The numbers that can be learned when the rule meets `kernel`, the kernel's own among them."""
+
+    def kernel_params(self, params: Params) -> Params:
+        """The kernel's numbers in its own names (adaptive: r from alpha)."""
+
+    def bounded(self, kernel: Any) -> bool:
+        """Whether weight ends at the threshold."""
+
+    def indices(self, kernel: Any) -> int:
+        """How many positions `locate` notes a row."""
+
+    def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
+        """`theta`, and where they apply `fallback`, `status`, `index`. `top` is a constant, not a variable."""
+
+    def members(self, z: Tensor, stats: RowStats, kernel: Any, start: int) -> Tensor | None:
+        """Which keys may have weight, where the threshold alone does not decide; None for all."""
+
+    def stand_in(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
+        """The weights of rows in `stats.fallback`."""
+
+    def mix(self, slope: Tensor, p: Tensor) -> Tensor:
+        """B, given A = slope."""
+
+    def pull(self, z: Tensor, stats: RowStats, kernel: Any) -> Tensor | None:
+        """dtheta/dz where `mix` does not hold it already; None for 0."""
+
+    def theta_grads(self, dtheta: Tensor) -> dict[str, Tensor]:
+        """Gradients of the rule's numbers, given dL/dtheta."""
+
+    def power_grads(self, log_u: Tensor, drift: Tensor, stats: RowStats, kernel: Any, params: Params) -> dict[str, Tensor]:
+        """Gradient of the kernel's power: log_u = log(1 - d/reach), drift = p (G - rho)."""
+
+
+def distance(z: Tensor, top: Tensor) -> Tensor:
+    """d = top - z, +inf and without gradient at hidden keys."""
+    if not torch.is_grad_enabled():
+        return top - z
+    return torch.where(z == -torch.inf, torch.inf, top - z)
+
+
+def row_top(z: Tensor) -> tuple[Tensor, Tensor]:
+    """(largest visible score, 0 in empty rows; whether the row is empty), as constants.
+
+    The top only anchors the arithmetic: no weight depends on it, so that it carries no gradient.
+    """
+    top = z.detach().amax(-1, keepdim=True)
+    empty = top == -torch.inf
+    return torch.where(empty, 0, top), empty
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """p_j = K(z_j - theta) / sum K for a ranked kernel and a bandwidth rule."""
+
+    kernel: Any
+    rule: Any
+
+    nonnegative: ClassVar[bool] = True
+    normalised: ClassVar[bool] = True
+
+    @property
+    def shift_invariant(self) -> bool:
+        return bool(self.rule.shift_invariant)
+
+    @property
+    def indices(self) -> int:
+        return int(self.rule.indices(self.kernel))
+
+    @property
+    def params(self) -> Mapping[str, ParamInfo]:
+        return self.rule.param_info(self.kernel)
+
+    def fit(self, z: Tensor, params: Params, *, fast: bool = False) -> RowStats:
+        top, empty = row_top(z)
+        found = self.rule.locate(z, top, self.kernel, params, fast=fast)
+        status = found.get("status")
+        stats = RowStats(
+            top=top,
+            theta=torch.where(empty, -1, found["theta"]),
+            mass=torch.ones_like(top),
+            empty=empty,
+            fallback=found["fallback"] & ~empty if "fallback" in found else torch.zeros_like(empty),
+            status=torch.zeros_like(empty, dtype=torch.int32) if status is None else torch.where(empty, 0, status),
+            index=found.get("index"),
+        )
+        mass = self._relative(z, stats, params, 0).sum(-1, keepdim=True)
+        return replace(stats, mass=torch.where(empty | stats.fallback, 1, mass))
+
+    def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
+        p = self._relative(z, stats, params, start) / stats.mass
+        if self.rule.bounded(self.kernel):  # only a threshold can leave a row without support
+            p = torch.where(stats.fallback, self.rule.stand_in(z.detach(), stats, start), p)
+        return torch.where(stats.empty, 0, p)
+
+    def _relative(self, z: Tensor, stats: RowStats, params: Params, start: int) -> Tensor:
+        own = self.rule.kernel_params(params)
+        w = self.kernel.relative(distance(z, stats.top), self._reach(stats), own)
+        members = self.rule.members(z, stats, self.kernel, start)
+        return w if members is None else torch.where(members, w, 0 * stats.top)  # 0 * keeps a row's NaN
+
+    def _reach(self, stats: RowStats) -> Number:
+        return stats.reach if self.rule.bounded(self.kernel) else float("inf")
+
+    def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
+        own = self.rule.kernel_params(params)
+        slope = self.kernel.relative_slope(distance(z, stats.top), self._reach(stats), own) / stats.mass
+        members = self.rule.members(z, stats, self.kernel, 0)
+        if members is not None:
+            slope = torch.where(members, slope, 0)
+        slope = torch.where(stats.empty | stats.fallback, 0, slope)
+        return slope, self.rule.mix(slope, p)
+
+    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
+        pull = self.rule.pull(z, stats, self.kernel)
+        return dz if pull is None else dz - dz.sum(-1, keepdim=True) * pull
+
+    def param_grads(
+        self, dz: Tensor, g: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
+    ) -> dict[str, Tensor]:
+        grads = dict(self.rule.theta_grads(-dz.sum(-1, keepdim=True)))
+        if "r" in self.kernel.params:
+            log_u = self.kernel.log_relative(distance(z, stats.top), stats.reach)
+            drift = torch.where(stats.fallback, 0, p * (g - rho))
+            grads |= self.rule.power_grads(log_u, drift, stats, self.kernel, params)
+        return grads
+
+
+GUARD = 1e-3
+"""The least |sum of weights| of a signed kernel, as a share of the sum of |weights|."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """p_j = K(z_j + bias), as it is or divided by its sum: for sums without normalisation and for kernels of
+    the score itself.
+
+    Where a signed kernel is normalised, a denominator below `GUARD` times sum |K| is held there (with its
+    sign) and reported as `Status.NEAR_ZERO`; a negative one is used as it is and reported as
+    `Status.NEGATIVE`.
+    """
+
+    kernel: Any
+    bias: float
+    normalised: bool
+    nonnegative: bool
+    shift_invariant: ClassVar[bool] = False
+    indices: ClassVar[int] = 0
+
+    @property
+    def params(self) -> Mapping[str, ParamInfo]:
+        return {**self.kernel.params, **({"bias": ParamInfo(self.bias)} if self.kernel.scaled else {})}
+
+    def fit(self, z: Tensor, params: Params, *, fast: bool = False) -> RowStats:
+        top, empty = row_top(z)
+        stats = RowStats(
+            top=top,
+            theta=torch.full_like(top, -torch.inf),
+            mass=torch.ones_like(top),
+            empty=empty,
+            fallback=torch.zeros_like(empty),
+            status=torch.zeros_like(empty, dtype=torch.int32),
+        )
+        if self.kernel.compact:
+            stats = replace(stats, theta=0 * top - params.get("bias", self.bias))
+        if not self.normalised:
+            return stats
+        w = self._values(z, params)
+        mass, size = w.sum(-1, keepdim=True), w.abs().sum(-1, keepdim=True)
+        near = mass.abs() < GUARD * size
+        status = torch.where(near, int(Status.NEAR_ZERO), torch.where(mass < 0, int(Status.NEGATIVE), 0))
+        mass = torch.where(near, torch.where(mass < 0, -GUARD, GUARD) * size, mass)
+        return replace(stats, mass=torch.where(size == 0, 1, mass), status=status.int())
+
+    def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
+        w = self._values(z, params)
+        return w / stats.mass if self.normalised else w
+
+    def _values(self, z: Tensor, params: Params) -> Tensor:
+        hidden = z == -torch.inf
+        a = torch.where(hidden, 0, z) + params.get("bias", self.bias)
+        return torch.where(hidden, 0, self.kernel.value(a, params))
+
+    def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
+        hidden = z == -torch.inf
+        a = torch.where(hidden, 0, z) + params.get("bias", self.bias)
+        slope = torch.where(hidden, 0, self.kernel.slope(a, params)) / stats.mass
+        return slope, p if self.normalised else torch.zeros_like(p)
+
+    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
+        if not self.normalised or self.nonnegative:
+            return dz
+        # A guarded denominator is GUARD sum |w|, whose derivative by w_j is +-GUARD and not 1.
+        held = GUARD * torch.sign(p)  # sign(w) sign(denominator) = sign(p)
+        slope, _ = self.jacobian(z, p, stats, params)
+        return torch.where(stats.status == int(Status.NEAR_ZERO), dz + slope * (1 - held) * rho, dz)
+
+    def param_grads(
+        self, dz: Tensor, g: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
+    ) -> dict[str, Tensor]:
+        grads = {"bias": self.finish(dz, rho, z, p, stats, params).sum(-1, keepdim=True)}
+        if "r" in self.kernel.params:
+            a = torch.where(z == -torch.inf, 0, z) + params.get("bias", self.bias)
+            log = torch.where(a > 0, torch.where(a > 0, a, 1).log(), 0)
+            grads["r"] = (p * log * (g - rho)).sum(-1, keepdim=True)
+        return grads

@@ -1,0 +1,78 @@
+"""Numbers drawn from what was captured.
+
+Shapes: L layers, H heads, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import ArgumentError
+from .capture import capture
+
+
+@dataclass(frozen=True)
+class AttentionMaps:
+    """The weights of every head of a model on one text.
+
+    Attributes:
+        labels: the tokens as text, T of them.
+        weights: [L, H, T, T], float32 on the CPU; row i holds the weights of query i. Weights that the kernel
+            makes exactly zero are exactly zero here.
+        support: [L, H, T], float32: how many keys have a non-zero weight.
+    """
+
+    labels: tuple[str, ...]
+    weights: Tensor
+    support: Tensor
+
+    def look_back(self) -> Tensor:
+        """Mean distance in tokens between a query and what it attends to, [L, H]: the average of i - j under
+        the weights |w_ij|, each row scaled to sum to one; rows without weight do not count."""
+        size = self.weights.abs()
+        place = torch.arange(len(self.labels), dtype=size.dtype)
+        distance = (size * (place[:, None] - place)).sum(-1)
+        total = size.sum(-1)
+        rows = torch.where(total > 0, distance / total.where(total > 0, torch.ones(())), torch.nan)
+        return rows.nanmean(-1).nan_to_num()
+
+    def farthest(self) -> tuple[int, int]:
+        """(layer, head) with the longest look-back; the first among equals."""
+        layer, head = divmod(int(self.look_back().flatten().argmax()), self.weights.shape[1])
+        return layer, head
+
+
+@torch.no_grad()
+def attention_maps(model: nn.Module, input_ids: Tensor, labels: Sequence[str]) -> AttentionMaps:
+    """Run a causal language model over one text and keep the weights of all heads.
+
+    Args:
+        model: called as `model(input_ids=[1, T], use_cache=False)`.
+        input_ids: int [T].
+        labels: the T tokens as text.
+
+    Raises:
+        ArgumentError: the model has no layer that reports its weights, labels do not match the tokens, or
+            the layers differ in their number of heads.
+    """
+    if len(labels) != len(input_ids):
+        raise ArgumentError(f"attention_maps: {len(labels)} labels for {len(input_ids)} tokens.")
+    training = model.training
+    model.eval()
+    try:
+        with capture(model, weights=True) as seen:
+            model(input_ids=input_ids.long()[None], use_cache=False)
+    finally:
+        model.train(training)
+    found = [layer for _, layer in sorted(seen.layers.items()) if layer.weights is not None]
+    if not found:
+        raise ArgumentError("attention_maps: no layer of the model reports its weights.")
+    if len({layer.weights.shape for layer in found if layer.weights is not None}) > 1:
+        raise ArgumentError("attention_maps: the layers have different numbers of heads.")
+    weights = torch.stack([layer.weights[0] for layer in found if layer.weights is not None])
+    support = torch.stack([layer.support[0] for layer in found])
+    return AttentionMaps(tuple(labels), weights.float().cpu(), support.float().cpu())

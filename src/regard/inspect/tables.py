@@ -1,0 +1,47 @@
+"""One table, three prints: the terminal, Markdown, and (by the page's template) HTML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table as RichTable
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text.
+
+    Attributes:
+        header: names of the columns; the first column is aligned left, the others right.
+        rows: one tuple of cells per row, as long as the header.
+        note: a sentence below the table.
+    """
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        assert all(len(row) == len(self.header) for row in self.rows)
+
+    def markdown(self) -> str:
+        """A GitHub table, with `|` in cells escaped."""
+        rule = ("---", *("---:" for _ in self.header[1:]))
+        lines = ["| " + " | ".join(_escape(cell) for cell in row) + " |" for row in (self.header, *self.rows)]
+        lines.insert(1, "|" + "|".join(rule) + "|")
+        return "\n".join([*lines, *(["", self.note] if self.note else []), ""])
+
+    def rich(self, title: str = "") -> RichTable:
+        """For `rich.console.Console.print`; brackets in cells are text, not markup."""
+        table = RichTable(title=title or None, box=box.SIMPLE_HEAD, caption=self.note or None)
+        for i, name in enumerate(self.header):
+            table.add_column(Text(name), justify="right" if i else "left", overflow="fold")
+        for row in self.rows:
+            table.add_row(*(Text(cell) for cell in row))
+        return table
+
+
+def _escape(cell: str) -> str:
+    return cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")

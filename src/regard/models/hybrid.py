@@ -1,0 +1,371 @@
+"""A causal language model in which every layer names its own estimator.
+
+A pre-norm decoder (RMSNorm, rotary positions, SwiGLU, tied embeddings) on transformers' `PreTrainedModel` and
+`GenerationMixin`. Attention is `regard.nn.Attention`, with one `Spec` per layer from `HybridConfig.mixers`.
+
+Shapes: B batch, T tokens given now, N tokens so far (those in the cache and T), C model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from .. import Spec
+from ..checks import ArgumentError, require, shape
+from ..nn import Attention, rotary_angles
+from ..nn.attention import require_growing
+from .configuration_hybrid import HybridConfig
+
+CALL = "HybridForCausalLM"
+IGNORED = -100  # the label that the loss leaves out
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) * up(x)), [B, T, C] -> [B, T, C]."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, C] -> [B, T, C]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class HybridDecoderLayer(GradientCheckpointingLayer):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: HybridConfig, spec: Spec, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(
+            config.hidden_size,
+            config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            spec=spec,
+            layer_idx=layer_idx,
+            window=config.window,
+            learn_temperature=config.learn_temperature,
+        )
+        assert config.intermediate_size is not None  # filled in by config.normalise
+        self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, T, C] -> ([B, T, C], attention weights or None); arguments as `regard.nn.Attention`."""
+        attended, weights = self.self_attn(
+            self.input_layernorm(hidden_states),
+            position_embeddings,
+            attention_mask,
+            past_key_values,
+            output_attentions,
+        )
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states)), weights
+
+
+class HybridPreTrainedModel(PreTrainedModel):
+    """What the model with and without the output matrix share: configuration, initial weights, saving."""
+
+    config: HybridConfig
+    config_class = HybridConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["HybridDecoderLayer"]  # noqa: RUF012  (transformers reads class attributes)
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """transformers' initial values, and temperature 1 where it is learned."""
+        super()._init_weights(module)
+        if isinstance(module, Attention) and module.log_temperature is not None:
+            init.zeros_(module.log_temperature)
+
+
+class HybridModel(HybridPreTrainedModel):
+    """The decoder without the output matrix."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        config.normalise()
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            HybridDecoderLayer(config, spec, i) for i, spec in enumerate(config.layer_specs())
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states [B, T, C] after the last norm; arguments as `HybridForCausalLM.forward`.
+
+        Raises:
+            ArgumentError: as `HybridForCausalLM.forward`.
+        """
+        output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        hidden = self._embed(input_ids, inputs_embeds)
+        past_key_values = self._cache(past_key_values, use_cache)
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        mask = key_mask(attention_mask, hidden.shape[0], past + hidden.shape[1])
+        positions = token_positions(position_ids, mask, past, hidden)
+        assert self.config.head_dim is not None  # filled in by config.normalise
+        angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta, hidden.dtype)
+        states: list[Tensor] = []
+        attentions: list[Tensor] = []
+        for layer in self.layers:
+            states.append(hidden)
+            hidden, weights = layer(
+                hidden,
+                angles,
+                attention_mask=mask,
+                past_key_values=past_key_values,
+                output_attentions=bool(output_attentions),
+            )
+            attentions.append(weights)
+        hidden = self.norm(hidden)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=past_key_values,
+            hidden_states=(*states, hidden) if wanted else None,
+            attentions=tuple(attentions) if output_attentions else None,
+        )
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """[B, T] tokens or [B, T, C] embeddings -> [B, T, C]."""
+        if input_ids is not None and inputs_embeds is None:
+            require(
+                input_ids.dim() == 2 and input_ids.shape[1] > 0,
+                CALL,
+                f"input_ids has shape {shape(input_ids)}, expected [B, T] with T >= 1.",
+            )
+            require(
+                input_ids.dtype in (torch.int64, torch.int32),
+                CALL,
+                f"input_ids has dtype {input_ids.dtype}, expected torch.int64.",
+            )
+            return self.embed_tokens(input_ids)
+        if input_ids is not None or inputs_embeds is None:
+            raise ArgumentError(f"{CALL}: give either input_ids or inputs_embeds.")
+        width = self.config.hidden_size
+        require(
+            inputs_embeds.dim() == 3 and inputs_embeds.shape[1] > 0 and inputs_embeds.shape[2] == width,
+            CALL,
+            f"inputs_embeds has shape {shape(inputs_embeds)}, expected [B, T, {width}] with T >= 1.",
+        )
+        return inputs_embeds
+
+    def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+        """The cache to fill: the one given, a new one, or none.
+
+        Unasked, training keeps none: nothing would read it, and recomputation must not fill it twice.
+        """
+        recomputed = self.gradient_checkpointing and self.training
+        if cache is not None:
+            require(
+                isinstance(cache, Cache),
+                CALL,
+                f"past_key_values is a {type(cache).__name__}, expected a transformers Cache.",
+            )
+            require(
+                not recomputed,
+                CALL,
+                "past_key_values does not go with gradient checkpointing in training; call model.eval() or "
+                "leave the cache out.",
+            )
+            require_growing(cache, CALL)
+            return cache
+        require(
+            not (use_cache and recomputed),
+            CALL,
+            "use_cache=True does not go with gradient checkpointing in training; leave it out.",
+        )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        return DynamicCache(config=self.config) if use_cache else None
+
+
+class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
+    """The causal language model. What it is called with:
+
+    - input_ids: tokens [B, T]; or inputs_embeds [B, T, C] in their place.
+    - attention_mask: [B, N] over all tokens so far, boolean or integer, true where a token is real. Hidden
+      tokens change nothing at the others, in values and in gradients.
+    - position_ids: [B, T]; default: the number of real tokens before each.
+    - past_key_values: a growing cache from an earlier call; it is extended.
+    - labels: [B, T], the tokens themselves (they are shifted here), -100 where none is to be predicted.
+      Hidden tokens are neither predicted nor predicted from.
+    - use_cache: fill a new cache; default the configuration's, and not in training.
+    - logits_to_keep: only the last so many positions (0: all), or those in a tensor of positions.
+    - output_attentions: also every layer's weights [B, H, T, N], by the dense reference.
+    - output_hidden_states: also the hidden states before each layer and after the last norm.
+    - further keywords (`num_items_in_batch`) go to the loss; `return_dict=False` gives a tuple.
+
+    >>> import torch
+    >>> from regard.models import HybridConfig, HybridForCausalLM
+    >>> config = HybridConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+    ...                       mixers=["softmax", "biweight"])
+    >>> model = HybridForCausalLM(config)
+    >>> model(torch.arange(8)[None]).logits.shape
+    torch.Size([1, 8, 64])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__(config)
+        self.model = HybridModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits [B, T, V] of the next token, and the loss where labels are given; arguments as the class.
+
+        Raises:
+            ArgumentError: wrong rank, dtype or shape, an empty sequence, a static cache. (Tokens out of the
+                vocabulary are torch's own IndexError.)
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            labels = visible_labels(labels, attention_mask, logits)
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+def key_mask(attention_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+    """The attention mask as booleans [B, N].
+
+    Raises:
+        ArgumentError: not a boolean or integer tensor of shape [batch, tokens].
+    """
+    if attention_mask is None:
+        return None
+    if (
+        not isinstance(attention_mask, Tensor)
+        or attention_mask.is_floating_point()
+        or attention_mask.is_complex()
+    ):
+        kind = attention_mask.dtype if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ArgumentError(
+            f"{CALL}: attention_mask is {kind}, expected a boolean or integer tensor, "
+            f"true where a token is real."
+        )
+    require(
+        tuple(attention_mask.shape) == (batch, tokens),
+        CALL,
+        f"attention_mask has shape {shape(attention_mask)}, expected [{batch}, {tokens}]: one entry for "
+        f"every token so far, those in the cache included.",
+    )
+    return attention_mask != 0
+
+
+def token_positions(position_ids: Tensor | None, mask: Tensor | None, past: int, hidden: Tensor) -> Tensor:
+    """Positions [B or 1, T]: as given, else the number of real tokens before each.
+
+    Raises:
+        ArgumentError: `position_ids` is not an integer tensor of shape [B or 1, T].
+    """
+    batch, tokens = hidden.shape[:2]
+    if position_ids is not None:
+        require(
+            not position_ids.dtype.is_floating_point
+            and tuple(position_ids.shape) in ((batch, tokens), (1, tokens)),
+            CALL,
+            f"position_ids has shape {shape(position_ids)} and dtype {position_ids.dtype}, expected integers "
+            f"[{batch}, {tokens}] or [1, {tokens}].",
+        )
+        return position_ids
+    if mask is None:
+        return torch.arange(past, past + tokens, device=hidden.device)[None]
+    return (mask.cumsum(-1) - 1).clamp_min(0)[:, past:]
+
+
+def visible_labels(labels: Tensor, attention_mask: Tensor | None, logits: Tensor) -> Tensor:
+    """The labels, with -100 where the mask hides the token or the one that it would be predicted from.
+
+    Without the latter, the first real token of a left-padded row would be predicted from padding, and padding
+    would be trained.
+
+    Raises:
+        ArgumentError: labels do not match the logits, or there is no token to predict.
+    """
+    require(
+        tuple(labels.shape) == tuple(logits.shape[:2]),
+        CALL,
+        f"labels has shape {shape(labels)}, expected {shape(logits[..., 0])}, one for each position that "
+        f"has logits.",
+    )
+    require(
+        labels.shape[1] > 1,
+        CALL,
+        "labels of one position leave nothing to predict: each token is predicted from those before it.",
+    )
+    if attention_mask is None:
+        return labels
+    visible = attention_mask[:, -labels.shape[1] :] != 0
+    before = F.pad(visible[:, :-1], (1, 0), value=False)
+    return labels.masked_fill(~(visible & before), IGNORED)

@@ -1,0 +1,57 @@
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864): each pair of channels is turned by position times
+frequency, so that a dot product of query and key depends on their distance alone.
+
+Shapes: B batch, H heads, T tokens, D channels of a head (even).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import require
+
+
+def rotary_angles(
+    position_ids: Tensor, head_dim: int, theta: float = 10000.0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the turning angles.
+
+    The angles are formed in float32 whatever `dtype` is: in bfloat16 neighbouring positions above 256 would
+    share one angle.
+
+    Args:
+        position_ids: integer positions, [B, T] (or [1, T] for all rows alike).
+        head_dim: channels of a head, even.
+        theta: base of the geometric sequence of wavelengths; pair i turns by theta^(-2i/D) radians a token.
+        dtype: dtype of the result.
+
+    Returns:
+        (cos, sin), each [B, T, D/2].
+
+    Raises:
+        ArgumentError: `head_dim` is odd or not positive.
+    """
+    require(
+        head_dim > 0 and head_dim % 2 == 0,
+        "rotary_angles",
+        f"head_dim is {head_dim}, expected a positive even number.",
+    )
+    pair = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
+    angle = position_ids[..., None].float() * theta ** (-pair / head_dim)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x_i, x_{i + D/2}) of every head by the angles of `rotary_angles`.
+
+    Args:
+        x: [B, H, T, D].
+        cos, sin: [B, T, D/2] (or [1, T, D/2]).
+
+    Returns:
+        [B, H, T, D], in the dtype of `x`.
+    """
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,241 @@
+"""`regard.attention`: checks, features and the choice of an implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError, boolean_mask, broadcastable, finite, floating, in_range, require, shape
+from ..estimators import Diagnostics, Visibility
+from ..grammar import Spec, as_spec
+from .dispatch import Explanation, Inputs, Problem, choose, explain_problem
+
+CALL = "attention"
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: Spec | str = "softmax",
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    exclude_self: bool = False,
+    window: int | None = None,
+    query_offset: int | Tensor | None = None,
+    scale: float | Tensor | None = None,
+    params: Mapping[str, float | Tensor] | None = None,
+    enable_gqa: bool = False,
+    impl: str = "auto",
+    return_diagnostics: bool = False,
+) -> Any:
+    """Predict a value at every query by local regression on the visible pairs of keys and values.
+
+    Args:
+        query: [B, H, Tq, D].
+        key: [B, Hkv, Tk, D]; Hkv = H, or a divisor of H with `enable_gqa`.
+        value: [B, Hkv, Tk, Dv].
+        spec: a sentence of the grammar or its text: kernel, bandwidth, local model, similarity.
+        attn_mask: boolean, broadcastable to [B, H, Tq, Tk]; True where a key may be attended.
+        is_causal: query i sees keys j <= i + query_offset.
+        exclude_self: strictly: j < i + query_offset; implies `is_causal`.
+        window: with causal order the last `window` positions it permits, else |i + query_offset - j| < window.
+        query_offset: the key position of query 0: an int, or integers [B]; Tk - Tq (end-aligned) by default.
+        scale: of the scores z = scale * similarity: a number or a tensor broadcastable to [B, H, Tq];
+            1/sqrt(D) for the dot product and the Euclidean similarity, 1 for the cosine. Kernels without a
+            scale refuse one.
+        params: the spec's numbers (`spec.params`) as numbers or tensors broadcastable to [B, H, Tq].
+        enable_gqa: let each key head serve H / Hkv query heads.
+        impl: "auto", or the name of an implementation (`regard.explain` lists them).
+        return_diagnostics: also return a `Diagnostics`.
+
+    Returns:
+        The output [B, H, Tq, Dv] in the dtype of `query`, or (output, Diagnostics). Rows without a visible key
+        are 0, with gradient 0. A row that sees a key, value or query which is not finite is NaN, and passes
+        no gradient on; what a row cannot see never matters, NaN included.
+
+    Raises:
+        ArgumentError: shapes, dtypes or names that do not fit.
+
+    Precision: float32 (float64 for float64 inputs) for features, scores, thresholds and sums. Cost: that of
+    the implementation, see `regard.explain`.
+    """
+    spec = as_spec(spec)
+    _check_tensors(query, key, value, enable_gqa)
+    batch, heads, queries, dim = query.shape
+    keys = key.shape[2]
+    rows = (batch, heads, queries)
+    visible = Visibility(
+        queries=queries,
+        keys=keys,
+        causal=is_causal or exclude_self,
+        strict=exclude_self,
+        window=_check_window(window),
+        offset=_check_offset(query_offset, batch, keys - queries, query.device),
+        mask=_check_mask(attn_mask, (*rows, keys)),
+    )
+    given = {n: _row_number(f"params[{n!r}]", p, rows) for n, p in (params or {}).items()}
+    scale = None if scale is None else _row_number("scale", scale, rows)
+    scale, numbers = spec.resolve(dim, scale, given)
+    if isinstance(given.get("ridge"), (float, int, Tensor)):
+        numbers["ridge"] = given["ridge"]
+    if isinstance(scale, (float, int)):
+        in_range(CALL, "scale", scale, low=0.0, strict=True)
+    problem = Problem(
+        spec, batch, heads, key.shape[1], queries, keys, dim, value.shape[3], query.dtype, query.device.type,
+        causal=visible.causal, strict=visible.strict, window=window,
+        offset=None if isinstance(visible.offset, Tensor) else visible.offset,
+        mask=None if attn_mask is None else ("keys" if visible.mask.shape[-2] == 1 else "pairs"),  # type: ignore[union-attr]
+        params=tuple(n for n, p in numbers.items() if isinstance(p, Tensor)),
+        scale="tensor" if isinstance(scale, Tensor) else "number",
+        gradient=query.requires_grad or key.requires_grad or value.requires_grad,
+        diagnostics=return_diagnostics,
+    )  # fmt: skip
+    implementation = choose(problem, impl)
+    inputs, poisoned = _prepare(query, key, value, spec, visible, scale, numbers, return_diagnostics)
+    out, diagnostics = implementation.run(inputs)
+    out = torch.where(poisoned[..., None], torch.nan, out).to(query.dtype)
+    return (out, diagnostics) if return_diagnostics else out
+
+
+def _prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: Spec,
+    visible: Visibility,
+    scale: float | Tensor,
+    numbers: dict[str, float | Tensor],
+    diagnostics: bool,
+) -> tuple[Inputs, Tensor]:
+    """Features in the computing dtype, and which rows [B, H, Tq] see something that is not finite.
+
+    Vectors that are not finite become 0 here, so that a zero weight never meets a NaN, forward or backward;
+    the rows that see them are marked, and the caller turns those rows, and no others, into NaN.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        finite(CALL, name, tensor)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    query, query_bad = _clean(query.to(dtype))
+    key, key_bad = _clean(key.to(dtype))
+    value, value_bad = _clean(value.to(dtype))
+    bad = key_bad | value_bad
+    if bad.shape[1] != query.shape[1]:
+        bad = bad.repeat_interleave(query.shape[1] // bad.shape[1], dim=1)
+    poisoned = visible.any_seen(bad) | (query_bad & visible.any_seen(torch.ones_like(bad)))
+    q, k = spec.similarity.features(query, key)
+    q = q * (scale.to(dtype)[..., None] if isinstance(scale, Tensor) else scale)
+    return Inputs(q, k, value, query, key, visible, spec, scale, numbers, diagnostics), poisoned
+
+
+def _clean(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x with vectors that are not finite put to zero, and which those are."""
+    bad = ~torch.isfinite(x.detach()).all(-1)
+    return torch.where(bad[..., None], 0, x), bad
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        floating(CALL, name, tensor)
+        if tensor.dim() != 4:
+            raise ArgumentError(
+                f"{CALL}: {name} has shape {shape(tensor)}, expected [batch, heads, length, dim]; add the "
+                f"missing axes with unsqueeze."
+            )
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ArgumentError(
+                f"{CALL}: {name} is {tensor.dtype} on {tensor.device}, but query is {query.dtype} on "
+                f"{query.device}; convert one with .to()."
+            )
+    shapes = f"query {shape(query)}, key {shape(key)}, value {shape(value)}"
+    require(query.shape[0] == key.shape[0] == value.shape[0], CALL, f"batch sizes differ: {shapes}.")
+    require(query.shape[3] == key.shape[3], CALL, f"query and key differ in their last axis: {shapes}.")
+    require(query.shape[3] > 0, CALL, f"query and key have no features: {shapes}.")
+    require(key.shape[1:3] == value.shape[1:3], CALL, f"key and value differ in heads or length: {shapes}.")
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads != kv_heads and not enable_gqa:
+        raise ArgumentError(
+            f"{CALL}: query has {heads} heads and key {kv_heads}; pass enable_gqa=True to let each key head serve "
+            f"several query heads, or give as many of both."
+        )
+    require(
+        kv_heads > 0 and heads % kv_heads == 0,
+        CALL,
+        f"{heads} query heads cannot be shared out among {kv_heads} key heads; the former must be a multiple.",
+    )
+
+
+def _check_window(window: int | None) -> int | None:
+    if window is None:
+        return None
+    if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)) or window < 1:
+        raise ArgumentError(f"{CALL}: window is {window!r}, expected a whole number >= 1 or None.")
+    return window
+
+
+def _check_offset(offset: int | Tensor | None, batch: int, default: int, device: torch.device) -> int | Tensor:
+    if offset is None:
+        return default
+    if isinstance(offset, Tensor):
+        if offset.is_floating_point() or offset.dtype == torch.bool or offset.shape != (batch,):
+            raise ArgumentError(
+                f"{CALL}: query_offset is {offset.dtype} {shape(offset)}, expected integers [{batch}], one a sequence."
+            )
+        return offset.to(device=device, dtype=torch.int64)
+    if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
+        raise ArgumentError(f"{CALL}: query_offset is {offset!r}, expected a whole number or integers [B].")
+    return offset
+
+
+def _check_mask(mask: Tensor | None, target: tuple[int, ...]) -> Tensor | None:
+    if mask is None:
+        return None
+    boolean_mask(CALL, "attn_mask", mask)
+    broadcastable(CALL, "attn_mask", mask, target)
+    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    return mask.expand(*mask.shape[:3], target[3])
+
+
+def _row_number(name: str, value: Any, rows: tuple[int, int, int]) -> float | Tensor:
+    """A number, or a tensor broadcast to [B, H, Tq]."""
+    if not isinstance(value, Tensor):
+        in_range(CALL, name, value, strict=False)
+        return float(value)
+    floating(CALL, name, value)
+    broadcastable(CALL, name, value, rows)
+    return value.to(torch.promote_types(value.dtype, torch.float32)).expand(rows)
+
+
+def explain(
+    spec: Spec | str,
+    query_shape: tuple[int, int, int, int],
+    key_shape: tuple[int, int, int, int] | None = None,
+    value_dim: int | None = None,
+    **how: Any,
+) -> Explanation:
+    """What `regard.attention(..., impl="auto")` would run for these shapes, and why not the others.
+
+    Args:
+        spec: a sentence of the grammar or its text.
+        query_shape: (B, H, Tq, D).
+        key_shape: (B, Hkv, Tk, D); that of the query by default.
+        value_dim: Dv; D by default.
+        how: further fields of the problem: dtype, device, causal, strict, window, offset, mask ("keys" or
+            "pairs"), params (names given as tensors), gradient, diagnostics.
+
+    Returns:
+        An `Explanation`: `print` it.
+    """
+    batch, heads, queries, dim = query_shape
+    _, kv_heads, keys, _ = key_shape or query_shape
+    how.setdefault("offset", keys - queries)
+    try:
+        sizes = (batch, heads, kv_heads, queries, keys, dim, value_dim or dim)
+        problem = Problem(as_spec(spec), *sizes, **how)
+    except TypeError as error:
+        raise ArgumentError(f"explain: {error}.") from None
+    return explain_problem(problem)

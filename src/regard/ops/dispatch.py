@@ -1,0 +1,191 @@
+"""Which implementation runs, and why the others do not.
+
+An implementation says of every problem whether it supports it (None) or why not (a reason). `impl="auto"` takes
+the supported one of highest priority; any other `impl` runs as named or raises the reason. `explain` prints it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError, suggestion
+from ..estimators import Diagnostics, Visibility
+from ..grammar import Spec
+from ..registry import Registry
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What an implementation needs to know before it can say yes; no tensors.
+
+    Attributes:
+        spec: the sentence.
+        batch, heads, kv_heads, queries, keys, dim, value_dim: sizes.
+        dtype, device: of the inputs ("cpu", "cuda").
+        causal, strict, window: as in `Visibility`.
+        offset: the int offset, or None where it is a tensor.
+        mask: None, "keys" (the same keys for every query) or "pairs".
+        params: names of numbers given as tensors.
+        scale: "number" or "tensor".
+        gradient: whether a backward pass may follow.
+        diagnostics: whether row statistics are asked for.
+    """
+
+    spec: Spec
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    causal: bool = False
+    strict: bool = False
+    window: int | None = None
+    offset: int | None = 0
+    mask: str | None = None
+    params: tuple[str, ...] = ()
+    scale: str = "number"
+    gradient: bool = False
+    diagnostics: bool = False
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Checked inputs of one call.
+
+    q [B, H, Tq, F] and k [B, Hkv, Tk, F] are features with q . k = z (scale included); x and y the raw queries
+    and keys; v [B, Hkv, Tk, Dv]. All are finite and in float32 or float64. `params` hold numbers or tensors
+    [B, H, Tq].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    x: Tensor
+    y: Tensor
+    visible: Visibility
+    spec: Spec
+    scale: float | Tensor
+    params: dict[str, float | Tensor]
+    diagnostics: bool = False
+
+    def row_params(self) -> dict[str, float | Tensor]:
+        """`params` of the weighting, with tensors as [B, H, Tq, 1]."""
+        rows = self.params.items()
+        return {n: p[..., None] if isinstance(p, Tensor) else p for n, p in rows if n != "ridge"}
+
+
+class Cost(NamedTuple):
+    """Floating-point operations of the forward pass and bytes of extra memory it needs."""
+
+    flops: int
+    bytes: int
+
+
+class Implementation(Protocol):
+    """One way to compute `regard.attention`."""
+
+    def available(self) -> str | None:
+        """None where it can run on this machine, else why not."""
+
+    def supports(self, problem: Problem) -> str | None:
+        """None where it can do the problem, else why not."""
+
+    def cost(self, problem: Problem) -> Cost:
+        """What it takes."""
+
+    def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
+        """The output [B, H, Tq, Dv] in the dtype of `inputs.v`."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    priority: int
+    impl: Any = field(compare=False)
+
+
+implementations_registry: Registry[_Entry] = Registry("implementation", "regard.implementations")
+
+
+def register_impl(name: str, priority: int) -> Callable[[type], type]:
+    """Class decorator: file an implementation. `impl="auto"` prefers the highest priority."""
+
+    def add(cls: type) -> type:
+        implementations_registry.register(name)(_Entry(name, priority, cls()))
+        return cls
+
+    return add
+
+
+def implementations() -> list[tuple[str, str | None]]:
+    """(name, None or why it cannot run on this machine), best first."""
+    return [(e.name, e.impl.available()) for e in _ranked()]
+
+
+def _ranked() -> list[_Entry]:
+    return sorted((e for _, e in implementations_registry.items()), key=lambda e: -e.priority)
+
+
+def _reason(entry: _Entry, problem: Problem) -> str | None:
+    return entry.impl.available() or entry.impl.supports(problem)
+
+
+def choose(problem: Problem, impl: str) -> Any:
+    """The implementation that runs the problem.
+
+    Raises:
+        ArgumentError: an unknown name, or one that does not support the problem; the message names those
+            that do.
+    """
+    if impl == "auto":
+        for entry in _ranked():
+            if _reason(entry, problem) is None:
+                return entry.impl
+        reasons = "; ".join(f"{e.name}: {_reason(e, problem)}" for e in _ranked())
+        raise ArgumentError(f"attention: no implementation supports this ({reasons}).")
+    if impl not in implementations_registry:
+        names = ["auto", *implementations_registry.names()]
+        raise ArgumentError(f"attention: unknown impl {impl!r}.{suggestion(impl, names)}")
+    entry = implementations_registry.get(impl)
+    reason = _reason(entry, problem)
+    if reason is not None:
+        able = [e.name for e in _ranked() if _reason(e, problem) is None]
+        raise ArgumentError(f"attention: impl={impl!r} {reason}. Those that can: {', '.join(able) or 'none'}.")
+    return entry.impl
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `impl="auto"` does with a problem; `str` gives a table."""
+
+    chosen: str
+    rows: tuple[tuple[str, str | None, Cost | None], ...]
+
+    def __str__(self) -> str:
+        lines = [f"impl='auto' runs {self.chosen!r}"]
+        for name, reason, cost in self.rows:
+            if reason is None and cost is not None:
+                note = f"can: {cost.flops:.3g} flops forward, {cost.bytes / 2**20:.3g} MiB extra"
+            else:
+                note = f"cannot: {reason}"
+            lines.append(f"  {name:<10} {note}")
+        return "\n".join(lines)
+
+
+def explain_problem(problem: Problem) -> Explanation:
+    """Every implementation with its cost or the reason why it does not run."""
+    rows = []
+    for entry in _ranked():
+        reason = _reason(entry, problem)
+        rows.append((entry.name, reason, None if reason else entry.impl.cost(problem)))
+    chosen = next((name for name, reason, _ in rows if reason is None), "nothing")
+    return Explanation(chosen, tuple(rows))

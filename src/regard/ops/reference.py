@@ -1,0 +1,47 @@
+"""impl="reference": the plain form of `regard.estimators`, by autograd."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..estimators import Diagnostics, local
+from ..estimators.diagnostics import counts, diagnose
+from .dispatch import Cost, Inputs, Problem, register_impl
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Each key head once for every query head of its group: [B, Hkv, T, D] -> [B, H, T, D]."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+@register_impl("reference", priority=0)
+class Reference:
+    """All pairs at once. Twice differentiable; gives the weights in the diagnostics."""
+
+    def available(self) -> str | None:
+        return None
+
+    def supports(self, problem: Problem) -> str | None:
+        return None
+
+    def cost(self, problem: Problem) -> Cost:
+        pairs = problem.batch * problem.heads * problem.queries * problem.keys
+        width = problem.dim if problem.spec.degree else 1
+        return Cost(2 * pairs * (problem.dim + problem.value_dim) * width, 12 * pairs * width)
+
+    def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
+        spec, heads = inputs.spec, inputs.q.shape[1]
+        k, v, y = (repeat_heads(t, heads) for t in (inputs.k, inputs.v, inputs.y))
+        rows = inputs.row_params()
+        args = (inputs.q, k, v, inputs.visible, spec.weighting, rows)
+        if spec.degree == 0:
+            found = local.constant(*args)
+        else:
+            ridge = inputs.params.get("ridge", spec.ridge)
+            ridge = ridge[..., None] if isinstance(ridge, Tensor) else ridge
+            found = local.linear(*args, inputs.x, y, ridge, spec.solver)
+        if not inputs.diagnostics:
+            return found.output, None
+        p = found.weights.detach()
+        stats = found.stats.map(Tensor.detach)
+        return found.output, diagnose(spec, stats, *counts(p), inputs.scale, rows, p, found.solver)

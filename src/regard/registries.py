@@ -1,0 +1,21 @@
+"""Every registry by the name of what it holds, for whoever iterates them (tests, command line, docs)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .grammar import bandwidths, kernels, presets_registry, similarities, solvers
+from .ops import implementations_registry
+from .registry import Registry
+
+
+def registries() -> dict[str, Registry[Any]]:
+    """Name of the axis to its registry."""
+    return {
+        "preset": presets_registry,
+        "kernel": kernels,
+        "bandwidth": bandwidths,
+        "similarity": similarities,
+        "solver": solvers,
+        "impl": implementations_registry,
+    }

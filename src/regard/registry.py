@@ -1,0 +1,82 @@
+"""Small registries: a name, an object, where it came from, and "did you mean".
+
+Everything that can be chosen by name (kernels, bandwidth rules, implementations, tasks, ...) lives in one of
+these. Tests, the command line, the docs tables and the Hugging Face names iterate them, so that one new
+file with one registration is tested and selectable with no other edit. A third party adds to a registry by an
+entry point of the registry's group; it cannot replace what is built in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from .checks import ArgumentError, suggestion
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Names to objects.
+
+    Args:
+        kind: what is registered, in the singular, for messages ("kernel").
+        group: entry-point group through which other packages add names ("regard.kernels"). Loading an entry
+            point imports its module, whose own `register` call does the work.
+    """
+
+    def __init__(self, kind: str, group: str | None = None) -> None:
+        self.kind = kind
+        self.group = group
+        self._objects: dict[str, T] = {}
+        self._aliases: dict[str, str] = {}
+        self._loaded = group is None
+
+    def register(self, name: str, *aliases: str) -> Callable[[T], T]:
+        """Decorator: file the object under `name`, reachable by `aliases` too."""
+
+        def add(obj: T) -> T:
+            for key in (name, *aliases):
+                if key in self._objects or key in self._aliases:
+                    raise ArgumentError(f"{self.kind} {key!r} is registered already; choose another name.")
+            self._objects[name] = obj
+            self._aliases.update(dict.fromkeys(aliases, name))
+            return obj
+
+        return add
+
+    def get(self, name: str) -> T:
+        """The object of that name.
+
+        Raises:
+            ArgumentError: no such name; the message suggests the closest ones.
+        """
+        self._load()
+        if not isinstance(name, str):
+            raise ArgumentError(f"a {self.kind} is chosen by name, got {name!r} ({type(name).__name__}).")
+        key = self._aliases.get(name, name)
+        if key not in self._objects:
+            raise ArgumentError(f"unknown {self.kind} {name!r}.{suggestion(name, self.names(aliases=True))}")
+        return self._objects[key]
+
+    def names(self, *, aliases: bool = False) -> list[str]:
+        """All names, in the order of registration."""
+        self._load()
+        return [*self._objects, *(self._aliases if aliases else ())]
+
+    def items(self) -> Iterator[tuple[str, T]]:
+        """Pairs of name and object, in the order of registration."""
+        self._load()
+        return iter(list(self._objects.items()))
+
+    def __contains__(self, name: object) -> bool:
+        self._load()
+        return name in self._objects or name in self._aliases
+
+    def _load(self) -> None:
+        if self._loaded:
+            return
+        self._loaded = True  # first, since an entry point's module may ask this registry
+        for point in entry_points(group=self.group):
+            point.load()

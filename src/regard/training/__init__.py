@@ -1,0 +1,58 @@
+"""Training on transformers' Trainer: text, tokenizers, seeded sampling, run folders, resume.
+
+    from pathlib import Path
+    from regard.training import TrainConfig, train
+
+    train(TrainConfig(data=Path("notes.txt"), spec=("biweight",), steps=500, out=Path("runs/notes")))
+
+Names are loaded when first used, so that `regard train --help` need not wait for transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import TrainConfig as TrainConfig
+    from .data import SampledWindows as SampledWindows
+    from .data import strided_windows as strided_windows
+    from .data import window_starts as window_starts
+    from .errors import TrainingInterrupted as TrainingInterrupted
+    from .errors import TrainingStopped as TrainingStopped
+    from .evaluation import Evaluation as Evaluation
+    from .evaluation import Units as Units
+    from .evaluation import evaluate as evaluate
+    from .evaluation import mean_support as mean_support
+    from .folder import load_model as load_model
+    from .generate import generate_text as generate_text
+    from .run import RunSummary as RunSummary
+    from .run import hybrid_model as hybrid_model
+    from .run import train as train
+    from .text import Text as Text
+    from .text import load_text as load_text
+    from .text import split_text as split_text
+    from .tokenizers import TOKENIZERS as TOKENIZERS
+    from .tokenizers import byte_tokenizer as byte_tokenizer
+    from .tokenizers import char_tokenizer as char_tokenizer
+    from .tokenizers import encode as encode
+
+_HOMES = {
+    "config": ("TrainConfig",),
+    "data": ("SampledWindows", "strided_windows", "window_starts"),
+    "errors": ("TrainingInterrupted", "TrainingStopped"),
+    "evaluation": ("Evaluation", "Units", "evaluate", "mean_support"),
+    "folder": ("load_model",),
+    "generate": ("generate_text",),
+    "run": ("RunSummary", "hybrid_model", "train"),
+    "text": ("Text", "load_text", "split_text"),
+    "tokenizers": ("TOKENIZERS", "byte_tokenizer", "char_tokenizer", "encode"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)

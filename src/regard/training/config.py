@@ -1,0 +1,188 @@
+"""Everything a training run can be told: each field is a flag of `regard train` and a key of its
+TOML file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..checks import ArgumentError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a language model on your text.
+
+    Every option is also a key of a TOML file given with --config; a flag on the command line wins.
+    """
+
+    data: Path | None = None
+    """Text to learn from: a UTF-8 file, or a folder whose text files are read in sorted order."""
+    tokenizer: str = "char"
+    """What a token is: 'char' (one character) or 'byte' (one UTF-8 byte; any text can be written)."""
+    validation: float = 0.1
+    """Share of the text, at its end, that is held out and never trained on."""
+    context: int = 256
+    """Tokens the model sees at once."""
+
+    spec: tuple[str, ...] = ("softmax",)
+    """The attention of the layers, in the grammar: one sentence for all layers or one per layer, such as
+    'biweight' or 'triweight*anchored(margin=1)'. `regard list presets` shows the named ones."""
+    layers: int = 4
+    """Number of layers."""
+    width: int = 128
+    """Size of the hidden state."""
+    heads: int = 4
+    """Attention heads per layer; must divide the width."""
+    kv_heads: int | None = None
+    """Heads that keep keys and values (grouped queries); must divide the heads. By default as many."""
+    mlp_width: int | None = None
+    """Size inside the feed-forward part. By default about 8/3 of the width."""
+    window: int | None = None
+    """Let attention look at the last so many tokens only. By default at all of them."""
+    learn_temperature: bool = False
+    """Learn one temperature of the scores per head."""
+
+    steps: int = 1000
+    """Optimiser steps."""
+    batch: int = 16
+    """Windows of text per device and forward pass."""
+    accumulate: int = 1
+    """Forward passes per optimiser step: batches of batch x accumulate windows in the memory of one."""
+    learning_rate: float = 1e-3
+    """Highest learning rate, reached after the warm-up; it then falls along a cosine."""
+    warmup: float = 0.05
+    """Share of the steps over which the learning rate rises from zero."""
+    final_learning_rate: float = 0.1
+    """The learning rate of the last step, as a share of the highest."""
+    weight_decay: float = 0.1
+    """AdamW weight decay (of matrices; norms and biases are left alone)."""
+    clip: float = 1.0
+    """Largest norm of the gradient; a longer one is scaled down to it."""
+    seed: int = 0
+    """Decides the first weights and which windows each step sees."""
+    device: str = "auto"
+    """'cpu', 'cuda', 'mps', or 'auto' for the fastest that is there."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the products in the forward pass. Weights and their updates are float32 either way."""
+
+    out: Path = Path("runs/train")
+    """Folder to write: config, tokenizer, metrics.jsonl, checkpoints, and the trained model in model/."""
+    resume: bool = False
+    """Continue the run in the output folder from its last complete checkpoint."""
+    overwrite: bool = False
+    """Delete the run that is in the output folder and start anew."""
+    log_every: int = 10
+    """Steps between two lines of metrics."""
+    eval_every: int = 200
+    """Steps between two looks at the held-out text."""
+    eval_tokens: int = 16384
+    """Held-out tokens, from the start of the held-out text, used for each look; all are used at the end."""
+    save_every: int = 200
+    """Steps between two checkpoints."""
+    keep: int = 2
+    """Checkpoints to keep; older ones are deleted once a newer one is complete."""
+
+    @property
+    def per_step(self) -> int:
+        """Windows of one optimiser step on one device."""
+        return self.batch * self.accumulate
+
+    def validate(self, call: str = "train") -> None:
+        """Check all that can be checked without reading the text.
+
+        Raises:
+            ArgumentError: a number out of its range, heads that do not divide, an unknown spec, tokenizer
+                or device.
+        """
+        positive = (
+            "context",
+            "layers",
+            "width",
+            "heads",
+            "kv_heads",
+            "mlp_width",
+            "window",
+            "steps",
+            "batch",
+        )
+        for name in (*positive, "accumulate", "log_every", "eval_every", "eval_tokens", "save_every", "keep"):
+            _at_least(self, name, 1, call)
+        _at_least(self, "context", 2, call)  # one token to see and one to predict
+        _at_least(self, "eval_tokens", 2, call)
+        for name in ("learning_rate", "clip"):
+            _above_zero(self, name, call)
+        _at_least(self, "weight_decay", 0, call)
+        _at_least(self, "seed", 0, call)
+        for name in ("warmup", "final_learning_rate"):
+            _share(self, name, call, ends=True)
+        _share(self, "validation", call, ends=False)
+        _divides(self, "heads", "width", call)
+        if self.kv_heads is not None:
+            _divides(self, "kv_heads", "heads", call)
+        if self.data is None:
+            raise ArgumentError(f"{call}: no text to learn from; give --data FILE or --data FOLDER.")
+        if self.resume and self.overwrite:
+            raise ArgumentError(
+                f"{call}: --resume keeps the run in {self.out}, --overwrite deletes it; give one."
+            )
+        _check_specs(self, call)
+        _check_names(self, call)
+
+
+def _at_least(config: TrainConfig, name: str, least: int, call: str) -> None:
+    value = getattr(config, name)
+    if value is not None and not value >= least:  # `not >=` so that NaN is caught too
+        raise ArgumentError(f"{call}: {_flag(name)} is {value}, expected at least {least}.")
+
+
+def _above_zero(config: TrainConfig, name: str, call: str) -> None:
+    value = getattr(config, name)
+    if not 0 < value < float("inf"):
+        raise ArgumentError(f"{call}: {_flag(name)} is {value}, expected a number above 0.")
+
+
+def _share(config: TrainConfig, name: str, call: str, *, ends: bool) -> None:
+    value = getattr(config, name)
+    if not (0 <= value <= 1 if ends else 0 < value < 1):
+        raise ArgumentError(
+            f"{call}: {_flag(name)} is {value}, expected a share "
+            f"{'from 0 to 1' if ends else 'between 0 and 1, both excluded'}."
+        )
+
+
+def _divides(config: TrainConfig, name: str, of: str, call: str) -> None:
+    small, large = getattr(config, name), getattr(config, of)
+    if large % small:
+        raise ArgumentError(
+            f"{call}: {_flag(name)} is {small}, which does not divide {_flag(of)} {large}; "
+            f"choose from {', '.join(str(n) for n in range(1, large + 1) if large % n == 0)}."
+        )
+
+
+def _check_specs(config: TrainConfig, call: str) -> None:
+    from .. import Spec
+
+    if len(config.spec) not in (1, config.layers):
+        raise ArgumentError(
+            f"{call}: --spec has {len(config.spec)} sentences for {config.layers} layers; "
+            f"give one for all layers or {config.layers}."
+        )
+    for sentence in config.spec:
+        try:
+            Spec.parse(sentence)
+        except ArgumentError as error:
+            raise ArgumentError(f"{call}: --spec: {error}") from None
+
+
+def _check_names(config: TrainConfig, call: str) -> None:
+    from .device import resolve_device
+    from .tokenizers import TOKENIZERS
+
+    TOKENIZERS.get(config.tokenizer)
+    resolve_device(config.device, call=call)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

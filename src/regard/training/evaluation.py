@@ -1,0 +1,168 @@
+"""Held-out loss over a whole text, with a strided window; bits per character and per byte; support size.
+
+How context is handled: the text is read in windows of `context` tokens that advance by `stride` (half the
+context unless told otherwise). Every token but the first is predicted exactly once, in the window where it
+was first seen, from at least `context - stride` tokens before it (fewer only in the very first window). A
+smaller stride gives more context, a lower loss and a longer wait. Nothing is drawn at random.
+
+Shapes: B windows at once, C the context, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..checks import ArgumentError
+from .data import strided_windows
+
+
+@dataclass(frozen=True)
+class Units:
+    """How many tokens, characters and UTF-8 bytes a text has: turns nats per token into bits.
+
+    With n tokens for c characters, a loss of l nats per token is l n / (c ln 2) bits per character, whatever
+    the tokenizer.
+    """
+
+    tokens: int
+    characters: int
+    bytes: int
+
+    @classmethod
+    def of(cls, text: str, tokens: int) -> Units:
+        return cls(tokens, len(text), len(text.encode()))
+
+    def bits_per_char(self, loss: float) -> float:
+        """Bits per Unicode character for a loss in nats per token."""
+        return loss / math.log(2) * self.tokens / self.characters
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Bits per UTF-8 byte for a loss in nats per token."""
+        return loss / math.log(2) * self.tokens / self.bytes
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` measured.
+
+    Attributes:
+        loss: mean negative log-likelihood, nats per token.
+        bits_per_char, bits_per_byte: the same in bits per character and per UTF-8 byte.
+        tokens: tokens that were predicted.
+        tokens_per_second: over the whole evaluation, tokens read again in overlaps not counted.
+        support: mean number of keys with non-zero weight, over the layers, heads and positions of the first
+            batch of windows; None where no layer reports it.
+        seconds: wall time.
+    """
+
+    loss: float
+    bits_per_char: float
+    bits_per_byte: float
+    tokens: int
+    tokens_per_second: float
+    support: float | None
+    seconds: float
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    tokens: Tensor,
+    units: Units,
+    *,
+    context: int,
+    stride: int | None = None,
+    batch: int = 16,
+) -> Evaluation:
+    """Loss of a causal language model on a text.
+
+    Args:
+        model: called as `model(input_ids=[B, C], use_cache=False).logits` [B, C, V].
+        tokens: int [n], n >= 2, on any device.
+        units: the sizes of the text that `tokens` encodes (or of the longer text it is the start of).
+        context: C; stride: tokens between windows, 1 .. C - 1, default C // 2; batch: B.
+
+    Raises:
+        ArgumentError: a stride out of range, or fewer than two tokens.
+    """
+    stride = max(1, context // 2) if stride is None else stride
+    if not 1 <= stride < context:
+        raise ArgumentError(f"evaluate: stride is {stride}, expected 1 to {context - 1} (context - 1).")
+    if len(tokens) < 2:
+        raise ArgumentError(f"evaluate: the text has {len(tokens)} tokens; at least 2 are needed.")
+    windows = strided_windows(len(tokens), context, stride)
+    device = next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64)
+    begin = time.perf_counter()
+    with _eval_mode(model):
+        support = mean_support(model, _stack(tokens, windows[:batch], context).to(device))
+        for i in range(0, len(windows), batch):
+            total += _nll(model, tokens, windows[i : i + batch], context, device)
+    seconds = time.perf_counter() - begin
+    loss = total.item() / (len(tokens) - 1)
+    return Evaluation(
+        loss=loss,
+        bits_per_char=units.bits_per_char(loss),
+        bits_per_byte=units.bits_per_byte(loss),
+        tokens=len(tokens) - 1,
+        tokens_per_second=(len(tokens) - 1) / max(seconds, 1e-9),
+        support=support,
+        seconds=seconds,
+    )
+
+
+@torch.no_grad()
+def mean_support(model: nn.Module, input_ids: Tensor) -> float | None:
+    """Mean number of keys with non-zero weight per query, over layers, heads and positions.
+
+    Args:
+        input_ids: int64 [B, C].
+
+    Returns:
+        None where no layer of the model reports diagnostics.
+    """
+    from ..inspect import capture
+
+    with _eval_mode(model), capture(model) as seen:
+        model(input_ids=input_ids, use_cache=False)
+    sizes = [layer.support.double().mean() for layer in seen.layers.values()]
+    return torch.stack(sizes).mean().item() if sizes else None
+
+
+def _stack(tokens: Tensor, windows: list[tuple[int, int]], context: int) -> Tensor:
+    """The windows as one batch, int64 [B, C]."""
+    return torch.stack([tokens[start : start + context] for start, _ in windows]).long()
+
+
+def _nll(
+    model: nn.Module, tokens: Tensor, windows: list[tuple[int, int]], context: int, device: torch.device
+) -> Tensor:
+    """Summed negative log-likelihood of the counted tokens of some windows, in nats, float64 on the CPU."""
+    ids = _stack(tokens, windows, context).to(device)
+    targets = ids[:, 1:].clone()
+    for row, (_, skip) in zip(targets, windows, strict=True):
+        row[: skip - 1] = -100  # target j is token j + 1
+    logits: Any = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    each = F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none"
+    )
+    return each.double().sum().cpu()
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

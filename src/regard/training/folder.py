@@ -1,0 +1,236 @@
+"""The run folder: what lies in it, and how it is begun, continued, deleted and read back.
+
+config.json      the TrainConfig; can be given to --config
+run.json         versions, and size and digest of the text
+tokenizer/       loads with AutoTokenizer.from_pretrained
+metrics.jsonl    one JSON object per logged step
+checkpoint-N/    what is needed to continue after step N, sealed by COMPLETE.json
+model/           the trained model with its tokenizer; loads with AutoModelForCausalLM.from_pretrained
+summary.json     the result on the whole held-out text
+tensorboard/     where TensorBoard is installed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checks import ArgumentError
+from .checkpoints import checkpoints, last_complete, write_atomically
+from .config import TrainConfig
+from .errors import TrainingStopped
+from .fields import from_mapping, read_mapping, to_mapping
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .text import Text
+
+FORMAT = 1
+_MAY_CHANGE = (
+    "data",
+    "steps",
+    "device",
+    "out",
+    "resume",
+    "overwrite",
+)  # the text itself is compared by digest
+_OURS = ("config.json", "run.json", "summary.json", "metrics.jsonl", "tokenizer", "model", "tensorboard")
+
+
+def check_out(config: TrainConfig, *, call: str) -> None:
+    """Before anything is written: may this run begin in `config.out`?
+
+    Raises:
+        ArgumentError: the folder is not empty and the config does not say what to do about it, or it is
+            not a run of ours and would be deleted.
+    """
+    out = config.out
+    if out.exists() and not out.is_dir():
+        raise ArgumentError(f"{call}: --out {out} is a file; give a folder.")
+    if config.resume or not out.is_dir() or not any(out.iterdir()):
+        return
+    if not (out / "run.json").is_file():
+        raise ArgumentError(
+            f"{call}: --out {out} is not empty and holds no run; choose another folder (nothing was deleted)."
+        )
+    if not config.overwrite:
+        raise ArgumentError(
+            f"{call}: --out {out} holds a run already; "
+            "continue it with --resume, replace it with --overwrite, or choose another folder."
+        )
+
+
+def begin(config: TrainConfig, text: Text, tokenizer: PreTrainedTokenizerBase, *, call: str) -> None:
+    """Create the folder, deleting the former run where the config says so, and write what will not change.
+
+    Raises:
+        ArgumentError: the folder cannot be written.
+    """
+    out = config.out
+    try:
+        if config.overwrite and (out / "run.json").is_file():
+            _delete_run(out)
+        out.mkdir(parents=True, exist_ok=True)
+        tokenizer.save_pretrained(out / "tokenizer")
+        saved = replace(config, data=text.path, resume=False, overwrite=False)
+        write_atomically(out / "config.json", json.dumps(to_mapping(saved), indent=1))
+        write_atomically(out / "run.json", json.dumps(_describe(text), indent=1))
+    except OSError as error:
+        raise ArgumentError(f"{call}: cannot write to --out {out}: {error.strerror or error}.") from None
+
+
+def saved_config(out: Path, *, call: str) -> TrainConfig:
+    """The config of the run in a folder.
+
+    Raises:
+        ArgumentError: there is no run, or its config cannot be read.
+    """
+    if not (out / "config.json").is_file() or not (out / "run.json").is_file():
+        found = [str(path.parent) for path in out.parent.glob("*/run.json")]
+        hint = f" Runs beside it: {', '.join(sorted(found))}." if found else ""
+        raise ArgumentError(f"{call}: {out} holds no run.{hint}")
+    table = read_mapping(out / "config.json", call=call)
+    return from_mapping(TrainConfig(), table, call=call, source=str(out / "config.json"))
+
+
+def check_resume(config: TrainConfig, text: Text, *, call: str) -> tuple[Path, list[str]]:
+    """The checkpoint from which the run in `config.out` continues, and a line per checkpoint passed over.
+
+    Raises:
+        ArgumentError: the config or the text is not the one the run began with, there is no complete
+            checkpoint, or nothing is left to do.
+    """
+    out = config.out
+    now, then = to_mapping(config), to_mapping(saved_config(out, call=call))
+    for name in now:
+        if name not in _MAY_CHANGE and now[name] != then[name]:
+            raise ArgumentError(
+                f"{call}: --{name.replace('_', '-')} is {now[name]!r} but the run in {out} began with "
+                f"{then[name]!r}; only --steps and --device may change on --resume."
+            )
+    check_text(out, text, call=call)
+    folder, skipped = last_complete(out)
+    if folder is None:
+        why = f" ({'; '.join(skipped)})" if skipped else ""
+        raise ArgumentError(f"{call}: {out} holds no complete checkpoint{why}; start anew with --overwrite.")
+    reached = int(folder.name.rpartition("-")[2])
+    if reached > config.steps or (reached == config.steps and (out / "summary.json").is_file()):
+        raise ArgumentError(
+            f"{call}: the run in {out} has finished {reached} steps; give a larger --steps to train on."
+        )
+    return folder, skipped
+
+
+def check_text(out: Path, text: Text, *, call: str) -> None:
+    """The text is the one the run in `out` began with.
+
+    Raises:
+        ArgumentError: its digest differs.
+    """
+    then = read_mapping(out / "run.json", call=call).get("text", {})
+    if then.get("sha256") != text.sha256:
+        raise ArgumentError(
+            f"{call}: the text in {text.path} is not the one the run in {out} was trained on "
+            f"({len(text.content)} characters now, {then.get('characters')} then)."
+        )
+
+
+def save_model(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Write `model/`, whole or not at all.
+
+    Raises:
+        TrainingStopped: the disk refused.
+    """
+    from .trainer import WRITE_ERRORS, last_good
+
+    final, temporary = out / "model", out / "model.tmp"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(temporary, final)
+    except WRITE_ERRORS as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = " ".join(str(error).split())
+        raise TrainingStopped(f"cannot write {final}: {reason}; {last_good(out)}") from error
+    return final
+
+
+def load_model(path: Path, *, call: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and tokenizer of a run folder (its `model/`, else its last complete checkpoint), or of a
+    folder written by `save_pretrained`. Reads safetensors and JSON only.
+
+    Raises:
+        ArgumentError: no such folder, no model in it, or a damaged one.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .. import models  # noqa: F401  (registers our models with AutoModelForCausalLM)
+    from .quiet import quiet_transformers
+
+    folder = _model_folder(path, call)
+    try:
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise ArgumentError(f"{call}: cannot load the model in {folder}: {reason}") from None
+    return model.eval(), tokenizer
+
+
+def _model_folder(path: Path, call: str) -> Path:
+    if not path.is_dir():
+        raise ArgumentError(f"{call}: {path} does not exist; give the --out folder of a training run.")
+    if (path / "run.json").is_file():
+        folder: Path | None = path / "model"
+        if not (path / "model").is_dir():
+            folder, _ = last_complete(path)
+        if folder is None:
+            raise ArgumentError(f"{call}: the run in {path} has saved no model and no checkpoint yet.")
+        return folder
+    if (path / "model.safetensors").is_file() or (path / "model.safetensors.index.json").is_file():
+        return path
+    raise ArgumentError(f"{call}: {path} holds neither a run nor a model in safetensors.")
+
+
+def _delete_run(out: Path) -> None:
+    """Delete what a run wrote, and nothing else that lies in the folder."""
+    for path in [*checkpoints(out), *(out / name for name in _OURS)]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _describe(text: Text) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    from .._version import __version__
+
+    return {
+        "format": FORMAT,
+        "versions": {
+            "regard": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "text": {
+            "path": str(text.path),
+            "sha256": text.sha256,
+            "files": text.files,
+            "characters": len(text.content),
+            "bytes": len(text.content.encode()),
+        },
+    }

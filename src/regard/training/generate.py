@@ -1,0 +1,99 @@
+"""Sampling text with an explicit random generator, on transformers' own `generate`.
+
+Transformers samples from torch's global generator. Here the noise is added to the scores instead (the
+Gumbel-max trick: the argmax of logits + Gumbel noise is distributed as softmax of the logits), so that greedy
+search samples, and the same seed gives the same text whatever else the program draws.
+
+Shapes: B prompts, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..checks import ArgumentError
+
+
+class SeededSampling(LogitsProcessor):
+    """Turns scores [B, V] into scores whose argmax is a sample.
+
+    Args:
+        temperature: 0 takes the best token; 1 samples as the model says.
+        top_k: sample among so many best tokens; None: among all.
+        seed: of the generator.
+        forbidden: token ids never taken.
+    """
+
+    def __init__(self, *, temperature: float, top_k: int | None, seed: int, forbidden: list[int]) -> None:
+        self.temperature, self.top_k, self.forbidden = temperature, top_k, forbidden
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.double()
+        scores[:, self.forbidden] = -torch.inf
+        if self.temperature == 0:
+            return scores
+        if self.top_k is not None and self.top_k < scores.shape[-1]:
+            least = scores.topk(self.top_k, dim=-1).values[:, -1:]
+            scores = scores.masked_fill(scores < least, -torch.inf)
+        # drawn on the CPU in float64, so that a seed means the same on every device
+        uniform = torch.rand(scores.shape, generator=self.generator, dtype=torch.float64)
+        gumbel = -torch.log(-torch.log(uniform.clamp_min(torch.finfo(torch.float64).tiny)))
+        return scores / self.temperature + gumbel.to(scores.device)
+
+
+def generate_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> str:
+    """The prompt and its continuation, `max_new_tokens` tokens long. The same arguments give the same text.
+
+    Special tokens are never produced.
+
+    Raises:
+        ArgumentError: an empty prompt, or a number out of range.
+    """
+    if not prompt:
+        raise ArgumentError("generate: the prompt is empty; give at least one character.")
+    if max_new_tokens < 1:
+        raise ArgumentError(f"generate: --max-new-tokens is {max_new_tokens}, expected at least 1.")
+    if not 0 <= temperature < float("inf"):
+        raise ArgumentError(f"generate: --temperature is {temperature}, expected 0 or more.")
+    if top_k is not None and top_k < 1:
+        raise ArgumentError(f"generate: --top-k is {top_k}, expected at least 1.")
+    if seed < 0:
+        raise ArgumentError(f"generate: --seed is {seed}, expected at least 0.")
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    sampling = SeededSampling(
+        temperature=temperature, top_k=top_k, seed=seed, forbidden=list(tokenizer.all_special_ids)
+    )
+    # a fresh config: settings saved with the model do not change what this function promises
+    settings = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id, eos_token_id=None
+    )
+    output = model.generate(
+        **inputs, generation_config=settings, logits_processor=LogitsProcessorList([sampling])
+    )
+    return prompt + tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The characters of a text that the tokenizer does not know, each once, sorted."""
+    if tokenizer.unk_token is None:
+        return ""
+    vocabulary = tokenizer.get_vocab()
+    return "".join(sorted(char for char in set(text) if char not in vocabulary))

@@ -1,0 +1,302 @@
+"""A whole training run: text in, run folder out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from ..checks import ArgumentError
+from . import folder
+from .callbacks import EvaluateEvery, MetricsFile, RichProgress, StopGently
+from .checkpoints import remove_after, step_of, write_atomically
+from .config import TrainConfig
+from .data import SampledWindows
+from .device import resolve_device
+from .errors import TrainingInterrupted
+from .evaluation import Units
+from .quiet import quiet_transformers
+from .text import Text, load_text, split_text
+from .tokenizers import TOKENIZERS, encode
+from .trainer import RegardTrainer, last_good
+
+ModelBuilder = Callable[[TrainConfig, PreTrainedTokenizerBase], PreTrainedModel]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The result of a run, as in `summary.json`.
+
+    Attributes:
+        out: the run folder.
+        step: optimiser steps done.
+        parameters: of the model.
+        loss, bits_per_char, bits_per_byte, support: on the whole held-out text, see `Evaluation`.
+        tokens_per_second: while training, evaluating and saving not counted; of this call alone.
+    """
+
+    out: str
+    step: int
+    parameters: int
+    loss: float
+    bits_per_char: float
+    bits_per_byte: float
+    support: float | None
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    """Both halves of the text as tokens, with their sizes."""
+
+    text: Text
+    tokenizer: PreTrainedTokenizerBase
+    train: Tensor
+    held_out: Tensor
+    train_units: Units
+    held_out_units: Units
+
+
+@quiet_transformers()
+def train(
+    config: TrainConfig,
+    *,
+    build_model: ModelBuilder | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
+    console: Console | None = None,
+    label: str = "training",
+) -> RunSummary:
+    """Train a language model as `config` says. Seeds torch's, numpy's and Python's global generators, as
+    transformers' Trainer does.
+
+    Args:
+        build_model: makes the model, called under the config's seed; default `hybrid_model`.
+        callbacks: further listeners.
+        console: where progress is shown, default standard error; `Console(quiet=True)` shows none.
+        label: name of the progress bar.
+
+    Raises:
+        ArgumentError: a mistake in the config or the text; nothing has been written.
+        TrainingStopped: the run could not go on (non-finite loss, full disk).
+        TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
+    """
+    config.validate()
+    folder.check_out(config, call="train")
+    text = load_text(config.data or "", call="train")
+    checkpoint, skipped = folder.check_resume(config, text, call="train") if config.resume else (None, [])
+    corpus = _prepare_text(config, text)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = (build_model or hybrid_model)(config, corpus.tokenizer)
+    trainer = _trainer(config, model, corpus)
+    if _main_process():
+        if checkpoint is None:
+            folder.begin(config, text, corpus.tokenizer, call="train")
+        else:
+            _rewind(config.out, step_of(checkpoint))
+    progress = RichProgress(console, label)
+    for line in skipped:
+        progress.console.print(line, highlight=False)
+    _listen(trainer, config, progress, step=step_of(checkpoint) if checkpoint else 0)
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    _run(trainer, config, checkpoint, progress)
+    return _finish(trainer, config, corpus)
+
+
+def hybrid_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The decoder of `regard.models` with one sentence of the grammar per layer."""
+    from ..models import HybridConfig, HybridForCausalLM
+
+    return HybridForCausalLM(
+        HybridConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=config.width,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            intermediate_size=config.mlp_width,
+            mixers=config.spec[0] if len(config.spec) == 1 else list(config.spec),
+            window=config.window,
+            learn_temperature=config.learn_temperature,
+            max_position_embeddings=config.context,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
+
+
+def _prepare_text(config: TrainConfig, text: Text) -> _Corpus:
+    """Split, build (or on resume load) the tokenizer, encode.
+
+    Raises:
+        ArgumentError: one of the two halves is shorter than one context.
+    """
+    learn, held_out = split_text(text.content, config.validation)
+    if config.resume:
+        tokenizer = AutoTokenizer.from_pretrained(config.out / "tokenizer", local_files_only=True)
+    else:
+        tokenizer = TOKENIZERS.get(config.tokenizer)(learn)
+    tokens, held_out_tokens = encode(tokenizer, learn), encode(tokenizer, held_out)
+    if len(tokens) < config.context:
+        raise ArgumentError(
+            f"train: the text in {text.path} has {len(tokens)} tokens to train on, less than one --context "
+            f"{config.context}; give more text or a smaller --context."
+        )
+    if len(held_out_tokens) < config.context:
+        raise ArgumentError(
+            f"train: the held-out part of {text.path} has {len(held_out_tokens)} tokens, less than one "
+            f"--context {config.context}; give more text, a larger --validation or a smaller --context."
+        )
+    return _Corpus(
+        text=text,
+        tokenizer=tokenizer,
+        train=tokens,
+        held_out=held_out_tokens,
+        train_units=Units.of(learn, len(tokens)),
+        held_out_units=Units.of(held_out, len(held_out_tokens)),
+    )
+
+
+def _trainer(config: TrainConfig, model: PreTrainedModel, corpus: _Corpus) -> RegardTrainer:
+    args = _arguments(config)
+    trainer = RegardTrainer(
+        model=model,
+        args=args,
+        train_dataset=SampledWindows(
+            corpus.train,
+            context=config.context,
+            steps=config.steps,
+            per_step=config.per_step * args.world_size,
+            seed=config.seed,
+        ),
+        processing_class=corpus.tokenizer,
+        held_out=corpus.held_out[: config.eval_tokens],
+        train_units=corpus.train_units,
+        held_out_units=corpus.held_out_units,
+        context=config.context,
+        eval_batch=config.batch,
+        keep=config.keep,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _listen(trainer: RegardTrainer, config: TrainConfig, progress: RichProgress, *, step: int) -> None:
+    """Attach what writes and shows; the run folder exists by now."""
+    trainer.add_callback(EvaluateEvery(config.eval_every))
+    trainer.add_callback(progress)
+    if not _main_process():
+        return
+    metrics = config.out / "metrics.jsonl"
+    trainer.add_callback(MetricsFile(metrics, step=step, last_good=lambda: last_good(config.out)))
+    with suppress(ImportError):  # TensorBoard is optional
+        from torch.utils.tensorboard import SummaryWriter
+        from transformers.integrations import TensorBoardCallback
+
+        trainer.add_callback(TensorBoardCallback(SummaryWriter(str(config.out / "tensorboard"))))
+
+
+def _arguments(config: TrainConfig) -> TrainingArguments:
+    device = resolve_device(config.device, call="train")
+    args = TrainingArguments(
+        output_dir=str(config.out),
+        max_steps=config.steps,
+        per_device_train_batch_size=config.batch,
+        gradient_accumulation_steps=config.accumulate,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": config.final_learning_rate},
+        warmup_steps=round(config.warmup * config.steps),
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.clip,
+        adam_beta2=0.95,
+        seed=config.seed,
+        use_cpu=device == "cpu",
+        bf16=config.dtype == "bfloat16",
+        dataloader_pin_memory=device == "cuda",
+        remove_unused_columns=False,
+        logging_strategy="steps",
+        logging_steps=config.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,  # a non-finite loss is an error, not a gap in the log
+        eval_strategy="no",
+        save_strategy="steps",
+        save_steps=config.save_every,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    if args.n_gpu > 1:  # several devices are for torchrun; otherwise Trainer would take nn.DataParallel
+        args._n_gpu = 1
+    return args
+
+
+def _run(
+    trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, progress: RichProgress
+) -> None:
+    """The training itself.
+
+    Raises:
+        TrainingInterrupted: a signal ended it; a checkpoint was saved.
+    """
+    with StopGently() as stop:
+        trainer.add_callback(stop)
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        except TrainingInterrupted as error:
+            raise TrainingInterrupted(f"{error}; {last_good(config.out)}") from None
+        finally:
+            progress.close()
+    if stop.requested and trainer.state.global_step < config.steps:
+        raise TrainingInterrupted(
+            f"interrupted after step {trainer.state.global_step} of {config.steps}; {last_good(config.out)}"
+        )
+
+
+def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> RunSummary:
+    """Write `model/`, measure the whole held-out text, write `summary.json`."""
+    model = trainer.model
+    if _main_process():
+        folder.save_model(config.out, model, corpus.tokenizer)
+    result = trainer.measure(corpus.held_out)
+    clock = trainer.clock
+    summary = RunSummary(
+        out=str(config.out),
+        step=trainer.state.global_step,
+        parameters=sum(p.numel() for p in model.parameters()),
+        loss=result.loss,
+        bits_per_char=result.bits_per_char,
+        bits_per_byte=result.bits_per_byte,
+        support=result.support,
+        tokens_per_second=clock.steps * trainer.tokens_per_step / max(clock.seconds, 1e-9),
+    )
+    if _main_process():
+        write_atomically(config.out / "summary.json", json.dumps(asdict(summary), indent=1))
+    return summary
+
+
+def _rewind(out: Path, step: int) -> None:
+    """Make the folder as it was right after the checkpoint of `step`."""
+    remove_after(out, step)
+    (out / "summary.json").unlink(missing_ok=True)
+
+
+def _main_process() -> bool:
+    """Whether this process writes: true unless torchrun started several and this is not the first."""
+    return os.environ.get("RANK", "0") == "0"

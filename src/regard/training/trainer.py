@@ -1,0 +1,197 @@
+"""`transformers.Trainer` with five differences, each in one method:
+
+- the data are read in order, since `SampledWindows` already is a function of (seed, step);
+- evaluation is the strided one of `evaluate`;
+- logs are completed with bits, tokens per second and support size;
+- a non-finite loss or gradient stops the run before the weights are touched;
+- a checkpoint is sealed once written, and a disk that refuses gives one clear error.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler, SequentialSampler
+from transformers import Trainer
+
+from .callbacks import Clock
+from .checkpoints import last_complete, prune, seal
+from .errors import TrainingStopped
+from .evaluation import Evaluation, Units, evaluate, mean_support
+
+WRITE_ERRORS = (OSError, SafetensorError, RuntimeError)
+"""What writing a checkpoint raises when the disk refuses: torch.save says RuntimeError."""
+
+
+class RegardTrainer(Trainer):
+    """See the module.
+
+    Args:
+        held_out: int tokens of the held-out text used during training.
+        train_units, held_out_units: sizes of the two texts, for bits.
+        context, eval_batch: C, and windows per evaluation batch.
+        keep: checkpoints to keep.
+        **kwargs: as for `transformers.Trainer`.
+    """
+
+    def __init__(
+        self,
+        *,
+        held_out: Tensor,
+        train_units: Units,
+        held_out_units: Units,
+        context: int,
+        eval_batch: int,
+        keep: int,
+        **kwargs: Any,
+    ) -> None:
+        self.held_out, self.context, self.eval_batch, self.keep = held_out, context, eval_batch, keep
+        self.train_units, self.held_out_units = train_units, held_out_units
+        self.clock = Clock()
+        super().__init__(**kwargs)
+        self.add_callback(self.clock)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimiser step, over all devices and micro-batches."""
+        args = self.args
+        return args.train_batch_size * args.gradient_accumulation_steps * args.world_size * self.context
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:
+        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Held-out loss and its relatives on the first `eval_tokens` tokens, logged behind `eval_`."""
+        metrics = evaluation_logs(self.measure(self.held_out))
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def measure(self, tokens: Tensor) -> Evaluation:
+        """Held-out loss of the present weights on some tokens of the held-out text."""
+        return evaluate(self.model, tokens, self.held_out_units, context=self.context, batch=self.eval_batch)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Complete a training log with bits, tokens/s and support, then log as usual."""
+        if "loss" in logs:
+            steps, seconds = self.clock.lap()
+            per_step = self.tokens_per_step
+            logs["bits_per_char"] = self.train_units.bits_per_char(logs["loss"])
+            logs["bits_per_byte"] = self.train_units.bits_per_byte(logs["loss"])
+            logs["tokens"] = self.state.global_step * per_step
+            logs["tokens_per_second"] = steps * per_step / max(seconds, 1e-9)
+            window = self.held_out[: self.context].long().to(self.args.device)
+            support = mean_support(self.model, window[None])
+            if support is not None:
+                logs["support"] = support
+        super().log(logs, start_time)
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The loss, if it is finite.
+
+        Raises:
+            TrainingStopped: it is not; the message names the step and the first non-finite tensor.
+        """
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        loss = result[0] if isinstance(result, tuple) else result
+        if not torch.isfinite(loss):
+            with self.compute_loss_context_manager():
+                culprit = first_non_finite(self.model, inputs)
+            raise TrainingStopped(self._stopped(f"the loss is {loss.item()}", culprit))
+        return result
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """One micro-batch, if its gradients are finite.
+
+        Raises:
+            TrainingStopped: a gradient is not; raised before the optimiser could write it into the weights.
+        """
+        loss = super().training_step(*args, **kwargs)
+        named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
+        if not torch.isfinite(nn.utils.get_total_norm([grad for _, grad in named])):
+            bad = next((name for name, grad in named if not torch.isfinite(grad).all()), None)
+            culprit = f"the gradient of {bad}" if bad else "the norm of all gradients (each is finite)"
+            raise TrainingStopped(self._stopped("the gradient is not finite", culprit))
+        return loss
+
+    def _stopped(self, what: str, culprit: str) -> str:
+        return (
+            f"{what} at step {self.state.global_step + 1}; first non-finite tensor: {culprit}; "
+            f"{last_good(Path(self.args.output_dir))}"
+        )
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        run = Path(self.args.output_dir)
+        folder = run / f"checkpoint-{self.state.global_step}"
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                # a pickle of the arguments that nothing here ever reads
+                (folder / "training_args.bin").unlink(missing_ok=True)
+                seal(folder)
+                prune(run, self.keep)
+        except TrainingStopped:  # a second Ctrl-C while saving: the folder stays unsealed
+            raise
+        except WRITE_ERRORS as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            reason = " ".join(str(error).split())
+            raise TrainingStopped(f"cannot write checkpoint {folder}: {reason}; {last_good(run)}") from error
+
+
+def last_good(run: Path) -> str:
+    """Which checkpoint is the last good one and how to go on from it, as the end of a message."""
+    folder, _ = last_complete(run)
+    if folder is None:
+        return "there is no checkpoint yet"
+    return f"the last good checkpoint is {folder}; continue with: regard train --resume --out {run}"
+
+
+def evaluation_logs(result: Evaluation) -> dict[str, float]:
+    """An `Evaluation` as log entries behind `eval_`."""
+    named = {f"eval_{key}": value for key, value in vars(result).items()}
+    return {key: value for key, value in named.items() if value is not None}
+
+
+@torch.no_grad()
+def first_non_finite(model: nn.Module, inputs: dict[str, Any]) -> str:
+    """The first parameter, or else the first module output in the order of computation, that holds NaN or
+    infinity. Runs the model once more with hooks."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            return f"parameter {name}"
+    found: list[str] = []
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not found and any(not torch.isfinite(t).all() for t in _float_tensors(output)):
+                found.append(f"output of {name or 'the model'} ({type(module).__name__})")
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    try:
+        model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else "the loss itself (every output of a module is finite)"
+
+
+def _float_tensors(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in nested outputs."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _float_tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _float_tensors(item)

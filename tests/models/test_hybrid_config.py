@@ -1,0 +1,86 @@
+"""HybridConfig: what it keeps, what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from regard import Spec
+from regard.checks import ArgumentError
+from regard.models import HybridConfig, HybridForCausalLM
+
+
+def test_mixers_become_one_normal_text_per_layer():
+    assert HybridConfig(mixers="biweight", num_hidden_layers=2).mixers == ["biweight", "biweight"]
+    mixed = HybridConfig(mixers=[Spec.parse("relumax"), " softmax "], num_hidden_layers=2)
+    assert mixed.mixers == ["relumax", "softmax"]
+    assert mixed.layer_specs() == [Spec.parse("relumax"), Spec.parse("softmax")]
+
+
+def test_json_round_trip(tmp_path):
+    config = HybridConfig(
+        vocab_size=77,
+        mixers=["softmax", "biweight", "shift-cosine"],
+        num_hidden_layers=3,
+        window=5,
+        learn_temperature=True,
+        eos_token_id=[3, 4],
+    )
+    config.save_pretrained(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json"]
+    assert json.loads((tmp_path / "config.json").read_text())["mixers"] == [
+        "softmax",
+        "biweight",
+        "shift-cosine",
+    ]
+    again = HybridConfig.from_pretrained(tmp_path)
+    for name in HybridConfig.__annotations__:
+        assert getattr(again, name) == getattr(config, name), name
+
+
+def test_defaults_that_follow_from_others():
+    config = HybridConfig(hidden_size=100, num_attention_heads=5)
+    assert (config.head_dim, config.num_key_value_heads, config.intermediate_size) == (20, 5, 272)
+
+
+def test_fields_changed_while_loading_are_checked_too(tmp_path):
+    HybridConfig(hidden_size=32).save_pretrained(tmp_path)
+    config = HybridConfig.from_pretrained(tmp_path, mixers="relumax")
+    assert HybridForCausalLM(config).config.mixers == ["relumax"] * 4
+    with pytest.raises(ArgumentError, match="mixers names 4 layers and num_hidden_layers is 3"):
+        HybridForCausalLM(HybridConfig.from_pretrained(tmp_path, num_hidden_layers=3))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mixers": "biwieght"}, "Did you mean 'biweight'"),
+        ({"mixers": ["softmax"]}, "mixers names 1 layers and num_hidden_layers is 4"),
+        ({"mixers": 3}, "mixers is 3, expected a spec such as 'biweight'"),
+        ({"mixers": ["softmax", None, "softmax", "softmax"]}, "expected a spec such as 'biweight'"),
+        ({"hidden_size": 30}, "hidden_size 30 is not a multiple of 4 heads"),
+        ({"num_key_value_heads": 3}, "4 query heads do not divide among 3 key/value heads"),
+        ({"head_dim": 7}, "head_dim is 7, expected an even number"),
+        ({"hidden_size": 0}, "hidden_size is 0, expected a positive integer"),
+        ({"vocab_size": "64"}, "vocab_size is '64', expected a positive integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True, expected a positive integer"),
+        ({"intermediate_size": -8}, "intermediate_size is -8, expected a positive integer"),
+        ({"window": 0}, "window is 0, expected a positive integer"),
+        ({"rope_theta": -1.0}, "rope_theta is -1, expected rope_theta > 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a finite number"),
+        ({"learn_temperature": "no"}, "learn_temperature is 'no', expected True or False"),
+        ({"pad_token_id": 256}, "pad_token_id is 256, expected None or a token from 0 to 255"),
+        ({"eos_token_id": [1, -1]}, "expected None or a token from 0 to 255"),
+        ({"mixer": "biweight"}, "unknown field 'mixer'. Did you mean 'mixers'"),
+        ({"dropout": 0.1}, "unknown field 'dropout'. Choose from: .*vocab_size"),
+        (
+            {"rope_scaling": {"factor": 2}},
+            "'rope_scaling' is not used; rotary positions have rope_theta only",
+        ),
+        ({"layer_types": ["linear_attention"] * 4}, "'layer_types' is not used; mixers says"),
+    ],
+)
+def test_bad_fields(fields, message):
+    with pytest.raises(ArgumentError, match=message):
+        HybridConfig(**fields)
