@@ -28,3 +28,6 @@ __all__ = [
     "topk_softmax",
     "topk_uniform",
 ]
+
+for _registry in registries().values():  # now, since what is being compiled cannot search for entry points
+    _registry.names()

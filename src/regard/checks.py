@@ -8,7 +8,6 @@ path (that would wait for the device and break compiled graphs) unless `debug()`
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -105,13 +104,13 @@ def in_range(
         if not bool(torch.isfinite(values).all()):
             raise ArgumentError(f"{call}: {name} holds NaN or infinite values.")
         least, most = (float(values.min()), float(values.max())) if values.numel() else (None, None)
-    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+    elif isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise ArgumentError(
             f"{call}: {name} is {value!r} ({type(value).__name__}), expected a number or tensor."
         )
     else:
         least = most = float(value)
-        if not math.isfinite(least):
+        if least - least != 0:  # infinite or NaN, in a form that can be traced
             raise ArgumentError(f"{call}: {name} is {least}, expected a finite number.")
     sign = ">" if strict else ">="
     if low is not None and least is not None and (least <= low if strict else least < low):

@@ -8,6 +8,7 @@ entry point of the registry's group; it cannot replace what is built in.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
@@ -79,4 +80,8 @@ class Registry(Generic[T]):
             return
         self._loaded = True  # first, since an entry point's module may ask this registry
         for point in entry_points(group=self.group):
-            point.load()
+            try:
+                point.load()
+            except Exception as error:  # another package's fault must not stop every use of this one
+                message = f"regard: the {self.kind} entry point {point.name!r} ({point.value}) failed to load: {error}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)

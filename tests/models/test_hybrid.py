@@ -127,6 +127,15 @@ def test_learned_temperature_is_saved_and_starts_at_one(make_model, encode, tmp_
     assert all(bool((layer.self_attn.log_temperature.grad != 0).all()) for layer in again.model.layers)
 
 
+def test_a_temperature_can_be_added_to_a_saved_model(make_model, encode, tmp_path):
+    model = perturb(make_model("softmax"))
+    model.save_pretrained(tmp_path)
+    again = HybridForCausalLM.from_pretrained(tmp_path, learn_temperature=True)
+    assert all(torch.count_nonzero(layer.self_attn.log_temperature) == 0 for layer in again.model.layers)
+    tokens = encode(SENTENCE)[None]
+    torch.testing.assert_close(again(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0)
+
+
 def test_registration_happens_on_import_and_can_be_repeated():
     code = (
         "import regard, sys; assert 'transformers' not in sys.modules; import regard.models, transformers;"
@@ -169,6 +178,38 @@ def test_content_of_padding_does_not_matter(make_model, encode, mixer):
         outputs.append(out.logits[real])
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(losses[0], losses[1])
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_hiding_tokens_equals_leaving_them_out(make_model, encode, mixer):
+    """Inside a sequence too: positions count real tokens."""
+    model = perturb(make_model(mixer))
+    tokens = encode(SENTENCE)[None]
+    mask = torch.ones_like(tokens)
+    mask[0, 9:14] = 0
+    real = mask.bool()
+    hidden = model(tokens, attention_mask=mask).logits[real]
+    torch.testing.assert_close(hidden, model(tokens[real][None]).logits[0], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_padding_that_is_not_a_number(make_model, encode, mixer):
+    model = make_model(mixer)
+    embeds = model.model.embed_tokens(encode(SENTENCE)[None]).detach()
+    real = torch.arange(len(SENTENCE))[None] >= 5
+    expected = model(inputs_embeds=embeds, attention_mask=real).logits
+    broken = embeds.masked_fill(~real[..., None], float("nan"))
+    assert torch.equal(model(inputs_embeds=broken, attention_mask=real).logits[real], expected[real])
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_later_tokens_change_nothing_before_them(make_model, encode, mixer):
+    model = make_model(mixer)
+    tokens = encode(SENTENCE)[None]
+    changed = tokens.clone()
+    changed[:, 20:] = tokens[:, 20:].flip(1)
+    assert torch.equal(model(changed).logits[:, :20], model(tokens).logits[:, :20])
+    assert not torch.equal(model(changed).logits[:, 20:], model(tokens).logits[:, 20:])
 
 
 def test_hidden_tokens_are_neither_predicted_nor_predicted_from(make_model, encode):
@@ -305,7 +346,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(make_model, encode, mix
     for recompute in (False, True):
         model = make_model(mixers).train()
         if recompute:
-            model.gradient_checkpointing_enable()
+            # transformers 5.23 gave the method a new name
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
             assert all(layer.gradient_checkpointing for layer in model.model.layers)
         model(tokens, labels=tokens).loss.backward()
         gradients.append({name: weight.grad for name, weight in model.named_parameters()})

@@ -3,6 +3,8 @@ imported inside."""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +36,6 @@ def train(argv: list[str]) -> int:
         saved = saved_config(config.out, call="train")
         config = parse(TrainConfig, argv, command="train", base=saved)
     config.validate()  # before the slow imports
-    from rich.console import Console
-
     from ..training.run import train as run
 
     summary = run(config)
@@ -47,7 +47,7 @@ def train(argv: list[str]) -> int:
     if summary.support is not None:
         lines.append(("support", f"{summary.support:.1f} keys per query"))
     lines += [("parameters", f"{summary.parameters:,}"), ("run folder", summary.out)]
-    _print_pairs(lines, Console())
+    _print_pairs(lines)
     print(f'\nTry: regard generate {summary.out} --prompt "The "')
     return 0
 
@@ -82,8 +82,6 @@ def evaluate(argv: list[str]) -> int:
             raise ArgumentError(
                 f"eval: --{name} is {value}, expected at least {2 if name == 'context' else 1}."
             )
-    from rich.console import Console
-
     from ..training.device import resolve_device
     from ..training.evaluation import Units
     from ..training.evaluation import evaluate as measure
@@ -119,7 +117,7 @@ def evaluate(argv: list[str]) -> int:
     unknown = (tokens == tokenizer.unk_token_id).sum().item() if tokenizer.unk_token is not None else 0
     if unknown:
         lines.append(("unknown characters", f"{unknown:,} (each counted as one token <unk>)"))
-    _print_pairs(lines, Console())
+    _print_pairs(lines)
     return 0
 
 
@@ -190,14 +188,10 @@ def listing(argv: list[str]) -> int:
     """`regard list [WHAT]`."""
     import regard
 
-    shelves: dict[str, dict[str, str]] = {
-        _plural(kind): {name: _first_line(thing) for name, thing in registry.items()}
-        for kind, registry in regard.registries().items()
-    }
-    shelves["presets"] = {name: _sentence(spec) for name, spec in regard.presets().items()}
     from ..training.tokenizers import TOKENIZERS
 
-    shelves["tokenizers"] = {name: _first_line(builder) for name, builder in TOKENIZERS.items()}
+    registries = {**regard.registries(), "tokenizer": TOKENIZERS}
+    shelves = {_plural(kind): registry for kind, registry in registries.items()}
     if argv and argv[0] in ("-h", "--help"):
         print(f"usage: regard list [{' | '.join(shelves)}]\n\nShow what can be chosen by name.")
         return 0
@@ -205,15 +199,12 @@ def listing(argv: list[str]) -> int:
         raise ArgumentError(f"list: expected one thing to list, got {len(argv)}: {' '.join(argv)}.")
     wanted = list(shelves)
     if argv:
-        key = argv[0] if argv[0] in shelves else _plural(argv[0])
-        if key not in shelves:
-            raise ArgumentError(f"list: unknown shelf {argv[0]!r}.{suggestion(argv[0], shelves)}")
-        wanted = [key]
-    from rich.console import Console
-
+        wanted = [argv[0] if argv[0] in shelves else _plural(argv[0])]
+        if wanted[0] not in shelves:
+            raise ArgumentError(f"list: there are no {argv[0]!r}.{suggestion(argv[0], shelves)}")
     for shelf in wanted:
         print(f"{shelf}:")
-        _print_pairs([(f"  {name}", text) for name, text in shelves[shelf].items()], Console())
+        _print_pairs([(f"  {name}", _about(thing)) for name, thing in shelves[shelf].items()])
     return 0
 
 
@@ -224,22 +215,19 @@ def doctor(argv: list[str]) -> int:
     if argv:
         print("usage: regard doctor\n\nShow versions, devices, and which implementations can run.")
         return 0
-    from rich.console import Console
-
     from ..doctor import report
 
     for title, pairs in report().items():
         print(f"{title}:")
-        _print_pairs([(f"  {name}", text) for name, text in pairs.items()], Console())
+        _print_pairs([(f"  {name}", text) for name, text in pairs.items()])
     return 0
 
 
-def _print_pairs(pairs: list[tuple[str, str]], console: Any) -> None:
-    """Two aligned columns; the second wraps on a terminal, never in a pipe."""
+def _print_pairs(pairs: list[tuple[str, str]]) -> None:
+    """Two aligned columns."""
     width = max((len(name) for name, _ in pairs), default=0) + 2
     for name, text in pairs:
-        line = f"{name:<{width}}{text}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print(f"{name:<{width}}{text}".rstrip())
 
 
 def _plural(kind: str) -> str:
@@ -249,16 +237,27 @@ def _plural(kind: str) -> str:
     return kind[:-1] + "ies" if kind.endswith("y") else kind + "s"
 
 
-def _first_line(thing: object) -> str:
-    """The first sentence of a docstring."""
-    text = " ".join((getattr(thing, "__doc__", None) or "").split("\n\n")[0].split())
-    head, stop, _ = text.partition(". ")
-    return head + "." if stop else text
+def _about(thing: Any) -> str:
+    """One line about something registered: a preset's full sentence, else the first sentence of a docstring."""
+    if hasattr(thing, "to_json"):
+        return _sentence(json.loads(thing.to_json()))
+    text = " ".join((getattr(thing, "impl", thing).__doc__ or "").split("\n\n")[0].split())
+    return re.split(r"(?<=\.) (?=[A-Z])", text)[0]
 
 
-def _sentence(spec: Any) -> str:
-    """A preset spelt out: its kernel and rule, not its own name."""
-    return spec.describe() if hasattr(spec, "describe") else str(spec)
+def _sentence(axes: dict[str, Any]) -> str:
+    """A spec spelt out in the grammar's own words, no axis left to its default but the similarity."""
+    parts = [_term(axes["kernel"]), _term(axes["bandwidth"])]
+    if axes["similarity"]["name"] != "dot":
+        parts.append(_term(axes["similarity"]))
+    if axes["degree"] == 1:
+        parts.append(f"linear(ridge={axes['ridge']},solver={_term(axes['solver'])})")
+    return "*".join([*parts, "normalised" if axes["normalise"] else "unnormalised"])
+
+
+def _term(value: dict[str, Any]) -> str:
+    arguments = ",".join(f"{key}={number}" for key, number in value.items() if key != "name")
+    return f"{value['name']}({arguments})" if arguments else str(value["name"])
 
 
 _TRAIN = (

@@ -54,7 +54,7 @@ def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tens
 
 
 def relumax(scores: Tensor, margin: float | Tensor = 1.0, dim: int = -1, mask: Tensor | None = None) -> Tensor:
-    """[z - max z + margin]_+ divided by its sum (sparse-attention paper, equation 12; its b is the margin).
+    """[z - max z + margin]_+ divided by its sum (sparse-attention paper, equations 20 and 21; its b is the margin).
 
     Scores that tie for the maximum share its gradient equally. Other arguments as in `entmax`.
 
@@ -71,7 +71,8 @@ def normrelu(
     mask: Tensor | None = None,
     empty: Empty = "uniform",
 ) -> Tensor:
-    """[z + bias]_+ divided by its sum: the fixed-bandwidth Epanechnikov kernel (equation 11).
+    """[z + bias]_+ divided by its sum: the fixed-bandwidth Epanechnikov kernel
+    (sparse-attention paper, equations 11 and 12).
 
     Args:
         empty: rows with scores but none above -bias: "uniform", "zero" or "nearest"; no score gradient.

@@ -17,8 +17,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import lru_cache
 from typing import Any
+
+import torch
 
 from ..checks import ArgumentError, in_range, suggestion
 from ..registry import Registry
@@ -140,6 +141,8 @@ class Spec:
             in_range("attention", f"params[{name!r}]", value, low=info.low, strict=info.strict)
         if scale is not None and not self.takes_scale:
             raise ArgumentError(f"attention: {self} takes no scale; leave scale out.")
+        if scale is None and not self.kernel.scaled:
+            scale = 1.0
         weights = {k: v for k, v in params.items() if k != "ridge"}
         return self.bandwidth.resolve(self.kernel, self.similarity, scale, weights, dim)
 
@@ -152,7 +155,7 @@ class Spec:
         Raises:
             ArgumentError: what could not be read, and the closest names that exist.
         """
-        return _parse(text)
+        return _parsed(text)
 
     def __str__(self) -> str:
         for name, preset in presets_registry.items():
@@ -312,6 +315,13 @@ class _Reader:
             self.take(")")
         return name, arguments
 
+    def terms(self) -> list[tuple[str, dict[str, Any]]]:
+        found = [self.term()]
+        while self.rest:
+            self.take("*")
+            found.append(self.term())
+        return found
+
     def value(self) -> Any:
         token = self.rest[0] if self.rest else self.take()
         try:
@@ -323,7 +333,21 @@ class _Reader:
         return int(token) if re.fullmatch(r"[-+]?\d+", token) else number
 
 
-@lru_cache(maxsize=512)
+_READ: dict[str, Spec] = {}
+
+
+def _parsed(text: str) -> Spec:
+    _remember(text)
+    return _READ[text]
+
+
+@torch.compiler.assume_constant_result  # runs for real while a graph is traced: a parser cannot be compiled
+def _remember(text: str) -> bool:
+    if text not in _READ:
+        _READ[text] = _parse(text)
+    return True
+
+
 def _parse(text: str) -> Spec:
     if not isinstance(text, str) or not text.strip():
         raise ArgumentError(f"Spec.parse: expected the text of a spec, such as 'softmax', got {text!r}.")
@@ -332,12 +356,7 @@ def _parse(text: str) -> Spec:
     match = re.fullmatch(r"\s*local-linear\[(.+)\]\s*", text)
     if match:
         return local_linear(_parse(match.group(1)))
-    reader = _Reader(text)
-    terms = [reader.term()]
-    while reader.rest:
-        reader.take("*")
-        terms.append(reader.term())
-    return _compose(terms, text)
+    return _compose(_Reader(text).terms(), text)
 
 
 def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
@@ -426,12 +445,7 @@ def _add_presets() -> None:
         "local-linear": "gaussian*fixed*linear(ridge=0.1)",
     }
     for name, text in sentences.items():
-        reader = _Reader(text)
-        terms = [reader.term()]
-        while reader.rest:
-            reader.take("*")
-            terms.append(reader.term())
-        presets_registry.register(name)(_compose(terms, text))
+        presets_registry.register(name)(_compose(_Reader(text).terms(), text))
 
 
 _add_presets()

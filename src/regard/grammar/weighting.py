@@ -45,6 +45,8 @@ class RowStats:
     Attributes:
         top: the largest score of a visible key (0 in an empty row).
         theta: the threshold on z; -inf where the kernel has no edge.
+        reach: top - theta, how far below the best score a key still counts, kept apart because the
+            difference of two large numbers would round it away; 1 where it decides nothing.
         mass: the sum of the kernel's values, relative to the value at `top` for ranked kernels.
         empty: no key is visible.
         fallback: keys are visible but none lies inside the bandwidth (or all kept keys tie with it).
@@ -54,6 +56,7 @@ class RowStats:
 
     top: Tensor
     theta: Tensor
+    reach: Tensor
     mass: Tensor
     empty: Tensor
     fallback: Tensor
@@ -63,11 +66,6 @@ class RowStats:
     def map(self, fn: Any) -> RowStats:
         """The same statistics with `fn` applied to every tensor."""
         return RowStats(**{f.name: None if (t := getattr(self, f.name)) is None else fn(t) for f in fields(self)})
-
-    @property
-    def reach(self) -> Tensor:
-        """top - theta: how far below the best score a key still counts; 1 where a fallback took over."""
-        return torch.where(self.fallback, 1, self.top - self.theta)
 
 
 class Weighting(Protocol):
@@ -121,7 +119,7 @@ class Rule(Protocol):
         """How many positions `locate` notes a row."""
 
     def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
-        """`theta`, and where they apply `fallback`, `status`, `index`. `top` is a constant, not a variable."""
+        """`theta` and `reach`, and where they apply `fallback`, `status`, `index`. `top` is a constant."""
 
     def members(self, z: Tensor, stats: RowStats, kernel: Any, start: int) -> Tensor | None:
         """Which keys may have weight, where the threshold alone does not decide; None for all."""
@@ -185,12 +183,14 @@ class Ratio:
         top, empty = row_top(z)
         found = self.rule.locate(z, top, self.kernel, params, fast=fast)
         status = found.get("status")
+        fallback = found["fallback"] & ~empty if "fallback" in found else torch.zeros_like(empty)
         stats = RowStats(
             top=top,
             theta=torch.where(empty, -1, found["theta"]),
+            reach=torch.where(empty | fallback, 1, found["reach"]),
             mass=torch.ones_like(top),
             empty=empty,
-            fallback=found["fallback"] & ~empty if "fallback" in found else torch.zeros_like(empty),
+            fallback=fallback,
             status=torch.zeros_like(empty, dtype=torch.int32) if status is None else torch.where(empty, 0, status),
             index=found.get("index"),
         )
@@ -266,6 +266,7 @@ class Plain:
         stats = RowStats(
             top=top,
             theta=torch.full_like(top, -torch.inf),
+            reach=torch.ones_like(top),
             mass=torch.ones_like(top),
             empty=empty,
             fallback=torch.zeros_like(empty),
@@ -279,7 +280,7 @@ class Plain:
         mass, size = w.sum(-1, keepdim=True), w.abs().sum(-1, keepdim=True)
         near = mass.abs() < GUARD * size
         status = torch.where(near, int(Status.NEAR_ZERO), torch.where(mass < 0, int(Status.NEGATIVE), 0))
-        mass = torch.where(near, torch.where(mass < 0, -GUARD, GUARD) * size, mass)
+        mass = torch.where(near, torch.where(mass < 0, -size, size) * GUARD, mass)
         return replace(stats, mass=torch.where(size == 0, 1, mass), status=status.int())
 
     def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:

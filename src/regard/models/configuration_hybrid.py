@@ -164,8 +164,8 @@ def refuse_unknown(extra: dict[str, Any]) -> None:
         if name.startswith("_") or name in HybridConfig.attribute_map or name in _TRANSFORMERS_KEYS:
             continue
         if name not in generation:  # those left over from earlier versions are dropped by transformers
-            fields = [field for field in HybridConfig.__annotations__ if field in HybridConfig.__dict__]
-            raise ArgumentError(f"{CALL}: unknown field {name!r}.{suggestion(name, fields)}")
+            known = suggestion(name, HybridConfig.__annotations__)
+            raise ArgumentError(f"{CALL}: unknown field {name!r}.{known}")
 
 
 def check_token_ids(config: HybridConfig) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, boolean_mask, broadcastable, finite, floating, in_range, require, shape
+from ..checks import ArgumentError, boolean_mask, broadcastable, finite, floating, in_range, shape
 from ..estimators import Diagnostics, Visibility
 from ..grammar import Spec, as_spec
 from .dispatch import Explanation, Inputs, Problem, choose, explain_problem
@@ -79,12 +79,12 @@ def attention(
         mask=_check_mask(attn_mask, (*rows, keys)),
     )
     given = {n: _row_number(f"params[{n!r}]", p, rows) for n, p in (params or {}).items()}
-    scale = None if scale is None else _row_number("scale", scale, rows)
+    if scale is not None:
+        in_range(CALL, "scale", scale, low=0.0, strict=True)
+        scale = _row_number("scale", scale, rows)
     scale, numbers = spec.resolve(dim, scale, given)
     if isinstance(given.get("ridge"), (float, int, Tensor)):
         numbers["ridge"] = given["ridge"]
-    if isinstance(scale, (float, int)):
-        in_range(CALL, "scale", scale, low=0.0, strict=True)
     problem = Problem(
         spec, batch, heads, key.shape[1], queries, keys, dim, value.shape[3], query.dtype, query.device.type,
         causal=visible.causal, strict=visible.strict, window=window,
@@ -151,22 +151,24 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
                 f"{CALL}: {name} is {tensor.dtype} on {tensor.device}, but query is {query.dtype} on "
                 f"{query.device}; convert one with .to()."
             )
-    shapes = f"query {shape(query)}, key {shape(key)}, value {shape(value)}"
-    require(query.shape[0] == key.shape[0] == value.shape[0], CALL, f"batch sizes differ: {shapes}.")
-    require(query.shape[3] == key.shape[3], CALL, f"query and key differ in their last axis: {shapes}.")
-    require(query.shape[3] > 0, CALL, f"query and key have no features: {shapes}.")
-    require(key.shape[1:3] == value.shape[1:3], CALL, f"key and value differ in heads or length: {shapes}.")
     heads, kv_heads = query.shape[1], key.shape[1]
-    if heads != kv_heads and not enable_gqa:
-        raise ArgumentError(
-            f"{CALL}: query has {heads} heads and key {kv_heads}; pass enable_gqa=True to let each key head serve "
-            f"several query heads, or give as many of both."
-        )
-    require(
-        kv_heads > 0 and heads % kv_heads == 0,
-        CALL,
-        f"{heads} query heads cannot be shared out among {kv_heads} key heads; the former must be a multiple.",
-    )
+    for fits, what in (
+        (query.shape[0] == key.shape[0] == value.shape[0], "batch sizes differ"),
+        (query.shape[3] == key.shape[3], "query and key differ in their last axis"),
+        (query.shape[3] > 0, "query and key have no features"),
+        (key.shape[1:3] == value.shape[1:3], "key and value differ in heads or length"),
+        (
+            heads == kv_heads or enable_gqa,
+            "query and key differ in heads; pass enable_gqa=True to let a key head serve several query heads",
+        ),
+        (
+            heads == kv_heads or (kv_heads > 0 and heads % kv_heads == 0),
+            "the query's heads cannot be shared out among the key's: their number must be a multiple",
+        ),
+    ):
+        if not fits:
+            shapes = f"query {shape(query)}, key {shape(key)}, value {shape(value)}"
+            raise ArgumentError(f"{CALL}: {what}: {shapes}.")
 
 
 def _check_window(window: int | None) -> int | None:

@@ -27,7 +27,7 @@ from .dispatch import Cost, Inputs, Problem, register_impl
 ELEMENTS = 2**19
 """Pairs of a query and a key worked on at a time: what fits a core's cache with its copies."""
 
-FLOATS = ("top", "theta", "mass", "support", "ess")
+FLOATS = ("top", "theta", "reach", "mass", "support", "ess")
 FLAGS = ("empty", "fallback", "status")
 
 
@@ -70,7 +70,7 @@ class Blocked:
         if not inputs.diagnostics:
             return out, None
         stats = _unpack(floats, flags, index)
-        support, ess = floats[3, ..., None], floats[4, ..., None]
+        support, ess = floats[4, ..., None], floats[5, ..., None]
         return out, diagnose(inputs.spec, stats, support, ess, inputs.scale, inputs.row_params())
 
 
@@ -216,7 +216,7 @@ def _forward(
     offset: int,
     counted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(output [B, H, Tq, Dv], FLOATS [5, B, H, Tq], FLAGS int32 [3, B, H, Tq], index int64 [B, H, Tq, n])."""
+    """(output [B, H, Tq, Dv], FLOATS [6, B, H, Tq], FLAGS int32 [3, B, H, Tq], index int64 [B, H, Tq, n])."""
     work = _Work.of(q, k, mask, moved, text, offset)
     out, floats, flags, index = _outputs(q, v, work.weighting)
     flat_out, flat_index = _flat(out), _flat(index)
@@ -229,7 +229,7 @@ def _forward(
         stats = work.weighting.fit(z, params, fast=q.device.type == "cpu")
         p = work.weighting.weights(z, stats, params)
         block.rows(flat_out).copy_(p @ block.columns(flat_v))
-        values = [stats.top, stats.theta, stats.mass, *(counts(p) if counted else ())]
+        values = [stats.top, stats.theta, stats.reach, stats.mass, *(counts(p) if counted else ())]
         for row, value in zip(flat_floats, values, strict=False):
             block.rows(row).copy_(value[..., 0])
         for row, value in zip(flat_flags, (stats.empty, stats.fallback, stats.status), strict=True):
@@ -259,7 +259,8 @@ def _unpack(floats: Tensor, flags: Tensor, index: Tensor) -> RowStats:
     return RowStats(
         top=floats[0, ..., None],
         theta=floats[1, ..., None],
-        mass=floats[2, ..., None],
+        reach=floats[2, ..., None],
+        mass=floats[3, ..., None],
         empty=flags[0, ..., None] != 0,
         fallback=flags[1, ..., None] != 0,
         status=flags[2, ..., None],

@@ -45,7 +45,7 @@ class SDPA:
         q, k, v, visible = inputs.q, inputs.k, inputs.v, inputs.visible
         grouped = k.shape[1] != q.shape[1]
         if visible.mask is None:
-            causal = visible.causal and visible.queries > 1
+            causal = False if visible.queries == 1 else visible.causal  # one query sees every key here
             out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0, enable_gqa=grouped)
             return out, None
         mask = visible.block(0, visible.queries, 0, visible.keys, q.device)

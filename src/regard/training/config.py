@@ -96,18 +96,9 @@ class TrainConfig:
             ArgumentError: a number out of its range, heads that do not divide, an unknown spec, tokenizer
                 or device.
         """
-        positive = (
-            "context",
-            "layers",
-            "width",
-            "heads",
-            "kv_heads",
-            "mlp_width",
-            "window",
-            "steps",
-            "batch",
-        )
-        for name in (*positive, "accumulate", "log_every", "eval_every", "eval_tokens", "save_every", "keep"):
+        model = ("layers", "width", "heads", "kv_heads", "mlp_width", "window")
+        rhythm = ("log_every", "eval_every", "save_every", "keep")
+        for name in (*model, "steps", "batch", "accumulate", *rhythm):
             _at_least(self, name, 1, call)
         _at_least(self, "context", 2, call)  # one token to see and one to predict
         _at_least(self, "eval_tokens", 2, call)
@@ -125,7 +116,7 @@ class TrainConfig:
             raise ArgumentError(f"{call}: no text to learn from; give --data FILE or --data FOLDER.")
         if self.resume and self.overwrite:
             raise ArgumentError(
-                f"{call}: --resume keeps the run in {self.out}, --overwrite deletes it; give one."
+                f"{call}: --resume continues the run, --overwrite deletes it; give one of them."
             )
         _check_specs(self, call)
         _check_names(self, call)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -103,12 +104,13 @@ def train(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = (build_model or hybrid_model)(config, corpus.tokenizer)
-    trainer = _trainer(config, model, corpus)
+    arguments = _arguments(config)
     if _main_process():
         if checkpoint is None:
             folder.begin(config, text, corpus.tokenizer, call="train")
         else:
             _rewind(config.out, step_of(checkpoint))
+    trainer = _trainer(config, arguments, model, corpus)
     progress = RichProgress(console, label)
     for line in skipped:
         progress.console.print(line, highlight=False)
@@ -174,8 +176,9 @@ def _prepare_text(config: TrainConfig, text: Text) -> _Corpus:
     )
 
 
-def _trainer(config: TrainConfig, model: PreTrainedModel, corpus: _Corpus) -> RegardTrainer:
-    args = _arguments(config)
+def _trainer(
+    config: TrainConfig, args: TrainingArguments, model: PreTrainedModel, corpus: _Corpus
+) -> RegardTrainer:
     trainer = RegardTrainer(
         model=model,
         args=args,
@@ -214,34 +217,43 @@ def _listen(trainer: RegardTrainer, config: TrainConfig, progress: RichProgress,
 
 
 def _arguments(config: TrainConfig) -> TrainingArguments:
+    """The config in Trainer's words.
+
+    Raises:
+        ArgumentError: the device cannot compute in the dtype.
+    """
     device = resolve_device(config.device, call="train")
-    args = TrainingArguments(
-        output_dir=str(config.out),
-        max_steps=config.steps,
-        per_device_train_batch_size=config.batch,
-        gradient_accumulation_steps=config.accumulate,
-        learning_rate=config.learning_rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": config.final_learning_rate},
-        warmup_steps=round(config.warmup * config.steps),
-        weight_decay=config.weight_decay,
-        max_grad_norm=config.clip,
-        adam_beta2=0.95,
-        seed=config.seed,
-        use_cpu=device == "cpu",
-        bf16=config.dtype == "bfloat16",
-        dataloader_pin_memory=device == "cuda",
-        remove_unused_columns=False,
-        logging_strategy="steps",
-        logging_steps=config.log_every,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,  # a non-finite loss is an error, not a gap in the log
-        eval_strategy="no",
-        save_strategy="steps",
-        save_steps=config.save_every,
-        report_to="none",
-        disable_tqdm=True,
-    )
+    settings: dict[str, Any] = {
+        "output_dir": str(config.out),
+        "max_steps": config.steps,
+        "per_device_train_batch_size": config.batch,
+        "gradient_accumulation_steps": config.accumulate,
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": config.final_learning_rate},
+        "warmup_steps": round(config.warmup * config.steps),
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.clip,
+        "adam_beta2": 0.95,
+        "seed": config.seed,
+        "use_cpu": device == "cpu",
+        "bf16": config.dtype == "bfloat16",
+        "dataloader_pin_memory": device == "cuda",
+        "remove_unused_columns": False,
+        "logging_strategy": "steps",
+        "logging_steps": config.log_every,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,  # a non-finite loss is an error, not a gap in the log
+        "eval_strategy": "no",  # EvaluateEvery asks instead
+        "save_strategy": "steps",
+        "save_steps": config.save_every,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    try:
+        args = TrainingArguments(**settings)
+    except ValueError as error:
+        raise ArgumentError(f"train: {' '.join(str(error).split())}") from None
     if args.n_gpu > 1:  # several devices are for torchrun; otherwise Trainer would take nn.DataParallel
         args._n_gpu = 1
     return args

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import Trainer
+from transformers import Trainer, TrainerControl
 
 from .callbacks import Clock
 from .checkpoints import last_complete, prune, seal
@@ -39,6 +39,8 @@ class RegardTrainer(Trainer):
         keep: checkpoints to keep.
         **kwargs: as for `transformers.Trainer`.
     """
+
+    control: TrainerControl
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class Adaptive(RuleBase):
         if torch.is_grad_enabled() and (z.requires_grad or isinstance(r, Tensor)):
             peak = implicit_peak(d, r, peak)
         status = torch.where(converged, int(Status.OK), int(Status.UNCONVERGED)).int()
-        return {"theta": top - r * peak, "status": status}
+        return {"theta": top - r * peak, "reach": r * peak, "status": status}
 
     def mix(self, slope: Tensor, p: Tensor) -> Tensor:
         total = slope.sum(-1, keepdim=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ...checks import in_range
@@ -19,7 +20,7 @@ from .base import RuleBase, bandwidths, require_ranked
 class Anchored(RuleBase):
     """theta = max z - margin: the best key always counts, and every key less than `margin` below it.
 
-    With Epanechnikov this is ReLUmax (sparse-attention paper, equation 12): on unit keys with the best
+    With Epanechnikov this is ReLUmax (sparse-attention paper, equations 20 and 21): on unit keys with the best
     similarity m and scores s / h^2, an Epanechnikov kernel of bandwidth H^2 = 2 (1 - m) + 2 margin h^2. With
     the Gaussian it is softmax over the keys within the margin (min-p); with the uniform kernel, their mean.
     Keys that tie for the maximum share its gradient equally.
@@ -43,7 +44,10 @@ class Anchored(RuleBase):
         return True
 
     def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
-        return {"theta": z.amax(-1, keepdim=True) - params.get("margin", self.margin)}
+        best = z.amax(-1, keepdim=True)  # equals top, and carries the gradient
+        best = torch.where(best == -torch.inf, 0, best)
+        reach = params.get("margin", self.margin) + (top - best)
+        return {"theta": best - params.get("margin", self.margin), "reach": reach}
 
     def pull(self, z: Tensor, stats: RowStats, kernel: Any) -> Tensor | None:
         if not kernel.vanishes:

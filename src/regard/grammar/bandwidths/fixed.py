@@ -30,7 +30,7 @@ class Fixed(RuleBase):
         empty: what a row does that sees keys but none inside: "uniform" over the visible keys, "zero", or
             "nearest" (the best key alone, lowest index first). None of these has a gradient to the scores.
 
-    With Epanechnikov this is the normalised ReLU (sparse-attention paper, equation 11).
+    With Epanechnikov this is the normalised ReLU (sparse-attention paper, equations 11 and 12).
     """
 
     bias: float | None = None
@@ -104,13 +104,14 @@ class Fixed(RuleBase):
 
     def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
         if not kernel.compact:
-            return {"theta": torch.full_like(top, -torch.inf)}
-        theta = 0 * top - params.get("bias", self._bias)
+            return {"theta": torch.full_like(top, -torch.inf), "reach": torch.ones_like(top)}
+        bias = params.get("bias", self._bias)
+        reach = top + bias
         scores = z.detach()
         index = (scores != -torch.inf).sum(-1, keepdim=True)
         if self.empty == "nearest":
             index = scores.argmax(-1, keepdim=True)
-        return {"theta": theta, "fallback": theta.detach() >= top, "index": index}
+        return {"theta": 0 * top - bias, "reach": reach, "fallback": reach.detach() <= 0, "index": index}
 
     def stand_in(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
         assert stats.index is not None

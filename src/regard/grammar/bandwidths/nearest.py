@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -72,15 +72,16 @@ class Nearest(RuleBase):
         scores = z.detach()
         best, kth, cut, kept = _kth(scores, self.k)
         if not kernel.vanishes:
-            return {"theta": kth, "index": torch.cat([cut, cut, kept], -1)}
+            return {"theta": kth, "reach": torch.ones_like(top), "index": torch.cat([cut, cut, kept], -1)}
         following = best[..., self.k :] if best.shape[-1] > self.k else torch.full_like(top, -torch.inf)
         more = following > -torch.inf
         outside = (scores == following) & ~_chosen(scores, kth, cut, positions(z, 0))
         lowest = torch.where(scores == -torch.inf, torch.inf, scores).argmin(-1, keepdim=True)
         pivot = torch.where(more, outside.int().argmax(-1, keepdim=True), lowest)
-        theta = z.gather(-1, pivot) - torch.where(more, 0.0, 1.0).to(z.dtype)
-        tied = theta.detach() >= top
-        return {"theta": theta, "fallback": tied, "index": torch.cat([cut, pivot, kept], -1)}
+        edge, below = z.gather(-1, pivot), (~more).to(z.dtype)
+        reach = (top - edge) + below
+        index = torch.cat([cut, pivot, kept], -1)
+        return {"theta": edge - below, "reach": reach, "fallback": reach.detach() <= 0, "index": index}
 
     def members(self, z: Tensor, stats: RowStats, kernel: Any, start: int) -> Tensor | None:
         if kernel.vanishes:
@@ -182,9 +183,10 @@ class SoftNearest:
         middle = z.gather(-1, index).mean(-1, keepdim=True)
         zero = torch.zeros_like(empty)
         theta = torch.where(more, middle, -torch.inf)  # nothing to leave out: the gate is open
-        stats = RowStats(top, theta, torch.ones_like(top), empty, zero, zero.int(), index)
+        one = torch.ones_like(top)
+        stats = RowStats(top, theta, one, one, empty, zero, zero.int(), index)
         mass = self._values(z, stats)[0].sum(-1, keepdim=True)
-        return RowStats(top, theta, torch.where(empty, 1, mass), empty, zero, zero.int(), index)
+        return replace(stats, mass=torch.where(empty, 1, mass))
 
     def _values(self, z: Tensor, stats: RowStats) -> tuple[Tensor, Tensor]:
         gated = stats.theta > -torch.inf

@@ -1,0 +1,1 @@
+"""Makes `oracles` importable from every folder of tests."""

@@ -1,0 +1,232 @@
+"""What the contracts run over, drawn from the registries at collection, and the inputs they run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import regard
+from regard.checks import ArgumentError
+
+REGISTRIES = regard.registries()
+KERNELS = REGISTRIES["kernel"].names()
+RULES = REGISTRIES["bandwidth"].names()
+SIMILARITIES = REGISTRIES["similarity"].names()
+SOLVERS = REGISTRIES["solver"].names()
+IMPLS = REGISTRIES["impl"].names()
+PRESETS = list(regard.presets())
+
+# Numbers that make a rule do something on rows of ten keys; a rule that is not named runs at its defaults.
+SMALL = {"nearest": "nearest(k=3)"}
+VARIANTS: dict[str, list[str]] = {
+    "fixed": ["fixed", "fixed(bias=0.4)", "fixed(h=1.1)"],
+    "nearest": [f"nearest(k=3,gradient={how})" for how in ("hard", "straight-through", "soft")],
+}
+ODD = (
+    "polynomial(r=0.5)*adaptive",
+    "polynomial(r=1.5)*anchored(margin=0.6)",
+    "epanechnikov*fixed(bias=-0.5,empty=zero)",
+    "epanechnikov*fixed(bias=-0.5,empty=nearest)",
+    "biweight*fixed*unnormalised",
+    "linear*fixed*normalised",  # signed weights over a signed, guarded sum
+)
+
+
+def text(kernel: str, rule: str, similarity: str = "dot", degree: int = 0, normalise: bool | None = None) -> str:
+    """A sentence of the grammar as text."""
+    parts = [kernel, rule, similarity]
+    parts += [] if normalise is None else ["normalised" if normalise else "unnormalised"]
+    return "*".join([*parts, "linear(ridge=0.2)"] if degree else parts)
+
+
+def built(sentence: str) -> regard.Spec | None:
+    """The Spec, or None where the grammar refuses it."""
+    try:
+        return regard.Spec.parse(sentence)
+    except ArgumentError:
+        return None
+
+
+def _every() -> Iterator[regard.Spec]:
+    """Presets and their local linear models, and each kernel under each rule, its variants and both degrees."""
+    yield from regard.presets().values()
+    yield from filter(None, (built(f"local-linear[{name}]") for name in PRESETS))
+    for kernel, rule in product(KERNELS, RULES):
+        variants = VARIANTS.get(rule, [rule])
+        for variant, degree in [(variant, 0) for variant in variants] + [(variants[0], 1)]:
+            found = [built(text(kernel, variant, s, degree)) for s in ("dot", "cosine")]
+            yield from [s for s in found if s is not None][:1]
+    for solver in SOLVERS:
+        yield from filter(None, [built(f"gaussian*fixed*linear(ridge=0.3,solver={solver})")])
+    yield from map(regard.Spec.parse, ODD)
+
+
+SPECS: dict[str, regard.Spec] = {str(spec): spec for spec in _every()}
+"""Label to Spec: everything registered, once."""
+
+
+def _runs(spec: regard.Spec, impl: str) -> bool:
+    rows = regard.explain(spec, (2, 2, 8, 3)).rows
+    return any(name == impl and reason is None for name, reason, _ in rows)
+
+
+PAIRS = [(label, impl) for label, spec in SPECS.items() for impl in IMPLS if _runs(spec, impl)]
+"""(label, implementation) for all that an implementation computes without mask or order."""
+
+FAST = [(label, impl) for label, impl in PAIRS if impl != "reference"]
+
+REPRESENTATIVES = [
+    label for label in ("softmax", "biweight", "relumax", "normrelu", "topk-softmax", "shift-cosine", "rbf", "cosine",
+                        "geometric", "local-linear", "local-linear[biweight]", "uniform*nearest(k=3,gradient=soft)")
+    if label in SPECS
+]  # fmt: skip
+"""One of each kind, for contracts too long to run over everything."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """One call's tensors: q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(B, H, Tq, Tk)."""
+        return (*self.q.shape[:3], self.k.shape[2])
+
+    def map(self, fn: Any) -> Data:
+        return Data(fn(self.q), fn(self.k), fn(self.v))
+
+    def leaves(self) -> Data:
+        """Fresh tensors that collect gradients."""
+        return self.map(lambda x: x.detach().clone().requires_grad_())
+
+    def grads(self) -> tuple[Tensor | None, ...]:
+        return tuple(x.grad for x in self.tensors)
+
+    def with_(self, **changes: Tensor) -> Data:
+        return replace(self, **changes)
+
+
+def draw(
+    queries: int = 7,
+    keys: int | None = None,
+    *,
+    batch: int = 2,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    dim: int = 3,
+    value_dim: int = 2,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Data:
+    """Normal inputs from a seed, drawn in float64, so that a dtype changes nothing but the rounding."""
+    make = torch.Generator().manual_seed(1000 + seed)
+    keys = queries if keys is None else keys
+    kv = (batch, kv_heads or heads, keys)
+    shapes = ((batch, heads, queries, dim), (*kv, dim), (*kv, value_dim))
+    return Data(*(torch.randn(s, generator=make, dtype=torch.float64).to(dtype) for s in shapes))
+
+
+def like(x: Tensor, seed: int = 0) -> Tensor:
+    """Fixed random numbers of the shape of x: the weights of a loss."""
+    make = torch.Generator().manual_seed(2000 + seed)
+    return torch.randn(x.shape, generator=make, dtype=torch.float64).to(x.dtype)
+
+
+def learned(spec: regard.Spec, data: Data, seed: int = 0) -> tuple[dict[str, Tensor], Tensor | None]:
+    """A tensor [B, H, Tq] for every number the spec can learn, near its default and in its range, and one for
+    the scale where it takes one; all collect gradients."""
+    make = torch.Generator().manual_seed(3000 + seed)
+    shape = data.q.shape[:3]
+
+    def around(centre: float, low: float | None) -> Tensor:
+        wobble = torch.rand(shape, generator=make, dtype=torch.float64) * 0.2
+        base = centre + (0.05 if low is not None and centre <= low else 0.0)
+        room = 1.0 if low is None else min(1.0, base - low)
+        return (base + room * wobble).to(data.q.dtype).requires_grad_()
+
+    params = {name: around(float(info.default), info.low) for name, info in spec.params.items()}
+    scale = around(data.q.shape[-1] ** -0.5, 0.0) if spec.takes_scale else None
+    return params, scale
+
+
+def masks(batch: int, heads: int, queries: int, keys: int) -> dict[str, dict[str, Any]]:
+    """Name to the arguments of a call that limits who sees what; every kind of argument, alone and together.
+    The pair mask leaves one row of one head without keys, the key mask one batch element short."""
+    make = torch.Generator().manual_seed(77)
+    pairs = torch.rand(batch, heads, queries, keys, generator=make) < 0.6
+    pairs[0, -1, queries // 2] = False
+    padding = torch.ones(batch, 1, 1, keys, dtype=torch.bool)
+    padding[0, ..., : keys // 3] = False
+    offsets = torch.arange(batch) * 2 + keys // 3
+    return {
+        "all": {},
+        "causal": {"is_causal": True},
+        "strict": {"exclude_self": True},
+        "padding": {"attn_mask": padding},
+        "padding, causal": {"attn_mask": padding, "is_causal": True},
+        "pairs": {"attn_mask": pairs},
+        "pairs, strict": {"attn_mask": pairs, "exclude_self": True},
+        "one mask for all": {"attn_mask": pairs[0, 0]},
+        "window": {"window": 2},
+        "window, causal": {"window": 3, "is_causal": True},
+        "window, strict": {"window": 2, "exclude_self": True},
+        "window, padding": {"window": 4, "is_causal": True, "attn_mask": padding},
+        "ahead": {"is_causal": True, "query_offset": 2},
+        "behind": {"is_causal": True, "query_offset": -2},
+        "beyond": {"exclude_self": True, "query_offset": keys},
+        "offsets": {"is_causal": True, "query_offset": offsets},
+        "offsets, strict": {"exclude_self": True, "query_offset": offsets},
+        "offsets, window": {"window": 2, "query_offset": offsets},
+        "offsets, window, causal": {"window": 2, "is_causal": True, "query_offset": offsets.int()},
+    }
+
+
+def attend(spec: regard.Spec, impl: str, data: Data, **call: Any) -> Tensor | None:
+    """The output, or None where the implementation says that it cannot do this call."""
+    try:
+        return regard.attention(*data.tensors, spec, impl=impl, **call)
+    except ArgumentError as error:
+        if "Those that can:" not in str(error):
+            raise
+        return None
+
+
+def gradients(out: Tensor, inputs: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """Gradients of sum(out * fixed random numbers); zero where an input has no part in it."""
+    loss = (out * like(out, seed)).sum()
+    found = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
+    return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(inputs.items(), found, strict=True)}
+
+
+def named(data: Data, params: Mapping[str, Tensor] | None = None, scale: Tensor | None = None) -> dict[str, Tensor]:
+    """Inputs by name, for `gradients`."""
+    found = {"query": data.q, "key": data.k, "value": data.v, **(params or {})}
+    return found if scale is None else {**found, "scale": scale}
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float, what: str = "") -> None:
+    """|actual - expected| <= tolerance * max(1, max |expected|), NaN nowhere."""
+    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} != {tuple(expected.shape)}"
+    if actual.numel() == 0:
+        return
+    gap = (actual.double() - expected.double()).abs().max().item()
+    size = max(1.0, expected.double().abs().max().item())
+    assert gap <= tolerance * size, f"{what}: differs by {gap:.3g} (size {size:.3g})"  # false for NaN
+
+
+def same(actual: Tensor, expected: Tensor, what: str = "") -> None:
+    """Equal to the last bit."""
+    assert torch.equal(actual, expected), f"{what}: differs by {(actual - expected).abs().max().item():.3g}"

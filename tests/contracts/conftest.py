@@ -1,0 +1,24 @@
+"""One thread, and operators that work in many small blocks where a test asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from regard.ops import blocked
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 16 queries and one head, so that short inputs cross many borders."""
+    monkeypatch.setattr(blocked, "ELEMENTS", 64)

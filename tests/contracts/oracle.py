@@ -1,0 +1,375 @@
+"""The dense truth in float64: every formula written out a second time, on whole [B, H, Tq, Tk] tensors, with
+thresholds by sorting or 200 bisections and the local linear model by its normal equations. Nothing here calls
+regard; a `Sentence` is read off a Spec's fields, or written by hand.
+
+Everything is differentiable by autograd, so that gradients are expected values too.
+
+Legend: B batch, H heads, Tq queries, Tk keys, D features; z scores, w kernel values, p weights, all
+[B, H, Tq, Tk]; row numbers (scale, params) are floats or [B, H, Tq].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Number = float | Tensor
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence of the grammar in plain numbers; the defaults are those of the design."""
+
+    kernel: str
+    rule: str
+    similarity: str = "dot"
+    degree: int = 0
+    normalise: bool = True
+    r: float = 1.0
+    limit: float = 300.0
+    kernel_eps: float = 1e-4
+    cosine_eps: float = 1e-3
+    bias: float = 0.0
+    h: float | None = None
+    empty: str = "uniform"
+    margin: float = 1.0
+    k: int = 32
+    gradient: str = "hard"
+    temperature: float = 1.0
+    ridge: float = 0.1
+
+
+RANKED = {"gaussian", "polynomial", "uniform"}
+POINTWISE = {"linear", "geometric", "clipped-geometric"}
+SCALELESS = {"geometric", "clipped-geometric"}  # Table 1 puts them on the bare similarity
+RULES = {"fixed", "adaptive", "anchored", "nearest"}
+
+
+def read(spec: Any) -> Sentence:
+    """The fields of a `regard.Spec`, by name."""
+    kernel, rule, similarity = spec.kernel, spec.bandwidth, spec.similarity
+    own = {name: getattr(rule, name) for name in ("margin", "k", "gradient", "temperature", "empty", "h")
+           if hasattr(rule, name)}  # fmt: skip
+    return Sentence(
+        kernel.name,
+        rule.name,
+        similarity.name,
+        degree=spec.degree,
+        normalise=spec.normalise,
+        r=getattr(kernel, "r", 1.0),
+        limit=getattr(kernel, "limit", 300.0),
+        kernel_eps=getattr(kernel, "eps", 1e-4),
+        cosine_eps=getattr(similarity, "eps", 1e-3),
+        bias=getattr(rule, "bias", None) or 0.0,
+        ridge=0.1 if spec.ridge is None else spec.ridge,
+        **own,
+    )
+
+
+def knows(sentence: Sentence) -> bool:
+    """Whether every part of the sentence has its formula here; parts of third parties have not."""
+    known = sentence.kernel in RANKED | POINTWISE and sentence.rule in RULES
+    return known and sentence.similarity in SIMILARITIES
+
+
+# Visibility -------------------------------------------------------------------------------------------------
+
+
+def visible(
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    exclude_self: bool = False,
+    window: int | None = None,
+    query_offset: int | Tensor | None = None,
+) -> Tensor:
+    """Which pairs are visible, boolean [B, H, Tq, Tk], one pair at a time."""
+    seen = torch.zeros(batch, heads, queries, keys, dtype=torch.bool)
+    mask = None if attn_mask is None else attn_mask.expand(batch, heads, queries, keys)
+    for b in range(batch):
+        offset = keys - queries if query_offset is None else query_offset
+        offset = int(offset[b]) if isinstance(offset, Tensor) else offset
+        for i in range(queries):
+            for j in range(keys):
+                seen[b, :, i, j] = _permitted(i + offset, j, is_causal, exclude_self, window)
+    return seen if mask is None else seen & mask
+
+
+def _permitted(at: int, j: int, causal: bool, strict: bool, window: int | None) -> bool:
+    if strict:
+        return j < at and (window is None or j >= at - window)
+    if causal:
+        return j <= at and (window is None or j > at - window)
+    return window is None or abs(at - j) < window
+
+
+# Similarities -----------------------------------------------------------------------------------------------
+
+
+def _pairs(q: Tensor, k: Tensor) -> Tensor:
+    return (q[..., :, None, :] * k[..., None, :, :]).sum(-1)
+
+
+def _cosine(q: Tensor, k: Tensor, eps: float) -> Tensor:
+    size = (eps + q.square().sum(-1))[..., :, None] * (eps + k.square().sum(-1))[..., None, :]
+    return _pairs(q, k) / size.sqrt()
+
+
+def _elu(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x + 1, torch.exp(torch.where(x > 0, 0, x)))
+
+
+SIMILARITIES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "dot": lambda q, k, eps: _pairs(q, k),
+    "cosine": _cosine,
+    "euclidean": lambda q, k, eps: -(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1) / 2,
+    "relu": lambda q, k, eps: _pairs(q.relu(), k.relu()),
+    "relu2": lambda q, k, eps: _pairs(q.relu() ** 2, k.relu() ** 2),
+    "elu": lambda q, k, eps: _pairs(_elu(q), _elu(k)),
+}
+
+
+def _scores(
+    s: Sentence, q: Tensor, k: Tensor, scale: Number | None, params: Mapping[str, Number]
+) -> tuple[Tensor, Number]:
+    """(z, the bias that goes with it)."""
+    z = SIMILARITIES[s.similarity](q, k, s.cosine_eps)
+    bias = _column(params.get("bias", s.bias))
+    if s.h is not None:
+        h = _column(params.get("h", s.h))
+        if s.kernel == "gaussian":
+            return z / (h * h), 0.0
+        return z, h * h / 2 - (1 if s.similarity == "cosine" else 0)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if s.similarity in ("dot", "euclidean") else 1.0
+        scale = 1.0 if s.kernel in SCALELESS else scale
+    return z * _column(scale), bias
+
+
+def _column(x: Number) -> Number:
+    return x[..., None] if isinstance(x, Tensor) else x
+
+
+# Weights ----------------------------------------------------------------------------------------------------
+
+
+def weights(
+    s: Sentence, z: Tensor, seen: Tensor, bias: Number = 0.0, params: Mapping[str, Number] | None = None
+) -> Tensor:
+    """p, zero where not `seen`."""
+    params = params or {}
+    if s.rule == "fixed" and (s.kernel in POINTWISE or not s.normalise):
+        return _plain(s, z, seen, bias, params)
+    z = torch.where(seen, z, -torch.inf)
+    empty = ~seen.any(-1, keepdim=True)
+    z = torch.where(empty, 0, z)  # any value: the row is put to zero below
+    rule = {"fixed": _fixed, "adaptive": _adaptive, "anchored": _anchored, "nearest": _nearest}[s.rule]
+    return torch.where(empty, 0, rule(s, z, bias, params))
+
+
+def _kernel(s: Sentence, a: Tensor, params: Mapping[str, Number]) -> Tensor:
+    """K(a)."""
+    if s.kernel == "gaussian":
+        return a.exp()
+    if s.kernel == "uniform":
+        return (a > 0).to(a.dtype)
+    if s.kernel == "polynomial":
+        return torch.where(a > 0, torch.where(a > 0, a, 1) ** _column(params.get("r", s.r)), 0)
+    if s.kernel == "linear":
+        return a
+    if s.kernel == "geometric":
+        return 1 / (1 - a)
+    return 1 / (1 + s.kernel_eps - torch.where(a < s.limit, a, s.limit) / s.limit)
+
+
+def _plain(s: Sentence, z: Tensor, seen: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+    w = torch.where(seen, _kernel(s, torch.where(seen, z, 0) + bias, params), 0)
+    if not s.normalise:
+        return w
+    total, size = w.sum(-1, keepdim=True), w.abs().sum(-1, keepdim=True)
+    held = torch.where(total < 0, -1.0, 1.0) * 1e-3 * size  # the documented guard of a signed sum
+    total = torch.where(total.abs() < 1e-3 * size, held, total)
+    return w / torch.where(size == 0, 1, total)
+
+
+def _share(w: Tensor) -> Tensor:
+    return w / w.sum(-1, keepdim=True)
+
+
+def _softmax(z: Tensor) -> Tensor:
+    return _share(torch.where(z > -torch.inf, (z - z.detach().amax(-1, keepdim=True)).exp(), 0))
+
+
+def _fixed(s: Sentence, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+    if s.kernel == "gaussian":
+        return _softmax(z)
+    finite = z > -torch.inf
+    w = torch.where(finite, _kernel(s, torch.where(finite, z, 0) + bias, params), 0)
+    total = w.sum(-1, keepdim=True)
+    lost = total == 0
+    if s.empty == "uniform":
+        instead = finite.to(z.dtype) / finite.sum(-1, keepdim=True)
+    elif s.empty == "nearest":
+        first = (z == z.amax(-1, keepdim=True)).int().argmax(-1)  # the lowest index
+        instead = torch.nn.functional.one_hot(first, z.shape[-1]).to(z.dtype)
+    else:
+        instead = torch.zeros_like(z)
+    return torch.where(lost, instead, w / torch.where(lost, 1, total))
+
+
+def _adaptive(s: Sentence, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+    r = _column(1 / (params["alpha"] - 1)) if "alpha" in params else s.r
+    finite = z > -torch.inf
+    safe = torch.where(finite, z, 0)
+
+    def powers(theta: Tensor, exponent: Number) -> Tensor:
+        inside = finite & (safe > theta)
+        return torch.where(inside, torch.where(inside, (safe - theta) / r, 1) ** exponent, 0)
+
+    with torch.no_grad():
+        high = z.amax(-1, keepdim=True)
+        low = high - r
+        for _ in range(200):
+            middle = (low + high) / 2
+            enough = powers(middle, r).sum(-1, keepdim=True) >= 1
+            low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    # one Newton step whose value is taken off again: the implicit function theorem
+    step = (powers(low, r).sum(-1, keepdim=True) - 1) / powers(low, r - 1).sum(-1, keepdim=True)
+    return powers(low + step - step.detach(), r)
+
+
+def _anchored(s: Sentence, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+    theta = z.amax(-1, keepdim=True) - _column(params.get("margin", s.margin))
+    inside = z > theta
+    if s.kernel == "gaussian":
+        return _softmax(torch.where(inside, z, -torch.inf))
+    return _share(torch.where(inside, _kernel(s, torch.where(inside, z - theta, 1), params), 0))
+
+
+def _nearest(s: Sentence, z: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+    count = (z > -torch.inf).sum(-1, keepdim=True)
+    order = z.detach().sort(dim=-1, descending=True, stable=True).indices
+    rank = order.argsort(-1)
+    kept = (rank < s.k) & (rank < count)
+    if s.gradient == "soft":
+        return _soft(s, z, order, count)
+    p = _kept(s, z, kept, order, count, params)
+    if s.gradient == "hard":
+        return p
+    smooth = _softmax(z)
+    return p.detach() + smooth - smooth.detach()
+
+
+def _kept(
+    s: Sentence, z: Tensor, kept: Tensor, order: Tensor, count: Tensor, params: Mapping[str, Number]
+) -> Tensor:
+    if s.kernel == "gaussian":
+        return _softmax(torch.where(kept, z, -torch.inf))
+    if s.kernel == "uniform":
+        return _share(kept.to(z.dtype))
+    at = torch.where(count > s.k, s.k, count - 1)  # the (k+1)-th key, or the last
+    theta = z.gather(-1, order.gather(-1, at)) - torch.where(count > s.k, 0.0, 1.0)
+    inside = kept & (z > theta)
+    w = torch.where(inside, _kernel(s, torch.where(inside, z - theta, 1), params), 0)
+    tied = ~inside.any(-1, keepdim=True)
+    w = torch.where(tied, kept.to(z.dtype), w)
+    return _share(w)
+
+
+def _soft(s: Sentence, z: Tensor, order: Tensor, count: Tensor) -> Tensor:
+    width = z.shape[-1]
+    kth = z.gather(-1, order[..., min(s.k, width) - 1 : min(s.k, width)])
+    following = z.gather(-1, order[..., min(s.k + 1, width) - 1 : min(s.k + 1, width)])
+    gated = count > s.k
+    centre = torch.where(gated, (torch.where(gated, kth, 0) + torch.where(gated, following, 0)) / 2, 0)
+    finite = z > -torch.inf
+    safe = torch.where(finite, z, 0)
+    gate = torch.where(gated, torch.sigmoid((safe - centre) / s.temperature), 1)
+    base = (safe - z.detach().amax(-1, keepdim=True)).exp() if s.kernel == "gaussian" else torch.ones_like(z)
+    return _share(torch.where(finite, base * gate, 0))
+
+
+# Output -----------------------------------------------------------------------------------------------------
+
+
+def attention(
+    s: Sentence,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: Number | None = None,
+    params: Mapping[str, Number] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(output [B, H, Tq, Dv], weights p). Keys and values may have fewer heads than queries."""
+    params = params or {}
+    heads = q.shape[1]
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    z, bias = _scores(s, q, k, scale, params)
+    p = weights(s, z, seen, bias, params)
+    if s.degree == 0:
+        return torch.einsum("bhij,bhjd->bhid", p, v), p
+    return _local_linear(q, k, v, p, params.get("ridge", s.ridge)), p
+
+
+def _local_linear(q: Tensor, k: Tensor, v: Tensor, p: Tensor, ridge: Number) -> Tensor:
+    """Intercept at the query of the ridge regression of v on k - q with weights p; no penalty on the
+    intercept. ridge = 0 is the solution of least norm."""
+    total = p.sum(-1, keepdim=True)
+    lost = total == 0
+    x = k[..., None, :, :] - q[..., :, None, :]  # [B, H, Tq, Tk, D]
+    if isinstance(ridge, float) and ridge == 0:
+        return torch.where(lost, 0, _least_norm(x, v, p))
+    design = torch.cat([torch.ones_like(x[..., :1]), x], -1)
+    gram = torch.einsum("bhij,bhija,bhijc->bhiac", p, design, design)
+    right = torch.einsum("bhij,bhija,bhjd->bhiad", p, design, v)
+    penalty = torch.ones(design.shape[-1], dtype=p.dtype)
+    penalty[0] = 0
+    amount = ridge[..., None] if isinstance(ridge, Tensor) else ridge
+    gram = gram + torch.diag_embed(penalty * amount)
+    corner = torch.zeros_like(gram)
+    corner[..., 0, 0] = 1
+    gram = torch.where(lost[..., None], gram + corner, gram)  # a row without weight: anything regular
+    return torch.where(lost, 0, torch.linalg.solve(gram, right)[..., 0, :])
+
+
+def _least_norm(x: Tensor, v: Tensor, p: Tensor) -> Tensor:
+    mean_x = torch.einsum("bhij,bhija->bhia", p, x)
+    mean_v = torch.einsum("bhij,bhjd->bhid", p, v)
+    root = p.sqrt()[..., None]
+    left = root * (x - mean_x[..., None, :])
+    right = root * (v[..., None, :, :] - mean_v[..., None, :])
+    slope = torch.linalg.pinv(left, rtol=1e-9) @ right  # [B, H, Tq, D, Dv]
+    return mean_v - (mean_x[..., None, :] @ slope)[..., 0, :]
+
+
+PRESETS: dict[str, Sentence] = {
+    "softmax": Sentence("gaussian", "fixed"),
+    "sparsemax": Sentence("polynomial", "adaptive", r=1.0),
+    "biweight": Sentence("polynomial", "adaptive", r=2.0),
+    "triweight": Sentence("polynomial", "adaptive", r=3.0),
+    "relumax": Sentence("polynomial", "anchored", r=1.0, margin=1.0),
+    "normrelu": Sentence("polynomial", "fixed", r=1.0),
+    "topk-softmax": Sentence("gaussian", "nearest", k=32),
+    "topk-uniform": Sentence("uniform", "nearest", k=32),
+    "exponential": Sentence("gaussian", "fixed"),
+    "linear": Sentence("linear", "fixed", normalise=False),
+    "cosine": Sentence("linear", "fixed", "cosine", normalise=False),
+    "shift-cosine": Sentence("linear", "fixed", "cosine", bias=1.0),
+    "geometric": Sentence("geometric", "fixed", "cosine"),
+    "clipped-geometric": Sentence("clipped-geometric", "fixed"),
+    "rbf": Sentence("gaussian", "fixed", "euclidean"),
+    "relu": Sentence("linear", "fixed", "relu", bias=1e-4),
+    "relu2": Sentence("linear", "fixed", "relu2", bias=1e-4),
+    "elu": Sentence("linear", "fixed", "elu"),
+    "local-linear": Sentence("gaussian", "fixed", degree=1, ridge=0.1),
+}
+"""The presets, from the design's table and the kernel-selection paper's Table 1, not from the package."""

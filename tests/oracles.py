@@ -1,0 +1,91 @@
+"""Independent answers: numpy in extended precision, written from the definitions, importing nothing of regard.
+
+Legend: z scores of one row [n] or of rows [..., n]; p weights of the same shape.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+WIDE = np.longdouble
+
+
+def entmax_row(z: np.ndarray, alpha: float, steps: int = 200) -> tuple[np.ndarray, np.longdouble]:
+    """(p, tau) of one row by bisection on sum [z/r - tau]_+^r = 1, r = 1/(alpha - 1), tau in
+    [max/r - 1, max/r - n^(-1/r)], in extended precision; -inf scores get 0."""
+    z = np.asarray(z).astype(WIDE)
+    r = 1 / (WIDE(alpha) - 1)
+    top = z.max()
+    x = (z - top) / r
+    live = x[x > -1]  # the others are below every threshold of the bracket
+    low, high = WIDE(-1), -(WIDE(len(live)) ** (-1 / r))
+    for _ in range(steps):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break  # adjacent numbers: further halving changes nothing
+        if (np.maximum(live - middle, 0) ** r).sum() >= 1:
+            low = middle
+        else:
+            high = middle
+    return np.maximum(x - low, 0) ** r, low + top / r
+
+
+def entmax_rows(z: np.ndarray, alpha: float) -> np.ndarray:
+    """`entmax_row` along the last axis."""
+    z = np.asarray(z)
+    rows = [entmax_row(row, alpha)[0] for row in z.reshape(-1, z.shape[-1])]
+    return np.array(rows, dtype=WIDE).reshape(z.shape)
+
+
+def softmax(z: np.ndarray) -> np.ndarray:
+    """exp(z) / sum exp(z) along the last axis."""
+    z = np.asarray(z).astype(WIDE)
+    e = np.exp(z - z.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def shares(w: np.ndarray) -> np.ndarray:
+    """w / sum w along the last axis."""
+    return w / w.sum(-1, keepdims=True)
+
+
+def rectified(z: np.ndarray, theta: np.ndarray, r: float) -> np.ndarray:
+    """[z - theta]_+^r, normalised."""
+    return shares(np.maximum(np.asarray(z).astype(WIDE) - theta, 0) ** WIDE(r))
+
+
+def order(z: np.ndarray) -> np.ndarray:
+    """Indices from best to worst score, the lowest index first among ties, -inf left out."""
+    z = np.asarray(z)
+    ranked = sorted(range(len(z)), key=lambda j: (-z[j], j))
+    return np.array([j for j in ranked if z[j] > -np.inf], dtype=int)
+
+
+def fsum(p: np.ndarray) -> float:
+    """An exactly rounded sum."""
+    return math.fsum(float(x) for x in p)
+
+
+def visible_pairs(
+    queries: int,
+    keys: int,
+    *,
+    causal: bool = False,
+    strict: bool = False,
+    window: int | None = None,
+    offset: int | None = None,
+) -> np.ndarray:
+    """Which keys each query may see, pair by pair, as the documentation words it: boolean [Tq, Tk]."""
+    offset = keys - queries if offset is None else offset
+    seen = np.zeros((queries, keys), dtype=bool)
+    for i in range(queries):
+        at = i + offset
+        newest = at - 1 if strict else at
+        for j in range(keys):
+            if causal or strict:
+                seen[i, j] = j <= newest and (window is None or j > newest - window)
+            else:
+                seen[i, j] = window is None or abs(at - j) < window
+    return seen

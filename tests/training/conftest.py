@@ -1,0 +1,57 @@
+"""A small English text and the smallest run that exercises everything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box, quietly; é and ü ask: why?\n"
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    """About 3000 characters that do not simply repeat."""
+    words = WORDS.split(" ")
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(words[(i * i + 3 * i) % len(words)] for i in range(600)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, text_file: Path) -> Callable:
+    """`tiny(**changes)`: a TrainConfig of one small layer and six steps on the small text."""
+    from regard.training import TrainConfig
+
+    base = TrainConfig(
+        data=text_file,
+        out=tmp_path / "run",
+        context=16,
+        spec=("biweight",),
+        layers=1,
+        width=16,
+        heads=2,
+        steps=6,
+        batch=2,
+        log_every=1,
+        eval_every=3,
+        save_every=3,
+        eval_tokens=64,
+        device="cpu",
+    )
+    return lambda **changes: replace(base, **changes)
+
+
+@pytest.fixture
+def silent():
+    """A console that shows nothing."""
+    from rich.console import Console
+
+    return Console(quiet=True)

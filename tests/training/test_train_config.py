@@ -1,0 +1,117 @@
+"""Configs: ranges, files, and one-line errors that say what is possible."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from regard.checks import ArgumentError
+from regard.training import TrainConfig
+from regard.training.fields import from_mapping, read_mapping, to_mapping
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "--steps is 0, expected at least 1"),
+        ({"steps": -5}, "--steps is -5"),
+        ({"batch": 0}, "--batch is 0"),
+        ({"context": 0}, "--context is 0"),
+        ({"context": 1}, "--context is 1, expected at least 2"),
+        ({"save_every": 0}, "--save-every is 0"),
+        ({"keep": 0}, "--keep is 0"),
+        ({"window": 0}, "--window is 0"),
+        ({"learning_rate": 0.0}, "--learning-rate is 0.0, expected a number above 0"),
+        ({"learning_rate": float("nan")}, "--learning-rate is nan"),
+        ({"clip": float("inf")}, "--clip is inf"),
+        ({"weight_decay": -0.1}, "--weight-decay is -0.1"),
+        ({"weight_decay": float("nan")}, "--weight-decay is nan"),
+        ({"warmup": 1.5}, "--warmup is 1.5, expected a share from 0 to 1"),
+        ({"validation": 0.0}, "--validation is 0.0, expected a share between 0 and 1"),
+        ({"validation": 1.0}, "--validation is 1.0"),
+        ({"seed": -1}, "--seed is -1"),
+        ({"heads": 3}, "--heads is 3, which does not divide --width 16; choose from 1, 2, 4, 8, 16"),
+        ({"heads": 4, "kv_heads": 3}, "--kv-heads is 3"),
+        ({"spec": ("softmax", "biweight")}, "--spec has 2 sentences for 1 layers"),
+        ({"spec": ("biwait",)}, "Did you mean 'biweight'"),
+        ({"tokenizer": "chars"}, "Did you mean 'char'"),
+        ({"device": "gpu"}, "unknown device 'gpu'"),
+        ({"data": None}, "no text to learn from; give --data"),
+        ({"resume": True, "overwrite": True}, "give one of them"),
+    ],
+)
+def test_what_is_out_of_range_is_named(tiny: Callable, changes: dict, message: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        tiny(**changes).validate()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_device_that_is_not_there(tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    with pytest.raises(ArgumentError, match="'cuda' is not available here; available: cpu"):
+        tiny(device="cuda").validate()
+    tiny(device="auto").validate()
+
+
+def test_plain_data_and_back(tiny: Callable, tmp_path: Path) -> None:
+    config = tiny(kv_heads=1, spec=("softmax",), window=None, resume=True)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_mapping(config)))
+    assert from_mapping(TrainConfig(), read_mapping(path, call="t"), call="t", source="f") == config
+    assert set(to_mapping(config)) == {field.name for field in fields(TrainConfig)}
+
+
+def test_toml_sets_fields(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('spec = "biweight"\nsteps = 5\nlearning-rate = 1\nout = "x/y"\nresume = true\n')
+    config = from_mapping(TrainConfig(width=8), read_mapping(path, call="t"), call="t", source="f")
+    assert config == TrainConfig(
+        width=8, spec=("biweight",), steps=5, learning_rate=1.0, out=Path("x/y"), resume=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz = 3", "unknown key 'stepz' in bad.toml. Did you mean 'steps'"),
+        ("steps = 'many'", "steps in bad.toml is 'many' (str), expected an integer"),
+        ("steps = 3.0", "steps in bad.toml is 3.0 (float), expected an integer"),
+        ("steps = true", "steps in bad.toml is True (bool), expected an integer"),
+        ("resume = 1", "resume in bad.toml is 1 (int), expected true or false"),
+        ("dtype = 'float3'", "dtype in bad.toml is 'float3'. Did you mean 'float32'"),
+        ("spec = [1]", "spec in bad.toml is 1 (int), expected text"),
+        ("data = 3", "data in bad.toml is 3 (int), expected a path"),
+    ],
+)
+def test_wrong_keys_and_types(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(ArgumentError) as caught:
+        from_mapping(TrainConfig(), read_mapping(path, call="train"), call="train", source="bad.toml")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.toml", b"steps = = 3", "is not valid TOML"),
+        ("a.json", b"{", "is not valid JSON"),
+        ("a.json", b"[1]", "holds a list, expected a table"),
+        ("a.toml", b"\xff", "cannot read config file"),
+        ("a.yaml", b"", "neither a .toml nor a .json"),
+        ("b/none.toml", None, "does not exist"),
+    ],
+)
+def test_files_that_are_no_config(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ArgumentError) as caught:
+        read_mapping(tmp_path / name, call="train")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,91 @@
+"""Held-out loss against a hand-made model and plain Python sums."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from regard.checks import ArgumentError
+from regard.training import Units, evaluate, mean_support
+
+
+class Echo(nn.Module):
+    """Predicts token t + 1 from the token and from how many tokens stand before it in the window: so that a
+    wrong window shows in the loss."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.sin(torch.arange(vocab * vocab).double()).reshape(vocab, vocab))
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        before = torch.arange(input_ids.shape[1]).double()
+        return SimpleNamespace(logits=self.table[input_ids] * (1 + 0.1 * before)[None, :, None])
+
+
+def expected_loss(model: Echo, tokens: list[int], context: int, stride: int) -> float:
+    """Each token from the window in which it first appears, by loops."""
+    total, start, scored = 0.0, 0, 1
+    while scored < len(tokens):
+        while scored >= start + context:
+            start = min(start + stride, len(tokens) - context)
+        scores = (model.table[tokens[scored - 1]] * (1 + 0.1 * (scored - 1 - start))).tolist()
+        total -= scores[tokens[scored]] - math.log(sum(math.exp(s) for s in scores))
+        scored += 1
+    return total / (len(tokens) - 1)
+
+
+@pytest.mark.parametrize(
+    ("n", "context", "stride"), [(50, 8, 4), (53, 8, 3), (8, 8, 4), (5, 8, 4), (40, 8, 1)]
+)
+def test_loss_equals_a_sum_by_hand(n: int, context: int, stride: int) -> None:
+    model = Echo(5)
+    tokens = [(i * i + i // 3) % 5 for i in range(n)]
+    result = evaluate(model, torch.tensor(tokens), Units(n, n, n), context=context, stride=stride, batch=3)
+    want = expected_loss(model, tokens, context, stride)
+    assert result.loss == pytest.approx(want, rel=1e-6)
+    assert result.tokens == n - 1
+    assert result.support is None
+
+
+def test_bits_are_per_character_and_per_byte() -> None:
+    units = Units.of("aé漢", tokens=6)  # one, two and three bytes, say from the byte tokenizer
+    assert (units.characters, units.bytes) == (3, 6)
+    one_bit = math.log(2)
+    assert units.bits_per_byte(one_bit) == pytest.approx(1.0)
+    assert units.bits_per_char(one_bit) == pytest.approx(2.0)
+    by_character = Units.of("aé漢", tokens=3)
+    assert by_character.bits_per_char(one_bit) == pytest.approx(1.0)
+    assert by_character.bits_per_byte(one_bit) == pytest.approx(0.5)
+
+
+def test_evaluation_is_deterministic_and_restores_the_mode() -> None:
+    model = Echo(5).train()
+    tokens = torch.arange(60) % 5
+    results = [evaluate(model, tokens, Units(60, 60, 60), context=8, batch=b).loss for b in (1, 4, 4)]
+    assert results[1] == results[2]
+    assert results[0] == pytest.approx(results[1], abs=1e-12)
+    assert model.training
+
+
+def test_support_of_softmax_counts_every_visible_key() -> None:
+    from regard.models import HybridConfig, HybridForCausalLM
+
+    sizes = {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = torch.arange(33).reshape(3, 11) % 11
+    everything = HybridForCausalLM(HybridConfig(**sizes, mixers="softmax"))
+    assert mean_support(everything, ids) == pytest.approx(6.0)  # 1 .. 11 keys
+    five = HybridForCausalLM(HybridConfig(**sizes, mixers="softmax", window=5))
+    assert mean_support(five, ids) == pytest.approx((1 + 2 + 3 + 4 + 5 * 7) / 11)
+
+
+def test_bad_arguments() -> None:
+    units = Units(9, 9, 9)
+    for stride in (0, 8):
+        with pytest.raises(ArgumentError, match="stride"):
+            evaluate(Echo(5), torch.zeros(9, dtype=torch.long), units, context=8, stride=stride)
+    with pytest.raises(ArgumentError, match="at least 2"):
+        evaluate(Echo(5), torch.zeros(1, dtype=torch.long), units, context=8)

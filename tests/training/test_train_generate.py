@@ -1,0 +1,95 @@
+"""Sampling with a seeded generator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from regard.checks import ArgumentError
+from regard.training import char_tokenizer, generate_text
+from regard.training.generate import SeededSampling, unknown_characters
+
+TOKENIZER = char_tokenizer("abcdefgh ")
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(TOKENIZER),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def sampling(**changes: object) -> SeededSampling:
+    return SeededSampling(**{"temperature": 1.0, "top_k": None, "seed": 0, "forbidden": [], **changes})
+
+
+def test_draws_follow_the_softmax() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 3.0])
+    for temperature in (0.5, 1.0, 2.0):
+        draws = sampling(temperature=temperature)(torch.empty(4000, 0), logits.expand(4000, 5)).argmax(-1)
+        want = 4000 * torch.exp(logits / temperature) / torch.exp(logits / temperature).sum()
+        counts = torch.bincount(draws, minlength=5)
+        # 4 degrees of freedom: 23.5 is passed once in ten thousand
+        assert ((counts - want) ** 2 / want).sum() < 23.5
+
+
+def test_temperature_zero_top_k_and_forbidden_tokens() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 3.0]])
+    assert sampling(temperature=0.0)(torch.empty(1, 0), logits).argmax(-1).item() == 4
+    assert sampling(temperature=0.0, forbidden=[4])(torch.empty(1, 0), logits).argmax(-1).item() == 2
+    processor = sampling(top_k=2)
+    assert {processor(torch.empty(1, 0), logits).argmax(-1).item() for _ in range(200)} == {2, 4}
+    assert torch.equal(logits, torch.tensor([[0.0, 1.0, 2.0, -1.0, 3.0]]))  # not written to
+
+
+def test_the_same_seed_gives_the_same_text(model: LlamaForCausalLM) -> None:
+    torch.manual_seed(5)
+    first = generate_text(model, TOKENIZER, "abc", max_new_tokens=40, seed=3)
+    torch.manual_seed(6)
+    before = torch.get_rng_state()
+    assert generate_text(model, TOKENIZER, "abc", max_new_tokens=40, seed=3) == first
+    assert torch.equal(before, torch.get_rng_state())
+    assert generate_text(model, TOKENIZER, "abc", max_new_tokens=40, seed=4) != first
+    # exactly as long as asked: no special token was drawn, though an untrained model likes them as much
+    assert first.startswith("abc")
+    assert len(first) == 43
+    assert set(first) <= set("abcdefgh ")
+
+
+def test_greedy_is_the_argmax_of_a_loop(model: LlamaForCausalLM) -> None:
+    ids = TOKENIZER("fed")["input_ids"]
+    with torch.no_grad():
+        for _ in range(20):
+            logits = model(torch.tensor([ids])).logits[0, -1]
+            ids.append(3 + int(logits[3:].argmax()))  # 0 to 2 are special
+    want = "".join("".join(sorted("abcdefgh "))[i - 3] for i in ids)
+    assert generate_text(model, TOKENIZER, "fed", max_new_tokens=20, temperature=0.0) == want
+
+
+def test_unknown_characters_of_a_prompt() -> None:
+    assert unknown_characters(TOKENIZER, "zebra!") == "!rz"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": ""}, "prompt is empty"),
+        ({"max_new_tokens": 0}, "--max-new-tokens is 0"),
+        ({"temperature": -1.0}, "--temperature is -1.0"),
+        ({"temperature": float("nan")}, "--temperature is nan"),
+        ({"top_k": 0}, "--top-k is 0"),
+        ({"seed": -1}, "--seed is -1"),
+    ],
+)
+def test_bad_arguments(model: LlamaForCausalLM, changes: dict, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        generate_text(model, TOKENIZER, **{"prompt": "a", **changes})

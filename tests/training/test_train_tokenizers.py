@@ -1,0 +1,73 @@
+"""Tokenizers: exact round trips, nothing special hidden in text, loadable without our code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from regard.training import TOKENIZERS, byte_tokenizer, char_tokenizer, encode
+
+ALPHABET = "abc <pad>\n\t é漢🎉Ġ'.,"
+CHAR, BYTE = char_tokenizer(ALPHABET), byte_tokenizer()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(ALPHABET, max_size=60))
+def test_characters_come_back(text: str) -> None:
+    ids = CHAR(text)["input_ids"]
+    assert len(ids) == len(text)
+    assert CHAR.decode(ids) == text
+    assert CHAR.decode(ids, skip_special_tokens=True) == text
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=60))
+def test_any_text_comes_back_from_bytes(text: str) -> None:
+    ids = BYTE(text)["input_ids"]
+    assert ids == [byte + 2 for byte in text.encode()]
+    assert BYTE.decode(ids) == text
+
+
+def test_character_ids_are_the_sorted_characters_after_the_special_tokens() -> None:
+    tokenizer = char_tokenizer("cab")
+    assert tokenizer.get_vocab() == {"<pad>": 0, "<eos>": 1, "<unk>": 2, "a": 3, "b": 4, "c": 5}
+    assert tokenizer("abxxc")["input_ids"] == [3, 4, 2, 2, 5]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS.names())
+def test_special_tokens_in_a_text_stay_text(name: str) -> None:
+    text = "a<pad>b<eos><unk>"
+    tokenizer = TOKENIZERS.get(name)(text)
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text)
+    assert not set(ids) & set(tokenizer.all_special_ids)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS.names())
+def test_saved_tokenizers_need_no_code_of_ours(name: str, tmp_path: Path) -> None:
+    text = "hello wörld, <pad> 1 .\n"
+    TOKENIZERS.get(name)(text).save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
+    assert type(loaded).__module__.startswith("transformers.")
+    assert "auto_map" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json"}
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+    assert len(loaded) == (len(set(text)) + 3 if name == "char" else 258)
+    batch = loaded(["h", "hello"], padding=True)
+    assert batch["attention_mask"] == [[0, 0, 0, 0, 1], [1] * 5]
+    assert batch["input_ids"][0][:4] == [loaded.pad_token_id] * 4
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS.names())
+def test_long_texts_are_encoded_in_pieces_without_a_seam(name: str) -> None:
+    text = "".join(chr(0x61 + i * i % 26) + ("é" if i % 7 == 0 else "") for i in range(12000))
+    tokenizer = TOKENIZERS.get(name)(text)
+    ids = encode(tokenizer, text)
+    assert ids.tolist() == tokenizer(text)["input_ids"]
+    assert encode(tokenizer, "").tolist() == []
