@@ -27,6 +27,9 @@ VARIANTS: dict[str, list[str]] = {
     "fixed": ["fixed", "fixed(bias=0.4)", "fixed(h=1.1)"],
     "nearest": [f"nearest(k=3,gradient={how})" for how in ("hard", "straight-through", "soft")],
 }
+FAMILIES = ("gaussian", "epanechnikov", "uniform", "linear")
+"""Kernels that run under every variant; their kin run under the first."""
+
 ODD = (
     "polynomial(r=0.5)*adaptive",
     "polynomial(r=1.5)*anchored(margin=0.6)",
@@ -41,7 +44,7 @@ def text(kernel: str, rule: str, similarity: str = "dot", degree: int = 0, norma
     """A sentence of the grammar as text."""
     parts = [kernel, rule, similarity]
     parts += [] if normalise is None else ["normalised" if normalise else "unnormalised"]
-    return "*".join([*parts, "linear(ridge=0.2)"] if degree else parts)
+    return "*".join([*parts, "linear(ridge=0.1)"] if degree else parts)
 
 
 def built(sentence: str) -> regard.Spec | None:
@@ -53,11 +56,12 @@ def built(sentence: str) -> regard.Spec | None:
 
 
 def _every() -> Iterator[regard.Spec]:
-    """Presets and their local linear models, and each kernel under each rule, its variants and both degrees."""
+    """Presets and their local linear models; each kernel under each rule, in variants and in both degrees."""
     yield from regard.presets().values()
     yield from filter(None, (built(f"local-linear[{name}]") for name in PRESETS))
     for kernel, rule in product(KERNELS, RULES):
         variants = VARIANTS.get(rule, [rule])
+        variants = variants if kernel in FAMILIES else variants[:1]
         for variant, degree in [(variant, 0) for variant in variants] + [(variants[0], 1)]:
             found = [built(text(kernel, variant, s, degree)) for s in ("dot", "cosine")]
             yield from [s for s in found if s is not None][:1]
@@ -139,9 +143,9 @@ def draw(
     return Data(*(torch.randn(s, generator=make, dtype=torch.float64).to(dtype) for s in shapes))
 
 
-def like(x: Tensor, seed: int = 0) -> Tensor:
+def like(x: Tensor) -> Tensor:
     """Fixed random numbers of the shape of x: the weights of a loss."""
-    make = torch.Generator().manual_seed(2000 + seed)
+    make = torch.Generator().manual_seed(2000)
     return torch.randn(x.shape, generator=make, dtype=torch.float64).to(x.dtype)
 
 
@@ -204,10 +208,13 @@ def attend(spec: regard.Spec, impl: str, data: Data, **call: Any) -> Tensor | No
         return None
 
 
-def gradients(out: Tensor, inputs: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
-    """Gradients of sum(out * fixed random numbers); zero where an input has no part in it."""
-    loss = (out * like(out, seed)).sum()
-    found = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
+def gradients(
+    out: Tensor, inputs: Mapping[str, Tensor], *, weight: Tensor | None = None, retain_graph: bool = False
+) -> dict[str, Tensor]:
+    """Gradients of sum(out * weight), of fixed random numbers where not given; zero where an input has no
+    part in it."""
+    weight = like(out) if weight is None else weight
+    found = torch.autograd.grad(out, list(inputs.values()), weight, retain_graph=retain_graph, allow_unused=True)
     return {n: torch.zeros_like(x) if g is None else g for (n, x), g in zip(inputs.items(), found, strict=True)}
 
 

@@ -195,7 +195,7 @@ def _plain(s: Sentence, z: Tensor, seen: Tensor, bias: Number, params: Mapping[s
     if not s.normalise:
         return w
     total, size = w.sum(-1, keepdim=True), w.abs().sum(-1, keepdim=True)
-    held = torch.where(total < 0, -1.0, 1.0) * 1e-3 * size  # the documented guard of a signed sum
+    held = torch.where(total < 0, -size, size) * 1e-3  # the documented guard of a signed sum
     total = torch.where(total.abs() < 1e-3 * size, held, total)
     return w / torch.where(size == 0, 1, total)
 

@@ -90,6 +90,8 @@ def agrees(spec: regard.Spec, how: str = "padding, causal") -> None:
     params, scale = learned(spec, data)
     inputs = named(data, params, scale)
     sentence = oracle.read(spec)
+    # Below r = 1 the slope at the edge is infinite, and rounding of the threshold is multiplied with it.
+    tolerance = 1e-7 if sentence.rule == "adaptive" and sentence.r < 1 else 1e-9
     expected = None
     if oracle.knows(sentence):
         out, _ = oracle.attention(sentence, *data.tensors, seen, scale, params)
@@ -102,7 +104,7 @@ def agrees(spec: regard.Spec, how: str = "padding, causal") -> None:
         expected = expected or (out.detach(), found)
         close(out, expected[0], 1e-10, f"{spec} {impl} output")
         for name, grad in found.items():
-            close(grad, expected[1][name], 1e-9, f"{spec} {impl} gradient of {name}")
+            close(grad, expected[1][name], tolerance, f"{spec} {impl} gradient of {name}")
 
 
 @pytest.mark.parametrize("name", oracle.PRESETS)

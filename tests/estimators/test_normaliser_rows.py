@@ -118,7 +118,10 @@ def test_rows_without_a_score_are_zero_with_zero_gradient(name: str) -> None:
     p = CALLS[name](z, mask=mask)
     assert bool((p[0] == 0).all())
     assert bool((p[2] == 0).all())
-    assert abs(float(p[1].sum()) - 1) <= 1e-14
+    assert abs(float(p[1].detach().sum()) - 1) <= 1e-14
+    if name == "topk-uniform":  # documented: a choice of keys alone has no gradient at all
+        assert not p.requires_grad
+        return
     (p * torch.arange(1.0, 6.0)).sum().backward()
     assert bool((z.grad[0] == 0).all())
     assert bool((z.grad[2] == 0).all())
@@ -156,8 +159,9 @@ def test_nan_stays_in_its_row(name: str, bad: float) -> None:
     p = CALLS[name](z)
     assert bool(torch.isnan(p[1]).all()), "NaN or +inf among the scores gives NaN, not a number that looks right"
     assert torch.equal(p[[0, 2]], clean[[0, 2]])
-    (p[[0, 2]] * torch.arange(5.0)).sum().backward()
-    assert bool(torch.isfinite(z.grad[[0, 2]]).all())
+    if p.requires_grad:
+        (p[[0, 2]] * torch.arange(5.0)).sum().backward()
+        assert bool(torch.isfinite(z.grad[[0, 2]]).all())
 
 
 @pytest.mark.parametrize("name", CALLS)

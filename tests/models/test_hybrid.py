@@ -377,6 +377,18 @@ def test_compiled_equals_eager(make_model, encode, mixers):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=name)
 
 
+def test_one_compiled_graph_serves_every_length(make_model):
+    """The first length is compiled as it is, the second for all lengths, forward and backward."""
+    model = make_model(["softmax", "biweight"]).train()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for length in (9, 13, 16, 31):
+        tokens = torch.arange(2 * length).reshape(2, length) % 20
+        compiled(tokens, labels=tokens).loss.backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
 def test_forward_changes_no_state(make_model, encode):
     model = make_model("biweight")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}

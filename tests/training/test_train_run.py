@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import ClassVar
 
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from regard.checks import ArgumentError
 from regard.training import load_model, train
 from regard.training.checkpoints import checkpoints, fault, last_complete
+from regard.training.fields import to_mapping
 
 TIMES = ("tokens_per_second", "eval_tokens_per_second", "eval_seconds")
 
@@ -228,3 +236,121 @@ def test_models_that_cannot_be_loaded(tiny: Callable, tmp_path: Path, silent: Co
     path.unlink()
     with pytest.raises(ArgumentError, match="cannot load the model in"):
         load_model(config.out, call="eval")
+
+
+def test_models_whose_weights_do_not_fit(tiny: Callable, silent: Console) -> None:
+    config = tiny(steps=1)
+    train(config, console=silent)
+    path = config.out / "model" / "model.safetensors"
+    sound = load_file(path)
+    name = next(name for name in sound if "layers" in name and sound[name].dim() == 2)
+    missing = {key: value for key, value in sound.items() if key != name}
+    extra = {**sound, "stowaway": torch.zeros(1)}
+    shapes = {**sound, name: sound[name][:-1].contiguous()}
+    holes = {**sound, name: torch.full_like(sound[name], torch.nan)}
+    for tensors, reason in (
+        (missing, "missing"),
+        (extra, "unexpected"),
+        (shapes, name),
+        (holes, "not finite"),
+    ):
+        save_file(tensors, path, metadata={"format": "pt"})
+        with pytest.raises(ArgumentError, match=reason) as caught:
+            load_model(config.out, call="eval")
+        assert "\n" not in str(caught.value)
+    save_file(sound, path, metadata={"format": "pt"})
+    load_model(config.out, call="eval")
+
+
+def test_accumulated_batches_are_one_batch(tiny: Callable, tmp_path: Path, silent: Console) -> None:
+    whole = tiny(out=tmp_path / "whole", batch=4, eval_every=9)
+    parts = tiny(out=tmp_path / "parts", batch=1, accumulate=4, eval_every=9)
+    for config in (whole, parts):
+        train(config, console=silent)
+    for one, four in zip(metrics(whole.out), metrics(parts.out), strict=True):
+        assert one == pytest.approx(four, rel=2e-5)
+    other = weights(parts.out / "model")
+    for name, value in weights(whole.out / "model").items():
+        torch.testing.assert_close(other[name], value, rtol=0, atol=2e-5)
+
+
+def test_the_learning_rate_warms_up_and_falls_along_a_cosine(tiny: Callable, silent: Console) -> None:
+    config = tiny(steps=12, warmup=0.25, learning_rate=0.02, final_learning_rate=0.1, eval_every=99)
+    train(config, console=silent)
+    rates = [line["learning_rate"] for line in metrics(config.out)]
+    want = [0.0, 0.02 / 3, 0.04 / 3]
+    want += [0.02 * (0.1 + 0.9 * (1 + math.cos(math.pi * i / 9)) / 2) for i in range(9)]
+    assert rates == pytest.approx(want)
+
+
+def test_bfloat16_keeps_float32_weights(tiny: Callable, silent: Console) -> None:
+    config = tiny(steps=2, dtype="bfloat16")
+    exact = tiny(steps=2, out=config.out.parent / "exact")
+    losses = [train(c, console=silent).loss for c in (config, exact)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert {value.dtype for value in weights(config.out / "model").values()} == {torch.float32}
+
+
+def test_tensorboard_hears_what_is_logged(
+    tiny: Callable, silent: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Writer:
+        scalars: ClassVar[list] = []
+
+        def __init__(self, folder: str) -> None:
+            assert Path(folder).name == "tensorboard"
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.scalars.append((name, step))
+
+        def add_text(self, *_: object) -> None: ...
+        def flush(self) -> None: ...
+        def close(self) -> None: ...
+
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_tensorboard_available", lambda: True)
+    train(tiny(steps=3), console=silent)
+    assert {("train/bits_per_char", 1), ("train/support", 3), ("eval/loss", 3)} <= set(Writer.scalars)
+
+
+def test_a_terminal_shows_a_bar_and_a_file_shows_lines(tiny: Callable) -> None:
+    screen, log = io.StringIO(), io.StringIO()
+    train(
+        tiny(steps=3), console=Console(file=screen, force_terminal=True, width=150), label="local-linear[x]"
+    )
+    assert "local-linear[x]" in screen.getvalue()
+    assert "3/3" in screen.getvalue()
+    train(tiny(steps=3, overwrite=True), console=Console(file=log, width=40), label="local-linear[x]")
+    lines = log.getvalue().splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        *(f"step {i}/3  local-linear[x]" for i in (1, 2, 3)),
+        "step 3/3  held out",
+    ]
+    assert all("bits/char" in line and "tokens/s" in line and "support" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_with_twice_the_batch(
+    tiny: Callable, tmp_path: Path, silent: Console
+) -> None:
+    one = tiny(batch=4)
+    train(one, console=silent)
+    two = tiny(out=tmp_path / "two", batch=2)
+    file = tmp_path / "two.json"
+    file.write_text(json.dumps(to_mapping(two)))
+    program = tmp_path / "program.py"
+    program.write_text("import sys; from regard.cli import main; sys.exit(main(sys.argv[1:]))")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    subprocess.run(
+        [sys.executable, *command, "train", "--config", str(file)],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    for alone, together in zip(metrics(one.out), metrics(two.out), strict=True):
+        assert alone == pytest.approx(together, rel=2e-5)
+    for name, value in weights(one.out / "model").items():
+        torch.testing.assert_close(value, weights(two.out / "model")[name], rtol=0, atol=2e-5)

@@ -132,7 +132,7 @@ def _eval_text(options: EvalOptions) -> tuple[str, TrainConfig | None]:
         return load_text(options.data, call="eval").content, saved
     if saved is None or saved.data is None:
         raise ArgumentError(
-            f"eval: {options.run} is a model without its run; say what to read with --data FILE."
+            f"eval: {options.run} is a model without its run; give the text with --data FILE."
         )
     text = load_text(saved.data, call="eval")
     check_text(options.run, text, call="eval")
@@ -234,11 +234,11 @@ def _plural(kind: str) -> str:
     kind = kind.lower()
     if kind.endswith("s"):
         return kind
-    return kind[:-1] + "ies" if kind.endswith("y") else kind + "s"
+    return re.sub("(?<=[^aeiou])y$", "ie", kind) + "s"
 
 
 def _about(thing: Any) -> str:
-    """One line about something registered: a preset's full sentence, else the first sentence of a docstring."""
+    """One line about something registered: a preset spelt out, else the first sentence of a docstring."""
     if hasattr(thing, "to_json"):
         return _sentence(json.loads(thing.to_json()))
     text = " ".join((getattr(thing, "impl", thing).__doc__ or "").split("\n\n")[0].split())

@@ -22,10 +22,7 @@ _TITLES = ("Value error", "Parsing error", "Required options", "Invalid choice",
 _PLAIN = tuple(
     (re.compile(pattern), plain)
     for pattern, plain in (
-        (
-            r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)",
-            r"\1 is \2, expected an integer.",
-        ),
+        (r"Error parsing (\S+): invalid literal for int.* base 10: (.*)", r"\1 is \2, expected an integer."),
         (r"Error parsing (\S+): could not convert string to float: (.*)", r"\1 is \2, expected a number."),
         (r"Missing value for argument '(.*)'\. Expected 1 values\.", r"\1 expects a value."),
         (r"Missing from regard [\w ]+: (\S+) .*", r"\1 is missing. See --help."),
@@ -123,7 +120,7 @@ def _squash(box: str) -> str:
     for line in lines:
         if line.startswith(("Argument helptext", "For full helptext")):
             break
-        if line and line not in _TITLES:
+        if line.strip("-") and line not in _TITLES:  # a line of dashes is a box where UTF-8 is not spoken
             kept.append(line)
     text = " ".join(" ".join(kept).split())
     for pattern, plain in _PLAIN:

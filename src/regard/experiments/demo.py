@@ -1,7 +1,7 @@
 """The main job: sentences of the grammar as small language models on real text, side by side.
 
-Every model has the same sizes, begins from the same seed, and sees the same windows of text in the same order.
-Beside them stands a 5-gram model of the same text, measured on the same held-out characters.
+Every model has the same sizes, begins from the same seed, and sees the same windows of text in the same
+order. Beside them stands a 5-gram model of the same text, measured on the same held-out characters.
 
 What is slow to import is imported by `run_demo`, after the checks that need none of it.
 """

@@ -85,7 +85,7 @@ class Result:
     seconds: float
 
 
-# The folder --------------------------------------------------------------------------------------------------
+# The folder ------------------------------------------------------------------------------------------------
 
 
 def check_out(out: Path, call: str) -> None:
@@ -158,7 +158,7 @@ def _write(path: Path, content: str) -> None:
     path.write_text(content, encoding="utf-8", newline="")  # the text keeps its line ends
 
 
-# The results -------------------------------------------------------------------------------------------------
+# The results -----------------------------------------------------------------------------------------------
 
 
 def write(out: Path, result: Result) -> None:
@@ -177,7 +177,8 @@ def write(out: Path, result: Result) -> None:
         _write(out / MARKER, json.dumps(as_json(result, curves), indent=1))
     except OSError as error:
         raise TrainingStopped(
-            f"cannot write the results to {out}: {error.strerror or error}; the trained models are in {out / RUNS}"
+            f"cannot write the results to {out}: {error.strerror or error}; "
+            f"the trained models are in {out / RUNS}"
         ) from error
 
 
@@ -202,29 +203,45 @@ def curve(outcome: Outcome) -> Curve:
 def table(result: Result) -> Table:
     """Each model beside the baseline, in the order in which they were trained."""
     base = result.baseline
-    rows = [(base.name, f"{base.bits_per_char:.3f}", NONE, f"{base.train_seconds:.1f} s",
-             f"{base.tokens_per_second:,.0f}", NONE, NONE)]  # fmt: skip
+    rows = [
+        _row(
+            base.name,
+            f"{base.bits_per_char:.3f}",
+            NONE,
+            f"{base.train_seconds:.1f} s",
+            f"{base.tokens_per_second:,.0f}",
+        )
+    ]
     for outcome in result.outcomes:
         model = outcome.trained
         if model is None:
-            rows.append((outcome.name, "stopped", *[NONE] * 5))
+            rows.append(_row(outcome.name, "stopped"))
             continue
-        rows.append((
-            outcome.name,
-            f"{model.bits_per_char:.3f}",
-            f"{model.bits_per_char - base.bits_per_char:+.3f}",
-            f"{model.train_seconds:.1f} s",
-            f"{model.tokens_per_second:,.0f}",
-            f"{model.parameters:,}",
-            NONE if model.support is None else f"{model.support:.1f}",
-        ))  # fmt: skip
+        rows.append(
+            _row(
+                outcome.name,
+                f"{model.bits_per_char:.3f}",
+                f"{model.bits_per_char - base.bits_per_char:+.3f}",
+                f"{model.train_seconds:.1f} s",
+                f"{model.tokens_per_second:,.0f}",
+                f"{model.parameters:,}",
+                NONE if model.support is None else f"{model.support:.1f}",
+            )
+        )
     return Table(
-        header=("model", "held-out bits/char", f"against {base.name}", "training", "tokens/s", "parameters",
-                "mean support"),
+        header=(
+            *("model", "held-out bits/char", f"against {base.name}", "training", "tokens/s"),
+            *("parameters", "mean support"),
+        ),
         rows=tuple(rows),
         note=f"Support: keys with non-zero weight per query, of {result.visible:.1f} visible on average. "
-        f"Lower bits are better. One seed ({result.settings['seed']}): small differences may be chance.",
-    )  # fmt: skip
+        f"Fewer bits are better; with one seed ({result.settings['seed']}), small differences may be chance.",
+    )
+
+
+def _row(*cells: str) -> tuple[str, ...]:
+    """Seven cells, the missing ones dashes."""
+    return (*cells, *[NONE] * (7 - len(cells)))
 
 
 def _pictures(result: Result, curves: list[Curve]) -> dict[str, bytes]:
@@ -252,13 +269,13 @@ def page(result: Result, pictures: dict[str, bytes]) -> Page:
     """The page of this demo."""
     return Page(
         title="One model, several ways to attend",
-        introduction=f"{len(result.outcomes)} small language models that differ in nothing but how they weigh the "
-        f"past were trained on the same windows of the same text from the same seed, and measured on text that none "
-        f"of them has seen, beside a {result.baseline.name} model of that text. The whole took "
+        introduction=f"{len(result.outcomes)} small language models that differ in nothing but how they "
+        f"weigh the past, trained on the same windows of the same text from the same seed, and measured on text "
+        f"that none of them has seen, beside a {result.baseline.name} model of that text. The whole took "
         f"{result.seconds / 60:.1f} minutes.",
         table=table(result),
         curves=pictures.get("curves.png"),
-        curves_caption="Bits per character: thin lines on the training windows, dots on the whole held-out text.",
+        curves_caption="Bits per character: thin lines on training windows, dots on the whole held-out text.",
         sections=[_section(outcome, pictures.get(_map_name(outcome))) for outcome in result.outcomes],
         settings={
             "Text": result.text,
@@ -283,9 +300,9 @@ def _section(outcome: Outcome, picture: bytes | None) -> Section:
         facts=facts,
         sample=Sample(prompt=model.prompt, continuation=model.sample, how=model.sampled),
         picture=picture,
-        caption="The head that looks furthest back on average, on the held-out text from which the sample starts. "
-        "White: a weight of exactly zero. Right: for every row, how many keys have a weight that is not zero, "
-        "of those that are visible.",
+        caption="The head that looks furthest back on average, on the held-out text from which the sample "
+        "starts. White: a weight of exactly zero. Right: for every row, how many keys have a weight that is "
+        "not zero, of those that are visible.",
         maps=model.maps,
     )
 

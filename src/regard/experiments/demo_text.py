@@ -83,8 +83,8 @@ def prepare(data: Path | None, *, context: int, excerpt: int, call: str) -> Mate
     learn, held_out = split_text(content, share)
     if min(len(learn), len(held_out)) < context:
         raise ArgumentError(
-            f"{call}: the text in {data} has {len(content):,} characters; the tenth that is held out must have at "
-            f"least {context}, so give a text of {round(context / HELD_OUT):,} or more."
+            f"{call}: the text in {data} has {len(content):,} characters; the tenth that is held out must "
+            f"have at least {context}, so give a text of {round(context / HELD_OUT):,} or more."
         )
     tokenizer = char_tokenizer(learn)
     return Material(
@@ -116,8 +116,8 @@ def python_manual(call: str) -> str:
         from pydoc_data.topics import topics
     except ImportError:
         raise ArgumentError(
-            f"{call}: this Python was installed without its manual (the module pydoc_data.topics), the text that is "
-            "used unless you name another; give one with --data FILE."
+            f"{call}: this Python was installed without its manual (the module pydoc_data.topics), the text "
+            "that is used unless you name another; give one with --data FILE."
         ) from None
     return join_topics(topics)
 

@@ -136,8 +136,8 @@ def train_one(settings: TrainConfig, material: Material, console: Console, label
         tokens_per_second=clock.steps * settings.per_step * CONTEXT / clock.seconds,
         prompt=material.excerpt,
         sample=sample,
-        sampled=f"Sampled at temperature {TEMPERATURE}, seed {settings.seed}; the coloured part is the prompt, "
-        f"taken from the held-out text. Every {CONTEXT // 2} characters continue from the {CONTEXT // 2} before.",
+        sampled=f"Temperature {TEMPERATURE}, seed {settings.seed}; the coloured part is the prompt, "
+        f"from the held-out text. Every {CONTEXT // 2} characters continue from the {CONTEXT // 2} before.",
         maps=maps,
     )
     return Outcome(name=name, run=settings.out, trained=trained)

@@ -5,10 +5,10 @@ With c(h x) how often token x followed the context h of length k = n - 1,
 
     p_k(x | h) = ( c(h x) - D(c(h x)) + G(h) p_{k-1}(x | h without its first token) ) / sum_y c(h y)
 
-where D takes a little from every count that is not zero, and G(h), the sum of what was taken, is shared out by
-the next shorter context. Below the longest context a count is not how often but after how many different
-tokens the n-gram occurred. p_{-1} is uniform over the vocabulary, so every token has a probability above zero.
-A context that never occurred hands over to the next shorter one.
+where D takes a little from every count that is not zero, and G(h), the sum of what was taken, is shared out
+by the next shorter context. Below the longest context a count is not how often but after how many different
+tokens the n-gram occurred. p_{-1} is uniform over the vocabulary, so every token has some probability. A
+context that never occurred hands over to the next shorter one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEAST = 0.05
 
 @dataclass(frozen=True)
 class _Counts:
-    """Of n-grams of one length: counts by n-gram; by context, their sum and the mass taken by the discounts."""
+    """Of n-grams of one length: counts by n-gram; their sum and the mass taken from them by context."""
 
     grams: Counter[tuple[int, ...]]
     total: Counter[tuple[int, ...]]
@@ -69,7 +69,8 @@ class NGram:
             total = level.total[history]
             if not total:  # then no longer context occurred either
                 break
-            count = level.grams[(*history, token)]
+            gram = (*history, token)
+            count = level.grams[gram]
             p = (count - level.discounts[min(count, 3)] + level.taken[history] * p) / total
         return p
 

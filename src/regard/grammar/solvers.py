@@ -43,8 +43,8 @@ class Cholesky:
     def solve(self, matrix: Tensor, right: Tensor) -> Solved:
         factor, info = torch.linalg.cholesky_ex(matrix)
         diagonal = torch.diagonal(factor, dim1=-2, dim2=-1)
-        # A factor of a numerically singular matrix exists but means nothing: its pivots are rounding.
-        floor = diagonal.detach().amax(-1) * torch.finfo(matrix.dtype).eps ** 0.5
+        # A factor of a numerically singular matrix exists but means nothing: its pivots are roots of rounding.
+        floor = diagonal.detach().amax(-1) * _rtol(matrix) ** 0.5
         singular = (info != 0) | (diagonal.detach().amin(-1) <= floor)
         eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
         safe = torch.where(singular[..., None, None], eye, matrix)

@@ -46,8 +46,8 @@ def capture(model: nn.Module, weights: bool = False) -> Iterator[Capture]:
     seen = Capture()
     try:
         for place, layer in enumerate(layers):
-            layer.observer = _Recorder(seen, place)  # type: ignore[assignment]
-            layer.observe_weights = weights  # type: ignore[assignment]
+            layer.observer = _Recorder(seen, place)
+            layer.observe_weights = weights
         yield seen
     finally:
         for layer, (observer, observe_weights) in zip(layers, before, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -138,7 +139,7 @@ def _label_tokens(axes: Axes, labels: Sequence[str]) -> None:
     every = -(-len(labels) // 96)
     places = range(0, len(labels), every)
     names = [visible(labels[i]) for i in places]
-    style = {"fontsize": 6 if len(labels) > 40 else 8, "family": "monospace"}
+    style: dict[str, Any] = {"fontsize": 6 if len(labels) > 40 else 8, "family": "monospace"}
     axes.set_xticks(places, names, **style)
     axes.set_yticks(places, names, **style)
     axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)

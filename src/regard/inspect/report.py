@@ -101,7 +101,8 @@ def viewer_data(name: str, maps: AttentionMaps) -> dict[str, Any]:
     unit = np.where(largest > 0, largest, 1.0)[..., None, None]
     size = np.maximum(1, np.rint(127 * np.sqrt(np.abs(weights) / unit)))
     codes = np.where(weights == 0, 0, np.sign(weights) * size).astype(np.int8)
-    triangle = codes[(..., *np.tril_indices(n))]
+    rows, columns = np.tril_indices(n)
+    triangle = codes[:, :, rows, columns]
     return {
         "name": name,
         "labels": list(maps.labels),

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple
 
 from .. import Spec
-from ..checks import ArgumentError, require, shape
+from ..checks import ArgumentError, shape
 from ..nn import Attention, rotary_angles
 from ..nn.attention import require_growing
 from .configuration_hybrid import HybridConfig
@@ -163,27 +163,27 @@ class HybridModel(HybridPreTrainedModel):
         )
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """[B, T] tokens or [B, T, C] embeddings -> [B, T, C]."""
+        """[B, T] tokens or [B, T, C] embeddings -> [B, T, C].
+
+        Here and below a message is put together only when it is needed: under torch.compile a length may be a
+        symbol, whose text cannot be traced.
+        """
         if input_ids is not None and inputs_embeds is None:
-            require(
-                input_ids.dim() == 2 and input_ids.shape[1] > 0,
-                CALL,
-                f"input_ids has shape {shape(input_ids)}, expected [B, T] with T >= 1.",
-            )
-            require(
-                input_ids.dtype in (torch.int64, torch.int32),
-                CALL,
-                f"input_ids has dtype {input_ids.dtype}, expected torch.int64.",
-            )
+            if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+                raise ArgumentError(
+                    f"{CALL}: input_ids has shape {shape(input_ids)}, expected [B, T] with T >= 1."
+                )
+            if input_ids.dtype not in (torch.int64, torch.int32):
+                raise ArgumentError(f"{CALL}: input_ids has dtype {input_ids.dtype}, expected torch.int64.")
             return self.embed_tokens(input_ids)
         if input_ids is not None or inputs_embeds is None:
             raise ArgumentError(f"{CALL}: give either input_ids or inputs_embeds.")
         width = self.config.hidden_size
-        require(
-            inputs_embeds.dim() == 3 and inputs_embeds.shape[1] > 0 and inputs_embeds.shape[2] == width,
-            CALL,
-            f"inputs_embeds has shape {shape(inputs_embeds)}, expected [B, T, {width}] with T >= 1.",
-        )
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != width:
+            raise ArgumentError(
+                f"{CALL}: inputs_embeds has shape {shape(inputs_embeds)}, expected [B, T, {width}] with "
+                f"T >= 1."
+            )
         return inputs_embeds
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
@@ -193,24 +193,20 @@ class HybridModel(HybridPreTrainedModel):
         """
         recomputed = self.gradient_checkpointing and self.training
         if cache is not None:
-            require(
-                isinstance(cache, Cache),
-                CALL,
-                f"past_key_values is a {type(cache).__name__}, expected a transformers Cache.",
-            )
-            require(
-                not recomputed,
-                CALL,
-                "past_key_values does not go with gradient checkpointing in training; call model.eval() or "
-                "leave the cache out.",
-            )
+            if not isinstance(cache, Cache):
+                kind = type(cache).__name__
+                raise ArgumentError(f"{CALL}: past_key_values is a {kind}, expected a transformers Cache.")
+            if recomputed:
+                raise ArgumentError(
+                    f"{CALL}: past_key_values does not go with gradient checkpointing in training; "
+                    f"call model.eval() or leave the cache out."
+                )
             require_growing(cache, CALL)
             return cache
-        require(
-            not (use_cache and recomputed),
-            CALL,
-            "use_cache=True does not go with gradient checkpointing in training; leave it out.",
-        )
+        if use_cache and recomputed:
+            raise ArgumentError(
+                f"{CALL}: use_cache=True does not go with gradient checkpointing in training; leave it out."
+            )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         return DynamicCache(config=self.config) if use_cache else None
@@ -314,12 +310,11 @@ def key_mask(attention_mask: Tensor | None, batch: int, tokens: int) -> Tensor |
             f"{CALL}: attention_mask is {kind}, expected a boolean or integer tensor, "
             f"true where a token is real."
         )
-    require(
-        tuple(attention_mask.shape) == (batch, tokens),
-        CALL,
-        f"attention_mask has shape {shape(attention_mask)}, expected [{batch}, {tokens}]: one entry for "
-        f"every token so far, those in the cache included.",
-    )
+    if tuple(attention_mask.shape) != (batch, tokens):
+        raise ArgumentError(
+            f"{CALL}: attention_mask has shape {shape(attention_mask)}, expected [{batch}, {tokens}]: one "
+            f"entry for every token so far, those in the cache included."
+        )
     return attention_mask != 0
 
 
@@ -331,13 +326,12 @@ def token_positions(position_ids: Tensor | None, mask: Tensor | None, past: int,
     """
     batch, tokens = hidden.shape[:2]
     if position_ids is not None:
-        require(
-            not position_ids.dtype.is_floating_point
-            and tuple(position_ids.shape) in ((batch, tokens), (1, tokens)),
-            CALL,
-            f"position_ids has shape {shape(position_ids)} and dtype {position_ids.dtype}, expected integers "
-            f"[{batch}, {tokens}] or [1, {tokens}].",
-        )
+        fits = tuple(position_ids.shape) in ((batch, tokens), (1, tokens))
+        if not fits or position_ids.is_floating_point():
+            raise ArgumentError(
+                f"{CALL}: position_ids has shape {shape(position_ids)} and dtype {position_ids.dtype}, "
+                f"expected integers [{batch}, {tokens}] or [1, {tokens}]."
+            )
         return position_ids
     if mask is None:
         return torch.arange(past, past + tokens, device=hidden.device)[None]
@@ -353,17 +347,16 @@ def visible_labels(labels: Tensor, attention_mask: Tensor | None, logits: Tensor
     Raises:
         ArgumentError: labels do not match the logits, or there is no token to predict.
     """
-    require(
-        tuple(labels.shape) == tuple(logits.shape[:2]),
-        CALL,
-        f"labels has shape {shape(labels)}, expected {shape(logits[..., 0])}, one for each position that "
-        f"has logits.",
-    )
-    require(
-        labels.shape[1] > 1,
-        CALL,
-        "labels of one position leave nothing to predict: each token is predicted from those before it.",
-    )
+    if tuple(labels.shape) != tuple(logits.shape[:2]):
+        raise ArgumentError(
+            f"{CALL}: labels has shape {shape(labels)}, expected {shape(logits[..., 0])}, one for each "
+            f"position that has logits."
+        )
+    if labels.shape[1] == 1:
+        raise ArgumentError(
+            f"{CALL}: labels of one position leave nothing to predict: each token is predicted from those "
+            f"before it."
+        )
     if attention_mask is None:
         return labels
     visible = attention_mask[:, -labels.shape[1] :] != 0

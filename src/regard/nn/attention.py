@@ -121,11 +121,11 @@ class Attention(nn.Module):
             ArgumentError: wrong rank, dtype or shape; a padded (static) cache; a cache without `layer_idx`.
         """
         floating("nn.Attention", "hidden_states", hidden_states)
-        require(
-            hidden_states.dim() == 3 and hidden_states.shape[1] > 0,
-            "nn.Attention",
-            f"hidden_states has shape {shape(hidden_states)}, expected [B, T, C] with T >= 1.",
-        )
+        if hidden_states.dim() != 3 or hidden_states.shape[1] == 0:
+            raise ArgumentError(
+                f"nn.Attention: hidden_states has shape {shape(hidden_states)}, expected [B, T, C] with "
+                f"T >= 1."
+            )
         query = self._heads(self.q_proj(hidden_states), self.num_heads)
         key = self._heads(self.k_proj(hidden_states), self.num_kv_heads)
         value = self._heads(self.v_proj(hidden_states), self.num_kv_heads)
@@ -154,12 +154,11 @@ class Attention(nn.Module):
             return None
         boolean_mask("nn.Attention", "attention_mask", mask)
         batch, heads, tokens, keys = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
-        require(
-            mask.dim() in (2, 4) and mask.shape[-1] >= keys,
-            "nn.Attention",
-            f"attention_mask has shape {shape(mask)}, expected [{batch}, Tk] or [{batch}, 1, {tokens}, Tk] "
-            f"with Tk >= {keys}, the tokens so far.",
-        )
+        if mask.dim() not in (2, 4) or mask.shape[-1] < keys:
+            raise ArgumentError(
+                f"nn.Attention: attention_mask has shape {shape(mask)}, expected [{batch}, Tk] or "
+                f"[{batch}, 1, {tokens}, Tk] with Tk >= {keys}, the tokens so far."
+            )
         # A cache with a window has dropped the oldest pairs, so the mask's last columns are the ones meant.
         mask = mask[..., mask.shape[-1] - keys :]
         mask = mask[:, None, None, :] if mask.dim() == 2 else mask

@@ -129,12 +129,13 @@ def _prepare(
     poisoned = visible.any_seen(bad) | (query_bad & visible.any_seen(torch.ones_like(bad)))
     q, k = spec.similarity.features(query, key)
     q = q * (scale.to(dtype)[..., None] if isinstance(scale, Tensor) else scale)
-    return Inputs(q, k, value, query, key, visible, spec, scale, numbers, diagnostics), poisoned
+    x, y = (query, key) if spec.degree else (None, None)
+    return Inputs(q, k, value, x, y, visible, spec, scale, numbers, diagnostics), poisoned
 
 
 def _clean(x: Tensor) -> tuple[Tensor, Tensor]:
     """x with vectors that are not finite put to zero, and which those are."""
-    bad = ~torch.isfinite(x.detach()).all(-1)
+    bad = (x.detach() * 0).sum(-1) != 0  # 0 * inf and 0 * NaN are NaN; quicker than a reduction of booleans
     return torch.where(bad[..., None], 0, x), bad
 
 

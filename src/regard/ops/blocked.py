@@ -24,7 +24,7 @@ from ..estimators.diagnostics import counts, diagnose
 from ..grammar import RowStats, Spec
 from .dispatch import Cost, Inputs, Problem, register_impl
 
-ELEMENTS = 2**19
+ELEMENTS = 2**18
 """Pairs of a query and a key worked on at a time: what fits a core's cache with its copies."""
 
 FLOATS = ("top", "theta", "reach", "mass", "support", "ess")

@@ -62,15 +62,15 @@ class Inputs:
     """Checked inputs of one call.
 
     q [B, H, Tq, F] and k [B, Hkv, Tk, F] are features with q . k = z (scale included); x and y the raw queries
-    and keys; v [B, Hkv, Tk, Dv]. All are finite and in float32 or float64. `params` hold numbers or tensors
+    and keys, for degree 1 alone; v [B, Hkv, Tk, Dv]. All are finite and in float32 or float64. `params` hold numbers or tensors
     [B, H, Tq].
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    x: Tensor
-    y: Tensor
+    x: Tensor | None
+    y: Tensor | None
     visible: Visibility
     spec: Spec
     scale: float | Tensor

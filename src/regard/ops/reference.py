@@ -31,15 +31,17 @@ class Reference:
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
         spec, heads = inputs.spec, inputs.q.shape[1]
-        k, v, y = (repeat_heads(t, heads) for t in (inputs.k, inputs.v, inputs.y))
+        k, v = repeat_heads(inputs.k, heads), repeat_heads(inputs.v, heads)
         rows = inputs.row_params()
         args = (inputs.q, k, v, inputs.visible, spec.weighting, rows)
         if spec.degree == 0:
             found = local.constant(*args)
         else:
+            assert inputs.x is not None
+            assert inputs.y is not None
             ridge = inputs.params.get("ridge", spec.ridge)
             ridge = ridge[..., None] if isinstance(ridge, Tensor) else ridge
-            found = local.linear(*args, inputs.x, y, ridge, spec.solver)
+            found = local.linear(*args, inputs.x, repeat_heads(inputs.y, heads), ridge, spec.solver)
         if not inputs.diagnostics:
             return found.output, None
         p = found.weights.detach()

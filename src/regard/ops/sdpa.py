@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ..estimators import Diagnostics
+from ..estimators import Diagnostics, Visibility
 from .dispatch import Cost, Inputs, Problem, register_impl
 
 
@@ -43,11 +43,17 @@ class SDPA:
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
         q, k, v, visible = inputs.q, inputs.k, inputs.v, inputs.visible
+        width = v.shape[3]
+        # torch's linear-memory kernel needs equal widths; zeros change neither a score nor an output.
+        if q.shape[3] != width:
+            q, k, v = (pad(x, (0, max(q.shape[3], width) - x.shape[3])) for x in (q, k, v))
+        return self._attend(q, k, v, visible)[..., :width], None
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visibility) -> Tensor:
         grouped = k.shape[1] != q.shape[1]
         if visible.mask is None:
             causal = False if visible.queries == 1 else visible.causal  # one query sees every key here
-            out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0, enable_gqa=grouped)
-            return out, None
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0, enable_gqa=grouped)
         mask = visible.block(0, visible.queries, 0, visible.keys, q.device)
         assert mask is not None
         mask = mask.expand(*mask.shape[:-2], visible.queries, visible.keys)
@@ -55,7 +61,7 @@ class SDPA:
         # A row without keys attends to all of them and is then put to zero, so that no kernel of torch has
         # to define what a row without keys means, forward or backward.
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask | empty, scale=1.0, enable_gqa=grouped)
-        return torch.where(empty, 0, out), None
+        return torch.where(empty, 0, out)
 
 
 def _square(problem: Problem) -> bool:

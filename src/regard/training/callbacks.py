@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .errors import TrainingInterrupted, TrainingStopped
+from .checkpoints import write_atomically, writing
+from .errors import TrainingInterrupted
 
 _NOISE = ("epoch", "total_flos")
 _BRIEF = (
@@ -40,13 +40,13 @@ class MetricsFile(TrainerCallback):
     Args:
         path: the file. Lines of steps after `step` are dropped first, since a resumed run writes them again.
         step: the step from which the run (re)starts.
-        last_good: names the last good checkpoint, for the message when the disk is full.
     """
 
-    def __init__(self, path: Path, *, step: int, last_good: Callable[[], str]) -> None:
-        self.path, self.last_good = path, last_good
+    def __init__(self, path: Path, *, step: int) -> None:
+        self.path = path
         kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= step]
-        path.write_text("".join(kept), encoding="utf-8")
+        with writing(path, path.parent):
+            write_atomically(path, "".join(kept))
 
     def on_log(
         self,
@@ -67,13 +67,8 @@ class MetricsFile(TrainerCallback):
         Raises:
             TrainingStopped: the file cannot be written.
         """
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise TrainingStopped(
-                f"cannot write {self.path}: {error.strerror or error}; {self.last_good()}"
-            ) from error
+        with writing(self.path, self.path.parent), open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def _complete_lines(path: Path) -> list[str]:
@@ -106,9 +101,9 @@ class Clock(TrainerCallback):
         return steps, seconds
 
 
-class EvaluateEvery(TrainerCallback):
-    """Asks for an evaluation every so many steps. (Trainer's own `eval_strategy` wants a dataset, and the
-    held-out text is read by strided windows instead.)"""
+class Rhythm(TrainerCallback):
+    """Asks for an evaluation every so many steps and for a log after the last. (Trainer's own `eval_strategy`
+    wants a dataset; the held-out text is read by strided windows instead.)"""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -117,6 +112,7 @@ class EvaluateEvery(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         control.should_evaluate = state.global_step % self.steps == 0
+        control.should_log |= state.global_step == state.max_steps
 
 
 class RichProgress(TrainerCallback):
@@ -124,8 +120,11 @@ class RichProgress(TrainerCallback):
 
     def __init__(self, console: Console | None = None, label: str = "training") -> None:
         self.console = console or Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bar = Progress(*columns, TextColumn("{task.fields[note]}"), console=self.console, transient=True)
+        # no markup: a label such as local-linear[biweight] has brackets of its own
+        label_column = TextColumn("{task.description}", markup=False)
+        note_column = TextColumn("{task.fields[note]}", markup=False)
+        columns = (label_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note_column)
+        self.bar = Progress(*columns, console=self.console, transient=True)
         self.task = self.bar.add_task(label, note="", start=False)
 
     def on_train_begin(
@@ -157,15 +156,15 @@ class RichProgress(TrainerCallback):
         note = "  ".join(text.format(logs[prefix + key]) for key, text in _BRIEF if prefix + key in logs)
         if held_out or not self.console.is_terminal:
             where = "held out" if held_out else self.bar.tasks[0].description
-            self.console.print(
-                f"step {state.global_step}/{state.max_steps}  {where}: {note}", highlight=False
-            )
+            line = f"step {state.global_step}/{state.max_steps}  {where}: {note}"
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         if not held_out:
             self.bar.update(self.task, note=note)
 
     def close(self) -> None:
         """Take the bar off the terminal."""
-        self.bar.stop()
+        if self.bar.live.is_started:
+            self.bar.stop()
 
 
 class StopGently(TrainerCallback):

@@ -12,7 +12,13 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+from .errors import TrainingStopped
 
 MANIFEST = "COMPLETE.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -65,6 +71,30 @@ def last_complete(run: Path) -> tuple[Path | None, list[str]]:
             return folder, skipped
         skipped.append(f"skipping {folder.name}: {reason}")
     return None, skipped
+
+
+def last_good(run: Path) -> str:
+    """Which checkpoint is the last good one and how to go on from it, as the end of a message."""
+    folder, _ = last_complete(run)
+    if folder is None:
+        return "there is no checkpoint yet"
+    return f"the last good checkpoint is {folder}; continue with: regard train --resume --out {run}"
+
+
+@contextmanager
+def writing(path: Path, run: Path) -> Iterator[None]:
+    """Turn whatever a refused write raises into one clear error.
+
+    Raises:
+        TrainingStopped: naming `path`, the reason, and the last good checkpoint of `run`.
+    """
+    try:
+        yield
+    except TrainingStopped:
+        raise
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise TrainingStopped(f"cannot write {path}: {reason}; {last_good(run)}") from error
 
 
 def remove_after(run: Path, step: int) -> None:

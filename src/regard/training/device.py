@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import ArgumentError, suggestion
+from ..checks import ArgumentError
 
 
 def available_devices() -> dict[str, str]:
@@ -35,4 +35,4 @@ def resolve_device(name: str, *, call: str) -> str:
         )
     if name.partition(":")[0] in ("cuda", "mps"):
         raise ArgumentError(f"{call}: device {name!r} is not available here; available: {', '.join(here)}.")
-    raise ArgumentError(f"{call}: unknown device {name!r}.{suggestion(name, ['auto', 'cpu', 'cuda', 'mps'])}")
+    raise ArgumentError(f"{call}: unknown device {name!r}. Choose from: auto, cpu, cuda, mps.")

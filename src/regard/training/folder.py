@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checks import ArgumentError
-from .checkpoints import checkpoints, last_complete, write_atomically
+from .checkpoints import checkpoints, last_complete, write_atomically, writing
 from .config import TrainConfig
-from .errors import TrainingStopped
 from .fields import from_mapping, read_mapping, to_mapping
 
 if TYPE_CHECKING:
@@ -53,7 +52,11 @@ def check_out(config: TrainConfig, *, call: str) -> None:
     out = config.out
     if out.exists() and not out.is_dir():
         raise ArgumentError(f"{call}: --out {out} is a file; give a folder.")
-    if config.resume or not out.is_dir() or not any(out.iterdir()):
+    try:
+        empty = not out.is_dir() or not any(out.iterdir())
+    except OSError as error:
+        raise ArgumentError(f"{call}: cannot read --out {out}: {error.strerror}.") from None
+    if config.resume or empty:
         return
     if not (out / "run.json").is_file():
         raise ArgumentError(
@@ -147,20 +150,17 @@ def save_model(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
     Raises:
         TrainingStopped: the disk refused.
     """
-    from .trainer import WRITE_ERRORS, last_good
-
     final, temporary = out / "model", out / "model.tmp"
     try:
+        with writing(final, out):
+            shutil.rmtree(temporary, ignore_errors=True)
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            if final.exists():
+                shutil.rmtree(final)
+            os.replace(temporary, final)
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(temporary, final)
-    except WRITE_ERRORS as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        reason = " ".join(str(error).split())
-        raise TrainingStopped(f"cannot write {final}: {reason}; {last_good(out)}") from error
     return final
 
 
@@ -180,11 +180,22 @@ def load_model(path: Path, *, call: str) -> tuple[PreTrainedModel, PreTrainedTok
     folder = _model_folder(path, call)
     try:
         with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                folder,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported below, in one line
+            )
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ArgumentError(f"{call}: cannot load the model in {folder}: {reason}") from None
+    # transformers fills what is missing with random numbers and only warns
+    wrong = [f"{kind.replace('_', ' ')}: {sorted(keys)[0]}" for kind, keys in loading.items() if keys]
+    wrong += [f"not finite: {name}" for name, p in model.named_parameters() if not p.isfinite().all()]
+    if wrong:
+        raise ArgumentError(f"{call}: the weights in {folder} do not fit their config ({wrong[0]}).")
     return model.eval(), tokenizer
 
 

@@ -24,8 +24,8 @@ from transformers import (
 
 from ..checks import ArgumentError
 from . import folder
-from .callbacks import EvaluateEvery, MetricsFile, RichProgress, StopGently
-from .checkpoints import remove_after, step_of, write_atomically
+from .callbacks import MetricsFile, Rhythm, RichProgress, StopGently
+from .checkpoints import last_good, remove_after, step_of, write_atomically, writing
 from .config import TrainConfig
 from .data import SampledWindows
 from .device import resolve_device
@@ -34,7 +34,7 @@ from .evaluation import Units
 from .quiet import quiet_transformers
 from .text import Text, load_text, split_text
 from .tokenizers import TOKENIZERS, encode
-from .trainer import RegardTrainer, last_good
+from .trainer import RegardTrainer
 
 ModelBuilder = Callable[[TrainConfig, PreTrainedTokenizerBase], PreTrainedModel]
 
@@ -97,7 +97,8 @@ def train(
         TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     config.validate()
-    folder.check_out(config, call="train")
+    if _main_process():  # which may have begun to fill the folder when the others look
+        folder.check_out(config, call="train")
     text = load_text(config.data or "", call="train")
     checkpoint, skipped = folder.check_resume(config, text, call="train") if config.resume else (None, [])
     corpus = _prepare_text(config, text)
@@ -113,7 +114,7 @@ def train(
     trainer = _trainer(config, arguments, model, corpus)
     progress = RichProgress(console, label)
     for line in skipped:
-        progress.console.print(line, highlight=False)
+        progress.console.print(line, highlight=False, markup=False)
     _listen(trainer, config, progress, step=step_of(checkpoint) if checkpoint else 0)
     for callback in callbacks:
         trainer.add_callback(callback)
@@ -203,12 +204,11 @@ def _trainer(
 
 def _listen(trainer: RegardTrainer, config: TrainConfig, progress: RichProgress, *, step: int) -> None:
     """Attach what writes and shows; the run folder exists by now."""
-    trainer.add_callback(EvaluateEvery(config.eval_every))
+    trainer.add_callback(Rhythm(config.eval_every))
     trainer.add_callback(progress)
     if not _main_process():
         return
-    metrics = config.out / "metrics.jsonl"
-    trainer.add_callback(MetricsFile(metrics, step=step, last_good=lambda: last_good(config.out)))
+    trainer.add_callback(MetricsFile(config.out / "metrics.jsonl", step=step))
     with suppress(ImportError):  # TensorBoard is optional
         from torch.utils.tensorboard import SummaryWriter
         from transformers.integrations import TensorBoardCallback
@@ -240,11 +240,12 @@ def _arguments(config: TrainConfig) -> TrainingArguments:
         "bf16": config.dtype == "bfloat16",
         "dataloader_pin_memory": device == "cuda",
         "remove_unused_columns": False,
+        "ddp_find_unused_parameters": False,
         "logging_strategy": "steps",
         "logging_steps": config.log_every,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,  # a non-finite loss is an error, not a gap in the log
-        "eval_strategy": "no",  # EvaluateEvery asks instead
+        "eval_strategy": "no",  # Rhythm asks instead
         "save_strategy": "steps",
         "save_steps": config.save_every,
         "report_to": "none",
@@ -298,15 +299,18 @@ def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> Run
         support=result.support,
         tokens_per_second=clock.steps * trainer.tokens_per_step / max(clock.seconds, 1e-9),
     )
+    path = config.out / "summary.json"
     if _main_process():
-        write_atomically(config.out / "summary.json", json.dumps(asdict(summary), indent=1))
+        with writing(path, config.out):
+            write_atomically(path, json.dumps(asdict(summary), indent=1))
     return summary
 
 
 def _rewind(out: Path, step: int) -> None:
     """Make the folder as it was right after the checkpoint of `step`."""
-    remove_after(out, step)
-    (out / "summary.json").unlink(missing_ok=True)
+    with writing(out, out):
+        remove_after(out, step)
+        (out / "summary.json").unlink(missing_ok=True)
 
 
 def _main_process() -> bool:

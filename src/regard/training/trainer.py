@@ -15,18 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainerControl
 
 from .callbacks import Clock
-from .checkpoints import last_complete, prune, seal
+from .checkpoints import last_good, prune, seal, writing
 from .errors import TrainingStopped
 from .evaluation import Evaluation, Units, evaluate, mean_support
-
-WRITE_ERRORS = (OSError, SafetensorError, RuntimeError)
-"""What writing a checkpoint raises when the disk refuses: torch.save says RuntimeError."""
 
 
 class RegardTrainer(Trainer):
@@ -132,27 +128,18 @@ class RegardTrainer(Trainer):
         run = Path(self.args.output_dir)
         folder = run / f"checkpoint-{self.state.global_step}"
         try:
-            super()._save_checkpoint(*args, **kwargs)
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                # a pickle of the arguments that nothing here ever reads
-                (folder / "training_args.bin").unlink(missing_ok=True)
-                seal(folder)
-                prune(run, self.keep)
-        except TrainingStopped:  # a second Ctrl-C while saving: the folder stays unsealed
+            with writing(folder, run):
+                super()._save_checkpoint(*args, **kwargs)
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    # a pickle of the arguments that nothing here ever reads
+                    (folder / "training_args.bin").unlink(missing_ok=True)
+                    seal(folder)
+        except TrainingStopped:
+            shutil.rmtree(folder, ignore_errors=True)  # make room
             raise
-        except WRITE_ERRORS as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            reason = " ".join(str(error).split())
-            raise TrainingStopped(f"cannot write checkpoint {folder}: {reason}; {last_good(run)}") from error
-
-
-def last_good(run: Path) -> str:
-    """Which checkpoint is the last good one and how to go on from it, as the end of a message."""
-    folder, _ = last_complete(run)
-    if folder is None:
-        return "there is no checkpoint yet"
-    return f"the last good checkpoint is {folder}; continue with: regard train --resume --out {run}"
+        if self.args.should_save:
+            prune(run, self.keep)
 
 
 def evaluation_logs(result: Evaluation) -> dict[str, float]:

@@ -1,0 +1,279 @@
+"""The command line: one path through it, and every mistake as one line that says what is possible."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from regard.cli import COMMANDS
+from regard.registry import Registry
+from regard.training import TrainConfig
+
+TINY = "--context 16 --layers 1 --width 16 --heads 2 --batch 2 --device cpu".split()  # noqa: SIM905
+
+
+def test_train_eval_generate(regard: Callable, text_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trained = regard("train", "--data", text_file, "--out", out, "--steps", 4, "--spec", "biweight", *TINY)
+    assert trained.code == 0
+    assert "bits/character" in trained.out
+    assert "step 4/4" in trained.err  # progress, as lines since this is no terminal
+    assert "Traceback" not in trained.err
+    summary = json.loads((out / "summary.json").read_text())
+
+    first, second = regard("eval", out), regard("eval", out)
+    assert first.code == 0
+    quiet = [line for line in first.out.splitlines() if not line.startswith("speed")]
+    assert quiet == [line for line in second.out.splitlines() if not line.startswith("speed")]
+    assert f"{summary['loss']:.6f} nats/token" in first.out
+    assert f"bits per character  {summary['bits_per_char']:.6f}" in first.out
+    assert f"bits per byte       {summary['bits_per_byte']:.6f}" in first.out
+    assert f"support             {summary['support']:.2f} keys" in first.out
+
+    words = ("generate", out, "--prompt", "line ", "--max-new-tokens", 12, "--device", "cpu")
+    texts = [regard(*words, "--seed", seed).out for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("line ")
+    assert len(texts[0]) == len("line ") + 12 + 1
+    noted = regard(*words, "--prompt", "ñ")
+    assert noted.code == 0
+    assert noted.error == "regard generate: note: the model never saw 'ñ'; read as <unk>"
+
+
+def test_eval_on_another_text(regard: Callable, run_folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("line 3 says 漢 and no more\n" * 3)
+    result = regard("eval", run_folder, "--data", other, "--context", 8, "--stride", 2)
+    assert result.code == 0
+    assert "over 77 tokens" in result.out  # 26 characters three times, all but the first
+    assert "unknown characters  3 (each counted as one token <unk>)" in result.out
+    model = regard("eval", run_folder / "model", "--data", other)
+    assert model.code == 0
+
+
+def test_a_flag_wins_over_the_file(regard: Callable, text_file: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "run"
+    file.write_text(
+        f'data = "{text_file}"\nsteps = 3\nseed = 7\ncontext = 16\nlayers = 1\nwidth = 16\nheads = 2\n'
+        f'batch = 2\nspec = ["relumax"]\nlearning-rate = 1e-2\nout = "{out}"\n'
+    )
+    assert regard("train", "--config", file, "--steps", 2).code == 0
+    saved = json.loads((out / "config.json").read_text())
+    assert {key: saved[key] for key in ("steps", "seed", "spec", "learning_rate", "weight_decay")} == {
+        "steps": 2,
+        "seed": 7,
+        "spec": ["relumax"],
+        "learning_rate": 0.01,
+        "weight_decay": TrainConfig().weight_decay,
+    }
+    # a run's own config is a config file too, and --resume needs nothing but the folder
+    assert regard("train", f"--config={out / 'config.json'}", "--out", tmp_path / "other").code == 0
+    assert regard("train", "--resume", "--out", out, "--steps", 3).code == 0
+    assert json.loads((out / "summary.json").read_text())["step"] == 3
+
+
+def test_help_of_everything(regard: Callable) -> None:
+    top = regard("--help")
+    assert top.code == 0
+    assert all(f"\n  {name} " in top.out for name in COMMANDS)
+    assert regard().out == top.out
+    for name in COMMANDS:
+        result = regard(name, "--help")
+        assert result.code == 0, name
+        assert f"regard {name}" in result.out
+    train = " ".join(regard("train", "--help").out.replace("│", " ").split())
+    for field in fields(TrainConfig):
+        assert f"--{field.name.replace('_', '-')} " in train
+    assert "Optimiser steps. (default: 1000)" in train
+    assert "--config FILE.toml" in train
+    assert "(default: softmax)" in train
+
+
+def test_every_option_has_help() -> None:
+    from tyro._docstrings import get_field_docstring
+
+    for field in fields(TrainConfig):
+        assert get_field_docstring(TrainConfig, field.name, ()), field.name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trian", "regard: error: unknown command 'trian'. Did you mean 'train'?"),
+        ("frobnicate", "Choose from: demo, train, eval, generate, list, doctor."),
+        ("train --stps 3", "regard train: error: unknown option --stps. Did you mean '--steps'"),
+        ("train --steps x", "regard train: error: --steps is 'x', expected an integer."),
+        ("train --steps", "regard train: error: --steps expects a value."),
+        ("train --clip x", "--clip is 'x', expected a number."),
+        ("train --dtype int8", "Expected one of ('float32', 'bfloat16')."),
+        ("train extra", "unexpected argument 'extra'"),
+        ("train --config", "--config expects a file"),
+        ("train --config none.toml", "config file none.toml does not exist"),
+        ("train", "no text to learn from; give --data FILE or --data FOLDER."),
+        ("train --data nowhere.txt", "nowhere.txt does not exist"),
+        ("train --data {text} --spec biwait", "--spec: "),
+        ("train --data {text} --spec biwait", "'biweight'"),
+        ("train --data {text} --steps 0", "--steps is 0, expected at least 1."),
+        ("train --data {text} --steps -3", "--steps is -3, expected at least 1."),
+        ("train --data {text} --batch 0", "--batch is 0"),
+        ("train --data {text} --context 0", "--context is 0"),
+        ("train --data {text} --context 1000", "held-out part of {text} has"),
+        ("train --data {text} --context 99999", "tokens to train on, less than one --context"),
+        ("train --data {text} --device gpu", "unknown device 'gpu'. Choose from: auto, cpu, cuda, mps."),
+        ("train --data {text} --out {run}", "holds a run already; continue it with --resume"),
+        ("train --data {empty}", "is empty"),
+        ("train --data {latin}", "is not UTF-8"),
+        ("train --resume --out nowhere", "nowhere holds no run."),
+        ("train --resume --out {run} --width 8", "--width is 8 but the run in {run} began with 16"),
+        ("eval", "regard eval: error: RUN is missing."),
+        ("eval nowhere", "nowhere does not exist"),
+        ("eval {run} --stride 16", "stride is 16, expected 1 to 15"),
+        ("eval {run} --stride 0", "--stride is 0"),
+        ("eval {run} --data {empty}", "is empty"),
+        ("eval {run} --context 9999", "less than one context of 9999"),
+        ("eval {run}/model", "give the text with --data"),
+        ("generate {run} --temperature -1", "--temperature is -1.0, expected 0 or more."),
+        ("generate {run} --prompt=", "the prompt is empty"),
+        ("list kernelz", "Did you mean 'kernels'"),
+        ("list kernels presets", "expected one thing"),
+        ("doctor please", "takes no arguments"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    regard: Callable, text_file: Path, run_folder: Path, tmp_path: Path, words: str, message: str
+) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
+    places = {
+        "text": text_file,
+        "run": run_folder,
+        "empty": tmp_path / "empty.txt",
+        "latin": tmp_path / "latin.txt",
+    }
+    arguments = words.format(**places).split()
+    if arguments[0] == "train" and "--out" not in arguments:
+        arguments += ["--out", str(tmp_path / "run")]
+        if words in ("train --steps", "train --config"):
+            arguments = arguments[:2]
+    result = regard(*arguments)
+    assert result.code == 2
+    assert result.error.startswith("regard")
+    assert message.format(**places) in result.error
+    assert result.out == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_device_that_is_not_there(
+    regard: Callable, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    result = regard("train", "--data", text_file, "--device", "cuda")
+    assert result.code == 2
+    assert result.error == "regard train: error: device 'cuda' is not available here; available: cpu."
+
+
+def test_unknown_keys_in_a_file(regard: Callable, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("step = 3\n")
+    result = regard("train", "--config", file)
+    assert result.code == 2
+    assert result.error.startswith(f"regard train: error: unknown key 'step' in {file}. Did you mean 'steps'")
+
+
+def test_a_stopped_run_exits_with_one(
+    regard: Callable, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("regard.training.trainer.seal", refuse)
+    result = regard("train", "--data", text_file, "--out", tmp_path / "run", "--steps", 2, *TINY)
+    assert result.code == 1
+    assert result.err.splitlines()[-1].startswith("regard train: error: cannot write ")
+
+
+def test_control_c_saves_and_exits_with_130(regard: Callable, text_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def press() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_text():
+                return os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    finger = threading.Thread(target=press, daemon=True)
+    finger.start()
+    result = regard("train", "--data", text_file, "--out", out, "--steps", 5000, *TINY)
+    finger.join()
+    assert result.code == 130
+    last = result.err.splitlines()[-1]
+    assert last.startswith("regard train: interrupted after step ")
+    assert last.endswith(f"continue with: regard train --resume --out {out}")
+    assert "Traceback" not in result.err
+    assert len(list(out.glob("checkpoint-*/COMPLETE.json"))) >= 1
+
+
+def test_list_shows_all_that_is_registered(regard: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    import regard as package
+
+    everything = regard("list").out
+    for kind, registry in package.registries().items():
+        assert registry.names()
+        for name in registry.names():
+            assert f"\n  {name}" in everything, (kind, name)
+    assert "\n  biweight           biweight*adaptive*normalised\n" in everything
+    assert regard("list", "kernel").out == regard("list", "kernels").out
+    assert regard("list", "kernels").out in everything
+
+    class Fresh:
+        """A thing of today. It has more to say."""
+
+    shelf: Registry = Registry("toy")
+    shelf.register("fresh")(Fresh)
+    monkeypatch.setattr(package, "registries", lambda: {"toy": shelf})
+    assert regard("list", "toys").out == "toys:\n  fresh  A thing of today.\n"
+
+
+def test_doctor_tells_what_can_run_and_why_not(regard: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    from regard import ops
+
+    result = regard("doctor")
+    assert result.code == 0
+    assert f"torch         {torch.__version__}" in result.out
+    assert "reference  can run" in result.out
+    monkeypatch.setattr(ops, "implementations", lambda: [("warp", "no warp drive on this machine")])
+    assert "warp  cannot run: no warp drive on this machine" in regard("doctor").out
+
+
+def test_a_missing_extra_is_named(regard: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("regard.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    result = regard("train", "--help")
+    assert (result.code, result.error) == (
+        2,
+        "regard train: error: tyro is not installed; pip install 'regard[lm]'",
+    )
+
+
+def test_help_does_not_wait_for_transformers() -> None:
+    program = (
+        "import sys; from regard.cli import main\n"
+        "for words in (['--help'], ['train', '--help'], ['list']): main(words)\n"
+        "slow = {'transformers', 'accelerate', 'matplotlib', 'tokenizers'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,156 @@
+"""Derivatives against finite differences in float64, second derivatives, and torch.func."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import regard
+from regard.checks import ArgumentError
+
+from .cases import FAST, PAIRS, SPECS, attend, close, draw, learned, masks, named
+
+
+def smooth(label: str) -> bool:
+    """Straight-through means another derivative than that of the output."""
+    return getattr(SPECS[label].bandwidth, "gradient", "hard") != "straight-through"
+
+
+def function(label: str, impl: str, how: str) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """The output as a function of query, key, value, every number that can be learned and the scale, on rows
+    that see one, two, some and no keys."""
+    spec = SPECS[label]
+    data = draw(4, 5, batch=1, heads=1, dim=2, seed=3).leaves()
+    call = masks(*data.sizes)[how]
+    params, scale = learned(spec, data, seed=1)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        given = dict(zip(params, rest, strict=False))
+        return regard.attention(
+            q, k, v, spec, impl=impl, params=given, scale=rest[-1] if scale is not None else None, **call
+        )
+
+    return run, tuple(named(data, params, scale).values())
+
+
+@pytest.mark.parametrize(("label", "impl"), [(label, impl) for label, impl in PAIRS if smooth(label)])
+def test_first_derivatives(label: str, impl: str) -> None:
+    """gradcheck with respect to everything at once."""
+    for how in ("causal", "padding, causal") if impl == "sdpa" else ("strict", "offsets"):
+        run, inputs = function(label, impl, how)
+        assert gradcheck(run, inputs, eps=1e-6, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("label", [label for label in SPECS if smooth(label)])
+def test_second_derivatives(label: str) -> None:
+    """gradgradcheck of the reference."""
+    run, inputs = function(label, "reference", "strict")
+    assert gradgradcheck(run, inputs, eps=1e-6, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("label", "impl"), FAST)
+def test_second_derivatives_are_right_or_refused(label: str, impl: str) -> None:
+    """Implementations other than the reference: an error that says so, never silently wrong."""
+    run, inputs = function(label, impl, "causal")
+    out = run(*inputs)
+    first = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)[0]
+    with pytest.raises((ArgumentError, RuntimeError), match=r"differentiable once|is not implemented") as caught:
+        torch.autograd.grad(first.square().sum(), inputs[1])
+    if impl == "blocked":
+        assert isinstance(caught.value, ArgumentError)
+        assert "impl='reference'" in str(caught.value)
+
+
+@pytest.mark.parametrize("label", [label for label in SPECS if not smooth(label)])
+def test_straight_through_differentiates_softmax(label: str) -> None:
+    """The weights' derivative is that of softmax over all visible keys, computed here by its formula."""
+    data = draw(5, 7, batch=1, heads=1).leaves()
+    if SPECS[label].degree:
+        data = data.with_(q=data.q.detach(), k=data.k.detach())  # values alone: p is not a function of them
+    for impl in [impl for name, impl in PAIRS if name == label]:
+        out = attend(SPECS[label], impl, data)
+        if SPECS[label].degree:
+            assert torch.autograd.grad(out.sum(), data.v)[0].isfinite().all()
+            continue
+        weight = torch.ones_like(out)
+        dq, dk = torch.autograd.grad(out, (data.q, data.k), weight)
+        z = data.q.detach() @ data.k.detach().transpose(-1, -2) * 3**-0.5
+        p = z.softmax(-1)
+        g = weight @ data.v.detach().transpose(-1, -2)
+        dz = p * (g - (p * g).sum(-1, keepdim=True)) * 3**-0.5
+        close(dq, dz @ data.k.detach(), 1e-10)
+        close(dk, dz.transpose(-1, -2) @ data.q.detach(), 1e-10)
+
+
+# The weightings on plain scores under torch.func ------------------------------------------------------------
+
+NORMALISERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "entmax": lambda z: regard.entmax(z, 1.5),
+    "entmax 4/3": lambda z: regard.entmax(z, 4 / 3),
+    "entmax 3": lambda z: regard.entmax(z, 3.0),
+    "entmax 1": lambda z: regard.entmax(z, 1.0),
+    "sparsemax": regard.sparsemax,
+    "relumax": regard.relumax,
+    "normrelu": lambda z: regard.normrelu(z, 0.3),
+    "topk_softmax": lambda z: regard.topk_softmax(z, 3),
+    "topk_softmax soft": lambda z: regard.topk_softmax(z, 3, gradient="soft"),
+    "topk_uniform": lambda z: regard.topk_uniform(z, 3),
+}
+
+
+def jacobian(name: str, z: Tensor) -> Tensor:
+    """dp/dz of one row by its formula, from p alone where p says it, else from z."""
+    p = NORMALISERS[name](z).detach()
+    alpha = {"entmax": 1.5, "entmax 4/3": 4 / 3, "entmax 3": 3.0, "sparsemax": 2.0}.get(name)
+    if alpha is not None:
+        u = torch.where(p > 0, torch.where(p > 0, p, 1) ** (2 - alpha), 0)
+        return torch.diag(u) - torch.outer(u, u) / u.sum()
+    if name in ("entmax 1", "topk_softmax"):
+        return torch.diag(p) - torch.outer(p, p)
+    if name == "topk_uniform":
+        return torch.zeros(len(z), len(z), dtype=z.dtype)
+    if name == "topk_softmax soft":
+        step = 1e-6 * torch.eye(len(z), dtype=z.dtype)
+        rows = [NORMALISERS[name](z + e) - NORMALISERS[name](z - e) for e in step]
+        return torch.stack(rows, 1) / 2e-6
+    bias = 0.3 if name == "normrelu" else 1 - z.max()
+    inside = ((z + bias) > 0).to(z.dtype)
+    total = ((z + bias) * inside).sum()
+    found = (torch.diag(inside) - torch.outer(p, inside)) / total
+    if name == "relumax":  # the threshold moves with the best score
+        found[:, z.argmax()] -= (inside - p * inside.sum()) / total
+    return found
+
+
+@pytest.mark.parametrize("name", NORMALISERS)
+def test_torch_func(name: str) -> None:
+    """vmap is the batch, jacrev, jacfwd and vmap(jacrev) are the formula, jvp is its product."""
+    rows = torch.randn(4, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    tangent = torch.randn(9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    weighting = NORMALISERS[name]
+    close(torch.func.vmap(weighting)(rows), weighting(rows), 1e-13, "vmap")
+    expected = torch.stack([jacobian(name, row) for row in rows])
+    close(torch.func.vmap(torch.func.jacrev(weighting))(rows), expected, 1e-7, "vmap of jacrev")
+    for row, matrix in zip(rows, expected, strict=True):
+        close(torch.func.jacrev(weighting)(row), matrix, 1e-7, "jacrev")
+        close(torch.func.jacfwd(weighting)(row), matrix, 1e-7, "jacfwd")
+        value, push = torch.func.jvp(weighting, (row,), (tangent,))
+        close(value, weighting(row), 1e-13, "jvp")
+        close(push, matrix @ tangent, 1e-7, "jvp")
+
+
+@pytest.mark.parametrize("name", NORMALISERS)
+def test_torch_func_twice(name: str) -> None:
+    """hessian of a weighted sum equals autograd's."""
+    row = torch.randn(7, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+    def loss(z: Tensor) -> Tensor:
+        return (NORMALISERS[name](z) * torch.arange(7.0, dtype=torch.float64)).square().sum()
+
+    found: Any = torch.func.jacrev(torch.func.jacrev(loss))(row)
+    close(found, torch.autograd.functional.hessian(loss, row), 1e-10)

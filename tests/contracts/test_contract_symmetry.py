@@ -1,0 +1,149 @@
+"""What a call may not depend on: batching, the order of keys, how a sequence is cut, strides, shared heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+
+from .cases import (
+    PAIRS, REPRESENTATIVES, SPECS, Data, attend, close, draw, gradients, learned, like, masks, named, same,
+)  # fmt: skip
+
+
+def _slice(call: dict[str, Any], b: int, h: int) -> dict[str, Any]:
+    """The arguments of one batch element and head."""
+    out = dict(call)
+    mask = call.get("attn_mask")
+    if mask is not None and mask.dim() == 4:
+        out["attn_mask"] = mask[b : b + 1, h : h + 1] if mask.shape[1] > 1 else mask[b : b + 1]
+    if isinstance(call.get("query_offset"), Tensor):
+        out["query_offset"] = call["query_offset"][b : b + 1]
+    return out
+
+
+@pytest.mark.parametrize(("label", "impl"), PAIRS)
+def test_a_batch_is_a_loop(label: str, impl: str) -> None:
+    """Each (batch element, head) alone gives the same rows."""
+    data = draw(6, 9, batch=3)
+    for how in ("causal", "pairs, strict", "offsets, window", "padding"):
+        call = masks(*data.sizes)[how]
+        whole = attend(SPECS[label], impl, data, **call)
+        if whole is None:
+            continue
+        for b in range(3):
+            for h in range(2):
+                one = data.map(lambda x: x[b : b + 1, h : h + 1])  # noqa: B023
+                close(attend(SPECS[label], impl, one, **_slice(call, b, h)), whole[b : b + 1, h : h + 1], 1e-11, how)
+
+
+@pytest.mark.parametrize(("label", "impl"), PAIRS)
+def test_order_of_keys_does_not_matter(label: str, impl: str) -> None:
+    """Keys, values and mask permuted together: the same output and permuted gradients. Queries permuted:
+    permuted rows. Sparse rules without ties, as normal numbers have none."""
+    if SPECS[label].similarity.name in ("relu", "relu2"):  # zeros tie: the lowest index is meant to win
+        assert SPECS[label].bandwidth.name != "nearest"
+    data = draw(6, 9).leaves()
+    call = masks(*data.sizes)["pairs"]
+    out = attend(SPECS[label], impl, data, **call)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(5))
+    rows = torch.randperm(6, generator=torch.Generator().manual_seed(6))
+    other = Data(data.q[:, :, rows], data.k[:, :, order], data.v[:, :, order]).leaves()
+    again = attend(SPECS[label], impl, other, attn_mask=call["attn_mask"][:, :, rows][..., order])
+    close(again, out[:, :, rows], 1e-11)
+    before = gradients(out, named(data))
+    after = gradients(again, named(other), weight=like(out)[:, :, rows])
+    for name, index in (("query", rows), ("key", order), ("value", order)):
+        close(after[name], before[name][:, :, index], 1e-9, name)
+
+
+ENDS = {"steps": list(range(1, 25)), "chunks": [5, 6, 13, 20, 24], "halves": [12, 24]}
+
+
+@pytest.mark.parametrize(("label", "impl"), [(label, i) for label in SPECS for i in ("auto", "reference")])
+@pytest.mark.parametrize("order", ["is_causal", "exclude_self", "window"])
+def test_prefill_is_chunks_is_steps(label: str, impl: str, order: str) -> None:
+    """Queries that come in pieces, each with the keys so far and no offset given: float32, 1e-5."""
+    call: dict[str, Any] = {"is_causal": True, "window": 7} if order == "window" else {order: True}
+    spec, data = SPECS[label], draw(24, dtype=torch.float32, batch=1)
+    # Signed weights over their sum multiply rounding by up to 1/GUARD, the documented limit.
+    tolerance = 1e-2 if spec.normalise and not spec.weighting.nonnegative else 1e-5
+    whole = attend(SPECS[label], impl, data, **call)
+    for cut, ends in ENDS.items():
+        parts = []
+        for start, end in zip([0, *ends], ends, strict=False):
+            part = Data(data.q[:, :, start:end], data.k[:, :, :end], data.v[:, :, :end])
+            parts.append(attend(SPECS[label], impl, part, **call))
+        close(torch.cat(parts, 2), whole, tolerance, cut)
+
+
+@pytest.mark.parametrize(("label", "impl"), PAIRS)
+def test_strides_do_not_matter(label: str, impl: str) -> None:
+    """Views with transposed axes, strided features, broadcast (stride 0) batches, and gradients arriving as
+    expanded or transposed tensors."""
+    plain = draw(6, 9, batch=2)
+    plain = plain.with_(v=plain.v[:1].expand_as(plain.v))
+    padded = draw(6, 9, batch=2, dim=6, value_dim=4)
+    padded.q[..., ::2], padded.k[..., ::2], padded.v[..., ::2] = plain.tensors
+    views = {
+        "transposed": plain.map(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
+        "features first": plain.map(lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)),
+        "strided": padded.map(lambda x: x[..., ::2]),
+        "broadcast": plain.with_(v=plain.v[:1].clone().expand_as(plain.v)),
+    }
+    call = masks(*plain.sizes)["padding, causal"]
+    mask = call["attn_mask"].transpose(0, 3).contiguous().transpose(0, 3)
+    leaves = plain.map(lambda x: x.contiguous()).leaves()
+    out = attend(SPECS[label], impl, leaves, **call)
+    expected = gradients(out, named(leaves))
+    for what, view in views.items():
+        assert not (view.q.is_contiguous() and view.v.is_contiguous()), what
+        view = view.map(lambda x: x.detach().requires_grad_())
+        again = attend(SPECS[label], impl, view, **{**call, "attn_mask": mask})
+        close(again, out, 1e-12, what)
+        turned = like(out).transpose(1, 3).contiguous().transpose(1, 3)
+        for name, grad in gradients(again, named(view), weight=turned).items():
+            close(grad, expected[name], 1e-11, f"{what}: {name}")
+    out = attend(SPECS[label], impl, leaves, **call)
+    dense = gradients(out, named(leaves), weight=torch.ones_like(out), retain_graph=True)
+    expanded = gradients(out, named(leaves), weight=torch.ones(1, dtype=out.dtype).expand_as(out))
+    for name in dense:
+        same(expanded[name], dense[name], name)
+
+
+@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_grouped_heads_are_repeated_heads(label: str, impl: str, kv_heads: int) -> None:
+    """Output, and gradients summed over the heads of a group."""
+    data = draw(6, 9, heads=4, kv_heads=kv_heads).leaves()
+    call = masks(*data.sizes)["pairs, strict"]
+    params, scale = learned(SPECS[label], data)
+    out = attend(SPECS[label], impl, data, scale=scale, params=params, enable_gqa=True, **call)
+    grouped = gradients(out, named(data, params, scale))
+    k, v = (x.repeat_interleave(4 // kv_heads, 1) for x in (data.k, data.v))
+    repeated = attend(SPECS[label], impl, Data(data.q, k, v), scale=scale, params=params, **call)
+    close(out, repeated, 1e-12)
+    expected = gradients(repeated, named(data, params, scale))
+    for name, grad in grouped.items():
+        close(grad, expected[name], 1e-11, name)
+
+
+@pytest.mark.parametrize("label", REPRESENTATIVES)
+def test_numbers_per_head_are_numbers_per_row(label: str) -> None:
+    """A parameter as a number, as [H, 1] and as [B, H, Tq] is one parameter."""
+    spec, data, wide = SPECS[label], draw(5, 7), {"dtype": torch.float64}
+    for name, info in spec.params.items():
+        value = float(info.default) + 0.05
+        shapes = (value, torch.full((2, 1), value, **wide), torch.full((2, 2, 5), value, **wide))
+        outs = [regard.attention(*data.tensors, spec, is_causal=True, params={name: x}) for x in shapes]
+        for out in outs[1:]:
+            close(out, outs[0], 1e-12, name)
+    if spec.takes_scale:
+        shapes = (0.3, torch.tensor(0.3, **wide), torch.full((2, 2, 5), 0.3, **wide))
+        outs = [regard.attention(*data.tensors, spec, is_causal=True, scale=x) for x in shapes]
+        for out in outs[1:]:
+            close(out, outs[0], 1e-12, "scale")

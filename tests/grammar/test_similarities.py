@@ -1,0 +1,147 @@
+"""Similarities by their formulas, and bandwidths in units of distance by the distances themselves."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import regard
+from regard.checks import ArgumentError
+from regard.grammar import Spec, similarities
+
+RNG = np.random.default_rng(0)
+Q, K = RNG.normal(size=(3, 5)), RNG.normal(size=(7, 5))
+
+
+def relu(x: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0)
+
+
+def elu(x: np.ndarray) -> np.ndarray:
+    return np.where(x > 0, x, np.exp(x) - 1)
+
+
+def cosine(q: np.ndarray, k: np.ndarray, eps: float) -> float:
+    return float(q @ k / math.sqrt((eps + q @ q) * (eps + k @ k)))
+
+
+FORMULAS = {
+    "dot": lambda q, k: q @ k,
+    "cosine": lambda q, k: cosine(q, k, 1e-3),
+    "euclidean": lambda q, k: -((q - k) @ (q - k)) / 2,
+    "relu": lambda q, k: relu(q) @ relu(k),
+    "relu2": lambda q, k: relu(q) ** 2 @ relu(k) ** 2,
+    "elu": lambda q, k: (elu(q) + 1) @ (elu(k) + 1),
+}
+
+
+def batched(x: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(x)[None, None]
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_features_multiply_to_the_formula(name: str) -> None:
+    assert set(FORMULAS) == set(similarities.names())
+    similarity = similarities.get(name)()
+    phi, psi = similarity.features(batched(Q), batched(K))
+    expected = np.array([[FORMULAS[name](q, k) for k in K] for q in Q])
+    np.testing.assert_allclose((phi @ psi.transpose(-1, -2))[0, 0].numpy(), expected, rtol=1e-12, atol=1e-13)
+    assert np.all(expected >= similarity.lower)
+    assert np.all(expected <= similarity.upper)
+
+
+@pytest.mark.parametrize(("name", "scale"), [("dot", 5**-0.5), ("euclidean", 5**-0.5), ("cosine", 1.0)])
+def test_default_scale(name: str, scale: float) -> None:
+    """Read through unnormalised weights: K(a) = a + 100 (only the scores differ)."""
+    spec = Spec.parse(f"linear*fixed(bias=100)*{name}*unnormalised")
+    eye = torch.eye(7, dtype=torch.float64)[None, None]
+    out = regard.attention(batched(Q), batched(K), eye, spec)[0, 0]
+    expected = np.array([[100 + scale * FORMULAS[name](q, k) for k in K] for q in Q])
+    np.testing.assert_allclose(out.numpy(), expected, rtol=1e-13)
+
+
+def test_cosine_stays_inside_its_range() -> None:
+    x = np.array([[1e3, 1e3], [1e-9, 0], [0, 0], [-1e3, -1e3]])
+    similarity = similarities.get("cosine")()
+    phi, psi = similarity.features(batched(x), batched(x))
+    s = (phi @ psi.transpose(-1, -2)).numpy()
+    assert np.all(np.abs(s) < 1)
+    exact = similarities.get("cosine")(eps=0.0)
+    phi, psi = exact.features(batched(x), batched(x))
+    s = (phi @ psi.transpose(-1, -2))[0, 0].numpy()
+    np.testing.assert_allclose(np.diag(s), [1, 1, 0, 1], atol=1e-15)
+    with pytest.raises(ArgumentError, match="eps is -1"):
+        similarities.get("cosine")(eps=-1.0)
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+KERNELS = {
+    "epanechnikov": lambda u2: np.maximum(1 - u2, 0),
+    "biweight": lambda u2: np.maximum(1 - u2, 0) ** 2,
+    "polynomial(r=0.5)": lambda u2: np.sqrt(np.maximum(1 - u2, 0)),
+    "uniform": lambda u2: (u2 < 1).astype(float),
+    "gaussian": lambda u2: np.exp(-u2 / 2),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("similarity", ["cosine(eps=0)", "euclidean"])
+@pytest.mark.parametrize("h", [0.4, 1.0, 1.7, 3.5])
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_bandwidth_in_units_of_distance(kernel: str, similarity: str, h: float, impl: str) -> None:
+    """w = K(|q - k|^2 / h^2), on unit vectors for the cosine, on the vectors themselves for euclidean."""
+    q, k = (unit(Q), unit(K)) if similarity.startswith("cosine") else (Q, K)
+    distance2 = ((q[:, None] - k) ** 2).sum(-1)
+    w = KERNELS[kernel](distance2 / h**2)
+    none = w.sum(-1, keepdims=True) == 0
+    expected = np.where(none, 1 / len(K), w / np.where(none, 1, w.sum(-1, keepdims=True)))
+    eye = torch.eye(7, dtype=torch.float64)[None, None]
+    spec = f"{kernel}*fixed(h={h})*{similarity}"
+    out, found = regard.attention(batched(Q), batched(K), eye, spec, impl=impl, return_diagnostics=True)
+    np.testing.assert_allclose(out[0, 0].numpy(), expected, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(found.bandwidth.numpy(), h, rtol=1e-12)
+    np.testing.assert_array_equal(found.fallback[0, 0].numpy(), none[:, 0])
+    np.testing.assert_array_equal(found.support[0, 0].numpy(), (expected > 0).sum(-1))
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("kernel", ["epanechnikov", "triweight", "gaussian"])
+@pytest.mark.parametrize("similarity", ["cosine(eps=0)", "euclidean"])
+def test_learned_bandwidth(kernel: str, similarity: str, impl: str) -> None:
+    """h per row as a tensor, with its gradient by central differences of the distance formula."""
+    q, k = (unit(Q), unit(K)) if similarity.startswith("cosine") else (Q, K)
+    distance2 = ((q[:, None] - k) ** 2).sum(-1)
+    function = KERNELS.get(kernel, lambda u2: np.maximum(1 - u2, 0) ** 3)
+    value = RNG.normal(size=7)
+
+    def output(h: np.ndarray) -> np.ndarray:
+        w = function(distance2 / h[:, None] ** 2)
+        return (w @ value) / w.sum(-1)
+
+    bandwidth = np.array([2.3, 3.1, 4.0])
+    h = torch.tensor(bandwidth, requires_grad=True)
+    values = torch.from_numpy(value)[None, None, :, None]
+    spec = f"{kernel}*fixed(h=1)*{similarity}"
+    out = regard.attention(batched(Q), batched(K), values, spec, params={"h": h}, impl=impl).flatten()
+    np.testing.assert_allclose(out.detach().numpy(), output(bandwidth), rtol=1e-12)
+    grad = torch.autograd.grad(out.sum(), h)[0].numpy()
+    expected = (output(bandwidth + 1e-5) - output(bandwidth - 1e-5)) / 2e-5
+    np.testing.assert_allclose(grad, expected, rtol=1e-7, atol=1e-9)
+    again = regard.attention(batched(Q), batched(K), values, spec, params={"h": 2.3}, impl=impl).flatten()
+    np.testing.assert_allclose(float(again[0]), output(bandwidth)[0], rtol=1e-12)
+
+
+def test_a_normalised_gaussian_on_distances_is_softmax_on_unit_keys() -> None:
+    """|q - k|^2 = 2 - 2 q.k there, so that the radial basis function is the exponential kernel."""
+    eye = torch.eye(7, dtype=torch.float64)[None, None]
+    q, k = unit(Q), unit(K)
+    w = np.exp(3.0 * q @ k.T)
+    for text in ("rbf", "softmax", "gaussian*fixed*cosine(eps=0)"):
+        out = regard.attention(batched(q), batched(k), eye, text, scale=3.0)[0, 0]
+        np.testing.assert_allclose(out.numpy(), w / w.sum(-1, keepdims=True), rtol=1e-13)

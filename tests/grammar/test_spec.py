@@ -1,0 +1,276 @@
+"""Sentences: reading, writing, presets, and messages that teach."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import regard
+from regard.checks import ArgumentError
+from regard.grammar import Spec, bandwidths, kernels, local_linear, similarities, solvers
+
+positive = st.floats(1e-6, 1e6)
+number = st.floats(-1e6, 1e6)
+
+
+def made(registry, name: str, **arguments) -> st.SearchStrategy:
+    return st.fixed_dictionaries(arguments).map(lambda given: registry.get(name)(**given))
+
+
+KERNELS = st.one_of(
+    st.sampled_from(kernels.names()),
+    made(kernels, "polynomial", r=positive),
+    made(kernels, "clipped-geometric", limit=positive, eps=positive),
+)
+BANDWIDTHS = st.one_of(
+    st.none(),
+    st.sampled_from(bandwidths.names()),
+    made(bandwidths, "fixed", bias=number, empty=st.sampled_from(["uniform", "zero", "nearest"])),
+    made(bandwidths, "fixed", h=positive),
+    made(bandwidths, "anchored", margin=positive),
+    made(
+        bandwidths,
+        "nearest",
+        k=st.integers(1, 10**6),
+        gradient=st.sampled_from(["hard", "straight-through", "soft"]),
+        temperature=positive,
+    ),
+)
+SIMILARITIES = st.one_of(st.sampled_from(similarities.names()), made(similarities, "cosine", eps=positive))
+MODELS = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries(
+        {
+            "degree": st.just(1),
+            "ridge": st.one_of(st.none(), positive, st.just(0)),
+            "solver": st.one_of(st.none(), st.sampled_from(solvers.names())),
+        }
+    ),
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(KERNELS, BANDWIDTHS, SIMILARITIES, MODELS, st.sampled_from([None, True, False]))
+def test_round_trips(kernel, bandwidth, similarity, model, normalise) -> None:
+    try:
+        spec = Spec(kernel, bandwidth, similarity=similarity, normalise=normalise, **model)
+    except ArgumentError:
+        return  # the product has no meaning: tests/grammar/test_products.py
+    assert Spec.parse(str(spec)) == spec
+    assert Spec.parse("*".join(spec._parts())) == spec
+    assert Spec.from_json(spec.to_json()) == spec
+    assert hash(Spec.parse(str(spec))) == hash(spec)
+
+
+@pytest.mark.parametrize("name", regard.presets())
+def test_presets_round_trip(name: str) -> None:
+    preset = regard.presets()[name]
+    assert Spec.parse(name) == preset
+    assert Spec.parse(str(preset)) == preset
+    assert Spec.from_json(preset.to_json()) == preset
+    assert Spec.parse("*".join(preset._parts())) == preset
+    assert pickle.loads(pickle.dumps(preset)) == preset
+    assert copy.deepcopy(preset) == preset
+    if name not in ("exponential",):  # the same sentence as softmax, which comes first
+        assert str(preset) == name
+
+
+def test_presets_are_the_sentences_of_the_design() -> None:
+    sentences = {
+        "softmax": Spec("gaussian", "fixed"),
+        "exponential": Spec("gaussian", "fixed"),
+        "sparsemax": Spec("epanechnikov", "adaptive"),
+        "biweight": Spec("biweight"),
+        "triweight": Spec("triweight", "adaptive"),
+        "relumax": Spec("epanechnikov", "anchored"),
+        "normrelu": Spec("epanechnikov", "fixed"),
+        "topk-softmax": Spec("gaussian", bandwidths.get("nearest")(k=32)),
+        "topk-uniform": Spec("uniform"),
+        "linear": Spec("linear", normalise=False),
+        "cosine": Spec("linear", similarity="cosine", normalise=False),
+        "shift-cosine": Spec("linear", bandwidths.get("fixed")(bias=1), similarity="cosine", normalise=True),
+        "geometric": Spec("geometric", similarity="cosine"),
+        "clipped-geometric": Spec("clipped-geometric"),
+        "rbf": Spec("gaussian", similarity="euclidean"),
+        "relu": Spec("linear", bandwidths.get("fixed")(bias=1e-4), similarity="relu", normalise=True),
+        "relu2": Spec("linear", bandwidths.get("fixed")(bias=1e-4), similarity="relu2", normalise=True),
+        "elu": Spec("linear", similarity="elu", normalise=True),
+        "local-linear": Spec("gaussian", "fixed", degree=1, ridge=0.1, solver="cholesky"),
+    }
+    assert regard.presets() == sentences
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("biweight", Spec("biweight", "adaptive")),
+        ("polynomial", Spec("polynomial", "adaptive")),
+        ("uniform", Spec("uniform", "nearest")),
+        ("gaussian", Spec("gaussian", "fixed")),
+        (" triweight * anchored( margin = .5 ) ", Spec("triweight", bandwidths.get("anchored")(0.5))),
+        ("gaussian*euclidean*fixed", Spec("gaussian", "fixed", similarity="euclidean")),
+        ("gaussian*linear", Spec("gaussian", degree=1, ridge=0.1)),
+        ("gaussian*constant", Spec("gaussian")),
+        ("biweight*linear(ridge=0)", Spec("biweight", degree=1, ridge=0.0)),
+        ("biweight*linear(ridge=2e-3,solver=cholesky)", Spec("biweight", degree=1, ridge=0.002)),
+        ("linear*fixed*cosine*normalised", Spec("linear", similarity="cosine", normalise=True)),
+        ("local-linear[relumax]", local_linear(Spec.parse("relumax"))),
+        ("local-linear[triweight*nearest(k=4)]", local_linear(Spec("triweight", bandwidths.get("nearest")(4)))),
+        ("linear", Spec("linear")),  # the kernel and preset; the local model comes after a kernel
+    ],
+)
+def test_reading(text: str, spec: Spec) -> None:
+    assert Spec.parse(text) == spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (Spec("gaussian"), "softmax"),
+        (Spec("polynomial"), "sparsemax"),  # r = 1 under the adaptive rule
+        (Spec("biweight", bandwidths.get("anchored")(2.0)), "biweight*anchored(margin=2.0)"),
+        (Spec("biweight", degree=1), "local-linear[biweight]"),
+        (Spec("gaussian", degree=1), "local-linear"),
+        (Spec("biweight", degree=1, ridge=0.3), "biweight*adaptive*linear(ridge=0.3,solver=cholesky)"),
+        (Spec("gaussian", normalise=False), "gaussian*fixed*unnormalised"),
+        (Spec("linear", similarity="cosine", normalise=True), "linear*fixed*cosine*normalised"),
+        (Spec(kernels.get("polynomial")(7.5)), "polynomial(r=7.5)*adaptive"),
+        (Spec(kernels.get("polynomial")(2.0)), "biweight"),
+    ],
+)
+def test_writing(spec: Spec, text: str) -> None:
+    assert str(spec) == text
+
+
+def test_a_spec_is_immutable_and_usable_as_a_key() -> None:
+    spec = Spec("biweight")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.kernel = "gaussian"
+    assert {spec: 1}[Spec("biweight", "adaptive")] == 1
+    changed = regard.presets()
+    changed["softmax"] = spec
+    assert str(regard.presets()["softmax"]) == "softmax"  # a copy: nobody changes a preset for others
+
+
+def test_json_is_plain_and_kernel_alone_is_enough() -> None:
+    data = json.loads(Spec.parse("triweight*anchored(margin=0.5)*linear(ridge=0.2)").to_json())
+    assert data["kernel"] == {"name": "triweight"}
+    assert data["bandwidth"] == {"name": "anchored", "margin": 0.5}
+    assert (data["degree"], data["ridge"]) == (1, 0.2)
+    assert Spec.from_json('{"kernel": "biweight"}') == Spec("biweight")
+    assert Spec.from_json('{"kernel": {"name": "polynomial", "r": 7.5}}') == Spec(kernels.get("polynomial")(7.5))
+
+
+# Messages ---------------------------------------------------------------------------------------------------
+
+
+def message(call, *arguments, **named) -> str:
+    with pytest.raises(ArgumentError) as caught:
+        call(*arguments, **named)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert isinstance(caught.value, ValueError)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("softmx", "unknown spec 'softmx'. Did you mean 'softmax'"),
+        ("biwieght", "Did you mean 'biweight'"),
+        ("local-liner", "Did you mean 'local-linear'"),
+        ("epanechnikow*fixed", "unknown kernel 'epanechnikow'. Did you mean 'epanechnikov'?"),
+        ("zzz*fixed", "unknown kernel 'zzz'. Choose from: "),
+        ("biweight*adaptiv", "unknown part 'adaptiv'. Did you mean 'adaptive'?"),
+        ("biweight*cosin", "Did you mean 'cosine'"),
+        ("biweight*unnormalized", "Did you mean 'unnormalised'"),
+        ("biweight*anchored(margins=1)", "anchored: unknown argument 'margins'; anchored takes margin."),
+        ("biweight*adaptive(k=3)", "adaptive: unknown argument 'k'; adaptive takes no arguments."),
+        ("biweight(r=2)*adaptive", "biweight: unknown argument 'r'"),
+        ("biweight*linear(rigde=1)", "linear: unknown argument 'rigde'; it takes: ridge, solver."),
+        ("biweight*linear(solver=colesky)", "unknown solver 'colesky'. Did you mean 'cholesky'?"),
+        ("biweight*constant(ridge=1)", "constant: unknown argument 'ridge'; it takes: none."),
+        ("biweight*adaptive*anchored", "names its bandwidth twice"),
+        ("biweight*cosine*euclidean", "names its similarity twice"),
+        ("softmax*cosine", "'softmax' is a preset, which stands alone; write its parts: gaussian*fixed."),
+        ("biweight*anchored(margin=1", "expected ',' but found the end"),
+        ("biweight*anchored(margin=1,margin=2)", "'margin' is given twice"),
+        ("biweight*", "expected a name but found the end"),
+        ("biweight*(margin=1)", "expected a name but found '('"),
+        ("biweight adaptive", "expected '*' but found 'adaptive'"),
+        ("biweight*adaptive?", "cannot read '?'"),
+        ("", "expected the text of a spec, such as 'softmax', got ''"),
+        ("   ", "expected the text of a spec"),
+        ("local-linear[softmx]", "unknown spec 'softmx'"),
+        ("local-linear[local-linear]", "local"),
+    ],
+)
+def test_what_cannot_be_read(text: str, words: str) -> None:
+    if text == "local-linear[local-linear]":  # already linear: the same thing, or a reasoned error
+        assert Spec.parse(text) == Spec.parse("local-linear")
+    else:
+        assert words in message(Spec.parse, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("polynomial(r=0)", "polynomial: r is 0, expected r > 0."),
+        ("polynomial(r=-1)", "r is -1"),
+        ("polynomial(r=inf)", "r is"),
+        ("polynomial(r=nan)", "r is"),
+        ("polynomial(r=big)", "r is 'big'"),
+        ("gaussian*nearest(k=0)", "k is 0, expected a whole number k >= 1"),
+        ("gaussian*nearest(k=-3)", "k is -3"),
+        ("gaussian*nearest(k=2.5)", "k is 2.5"),
+        ("uniform*nearest(gradient=sofd)", "unknown gradient='sofd'. Did you mean 'soft'?"),
+        ("uniform*nearest(gradient=soft,temperature=0)", "temperature is 0"),
+        ("uniform*nearest(gradient=soft,temperature=-1)", "temperature is -1"),
+        ("biweight*anchored(margin=0)", "margin is 0, expected margin > 0."),
+        ("biweight*anchored(margin=-2)", "margin is -2"),
+        ("epanechnikov*fixed(h=0)*cosine", "h is 0, expected h > 0."),
+        ("epanechnikov*fixed(h=-1)*cosine", "h is -1"),
+        ("epanechnikov*fixed(empty=unifrom)", "unknown empty='unifrom'. Did you mean 'uniform'?"),
+        ("epanechnikov*fixed(bias=wide)", "bias is 'wide'"),
+        ("linear*fixed*cosine(eps=-1)", "eps is -1, expected eps >= 0."),
+        ("clipped-geometric(limit=0)", "limit is 0, expected limit > 0."),
+        ("clipped-geometric(eps=0)", "eps is 0, expected eps > 0."),
+        ("biweight*linear(ridge=-0.1)", "ridge is -0.1, expected ridge >= 0."),
+        ("biweight*linear(ridge=small)", "ridge is 'small'"),
+    ],
+)
+def test_numbers_out_of_range(text: str, words: str) -> None:
+    assert words in message(Spec.parse, text)
+
+
+def test_constructor_messages() -> None:
+    assert "unknown kernel 'gausian'. Did you mean 'gaussian'?" in message(Spec, "gausian")
+    assert "use Spec.parse('softmax')" in message(Spec, "softmax")
+    assert "unknown bandwidth rule 'adaptve'. Did you mean 'adaptive'?" in message(Spec, "biweight", "adaptve")
+    assert "Did you mean 'cosine'" in message(Spec, "biweight", similarity="cosin")
+    assert "degree is 2, expected 0 (constant) or 1 (linear)" in message(Spec, "biweight", degree=2)
+    assert "ridge belongs to the local linear model" in message(Spec, "biweight", ridge=0.1)
+    assert "solver belongs to the local linear model" in message(Spec, "biweight", solver="cholesky")
+    assert "3 is no kernel" in message(Spec, 3)
+    assert "is no kernel" in message(Spec, kernels.get("gaussian"))  # the class, not an instance
+    assert "is no bandwidth rule" in message(Spec, "gaussian", kernels.get("gaussian")())
+    assert "is no solver" in message(Spec, "gaussian", degree=1, solver=0.5)
+    assert "expected a Spec or its text, got 3" in message(regard.explain, 3, (1, 1, 2, 2))
+
+
+def test_json_messages() -> None:
+    assert "not JSON" in message(Spec.from_json, "{")
+    assert "expected an object with at least 'kernel'" in message(Spec.from_json, "[1]")
+    assert "expected an object with at least 'kernel'" in message(Spec.from_json, "{}")
+    assert "unknown field 'bandwith'. Did you mean 'bandwidth'?" in message(
+        Spec.from_json, '{"kernel": "gaussian", "bandwith": "fixed"}'
+    )
+    assert "a kernel is a name or an object with 'name', got 3" in message(Spec.from_json, '{"kernel": 3}')
+    assert "unknown kernel 'os.system'" in message(Spec.from_json, '{"kernel": "os.system"}')
+    assert "unknown argument 'x'" in message(Spec.from_json, '{"kernel": {"name": "gaussian", "x": 1}}')
