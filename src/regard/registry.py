@@ -64,7 +64,7 @@ class Registry(Generic[T]):
     def names(self, *, aliases: bool = False) -> list[str]:
         """All names, in the order of registration."""
         self._load()
-        return [*self._objects, *(self._aliases if aliases else ())]
+        return [*self._objects, *(self._aliases if aliases else {})]
 
     def items(self) -> Iterator[tuple[str, T]]:
         """Pairs of name and object, in the order of registration."""

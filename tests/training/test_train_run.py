@@ -165,10 +165,19 @@ def test_resume_refuses_another_run(tiny: Callable, silent: Console) -> None:
     config.data.write_text(config.data.read_text() + "more")
     with pytest.raises(ArgumentError, match="is not the one the run"):
         train(tiny(steps=5, resume=True), console=silent)
+    config.data.write_text(config.data.read_text()[:-4])
+    tokenizer = config.out / "tokenizer" / "tokenizer.json"
+    whole = tokenizer.read_text()
+    tokenizer.write_text(whole[:-9])
+    with pytest.raises(ArgumentError, match="cannot load the tokenizer"):
+        train(tiny(steps=5, resume=True), console=silent)
+    tokenizer.write_text(whole)
     for folder in checkpoints(config.out):
         (folder / "COMPLETE.json").unlink()
-    config.data.write_text(config.data.read_text()[:-4])
     with pytest.raises(ArgumentError, match="no complete checkpoint"):
+        train(tiny(steps=5, resume=True), console=silent)
+    (config.out / "run.json").write_text('{"format": 99}')
+    with pytest.raises(ArgumentError, match="has run format 99, this version reads 1"):
         train(tiny(steps=5, resume=True), console=silent)
 
 

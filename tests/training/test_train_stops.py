@@ -174,7 +174,7 @@ def test_killed_at_any_moment_the_last_complete_checkpoint_loads(tiny: Callable,
     """A process that saves after every step is killed a few times; each time the run goes on from there."""
     config = tiny(steps=4000, save_every=1, log_every=1, eval_every=4000)
     program = (
-        "import sys, pickle, dataclasses; from rich.console import Console\n"
+        "import sys; from rich.console import Console\n"
         "from pathlib import Path; from regard.training import TrainConfig, train\n"
         f"config = TrainConfig(data=Path({str(config.data)!r}), out=Path({str(config.out)!r}), context=16,"
         " spec=('biweight',), layers=1, width=16, heads=2, steps=4000, batch=2, log_every=1, eval_every=4000,"

@@ -53,7 +53,9 @@ def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tens
     return _normalise("sparsemax", _spec("epanechnikov"), scores, dim, mask, {})
 
 
-def relumax(scores: Tensor, margin: float | Tensor = 1.0, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+def relumax(
+    scores: Tensor, margin: float | Tensor = 1.0, dim: int = -1, mask: Tensor | None = None
+) -> Tensor:
     """[z - max z + margin]_+ divided by its sum (sparse-attention paper, equations 20 and 21; its b is the margin).
 
     Scores that tie for the maximum share its gradient equally. Other arguments as in `entmax`.
@@ -112,7 +114,15 @@ def _spec(kernel: Any, bandwidth: Any = None) -> Spec:
 
 
 def _with(
-    call: str, kernel: str, rule: Any, name: str, value: Any, scores: Tensor, dim: int, mask: Any, **fixed: Any
+    call: str,
+    kernel: str,
+    rule: Any,
+    name: str,
+    value: Any,
+    scores: Tensor,
+    dim: int,
+    mask: Any,
+    **fixed: Any,
 ) -> Tensor:
     """A rule whose one number is either part of the sentence or a tensor."""
     if isinstance(value, Tensor):

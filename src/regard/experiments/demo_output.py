@@ -269,10 +269,10 @@ def page(result: Result, pictures: dict[str, bytes]) -> Page:
     """The page of this demo."""
     return Page(
         title="One model, several ways to attend",
-        introduction=f"{len(result.outcomes)} small language models that differ in nothing but how they "
-        f"weigh the past, trained on the same windows of the same text from the same seed, and measured on text "
-        f"that none of them has seen, beside a {result.baseline.name} model of that text. The whole took "
-        f"{result.seconds / 60:.1f} minutes.",
+        introduction=f"{len(result.outcomes)} small language models that differ in nothing but how they weigh "
+        f"the past, trained on the same windows of the same text from the same seed, and measured on text "
+        f"that none of them has seen, beside a {result.baseline.name} model of that text. "
+        f"The whole took {result.seconds / 60:.1f} minutes.",
         table=table(result),
         curves=pictures.get("curves.png"),
         curves_caption="Bits per character: thin lines on training windows, dots on the whole held-out text.",

@@ -61,7 +61,9 @@ class Spec:
 
     def __post_init__(self) -> None:
         if isinstance(self.kernel, str) and self.kernel not in kernels and self.kernel in presets_registry:
-            raise ArgumentError(f"Spec: {self.kernel!r} is a preset, not a kernel; use Spec.parse({self.kernel!r}).")
+            raise ArgumentError(
+                f"Spec: {self.kernel!r} is a preset, not a kernel; use Spec.parse({self.kernel!r})."
+            )
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         put("kernel", _instance(kernels, self.kernel))
         put("bandwidth", _instance(bandwidths, self.bandwidth or self.kernel.bandwidth))
@@ -71,7 +73,9 @@ class Spec:
         if self.degree == 0:
             for name in ("ridge", "solver"):
                 if getattr(self, name) is not None:
-                    raise ArgumentError(f"Spec: {name} belongs to the local linear model; give degree=1 or leave it out.")
+                    raise ArgumentError(
+                        f"Spec: {name} belongs to the local linear model; give degree=1 or leave it out."
+                    )
         else:
             ridge = 0.1 if self.ridge is None else self.ridge
             in_range("Spec", "ridge", ridge, low=0.0, strict=False)
@@ -102,7 +106,7 @@ class Spec:
     @property
     def weighting(self) -> Weighting:
         """Kernel x bandwidth as one object."""
-        return self._weighting  # type: ignore[attr-defined, no-any-return]
+        return self._weighting  # type: ignore[attr-defined]
 
     @property
     def convex(self) -> bool:
@@ -122,7 +126,9 @@ class Spec:
         """The numbers that `params=` may give per head or per row."""
         own = dict(self.weighting.params)
         if self.bandwidth.name == "fixed":
-            own = dict(self.bandwidth.param_info(self.kernel)) if self.kernel.ranked and self.normalise else own
+            own = (
+                dict(self.bandwidth.param_info(self.kernel)) if self.kernel.ranked and self.normalise else own
+            )
         if self.degree == 1:
             own["ridge"] = ParamInfo(self.ridge or 0.0, low=0.0)
         return own
@@ -179,7 +185,7 @@ class Spec:
 
     def to_json(self) -> str:
         """A JSON object; `from_json` gives the same Spec back."""
-        return self._json  # type: ignore[attr-defined, no-any-return]
+        return self._json  # type: ignore[attr-defined]
 
     def _write_json(self) -> str:
         axes = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -252,7 +258,9 @@ def _arguments(value: Any) -> dict[str, Any]:
 
 
 def _term(value: Any) -> str:
-    arguments = ",".join(f"{k}={v!r}" if not isinstance(v, str) else f"{k}={v}" for k, v in _arguments(value).items())
+    arguments = ",".join(
+        f"{k}={v!r}" if not isinstance(v, str) else f"{k}={v}" for k, v in _arguments(value).items()
+    )
     return f"{_name(value)}({arguments})" if arguments else _name(value)
 
 
@@ -264,7 +272,9 @@ def _from_dict(registry: Registry[Any], value: Any) -> Any:
     if value is None or isinstance(value, str):
         return None if value is None else _instance(registry, value)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ArgumentError(f"Spec.from_json: a {registry.kind} is a name or an object with 'name', got {value!r}.")
+        raise ArgumentError(
+            f"Spec.from_json: a {registry.kind} is a name or an object with 'name', got {value!r}."
+        )
     return _instance(registry, value["name"], **{k: v for k, v in value.items() if k != "name"})
 
 
@@ -362,10 +372,12 @@ def _parse(text: str) -> Spec:
 def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
     name, arguments = terms[0]
     if name not in kernels:
-        known = [*kernels.names(aliases=True), *(presets_registry.names() if len(terms) == 1 else ())]
+        known = kernels.names(aliases=True) + (presets_registry.names() if len(terms) == 1 else [])
         if name in presets_registry:
             whole = "*".join(presets_registry.get(name)._parts())
-            raise ArgumentError(f"Spec.parse: {name!r} is a preset, which stands alone; write its parts: {whole}.")
+            raise ArgumentError(
+                f"Spec.parse: {name!r} is a preset, which stands alone; write its parts: {whole}."
+            )
         what = "spec" if len(terms) == 1 else "kernel"
         raise ArgumentError(f"unknown {what} {name!r}.{suggestion(name, known)}")
     made: dict[str, Any] = {"kernel": _instance(kernels, name, **arguments)}
@@ -383,7 +395,9 @@ def _part(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         known = ("ridge", "solver") if name == "linear" else ()
         for key in arguments:
             if key not in known:
-                raise ArgumentError(f"{name}: unknown argument {key!r}; it takes: {', '.join(known) or 'none'}.")
+                raise ArgumentError(
+                    f"{name}: unknown argument {key!r}; it takes: {', '.join(known) or 'none'}."
+                )
         solver = arguments.get("solver")
         if isinstance(solver, tuple):
             arguments = {**arguments, "solver": _instance(solvers, solver[0], **solver[1])}
@@ -394,7 +408,7 @@ def _part(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"bandwidth": _instance(bandwidths, name, **arguments)}
     if name in similarities:
         return {"similarity": _instance(similarities, name, **arguments)}
-    known = [*bandwidths.names(), *similarities.names(), "linear", "normalised", "unnormalised"]
+    known: list[str] = [*bandwidths.names(), *similarities.names(), "linear", "normalised", "unnormalised"]
     raise ArgumentError(f"unknown part {name!r}.{suggestion(name, known)}")
 
 

@@ -65,15 +65,25 @@ class RowStats:
 
     def map(self, fn: Any) -> RowStats:
         """The same statistics with `fn` applied to every tensor."""
-        return RowStats(**{f.name: None if (t := getattr(self, f.name)) is None else fn(t) for f in fields(self)})
+        return RowStats(
+            **{f.name: None if (t := getattr(self, f.name)) is None else fn(t) for f in fields(self)}
+        )
 
 
 class Weighting(Protocol):
     """Scores to weights, and back. Implementations hold no tensors and are hashable."""
 
-    nonnegative: bool
-    normalised: bool
-    shift_invariant: bool
+    @property
+    def nonnegative(self) -> bool:
+        """Whether no weight is negative."""
+
+    @property
+    def normalised(self) -> bool:
+        """Whether the weights of a row sum to one."""
+
+    @property
+    def shift_invariant(self) -> bool:
+        """Whether adding a number to a row of scores changes nothing."""
 
     @property
     def indices(self) -> int:
@@ -92,7 +102,9 @@ class Weighting(Protocol):
     def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
         """(A, B) on whole rows."""
 
-    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
+    def finish(
+        self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
+    ) -> Tensor:
         """dz with what the product A (G - rho) leaves out."""
 
     def param_grads(
@@ -136,7 +148,9 @@ class Rule(Protocol):
     def theta_grads(self, dtheta: Tensor) -> dict[str, Tensor]:
         """Gradients of the rule's numbers, given dL/dtheta."""
 
-    def power_grads(self, log_u: Tensor, drift: Tensor, stats: RowStats, kernel: Any, params: Params) -> dict[str, Tensor]:
+    def power_grads(
+        self, log_u: Tensor, drift: Tensor, stats: RowStats, kernel: Any, params: Params
+    ) -> dict[str, Tensor]:
         """Gradient of the kernel's power: log_u = log(1 - d/reach), drift = p (G - rho)."""
 
 
@@ -191,7 +205,9 @@ class Ratio:
             mass=torch.ones_like(top),
             empty=empty,
             fallback=fallback,
-            status=torch.zeros_like(empty, dtype=torch.int32) if status is None else torch.where(empty, 0, status),
+            status=torch.zeros_like(empty, dtype=torch.int32)
+            if status is None
+            else torch.where(empty, 0, status),
             index=found.get("index"),
         )
         mass = self._relative(z, stats, params, 0).sum(-1, keepdim=True)
@@ -221,7 +237,9 @@ class Ratio:
         slope = torch.where(stats.empty | stats.fallback, 0, slope)
         return slope, self.rule.mix(slope, p)
 
-    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
+    def finish(
+        self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
+    ) -> Tensor:
         pull = self.rule.pull(z, stats, self.kernel)
         return dz if pull is None else dz - dz.sum(-1, keepdim=True) * pull
 
@@ -298,7 +316,9 @@ class Plain:
         slope = torch.where(hidden, 0, self.kernel.slope(a, params)) / stats.mass
         return slope, p if self.normalised else torch.zeros_like(p)
 
-    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
+    def finish(
+        self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
+    ) -> Tensor:
         if not self.normalised or self.nonnegative:
             return dz
         # A guarded denominator is GUARD sum |w|, whose derivative by w_j is +-GUARD and not 1.

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from .measures import AttentionMaps
 
@@ -36,7 +37,7 @@ class Curve:
     Attributes:
         name: for the legend.
         steps, bits: the training loss.
-        held_out_steps, held_out_bits: the loss on held-out text; the last is the final result.
+        held_out_steps, held_out_bits: the loss on held-out text, at least one; the last is the final result.
     """
 
     name: str
@@ -54,8 +55,8 @@ def line_style(place: int) -> tuple[str, str]:
 def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str) -> bytes:
     """Bits per character against steps: training loss thin, held-out loss with dots, the baseline dashed.
 
-    The axis ends above twice the baseline: the first steps, near log2 of the vocabulary, would flatten what
-    is worth seeing.
+    The axis ends at twice the baseline or above the highest final result: the first steps, near log2 of the
+    vocabulary, would flatten what is worth seeing.
 
     Returns:
         A PNG.
@@ -73,7 +74,7 @@ def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str)
             linewidth=1.8,
             marker="o",
             markersize=4,
-            label=f"{curve.name}: {curve.held_out_bits[-1]:.3f}" if curve.held_out_bits else curve.name,
+            label=f"{curve.name}: {curve.held_out_bits[-1]:.3f}",
         )
     axes.axhline(baseline, color="#333333", linestyle=(0, (6, 3)), linewidth=1.3)
     axes.annotate(
@@ -87,7 +88,9 @@ def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str)
         color="#333333",
     )
     lowest = min([baseline, *(b for c in curves for b in (*c.bits, *c.held_out_bits))])
-    axes.set_ylim(lowest - 0.1 * baseline, 2.2 * baseline)
+    highest = max([2.0 * baseline, *(1.15 * c.held_out_bits[-1] for c in curves)])
+    axes.set_ylim(lowest - 0.1 * baseline, highest)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(left=0)
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("bits per character")

@@ -55,8 +55,9 @@ def attention(
 
     Returns:
         The output [B, H, Tq, Dv] in the dtype of `query`, or (output, Diagnostics). Rows without a visible key
-        are 0, with gradient 0. A row that sees a key, value or query which is not finite is NaN, and passes
-        no gradient on; what a row cannot see never matters, NaN included.
+        are 0, with gradient 0. A row that sees a key, value or query which is not finite (or beyond 2^56, 2^500
+        in float64, where products overflow) is NaN, and passes no gradient on; what a row cannot see never
+        matters, NaN included.
 
     Raises:
         ArgumentError: shapes, dtypes or names that do not fit.
@@ -134,8 +135,10 @@ def _prepare(
 
 
 def _clean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x with vectors that are not finite put to zero, and which those are."""
-    bad = (x.detach() * 0).sum(-1) != 0  # 0 * inf and 0 * NaN are NaN; quicker than a reduction of booleans
+    """x with vectors that are not finite put to zero, and which those are. Entries so large that a product of
+    two of them could overflow count as not finite: infinity would come out of what is hidden, times zero."""
+    limit = 2.0**56 if x.dtype == torch.float32 else 2.0**500
+    bad = ~(x.detach().abs().amax(-1) <= limit)
     return torch.where(bad[..., None], 0, x), bad
 
 
@@ -180,7 +183,9 @@ def _check_window(window: int | None) -> int | None:
     return window
 
 
-def _check_offset(offset: int | Tensor | None, batch: int, default: int, device: torch.device) -> int | Tensor:
+def _check_offset(
+    offset: int | Tensor | None, batch: int, default: int, device: torch.device
+) -> int | Tensor:
     if offset is None:
         return default
     if isinstance(offset, Tensor):

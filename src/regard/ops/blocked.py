@@ -77,7 +77,9 @@ class Blocked:
 def _describe(inputs: Inputs, names: list[str]) -> str:
     """Everything that is no tensor and no length, as one string: the operators' schema takes no objects."""
     visible = inputs.visible
-    numbers = ",".join(f"{n}={p!r}" for n, p in inputs.params.items() if not isinstance(p, Tensor) and n != "ridge")
+    numbers = ",".join(
+        f"{n}={p!r}" for n, p in inputs.params.items() if not isinstance(p, Tensor) and n != "ridge"
+    )
     return "|".join(
         [
             inputs.spec.to_json(),
@@ -108,7 +110,9 @@ class _Work:
     total: int
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, mask: Tensor | None, moved: Tensor | None, text: str, offset: int) -> _Work:
+    def of(
+        cls, q: Tensor, k: Tensor, mask: Tensor | None, moved: Tensor | None, text: str, offset: int
+    ) -> _Work:
         spec, names, numbers, causal, strict, window = text.split("|")
         visible = Visibility(
             queries=q.shape[2],
@@ -205,6 +209,7 @@ def _flat_params(given: Tensor | None) -> Tensor | None:
 
 
 @torch.library.custom_op("regard::blocked_forward", mutates_args=())
+@torch.no_grad()
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -269,6 +274,7 @@ def _unpack(floats: Tensor, flags: Tensor, index: Tensor) -> RowStats:
 
 
 @torch.library.custom_op("regard::blocked_backward", mutates_args=())
+@torch.no_grad()
 def _backward(
     grad: Tensor,
     q: Tensor,

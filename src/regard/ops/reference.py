@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..estimators import Diagnostics, local
 from ..estimators.diagnostics import counts, diagnose
@@ -30,6 +34,8 @@ class Reference:
         return Cost(2 * pairs * (problem.dim + problem.value_dim) * width, 12 * pairs * width)
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
+        if inputs.k.shape[2] == 0:
+            inputs = _with_hidden_key(inputs)
         spec, heads = inputs.spec, inputs.q.shape[1]
         k, v = repeat_heads(inputs.k, heads), repeat_heads(inputs.v, heads)
         rows = inputs.row_params()
@@ -47,3 +53,11 @@ class Reference:
         p = found.weights.detach()
         stats = found.stats.map(Tensor.detach)
         return found.output, diagnose(spec, stats, *counts(p), inputs.scale, rows, p, found.solver)
+
+
+def _with_hidden_key(inputs: Inputs) -> Inputs:
+    """No keys at all are the same as one that nobody sees, which needs no case of its own anywhere."""
+    one = lambda x: None if x is None else pad(x, (0, 0, 0, 1))  # noqa: E731
+    hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=inputs.q.device)
+    visible = replace(inputs.visible, keys=1, mask=hidden)
+    return replace(inputs, k=one(inputs.k), v=one(inputs.v), y=one(inputs.y), visible=visible)

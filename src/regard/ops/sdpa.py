@@ -23,7 +23,12 @@ class SDPA:
 
     def supports(self, problem: Problem) -> str | None:
         spec = problem.spec
-        if spec.degree or spec.kernel.name != "gaussian" or spec.bandwidth.name != "fixed" or not spec.normalise:
+        if (
+            spec.degree
+            or spec.kernel.name != "gaussian"
+            or spec.bandwidth.name != "fixed"
+            or not spec.normalise
+        ):
             return "computes normalised Gaussian weights of degree 0 alone (softmax, rbf)"
         if problem.diagnostics:
             return "has no row statistics to report"
@@ -50,7 +55,9 @@ class SDPA:
         return self._attend(q, k, v, visible)[..., :width], None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visibility) -> Tensor:
-        grouped = k.shape[1] != q.shape[1]
+        grouped = False
+        if k.shape[1] != q.shape[1]:  # a plain bool, which traced lengths would not give
+            grouped = True
         if visible.mask is None:
             causal = False if visible.queries == 1 else visible.causal  # one query sees every key here
             return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0, enable_gqa=grouped)

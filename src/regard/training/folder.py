@@ -98,6 +98,9 @@ def saved_config(out: Path, *, call: str) -> TrainConfig:
         found = [str(path.parent) for path in out.parent.glob("*/run.json")]
         hint = f" Runs beside it: {', '.join(sorted(found))}." if found else ""
         raise ArgumentError(f"{call}: {out} holds no run.{hint}")
+    written = read_mapping(out / "run.json", call=call).get("format")
+    if written != FORMAT:
+        raise ArgumentError(f"{call}: {out} has run format {written!r}, this version reads {FORMAT}.")
     table = read_mapping(out / "config.json", call=call)
     return from_mapping(TrainConfig(), table, call=call, source=str(out / "config.json"))
 
@@ -142,6 +145,21 @@ def check_text(out: Path, text: Text, *, call: str) -> None:
             f"{call}: the text in {text.path} is not the one the run in {out} was trained on "
             f"({len(text.content)} characters now, {then.get('characters')} then)."
         )
+
+
+def saved_tokenizer(out: Path, *, call: str) -> PreTrainedTokenizerBase:
+    """The tokenizer with which the run in `out` began.
+
+    Raises:
+        ArgumentError: it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(out / "tokenizer", local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ArgumentError(f"{call}: cannot load the tokenizer in {out}: {reason}") from None
 
 
 def save_model(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:

@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 from transformers import (
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
@@ -153,7 +152,7 @@ def _prepare_text(config: TrainConfig, text: Text) -> _Corpus:
     """
     learn, held_out = split_text(text.content, config.validation)
     if config.resume:
-        tokenizer = AutoTokenizer.from_pretrained(config.out / "tokenizer", local_files_only=True)
+        tokenizer = folder.saved_tokenizer(config.out, call="train")
     else:
         tokenizer = TOKENIZERS.get(config.tokenizer)(learn)
     tokens, held_out_tokens = encode(tokenizer, learn), encode(tokenizer, held_out)

@@ -56,9 +56,9 @@ class Adaptive(RuleBase):
     def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
         r: Number = self.kernel_params(params).get("r", kernel.r)
         d = distance(z, top)
-        with torch.no_grad():
-            peak, converged = solve_peak(d, r.detach() if isinstance(r, Tensor) else r, fast=fast)
-        if torch.is_grad_enabled() and (z.requires_grad or isinstance(r, Tensor)):
+        # detach drops forward-mode tangents too: no derivative goes through the search
+        peak, converged = solve_peak(d.detach(), r.detach() if isinstance(r, Tensor) else r, fast=fast)
+        if torch.is_grad_enabled():
             peak = implicit_peak(d, r, peak)
         status = torch.where(converged, int(Status.OK), int(Status.UNCONVERGED)).int()
         return {"theta": top - r * peak, "reach": r * peak, "status": status}

@@ -45,7 +45,9 @@ class Nearest(RuleBase):
             raise ArgumentError(f"nearest: k is {self.k!r}, expected a whole number k >= 1.")
         if self.gradient not in get_args(Gradient):
             modes = get_args(Gradient)
-            raise ArgumentError(f"nearest: unknown gradient={self.gradient!r}.{suggestion(str(self.gradient), modes)}")
+            raise ArgumentError(
+                f"nearest: unknown gradient={self.gradient!r}.{suggestion(str(self.gradient), modes)}"
+            )
         if not isinstance(self.temperature, (int, float)) or not 0 < self.temperature < float("inf"):
             raise ArgumentError(f"nearest: temperature is {self.temperature!r}, expected a number > 0.")
         object.__setattr__(self, "temperature", float(self.temperature))
@@ -104,13 +106,11 @@ class Nearest(RuleBase):
 def _kth(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(the min(k+1, n) best scores, the k-th, the index of the last kept key that ties with it, how many keys
     are kept)."""
-    n = scores.shape[-1]
-    best = scores.topk(min(k + 1, n), dim=-1).values
-    kth = best[..., min(k, n) - 1 : min(k, n)]
-    tie = scores == kth
-    wanted = min(k, n) - (scores > kth).sum(-1, keepdim=True)
-    cut = (tie.cumsum(-1) < wanted).sum(-1, keepdim=True)
+    best = scores.topk(min(k + 1, scores.shape[-1]), dim=-1).values
     kept = (scores != -torch.inf).sum(-1, keepdim=True).clamp(max=k)
+    kth = best.gather(-1, (kept - 1).clamp(min=0))
+    wanted = kept - (scores > kth).sum(-1, keepdim=True)
+    cut = ((scores == kth).cumsum(-1) < wanted).sum(-1, keepdim=True)
     return best, kth, cut, kept
 
 
@@ -148,7 +148,9 @@ class StraightThrough:
         w = torch.exp(-distance(z, stats.top))
         return torch.where(stats.empty, 0, w / torch.where(stats.empty, 1, w.sum(-1, keepdim=True)))
 
-    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
+    def finish(
+        self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
+    ) -> Tensor:
         return dz
 
     def param_grads(
@@ -209,7 +211,9 @@ class SoftNearest:
         slope = self.kernel.relative_slope(distance(z, stats.top), float("inf"), {})
         return slope * gate / stats.mass, p * (1 - gate) / self.rule.temperature
 
-    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
+    def finish(
+        self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
+    ) -> Tensor:
         # The centre c moves every gate the other way: dL/dc = -(the gates' share of sum dz).
         assert stats.index is not None
         through_kernel, through_gate = self._slopes(z, p, stats)
@@ -222,4 +226,3 @@ class SoftNearest:
         self, dz: Tensor, g: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
     ) -> dict[str, Tensor]:
         return {}
-

@@ -1,0 +1,179 @@
+"""torch.compile: one whole graph for all lengths, equal to eager, forward and backward; custom operators as
+torch wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import regard
+
+from .cases import PRESETS, REPRESENTATIVES, SPECS, Data, close, draw, gradients, learned, named
+
+LENGTHS = (5, 24, 33, 64, 70)  # on both sides of the presets' k = 32
+INDUCTOR = ("softmax", "biweight", "relumax", "shift-cosine")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiles(run: Callable[..., Tensor], backend: str, check: Callable[[Callable[..., Tensor]], None]) -> None:
+    """`check` sees the compiled function; one graph must have served it."""
+    counter = CompileCounterWithBackend(backend)
+    check(torch.compile(run, backend=counter, fullgraph=True, dynamic=True))
+    assert counter.frame_count == 1
+
+
+def equal(run: Callable[..., Tensor], compiled: Callable[..., Tensor], data: Data) -> None:
+    """The same output and gradients at one length."""
+    eager, traced = data.leaves(), data.leaves()
+    out, again = run(*eager.tensors), compiled(*traced.tensors)
+    close(again, out, 2e-6, "output")
+    expected, found = gradients(out, named(eager)), gradients(again, named(traced))
+    for name, grad in found.items():
+        close(grad, expected[name], 1e-5, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_one_graph_for_all_lengths(name: str) -> None:
+    """impl="auto", causal self-attention, aot_eager."""
+    every_length(name, "auto", "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_one_graph_for_all_lengths_reference(name: str) -> None:
+    every_length(name, "reference", "aot_eager")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "relumax" else pytest.mark.slow) for n in INDUCTOR])
+def test_one_graph_for_all_lengths_inductor(name: str) -> None:
+    every_length(name, "auto", "inductor")
+
+
+def every_length(name: str, impl: str, backend: str) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return regard.attention(q, k, v, name, is_causal=True, impl=impl)
+
+    def check(compiled: Callable[..., Tensor]) -> None:
+        for length in LENGTHS:
+            equal(run, compiled, draw(length, dtype=torch.float32, seed=length))
+
+    compiles(run, backend, check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", REPRESENTATIVES)
+def test_one_graph_with_every_argument(label: str) -> None:
+    """Masks, a window, offsets, grouped heads, learned numbers and a learned scale, with other lengths of
+    queries and keys."""
+    spec = SPECS[label]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, offset: Tensor, rest: dict[str, Tensor], scale: Any) -> Tensor:
+        return regard.attention(
+            q, k, v, spec, attn_mask=mask, is_causal=True, window=9, query_offset=offset, params=rest, scale=scale,
+            enable_gqa=True,
+        )  # fmt: skip
+
+    def check(compiled: Callable[..., Tensor]) -> None:
+        for queries, keys in ((5, 7), (24, 40), (33, 34), (12, 20), (9, 50)):
+            data = draw(queries, keys, heads=4, kv_heads=2, dtype=torch.float32).leaves()
+            mask = torch.ones(2, 1, 1, keys, dtype=torch.bool)
+            mask[0, ..., :3] = False
+            params, scale = learned(spec, data)
+            given = (*data.tensors, mask, torch.tensor([keys - queries, 2]), params, scale)
+            out, again = run(*given), compiled(*given)
+            close(again, out, 2e-6)
+            inputs = named(data, params, scale)
+            expected, found = gradients(out, inputs), gradients(again, inputs)
+            for name, grad in found.items():
+                close(grad, expected[name], 2e-5, name)
+
+    compiles(run, "aot_eager", check)
+
+
+def test_decoding_compiles_once() -> None:
+    """One query against a cache that grows."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return regard.attention(q, k, v, "biweight", is_causal=True)
+
+    def check(compiled: Callable[..., Tensor]) -> None:
+        for keys in (6, 17, 33, 40, 66):
+            data = draw(1, keys, dtype=torch.float32)
+            with torch.no_grad():
+                close(compiled(*data.tensors), run(*data.tensors), 2e-6)
+
+    compiles(run, "aot_eager", check)
+
+
+@pytest.mark.parametrize("name", ["entmax", "sparsemax", "relumax", "normrelu", "topk_softmax", "topk_uniform"])
+def test_normalisers_compile_once(name: str) -> None:
+    """The weightings on plain scores, forward and backward."""
+    extra = (3,) if name.startswith("topk") else ()
+
+    def run(z: Tensor) -> Tensor:
+        return getattr(regard, name)(z, *extra)
+
+    def check(compiled: Callable[..., Tensor]) -> None:
+        for length in LENGTHS:
+            z = draw(length, dtype=torch.float32).q.transpose(2, 3).contiguous()
+            one, two = z.clone().requires_grad_(), z.clone().requires_grad_()
+            out, again = run(one), compiled(two)
+            close(again, out, 2e-6)
+            close(gradients(again, {"z": two})["z"], gradients(out, {"z": one})["z"], 1e-5)
+
+    compiles(run, "aot_eager", check)
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the calls of regard's own operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "regard":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def _calls(label: str, how: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
+    data = draw(6, 9, heads=4, kv_heads=2, dtype=torch.float32).leaves()
+    params, scale = learned(SPECS[label], data)
+    with _Recorder() as seen:
+        out = regard.attention(
+            *data.tensors, SPECS[label], params=params, scale=scale, enable_gqa=True, impl="blocked", **how
+        )
+        out.sum().backward()
+    return seen.calls
+
+
+@pytest.mark.parametrize("label", [label for label in REPRESENTATIVES if SPECS[label].degree == 0])
+def test_opcheck(label: str) -> None:
+    """torch.library.opcheck on every operator of ours that a forward and a backward pass calls."""
+    mask = torch.ones(2, 1, 6, 9, dtype=torch.bool)
+    mask[0, 0, 3] = False
+    for how in ({"is_causal": True}, {"attn_mask": mask, "exclude_self": True, "query_offset": torch.tensor([3, 5])}):
+        calls = _calls(label, how)
+        names = [func.name() for func, _ in calls]
+        assert names == ["regard::blocked_forward", "regard::blocked_backward"]
+        for func, args in calls:
+            once = "backward" in func.name()  # differentiable once: the backward pass itself wants no gradient
+            fresh = [_fresh_tensor(x, not once) if isinstance(x, Tensor) else x for x in args]
+            torch.library.opcheck(func, tuple(fresh))
+
+
+def _fresh_tensor(x: Tensor, gradient: bool) -> Tensor:
+    return x.detach().clone().requires_grad_(gradient and x.is_floating_point())
