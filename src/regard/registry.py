@@ -32,7 +32,7 @@ class Registry(Generic[T]):
         self.group = group
         self._objects: dict[str, T] = {}
         self._aliases: dict[str, str] = {}
-        self._loaded = group is None
+        self._loaded = False
 
     def register(self, name: str, *aliases: str) -> Callable[[T], T]:
         """Decorator: file the object under `name`, reachable by `aliases` too."""
@@ -76,7 +76,7 @@ class Registry(Generic[T]):
         return name in self._objects or name in self._aliases
 
     def _load(self) -> None:
-        if self._loaded:
+        if self._loaded or self.group is None:
             return
         self._loaded = True  # first, since an entry point's module may ask this registry
         for point in entry_points(group=self.group):

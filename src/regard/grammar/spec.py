@@ -408,8 +408,8 @@ def _part(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"bandwidth": _instance(bandwidths, name, **arguments)}
     if name in similarities:
         return {"similarity": _instance(similarities, name, **arguments)}
-    known: list[str] = [*bandwidths.names(), *similarities.names(), "linear", "normalised", "unnormalised"]
-    raise ArgumentError(f"unknown part {name!r}.{suggestion(name, known)}")
+    parts = [*bandwidths.names(), *similarities.names(), "linear", "normalised", "unnormalised"]
+    raise ArgumentError(f"unknown part {name!r}.{suggestion(name, parts)}")
 
 
 # Presets ----------------------------------------------------------------------------------------------------

@@ -209,7 +209,6 @@ def _flat_params(given: Tensor | None) -> Tensor | None:
 
 
 @torch.library.custom_op("regard::blocked_forward", mutates_args=())
-@torch.no_grad()
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -222,7 +221,14 @@ def _forward(
     counted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(output [B, H, Tq, Dv], FLOATS [6, B, H, Tq], FLAGS int32 [3, B, H, Tq], index int64 [B, H, Tq, n])."""
-    work = _Work.of(q, k, mask, moved, text, offset)
+    with torch.no_grad():  # off under autograd anyway, and to be off without it: the weightings ask
+        work = _Work.of(q, k, mask, moved, text, offset)
+        return _forward_blocks(work, q, k, v, given, counted)
+
+
+def _forward_blocks(
+    work: _Work, q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, counted: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, floats, flags, index = _outputs(q, v, work.weighting)
     flat_out, flat_index = _flat(out), _flat(index)
     flat_floats, flat_flags = floats.flatten(1, 2), flags.flatten(1, 2)
@@ -274,7 +280,6 @@ def _unpack(floats: Tensor, flags: Tensor, index: Tensor) -> RowStats:
 
 
 @torch.library.custom_op("regard::blocked_backward", mutates_args=())
-@torch.no_grad()
 def _backward(
     grad: Tensor,
     q: Tensor,
@@ -290,12 +295,19 @@ def _backward(
     offset: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the row parameters [P, B, H, Tq]."""
-    work = _Work.of(q, k, mask, moved, text, offset)
+    with torch.no_grad():
+        work = _Work.of(q, k, mask, moved, text, offset)
+        return _backward_blocks(work, grad, q, k, v, given, _unpack(floats, flags, index))
+
+
+def _backward_blocks(
+    work: _Work, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, stats: RowStats
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))  # contiguous: the flat views below are written to
     dgiven = q.new_zeros(len(work.names), *q.shape[:3])
     flat_dq, flat_dk, flat_dv, flat_dgiven = _flat(dq), _flat(dk), _flat(dv), _flat_params(dgiven)
     flat_q, flat_k, flat_v, flat_grad = _flat(q), _flat(k), _flat(v), _flat(grad)
-    saved = _unpack(floats.flatten(1, 2), flags.flatten(1, 2), index.flatten(0, 1))
+    saved = stats.map(_flat)
     for block in work.blocks():
         z = block.scores(flat_q, flat_k)
         params = block.params(_flat_params(given))
