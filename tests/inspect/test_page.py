@@ -115,12 +115,6 @@ def test_without_maps_there_is_no_viewer() -> None:
     assert not [tag for tag, _ in found.elements if tag in ("canvas", "script", "img")]
 
 
-def test_a_missing_value_is_an_error() -> None:
-    empty = Page.__new__(Page)  # a page without any of its fields
-    with pytest.raises(Exception, match="no attribute 'title'"):
-        render(empty)
-
-
 def test_the_viewer_has_the_weights() -> None:
     given = maps("abcde")
     data = viewer_data("name", given)

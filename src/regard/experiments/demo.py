@@ -61,9 +61,7 @@ def run_demo(config: DemoConfig) -> int:
         from . import demo_output, demo_text, demo_train
     demo_output.check_out(config.out, CALL)
     with progress.status("reading the text, trying every sentence once"):
-        material = demo_text.prepare(
-            config.data, context=demo_train.CONTEXT, excerpt=demo_train.EXCERPT, call=CALL
-        )
+        material = demo_text.prepare(config.data, context=demo_train.CONTEXT, excerpt=demo_train.EXCERPT, call=CALL)
         plans = [
             demo_train.plan(material, spec, place, steps=config.steps, seed=config.seed, out=config.out)
             for place, spec in enumerate(specs)
@@ -91,9 +89,7 @@ def run_demo(config: DemoConfig) -> int:
     if not screen.is_terminal:
         screen.width = max(screen.width, 120)  # a file or a pipe has no edge at which to fold
     screen.print(demo_output.table(result).rich())
-    screen.print(
-        f"{result.seconds:.0f} s in all. Look inside: {config.out / demo_output.PAGE}", highlight=False
-    )
+    screen.print(f"{result.seconds:.0f} s in all. Look inside: {config.out / demo_output.PAGE}", highlight=False)
     return 1 if any(outcome.failure for outcome in outcomes) else 0
 
 
@@ -118,9 +114,7 @@ def parse_specs(text: str) -> list[Spec]:
     specs: list[Spec] = []
     for sentence in split_sentences(text):
         if not sentence:
-            raise ArgumentError(
-                f"{CALL}: --specs {text!r} names nothing at one place; put one comma between two."
-            )
+            raise ArgumentError(f"{CALL}: --specs {text!r} names nothing at one place; put one comma between two.")
         try:
             spec = Spec.parse(sentence)
         except ArgumentError as error:

@@ -103,8 +103,7 @@ def check_out(out: Path, call: str) -> None:
         raise ArgumentError(f"{call}: --out {out} cannot be written; choose another folder.")
     if out.is_dir() and any(out.iterdir()) and not is_demo(out):
         raise ArgumentError(
-            f"{call}: --out {out} is not empty and holds no earlier demo; choose another folder "
-            "(nothing was deleted)."
+            f"{call}: --out {out} is not empty and holds no earlier demo; choose another folder (nothing was deleted)."
         )
     free = shutil.disk_usage(home).free
     if free < FREE:
@@ -177,8 +176,7 @@ def write(out: Path, result: Result) -> None:
         _write(out / MARKER, json.dumps(as_json(result, curves), indent=1))
     except OSError as error:
         raise TrainingStopped(
-            f"cannot write the results to {out}: {error.strerror or error}; "
-            f"the trained models are in {out / RUNS}"
+            f"cannot write the results to {out}: {error.strerror or error}; the trained models are in {out / RUNS}"
         ) from error
 
 
@@ -249,15 +247,11 @@ def _pictures(result: Result, curves: list[Curve]) -> dict[str, bytes]:
     base = result.baseline
     pictures = {}
     if curves:
-        pictures["curves.png"] = figures.loss_curves(
-            curves, baseline=base.bits_per_char, baseline_name=base.name
-        )
+        pictures["curves.png"] = figures.loss_curves(curves, baseline=base.bits_per_char, baseline_name=base.name)
     for outcome in result.outcomes:
         if outcome.trained is not None and outcome.trained.maps is not None:
             layer, head = outcome.trained.maps.farthest()
-            pictures[_map_name(outcome)] = figures.attention_map(
-                outcome.trained.maps, layer, head, title=outcome.name
-            )
+            pictures[_map_name(outcome)] = figures.attention_map(outcome.trained.maps, layer, head, title=outcome.name)
     return pictures
 
 
@@ -269,9 +263,9 @@ def page(result: Result, pictures: dict[str, bytes]) -> Page:
     """The page of this demo."""
     return Page(
         title="One model, several ways to attend",
-        introduction=f"{len(result.outcomes)} small language models that differ in nothing but how they weigh "
-        f"the past, trained on the same windows of the same text from the same seed, and measured on text "
-        f"that none of them has seen, beside a {result.baseline.name} model of that text. "
+        introduction=f"{len(result.outcomes)} small language models that differ in nothing but how "
+        f"they weigh the past, trained on the same windows of the same text from the same seed, and measured "
+        f"on text that none of them has seen, beside a {result.baseline.name} model of that text. "
         f"The whole took {result.seconds / 60:.1f} minutes.",
         table=table(result),
         curves=pictures.get("curves.png"),

@@ -152,9 +152,7 @@ def write_on(
     text = prompt
     for piece in range(-(-length // half)):
         tail = text[-half:]
-        longer = generate_text(
-            model, tokenizer, tail, max_new_tokens=half, temperature=TEMPERATURE, seed=seed + piece
-        )
+        longer = generate_text(model, tokenizer, tail, max_new_tokens=half, temperature=TEMPERATURE, seed=seed + piece)
         text += longer[len(tail) :]
     return text[len(prompt) : len(prompt) + length]
 

@@ -84,10 +84,7 @@ class NGram:
         if len(tokens) < 2:
             raise ArgumentError(f"NGram.loss: {len(tokens)} tokens, expected at least 2.")
         reach = self.order - 1
-        logs = (
-            math.log(self.probability(tokens[i], tokens[max(0, i - reach) : i]))
-            for i in range(1, len(tokens))
-        )
+        logs = (math.log(self.probability(tokens[i], tokens[max(0, i - reach) : i])) for i in range(1, len(tokens)))
         return -math.fsum(logs) / (len(tokens) - 1)
 
 

@@ -171,9 +171,10 @@ class Spec:
             for name, preset in presets_registry.items():
                 if preset.degree == 0 and preset.convex and local_linear(preset) == self:
                     return f"local-linear[{name}]"
-        return "*".join(self._parts())
+        return "*".join(self.parts())
 
-    def _parts(self) -> list[str]:
+    def parts(self) -> list[str]:
+        """The parts of the sentence, joined by `*` in its text form."""
         parts = [_term(self.kernel), _term(self.bandwidth)]
         if self.similarity != similarities.get("dot")():
             parts.append(_term(self.similarity))
@@ -374,7 +375,7 @@ def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
     if name not in kernels:
         known = kernels.names(aliases=True) + (presets_registry.names() if len(terms) == 1 else [])
         if name in presets_registry:
-            whole = "*".join(presets_registry.get(name)._parts())
+            whole = "*".join(presets_registry.get(name).parts())
             raise ArgumentError(
                 f"Spec.parse: {name!r} is a preset, which stands alone; write its parts: {whole}."
             )

@@ -85,9 +85,7 @@ def render(page: Page) -> str:
     """The page as HTML. All text is escaped."""
     source = importlib.resources.files(__package__).joinpath("templates/report.html.j2").read_text("utf-8")
     # autoescape by hand: jinja2 decides by the file's suffix only where it loads files itself
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["png"] = lambda image: "data:image/png;base64," + base64.b64encode(image).decode()
     viewer = [viewer_data(s.title, s.maps) for s in page.sections if s.maps is not None]
     return environment.from_string(source).render(page=page, viewer=viewer)
