@@ -19,7 +19,7 @@ from regard.experiments.demo import DemoConfig, parse_specs, run_demo, split_sen
 from regard.experiments.ngram import NGram
 from regard.training import TrainConfig, TrainingInterrupted, TrainingStopped
 
-SPECS = "softmax,triweight*anchored(margin=1)"
+SPECS = "softmax,gaussian*nearest(k=4)"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -147,9 +147,9 @@ def test_everything_is_there(done: tuple[DemoConfig, int]) -> None:
     found = {str(path.relative_to(config.out)) for path in config.out.rglob("*") if path.is_file()}
     assert {
         *("report.html", "table.md", "results.json", "text.txt", "figures/curves.png"),
-        *("figures/attention-1-softmax.png", "figures/attention-2-triweight-anchored-margin-1.png"),
+        *("figures/attention-1-softmax.png", "figures/attention-2-gaussian-nearest-k-4.png"),
         "runs/1-softmax/model/model.safetensors",
-        "runs/2-triweight-anchored-margin-1/model/model.safetensors",
+        "runs/2-gaussian-nearest-k-4/model/model.safetensors",
     } <= found
 
 
@@ -159,7 +159,7 @@ def test_the_results_say_what_was_done(done: tuple[DemoConfig, int], story: Path
     assert (found["settings"]["steps"], found["settings"]["seed"]) == ("3", "5")
     assert found["installation"]["versions"]["torch"] == torch.__version__
     assert found["text"]["source"] == str(story)
-    assert [model["spec"] for model in found["models"]] == ["softmax", "triweight*anchored(margin=1.0)"]
+    assert [model["spec"] for model in found["models"]] == ["softmax", "gaussian*nearest(k=4)"]
     for model in found["models"]:
         assert model["train_seconds"] > 0
         assert model["tokens_per_second"] == pytest.approx(3 * 8 * 128 / model["train_seconds"])
@@ -174,7 +174,7 @@ def test_models_differ_in_their_attention_only(done: tuple[DemoConfig, int]) -> 
     one, two = results(done[0].out)["models"]
     assert one["parameters"] == two["parameters"]
     assert one["support"] == pytest.approx(64.5)  # softmax: all of 1 .. 128 visible keys
-    assert two["support"] < 64.5
+    assert two["support"] == pytest.approx((1 + 2 + 3 + 125 * 4) / 128)
     configs = [json.loads((done[0].out / m["run"] / "config.json").read_text()) for m in (one, two)]
     differing = {key for key in configs[0] if configs[0][key] != configs[1][key]}
     assert differing == {"spec", "out"}

@@ -43,16 +43,16 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path, content: str | None) -> 
 def test_files_in_the_way(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(ArgumentError, match="demo: --out .* is a file"):
+    with pytest.raises(ArgumentError, match=r"demo: --out .* is a file"):
         check_out(file, "demo")
-    with pytest.raises(ArgumentError, match="demo: --out .* cannot be written"):
+    with pytest.raises(ArgumentError, match=r"demo: --out .* cannot be written"):
         check_out(file / "below", "demo")
 
 
 def test_a_disk_that_is_nearly_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 5 * 2**20))
-    with pytest.raises(ArgumentError, match="demo: the disk of --out .* has 5 MiB free; 64 are needed"):
+    with pytest.raises(ArgumentError, match=r"demo: the disk of --out .* has 5 MiB free; 64 are needed"):
         check_out(tmp_path / "out", "demo")
 
 
@@ -88,7 +88,7 @@ def test_a_folder_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(ArgumentError, match="demo: cannot write to --out .*: Permission denied"):
+    with pytest.raises(ArgumentError, match=r"demo: cannot write to --out .*: Permission denied"):
         begin(tmp_path / "out", "text", "demo")
 
 

@@ -77,7 +77,7 @@ def test_a_long_text_is_cut_and_says_so(story: Path, monkeypatch: pytest.MonkeyP
     found = prepared(story)
     assert found.content == story.read_text(encoding="utf-8")[:500]
     assert len(found.held_out) == 20
-    assert "the first 500 of 1,070 characters" in found.source
+    assert "the first 500 of 990 characters" in found.source
 
 
 @pytest.mark.parametrize(
@@ -98,5 +98,5 @@ def test_texts_that_are_refused(tmp_path: Path, content: bytes, message: str) ->
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="demo: .*does not exist"):
+    with pytest.raises(ArgumentError, match=r"demo: .*does not exist"):
         prepared(tmp_path / "nothing.txt")
