@@ -160,6 +160,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
         (query.shape[0] == key.shape[0] == value.shape[0], "batch sizes differ"),
         (query.shape[3] == key.shape[3], "query and key differ in their last axis"),
         (query.shape[3] > 0, "query and key have no features"),
+        (value.shape[3] > 0, "value has no features"),
         (key.shape[1:3] == value.shape[1:3], "key and value differ in heads or length"),
         (
             heads == kv_heads or enable_gqa,
