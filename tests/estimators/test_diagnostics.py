@@ -27,9 +27,7 @@ def report(z: list, spec: str, impl: str = "reference", scale: float | None = 1.
 
 def numbers(found: regard.Diagnostics) -> tuple[float, float, float, float]:
     """(tau, bandwidth, support, effective sample size) of the only row."""
-    return tuple(
-        float(x) for x in (found.tau, found.bandwidth, found.support, found.effective_sample_size)
-    )
+    return tuple(float(x) for x in (found.tau, found.bandwidth, found.support, found.effective_sample_size))
 
 
 # z = (1, .5, -1, hidden). H = sqrt(2 (1 - theta)) at scale 1.
@@ -135,7 +133,9 @@ def test_tau_is_in_entmax_units(impl: str) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_shapes_and_no_gradient(impl: str) -> None:
     q, k, v = (torch.randn(2, 6, n, 4, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (5, 7, 7))
-    out, found = regard.attention(q, k[:, :3], v[:, :3], "biweight", enable_gqa=True, impl=impl, return_diagnostics=True)
+    out, found = regard.attention(
+        q, k[:, :3], v[:, :3], "biweight", enable_gqa=True, impl=impl, return_diagnostics=True
+    )
     assert out.requires_grad
     rows = ("tau", "bandwidth", "support", "effective_sample_size", "empty", "fallback", "status")
     for name in rows:

@@ -113,7 +113,7 @@ WEIGHTINGS = (
 
 
 def sentence(name: str, ridge: float) -> str:
-    parts = "*".join(regard.Spec.parse(name)._parts())
+    parts = "*".join(regard.Spec.parse(name).parts())
     return f"{parts}*linear(ridge={ridge!r})"
 
 
@@ -184,9 +184,7 @@ def test_ridge_as_a_tensor_with_its_gradient() -> None:
     w = weights("biweight", q, k)
 
     def expected(amounts: Array) -> Array:
-        return np.stack(
-            [least_squares(w[i : i + 1], q[i : i + 1], k, v, amounts[i])[0] for i in range(len(q))]
-        )
+        return np.stack([least_squares(w[i : i + 1], q[i : i + 1], k, v, amounts[i])[0] for i in range(len(q))])
 
     np.testing.assert_allclose(out.detach().numpy(), expected(ridges), rtol=0, atol=1e-12)
     grad = torch.autograd.grad(out.sum(), ridge)[0].numpy()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+import oracles
 import pytest
 import torch
 from torch import Tensor
@@ -69,11 +71,17 @@ def test_scores_and_parameter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_a_tensor_parameter_means_what_a_number_means(name: str) -> None:
+def test_values_at_a_tensor_parameter(name: str) -> None:
     call, value = PARAMETERS[name]
-    number = float(value.flatten()[0])
-    expected = call(SCORES[:1].clone(), number) if "masked" not in name else regard.entmax(SCORES[:1], number, mask=MASK[:1])
-    torch.testing.assert_close(call(SCORES.clone(), value)[:1], expected, rtol=0, atol=2e-15)
+    p = call(SCORES, value)
+    for z, seen, row, number in zip(SCORES, MASK, p, value.expand(2, 1).flatten(), strict=True):
+        z = (torch.where(seen, z, -torch.inf) if "masked" in name else z).numpy()
+        x = float(number)
+        if name.startswith("alpha"):
+            expected = oracles.entmax_row(z, x)[0]
+        else:
+            expected = oracles.rectified(z, z.max() - x if name == "margin" else -x, 1)
+        np.testing.assert_allclose(row.numpy(), expected.astype(float), rtol=0, atol=2e-15)
 
 
 @pytest.mark.parametrize("name", [*NUMBERS, *PARAMETERS])

@@ -30,9 +30,7 @@ CALLS: dict[str, Call] = {
     "topk-uniform": lambda z, **how: regard.topk_uniform(z, 3, **how),
     "topk-softmax-soft": lambda z, **how: regard.topk_softmax(z, 3, gradient="soft", **how),
     "topk-uniform-soft": lambda z, **how: regard.topk_uniform(z, 3, gradient="soft", **how),
-    "topk-uniform-straight-through": lambda z, **how: regard.topk_uniform(
-        z, 3, gradient="straight-through", **how
-    ),
+    "topk-uniform-straight-through": lambda z, **how: regard.topk_uniform(z, 3, gradient="straight-through", **how),
 }
 
 

@@ -110,7 +110,7 @@ def test_costs_grow_as_they_should() -> None:
 
 
 def test_messages() -> None:
-    with pytest.raises(ArgumentError, match="explain: .*'cuasal'"):
+    with pytest.raises(ArgumentError, match=r"explain: .*'cuasal'"):
         regard.explain("softmax", SHAPE, cuasal=True)
     with pytest.raises(ArgumentError, match="Did you mean 'softmax'"):
         regard.explain("sofmax", SHAPE)
@@ -141,7 +141,7 @@ def test_an_implementation_of_ones_own() -> None:
         q = torch.randn(1, 1, 4, 4)
         assert regard.explain("softmax", (1, 1, 4, 4)).chosen == "sdpa"
         assert bool(regard.attention(q, q, q).any())
-        with pytest.raises(ArgumentError, match="impl='zeros' does three queries. Those that can: sdpa"):
+        with pytest.raises(ArgumentError, match=r"impl='zeros' does three queries\. Those that can: sdpa"):
             regard.attention(q, q, q, impl="zeros")
         with pytest.raises(ArgumentError, match="'zeros' is registered already"):
             ops.register_impl("zeros", priority=1)(Zeros)

@@ -61,7 +61,7 @@ def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str)
     Returns:
         A PNG.
     """
-    figure = Figure(figsize=(9.0, 4.8), layout="constrained")
+    figure = Figure(figsize=(9.0, 4.8), dpi=140, layout="constrained")
     axes = figure.add_subplot()
     for place, curve in enumerate(curves):
         colour, style = line_style(place)
@@ -111,7 +111,7 @@ def attention_map(maps: AttentionMaps, layer: int, head: int, *, title: str) -> 
     """
     weights = maps.weights[layer, head].double().numpy()
     support = maps.support[layer, head].double().numpy()
-    figure = Figure(figsize=(9.6, 7.6), layout="constrained")
+    figure = Figure(figsize=(9.6, 7.6), dpi=140, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[5, 1])
     _draw_weights(left, weights, figure)
     _label_tokens(left, maps.labels)

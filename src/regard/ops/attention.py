@@ -168,12 +168,12 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
         ),
         (
             heads == kv_heads or (kv_heads > 0 and heads % kv_heads == 0),
-            "the query's heads cannot be shared out among the key's: their number must be a multiple",
+            "{0} query heads cannot be shared out among {1} key heads; the former must be a multiple",
         ),
     ):
         if not fits:
             shapes = f"query {shape(query)}, key {shape(key)}, value {shape(value)}"
-            raise ArgumentError(f"{CALL}: {what}: {shapes}.")
+            raise ArgumentError(f"{CALL}: {what.format(heads, kv_heads)}: {shapes}.")
 
 
 def _check_window(window: int | None) -> int | None:

@@ -111,6 +111,7 @@ def _kth(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kth = best.gather(-1, (kept - 1).clamp(min=0))
     wanted = kept - (scores > kth).sum(-1, keepdim=True)
     cut = ((scores == kth).cumsum(-1) < wanted).sum(-1, keepdim=True)
+    cut = cut.clamp(max=scores.shape[-1] - 1)  # a row with a NaN has fewer ties than it wants
     return best, kth, cut, kept
 
 
