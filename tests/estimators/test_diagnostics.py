@@ -132,10 +132,10 @@ def test_tau_is_in_entmax_units(impl: str) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_shapes_and_no_gradient(impl: str) -> None:
-    q, k, v = (torch.randn(2, 6, n, 4, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (5, 7, 7))
-    out, found = regard.attention(
-        q, k[:, :3], v[:, :3], "biweight", enable_gqa=True, impl=impl, return_diagnostics=True
-    )
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 4, generator=g).requires_grad_() for h, n in ((6, 5), (3, 7), (3, 7)))
+    how = {"enable_gqa": True, "impl": impl, "return_diagnostics": True}
+    out, found = regard.attention(q, k, v, "biweight", **how)
     assert out.requires_grad
     rows = ("tau", "bandwidth", "support", "effective_sample_size", "empty", "fallback", "status")
     for name in rows:

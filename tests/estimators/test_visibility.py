@@ -89,9 +89,10 @@ def test_an_offset_for_each_sequence() -> None:
                     np.testing.assert_allclose(out[b, head].numpy(), share, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "shape", [(7,), (5, 7), (1, 7), (5, 1), (2, 1, 5, 7), (1, 3, 1, 7), (2, 3, 5, 7), (2, 1, 1, 1)]
-)
+MASKS = [(7,), (5, 7), (1, 7), (5, 1), (2, 1, 5, 7), (1, 3, 1, 7), (2, 3, 5, 7), (2, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("shape", MASKS)
 def test_masks_are_joined_with_position(shape: tuple[int, ...]) -> None:
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.6
     q, k = torch.zeros(2, 3, 5, 2), torch.zeros(2, 3, 7, 2)

@@ -11,6 +11,8 @@ from torch import Tensor
 import regard
 from regard.checks import ArgumentError
 
+SPECS = ("softmax", "biweight", "relumax", "normrelu", "topk-uniform", "linear", "local-linear")
+
 
 def tensors(dtype: torch.dtype = torch.float32, heads: int = 4, kv_heads: int = 4) -> dict[str, Tensor]:
     return {
@@ -60,6 +62,7 @@ def test_sizes_that_do_not_fit() -> None:
     assert "query and key differ in their last axis" in message(key=torch.zeros(2, 4, 7, 9))
     assert "key and value differ in heads or length" in message(value=torch.zeros(2, 4, 6, 3))
     assert "key and value differ in heads or length" in message(value=torch.zeros(2, 2, 7, 3))
+    assert "value has no features" in message(value=torch.zeros(2, 4, 7, 0))
     assert "query and key have no features" in message(query=torch.zeros(2, 4, 5, 0), key=torch.zeros(2, 4, 7, 0))
 
 
@@ -69,11 +72,11 @@ def test_heads() -> None:
     assert "pass enable_gqa=True" in text
     assert "query [2, 4, 5, 8], key [2, 2, 7, 8]" in text
     odd = {"key": torch.zeros(2, 3, 7, 8), "value": torch.zeros(2, 3, 7, 3)}
-    assert "the query's heads cannot be shared out among the key's" in message(**odd, enable_gqa=True)
+    assert "cannot be shared out among" in message(**odd, enable_gqa=True)
     more = {"key": torch.zeros(2, 8, 7, 8), "value": torch.zeros(2, 8, 7, 3)}
-    assert "the query's heads cannot be shared out among the key's" in message(**more, enable_gqa=True)
+    assert "cannot be shared out among" in message(**more, enable_gqa=True)
     none = {"key": torch.zeros(2, 0, 7, 8), "value": torch.zeros(2, 0, 7, 3)}
-    assert "the query's heads cannot be shared out among the key's" in message(**none, enable_gqa=True)
+    assert "cannot be shared out among" in message(**none, enable_gqa=True)
 
 
 def test_masks() -> None:
@@ -175,9 +178,7 @@ def test_spec() -> None:
     assert "Did you mean 'softmax'" in message("sofmax")
 
 
-@pytest.mark.parametrize(
-    "spec", ["softmax", "biweight", "relumax", "normrelu", "topk-uniform", "linear", "local-linear"]
-)
+@pytest.mark.parametrize("spec", SPECS)
 def test_nothing_to_attend_to_or_from(spec: str) -> None:
     """Empty sequences are no mistake: no queries give nothing, no keys give zeros."""
     for impl in ("auto", "reference"):
@@ -190,12 +191,9 @@ def test_nothing_to_attend_to_or_from(spec: str) -> None:
         out.sum().backward()
         assert t["query"].grad is None or not bool(t["query"].grad.any())
         assert regard.attention(t["query"][:0], t["key"][:0], t["value"][:0], spec, impl=impl).shape == (0, 4, 5, 3)
-        assert regard.attention(t["query"], t["key"], t["value"][..., :0], spec, impl=impl).shape == (2, 4, 5, 0)
 
 
-@pytest.mark.parametrize(
-    "spec", ["softmax", "biweight", "relumax", "normrelu", "topk-uniform", "linear", "local-linear"]
-)
+@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_gives_nan_in_the_rows_that_see_it(spec: str, name: str, bad: float) -> None:

@@ -1,0 +1,38 @@
+"""What the README and the docs show is what comes out."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import regard
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_the_readme_shows_the_example_and_its_output() -> None:
+    script = ROOT / "examples" / "first.py"
+    assert blocks("python") == [script.read_text(encoding="utf-8")]
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert [done.stdout] == blocks("text")
+
+
+def test_the_words_of_the_grammar_are_listed_as_registered() -> None:
+    maker = runpy.run_path(str(ROOT / "docs" / "make_grammar.py"))
+    listed = (ROOT / "docs" / "grammar.md").read_text(encoding="utf-8")
+    assert listed == maker["page"](), "run `python docs/make_grammar.py`"
+    for name in regard.presets():
+        assert f"`{name}`" in listed
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
