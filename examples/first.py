@@ -1,4 +1,5 @@
 import torch
+
 import regard
 
 torch.manual_seed(0)

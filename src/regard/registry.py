@@ -38,8 +38,9 @@ class Registry(Generic[T]):
         """Decorator: file the object under `name`, reachable by `aliases` too."""
 
         def add(obj: T) -> T:
-            for key in (name, *aliases):
-                if key in self._objects or key in self._aliases:
+            keys = (name, *aliases)
+            for key in keys:
+                if key in self._objects or key in self._aliases or keys.count(key) > 1:
                     raise ArgumentError(f"{self.kind} {key!r} is registered already; choose another name.")
             self._objects[name] = obj
             self._aliases.update(dict.fromkeys(aliases, name))

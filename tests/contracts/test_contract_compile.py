@@ -18,6 +18,7 @@ import regard
 from .cases import PRESETS, REPRESENTATIVES, SPECS, Data, close, draw, gradients, learned, named
 
 LENGTHS = (5, 24, 33, 64, 70)  # on both sides of the presets' k = 32
+QUICK = ("softmax", "biweight", "relumax", "shift-cosine", "topk-uniform")
 INDUCTOR = ("softmax", "biweight", "relumax", "shift-cosine")
 
 
@@ -51,7 +52,7 @@ def equal(run: Callable[..., Tensor], compiled: Callable[..., Tensor], data: Dat
         close(grad, expected[name], 1e-5, f"gradient of {name}")
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PRESETS])
 def test_one_graph_for_all_lengths(name: str) -> None:
     """impl="auto", causal self-attention, aot_eager."""
     every_length(name, "auto", "aot_eager")
@@ -63,7 +64,7 @@ def test_one_graph_for_all_lengths_reference(name: str) -> None:
     every_length(name, "reference", "aot_eager")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "relumax" else pytest.mark.slow) for n in INDUCTOR])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "relumax" else pytest.mark.slow) for n in INDUCTOR])
 def test_one_graph_for_all_lengths_inductor(name: str) -> None:
     every_length(name, "auto", "inductor")
 

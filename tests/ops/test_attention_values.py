@@ -57,10 +57,15 @@ def test_gradient_of_the_scale(impl: str) -> None:
         assert math.isclose(float(scale.grad[head]), difference, rel_tol=1e-7)
 
 
+def share(w: Tensor) -> Tensor:
+    total = w.sum(-1, keepdim=True)
+    return w / torch.where(total == 0, 1, total)
+
+
 PLAIN = {
-    "softmax": lambda z: torch.exp(z) / torch.exp(z).sum(-1, keepdim=True),
-    "relumax": lambda z: (w := torch.relu(z - z.amax(-1, keepdim=True) + 1)) / w.sum(-1, keepdim=True),
-    "normrelu": lambda z: torch.relu(z) / torch.relu(z).sum(-1, keepdim=True),
+    "softmax": lambda z: share(torch.exp(z)),
+    "relumax": lambda z: share(torch.relu(z - z.amax(-1, keepdim=True) + 1)),
+    "normrelu": lambda z: torch.where((z > 0).any(-1, keepdim=True), share(torch.relu(z)), 1 / z.shape[-1]),
     "linear": lambda z: z,
 }
 
@@ -164,3 +169,56 @@ def test_second_derivatives_are_right_or_refused(spec: str) -> None:
         first = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
         with pytest.raises((ArgumentError, RuntimeError), match=r"impl='reference'|not implemented"):
             torch.autograd.grad(sum(g.square().sum() for g in first), inputs)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("other", [torch.float16, torch.float32, torch.float64])
+def test_numbers_of_another_precision(dtype: torch.dtype, other: torch.dtype, impl: str) -> None:
+    """Parameters keep their own dtype: the output has the query's, gradients have theirs."""
+    q, k, v = (t.to(dtype) for t in tensors(5, 7, 7))
+    alpha = torch.tensor([1.5, 1.25, 2.0], dtype=other)[:, None].requires_grad_()
+    scale = torch.full((5,), 0.5, dtype=other, requires_grad=True)
+    out = regard.attention(q, k, v, "biweight", scale=scale, params={"alpha": alpha}, impl=impl)
+    assert out.dtype == dtype
+    z = np.einsum("bhid,bhjd->bhij", q.double().numpy(), k.double().numpy()) / 2
+    for head, x in enumerate((1.5, 1.25, 2.0)):
+        p = oracles.entmax_rows(z[:, head], x).astype(float)
+        error = np.abs(out[:, head].detach().double().numpy() - p @ v[:, head].double().numpy()).max()
+        assert error <= (1e-12 if dtype == torch.float64 else 4 * max(torch.finfo(dtype).eps, 1e-6))
+    out.double().square().sum().backward()
+    for number in (alpha, scale):
+        assert number.grad.dtype == other
+        assert number.grad.shape == number.shape
+        assert bool(torch.isfinite(number.grad).all())
+
+
+@pytest.mark.parametrize("impl", ["auto", *IMPLS])
+@pytest.mark.parametrize("spec", PLAIN)
+def test_gradients_only_where_they_are_asked_for(spec: str, impl: str) -> None:
+    inputs = tensors(5, 7, 7)
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    expected = PLAIN[spec](torch.einsum("bhid,bhjd->bhij", *leaves[:2]) / 2) @ leaves[2]
+    full = torch.autograd.grad(expected.square().sum(), leaves)
+    for which in range(3):
+        mixed = [t.clone().requires_grad_(i == which) for i, t in enumerate(inputs)]
+        regard.attention(*mixed, spec, impl=impl).square().sum().backward()
+        torch.testing.assert_close(mixed[which].grad, full[which], rtol=0, atol=1e-12)
+        assert all(t.grad is None for i, t in enumerate(mixed) if i != which)
+
+
+@pytest.mark.parametrize("other", [torch.float16, torch.float32, torch.float64])
+def test_a_ridge_of_another_precision(other: torch.dtype) -> None:
+    q, k, v = tensors(3, 7, 7, dtype=torch.float32)
+    ridge = torch.tensor(0.25, dtype=other, requires_grad=True)
+    out = regard.attention(q, k, v, "local-linear", params={"ridge": ridge})
+    assert out.dtype == torch.float32
+    x, y, z = (t.double() for t in (q, k, v))
+    p = torch.softmax(x @ y.mT / 2, -1)
+    away = y[..., None, :, :] - (p @ y)[..., :, None, :]  # [B, H, Tq, Tk, D]
+    spread = torch.einsum("bhij,bhijd,bhije->bhide", p, away, away) + 0.25 * torch.eye(4)
+    slope = torch.linalg.solve(spread, x - p @ y)
+    expected = (p * (1 + torch.einsum("bhijd,bhid->bhij", away, slope))) @ z
+    np.testing.assert_allclose(out.detach().numpy(), expected.numpy(), rtol=0, atol=1e-5)
+    out.sum().backward()
+    assert ridge.grad.dtype == other

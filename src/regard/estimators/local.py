@@ -46,9 +46,7 @@ def scores(q: Tensor, k: Tensor, visible: Visibility) -> Tensor:
     return z if seen is None else torch.where(seen, z, -torch.inf)
 
 
-def constant(
-    q: Tensor, k: Tensor, v: Tensor, visible: Visibility, weighting: Weighting, params: Any
-) -> Estimate:
+def constant(q: Tensor, k: Tensor, v: Tensor, visible: Visibility, weighting: Weighting, params: Any) -> Estimate:
     """Degree 0. Materialises [B, H, Tq, Tk]; twice differentiable."""
     z = scores(q, k, visible)
     stats = weighting.fit(z, params)

@@ -8,18 +8,15 @@ and for alpha given as a tensor), top-k one `torch.topk`.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, boolean_mask, broadcastable, finite, floating, in_range, shape
+from ..checks import ArgumentError, boolean_mask, broadcastable, finite, floating, in_range, shape, suggestion
 from ..grammar import Spec
-from ..grammar.bandwidths.anchored import Anchored
-from ..grammar.bandwidths.fixed import Empty, Fixed
-from ..grammar.bandwidths.nearest import Gradient, Nearest
-from ..grammar.kernels import Polynomial
+from ..grammar.bandwidths.fixed import Empty
+from ..grammar.bandwidths.nearest import Gradient
 
 
 def entmax(scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Tensor | None = None) -> Tensor:
@@ -35,27 +32,27 @@ def entmax(scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Ten
         mask: boolean, broadcastable to `scores`; True where a score counts.
 
     Returns:
-        Weights of the shape and dtype of `scores`. In float32 they are exact to 5e-7 for alpha <= 2; beyond,
-        the power 1/(alpha - 1) < 1 turns rounding at the threshold into errors up to about 1e-4.
+        Weights of the shape and dtype of `scores`. In float32 they are exact to 5e-7 for alpha <= 2. Beyond,
+        the power 1/(alpha - 1) < 1 magnifies rounding at the threshold, like eps^(1/(alpha - 1)): errors of
+        about 1e-4 at alpha = 3 and 1e-2 at alpha = 5; convert the scores to float64 there.
 
     Raises:
         ArgumentError: alpha < 1, a mask that is not boolean, integer scores, shapes that do not fit.
     """
     in_range("entmax", "alpha", alpha, low=1.0, strict=False)
     if isinstance(alpha, Tensor):
-        return _normalise("entmax", _spec(Polynomial(1.0)), scores, dim, mask, {"alpha": alpha})
-    kernel: Any = "gaussian" if alpha == 1 else Polynomial(1 / (alpha - 1))
-    return _normalise("entmax", _spec(kernel), scores, dim, mask, {})
+        return _normalise("entmax", "sparsemax", scores, dim, mask, {"alpha": alpha})
+    alpha = float(alpha)
+    sentence = "softmax" if alpha == 1 else f"polynomial(r={1 / (alpha - 1)!r})"
+    return _normalise("entmax", sentence, scores, dim, mask, {})
 
 
 def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     """Euclidean projection onto the simplex: `entmax` with alpha = 2, the adaptive Epanechnikov kernel."""
-    return _normalise("sparsemax", _spec("epanechnikov"), scores, dim, mask, {})
+    return _normalise("sparsemax", "sparsemax", scores, dim, mask, {})
 
 
-def relumax(
-    scores: Tensor, margin: float | Tensor = 1.0, dim: int = -1, mask: Tensor | None = None
-) -> Tensor:
+def relumax(scores: Tensor, margin: float | Tensor = 1.0, dim: int = -1, mask: Tensor | None = None) -> Tensor:
     """[z - max z + margin]_+ divided by its sum (sparse-attention paper, equations 20 and 21; its b is the margin).
 
     Scores that tie for the maximum share its gradient equally. Other arguments as in `entmax`.
@@ -63,7 +60,8 @@ def relumax(
     Raises:
         ArgumentError: as `entmax`; margin <= 0.
     """
-    return _with("relumax", "epanechnikov", Anchored, "margin", margin, scores, dim, mask)
+    number, rows = _number("relumax", "margin", margin)
+    return _normalise("relumax", f"epanechnikov*anchored({number})", scores, dim, mask, rows)
 
 
 def normrelu(
@@ -81,7 +79,9 @@ def normrelu(
 
     Other arguments and errors as in `entmax`.
     """
-    return _with("normrelu", "epanechnikov", Fixed, "bias", bias, scores, dim, mask, empty=empty)
+    number, rows = _number("normrelu", "bias", bias)
+    sentence = f"epanechnikov*fixed({number}{',' if number else ''}empty={empty})"
+    return _normalise("normrelu", sentence, scores, dim, mask, rows)
 
 
 def topk_softmax(
@@ -95,7 +95,7 @@ def topk_softmax(
     Raises:
         ArgumentError: as `entmax`; k < 1, an unknown gradient mode.
     """
-    return _normalise("topk_softmax", _spec("gaussian", Nearest(k, gradient)), scores, dim, mask, {})
+    return _normalise("topk_softmax", f"gaussian*{_nearest('topk_softmax', k, gradient)}", scores, dim, mask, {})
 
 
 def topk_uniform(
@@ -105,34 +105,31 @@ def topk_uniform(
 
     With gradient="hard" the scores get no gradient, so that whatever makes them is not trained.
     """
-    return _normalise("topk_uniform", _spec("uniform", Nearest(k, gradient)), scores, dim, mask, {})
+    return _normalise("topk_uniform", f"uniform*{_nearest('topk_uniform', k, gradient)}", scores, dim, mask, {})
 
 
-@lru_cache(maxsize=256)
-def _spec(kernel: Any, bandwidth: Any = None) -> Spec:
-    return Spec(kernel, bandwidth)
-
-
-def _with(
-    call: str,
-    kernel: str,
-    rule: Any,
-    name: str,
-    value: Any,
-    scores: Tensor,
-    dim: int,
-    mask: Any,
-    **fixed: Any,
-) -> Tensor:
-    """A rule whose one number is either part of the sentence or a tensor."""
+def _number(call: str, name: str, value: Any) -> tuple[str, dict[str, Tensor]]:
+    """A rule's number as part of its sentence, or as a row parameter where it is a tensor."""
     if isinstance(value, Tensor):
-        return _normalise(call, _spec(kernel, rule(**fixed)), scores, dim, mask, {name: value})
-    return _normalise(call, _spec(kernel, rule(**{name: value}, **fixed)), scores, dim, mask, {})
+        return "", {name: value}
+    in_range(call, name, value, strict=False)
+    return f"{name}={float(value)!r}", {}  # float: a number that is being traced becomes a constant
+
+
+def _nearest(call: str, k: Any, gradient: str) -> str:
+    """The rule that keeps the k best, as text."""
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ArgumentError(f"{call}: k is {k!r}, expected a whole number k >= 1.")
+    modes = get_args(Gradient)
+    if gradient not in modes:
+        raise ArgumentError(f"{call}: unknown gradient={gradient!r}.{suggestion(str(gradient), modes)}")
+    return f"nearest(k={int(k)!r},gradient={gradient})"
 
 
 def _normalise(
-    call: str, spec: Spec, scores: Tensor, dim: int, mask: Tensor | None, params: dict[str, Tensor]
+    call: str, sentence: str, scores: Tensor, dim: int, mask: Tensor | None, params: dict[str, Tensor]
 ) -> Tensor:
+    spec = Spec.parse(sentence)
     floating(call, "scores", scores)
     if scores.dim() == 0:
         raise ArgumentError(f"{call}: scores is a scalar, expected at least one axis.")

@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-import torch
-
 from ..checks import ArgumentError, in_range, suggestion
 from ..registry import Registry
 from .bandwidths import bandwidths
@@ -61,9 +59,7 @@ class Spec:
 
     def __post_init__(self) -> None:
         if isinstance(self.kernel, str) and self.kernel not in kernels and self.kernel in presets_registry:
-            raise ArgumentError(
-                f"Spec: {self.kernel!r} is a preset, not a kernel; use Spec.parse({self.kernel!r})."
-            )
+            raise ArgumentError(f"Spec: {self.kernel!r} is a preset, not a kernel; use Spec.parse({self.kernel!r}).")
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         put("kernel", _instance(kernels, self.kernel))
         put("bandwidth", _instance(bandwidths, self.bandwidth or self.kernel.bandwidth))
@@ -126,9 +122,7 @@ class Spec:
         """The numbers that `params=` may give per head or per row."""
         own = dict(self.weighting.params)
         if self.bandwidth.name == "fixed":
-            own = (
-                dict(self.bandwidth.param_info(self.kernel)) if self.kernel.ranked and self.normalise else own
-            )
+            own = dict(self.bandwidth.param_info(self.kernel)) if self.kernel.ranked and self.normalise else own
         if self.degree == 1:
             own["ridge"] = ParamInfo(self.ridge or 0.0, low=0.0)
         return own
@@ -259,9 +253,7 @@ def _arguments(value: Any) -> dict[str, Any]:
 
 
 def _term(value: Any) -> str:
-    arguments = ",".join(
-        f"{k}={v!r}" if not isinstance(v, str) else f"{k}={v}" for k, v in _arguments(value).items()
-    )
+    arguments = ",".join(f"{k}={v!r}" if not isinstance(v, str) else f"{k}={v}" for k, v in _arguments(value).items())
     return f"{_name(value)}({arguments})" if arguments else _name(value)
 
 
@@ -273,9 +265,7 @@ def _from_dict(registry: Registry[Any], value: Any) -> Any:
     if value is None or isinstance(value, str):
         return None if value is None else _instance(registry, value)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ArgumentError(
-            f"Spec.from_json: a {registry.kind} is a name or an object with 'name', got {value!r}."
-        )
+        raise ArgumentError(f"Spec.from_json: a {registry.kind} is a name or an object with 'name', got {value!r}.")
     return _instance(registry, value["name"], **{k: v for k, v in value.items() if k != "name"})
 
 
@@ -352,11 +342,17 @@ def _parsed(text: str) -> Spec:
     return _READ[text]
 
 
-@torch.compiler.assume_constant_result  # runs for real while a graph is traced: a parser cannot be compiled
 def _remember(text: str) -> bool:
     if text not in _READ:
+        if len(_READ) >= 1024:  # a number that changes at every call must not fill the memory
+            _READ.clear()
         _READ[text] = _parse(text)
     return True
+
+
+# A parser cannot be compiled, so that it runs for real while a graph is traced. This is what
+# torch.compiler.assume_constant_result does, which would import the whole compiler with this package.
+_remember._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _parse(text: str) -> Spec:
@@ -376,9 +372,7 @@ def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
         known = kernels.names(aliases=True) + (presets_registry.names() if len(terms) == 1 else [])
         if name in presets_registry:
             whole = "*".join(presets_registry.get(name).parts())
-            raise ArgumentError(
-                f"Spec.parse: {name!r} is a preset, which stands alone; write its parts: {whole}."
-            )
+            raise ArgumentError(f"Spec.parse: {name!r} is a preset, which stands alone; write its parts: {whole}.")
         what = "spec" if len(terms) == 1 else "kernel"
         raise ArgumentError(f"unknown {what} {name!r}.{suggestion(name, known)}")
     made: dict[str, Any] = {"kernel": _instance(kernels, name, **arguments)}
@@ -396,9 +390,7 @@ def _part(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         known = ("ridge", "solver") if name == "linear" else ()
         for key in arguments:
             if key not in known:
-                raise ArgumentError(
-                    f"{name}: unknown argument {key!r}; it takes: {', '.join(known) or 'none'}."
-                )
+                raise ArgumentError(f"{name}: unknown argument {key!r}; it takes: {', '.join(known) or 'none'}.")
         solver = arguments.get("solver")
         if isinstance(solver, tuple):
             arguments = {**arguments, "solver": _instance(solvers, solver[0], **solver[1])}

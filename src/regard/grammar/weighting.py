@@ -65,9 +65,7 @@ class RowStats:
 
     def map(self, fn: Any) -> RowStats:
         """The same statistics with `fn` applied to every tensor."""
-        return RowStats(
-            **{f.name: None if (t := getattr(self, f.name)) is None else fn(t) for f in fields(self)}
-        )
+        return RowStats(**{f.name: None if (t := getattr(self, f.name)) is None else fn(t) for f in fields(self)})
 
 
 class Weighting(Protocol):
@@ -102,9 +100,7 @@ class Weighting(Protocol):
     def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
         """(A, B) on whole rows."""
 
-    def finish(
-        self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
-    ) -> Tensor:
+    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
         """dz with what the product A (G - rho) leaves out."""
 
     def param_grads(
@@ -205,9 +201,7 @@ class Ratio:
             mass=torch.ones_like(top),
             empty=empty,
             fallback=fallback,
-            status=torch.zeros_like(empty, dtype=torch.int32)
-            if status is None
-            else torch.where(empty, 0, status),
+            status=torch.zeros_like(empty, dtype=torch.int32) if status is None else torch.where(empty, 0, status),
             index=found.get("index"),
         )
         mass = self._relative(z, stats, params, 0).sum(-1, keepdim=True)
@@ -237,9 +231,7 @@ class Ratio:
         slope = torch.where(stats.empty | stats.fallback, 0, slope)
         return slope, self.rule.mix(slope, p)
 
-    def finish(
-        self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
-    ) -> Tensor:
+    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
         pull = self.rule.pull(z, stats, self.kernel)
         return dz if pull is None else dz - dz.sum(-1, keepdim=True) * pull
 
@@ -316,9 +308,7 @@ class Plain:
         slope = torch.where(hidden, 0, self.kernel.slope(a, params)) / stats.mass
         return slope, p if self.normalised else torch.zeros_like(p)
 
-    def finish(
-        self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
-    ) -> Tensor:
+    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
         if not self.normalised or self.nonnegative:
             return dz
         # A guarded denominator is GUARD sum |w|, whose derivative by w_j is +-GUARD and not 1.

@@ -79,10 +79,11 @@ def attention(
         offset=_check_offset(query_offset, batch, keys - queries, query.device),
         mask=_check_mask(attn_mask, (*rows, keys)),
     )
-    given = {n: _row_number(f"params[{n!r}]", p, rows) for n, p in (params or {}).items()}
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    given = {n: _row_number(f"params[{n!r}]", p, rows, dtype) for n, p in (params or {}).items()}
     if scale is not None:
         in_range(CALL, "scale", scale, low=0.0, strict=True)
-        scale = _row_number("scale", scale, rows)
+        scale = _row_number("scale", scale, rows, dtype)
     scale, numbers = spec.resolve(dim, scale, given)
     if isinstance(given.get("ridge"), (float, int, Tensor)):
         numbers["ridge"] = given["ridge"]
@@ -129,7 +130,7 @@ def _prepare(
         bad = bad.repeat_interleave(query.shape[1] // bad.shape[1], dim=1)
     poisoned = visible.any_seen(bad) | (query_bad & visible.any_seen(torch.ones_like(bad)))
     q, k = spec.similarity.features(query, key)
-    q = q * (scale.to(dtype)[..., None] if isinstance(scale, Tensor) else scale)
+    q = q * (scale[..., None] if isinstance(scale, Tensor) else scale)
     x, y = (query, key) if spec.degree else (None, None)
     return Inputs(q, k, value, x, y, visible, spec, scale, numbers, diagnostics), poisoned
 
@@ -184,9 +185,7 @@ def _check_window(window: int | None) -> int | None:
     return window
 
 
-def _check_offset(
-    offset: int | Tensor | None, batch: int, default: int, device: torch.device
-) -> int | Tensor:
+def _check_offset(offset: int | Tensor | None, batch: int, default: int, device: torch.device) -> int | Tensor:
     if offset is None:
         return default
     if isinstance(offset, Tensor):
@@ -209,14 +208,14 @@ def _check_mask(mask: Tensor | None, target: tuple[int, ...]) -> Tensor | None:
     return mask.expand(*mask.shape[:3], target[3])
 
 
-def _row_number(name: str, value: Any, rows: tuple[int, int, int]) -> float | Tensor:
-    """A number, or a tensor broadcast to [B, H, Tq]."""
+def _row_number(name: str, value: Any, rows: tuple[int, int, int], dtype: torch.dtype) -> float | Tensor:
+    """A number, or a tensor broadcast to [B, H, Tq] in the computing dtype."""
     if not isinstance(value, Tensor):
         in_range(CALL, name, value, strict=False)
         return float(value)
     floating(CALL, name, value)
     broadcastable(CALL, name, value, rows)
-    return value.to(torch.promote_types(value.dtype, torch.float32)).expand(rows)
+    return value.to(dtype).expand(rows)
 
 
 def explain(

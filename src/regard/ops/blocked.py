@@ -77,9 +77,7 @@ class Blocked:
 def _describe(inputs: Inputs, names: list[str]) -> str:
     """Everything that is no tensor and no length, as one string: the operators' schema takes no objects."""
     visible = inputs.visible
-    numbers = ",".join(
-        f"{n}={p!r}" for n, p in inputs.params.items() if not isinstance(p, Tensor) and n != "ridge"
-    )
+    numbers = ",".join(f"{n}={p!r}" for n, p in inputs.params.items() if not isinstance(p, Tensor) and n != "ridge")
     return "|".join(
         [
             inputs.spec.to_json(),
@@ -110,9 +108,7 @@ class _Work:
     total: int
 
     @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, mask: Tensor | None, moved: Tensor | None, text: str, offset: int
-    ) -> _Work:
+    def of(cls, q: Tensor, k: Tensor, mask: Tensor | None, moved: Tensor | None, text: str, offset: int) -> _Work:
         spec, names, numbers, causal, strict, window = text.split("|")
         visible = Visibility(
             queries=q.shape[2],

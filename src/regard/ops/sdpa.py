@@ -23,12 +23,7 @@ class SDPA:
 
     def supports(self, problem: Problem) -> str | None:
         spec = problem.spec
-        if (
-            spec.degree
-            or spec.kernel.name != "gaussian"
-            or spec.bandwidth.name != "fixed"
-            or not spec.normalise
-        ):
+        if spec.degree or spec.kernel.name != "gaussian" or spec.bandwidth.name != "fixed" or not spec.normalise:
             return "computes normalised Gaussian weights of degree 0 alone (softmax, rbf)"
         if problem.diagnostics:
             return "has no row statistics to report"

@@ -49,9 +49,7 @@ class Fixed(RuleBase):
             in_range("fixed", "h", self.h, low=0.0, strict=True)
             object.__setattr__(self, "h", float(self.h))
         if self.empty not in get_args(Empty):
-            raise ArgumentError(
-                f"fixed: unknown empty={self.empty!r}.{suggestion(str(self.empty), get_args(Empty))}"
-            )
+            raise ArgumentError(f"fixed: unknown empty={self.empty!r}.{suggestion(str(self.empty), get_args(Empty))}")
 
     @property
     def _bias(self) -> float:

@@ -45,9 +45,7 @@ class Nearest(RuleBase):
             raise ArgumentError(f"nearest: k is {self.k!r}, expected a whole number k >= 1.")
         if self.gradient not in get_args(Gradient):
             modes = get_args(Gradient)
-            raise ArgumentError(
-                f"nearest: unknown gradient={self.gradient!r}.{suggestion(str(self.gradient), modes)}"
-            )
+            raise ArgumentError(f"nearest: unknown gradient={self.gradient!r}.{suggestion(str(self.gradient), modes)}")
         if not isinstance(self.temperature, (int, float)) or not 0 < self.temperature < float("inf"):
             raise ArgumentError(f"nearest: temperature is {self.temperature!r}, expected a number > 0.")
         object.__setattr__(self, "temperature", float(self.temperature))
@@ -149,9 +147,7 @@ class StraightThrough:
         w = torch.exp(-distance(z, stats.top))
         return torch.where(stats.empty, 0, w / torch.where(stats.empty, 1, w.sum(-1, keepdim=True)))
 
-    def finish(
-        self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
-    ) -> Tensor:
+    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
         return dz
 
     def param_grads(
@@ -212,9 +208,7 @@ class SoftNearest:
         slope = self.kernel.relative_slope(distance(z, stats.top), float("inf"), {})
         return slope * gate / stats.mass, p * (1 - gate) / self.rule.temperature
 
-    def finish(
-        self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
-    ) -> Tensor:
+    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
         # The centre c moves every gate the other way: dL/dc = -(the gates' share of sum dz).
         assert stats.index is not None
         through_kernel, through_gate = self._slopes(z, p, stats)

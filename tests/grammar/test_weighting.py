@@ -1,0 +1,148 @@
+"""The protocol every estimator and fast form rests on: blocks of keys, statistics, flags, the derivative's parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.grammar import RowStats, Spec
+
+SENTENCES = [
+    "gaussian*fixed",
+    "epanechnikov*fixed(bias=0.4)",
+    "biweight*fixed(bias=-0.6,empty=nearest)",
+    "triweight*fixed(bias=-0.6,empty=zero)",
+    "uniform*fixed(bias=0.2)",
+    "epanechnikov*adaptive",
+    "biweight*adaptive",
+    "polynomial(r=0.5)*adaptive",
+    "polynomial(r=10)*adaptive",
+    "gaussian*anchored(margin=0.7)",
+    "epanechnikov*anchored",
+    "triweight*anchored(margin=2)",
+    "uniform*anchored",
+    "gaussian*nearest(k=3)",
+    "uniform*nearest(k=3)",
+    "biweight*nearest(k=3)",
+    "uniform*nearest(k=3,gradient=straight-through)",
+    "biweight*nearest(k=3,gradient=straight-through)",
+    "gaussian*nearest(k=3,gradient=soft)",
+    "uniform*nearest(k=3,gradient=soft,temperature=0.4)",
+    "gaussian*fixed*unnormalised",
+    "biweight*fixed(bias=1)*unnormalised",
+    "linear*fixed",
+    "linear*fixed*normalised",
+    "clipped-geometric*fixed",
+    "geometric*fixed*cosine",
+]
+# Weights that change when every score of a row grows by the same amount.
+MOVED_BY_A_SHIFT = ("fixed", "linear", "geometric")
+
+
+def rows() -> Tensor:
+    """Scores [2, 6, 9] below 1, with ties, hidden keys, rows without a key and rows with one."""
+    g = torch.Generator().manual_seed(0)
+    z = torch.randn(2, 6, 9, generator=g, dtype=torch.float64).clamp(max=0.95) - 0.2
+    z = torch.where(torch.rand(2, 6, 9, generator=g) < 0.2, -torch.inf, z)
+    z[0, 0] = -torch.inf
+    z[0, 1] = 0.25
+    z[0, 2, 1:] = -torch.inf
+    z[0, 2, 0] = -0.5
+    z[0, 3, 4:] = z[0, 3, 3]
+    z[1, 0] = torch.arange(9.0) / -10
+    return z
+
+
+@pytest.mark.parametrize("text", SENTENCES)
+@torch.no_grad()
+def test_weights_of_a_block_are_columns_of_the_whole(text: str) -> None:
+    z = rows()
+    weighting = Spec.parse(text).weighting
+    stats = weighting.fit(z, {})
+    whole = weighting.weights(z, stats, {})
+    for start, stop in ((0, 1), (0, 4), (4, 9), (8, 9), (3, 3)):
+        part = weighting.weights(z[..., start:stop], stats, {}, start)
+        torch.testing.assert_close(part, whole[..., start:stop], rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("text", SENTENCES)
+@torch.no_grad()
+def test_flags_say_what_the_weights_do(text: str) -> None:
+    z = rows()
+    weighting = Spec.parse(text).weighting
+    stats = weighting.fit(z, {})
+    p = weighting.weights(z, stats, {})
+    assert not weighting.nonnegative or bool((p >= 0).all())
+    total = p.sum(-1)
+    seen = (z > -torch.inf).any(-1)
+    if weighting.normalised and "empty=zero" not in text and weighting.nonnegative:
+        torch.testing.assert_close(total, seen.double(), rtol=0, atol=1e-14)
+    assert bool((p[z == -torch.inf] == 0).all())
+    assert torch.equal(stats.empty[..., 0], ~seen)
+    moved = z + 0.04  # stays below 1
+    shifted = weighting.weights(moved, weighting.fit(moved, {}), {})
+    same = torch.allclose(shifted, p, rtol=0, atol=1e-13)
+    assert weighting.shift_invariant <= same
+    ranked_without_edge = text in ("gaussian*fixed",)  # softmax is invariant though its rule is not
+    assert same == (not any(word in text for word in MOVED_BY_A_SHIFT) or ranked_without_edge)
+
+
+@pytest.mark.parametrize("text", SENTENCES)
+@torch.no_grad()
+def test_statistics(text: str) -> None:
+    z = rows()
+    weighting = Spec.parse(text).weighting
+    for fast in (False, True):
+        stats = weighting.fit(z, {}, fast=fast)
+        top = torch.where(stats.empty, 0, z.amax(-1, keepdim=True))
+        assert torch.equal(stats.top, top)
+        for name in ("top", "theta", "reach", "mass", "empty", "fallback", "status"):
+            assert getattr(stats, name).shape == (2, 6, 1), name
+        assert not bool((stats.empty & stats.fallback).any())
+        count = 0 if stats.index is None else stats.index.shape[-1]
+        assert count == weighting.indices
+        assert bool((stats.mass[stats.empty] == 1).all())
+        # Mapping over the statistics leaves no field out.
+        halves = [stats.map(lambda t, i=i: t[i]) for i in range(2)]
+        joined = RowStats(
+            **{
+                n: None if getattr(stats, n) is None else torch.stack([getattr(h, n) for h in halves])
+                for n in stats.__dataclass_fields__
+            }
+        )
+        p = weighting.weights(z, joined, {})
+        torch.testing.assert_close(p, weighting.weights(z, weighting.fit(z, {}), {}), rtol=0, atol=1e-14)
+
+
+def plain_derivative(text: str, z: Tensor, g: Tensor) -> Tensor:
+    """dL/dz of L = sum g p(z) by central differences of `weights`, one score at a time."""
+    weighting = Spec.parse(text).weighting
+    step = 1e-6
+    out = torch.zeros_like(z)
+    with torch.no_grad():
+        for j in range(z.shape[-1]):
+            values = []
+            for sign in (1, -1):
+                moved = z.clone()
+                moved[..., j] += sign * step
+                values.append((weighting.weights(moved, weighting.fit(moved, {}), {}) * g).sum(-1))
+            out[..., j] = (values[0] - values[1]) / (2 * step)
+    return out
+
+
+@pytest.mark.parametrize("text", [t for t in SENTENCES if "straight-through" not in t])
+def test_the_parts_of_the_derivative(text: str) -> None:
+    """A, B and `finish` give the gradient of the scores: dz = A (G - sum B G), then what `finish` adds."""
+    generator = torch.Generator().manual_seed(1)
+    z = torch.randn(4, 9, generator=generator, dtype=torch.float64).clamp(max=0.9) - 0.11 * torch.arange(9)
+    z[0, [2, 5]] = -torch.inf
+    g = torch.randn(4, 9, generator=generator, dtype=torch.float64)
+    weighting = Spec.parse(text).weighting
+    with torch.no_grad():
+        stats = weighting.fit(z, {})
+        p = weighting.weights(z, stats, {})
+        a, b = weighting.jacobian(z, p, stats, {})
+        rho = (b * g).sum(-1, keepdim=True)
+        dz = weighting.finish(a * (g - rho), rho, z, p, stats, {})
+    torch.testing.assert_close(dz, plain_derivative(text, z, g), rtol=1e-6, atol=1e-7)
