@@ -4,6 +4,8 @@ PYTHON ?= python3
 #   make setup TORCH="torch --index-url https://download.pytorch.org/whl/cu130"
 TORCH ?= torch==2.13.0
 EXTRAS ?= lm,dev
+# Test processes side by side, one thread each.
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(shell printf '%s' '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
@@ -26,10 +28,10 @@ demo: setup ## train four small models on real text and write a table, figures a
 	$(BIN)/regard demo $(ARGS)
 
 test: setup lint typecheck ## lint, types and the tests (minutes)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal -q $(ARGS)
 
 test-slow: setup ## the long tests
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n $(WORKERS) -q $(ARGS)
 
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check .

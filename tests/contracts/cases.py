@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -47,11 +47,13 @@ def text(kernel: str, rule: str, similarity: str = "dot", degree: int = 0, norma
     return "*".join([*parts, "linear(ridge=0.1)"] if degree else parts)
 
 
-def built(sentence: str) -> regard.Spec | None:
-    """The Spec, or None where the grammar refuses it."""
+def built(sentence: str, reasons: Iterable[str] = ("",)) -> regard.Spec | None:
+    """The Spec, or None where the grammar refuses it for one of these reasons."""
     try:
         return regard.Spec.parse(sentence)
-    except ArgumentError:
+    except ArgumentError as error:
+        if not any(reason in str(error) for reason in reasons):
+            raise
         return None
 
 

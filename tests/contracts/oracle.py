@@ -268,9 +268,7 @@ def _nearest(s: Sentence, z: Tensor, bias: Number, params: Mapping[str, Number])
     return p.detach() + smooth - smooth.detach()
 
 
-def _kept(
-    s: Sentence, z: Tensor, kept: Tensor, order: Tensor, count: Tensor, params: Mapping[str, Number]
-) -> Tensor:
+def _kept(s: Sentence, z: Tensor, kept: Tensor, order: Tensor, count: Tensor, params: Mapping[str, Number]) -> Tensor:
     if s.kernel == "gaussian":
         return _softmax(torch.where(kept, z, -torch.inf))
     if s.kernel == "uniform":

@@ -29,7 +29,10 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiles(run: Callable[..., Tensor], backend: str, steps: Iterable[Callable[[Callable[..., Tensor]], None]]) -> None:
+Run = Callable[..., Tensor]
+
+
+def compiles(run: Run, backend: str, steps: Iterable[Callable[[Run], None]]) -> None:
     """Each step calls the compiled function at another length; whatever the first step compiles (dynamo may
     start again within it, once it knows which numbers are constants) serves them all."""
     counter = CompileCounterWithBackend(backend)
@@ -42,7 +45,7 @@ def compiles(run: Callable[..., Tensor], backend: str, steps: Iterable[Callable[
     assert counts == counts[:1] * len(LENGTHS)
 
 
-def equal(run: Callable[..., Tensor], compiled: Callable[..., Tensor], data: Data) -> None:
+def equal(run: Run, compiled: Run, data: Data) -> None:
     """The same output and gradients at one length."""
     eager, traced = data.leaves(), data.leaves()
     out, again = run(*eager.tensors), compiled(*traced.tensors)
@@ -86,13 +89,11 @@ def test_one_graph_with_every_argument(label: str) -> None:
     queries and keys."""
     spec = SPECS[label]
 
-    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, offset: Tensor, rest: dict[str, Tensor], scale: Any) -> Tensor:
-        return regard.attention(
-            q, k, v, spec, attn_mask=mask, is_causal=True, window=9, query_offset=offset, params=rest, scale=scale,
-            enable_gqa=True,
-        )  # fmt: skip
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, offset: Tensor, rest: Any, scale: Any) -> Tensor:
+        how = {"attn_mask": mask, "query_offset": offset, "params": rest, "scale": scale}
+        return regard.attention(q, k, v, spec, is_causal=True, window=9, enable_gqa=True, **how)
 
-    def check(compiled: Callable[..., Tensor], queries: int, keys: int) -> None:
+    def check(compiled: Run, queries: int, keys: int) -> None:
         data = draw(queries, keys, heads=4, kv_heads=2, dtype=torch.float32).leaves()
         mask = torch.ones(2, 1, 1, keys, dtype=torch.bool)
         mask[0, ..., :3] = False
@@ -115,7 +116,7 @@ def test_decoding_compiles_once() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return regard.attention(q, k, v, "biweight", is_causal=True)
 
-    def check(compiled: Callable[..., Tensor], keys: int) -> None:
+    def check(compiled: Run, keys: int) -> None:
         data = draw(1, keys, dtype=torch.float32)
         with torch.no_grad():
             close(compiled(*data.tensors), run(*data.tensors), 2e-6)
@@ -131,7 +132,7 @@ def test_normalisers_compile_once(name: str) -> None:
     def run(z: Tensor) -> Tensor:
         return getattr(regard, name)(z, *extra)
 
-    def check(compiled: Callable[..., Tensor], length: int) -> None:
+    def check(compiled: Run, length: int) -> None:
         z = draw(length, dtype=torch.float32).q.transpose(2, 3).contiguous()
         one, two = z.clone().requires_grad_(), z.clone().requires_grad_()
         out, again = run(one), compiled(two)

@@ -149,9 +149,7 @@ def test_no_features_is_an_argument_error() -> None:
 
 
 @pytest.mark.parametrize(("label", "impl"), PAIRS)
-@pytest.mark.parametrize(
-    ("which", "bad"), [("query", float("nan")), ("key", float("inf")), ("value", float("nan"))]
-)
+@pytest.mark.parametrize(("which", "bad"), [("query", float("nan")), ("key", float("inf")), ("value", float("nan"))])
 def test_what_is_not_finite_shows_in_exactly_the_rows_that_see_it(
     label: str, impl: str, which: str, bad: float
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,9 +13,21 @@ from regard.checks import ArgumentError
 
 from . import oracle
 from .cases import (
-    FAST, PAIRS, PRESETS, REPRESENTATIVES, SPECS, Data, attend, close, draw, gradients, learned, like, masks,
+    FAST,
+    PAIRS,
+    PRESETS,
+    REPRESENTATIVES,
+    SPECS,
+    Data,
+    attend,
+    close,
+    draw,
+    gradients,
+    learned,
+    like,
+    masks,
     named,
-)  # fmt: skip
+)
 
 LENGTHS = (1, 2, 7, 15, 16, 17, 63, 64, 65, 127)
 
@@ -46,18 +60,25 @@ def test_diagnostics_equal_the_reference(label: str, impl: str) -> None:
     data = draw(9, 12)
     for how in ("pairs, strict", "behind"):
         call = masks(*data.sizes)[how]
-        _, expected = regard.attention(*data.tensors, SPECS[label], return_diagnostics=True, impl="reference", **call)
-        try:
-            _, found = regard.attention(*data.tensors, SPECS[label], return_diagnostics=True, impl=impl, **call)
-        except ArgumentError as error:
-            assert "no row statistics" in str(error)
+        rows = [_diagnostics(SPECS[label], i, data, call) for i in ("reference", impl)]
+        if rows[1] is None:
             continue
+        expected, found = rows
         for name in ("tau", "bandwidth", "support", "effective_sample_size", "empty", "fallback", "status"):
             one, two = getattr(found, name), getattr(expected, name)
             one, two = one.expand(2, 2, 9).double(), two.expand(2, 2, 9).double()
             infinite = two.isinf()
             assert torch.equal(one[infinite], two[infinite]), name
             close(one[~infinite], two[~infinite], 1e-10, name)
+
+
+def _diagnostics(spec: regard.Spec, impl: str, data: Data, call: dict[str, Any]) -> regard.Diagnostics | None:
+    try:
+        return regard.attention(*data.tensors, spec, return_diagnostics=True, impl=impl, **call)[1]
+    except ArgumentError as error:
+        if "no row statistics" not in str(error):
+            raise
+        return None
 
 
 @pytest.mark.usefixtures("tiny_blocks")
@@ -157,4 +178,3 @@ def test_dtypes_and_shapes_come_back() -> None:
             assert out.dtype == dtype
             if SPECS[label].convex:  # one key has all the weight there is
                 close(out, data.v.double(), torch.finfo(dtype).eps)
-    assert isinstance(Data(*draw(1).tensors).sizes, tuple)

@@ -59,15 +59,23 @@ def extra(label: str, impl: str, length: int) -> float:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize(
-    ("label", "impl"), [("softmax", "sdpa"), ("relumax", "blocked"), pytest.param("sparsemax", "blocked", marks=pytest.mark.slow)]
+    ("label", "impl"),
+    [("softmax", "sdpa"), ("relumax", "blocked"), pytest.param("rbf", "sdpa", marks=pytest.mark.slow)],
 )
 def test_16384_positions_within_64_mib(label: str, impl: str) -> None:
     assert extra(label, impl, 16384) <= LIMIT_MIB
 
 
 DENSE = [n for n in PRESETS if SPECS.get(n) is not None and SPECS[n].degree == 0]
-VARIED = ["biweight*nearest(k=32)", "gaussian*nearest(k=32,gradient=soft)", "gaussian*nearest(k=32,gradient=straight-through)",
-          "gaussian*anchored", "uniform*anchored", "polynomial(r=0.5)*adaptive", "polynomial(r=1.5)*adaptive"]  # fmt: skip
+VARIED = [
+    "biweight*nearest(k=32)",
+    "gaussian*nearest(k=32,gradient=soft)",
+    "gaussian*nearest(k=32,gradient=straight-through)",
+    "gaussian*anchored",
+    "uniform*anchored",
+    "polynomial(r=0.5)*adaptive",
+    "polynomial(r=1.5)*adaptive",
+]
 
 
 @pytest.mark.slow

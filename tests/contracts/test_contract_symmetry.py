@@ -11,8 +11,20 @@ from torch import Tensor
 import regard
 
 from .cases import (
-    PAIRS, REPRESENTATIVES, SPECS, Data, attend, close, draw, gradients, learned, like, masks, named, same,
-)  # fmt: skip
+    PAIRS,
+    REPRESENTATIVES,
+    SPECS,
+    Data,
+    attend,
+    close,
+    draw,
+    gradients,
+    learned,
+    like,
+    masks,
+    named,
+    same,
+)
 
 
 def _slice(call: dict[str, Any], b: int, h: int) -> dict[str, Any]:

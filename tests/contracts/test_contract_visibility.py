@@ -10,8 +10,18 @@ import regard
 
 from . import oracle
 from .cases import (
-    PAIRS, REPRESENTATIVES, SPECS, Data, attend, close, draw, gradients, masks, named, same,
-)  # fmt: skip
+    PAIRS,
+    REPRESENTATIVES,
+    SPECS,
+    Data,
+    attend,
+    close,
+    draw,
+    gradients,
+    masks,
+    named,
+    same,
+)
 
 ORDERS = ("causal", "strict", "pairs, strict", "window, strict", "offsets, window, causal", "window", "behind")
 POISON = (None, 1e4, float("nan"), float("inf"))
@@ -147,7 +157,5 @@ def test_offset_tensor_equals_the_int() -> None:
     for offset in (-7, -1, 0, 4, 9, 30):
         for order in ({"is_causal": True}, {"exclude_self": True}, {"window": 2}):
             as_int = regard.attention(*data.tensors, query_offset=offset, impl="blocked", **order)
-            as_tensor = regard.attention(
-                *data.tensors, query_offset=torch.full((2,), offset), impl="blocked", **order
-            )
+            as_tensor = regard.attention(*data.tensors, query_offset=torch.full((2,), offset), impl="blocked", **order)
             same(as_int, as_tensor, f"{offset} {order}")

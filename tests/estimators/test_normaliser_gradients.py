@@ -105,7 +105,13 @@ def test_tied_best_scores_share_the_gradient_of_relumax() -> None:
     z = torch.tensor([1.0, 1.0, 0.5], dtype=torch.float64, requires_grad=True)
     regard.relumax(z)[2].backward()
     # Each tied score also moves its own w: dL/dw_1 = -w_3/W^2 = -.08, and dL/dm = -(-.08 - .08 + .32) = -.16.
-    torch.testing.assert_close(z.grad, torch.tensor([-0.16, -0.16, 0.32], dtype=torch.float64))
+    expected = torch.tensor([-0.16, -0.16, 0.32], dtype=torch.float64)
+    torch.testing.assert_close(z.grad, expected)
+    for impl in ("reference", "blocked"):
+        key = z.detach().view(1, 1, 3, 1).clone().requires_grad_()
+        one, last = torch.ones_like(key[:, :, :1]).detach(), torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+        regard.attention(one, key, last.view(1, 1, 3, 1), "relumax", scale=1.0, impl=impl).sum().backward()
+        torch.testing.assert_close(key.grad.flatten(), expected)
 
 
 def test_gradients_of_plain_functions_sum_to_zero_along_the_row() -> None:

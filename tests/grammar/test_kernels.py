@@ -223,6 +223,31 @@ def test_gradient_through_the_guard(z: list, impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("z", [[3.0, -1.0, 0.5], [-3.0, 1.0, 0.2], [1.0, -1.2, 0.2003], [1.0, -1.2, 0.1997]])
+def test_gradient_of_the_bias_through_the_guard(z: list, impl: str) -> None:
+    shift = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)
+    moved = torch.tensor(z, dtype=torch.float64) - 0.25  # so that z itself is what is weighed
+    g = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+    out = regard.attention(
+        torch.ones(1, 1, 1, 1, dtype=torch.float64),
+        moved.view(1, 1, 3, 1),
+        g.view(1, 1, 3, 1),
+        "linear*fixed*normalised",
+        scale=1.0,
+        params={"bias": shift},
+        impl=impl,
+    )
+    bias = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)
+    x = moved + bias
+    total, size = x.sum(), x.abs().sum()
+    held = 1e-3 * size * (1 if total.item() >= 0 else -1)
+    plain = (x / (held if abs(total.item()) < 1e-3 * size.item() else total) * g).sum()
+    torch.testing.assert_close(out.flatten()[0], plain, rtol=1e-12, atol=0)
+    found, expected = torch.autograd.grad(out.sum(), shift)[0], torch.autograd.grad(plain, bias)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
 def test_cosine_normalised_reports_its_signs(impl: str) -> None:
     _, p, found = signed([1.0, -1.0], "linear*fixed*cosine*normalised", impl)
     assert found.status.flatten().tolist() == [int(Status.NEAR_ZERO)]

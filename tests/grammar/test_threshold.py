@@ -150,3 +150,18 @@ def test_no_false_alarms_in_float32(alpha: float) -> None:
             d = distances(length, spread).float()
             for fast in (False, True):
                 assert bool(threshold.solve_peak(d, 1 / (alpha - 1), fast=fast)[1].all())
+
+
+@pytest.mark.parametrize("r", [1.0, 2.0, 3.0, 6.0])
+def test_never_unconverged_in_silence(monkeypatch: pytest.MonkeyPatch, r: float) -> None:
+    """However few steps there are, an answer that is off by more than rounding says so."""
+    said = set()
+    for length, spread in ((17, 1.0), (512, 0.1), (512, 4.0), (8192, 1.0)):
+        d = distances(length, spread)
+        for steps in range(1, 17):
+            monkeypatch.setattr(threshold, "NEWTON_STEPS", steps)
+            b, converged = threshold.solve_peak(d, r)
+            off = abs(float(b) - peak(length, spread, r)) > 1e-12
+            assert not (off and bool(converged))
+            said.add(bool(converged))
+    assert said == {True, False}

@@ -3,8 +3,9 @@
 A kernel is a function of the excess a = z - theta of a score over its row's threshold; the bandwidth rule
 says where theta is. Two views of the same function keep every row in range whatever the scores:
 
-* `relative(d, reach)`: the value at distance d = max z - z below the best score, divided by the value at the
-  best, where reach = max z - theta. Scale-free, so normalised rows use it.
+* `relative(d, reach)`: K(reach - d) / K(reach), the value at distance d = max z - z below the best score over
+  the value at the best, where reach = max z - theta. Scale-free, so normalised rows use it. Where a rule sets
+  no edge, reach is infinite, and only an exponential is a function of d alone.
 * `value(a)`: the value itself, for unnormalised sums and for kernels that are not a function of distance.
 
 Legend: d, a, z [..., Tq, Tk]; reach and row parameters [..., Tq, 1] or numbers. Hidden keys have z = -inf,
@@ -46,7 +47,7 @@ class Kernel(Protocol):
     name: ClassVar[str]
     compact: ClassVar[bool]  # exactly zero at and below the threshold
     vanishes: ClassVar[bool]  # goes to zero continuously there, so no key pops in or out
-    ranked: ClassVar[bool]  # a function of the distance to the best score: any bandwidth rule applies
+    ranked: ClassVar[bool]  # has `relative` and `relative_slope`: compact, or exponential (see the module)
     scaled: ClassVar[bool]  # whether a scale of the scores has a meaning
     nonnegative: bool
     bandwidth: ClassVar[str]  # the rule meant where none is named

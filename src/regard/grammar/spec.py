@@ -84,8 +84,7 @@ class Spec:
                 f"values stay inside (-1, 1), not {self.similarity.name!r}."
             )
         if self.normalise is None:
-            signed = not self.kernel.nonnegative and self.similarity.lower + (self._fixed_bias() or 0.0) < 0
-            put("normalise", not signed)
+            put("normalise", self._normalised_by_default())
         weighting = self.bandwidth.weighting(self.kernel, self.normalise, self.similarity)
         put("_weighting", weighting)  # built here once: products without a meaning are refused
         put("_json", self._write_json())
@@ -96,8 +95,10 @@ class Spec:
                 f"these choices has none. Presets that do: {able}."
             )
 
-    def _fixed_bias(self) -> float | None:
-        return getattr(self.bandwidth, "bias", None)
+    def _normalised_by_default(self) -> bool:
+        """Yes, unless weights may be negative."""
+        bias = getattr(self.bandwidth, "bias", None) or 0.0
+        return bool(self.kernel.nonnegative or self.similarity.lower + bias >= 0)
 
     @property
     def weighting(self) -> Weighting:
@@ -174,7 +175,7 @@ class Spec:
             parts.append(_term(self.similarity))
         if self.degree == 1:
             parts.append(f"linear(ridge={self.ridge!r},solver={_term(self.solver)})")
-        if self.normalise != Spec(self.kernel, self.bandwidth, similarity=self.similarity).normalise:
+        if self.normalise != self._normalised_by_default():
             parts.append("normalised" if self.normalise else "unnormalised")
         return parts
 

@@ -123,6 +123,9 @@ class Rule(Protocol):
     def bounded(self, kernel: Any) -> bool:
         """Whether weight ends at the threshold."""
 
+    def may_miss(self, kernel: Any) -> bool:
+        """Whether a row that sees keys can be left without support, so that `stand_in` is needed."""
+
     def indices(self, kernel: Any) -> int:
         """How many positions `locate` notes a row."""
 
@@ -208,10 +211,10 @@ class Ratio:
         return replace(stats, mass=torch.where(empty | stats.fallback, 1, mass))
 
     def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
-        p = self._relative(z, stats, params, start) / stats.mass
-        if self.rule.bounded(self.kernel):  # only a threshold can leave a row without support
-            p = torch.where(stats.fallback, self.rule.stand_in(z.detach(), stats, start), p)
-        return torch.where(stats.empty, 0, p)
+        p = self._relative(z, stats, params, start) / stats.mass  # 0 / 1 in empty rows
+        if not self.rule.may_miss(self.kernel):
+            return p
+        return torch.where(stats.fallback, self.rule.stand_in(z.detach(), stats, start), p)
 
     def _relative(self, z: Tensor, stats: RowStats, params: Params, start: int) -> Tensor:
         own = self.rule.kernel_params(params)
@@ -228,7 +231,8 @@ class Ratio:
         members = self.rule.members(z, stats, self.kernel, 0)
         if members is not None:
             slope = torch.where(members, slope, 0)
-        slope = torch.where(stats.empty | stats.fallback, 0, slope)
+        if self.rule.may_miss(self.kernel):
+            slope = torch.where(stats.fallback, 0, slope)
         return slope, self.rule.mix(slope, p)
 
     def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:

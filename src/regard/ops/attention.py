@@ -130,7 +130,12 @@ def _prepare(
         bad = bad.repeat_interleave(query.shape[1] // bad.shape[1], dim=1)
     poisoned = visible.any_seen(bad) | (query_bad & visible.any_seen(torch.ones_like(bad)))
     q, k = spec.similarity.features(query, key)
-    q = q * (scale[..., None] if isinstance(scale, Tensor) else scale)
+    if isinstance(scale, Tensor):
+        q = q * scale[..., None]
+    elif not spec.takes_scale and isinstance(scale, float) and scale == 1.0:
+        pass  # a factor of one would only keep another copy of the queries for the backward pass
+    else:
+        q = q * scale
     x, y = (query, key) if spec.degree else (None, None)
     return Inputs(q, k, value, x, y, visible, spec, scale, numbers, diagnostics), poisoned
 

@@ -319,6 +319,7 @@ def _backward_blocks(
             found = work.weighting.param_grads(dz, g, rho, z, p, stats, params)
             for row, name in zip(flat_dgiven, work.names, strict=True):  # type: ignore[arg-type]
                 block.rows(row).copy_(found[name][..., 0])
+        del a, b, g  # each is a block of pairs: what is not needed must not stand beside what is
         dz = work.weighting.finish(dz, rho, z, p, stats, params)
         block.rows(flat_dq).copy_(dz @ block.columns(flat_k))
         block.add_columns(flat_dk, dz.transpose(-1, -2) @ block.rows(flat_q))

@@ -47,6 +47,9 @@ class RuleBase:
     def param_info(self, kernel: Any) -> Mapping[str, ParamInfo]:
         return {**kernel.params, **self.own_params()}
 
+    def may_miss(self, kernel: Any) -> bool:
+        return False
+
     def indices(self, kernel: Any) -> int:
         return 0
 

@@ -99,6 +99,9 @@ class Fixed(RuleBase):
     def bounded(self, kernel: Any) -> bool:
         return bool(kernel.compact)
 
+    def may_miss(self, kernel: Any) -> bool:
+        return bool(kernel.compact)
+
     def indices(self, kernel: Any) -> int:
         return int(kernel.compact)
 

@@ -65,6 +65,9 @@ class Nearest(RuleBase):
     def bounded(self, kernel: Any) -> bool:
         return bool(kernel.vanishes)
 
+    def may_miss(self, kernel: Any) -> bool:
+        return bool(kernel.vanishes)  # all kept keys may tie with the threshold
+
     def indices(self, kernel: Any) -> int:
         return 3
 
