@@ -27,6 +27,7 @@ def entmax_row(z: np.ndarray, alpha: float, steps: int = 200) -> tuple[np.ndarra
             break  # adjacent numbers: further halving changes nothing
         if (np.maximum(live - middle, 0) ** r).sum() >= 1:
             low = middle
+            live = live[live > low]  # the rest can no longer count
         else:
             high = middle
     return np.maximum(x - low, 0) ** r, low + top / r

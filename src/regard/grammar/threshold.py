@@ -64,7 +64,7 @@ def _newton(d: Tensor, r: float, steps: int, *, early_exit: bool) -> Tensor:
     active = torch.ones_like(b, dtype=torch.bool)
     limit = 1 + 2 * torch.finfo(d.dtype).eps
     for _ in range(steps):
-        norm, lower = _norms((b - h).clamp_(min=0), r)
+        norm, lower = _norms((b - h).relu_(), r)
         new = b - (norm - 1) * norm ** (r - 1) / lower
         # Descent only: once rounding would raise b the row is as good as it gets, and stays.
         active = active & (new < b) & (norm > limit)
@@ -102,4 +102,4 @@ def _bisect(d: Tensor, r: Number, *, early_exit: bool) -> Tensor:
 
 
 def _excess(d: Tensor, r: Number, b: Tensor) -> Tensor:
-    return (b - d / r).clamp_(min=0)
+    return (b - d / r).relu_()
