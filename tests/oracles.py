@@ -12,32 +12,38 @@ import numpy as np
 WIDE = np.longdouble
 
 
-def entmax_row(z: np.ndarray, alpha: float, steps: int = 200) -> tuple[np.ndarray, np.longdouble]:
+def power(a: np.ndarray, r: float) -> np.ndarray:
+    """[a]_+^r."""
+    a = np.maximum(a, 0)
+    return a if r == 1 else a * a if r == 2 else a**r
+
+
+def entmax_row(z: np.ndarray, alpha: float, steps: int = 200, wide: type = WIDE) -> tuple[np.ndarray, np.floating]:
     """(p, tau) of one row by bisection on sum [z/r - tau]_+^r = 1, r = 1/(alpha - 1), tau in
-    [max/r - 1, max/r - n^(-1/r)], in extended precision; -inf scores get 0."""
-    z = np.asarray(z).astype(WIDE)
-    r = 1 / (WIDE(alpha) - 1)
+    [max/r - 1, max/r - n^(-1/r)], in extended precision unless `wide` is given; -inf scores get 0."""
+    z = np.asarray(z).astype(wide)
+    r = 1 / (wide(alpha) - 1)
     top = z.max()
     x = (z - top) / r
     live = x[x > -1]  # the others are below every threshold of the bracket
-    low, high = WIDE(-1), -(WIDE(len(live)) ** (-1 / r))
+    low, high = wide(-1), -(wide(len(live)) ** (-1 / r))
     for _ in range(steps):
         middle = (low + high) / 2
         if middle in (low, high):
             break  # adjacent numbers: further halving changes nothing
-        if (np.maximum(live - middle, 0) ** r).sum() >= 1:
+        if power(live - middle, r).sum() >= 1:
             low = middle
             live = live[live > low]  # the rest can no longer count
         else:
             high = middle
-    return np.maximum(x - low, 0) ** r, low + top / r
+    return power(x - low, r), low + top / r
 
 
-def entmax_rows(z: np.ndarray, alpha: float) -> np.ndarray:
+def entmax_rows(z: np.ndarray, alpha: float, wide: type = WIDE) -> np.ndarray:
     """`entmax_row` along the last axis."""
     z = np.asarray(z)
-    rows = [entmax_row(row, alpha)[0] for row in z.reshape(-1, z.shape[-1])]
-    return np.array(rows, dtype=WIDE).reshape(z.shape)
+    rows = [entmax_row(row, alpha, wide=wide)[0] for row in z.reshape(-1, z.shape[-1])]
+    return np.array(rows, dtype=wide).reshape(z.shape)
 
 
 def softmax(z: np.ndarray) -> np.ndarray:

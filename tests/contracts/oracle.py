@@ -273,8 +273,10 @@ def _kept(s: Sentence, z: Tensor, kept: Tensor, order: Tensor, count: Tensor, pa
         return _softmax(torch.where(kept, z, -torch.inf))
     if s.kernel == "uniform":
         return _share(kept.to(z.dtype))
-    at = torch.where(count > s.k, s.k, count - 1)  # the (k+1)-th key, or the last
-    theta = z.gather(-1, order.gather(-1, at)) - torch.where(count > s.k, 0.0, 1.0)
+    more = count > s.k
+    lowest = torch.where(z > -torch.inf, z, torch.inf).argmin(-1, keepdim=True)  # the first among equals
+    at = torch.where(more, order.gather(-1, torch.where(more, s.k, 0)), lowest)
+    theta = z.gather(-1, at) - torch.where(more, 0.0, 1.0)
     inside = kept & (z > theta)
     w = torch.where(inside, _kernel(s, torch.where(inside, z - theta, 1), params), 0)
     tied = ~inside.any(-1, keepdim=True)

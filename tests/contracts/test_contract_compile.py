@@ -18,7 +18,8 @@ import regard
 from .cases import PRESETS, REPRESENTATIVES, SPECS, Data, close, draw, gradients, learned, named
 
 LENGTHS = (5, 24, 33, 64, 70)  # on both sides of the presets' k = 32
-QUICK = ("softmax", "biweight", "relumax", "shift-cosine", "topk-uniform")
+OPCHECKED = ("biweight", "normrelu", "topk-softmax", "cosine")
+QUICK = ("softmax", "biweight", "shift-cosine")
 INDUCTOR = ("softmax", "biweight", "relumax", "shift-cosine")
 
 
@@ -124,7 +125,14 @@ def test_decoding_compiles_once() -> None:
     compiles(run, "aot_eager", [partial(check, keys=keys) for keys in (6, 17, 33, 40, 66)])
 
 
-@pytest.mark.parametrize("name", ["entmax", "sparsemax", "relumax", "normrelu", "topk_softmax", "topk_uniform"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "relumax",
+        "topk_softmax",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("entmax", "sparsemax", "normrelu", "topk_uniform")),
+    ],
+)
 def test_normalisers_compile_once(name: str) -> None:
     """The weightings on plain scores, forward and backward."""
     extra = (3,) if name.startswith("topk") else ()
@@ -167,7 +175,14 @@ def _calls(label: str, how: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]
     return seen.calls
 
 
-@pytest.mark.parametrize("label", [label for label in REPRESENTATIVES if SPECS[label].degree == 0])
+@pytest.mark.parametrize(
+    "label",
+    [
+        pytest.param(label, marks=() if label in OPCHECKED else pytest.mark.slow)
+        for label in REPRESENTATIVES
+        if SPECS[label].degree == 0
+    ],
+)
 def test_opcheck(label: str) -> None:
     """torch.library.opcheck on every operator of ours that a forward and a backward pass calls."""
     mask = torch.ones(2, 1, 6, 9, dtype=torch.bool)

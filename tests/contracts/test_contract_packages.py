@@ -94,33 +94,28 @@ def run(program: str, *extra: Path) -> str:
     return done.stdout
 
 
-def test_import_takes_torch_alone() -> None:
-    """Neither transformers nor triton, nor anything else that `import torch` has not loaded already."""
-    found = json.loads(
+def test_import_and_calls_take_torch_alone() -> None:
+    """Neither transformers nor triton, nor anything else that `import torch` has not loaded already; the first
+    calls load no more of that (torch itself looks for triton there)."""
+    new, loaded, later = json.loads(
         run("""
         import json, sys
         import torch
-        before = {name.partition(".")[0] for name in sys.modules}
+        tops = lambda: {name.partition(".")[0] for name in sys.modules}
+        before = tops()
         import regard
-        after = {name.partition(".")[0] for name in sys.modules}
-        known = set(sys.stdlib_module_names) | before | {"regard"}
-        print(json.dumps([sorted(after - known), sorted(after)]))
-        """)
-    )
-    assert found[0] == []
-    assert not {"transformers", "triton", "numba", "matplotlib", "tokenizers", "scipy"} & set(found[1])
-
-
-def test_a_call_takes_torch_alone() -> None:
-    """Not on the first call either. (torch itself looks for triton there.)"""
-    names = run("""
-        import sys, torch, regard
+        loaded = tops()
         x = torch.randn(1, 1, 4, 3, requires_grad=True)
         for spec in regard.presets():
             regard.attention(x, x, x, spec, is_causal=True).sum().backward()
-        print(*sys.modules)
-        """).split()
-    assert not {"transformers", "numba", "matplotlib", "scipy"} & set(names)
+        new = loaded - set(sys.stdlib_module_names) - before - {"regard"}
+        print(json.dumps([sorted(new), sorted(loaded), sorted(tops())]))
+        """)
+    )
+    extras = {"transformers", "numba", "matplotlib", "tokenizers", "scipy"}
+    assert new == []
+    assert not {"triton", *extras} & set(loaded)
+    assert not extras & set(later)
 
 
 def test_a_kernel_of_another_package(installed: Path) -> None:

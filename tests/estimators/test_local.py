@@ -48,7 +48,7 @@ def test_gaussian_equals_statsmodels(dim: int, h: float) -> None:
         out = attend(q, k, v, f"gaussian*fixed(h={h})*euclidean", impl=impl)
         np.testing.assert_allclose(out[:, 0], model["lc"], rtol=0, atol=1e-12)
     out = attend(q, k, v, f"gaussian*fixed(h={h})*euclidean*linear(ridge=0)")
-    np.testing.assert_allclose(out[:, 0], model["ll"], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(out[:, 0], model["ll"], rtol=0, atol=1e-12)
 
 
 # Weighted least squares -------------------------------------------------------------------------------------

@@ -90,3 +90,15 @@ def test_k_and_gradient(call) -> None:
     for k in (0, -2, 2.0, True, "3", None):
         assert f"k is {k!r}, expected a whole number k >= 1" in message(call, Z, k)
     assert "unknown gradient='sotf'. Did you mean 'soft'?" in message(call, Z, 2, gradient="sotf")
+
+
+def test_another_device() -> None:
+    assert "entmax: alpha is on meta" in message(regard.entmax, Z, torch.tensor(1.5, device="meta"))
+    assert "relumax: margin is on meta" in message(regard.relumax, Z, torch.tensor(1.5, device="meta"))
+    for call in CALLS.values():
+        assert "mask is on meta" in message(call, Z, mask=torch.ones(4, dtype=torch.bool, device="meta"))
+
+
+def test_dtypes_without_arithmetic() -> None:
+    for call in CALLS.values():
+        assert "scores has dtype torch.float8_e4m3fn" in message(call, Z.to(torch.float8_e4m3fn))

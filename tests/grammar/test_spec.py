@@ -55,7 +55,7 @@ MODELS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=600)
 @given(KERNELS, BANDWIDTHS, SIMILARITIES, MODELS, st.sampled_from([None, True, False]))
 def test_round_trips(kernel, bandwidth, similarity, model, normalise) -> None:
     try:
@@ -266,6 +266,16 @@ def test_constructor_messages() -> None:
     assert "is no bandwidth rule" in message(Spec, "gaussian", kernels.get("gaussian")())
     assert "is no solver" in message(Spec, "gaussian", degree=1, solver=0.5)
     assert "expected a Spec or its text, got 3" in message(regard.explain, 3, (1, 1, 2, 2))
+
+
+def test_values_of_the_wrong_kind() -> None:
+    for value in ("no", 1, 0.0):
+        assert f"normalise is {value!r}, expected True, False or None" in message(Spec, "gaussian", normalise=value)
+    assert "degree is True" in message(Spec, "gaussian", degree=True)
+    assert "temperature is True" in message(bandwidths.get("nearest"), temperature=True)
+    for text in (None, 3, [1], {"kernel": "gaussian"}):
+        assert f"expected the text of a spec, such as 'softmax', got {text!r}" in message(Spec.parse, text)
+        assert "Spec.from_json: " in message(Spec.from_json, text)
 
 
 def test_json_messages() -> None:

@@ -15,10 +15,11 @@ SPECS = ("softmax", "biweight", "relumax", "normrelu", "topk-uniform", "linear",
 
 
 def tensors(dtype: torch.dtype = torch.float32, heads: int = 4, kv_heads: int = 4) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
     return {
-        "query": torch.randn(2, heads, 5, 8).to(dtype),
-        "key": torch.randn(2, kv_heads, 7, 8).to(dtype),
-        "value": torch.randn(2, kv_heads, 7, 3).to(dtype),
+        "query": torch.randn(2, heads, 5, 8, generator=g).to(dtype),
+        "key": torch.randn(2, kv_heads, 7, 8, generator=g).to(dtype),
+        "value": torch.randn(2, kv_heads, 7, 3, generator=g).to(dtype),
     }
 
 
@@ -87,6 +88,26 @@ def test_masks() -> None:
     for shape in ((6,), (5, 6), (4, 5, 6), (3, 1, 5, 7), (2, 3, 5, 7), (1, 2, 4, 5, 7)):
         text = message(attn_mask=torch.ones(shape, dtype=torch.bool))
         assert f"attn_mask has shape [{', '.join(map(str, shape))}], which does not broadcast to [2, 4, 5, 7]" in text
+
+
+def test_masks_and_numbers_on_another_device() -> None:
+    elsewhere = torch.ones(5, device="meta")
+    assert "attn_mask is on meta" in message(attn_mask=torch.ones(5, 7, dtype=torch.bool, device="meta"))
+    assert "scale is on meta" in message(scale=elsewhere)
+    assert "params['alpha'] is on meta" in message("biweight", params={"alpha": elsewhere + 1})
+    for text in (message(scale=elsewhere), message(attn_mask=torch.ones(7, dtype=torch.bool, device="meta"))):
+        assert "cpu" in text
+
+
+def test_arguments_of_the_wrong_kind() -> None:
+    assert "params is a list, expected" in message("biweight", params=[1.5])
+    for impl in (None, 3):
+        assert f"impl is {impl!r}" in message(impl=impl) or f"unknown impl {impl!r}" in message(impl=impl)
+    for name in ("is_causal", "exclude_self", "enable_gqa", "return_diagnostics"):
+        for value in ("no", 1, None):
+            assert f"{name} is {value!r}, expected True or False" in message(**{name: value})
+    eighth = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors().items()}
+    assert "query has dtype torch.float8_e4m3fn" in message(**eighth)
 
 
 @pytest.mark.parametrize("window", [0, -1, 2.5, True, "4"])

@@ -81,7 +81,7 @@ def test_cross_attention_and_decoding_shapes() -> None:
 
 
 def test_explain_agrees_with_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = (torch.randn(1, 2, n, 4) for n in (6, 6, 6))
+    q = k = v = torch.linspace(-1, 1, 48).view(1, 2, 6, 4)
     ran: list[str] = []
     for name, entry in ops.implementations_registry.items():
         run = entry.impl.run
@@ -116,6 +116,16 @@ def test_messages() -> None:
         regard.explain("sofmax", SHAPE)
 
 
+def test_shapes() -> None:
+    for shape in ((2, 4, 8), (1, 2, 3, 4, 5), 7, "abcd"):
+        with pytest.raises(ArgumentError, match=r"explain: query_shape is .*, expected"):
+            regard.explain("softmax", shape)
+        with pytest.raises(ArgumentError, match=r"explain: key_shape is .*, expected"):
+            regard.explain("softmax", SHAPE, shape)
+    with pytest.raises(ArgumentError, match="cannot be shared out among"):
+        regard.explain("softmax", (1, 4, 3, 4), (1, 3, 3, 4))
+
+
 def test_an_implementation_of_ones_own() -> None:
     """One class with one registration is listed, chosen by priority, run by name, and can say no."""
     registry = ops.implementations_registry
@@ -135,10 +145,10 @@ def test_an_implementation_of_ones_own() -> None:
             return torch.zeros_like(inputs.v[:, :, :3]), None
 
     try:
-        q = torch.randn(1, 1, 3, 4)
+        q = torch.ones(1, 1, 3, 4)
         assert regard.explain("softmax", (1, 1, 3, 4)).chosen == "zeros"
         assert not bool(regard.attention(q, q, q).any())
-        q = torch.randn(1, 1, 4, 4)
+        q = torch.ones(1, 1, 4, 4)
         assert regard.explain("softmax", (1, 1, 4, 4)).chosen == "sdpa"
         assert bool(regard.attention(q, q, q).any())
         with pytest.raises(ArgumentError, match=r"impl='zeros' does three queries\. Those that can: sdpa"):

@@ -27,8 +27,8 @@ class DemoConfig:
     Ends with a table on the terminal, and with report.html, figures, table.md and results.json in a folder.
     """
 
-    steps: int = 1000
-    """Optimiser steps per model. The default takes less than a minute per model on two cores."""
+    steps: int = 800
+    """Optimiser steps per model. The default takes about a minute per model on two cores."""
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
     specs: str = "softmax,biweight,relumax,shift-cosine"
@@ -57,6 +57,9 @@ def run_demo(config: DemoConfig) -> int:
     from rich.console import Console
 
     progress, screen = Console(stderr=True), Console()
+    for console in (progress, screen):
+        if not console.is_terminal:  # a file or a pipe has no edge at which to fold
+            console.width = max(console.width, 120)
     with progress.status("loading"):
         from . import demo_output, demo_text, demo_train
     demo_output.check_out(config.out, CALL)
@@ -86,8 +89,6 @@ def run_demo(config: DemoConfig) -> int:
             seconds=time.perf_counter() - start,
         )
         demo_output.write(config.out, result)
-    if not screen.is_terminal:
-        screen.width = max(screen.width, 120)  # a file or a pipe has no edge at which to fold
     screen.print(demo_output.table(result).rich())
     screen.print(f"{result.seconds:.0f} s in all. Look inside: {config.out / demo_output.PAGE}", highlight=False)
     return 1 if any(outcome.failure for outcome in outcomes) else 0

@@ -227,13 +227,11 @@ def table(result: Result) -> Table:
             )
         )
     return Table(
-        header=(
-            *("model", "held-out bits/char", f"against {base.name}", "training", "tokens/s"),
-            *("parameters", "mean support"),
-        ),
+        header=("model", "bits/char", f"vs {base.name}", "training", "tokens/s", "parameters", "support"),
         rows=tuple(rows),
-        note=f"Support: keys with non-zero weight per query, of {result.visible:.1f} visible on average. "
-        f"Fewer bits are better; with one seed ({result.settings['seed']}), small differences may be chance.",
+        note=f"Bits per character of held-out text, fewer are better; with one seed ({result.settings['seed']}), small "
+        f"differences may be chance. Support: keys with non-zero weight per query, of {result.visible:.1f} visible on "
+        f"average.",
     )
 
 

@@ -60,9 +60,9 @@ def plan(material: Material, spec: Spec, place: int, *, steps: int, seed: int, o
         seed=seed,
         device="cpu",  # the demo compares on the machine that everyone has
         out=out / RUNS / folder_name(place, str(spec)),
-        log_every=max(1, steps // 60),
-        # four looks on the way; after the last step the whole held-out text is measured in any case
-        eval_every=steps // 5 + 1,
+        log_every=max(1, steps // 50),
+        # three looks on the way; after the last step the whole held-out text is measured in any case
+        eval_every=steps // 4 + 1,
         eval_tokens=len(material.held_out_tokens),
         save_every=steps,
         keep=1,
