@@ -40,7 +40,7 @@ def debugging() -> bool:
 
 def suggestion(name: str, choices: Iterable[str]) -> str:
     """' Did you mean ...?' for the closest of `choices`, or the list of all of them."""
-    known = sorted(choices)
+    known = sorted(set(choices))
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
     if close:
         return f" Did you mean {' or '.join(repr(c) for c in close)}?"
@@ -62,10 +62,9 @@ def floating(call: str, name: str, tensor: object) -> None:
     """`tensor` is a floating-point tensor."""
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"{call}: {name} is a {type(tensor).__name__}, expected a torch.Tensor.")
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
         raise ArgumentError(
-            f"{call}: {name} has dtype {tensor.dtype}, expected a floating-point dtype; "
-            f"convert it with {name}.float()."
+            f"{call}: {name} has dtype {tensor.dtype}, expected a floating-point dtype; convert it with {name}.float()."
         )
 
 
@@ -92,6 +91,12 @@ def broadcastable(call: str, name: str, tensor: Tensor, target: tuple[int, ...])
         )
 
 
+def on_device(call: str, name: str, tensor: Tensor, device: torch.device) -> None:
+    """`tensor` is where the others are."""
+    if tensor.device != device:
+        raise ArgumentError(f"{call}: {name} is on {tensor.device}, but the rest is on {device}; move it with .to().")
+
+
 def in_range(
     call: str, name: str, value: object, low: float | None = None, high: float | None = None, *, strict: bool
 ) -> None:
@@ -105,9 +110,7 @@ def in_range(
             raise ArgumentError(f"{call}: {name} holds NaN or infinite values.")
         least, most = (float(values.min()), float(values.max())) if values.numel() else (None, None)
     elif isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise ArgumentError(
-            f"{call}: {name} is {value!r} ({type(value).__name__}), expected a number or tensor."
-        )
+        raise ArgumentError(f"{call}: {name} is {value!r} ({type(value).__name__}), expected a number or tensor.")
     else:
         least = most = float(value)
         if least - least != 0:  # infinite or NaN, in a form that can be traced

@@ -52,6 +52,4 @@ def _devices() -> dict[str, str]:
 def _implementations() -> dict[str, str]:
     from .ops import implementations
 
-    return {
-        name: "can run" if reason is None else f"cannot run: {reason}" for name, reason in implementations()
-    }
+    return {name: "can run" if reason is None else f"cannot run: {reason}" for name, reason in implementations()}

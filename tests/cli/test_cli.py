@@ -174,9 +174,7 @@ def test_a_mistake_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_device_that_is_not_there(
-    regard: Callable, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_is_not_there(regard: Callable, text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     result = regard("train", "--data", text_file, "--device", "cuda")

@@ -216,5 +216,5 @@ def test_solver_statistics_and_weights_are_reported() -> None:
 
 def test_the_reference_refuses_what_it_cannot_hold() -> None:
     q, k = torch.zeros(1, 1, 4100, 64), torch.zeros(1, 1, 1024, 64)
-    with pytest.raises(ArgumentError, match=r"would build 268,697,600 numbers .*; give fewer queries"):
+    with pytest.raises(ArgumentError, match=r"of 268,697,600 numbers .*; give fewer queries"):
         regard.attention(q, k, k, "local-linear")

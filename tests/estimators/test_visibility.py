@@ -35,7 +35,6 @@ def test_pairs(order: dict, queries: int, keys: int) -> None:
         visible = Visibility(queries, keys, offset=offset, **order)
         expected = oracles.visible_pairs(queries, keys, offset=offset, **order)
         np.testing.assert_array_equal(seen(visible), expected)
-        np.testing.assert_array_equal(visible.empty_rows(1, CPU)[0, 0].numpy(), ~expected.any(-1))
         for first, last in ((0, queries), (0, 1), (queries - 1, queries), (queries // 2, queries)):
             low, high = visible.span(first, last)
             assert 0 <= low <= high <= keys

@@ -15,7 +15,7 @@ import regard
 from regard.checks import ArgumentError
 from regard.grammar import Spec, bandwidths, kernels, local_linear, similarities, solvers
 
-positive = st.floats(1e-6, 1e6)
+positive = st.floats(1e-3, 1e6)
 number = st.floats(-1e6, 1e6)
 
 

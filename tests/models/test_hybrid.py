@@ -148,9 +148,7 @@ def test_registration_happens_on_import_and_can_be_repeated():
 
 def test_every_layer_has_its_own_mixer(make_model, encode):
     tokens = encode(SENTENCE)[None]
-    outputs = [
-        make_model(m)(tokens).logits for m in (["softmax", "biweight"], ["biweight", "softmax"], "softmax")
-    ]
+    outputs = [make_model(m)(tokens).logits for m in (["softmax", "biweight"], ["biweight", "softmax"], "softmax")]
     assert all((a - b).abs().max() > 1e-5 for a in outputs for b in outputs if a is not b)
     model = make_model(["softmax", "biweight"])
     assert [str(layer.self_attn.spec) for layer in model.model.layers] == ["softmax", "biweight"]
@@ -312,9 +310,7 @@ def test_logits_to_keep(make_model, encode):
     whole = model(tokens).logits
     torch.testing.assert_close(model(tokens, logits_to_keep=1).logits, whole[:, -1:], atol=1e-6, rtol=0)
     places = torch.tensor([0, 5])
-    torch.testing.assert_close(
-        model(tokens, logits_to_keep=places).logits, whole[:, places], atol=1e-6, rtol=0
-    )
+    torch.testing.assert_close(model(tokens, logits_to_keep=places).logits, whole[:, places], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -370,9 +366,7 @@ def test_compiled_equals_eager(make_model, encode, mixers):
         out = compiled(tokens, attention_mask=given, labels=tokens, use_cache=False)
         torch.testing.assert_close(out.logits, expected.logits, atol=1e-6, rtol=0)
         names, weights = zip(*model.named_parameters(), strict=True)
-        pairs = zip(
-            torch.autograd.grad(out.loss, weights), torch.autograd.grad(expected.loss, weights), strict=True
-        )
+        pairs = zip(torch.autograd.grad(out.loss, weights), torch.autograd.grad(expected.loss, weights), strict=True)
         for name, (a, b) in zip(names, pairs, strict=True):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5, msg=name)
 

@@ -135,9 +135,7 @@ def test_training_makes_no_cache_unasked(make_model, encode):
 def test_static_cache_is_refused(make_model, encode):
     model = make_model()
     tokens = encode("geese")[None]
-    with pytest.raises(
-        ValueError, match="StaticCache, which is padded to a fixed length; use a cache that grows"
-    ):
+    with pytest.raises(ValueError, match="StaticCache, which is padded to a fixed length; use a cache that grows"):
         model(tokens, past_key_values=StaticCache(config=model.config, max_cache_len=16))
     with pytest.raises(ValueError, match="use a cache that grows"):
         model.generate(tokens, max_new_tokens=2, cache_implementation="static")

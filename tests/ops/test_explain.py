@@ -31,14 +31,14 @@ def test_every_implementation_is_listed_best_first() -> None:
     [
         ("softmax", {}, "sdpa"),
         ("rbf", {}, "sdpa"),
-        ("softmax", {"causal": True}, "sdpa"),
+        ("softmax", {"is_causal": True}, "sdpa"),
         ("softmax", {"mask": "pairs"}, "sdpa"),
-        ("softmax", {"diagnostics": True}, "blocked"),
-        ("softmax", {"causal": True, "strict": True}, "blocked"),
-        ("softmax", {"causal": True, "window": 8}, "blocked"),
-        ("softmax", {"causal": True, "offset": None}, "blocked"),
+        ("softmax", {"return_diagnostics": True}, "blocked"),
+        ("softmax", {"exclude_self": True}, "blocked"),
+        ("softmax", {"is_causal": True, "window": 8}, "blocked"),
+        ("softmax", {"is_causal": True, "mask": "keys"}, "sdpa"),
         ("biweight", {}, "blocked"),
-        ("relumax", {"causal": True, "gradient": True}, "blocked"),
+        ("relumax", {"is_causal": True}, "blocked"),
         ("local-linear", {}, "reference"),
     ],
 )
@@ -64,17 +64,17 @@ def test_what_auto_takes(spec: str, how: dict, chosen: str) -> None:
 
 def test_reasons() -> None:
     assert "normalised Gaussian weights" in reasons("biweight")["sdpa"]
-    assert "no window and no strictly causal order" in reasons("softmax", causal=True, window=4)["sdpa"]
-    assert "aligns causal order to the first key" in reasons("softmax", causal=True, offset=3)["sdpa"]
-    assert "no row statistics" in reasons("softmax", diagnostics=True)["sdpa"]
+    assert "no window and no strictly causal order" in reasons("softmax", is_causal=True, window=4)["sdpa"]
+    assert "aligns causal order to the first key" in reasons("softmax", is_causal=True, query_offset=3)["sdpa"]
+    assert "no row statistics" in reasons("softmax", return_diagnostics=True)["sdpa"]
     assert "degree 0 alone" in reasons("local-linear")["blocked"]
     assert reasons("local-linear")["reference"] is None
 
 
 def test_cross_attention_and_decoding_shapes() -> None:
-    one = regard.explain("softmax", (1, 4, 1, 16), (1, 2, 500, 16), causal=True)
+    one = regard.explain("softmax", (1, 4, 1, 16), (1, 2, 500, 16), is_causal=True)
     assert one.chosen == "sdpa"  # a single query at the end sees every key
-    some = regard.explain("softmax", (1, 4, 5, 16), (1, 2, 500, 16), causal=True)
+    some = regard.explain("softmax", (1, 4, 5, 16), (1, 2, 500, 16), is_causal=True)
     assert some.chosen == "blocked"  # torch would align the five queries to the first keys
     wide = regard.explain("softmax", SHAPE, value_dim=64).rows[0][2]
     assert wide.flops > regard.explain("softmax", SHAPE).rows[0][2].flops
@@ -110,8 +110,10 @@ def test_costs_grow_as_they_should() -> None:
 
 
 def test_messages() -> None:
-    with pytest.raises(ArgumentError, match=r"explain: .*'cuasal'"):
-        regard.explain("softmax", SHAPE, cuasal=True)
+    with pytest.raises(ArgumentError, match="explain: mask is 'rows'"):
+        regard.explain("softmax", SHAPE, mask="rows")
+    with pytest.raises(ArgumentError, match="cannot be shared out"):
+        regard.explain("softmax", SHAPE, (2, 3, 128, 16))
     with pytest.raises(ArgumentError, match="Did you mean 'softmax'"):
         regard.explain("sofmax", SHAPE)
 

@@ -71,9 +71,7 @@ def test_toml_sets_fields(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('spec = "biweight"\nsteps = 5\nlearning-rate = 1\nout = "x/y"\nresume = true\n')
     config = from_mapping(TrainConfig(width=8), read_mapping(path, call="t"), call="t", source="f")
-    assert config == TrainConfig(
-        width=8, spec=("biweight",), steps=5, learning_rate=1.0, out=Path("x/y"), resume=True
-    )
+    assert config == TrainConfig(width=8, spec=("biweight",), steps=5, learning_rate=1.0, out=Path("x/y"), resume=True)
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,7 @@ def test_strided_windows_of_a_small_text() -> None:
 
 @pytest.mark.parametrize("n", [2, 15, 16, 17, 63, 64, 65, 200])
 @pytest.mark.parametrize(("context", "stride"), [(16, 8), (16, 1), (16, 15), (7, 3), (2, 1)])
-def test_strided_windows_score_every_token_once_with_enough_context(
-    n: int, context: int, stride: int
-) -> None:
+def test_strided_windows_score_every_token_once_with_enough_context(n: int, context: int, stride: int) -> None:
     scored = []
     for number, (start, skip) in enumerate(strided_windows(n, context, stride)):
         end = min(start + context, n)

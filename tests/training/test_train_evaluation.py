@@ -38,9 +38,7 @@ def expected_loss(model: Echo, tokens: list[int], context: int, stride: int) -> 
     return total / (len(tokens) - 1)
 
 
-@pytest.mark.parametrize(
-    ("n", "context", "stride"), [(50, 8, 4), (53, 8, 3), (8, 8, 4), (5, 8, 4), (40, 8, 1)]
-)
+@pytest.mark.parametrize(("n", "context", "stride"), [(50, 8, 4), (53, 8, 3), (8, 8, 4), (5, 8, 4), (40, 8, 1)])
 def test_loss_equals_a_sum_by_hand(n: int, context: int, stride: int) -> None:
     model = Echo(5)
     tokens = [(i * i + i // 3) % 5 for i in range(n)]

@@ -70,9 +70,7 @@ def test_the_run_folder(tiny: Callable, silent: Console) -> None:
     assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6]
     first = lines[0]
     assert first["tokens"] == 2 * 16
-    assert first["bits_per_char"] == pytest.approx(
-        first["loss"] / 0.6931471805599453
-    )  # one token a character
+    assert first["bits_per_char"] == pytest.approx(first["loss"] / 0.6931471805599453)  # one token a character
     content = config.data.read_text()
     train_text = content[: len(content) - round(len(content) * 0.1)]
     ratio = len(train_text.encode()) / len(train_text)
@@ -104,9 +102,7 @@ def test_two_runs_are_bit_equal(tiny: Callable, straight: Path, tmp_path: Path, 
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_half_and_half_equals_straight(
-    tiny: Callable, straight: Path, tmp_path: Path, silent: Console
-) -> None:
+def test_half_and_half_equals_straight(tiny: Callable, straight: Path, tmp_path: Path, silent: Console) -> None:
     out = tmp_path / "halves"
     config = tiny(out=out, steps=8, save_every=4, accumulate=2)
     with pytest.raises(SystemError):
@@ -119,16 +115,13 @@ def test_half_and_half_equals_straight(
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     optimizers = [
-        torch.load(folder / "checkpoint-8" / "optimizer.pt", weights_only=True)["state"]
-        for folder in (straight, out)
+        torch.load(folder / "checkpoint-8" / "optimizer.pt", weights_only=True)["state"] for folder in (straight, out)
     ]
     for key, state in optimizers[0].items():
         assert all(torch.equal(state[name], optimizers[1][key][name]) for name in state)
 
 
-def test_damaged_checkpoints_are_passed_over(
-    tiny: Callable, straight: Path, silent: Console, tmp_path: Path
-) -> None:
+def test_damaged_checkpoints_are_passed_over(tiny: Callable, straight: Path, silent: Console, tmp_path: Path) -> None:
     (straight / "summary.json").unlink()
     damaged = straight / "checkpoint-8" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -301,9 +294,7 @@ def test_bfloat16_keeps_float32_weights(tiny: Callable, silent: Console) -> None
     assert {value.dtype for value in weights(config.out / "model").values()} == {torch.float32}
 
 
-def test_tensorboard_hears_what_is_logged(
-    tiny: Callable, silent: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_hears_what_is_logged(tiny: Callable, silent: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     class Writer:
         scalars: ClassVar[list] = []
 
@@ -327,9 +318,7 @@ def test_tensorboard_hears_what_is_logged(
 
 def test_a_terminal_shows_a_bar_and_a_file_shows_lines(tiny: Callable) -> None:
     screen, log = io.StringIO(), io.StringIO()
-    train(
-        tiny(steps=3), console=Console(file=screen, force_terminal=True, width=150), label="local-linear[x]"
-    )
+    train(tiny(steps=3), console=Console(file=screen, force_terminal=True, width=150), label="local-linear[x]")
     assert "local-linear[x]" in screen.getvalue()
     assert "3/3" in screen.getvalue()
     train(tiny(steps=3, overwrite=True), console=Console(file=log, width=40), label="local-linear[x]")
@@ -342,9 +331,7 @@ def test_a_terminal_shows_a_bar_and_a_file_shows_lines(tiny: Callable) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one_with_twice_the_batch(
-    tiny: Callable, tmp_path: Path, silent: Console
-) -> None:
+def test_two_processes_equal_one_with_twice_the_batch(tiny: Callable, tmp_path: Path, silent: Console) -> None:
     one = tiny(batch=4)
     train(one, console=silent)
     two = tiny(out=tmp_path / "two", batch=2)

@@ -58,9 +58,7 @@ def poison_gradient(model: torch.nn.Module) -> None:
         ),
     ],
 )
-def test_non_finite_numbers_stop_the_run(
-    tiny: Callable, silent: Console, poison: Callable, what: str
-) -> None:
+def test_non_finite_numbers_stop_the_run(tiny: Callable, silent: Console, poison: Callable, what: str) -> None:
     config = tiny(save_every=2)
     with pytest.raises(TrainingStopped, match=what) as caught:
         train(config, console=silent, callbacks=[At(4, poison)])
@@ -134,9 +132,7 @@ def test_a_full_disk_under_a_checkpoint(tiny: Callable, silent: Console) -> None
     assert train(tiny(resume=True), console=silent).step == 6
 
 
-@pytest.mark.parametrize(
-    "where", ["transformers.modeling_utils.safe_save_file", "regard.training.trainer.seal"]
-)
+@pytest.mark.parametrize("where", ["transformers.modeling_utils.safe_save_file", "regard.training.trainer.seal"])
 def test_any_write_may_find_the_disk_full(
     tiny: Callable, silent: Console, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -150,9 +146,7 @@ def test_any_write_may_find_the_disk_full(
     assert last_complete(config.out) == (None, [])
 
 
-def test_a_full_disk_under_the_final_model(
-    tiny: Callable, silent: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_under_the_final_model(tiny: Callable, silent: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     save = PreTrainedTokenizerBase.save_pretrained
 
     def refuse(self: PreTrainedTokenizerBase, folder: Path, **options: object) -> None:
@@ -184,9 +178,7 @@ def test_killed_at_any_moment_the_last_complete_checkpoint_loads(tiny: Callable,
     reached = 0
     for attempt in range(5):
         mode = "resume" if attempt else "begin"
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, mode], env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        process = subprocess.Popen([sys.executable, "-c", program, mode], env={**os.environ, "OMP_NUM_THREADS": "1"})
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and process.poll() is None:
             steps = [int(p.name.rpartition("-")[2]) for p in config.out.glob("checkpoint-*")]

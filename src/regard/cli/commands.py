@@ -3,8 +3,8 @@ imported inside."""
 
 from __future__ import annotations
 
-import json
 import re
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,8 @@ def train(argv: list[str]) -> int:
         lines.append(("support", f"{summary.support:.1f} keys per query"))
     lines += [("parameters", f"{summary.parameters:,}"), ("run folder", summary.out)]
     _print_pairs(lines)
-    print(f'\nTry: regard generate {summary.out} --prompt "The "')
+    hint = f" --prompt {shlex.quote(summary.prompt)}" if summary.prompt else ""
+    print(f"\nTry: regard generate {shlex.quote(summary.out)}{hint}")
     return 0
 
 
@@ -79,9 +80,7 @@ def evaluate(argv: list[str]) -> int:
     for name in ("context", "stride", "batch"):
         value = getattr(options, name)
         if value is not None and value < (2 if name == "context" else 1):
-            raise ArgumentError(
-                f"eval: --{name} is {value}, expected at least {2 if name == 'context' else 1}."
-            )
+            raise ArgumentError(f"eval: --{name} is {value}, expected at least {2 if name == 'context' else 1}.")
     from ..training.device import resolve_device
     from ..training.evaluation import Units
     from ..training.evaluation import evaluate as measure
@@ -92,6 +91,10 @@ def evaluate(argv: list[str]) -> int:
     model, tokenizer = load_model(options.run, call="eval")
     content, saved = _eval_text(options)
     context = options.context or (saved.context if saved else model.config.max_position_embeddings)
+    if options.stride is not None and options.stride >= context:
+        raise ArgumentError(
+            f"eval: --stride is {options.stride}, expected 1 to {context - 1}, less than the context of {context}."
+        )
     tokens = encode(tokenizer, content)
     if len(tokens) < context:
         raise ArgumentError(
@@ -131,9 +134,7 @@ def _eval_text(options: EvalOptions) -> tuple[str, TrainConfig | None]:
     if options.data is not None:
         return load_text(options.data, call="eval").content, saved
     if saved is None or saved.data is None:
-        raise ArgumentError(
-            f"eval: {options.run} is a model without its run; give the text with --data FILE."
-        )
+        raise ArgumentError(f"eval: {options.run} is a model without its run; give the text with --data FILE.")
     text = load_text(saved.data, call="eval")
     check_text(options.run, text, call="eval")
     return split_text(text.content, saved.validation)[1], saved
@@ -145,8 +146,8 @@ class GenerateOptions:
 
     run: Run
     """Folder of a training run (its --out), or of a saved model."""
-    prompt: str = "\n"
-    """Text to continue. By default a new line."""
+    prompt: str | None = None
+    """Text to continue. By default a new line, or another character where the model never saw one."""
     max_new_tokens: int = 200
     """Tokens to add."""
     temperature: float = 0.8
@@ -164,23 +165,22 @@ def generate(argv: list[str]) -> int:
     options = parse(GenerateOptions, argv, command="generate")
     from ..training.device import resolve_device
     from ..training.folder import load_model
-    from ..training.generate import generate_text, unknown_characters
+    from ..training.generate import check_sampling, default_prompt, generate_text, unknown_characters
 
     device = resolve_device(options.device, call="generate")
+    numbers: dict[str, Any] = {
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "seed": options.seed,
+    }
+    check_sampling(**numbers)
     model, tokenizer = load_model(options.run, call="generate")
-    unknown = unknown_characters(tokenizer, options.prompt)
+    prompt = default_prompt(tokenizer) if options.prompt is None else options.prompt
+    unknown = unknown_characters(tokenizer, prompt)
     if unknown:
         print(f"regard generate: note: the model never saw {unknown!r}; read as <unk>", file=sys.stderr)
-    text = generate_text(
-        model.to(device),
-        tokenizer,
-        options.prompt,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        seed=options.seed,
-    )
-    print(text)
+    print(generate_text(model.to(device), tokenizer, prompt, **numbers))
     return 0
 
 
@@ -239,25 +239,10 @@ def _plural(kind: str) -> str:
 
 def _about(thing: Any) -> str:
     """One line about something registered: a preset spelt out, else the first sentence of a docstring."""
-    if hasattr(thing, "to_json"):
-        return _sentence(json.loads(thing.to_json()))
+    if hasattr(thing, "parts"):
+        return "*".join(thing.parts())
     text = " ".join((getattr(thing, "impl", thing).__doc__ or "").split("\n\n")[0].split())
     return re.split(r"(?<=\.) (?=[A-Z])", text)[0]
-
-
-def _sentence(axes: dict[str, Any]) -> str:
-    """A spec spelt out in the grammar's own words, no axis left to its default but the similarity."""
-    parts = [_term(axes["kernel"]), _term(axes["bandwidth"])]
-    if axes["similarity"]["name"] != "dot":
-        parts.append(_term(axes["similarity"]))
-    if axes["degree"] == 1:
-        parts.append(f"linear(ridge={axes['ridge']},solver={_term(axes['solver'])})")
-    return "*".join([*parts, "normalised" if axes["normalise"] else "unnormalised"])
-
-
-def _term(value: dict[str, Any]) -> str:
-    arguments = ",".join(f"{key}={number}" for key, number in value.items() if key != "name")
-    return f"{value['name']}({arguments})" if arguments else str(value["name"])
 
 
 _TRAIN = (

@@ -20,12 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
 from ..grammar import RowStats, Weighting
 from .visibility import Visibility
-
-LIMIT = 2**28
-"""Elements of the [B, H, Tq, Tk, D] tensor that degree 1 may build here."""
 
 
 class Estimate(NamedTuple):
@@ -66,17 +62,7 @@ def linear(
     ridge: float | Tensor,
     solver: Any,
 ) -> Estimate:
-    """Degree 1. Materialises [B, H, Tq, Tk, D].
-
-    Raises:
-        ArgumentError: that tensor would exceed `LIMIT` elements.
-    """
-    size = x.shape[0] * x.shape[1] * x.shape[2] * y.shape[2] * x.shape[3]
-    if size > LIMIT:
-        raise ArgumentError(
-            f"attention: the reference of the local linear model would build {size:,} numbers "
-            f"(limit {LIMIT:,}); give fewer queries at a time."
-        )
+    """Degree 1. Materialises [B, H, Tq, Tk, D]."""
     p = (fit := constant(q, k, v, visible, weighting, params)).weights
     mean = p @ y
     away = y[..., None, :, :] - mean[..., :, None, :]  # [B, H, Tq, Tk, D]

@@ -13,7 +13,17 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, boolean_mask, broadcastable, finite, floating, in_range, shape, suggestion
+from ..checks import (
+    ArgumentError,
+    boolean_mask,
+    broadcastable,
+    finite,
+    floating,
+    in_range,
+    on_device,
+    shape,
+    suggestion,
+)
 from ..grammar import Spec
 from ..grammar.bandwidths.fixed import Empty
 from ..grammar.bandwidths.nearest import Gradient
@@ -139,6 +149,7 @@ def _normalise(
     if mask is not None:
         boolean_mask(call, "mask", mask)
         broadcastable(call, "mask", mask, tuple(scores.shape))
+        on_device(call, "mask", mask, scores.device)
         scores = torch.where(mask, scores, -torch.inf)
     if scores.numel() == 0:
         return scores.clone()
@@ -157,6 +168,7 @@ def _rows(call: str, name: str, value: Tensor, scores: Tensor, dim: int) -> Tens
     """A row parameter [..., 1] with `dim` moved last."""
     floating(call, name, value)
     broadcastable(call, name, value, tuple(scores.shape))
+    on_device(call, name, value, scores.device)
     value = value.reshape((1,) * (scores.dim() - value.dim()) + tuple(value.shape))
     if value.shape[dim] != 1:
         raise ArgumentError(

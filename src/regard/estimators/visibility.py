@@ -106,8 +106,3 @@ class Visibility:
         else:
             seen = (visible @ marked.float()[..., None])[..., 0]
         return (seen > 0).expand(*marked.shape[:2], self.queries)
-
-    def empty_rows(self, batch: int, device: torch.device) -> Tensor:
-        """Which queries see no key: boolean [B, H or 1, Tq]."""
-        heads = 1 if self.mask is None else self.mask.shape[1]
-        return ~self.any_seen(torch.ones(batch, heads, self.keys, dtype=torch.bool, device=device))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from .. import Spec
 from ..checks import ArgumentError
+from ..training.config import check_seed, read_sentence, split_sentences
 
 CALL = "demo"
 ORDER = 5
@@ -102,8 +103,7 @@ def check_numbers(config: DemoConfig) -> None:
     """
     if config.steps < 1:
         raise ArgumentError(f"{CALL}: --steps is {config.steps}, expected at least 1.")
-    if config.seed < 0:
-        raise ArgumentError(f"{CALL}: --seed is {config.seed}, expected at least 0.")
+    check_seed(config.seed, CALL)
 
 
 def parse_specs(text: str) -> list[Spec]:
@@ -114,24 +114,8 @@ def parse_specs(text: str) -> list[Spec]:
     """
     specs: list[Spec] = []
     for sentence in split_sentences(text):
-        if not sentence:
-            raise ArgumentError(f"{CALL}: --specs {text!r} names nothing at one place; put one comma between two.")
-        try:
-            spec = Spec.parse(sentence)
-        except ArgumentError as error:
-            raise ArgumentError(f"{CALL}: --specs: {error}") from None
+        spec = read_sentence(sentence, "--specs", CALL)
         if spec in specs:
             raise ArgumentError(f"{CALL}: --specs names {str(spec)!r} twice; name every sentence once.")
         specs.append(spec)
     return specs
-
-
-def split_sentences(text: str) -> list[str]:
-    """Cut at the commas that stand outside brackets, and drop the blanks around the parts."""
-    parts, depth, start = [], 0, 0
-    for i, char in enumerate(text):
-        depth += (char in "([") - (char in ")]")
-        if char == "," and depth <= 0:
-            parts.append(text[start:i])
-            start = i + 1
-    return [part.strip() for part in (*parts, text[start:])]

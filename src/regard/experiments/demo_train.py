@@ -27,6 +27,7 @@ from ..training import (
     train,
 )
 from ..training.callbacks import Clock
+from ..training.config import SEEDS
 from .demo_output import RUNS, TEXT, Baseline, Outcome, Trained, folder_name
 from .demo_text import Material
 from .ngram import NGram
@@ -162,7 +163,9 @@ def write_on(
     text = prompt
     for piece in range(-(-length // half)):
         tail = text[-half:]
-        longer = generate_text(model, tokenizer, tail, max_new_tokens=half, temperature=TEMPERATURE, seed=seed + piece)
+        longer = generate_text(
+            model, tokenizer, tail, max_new_tokens=half, temperature=TEMPERATURE, seed=(seed + piece) % SEEDS
+        )
         text += longer[len(tail) :]
     return text[len(prompt) : len(prompt) + length]
 

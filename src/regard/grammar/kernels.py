@@ -120,8 +120,11 @@ class Polynomial(_Ranked):
 
     def __post_init__(self) -> None:
         in_range("polynomial", "r", self.r, low=0.0, strict=True)
-        if math.isinf(self.r):
-            raise ArgumentError("polynomial: r is infinite; its limit is the gaussian kernel.")
+        if not 1e-3 <= self.r <= 1e12:  # beyond, the arithmetic of float32 ends before the mathematics does
+            raise ArgumentError(
+                f"polynomial: r is {self.r:g}, expected 0.001 <= r <= 1e12; for larger r use its limit, the gaussian "
+                f"kernel, for smaller the uniform one."
+            )
         object.__setattr__(self, "r", float(self.r))
 
     @property

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 from ..checks import ArgumentError, in_range, suggestion
@@ -64,7 +64,7 @@ class Spec:
         put("kernel", _instance(kernels, self.kernel))
         put("bandwidth", _instance(bandwidths, self.bandwidth or self.kernel.bandwidth))
         put("similarity", _instance(similarities, self.similarity))
-        if self.degree not in DEGREES:
+        if isinstance(self.degree, bool) or not isinstance(self.degree, int) or self.degree not in DEGREES:
             raise ArgumentError(f"Spec: degree is {self.degree!r}, expected 0 (constant) or 1 (linear).")
         if self.degree == 0:
             for name in ("ridge", "solver"):
@@ -83,6 +83,8 @@ class Spec:
                 f"Spec: the {self.kernel.name} kernel needs scores below {below:g}; use similarity='cosine', whose "
                 f"values stay inside (-1, 1), not {self.similarity.name!r}."
             )
+        if not isinstance(self.normalise, (bool, type(None))):
+            raise ArgumentError(f"Spec: normalise is {self.normalise!r}, expected True, False or None.")
         if self.normalise is None:
             put("normalise", self._normalised_by_default())
         weighting = self.bandwidth.weighting(self.kernel, self.normalise, self.similarity)
@@ -196,9 +198,9 @@ class Spec:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, TypeError) as error:
             raise ArgumentError(f"Spec.from_json: not JSON ({error}).") from None
-        if not isinstance(data, dict) or "kernel" not in data:
+        if not isinstance(data, dict) or data.get("kernel") is None:
             raise ArgumentError("Spec.from_json: expected an object with at least 'kernel'.")
         known = [f.name for f in fields(cls)]
         for key in data:
@@ -224,6 +226,7 @@ def _instance(registry: Registry[Any], value: Any, **arguments: Any) -> Any:
             raise ArgumentError(
                 f"Spec: {value!r} is no {registry.kind}; give a name or an instance of: {', '.join(registry.names())}."
             )
+        _require_registered(registry, value)
         return value
     make = registry.get(value)
     known = [f.name for f in fields(make)] if isinstance(make, type) else []
@@ -232,6 +235,16 @@ def _instance(registry: Registry[Any], value: Any, **arguments: Any) -> Any:
             what = f"takes {', '.join(known)}" if known else "takes no arguments"
             raise ArgumentError(f"{value}: unknown argument {key!r}; {value} {what}.")
     return make(**arguments)
+
+
+def _require_registered(registry: Registry[Any], value: Any) -> None:
+    """An object must be what its name and arguments make: fast forms and saved models know it by those."""
+    same = is_dataclass(value) and _instance(registry, _name(value), **_arguments(value))
+    if not is_dataclass(value) or type(same) is not type(value) or same != value:
+        raise ArgumentError(
+            f"Spec: {value!r} is not what the {registry.kind} registered as {value.name!r} makes; register its class "
+            f"under a name of its own."
+        )
 
 
 def _name(value: Any) -> str:
@@ -344,7 +357,7 @@ def _parsed(text: str) -> Spec:
 
 
 def _remember(text: str) -> bool:
-    if text not in _READ:
+    if not isinstance(text, str) or text not in _READ:
         if len(_READ) >= 1024:  # a number that changes at every call must not fill the memory
             _READ.clear()
         _READ[text] = _parse(text)
@@ -374,6 +387,10 @@ def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
         if name in presets_registry:
             whole = "*".join(presets_registry.get(name).parts())
             raise ArgumentError(f"Spec.parse: {name!r} is a preset, which stands alone; write its parts: {whole}.")
+        if name in bandwidths or name in similarities:
+            raise ArgumentError(
+                f"Spec.parse: {text!r} begins with {name!r}; a sentence begins with its kernel: gaussian*{text}."
+            )
         what = "spec" if len(terms) == 1 else "kernel"
         raise ArgumentError(f"unknown {what} {name!r}.{suggestion(name, known)}")
     made: dict[str, Any] = {"kernel": _instance(kernels, name, **arguments)}

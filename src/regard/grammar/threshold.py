@@ -51,7 +51,7 @@ def _newton_step(d: Tensor, r: Number, b: Tensor) -> Tensor:
     """(sum a^r - 1) / (r sum a^(r-1)), differentiable, with a = [b - d/r]_+."""
     reach = r * b
     inside = d < reach.detach()
-    a = torch.where(inside, b - torch.where(inside, d, 0) / r, 1)
+    a = torch.where(inside, (reach - torch.where(inside, d, 0)) / r, 1)  # > 0 inside, whatever the rounding
     total = torch.where(inside, a**r, 0).sum(-1, keepdim=True)
     slope = torch.where(inside, a ** (r - 1), 0).sum(-1, keepdim=True) * r
     some = slope > 0

@@ -139,8 +139,7 @@ class HybridConfig(PreTrainedConfig):
             mixers = [mixers] * self.num_hidden_layers
         if not isinstance(mixers, Sequence) or not all(isinstance(m, (str, Spec)) for m in mixers):
             raise ArgumentError(
-                f"{CALL}: mixers is {mixers!r}, expected a spec such as 'biweight', or a list with one "
-                f"per layer."
+                f"{CALL}: mixers is {mixers!r}, expected a spec such as 'biweight', or a list with one per layer."
             )
         require(
             len(mixers) == self.num_hidden_layers,

@@ -109,9 +109,7 @@ class HybridModel(HybridPreTrainedModel):
         config.normalise()
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            HybridDecoderLayer(config, spec, i) for i, spec in enumerate(config.layer_specs())
-        )
+        self.layers = nn.ModuleList(HybridDecoderLayer(config, spec, i) for i, spec in enumerate(config.layer_specs()))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -170,9 +168,7 @@ class HybridModel(HybridPreTrainedModel):
         """
         if input_ids is not None and inputs_embeds is None:
             if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-                raise ArgumentError(
-                    f"{CALL}: input_ids has shape {shape(input_ids)}, expected [B, T] with T >= 1."
-                )
+                raise ArgumentError(f"{CALL}: input_ids has shape {shape(input_ids)}, expected [B, T] with T >= 1.")
             if input_ids.dtype not in (torch.int64, torch.int32):
                 raise ArgumentError(f"{CALL}: input_ids has dtype {input_ids.dtype}, expected torch.int64.")
             return self.embed_tokens(input_ids)
@@ -181,8 +177,7 @@ class HybridModel(HybridPreTrainedModel):
         width = self.config.hidden_size
         if inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != width:
             raise ArgumentError(
-                f"{CALL}: inputs_embeds has shape {shape(inputs_embeds)}, expected [B, T, {width}] with "
-                f"T >= 1."
+                f"{CALL}: inputs_embeds has shape {shape(inputs_embeds)}, expected [B, T, {width}] with T >= 1."
             )
         return inputs_embeds
 
@@ -300,15 +295,10 @@ def key_mask(attention_mask: Tensor | None, batch: int, tokens: int) -> Tensor |
     """
     if attention_mask is None:
         return None
-    if (
-        not isinstance(attention_mask, Tensor)
-        or attention_mask.is_floating_point()
-        or attention_mask.is_complex()
-    ):
+    if not isinstance(attention_mask, Tensor) or attention_mask.is_floating_point() or attention_mask.is_complex():
         kind = attention_mask.dtype if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ArgumentError(
-            f"{CALL}: attention_mask is {kind}, expected a boolean or integer tensor, "
-            f"true where a token is real."
+            f"{CALL}: attention_mask is {kind}, expected a boolean or integer tensor, true where a token is real."
         )
     if tuple(attention_mask.shape) != (batch, tokens):
         raise ArgumentError(
@@ -354,8 +344,7 @@ def visible_labels(labels: Tensor, attention_mask: Tensor | None, logits: Tensor
         )
     if labels.shape[1] == 1:
         raise ArgumentError(
-            f"{CALL}: labels of one position leave nothing to predict: each token is predicted from those "
-            f"before it."
+            f"{CALL}: labels of one position leave nothing to predict: each token is predicted from those before it."
         )
     if attention_mask is None:
         return labels

@@ -123,8 +123,7 @@ class Attention(nn.Module):
         floating("nn.Attention", "hidden_states", hidden_states)
         if hidden_states.dim() != 3 or hidden_states.shape[1] == 0:
             raise ArgumentError(
-                f"nn.Attention: hidden_states has shape {shape(hidden_states)}, expected [B, T, C] with "
-                f"T >= 1."
+                f"nn.Attention: hidden_states has shape {shape(hidden_states)}, expected [B, T, C] with T >= 1."
             )
         query = self._heads(self.q_proj(hidden_states), self.num_heads)
         key = self._heads(self.k_proj(hidden_states), self.num_kv_heads)
@@ -177,9 +176,7 @@ class Attention(nn.Module):
             "enable_gqa": self.num_kv_heads != self.num_heads,
             "impl": "reference" if dense else "auto",
         }
-        if (
-            self.log_temperature is not None
-        ):  # kernels without a scale refuse one, so it is not passed unasked
+        if self.log_temperature is not None:  # kernels without a scale refuse one, so it is not passed unasked
             scale = torch.exp(-self.log_temperature.float()) * self.head_dim**-0.5
             arguments["scale"] = scale[None, :, None]
         if not dense and self.observer is None:
@@ -202,8 +199,7 @@ def check_heads(call: str, hidden_size: int, num_heads: int, num_kv_heads: int, 
     require(
         num_heads % num_kv_heads == 0,
         call,
-        f"{num_heads} query heads do not divide among {num_kv_heads} key/value heads; "
-        f"choose a divisor of {num_heads}.",
+        f"{num_heads} query heads do not divide among {num_kv_heads} key/value heads; choose a divisor of {num_heads}.",
     )
     if head_dim is not None:
         return head_dim

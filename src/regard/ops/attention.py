@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ..checks import ArgumentError, boolean_mask, broadcastable, finite, floating, in_range, shape
-from ..estimators import Diagnostics, Visibility
+from ..checks import ArgumentError, boolean_mask, broadcastable, finite, floating, in_range, on_device, shape
+from ..estimators import Visibility
 from ..grammar import Spec, as_spec
 from .dispatch import Explanation, Inputs, Problem, choose, explain_problem
 
@@ -67,6 +69,9 @@ def attention(
     """
     spec = as_spec(spec)
     _check_tensors(query, key, value, enable_gqa)
+    _check_flags(
+        is_causal=is_causal, exclude_self=exclude_self, enable_gqa=enable_gqa, return_diagnostics=return_diagnostics
+    )
     batch, heads, queries, dim = query.shape
     keys = key.shape[2]
     rows = (batch, heads, queries)
@@ -77,13 +82,15 @@ def attention(
         strict=exclude_self,
         window=_check_window(window),
         offset=_check_offset(query_offset, batch, keys - queries, query.device),
-        mask=_check_mask(attn_mask, (*rows, keys)),
+        mask=_check_mask(attn_mask, (*rows, keys), query.device),
     )
     dtype = torch.promote_types(query.dtype, torch.float32)
-    given = {n: _row_number(f"params[{n!r}]", p, rows, dtype) for n, p in (params or {}).items()}
+    if params is not None and not isinstance(params, Mapping):
+        raise ArgumentError(f"{CALL}: params is a {type(params).__name__}, expected a mapping of names to numbers.")
+    given = {n: _row_number(f"params[{n!r}]", p, rows, dtype, query.device) for n, p in (params or {}).items()}
     if scale is not None:
         in_range(CALL, "scale", scale, low=0.0, strict=True)
-        scale = _row_number("scale", scale, rows, dtype)
+        scale = _row_number("scale", scale, rows, dtype, query.device)
     scale, numbers = spec.resolve(dim, scale, given)
     if isinstance(given.get("ridge"), (float, int, Tensor)):
         numbers["ridge"] = given["ridge"]
@@ -91,17 +98,32 @@ def attention(
         spec, batch, heads, key.shape[1], queries, keys, dim, value.shape[3], query.dtype, query.device.type,
         causal=visible.causal, strict=visible.strict, window=window,
         offset=None if isinstance(visible.offset, Tensor) else visible.offset,
-        mask=None if attn_mask is None else ("keys" if visible.mask.shape[-2] == 1 else "pairs"),  # type: ignore[union-attr]
+        mask=None if visible.mask is None else ("keys" if visible.mask.shape[-2] == 1 else "pairs"),
         params=tuple(n for n, p in numbers.items() if isinstance(p, Tensor)),
         scale="tensor" if isinstance(scale, Tensor) else "number",
         gradient=query.requires_grad or key.requires_grad or value.requires_grad,
         diagnostics=return_diagnostics,
+        transformed=_transformed(),
     )  # fmt: skip
     implementation = choose(problem, impl)
-    inputs, poisoned = _prepare(query, key, value, spec, visible, scale, numbers, return_diagnostics)
-    out, diagnostics = implementation.run(inputs)
-    out = torch.where(poisoned[..., None], torch.nan, out).to(query.dtype)
+    with _full_precision(query.device.type):
+        inputs, poisoned = _prepare(query, key, value, spec, visible, scale, numbers, return_diagnostics)
+        out, diagnostics = implementation.run(inputs)
+        out = torch.where(poisoned[..., None], torch.nan, out).to(query.dtype)
     return (out, diagnostics) if return_diagnostics else out
+
+
+def _full_precision(device: str) -> Any:
+    """Autocast off: it would round products inside, and differently in the backward pass."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def _transformed() -> bool:
+    """Whether forward mode or a torch.func transform is on: operators with a backward of their own do not see
+    either, and would answer with zero tangents."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
 
 
 def _prepare(
@@ -182,12 +204,18 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
             raise ArgumentError(f"{CALL}: {what.format(heads, kv_heads)}: {shapes}.")
 
 
+def _check_flags(**flags: object) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ArgumentError(f"{CALL}: {name} is {flag!r}, expected True or False.")
+
+
 def _check_window(window: int | None) -> int | None:
     if window is None:
         return None
     if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)) or window < 1:
         raise ArgumentError(f"{CALL}: window is {window!r}, expected a whole number >= 1 or None.")
-    return window
+    return min(window, 2**48)  # room for sums of positions in int64
 
 
 def _check_offset(offset: int | Tensor | None, batch: int, default: int, device: torch.device) -> int | Tensor:
@@ -204,31 +232,43 @@ def _check_offset(offset: int | Tensor | None, batch: int, default: int, device:
     return offset
 
 
-def _check_mask(mask: Tensor | None, target: tuple[int, ...]) -> Tensor | None:
+def _check_mask(mask: Tensor | None, target: tuple[int, ...], device: torch.device) -> Tensor | None:
     if mask is None:
         return None
     boolean_mask(CALL, "attn_mask", mask)
+    on_device(CALL, "attn_mask", mask, device)
     broadcastable(CALL, "attn_mask", mask, target)
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     return mask.expand(*mask.shape[:3], target[3])
 
 
-def _row_number(name: str, value: Any, rows: tuple[int, int, int], dtype: torch.dtype) -> float | Tensor:
+def _row_number(
+    name: str, value: Any, rows: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> float | Tensor:
     """A number, or a tensor broadcast to [B, H, Tq] in the computing dtype."""
     if not isinstance(value, Tensor):
         in_range(CALL, name, value, strict=False)
         return float(value)
     floating(CALL, name, value)
     broadcastable(CALL, name, value, rows)
+    on_device(CALL, name, value, device)
     return value.to(dtype).expand(rows)
 
 
 def explain(
     spec: Spec | str,
-    query_shape: tuple[int, int, int, int],
-    key_shape: tuple[int, int, int, int] | None = None,
+    query_shape: Sequence[int],
+    key_shape: Sequence[int] | None = None,
     value_dim: int | None = None,
-    **how: Any,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    is_causal: bool = False,
+    exclude_self: bool = False,
+    window: int | None = None,
+    query_offset: int | None = None,
+    mask: str | None = None,
+    return_diagnostics: bool = False,
 ) -> Explanation:
     """What `regard.attention(..., impl="auto")` would run for these shapes, and why not the others.
 
@@ -237,18 +277,35 @@ def explain(
         query_shape: (B, H, Tq, D).
         key_shape: (B, Hkv, Tk, D); that of the query by default.
         value_dim: Dv; D by default.
-        how: further fields of the problem: dtype, device, causal, strict, window, offset, mask ("keys" or
-            "pairs"), params (names given as tensors), gradient, diagnostics.
+        mask: None, "keys" (a mask over keys, the same for every query) or "pairs" (Tq x Tk).
+        dtype, device and the rest: as in `attention`.
 
     Returns:
         An `Explanation`: `print` it.
+
+    Raises:
+        ArgumentError: shapes that are no four whole numbers, or an unknown kind of mask.
     """
+    key_shape = query_shape if key_shape is None else key_shape
+    for name, sizes in (("query_shape", query_shape), ("key_shape", key_shape)):
+        whole = isinstance(sizes, Sequence) and all(isinstance(n, int) and n >= 0 for n in sizes)
+        if not whole or len(sizes) != 4:
+            raise ArgumentError(f"explain: {name} is {sizes!r}, expected four whole numbers (B, H, T, D).")
+    if mask not in (None, "keys", "pairs"):
+        raise ArgumentError(f"explain: mask is {mask!r}, expected None, 'keys' or 'pairs'.")
+    _check_flags(is_causal=is_causal, exclude_self=exclude_self, return_diagnostics=return_diagnostics)
     batch, heads, queries, dim = query_shape
-    _, kv_heads, keys, _ = key_shape or query_shape
-    how.setdefault("offset", keys - queries)
-    try:
-        sizes = (batch, heads, kv_heads, queries, keys, dim, value_dim or dim)
-        problem = Problem(as_spec(spec), *sizes, **how)
-    except TypeError as error:
-        raise ArgumentError(f"explain: {error}.") from None
+    keys = key_shape[2]
+    if key_shape[0] != batch or key_shape[3] != dim:
+        shapes = f"query {tuple(query_shape)}, key {tuple(key_shape)}"
+        raise ArgumentError(f"explain: batch and D must be equal: {shapes}.")
+    if not key_shape[1] or heads % key_shape[1]:
+        raise ArgumentError(
+            f"explain: {heads} query heads cannot be shared out among {key_shape[1]} key heads; the former must be a multiple."
+        )
+    problem = Problem(
+        as_spec(spec), batch, heads, key_shape[1], queries, keys, dim, value_dim or dim, dtype, device,
+        causal=is_causal or exclude_self, strict=exclude_self, window=_check_window(window),
+        offset=keys - queries if query_offset is None else query_offset, mask=mask, diagnostics=return_diagnostics,
+    )  # fmt: skip
     return explain_problem(problem)

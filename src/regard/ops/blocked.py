@@ -39,6 +39,8 @@ class Blocked:
         return None
 
     def supports(self, problem: Problem) -> str | None:
+        if problem.transformed:
+            return "is differentiable once, backward: no forward mode, no torch.func transforms"
         if problem.spec.degree:
             return "computes degree 0 alone; the local linear model runs with impl='reference'"
         return None
@@ -131,14 +133,15 @@ class _Work:
         )
 
     def blocks(self) -> Iterator[_Block]:
-        keys, queries = max(self.visible.keys, 1), self.visible.queries
-        rows = max(1, min(queries, 256, max(16, ELEMENTS // keys)))
-        group = max(1, min(self.total, ELEMENTS // (rows * keys)))
+        queries = self.visible.queries
+        width = self.visible.keys if self.visible.window is None else 2 * self.visible.window + 256
+        rows = max(1, min(queries, 256, max(16, ELEMENTS // max(1, min(width, self.visible.keys)))))
         for first in range(0, queries, rows):
             last = min(first + rows, queries)
             low, high = self.visible.span(first, last)
             if high == low:
                 continue
+            group = max(1, min(self.total, ELEMENTS // (rows * (high - low))))
             for n in range(0, self.total, group):
                 yield _Block(self, slice(n, min(n + group, self.total)), first, last, low, high)
 

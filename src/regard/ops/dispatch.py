@@ -34,6 +34,7 @@ class Problem:
         scale: "number" or "tensor".
         gradient: whether a backward pass may follow.
         diagnostics: whether row statistics are asked for.
+        transformed: whether forward-mode derivatives or a torch.func transform look on.
     """
 
     spec: Spec
@@ -55,6 +56,12 @@ class Problem:
     scale: str = "number"
     gradient: bool = False
     diagnostics: bool = False
+    transformed: bool = False
+
+    @property
+    def positional(self) -> bool:
+        """Whether position decides what a query sees."""
+        return self.causal or self.window is not None
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,8 @@ class Inputs:
     """Checked inputs of one call.
 
     q [B, H, Tq, F] and k [B, Hkv, Tk, F] are features with q . k = z (scale included); x and y the raw queries
-    and keys, for degree 1 alone; v [B, Hkv, Tk, Dv]. All are finite and in float32 or float64. `params` hold numbers or tensors
-    [B, H, Tq].
+    and keys, for degree 1 alone; v [B, Hkv, Tk, Dv]. All are finite and in float32 or float64.
+    `params` hold numbers or tensors [B, H, Tq].
     """
 
     q: Tensor
@@ -152,9 +159,9 @@ def choose(problem: Problem, impl: str) -> Any:
                 return entry.impl
         reasons = "; ".join(f"{e.name}: {_reason(e, problem)}" for e in _ranked())
         raise ArgumentError(f"attention: no implementation supports this ({reasons}).")
-    if impl not in implementations_registry:
+    if not isinstance(impl, str) or impl not in implementations_registry:
         names = ["auto", *implementations_registry.names()]
-        raise ArgumentError(f"attention: unknown impl {impl!r}.{suggestion(impl, names)}")
+        raise ArgumentError(f"attention: unknown impl {impl!r}.{suggestion(str(impl), names)}")
     entry = implementations_registry.get(impl)
     reason = _reason(entry, problem)
     if reason is not None:

@@ -12,6 +12,9 @@ from ..estimators import Diagnostics, local
 from ..estimators.diagnostics import counts, diagnose
 from .dispatch import Cost, Inputs, Problem, register_impl
 
+LIMIT = 2**28
+"""Elements of the largest tensor that degree 1 may build."""
+
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Each key head once for every query head of its group: [B, Hkv, T, D] -> [B, H, T, D]."""
@@ -26,6 +29,13 @@ class Reference:
         return None
 
     def supports(self, problem: Problem) -> str | None:
+        if problem.spec.degree:
+            size = problem.batch * problem.heads * problem.queries * problem.keys * problem.dim
+            if size > LIMIT:
+                return (
+                    f"builds a [B, H, Tq, Tk, D] tensor for the local linear model, of {size:,} numbers here (limit "
+                    f"{LIMIT:,}); give fewer queries, heads or sequences at a time"
+                )
         return None
 
     def cost(self, problem: Problem) -> Cost:

@@ -13,6 +13,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from ..estimators import Diagnostics, Visibility
 from .dispatch import Cost, Inputs, Problem, register_impl
 
+LIMIT = 2**22
+"""Pairs of a mask that is made here, from a mask over keys and causal order."""
+
 
 @register_impl("sdpa", priority=40)
 class SDPA:
@@ -27,8 +30,15 @@ class SDPA:
             return "computes normalised Gaussian weights of degree 0 alone (softmax, rbf)"
         if problem.diagnostics:
             return "has no row statistics to report"
-        if problem.mask is not None:
+        if problem.transformed:
+            return "has no forward-mode derivatives"
+        if problem.mask == "pairs":
+            return None  # the caller holds Tq x Tk already
+        if problem.mask == "keys" and not problem.positional:
             return None
+        if problem.mask == "keys":
+            size = problem.batch * problem.queries * problem.keys
+            return None if size <= LIMIT else f"would build a mask of {size:,} pairs (limit {LIMIT:,})"
         if problem.window is not None or problem.strict:
             return "has no window and no strictly causal order without a mask of Tq x Tk"
         if problem.causal and not _square(problem) and not _all_visible(problem):

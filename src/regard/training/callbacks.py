@@ -75,9 +75,7 @@ def _complete_lines(path: Path) -> list[str]:
     """Lines that end in a newline; a process killed while writing leaves half of one."""
     if not path.exists():
         return []
-    return [
-        line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
-    ]
+    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
 
 class Clock(TrainerCallback):
@@ -108,9 +106,7 @@ class Rhythm(TrainerCallback):
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         control.should_evaluate = state.global_step % self.steps == 0
         control.should_log |= state.global_step == state.max_steps
 
@@ -127,17 +123,13 @@ class RichProgress(TrainerCallback):
         self.bar = Progress(*columns, console=self.console, transient=True)
         self.task = self.bar.add_task(label, note="", start=False)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero and self.console.is_terminal:
             self.bar.start()
         self.bar.start_task(self.task)
         self.bar.update(self.task, total=state.max_steps, completed=state.global_step)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.bar.update(self.task, completed=state.global_step)
 
     def on_log(
@@ -186,9 +178,7 @@ class StopGently(TrainerCallback):
             signal.signal(number, handler)
         self._before.clear()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.requested:
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False

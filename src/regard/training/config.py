@@ -5,9 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..checks import ArgumentError
+
+if TYPE_CHECKING:
+    from .. import Spec
+
+SEEDS = 2**32
+"""Seeds are 0 .. SEEDS - 1: what numpy's generator, which transformers seeds too, can take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +33,9 @@ class TrainConfig:
     """Tokens the model sees at once."""
 
     spec: tuple[str, ...] = ("softmax",)
-    """The attention of the layers, in the grammar: one sentence for all layers or one per layer, such as
-    'biweight' or 'triweight*anchored(margin=1)'. `regard list presets` shows the named ones."""
+    """The attention of the layers, in the grammar: one sentence for all layers or one per layer (with blanks
+    or commas between them), such as 'biweight' or 'triweight*anchored(margin=1)'. `regard list presets` shows
+    the named ones."""
     layers: int = 4
     """Number of layers."""
     width: int = 128
@@ -84,6 +91,13 @@ class TrainConfig:
     keep: int = 2
     """Checkpoints to keep; older ones are deleted once a newer one is complete."""
 
+    def __post_init__(self) -> None:
+        last = len(self.spec) - 1
+        # a comma at the end of a word stands before the next: --spec softmax, biweight
+        words = (word if i == last else word.removesuffix(",") for i, word in enumerate(self.spec))
+        sentences = tuple(sentence for word in words for sentence in split_sentences(word))
+        object.__setattr__(self, "spec", sentences)
+
     @property
     def per_step(self) -> int:
         """Windows of one optimiser step on one device."""
@@ -94,7 +108,7 @@ class TrainConfig:
 
         Raises:
             ArgumentError: a number out of its range, heads that do not divide, an unknown spec, tokenizer
-                or device.
+                or device, or a spec that cannot be computed at these sizes.
         """
         model = ("layers", "width", "heads", "kv_heads", "mlp_width", "window")
         rhythm = ("log_every", "eval_every", "save_every", "keep")
@@ -105,21 +119,55 @@ class TrainConfig:
         for name in ("learning_rate", "clip"):
             _above_zero(self, name, call)
         _at_least(self, "weight_decay", 0, call)
-        _at_least(self, "seed", 0, call)
+        check_seed(self.seed, call)
         for name in ("warmup", "final_learning_rate"):
             _share(self, name, call, ends=True)
         _share(self, "validation", call, ends=False)
-        _divides(self, "heads", "width", call)
-        if self.kv_heads is not None:
-            _divides(self, "kv_heads", "heads", call)
+        _check_heads(self, call)
         if self.data is None:
             raise ArgumentError(f"{call}: no text to learn from; give --data FILE or --data FOLDER.")
         if self.resume and self.overwrite:
-            raise ArgumentError(
-                f"{call}: --resume continues the run, --overwrite deletes it; give one of them."
-            )
-        _check_specs(self, call)
+            raise ArgumentError(f"{call}: --resume continues the run, --overwrite deletes it; give one of them.")
+        specs = _check_specs(self, call)
         _check_names(self, call)
+        _check_sizes(self, specs, call)
+
+
+def check_seed(seed: int, call: str) -> None:
+    """`--seed` is one that every generator takes.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if not 0 <= seed < SEEDS:
+        raise ArgumentError(f"{call}: --seed is {seed}, expected 0 to {SEEDS - 1}.")
+
+
+def split_sentences(text: str) -> list[str]:
+    """Cut at the commas that stand outside brackets, and drop the blanks around the parts."""
+    parts, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        depth += (char in "([") - (char in ")]")
+        if char == "," and depth <= 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [part.strip() for part in (*parts, text[start:])]
+
+
+def read_sentence(sentence: str, flag: str, call: str) -> Spec:
+    """One sentence of a list given with `flag`.
+
+    Raises:
+        ArgumentError: an empty or unknown sentence; the message names the flag.
+    """
+    from .. import Spec
+
+    if not sentence:
+        raise ArgumentError(f"{call}: {flag} names nothing at one place; put one comma between two sentences.")
+    try:
+        return Spec.parse(sentence)
+    except ArgumentError as error:
+        raise ArgumentError(f"{call}: {flag}: {error}") from None
 
 
 def _at_least(config: TrainConfig, name: str, least: int, call: str) -> None:
@@ -143,28 +191,46 @@ def _share(config: TrainConfig, name: str, call: str, *, ends: bool) -> None:
         )
 
 
-def _divides(config: TrainConfig, name: str, of: str, call: str) -> None:
-    small, large = getattr(config, name), getattr(config, of)
-    if large % small:
+def _check_heads(config: TrainConfig, call: str) -> None:
+    """Heads share the width in equal, even parts; keys and values share the heads."""
+    width, heads, kv_heads = config.width, config.heads, config.kv_heads
+    if width % 2:
+        raise ArgumentError(f"{call}: --width is {width}, expected an even number.")
+    if width % (2 * heads):
+        fault = (
+            f"which does not divide --width {width}"
+            if width % heads
+            else f"which gives heads of {width // heads} channels at --width {width}, expected an even number"
+        )
         raise ArgumentError(
-            f"{call}: {_flag(name)} is {small}, which does not divide {_flag(of)} {large}; "
-            f"choose from {', '.join(str(n) for n in range(1, large + 1) if large % n == 0)}."
+            f"{call}: --heads is {heads}, {fault}; choose from {_divisors(width // 2)}, "
+            f"or a --width that is a multiple of {2 * heads}."
+        )
+    if kv_heads is not None and heads % kv_heads:
+        raise ArgumentError(
+            f"{call}: --kv-heads is {kv_heads}, which does not divide --heads {heads}; choose from {_divisors(heads)}."
         )
 
 
-def _check_specs(config: TrainConfig, call: str) -> None:
-    from .. import Spec
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
-    if len(config.spec) not in (1, config.layers):
+
+def _check_specs(config: TrainConfig, call: str) -> list[Spec]:
+    """The sentences, each once."""
+    specs = [read_sentence(sentence, "--spec", call) for sentence in config.spec]
+    if len(specs) not in (1, config.layers):
         raise ArgumentError(
-            f"{call}: --spec has {len(config.spec)} sentences for {config.layers} layers; "
+            f"{call}: --spec has {len(specs)} sentences for {config.layers} layers; "
             f"give one for all layers or {config.layers}."
         )
-    for sentence in config.spec:
-        try:
-            Spec.parse(sentence)
-        except ArgumentError as error:
-            raise ArgumentError(f"{call}: --spec: {error}") from None
+    specs = list(dict.fromkeys(specs))
+    for spec in specs:
+        if config.learn_temperature and not spec.takes_scale:
+            raise ArgumentError(
+                f"{call}: --learn-temperature needs scores that have a scale, and --spec {spec} has none; leave it out."
+            )
+    return specs
 
 
 def _check_names(config: TrainConfig, call: str) -> None:
@@ -173,6 +239,50 @@ def _check_names(config: TrainConfig, call: str) -> None:
 
     TOKENIZERS.get(config.tokenizer)
     resolve_device(config.device, call=call)
+
+
+def _check_sizes(config: TrainConfig, specs: list[Spec], call: str) -> None:
+    """Some implementation computes every sentence at the run's sizes, so that none fails once the folder is
+    written."""
+    for spec in specs:
+        reason = _obstacle(config, spec, config.batch)
+        if reason is None:
+            continue
+        batch = config.batch // 2
+        while batch and _obstacle(config, spec, batch) is not None:
+            batch //= 2
+        mend = (
+            f"a smaller --batch (such as {batch}) with a larger --accumulate, or a smaller --context" if batch else ""
+        )
+        raise ArgumentError(
+            f"{call}: --spec {spec} cannot be computed with --batch {config.batch}, --heads {config.heads} and "
+            f"--context {config.context}: {reason}. Give {mend or 'a smaller --context, at any --batch'}."
+        )
+
+
+def _obstacle(config: TrainConfig, spec: Spec, batch: int) -> str | None:
+    """Why nothing can train and measure `batch` windows at once, or None."""
+    import torch
+
+    from .. import explain
+    from .device import resolve_device
+
+    dim = config.width // config.heads
+    for diagnostics in (False, True):  # training, and measuring the support
+        found = explain(
+            spec,
+            (batch, config.heads, config.context, dim),
+            (batch, config.kv_heads or config.heads, config.context, dim),
+            dtype=getattr(torch, config.dtype),
+            device=resolve_device(config.device, call="train"),
+            is_causal=True,
+            window=config.window,
+            return_diagnostics=diagnostics,
+        )
+        if all(reason is not None for _, reason, _ in found.rows):
+            name, reason, _ = found.rows[-1]  # the plainest, which only size can stop
+            return f"{name} {reason}"
+    return None
 
 
 def _flag(name: str) -> str:

@@ -152,9 +152,7 @@ def _nll(
     for row, (_, skip) in zip(targets, windows, strict=True):
         row[: skip - 1] = -100  # target j is token j + 1
     logits: Any = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    each = F.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none"
-    )
+    each = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
     return each.double().sum().cpu()
 
 

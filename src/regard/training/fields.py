@@ -40,9 +40,7 @@ def read_mapping(path: Path, *, call: str) -> dict[str, Any]:
     try:
         table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except ValueError as error:  # both decoders derive their errors from it
-        raise ArgumentError(
-            f"{call}: {path} is not valid {path.suffix[1:].upper()}: {_one_line(error)}."
-        ) from None
+        raise ArgumentError(f"{call}: {path} is not valid {path.suffix[1:].upper()}: {_one_line(error)}.") from None
     if not isinstance(table, dict):
         raise ArgumentError(f"{call}: {path} holds a {type(table).__name__}, expected a table of settings.")
     return table
@@ -104,9 +102,7 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
         return float(value)
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
-    raise ArgumentError(
-        f"{where} is {value!r} ({type(value).__name__}), expected {_WORDS.get(hint, hint.__name__)}."
-    )
+    raise ArgumentError(f"{where} is {value!r} ({type(value).__name__}), expected {_WORDS.get(hint, hint.__name__)}.")
 
 
 def _one_line(error: BaseException) -> str:

@@ -118,7 +118,7 @@ def check_resume(config: TrainConfig, text: Text, *, call: str) -> tuple[Path, l
         if name not in _MAY_CHANGE and now[name] != then[name]:
             raise ArgumentError(
                 f"{call}: --{name.replace('_', '-')} is {now[name]!r} but the run in {out} began with "
-                f"{then[name]!r}; only --steps and --device may change on --resume."
+                f"{then[name]!r}; only --steps, --device and the path of --data may change on --resume."
             )
     check_text(out, text, call=call)
     folder, skipped = last_complete(out)
@@ -218,6 +218,8 @@ def load_model(path: Path, *, call: str) -> tuple[PreTrainedModel, PreTrainedTok
 
 
 def _model_folder(path: Path, call: str) -> Path:
+    if path.exists() and not path.is_dir():
+        raise ArgumentError(f"{call}: {path} is a file; give a run folder, which is the --out of a training run.")
     if not path.is_dir():
         raise ArgumentError(f"{call}: {path} does not exist; give the --out folder of a training run.")
     if (path / "run.json").is_file():

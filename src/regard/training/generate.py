@@ -9,6 +9,8 @@ Shapes: B prompts, V the vocabulary.
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 from transformers import (
@@ -20,6 +22,7 @@ from transformers import (
 )
 
 from ..checks import ArgumentError
+from .config import check_seed
 
 
 class SeededSampling(LogitsProcessor):
@@ -69,14 +72,7 @@ def generate_text(
     """
     if not prompt:
         raise ArgumentError("generate: the prompt is empty; give at least one character.")
-    if max_new_tokens < 1:
-        raise ArgumentError(f"generate: --max-new-tokens is {max_new_tokens}, expected at least 1.")
-    if not 0 <= temperature < float("inf"):
-        raise ArgumentError(f"generate: --temperature is {temperature}, expected 0 or more.")
-    if top_k is not None and top_k < 1:
-        raise ArgumentError(f"generate: --top-k is {top_k}, expected at least 1.")
-    if seed < 0:
-        raise ArgumentError(f"generate: --seed is {seed}, expected at least 0.")
+    check_sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     sampling = SeededSampling(
         temperature=temperature, top_k=top_k, seed=seed, forbidden=list(tokenizer.all_special_ids)
@@ -85,10 +81,44 @@ def generate_text(
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id, eos_token_id=None
     )
-    output = model.generate(
-        **inputs, generation_config=settings, logits_processor=LogitsProcessorList([sampling])
-    )
+    output = model.generate(**inputs, generation_config=settings, logits_processor=LogitsProcessorList([sampling]))
     return prompt + tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def check_sampling(*, max_new_tokens: int, temperature: float, top_k: int | None, seed: int) -> None:
+    """The numbers of `generate_text`, which can be checked before a model is loaded.
+
+    Raises:
+        ArgumentError: one is out of range.
+    """
+    if max_new_tokens < 1:
+        raise ArgumentError(f"generate: --max-new-tokens is {max_new_tokens}, expected at least 1.")
+    if not 0 <= temperature < float("inf"):
+        raise ArgumentError(f"generate: --temperature is {temperature}, expected 0 or more.")
+    if top_k is not None and top_k < 1:
+        raise ArgumentError(f"generate: --top-k is {top_k}, expected at least 1.")
+    check_seed(seed, "generate")
+
+
+def default_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
+    """One character that the tokenizer knows: a new line, else a blank, else the first of its vocabulary."""
+    vocabulary = tokenizer.get_vocab()
+    letters = [token for token in sorted(vocabulary, key=vocabulary.__getitem__) if len(token) == 1]
+    return next((char for char in ("\n", " ", *letters) if not unknown_characters(tokenizer, char)), "\n")
+
+
+def opening(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The first words of a text that make a prompt for a command line: one or two words, 16 characters at
+    most, printable and all known to the tokenizer. "" where there are none."""
+    words = re.findall(r"\S+(?: \S+)?", text[:4096])
+    first = re.match(r"\S+\s+", text[:4096])
+    if first and len(words) > 1:  # held-out text begins in the middle of a word
+        words = re.findall(r"\S+(?: \S+)?", text[first.end() : 4096])
+    for word in (found[:16].strip() for found in words):
+        # a dash would be read as an option
+        if word.isprintable() and not word.startswith("-") and not unknown_characters(tokenizer, word):
+            return word
+    return ""
 
 
 def unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> str:

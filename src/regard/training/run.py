@@ -30,6 +30,7 @@ from .data import SampledWindows
 from .device import resolve_device
 from .errors import TrainingInterrupted
 from .evaluation import Units
+from .generate import opening
 from .quiet import quiet_transformers
 from .text import Text, load_text, split_text
 from .tokenizers import TOKENIZERS, encode
@@ -48,6 +49,7 @@ class RunSummary:
         parameters: of the model.
         loss, bits_per_char, bits_per_byte, support: on the whole held-out text, see `Evaluation`.
         tokens_per_second: while training, evaluating and saving not counted; of this call alone.
+        prompt: words of the held-out text to try the model with; may be empty.
     """
 
     out: str
@@ -58,11 +60,12 @@ class RunSummary:
     bits_per_byte: float
     support: float | None
     tokens_per_second: float
+    prompt: str
 
 
 @dataclass(frozen=True)
 class _Corpus:
-    """Both halves of the text as tokens, with their sizes."""
+    """Both halves of the text as tokens, with their sizes, and words of the second to begin with."""
 
     text: Text
     tokenizer: PreTrainedTokenizerBase
@@ -70,6 +73,7 @@ class _Corpus:
     held_out: Tensor
     train_units: Units
     held_out_units: Units
+    prompt: str
 
 
 @quiet_transformers()
@@ -173,12 +177,11 @@ def _prepare_text(config: TrainConfig, text: Text) -> _Corpus:
         held_out=held_out_tokens,
         train_units=Units.of(learn, len(tokens)),
         held_out_units=Units.of(held_out, len(held_out_tokens)),
+        prompt=opening(tokenizer, held_out),
     )
 
 
-def _trainer(
-    config: TrainConfig, args: TrainingArguments, model: PreTrainedModel, corpus: _Corpus
-) -> RegardTrainer:
+def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedModel, corpus: _Corpus) -> RegardTrainer:
     trainer = RegardTrainer(
         model=model,
         args=args,
@@ -259,9 +262,7 @@ def _arguments(config: TrainConfig) -> TrainingArguments:
     return args
 
 
-def _run(
-    trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, progress: RichProgress
-) -> None:
+def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, progress: RichProgress) -> None:
     """The training itself.
 
     Raises:
@@ -297,6 +298,7 @@ def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> Run
         bits_per_byte=result.bits_per_byte,
         support=result.support,
         tokens_per_second=clock.steps * trainer.tokens_per_step / max(clock.seconds, 1e-9),
+        prompt=corpus.prompt,
     )
     path = config.out / "summary.json"
     if _main_process():

@@ -71,6 +71,7 @@ class Adaptive(RuleBase):
         self, log_u: Tensor, drift: Tensor, stats: RowStats, kernel: Any, params: Params
     ) -> dict[str, Tensor]:
         r = self.kernel_params(params).get("r", kernel.r)
-        # p = a^r with a = (z - theta)/r: d log p / dr at fixed theta is log a - 1
-        rate = log_u + torch.log(stats.reach / r) - 1
-        return {"alpha": -r * r * (rate * drift).sum(-1, keepdim=True)}
+        # p = a^r with a = (z - theta)/r: d log p / dr at fixed theta is log a - 1. Since sum p (G - rho) / a = 0,
+        # 1/a may be added, which leaves nothing to cancel near a = 1, where large r has all its weights.
+        log_a = log_u + torch.log(stats.reach / r)
+        return {"alpha": -r * r * ((torch.expm1(-log_a) + log_a) * drift).sum(-1, keepdim=True)}

@@ -46,7 +46,8 @@ class Nearest(RuleBase):
         if self.gradient not in get_args(Gradient):
             modes = get_args(Gradient)
             raise ArgumentError(f"nearest: unknown gradient={self.gradient!r}.{suggestion(str(self.gradient), modes)}")
-        if not isinstance(self.temperature, (int, float)) or not 0 < self.temperature < float("inf"):
+        number = isinstance(self.temperature, (int, float)) and not isinstance(self.temperature, bool)
+        if not number or not 0 < self.temperature < float("inf"):
             raise ArgumentError(f"nearest: temperature is {self.temperature!r}, expected a number > 0.")
         object.__setattr__(self, "temperature", float(self.temperature))
 

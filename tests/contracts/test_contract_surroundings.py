@@ -1,0 +1,84 @@
+"""What goes on around a call must not change it: autocast, forward mode, torch.func transforms, narrow windows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard.ops import blocked
+
+SPECS = [name for name, spec in regard.presets().items() if str(spec) == name]
+RULES = ["epanechnikov*nearest(k=4)", "gaussian*nearest(k=4)", "triweight*anchored(margin=0.5)"]
+
+
+def leaves(dtype: torch.dtype, length: int = 12) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(1, 2, length, 8, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spec", SPECS + RULES)
+def test_autocast_changes_nothing(spec: str, dtype: torch.dtype) -> None:
+    def run(inside: bool) -> list[Tensor]:
+        tensors = leaves(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            out = regard.attention(*tensors, spec, is_causal=True)
+        found = torch.autograd.grad(out.float().square().sum(), tensors, allow_unused=True)
+        return [out.detach(), *(torch.zeros(()) if g is None else g for g in found)]
+
+    for inside, outside in zip(run(True), run(False), strict=True):
+        assert torch.equal(inside, outside)
+
+
+@pytest.mark.parametrize("spec", ["softmax", "biweight", "relumax", "shift-cosine"])
+def test_forward_mode_through_the_default_implementation(spec: str) -> None:
+    """The tangent equals a central difference."""
+    query, key, value = (x.detach().double() for x in leaves(torch.float32, 6))
+    direction = torch.linspace(-1, 1, query.numel(), dtype=torch.float64).view_as(query)
+
+    def run(x: Tensor) -> Tensor:
+        return regard.attention(x, key, value, spec, is_causal=True)
+
+    _, tangent = torch.func.jvp(run, (query,), (direction,))
+    step = 1e-6
+    expected = (run(query + step * direction) - run(query - step * direction)) / (2 * step)
+    assert expected.abs().max() > 1e-3
+    assert (tangent - expected).abs().max() < 1e-7
+    with pytest.raises(regard.checks.ArgumentError, match="no forward mode"):
+        torch.func.jvp(lambda x: regard.attention(x, key, value, spec, impl="blocked"), (query,), (direction,))
+
+
+@pytest.mark.parametrize("elements", [32, 256])
+@pytest.mark.parametrize("window", [1, 3, 2**62])
+def test_blocks_of_any_size_under_a_window(elements: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "ELEMENTS", elements)
+    tensors = leaves(torch.float32, 65)
+    results = []
+    for impl in ("blocked", "reference"):
+        out = regard.attention(*tensors, "biweight", is_causal=True, window=window, impl=impl)
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), tensors)])
+    for one, other in zip(*results, strict=True):
+        assert (one - other).abs().max() < 1e-5
+
+
+def test_gradient_of_alpha_in_float32_near_softmax() -> None:
+    """r^2 times a cancelled sum: float32 must follow float64 down to alpha = 1.0001."""
+    for alpha in (1.5, 1.1, 1.01, 1.001, 1.0001):
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            query, key, value = (x.detach().to(dtype) for x in leaves(torch.float32, 9))
+            number = torch.tensor(alpha, dtype=dtype, requires_grad=True)
+            out = regard.attention(query, key, value, "biweight", params={"alpha": number}, impl="blocked")
+            weight = torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out)
+            found.append(float(torch.autograd.grad((out * weight).sum(), number)[0]))
+        assert abs(found[0] - found[1]) < 0.02 * abs(found[1]), (alpha, found)
+
+
+def test_a_score_one_ulp_inside_the_edge_has_a_finite_gradient() -> None:
+    texts = ("0x0p0", "-0x1.c4a4ep-5", "-0x1.d97ca8p-3", "-0x1.e85b5ep-1")
+    z = torch.tensor([[float.fromhex(t) for t in texts]], requires_grad=True)
+    (grad,) = torch.autograd.grad(regard.entmax(z, 1.6)[0, 0], z)
+    assert bool(torch.isfinite(grad).all())
+    assert abs(float(grad.sum())) < 1e-5
