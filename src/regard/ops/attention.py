@@ -301,7 +301,8 @@ def explain(
         raise ArgumentError(f"explain: batch and D must be equal: {shapes}.")
     if not key_shape[1] or heads % key_shape[1]:
         raise ArgumentError(
-            f"explain: {heads} query heads cannot be shared out among {key_shape[1]} key heads; the former must be a multiple."
+            f"explain: {heads} query heads cannot be shared out among {key_shape[1]} key heads; the former must be a "
+            f"multiple."
         )
     problem = Problem(
         as_spec(spec), batch, heads, key_shape[1], queries, keys, dim, value_dim or dim, dtype, device,
