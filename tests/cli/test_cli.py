@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -60,6 +61,54 @@ def test_eval_on_another_text(regard: Callable, run_folder: Path, tmp_path: Path
     assert "unknown characters  3 (each counted as one token <unk>)" in result.out
     model = regard("eval", run_folder / "model", "--data", other)
     assert model.code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ("".join(f"'{i} says' {i * i % 97}'s 'more\n" for i in range(70)), "'"),  # quoted for the shell
+        ("acgt" * 200, "acgt"),  # neither a blank nor a new line
+        ("a\n" * 300, "a"),
+        ("-a\n" * 300, None),  # only what would be read as an option
+    ],
+)
+def test_what_is_proposed_at_the_end_works(regard: Callable, tmp_path: Path, text: str, prompt: str | None) -> None:
+    data, out = tmp_path / "text.txt", tmp_path / "a run"
+    data.write_text(text)
+    proposed = regard("train", "--data", data, "--out", out, "--steps", 1, *TINY).out.splitlines()[-1]
+    words = shlex.split(proposed.removeprefix("Try: regard "))
+    assert words[:2] == ["generate", str(out)]
+    assert words[2:3] == ([] if prompt is None else ["--prompt"])
+    assert (prompt or "") in words[-1]
+    short = ("--max-new-tokens", 3, "--device", "cpu")
+    for command in (words, words[:2]):  # without a prompt too
+        result = regard(*command, *short)
+        assert result.code == 0
+        assert "never saw" not in result.err
+        assert set(result.out) <= set(text + "\n")
+
+
+def test_commas_between_sentences(regard: Callable, text_file: Path, tmp_path: Path) -> None:
+    sentences = "softmax,triweight*anchored(margin=1)"
+    words = ("train", "--data", text_file, "--out", tmp_path / "run", "--steps", 1, *TINY, "--layers", 2)
+    assert regard(*words, "--spec", sentences).code == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["spec"] == sentences.split(",")
+    assert (
+        regard("train", "--resume", "--out", tmp_path / "run", "--steps", 2, "--spec", *sentences.split(",")).code == 0
+    )
+
+
+def test_sizes_that_evaluation_cannot_take(
+    regard: Callable, run_folder: Path, tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    words = ("train", "--data", text_file, "--out", out, "--steps", 1, *TINY, "--spec", "local-linear")
+    assert regard(*words).code == 0
+    monkeypatch.setattr("regard.ops.reference.LIMIT", 2 * 2 * 16 * 16 * 8)  # what was trained, and no more
+    assert regard("eval", out, "--batch", 2).code == 0
+    result = regard("eval", out, "--batch", 3)
+    assert result.code == 2
+    assert result.error.startswith("regard eval: error: with --batch 3 and --context 16: attention: ")
 
 
 def test_a_flag_wins_over_the_file(regard: Callable, text_file: Path, tmp_path: Path) -> None:
@@ -134,11 +183,24 @@ def test_every_option_has_help() -> None:
         ("train --data {text} --out {run}", "holds a run already; continue it with --resume"),
         ("train --data {empty}", "is empty"),
         ("train --data {latin}", "is not UTF-8"),
+        ("train --data {text} --seed 5000000000", "--seed is 5000000000, expected 0 to 4294967295."),
+        ("train --data {text} --seed 1" + "0" * 30, "expected 0 to 4294967295."),
+        ("generate {run} --seed 4294967296", "--seed is 4294967296, expected 0 to 4294967295."),
+        ("demo --seed 5000000000 --data {text}", "demo: error: --seed is 5000000000, expected 0 to 4294967295."),
+        ("train --data {text} --spec softmax,biweight --layers 3", "--spec has 2 sentences for 3 layers"),
+        ("train --data {text} --spec softmax,,biweight", "--spec names nothing at one place"),
+        ("train --data {text} --width 36", "--heads is 4, which gives heads of 9 channels at --width 36"),
+        ("train --data {text} --spec local-linear --context 512", "--batch 16, --heads 4 and --context 512"),
         ("train --resume --out nowhere", "nowhere holds no run."),
-        ("train --resume --out {run} --width 8", "--width is 8 but the run in {run} began with 16"),
+        (
+            "train --resume --out {run} --width 8",
+            "--width is 8 but the run in {run} began with 16; only --steps, --device and the path of --data may",
+        ),
         ("eval", "regard eval: error: RUN is missing."),
         ("eval nowhere", "nowhere does not exist"),
-        ("eval {run} --stride 16", "stride is 16, expected 1 to 15"),
+        ("eval {text}", "{text} is a file; give a run folder"),
+        ("generate {text}", "{text} is a file; give a run folder"),
+        ("eval {run} --stride 16", "error: --stride is 16, expected 1 to 15"),
         ("eval {run} --stride 0", "--stride is 0"),
         ("eval {run} --data {empty}", "is empty"),
         ("eval {run} --context 9999", "less than one context of 9999"),
@@ -232,7 +294,9 @@ def test_list_shows_all_that_is_registered(regard: Callable, monkeypatch: pytest
         assert registry.names()
         for name in registry.names():
             assert f"\n  {name}" in everything, (kind, name)
-    assert "\n  biweight           biweight*adaptive*normalised\n" in everything
+    for name, preset in package.presets().items():
+        assert f"\n  {name:<19}{'*'.join(preset.parts())}\n" in everything
+    assert "\n  biweight           biweight*adaptive\n" in everything
     assert regard("list", "kernel").out == regard("list", "kernels").out
     assert regard("list", "kernels").out in everything
 

@@ -15,9 +15,9 @@ import torch
 import regard
 from regard.checks import ArgumentError
 from regard.experiments import demo_output, demo_train
-from regard.experiments.demo import DemoConfig, parse_specs, run_demo, split_sentences
+from regard.experiments.demo import DemoConfig, parse_specs, run_demo
 from regard.experiments.ngram import NGram
-from regard.training import TrainConfig, TrainingInterrupted, TrainingStopped
+from regard.training import TrainConfig, TrainingInterrupted, TrainingStopped, generate_text, load_model
 
 SPECS = "softmax,gaussian*nearest(k=4)"
 
@@ -71,22 +71,6 @@ def test_the_default_specs_are_four_sentences() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a,b", ["a", "b"]),
-        (" a , b(c=1,d=2) ,e", ["a", "b(c=1,d=2)", "e"]),
-        ("f[g(h,i),j],k", ["f[g(h,i),j]", "k"]),
-        ("a", ["a"]),
-        ("a,,b", ["a", "", "b"]),
-        ("", [""]),
-        ("a),b", ["a)", "b"]),
-    ],
-)
-def test_commas_in_brackets_do_not_split(text: str, expected: list[str]) -> None:
-    assert split_sentences(text) == expected
-
-
 def test_sentences_of_the_grammar() -> None:
     found = parse_specs("triweight*anchored(margin=0.5),local-linear[biweight],topk-softmax")
     assert found == [
@@ -106,6 +90,7 @@ def test_sentences_of_the_grammar() -> None:
         ({"specs": "triweight*anchored(margin=-1)"}, "margin"),
         ({"steps": 0}, "--steps is 0"),
         ({"seed": -1}, "--seed is -1"),
+        ({"seed": 2**32}, "--seed is 4294967296, expected 0 to 4294967295"),
         ({"data": Path("/nowhere/at/all.txt")}, "does not exist"),
     ],
 )
@@ -237,6 +222,15 @@ def test_the_same_seed_gives_the_same_results(done: tuple[DemoConfig, int], tmp_
     first, second = results(done[0].out)["models"][0], results(again.out)["models"][0]
     for key in ("bits_per_char", "support", "sample", "curve"):
         assert first[key] == second[key], key
+
+
+def test_the_largest_seed_still_writes_a_sample(done: tuple[DemoConfig, int]) -> None:
+    model, tokenizer = load_model(done[0].out / "runs" / "1-softmax", call="test")
+    half, length = demo_train.CONTEXT // 2, demo_train.CONTEXT
+    text = demo_train.write_on(model, tokenizer, "On day", 2**32 - 1, length)
+    assert len(text) == length
+    tail = text[:half]  # the second piece is drawn with seed 0
+    assert text[half:] == generate_text(model, tokenizer, tail, max_new_tokens=half, temperature=0.8, seed=0)[half:]
 
 
 # What can go wrong -------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from regard.checks import ArgumentError
 from regard.training import TrainConfig
+from regard.training.config import split_sentences
 from regard.training.fields import from_mapping, read_mapping, to_mapping
 
 
@@ -34,9 +35,15 @@ from regard.training.fields import from_mapping, read_mapping, to_mapping
         ({"validation": 0.0}, "--validation is 0.0, expected a share between 0 and 1"),
         ({"validation": 1.0}, "--validation is 1.0"),
         ({"seed": -1}, "--seed is -1"),
-        ({"heads": 3}, "--heads is 3, which does not divide --width 16; choose from 1, 2, 4, 8, 16"),
+        ({"seed": 2**32}, "--seed is 4294967296, expected 0 to 4294967295"),
+        ({"width": 15}, "--width is 15, expected an even number"),
+        ({"heads": 3}, "--heads is 3, which does not divide --width 16; choose from 1, 2, 4, 8, or a --width"),
+        ({"heads": 16}, "--heads is 16, which gives heads of 1 channels at --width 16"),
+        ({"heads": 4, "width": 36}, "choose from 1, 2, 3, 6, 9, 18, or a --width that is a multiple of 8"),
         ({"heads": 4, "kv_heads": 3}, "--kv-heads is 3"),
         ({"spec": ("softmax", "biweight")}, "--spec has 2 sentences for 1 layers"),
+        ({"spec": ("softmax,",)}, "--spec names nothing at one place"),
+        ({"spec": ("cosine",), "learn_temperature": True}, "and --spec cosine has none; leave it out"),
         ({"spec": ("biwait",)}, "Did you mean 'biweight'"),
         ({"tokenizer": "chars"}, "Did you mean 'char'"),
         ({"device": "gpu"}, "unknown device 'gpu'"),
@@ -49,6 +56,53 @@ def test_what_is_out_of_range_is_named(tiny: Callable, changes: dict, message: s
         tiny(**changes).validate()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a,b", ["a", "b"]),
+        (" a , b(c=1,d=2) ,e", ["a", "b(c=1,d=2)", "e"]),
+        ("f[g(h,i),j],k", ["f[g(h,i),j]", "k"]),
+        ("a", ["a"]),
+        ("a,,b", ["a", "", "b"]),
+        ("", [""]),
+        ("a),b", ["a)", "b"]),
+    ],
+)
+def test_commas_in_brackets_do_not_split(text: str, expected: list[str]) -> None:
+    assert split_sentences(text) == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("softmax,rbf*nearest(k=4)", "relu"),
+        ("softmax , rbf*nearest(k=4),relu",),
+        ("softmax,", "rbf*nearest(k=4),", "relu"),
+    ],
+)
+def test_blanks_and_commas_between_sentences(words: tuple[str, ...]) -> None:
+    assert TrainConfig(spec=words).spec == ("softmax", "rbf*nearest(k=4)", "relu")
+
+
+def test_sizes_that_nothing_computes_are_named_by_their_flags(tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = 2 * 16 * 16 * 8  # numbers per window of the local linear model
+    sizes = {"layers": 2, "spec": ("softmax", "local-linear")}
+    monkeypatch.setattr("regard.ops.reference.LIMIT", 6 * one)
+    tiny(**sizes, batch=6).validate()
+    tiny(batch=24).validate()  # the others have no such limit
+    with pytest.raises(ArgumentError) as caught:
+        tiny(**sizes, batch=24).validate()
+    message = str(caught.value)
+    assert message.startswith(
+        "train: --spec local-linear cannot be computed with --batch 24, --heads 2 and --context 16"
+    )
+    assert "a smaller --batch (such as 6) with a larger --accumulate" in message
+    assert "\n" not in message
+    monkeypatch.setattr("regard.ops.reference.LIMIT", one - 1)
+    with pytest.raises(ArgumentError, match="Give a smaller --context, at any --batch"):
+        tiny(**sizes).validate()
 
 
 def test_a_device_that_is_not_there(tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from regard.checks import ArgumentError
-from regard.training import char_tokenizer, generate_text
-from regard.training.generate import SeededSampling, unknown_characters
+from regard.training import byte_tokenizer, char_tokenizer, generate_text
+from regard.training.generate import SeededSampling, default_prompt, opening, unknown_characters
 
 TOKENIZER = char_tokenizer("abcdefgh ")
 
@@ -79,6 +79,31 @@ def test_unknown_characters_of_a_prompt() -> None:
     assert unknown_characters(TOKENIZER, "zebra!") == "!rz"
 
 
+@pytest.mark.parametrize(("known", "prompt"), [("ab \n", "\n"), ("ab ", " "), ("xbé", "b")])
+def test_the_default_prompt_is_known(known: str, prompt: str) -> None:
+    assert default_prompt(char_tokenizer(known)) == prompt
+
+
+def test_the_default_prompt_of_bytes() -> None:
+    assert default_prompt(byte_tokenizer()) == "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ad bed fed head", "bed fed"),  # the first word may be the end of one
+        ("ad\nbed\nfed", "bed"),  # on one line
+        ("ad zebra bed fed ace", "fed ace"),  # nothing unknown ("zebra bed" goes together)
+        ("ad -bed fed cab", "cab"),
+        ("abcdefgh" * 9, "abcdefghabcdefgh"),
+        ("zzz", ""),
+        ("", ""),
+    ],
+)
+def test_words_to_begin_with(text: str, words: str) -> None:
+    assert opening(TOKENIZER, text) == words
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -88,6 +113,7 @@ def test_unknown_characters_of_a_prompt() -> None:
         ({"temperature": float("nan")}, "--temperature is nan"),
         ({"top_k": 0}, "--top-k is 0"),
         ({"seed": -1}, "--seed is -1"),
+        ({"seed": 2**32}, "--seed is 4294967296, expected 0 to 4294967295"),
     ],
 )
 def test_bad_arguments(model: LlamaForCausalLM, changes: dict, message: str) -> None:

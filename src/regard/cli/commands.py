@@ -77,10 +77,10 @@ class EvalOptions:
 def evaluate(argv: list[str]) -> int:
     """`regard eval`."""
     options = parse(EvalOptions, argv, command="eval", epilogue=_EVAL)
-    for name in ("context", "stride", "batch"):
+    for name, least in (("context", 2), ("stride", 1), ("batch", 1)):
         value = getattr(options, name)
-        if value is not None and value < (2 if name == "context" else 1):
-            raise ArgumentError(f"eval: --{name} is {value}, expected at least {2 if name == 'context' else 1}.")
+        if value is not None and value < least:
+            raise ArgumentError(f"eval: --{name} is {value}, expected at least {least}.")
     from ..training.device import resolve_device
     from ..training.evaluation import Units
     from ..training.evaluation import evaluate as measure
@@ -101,14 +101,11 @@ def evaluate(argv: list[str]) -> int:
             f"eval: the text has {len(tokens)} tokens, less than one context of {context}; "
             "give more text or a smaller --context."
         )
-    result = measure(
-        model.to(device),
-        tokens,
-        Units.of(content, len(tokens)),
-        context=context,
-        stride=options.stride,
-        batch=options.batch,
-    )
+    sizes: dict[str, Any] = {"context": context, "stride": options.stride, "batch": options.batch}
+    try:
+        result = measure(model.to(device), tokens, Units.of(content, len(tokens)), **sizes)
+    except ArgumentError as error:
+        raise ArgumentError(f"eval: with --batch {options.batch} and --context {context}: {error}") from None
     lines = [
         ("loss", f"{result.loss:.6f} nats/token over {result.tokens:,} tokens"),
         ("bits per character", f"{result.bits_per_char:.6f}"),

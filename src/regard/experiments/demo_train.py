@@ -52,7 +52,7 @@ def plan(material: Material, spec: Spec, place: int, *, steps: int, seed: int, o
         spec=(str(spec),),
         layers=3,
         width=96,
-        heads=4,
+        heads=3,
         context=CONTEXT,
         batch=8,
         steps=steps,
