@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import elu
 
 from ..checks import ArgumentError, in_range
 from ..registry import Registry
@@ -139,18 +140,12 @@ class Euclidean(_Features):
 
 
 class _Mapped(_Features):
-    """The same non-negative feature map on both sides: s >= 0, no scale."""
+    """The same non-negative feature map on both sides: s >= 0, no scale, and no distance."""
 
     lower: float = 0.0
 
-    def map(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
     def squared_distance(self, s: Tensor) -> Tensor:
-        return torch.full_like(s, torch.inf)  # a product of features is no distance
-
-    def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return self.map(query), self.map(key)
+        return torch.full_like(s, torch.inf)
 
 
 @similarities.register("relu")
@@ -160,8 +155,8 @@ class ReLU(_Mapped):
 
     name: ClassVar[str] = "relu"
 
-    def map(self, x: Tensor) -> Tensor:
-        return x.relu()
+    def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return query.relu(), key.relu()
 
 
 @similarities.register("relu2")
@@ -171,8 +166,8 @@ class ReLU2(_Mapped):
 
     name: ClassVar[str] = "relu2"
 
-    def map(self, x: Tensor) -> Tensor:
-        return x.relu().square()
+    def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return query.relu().square(), key.relu().square()
 
 
 @similarities.register("elu")
@@ -182,5 +177,5 @@ class ELU(_Mapped):
 
     name: ClassVar[str] = "elu"
 
-    def map(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.elu(x) + 1
+    def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return elu(query) + 1, elu(key) + 1

@@ -94,23 +94,49 @@ def attention(
     scale, numbers = spec.resolve(dim, scale, given)
     if isinstance(given.get("ridge"), (float, int, Tensor)):
         numbers["ridge"] = given["ridge"]
-    problem = Problem(
-        spec, batch, heads, key.shape[1], queries, keys, dim, value.shape[3], query.dtype, query.device.type,
-        causal=visible.causal, strict=visible.strict, window=window,
-        offset=None if isinstance(visible.offset, Tensor) else visible.offset,
-        mask=None if visible.mask is None else ("keys" if visible.mask.shape[-2] == 1 else "pairs"),
-        params=tuple(n for n, p in numbers.items() if isinstance(p, Tensor)),
-        scale="tensor" if isinstance(scale, Tensor) else "number",
-        gradient=query.requires_grad or key.requires_grad or value.requires_grad,
-        diagnostics=return_diagnostics,
-        transformed=_transformed(),
-    )  # fmt: skip
+    problem = _problem(spec, query, key, value, visible, scale, numbers, return_diagnostics)
     implementation = choose(problem, impl)
     with _full_precision(query.device.type):
         inputs, poisoned = _prepare(query, key, value, spec, visible, scale, numbers, return_diagnostics)
         out, diagnostics = implementation.run(inputs)
         out = torch.where(poisoned[..., None], torch.nan, out).to(query.dtype)
     return (out, diagnostics) if return_diagnostics else out
+
+
+def _problem(
+    spec: Spec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Visibility,
+    scale: float | Tensor,
+    numbers: dict[str, float | Tensor],
+    diagnostics: bool,
+) -> Problem:
+    """What the implementations are asked about."""
+    mask = visible.mask
+    return Problem(
+        spec=spec,
+        batch=query.shape[0],
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        queries=query.shape[2],
+        keys=key.shape[2],
+        dim=query.shape[3],
+        value_dim=value.shape[3],
+        dtype=query.dtype,
+        device=query.device.type,
+        causal=visible.causal,
+        strict=visible.strict,
+        window=visible.window,
+        offset=None if isinstance(visible.offset, Tensor) else visible.offset,
+        mask=None if mask is None else ("keys" if mask.shape[-2] == 1 else "pairs"),
+        params=tuple(n for n, p in numbers.items() if isinstance(p, Tensor)),
+        scale="tensor" if isinstance(scale, Tensor) else "number",
+        gradient=query.requires_grad or key.requires_grad or value.requires_grad,
+        diagnostics=diagnostics,
+        transformed=_transformed(),
+    )
 
 
 def _full_precision(device: str) -> Any:
