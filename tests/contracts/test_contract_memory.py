@@ -1,8 +1,13 @@
 """Memory beside inputs and gradients, measured in a fresh process: the peak of the whole run (VmHWM) over what
-the process held before it, after a warm-up at a small length."""
+the process held before it, after a warm-up at a small length.
+
+glibc is told to give freed blocks back at once. Left to itself it keeps some, up to 25 MiB more or less from run to
+run, which says nothing about what a pass needs.
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -50,9 +55,9 @@ print(status("VmHWM") - before - gradients)
 def extra(label: str, impl: str, length: int) -> float:
     """MiB of one causal forward and backward pass of one head of 64 features, float32, beside its inputs and
     gradients."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, label, impl, str(length)], capture_output=True, text=True, timeout=580
-    )
+    command = [sys.executable, "-c", PROGRAM, label, impl, str(length)]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment)
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
 
