@@ -1,8 +1,8 @@
 """Memory beside inputs and gradients, measured in a fresh process: the peak of the whole run (VmHWM) over what
 the process held before it, after a warm-up at a small length.
 
-glibc is told to give freed blocks back at once. Left to itself it keeps some, up to 25 MiB more or less from run to
-run, which says nothing about what a pass needs.
+glibc is told to give freed blocks back at once. Left to itself it keeps some, differently from run to run, which says
+nothing about what a pass needs.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def entmax(scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Ten
     Returns:
         Weights of the shape and dtype of `scores`. In float32 they are exact to 5e-7 for alpha <= 2. Beyond,
         the power 1/(alpha - 1) < 1 magnifies rounding at the threshold, like eps^(1/(alpha - 1)): errors of
-        about 1e-4 at alpha = 3 and 1e-2 at alpha = 5; convert the scores to float64 there.
+        up to about 1e-4 at alpha = 3 and 1e-2 at alpha = 5; convert the scores to float64 there.
 
     Raises:
         ArgumentError: alpha < 1, a mask that is not boolean, integer scores, shapes that do not fit.
