@@ -20,6 +20,7 @@ COMMANDS = {
     "train": ("regard.cli.commands:train", "train a language model on your text"),
     "eval": ("regard.cli.commands:evaluate", "measure a trained model on held-out text"),
     "generate": ("regard.cli.commands:generate", "let a trained model continue a prompt"),
+    "reproduce": ("regard.cli.reproduce:reproduce", "run an experiment: table, figures and JSON in a folder"),
     "list": ("regard.cli.commands:listing", "show what can be chosen by name: kernels, presets, ..."),
     "doctor": ("regard.cli.commands:doctor", "show versions, devices, and which implementations can run"),
 }

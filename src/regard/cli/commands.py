@@ -201,7 +201,7 @@ def listing(argv: list[str]) -> int:
             raise ArgumentError(f"list: there are no {argv[0]!r}.{suggestion(argv[0], shelves)}")
     for shelf in wanted:
         print(f"{shelf}:")
-        _print_pairs([(f"  {name}", _about(thing)) for name, thing in shelves[shelf].items()])
+        _print_pairs([(f"  {name}", about(thing)) for name, thing in shelves[shelf].items()])
     return 0
 
 
@@ -234,7 +234,7 @@ def _plural(kind: str) -> str:
     return re.sub("(?<=[^aeiou])y$", "ie", kind) + "s"
 
 
-def _about(thing: Any) -> str:
+def about(thing: Any) -> str:
     """One line about something registered: a preset spelt out, else the first sentence of a docstring."""
     if hasattr(thing, "parts"):
         return "*".join(thing.parts())

@@ -1,0 +1,71 @@
+"""What a memory is given, checked and brought into four axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ..checks import ArgumentError, boolean_mask, floating, on_device, require, shape, suggestion
+from .pairs import Pairs
+
+
+def four_axes(name: str, tensor: Tensor, call: str) -> Tensor:
+    """[n, D], [H, n, D] or [B, H, n, D] with all four axes.
+
+    Raises:
+        ArgumentError: not a floating-point tensor, or of another rank, or without channels.
+    """
+    floating(call, name, tensor)
+    if tensor.dim() not in (2, 3, 4) or tensor.shape[-1] == 0:
+        raise ArgumentError(f"{call}: {name} has shape {shape(tensor)}, expected [n, D], [H, n, D] or [B, H, n, D].")
+    return tensor[(None,) * (4 - tensor.dim())]
+
+
+def paired(keys: Tensor, values: Tensor | None, mask: Tensor | None, call: str) -> Pairs:
+    """Keys and values as `Pairs`; the keys are their own values where `values` is None.
+
+    Raises:
+        ArgumentError: they do not pair up, or the mask does not fit.
+    """
+    key = four_axes("keys", keys, call)
+    value = key if values is None or values is keys else four_axes("values", values, call)
+    if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype:
+        raise ArgumentError(
+            f"{call}: keys {shape(key)} {key.dtype} and values {shape(value)} {value.dtype} do not pair up; give them "
+            f"the same axes but the last, and the same dtype."
+        )
+    on_device(call, "values", value, key.device)
+    if mask is not None:
+        boolean_mask(call, "mask", mask)
+        on_device(call, "mask", mask, key.device)
+        places = (key.shape[0], key.shape[2])
+        fits = mask.shape == places or (places[0] == 1 and mask.shape == places[1:])
+        require(fits, call, f"mask has shape {shape(mask)}, expected {list(places)}, one a pair.")
+        mask = mask.reshape(places)
+    return Pairs(key, value, mask)
+
+
+def one_way(call: str, given: Mapping[str, bool], able: tuple[str, ...], why: str) -> None:
+    """Exactly one of the ways to say what is meant, and one that the store has.
+
+    Raises:
+        ArgumentError: none, several, or one that it does not have.
+    """
+    ways = [name for name, there in given.items() if there]
+    if len(ways) != 1:
+        raise ArgumentError(f"{call}: named {', '.join(ways) or 'nothing'}; name one of {', '.join(able)}.")
+    require(ways[0] in able, call, f"{ways[0]} does not apply: {why}; use {' or '.join(able)}.")
+
+
+def whole(name: str, value: object, least: int, call: str) -> int:
+    """A whole number, at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(f"{call}: {name} is {value!r}, expected a whole number >= {least}.")
+    return value
+
+
+def one_of(name: str, value: object, choices: tuple[str, ...], call: str) -> None:
+    """One of a few words."""
+    if value not in choices:
+        raise ArgumentError(f"{call}: unknown {name}={value!r}.{suggestion(str(value), choices)}")
