@@ -5,15 +5,18 @@ forward pass keeps the row statistics, the backward pass computes the weights ag
 threshold is searched twice. Both passes are torch custom operators: compiled graphs see one node, whatever the
 length.
 
-Legend: N = B x H heads in a row, of which a group is done at a time; Tq, Tk queries and keys; F features.
+What becomes of a block of scores is up to its `Rows`: here plain torch operations for any weighting, in `cpu.py`
+loops over rows, which also mark the keys that have weight: the products that follow leave out the rest.
+
+Legend: N = B x H heads in a row; Tq, Tk queries and keys; n heads, q queries, w keys of a block; P row parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -21,19 +24,95 @@ from torch import Tensor
 from ..checks import ArgumentError
 from ..estimators import Diagnostics, Visibility
 from ..estimators.diagnostics import counts, diagnose
-from ..grammar import RowStats, Spec
+from ..grammar import RowStats, Spec, Weighting
+from ..grammar.kernels import Params
+from .blocks import ELEMENTS, Block, Work, new_marks
 from .dispatch import Cost, Inputs, Problem, register_impl
 
-ELEMENTS = 2**18
-"""Pairs of a query and a key worked on at a time: what fits a core's cache with its copies."""
+FLOATS = 6
+"""top, theta, reach, mass, support, effective sample size: what the forward pass keeps of a row, beside three FLAGS,
+empty, fallback and status, and the positions that the rule notes."""
+FLAGS = 3
 
-FLOATS = ("top", "theta", "reach", "mass", "support", "ess")
-FLAGS = ("empty", "fallback", "status")
+
+
+class Rows(Protocol):
+    """What is done to a block of scores [n, q, w], which may be overwritten."""
+
+    indices: int
+    marks: bool
+
+    def weigh(
+        self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The weights, and (floats [n, q, FLOATS], flags int32 [n, q, FLAGS], index int64 [n, q, indices]) of the rows.
+        Keys with weight, or on which a threshold hangs, are marked in `marks`, where `self.marks`."""
+
+    def derive(
+        self, block: Block, z: Tensor, g: Tensor, kept: tuple[Tensor, Tensor, Tensor], params: Params, names: list[str]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(weights, dL/dz, dL/dparameter [n, q] by `names`), given g = dL/dweights."""
+
+
+@dataclass(frozen=True)
+class TorchRows:
+    """Any weighting, by torch operations."""
+
+    weighting: Weighting
+    marks: ClassVar[bool] = False
+
+    @property
+    def indices(self) -> int:
+        return self.weighting.indices
+
+    def weigh(
+        self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        z = block.hide(z)
+        stats = self.weighting.fit(z, params, fast=z.device.type == "cpu")
+        p = self.weighting.weights(z, stats, params)
+        seen = counts(p) if counted else (torch.zeros_like(stats.top),) * 2
+        floats = torch.cat([stats.top, stats.theta, stats.reach, stats.mass, *seen], -1)
+        flags = torch.cat([stats.empty.int(), stats.fallback.int(), stats.status], -1)
+        return p, (floats, flags, flags[..., :0].long() if stats.index is None else stats.index)
+
+    def derive(
+        self, block: Block, z: Tensor, g: Tensor, kept: tuple[Tensor, Tensor, Tensor], params: Params, names: list[str]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        z, stats, weighting = block.hide(z), unpack(*kept), self.weighting
+        p = weighting.weights(z, stats, params)
+        a, b = weighting.jacobian(z, p, stats, params)
+        rho = (b * g).sum(-1, keepdim=True)
+        del b  # a block of pairs, like all of these: what is not needed must not stand beside what is
+        dz = a * (g - rho)
+        del a
+        found = weighting.param_grads(dz, g, rho, z, p, stats, params) if names else {}
+        return p, weighting.finish(dz, rho, z, p, stats, params), [found[name][..., 0] for name in names]
+
+
+def unpack(floats: Tensor, flags: Tensor, index: Tensor) -> RowStats:
+    """Row statistics [..., 1] from what was kept of the rows."""
+    return RowStats(
+        top=floats[..., 0:1],
+        theta=floats[..., 1:2],
+        reach=floats[..., 2:3],
+        mass=floats[..., 3:4],
+        empty=flags[..., 0:1] != 0,
+        fallback=flags[..., 1:2] != 0,
+        status=flags[..., 2:3],
+        index=index if index.shape[-1] else None,
+    )
+
+
+SOLVERS: dict[str, Callable[[Spec], Rows]] = {"blocked": lambda spec: TorchRows(spec.weighting)}
+"""Name of an implementation to its `Rows`."""
 
 
 @register_impl("blocked", priority=10)
 class Blocked:
     """Theta(n d) memory for every kernel and bandwidth."""
+
+    name: ClassVar[str] = "blocked"
 
     def available(self) -> str | None:
         return None
@@ -58,30 +137,31 @@ class Blocked:
         names = [n for n, p in inputs.params.items() if isinstance(p, Tensor)]
         given = [inputs.params[n].to(q.dtype).expand(shape) for n in names]  # type: ignore[union-attr]
         offset, moved = (0, visible.offset) if isinstance(visible.offset, Tensor) else (visible.offset, None)
-        out, floats, flags, index = _forward(
+        out, floats, flags, index, _ = _forward(
             q,
             inputs.k,
             inputs.v,
             torch.stack(given) if given else None,
             visible.mask,
             moved,
-            _describe(inputs, names),
+            _describe(self.name, inputs, names),
             offset,
             inputs.diagnostics,
         )
         if not inputs.diagnostics:
             return out, None
-        stats = _unpack(floats, flags, index)
-        support, ess = floats[4, ..., None], floats[5, ..., None]
+        support, ess = floats[..., 4:5], floats[..., 5:6]
+        stats = unpack(floats, flags, index)
         return out, diagnose(inputs.spec, stats, support, ess, inputs.scale, inputs.row_params())
 
 
-def _describe(inputs: Inputs, names: list[str]) -> str:
+def _describe(solver: str, inputs: Inputs, names: list[str]) -> str:
     """Everything that is no tensor and no length, as one string: the operators' schema takes no objects."""
     visible = inputs.visible
     numbers = ",".join(f"{n}={p!r}" for n, p in inputs.params.items() if not isinstance(p, Tensor) and n != "ridge")
     return "|".join(
         [
+            solver,
             inputs.spec.to_json(),
             ",".join(names),
             numbers,
@@ -93,113 +173,39 @@ def _describe(inputs: Inputs, names: list[str]) -> str:
 
 
 @lru_cache(maxsize=256)
-def _weighting(text: str) -> Any:
-    return Spec.from_json(text).weighting
+def rows_of(solver: str, spec: str) -> Rows:
+    """The row solver of that name for the Spec of that JSON."""
+    return SOLVERS[solver](Spec.from_json(spec))
 
 
-@dataclass
-class _Work:
-    """One call, seen as blocks of heads and queries."""
-
-    weighting: Any
-    names: list[str]
-    numbers: dict[str, float]
-    visible: Visibility
-    heads: int
-    kv_heads: int
-    total: int
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, mask: Tensor | None, moved: Tensor | None, text: str, offset: int) -> _Work:
-        spec, names, numbers, causal, strict, window = text.split("|")
-        visible = Visibility(
-            queries=q.shape[2],
-            keys=k.shape[2],
-            causal=causal == "1",
-            strict=strict == "1",
-            window=int(window) if window else None,
-            offset=offset if moved is None else moved,
-            mask=mask,
-        )
-        pairs = (item.split("=") for item in numbers.split(",") if item)
-        return cls(
-            weighting=_weighting(spec),
-            names=[n for n in names.split(",") if n],
-            numbers={n: float(x) for n, x in pairs},
-            visible=visible,
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            total=q.shape[0] * q.shape[1],
-        )
-
-    def blocks(self) -> Iterator[_Block]:
-        queries = self.visible.queries
-        width = self.visible.keys if self.visible.window is None else 2 * self.visible.window + 256
-        rows = max(1, min(queries, 256, max(16, ELEMENTS // max(1, min(width, self.visible.keys)))))
-        for first in range(0, queries, rows):
-            last = min(first + rows, queries)
-            low, high = self.visible.span(first, last)
-            if high == low:
-                continue
-            group = max(1, min(self.total, ELEMENTS // (rows * (high - low))))
-            for n in range(0, self.total, group):
-                yield _Block(self, slice(n, min(n + group, self.total)), first, last, low, high)
+def _rows(text: str) -> Rows:
+    return rows_of(*text.split("|")[:2])
 
 
-@dataclass
-class _Block:
-    """Heads `at`, queries [first, last), keys [low, high)."""
-
-    work: _Work
-    at: slice
-    first: int
-    last: int
-    low: int
-    high: int
-
-    def rows(self, x: Tensor) -> Tensor:
-        """The block's queries of x [N, Tq, ...]."""
-        return x[self.at, self.first : self.last]
-
-    def kv(self, device: torch.device) -> Tensor | slice:
-        """Which of the B x Hkv key heads the block's heads read."""
-        ratio = self.work.heads // self.work.kv_heads
-        if ratio == 1:
-            return self.at
-        if self.at.stop - self.at.start == 1:
-            return slice(self.at.start // ratio, self.at.start // ratio + 1)
-        return torch.arange(self.at.start, self.at.stop, device=device) // ratio
-
-    def columns(self, x: Tensor) -> Tensor:
-        """The block's keys of x [B x Hkv, Tk, ...]."""
-        return x[self.kv(x.device), self.low : self.high]
-
-    def add_columns(self, total: Tensor, part: Tensor) -> None:
-        where = self.kv(total.device)
-        if isinstance(where, slice):
-            total[where, self.low : self.high] += part
-        else:
-            total[:, self.low : self.high].index_add_(0, where, part)
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        z = self.rows(q) @ self.columns(k).transpose(-1, -2)
-        seen = self.work.visible.block(self.first, self.last, self.low, self.high, z.device)
-        if seen is None:
-            return z
-        if seen.shape[0] == 1 and seen.shape[1] == 1:
-            return z.masked_fill_(~seen[0], -torch.inf)
-        full = seen.expand(self.work.total // self.work.heads, self.work.heads, *seen.shape[-2:])
-        n = torch.arange(self.at.start, self.at.stop, device=z.device)
-        return z.masked_fill_(~full[n // self.work.heads, n % self.work.heads], -torch.inf)
-
-    def params(self, given: Tensor | None) -> dict[str, float | Tensor]:
-        """Numbers, and the block's rows of `given` [P, N, Tq] as [n, q, 1]."""
-        tensors = {} if given is None else dict(zip(self.work.names, given, strict=True))
-        return {**self.work.numbers, **{n: self.rows(p)[..., None] for n, p in tensors.items()}}
+def _work(q: Tensor, k: Tensor, mask: Tensor | None, moved: Tensor | None, text: str, offset: int) -> Work:
+    _, _, names, numbers, causal, strict, window = text.split("|")
+    visible = Visibility(
+        queries=q.shape[2],
+        keys=k.shape[2],
+        causal=causal == "1",
+        strict=strict == "1",
+        window=int(window) if window else None,
+        offset=offset if moved is None else moved,
+        mask=mask,
+    )
+    pairs = (item.split("=") for item in numbers.split(",") if item)
+    return Work(
+        names=[n for n in names.split(",") if n],
+        numbers={n: float(x) for n, x in pairs},
+        visible=visible,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        total=q.shape[0] * q.shape[1],
+    )
 
 
 def _flat(x: Tensor) -> Tensor:
-    """[B, H, T, ...] -> [B x H, T, ...]."""
+    """[B, H, ...] -> [B x H, ...]."""
     return x.flatten(0, 1)
 
 
@@ -218,64 +224,48 @@ def _forward(
     text: str,
     offset: int,
     counted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(output [B, H, Tq, Dv], FLOATS [6, B, H, Tq], FLAGS int32 [3, B, H, Tq], index int64 [B, H, Tq, n])."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(output [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags int32 [B, H, Tq, FLAGS], index int64 [B, H, Tq, n],
+    marks bool [B, H, ceil(Tq / ROWS), ceil(Tk / COLUMNS)])."""
     with torch.no_grad():  # off under autograd anyway, and to be off without it: the weightings ask
-        work = _Work.of(q, k, mask, moved, text, offset)
-        return _forward_blocks(work, q, k, v, given, counted)
+        return _forward_blocks(_work(q, k, mask, moved, text, offset), _rows(text), q, k, v, given, counted)
 
 
 def _forward_blocks(
-    work: _Work, q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, counted: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    out, floats, flags, index = _outputs(q, v, work.weighting)
-    flat_out, flat_index = _flat(out), _flat(index)
-    flat_floats, flat_flags = floats.flatten(1, 2), flags.flatten(1, 2)
-    flat_flags[0] = 1  # rows of blocks that see no key are skipped
-    flat_q, flat_k, flat_v, flat_given = _flat(q), _flat(k), _flat(v), _flat_params(given)
+    work: Work, rows: Rows, q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, counted: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    found = _outputs(q, k, v, rows)
+    out, *statistics, active = map(_flat, found)
+    statistics[1][..., 0] = 1  # rows of blocks that see no key are skipped
+    q, k, v, given = _flat(q), _flat(k), _flat(v), _flat_params(given)
     for block in work.blocks():
-        z = block.scores(flat_q, flat_k)
-        params = block.params(flat_given)
-        stats = work.weighting.fit(z, params, fast=q.device.type == "cpu")
-        p = work.weighting.weights(z, stats, params)
-        block.rows(flat_out).copy_(p @ block.columns(flat_v))
-        values = [stats.top, stats.theta, stats.reach, stats.mass, *(counts(p) if counted else ())]
-        for row, value in zip(flat_floats, values, strict=False):
-            block.rows(row).copy_(value[..., 0])
-        for row, value in zip(flat_flags, (stats.empty, stats.fallback, stats.status), strict=True):
-            block.rows(row).copy_(value[..., 0])
-        if stats.index is not None:
-            block.rows(flat_index).copy_(stats.index)
-    return out, floats, flags, index
+        marks = torch.zeros(block.heads, active.shape[2], dtype=torch.bool, device=q.device)
+        p, kept = rows.weigh(block, block.scores(q, k), block.params(given), counted, marks)
+        for whole, part in zip(statistics, kept, strict=True):
+            block.rows(whole).copy_(part)
+        weighty = block
+        if rows.marks:
+            block.marks(active).logical_or_(marks)
+            weighty = block.narrowed(marks)
+        p = p if weighty.kept is None else p[..., weighty.kept]
+        block.rows(out).copy_(p @ weighty.columns(v))
+    return found
 
 
-def _outputs(q: Tensor, v: Tensor, weighting: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _outputs(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     shape = q.shape[:3]
     return (
         q.new_zeros(*shape, v.shape[-1]),
-        q.new_zeros(len(FLOATS), *shape),
-        q.new_zeros(len(FLAGS), *shape, dtype=torch.int32),
-        q.new_zeros(*shape, weighting.indices, dtype=torch.int64),
+        q.new_zeros(*shape, FLOATS),
+        q.new_zeros(*shape, FLAGS, dtype=torch.int32),
+        q.new_zeros(*shape, rows.indices, dtype=torch.int64),
+        new_marks(q, k) if rows.marks else q.new_zeros(*shape[:2], 0, 0, dtype=torch.bool),
     )
 
 
 @_forward.register_fake
 def _(q, k, v, given, mask, moved, text, offset, counted):  # type: ignore[no-untyped-def]
-    return _outputs(q, v, _weighting(text.split("|")[0]))
-
-
-def _unpack(floats: Tensor, flags: Tensor, index: Tensor) -> RowStats:
-    """Row statistics [..., 1] from what `_forward` packed."""
-    return RowStats(
-        top=floats[0, ..., None],
-        theta=floats[1, ..., None],
-        reach=floats[2, ..., None],
-        mass=floats[3, ..., None],
-        empty=flags[0, ..., None] != 0,
-        fallback=flags[1, ..., None] != 0,
-        status=flags[2, ..., None],
-        index=index if index.shape[-1] else None,
-    )
+    return _outputs(q, k, v, _rows(text))
 
 
 @torch.library.custom_op("regard::blocked_backward", mutates_args=())
@@ -290,47 +280,50 @@ def _backward(
     floats: Tensor,
     flags: Tensor,
     index: Tensor,
+    active: Tensor,
     text: str,
     offset: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the row parameters [P, B, H, Tq]."""
     with torch.no_grad():
-        work = _Work.of(q, k, mask, moved, text, offset)
-        return _backward_blocks(work, grad, q, k, v, given, _unpack(floats, flags, index))
+        work = _work(q, k, mask, moved, text, offset)
+        kept = (_flat(floats), _flat(flags), _flat(index))
+        return _backward_blocks(work, _rows(text), grad, q, k, v, given, kept, _flat(active))
 
 
 def _backward_blocks(
-    work: _Work, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, stats: RowStats
+    work: Work,
+    rows: Rows,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Tensor | None,
+    kept: tuple[Tensor, Tensor, Tensor],
+    active: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))  # contiguous: the flat views below are written to
-    dgiven = q.new_zeros(len(work.names), *q.shape[:3])
-    flat_dq, flat_dk, flat_dv, flat_dgiven = _flat(dq), _flat(dk), _flat(dv), _flat_params(dgiven)
-    flat_q, flat_k, flat_v, flat_grad = _flat(q), _flat(k), _flat(v), _flat(grad)
-    saved = stats.map(_flat)
+    found = *(x.new_zeros(x.shape) for x in (q, k, v)), q.new_zeros(len(work.names), *q.shape[:3])
+    dq, dk, dv = map(_flat, found[:3])
+    dgiven = found[3].flatten(1, 2)
+    q, k, v, grad, given = _flat(q), _flat(k), _flat(v), _flat(grad), _flat_params(given)
     for block in work.blocks():
-        z = block.scores(flat_q, flat_k)
-        params = block.params(_flat_params(given))
-        stats = saved.map(block.rows)
-        p = work.weighting.weights(z, stats, params)
-        out_grad = block.rows(flat_grad)
-        g = out_grad @ block.columns(flat_v).transpose(-1, -2)
-        block.add_columns(flat_dv, p.transpose(-1, -2) @ out_grad)
-        a, b = work.weighting.jacobian(z, p, stats, params)
-        rho = (b * g).sum(-1, keepdim=True)
-        dz = a * (g - rho)
-        if work.names:
-            found = work.weighting.param_grads(dz, g, rho, z, p, stats, params)
-            for row, name in zip(flat_dgiven, work.names, strict=True):  # type: ignore[arg-type]
-                block.rows(row).copy_(found[name][..., 0])
-        del a, b, g  # each is a block of pairs: what is not needed must not stand beside what is
-        dz = work.weighting.finish(dz, rho, z, p, stats, params)
-        block.rows(flat_dq).copy_(dz @ block.columns(flat_k))
-        block.add_columns(flat_dk, dz.transpose(-1, -2) @ block.rows(flat_q))
-    return dq, dk, dv, dgiven
+        if rows.marks:
+            block = block.narrowed(block.marks(active))
+        floats, flags, index = (block.rows(x) for x in kept)
+        g = block.rows(grad) @ block.columns(v).transpose(-1, -2)
+        z, params = block.scores(q, k), block.params(given)
+        p, dz, dparams = rows.derive(block, z, g, (floats, flags, block.place(index)), params, work.names)
+        del z, g
+        block.add_columns(dv, p.transpose(-1, -2) @ block.rows(grad))
+        for row, part in zip(dgiven, dparams, strict=True):
+            block.rows(row).copy_(part)
+        block.rows(dq).copy_(dz @ block.columns(k))
+        block.add_columns(dk, dz.transpose(-1, -2) @ block.rows(q))
+    return found  # type: ignore[return-value]
 
 
 @_backward.register_fake
-def _(grad, q, k, v, given, mask, moved, floats, flags, index, text, offset):  # type: ignore[no-untyped-def]
+def _(grad, q, k, v, given, mask, moved, floats, flags, index, active, text, offset):  # type: ignore[no-untyped-def]
     count = 0 if given is None else given.shape[0]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), q.new_empty(count, *q.shape[:3])
 
@@ -353,7 +346,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 def _refuse(ctx: Any, *_: Any) -> None:
     raise ArgumentError(
-        "attention: impl='blocked' is differentiable once; for second derivatives use impl='reference'."
+        "attention: fast implementations are differentiable once; for second derivatives use impl='reference'."
     )
 
 

@@ -1,0 +1,155 @@
+"""A call of blocked attention, seen as blocks of heads, queries and keys.
+
+Legend: N = B x H heads in a row, of which a group is done at a time; Tq, Tk queries and keys; n heads, q queries and
+w columns (keys) of one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..estimators import Visibility
+
+ELEMENTS = 2**18
+"""Pairs of a query and a key worked on at a time: what fits a core's cache with its copies."""
+ROWS = 128
+"""Queries of a block at most, and queries to one mark of the keys that have weight."""
+COLUMNS = 128
+"""Keys to one mark."""
+SPARSE = 0.6
+"""The share of marked keys above which leaving out the others saves less than gathering the rest costs."""
+
+
+@dataclass
+class Work:
+    """One call. `names` are the numbers given as tensors, `numbers` the others."""
+
+    names: list[str]
+    numbers: dict[str, float]
+    visible: Visibility
+    heads: int
+    kv_heads: int
+    total: int
+
+    def blocks(self) -> Iterator[Block]:
+        queries = self.visible.queries
+        width = self.visible.keys if self.visible.window is None else 2 * self.visible.window + ROWS
+        rows = ROWS
+        while rows > 16 and rows * min(width, self.visible.keys) > ELEMENTS:
+            rows //= 2  # a power of two, so that no block lies across two rows of marks
+        for first in range(0, queries, rows):
+            last = min(first + rows, queries)
+            low, high = self.visible.span(first, last)
+            if high == low:
+                continue
+            group = max(1, min(self.total, ELEMENTS // ((last - first) * (high - low))))
+            for n in range(0, self.total, group):
+                yield Block(self, slice(n, min(n + group, self.total)), first, last, low, high)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Heads `at`, queries [first, last), and of the keys [low, high) those in `kept` (int64 [w], counted from low), or
+    all where None. Blocks with `kept` have one head."""
+
+    work: Work
+    at: slice
+    first: int
+    last: int
+    low: int
+    high: int
+    kept: Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        return int(self.at.stop - self.at.start)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The block's queries of x [N, Tq, ...]."""
+        return x[self.at, self.first : self.last]
+
+    def _kv(self, device: torch.device) -> Tensor | slice:
+        """Which of the B x Hkv key heads the block's heads read."""
+        ratio = self.work.heads // self.work.kv_heads
+        if ratio == 1:
+            return self.at
+        if self.heads == 1:
+            return slice(self.at.start // ratio, self.at.start // ratio + 1)
+        return torch.arange(self.at.start, self.at.stop, device=device) // ratio
+
+    def columns(self, x: Tensor) -> Tensor:
+        """The block's keys of x [B x Hkv, Tk, ...]."""
+        part = x[self._kv(x.device), self.low : self.high]
+        return part if self.kept is None else part[:, self.kept]
+
+    def add_columns(self, total: Tensor, part: Tensor) -> None:
+        """Add part [n, w, ...] to the block's keys of `total`."""
+        where = self._kv(total.device)
+        if not isinstance(where, slice):
+            total[:, self.low : self.high].index_add_(0, where, part)
+        elif self.kept is None:
+            total[where, self.low : self.high] += part
+        else:
+            total[where, self.low : self.high].index_add_(1, self.kept, part)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """q . k [n, q, w], nothing hidden yet."""
+        return self.rows(q) @ self.columns(k).transpose(-1, -2)
+
+    def hide(self, z: Tensor, *, positional: bool = True) -> Tensor:
+        """z with -inf where a key is hidden, in place; by the mask alone where position is seen to by `bounds`."""
+        visible = self.work.visible
+        if not positional:
+            visible = replace(visible, causal=False, strict=False, window=None)
+        seen = visible.block(self.first, self.last, self.low, self.high, z.device)
+        if seen is None:
+            return z
+        if self.kept is not None and seen.shape[-1] > 1:
+            seen = seen[..., self.kept]
+        if seen.shape[0] == 1 and seen.shape[1] == 1:
+            return z.masked_fill_(~seen[0], -torch.inf)
+        full = seen.expand(self.work.total // self.work.heads, self.work.heads, *seen.shape[-2:])
+        n = torch.arange(self.at.start, self.at.stop, device=z.device)
+        return z.masked_fill_(~full[n // self.work.heads, n % self.work.heads], -torch.inf)
+
+    def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Columns [low, high) that position lets each row see: int64 [n, q] each."""
+        found = []
+        for bound in self.work.visible.bounds(self.first, self.last, device):
+            batch = torch.arange(self.at.start, self.at.stop, device=device) // self.work.heads
+            per_row = bound.expand(self.work.total // self.work.heads, -1)[batch].clamp(self.low, self.high) - self.low
+            found.append(per_row if self.kept is None else torch.searchsorted(self.kept, per_row))
+        return found[0], found[1]
+
+    def place(self, index: Tensor) -> Tensor:
+        """Positions counted from `low` as positions among the columns."""
+        return index if self.kept is None else torch.searchsorted(self.kept, index)
+
+    def params(self, given: Tensor | None) -> dict[str, float | Tensor]:
+        """Numbers, and the block's rows of `given` [P, N, Tq] as [n, q, 1]."""
+        tensors = {} if given is None else dict(zip(self.work.names, given, strict=True))
+        return {**self.work.numbers, **{n: self.rows(p)[..., None] for n, p in tensors.items()}}
+
+    def marks(self, active: Tensor) -> Tensor:
+        """The block's part of `active` [N, ceil(Tq / ROWS), ceil(Tk / COLUMNS)]: [n, ceil(Tk / COLUMNS)]."""
+        return active[self.at, self.first // ROWS]
+
+    def narrowed(self, marks: Tensor) -> Block:
+        """The block without the keys that have no mark, where that pays: marks bool [n, ceil(Tk / COLUMNS)]."""
+        if self.heads > 1 or not marks.shape[1]:
+            return self
+        alive = marks[0, self.low // COLUMNS : -(-self.high // COLUMNS)]
+        if float(alive.sum()) > SPARSE * alive.shape[0]:
+            return self
+        columns = marks[0].repeat_interleave(COLUMNS)[self.low : self.high]
+        return replace(self, kept=columns.nonzero()[:, 0])
+
+
+def new_marks(q: Tensor, k: Tensor) -> Tensor:
+    """No key marked: bool [B, H, ceil(Tq / ROWS), ceil(Tk / COLUMNS)]."""
+    rows, columns = (q.shape[2] + ROWS - 1) // ROWS, (k.shape[2] + COLUMNS - 1) // COLUMNS
+    return q.new_zeros(*q.shape[:2], rows, columns, dtype=torch.bool)
