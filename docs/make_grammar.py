@@ -45,7 +45,13 @@ def page() -> str:
         "`Spec.parse(name)` gives the sentence; `params=` takes the numbers, per head or per row, with gradient.",
         table(("preset", "sentence", "weights", "takes `scale`", "numbers that can be learned"), preset_rows()),
     ]
-    titles = {"kernel": "Kernels", "bandwidth": "Bandwidth rules", "similarity": "Similarities", "solver": "Solvers"}
+    titles = {
+        "kernel": "Kernels",
+        "bandwidth": "Bandwidth rules",
+        "similarity": "Similarities",
+        "solver": "Solvers",
+        "temperature": "Temperatures (of layers, see [layers.md](layers.md))",
+    }
     for axis, title in titles.items():
         registry = regard.registries()[axis]
         rows = [(f"`{name}`", first_sentence(obj)) for name, obj in registry.items()]

@@ -121,7 +121,17 @@ def test_third_parties_do_not_replace_what_is_built_in(monkeypatch: pytest.Monke
 
 def test_every_axis_is_listed() -> None:
     found = regard.registries()
-    assert list(found) == ["preset", "kernel", "bandwidth", "similarity", "solver", "impl"]
+    assert list(found) == [
+        "preset",
+        "kernel",
+        "bandwidth",
+        "similarity",
+        "solver",
+        "temperature",
+        "impl",
+        "energy",
+        "recipe",
+    ]
     for axis, held in found.items():
         assert len(held.names()) > 0, axis
         assert held.group is not None  # others can add to it
@@ -131,7 +141,7 @@ def test_every_axis_is_listed() -> None:
 
 def test_registered_objects_say_their_registered_name() -> None:
     """What is printed by `str(spec)` and JSON has to be found again by that name."""
-    for axis in ("bandwidth", "similarity", "solver"):
+    for axis in ("bandwidth", "similarity", "solver", "temperature"):
         for name, make in regard.registries()[axis].items():
             assert make().name == name
     for name, make in regard.registries()["kernel"].items():

@@ -6,20 +6,24 @@ parts of that regression; `attention` computes it. Importing this package import
 
 from . import checks
 from ._version import __version__
-from .estimators import Diagnostics
-from .estimators.normalisers import entmax, normrelu, relumax, sparsemax, topk_softmax, topk_uniform
+from .estimators import Diagnostics, LinearState, linear_attention
 from .grammar import Spec, presets
+from .memory import AssociativeMemory
 from .ops import attention, explain
+from .ops.normalisers import entmax, normrelu, relumax, sparsemax, topk_softmax, topk_uniform
 from .registries import registries
 
 __all__ = [
+    "AssociativeMemory",
     "Diagnostics",
+    "LinearState",
     "Spec",
     "__version__",
     "attention",
     "checks",
     "entmax",
     "explain",
+    "linear_attention",
     "normrelu",
     "presets",
     "registries",

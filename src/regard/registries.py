@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from .experiments.recipes import recipes
 from .grammar import bandwidths, kernels, presets_registry, similarities, solvers
+from .memory import energies
+from .nn.temperature import temperatures
 from .ops import implementations_registry
 from .registry import Registry
 
@@ -17,5 +20,8 @@ def registries() -> dict[str, Registry[Any]]:
         "bandwidth": bandwidths,
         "similarity": similarities,
         "solver": solvers,
+        "temperature": temperatures,
         "impl": implementations_registry,
+        "energy": energies,
+        "recipe": recipes,
     }

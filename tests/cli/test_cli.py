@@ -160,7 +160,7 @@ def test_every_option_has_help() -> None:
     ("words", "message"),
     [
         ("trian", "regard: error: unknown command 'trian'. Did you mean 'train'?"),
-        ("frobnicate", "Choose from: demo, train, eval, generate, list, doctor."),
+        ("frobnicate", "Choose from: demo, train, eval, generate, reproduce, list, doctor."),
         ("train --stps 3", "regard train: error: unknown option --stps. Did you mean '--steps'"),
         ("train --steps x", "regard train: error: --steps is 'x', expected an integer."),
         ("train --steps", "regard train: error: --steps expects a value."),

@@ -45,6 +45,7 @@ class Sentence:
 
 RANKED = {"gaussian", "polynomial", "uniform"}
 POINTWISE = {"linear", "geometric", "clipped-geometric"}
+SIGNED = {"dot", "cosine", "euclidean"}  # similarities that may be negative
 SCALELESS = {"geometric", "clipped-geometric"}  # Table 1 puts them on the bare similarity
 RULES = {"fixed", "adaptive", "anchored", "nearest"}
 
@@ -194,10 +195,15 @@ def _plain(s: Sentence, z: Tensor, seen: Tensor, bias: Number, params: Mapping[s
     w = torch.where(seen, _kernel(s, torch.where(seen, z, 0) + bias, params), 0)
     if not s.normalise:
         return w
-    total, size = w.sum(-1, keepdim=True), w.abs().sum(-1, keepdim=True)
+    total = w.sum(-1, keepdim=True)
+    if s.kernel != "linear" or s.similarity not in SIGNED or (s.similarity == "cosine" and s.bias >= 1):
+        return w / torch.where(total == 0, 1, total)
+    square = (w * w).sum(-1, keepdim=True)
+    lost = square == 0
+    size = torch.where(lost, 0, (seen.sum(-1, keepdim=True) * torch.where(lost, 1, square)) ** 0.5)
     held = torch.where(total < 0, -size, size) * 1e-3  # the documented guard of a signed sum
     total = torch.where(total.abs() < 1e-3 * size, held, total)
-    return w / torch.where(size == 0, 1, total)
+    return w / torch.where(lost, 1, total)
 
 
 def _share(w: Tensor) -> Tensor:

@@ -96,7 +96,8 @@ def run(program: str, *extra: Path) -> str:
 
 def test_import_and_calls_take_torch_alone() -> None:
     """Neither transformers nor triton, nor anything else that `import torch` has not loaded already; the first
-    calls load no more of that (torch itself looks for triton there)."""
+    calls load no more of that (torch itself looks for triton there), but for numba where it is installed, when the
+    first row is solved by it."""
     new, loaded, later = json.loads(
         run("""
         import json, sys
@@ -115,7 +116,7 @@ def test_import_and_calls_take_torch_alone() -> None:
     extras = {"transformers", "numba", "matplotlib", "tokenizers", "scipy"}
     assert new == []
     assert not {"triton", *extras} & set(loaded)
-    assert not extras & set(later)
+    assert not (extras - {"numba", "scipy"}) & set(later)
 
 
 def test_a_kernel_of_another_package(installed: Path) -> None:

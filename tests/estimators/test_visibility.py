@@ -118,3 +118,25 @@ def test_who_sees_a_marked_key() -> None:
         full = np.broadcast_to(pairs if mask is None else pairs & mask.numpy(), (2, 3, 5, 7))
         expected = (full & marked.numpy()[:, :, None, :]).any(-1)
         np.testing.assert_array_equal(visible.any_seen(marked).numpy(), expected)
+
+
+def test_how_many_keys_a_query_sees() -> None:
+    g = torch.Generator().manual_seed(3)
+    masks = (None, (2, 1, 5, 7), (1, 3, 5, 7), (2, 3, 1, 7), (1, 1, 1, 7), (2, 1, 5, 1), (2, 1, 1, 1))
+    offsets = (0, 2, -3, 9, torch.tensor([0, 4]))
+    for shape, order, offset in itertools.product(masks, ORDERS, offsets):
+        mask = None if shape is None else torch.rand(shape, generator=g) < 0.6
+        found = Visibility(5, 7, offset=offset, mask=mask, **order).counts()
+        assert found.dtype == torch.int64
+        assert found.shape[-1] == 5
+        for b in range(2):
+            at = int(offset[b]) if isinstance(offset, torch.Tensor) else offset
+            pairs = oracles.visible_pairs(5, 7, offset=at, **order)
+            full = np.broadcast_to(pairs if mask is None else pairs & mask.numpy(), (2, 3, 5, 7))
+            np.testing.assert_array_equal(found.expand(2, 3, 5)[b].numpy(), full[b].sum(-1))
+
+
+def test_counts_without_keys() -> None:
+    mask = torch.ones(2, 1, 1, 0, dtype=torch.bool)
+    assert not Visibility(3, 0, causal=True, offset=-3, mask=mask).counts().any()
+    assert Visibility(3, 0).counts().tolist() == [[[0, 0, 0]]]

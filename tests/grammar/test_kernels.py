@@ -188,15 +188,20 @@ def signed(z: list[float], spec: str, impl: str) -> tuple[Tensor, Tensor, regard
     return leaf, out.flatten(), found
 
 
+HELD = 1e-3 * np.sqrt(2 * (1 + 0.999**2))  # more than the sum, 0.001
+HELD_OF_THREE = 1e-3 * np.sqrt(3 * (1 + 0.9**2 + 0.0978**2))  # more than the sum, 0.0022; 1e-3 sum |w| is less
+
+
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
 @pytest.mark.parametrize(
     ("z", "weights", "status"),
     [
         ([3.0, -1.0], [1.5, -0.5], Status.OK),
         ([-3.0, 1.0], [1.5, -0.5], Status.NEGATIVE),  # the sum is -2: signs change
-        ([1.0, -1.0], [500.0, -500.0], Status.NEAR_ZERO),  # held at 1e-3 (1 + 1)
-        ([1.0, -0.999], [1 / 0.001999, -0.999 / 0.001999], Status.NEAR_ZERO),  # 0.001 < 1e-3 * 1.999
-        ([0.999, -1.0], [-0.999 / 0.001999, 1 / 0.001999], Status.NEAR_ZERO),  # held with its sign
+        ([1.0, -1.0], [500.0, -500.0], Status.NEAR_ZERO),  # held at 1e-3 sqrt(2 (1 + 1))
+        ([1.0, -0.999], [1 / HELD, -0.999 / HELD], Status.NEAR_ZERO),
+        ([0.999, -1.0], [-0.999 / HELD, 1 / HELD], Status.NEAR_ZERO),  # held with its sign
+        ([1.0, -0.9, -0.0978], list(np.array([1, -0.9, -0.0978]) / HELD_OF_THREE), Status.NEAR_ZERO),
         ([1.0, -0.9], [10.0, -9.0], Status.OK),
         ([0.0, 0.0], [0.0, 0.0], Status.OK),  # nothing to weigh, nothing to divide
     ],
@@ -207,15 +212,18 @@ def test_guard_of_normalised_signed_sums(z: list, weights: list, status: Status,
     assert found.status.flatten().tolist() == [int(status)]
 
 
+GUARDED = [[3.0, -1.0, 0.5], [-3.0, 1.0, 0.2], [1.0, -1.2, 0.2003], [1.0, -1.2, 0.1997], [1.0, -0.9, -0.0978]]
+
+
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
-@pytest.mark.parametrize("z", [[3.0, -1.0, 0.5], [-3.0, 1.0, 0.2], [1.0, -1.2, 0.2003], [1.0, -1.2, 0.1997]])
+@pytest.mark.parametrize("z", GUARDED)
 def test_gradient_through_the_guard(z: list, impl: str) -> None:
-    """p_i = z_i / D with D = sum z, or +-1e-3 sum |z| where that is larger in size."""
+    """p_i = z_i / D with D = sum z, or +-1e-3 sqrt(n sum z^2) where that is larger in size."""
     leaf, p, _ = signed(z, "linear*fixed*normalised", impl)
     g = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
     found = torch.autograd.grad((p * g).sum(), leaf)[0]
     x = torch.tensor(z, dtype=torch.float64, requires_grad=True)
-    total, size = x.sum(), x.abs().sum()
+    total, size = x.sum(), (3 * x.square().sum()).sqrt()
     held = 1e-3 * size * (1 if total.item() >= 0 else -1)
     plain = x / (held if abs(total.item()) < 1e-3 * size.item() else total)
     torch.testing.assert_close(p, plain, rtol=1e-12, atol=0)
@@ -223,7 +231,7 @@ def test_gradient_through_the_guard(z: list, impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
-@pytest.mark.parametrize("z", [[3.0, -1.0, 0.5], [-3.0, 1.0, 0.2], [1.0, -1.2, 0.2003], [1.0, -1.2, 0.1997]])
+@pytest.mark.parametrize("z", GUARDED)
 def test_gradient_of_the_bias_through_the_guard(z: list, impl: str) -> None:
     shift = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)
     moved = torch.tensor(z, dtype=torch.float64) - 0.25  # so that z itself is what is weighed
@@ -239,7 +247,7 @@ def test_gradient_of_the_bias_through_the_guard(z: list, impl: str) -> None:
     )
     bias = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)
     x = moved + bias
-    total, size = x.sum(), x.abs().sum()
+    total, size = x.sum(), (3 * x.square().sum()).sqrt()
     held = 1e-3 * size * (1 if total.item() >= 0 else -1)
     plain = (x / (held if abs(total.item()) < 1e-3 * size.item() else total) * g).sum()
     torch.testing.assert_close(out.flatten()[0], plain, rtol=1e-12, atol=0)

@@ -87,7 +87,7 @@ def test_state_dict_names_are_frozen(make_model):
         expected |= {f"{layer}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
         expected |= {f"{layer}.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")}
         expected |= {f"{layer}.self_attn.log_temperature"}
-    assert set(make_model(learn_temperature=True).state_dict()) == expected
+    assert set(make_model(temperatures="learned").state_dict()) == expected
     assert set(make_model().state_dict()) == {name for name in expected if "temperature" not in name}
 
 
@@ -116,7 +116,7 @@ def test_save_and_load(make_model, encode, tmp_path, mixers, tied):
 
 
 def test_learned_temperature_is_saved_and_starts_at_one(make_model, encode, tmp_path):
-    model = make_model("softmax", learn_temperature=True)
+    model = make_model("softmax", temperatures="learned")
     tokens = encode(SENTENCE)[None]
     assert all(bool((layer.self_attn.log_temperature == 0).all()) for layer in model.model.layers)
     torch.testing.assert_close(model(tokens).logits, make_model("softmax")(tokens).logits, atol=1e-6, rtol=0)
@@ -130,7 +130,7 @@ def test_learned_temperature_is_saved_and_starts_at_one(make_model, encode, tmp_
 def test_a_temperature_can_be_added_to_a_saved_model(make_model, encode, tmp_path):
     model = perturb(make_model("softmax"))
     model.save_pretrained(tmp_path)
-    again = HybridForCausalLM.from_pretrained(tmp_path, learn_temperature=True)
+    again = HybridForCausalLM.from_pretrained(tmp_path, temperatures="learned")
     assert all(torch.count_nonzero(layer.self_attn.log_temperature) == 0 for layer in again.model.layers)
     tokens = encode(SENTENCE)[None]
     torch.testing.assert_close(again(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0)

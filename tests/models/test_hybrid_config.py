@@ -24,7 +24,8 @@ def test_json_round_trip(tmp_path):
         mixers=["softmax", "biweight", "shift-cosine"],
         num_hidden_layers=3,
         window=5,
-        learn_temperature=True,
+        temperatures=["log", "fixed(value=2)", "fixed"],
+        exclude_self=True,
         eos_token_id=[3, 4],
     )
     config.save_pretrained(tmp_path)
@@ -42,6 +43,23 @@ def test_json_round_trip(tmp_path):
 def test_defaults_that_follow_from_others():
     config = HybridConfig(hidden_size=100, num_attention_heads=5)
     assert (config.head_dim, config.num_key_value_heads, config.intermediate_size) == (20, 5, 272)
+
+
+@pytest.mark.parametrize(("former", "now"), [(True, "learned"), (False, "fixed")])
+def test_files_from_before_there_were_temperatures(tmp_path, former, now):
+    HybridConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    del fields["temperatures"], fields["share_query_key"], fields["exclude_self"]
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "learn_temperature": former}))
+    config = HybridConfig.from_pretrained(tmp_path)
+    assert config.temperatures == [now, now]
+    assert (config.share_query_key, config.exclude_self) == (False, False)
+
+
+def test_the_temperature_of_attention_is_not_that_of_sampling():
+    config = HybridConfig(num_hidden_layers=1, hidden_size=8, temperatures="log")
+    assert config.temperatures == ["log"]
+    assert HybridForCausalLM(config).generation_config.temperature is None
 
 
 def test_fields_changed_while_loading_are_checked_too(tmp_path):
@@ -69,7 +87,13 @@ def test_fields_changed_while_loading_are_checked_too(tmp_path):
         ({"window": 0}, "window is 0, expected a positive integer"),
         ({"rope_theta": -1.0}, "rope_theta is -1, expected rope_theta > 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a finite number"),
-        ({"learn_temperature": "no"}, "learn_temperature is 'no', expected True or False"),
+        ({"exclude_self": "no"}, "exclude_self is 'no', expected True or False"),
+        ({"temperatures": ["log"]}, r"temperatures is \['log'\], expected a rule such as 'log', or a list"),
+        ({"temperatures": "lgo"}, "Did you mean 'log'"),
+        ({"temperatures": "log", "mixers": "relu"}, "relu has none; leave it out or choose one of: softmax"),
+        ({"share_query_key": True, "num_key_value_heads": 2}, "4 query heads need 4 key/value heads, not 2"),
+        ({"temperature": "log"}, r"'temperature' is not used; temperatures says .* generate\(temperature=\)"),
+        ({"sliding_window": 4}, "'sliding_window' is not used; window says"),
         ({"pad_token_id": 256}, "pad_token_id is 256, expected None or a token from 0 to 255"),
         ({"eos_token_id": [1, -1]}, "expected None or a token from 0 to 255"),
         ({"mixer": "biweight"}, "unknown field 'mixer'. Did you mean 'mixers'"),

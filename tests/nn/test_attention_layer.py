@@ -119,7 +119,7 @@ def test_rotate_keeps_lengths_and_dtype():
 
 @pytest.mark.parametrize("spec", ["softmax", "relumax"])
 def test_learned_temperature(x, spec):
-    module = layer(spec=spec, learn_temperature=True)
+    module = layer(spec=spec, temperature="learned")
     torch.testing.assert_close(module(x)[0], layer(spec=spec)(x)[0], atol=1e-6, rtol=0)
     with torch.no_grad():
         module.log_temperature.fill_(math.log(0.25))
@@ -201,6 +201,42 @@ def test_bias_and_head_dim():
     assert "spec='biweight', window=4" in repr(layer(spec="biweight", window=4))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("spec", WEIGHINGS)
+def test_shared_queries_and_keys(x, spec, strict):
+    """q = k: one projection, turned once; with the token itself left out, the first row is empty."""
+    module = layer(spec=spec, share_query_key=True, exclude_self=strict)
+    assert set(module.state_dict()) == {"k_proj.weight", "v_proj.weight", "o_proj.weight"}
+    positions = torch.arange(T)[None]
+    angles = positions[..., None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+    allowed = causal() & ~(torch.eye(T, dtype=torch.bool) & strict)
+    module.q_proj = module.k_proj
+    expected = dense(module, x, allowed, WEIGHINGS[spec], angles=angles)
+    del module.q_proj
+    out, _ = module(x, rotary_angles(positions, 8))
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+    assert strict == (torch.count_nonzero(out[:, 0]) == 0)
+    out.square().sum().backward()
+    assert all(torch.isfinite(weight.grad).all() for weight in module.parameters())
+
+
+def test_a_shared_token_is_most_alike_to_itself(x):
+    """On equal lengths the own pair has the largest cosine, so that every row weighs itself most."""
+    module = layer(spec="gaussian*fixed*cosine(eps=0)", share_query_key=True)
+    weights = module(x, output_attentions=True)[1]
+    assert torch.equal(weights.argmax(-1), torch.arange(T).expand(B, H, T))
+    module.exclude_self = True
+    assert torch.count_nonzero(module(x, output_attentions=True)[1].diagonal(dim1=-2, dim2=-1)) == 0
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_without_itself_a_cache_continues_where_it_stopped(x, window):
+    module = layer(spec="biweight", layer_idx=0, window=window, exclude_self=True, share_query_key=True)
+    memory = Memory()
+    parts = [module(part, past_key_values=memory)[0] for part in x.split([1, 4, 1, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), module(x)[0], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -208,11 +244,12 @@ def test_bias_and_head_dim():
         ({"num_kv_heads": 3}, "4 query heads do not divide among 3 key/value heads"),
         ({"num_heads": 0}, "num_heads is 0, expected a positive integer"),
         ({"head_dim": 2.0}, "head_dim is 2.0, expected a positive integer"),
+        ({"num_kv_heads": 2, "share_query_key": True}, "4 query heads need 4 key/value heads, not 2; leave num_kv"),
         ({"window": -1}, "window is -1, expected a positive integer"),
         ({"spec": "sofmax"}, "Did you mean 'softmax'"),
         (
-            {"spec": "shift-cosine", "learn_temperature": True},
-            "learn_temperature needs .* shift-cosine has none",
+            {"spec": "shift-cosine", "temperature": "learned"},
+            "temperature learned needs .* shift-cosine has none; .* one of: softmax, sparsemax, .*",
         ),
     ],
 )

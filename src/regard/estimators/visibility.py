@@ -86,6 +86,22 @@ class Visibility:
             visible = part if visible is None else visible & part
         return visible
 
+    def counts(self, device: torch.device | None = None) -> Tensor:
+        """How many keys each query sees: int64 [B or 1, H or 1, Tq]. O(Tq + Tk) without a mask of pairs."""
+        mask = self.mask
+        if mask is not None and mask.shape[-2] != 1:
+            visible = self.block(0, self.queries, 0, self.keys, mask.device)
+            assert visible is not None
+            return visible.expand(*visible.shape[:-1], self.keys).sum(-1)
+        low, high = self.bounds(0, self.queries, torch.device("cpu") if device is None else device)
+        low, high = low[:, None], high[:, None]
+        if mask is None:
+            return high - low
+        upto = torch.nn.functional.pad(mask[..., 0, :].expand(*mask.shape[:2], self.keys).cumsum(-1), (1, 0))
+        shape = (max(upto.shape[0], low.shape[0]), upto.shape[1], self.keys + 1)
+        upto, rows = upto.expand(shape), (*shape[:2], self.queries)
+        return upto.gather(-1, high.expand(rows)) - upto.gather(-1, low.expand(rows))
+
     def any_seen(self, marked: Tensor) -> Tensor:
         """Which queries see a marked key: `marked` is boolean [B, H, Tk], the answer [B, H, Tq]."""
         mask = self.mask

@@ -237,6 +237,7 @@ class Linear(_Pointwise):
     """
 
     name: ClassVar[str] = "linear"
+    affine: ClassVar[bool] = True  # K(a) = a: sums over keys can be made before a query is known
     scaled: ClassVar[bool] = True
     nonnegative: ClassVar[bool] = False
 

@@ -50,6 +50,7 @@ class _Features:
     lower: float = -math.inf
     upper: float = math.inf
     scaled: ClassVar[bool] = False
+    symmetric: ClassVar[bool] = True  # phi = psi, so that q = k need be kept once
     name: ClassVar[str]
 
     def default_scale(self, dim: int) -> float:
@@ -121,6 +122,7 @@ class Euclidean(_Features):
 
     name: ClassVar[str] = "euclidean"
     scaled: ClassVar[bool] = True
+    symmetric: ClassVar[bool] = False
     upper: ClassVar[float] = 0.0  # type: ignore[misc]
 
     def default_scale(self, dim: int) -> float:

@@ -251,7 +251,8 @@ class Ratio:
 
 
 GUARD = 1e-3
-"""The least |sum of weights| of a signed kernel, as a share of the sum of |weights|."""
+"""The least |sum of weights| of a signed kernel, as a share of sqrt(n sum of squared weights), n the visible keys: an
+upper bound of the sum of |weights| that a sum over features can give, too."""
 
 
 @dataclass(frozen=True)
@@ -259,9 +260,9 @@ class Plain:
     """p_j = K(z_j + bias), as it is or divided by its sum: for sums without normalisation and for kernels of
     the score itself.
 
-    Where a signed kernel is normalised, a denominator below `GUARD` times sum |K| is held there (with its
-    sign) and reported as `Status.NEAR_ZERO`; a negative one is used as it is and reported as
-    `Status.NEGATIVE`.
+    Where a signed kernel is normalised, a denominator below `GUARD` times sqrt(n sum K^2) is held there (with its
+    sign) and reported as `Status.NEAR_ZERO`; a negative one is used as it is and reported as `Status.NEGATIVE`.
+    Weights that are known to be non-negative need no guard; a bias given per call that makes them negative gets none.
     """
 
     kernel: Any
@@ -291,11 +292,24 @@ class Plain:
         if not self.normalised:
             return stats
         w = self._values(z, params)
-        mass, size = w.sum(-1, keepdim=True), w.abs().sum(-1, keepdim=True)
+        mass = w.sum(-1, keepdim=True)
+        status = torch.where(mass < 0, int(Status.NEGATIVE), 0)
+        if self.nonnegative:
+            return replace(stats, mass=torch.where(mass == 0, 1, mass), status=status.int())
+        size = self._size(w, z)
         near = mass.abs() < GUARD * size
-        status = torch.where(near, int(Status.NEAR_ZERO), torch.where(mass < 0, int(Status.NEGATIVE), 0))
         mass = torch.where(near, torch.where(mass < 0, -size, size) * GUARD, mass)
+        status = torch.where(near, int(Status.NEAR_ZERO), status)
         return replace(stats, mass=torch.where(size == 0, 1, mass), status=status.int())
+
+    def _size(self, w: Tensor, z: Tensor) -> Tensor:
+        """sqrt(n sum w^2) over the visible keys, 0 with gradient 0 where all weights are."""
+        unit = w.detach().abs().amax(-1, keepdim=True)  # squares of large weights would overflow
+        unit = torch.where(unit > 0, unit, 1)
+        square = (w / unit).square().sum(-1, keepdim=True)
+        some = square > 0
+        count = (z > -torch.inf).sum(-1, keepdim=True)
+        return torch.where(some, unit * (count * torch.where(some, square, 1)).sqrt(), 0)
 
     def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
         w = self._values(z, params)
@@ -315,8 +329,8 @@ class Plain:
     def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
         if not self.normalised or self.nonnegative:
             return dz
-        # A guarded denominator is GUARD sum |w|, whose derivative by w_j is +-GUARD and not 1.
-        held = GUARD * torch.sign(p)  # sign(w) sign(denominator) = sign(p)
+        # A guarded denominator is m = +-GUARD sqrt(n sum w^2), whose derivative by w_j is not 1 but GUARD^2 n w_j / m.
+        held = GUARD**2 * p * (z > -torch.inf).sum(-1, keepdim=True)
         slope, _ = self.jacobian(z, p, stats, params)
         return torch.where(stats.status == int(Status.NEAR_ZERO), dz + slope * (1 - held) * rho, dz)
 

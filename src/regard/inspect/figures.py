@@ -97,7 +97,7 @@ def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(title="held out (dots); training (thin)", frameon=False, loc="upper right")
-    return _png(figure)
+    return png(figure)
 
 
 def attention_map(maps: AttentionMaps, layer: int, head: int, *, title: str) -> bytes:
@@ -117,7 +117,7 @@ def attention_map(maps: AttentionMaps, layer: int, head: int, *, title: str) -> 
     _label_tokens(left, maps.labels)
     _draw_support(right, support)
     figure.suptitle(f"{title}, layer {layer + 1} head {head + 1}", x=0.02, ha="left", fontsize=12)
-    return _png(figure)
+    return png(figure)
 
 
 def _draw_weights(axes: Axes, weights: np.ndarray, figure: Figure) -> None:
@@ -167,7 +167,7 @@ def visible(token: str) -> str:
     return "".join(signs.get(c, c if c.isprintable() else "·") for c in token)
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
     """The figure as a PNG without a date, so that equal data give equal bytes."""
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})

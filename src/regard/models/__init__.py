@@ -6,6 +6,7 @@ models load by path alone. It needs the extra `lm`.
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from .cache import RegardCacheLayer, hybrid_cache
 from .configuration_hybrid import HybridConfig
 from .hybrid import HybridForCausalLM, HybridModel
 
@@ -13,4 +14,4 @@ AutoConfig.register(HybridConfig.model_type, HybridConfig, exist_ok=True)
 AutoModel.register(HybridConfig, HybridModel, exist_ok=True)
 AutoModelForCausalLM.register(HybridConfig, HybridForCausalLM, exist_ok=True)
 
-__all__ = ["HybridConfig", "HybridForCausalLM", "HybridModel"]
+__all__ = ["HybridConfig", "HybridForCausalLM", "HybridModel", "RegardCacheLayer", "hybrid_cache"]

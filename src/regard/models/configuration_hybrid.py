@@ -9,7 +9,8 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from .. import Spec
 from ..checks import ArgumentError, in_range, require, suggestion
-from ..nn.attention import check_heads, check_window, positive_int
+from ..nn import Temperature, as_temperature
+from ..nn.attention import check_heads, check_shared, check_window, positive_int
 
 CALL = "HybridConfig"
 
@@ -31,6 +32,9 @@ _UNUSED = {
     "per_layer_config": "mixers says what each layer is",
     "rope_parameters": "rotary positions have rope_theta only",
     "rope_scaling": "rotary positions have rope_theta only",
+    # transformers would take it for the temperature of sampling
+    "temperature": "temperatures says how sharp the attention of each layer is, generate(temperature=) the sampling",
+    "sliding_window": "window says how far back a token looks",
 }
 
 
@@ -49,7 +53,11 @@ class HybridConfig(PreTrainedConfig):
         mixers: one spec (text, preset or `Spec`) for all layers, or a sequence with one per layer. Kept as a
             list with the normal text of each layer's spec.
         window: attend to the last `window` tokens only; None for all. The cache then keeps no more than that.
-        learn_temperature: one learned temperature per query head (see `regard.nn.Attention`).
+        temperatures: how sharp weights are: one rule (text or `regard.nn.Temperature`: "fixed", "learned", "log",
+            "power(exponent=0.5)", ...) for all layers, or a sequence with one per layer. Kept like `mixers`. Files
+            written when there was only `learn_temperature` are read as "learned" or "fixed".
+        share_query_key: one projection for queries and keys (see `regard.nn.Attention`).
+        exclude_self: attend to earlier tokens only.
         rope_theta: base of the wavelengths of the rotary positions.
         max_position_embeddings: longest sequence meant in training; informative, longer ones are computed.
         rms_norm_eps: added to the mean square in RMSNorm.
@@ -66,9 +74,6 @@ class HybridConfig(PreTrainedConfig):
 
     model_type = "regard_hybrid"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers reads a class attribute)
-    # transformers' caches look for `sliding_window` to decide how much to keep.
-    attribute_map = {"sliding_window": "window"}  # noqa: RUF012
-
     vocab_size: int = 256
     hidden_size: int = 256
     num_hidden_layers: int = 4
@@ -78,7 +83,9 @@ class HybridConfig(PreTrainedConfig):
     intermediate_size: int | None = None
     mixers: Any = "softmax"
     window: int | None = None
-    learn_temperature: bool = False
+    temperatures: Any = "fixed"
+    share_query_key: bool = False
+    exclude_self: bool = False
     rope_theta: float = 10000.0
     max_position_embeddings: int = 1024
     rms_norm_eps: float = 1e-6
@@ -90,9 +97,17 @@ class HybridConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if kwargs.pop("learn_temperature", False):
+            self.temperatures = "learned"
         refuse_unknown(kwargs)
         super().__post_init__(**kwargs)
         self.normalise()
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The window in transformers' sense, from which its caches decide how much to keep: the tokens that a
+        layer must see, the present one included."""
+        return None if self.window is None else self.window + int(self.exclude_self)
 
     def normalise(self) -> None:
         """Check every field and fill in the defaults, in place.
@@ -122,11 +137,16 @@ class HybridConfig(PreTrainedConfig):
         check_window(CALL, self.window)
         for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
             in_range(CALL, name, getattr(self, name), low=0.0, strict=True)
-        for name in ("learn_temperature", "tie_word_embeddings", "use_cache"):
+        for name in ("share_query_key", "exclude_self", "tie_word_embeddings", "use_cache"):
             flag = getattr(self, name)
             require(isinstance(flag, bool), CALL, f"{name} is {flag!r}, expected True or False.")
         check_token_ids(self)
-        self.mixers = [str(spec) for spec in self.layer_specs()]
+        check_shared(CALL, self.share_query_key, self.num_attention_heads, self.num_key_value_heads)
+        specs, rules = self.layer_specs(), self.layer_temperatures()
+        for spec, rule in zip(specs, rules, strict=True):
+            rule.require(CALL, spec)
+        self.mixers = [str(spec) for spec in specs]
+        self.temperatures = [str(rule) for rule in rules]
 
     def layer_specs(self) -> list[Spec]:
         """The spec of each layer, from the first to the last.
@@ -149,6 +169,22 @@ class HybridConfig(PreTrainedConfig):
         )
         return [Spec.parse(mixer) if isinstance(mixer, str) else mixer for mixer in mixers]
 
+    def layer_temperatures(self) -> list[Temperature]:
+        """The temperature of each layer, from the first to the last.
+
+        Raises:
+            ArgumentError: an unknown rule, or not one per layer.
+        """
+        given = self.temperatures
+        if isinstance(given, (str, Temperature)):
+            given = [given] * self.num_hidden_layers
+        if not isinstance(given, Sequence) or len(given) != self.num_hidden_layers:
+            raise ArgumentError(
+                f"{CALL}: temperatures is {given!r}, expected a rule such as 'log', or a list with one for each of "
+                f"{self.num_hidden_layers} layers."
+            )
+        return [as_temperature(rule) for rule in given]
+
 
 def refuse_unknown(extra: dict[str, Any]) -> None:
     """Refuse keywords that are neither fields nor transformers' own.
@@ -160,7 +196,7 @@ def refuse_unknown(extra: dict[str, Any]) -> None:
     for name in extra:
         if name in _UNUSED:
             raise ArgumentError(f"{CALL}: {name!r} is not used; {_UNUSED[name]}.")
-        if name.startswith("_") or name in HybridConfig.attribute_map or name in _TRANSFORMERS_KEYS:
+        if name.startswith("_") or name in _TRANSFORMERS_KEYS:
             continue
         if name not in generation:  # those left over from earlier versions are dropped by transformers
             known = suggestion(name, HybridConfig.__annotations__)

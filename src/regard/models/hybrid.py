@@ -13,17 +13,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from .. import Spec
 from ..checks import ArgumentError, shape
-from ..nn import Attention, rotary_angles
+from ..nn import Attention, Temperature, rotary_angles
 from ..nn.attention import require_growing
+from .cache import hybrid_cache
 from .configuration_hybrid import HybridConfig
 
 CALL = "HybridForCausalLM"
@@ -47,7 +49,7 @@ class FeedForward(nn.Module):
 class HybridDecoderLayer(GradientCheckpointingLayer):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
-    def __init__(self, config: HybridConfig, spec: Spec, layer_idx: int) -> None:
+    def __init__(self, config: HybridConfig, spec: Spec, temperature: Temperature, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = Attention(
             config.hidden_size,
@@ -57,7 +59,9 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
             spec=spec,
             layer_idx=layer_idx,
             window=config.window,
-            learn_temperature=config.learn_temperature,
+            temperature=temperature,
+            share_query_key=config.share_query_key,
+            exclude_self=config.exclude_self,
         )
         assert config.intermediate_size is not None  # filled in by config.normalise
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
@@ -96,10 +100,11 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """transformers' initial values, and temperature 1 where it is learned."""
+        """transformers' initial values, and where learned temperatures start."""
         super()._init_weights(module)
-        if isinstance(module, Attention) and module.log_temperature is not None:
-            init.zeros_(module.log_temperature)
+        if isinstance(module, Attention):
+            for name, value in module.temperature.start().items():
+                init.constant_(getattr(module, name), value)
 
 
 class HybridModel(HybridPreTrainedModel):
@@ -109,7 +114,8 @@ class HybridModel(HybridPreTrainedModel):
         config.normalise()
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(HybridDecoderLayer(config, spec, i) for i, spec in enumerate(config.layer_specs()))
+        kinds = zip(config.layer_specs(), config.layer_temperatures(), strict=True)
+        self.layers = nn.ModuleList(HybridDecoderLayer(config, *kind, i) for i, kind in enumerate(kinds))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -134,7 +140,7 @@ class HybridModel(HybridPreTrainedModel):
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden = self._embed(input_ids, inputs_embeds)
-        past_key_values = self._cache(past_key_values, use_cache)
+        past_key_values = self._cache(past_key_values, use_cache, pairs=bool(output_attentions))
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         mask = key_mask(attention_mask, hidden.shape[0], past + hidden.shape[1])
         positions = token_positions(position_ids, mask, past, hidden)
@@ -181,8 +187,8 @@ class HybridModel(HybridPreTrainedModel):
             )
         return inputs_embeds
 
-    def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-        """The cache to fill: the one given, a new one, or none.
+    def _cache(self, cache: Cache | None, use_cache: bool | None, *, pairs: bool) -> Cache | None:
+        """The cache to fill: the one given, a new one (of pairs alone where `pairs`), or none.
 
         Unasked, training keeps none: nothing would read it, and recomputation must not fill it twice.
         """
@@ -204,7 +210,7 @@ class HybridModel(HybridPreTrainedModel):
             )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        return DynamicCache(config=self.config) if use_cache else None
+        return hybrid_cache(self.config, pairs=pairs) if use_cache else None
 
 
 class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
@@ -214,7 +220,8 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
     - attention_mask: [B, N] over all tokens so far, boolean or integer, true where a token is real. Hidden
       tokens change nothing at the others, in values and in gradients.
     - position_ids: [B, T]; default: the number of real tokens before each.
-    - past_key_values: a growing cache from an earlier call; it is extended.
+    - past_key_values: a growing cache from an earlier call; it is extended. The model's own (`hybrid_cache`) keeps
+      sums of fixed size for mixers with finite features and pairs for the others; a `DynamicCache` keeps pairs.
     - labels: [B, T], the tokens themselves (they are shifted here), -100 where none is to be predicted.
       Hidden tokens are neither predicted nor predicted from.
     - use_cache: fill a new cache; default the configuration's, and not in training.
@@ -239,6 +246,19 @@ class HybridForCausalLM(HybridPreTrainedModel, GenerationMixin):
         self.model = HybridModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: Any, *sizes: int
+    ) -> None:
+        """The model's own cache, unless one is given or asked for by name, or pairs must be seen again."""
+        pairs = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        pairs = pairs or generation_config.output_attentions or self.config.output_attentions
+        named = generation_config.cache_implementation not in (None, "dynamic")
+        given = model_kwargs.get("past_key_values") is not None
+        if pairs or named or given or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
+        else:
+            model_kwargs["past_key_values"] = hybrid_cache(self.config)
 
     @can_return_tuple
     def forward(

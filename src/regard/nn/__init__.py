@@ -2,5 +2,6 @@
 
 from .attention import Attention
 from .rotary import rotary_angles, rotate
+from .temperature import Temperature, as_temperature, temperatures
 
-__all__ = ["Attention", "rotary_angles", "rotate"]
+__all__ = ["Attention", "Temperature", "as_temperature", "rotary_angles", "rotate", "temperatures"]

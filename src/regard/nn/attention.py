@@ -12,9 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .. import Spec, attention
 from ..checks import ArgumentError, boolean_mask, broadcastable, floating, require, shape
+from ..estimators import Visibility
+from ..estimators.linear import LinearState, finite_features, linear_attention
+from ..grammar import Spec, as_spec
+from ..ops import attention
 from .rotary import rotate
+from .temperature import Temperature, as_temperature
 
 Observer = Callable[[int | None, Any], None]
 
@@ -31,6 +35,12 @@ class KeyValueCache(Protocol):
         ...
 
 
+class SumsLayer(Protocol):
+    """A layer of a cache that holds sums over all pairs so far in the place of the pairs; its `layers[layer_idx]`."""
+
+    linear_state: LinearState | None
+
+
 class Attention(nn.Module):
     """Causal self-attention; query, key, value and output projections around `regard.attention`.
 
@@ -43,8 +53,13 @@ class Attention(nn.Module):
         layer_idx: the layer's place in a cache and in what observers are told.
         window: attend to the last `window` tokens only (the present one included); None for all.
         bias: biases in the four projections.
-        learn_temperature: learn log t, one number per query head, with scores q.k / (t sqrt(D)) and t = 1 at
-            the start. Needs a kernel that has a scale.
+        temperature: how sharp weights are, a rule of `regard.nn.temperatures` or its text: "fixed" (the usual
+            scale), "learned" per head, "log" or "power" of the number of keys that a row sees. What it learns
+            are parameters [H] of this layer. All but the usual scale need a spec that has one.
+        share_query_key: one projection for queries and keys, q = k (kernel-selection paper, section 7): no
+            q_proj. Needs as many key/value heads as query heads. A token is then most alike to itself, so
+            consider `exclude_self`.
+        exclude_self: attend to earlier tokens only; the first token's row is 0.
 
     Attributes:
         observer: None, or a callable `observer(layer_idx, diagnostics)` that is told of every forward pass.
@@ -52,7 +67,8 @@ class Attention(nn.Module):
         observe_weights: with an observer, use the dense reference so that the diagnostics hold the weights.
 
     Raises:
-        ArgumentError: sizes that do not fit, an unknown spec, or a temperature for a kernel without a scale.
+        ArgumentError: sizes that do not fit, an unknown spec, a temperature for a spec without a scale, shared
+            queries and keys with grouped heads.
     """
 
     def __init__(
@@ -66,33 +82,41 @@ class Attention(nn.Module):
         layer_idx: int | None = None,
         window: int | None = None,
         bias: bool = False,
-        learn_temperature: bool = False,
+        temperature: str | Temperature = "fixed",
+        share_query_key: bool = False,
+        exclude_self: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_dim = check_heads("nn.Attention", hidden_size, num_heads, self.num_kv_heads, head_dim)
         self.window = check_window("nn.Attention", window)
-        self.spec = Spec.parse(spec) if isinstance(spec, str) else spec
-        require(
-            self.spec.takes_scale or not learn_temperature,
-            "nn.Attention",
-            f"learn_temperature needs scores that have a scale, and {self.spec} has none; leave it out.",
-        )
+        self.spec = as_spec(spec)
+        self.temperature = as_temperature(temperature)
+        self.temperature.require("nn.Attention", self.spec)
+        check_shared("nn.Attention", share_query_key, num_heads, self.num_kv_heads)
+        self.share_query_key = share_query_key
+        self.exclude_self = exclude_self
         self.layer_idx = layer_idx
         self.observer: Observer | None = None
         self.observe_weights = False
-        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
+        if not share_query_key:
+            self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
-        self.log_temperature = nn.Parameter(torch.zeros(num_heads)) if learn_temperature else None
+        for name, value in self.temperature.start().items():
+            self.register_parameter(name, nn.Parameter(torch.full((num_heads,), value)))
 
     def extra_repr(self) -> str:
         """Heads, spec and window, for `print(model)`."""
         kv = f", num_kv_heads={self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
         window = f", window={self.window}" if self.window is not None else ""
-        return f"num_heads={self.num_heads}{kv}, head_dim={self.head_dim}, spec={str(self.spec)!r}{window}"
+        sharp = "" if self.temperature.neutral else f", temperature={str(self.temperature)!r}"
+        flags = "".join(f", {name}=True" for name in ("share_query_key", "exclude_self") if getattr(self, name))
+        return (
+            f"num_heads={self.num_heads}{kv}, head_dim={self.head_dim}, spec={str(self.spec)!r}{window}{sharp}{flags}"
+        )
 
     def forward(
         self,
@@ -110,7 +134,9 @@ class Attention(nn.Module):
             attention_mask: boolean, True may be attended: a key mask [B, Tk] over all tokens so far, or
                 [B, 1 or H, T, Tk]. Causality and window are applied besides. A row without a key gives zeros.
             past_key_values: a growing cache, to which the new keys and values are appended (the one thing
-                that a forward pass changes).
+                that a forward pass changes). Where its layer is a `SumsLayer`, it keeps sums of fixed size and a
+                token costs O(D Dv) however many came before; of the mask only the columns of the new tokens are
+                read, since a pair cannot be taken out of a sum.
             output_attentions: also return the weights, by the dense reference implementation.
 
         Returns:
@@ -118,34 +144,112 @@ class Attention(nn.Module):
             that the cache still holds.
 
         Raises:
-            ArgumentError: wrong rank, dtype or shape; a padded (static) cache; a cache without `layer_idx`.
+            ArgumentError: wrong rank, dtype or shape; a padded (static) cache; a cache without `layer_idx`; a
+                cache of sums for a spec without finite features, or asked for the weights of pairs it forgot.
         """
         floating("nn.Attention", "hidden_states", hidden_states)
         if hidden_states.dim() != 3 or hidden_states.shape[1] == 0:
             raise ArgumentError(
                 f"nn.Attention: hidden_states has shape {shape(hidden_states)}, expected [B, T, C] with T >= 1."
             )
-        query = self._heads(self.q_proj(hidden_states), self.num_heads)
+        query, key, value = self._project(hidden_states, position_embeddings)
+        sums = None if past_key_values is None else self._sums(past_key_values)
+        if sums is not None:
+            out, weights = self._recall(sums, query, key, value, attention_mask, output_attentions)
+        else:
+            if past_key_values is not None:
+                key, value = self._remember(past_key_values, key, value)
+            mask = self._mask(attention_mask, query, key)
+            out, weights = self._attend(query, key, value, mask, output_attentions)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), weights
+
+    def _project(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, T, D], keys and values [B, Hkv, T, D]; one tensor serves as both where they are shared."""
         key = self._heads(self.k_proj(hidden_states), self.num_kv_heads)
         value = self._heads(self.v_proj(hidden_states), self.num_kv_heads)
+        query = None if self.share_query_key else self._heads(self.q_proj(hidden_states), self.num_heads)
         if position_embeddings is not None:
-            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = self._remember(past_key_values, key, value)
-        mask = self._mask(attention_mask, query, key)
-        out, weights = self._attend(query, key, value, mask, output_attentions)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), weights
+            key = rotate(key, *position_embeddings)
+            query = None if query is None else rotate(query, *position_embeddings)
+        return key if query is None else query, key, value
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         """[B, T, heads * D] -> [B, heads, T, D]."""
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
-    def _remember(self, cache: KeyValueCache, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append to the cache; all pairs that it holds, [B, Hkv, Tk, D]."""
+    def _sums(self, cache: KeyValueCache) -> SumsLayer | None:
+        """This layer's sums, or None where the cache holds pairs."""
         if self.layer_idx is None:
             raise ArgumentError("nn.Attention: a cache was given to a layer without layer_idx; set it.")
         require_growing(cache, "nn.Attention")
-        return cache.update(key, value, self.layer_idx)
+        layers = getattr(cache, "layers", ())
+        layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
+        if not hasattr(layer, "linear_state"):
+            return None
+        require(
+            self.window is None and finite_features(self.spec),
+            "nn.Attention",
+            f"the cache holds sums at layer {self.layer_idx}, but {self.spec} "
+            f"{'with a window ' if self.window else ''}needs pairs; use a transformers.DynamicCache.",
+        )
+        return layer
+
+    def _recall(
+        self,
+        sums: SumsLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        output_attentions: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Read the sums and add the new pairs to them: ([B, H, T, D], weights or None)."""
+        state, mask = sums.linear_state, self._mask(mask, query, key)
+        if mask is not None and mask.shape[1:3] != (1, 1):
+            raise ArgumentError(
+                f"nn.Attention: attention_mask has shape {shape(mask)}, but a cache of sums takes one that is the same "
+                f"for every head and query, [B, Tk]; use a transformers.DynamicCache."
+            )
+        n = None
+        if self.temperature.counted:
+            tokens = query.shape[2]
+            n = Visibility(tokens, tokens, causal=True, strict=self.exclude_self, mask=mask).counts(query.device)
+            if state is not None:  # the last feature of every key is one, so that its sum counts the pairs
+                n = n + state.keys[:, :1, -1:].long()
+        out, sums.linear_state = linear_attention(
+            query,
+            key,
+            value,
+            self.spec,
+            state=state,
+            attn_mask=mask,
+            exclude_self=self.exclude_self,
+            **self._temper(n),
+        )
+        if not output_attentions and self.observer is None:
+            return out, None
+        if state is not None:
+            raise ArgumentError(
+                "nn.Attention: the weights of pairs were asked for that the cache has only as sums; use a "
+                "transformers.DynamicCache, or no cache."
+            )
+        return self._attend(query, key, value, mask, output_attentions)
+
+    def _remember(self, cache: KeyValueCache, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append to the cache; all pairs that it holds, [B, Hkv, Tk, D]."""
+        assert self.layer_idx is not None  # _sums has seen to it
+        tokens = key.shape[2]
+        key, value = cache.update(key, value, self.layer_idx)
+        if self.window is not None:
+            needed = min(cache.get_seq_length(self.layer_idx), self.window + self.exclude_self + tokens - 1)
+            if key.shape[2] < needed:
+                raise ArgumentError(
+                    f"nn.Attention: the cache gave {key.shape[2]} tokens of the {needed} that window={self.window} "
+                    f"reaches here; let it keep window + exclude_self - 1 tokens (`sliding_window` counts one more)."
+                )
+        return key, value
 
     def _mask(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
         """The mask as [B, 1 or H, 1 or T, Tk] for the keys at hand."""
@@ -172,19 +276,53 @@ class Attention(nn.Module):
         arguments: dict[str, Any] = {
             "attn_mask": mask,
             "is_causal": True,
+            "exclude_self": self.exclude_self,
             "window": self.window,
             "enable_gqa": self.num_kv_heads != self.num_heads,
             "impl": "reference" if dense else "auto",
+            **self._sharpness(query, key, mask),
         }
-        if self.log_temperature is not None:  # kernels without a scale refuse one, so it is not passed unasked
-            scale = torch.exp(-self.log_temperature.float()) * self.head_dim**-0.5
-            arguments["scale"] = scale[None, :, None]
         if not dense and self.observer is None:
             return attention(query, key, value, self.spec, **arguments), None
         out, diagnostics = attention(query, key, value, self.spec, return_diagnostics=True, **arguments)
         if self.observer is not None:
             self.observer(self.layer_idx, diagnostics)
         return out, diagnostics.weights if output_attentions else None
+
+    def _sharpness(self, query: Tensor, key: Tensor, mask: Tensor | None) -> dict[str, Any]:
+        """The temperature as arguments of `regard.attention`."""
+        n = None
+        if self.temperature.counted:
+            queries, keys = query.shape[2], key.shape[2]
+            n = Visibility(
+                queries,
+                keys,
+                causal=True,
+                strict=self.exclude_self,
+                window=self.window,
+                offset=keys - queries,
+                mask=mask,
+            ).counts(query.device)
+        return self._temper(n)
+
+    def _temper(self, n: Tensor | None) -> dict[str, Any]:
+        """Arguments for rows that see `n` keys, [B or 1, H or 1, T]."""
+        learned = {name: getattr(self, name) for name in self.temperature.start()}
+        return self.temperature.arguments(self.spec, self.head_dim, n, learned)
+
+
+def check_shared(call: str, share_query_key: bool, num_heads: int, num_kv_heads: int) -> None:
+    """Shared queries and keys have as many heads.
+
+    Raises:
+        ArgumentError: they do not.
+    """
+    require(
+        not share_query_key or num_heads == num_kv_heads,
+        call,
+        f"share_query_key makes queries of the keys, so that {num_heads} query heads need {num_heads} key/value heads, "
+        f"not {num_kv_heads}; leave num_kv_heads out or share_query_key.",
+    )
 
 
 def check_heads(call: str, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:

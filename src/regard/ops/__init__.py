@@ -1,6 +1,6 @@
 """The mathematics made fast, and the choice of what runs."""
 
-from . import blocked, reference, sdpa
+from . import blocked, cpu, linear, reference, sdpa
 from .attention import attention, explain
 from .dispatch import Explanation, implementations, implementations_registry, register_impl
 
@@ -8,9 +8,11 @@ __all__ = [
     "Explanation",
     "attention",
     "blocked",
+    "cpu",
     "explain",
     "implementations",
     "implementations_registry",
+    "linear",
     "reference",
     "register_impl",
     "sdpa",

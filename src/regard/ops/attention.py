@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..checks import ArgumentError, boolean_mask, broadcastable, finite, floating, in_range, on_device, shape
 from ..estimators import Visibility
+from ..estimators.precision import clean, full_precision, row_number, transformed
 from ..grammar import Spec, as_spec
 from .dispatch import Explanation, Inputs, Problem, choose, explain_problem
 
@@ -87,16 +86,16 @@ def attention(
     dtype = torch.promote_types(query.dtype, torch.float32)
     if params is not None and not isinstance(params, Mapping):
         raise ArgumentError(f"{CALL}: params is a {type(params).__name__}, expected a mapping of names to numbers.")
-    given = {n: _row_number(f"params[{n!r}]", p, rows, dtype, query.device) for n, p in (params or {}).items()}
+    given = {n: row_number(CALL, f"params[{n!r}]", p, rows, dtype, query.device) for n, p in (params or {}).items()}
     if scale is not None:
         in_range(CALL, "scale", scale, low=0.0, strict=True)
-        scale = _row_number("scale", scale, rows, dtype, query.device)
+        scale = row_number(CALL, "scale", scale, rows, dtype, query.device)
     scale, numbers = spec.resolve(dim, scale, given)
     if isinstance(given.get("ridge"), (float, int, Tensor)):
         numbers["ridge"] = given["ridge"]
     problem = _problem(spec, query, key, value, visible, scale, numbers, return_diagnostics)
     implementation = choose(problem, impl)
-    with _full_precision(query.device.type):
+    with full_precision(query.device.type):
         inputs, poisoned = _prepare(query, key, value, spec, visible, scale, numbers, return_diagnostics)
         out, diagnostics = implementation.run(inputs)
         out = torch.where(poisoned[..., None], torch.nan, out).to(query.dtype)
@@ -135,21 +134,8 @@ def _problem(
         scale="tensor" if isinstance(scale, Tensor) else "number",
         gradient=query.requires_grad or key.requires_grad or value.requires_grad,
         diagnostics=diagnostics,
-        transformed=_transformed(),
+        transformed=transformed(),
     )
-
-
-def _full_precision(device: str) -> Any:
-    """Autocast off: it would round products inside, and differently in the backward pass."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
-def _transformed() -> bool:
-    """Whether forward mode or a torch.func transform is on: operators with a backward of their own do not see
-    either, and would answer with zero tangents."""
-    if torch.compiler.is_compiling():
-        return False
-    return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
 
 
 def _prepare(
@@ -170,9 +156,10 @@ def _prepare(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         finite(CALL, name, tensor)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    query, query_bad = _clean(query.to(dtype))
-    key, key_bad = _clean(key.to(dtype))
-    value, value_bad = _clean(value.to(dtype))
+    shared = key is query
+    query, query_bad = clean(query.to(dtype))
+    key, key_bad = (query, query_bad) if shared else clean(key.to(dtype))
+    value, value_bad = clean(value.to(dtype))
     bad = key_bad | value_bad
     if bad.shape[1] != query.shape[1]:
         bad = bad.repeat_interleave(query.shape[1] // bad.shape[1], dim=1)
@@ -180,20 +167,15 @@ def _prepare(
     q, k = spec.similarity.features(query, key)
     if isinstance(scale, Tensor):
         q = q * scale[..., None]
+    elif shared and getattr(spec.similarity, "symmetric", False):
+        # queries that are the keys: one tensor for both is kept for the backward pass
+        q = k = k if scale == 1.0 else k * scale**0.5
     elif not spec.takes_scale and isinstance(scale, float) and scale == 1.0:
         pass  # a factor of one would only keep another copy of the queries for the backward pass
     else:
         q = q * scale
     x, y = (query, key) if spec.degree else (None, None)
     return Inputs(q, k, value, x, y, visible, spec, scale, numbers, diagnostics), poisoned
-
-
-def _clean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x with vectors that are not finite put to zero, and which those are. Entries so large that a product of
-    two of them could overflow count as not finite: infinity would come out of what is hidden, times zero."""
-    limit = 2.0**56 if x.dtype == torch.float32 else 2.0**500
-    bad = ~(x.detach().abs().amax(-1) <= limit)
-    return torch.where(bad[..., None], 0, x), bad
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -266,19 +248,6 @@ def _check_mask(mask: Tensor | None, target: tuple[int, ...], device: torch.devi
     broadcastable(CALL, "attn_mask", mask, target)
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     return mask.expand(*mask.shape[:3], target[3])
-
-
-def _row_number(
-    name: str, value: Any, rows: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> float | Tensor:
-    """A number, or a tensor broadcast to [B, H, Tq] in the computing dtype."""
-    if not isinstance(value, Tensor):
-        in_range(CALL, name, value, strict=False)
-        return float(value)
-    floating(CALL, name, value)
-    broadcastable(CALL, name, value, rows)
-    on_device(CALL, name, value, device)
-    return value.to(dtype).expand(rows)
 
 
 def explain(

@@ -35,12 +35,12 @@ empty, fallback and status, and the positions that the rule notes."""
 FLAGS = 3
 
 
-
 class Rows(Protocol):
     """What is done to a block of scores [n, q, w], which may be overwritten."""
 
     indices: int
     marks: bool
+    elements: int
 
     def weigh(
         self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor
@@ -60,6 +60,7 @@ class TorchRows:
 
     weighting: Weighting
     marks: ClassVar[bool] = False
+    elements: ClassVar[int] = ELEMENTS
 
     @property
     def indices(self) -> int:
@@ -201,6 +202,7 @@ def _work(q: Tensor, k: Tensor, mask: Tensor | None, moved: Tensor | None, text:
         heads=q.shape[1],
         kv_heads=k.shape[1],
         total=q.shape[0] * q.shape[1],
+        elements=_rows(text).elements,
     )
 
 
@@ -302,7 +304,8 @@ def _backward_blocks(
     kept: tuple[Tensor, Tensor, Tensor],
     active: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    found = *(x.new_zeros(x.shape) for x in (q, k, v)), q.new_zeros(len(work.names), *q.shape[:3])
+    turned = (x.new_zeros(x.transpose(-1, -2).shape) for x in (k, v))
+    found = q.new_zeros(q.shape), *turned, q.new_zeros(len(work.names), *q.shape[:3])
     dq, dk, dv = map(_flat, found[:3])
     dgiven = found[3].flatten(1, 2)
     q, k, v, grad, given = _flat(q), _flat(k), _flat(v), _flat(grad), _flat_params(given)
@@ -314,12 +317,12 @@ def _backward_blocks(
         z, params = block.scores(q, k), block.params(given)
         p, dz, dparams = rows.derive(block, z, g, (floats, flags, block.place(index)), params, work.names)
         del z, g
-        block.add_columns(dv, p.transpose(-1, -2) @ block.rows(grad))
+        block.add_columns(dv, block.rows(grad), p)
         for row, part in zip(dgiven, dparams, strict=True):
             block.rows(row).copy_(part)
         block.rows(dq).copy_(dz @ block.columns(k))
-        block.add_columns(dk, dz.transpose(-1, -2) @ block.rows(q))
-    return found  # type: ignore[return-value]
+        block.add_columns(dk, block.rows(q), dz)
+    return found[0], *(x.transpose(-1, -2).contiguous() for x in found[1:3]), found[3]
 
 
 @_backward.register_fake

@@ -34,19 +34,20 @@ class Work:
     heads: int
     kv_heads: int
     total: int
+    elements: int = ELEMENTS
 
     def blocks(self) -> Iterator[Block]:
         queries = self.visible.queries
         width = self.visible.keys if self.visible.window is None else 2 * self.visible.window + ROWS
         rows = ROWS
-        while rows > 16 and rows * min(width, self.visible.keys) > ELEMENTS:
+        while rows > 16 and rows * min(width, self.visible.keys) > self.elements:
             rows //= 2  # a power of two, so that no block lies across two rows of marks
         for first in range(0, queries, rows):
             last = min(first + rows, queries)
             low, high = self.visible.span(first, last)
             if high == low:
                 continue
-            group = max(1, min(self.total, ELEMENTS // ((last - first) * (high - low))))
+            group = max(1, min(self.total, self.elements // ((last - first) * (high - low))))
             for n in range(0, self.total, group):
                 yield Block(self, slice(n, min(n + group, self.total)), first, last, low, high)
 
@@ -86,15 +87,19 @@ class Block:
         part = x[self._kv(x.device), self.low : self.high]
         return part if self.kept is None else part[:, self.kept]
 
-    def add_columns(self, total: Tensor, part: Tensor) -> None:
-        """Add part [n, w, ...] to the block's keys of `total`."""
+    def add_columns(self, total: Tensor, x: Tensor, p: Tensor) -> None:
+        """Add x^T p to the block's keys of `total` [B x Hkv, D, Tk], for x [n, q, D] and p [n, q, w]. Of the ways to
+        write this sum, the one in which p is not transposed is the fastest by a third."""
         where = self._kv(total.device)
+        x = x.transpose(-1, -2)
         if not isinstance(where, slice):
-            total[:, self.low : self.high].index_add_(0, where, part)
-        elif self.kept is None:
-            total[where, self.low : self.high] += part
+            total[..., self.low : self.high].index_add_(0, where, x @ p)
+        elif self.kept is not None:
+            total[where, :, self.low : self.high].index_add_(2, self.kept, x @ p)
+        elif self.heads == 1:
+            total[where.start, :, self.low : self.high].addmm_(x[0], p[0])
         else:
-            total[where, self.low : self.high].index_add_(1, self.kept, part)
+            total[where, :, self.low : self.high].baddbmm_(x, p)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """q . k [n, q, w], nothing hidden yet."""
@@ -118,6 +123,10 @@ class Block:
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Columns [low, high) that position lets each row see: int64 [n, q] each."""
+        if not self.work.visible.positional:
+            width = self.high - self.low if self.kept is None else self.kept.shape[0]
+            ends = torch.tensor([0, width], device=device)[:, None, None].expand(2, self.heads, self.last - self.first)
+            return ends[0], ends[1]
         found = []
         for bound in self.work.visible.bounds(self.first, self.last, device):
             batch = torch.arange(self.at.start, self.at.stop, device=device) // self.work.heads

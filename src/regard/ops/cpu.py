@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
+from ..estimators.precision import transformed
 from ..grammar import Spec
 from ..grammar.bandwidths.adaptive import Adaptive
 from ..grammar.bandwidths.anchored import Anchored
@@ -28,17 +28,14 @@ from ..grammar.bandwidths.nearest import Nearest
 from ..grammar.kernels import Gaussian, Params, Polynomial, Uniform
 from ..grammar.weighting import Ratio
 from .blocked import FLAGS, FLOATS, SOLVERS, Blocked, rows_of
-from .blocks import Block
+from .blocks import ELEMENTS, Block
 from .dispatch import Problem, register_impl
 
 _ONE_AT_A_TIME = threading.Lock()  # some of numba's thread pools end the process when two threads meet in them
 
 
-def missing() -> str | None:
-    """None where numba is installed, else how to get it."""
-    if find_spec("numba") is None:
-        return "needs numba, which is not installed: pip install 'regard[cpu]'"
-    return None
+MISSING = None if find_spec("numba") else "needs numba, which is not installed: pip install 'regard[cpu]'"
+"""None where numba is installed, else how to get it; found once, as compiled code cannot look."""
 
 
 def unsupported(spec: Spec) -> str | None:
@@ -66,6 +63,7 @@ class NumbaRows:
 
     spec: Spec
     marks: ClassVar[bool] = True
+    elements: ClassVar[int] = 2 * ELEMENTS  # two blocks of pairs live at a time, where torch's rows need more
 
     @property
     def indices(self) -> int:
@@ -82,7 +80,9 @@ class NumbaRows:
         if not isinstance(kernel, Polynomial):
             return int(rows.UNIFORM if isinstance(kernel, Uniform) else rows.GAUSSIAN)
         r = self.spec.bandwidth.kernel_params(params).get("r", kernel.r)
-        return {1.0: rows.POWER1, 2.0: rows.POWER2, 3.0: rows.POWER3}.get(r if isinstance(r, float) else 0.0, rows.POWER)
+        return {1.0: rows.POWER1, 2.0: rows.POWER2, 3.0: rows.POWER3}.get(
+            r if isinstance(r, float) else 0.0, rows.POWER
+        )
 
     def _numbers(self, like: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         """(r, margin or bias) of every row [R], as `like` [R, w]."""
@@ -96,10 +96,17 @@ class NumbaRows:
         return _column(power, like), _column(number, like)
 
     def solve(
-        self, z: Tensor, p: Tensor, bounds: tuple[Tensor, Tensor], params: Params, counted: bool, start: int, marks: Tensor
+        self,
+        z: Tensor,
+        p: Tensor,
+        bounds: tuple[Tensor, Tensor],
+        params: Params,
+        counted: bool,
+        start: int,
+        marks: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights of the scores z [R, w] into p, which may be z. Row i sees columns [bounds[0][i], bounds[1][i]); its
-        kernel's support is marked in marks [n, blocks of keys], whose first belong to key 0, column 0 being key `start`.
+        """Weights of the scores z [R, w] into p, which may be z. Row i sees columns [bounds[0][i], bounds[1][i]); the
+        keys that its threshold or weights need are marked in marks [n, blocks of keys]; column 0 is key `start`.
 
         Returns:
             floats [R, FLOATS], flags int32 [R, FLAGS], index int64 [R, 3].
@@ -161,9 +168,7 @@ class NumbaRows:
         shape = z.shape[:2]
         z, g = block.hide(z, positional=False), g.contiguous()
         flat, flat_g = z.flatten(0, 1), g.flatten(0, 1)
-        grads = self.differentiate(
-            flat, flat_g, flat, flat_g, _flat_bounds(block, z), _flat_kept(kept), params, names
-        )
+        grads = self.differentiate(flat, flat_g, flat, flat_g, _flat_bounds(block, z), _flat_kept(kept), params, names)
         return z, g, [grad.unflatten(0, shape) for grad in grads]
 
 
@@ -216,7 +221,7 @@ class Cpu(Blocked):
     name: ClassVar[str] = "cpu"
 
     def available(self) -> str | None:
-        return missing()
+        return MISSING
 
     def supports(self, problem: Problem) -> str | None:
         if problem.device != "cpu":
@@ -315,18 +320,22 @@ def _plain_grads(grad: Tensor, z: Tensor, given: Tensor | None, text: str) -> tu
 _normalise.register_autograd(_differentiate, setup_context=_save)
 
 
-def normalise(spec: Spec, z: Tensor, params: dict[str, Tensor]) -> Tensor:
-    """Weights of scores z [..., w] in float32 or float64; params [..., 1] by name. Saves a threshold a row and
-    recomputes in backward; second derivatives are those of the plain form.
+def unable(spec: Spec, z: Tensor) -> str | None:
+    """None where `normalise` can do it, else why not."""
+    if z.device.type != "cpu":
+        return f"runs on the CPU alone; the scores are on {z.device}"
+    if transformed():
+        return "has no forward-mode derivatives and no torch.func transforms"
+    return MISSING or unsupported(spec)
 
-    Raises:
-        ArgumentError: numba is missing, z is not on the CPU, or there is no loop for the weighting.
-    """
-    reason = missing() or (None if z.device.type == "cpu" else "runs on the CPU alone") or unsupported(spec)
-    if reason is not None:
-        raise ArgumentError(f"impl='cpu' {reason}.")
+
+def normalise(spec: Spec, z: Tensor, params: dict[str, Tensor]) -> Tensor:
+    """Weights of scores z [..., w] in float32 or float64 that `unable` has nothing against; params [..., 1] by name.
+    Saves a threshold a row and recomputes in backward; second derivatives are those of the plain form."""
     shape = z.shape
     rows = [p.expand(*shape[:-1], 1).reshape(-1) for p in params.values()]
     text = "|".join(["cpu", spec.to_json(), ",".join(params)])
     flat = z.reshape(-1, shape[-1]).contiguous()
+    if isinstance(spec.kernel, Uniform):  # 0 or 1: no score has a gradient, as in the plain form
+        flat = flat.detach()
     return _normalise(flat, torch.stack(rows) if rows else None, text)[0].reshape(shape)

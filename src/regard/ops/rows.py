@@ -400,9 +400,7 @@ def _note_stand_in(x: Any, stand: int, top: Any, found: Any) -> None:
 
 
 @njit(cache=True)
-def _mass(
-    x: Any, kernel: int, r: Any, tops: Any, top: Any, reach: Any, local: Any, theta: Any, cut: int
-) -> Any:
+def _mass(x: Any, kernel: int, r: Any, tops: Any, top: Any, reach: Any, local: Any, theta: Any, cut: int) -> Any:
     """The sum of the kernel's values, relative to the top; members alone where cut >= 0."""
     total, first, tiles = 0.0, 0, (x.shape[0] + TILE - 1) // TILE
     while first < tiles:

@@ -48,8 +48,13 @@ class TrainConfig:
     """Size inside the feed-forward part. By default about 8/3 of the width."""
     window: int | None = None
     """Let attention look at the last so many tokens only. By default at all of them."""
-    learn_temperature: bool = False
-    """Learn one temperature of the scores per head."""
+    temperature: str = "fixed"
+    """How sharp attention is: 'fixed', 'learned' (one number per head), or growing with the number of tokens a
+    row sees, 'log' or 'power'. `regard list temperatures` shows them."""
+    share_query_key: bool = False
+    """Make the queries of the keys: one projection less. Consider --exclude-self with it."""
+    exclude_self: bool = False
+    """Let attention look at earlier tokens only."""
 
     steps: int = 1000
     """Optimiser steps."""
@@ -206,6 +211,11 @@ def _check_heads(config: TrainConfig, call: str) -> None:
             f"{call}: --heads is {heads}, {fault}; choose from {_divisors(width // 2)}, "
             f"or a --width that is a multiple of {2 * heads}."
         )
+    if config.share_query_key and kv_heads not in (None, heads):
+        raise ArgumentError(
+            f"{call}: --share-query-key makes queries of the keys, so that --kv-heads {kv_heads} must be --heads "
+            f"{heads}; leave --kv-heads out."
+        )
     if kv_heads is not None and heads % kv_heads:
         raise ArgumentError(
             f"{call}: --kv-heads is {kv_heads}, which does not divide --heads {heads}; choose from {_divisors(heads)}."
@@ -218,6 +228,8 @@ def _divisors(number: int) -> str:
 
 def _check_specs(config: TrainConfig, call: str) -> list[Spec]:
     """The sentences, each once."""
+    from ..nn import as_temperature
+
     specs = [read_sentence(sentence, "--spec", call) for sentence in config.spec]
     if len(specs) not in (1, config.layers):
         raise ArgumentError(
@@ -225,11 +237,12 @@ def _check_specs(config: TrainConfig, call: str) -> list[Spec]:
             f"give one for all layers or {config.layers}."
         )
     specs = list(dict.fromkeys(specs))
+    try:
+        rule = as_temperature(config.temperature)
+    except ArgumentError as error:
+        raise ArgumentError(f"{call}: --temperature: {error}") from None
     for spec in specs:
-        if config.learn_temperature and not spec.takes_scale:
-            raise ArgumentError(
-                f"{call}: --learn-temperature needs scores that have a scale, and --spec {spec} has none; leave it out."
-            )
+        rule.require(f"{call}: --temperature", spec)
     return specs
 
 
@@ -276,6 +289,7 @@ def _obstacle(config: TrainConfig, spec: Spec, batch: int) -> str | None:
             dtype=getattr(torch, config.dtype),
             device=resolve_device(config.device, call="train"),
             is_causal=True,
+            exclude_self=config.exclude_self,
             window=config.window,
             return_diagnostics=diagnostics,
         )

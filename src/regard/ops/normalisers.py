@@ -2,8 +2,14 @@
 
 All are differentiable twice in the scores and in every parameter, map -inf and masked scores to exactly 0, give
 0 (and gradient 0) in rows without a score, and NaN in, and only in, rows that hold a NaN. Sums and thresholds are
-computed in float32 at least. Cost: O(n) a row; entmax repeats at most 16 passes over a row (64 for alpha > 2
-and for alpha given as a tensor), top-k one `torch.topk`.
+computed in float32 at least.
+
+impl="cpu" solves rows in numba (the extra `cpu`), at about the cost of softmax: one tensor of the scores' size more in
+the forward pass and one in the backward pass. impl="reference" is plain torch on any device, forward mode,
+torch.func transforms and export to other runtimes included; entmax then repeats at most 16 passes over the scores
+(64 for alpha > 2 and for alpha given as a tensor). impl="auto" takes "cpu" where numba is installed, the scores are on
+the CPU, no such transform looks on and there is a loop for the weighting (not for straight-through and soft top-k);
+else "reference". Second derivatives are those of "reference" under either.
 """
 
 from __future__ import annotations
@@ -27,9 +33,14 @@ from ..checks import (
 from ..grammar import Spec
 from ..grammar.bandwidths.fixed import Empty
 from ..grammar.bandwidths.nearest import Gradient
+from . import cpu
+
+IMPLS = ("auto", "cpu", "reference")
 
 
-def entmax(scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+def entmax(
+    scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Tensor | None = None, impl: str = "auto"
+) -> Tensor:
     """alpha-entmax: p = [(alpha - 1) z - tau]_+^(1 / (alpha - 1)) with tau such that sum p = 1.
 
     alpha = 1 is softmax, 1.5 the biweight, 2 sparsemax; larger is sparser. Adaptive bandwidth on the kernel
@@ -40,6 +51,7 @@ def entmax(scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Ten
         alpha: a number >= 1, or a tensor of values > 1 broadcastable to `scores` with length 1 along `dim`.
         dim: the axis that is to sum to one.
         mask: boolean, broadcastable to `scores`; True where a score counts.
+        impl: "auto", "cpu" or "reference"; see the module.
 
     Returns:
         Weights of the shape and dtype of `scores`. In float32 they are exact to 5e-7 for alpha <= 2. Beyond,
@@ -51,18 +63,20 @@ def entmax(scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Ten
     """
     in_range("entmax", "alpha", alpha, low=1.0, strict=False)
     if isinstance(alpha, Tensor):
-        return _normalise("entmax", "sparsemax", scores, dim, mask, {"alpha": alpha})
+        return _normalise("entmax", "sparsemax", scores, dim, mask, {"alpha": alpha}, impl)
     alpha = float(alpha)
     sentence = "softmax" if alpha == 1 else f"polynomial(r={1 / (alpha - 1)!r})"
-    return _normalise("entmax", sentence, scores, dim, mask, {})
+    return _normalise("entmax", sentence, scores, dim, mask, {}, impl)
 
 
-def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None, impl: str = "auto") -> Tensor:
     """Euclidean projection onto the simplex: `entmax` with alpha = 2, the adaptive Epanechnikov kernel."""
-    return _normalise("sparsemax", "sparsemax", scores, dim, mask, {})
+    return _normalise("sparsemax", "sparsemax", scores, dim, mask, {}, impl)
 
 
-def relumax(scores: Tensor, margin: float | Tensor = 1.0, dim: int = -1, mask: Tensor | None = None) -> Tensor:
+def relumax(
+    scores: Tensor, margin: float | Tensor = 1.0, dim: int = -1, mask: Tensor | None = None, impl: str = "auto"
+) -> Tensor:
     """[z - max z + margin]_+ divided by its sum (sparse-attention paper, equations 20 and 21; its b is the margin).
 
     Scores that tie for the maximum share its gradient equally. Other arguments as in `entmax`.
@@ -71,7 +85,7 @@ def relumax(scores: Tensor, margin: float | Tensor = 1.0, dim: int = -1, mask: T
         ArgumentError: as `entmax`; margin <= 0.
     """
     number, rows = _number("relumax", "margin", margin)
-    return _normalise("relumax", f"epanechnikov*anchored({number})", scores, dim, mask, rows)
+    return _normalise("relumax", f"epanechnikov*anchored({number})", scores, dim, mask, rows, impl)
 
 
 def normrelu(
@@ -80,6 +94,7 @@ def normrelu(
     dim: int = -1,
     mask: Tensor | None = None,
     empty: Empty = "uniform",
+    impl: str = "auto",
 ) -> Tensor:
     """[z + bias]_+ divided by its sum: the fixed-bandwidth Epanechnikov kernel
     (sparse-attention paper, equations 11 and 12).
@@ -91,11 +106,11 @@ def normrelu(
     """
     number, rows = _number("normrelu", "bias", bias)
     sentence = f"epanechnikov*fixed({number}{',' if number else ''}empty={empty})"
-    return _normalise("normrelu", sentence, scores, dim, mask, rows)
+    return _normalise("normrelu", sentence, scores, dim, mask, rows, impl)
 
 
 def topk_softmax(
-    scores: Tensor, k: int, dim: int = -1, mask: Tensor | None = None, gradient: Gradient = "hard"
+    scores: Tensor, k: int, dim: int = -1, mask: Tensor | None = None, gradient: Gradient = "hard", impl: str = "auto"
 ) -> Tensor:
     """Softmax over exactly min(k, valid) best scores, the lowest index first among ties.
 
@@ -105,17 +120,17 @@ def topk_softmax(
     Raises:
         ArgumentError: as `entmax`; k < 1, an unknown gradient mode.
     """
-    return _normalise("topk_softmax", f"gaussian*{_nearest('topk_softmax', k, gradient)}", scores, dim, mask, {})
+    return _normalise("topk_softmax", f"gaussian*{_nearest('topk_softmax', k, gradient)}", scores, dim, mask, {}, impl)
 
 
 def topk_uniform(
-    scores: Tensor, k: int, dim: int = -1, mask: Tensor | None = None, gradient: Gradient = "hard"
+    scores: Tensor, k: int, dim: int = -1, mask: Tensor | None = None, gradient: Gradient = "hard", impl: str = "auto"
 ) -> Tensor:
     """1/min(k, valid) on the k best scores: k-nearest neighbours. Arguments as in `topk_softmax`.
 
     With gradient="hard" the scores get no gradient, so that whatever makes them is not trained.
     """
-    return _normalise("topk_uniform", f"uniform*{_nearest('topk_uniform', k, gradient)}", scores, dim, mask, {})
+    return _normalise("topk_uniform", f"uniform*{_nearest('topk_uniform', k, gradient)}", scores, dim, mask, {}, impl)
 
 
 def _number(call: str, name: str, value: Any) -> tuple[str, dict[str, Tensor]]:
@@ -137,7 +152,7 @@ def _nearest(call: str, k: Any, gradient: str) -> str:
 
 
 def _normalise(
-    call: str, sentence: str, scores: Tensor, dim: int, mask: Tensor | None, params: dict[str, Tensor]
+    call: str, sentence: str, scores: Tensor, dim: int, mask: Tensor | None, params: dict[str, Tensor], impl: str
 ) -> Tensor:
     spec = Spec.parse(sentence)
     floating(call, "scores", scores)
@@ -159,9 +174,19 @@ def _normalise(
     for name, value in rows.items():
         info = spec.params[name]
         in_range(call, name, value, low=info.low, strict=info.strict)
-    weighting = spec.weighting
-    p = weighting.weights(z, weighting.fit(z, rows), rows)
-    return p.to(scores.dtype).movedim(-1, dim)
+    return _weights(call, spec, z, rows, impl).to(scores.dtype).movedim(-1, dim)
+
+
+def _weights(call: str, spec: Spec, z: Tensor, rows: dict[str, Tensor], impl: str) -> Tensor:
+    """The weights, by the implementation asked for."""
+    if impl not in IMPLS:
+        raise ArgumentError(f"{call}: unknown impl {impl!r}.{suggestion(str(impl), IMPLS)}")
+    reason = None if impl == "reference" else cpu.unable(spec, z)
+    if impl == "cpu" and reason is not None:
+        raise ArgumentError(f"{call}: impl='cpu' {reason}. impl='reference' can.")
+    if impl == "reference" or reason is not None:
+        return spec.weighting.weights(z, spec.weighting.fit(z, rows), rows)
+    return cpu.normalise(spec, z, rows)
 
 
 def _rows(call: str, name: str, value: Tensor, scores: Tensor, dim: int) -> Tensor:

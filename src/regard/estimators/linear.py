@@ -1,0 +1,424 @@
+"""Linear attention: sentences whose weights are dot products of finite features, with a state of fixed size.
+
+Every sentence with the linear kernel weighs a key by w_ij = q_i . k_j + bias = phi_i . psi_j, so that what the keys and
+values leave behind are sums (kernel-selection paper, equations 13-16), and a query reads them (17-22):
+
+    o_i = u_i                    unnormalised (22)
+    o_i = u_i / Z_i              normalised (20, 21)
+
+A signed Z_i near zero is held at GUARD sqrt(n_i Q_i), n_i the keys that query i sees, as in `regard.attention`.
+
+Legend: as in `sums`. F counts the features of the similarity and one for the bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..checks import (
+    ArgumentError,
+    boolean_mask,
+    broadcastable,
+    finite,
+    floating,
+    in_range,
+    on_device,
+    require,
+    shape,
+    suggestion,
+)
+from ..grammar import Spec, as_spec, presets
+from ..grammar.weighting import GUARD, Plain
+from . import sums as forms
+from .chunks import CHUNK, chunked
+from .precision import clean, full_precision, row_number, transformed
+from .sums import Sums
+from .visibility import Visibility
+
+CALL = "linear_attention"
+Form = Literal["chunked", "parallel", "recurrent"]
+
+
+def finite_features(spec: Spec) -> bool:
+    """Whether the weights of the sentence are dot products of finite features."""
+    return spec.degree == 0 and isinstance(spec.weighting, Plain) and getattr(spec.kernel, "affine", False)
+
+
+@dataclass(frozen=True)
+class LinearState:
+    """What linear attention remembers of all pairs so far: sums, whose size does not grow.
+
+    Attributes:
+        values: sum psi v^T [B, Hkv, F, Dv], float32 or float64 (equation 13).
+        keys: sum psi [B, Hkv, F] (equation 14); its last entry counts the pairs.
+        squares: sum psi psi^T [B, Hkv, F, F], for normalised signed weights; None elsewhere.
+        poisoned: boolean [B, Hkv]: a pair that was not finite was seen, so that every later row is NaN.
+        tokens: how many positions were seen, masked ones included.
+    """
+
+    values: Tensor
+    keys: Tensor
+    squares: Tensor | None
+    poisoned: Tensor
+    tokens: int = 0
+
+    @classmethod
+    def empty(
+        cls,
+        spec: Spec | str,
+        batch: int,
+        kv_heads: int,
+        dim: int,
+        value_dim: int | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> LinearState:
+        """The state before the first pair, for keys of `dim` and values of `value_dim` (`dim` where None).
+
+        Raises:
+            ArgumentError: a spec without finite features.
+        """
+        spec = _require_features(as_spec(spec))
+        dtype = torch.promote_types(dtype, torch.float32)
+        none = torch.zeros(batch, kv_heads, 0, dim, dtype=dtype, device=device)
+        width = spec.similarity.features(none, none)[1].shape[-1] + 1
+        zeros = lambda *sizes: torch.zeros(batch, kv_heads, *sizes, dtype=dtype, device=device)  # noqa: E731
+        return cls(
+            values=zeros(width, dim if value_dim is None else value_dim),
+            keys=zeros(width),
+            squares=zeros(width, width) if signed(spec) else None,
+            poisoned=torch.zeros(batch, kv_heads, dtype=torch.bool, device=device),
+        )
+
+    def map(self, fn: Any) -> LinearState:
+        """The same state with `fn` applied to every tensor."""
+        return replace(self, **{name: fn(x) for name, x in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+
+    def reset(self) -> LinearState:
+        """The state before the first pair."""
+        return replace(self.map(torch.zeros_like), tokens=0)
+
+    def clone(self) -> LinearState:
+        """A copy that shares no memory; gradients flow through it."""
+        return self.map(torch.clone)
+
+    def detach(self) -> LinearState:
+        """The same numbers, through which no gradient flows (truncated backpropagation)."""
+        return self.map(Tensor.detach)
+
+    def select(self, indices: Tensor) -> LinearState:
+        """The sequences `indices`, integers [N], in that order (beam search)."""
+        return self.map(lambda x: x.index_select(0, indices.to(x.device)))
+
+    def repeat(self, n: int) -> LinearState:
+        """Every sequence `n` times in a row."""
+        return self.map(lambda x: x.repeat_interleave(n, dim=0))
+
+    def crop(self, n: int) -> LinearState:
+        """The state itself where `n` is no less than `tokens` (a negative n counts from the end).
+
+        Raises:
+            ArgumentError: fewer tokens are asked for: a sum does not remember what it was made of.
+        """
+        wanted = self.tokens + n if n < 0 else n
+        require(
+            wanted >= self.tokens,
+            "LinearState.crop",
+            f"cannot go back from {self.tokens} tokens to {max(wanted, 0)}: the state is a sum over all pairs, which "
+            f"cannot forget some of them; keep a clone() from before, or reset() and read the tokens again.",
+        )
+        return self
+
+    @property
+    def bytes(self) -> int:
+        """The memory of the tensors; it does not depend on how many tokens were seen."""
+        return sum(x.numel() * x.element_size() for x in self._tensors().values())
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Name to tensor, contiguous, for safetensors; `from_tensors` gives the same state back."""
+        own = {name: x.contiguous() for name, x in self._tensors().items()}
+        return {**own, "tokens": torch.tensor(self.tokens)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> LinearState:
+        """The state that `to_tensors` wrote.
+
+        Raises:
+            ArgumentError: a tensor is missing or unknown.
+        """
+        known = {f.name for f in fields(cls)}
+        require(
+            known - {"squares"} <= set(tensors) <= known,
+            "LinearState.from_tensors",
+            f"got {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(known))} (squares only where "
+            f"weights are signed and normalised).",
+        )
+        own = {name: tensors.get(name) for name in known - {"tokens"}}
+        return cls(**own, tokens=int(tensors["tokens"]))
+
+
+def bias_of(spec: Spec, numbers: Mapping[str, float | Tensor]) -> float | Tensor:
+    """The bias of the call, or that of the sentence."""
+    return numbers.get("bias", spec.weighting.bias)  # type: ignore[attr-defined]
+
+
+def signed(spec: Spec) -> bool:
+    """Whether the weights are divided by a sum that may vanish, so that the guard and its squares are needed."""
+    return bool(spec.weighting.normalised and not spec.weighting.nonnegative)
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: Spec | str = "elu",
+    *,
+    state: LinearState | None = None,
+    form: Form = "chunked",
+    chunk_size: int | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = True,
+    exclude_self: bool = False,
+    scale: float | Tensor | None = None,
+    params: Mapping[str, float | Tensor] | None = None,
+) -> tuple[Tensor, LinearState]:
+    """Attention by sums over keys, in time linear in the length, with a state to go on from.
+
+    Prefill, chunks and single steps agree: each call takes the state of the one before. Nothing is mutated.
+
+    Args:
+        query: [B, H, Tq, D].
+        key: [B, Hkv, Tk, D]; Hkv = H or a divisor of H.
+        value: [B, Hkv, Tk, Dv].
+        spec: a sentence with the linear kernel, or its text: linear, cosine, shift-cosine, relu, relu2, elu, ...
+        state: what earlier calls left; None at the beginning.
+        form: "chunked" (all pairs inside chunks, sums between them), "parallel" (all pairs; kernel-selection paper,
+            equations 17-20) or "recurrent" (one pair at a time; equations 15, 16, 21, 22).
+        chunk_size: positions of a chunk; `chunks.CHUNK` where None.
+        attn_mask: boolean over the keys of this call, [B, Tk] or [B, 1, 1, Tk]; True where a key may be attended.
+        is_causal: query i sees the state and the keys j <= i; Tq must equal Tk. Otherwise every query sees the
+            state and all keys.
+        exclude_self: j < i; implies `is_causal`.
+        scale, params: as in `regard.attention`.
+
+    Returns:
+        (output [B, H, Tq, Dv] in the dtype of `query`, the state after all pairs). Rows without a visible key are
+        0; rows that see what is not finite are NaN, as in `regard.attention`, here or in any later call.
+
+    Raises:
+        ArgumentError: shapes or dtypes that do not fit, a spec without finite features.
+
+    Precision: float32 (float64 for float64 inputs) for features, products and sums. Derivatives: "chunked" once,
+    backward (under forward mode and torch.func transforms it is "parallel"); "parallel" and "recurrent" to any order.
+    Cost: O(T F Dv) time; "chunked" adds O(T chunk_size) pairs and O(T) memory, forward and backward; "parallel" O(T^2)
+    both; the state O(F Dv) a head, with squares O(F^2) more.
+    """
+    spec = _require_features(as_spec(spec))
+    for name, flag in (("is_causal", is_causal), ("exclude_self", exclude_self)):
+        if not isinstance(flag, bool):
+            raise ArgumentError(f"{CALL}: {name} is {flag!r}, expected True or False.")
+    causal = is_causal or exclude_self
+    mask = _check(query, key, value, attn_mask, form, chunk_size, causal)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scale, bias = _numbers(query, spec, scale, params or {}, dtype)
+    if state is None:
+        sizes = (query.shape[0], key.shape[1], query.shape[3], value.shape[3])
+        state = LinearState.empty(spec, *sizes, dtype=dtype, device=query.device)
+    keys = None if mask is None else mask[:, None, None]
+    visible = Visibility(query.shape[2], key.shape[2], causal, exclude_self, mask=keys)
+    with full_precision(query.device.type):
+        (q, k, v), query_bad, pair_bad = _features(query, key, value, spec, scale, dtype)
+        _check_state(state, k, v, spec)
+        counts = visible.counts(q.device) + _heads(state.keys[..., -1:].detach(), q)
+        poisoned = _heads(visible.any_seen(pair_bad) | state.poisoned[..., None], q) | (query_bad & (counts > 0))
+
+        def sum_keys(q: Tensor, bias: float | Tensor) -> Sums:
+            return _sum_keys(q, k, v, bias, mask, visible, state, form, chunk_size)
+
+        out, found = estimate(q, bias, counts, spec, sum_keys)
+        out = torch.where(poisoned[..., None], torch.nan, out).to(query.dtype)
+        seen_bad = pair_bad if mask is None else pair_bad & mask[:, None]
+    assert found.sums is not None
+    after = LinearState(
+        values=found.sums[..., :-1],
+        keys=found.sums[..., -1],
+        squares=found.squares,
+        poisoned=state.poisoned | seen_bad.any(-1),
+        tokens=state.tokens + key.shape[2],
+    )
+    return out, after
+
+
+def estimate(
+    q: Tensor, bias: float | Tensor, counts: Tensor, spec: Spec, sum_keys: Callable[..., Sums]
+) -> tuple[Tensor, Sums]:
+    """(output [B, H, Tq, Dv], the sums it came from).
+
+    Args:
+        q: features [B, H, Tq, F - 1], scale included; bias a number or [B, H, Tq].
+        counts: how many keys each query sees, broadcastable to [B, H, Tq].
+        sum_keys: (q, bias) -> `Sums`.
+    """
+    if not signed(spec):
+        found = sum_keys(q, bias)
+        if not spec.weighting.normalised:
+            return found.values, found
+        return found.values / torch.where(found.mass == 0, 1, found.mass)[..., None], found
+    # Squares of the scores of rows of size one are in range, and a row's size is in no quotient.
+    bias = bias if isinstance(bias, Tensor) else q.new_full(q.shape[:3], bias)
+    unit = torch.maximum(q.detach().abs().amax(-1), bias.detach().abs())
+    unit = torch.where(unit > 0, unit, 1)
+    found = sum_keys(q / unit[..., None], bias / unit)
+    assert found.power is not None
+    some = found.power > 0
+    size = torch.where(some, (counts * torch.where(some, found.power, 1)).sqrt(), 0)
+    mass = found.mass
+    near = mass.abs() < GUARD * size
+    mass = torch.where(near, torch.where(mass < 0, -size, size) * GUARD, mass)
+    mass = torch.where(some, mass, 1 / unit)  # weights of zero, divided by one
+    return found.values / mass[..., None], found
+
+
+def _sum_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: float | Tensor,
+    mask: Tensor | None,
+    visible: Visibility,
+    state: LinearState,
+    form: str,
+    chunk_size: int | None,
+) -> Sums:
+    """The sums of this call's keys on top of the state, in the form that was asked for."""
+    start = torch.cat([state.values, state.keys[..., None]], -1)
+    order = (visible.causal, -int(visible.strict))
+    kept = None if mask is None else mask[:, None]
+    if form == "chunked" and q.shape[2] == k.shape[2] == 1:
+        form = "recurrent"
+    elif form == "chunked" and transformed():  # which would not see the derivative that `chunked` brings along
+        form = "parallel"
+    if form == "chunked":
+        return chunked(q, k, v, bias, kept, start, state.squares, *order, chunk_size or CHUNK)
+    augmented = forms.augment(q, k, v, bias, kept)
+    make = forms.parallel if form == "parallel" else forms.recurrent
+    return make(*augmented, start, state.squares, *order)
+
+
+def _heads(x: Tensor, q: Tensor) -> Tensor:
+    """Each key head of x [B, Hkv, ...] once for every query head of its group."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _features(
+    query: Tensor, key: Tensor, value: Tensor, spec: Spec, scale: float | Tensor, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """Features and values in the computing dtype; which queries [B, H, Tq] and pairs [B, Hkv, Tk] are not finite."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        finite(CALL, name, tensor)
+    query, query_bad = clean(query.to(dtype))
+    key, key_bad = clean(key.to(dtype))
+    value, value_bad = clean(value.to(dtype))
+    q, k = spec.similarity.features(query, key)
+    q = q * (scale[..., None] if isinstance(scale, Tensor) else scale)
+    return (q, k, value), query_bad, key_bad | value_bad
+
+
+def _numbers(
+    query: Tensor, spec: Spec, scale: float | Tensor | None, params: Mapping[str, float | Tensor], dtype: torch.dtype
+) -> tuple[float | Tensor, float | Tensor]:
+    """Scale and bias, as numbers or [B, H, Tq]."""
+    rows = (query.shape[0], query.shape[1], query.shape[2])
+    to_rows = lambda name, x: row_number(CALL, name, x, rows, dtype, query.device)  # noqa: E731
+    if not isinstance(params, Mapping):
+        raise ArgumentError(f"{CALL}: params is a {type(params).__name__}, expected a mapping of names to numbers.")
+    given = {name: to_rows(f"params[{name!r}]", x) for name, x in params.items()}
+    if scale is not None:
+        in_range(CALL, "scale", scale, low=0.0, strict=True)
+        scale = to_rows("scale", scale)
+    scale, numbers = spec.resolve(query.shape[3], scale, given)
+    return scale, bias_of(spec, numbers)
+
+
+def _require_features(spec: Spec) -> Spec:
+    if not finite_features(spec):
+        able = ", ".join(name for name, preset in presets().items() if finite_features(preset))
+        raise ArgumentError(
+            f"{CALL}: {spec} has no finite features, so that no state of fixed size holds what it needs; those that "
+            f"have: {able}, and any linear*fixed sentence. Use regard.attention for {spec}."
+        )
+    return spec
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    form: str,
+    chunk_size: int | None,
+    causal: bool,
+) -> Tensor | None:
+    """The mask as [B, Tk], after everything was found to fit."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        floating(CALL, name, tensor)
+        if tensor.dim() != 4 or tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ArgumentError(
+                f"{CALL}: {name} is {tensor.dtype} {shape(tensor)} on {tensor.device}, expected {query.dtype} [batch, "
+                f"heads, length, dim] on {query.device}, as the others."
+            )
+    (batch, heads, queries, dim), (_, kv_heads, keys, _) = query.shape, key.shape
+    for fits, what in (
+        (batch == key.shape[0] == value.shape[0], "batch sizes differ"),
+        (dim == key.shape[3], "query and key differ in their last axis"),
+        (dim > 0 and value.shape[3] > 0, "there are no features"),
+        (key.shape[1:3] == value.shape[1:3], "key and value differ in heads or length"),
+        (
+            kv_heads > 0 and heads % kv_heads == 0,
+            "the query heads cannot be shared out among the key heads; the former must be a multiple",
+        ),
+        (
+            not causal or queries == keys,
+            "causal order needs a key for every query; to read a state alone, pass is_causal=False",
+        ),
+    ):
+        if not fits:
+            raise ArgumentError(f"{CALL}: {what}: query {shape(query)}, key {shape(key)}, value {shape(value)}.")
+    if form not in get_args(Form):
+        raise ArgumentError(f"{CALL}: unknown form={form!r}.{suggestion(str(form), get_args(Form))}")
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ArgumentError(f"{CALL}: chunk_size is {chunk_size!r}, expected a whole number >= 1 or None.")
+    if mask is None:
+        return None
+    boolean_mask(CALL, "attn_mask", mask)
+    on_device(CALL, "attn_mask", mask, query.device)
+    broadcastable(CALL, "attn_mask", mask, (batch, keys) if mask.dim() <= 2 else (batch, 1, 1, keys))
+    mask = mask[:, 0, 0] if mask.dim() == 4 else mask
+    return mask.expand(batch, keys)
+
+
+def _check_state(state: LinearState, k: Tensor, v: Tensor, spec: Spec) -> None:
+    """The state is of this sentence and of these heads."""
+    if not isinstance(state, LinearState):
+        raise ArgumentError(f"{CALL}: state is a {type(state).__name__}, expected a LinearState or None.")
+    sizes = (*k.shape[:2], k.shape[3] + 1, v.shape[3])
+    if tuple(state.values.shape) != sizes or (state.squares is not None) != signed(spec):
+        have, need = ("with" if x else "without" for x in (state.squares is not None, signed(spec)))
+        raise ArgumentError(
+            f"{CALL}: state holds values {shape(state.values)} {have} squares, but {spec} on these tensors needs "
+            f"[{', '.join(map(str, sizes))}] {need}; give each layer its own state."
+        )
+    if state.values.dtype != k.dtype or state.values.device != k.device:
+        raise ArgumentError(
+            f"{CALL}: state is {state.values.dtype} on {state.values.device}, but these tensors are computed in "
+            f"{k.dtype} on {k.device}; convert it with state.map(lambda x: x.to(...))."
+        )

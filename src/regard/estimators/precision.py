@@ -1,0 +1,47 @@
+"""What a call does to its arguments before any mathematics: full precision, numbers for every row, and nothing in the
+tensors that is not finite."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..checks import broadcastable, floating, in_range, on_device
+
+
+def full_precision(device: str) -> Any:
+    """Autocast off: it would round products inside, and differently in the backward pass."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def transformed() -> bool:
+    """Whether forward mode or a torch.func transform is on: operators with a backward of their own do not see
+    either, and would answer with zero tangents."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+
+
+def clean(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x with vectors that are not finite put to zero, and which those are. Entries so large that a product of
+    two of them could overflow count as not finite: infinity would come out of what is hidden, times zero."""
+    limit = 2.0**56 if x.dtype == torch.float32 else 2.0**500
+    bad = ~(x.detach().abs().amax(-1) <= limit)
+    return torch.where(bad[..., None], 0, x), bad
+
+
+def row_number(
+    call: str, name: str, value: Any, rows: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> float | Tensor:
+    """A number, or a tensor broadcast to `rows` = [B, H, Tq] in the computing dtype; errors name `call`."""
+    if not isinstance(value, Tensor):
+        in_range(call, name, value, strict=False)
+        return float(value)
+    floating(call, name, value)
+    broadcastable(call, name, value, rows)
+    on_device(call, name, value, device)
+    return value.to(dtype).expand(rows)

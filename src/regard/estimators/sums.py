@@ -1,0 +1,105 @@
+"""Sums over keys that have finite features: w_ij = phi_i . psi_j, so that every sum over j can be made before any
+query is known. Three forms of the same sums; kernel-selection paper, equations 13-22.
+
+For every query i, over the keys j it sees,
+
+    u_i = sum_j w_ij v_j     Z_i = sum_j w_ij     Q_i = sum_j w_ij^2
+
+are phi_i . A, phi_i . b and phi_i . M phi_i with the state
+
+    A = sum_j psi_j v_j^T  (13)     b = sum_j psi_j  (14)     M = sum_j psi_j psi_j^T.
+
+`parallel` weighs all pairs (18, 19), `recurrent` adds one pair at a time (15, 16), `chunked` does the first inside
+chunks of positions and the second from chunk to chunk.
+
+Legend: B batch, H query heads, Hkv key heads, T positions, F features with the bias as the last (phi = [q; bias],
+psi = [k; 1]), E = Dv + 1 values with a one as the last, so that b is a column of A and Z of u.
+phi [B, H, Tq, F], psi [B, Hkv, Tk, F], val [B, Hkv, Tk, E], sums A [B, Hkv, F, E], squares M [B, Hkv, F, F] or None
+where Q is not asked for. Causal: query i sees the keys j <= i + offset, and all that is in the state before.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sums(NamedTuple):
+    """What the queries read, and the state after the last key.
+
+    Attributes:
+        values: u [B, H, Tq, Dv].
+        mass: Z [B, H, Tq].
+        power: Q [B, H, Tq], or None.
+        sums, squares: A and M after all keys, or None.
+    """
+
+    values: Tensor
+    mass: Tensor
+    power: Tensor | None
+    sums: Tensor | None
+    squares: Tensor | None
+
+
+def augment(
+    q: Tensor, k: Tensor, v: Tensor, bias: float | Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(phi, psi, val) of q [..., Tq, F - 1], k [..., Tk, F - 1], v [..., Tk, Dv], bias [..., Tq] or a number, and mask
+    broadcastable to [..., Tk]: keys that nobody may see become zero, so that they are in no sum."""
+    column = bias[..., None] if isinstance(bias, Tensor) else q.new_full((*q.shape[:-1], 1), bias)
+    one = k.new_ones(*k.shape[:-1], 1)
+    psi = torch.cat([k, one], -1)
+    psi = psi if mask is None else torch.where(mask[..., None], psi, 0)
+    return torch.cat([q, column], -1), psi, torch.cat([v, one], -1)
+
+
+def parallel(
+    phi: Tensor, psi: Tensor, val: Tensor, sums: Tensor, squares: Tensor | None, causal: bool, offset: int
+) -> Sums:
+    """All pairs at once (equations 17-20): O(Tq Tk) time and memory; twice differentiable."""
+    grouped = phi.unflatten(1, (psi.shape[1], -1))  # [B, Hkv, R, Tq, F]
+    w = grouped @ psi[:, :, None].transpose(-1, -2)
+    w = w.tril(offset) if causal else w
+    rows = (w @ val[:, :, None] + grouped @ sums[:, :, None]).flatten(1, 2)
+    after = sums + psi.transpose(-1, -2) @ val
+    if squares is None:
+        return Sums(rows[..., :-1], rows[..., -1], None, after, None)
+    power = w.square().sum(-1) + _quadratic(grouped, squares[:, :, None])
+    after_squares = squares + psi.transpose(-1, -2) @ psi
+    return Sums(rows[..., :-1], rows[..., -1], power.flatten(1, 2), after, after_squares)
+
+
+def recurrent(
+    phi: Tensor, psi: Tensor, val: Tensor, sums: Tensor, squares: Tensor | None, causal: bool, offset: int
+) -> Sums:
+    """One key at a time (equations 15, 16, 21, 22): O(F E) memory beside the outputs; twice differentiable.
+
+    In causal order offset is 0 (a query sees its own key) or -1 (it is read before its key is written).
+    """
+    rows, powers = [], []
+
+    def read(at: slice) -> None:
+        query = phi[:, :, at].unflatten(1, (psi.shape[1], -1))
+        rows.append((query @ sums[:, :, None]).flatten(1, 2))
+        if squares is not None:
+            powers.append(_quadratic(query, squares[:, :, None]).flatten(1, 2))
+
+    for t in range(psi.shape[2]):
+        if causal and offset < 0:
+            read(slice(t, t + 1))
+        key = psi[:, :, t, :, None]
+        sums = sums + key * val[:, :, t, None]
+        squares = None if squares is None else squares + key * key.transpose(-1, -2)
+        if causal and offset >= 0:
+            read(slice(t, t + 1))
+    if not rows:
+        read(slice(None))
+    whole = torch.cat(rows, 2)
+    return Sums(whole[..., :-1], whole[..., -1], torch.cat(powers, 2) if powers else None, sums, squares)
+
+
+def _quadratic(x: Tensor, m: Tensor) -> Tensor:
+    """x . m x along the last axis."""
+    return ((x @ m) * x).sum(-1)

@@ -1,0 +1,143 @@
+"""What a hybrid model remembers between calls: pairs where it must, sums where it can.
+
+A mixer whose weights are dot products of finite features (linear, cosine, shift-cosine, relu, relu2, elu) needs no
+pairs of earlier tokens: a sum of fixed size says all that a later query can ask. `hybrid_cache` gives every layer of a
+model the kind that suits its mixer, in one transformers `Cache`.
+
+Shapes: B batch, H key/value heads, F features of a key, Dv channels of a value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from ..checks import ArgumentError
+from ..estimators.linear import LinearState, finite_features
+from .configuration_hybrid import HybridConfig
+
+
+class RegardCacheLayer(CacheLayerMixin):
+    """The sums of one layer: B H F (Dv + 1) numbers, in float32 at least, however many tokens were seen.
+
+    `regard.nn.Attention` reads and replaces `linear_state`; nothing changes a state in place. A sum cannot be taken
+    apart again: decoding that takes tokens back (assisted, prompt lookup) is refused before it begins.
+
+    Attributes:
+        linear_state: the sums, None before the first token.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear_state: LinearState | None = None
+        self.device: torch.device | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: the first tokens make the state."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refused: there are no pairs to give back.
+
+        Raises:
+            ArgumentError: always.
+        """
+        raise ArgumentError(
+            "RegardCacheLayer: holds sums, which regard.nn.Attention adds to; a layer that needs pairs needs a "
+            "transformers.DynamicCache."
+        )
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, padding included."""
+        return 0 if self.linear_state is None else self.linear_state.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns of the mask, the first of them): all tokens so far, since padding among them is masked."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: there is none."""
+        return -1
+
+    @property
+    def bytes(self) -> int:
+        """The memory of the sums."""
+        return 0 if self.linear_state is None else self.linear_state.bytes
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.linear_state = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row `beam_idx[b]` was."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only the rows `indices`, numbers or flags."""
+        self._map(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times in a row."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def offload(self) -> None:
+        """Move the sums to main memory."""
+        if self.linear_state is not None:
+            self.device = self.linear_state.values.device
+        self._map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move the sums back to where they came from."""
+        if self.device is not None:
+            self._map(lambda x: x.to(self.device, non_blocking=True))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing for 0.
+
+        Raises:
+            ArgumentError: tokens are to be taken back.
+        """
+        if tokens_to_remove and self.linear_state is not None:
+            raise ArgumentError(_NO_WAY_BACK)
+
+    def activate_past_recording(self) -> None:
+        """Refused: transformers announces by this that it will crop.
+
+        Raises:
+            ArgumentError: always.
+        """
+        raise ArgumentError(_NO_WAY_BACK)
+
+    def _map(self, fn: Any) -> None:
+        if self.linear_state is not None:
+            self.linear_state = self.linear_state.map(fn)
+
+
+_NO_WAY_BACK = (
+    "RegardCacheLayer: tokens cannot be taken back from sums, as assisted decoding does; leave past_key_values out or "
+    "give a transformers.DynamicCache, which keeps pairs."
+)
+
+
+def hybrid_cache(config: HybridConfig, *, pairs: bool = False) -> Cache:
+    """An empty cache for a hybrid model.
+
+    Args:
+        config: of the model.
+        pairs: keep the pairs of every layer, where they must be seen again one by one: for weights
+            (`output_attentions`), and where tokens are taken back. Cost: O(T) memory and O(T) time a token.
+
+    Returns:
+        Sums for each layer whose mixer has finite features and looks at all tokens; pairs (those of the window,
+        where there is one) for the others. A plain `transformers.DynamicCache` keeps pairs for all and works too.
+    """
+    sums = [not pairs and config.window is None and finite_features(spec) for spec in config.layer_specs()]
+    if not any(sums):
+        return DynamicCache(config=config)
+    return Cache(layers=[RegardCacheLayer() if fits else DynamicLayer() for fits in sums])
