@@ -38,9 +38,17 @@ FLAGS = 3
 class Rows(Protocol):
     """What is done to a block of scores [n, q, w], which may be overwritten."""
 
-    indices: int
-    marks: bool
-    elements: int
+    @property
+    def indices(self) -> int:
+        """How many positions are kept a row."""
+
+    @property
+    def marks(self) -> bool:
+        """Whether `weigh` marks keys."""
+
+    @property
+    def elements(self) -> int:
+        """Pairs of a query and a key to work on at a time."""
 
     def weigh(
         self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor

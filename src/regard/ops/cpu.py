@@ -119,8 +119,8 @@ class NumbaRows:
             rows.forward(
                 *_arrays(z, _bits(z), p, *bounds), start, self._kernel(params), self._rule,
                 *_arrays(*self._numbers(z, params)), getattr(rule, "k", 0), stand[getattr(rule, "empty", "uniform")],
-                counted, *_arrays(*found, index, marks.view(torch.uint8)), max(1, z.shape[0] // max(1, marks.shape[0])),
-                _threads(z),
+                p is z, counted, *_arrays(*found, index, marks.view(torch.uint8)),
+                max(1, z.shape[0] // max(1, marks.shape[0])), _threads(z),
             )  # fmt: skip
         return *found, index
 
@@ -148,6 +148,7 @@ class NumbaRows:
             rows.backward(
                 *_arrays(z, _bits(z), g, p, dz, *bounds), self._kernel(params), self._rule,
                 *_arrays(self._numbers(z, params)[0]), stand[getattr(rule, "empty", "uniform")], learned,
+                p is z,
                 *_arrays(*kept, grads), _threads(z),
             )  # fmt: skip
         return [grads[:, 0 if name in ("alpha", "r") else 1] for name in names]
@@ -204,7 +205,8 @@ def _threads(z: Tensor) -> int:
     import numba
 
     wanted = torch.get_num_threads()
-    threads = max(1, min(wanted, numba.config.NUMBA_NUM_THREADS))
+    most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    threads = max(1, min(wanted, most))
     numba.set_num_threads(threads)
     if torch.get_num_threads() != wanted:  # numba starting its OpenMP pool resets the number that torch reads
         torch.set_num_threads(wanted)

@@ -29,9 +29,9 @@ ADAPTIVE, ANCHORED, FIXED, NEAREST = 0, 1, 2, 3
 UNIFORM, POWER1, POWER2, POWER3, POWER, GAUSSIAN = 0, 1, 2, 3, 4, 5
 STAND_UNIFORM, STAND_ZERO, STAND_NEAREST = 0, 1, 2
 
-TILE = 32
+TILE = 64
 """Columns that are in reach or out of it together."""
-GAP = 4
+GAP = 2
 """Tiles out of reach that are not worth a span of their own."""
 SPAN = 512
 """Columns worked on at once, and terms of a sum taken in the dtype of the scores before they join it in float64."""
@@ -39,6 +39,8 @@ MARK = 128
 """Columns to one mark of `active`."""
 NEWTON_STEPS = 64
 BISECTIONS = 64
+CLOSE = 0.25
+"""The distance from the root, in square roots of the rounding error, from which one Newton step ends at the root."""
 UNCONVERGED = 1
 
 # Sums may be taken in any order, which is what lets them use whole registers; NaN and infinity keep their meaning.
@@ -50,35 +52,38 @@ def _tops(bits: Any, tops: Any) -> bool:
     """The bits of the largest score of every tile into `tops`, then those of the row's; whether all are numbers.
 
     Read as integers, with negative ones turned about, floats compare as they do, and integers are compared many at
-    a time; what compares beyond the infinities is no number."""
-    kind = tops.dtype.type
+    a time. They are moved down so that -inf becomes the least integer: what lies below it, a NaN with a sign, comes
+    out on top with the others."""
+    kind = tops.dtype.type  # numba would widen every operation
     flip = kind(0x7FFFFFFF if tops.itemsize == 4 else 0x7FFFFFFFFFFFFFFF)
     infinity = kind(0x7F800000 if tops.itemsize == 4 else 0x7FF0000000000000)
     shift = kind(31 if tops.itemsize == 4 else 63)
-    least, most = flip, ~flip
+    down = kind(flip - infinity)
+    most = kind(~flip)
     tiles = (bits.shape[0] + TILE - 1) // TILE
     for t in range(tiles):
         tile = bits[t * TILE : (t + 1) * TILE]
-        low, high = flip, ~flip
+        high = kind(~flip)
         for j in range(tile.shape[0]):
-            key = tile[j] ^ ((tile[j] >> shift) & flip)
-            low = min(low, key)
-            high = max(high, key)
-        tops[t] = high ^ ((high >> shift) & flip)
-        least = min(least, low)
-        most = max(most, high)
-    tops[tiles] = most ^ ((most >> shift) & flip)
-    return most < infinity and least >= ~infinity
+            key = kind(kind(tile[j] ^ kind(kind(tile[j] >> shift) & flip)) - down)
+            high = key if key > high else high
+        key = kind(high + down)
+        tops[t] = kind(key ^ kind(kind(key >> shift) & flip))
+        most = high if high > most else most
+    key = kind(most + down)
+    tops[tiles] = kind(key ^ kind(kind(key >> shift) & flip))
+    return most < kind(infinity - down)
 
 
 @njit(cache=True)
-def _run(tops: Any, tiles: int, first: int, top: Any, reach: Any, every: bool) -> Any:
+def _run(tops: Any, columns: int, first: int, top: Any, reach: Any, every: bool) -> Any:
     """(end, live) of the run of tiles from `first` that are in reach, gaps of a few included, or out of it; a live run
-    fits SPAN."""
-    live = every or top - tops[first] < reach
+    fits SPAN. A row that fits it whole is one run: looking what to leave out would cost as much."""
+    tiles = (columns + TILE - 1) // TILE
+    if every or columns <= SPAN:
+        return min(tiles, first + SPAN // TILE), True
+    live = top - tops[first] < reach
     last = min(tiles, first + SPAN // TILE) if live else tiles
-    if every:
-        return last, True
     end = first + 1
     for t in range(first + 1, last):
         if top - tops[t] < reach:
@@ -98,7 +103,7 @@ def _collect(x: Any, tops: Any, top: Any, reach: Any, kept: Any) -> int:
     """Distances of the tiles in reach into `kept`; their number."""
     count, first, tiles = 0, 0, (x.shape[0] + TILE - 1) // TILE
     while first < tiles:
-        end, live = _run(tops, tiles, first, top, reach, False)
+        end, live = _run(tops, x.shape[0], first, top, reach, False)
         if live:
             part = x[first * TILE : end * TILE]
             into = kept[count : count + part.shape[0]]
@@ -109,41 +114,82 @@ def _collect(x: Any, tops: Any, top: Any, reach: Any, kept: Any) -> int:
     return count
 
 
+# One loop a function, for these are what the time goes into: several in one are not unrolled.
+
+
 @njit(cache=True, fastmath=_SUMS)
+def _sums1(d: Any, b: Any) -> Any:
+    zero = d.dtype.type(0)
+    upper, inside = zero, np.int32(0)
+    for j in range(d.shape[0]):
+        a = b - d[j]
+        upper += a if a > zero else zero
+        inside += np.int32(a > zero)
+    return upper, inside
+
+
+@njit(cache=True, fastmath=_SUMS)
+def _sums2(d: Any, b: Any, inverse: Any) -> Any:
+    zero = d.dtype.type(0)
+    upper, lower = zero, zero
+    for j in range(d.shape[0]):
+        a = b - d[j] * inverse
+        a = a if a > zero else zero
+        upper += a * a
+        lower += a
+    return upper, lower
+
+
+@njit(cache=True, fastmath=_SUMS)
+def _sums3(d: Any, b: Any, inverse: Any) -> Any:
+    zero = d.dtype.type(0)
+    upper, lower = zero, zero
+    for j in range(d.shape[0]):
+        a = b - d[j] * inverse
+        a = a if a > zero else zero
+        upper += a * a * a
+        lower += a * a
+    return upper, lower
+
+
+@njit(cache=True)
+def _sums_any(d: Any, b: Any, r: Any) -> Any:
+    zero, one = d.dtype.type(0), d.dtype.type(1)
+    upper, lower = zero, zero
+    for j in range(d.shape[0]):
+        a = b - d[j] / r
+        if a > zero:
+            w = a ** (r - one)
+            upper += w * a
+            lower += w
+    return upper, lower
+
+
+@njit(cache=True)
 def _sums(d: Any, kernel: int, r: Any, b: Any) -> Any:
     """(sum a^r, sum a^(r-1)) over the support, a = [b - d/r]_+."""
     upper, lower = 0.0, 0.0
-    zero, one = d.dtype.type(0), d.dtype.type(1)
-    inverse = one / r
-    for start in range(0, d.shape[0], SPAN):
-        part = d[start : start + SPAN]
-        up, low, inside = zero, zero, np.int32(0)
-        if kernel == POWER1:
-            for j in range(part.shape[0]):
-                a = b - part[j]
-                up += a if a > zero else zero
-                inside += np.int32(a > zero)
-        elif kernel == POWER2:
-            for j in range(part.shape[0]):
-                a = b - part[j] * inverse
-                a = a if a > zero else zero
-                up += a * a
-                low += a
-        elif kernel == POWER3:
-            for j in range(part.shape[0]):
-                a = b - part[j] * inverse
-                a = a if a > zero else zero
-                up += a * a * a
-                low += a * a
-        else:
-            for j in range(part.shape[0]):
-                a = b - part[j] / r
-                if a > zero:
-                    w = a ** (r - one)
-                    up += w * a
-                    low += w
-        upper += up
-        lower += low + inside
+    inverse = d.dtype.type(1) / r
+    if kernel == POWER1:
+        for start in range(0, d.shape[0], SPAN):
+            up, inside = _sums1(d[start : start + SPAN], b)
+            upper += up
+            lower += inside
+    elif kernel == POWER2:
+        for start in range(0, d.shape[0], SPAN):
+            up, low = _sums2(d[start : start + SPAN], b, inverse)
+            upper += up
+            lower += low
+    elif kernel == POWER3:
+        for start in range(0, d.shape[0], SPAN):
+            up, low = _sums3(d[start : start + SPAN], b, inverse)
+            upper += up
+            lower += low
+    else:
+        for start in range(0, d.shape[0], SPAN):
+            up, low = _sums_any(d[start : start + SPAN], b, r)
+            upper += up
+            lower += low
     return upper, lower
 
 
@@ -152,6 +198,7 @@ def _newton(d: Any, kernel: int, r: Any, b: Any) -> Any:
     """The peak b with ||[b - d/r]_+||_r = 1 for r >= 1: the norm is convex and at least 1 at the b given, so that
     Newton's method descends to the root without a bracket."""
     limit = 1.0 + 2.0 * np.finfo(d.dtype).eps
+    close = 1.0 + CLOSE * math.sqrt(np.finfo(d.dtype).eps)
     power = np.float64(r)
     for _ in range(NEWTON_STEPS):
         upper, lower = _sums(d, kernel, r, b)
@@ -161,6 +208,9 @@ def _newton(d: Any, kernel: int, r: Any, b: Any) -> Any:
         elif kernel == POWER2:
             norm = math.sqrt(upper)
             step = (norm - 1.0) * norm / lower
+        elif kernel == POWER3:
+            norm = np.cbrt(upper)
+            step = (norm - 1.0) * norm * norm / lower
         else:
             norm = upper ** (1.0 / power)
             step = (norm - 1.0) * norm ** (power - 1.0) / lower
@@ -168,6 +218,8 @@ def _newton(d: Any, kernel: int, r: Any, b: Any) -> Any:
         if not (norm > limit and new < b):  # rounding ends the descent
             break
         b = new
+        if norm < close:  # the descent is quadratic: this step was the last that changes anything
+            break
     return b
 
 
@@ -194,9 +246,10 @@ def _peak(x: Any, kernel: int, r: Any, tops: Any, top: Any, kept: Any, flags: An
     epsilon = np.finfo(x.dtype).eps
     b = x.dtype.type(1)
     if r >= 1:
-        for t in range(tiles):
-            kept[t] = top - tops[t]
-        b = _newton(kept[:tiles], kernel, r, b)
+        if x.shape[0] > SPAN:
+            for t in range(tiles):
+                kept[t] = top - tops[t]
+            b = _newton(kept[:tiles], kernel, r, b)
         count = _collect(x, tops, top, r * b, kept)
         b = _newton(kept[:count], kernel, r, b)
         tolerance = 512 * epsilon * r
@@ -302,57 +355,54 @@ def _one(z: Any, kernel: int, r: Any, top: Any, reach: Any, one: Any) -> Any:
     return math.exp(r * log_u), math.exp((r - one) * log_u) * r / reach
 
 
-@njit(cache=True)
-def _weigh(x: Any, w: Any, kernel: int, r: Any, top: Any, reach: Any) -> None:
-    """K of scores into w, relative to its value at the top. reach is infinite without an edge. Not to be reordered:
-    at the threshold reach - (top - z) is 0, and not a rounding error that would count as weight."""
-    zero, one = x.dtype.type(0), x.dtype.type(1)
-    inverse = one / reach
-    if kernel == POWER1:
-        for j in range(x.shape[0]):
-            u = (reach - (top - x[j])) * inverse
-            w[j] = u if u > zero else zero
-    elif kernel == POWER2:
-        for j in range(x.shape[0]):
-            u = (reach - (top - x[j])) * inverse
-            u = u if u > zero else zero
-            w[j] = u * u
-    elif kernel == POWER3:
-        for j in range(x.shape[0]):
-            u = (reach - (top - x[j])) * inverse
-            u = u if u > zero else zero
-            w[j] = u * u * u
-    else:
-        for j in range(x.shape[0]):
-            w[j], _ = _one(x[j], kernel, r, top, reach, one)
+# The loops that write must not be reordered: at the threshold reach - (top - z) is 0, and not a rounding error that
+# would count as weight. Those that sum may.
 
 
 @njit(cache=True)
-def _weigh_and_slope(x: Any, w: Any, s: Any, kernel: int, r: Any, top: Any, reach: Any) -> None:
-    """K into w and dK/dz into s, both relative to K at the top."""
-    zero, one = x.dtype.type(0), x.dtype.type(1)
-    inverse = one / reach
-    steep = r * inverse
+def _weigh1(x: Any, w: Any, top: Any, reach: Any, share: Any) -> None:
+    zero, inverse = x.dtype.type(0), share / reach
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        w[j] = u if u > zero else zero
+
+
+@njit(cache=True)
+def _weigh2(x: Any, w: Any, top: Any, reach: Any, share: Any) -> None:
+    zero, inverse = x.dtype.type(0), x.dtype.type(1) / reach
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        u = u if u > zero else zero
+        w[j] = u * u * share
+
+
+@njit(cache=True)
+def _weigh3(x: Any, w: Any, top: Any, reach: Any, share: Any) -> None:
+    zero, inverse = x.dtype.type(0), x.dtype.type(1) / reach
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        u = u if u > zero else zero
+        w[j] = u * u * u * share
+
+
+@njit(cache=True)
+def _weigh(
+    x: Any, w: Any, kernel: int, r: Any, top: Any, reach: Any, share: Any, start: int, theta: Any, cut: int
+) -> None:
+    """share K of scores into w, K relative to its value at the top; of the chosen keys alone where cut >= 0, column 0
+    being number `start`. reach is infinite without an edge."""
     if kernel == POWER1:
-        for j in range(x.shape[0]):
-            u = (reach - (top - x[j])) * inverse
-            w[j] = u if u > zero else zero
-            s[j] = steep if u > zero else zero
+        _weigh1(x, w, top, reach, share)
     elif kernel == POWER2:
-        for j in range(x.shape[0]):
-            u = (reach - (top - x[j])) * inverse
-            u = u if u > zero else zero
-            w[j] = u * u
-            s[j] = steep * u
+        _weigh2(x, w, top, reach, share)
     elif kernel == POWER3:
-        for j in range(x.shape[0]):
-            u = (reach - (top - x[j])) * inverse
-            u = u if u > zero else zero
-            w[j] = u * u * u
-            s[j] = steep * u * u
+        _weigh3(x, w, top, reach, share)
     else:
+        one = x.dtype.type(1)
         for j in range(x.shape[0]):
-            w[j], s[j] = _one(x[j], kernel, r, top, reach, one)
+            w[j] = 0
+            if cut < 0 or _chosen(x[j], start + j, theta, cut):
+                w[j] = _one(x[j], kernel, r, top, reach, one)[0] * share
 
 
 @njit(cache=True, fastmath=_SUMS)
@@ -364,11 +414,118 @@ def _total(w: Any) -> Any:
 
 
 @njit(cache=True)
-def _keep_chosen(x: Any, w: Any, start: int, kth: Any, cut: int) -> None:
-    """Zero in w what is not among the nearest."""
+def _slope1(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any) -> None:
+    zero, inverse = x.dtype.type(0), share / reach
     for j in range(x.shape[0]):
-        if not _chosen(x[j], start + j, kth, cut):
-            w[j] = 0
+        u = (reach - (top - x[j])) * inverse
+        w[j] = u if u > zero else zero
+        s[j] = inverse * (g[j] - rho) if u > zero else zero
+
+
+@njit(cache=True)
+def _slope2(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any) -> None:
+    zero, inverse = x.dtype.type(0), x.dtype.type(1) / reach
+    steep = (share + share) * inverse
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        w[j] = u * u * share if u > zero else zero
+        s[j] = steep * u * (g[j] - rho) if u > zero else zero
+
+
+@njit(cache=True)
+def _slope3(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any) -> None:
+    zero, inverse = x.dtype.type(0), x.dtype.type(1) / reach
+    steep = (share + share + share) * inverse
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        w[j] = u * u * u * share if u > zero else zero
+        s[j] = steep * u * u * (g[j] - rho) if u > zero else zero
+
+
+@njit(cache=True)
+def _slope(
+    x: Any, g: Any, w: Any, s: Any, kernel: int, r: Any, top: Any, reach: Any, share: Any, rho: Any, start: int,
+    theta: Any, cut: int,
+) -> None:  # fmt: skip
+    """share K into w as `_weigh`, and share dK/dz (g - rho) into s; where that is 0, whatever g."""
+    if kernel == POWER1:
+        _slope1(x, g, w, s, top, reach, share, rho)
+    elif kernel == POWER2:
+        _slope2(x, g, w, s, top, reach, share, rho)
+    elif kernel == POWER3:
+        _slope3(x, g, w, s, top, reach, share, rho)
+    else:
+        zero, one = x.dtype.type(0), x.dtype.type(1)
+        for j in range(x.shape[0]):
+            value, slope = zero, zero
+            if cut < 0 or _chosen(x[j], start + j, theta, cut):
+                value, slope = _one(x[j], kernel, r, top, reach, one)
+            w[j] = value * share
+            s[j] = slope * share * (g[j] - rho) if slope > zero else zero
+
+
+@njit(cache=True, fastmath=_SUMS)
+def _dots1(x: Any, g: Any, top: Any, reach: Any) -> Any:
+    zero = x.dtype.type(0)
+    inside, slope_g, weight_g = np.int32(0), zero, zero
+    for j in range(x.shape[0]):
+        d = top - x[j]  # compared as it is: here a key at the threshold would count like any other
+        inside += np.int32(d < reach)
+        slope_g += g[j] if d < reach else zero
+        weight_g += (reach - d) * g[j] if d < reach else zero
+    inverse = x.dtype.type(1) / reach
+    return inside * inverse, slope_g * inverse, weight_g * inverse
+
+
+@njit(cache=True, fastmath=_SUMS)
+def _dots2(x: Any, g: Any, top: Any, reach: Any) -> Any:
+    zero, inverse = x.dtype.type(0), x.dtype.type(1) / reach
+    slope, slope_g, weight_g = zero, zero, zero
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        slope += u if u > zero else zero
+        ug = u * g[j] if u > zero else zero
+        slope_g += ug
+        weight_g += u * ug if u > zero else zero
+    steep = inverse + inverse
+    return slope * steep, slope_g * steep, weight_g
+
+
+@njit(cache=True, fastmath=_SUMS)
+def _dots3(x: Any, g: Any, top: Any, reach: Any) -> Any:
+    zero, inverse = x.dtype.type(0), x.dtype.type(1) / reach
+    slope, slope_g, weight_g = zero, zero, zero
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        u2 = u * u if u > zero else zero
+        ug = u2 * g[j] if u > zero else zero
+        slope += u2
+        slope_g += ug
+        weight_g += u * ug if u > zero else zero
+    steep = inverse + inverse + inverse
+    return slope * steep, slope_g * steep, weight_g
+
+
+@njit(cache=True)
+def _dots(x: Any, g: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int) -> Any:
+    """(sum dK/dz, sum g dK/dz, sum g K) of scores, K relative to its value at the top, in float64."""
+    zero, one = x.dtype.type(0), x.dtype.type(1)
+    slope, slope_g, weight_g = zero, zero, zero
+    if kernel == POWER1:
+        slope, slope_g, weight_g = _dots1(x, g, top, reach)
+    elif kernel == POWER2:
+        slope, slope_g, weight_g = _dots2(x, g, top, reach)
+    elif kernel == POWER3:
+        slope, slope_g, weight_g = _dots3(x, g, top, reach)
+    else:
+        for j in range(x.shape[0]):
+            if cut < 0 or _chosen(x[j], start + j, theta, cut):
+                value, steep = _one(x[j], kernel, r, top, reach, one)
+                if value > zero:
+                    slope += steep
+                    slope_g += steep * g[j]
+                    weight_g += value * g[j]
+    return np.float64(slope), np.float64(slope_g), np.float64(weight_g)
 
 
 # Forward -----------------------------------------------------------------------------------------------------
@@ -401,15 +558,13 @@ def _note_stand_in(x: Any, stand: int, top: Any, found: Any) -> None:
 
 @njit(cache=True)
 def _mass(x: Any, kernel: int, r: Any, tops: Any, top: Any, reach: Any, local: Any, theta: Any, cut: int) -> Any:
-    """The sum of the kernel's values, relative to the top; members alone where cut >= 0."""
-    total, first, tiles = 0.0, 0, (x.shape[0] + TILE - 1) // TILE
+    """The sum of the kernel's values, relative to the top."""
+    total, first, tiles, one = 0.0, 0, (x.shape[0] + TILE - 1) // TILE, x.dtype.type(1)
     while first < tiles:
-        end, live = _run(tops, tiles, first, top, reach, cut >= 0)
+        end, live = _run(tops, x.shape[0], first, top, reach, cut >= 0)
         if live:
             part = x[first * TILE : end * TILE]
-            _weigh(part, local, kernel, r, top, reach)
-            if cut >= 0:
-                _keep_chosen(part, local, first * TILE, theta, cut)
+            _weigh(part, local, kernel, r, top, reach, one, first * TILE, theta, cut)
             total += _total(local[: part.shape[0]])
         first = end
     return x.dtype.type(total)
@@ -417,21 +572,20 @@ def _mass(x: Any, kernel: int, r: Any, tops: Any, top: Any, reach: Any, local: A
 
 @njit(cache=True)
 def _fill(
-    x: Any, p: Any, kernel: int, r: Any, tops: Any, top: Any, reach: Any, local: Any, theta: Any,
-    cut: int, share: Any,
+    x: Any, p: Any, kernel: int, r: Any, tops: Any, top: Any, reach: Any, local: Any, theta: Any, cut: int, share: Any,
+    place: bool,
 ) -> None:  # fmt: skip
-    """p = K share over a row."""
+    """p = share K over a row, which may be x itself (`place`)."""
     first, tiles = 0, (x.shape[0] + TILE - 1) // TILE
     while first < tiles:
-        end, live = _run(tops, tiles, first, top, reach, cut >= 0)
+        end, live = _run(tops, x.shape[0], first, top, reach, cut >= 0)
         out = p[first * TILE : end * TILE]
         if live:
             part = x[first * TILE : end * TILE]
-            _weigh(part, local, kernel, r, top, reach)
-            if cut >= 0:
-                _keep_chosen(part, local, first * TILE, theta, cut)
-            for j in range(out.shape[0]):
-                out[j] = local[j] * share
+            into = local[: part.shape[0]] if place else out
+            _weigh(part, into, kernel, r, top, reach, share, first * TILE, theta, cut)
+            if place:
+                out[:] = into
         else:
             out[:] = 0
         first = end
@@ -439,7 +593,7 @@ def _fill(
 
 @njit(cache=True)
 def _forward_row(
-    x: Any, bits: Any, p: Any, kernel: int, rule: int, r: Any, number: Any, k: int, stand: int,
+    x: Any, bits: Any, p: Any, kernel: int, rule: int, r: Any, number: Any, k: int, stand: int, place: bool,
     tops: Any, top_bits: Any, kept: Any, local: Any, floats: Any, flags: Any, found: Any,
 ) -> None:  # fmt: skip
     one = x.dtype.type(1)
@@ -486,7 +640,7 @@ def _forward_row(
     if mass == 0:
         mass = _mass(x, kernel, r, tops, top, edge, local, theta, cut)
     floats[2], floats[3] = reach, mass
-    _fill(x, p, kernel, r, tops, top, edge, local, theta, cut, one / mass)
+    _fill(x, p, kernel, r, tops, top, edge, local, theta, cut, one / mass, place)
 
 
 @njit(cache=True)
@@ -522,10 +676,10 @@ def _mark(p: Any, start: int, pivot: int, active: Any) -> None:
 @njit(cache=True, parallel=True)
 def forward(
     z: Any, bits: Any, p: Any, lo: Any, hi: Any, start: int, kernel: int, rule: int, power: Any, number: Any, k: int,
-    stand: int, counted: bool, floats: Any, flags: Any, index: Any, active: Any, group: int, chunks: int,
+    stand: int, place: bool, counted: bool, floats: Any, flags: Any, index: Any, active: Any, group: int, chunks: int,
 ) -> None:  # fmt: skip
-    """Weights and statistics of every row. `start` is the place of column 0 among all keys, and row i marks
-    active[i // group]; an `active` without columns is not marked."""
+    """Weights and statistics of every row, in place where p is z (`place`). `start` is the place of column 0 among all
+    keys, and row i marks active[i // group]; an `active` without columns is not marked."""
     rows, n = z.shape
     for chunk in prange(chunks):
         top_bits = np.empty((n + TILE - 1) // TILE + 1, bits.dtype)
@@ -538,7 +692,7 @@ def forward(
             out[:a] = 0
             out[b:] = 0
             _forward_row(
-                z[i, a:b], bits[i, a:b], out[a:b], kernel, rule, power[i], number[i], k, stand,
+                z[i, a:b], bits[i, a:b], out[a:b], kernel, rule, power[i], number[i], k, stand, place,
                 tops, top_bits, kept, local, floats[i], flags[i], found,
             )  # fmt: skip
             found[0] += a
@@ -551,18 +705,6 @@ def forward(
 
 
 # Backward ----------------------------------------------------------------------------------------------------
-
-
-@njit(cache=True, fastmath=_SUMS)
-def _dots(s: Any, w: Any, g: Any) -> Any:
-    """(sum s, sum s g, sum w g) of a span; what weighs nothing is left out, whatever its g."""
-    zero = s.dtype.type(0)
-    slope, slope_g, weight_g = zero, zero, zero
-    for j in range(g.shape[0]):
-        slope += s[j]
-        slope_g += s[j] * g[j] if s[j] > zero else zero
-        weight_g += w[j] * g[j] if w[j] > zero else zero
-    return slope, slope_g, weight_g
 
 
 @njit(cache=True)
@@ -591,24 +733,9 @@ def _ties(x: Any, top: Any) -> int:
     return count
 
 
-@njit(cache=True, fastmath=_SUMS)
-def _write(x: Any, p: Any, dz: Any, w: Any, s: Any, g: Any, share: Any, rho: Any, top: Any, pull: Any) -> None:
-    """p = w share and dz = s share (g - rho), less `pull` where a score is the top that the threshold hangs on."""
-    zero = s.dtype.type(0)
-    for j in range(g.shape[0]):
-        s[j] = s[j] * share * (g[j] - rho) if s[j] > zero else zero
-    if pull != zero:
-        for j in range(x.shape[0]):
-            s[j] -= pull if x[j] == top else zero
-    for j in range(p.shape[0]):  # x and g are read: they may be overwritten now; a p without columns is not wanted
-        p[j] = w[j] * share
-    for j in range(dz.shape[0]):
-        dz[j] = s[j]
-
-
 @njit(cache=True)
 def _backward_row(
-    x: Any, bits: Any, g: Any, p: Any, dz: Any, kernel: int, rule: int, r: Any, stand: int, learned: bool,
+    x: Any, bits: Any, g: Any, p: Any, dz: Any, kernel: int, rule: int, r: Any, stand: int, learned: bool, place: bool,
     tops: Any, top_bits: Any, w: Any, s: Any, floats: Any, flags: Any, found: Any, grads: Any,
 ) -> None:  # fmt: skip
     grads[:] = 0
@@ -621,23 +748,20 @@ def _backward_row(
         _stand_in(x, p, rule, stand, theta, found)
         dz[:] = 0
         return
-    _tops(bits, top_bits)
     vanishes = kernel != UNIFORM and kernel != GAUSSIAN
     zero, one = x.dtype.type(0), x.dtype.type(1)
     cut = found[0] if rule == NEAREST and not vanishes else -1
     edge = reach if cut < 0 else x.dtype.type(np.inf)
-    slope, slope_g, weight_g = 0.0, 0.0, 0.0
-    first, tiles = 0, (x.shape[0] + TILE - 1) // TILE
+    tiles = (x.shape[0] + TILE - 1) // TILE
+    every = cut >= 0
+    if not every and x.shape[0] > SPAN:
+        _tops(bits, top_bits)
+    slope, slope_g, weight_g, first = 0.0, 0.0, 0.0, 0
     while first < tiles:
-        end, live = _run(tops, tiles, first, top, edge, cut >= 0)
+        end, live = _run(tops, x.shape[0], first, top, reach, every)
         a, b = first * TILE, end * TILE
         if live:
-            part = x[a:b]
-            _weigh_and_slope(part, w, s, kernel, r, top, edge)
-            if cut >= 0:
-                _keep_chosen(part, w, a, theta, cut)
-                _keep_chosen(part, s, a, theta, cut)
-            sums = _dots(s, w, g[a:b])
+            sums = _dots(x[a:b], g[a:b], kernel, r, top, edge, a, theta, cut)
             slope += sums[0]
             slope_g += sums[1]
             weight_g += sums[2]
@@ -653,15 +777,18 @@ def _backward_row(
     pull = total / x.dtype.type(_ties(x, top)) if vanishes and rule == ANCHORED else zero
     first = 0
     while first < tiles:
-        end, live = _run(tops, tiles, first, top, edge, cut >= 0)
+        end, live = _run(tops, x.shape[0], first, top, reach, every)
         a, b = first * TILE, end * TILE
         if live:
             part = x[a:b]
-            _weigh_and_slope(part, w, s, kernel, r, top, edge)
-            if cut >= 0:
-                _keep_chosen(part, w, a, theta, cut)
-                _keep_chosen(part, s, a, theta, cut)
-            _write(part, p[a:b], dz[a:b], w, s, g[a:b], share, rho, top, pull)
+            weights = p[a:b] if p.shape[0] > 0 and not place else w[: part.shape[0]]
+            slopes = s[: part.shape[0]] if place else dz[a:b]
+            _slope(part, g[a:b], weights, slopes, kernel, r, top, edge, share, rho, a, theta, cut)
+            if pull != zero:
+                _pull(part, slopes, top, pull)
+            if place:
+                p[a:b] = weights
+                dz[a:b] = slopes
         else:
             p[a:b] = 0
             dz[a:b] = 0
@@ -670,19 +797,27 @@ def _backward_row(
         dz[found[1]] -= total
 
 
+@njit(cache=True)
+def _pull(x: Any, s: Any, top: Any, pull: Any) -> None:
+    """Take `pull` from the slopes of the keys that tie for the top, on which the threshold hangs."""
+    for j in range(x.shape[0]):
+        if x[j] == top:
+            s[j] -= pull
+
+
 @njit(cache=True, parallel=True)
 def backward(
     z: Any, bits: Any, g: Any, p: Any, dz: Any, lo: Any, hi: Any, kernel: int, rule: int, power: Any, stand: int,
-    learned: bool, floats: Any, flags: Any, index: Any, grads: Any, chunks: int,
+    learned: bool, place: bool, floats: Any, flags: Any, index: Any, grads: Any, chunks: int,
 ) -> None:  # fmt: skip
-    """Weights and dL/dz of every row from its statistics, and `grads` [R, 2]: dL/dpower (dL/dalpha) where `learned`,
-    and dL/dnumber. A p without columns is left out."""
+    """Weights and dL/dz of every row from its statistics, in place where p is z and dz is g (`place`), and `grads`
+    [R, 2]: dL/dpower (dL/dalpha) where `learned`, and dL/dnumber. A p without columns is left out."""
     rows, n = z.shape
     for chunk in prange(chunks):
         top_bits = np.empty((n + TILE - 1) // TILE + 1, bits.dtype)
         tops = top_bits.view(z.dtype)
         w, s = np.empty(SPAN, z.dtype), np.empty(SPAN, z.dtype)
-        found = np.empty(3, np.int64)
+        found: Any = np.empty(3, np.int64)
         for i in range(chunk * rows // chunks, (chunk + 1) * rows // chunks):
             a, b = lo[i], hi[i]
             found[0], found[1], found[2] = index[i, 0] - a, index[i, 1] - a, index[i, 2]
@@ -692,6 +827,6 @@ def backward(
             slopes[:a] = 0
             slopes[b:] = 0
             _backward_row(
-                z[i, a:b], bits[i, a:b], g[i, a:b], weights[a:b], slopes[a:b], kernel, rule, power[i], stand, learned,
-                tops, top_bits, w, s, floats[i], flags[i], found, grads[i],
+                z[i, a:b], bits[i, a:b], g[i, a:b], weights[a:b], slopes[a:b], kernel, rule, power[i], stand,
+                learned, place, tops, top_bits, w, s, floats[i], flags[i], found, grads[i],
             )  # fmt: skip
