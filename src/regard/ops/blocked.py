@@ -47,6 +47,11 @@ class Rows(Protocol):
         """Whether `weigh` marks keys."""
 
     @property
+    def exact(self) -> bool:
+        """Whether `derive` must be given the very scores that `weigh` saw, and not such as differ by a rounding error
+        because they were made from fewer keys: where a key has weight or none, and nothing between."""
+
+    @property
     def elements(self) -> int:
         """Pairs of a query and a key to work on at a time."""
 
@@ -68,6 +73,7 @@ class TorchRows:
 
     weighting: Weighting
     marks: ClassVar[bool] = False
+    exact: ClassVar[bool] = True
     elements: ClassVar[int] = ELEMENTS
 
     @property
@@ -318,12 +324,12 @@ def _backward_blocks(
     dgiven = found[3].flatten(1, 2)
     q, k, v, grad, given = _flat(q), _flat(k), _flat(v), _flat(grad), _flat_params(given)
     for block in work.blocks():
-        if rows.marks:
+        if rows.marks and not rows.exact:
             block = block.narrowed(block.marks(active))
         floats, flags, index = (block.rows(x) for x in kept)
         g = block.rows(grad) @ block.columns(v).transpose(-1, -2)
         z, params = block.scores(q, k), block.params(given)
-        p, dz, dparams = rows.derive(block, z, g, (floats, flags, block.place(index)), params, work.names)
+        p, dz, dparams = rows.derive(block, z, g, (floats, flags, _placed(block, index)), params, work.names)
         del z, g
         block.add_columns(dv, block.rows(grad), p)
         for row, part in zip(dgiven, dparams, strict=True):
@@ -331,6 +337,11 @@ def _backward_blocks(
         block.rows(dq).copy_(dz @ block.columns(k))
         block.add_columns(dk, block.rows(q), dz)
     return found[0], *(x.transpose(-1, -2).contiguous() for x in found[1:3]), found[3]
+
+
+def _placed(block: Block, index: Tensor) -> Tensor:
+    """Positions among the block's columns; beyond the second, an index holds counts."""
+    return index if block.kept is None else torch.cat([block.place(index[..., :2].contiguous()), index[..., 2:]], -1)
 
 
 @_backward.register_fake

@@ -10,9 +10,12 @@ Legend: n heads, q queries, w keys of a block; R = n x q rows.
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -31,6 +34,8 @@ from .blocked import FLAGS, FLOATS, SOLVERS, Blocked, rows_of
 from .blocks import ELEMENTS, Block
 from .dispatch import Problem, register_impl
 
+ALONE = 2**13
+"""Pairs of a query and a key that one thread is done with before others are awake."""
 _ONE_AT_A_TIME = threading.Lock()  # some of numba's thread pools end the process when two threads meet in them
 
 
@@ -63,6 +68,11 @@ class NumbaRows:
 
     spec: Spec
     marks: ClassVar[bool] = True
+
+    @property
+    def exact(self) -> bool:
+        return not self.spec.kernel.vanishes
+
     elements: ClassVar[int] = 2 * ELEMENTS  # two blocks of pairs live at a time, where torch's rows need more
 
     @property
@@ -115,12 +125,12 @@ class NumbaRows:
         found = z.new_empty(z.shape[0], FLOATS), z.new_empty(z.shape[0], FLAGS, dtype=torch.int32)
         index = z.new_empty(z.shape[0], 3, dtype=torch.int64)
         stand = {"uniform": rows.STAND_UNIFORM, "zero": rows.STAND_ZERO, "nearest": rows.STAND_NEAREST}
-        with _ONE_AT_A_TIME:
-            rows.forward(
+        with _entry(rows.forward, rows.forward_part, z) as forward:
+            forward(
                 *_arrays(z, _bits(z), p, *bounds), start, self._kernel(params), self._rule,
                 *_arrays(*self._numbers(z, params)), getattr(rule, "k", 0), stand[getattr(rule, "empty", "uniform")],
                 p is z, counted, *_arrays(*found, index, marks.view(torch.uint8)),
-                max(1, z.shape[0] // max(1, marks.shape[0])), _threads(z),
+                max(1, z.shape[0] // max(1, marks.shape[0])),
             )  # fmt: skip
         return *found, index
 
@@ -144,12 +154,12 @@ class NumbaRows:
         grads = z.new_empty(z.shape[0], 2)
         stand = {"uniform": rows.STAND_UNIFORM, "zero": rows.STAND_ZERO, "nearest": rows.STAND_NEAREST}
         learned = "alpha" in names or "r" in names
-        with _ONE_AT_A_TIME:
-            rows.backward(
+        with _entry(rows.backward, rows.backward_part, z) as backward:
+            backward(
                 *_arrays(z, _bits(z), g, p, dz, *bounds), self._kernel(params), self._rule,
                 *_arrays(self._numbers(z, params)[0]), stand[getattr(rule, "empty", "uniform")], learned,
                 p is z,
-                *_arrays(*kept, grads), _threads(z),
+                *_arrays(*kept, grads),
             )  # fmt: skip
         return [grads[:, 0 if name in ("alpha", "r") else 1] for name in names]
 
@@ -188,7 +198,8 @@ def _column(number: Any, like: Tensor) -> Tensor:
     """A number, or row parameters [..., 1], as [R]."""
     if isinstance(number, Tensor):
         return number.to(like.dtype).flatten()
-    return like.new_full((like.shape[0],), number)
+    limit = torch.finfo(like.dtype).max
+    return like.new_full((like.shape[0],), max(-limit, min(number, limit)))
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -200,17 +211,27 @@ def _arrays(*tensors: Tensor) -> list[Any]:
     return [x.detach().contiguous().numpy() for x in tensors]
 
 
-def _threads(z: Tensor) -> int:
-    """Sets numba's threads to torch's; how many parts to make of the rows."""
+_FORKED: list[int] = []
+"""Processes that are copies of one that had threads, which a copy does not have."""
+os.register_at_fork(after_in_child=lambda: _FORKED.append(os.getpid()))
+
+
+@contextmanager
+def _entry(parallel: Any, part: Any, z: Tensor) -> Iterator[Any]:
+    """The compiled function that does all rows of z: on as many threads as torch uses, or as a part of its own."""
     import numba
 
     wanted = torch.get_num_threads()
     most: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
     threads = max(1, min(wanted, most))
-    numba.set_num_threads(threads)
-    if torch.get_num_threads() != wanted:  # numba starting its OpenMP pool resets the number that torch reads
-        torch.set_num_threads(wanted)
-    return 1 if threads == 1 else min(4 * threads, max(1, z.shape[0]))
+    if threads == 1 or _FORKED or z.numel() < ALONE:
+        yield partial(part, 0, z.shape[0])
+        return
+    with _ONE_AT_A_TIME:
+        numba.set_num_threads(threads)
+        if torch.get_num_threads() != wanted:  # numba starting its OpenMP pool resets the number that torch reads
+            torch.set_num_threads(wanted)
+        yield partial(parallel, min(4 * threads, max(1, z.shape[0])))
 
 
 SOLVERS["cpu"] = NumbaRows

@@ -1,0 +1,207 @@
+"""Loops over a span of columns: weights, their derivatives, and the sums of both.
+
+One loop a function, for these are what the time goes into. Those that write must not be reordered: at the threshold
+reach - (top - z) is 0, and not a rounding error that would count as weight. Those that sum may.
+
+Legend: x scores, w weights, s derivatives, g = dL/dp of a span; `share` multiplies all that is written.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .base import GAUSSIAN, POWER1, POWER2, POWER3, UNIFORM, jit, sums
+from .search import chosen
+
+
+@jit
+def weigh_one(z: Any, kernel: int, r: Any, top: Any, reach: Any, one: Any) -> Any:
+    """(K, dK/dz) of one score, for the kernels that are no plain product of u."""
+    d = top - z
+    if not d < reach:
+        return one - one, one - one
+    if kernel == UNIFORM:
+        return one, one - one
+    if kernel == GAUSSIAN:
+        w = math.exp(-d)
+        return w, w
+    log_u = math.log1p(-d / reach)
+    return math.exp(r * log_u), math.exp((r - one) * log_u) * r / reach
+
+
+@jit
+def _inverse(x: Any, reach: Any) -> Any:
+    """1 / reach, bounded where it would overflow: weights are divided by their sum in the end."""
+    return x.dtype.type(1) / max(reach, x.dtype.type(np.finfo(x.dtype).tiny))
+
+
+@jit
+def _weigh1(x: Any, w: Any, top: Any, reach: Any, share: Any) -> None:
+    zero, inverse = x.dtype.type(0), _inverse(x, reach) * share
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        w[j] = u if u > zero else zero
+
+
+@jit
+def _weigh2(x: Any, w: Any, top: Any, reach: Any, share: Any) -> None:
+    zero, inverse = x.dtype.type(0), _inverse(x, reach)
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        u = u if u > zero else zero
+        w[j] = u * u * share
+
+
+@jit
+def _weigh3(x: Any, w: Any, top: Any, reach: Any, share: Any) -> None:
+    zero, inverse = x.dtype.type(0), _inverse(x, reach)
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        u = u if u > zero else zero
+        w[j] = u * u * u * share
+
+
+@jit
+def weigh(
+    x: Any, w: Any, kernel: int, r: Any, top: Any, reach: Any, share: Any, start: int, theta: Any, cut: int
+) -> None:
+    """share K of scores into w, K relative to its value at the top; of the chosen keys alone where cut >= 0, column 0
+    being number `start`. reach is infinite without an edge."""
+    if kernel == POWER1:
+        _weigh1(x, w, top, reach, share)
+    elif kernel == POWER2:
+        _weigh2(x, w, top, reach, share)
+    elif kernel == POWER3:
+        _weigh3(x, w, top, reach, share)
+    else:
+        one = x.dtype.type(1)
+        for j in range(x.shape[0]):
+            w[j] = 0
+            if cut < 0 or chosen(x[j], start + j, theta, cut):
+                w[j] = weigh_one(x[j], kernel, r, top, reach, one)[0] * share
+
+
+@sums
+def sum_up(w: Any) -> Any:
+    total = w.dtype.type(0)
+    for j in range(w.shape[0]):
+        total += w[j]
+    return total
+
+
+@jit
+def _slope1(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any) -> None:
+    zero, inverse = x.dtype.type(0), _inverse(x, reach) * share
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        w[j] = u if u > zero else zero
+        s[j] = inverse * (g[j] - rho) if u > zero else zero
+
+
+@jit
+def _slope2(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any) -> None:
+    zero, inverse = x.dtype.type(0), _inverse(x, reach)
+    steep = (share + share) * inverse
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        w[j] = u * u * share if u > zero else zero
+        s[j] = steep * u * (g[j] - rho) if u > zero else zero
+
+
+@jit
+def _slope3(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any) -> None:
+    zero, inverse = x.dtype.type(0), _inverse(x, reach)
+    steep = (share + share + share) * inverse
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        w[j] = u * u * u * share if u > zero else zero
+        s[j] = steep * u * u * (g[j] - rho) if u > zero else zero
+
+
+@jit
+def weigh_and_slope(
+    x: Any, g: Any, w: Any, s: Any, kernel: int, r: Any, top: Any, reach: Any, share: Any, rho: Any, start: int,
+    theta: Any, cut: int,
+) -> None:  # fmt: skip
+    """share K into w as `_weigh`, and share dK/dz (g - rho) into s; where that is 0, whatever g."""
+    if kernel == POWER1:
+        _slope1(x, g, w, s, top, reach, share, rho)
+    elif kernel == POWER2:
+        _slope2(x, g, w, s, top, reach, share, rho)
+    elif kernel == POWER3:
+        _slope3(x, g, w, s, top, reach, share, rho)
+    else:
+        zero, one = x.dtype.type(0), x.dtype.type(1)
+        for j in range(x.shape[0]):
+            value, slope = zero, zero
+            if cut < 0 or chosen(x[j], start + j, theta, cut):
+                value, slope = weigh_one(x[j], kernel, r, top, reach, one)
+            w[j] = value * share
+            s[j] = slope * share * (g[j] - rho) if slope > zero else zero
+
+
+@sums
+def _dots1(x: Any, g: Any, top: Any, reach: Any) -> Any:
+    zero = x.dtype.type(0)
+    inside, slope_g, weight_g = np.int32(0), zero, zero
+    for j in range(x.shape[0]):
+        d = top - x[j]  # compared as it is: here a key at the threshold would count like any other
+        inside += np.int32(d < reach)
+        slope_g += g[j] if d < reach else zero
+        weight_g += (reach - d) * g[j] if d < reach else zero
+    inverse = _inverse(x, reach)
+    return inside * inverse, slope_g * inverse, weight_g * inverse
+
+
+@sums
+def _dots2(x: Any, g: Any, top: Any, reach: Any) -> Any:
+    zero, inverse = x.dtype.type(0), _inverse(x, reach)
+    slope, slope_g, weight_g = zero, zero, zero
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        slope += u if u > zero else zero
+        ug = u * g[j] if u > zero else zero
+        slope_g += ug
+        weight_g += u * ug if u > zero else zero
+    steep = inverse + inverse
+    return slope * steep, slope_g * steep, weight_g
+
+
+@sums
+def _dots3(x: Any, g: Any, top: Any, reach: Any) -> Any:
+    zero, inverse = x.dtype.type(0), _inverse(x, reach)
+    slope, slope_g, weight_g = zero, zero, zero
+    for j in range(x.shape[0]):
+        u = (reach - (top - x[j])) * inverse
+        u2 = u * u if u > zero else zero
+        ug = u2 * g[j] if u > zero else zero
+        slope += u2
+        slope_g += ug
+        weight_g += u * ug if u > zero else zero
+    steep = inverse + inverse + inverse
+    return slope * steep, slope_g * steep, weight_g
+
+
+@jit
+def moments(x: Any, g: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int) -> Any:
+    """(sum dK/dz, sum g dK/dz, sum g K) of scores, K relative to its value at the top, in float64."""
+    zero, one = x.dtype.type(0), x.dtype.type(1)
+    slope, slope_g, weight_g = zero, zero, zero
+    if kernel == POWER1:
+        slope, slope_g, weight_g = _dots1(x, g, top, reach)
+    elif kernel == POWER2:
+        slope, slope_g, weight_g = _dots2(x, g, top, reach)
+    elif kernel == POWER3:
+        slope, slope_g, weight_g = _dots3(x, g, top, reach)
+    else:
+        for j in range(x.shape[0]):
+            if cut < 0 or chosen(x[j], start + j, theta, cut):
+                value, steep = weigh_one(x[j], kernel, r, top, reach, one)
+                if value > zero:
+                    slope += steep
+                    slope_g += steep * g[j]
+                    weight_g += value * g[j]
+    return np.float64(slope), np.float64(slope_g), np.float64(weight_g)

@@ -1,0 +1,115 @@
+"""Many rows at once: the entries that Python calls, whose compiled code is kept on disk.
+
+numba judges a cached function by its own file alone. These hold all that they call, so that what they are compiled
+from is part of their key, by way of a variable that they close over.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from .base import NEAREST, SPAN, TILE
+from .row import backward_row, count_support, forward_row, mark, vanishes
+
+
+def _compile(sources: str) -> tuple[Any, Any, Any, Any]:
+    @njit(cache=True, error_model="numpy", nogil=True)
+    def forward_part(
+        first: int, last: int, z: Any, bits: Any, p: Any, lo: Any, hi: Any, start: int, kernel: int, rule: int,
+        power: Any, number: Any, k: int, stand: int, place: bool, counted: bool, floats: Any, flags: Any, index: Any,
+        active: Any, group: int,
+    ) -> None:  # fmt: skip
+        """`forward` for rows [first, last)."""
+        sources  # noqa: B018
+        n = z.shape[1]
+        top_bits = np.empty((n + TILE - 1) // TILE + 1, bits.dtype)
+        tops = top_bits.view(z.dtype)
+        kept = np.empty(max(n, k + 1), z.dtype)
+        local = np.empty(SPAN, z.dtype)
+        for i in range(first, last):
+            a, b = lo[i], hi[i]
+            out, found = p[i], index[i]
+            out[:a] = 0
+            out[b:] = 0
+            forward_row(
+                z[i, a:b], bits[i, a:b], out[a:b], kernel, rule, power[i], number[i], k, stand, place,
+                tops, top_bits, kept, local, floats[i], flags[i], found,
+            )  # fmt: skip
+            found[0] += a
+            found[1] += a
+            if counted:
+                count_support(out, floats[i])
+            if active.shape[1] > 0 and flags[i, 0] == 0:
+                mark(out, start, found[1] if rule == NEAREST and vanishes(kernel) else -1, active[i // group])
+
+    @njit(cache=True, error_model="numpy", nogil=True)
+    def backward_part(
+        first: int, last: int, z: Any, bits: Any, g: Any, p: Any, dz: Any, lo: Any, hi: Any, kernel: int, rule: int,
+        power: Any, stand: int, learned: bool, place: bool, floats: Any, flags: Any, index: Any, grads: Any,
+    ) -> None:  # fmt: skip
+        """`backward` for rows [first, last)."""
+        sources  # noqa: B018
+        n = z.shape[1]
+        top_bits = np.empty((n + TILE - 1) // TILE + 1, bits.dtype)
+        tops = top_bits.view(z.dtype)
+        w, s = np.empty(SPAN, z.dtype), np.empty(SPAN, z.dtype)
+        found: Any = np.empty(3, np.int64)
+        for i in range(first, last):
+            a, b = lo[i], hi[i]
+            found[0], found[1], found[2] = index[i, 0] - a, index[i, 1] - a, index[i, 2]
+            weights, slopes = p[i], dz[i]
+            weights[:a] = 0
+            weights[b:] = 0
+            slopes[:a] = 0
+            slopes[b:] = 0
+            backward_row(
+                z[i, a:b], bits[i, a:b], g[i, a:b], weights[a:b], slopes[a:b], kernel, rule, power[i], stand,
+                learned, place, tops, top_bits, w, s, floats[i], flags[i], found, grads[i],
+            )  # fmt: skip
+
+    @njit(cache=True, error_model="numpy", parallel=True)
+    def forward(
+        chunks: int, z: Any, bits: Any, p: Any, lo: Any, hi: Any, start: int, kernel: int, rule: int, power: Any,
+        number: Any, k: int, stand: int, place: bool, counted: bool, floats: Any, flags: Any, index: Any, active: Any,
+        group: int,
+    ) -> None:  # fmt: skip
+        """Weights and statistics of every row, in place where p is z (`place`). `start` is the place of column 0 among
+        all keys, and row i marks active[i // group]; an `active` without columns is not marked."""
+        sources  # noqa: B018
+        rows = z.shape[0]
+        for chunk in prange(chunks):
+            forward_part(
+                chunk * rows // chunks, (chunk + 1) * rows // chunks, z, bits, p, lo, hi, start, kernel, rule, power,
+                number, k, stand, place, counted, floats, flags, index, active, group,
+            )  # fmt: skip
+
+    @njit(cache=True, error_model="numpy", parallel=True)
+    def backward(
+        chunks: int, z: Any, bits: Any, g: Any, p: Any, dz: Any, lo: Any, hi: Any, kernel: int, rule: int, power: Any,
+        stand: int, learned: bool, place: bool, floats: Any, flags: Any, index: Any, grads: Any,
+    ) -> None:  # fmt: skip
+        """Weights and dL/dz of every row from its statistics, in place where p is z and dz is g (`place`), and `grads`
+        [R, 2]: dL/dpower (dL/dalpha) where `learned`, and dL/dnumber. A p without columns is left out."""
+        sources  # noqa: B018
+        rows = z.shape[0]
+        for chunk in prange(chunks):
+            backward_part(
+                chunk * rows // chunks, (chunk + 1) * rows // chunks, z, bits, g, p, dz, lo, hi, kernel, rule, power,
+                stand, learned, place, floats, flags, index, grads,
+            )  # fmt: skip
+
+    return forward, backward, forward_part, backward_part
+
+
+def _sources() -> str:
+    """A digest of all that is compiled."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+forward, backward, forward_part, backward_part = _compile(_sources())

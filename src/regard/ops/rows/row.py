@@ -1,0 +1,307 @@
+"""One row, forward and backward.
+
+Legend: x, g, p, dz the row's scores, dL/dp, weights, dL/dz; `tops`, `kept`, `local`, `w`, `s` room to work in.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .base import (
+    ADAPTIVE,
+    ANCHORED,
+    FIXED,
+    GAUSSIAN,
+    MARK,
+    NEAREST,
+    POWER,
+    SPAN,
+    STAND_NEAREST,
+    STAND_UNIFORM,
+    TILE,
+    UNIFORM,
+    jit,
+    sums,
+)
+from .loops import moments, sum_up, weigh, weigh_and_slope
+from .search import chosen, find_first, find_nearest, find_peak, find_tops, next_run
+
+LARGE = 1e30
+"""Where a margin or bias ends: beyond, it includes whatever there is, and products with it would overflow."""
+
+
+@jit
+def vanishes(kernel: int) -> bool:
+    """Whether weight goes to zero at the threshold, so that no key is in or out by a rounding error."""
+    return kernel != UNIFORM and kernel != GAUSSIAN
+
+
+@jit
+def _stand_in(x: Any, p: Any, rule: int, stand: int, theta: Any, found: Any) -> None:
+    """The weights of a row that sees keys, none of which lies inside."""
+    zero, one = x.dtype.type(0), x.dtype.type(1)
+    share = one / x.dtype.type(max(found[2], 1))
+    for j in range(p.shape[0]):
+        if rule == NEAREST:
+            inside = chosen(x[j], j, theta, found[0])
+        elif stand == STAND_UNIFORM:
+            inside = x[j] > -np.inf
+        else:
+            inside = stand == STAND_NEAREST and j == found[0]
+        p[j] = share if inside else zero
+
+
+@jit
+def _note_stand_in(x: Any, stand: int, top: Any, found: Any) -> None:
+    """What `_stand_in` needs of a row that the fixed rule left empty: its visible keys, or the best of them."""
+    found[0], found[2] = find_first(x, top, -1), 1
+    if stand == STAND_UNIFORM:
+        found[2] = 0
+        for j in range(x.shape[0]):
+            found[2] += x[j] > -np.inf
+
+
+@jit
+def _mass(x: Any, kernel: int, r: Any, tops: Any, top: Any, reach: Any, local: Any, theta: Any, cut: int) -> Any:
+    """The sum of the kernel's values, relative to the top."""
+    total, first, tiles, one = 0.0, 0, (x.shape[0] + TILE - 1) // TILE, x.dtype.type(1)
+    while first < tiles:
+        end, live = next_run(tops, x.shape[0], first, top, reach, cut >= 0)
+        if live:
+            part = x[first * TILE : end * TILE]
+            weigh(part, local, kernel, r, top, reach, one, first * TILE, theta, cut)
+            total += sum_up(local[: part.shape[0]])
+        first = end
+    return x.dtype.type(total)
+
+
+@jit
+def _fill(
+    x: Any, p: Any, kernel: int, r: Any, tops: Any, top: Any, reach: Any, local: Any, theta: Any, cut: int, share: Any,
+    place: bool,
+) -> None:  # fmt: skip
+    """p = share K over a row, which may be x itself (`place`)."""
+    first, tiles = 0, (x.shape[0] + TILE - 1) // TILE
+    while first < tiles:
+        end, live = next_run(tops, x.shape[0], first, top, reach, cut >= 0)
+        out = p[first * TILE : end * TILE]
+        if live:
+            part = x[first * TILE : end * TILE]
+            into = local[: part.shape[0]] if place else out
+            weigh(part, into, kernel, r, top, reach, share, first * TILE, theta, cut)
+            if place:
+                out[:] = into
+        else:
+            out[:] = 0
+        first = end
+
+
+@jit
+def _strange(rule: int, r: Any, number: Any) -> bool:
+    """Whether a row's numbers are out of range or NaN, which must show."""
+    return not (r > 0 and r < np.inf) or not (number > 0 or (rule != ANCHORED and number == number))
+
+
+@jit
+def forward_row(
+    x: Any, bits: Any, p: Any, kernel: int, rule: int, r: Any, number: Any, k: int, stand: int, place: bool,
+    tops: Any, top_bits: Any, kept: Any, local: Any, floats: Any, flags: Any, found: Any,
+) -> None:  # fmt: skip
+    """Weights and statistics of a row."""
+    kind = x.dtype.type
+    floats[0], floats[1], floats[2], floats[3], floats[4], floats[5] = 0, -1, 1, 1, 0, 0
+    flags[:] = 0
+    found[:] = 0
+    top = -kind(np.inf)
+    if x.shape[0] > 0 and find_tops(bits, top_bits):
+        top = tops[(x.shape[0] + TILE - 1) // TILE]
+    elif x.shape[0] > 0:
+        top = kind(np.nan)
+    if top == -np.inf:
+        flags[0] = 1
+        p[:] = 0
+        return
+    if top != top or _strange(rule, r, number):
+        floats[:4] = np.nan
+        p[:] = np.nan
+        return
+    cut, mass = -1, kind(0)
+    number = min(max(number, kind(-LARGE)), kind(LARGE))
+    if rule == ADAPTIVE:
+        b, total = find_peak(x, kernel, r, tops, top, kept, flags)
+        reach = r * b
+        theta = top - reach
+        if kernel != POWER:  # whose sum and whose weights round differently where r is large
+            mass = kind(total / np.float64(b) ** np.float64(r))
+    elif rule == ANCHORED:
+        reach = number
+        theta = top - number
+    elif rule == FIXED:
+        reach = top + number
+        theta = -number
+    else:
+        theta, reach = find_nearest(x, k, vanishes(kernel), tops, top, kept, found)
+        cut = -1 if vanishes(kernel) else found[0]
+    floats[0], floats[1] = top, theta
+    if not reach > 0:
+        flags[1] = 1
+        if rule == FIXED:
+            _note_stand_in(x, stand, top, found)
+        _stand_in(x, p, rule, stand, theta, found)
+        return
+    edge = reach if cut < 0 else kind(np.inf)
+    if mass == 0:
+        mass = _mass(x, kernel, r, tops, top, edge, local, theta, cut)
+    floats[2], floats[3] = reach, mass
+    _fill(x, p, kernel, r, tops, top, edge, local, theta, cut, kind(1) / mass, place)
+
+
+@jit
+def count_support(p: Any, floats: Any) -> None:
+    """Support size and effective sample size of a row of weights."""
+    support, total, square = 0, 0.0, 0.0
+    for j in range(p.shape[0]):
+        support += p[j] > 0
+        total += p[j]
+        square += p[j] * p[j]
+    floats[4] = support
+    floats[5] = total * total / square if square > 0 else 0
+
+
+@sums
+def mark(p: Any, start: int, pivot: int, active: Any) -> None:
+    """Mark the blocks of columns in which a row has weight, or the key that its threshold hangs on."""
+    first = 0
+    while first < p.shape[0]:
+        block = (start + first) // MARK
+        end = min(p.shape[0], (block + 1) * MARK - start)
+        if active[block] == 0:
+            total = p.dtype.type(0)
+            for j in range(first, end):
+                total += p[j]
+            if total > 0:
+                active[block] = 1
+        first = end
+    if pivot >= 0:
+        active[(start + pivot) // MARK] = 1
+
+
+@jit
+def _power_grad(x: Any, g: Any, rule: int, r: Any, top: Any, reach: Any, share: Any, rho: Any) -> Any:
+    """dL/dr, or dL/dalpha for the adaptive rule (`power_grads` of the bandwidth rules)."""
+    total = 0.0
+    shift = math.log(reach / r)
+    for j in range(x.shape[0]):
+        d = top - x[j]
+        if d < reach:
+            log_u = math.log1p(-d / reach)
+            drift = math.exp(r * log_u) * share * (g[j] - rho)
+            if rule == ADAPTIVE:
+                log_a = log_u + shift
+                total -= r * r * (math.expm1(-log_a) + log_a) * drift
+            else:
+                total += log_u * drift
+    return total
+
+
+@sums
+def _ties(x: Any, top: Any) -> int:
+    count = 0
+    for j in range(x.shape[0]):
+        count += x[j] == top
+    return count
+
+
+@jit
+def _pull(x: Any, s: Any, top: Any, pull: Any) -> None:
+    """Take `pull` from the slopes of the keys that tie for the top, on which the threshold hangs."""
+    for j in range(x.shape[0]):
+        if x[j] == top:
+            s[j] -= pull
+
+
+@jit
+def _live_moments(x: Any, g: Any, kernel: int, r: Any, tops: Any, top: Any, edge: Any, theta: Any, cut: int) -> Any:
+    """`moments` of a row."""
+    slope, slope_g, weight_g, first = 0.0, 0.0, 0.0, 0
+    while first * TILE < x.shape[0]:
+        end, live = next_run(tops, x.shape[0], first, top, edge, cut >= 0)
+        a, b = first * TILE, end * TILE
+        if live:
+            found = moments(x[a:b], g[a:b], kernel, r, top, edge, a, theta, cut)
+            slope += found[0]
+            slope_g += found[1]
+            weight_g += found[2]
+        first = end
+    return slope, slope_g, weight_g
+
+
+@jit
+def _fill_slopes(
+    x: Any, g: Any, p: Any, dz: Any, kernel: int, r: Any, tops: Any, top: Any, edge: Any, share: Any, rho: Any,
+    theta: Any, cut: int, best: Any, pull: Any, place: bool, w: Any, s: Any,
+) -> None:  # fmt: skip
+    """p and dz of a row, which may be x and g themselves (`place`)."""
+    first = 0
+    while first * TILE < x.shape[0]:
+        end, live = next_run(tops, x.shape[0], first, top, edge, cut >= 0)
+        a, b = first * TILE, end * TILE
+        if live:
+            part = x[a:b]
+            weights = p[a:b] if p.shape[0] > 0 and not place else w[: part.shape[0]]
+            slopes = s[: part.shape[0]] if place else dz[a:b]
+            weigh_and_slope(part, g[a:b], weights, slopes, kernel, r, top, edge, share, rho, a, theta, cut)
+            if pull != 0:
+                _pull(part, slopes, best, pull)
+            if place:
+                p[a:b] = weights
+                dz[a:b] = slopes
+        else:
+            p[a:b] = 0
+            dz[a:b] = 0
+        first = end
+
+
+@jit
+def backward_row(
+    x: Any, bits: Any, g: Any, p: Any, dz: Any, kernel: int, rule: int, r: Any, stand: int, learned: bool, place: bool,
+    tops: Any, top_bits: Any, w: Any, s: Any, floats: Any, flags: Any, found: Any, grads: Any,
+) -> None:  # fmt: skip
+    """Weights, dL/dz and dL/dparameters of a row from its statistics."""
+    kind = x.dtype.type
+    grads[:] = 0
+    top, theta, reach, mass = floats[0], floats[1], floats[2], floats[3]
+    if flags[0] != 0 or mass != mass:
+        p[:] = mass - mass  # 0, or NaN
+        dz[:] = mass - mass
+        grads[:] = mass - mass
+        return
+    if flags[1] != 0:
+        _stand_in(x, p, rule, stand, theta, found)
+        dz[:] = 0
+        return
+    cut = found[0] if rule == NEAREST and not vanishes(kernel) else -1
+    edge = reach if cut < 0 else kind(np.inf)
+    pulled = vanishes(kernel) and rule == ANCHORED
+    if pulled or x.shape[0] > SPAN:
+        find_tops(bits, top_bits)
+    slope, slope_g, weight_g = _live_moments(x, g, kernel, r, tops, top, edge, theta, cut)
+    share = kind(1) / mass
+    rho = kind(weight_g / mass)
+    if rule == ADAPTIVE:
+        rho = kind(slope_g / slope) if slope > 0 else kind(0)
+    total = kind((slope_g - rho * slope) * share)
+    grads[1] = total
+    if learned:
+        grads[0] = _power_grad(x, g, rule, r, top, reach, share, rho)
+    # Scores made again from fewer keys can differ in the last bit: the best is the best of these, not of those before.
+    best = tops[(x.shape[0] + TILE - 1) // TILE]
+    pull = total / kind(_ties(x, best)) if pulled else kind(0)
+    _fill_slopes(
+        x, g, p, dz, kernel, r, tops, top, edge, share, rho, theta, cut, best, pull, place, w, s
+    )  # fmt: skip
+    if vanishes(kernel) and rule == NEAREST:
+        dz[found[1]] -= total

@@ -1,0 +1,309 @@
+"""Where a row's threshold lies: the largest score of every tile, the adaptive peak, the nearest keys.
+
+Legend: x scores of a row, `bits` the same read as integers, `tops` the largest of each tile and last that of the row;
+d distances below it; b the peak.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .base import GAP, POWER, POWER1, POWER2, POWER3, SPAN, TILE, jit, sums
+
+NEWTON_STEPS = 64
+BISECTIONS = 64
+CLOSE = 0.25
+"""The distance from the root, in square roots of the rounding error, from which one Newton step ends at the root."""
+UNCONVERGED = 1
+
+
+@jit
+def find_tops(bits: Any, tops: Any) -> bool:
+    """The bits of the largest score of every tile into `tops`, then those of the row's; whether all are numbers.
+
+    Read as integers, with negative ones turned about, floats compare as they do, and integers are compared many at
+    a time. They are moved down so that -inf becomes the least integer: what lies below it, a NaN with a sign, comes
+    out on top with the others."""
+    kind = tops.dtype.type  # numba would widen every operation
+    flip = kind(np.iinfo(tops.dtype).max)
+    infinity = kind(0x7F800000 if tops.itemsize == 4 else 0x7FF0000000000000)
+    down = kind(flip - infinity)
+    most = kind(~flip)
+    tiles = (bits.shape[0] + TILE - 1) // TILE
+    for t in range(tiles):
+        tile = bits[t * TILE : (t + 1) * TILE]
+        high = kind(~flip)
+        for j in range(tile.shape[0]):
+            key = kind((kind(tile[j] ^ flip) if tile[j] < 0 else tile[j]) - down)
+            high = key if key > high else high
+        key = kind(high + down)
+        tops[t] = kind(key ^ flip) if key < 0 else key
+        most = high if high > most else most
+    key = kind(most + down)
+    tops[tiles] = kind(key ^ flip) if key < 0 else key
+    return most < kind(infinity - down)
+
+
+@jit
+def next_run(tops: Any, columns: int, first: int, top: Any, reach: Any, every: bool) -> Any:
+    """(end, live) of the run of tiles from `first` that are in reach, gaps of a few included, or out of it; a live run
+    fits SPAN. A row that fits it whole is one run: looking what to leave out would cost as much."""
+    tiles = (columns + TILE - 1) // TILE
+    if every or columns <= SPAN:
+        return min(tiles, first + SPAN // TILE), True
+    live = top - tops[first] < reach
+    last = min(tiles, first + SPAN // TILE) if live else tiles
+    end = first + 1
+    for t in range(first + 1, last):
+        if top - tops[t] < reach:
+            if not live:
+                return t, live
+            end = t + 1
+        elif live and t - end >= GAP:
+            return end, live
+    return (end if live else tiles), live
+
+
+# The adaptive threshold --------------------------------------------------------------------------------------
+
+
+@sums
+def _collect(x: Any, tops: Any, top: Any, reach: Any, kept: Any) -> int:
+    """Distances of the tiles in reach into `kept`; their number."""
+    count, first, tiles = 0, 0, (x.shape[0] + TILE - 1) // TILE
+    while first < tiles:
+        end, live = next_run(tops, x.shape[0], first, top, reach, False)
+        if live:
+            part = x[first * TILE : end * TILE]
+            into = kept[count : count + part.shape[0]]
+            for j in range(part.shape[0]):
+                into[j] = top - part[j]
+            count += part.shape[0]
+        first = end
+    return count
+
+
+# One loop a function, for these are what the time goes into: several in one are not unrolled.
+
+
+@sums
+def _sums1(d: Any, b: Any) -> Any:
+    zero = d.dtype.type(0)
+    upper, inside = zero, np.int32(0)
+    for j in range(d.shape[0]):
+        a = b - d[j]
+        upper += a if a > zero else zero
+        inside += np.int32(a > zero)
+    return upper, inside
+
+
+@sums
+def _sums2(d: Any, b: Any, inverse: Any) -> Any:
+    zero = d.dtype.type(0)
+    upper, lower = zero, zero
+    for j in range(d.shape[0]):
+        a = b - d[j] * inverse
+        a = a if a > zero else zero
+        upper += a * a
+        lower += a
+    return upper, lower
+
+
+@sums
+def _sums3(d: Any, b: Any, inverse: Any) -> Any:
+    zero = d.dtype.type(0)
+    upper, lower = zero, zero
+    for j in range(d.shape[0]):
+        a = b - d[j] * inverse
+        a = a if a > zero else zero
+        upper += a * a * a
+        lower += a * a
+    return upper, lower
+
+
+@jit
+def _sums_any(d: Any, b: Any, r: Any) -> Any:
+    zero, one = d.dtype.type(0), d.dtype.type(1)
+    upper, lower = zero, zero
+    for j in range(d.shape[0]):
+        a = b - d[j] / r
+        if a > zero:
+            w = a ** (r - one)
+            upper += w * a
+            lower += w
+    return upper, lower
+
+
+@jit
+def _sums(d: Any, kernel: int, r: Any, b: Any) -> Any:
+    """(sum a^r, sum a^(r-1)) over the support, a = [b - d/r]_+."""
+    upper, lower = 0.0, 0.0
+    inverse = d.dtype.type(1) / r
+    if kernel == POWER1:
+        for start in range(0, d.shape[0], SPAN):
+            up, inside = _sums1(d[start : start + SPAN], b)
+            upper += up
+            lower += inside
+    elif kernel == POWER2:
+        for start in range(0, d.shape[0], SPAN):
+            up, low = _sums2(d[start : start + SPAN], b, inverse)
+            upper += up
+            lower += low
+    elif kernel == POWER3:
+        for start in range(0, d.shape[0], SPAN):
+            up, low = _sums3(d[start : start + SPAN], b, inverse)
+            upper += up
+            lower += low
+    else:
+        for start in range(0, d.shape[0], SPAN):
+            up, low = _sums_any(d[start : start + SPAN], b, r)
+            upper += up
+            lower += low
+    return upper, lower
+
+
+@jit
+def _newton(d: Any, kernel: int, r: Any, b: Any) -> Any:
+    """The peak b with ||[b - d/r]_+||_r = 1 for r >= 1: the norm is convex and at least 1 at the b given, so that
+    Newton's method descends to the root without a bracket."""
+    limit = 1.0 + 2.0 * np.finfo(d.dtype).eps
+    close = 1.0 + CLOSE * math.sqrt(np.finfo(d.dtype).eps)
+    power = np.float64(r)
+    for _ in range(NEWTON_STEPS):
+        upper, lower = _sums(d, kernel, r, b)
+        if kernel == POWER1:
+            norm = upper
+            step = (norm - 1.0) / lower
+        elif kernel == POWER2:
+            norm = math.sqrt(upper)
+            step = (norm - 1.0) * norm / lower
+        elif kernel == POWER3:
+            norm = np.cbrt(upper)
+            step = (norm - 1.0) * norm * norm / lower
+        else:
+            norm = upper ** (1.0 / power)
+            step = (norm - 1.0) * norm ** (power - 1.0) / lower
+        new = d.dtype.type(b - step)
+        if not (norm > limit and new < b):  # rounding ends the descent
+            break
+        b = new
+        if norm < close:  # the descent is quadratic: this step was the last that changes anything
+            break
+    return b
+
+
+@jit
+def _bisect(d: Any, r: Any) -> Any:
+    """The peak for r < 1, whose norm is not convex: between n^(-1/r) and 1."""
+    low, high = d.dtype.type(np.float64(d.shape[0]) ** (-1.0 / np.float64(r))), d.dtype.type(1)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / d.dtype.type(2)
+        if not low < middle < high:
+            break
+        upper, _ = _sums(d, POWER, r, middle)
+        if upper >= 1:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+@jit
+def find_peak(x: Any, kernel: int, r: Any, tops: Any, top: Any, kept: Any, flags: Any) -> Any:
+    """(b, sum [b - d/r]_+^r) of a row."""
+    tiles = (x.shape[0] + TILE - 1) // TILE
+    epsilon = np.finfo(x.dtype).eps
+    b = x.dtype.type(1)
+    if r >= 1:
+        if x.shape[0] > SPAN:
+            for t in range(tiles):
+                kept[t] = top - tops[t]
+            b = _newton(kept[:tiles], kernel, r, b)
+        count = _collect(x, tops, top, r * b, kept)
+        b = _newton(kept[:count], kernel, r, b)
+        tolerance = 512 * epsilon * r
+    else:
+        count = _collect(x, tops, top, r * b, kept)
+        b = _bisect(kept[:count], r)
+        tolerance = 4 * math.sqrt(epsilon)
+    total, _ = _sums(kept[:count], kernel, r, b)
+    if not abs(total - 1.0) <= tolerance:
+        flags[2] = UNCONVERGED
+    return b, total
+
+
+# The nearest keys --------------------------------------------------------------------------------------------
+
+
+@jit
+def _sift(heap: Any, size: int, x: Any) -> None:
+    """Put x in the place of the smallest of heap[:size], and mend the order."""
+    at = 0
+    while True:
+        child = 2 * at + 1
+        if child >= size:
+            break
+        if child + 1 < size and heap[child + 1] < heap[child]:
+            child += 1
+        if heap[child] >= x:
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[at] = x
+
+
+@jit
+def _largest(x: Any, size: int, tops: Any, heap: Any) -> None:
+    """A heap of the `size` largest scores, smallest first, filled up with -inf."""
+    heap[:size] = -np.inf
+    for t in range((x.shape[0] + TILE - 1) // TILE):
+        if tops[t] > heap[0]:
+            tile = x[t * TILE : (t + 1) * TILE]
+            for j in range(tile.shape[0]):
+                if tile[j] > heap[0]:
+                    _sift(heap, size, tile[j])
+
+
+@jit
+def chosen(z: Any, at: int, kth: Any, cut: int) -> bool:
+    return z > kth or (z == kth and at <= cut)
+
+
+@jit
+def find_first(x: Any, score: Any, after: int) -> int:
+    """The first place beyond `after` with that score, or -1."""
+    for j in range(after + 1, x.shape[0]):
+        if x[j] == score:
+            return j
+    return -1
+
+
+@jit
+def find_nearest(x: Any, k: int, vanishes: bool, tops: Any, top: Any, heap: Any, found: Any) -> Any:
+    """(theta, reach) of a row; its last kept tie, its (k+1)-th key and the number kept go into `found`."""
+    _largest(x, k + 1, tops, heap)
+    following, kth, visible = heap[0], x.dtype.type(np.inf), 0
+    for h in range(k + 1):
+        if heap[h] > -np.inf:
+            visible += 1
+            if h > 0 or following == -np.inf:
+                kth = min(kth, heap[h])
+    kept = min(k, visible)
+    greater = 0
+    for j in range(x.shape[0]):
+        greater += x[j] > kth
+    cut = -1
+    for _ in range(kept - greater):
+        cut = find_first(x, kth, cut)
+    found[0], found[1], found[2] = cut, cut, kept
+    one = x.dtype.type(1)
+    if not vanishes:
+        return kth, one
+    if visible <= k:
+        found[1] = find_first(x, kth, -1)
+        return kth - one, (top - kth) + one
+    found[1] = find_first(x, following, cut if following == kth else -1)
+    return following, top - following
