@@ -1,7 +1,8 @@
 """Many rows at once: the entries that Python calls, whose compiled code is kept on disk.
 
 numba judges a cached function by its own file alone. These hold all that they call, so that what they are compiled
-from is part of their key, by way of a variable that they close over.
+from is part of their key, by way of a variable that they close over (a function there would make a new key at every
+start; those are global).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .base import NEAREST, SPAN, TILE
 from .row import backward_row, count_support, forward_row, mark, vanishes
 
 
-def _compile(sources: str) -> tuple[Any, Any, Any, Any]:
+def _parts(sources: str) -> tuple[Any, Any]:
     @njit(cache=True, error_model="numpy", nogil=True)
     def forward_part(
         first: int, last: int, z: Any, bits: Any, p: Any, lo: Any, hi: Any, start: int, kernel: int, rule: int,
@@ -72,6 +73,10 @@ def _compile(sources: str) -> tuple[Any, Any, Any, Any]:
                 learned, place, tops, top_bits, w, s, floats[i], flags[i], found, grads[i],
             )  # fmt: skip
 
+    return forward_part, backward_part
+
+
+def _whole(sources: str) -> tuple[Any, Any]:
     @njit(cache=True, error_model="numpy", parallel=True)
     def forward(
         chunks: int, z: Any, bits: Any, p: Any, lo: Any, hi: Any, start: int, kernel: int, rule: int, power: Any,
@@ -103,7 +108,7 @@ def _compile(sources: str) -> tuple[Any, Any, Any, Any]:
                 stand, learned, place, floats, flags, index, grads,
             )  # fmt: skip
 
-    return forward, backward, forward_part, backward_part
+    return forward, backward
 
 
 def _sources() -> str:
@@ -112,4 +117,6 @@ def _sources() -> str:
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-forward, backward, forward_part, backward_part = _compile(_sources())
+_SOURCES = _sources()
+forward_part, backward_part = _parts(_SOURCES)
+forward, backward = _whole(_SOURCES)
