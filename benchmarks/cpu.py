@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 import cpu_table
+import torch
 from cpu_measure import ROOT, peaks, provenance, say
 
 PARTS = ("normalisers", "attention", "linear")
@@ -76,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,12 +7,11 @@ from typing import Any
 
 import entmax
 import torch
+from cpu_measure import PASSES, Function, child_peaks, growth, interleaved, runner, say, summary, warm_up
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import regard
-
-from cpu_measure import PASSES, Function, child_peaks, growth, interleaved, runner, say, summary
 
 BASELINE, DENSE = "sdpa", "dense entmax15"
 DIM = 64
@@ -72,6 +71,7 @@ def run(quick: bool, threads: int) -> dict[str, Any]:
     sizes = [(32, 2), (64, 2), (128, 1)] if quick else [(512, 8), (2048, 8), (8192, 1)]
     alone = [(length, 1) for length, heads in sizes if heads != 1]  # equal heads for the exponent of growth
     most, budget = (2, 1.0) if quick else (9, 1.5)
+    warm_up(functions({"causal": True}), inputs, {"heads": 1})
     times = []
     for length, heads in sizes + alone:
         for causal in (False, True):
@@ -101,9 +101,7 @@ def exponents(times: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 if t["config"]["heads"] == 1 and t["config"]["causal"] == causal and t["pass"] == which
             ]  # fmt: skip
             names = same[0]["contestants"]
-            fits = {
-                n: growth((t["config"]["length"], t["contestants"][n]["median_ms"]) for t in same) for n in names
-            }
+            fits = {n: growth((t["config"]["length"], t["contestants"][n]["median_ms"]) for t in same) for n in names}
             found.append({"causal": causal, "pass": which, "contestants": fits})
     return found
 

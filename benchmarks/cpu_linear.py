@@ -8,12 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from cpu_measure import PASSES, Function, child_peaks, growth, interleaved, runner, say, summary, timed, warm_up
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import regard
-
-from cpu_measure import PASSES, Function, child_peaks, growth, interleaved, runner, say, summary
 
 BASELINE = "sdpa"
 HEADS, DIM = 4, 64
@@ -47,6 +46,7 @@ def run(quick: bool, threads: int) -> dict[str, Any]:
     there, and to the first preset beyond."""
     lengths = (64, 128, 256) if quick else (1024, 4096, LONGEST_SDPA, 16384, 65536)
     most, budget = (2, 1.0) if quick else (9, 1.5)
+    warm_up(functions({}), inputs, {})
     times = []
     for length in lengths:
         config = {"length": length, "heads": HEADS, "causal": True}
@@ -82,16 +82,16 @@ def exponents(times: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def decoding(lengths: tuple[int, ...], quick: bool) -> list[dict[str, Any]]:
     """One token after so many: milliseconds of a step, by contestant and length, all taken in turns. A sample is the
-    mean of several steps from the same state, since one alone is near what the clock and the machine disturb."""
-    steps = 2 if quick else 20
+    mean of as many steps as fit in 20 ms, since a short one alone is near what the clock and the machine disturb."""
     calls: dict[str, Callable[[], Any]] = {}
+    steps: dict[str, int] = {}
     for length in lengths:
         (q, k, v), _ = inputs({"length": length})
         new = [x[:, :, -1:] for x in (q, k, v)]
         with torch.no_grad():
             state = regard.linear_attention(q, k, v, DECODE)[1]
         steppers: dict[str, Callable[[], Any]] = {
-            f"regard {DECODE}, a state": partial(regard.linear_attention, *new, DECODE, state=state),
+            f"regard {DECODE}, a state": partial(regard.linear_attention, new[0], new[1], new[2], DECODE, state=state),
             "sdpa, a cache": partial(scaled_dot_product_attention, new[0], k, v),
             "regard biweight, impl=cpu, a cache": partial(
                 regard.attention, new[0], k, v, "biweight", is_causal=True, impl="cpu"
@@ -100,18 +100,21 @@ def decoding(lengths: tuple[int, ...], quick: bool) -> list[dict[str, Any]]:
                 regard.attention, new[0], k, v, "biweight", is_causal=True, impl="blocked"
             ),
         }
-        calls |= {f"{name}|{length}": _several(step, steps) for name, step in steppers.items()}
+        for name, step in steppers.items():
+            several(step, 1)()
+            n = steps[f"{name}|{length}"] = max(1, min(2 if quick else 50, int(0.02 / timed(several(step, 1)))))
+            calls[f"{name}|{length}"] = several(step, n)
     say(f"  linear: decoding after {' and '.join(map(str, lengths))} tokens")
-    samples = {n: [s / steps for s in of] for n, of in interleaved(calls, most=3 if quick else 15, budget=2.0).items()}
+    samples = interleaved(calls, most=3 if quick else 15, budget=2.0)
     found = []
     for length in lengths:
-        here = {n.split("|")[0]: of for n, of in samples.items() if n.endswith(f"|{length}")}
-        config = {"length": length, "heads": HEADS, "steps": steps}
+        here = {n.split("|")[0]: [s / steps[n] for s in of] for n, of in samples.items() if n.endswith(f"|{length}")}
+        config = {"length": length, "heads": HEADS, "steps": {name: steps[f"{name}|{length}"] for name in here}}
         found.append({"config": config, "contestants": summary(here, "sdpa, a cache")})
     return found
 
 
-def _several(step: Callable[[], Any], steps: int) -> Callable[[], None]:
+def several(step: Callable[[], Any], steps: int) -> Callable[[], None]:
     def call() -> None:
         with torch.no_grad():
             for _ in range(steps):
@@ -121,14 +124,11 @@ def _several(step: Callable[[], Any], steps: int) -> Callable[[], None]:
 
 
 def memory(lengths: tuple[int, ...], quick: bool, threads: int) -> list[dict[str, Any]]:
-    """Peaks in MiB at the two longest lengths; sdpa at the shorter alone."""
+    """Peaks in MiB: of all at the shorter length, of one form, for the growth, at the longer."""
     found = []
-    for length in lengths:
+    cases = [(DECODE, lengths[1])] if quick else [*((name, lengths[0]) for name in functions({})), (DECODE, lengths[1])]
+    for name, length in cases:
+        say(f"  linear: memory of {name}, T {length}")
         config = {"length": length, "heads": HEADS, "causal": True}
-        for name in ("elu",) if quick else functions(config):
-            if (quick and length == lengths[0]) or (name == BASELINE and length > 2 * LONGEST_SDPA):
-                continue
-            say(f"  linear: memory of {name}, T {length}")
-            mib = child_peaks("linear", name, config, threads)
-            found.append({"name": name, "config": config, "mib": mib})
+        found.append({"name": name, "config": config, "mib": child_peaks("linear", name, config, threads)})
     return found

@@ -49,21 +49,31 @@ def runner(function: Function, inputs: Sequence[Tensor], cotangent: Tensor, whic
     return forward if which == "forward" else both
 
 
+def warm_up(functions: dict[str, Function], make: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> None:
+    """Both passes of every function at a small size: what compiles does so here, and not while it is timed."""
+    say("  warming up; the first run ever compiles, which takes a minute")
+    inputs, cotangent = make({**config, "warm": True})
+    for function in functions.values():
+        for which in PASSES:
+            runner(function, inputs, cotangent, which)()
+
+
 def interleaved(calls: dict[str, Callable[[], Any]], *, most: int, budget: float) -> dict[str, list[float]]:
     """Seconds of every call by name, taken in turns so that whatever else the machine does meets all alike.
 
     Args:
-        calls: name to call; each runs once more before, to warm up.
-        most: samples of a call at most; three at least.
+        calls: name to call; each runs once or twice before, uncounted.
+        most: samples of a call at most; three at least, or two of a call that takes over three seconds.
         budget: seconds that the samples of one call may take together, roughly.
 
     A slow call, which gets fewer samples, has them spread over the rounds.
     """
     counts = {}
     for name, call in calls.items():
-        call()  # compiles, fills caches
         warm = timed(call)
-        counts[name] = max(min(3, most), min(most, int(budget / warm)))
+        if warm < budget:
+            warm = timed(call)
+        counts[name] = min(most, max(int(budget / warm), 2 if warm > 3 else 3))
     rounds = max(counts.values())
     fewer = ", ".join(f"{name} {n}" for name, n in counts.items() if n < rounds)
     say(f"    {rounds} rounds of {len(calls)} contestants" + (f"; fewer samples: {fewer}" if fewer else ""))
@@ -143,7 +153,7 @@ def peaks(function: Function, make: Callable[[dict[str, Any]], Any], config: dic
         runner(function, small, small_cotangent, which)()
         gc.collect()
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as peak:
-            peak.write("5")  # VmHWM starts anew from VmRSS; where that is refused, importing torch is below what follows
+            peak.write("5")  # VmHWM starts anew from VmRSS; where that is refused, an earlier peak may count
         before = _status("VmRSS")
         held = runner(function, given, cotangent, which)()
         found[which] = round(_status("VmHWM") - before, 2)
@@ -170,7 +180,7 @@ def provenance(quick: bool) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": [round(x, 2) for x in os.getloadavg()],
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("OMP_", "MKL_", "NUMBA_"))},
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.endswith("_NUM_THREADS") or k in MALLOC},
         "memory_environment": MALLOC,
         "versions": {
             "python": platform.python_version(),

@@ -6,11 +6,11 @@ from typing import Any
 
 import entmax
 import torch
+from cpu_measure import PASSES, Function, child_peaks, digits, interleaved, runner, say, summary, warm_up
+from cpu_table import PAIRS
 from torch import Tensor
 
 import regard
-
-from cpu_measure import PASSES, Function, child_peaks, digits, interleaved, runner, say, summary
 
 BASELINE = "softmax"
 FUNCTIONS: dict[str, Function] = {
@@ -27,13 +27,6 @@ FUNCTIONS: dict[str, Function] = {
 }
 """entmax_bisect with its default of 50 bisections."""
 
-PAIRS = (
-    ("regard alpha=2", "entmax sparsemax"),
-    ("regard alpha=1.5", "entmax entmax15"),
-    ("regard alpha=1.5", "entmax entmax_bisect 1.5"),
-    ("regard alpha=4/3", "entmax entmax_bisect 4/3"),
-)
-"""The same function, ours and the package's."""
 
 ALPHAS = {"regard alpha=2": 2.0, "regard alpha=1.5": 1.5, "regard alpha=4/3": 4 / 3}
 ALPHAS |= {theirs: ALPHAS[ours] for ours, theirs in PAIRS}
@@ -56,6 +49,7 @@ def inputs(config: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
 def run(quick: bool, threads: int) -> dict[str, Any]:
     """times, accuracy and memory; see `cpu_measure.summary` for the fields of a time."""
     elements = 2**12 if quick else 2**22
+    warm_up(FUNCTIONS, inputs, {"length": 512, "spread": 1.0})
     times = []
     for length in (64, 128, 256) if quick else (512, 2048, 8192):
         for spread in SPREADS:

@@ -189,9 +189,9 @@ def test_implementations() -> None:
     assert "unknown impl 'cuda-kernel'. Choose from: auto, " in message(impl="cuda-kernel")
     text = message("biweight", impl="sdpa")
     assert "impl='sdpa' computes normalised Gaussian weights" in text
-    assert "Those that can: blocked, reference" in text
+    assert "Those that can: cpu, blocked, reference" in text
     assert "Those that can: reference" in message("local-linear", impl="blocked")
-    assert "Those that can: blocked, reference" in message(impl="sdpa", return_diagnostics=True)
+    assert "Those that can: cpu, blocked, reference" in message(impl="sdpa", return_diagnostics=True)
 
 
 def test_spec() -> None:

@@ -37,8 +37,8 @@ def test_every_implementation_is_listed_best_first() -> None:
         ("softmax", {"exclude_self": True}, "blocked"),
         ("softmax", {"is_causal": True, "window": 8}, "blocked"),
         ("softmax", {"is_causal": True, "mask": "keys"}, "sdpa"),
-        ("biweight", {}, "blocked"),
-        ("relumax", {"is_causal": True}, "blocked"),
+        ("biweight", {}, "cpu"),
+        ("relumax", {"is_causal": True}, "cpu"),
         ("local-linear", {}, "reference"),
     ],
 )

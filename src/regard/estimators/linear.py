@@ -36,7 +36,7 @@ from ..grammar import Spec, as_spec, presets
 from ..grammar.weighting import GUARD, Plain
 from . import sums as forms
 from .chunks import CHUNK, chunked
-from .precision import clean, full_precision, row_number, transformed
+from .precision import clean, either, full_precision, row_number, transformed
 from .sums import Sums
 from .visibility import Visibility
 
@@ -328,9 +328,13 @@ def _features(
     query, query_bad = clean(query.to(dtype))
     key, key_bad = clean(key.to(dtype))
     value, value_bad = clean(value.to(dtype))
+    pair_bad = either(key_bad, value_bad)
+    nothing = lambda x: x.new_zeros(x.shape[:3], dtype=torch.bool)  # noqa: E731
+    query_bad = nothing(query) if query_bad is None else query_bad
+    pair_bad = nothing(key) if pair_bad is None else pair_bad
     q, k = spec.similarity.features(query, key)
     q = q * (scale[..., None] if isinstance(scale, Tensor) else scale)
-    return (q, k, value), query_bad, key_bad | value_bad
+    return (q, k, value), query_bad, pair_bad
 
 
 def _numbers(

@@ -26,12 +26,31 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
 
 
-def clean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x with vectors that are not finite put to zero, and which those are. Entries so large that a product of
-    two of them could overflow count as not finite: infinity would come out of what is hidden, times zero."""
+def clean(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """x with vectors that are not finite put to zero, and which those are; x itself and None where it can be seen, at
+    no device's waiting and in no graph, that there are none. Entries so large that a product of two of them could
+    overflow count as not finite: infinity would come out of what is hidden, times zero."""
     limit = 2.0**56 if x.dtype == torch.float32 else 2.0**500
+    if _at_hand(x) and (x.numel() == 0 or bool(torch.linalg.vector_norm(x.detach(), torch.inf) <= limit)):
+        return x.contiguous(), None  # laid out as the copy below, so that not a bit depends on which it was
     bad = ~(x.detach().abs().amax(-1) <= limit)
     return torch.where(bad[..., None], 0, x), bad
+
+
+def _at_hand(x: Tensor) -> bool:
+    """Whether the numbers in x can be looked at here and now."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and type(x) in PLAIN and not transformed()
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Tensors that hold numbers; their subclasses may stand for some."""
+
+
+def either(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """a | b, None being false everywhere."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a | b
 
 
 def row_number(

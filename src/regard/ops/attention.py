@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checks import ArgumentError, boolean_mask, broadcastable, finite, floating, in_range, on_device, shape
 from ..estimators import Visibility
-from ..estimators.precision import clean, full_precision, row_number, transformed
+from ..estimators.precision import clean, either, full_precision, row_number, transformed
 from ..grammar import Spec, as_spec
 from .dispatch import Explanation, Inputs, Problem, choose, explain_problem
 
@@ -98,7 +98,8 @@ def attention(
     with full_precision(query.device.type):
         inputs, poisoned = _prepare(query, key, value, spec, visible, scale, numbers, return_diagnostics)
         out, diagnostics = implementation.run(inputs)
-        out = torch.where(poisoned[..., None], torch.nan, out).to(query.dtype)
+        out = out if poisoned is None else torch.where(poisoned[..., None], torch.nan, out)
+        out = out.to(query.dtype)
     return (out, diagnostics) if return_diagnostics else out
 
 
@@ -147,8 +148,8 @@ def _prepare(
     scale: float | Tensor,
     numbers: dict[str, float | Tensor],
     diagnostics: bool,
-) -> tuple[Inputs, Tensor]:
-    """Features in the computing dtype, and which rows [B, H, Tq] see something that is not finite.
+) -> tuple[Inputs, Tensor | None]:
+    """Features in the computing dtype, and which rows [B, H, Tq] see something that is not finite, None for none.
 
     Vectors that are not finite become 0 here, so that a zero weight never meets a NaN, forward or backward;
     the rows that see them are marked, and the caller turns those rows, and no others, into NaN.
@@ -160,10 +161,7 @@ def _prepare(
     query, query_bad = clean(query.to(dtype))
     key, key_bad = (query, query_bad) if shared else clean(key.to(dtype))
     value, value_bad = clean(value.to(dtype))
-    bad = key_bad | value_bad
-    if bad.shape[1] != query.shape[1]:
-        bad = bad.repeat_interleave(query.shape[1] // bad.shape[1], dim=1)
-    poisoned = visible.any_seen(bad) | (query_bad & visible.any_seen(torch.ones_like(bad)))
+    poisoned = _poisoned(query_bad, either(key_bad, value_bad), visible, query.shape[1])
     q, k = spec.similarity.features(query, key)
     if isinstance(scale, Tensor):
         q = q * scale[..., None]
@@ -176,6 +174,18 @@ def _prepare(
         q = q * scale
     x, y = (query, key) if spec.degree else (None, None)
     return Inputs(q, k, value, x, y, visible, spec, scale, numbers, diagnostics), poisoned
+
+
+def _poisoned(query_bad: Tensor | None, bad: Tensor | None, visible: Visibility, heads: int) -> Tensor | None:
+    """Rows [B, H, Tq] that see a pair that is not finite, or see anything with a query that is not."""
+    seen = None
+    if bad is not None:
+        bad = bad if bad.shape[1] == heads else bad.repeat_interleave(heads // bad.shape[1], dim=1)
+        seen = visible.any_seen(bad)
+    if query_bad is not None:
+        ones = query_bad.new_ones(*query_bad.shape[:2], visible.keys)
+        seen = either(seen, query_bad & visible.any_seen(ones))
+    return seen
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

@@ -65,8 +65,14 @@ def entmax(
     if isinstance(alpha, Tensor):
         return _normalise("entmax", "sparsemax", scores, dim, mask, {"alpha": alpha}, impl)
     alpha = float(alpha)
-    sentence = "softmax" if alpha == 1 else f"polynomial(r={1 / (alpha - 1)!r})"
+    sentence = "softmax" if alpha == 1 else f"polynomial(r={_power(alpha)!r})"
     return _normalise("entmax", sentence, scores, dim, mask, {}, impl)
+
+
+def _power(alpha: float) -> float:
+    """r = 1 / (alpha - 1), whole where only the rounding of alpha keeps it from being so: 4/3 means the triweight."""
+    r = 1 / (alpha - 1)
+    return float(round(r)) if abs(r - round(r)) <= 4e-16 * r * alpha / (alpha - 1) else r
 
 
 def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None, impl: str = "auto") -> Tensor:

@@ -40,10 +40,10 @@ def _inverse(x: Any, reach: Any) -> Any:
 
 @jit
 def _weigh1(x: Any, w: Any, top: Any, reach: Any, share: Any) -> None:
-    zero, inverse = x.dtype.type(0), _inverse(x, reach) * share
+    zero, inverse = x.dtype.type(0), _inverse(x, reach)
     for j in range(x.shape[0]):
         u = (reach - (top - x[j])) * inverse
-        w[j] = u if u > zero else zero
+        w[j] = u * share if u > zero else zero
 
 
 @jit
@@ -94,11 +94,12 @@ def sum_up(w: Any) -> Any:
 
 @jit
 def _slope1(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any) -> None:
-    zero, inverse = x.dtype.type(0), _inverse(x, reach) * share
+    zero, inverse = x.dtype.type(0), _inverse(x, reach)
+    steep = share * inverse
     for j in range(x.shape[0]):
         u = (reach - (top - x[j])) * inverse
-        w[j] = u if u > zero else zero
-        s[j] = inverse * (g[j] - rho) if u > zero else zero
+        w[j] = u * share if u > zero else zero
+        s[j] = steep * (g[j] - rho) if u > zero else zero
 
 
 @jit
@@ -144,64 +145,72 @@ def weigh_and_slope(
 
 
 @sums
-def _dots1(x: Any, g: Any, top: Any, reach: Any) -> Any:
-    zero = x.dtype.type(0)
+def _dots1(u: Any, g: Any) -> Any:
+    zero = u.dtype.type(0)
     inside, slope_g, weight_g = np.int32(0), zero, zero
-    for j in range(x.shape[0]):
-        d = top - x[j]  # compared as it is: here a key at the threshold would count like any other
-        inside += np.int32(d < reach)
-        slope_g += g[j] if d < reach else zero
-        weight_g += (reach - d) * g[j] if d < reach else zero
-    inverse = _inverse(x, reach)
-    return inside * inverse, slope_g * inverse, weight_g * inverse
+    for j in range(u.shape[0]):
+        inside += np.int32(u[j] > zero)
+        slope_g += g[j] if u[j] > zero else zero
+        weight_g += u[j] * g[j] if u[j] > zero else zero
+    return inside, slope_g, weight_g
 
 
 @sums
-def _dots2(x: Any, g: Any, top: Any, reach: Any) -> Any:
-    zero, inverse = x.dtype.type(0), _inverse(x, reach)
+def _dots2(u: Any, g: Any) -> Any:
+    zero = u.dtype.type(0)
     slope, slope_g, weight_g = zero, zero, zero
-    for j in range(x.shape[0]):
-        u = (reach - (top - x[j])) * inverse
-        slope += u if u > zero else zero
-        ug = u * g[j] if u > zero else zero
+    for j in range(u.shape[0]):
+        ug = u[j] * g[j] if u[j] > zero else zero
+        slope += u[j]
         slope_g += ug
-        weight_g += u * ug if u > zero else zero
-    steep = inverse + inverse
-    return slope * steep, slope_g * steep, weight_g
+        weight_g += u[j] * ug if u[j] > zero else zero
+    return slope, slope_g, weight_g
 
 
 @sums
-def _dots3(x: Any, g: Any, top: Any, reach: Any) -> Any:
-    zero, inverse = x.dtype.type(0), _inverse(x, reach)
+def _dots3(u: Any, g: Any) -> Any:
+    zero = u.dtype.type(0)
     slope, slope_g, weight_g = zero, zero, zero
-    for j in range(x.shape[0]):
-        u = (reach - (top - x[j])) * inverse
-        u2 = u * u if u > zero else zero
-        ug = u2 * g[j] if u > zero else zero
+    for j in range(u.shape[0]):
+        u2 = u[j] * u[j]
+        ug = u2 * g[j] if u[j] > zero else zero
         slope += u2
         slope_g += ug
-        weight_g += u * ug if u > zero else zero
-    steep = inverse + inverse + inverse
-    return slope * steep, slope_g * steep, weight_g
+        weight_g += u[j] * ug if u[j] > zero else zero
+    return slope, slope_g, weight_g
 
 
 @jit
-def moments(x: Any, g: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int) -> Any:
-    """(sum dK/dz, sum g dK/dz, sum g K) of scores, K relative to its value at the top, in float64."""
+def _moments_one_by_one(
+    x: Any, g: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int
+) -> Any:
     zero, one = x.dtype.type(0), x.dtype.type(1)
-    slope, slope_g, weight_g = zero, zero, zero
+    slope, slope_g, weight_g = 0.0, 0.0, 0.0
+    for j in range(x.shape[0]):
+        if cut < 0 or chosen(x[j], start + j, theta, cut):
+            value, steep = weigh_one(x[j], kernel, r, top, reach, one)
+            if value > zero:
+                slope += steep
+                slope_g += steep * g[j]
+                weight_g += value * g[j]
+    return slope, slope_g, weight_g
+
+
+@jit
+def moments(x: Any, g: Any, u: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int) -> Any:
+    """(sum dK/dz, sum g dK/dz, sum g K) of scores in float64, K relative to its value at the top; what weighs nothing
+    is left out, whatever its g. u is room for as many numbers."""
+    if kernel != POWER1 and kernel != POWER2 and kernel != POWER3:
+        return _moments_one_by_one(x, g, kernel, r, top, reach, start, theta, cut)
+    _weigh1(x, u, top, reach, x.dtype.type(1))
     if kernel == POWER1:
-        slope, slope_g, weight_g = _dots1(x, g, top, reach)
+        inside, slope_g, weight_g = _dots1(u, g)
+        slope = np.float64(inside)
     elif kernel == POWER2:
-        slope, slope_g, weight_g = _dots2(x, g, top, reach)
-    elif kernel == POWER3:
-        slope, slope_g, weight_g = _dots3(x, g, top, reach)
+        sloped, slope_g, weight_g = _dots2(u, g)
+        slope = np.float64(sloped)
     else:
-        for j in range(x.shape[0]):
-            if cut < 0 or chosen(x[j], start + j, theta, cut):
-                value, steep = weigh_one(x[j], kernel, r, top, reach, one)
-                if value > zero:
-                    slope += steep
-                    slope_g += steep * g[j]
-                    weight_g += value * g[j]
-    return np.float64(slope), np.float64(slope_g), np.float64(weight_g)
+        sloped, slope_g, weight_g = _dots3(u, g)
+        slope = np.float64(sloped)
+    steep = np.float64(r) * np.float64(_inverse(x, reach))
+    return slope * steep, slope_g * steep, np.float64(weight_g)

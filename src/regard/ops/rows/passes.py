@@ -30,7 +30,8 @@ def _parts(sources: str) -> tuple[Any, Any]:
         n = z.shape[1]
         top_bits = np.empty((n + TILE - 1) // TILE + 1, bits.dtype)
         tops = top_bits.view(z.dtype)
-        kept = np.empty(max(n, k + 1), z.dtype)
+        k = min(k, n)
+        kept = np.empty(n + 1, z.dtype)
         local = np.empty(SPAN, z.dtype)
         for i in range(first, last):
             a, b = lo[i], hi[i]

@@ -224,14 +224,16 @@ def _pull(x: Any, s: Any, top: Any, pull: Any) -> None:
 
 
 @jit
-def _live_moments(x: Any, g: Any, kernel: int, r: Any, tops: Any, top: Any, edge: Any, theta: Any, cut: int) -> Any:
+def _live_moments(
+    x: Any, g: Any, u: Any, kernel: int, r: Any, tops: Any, top: Any, edge: Any, theta: Any, cut: int
+) -> Any:
     """`moments` of a row."""
     slope, slope_g, weight_g, first = 0.0, 0.0, 0.0, 0
     while first * TILE < x.shape[0]:
         end, live = next_run(tops, x.shape[0], first, top, edge, cut >= 0)
         a, b = first * TILE, end * TILE
         if live:
-            found = moments(x[a:b], g[a:b], kernel, r, top, edge, a, theta, cut)
+            found = moments(x[a:b], g[a:b], u[: x[a:b].shape[0]], kernel, r, top, edge, a, theta, cut)
             slope += found[0]
             slope_g += found[1]
             weight_g += found[2]
@@ -288,7 +290,7 @@ def backward_row(
     pulled = vanishes(kernel) and rule == ANCHORED
     if pulled or x.shape[0] > SPAN:
         find_tops(bits, top_bits)
-    slope, slope_g, weight_g = _live_moments(x, g, kernel, r, tops, top, edge, theta, cut)
+    slope, slope_g, weight_g = _live_moments(x, g, w, kernel, r, tops, top, edge, theta, cut)
     share = kind(1) / mass
     rho = kind(weight_g / mass)
     if rule == ADAPTIVE:

@@ -1,0 +1,288 @@
+"""The tables of `cpu.py` in docs/results.md, made from the stored JSON alone; torch is not needed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+BEGIN, END = "<!-- benchmarks/cpu.py: begin -->", "<!-- benchmarks/cpu.py: end -->"
+PASSES = {"forward": "forward", "both": "forward + backward"}
+PAIRS = (
+    ("regard alpha=2", "entmax sparsemax"),
+    ("regard alpha=1.5", "entmax entmax15"),
+    ("regard alpha=1.5", "entmax entmax_bisect 1.5"),
+    ("regard alpha=4/3", "entmax entmax_bisect 4/3"),
+)
+"""The same function, ours and the package's."""
+DENSE = "dense entmax15"
+BARS = {
+    "forward": "",
+    "both": " Bars: alpha 2 and 1.5, relumax and normrelu 1.5, alpha 4/3 2.5; at standard deviation 0.05, all 4.",
+}
+Entry = dict[str, Any]
+
+
+def dump(stored: Entry) -> str:
+    """The JSON, with every innermost list on one line."""
+    text = json.dumps(stored, indent=1)
+    return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda m: f"[{re.sub(chr(10) + ' *', ' ', m[1])}]", text) + "\n"
+
+
+def placed(page: str, tables: str) -> str:
+    """The page with what stands between its markers replaced.
+
+    Raises:
+        ValueError: the markers are not there, each once and in order.
+    """
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        raise ValueError(f"the page must hold {BEGIN} and, after it, {END}, each once.")
+    head, rest = page.split(BEGIN)
+    return f"{head}{BEGIN}\n{tables}{END}{rest.split(END)[1]}"
+
+
+def between(page: str) -> str:
+    """What stands between the markers of a page."""
+    return page.split(BEGIN + "\n")[1].split(END)[0]
+
+
+def tables(stored: Entry) -> str:
+    """All tables, as Markdown."""
+    makers: dict[str, Callable[[Entry], Iterable[str]]] = {
+        "normalisers": normalisers,
+        "attention": attention,
+        "linear": linear,
+    }
+    blocks: list[str] = []
+    for name, make in makers.items():
+        if name in stored:
+            blocks += make(stored[name])
+    return "".join(f"\n{block}\n" for block in blocks) + "\n"
+
+
+# Words -------------------------------------------------------------------------------------------------------
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def number(x: float) -> str:
+    """Three digits, or whole from a hundred on."""
+    return f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}"
+
+
+def machine(part: Entry) -> str:
+    """Where and with what a part was measured, and how sure its ratios are."""
+    p = part["provenance"]
+    versions = ", ".join(f"{name} {version}" for name, version in p["versions"].items())
+    changed = f" with {p['changed_files']} changed files" if p["changed_files"] else ""
+    text = (
+        f"`{p['command']}`, {p['date'][:10]}, {p['seconds']:.0f} s: {p['cpu']}, {p['cores']} cores, {p['threads']} "
+        f"thread{'s' * (p['threads'] != 1)}, load at the start {p['load'][0]}; {versions}; commit "
+        f"{p['commit'][:7]}{changed}. "
+    )
+    if p["quick"]:
+        text = f"**Tiny sizes (`--quick`): shows that the script runs, and says nothing of speed.** {text}"
+    return text + certainty(part["times"])
+
+
+def certainty(times: list[Entry]) -> str:
+    """What the medians hide, in a sentence."""
+    cells = [c for t in times for c in t["contestants"].values()]
+    spreads = sorted(c["spread"] for c in cells)
+    apart = sorted(abs(c["ratio_min"] / c["ratio"] - 1) for c in cells)
+    middle, high = len(cells) // 2, int(0.95 * (len(cells) - 1))
+    return (
+        f"Interquartile range over median: {spreads[middle]:.0%} in the middle, {spreads[high]:.0%} for one in twenty; "
+        f"ratios of the fastest samples differ from those of the medians by {apart[middle]:.0%} and {apart[high]:.0%}."
+    )
+
+
+def select(times: list[Entry], which: str, **config: Any) -> Entry:
+    """The contestants of one configuration."""
+    return next(
+        t["contestants"]
+        for t in times
+        if t.get("pass", which) == which and all(t["config"][name] == value for name, value in config.items())
+    )
+
+
+# Normalisers -------------------------------------------------------------------------------------------------
+
+
+def normalisers(part: Entry) -> Iterable[str]:
+    configs = [t["config"] for t in part["times"] if t["pass"] == "both"]
+    elements = configs[0]["elements"]
+    yield "### Normalisers\n\n" + machine(part)
+    for which, words in PASSES.items():
+        yield (
+            f"{words.capitalize()} of {elements:,} float32 scores: time as a ratio to torch.softmax, by row length and "
+            f"standard deviation of the scores.{BARS[which]}"
+        )
+        yield ratios(part, which, configs)
+    yield (
+        "The same function, ours and the entmax package's, forward + backward: how many times faster ours is. Bars: 25 "
+        "against entmax15, 60 against entmax_bisect."
+    )
+    cells = [select(part["times"], "both", **c) for c in configs]
+    rows = []
+    for mine, theirs in PAIRS:
+        faster = (number(c[theirs]["median_ms"] / c[mine]["median_ms"]) for c in cells)
+        rows.append([f"{mine} against {theirs}", *faster])
+    yield markdown(["", *map(column, configs)], rows)
+    yield from exactness(part)
+
+
+def column(config: Entry) -> str:
+    return f"{config['length']}, {config['spread']:g}"
+
+
+def ratios(part: Entry, which: str, configs: list[Entry]) -> str:
+    cells = [select(part["times"], which, **c) for c in configs]
+    base = part["baseline"]
+    rows = [[f"torch.{base}, ms", *(number(c[base]["median_ms"]) for c in cells)]]
+    rows += [[name, *(number(c[name]["ratio"]) for c in cells)] for name in cells[0] if name != base]
+    return markdown(["", *map(column, configs)], rows)
+
+
+def exactness(part: Entry) -> Iterable[str]:
+    """Errors and memory of every normaliser."""
+    length = part["accuracy"][0]["length"]
+    mib = {m["name"]: m["tensors"] for m in part["memory"]}
+    yield (
+        f"Worst errors over the three standard deviations at row length {length}, of a row's sum from 1 and of a "
+        f"weight from float64 (for alpha-entmax 100 bisections); bars of the sums: 2e-6 and 4e-3. Peak memory beside "
+        f"scores and cotangent, in score tensors, output and gradient counted; bar: 2.6 (a fresh process each, "
+        f"{settings(part)})."
+    )
+    head = ["", "sum, float32", "sum, bfloat16", "weight, float32", "weight, bfloat16", *PASSES.values()]
+    rows = []
+    for found in part["accuracy"]:
+        errors = [f"{found[dtype][what]:.1e}" for what in ("sum", "weight") for dtype in ("float32", "bfloat16")]
+        own = mib.get(found["name"])
+        rows.append([found["name"], *errors, *(number(own[which]) if own else "–" for which in PASSES)])
+    yield markdown(head, rows)
+
+
+def settings(part: Entry) -> str:
+    environment = part["provenance"]["memory_environment"]
+    return ", ".join(f"{name}={value}" for name, value in environment.items())
+
+
+# Attention ---------------------------------------------------------------------------------------------------
+
+
+def attention(part: Entry) -> Iterable[str]:
+    sizes = list(dict.fromkeys((t["config"]["length"], t["config"]["heads"]) for t in part["times"]))
+    longest = max(sizes)
+    sizes = [s for s in sizes if s[1] > 1 or s == longest]
+    yield "### Attention\n\n" + machine(part)
+    for causal in (False, True):
+        yield (
+            f"{'Causal' if causal else 'Full'} attention, 64 features, float32: time as a ratio to "
+            f"scaled_dot_product_attention (sdpa), and in brackets how many times faster than dense entmax15 attention."
+            + ("" if causal else " Bars for biweight at T 2048, H 8, forward + backward: 1.8 (10x).")
+        )
+        yield against_sdpa(part, sizes, causal)
+    yield "Exponent of T in the time (one head, fitted over all lengths), and peak memory of full attention in MiB " + (
+        f"beside q, k, v and the cotangent, output and gradients counted (a fresh process each, {settings(part)})."
+    )
+    yield growth_and_memory(part)
+    yield from clusters(part)
+
+
+def against_sdpa(part: Entry, sizes: list[tuple[int, int]], causal: bool) -> str:
+    base = part["baseline"]
+    head, cells = [""], []
+    for length, heads in sizes:
+        for which, words in PASSES.items():
+            head.append(f"T {length}, H {heads}: {words}")
+            cells.append(select(part["times"], which, length=length, heads=heads, causal=causal))
+    rows = [[f"{base}, ms", *(number(c[base]["median_ms"]) for c in cells)]]
+    for name in cells[0]:
+        if name != base:
+            times = [c[DENSE]["median_ms"] / c[name]["median_ms"] for c in cells]
+            faster = ["" if name == DENSE else f" ({number(x)}x)" for x in times]
+            rows.append([name, *(number(c[name]["ratio"]) + more for c, more in zip(cells, faster, strict=True))])
+    return markdown(head, rows)
+
+
+def growth_and_memory(part: Entry) -> str:
+    columns = list(dict.fromkeys((m["config"]["length"], m["config"]["heads"]) for m in part["memory"]))
+    mib = {(m["name"], m["config"]["length"], m["config"]["heads"]): m["mib"] for m in part["memory"]}
+    head = [""]
+    head += [f"{'causal' if g['causal'] else 'full'}, {PASSES[g['pass']]}" for g in part["growth"]]
+    head += [f"MiB, T {length}, H {heads}: {words}" for length, heads in columns for words in PASSES.values()]
+    rows = []
+    for name in part["growth"][0]["contestants"]:
+        row = [name, *(f"{g['contestants'][name]['fitted']:.2f}" for g in part["growth"])]
+        for size in columns:
+            own = mib.get((name, *size))
+            row += [number(own[which]) if own else "–" for which in PASSES]
+        rows.append(row)
+    rows += unfit(part, len(head))
+    return markdown(head, rows)
+
+
+def unfit(part: Entry, width: int) -> list[list[str]]:
+    """A row for the size at which dense attention was not run, its memory by proportion from one head."""
+    one = [m for m in part["memory"] if m["name"] == DENSE and m["config"]["heads"] == 1]
+    if not one:
+        return []
+    length, gib = one[0]["config"]["length"], 8 * one[0]["mib"]["both"] / 1024
+    return [[f"{DENSE}, T {length}, H 8", f"does not fit: about {gib:.0f} GiB, not run", *[""] * (width - 2)]]
+
+
+def clusters(part: Entry) -> Iterable[str]:
+    config, base = part["clustered"][0]["config"], part["baseline"]
+    yield (
+        f"Keys in clusters of {config['cluster']} along time (T {config['length']}, H {config['heads']}, full): each "
+        f"query has weight in its own cluster alone, so that most blocks of keys have none and are left out of what "
+        f"follows the scores. Shuffled in time, the same keys give the same outputs and every block has some."
+    )
+    cells = [c["contestants"] for c in part["clustered"]]
+    rows = [[f"{base}, ms", *(number(c[base]["median_ms"]) for c in cells)]]
+    rows += [[name, *(number(c[name]["ratio"]) for c in cells)] for name in cells[0] if name != base]
+    yield markdown(["", *(PASSES[c["pass"]] for c in part["clustered"])], rows)
+
+
+# Linear ------------------------------------------------------------------------------------------------------
+
+
+def linear(part: Entry) -> Iterable[str]:
+    lengths = list(dict.fromkeys(t["config"]["length"] for t in part["times"]))
+    heads = part["times"][0]["config"]["heads"]
+    yield "### Linear-time forms\n\n" + machine(part)
+    yield (
+        f"Causal, chunked, {heads} heads of 64 features, float32, forward + backward: milliseconds by length, exponent "
+        f"of T (fitted over all lengths, and between the two longest), and peak memory in MiB, counted as above. "
+        f"Presets as they are; linear and cosine, which leave their weights as they are, also divided by their sum."
+    )
+    cells = [select(part["times"], "both", length=length) for length in lengths]
+    fits = {g["pass"]: g["contestants"] for g in part["growth"]}["both"]
+    kept = list(dict.fromkeys(m["config"]["length"] for m in part["memory"]))
+    mib = {(m["name"], m["config"]["length"]): m["mib"]["both"] for m in part["memory"]}
+    rows = []
+    for name in cells[0]:
+        row = [name, *(number(c[name]["median_ms"]) if name in c else "–" for c in cells)]
+        row += [f"{fits[name][what]:.2f}" for what in ("fitted", "last")]
+        rows.append(row + [number(mib[name, n]) if (name, n) in mib else "–" for n in kept])
+    head = ["", *(f"T {n}" for n in lengths), "exponent", "last", *(f"MiB, T {n}" for n in kept)]
+    yield markdown(head, rows)
+    yield from decoding(part["decoding"])
+
+
+def decoding(found: list[Entry]) -> Iterable[str]:
+    lengths = [d["config"]["length"] for d in found]
+    yield (
+        f"One decoded token, {found[0]['config']['heads']} heads, microseconds after so many tokens: a state of fixed "
+        f"size costs the same after any number, a cache of keys and values is read whole."
+    )
+    rows = []
+    for name in found[0]["contestants"]:
+        times = [d["contestants"][name]["median_ms"] for d in found]
+        rows.append([name, *(number(1e3 * t) for t in times), f"{number(times[-1] / times[0])}x"])
+    yield markdown(["", *(f"{n} tokens" for n in lengths), "longest / shortest"], rows)

@@ -1,0 +1,271 @@
+"""benchmarks/cpu.py at tiny sizes: what it stores, what it writes, and that its measures see what they should.
+
+Its numbers are worth nothing here; how they hang together is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "results.md"
+STORED = ROOT / "benchmarks" / "results" / "cpu.json"
+BEGIN, END = "<!-- benchmarks/cpu.py: begin -->\n", "<!-- benchmarks/cpu.py: end -->"
+
+OURS = {f"regard {name}" for name in ("alpha=2", "alpha=1.5", "alpha=4/3", "relumax", "normrelu")}
+PACKAGE = {f"entmax {name}" for name in ("sparsemax", "entmax15", "entmax_bisect 1.5", "entmax_bisect 4/3")}
+ATTENTION = {f"regard {name}" for name in ("biweight", "sparsemax", "relumax", "biweight, impl=blocked")}
+LINEAR = {"linear", "cosine", "shift-cosine", "relu", "relu2", "elu", "linear, normalised", "cosine, normalised"}
+CONTESTANTS = {
+    "normalisers": {"softmax"} | OURS | PACKAGE,
+    "attention": {"sdpa", "dense entmax15"} | ATTENTION,
+    "linear": {"sdpa"} | LINEAR,
+}
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "cpu.py"), "--threads", "1", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a quick run of everything leaves: cpu.json and page.md, and what it printed."""
+    folder = tmp_path_factory.mktemp("cpu")
+    (folder / "page.md").write_text(f"above\n{BEGIN}old\n{END}\nbelow\n", encoding="utf-8")
+    done = run("--quick", "--out", folder / "cpu.json", "--page", folder / "page.md", "--write")
+    assert done.returncode == 0, done.stderr
+    (folder / "printed").write_text(done.stdout, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "cpu.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Modules beside the script, by name."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("part", CONTESTANTS)
+def test_every_part_says_where_it_comes_from(found: dict[str, Any], part: str) -> None:
+    origin = found[part]["provenance"]
+    assert origin["quick"] is True
+    assert origin["threads"] == 1
+    assert "--quick" in origin["command"]
+    assert origin["versions"]["torch"] == torch.__version__
+    assert set(origin["versions"]) == {"python", "regard", "torch", "numba", "entmax"}
+    assert origin["memory_environment"]["MALLOC_MMAP_THRESHOLD_"] == "131072"
+    for name in ("date", "cpu", "cores", "load", "seconds"):
+        assert origin[name], name
+    assert isinstance(origin["commit"], str)
+
+
+def cells(found: dict[str, Any], part: str) -> list[tuple[str, dict[str, Any]]]:
+    """(baseline, contestants) of every configuration."""
+    own = found[part]
+    groups = [*own["times"], *own.get("clustered", [])]
+    pairs = [(g.get("baseline", own["baseline"]), g["contestants"]) for g in groups]
+    return pairs + [("sdpa, a cache", d["contestants"]) for d in own.get("decoding", [])]
+
+
+@pytest.mark.parametrize("part", CONTESTANTS)
+def test_medians_and_ratios_are_those_of_the_stored_samples(found: dict[str, Any], part: str) -> None:
+    for baseline, contestants in cells(found, part):
+        base = contestants[baseline]["raw_ms"]
+        for name, cell in contestants.items():
+            raw = cell["raw_ms"]
+            assert min(raw) > 0, name
+            assert cell["median_ms"] == pytest.approx(statistics.median(raw), rel=2e-3)
+            assert cell["min_ms"] == pytest.approx(min(raw), rel=2e-3)
+            assert cell["ratio"] == pytest.approx(statistics.median(raw) / statistics.median(base), rel=2e-3)
+            assert cell["ratio_min"] == pytest.approx(min(raw) / min(base), rel=2e-3)
+            low, high = np.percentile(raw, [25, 75])
+            assert cell["spread"] == pytest.approx((high - low) / statistics.median(raw), rel=0.06, abs=2e-3)
+
+
+@pytest.mark.parametrize("part", CONTESTANTS)
+def test_every_contestant_ran_in_every_configuration(found: dict[str, Any], part: str) -> None:
+    times = found[part]["times"]
+    assert all(set(t["contestants"]) == CONTESTANTS[part] for t in times)
+    configs = {json.dumps(t["config"]) for t in times}
+    assert {(json.dumps(t["config"]), t["pass"]) for t in times} == {
+        (c, p) for c in configs for p in ("forward", "both")
+    }
+    wanted = {
+        "normalisers": {(n, s) for n in (64, 128, 256) for s in (0.05, 1.0, 4.0)},
+        "attention": {(n, h, c) for n, h in ((32, 2), (64, 2), (128, 1), (32, 1), (64, 1)) for c in (False, True)},
+        "linear": {(64, 4, True), (128, 4, True), (256, 4, True)},
+    }[part]
+    names = ("length", "spread") if part == "normalisers" else ("length", "heads", "causal")
+    assert {tuple(t["config"][n] for n in names) for t in times} == wanted
+
+
+@pytest.mark.parametrize("part", ["attention", "linear"])
+def test_exponents_are_the_slopes_of_the_stored_medians(found: dict[str, Any], part: str) -> None:
+    for fit in found[part]["growth"]:
+        assert set(fit["contestants"]) == CONTESTANTS[part]
+        for name, exponents in fit["contestants"].items():
+            points = [
+                (t["config"]["length"], t["contestants"][name]["median_ms"])
+                for t in found[part]["times"]
+                if t["pass"] == fit["pass"]
+                and t["config"]["causal"] == fit["causal"]
+                and (part == "linear" or t["config"]["heads"] == 1)
+            ]
+            assert len(points) == 3
+            x, y = np.log(np.array(sorted(points))).T
+            assert exponents["fitted"] == pytest.approx(np.polyfit(x, y, 1)[0], rel=1e-2, abs=1e-3)
+            assert exponents["last"] == pytest.approx((y[2] - y[1]) / (x[2] - x[1]), rel=1e-2, abs=1e-3)
+
+
+def test_errors_are_those_of_a_float32_and_of_a_bfloat16(found: dict[str, Any]) -> None:
+    errors = {a["name"]: a for a in found["normalisers"]["accuracy"]}
+    assert set(errors) == CONTESTANTS["normalisers"]
+    for name in {"softmax"} | OURS:
+        assert 0 < errors[name]["float32"]["sum"] <= 2e-6, name
+        assert 0 < errors[name]["float32"]["weight"] <= 5e-7, name
+        assert 1e-5 < errors[name]["bfloat16"]["weight"] <= 4e-3, name
+        assert 0 < errors[name]["bfloat16"]["sum"] <= 4e-3, name
+
+
+def test_memory_holds_what_a_pass_returns(found: dict[str, Any]) -> None:
+    mine = found["normalisers"]["memory"][0]
+    assert mine["name"] in OURS
+    assert mine["tensors"]["forward"] >= 0.9  # the weights
+    assert mine["tensors"]["both"] >= 1.8  # and the gradient
+    assert mine["tensors"]["both"] == pytest.approx(
+        mine["mib"]["both"] / (mine["config"]["elements"] / 2**18), rel=0.05
+    )
+    for part in ("attention", "linear"):
+        assert {m["name"] for m in found[part]["memory"]} <= CONTESTANTS[part]
+        assert all(m["mib"]["both"] >= 0 for m in found[part]["memory"])
+
+
+def test_progress_is_printed_before_each_configuration(found: dict[str, Any], folder: Path) -> None:
+    printed = (folder / "printed").read_text(encoding="utf-8")
+    for line in (
+        "normalisers: length 64, spread 0.05, forward",
+        "attention: T 32, H 2, causal, both",
+        "decoding after",
+    ):
+        assert line in printed
+
+
+def test_the_page_shows_the_stored_numbers_between_its_markers(found: dict[str, Any], folder: Path) -> None:
+    page = (folder / "page.md").read_text(encoding="utf-8")
+    assert page.startswith(f"above\n{BEGIN}")
+    assert page.endswith(f"{END}\nbelow\n")
+    assert "old" not in page.split("\n")
+    assert page.count("Tiny sizes") == 3
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")]
+    times = found["normalisers"]["times"]
+    for which in ("forward", "both"):
+        for name in OURS | PACKAGE:
+            shown = [t["contestants"][name]["ratio"] for t in times if t["pass"] == which]
+            assert any(
+                row[0] == name and len(row) == 10 and [float(c) for c in row[1:]] == pytest.approx(shown, rel=6e-3)
+                for row in rows
+            ), (name, which)
+    decoded = [d["contestants"]["regard elu, a state"]["median_ms"] * 1e3 for d in found["linear"]["decoding"]]
+    row = next(row for row in rows if row[0] == "regard elu, a state")
+    assert [float(c) for c in row[1:3]] == pytest.approx(decoded, rel=6e-3)
+
+
+def test_what_does_not_fit_is_said_in_the_table(module: Any, found: dict[str, Any]) -> None:
+    """Memory of all heads by proportion from one: 8 x 3328 MiB = 26 GiB."""
+    config = {"length": 8192, "heads": 1, "causal": False}
+    dense = {"name": "dense entmax15", "config": config, "mib": {"forward": 3300.0, "both": 3328.0}}
+    part = {**found["attention"], "memory": [dense]}
+    rows = [line for line in module("cpu_table").tables({"attention": part}).splitlines() if "does not fit" in line]
+    assert len(rows) == 1
+    assert rows[0].startswith("| dense entmax15, T 8192, H 8 | does not fit: about 26 GiB, not run |")
+
+
+def test_the_results_page_shows_what_is_stored(module: Any) -> None:
+    tables = module("cpu_table").tables(json.loads(STORED.read_text(encoding="utf-8")))
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.split(BEGIN)[1].split(END)[0] == tables, "run `python benchmarks/cpu.py --part --write`"
+    assert tables.count("### ") == 3
+
+
+def test_writing_again_changes_nothing_and_a_page_without_markers_is_refused(module: Any, folder: Path) -> None:
+    before = (folder / "page.md").read_text(encoding="utf-8")
+    done = run("--part", "--out", folder / "cpu.json", "--page", folder / "page.md", "--write")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "page.md").read_text(encoding="utf-8") == before
+    for page in ("no markers", f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"):
+        with pytest.raises(ValueError, match="must hold"):
+            module("cpu_table").placed(page, "table")
+
+
+def test_calls_take_turns_and_slow_ones_get_fewer(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = module("cpu_measure")
+    seconds = {"fast": 0.1, "slow": 0.5, "slowest": 4.0}
+    order: list[str] = []
+
+    def timed(call: Any) -> float:
+        order.append(call())
+        return seconds[order[-1]]
+
+    monkeypatch.setattr(measure, "timed", timed)
+    calls = {name: (lambda name=name: name) for name in seconds}
+    samples = measure.interleaved(calls, most=12, budget=2.0)
+    assert {name: len(of) for name, of in samples.items()} == {"fast": 12, "slow": 4, "slowest": 2}
+    turns = order[5:]  # after the warm-up: twice each, once the slowest
+    assert [i for i, name in enumerate(n for n in turns if n != "slowest") if name == "slow"] == [3, 7, 11, 15]
+    assert turns[-1] == "slowest"
+
+
+def test_the_contestants_of_attention_compute_the_same(module: Any) -> None:
+    attention = module("cpu_attention")
+    for causal in (False, True):
+        config = {"length": 40, "heads": 2, "causal": causal}
+        given, _ = attention.inputs(config)
+        dense, *same = (
+            attention.functions(config)[name](*given)
+            for name in ("dense entmax15", "regard biweight", "regard biweight, impl=blocked")
+        )
+        for out in same:
+            torch.testing.assert_close(out, dense, atol=1e-5, rtol=1e-5)
+
+
+def test_the_contestants_of_the_normalisers_compute_the_same(module: Any) -> None:
+    normalisers = module("cpu_normalisers")
+    z = torch.randn(5, 40, generator=torch.Generator().manual_seed(3)).double()
+    for ours, theirs in normalisers.PAIRS:
+        weights = normalisers.FUNCTIONS[ours](z)
+        torch.testing.assert_close(weights, normalisers.FUNCTIONS[theirs](z), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(normalisers.exact(ours, z), weights, atol=1e-9, rtol=1e-9)
+
+
+MEMORY = """
+import torch
+from cpu_measure import peaks
+make = lambda config: ([torch.ones(config["mib"] << 18)], torch.ones(config["mib"] << 18))
+print(peaks(lambda x: (x * 2).exp(), make, {"mib": 32})["forward"])
+"""
+
+
+def test_the_peak_sees_what_is_freed_again() -> None:
+    """Twice 32 MiB live together, one of which is not returned."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks"), "MALLOC_MMAP_THRESHOLD_": "131072"}
+    command = [sys.executable, "-c", MEMORY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
+    assert 62 <= float(done.stdout) <= 72
