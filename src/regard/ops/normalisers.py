@@ -23,6 +23,7 @@ from ..checks import (
     ArgumentError,
     boolean_mask,
     broadcastable,
+    debugging,
     finite,
     floating,
     in_range,
@@ -166,7 +167,8 @@ def _normalise(
         raise ArgumentError(f"{call}: scores is a scalar, expected at least one axis.")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -scores.dim() <= dim < scores.dim():
         raise ArgumentError(f"{call}: dim is {dim!r}, but scores has shape {shape(scores)}.")
-    finite(call, "scores", torch.where(scores == -torch.inf, 0, scores))  # -inf is how a score is hidden
+    if debugging():
+        finite(call, "scores", torch.where(scores == -torch.inf, 0, scores))  # -inf is how a score is hidden
     if mask is not None:
         boolean_mask(call, "mask", mask)
         broadcastable(call, "mask", mask, tuple(scores.shape))

@@ -185,24 +185,27 @@ def _moments_one_by_one(
     x: Any, g: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int
 ) -> Any:
     zero, one = x.dtype.type(0), x.dtype.type(1)
-    slope, slope_g, weight_g = 0.0, 0.0, 0.0
+    live, slope, slope_g, weight_g = False, 0.0, 0.0, 0.0
     for j in range(x.shape[0]):
         if cut < 0 or chosen(x[j], start + j, theta, cut):
             value, steep = weigh_one(x[j], kernel, r, top, reach, one)
             if value > zero:
+                live = True
                 slope += steep
                 slope_g += steep * g[j]
                 weight_g += value * g[j]
-    return slope, slope_g, weight_g
+    return live, (slope, slope_g, weight_g)
 
 
 @jit
 def moments(x: Any, g: Any, u: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int) -> Any:
-    """(sum dK/dz, sum g dK/dz, sum g K) of scores in float64, K relative to its value at the top; what weighs nothing
-    is left out, whatever its g. u is room for as many numbers."""
+    """Whether a span has any weight, and (sum dK/dz, sum g dK/dz, sum g K) in float64, K relative to its value at the
+    top; what weighs nothing is left out, whatever its g. u is room for as many numbers."""
     if kernel != POWER1 and kernel != POWER2 and kernel != POWER3:
         return _moments_one_by_one(x, g, kernel, r, top, reach, start, theta, cut)
     _weigh1(x, u, top, reach, x.dtype.type(1))
+    if not sum_up(u) > 0:
+        return False, (0.0, 0.0, 0.0)
     if kernel == POWER1:
         inside, slope_g, weight_g = _dots1(u, g)
         slope = np.float64(inside)
@@ -213,4 +216,4 @@ def moments(x: Any, g: Any, u: Any, kernel: int, r: Any, top: Any, reach: Any, s
         sloped, slope_g, weight_g = _dots3(u, g)
         slope = np.float64(sloped)
     steep = np.float64(r) * np.float64(_inverse(x, reach))
-    return slope * steep, slope_g * steep, np.float64(weight_g)
+    return True, (slope * steep, slope_g * steep, np.float64(weight_g))

@@ -59,6 +59,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
         n = z.shape[1]
         top_bits = np.empty((n + TILE - 1) // TILE + 1, bits.dtype)
         tops = top_bits.view(z.dtype)
+        live = np.empty((n + SPAN - 1) // SPAN, np.bool_)
         w, s = np.empty(SPAN, z.dtype), np.empty(SPAN, z.dtype)
         found: Any = np.empty(3, np.int64)
         for i in range(first, last):
@@ -71,7 +72,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
             slopes[b:] = 0
             backward_row(
                 z[i, a:b], bits[i, a:b], g[i, a:b], weights[a:b], slopes[a:b], kernel, rule, power[i], stand,
-                learned, place, tops, top_bits, w, s, floats[i], flags[i], found, grads[i],
+                learned, place, tops, top_bits, live, w, s, floats[i], flags[i], found, grads[i],
             )  # fmt: skip
 
     return forward_part, backward_part

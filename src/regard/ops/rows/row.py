@@ -216,61 +216,67 @@ def _ties(x: Any, top: Any) -> int:
 
 
 @jit
-def _pull(x: Any, s: Any, top: Any, pull: Any) -> None:
-    """Take `pull` from the slopes of the keys that tie for the top, on which the threshold hangs."""
+def _pull(x: Any, s: Any, best: Any, pull: Any) -> None:
+    """Take `pull` from the slopes of the keys that tie for the best, on which the threshold hangs."""
+    zero = x.dtype.type(0)
     for j in range(x.shape[0]):
-        if x[j] == top:
-            s[j] -= pull
+        s[j] -= pull if x[j] == best else zero
 
 
 @jit
-def _live_moments(
-    x: Any, g: Any, u: Any, kernel: int, r: Any, tops: Any, top: Any, edge: Any, theta: Any, cut: int
+def _row_moments(
+    x: Any, g: Any, u: Any, live: Any, kernel: int, r: Any, top: Any, edge: Any, theta: Any, cut: int
 ) -> Any:
-    """`moments` of a row."""
-    slope, slope_g, weight_g, first = 0.0, 0.0, 0.0, 0
-    while first * TILE < x.shape[0]:
-        end, live = next_run(tops, x.shape[0], first, top, edge, cut >= 0)
-        a, b = first * TILE, end * TILE
-        if live:
-            found = moments(x[a:b], g[a:b], u[: x[a:b].shape[0]], kernel, r, top, edge, a, theta, cut)
-            slope += found[0]
-            slope_g += found[1]
-            weight_g += found[2]
-        first = end
+    """`moments` of a row, and which of its spans have any weight into `live`."""
+    slope, slope_g, weight_g = 0.0, 0.0, 0.0
+    for t in range((x.shape[0] + SPAN - 1) // SPAN):
+        a, b = t * SPAN, min(x.shape[0], (t + 1) * SPAN)
+        live[t], found = moments(x[a:b], g[a:b], u[: b - a], kernel, r, top, edge, a, theta, cut)
+        slope += found[0]
+        slope_g += found[1]
+        weight_g += found[2]
     return slope, slope_g, weight_g
 
 
 @jit
 def _fill_slopes(
-    x: Any, g: Any, p: Any, dz: Any, kernel: int, r: Any, tops: Any, top: Any, edge: Any, share: Any, rho: Any,
+    x: Any, g: Any, p: Any, dz: Any, live: Any, kernel: int, r: Any, top: Any, edge: Any, share: Any, rho: Any,
     theta: Any, cut: int, best: Any, pull: Any, place: bool, w: Any, s: Any,
 ) -> None:  # fmt: skip
     """p and dz of a row, which may be x and g themselves (`place`)."""
-    first = 0
-    while first * TILE < x.shape[0]:
-        end, live = next_run(tops, x.shape[0], first, top, edge, cut >= 0)
-        a, b = first * TILE, end * TILE
-        if live:
-            part = x[a:b]
-            weights = p[a:b] if p.shape[0] > 0 and not place else w[: part.shape[0]]
-            slopes = s[: part.shape[0]] if place else dz[a:b]
-            weigh_and_slope(part, g[a:b], weights, slopes, kernel, r, top, edge, share, rho, a, theta, cut)
-            if pull != 0:
-                _pull(part, slopes, best, pull)
-            if place:
-                p[a:b] = weights
-                dz[a:b] = slopes
-        else:
+    for t in range((x.shape[0] + SPAN - 1) // SPAN):
+        a, b = t * SPAN, min(x.shape[0], (t + 1) * SPAN)
+        if not live[t]:
             p[a:b] = 0
             dz[a:b] = 0
-        first = end
+            continue
+        part = x[a:b]
+        weights = p[a:b] if p.shape[0] > 0 and not place else w[: b - a]
+        slopes = s[: b - a] if place else dz[a:b]
+        weigh_and_slope(part, g[a:b], weights, slopes, kernel, r, top, edge, share, rho, a, theta, cut)
+        if pull != 0:
+            _pull(part, slopes, best, pull)
+        if place:
+            p[a:b] = weights
+            dz[a:b] = slopes
+
+
+@jit
+def _best(x: Any, bits: Any, top: Any, tops: Any, top_bits: Any) -> Any:
+    """(the best score, how many keys tie for it). Scores made again from fewer keys can differ from those of the
+    forward pass in the last bit, so that none need be equal to `top`."""
+    ties = _ties(x, top)
+    if ties == 0:
+        find_tops(bits, top_bits)
+        top = tops[(x.shape[0] + TILE - 1) // TILE]
+        ties = _ties(x, top)
+    return top, ties
 
 
 @jit
 def backward_row(
     x: Any, bits: Any, g: Any, p: Any, dz: Any, kernel: int, rule: int, r: Any, stand: int, learned: bool, place: bool,
-    tops: Any, top_bits: Any, w: Any, s: Any, floats: Any, flags: Any, found: Any, grads: Any,
+    tops: Any, top_bits: Any, live: Any, w: Any, s: Any, floats: Any, flags: Any, found: Any, grads: Any,
 ) -> None:  # fmt: skip
     """Weights, dL/dz and dL/dparameters of a row from its statistics."""
     kind = x.dtype.type
@@ -287,10 +293,7 @@ def backward_row(
         return
     cut = found[0] if rule == NEAREST and not vanishes(kernel) else -1
     edge = reach if cut < 0 else kind(np.inf)
-    pulled = vanishes(kernel) and rule == ANCHORED
-    if pulled or x.shape[0] > SPAN:
-        find_tops(bits, top_bits)
-    slope, slope_g, weight_g = _live_moments(x, g, w, kernel, r, tops, top, edge, theta, cut)
+    slope, slope_g, weight_g = _row_moments(x, g, w, live, kernel, r, top, edge, theta, cut)
     share = kind(1) / mass
     rho = kind(weight_g / mass)
     if rule == ADAPTIVE:
@@ -299,11 +302,10 @@ def backward_row(
     grads[1] = total
     if learned:
         grads[0] = _power_grad(x, g, rule, r, top, reach, share, rho)
-    # Scores made again from fewer keys can differ in the last bit: the best is the best of these, not of those before.
-    best = tops[(x.shape[0] + TILE - 1) // TILE]
-    pull = total / kind(_ties(x, best)) if pulled else kind(0)
-    _fill_slopes(
-        x, g, p, dz, kernel, r, tops, top, edge, share, rho, theta, cut, best, pull, place, w, s
-    )  # fmt: skip
-    if vanishes(kernel) and rule == NEAREST:
+    best, pull = top, kind(0)
+    if rule == ANCHORED and vanishes(kernel):
+        best, ties = _best(x, bits, top, tops, top_bits)
+        pull = total / kind(ties)
+    _fill_slopes(x, g, p, dz, live, kernel, r, top, edge, share, rho, theta, cut, best, pull, place, w, s)
+    if rule == NEAREST and vanishes(kernel):
         dz[found[1]] -= total

@@ -218,7 +218,7 @@ def find_peak(x: Any, kernel: int, r: Any, tops: Any, top: Any, kept: Any, flags
     epsilon = np.finfo(x.dtype).eps
     b = x.dtype.type(1)
     if r >= 1:
-        if x.shape[0] > SPAN:
+        if tiles >= 8:  # worth a solution of their own
             for t in range(tiles):
                 kept[t] = top - tops[t]
             b = _newton(kept[:tiles], kernel, r, b)
