@@ -35,6 +35,13 @@ class Work:
     kv_heads: int
     total: int
     elements: int = ELEMENTS
+    _ends: tuple[Tensor, Tensor] | None = None
+
+    def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`Visibility.bounds` of all queries, found once."""
+        if self._ends is None:
+            self._ends = self.visible.bounds(0, self.visible.queries, device)
+        return self._ends
 
     def blocks(self) -> Iterator[Block]:
         queries = self.visible.queries
@@ -128,10 +135,12 @@ class Block:
             ends = torch.tensor([0, width], device=device)[:, None, None].expand(2, self.heads, self.last - self.first)
             return ends[0], ends[1]
         found = []
-        for bound in self.work.visible.bounds(self.first, self.last, device):
-            batch = torch.arange(self.at.start, self.at.stop, device=device) // self.work.heads
-            per_row = bound.expand(self.work.total // self.work.heads, -1)[batch].clamp(self.low, self.high) - self.low
-            found.append(per_row if self.kept is None else torch.searchsorted(self.kept, per_row))
+        for ends in self.work.ends(device):
+            part = ends[:, self.first : self.last].clamp(self.low, self.high) - self.low
+            if part.shape[0] > 1:
+                part = part[torch.arange(self.at.start, self.at.stop, device=device) // self.work.heads]
+            part = part if self.kept is None else torch.searchsorted(self.kept, part)
+            found.append(part.expand(self.heads, -1))
         return found[0], found[1]
 
     def place(self, index: Tensor) -> Tensor:
