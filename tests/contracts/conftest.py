@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from regard.ops import blocked
+from regard.ops import blocked, cpu
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -21,4 +21,5 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 queries and one head, so that short inputs cross many borders."""
-    monkeypatch.setattr(blocked, "ELEMENTS", 64)
+    for rows in (blocked.TorchRows, cpu.NumbaRows):
+        monkeypatch.setattr(rows, "elements", 64)

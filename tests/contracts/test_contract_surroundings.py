@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.ops import blocked
+from regard.ops import blocked, cpu
+from regard.ops.blocks import Work
 
 SPECS = [name for name, spec in regard.presets().items() if str(spec) == name]
 RULES = ["epanechnikov*nearest(k=4)", "gaussian*nearest(k=4)", "triweight*anchored(margin=0.5)"]
@@ -53,14 +54,20 @@ def test_forward_mode_through_the_default_implementation(spec: str) -> None:
 @pytest.mark.parametrize("elements", [32, 256])
 @pytest.mark.parametrize("window", [1, 3, 2**62])
 def test_blocks_of_any_size_under_a_window(elements: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "ELEMENTS", elements)
+    for rows in (blocked.TorchRows, cpu.NumbaRows):
+        monkeypatch.setattr(rows, "elements", elements)
+    made = []
+    blocks = Work.blocks
+    monkeypatch.setattr(Work, "blocks", lambda self: made.append(found := list(blocks(self))) or iter(found))
     tensors = leaves(torch.float32, 65)
     results = []
-    for impl in ("blocked", "reference"):
+    for impl in ("blocked", "cpu", "reference"):
         out = regard.attention(*tensors, "biweight", is_causal=True, window=window, impl=impl)
         results.append([out.detach(), *torch.autograd.grad(out.square().sum(), tensors)])
-    for one, other in zip(*results, strict=True):
+    assert min(map(len, made)) > 4
+    for one, another, other in zip(*results, strict=True):
         assert (one - other).abs().max() < 1e-5
+        assert (another - other).abs().max() < 1e-5
 
 
 def test_gradient_of_alpha_in_float32_near_softmax() -> None:

@@ -187,7 +187,6 @@ def test_several_heads_in_a_block(label: str, keys: int, watched: Narrowing) -> 
     data = clustered(label, min(keys, 70), keys, batch=2, heads=4, kv_heads=2, learned=keys in (33, 129))
     compare(label, data, {"is_causal": True}, 2e-11)
     assert watched.heads > 1
-    assert watched.done == 0  # blocks of one head alone leave keys out
 
 
 CALLS: dict[str, dict[str, Any]] = {

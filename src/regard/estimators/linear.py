@@ -404,6 +404,8 @@ def _check(
     if mask is None:
         return None
     boolean_mask(CALL, "attn_mask", mask)
+    if mask.dim() not in (1, 2, 4):
+        raise ArgumentError(f"{CALL}: attn_mask has shape {shape(mask)}, expected [B, Tk] or [B, 1, 1, Tk].")
     on_device(CALL, "attn_mask", mask, query.device)
     broadcastable(CALL, "attn_mask", mask, (batch, keys) if mask.dim() <= 2 else (batch, 1, 1, keys))
     mask = mask[:, 0, 0] if mask.dim() == 4 else mask

@@ -47,7 +47,8 @@ def _within(x: Tensor, limit: float) -> bool:
 
 def _at_hand(x: Tensor) -> bool:
     """Whether the numbers in x can be looked at here and now."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and type(x) in PLAIN and not transformed()
+    drawn = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return x.device.type == "cpu" and not drawn and type(x) in PLAIN and not transformed()
 
 
 PLAIN = (Tensor, torch.nn.Parameter)

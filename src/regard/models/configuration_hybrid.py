@@ -97,8 +97,8 @@ class HybridConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if kwargs.pop("learn_temperature", False):
-            self.temperatures = "learned"
+        if kwargs.pop("learn_temperature", False) and self.temperatures == "fixed":
+            self.temperatures = "learned"  # as files written before there were other rules mean it
         refuse_unknown(kwargs)
         super().__post_init__(**kwargs)
         self.normalise()

@@ -62,7 +62,7 @@ class Work:
 @dataclass(frozen=True)
 class Block:
     """Heads `at`, queries [first, last), and of the keys [low, high) those in `kept` (int64 [w], counted from low), or
-    all where None. Blocks with `kept` have one head."""
+    all where None."""
 
     work: Work
     at: slice
@@ -100,7 +100,11 @@ class Block:
         where = self._kv(total.device)
         x = x.transpose(-1, -2)
         if not isinstance(where, slice):
-            total[..., self.low : self.high].index_add_(0, where, x @ p)
+            part = x @ p
+            if self.kept is not None:
+                whole = part.new_zeros(*part.shape[:2], self.high - self.low)
+                part = whole.index_copy_(2, self.kept, part)
+            total[..., self.low : self.high].index_add_(0, where, part)
         elif self.kept is not None:
             total[where, :, self.low : self.high].index_add_(2, self.kept, x @ p)
         elif self.heads == 1:
@@ -157,13 +161,14 @@ class Block:
         return active[self.at, self.first // ROWS]
 
     def narrowed(self, marks: Tensor) -> Block:
-        """The block without the keys that have no mark, where that pays: marks bool [n, ceil(Tk / COLUMNS)]."""
-        if self.heads > 1 or not marks.shape[1]:
+        """The block without the keys that no head has marked, where that pays: marks bool [n, ceil(Tk / COLUMNS)]."""
+        if not marks.shape[1]:
             return self
-        alive = marks[0, self.low // COLUMNS : -(-self.high // COLUMNS)]
+        marked = marks.any(0)
+        alive = marked[self.low // COLUMNS : -(-self.high // COLUMNS)]
         if float(alive.sum()) > SPARSE * alive.shape[0]:
             return self
-        columns = marks[0].repeat_interleave(COLUMNS)[self.low : self.high]
+        columns = marked.repeat_interleave(COLUMNS)[self.low : self.high]
         return replace(self, kept=columns.nonzero()[:, 0])
 
 

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..checks import ArgumentError
 from ..estimators.precision import transformed
 from ..grammar import Spec
 from ..grammar.bandwidths.adaptive import Adaptive
@@ -57,8 +58,13 @@ def unsupported(spec: Spec) -> str | None:
 
 @lru_cache(maxsize=1)
 def _rows() -> Any:
-    from . import rows  # numba, and seconds of compiling: only where it runs
-
+    try:
+        from . import rows  # numba, and seconds of compiling: only where it runs
+    except ImportError as error:
+        raise ArgumentError(
+            f"impl='cpu': numba is installed but cannot be imported ({error}); mend that, or choose impl='blocked' or "
+            f"'reference'."
+        ) from error
     return rows
 
 

@@ -7,6 +7,7 @@ start; those are global).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,20 @@ from .base import NEAREST, SPAN, TILE
 from .row import backward_row, count_support, forward_row, mark, vanishes
 
 
+def _entry(**options: Any) -> Callable[[Any], Any]:
+    """Compiles an entry and keeps what comes of it, where there is a folder to keep it in."""
+
+    def compiled(function: Any) -> Any:
+        try:
+            return njit(cache=True, error_model="numpy", **options)(function)
+        except RuntimeError:  # neither the package's folder nor the user's can be written to
+            return njit(error_model="numpy", **options)(function)
+
+    return compiled
+
+
 def _parts(sources: str) -> tuple[Any, Any]:
-    @njit(cache=True, error_model="numpy", nogil=True)
+    @_entry(nogil=True)
     def forward_part(
         first: int, last: int, z: Any, bits: Any, p: Any, lo: Any, hi: Any, start: int, kernel: int, rule: int,
         power: Any, number: Any, k: int, stand: int, place: bool, counted: bool, floats: Any, flags: Any, index: Any,
@@ -49,7 +62,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
             if active.shape[1] > 0 and flags[i, 0] == 0:
                 mark(out, start, found[1] if rule == NEAREST and vanishes(kernel) else -1, active[i // group])
 
-    @njit(cache=True, error_model="numpy", nogil=True)
+    @_entry(nogil=True)
     def backward_part(
         first: int, last: int, z: Any, bits: Any, g: Any, p: Any, dz: Any, lo: Any, hi: Any, kernel: int, rule: int,
         power: Any, stand: int, learned: bool, place: bool, floats: Any, flags: Any, index: Any, grads: Any,
@@ -79,7 +92,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
 
 
 def _whole(sources: str) -> tuple[Any, Any]:
-    @njit(cache=True, error_model="numpy", parallel=True)
+    @_entry(parallel=True)
     def forward(
         chunks: int, z: Any, bits: Any, p: Any, lo: Any, hi: Any, start: int, kernel: int, rule: int, power: Any,
         number: Any, k: int, stand: int, place: bool, counted: bool, floats: Any, flags: Any, index: Any, active: Any,
@@ -95,7 +108,7 @@ def _whole(sources: str) -> tuple[Any, Any]:
                 number, k, stand, place, counted, floats, flags, index, active, group,
             )  # fmt: skip
 
-    @njit(cache=True, error_model="numpy", parallel=True)
+    @_entry(parallel=True)
     def backward(
         chunks: int, z: Any, bits: Any, g: Any, p: Any, dz: Any, lo: Any, hi: Any, kernel: int, rule: int, power: Any,
         stand: int, learned: bool, place: bool, floats: Any, flags: Any, index: Any, grads: Any,

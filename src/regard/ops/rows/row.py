@@ -182,7 +182,7 @@ def mark(p: Any, start: int, pivot: int, active: Any) -> None:
             total = p.dtype.type(0)
             for j in range(first, end):
                 total += p[j]
-            if total > 0:
+            if total != 0:  # NaN is seen, too
                 active[block] = 1
         first = end
     if pivot >= 0:
