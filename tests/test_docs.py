@@ -36,3 +36,11 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_examples_of_the_layers_page_run() -> None:
+    page = (ROOT / "docs" / "layers.md").read_text(encoding="utf-8")
+    found = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(found) >= 2
+    done = subprocess.run([sys.executable, "-c", "\n".join(found)], capture_output=True, text=True)  # it registers a name
+    assert done.returncode == 0, done.stderr
