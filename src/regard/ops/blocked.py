@@ -259,12 +259,11 @@ def _forward_blocks(
         p, kept = rows.weigh(block, block.scores(q, k), block.params(given), counted, marks)
         for whole, part in zip(statistics, kept, strict=True):
             block.rows(whole).copy_(part)
-        weighty = block
         if rows.marks:
             block.marks(active).logical_or_(marks)
-            weighty = block.narrowed(marks)
-        p = p if weighty.kept is None else p[..., weighty.kept]
-        block.rows(out).copy_(p @ weighty.columns(v))
+            block.add_weighted(block.rows(out), p, block.columns(v), marks)
+        else:
+            block.rows(out).copy_(p @ block.columns(v))
     return found
 
 

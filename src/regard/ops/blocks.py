@@ -20,6 +20,8 @@ ROWS = 128
 """Queries of a block at most, and queries to one mark of the keys that have weight."""
 COLUMNS = 128
 """Keys to one mark."""
+CHUNK = 256
+"""Keys to one product with values, where keys are left out."""
 SPARSE = 0.6
 """The share of marked keys above which leaving out the others saves less than gathering the rest costs."""
 
@@ -111,6 +113,20 @@ class Block:
             total[where.start, :, self.low : self.high].addmm_(x[0], p[0])
         else:
             total[where, :, self.low : self.high].baddbmm_(x, p)
+
+    def add_weighted(self, out: Tensor, p: Tensor, v: Tensor, marks: Tensor) -> None:
+        """Add p v to out [n, q, Dv] by chunks of keys, but for those without a mark. The chunks stand where they stand
+        whatever is marked, so that leaving one out adds its zeros: what one row weighs changes no bit of another."""
+        alive = marks.any(0).tolist()
+        for start in range(self.low - self.low % CHUNK, self.high, CHUNK):
+            first, last = max(start, self.low), min(start + CHUNK, self.high)
+            if not any(alive[first // COLUMNS : (last - 1) // COLUMNS + 1]):
+                continue
+            at = slice(first - self.low, last - self.low)
+            if self.heads == 1:
+                out[0].addmm_(p[0, :, at], v[0, at])
+            else:
+                out.baddbmm_(p[..., at], v[:, at])
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """q . k [n, q, w], nothing hidden yet."""

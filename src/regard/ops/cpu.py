@@ -1,4 +1,4 @@
-"""impl="cpu": compact kernels on a CPU, by the row solvers of `rows.py` (numba, the extra `cpu`).
+"""impl="cpu": compact kernels on a CPU, by the row solvers of `rows` (numba, the extra `cpu`).
 
 Two entries: attention, which is `blocked` with these rows (the weights of a block of scores are solved in place,
 and keys without weight are left out of the products that follow, forward and backward), and `normalise` on plain
@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
 from ..estimators.precision import transformed
 from ..grammar import Spec
 from ..grammar.bandwidths.adaptive import Adaptive
@@ -44,6 +43,20 @@ MISSING = None if find_spec("numba") else "needs numba, which is not installed: 
 """None where numba is installed, else how to get it; found once, as compiled code cannot look."""
 
 
+def _importable() -> str | None:
+    """None where numba can be imported, else why not. Compiled code cannot look, and finds out when it runs."""
+    return None if torch.compiler.is_compiling() else _broken()
+
+
+@lru_cache(maxsize=1)
+def _broken() -> str | None:
+    try:
+        _rows()
+    except ImportError as error:
+        return f"needs numba, which is installed but cannot be imported ({error}); mend that installation"
+    return None
+
+
 def unsupported(spec: Spec) -> str | None:
     """None where the row solvers know the weighting of `spec`, else why not."""
     weighting, rule = spec.weighting, spec.bandwidth
@@ -58,13 +71,8 @@ def unsupported(spec: Spec) -> str | None:
 
 @lru_cache(maxsize=1)
 def _rows() -> Any:
-    try:
-        from . import rows  # numba, and seconds of compiling: only where it runs
-    except ImportError as error:
-        raise ArgumentError(
-            f"impl='cpu': numba is installed but cannot be imported ({error}); mend that, or choose impl='blocked' or "
-            f"'reference'."
-        ) from error
+    from . import rows  # numba, and a second of loading: only where it runs
+
     return rows
 
 
@@ -255,7 +263,7 @@ class Cpu(Blocked):
     def supports(self, problem: Problem) -> str | None:
         if problem.device != "cpu":
             return f"runs on the CPU alone; the tensors are on {problem.device}"
-        return super().supports(problem) or unsupported(problem.spec)
+        return super().supports(problem) or unsupported(problem.spec) or _importable()
 
 
 # Normalisers -------------------------------------------------------------------------------------------------
@@ -355,7 +363,7 @@ def unable(spec: Spec, z: Tensor) -> str | None:
         return f"runs on the CPU alone; the scores are on {z.device}"
     if transformed():
         return "has no forward-mode derivatives and no torch.func transforms"
-    return MISSING or unsupported(spec)
+    return MISSING or unsupported(spec) or _importable()
 
 
 def normalise(spec: Spec, z: Tensor, params: dict[str, Tensor]) -> Tensor:

@@ -4,12 +4,12 @@ All are differentiable twice in the scores and in every parameter, map -inf and 
 0 (and gradient 0) in rows without a score, and NaN in, and only in, rows that hold a NaN. Sums and thresholds are
 computed in float32 at least.
 
-impl="cpu" solves rows in numba (the extra `cpu`), at about the cost of softmax: one tensor of the scores' size more in
-the forward pass and one in the backward pass. impl="reference" is plain torch on any device, forward mode,
-torch.func transforms and export to other runtimes included; entmax then repeats at most 16 passes over the scores
-(64 for alpha > 2 and for alpha given as a tensor). impl="auto" takes "cpu" where numba is installed, the scores are on
-the CPU, no such transform looks on and there is a loop for the weighting (not for straight-through and soft top-k);
-else "reference". Second derivatives are those of "reference" under either.
+impl="cpu" solves rows in numba (the extra `cpu`), at one to three times the cost of softmax (docs/results.md): one
+tensor of the scores' size more in the forward pass and one in the backward pass. impl="reference" is plain torch on
+any device, forward mode, torch.func transforms and export to other runtimes included; entmax then repeats at most 16
+passes over the scores (64 for alpha > 2 and for alpha given as a tensor). impl="auto" takes "cpu" where numba is
+installed, the scores are on the CPU, no such transform looks on and there is a loop for the weighting (not for
+straight-through and soft top-k); else "reference". Second derivatives are those of "reference" under either.
 """
 
 from __future__ import annotations

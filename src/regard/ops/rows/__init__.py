@@ -8,7 +8,8 @@ top = max z, d = top - z and reach = top - theta, a key weighs
 and the rules differ in reach alone. The forward pass takes the largest score of every tile of a row. The adaptive
 rule first solves for those alone: fewer keys need a larger peak, so that this one bounds the row's from above; it
 tells which tiles can still count, and Newton's descent on those begins from it. The backward pass needs the row's
-statistics only. Neither looks again at tiles out of reach.
+statistics only. What is out of reach of a whole span of
+columns is not looked at twice.
 
 Legend: z, p, g, dz [R, n] rows of scores, weights, dL/dp, dL/dz; row i sees columns [lo[i], hi[i]), and -inf hides a
 key inside. `bits` is z read as integers. `floats` [R, 6] top, theta, reach, mass, support, effective sample size;
