@@ -36,6 +36,7 @@ from ..grammar import Spec, as_spec, presets
 from ..grammar.weighting import GUARD, Plain
 from . import sums as forms
 from .chunks import CHUNK, chunked
+from .local import repeat_heads
 from .precision import clean, either, full_precision, row_number, transformed
 from .sums import Sums
 from .visibility import Visibility
@@ -238,8 +239,10 @@ def linear_attention(
     with full_precision(query.device.type):
         (q, k, v), query_bad, pair_bad = _features(query, key, value, spec, scale, dtype)
         _check_state(state, k, v, spec)
-        counts = visible.counts(q.device) + _heads(state.keys[..., -1:].detach(), q)
-        poisoned = _heads(visible.any_seen(pair_bad) | state.poisoned[..., None], q) | (query_bad & (counts > 0))
+        counts = visible.counts(q.device) + repeat_heads(state.keys[..., -1:].detach(), query.shape[1])
+        poisoned = repeat_heads(visible.any_seen(pair_bad) | state.poisoned[..., None], query.shape[1]) | (
+            query_bad & (counts > 0)
+        )
 
         def sum_keys(q: Tensor, bias: float | Tensor) -> Sums:
             return _sum_keys(q, k, v, bias, mask, visible, state, form, chunk_size)
@@ -312,11 +315,6 @@ def _sum_keys(
     augmented = forms.augment(q, k, v, bias, kept)
     make = forms.parallel if form == "parallel" else forms.recurrent
     return make(*augmented, start, state.squares, *order)
-
-
-def _heads(x: Tensor, q: Tensor) -> Tensor:
-    """Each key head of x [B, Hkv, ...] once for every query head of its group."""
-    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _features(

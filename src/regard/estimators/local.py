@@ -34,6 +34,11 @@ class Estimate(NamedTuple):
     solver: dict[str, Tensor] | None
 
 
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Each key head once for every query head of its group: [B, Hkv, ...] -> [B, H, ...]."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
 def scores(q: Tensor, k: Tensor, visible: Visibility) -> Tensor:
     """z = q . k, -inf where a key is not visible. The mask comes after the product, so that no hidden
     content can reach a score."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..checks import ArgumentError, boolean_mask, broadcastable, finite, floating, in_range, on_device, shape
 from ..estimators import Visibility
+from ..estimators.local import repeat_heads
 from ..estimators.precision import clean, either, full_precision, row_number, transformed
 from ..grammar import Spec, as_spec
 from .dispatch import Explanation, Inputs, Problem, choose, explain_problem
@@ -180,8 +181,7 @@ def _poisoned(query_bad: Tensor | None, bad: Tensor | None, visible: Visibility,
     """Rows [B, H, Tq] that see a pair that is not finite, or see anything with a query that is not."""
     seen = None
     if bad is not None:
-        bad = bad if bad.shape[1] == heads else bad.repeat_interleave(heads // bad.shape[1], dim=1)
-        seen = visible.any_seen(bad)
+        seen = visible.any_seen(repeat_heads(bad, heads))
     if query_bad is not None:
         ones = query_bad.new_ones(*query_bad.shape[:2], visible.keys)
         seen = either(seen, query_bad & visible.any_seen(ones))

@@ -7,9 +7,9 @@ from torch import Tensor
 from ..estimators import Diagnostics
 from ..estimators.chunks import CHUNK, chunked
 from ..estimators.linear import bias_of, estimate, finite_features, signed
+from ..estimators.local import repeat_heads
 from ..estimators.sums import Sums
 from .dispatch import Cost, Inputs, Problem, register_impl
-from .reference import repeat_heads
 
 
 @register_impl("linear", priority=30)

@@ -10,15 +10,11 @@ from torch.nn.functional import pad
 
 from ..estimators import Diagnostics, local
 from ..estimators.diagnostics import counts, diagnose
+from ..estimators.local import repeat_heads
 from .dispatch import Cost, Inputs, Problem, register_impl
 
 LIMIT = 2**28
 """Elements of the largest tensor that degree 1 may build."""
-
-
-def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Each key head once for every query head of its group: [B, Hkv, T, D] -> [B, H, T, D]."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 @register_impl("reference", priority=0)
