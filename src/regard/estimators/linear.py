@@ -117,8 +117,8 @@ class LinearState:
         return self.map(Tensor.detach)
 
     def select(self, indices: Tensor) -> LinearState:
-        """The sequences `indices`, integers [N], in that order (beam search)."""
-        return self.map(lambda x: x.index_select(0, indices.to(x.device)))
+        """The sequences `indices`, integers [N] in that order (beam search) or flags [B]."""
+        return self.map(lambda x: x[indices.to(x.device)])
 
     def repeat(self, n: int) -> LinearState:
         """Every sequence `n` times in a row."""

@@ -221,8 +221,15 @@ def _integrated(z: Tensor, spec: Spec, params: Params) -> Tensor:
 
 @singledispatch
 def integral(kernel: Any, a: Tensor, params: Params) -> Tensor:
-    """Phi(a) with Phi' = K, for kernels that do not fall as the score rises. Register one with a kernel's class."""
-    raise NotImplementedError(f"no integral of {kernel!r} is known")
+    """Phi(a) with Phi' = K, for kernels that do not fall as the score rises. Register one with a kernel's class.
+
+    Raises:
+        ArgumentError: none is registered (`has_integral` tells).
+    """
+    raise ArgumentError(
+        f"energy: no integral of {kernel!r} is known; give one with @regard.memory.energy.integral.register for "
+        f"{type(kernel).__name__}."
+    )
 
 
 def has_integral(kernel: Any) -> bool:

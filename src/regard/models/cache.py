@@ -80,11 +80,13 @@ class RegardCacheLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only the rows `indices`, numbers or flags."""
-        self._map(lambda x: x[indices.to(x.device)])
+        if self.linear_state is not None:
+            self.linear_state = self.linear_state.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times in a row."""
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+        if self.linear_state is not None:
+            self.linear_state = self.linear_state.repeat(repeats)
 
     def offload(self) -> None:
         """Move the sums to main memory."""

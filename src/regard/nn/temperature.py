@@ -51,8 +51,14 @@ class Temperature:
         Args:
             n: visible keys, [B or 1, H or 1, Tq], floating-point and at least 1 (empty rows included).
             learned: the numbers of `start`, each [1, H or 1, 1].
+
+        Raises:
+            ArgumentError: the rule does not define it.
         """
-        raise NotImplementedError
+        raise ArgumentError(
+            f"temperature {self.name!r}: {type(self).__name__} has no multiplier(n, learned); define it to return the "
+            f"factor of the usual scale."
+        )
 
     @property
     def neutral(self) -> bool:
