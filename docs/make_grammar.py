@@ -56,7 +56,8 @@ def page() -> str:
         registry = regard.registries()[axis]
         rows = [(f"`{name}`", first_sentence(obj)) for name, obj in registry.items()]
         parts += [f"## {title}", table((axis, "what it is"), rows)]
-    rows = [(f"`{n}`", first_sentence(e.impl)) for n, e in regard.registries()["impl"].items()]
+    impls = sorted(regard.registries()["impl"].items())  # their order of registration depends on who imports first
+    rows = [(f"`{n}`", first_sentence(e.impl)) for n, e in impls]
     parts += ["## Implementations", table(("impl", "what it is"), rows)]
     return "\n\n".join(parts) + "\n"
 
