@@ -10,6 +10,7 @@ from .estimators import Diagnostics, LinearState, linear_attention
 from .grammar import Spec, presets
 from .memory import AssociativeMemory
 from .ops import attention, explain
+from .ops.local_linear_attention import local_linear_attention
 from .ops.normalisers import entmax, normrelu, relumax, sparsemax, topk_softmax, topk_uniform
 from .registries import registries
 
@@ -24,6 +25,7 @@ __all__ = [
     "entmax",
     "explain",
     "linear_attention",
+    "local_linear_attention",
     "normrelu",
     "presets",
     "registries",

@@ -6,7 +6,8 @@ values leave behind are sums (kernel-selection paper, equations 13-16), and a qu
     o_i = u_i                    unnormalised (22)
     o_i = u_i / Z_i              normalised (20, 21)
 
-A signed Z_i near zero is held at GUARD sqrt(n_i Q_i), n_i the keys that query i sees, as in `regard.attention`.
+A signed Z_i near zero is held at GUARD sqrt(n_i Q_i), n_i the keys that query i sees, as in `regard.attention`. With
+`log_decay` the sums fade (`decay`).
 
 Legend: as in `sums`. F counts the features of the similarity and one for the bias.
 """
@@ -14,35 +15,26 @@ Legend: as in `sums`. F counts the features of the similarity and one for the bi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..checks import (
-    ArgumentError,
-    boolean_mask,
-    broadcastable,
-    finite,
-    floating,
-    in_range,
-    on_device,
-    require,
-    shape,
-    suggestion,
-)
+from ..checks import ArgumentError, finite, in_range, shape
 from ..grammar import Spec, as_spec, presets
 from ..grammar.weighting import GUARD, Plain
 from . import sums as forms
+from .arguments import Form, check, log_decays, order
 from .chunks import CHUNK, chunked
+from .decay import decayed
 from .local import repeat_heads
 from .precision import clean, either, full_precision, row_number, transformed
+from .states import State
 from .sums import Sums
 from .visibility import Visibility
 
 CALL = "linear_attention"
-Form = Literal["chunked", "parallel", "recurrent"]
 
 
 def finite_features(spec: Spec) -> bool:
@@ -51,16 +43,19 @@ def finite_features(spec: Spec) -> bool:
 
 
 @dataclass(frozen=True)
-class LinearState:
+class LinearState(State):
     """What linear attention remembers of all pairs so far: sums, whose size does not grow.
 
     Attributes:
         values: sum psi v^T [B, Hkv, F, Dv], float32 or float64 (equation 13).
-        keys: sum psi [B, Hkv, F] (equation 14); its last entry counts the pairs.
+        keys: sum psi [B, Hkv, F] (equation 14); its last entry counts the pairs (with a decay of heads or
+            tokens, each as faded as its key).
         squares: sum psi psi^T [B, Hkv, F, F], for normalised signed weights; None elsewhere.
         poisoned: boolean [B, Hkv]: a pair that was not finite was seen, so that every later row is NaN.
         tokens: how many positions were seen, masked ones included.
     """
+
+    OPTIONAL: ClassVar[dict[str, str]] = {"squares": "weights are signed and normalised"}
 
     values: Tensor
     keys: Tensor
@@ -97,74 +92,24 @@ class LinearState:
             poisoned=torch.zeros(batch, kv_heads, dtype=torch.bool, device=device),
         )
 
-    def map(self, fn: Any) -> LinearState:
-        """The same state with `fn` applied to every tensor."""
-        return replace(self, **{name: fn(x) for name, x in self._tensors().items()})
+    def read(
+        self,
+        query: Tensor,
+        spec: Spec | str = "elu",
+        *,
+        scale: float | Tensor | None = None,
+        params: Mapping[str, float | Tensor] | None = None,
+    ) -> Tensor:
+        """What the state gives for other queries [B, H, Tq, D] after all pairs, [B, H, Tq, Dv] in the queries' dtype.
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
-
-    def reset(self) -> LinearState:
-        """The state before the first pair."""
-        return replace(self.map(torch.zeros_like), tokens=0)
-
-    def clone(self) -> LinearState:
-        """A copy that shares no memory; gradients flow through it."""
-        return self.map(torch.clone)
-
-    def detach(self) -> LinearState:
-        """The same numbers, through which no gradient flows (truncated backpropagation)."""
-        return self.map(Tensor.detach)
-
-    def select(self, indices: Tensor) -> LinearState:
-        """The sequences `indices`, integers [N] in that order (beam search) or flags [B]."""
-        return self.map(lambda x: x[indices.to(x.device)])
-
-    def repeat(self, n: int) -> LinearState:
-        """Every sequence `n` times in a row."""
-        return self.map(lambda x: x.repeat_interleave(n, dim=0))
-
-    def crop(self, n: int) -> LinearState:
-        """The state itself where `n` is no less than `tokens` (a negative n counts from the end).
-
-        Raises:
-            ArgumentError: fewer tokens are asked for: a sum does not remember what it was made of.
+        Args:
+            spec: the sentence that wrote the state.
+            scale, params: as in `linear_attention`, whose errors it raises.
         """
-        wanted = self.tokens + n if n < 0 else n
-        require(
-            wanted >= self.tokens,
-            "LinearState.crop",
-            f"cannot go back from {self.tokens} tokens to {max(wanted, 0)}: the state is a sum over all pairs, which "
-            f"cannot forget some of them; keep a clone() from before, or reset() and read the tokens again.",
-        )
-        return self
-
-    @property
-    def bytes(self) -> int:
-        """The memory of the tensors; it does not depend on how many tokens were seen."""
-        return sum(x.numel() * x.element_size() for x in self._tensors().values())
-
-    def to_tensors(self) -> dict[str, Tensor]:
-        """Name to tensor, contiguous, for safetensors; `from_tensors` gives the same state back."""
-        own = {name: x.contiguous() for name, x in self._tensors().items()}
-        return {**own, "tokens": torch.tensor(self.tokens)}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> LinearState:
-        """The state that `to_tensors` wrote.
-
-        Raises:
-            ArgumentError: a tensor is missing or unknown.
-        """
-        known = {f.name for f in fields(cls)}
-        require(
-            known - {"squares"} <= set(tensors) <= known,
-            "LinearState.from_tensors",
-            f"got {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(known))} (squares only where "
-            f"weights are signed and normalised).",
-        )
-        own = {name: tensors.get(name) for name in known - {"tokens"}}
-        return cls(**own, tokens=int(tensors["tokens"]))
+        none = query.new_empty(query.shape[0], self.keys.shape[1], 0, query.shape[3])
+        nothing = query.new_empty(*none.shape[:3], self.values.shape[3])
+        how: dict[str, Any] = {"form": "parallel", "is_causal": False, "scale": scale, "params": params}
+        return linear_attention(query, none, nothing, spec, state=self, **how)[0]
 
 
 def bias_of(spec: Spec, numbers: Mapping[str, float | Tensor]) -> float | Tensor:
@@ -183,6 +128,7 @@ def linear_attention(
     value: Tensor,
     spec: Spec | str = "elu",
     *,
+    log_decay: float | Tensor | None = None,
     state: LinearState | None = None,
     form: Form = "chunked",
     chunk_size: int | None = None,
@@ -201,6 +147,10 @@ def linear_attention(
         key: [B, Hkv, Tk, D]; Hkv = H or a divisor of H.
         value: [B, Hkv, Tk, Dv].
         spec: a sentence with the linear kernel, or its text: linear, cosine, shift-cosine, relu, relu2, elu, ...
+        log_decay: g <= 0, by which what is remembered fades: the weight of the pair (i, j) is multiplied, inside the
+            dot product of the features, by exp(sum of g over j < l <= i). Per key head [Hkv] (RetNet) or one number,
+            per token [B, Hkv, Tk] (Mamba-2), per feature [B, Hkv, Tk, F] (GLA); -inf forgets everything. Masked
+            positions do not fade anything. Not for signed weights that are normalised, nor per feature with a bias.
         state: what earlier calls left; None at the beginning.
         form: "chunked" (all pairs inside chunks, sums between them), "parallel" (all pairs; kernel-selection paper,
             equations 17-20) or "recurrent" (one pair at a time; equations 15, 16, 21, 22).
@@ -208,7 +158,7 @@ def linear_attention(
         attn_mask: boolean over the keys of this call, [B, Tk] or [B, 1, 1, Tk]; True where a key may be attended.
         is_causal: query i sees the state and the keys j <= i; Tq must equal Tk. Otherwise every query sees the
             state and all keys.
-        exclude_self: j < i; implies `is_causal`.
+        exclude_self: j < i; implies `is_causal`. Query i reads what the pairs before it left, not yet faded by g_i.
         scale, params: as in `regard.attention`.
 
     Returns:
@@ -216,19 +166,17 @@ def linear_attention(
         0; rows that see what is not finite are NaN, as in `regard.attention`, here or in any later call.
 
     Raises:
-        ArgumentError: shapes or dtypes that do not fit, a spec without finite features.
+        ArgumentError: shapes or dtypes that do not fit, a spec without finite features, or a decay that it cannot have.
 
     Precision: float32 (float64 for float64 inputs) for features, products and sums. Derivatives: "chunked" once,
-    backward (under forward mode and torch.func transforms it is "parallel"); "parallel" and "recurrent" to any order.
+    backward (under forward mode and torch.func transforms it is "parallel"); "parallel" and "recurrent" to any order,
+    and with log_decay all of them.
     Cost: O(T F Dv) time; "chunked" adds O(T chunk_size) pairs and O(T) memory, forward and backward; "parallel" O(T^2)
     both; the state O(F Dv) a head, with squares O(F^2) more.
     """
     spec = _require_features(as_spec(spec))
-    for name, flag in (("is_causal", is_causal), ("exclude_self", exclude_self)):
-        if not isinstance(flag, bool):
-            raise ArgumentError(f"{CALL}: {name} is {flag!r}, expected True or False.")
-    causal = is_causal or exclude_self
-    mask = _check(query, key, value, attn_mask, form, chunk_size, causal)
+    causal = order(CALL, is_causal, exclude_self)
+    mask = check(CALL, query, key, value, attn_mask, form, chunk_size, causal)
     dtype = torch.promote_types(query.dtype, torch.float32)
     scale, bias = _numbers(query, spec, scale, params or {}, dtype)
     if state is None:
@@ -239,12 +187,18 @@ def linear_attention(
     with full_precision(query.device.type):
         (q, k, v), query_bad, pair_bad = _features(query, key, value, spec, scale, dtype)
         _check_state(state, k, v, spec)
+        fade = log_decays(CALL, log_decay, key, k.shape[-1], dtype, mask)
+        if fade is not None:
+            _require_fading(spec, fade.value, bias)
+            pair_bad = pair_bad | fade.bad
         counts = visible.counts(q.device) + repeat_heads(state.keys[..., -1:].detach(), query.shape[1])
         poisoned = repeat_heads(visible.any_seen(pair_bad) | state.poisoned[..., None], query.shape[1]) | (
             query_bad & (counts > 0)
         )
 
         def sum_keys(q: Tensor, bias: float | Tensor) -> Sums:
+            if fade is not None:
+                return _fading(q, k, v, bias, fade.value, mask, visible, state, form, chunk_size)
             return _sum_keys(q, k, v, bias, mask, visible, state, form, chunk_size)
 
         out, found = estimate(q, bias, counts, spec, sum_keys)
@@ -317,6 +271,44 @@ def _sum_keys(
     return make(*augmented, start, state.squares, *order)
 
 
+def _fading(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: float | Tensor,
+    g: Tensor,
+    mask: Tensor | None,
+    visible: Visibility,
+    state: LinearState,
+    form: str,
+    chunk_size: int | None,
+) -> Sums:
+    """`_sum_keys` with a decay g [B, Hkv, Tk, 1 or F - 1]."""
+    start = torch.cat([state.values, state.keys[..., None]], -1)
+    if g.shape[-1] > 1:  # the bias is zero, and its key goes on counting the pairs
+        g = torch.nn.functional.pad(g, (0, 1))
+    rows, after = decayed(
+        *forms.augment(q, k, v, bias, None if mask is None else mask[:, None]), g, start,
+        causal=visible.causal, strict=visible.strict, form=form, chunk=chunk_size,
+    )  # fmt: skip
+    return Sums(rows[..., :-1], rows[..., -1], None, after, None)
+
+
+def _require_fading(spec: Spec, g: Tensor, bias: float | Tensor) -> None:
+    """Raises where a decay g [B, Hkv, T, 1 or F] has no meaning."""
+    if signed(spec):
+        raise ArgumentError(
+            f"{CALL}: {spec} divides signed weights by their sum, which is held off zero by a count of keys and a sum "
+            f"of squares; neither fades. Use log_decay with unnormalised weights (linear, cosine) or features that are "
+            f"not negative (elu, relu)."
+        )
+    if g.shape[-1] > 1 and (isinstance(bias, Tensor) or bias != 0):
+        raise ArgumentError(
+            f"{CALL}: {spec} has a bias, which belongs to no feature that could fade; give a log_decay per token "
+            f"[B, Hkv, T], or a sentence without bias such as linear, cosine or elu."
+        )
+
+
 def _features(
     query: Tensor, key: Tensor, value: Tensor, spec: Spec, scale: float | Tensor, dtype: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
@@ -359,55 +351,6 @@ def _require_features(spec: Spec) -> Spec:
             f"have: {able}, and any linear*fixed sentence. Use regard.attention for {spec}."
         )
     return spec
-
-
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    form: str,
-    chunk_size: int | None,
-    causal: bool,
-) -> Tensor | None:
-    """The mask as [B, Tk], after everything was found to fit."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        floating(CALL, name, tensor)
-        if tensor.dim() != 4 or tensor.dtype != query.dtype or tensor.device != query.device:
-            raise ArgumentError(
-                f"{CALL}: {name} is {tensor.dtype} {shape(tensor)} on {tensor.device}, expected {query.dtype} [batch, "
-                f"heads, length, dim] on {query.device}, as the others."
-            )
-    (batch, heads, queries, dim), (_, kv_heads, keys, _) = query.shape, key.shape
-    for fits, what in (
-        (batch == key.shape[0] == value.shape[0], "batch sizes differ"),
-        (dim == key.shape[3], "query and key differ in their last axis"),
-        (dim > 0 and value.shape[3] > 0, "there are no features"),
-        (key.shape[1:3] == value.shape[1:3], "key and value differ in heads or length"),
-        (
-            kv_heads > 0 and heads % kv_heads == 0,
-            "the query heads cannot be shared out among the key heads; the former must be a multiple",
-        ),
-        (
-            not causal or queries == keys,
-            "causal order needs a key for every query; to read a state alone, pass is_causal=False",
-        ),
-    ):
-        if not fits:
-            raise ArgumentError(f"{CALL}: {what}: query {shape(query)}, key {shape(key)}, value {shape(value)}.")
-    if form not in get_args(Form):
-        raise ArgumentError(f"{CALL}: unknown form={form!r}.{suggestion(str(form), get_args(Form))}")
-    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ArgumentError(f"{CALL}: chunk_size is {chunk_size!r}, expected a whole number >= 1 or None.")
-    if mask is None:
-        return None
-    boolean_mask(CALL, "attn_mask", mask)
-    if mask.dim() not in (1, 2, 4):
-        raise ArgumentError(f"{CALL}: attn_mask has shape {shape(mask)}, expected [B, Tk] or [B, 1, 1, Tk].")
-    on_device(CALL, "attn_mask", mask, query.device)
-    broadcastable(CALL, "attn_mask", mask, (batch, keys) if mask.dim() <= 2 else (batch, 1, 1, keys))
-    mask = mask[:, 0, 0] if mask.dim() == 4 else mask
-    return mask.expand(batch, keys)
 
 
 def _check_state(state: LinearState, k: Tensor, v: Tensor, spec: Spec) -> None:

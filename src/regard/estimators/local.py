@@ -4,13 +4,17 @@ Degree 0 (Nadaraya-Watson; softmax attention is its Gaussian case):
 
     o_i = sum_j p_ij v_j
 
-Degree 1 (Local Linear Attention, equations 6-8, in the covariance form: with A_i = C_i + ridge I,
-C_i = sum_j p_ij (k_j - kbar_i)(k_j - kbar_i)^T and kbar_i = sum_j p_ij k_j):
+Degree 1 (Local Linear Attention, equations 6-8) in the covariance form, which is the same and divides by nothing that
+may vanish: with C_i = sum_j p_ij (k_j - kbar_i)(k_j - kbar_i)^T and kbar_i = sum_j p_ij k_j,
 
-    t_i = A_i^-1 (q_i - kbar_i),   o_i = sum_j p_ij (1 + (k_j - kbar_i) . t_i) v_j
+    t_i = (C_i + ridge_i)^-1 (q_i - kbar_i),   e_ij = (k_j - kbar_i) . t_i,   o_i = sum_j p_ij (1 + e_ij) v_j
+
+(in the paper's terms rho = -t delta / omega). The ridge is relative to the total kernel weight; an absolute one, as in
+equation 7, is divided by that weight first.
 
 Legend: q [B, H, Tq, F] and k [B, H, Tk, F] features whose dot product is the score; v [B, H, Tk, Dv]; x [B, H, Tq, D]
-and y [B, H, Tk, D] the coordinates in which degree 1 is linear; p [B, H, Tq, Tk].
+and y [B, H, Tk, D] the coordinates in which degree 1 is linear; p [B, H, Tq, Tk]; ridge a number, [B, H, Tq, 1] or, one
+for every coordinate, [B, H, Tq, D].
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..grammar import RowStats, Weighting
+from ..grammar import Dense, RowStats, Solved, Weighting
 from .visibility import Visibility
 
 
@@ -55,26 +59,76 @@ def constant(q: Tensor, k: Tensor, v: Tensor, visible: Visibility, weighting: We
     return Estimate(p @ v, p, stats, None)
 
 
+class Local(NamedTuple):
+    """What degree 1 has beside the weighted pairs.
+
+    Attributes:
+        x, y: coordinates of queries and keys.
+        ridge: a number or [B, H, Tq, 1 or D].
+        absolute: whether the ridge is not relative to the total kernel weight.
+        solver: a `regard.grammar.Solver`.
+        probe: -t [B, H, Tq, D] for the solver `Learned`.
+    """
+
+    x: Tensor
+    y: Tensor
+    ridge: float | Tensor
+    absolute: bool
+    solver: Any
+    probe: Tensor | None = None
+
+
+LEAST, MOST = -80.0, 80.0
+"""Between e to these powers lies an absolute ridge after its division by the kernel weight, so as to be a number."""
+
+
+def relative(ridge: float | Tensor, log_mass: Tensor) -> Tensor:
+    """An absolute ridge relative to the kernel weight whose logarithm [B, H, Tq, 1] is given."""
+    return ridge * (-log_mass).clamp(LEAST, MOST).exp()
+
+
 def linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Visibility,
-    weighting: Weighting,
-    params: Any,
-    x: Tensor,
-    y: Tensor,
-    ridge: float | Tensor,
-    solver: Any,
+    q: Tensor, k: Tensor, v: Tensor, visible: Visibility, weighting: Weighting, params: Any, local: Local
 ) -> Estimate:
-    """Degree 1. Materialises [B, H, Tq, Tk, D]."""
-    p = (fit := constant(q, k, v, visible, weighting, params)).weights
-    mean = p @ y
-    away = y[..., None, :, :] - mean[..., :, None, :]  # [B, H, Tq, Tk, D]
+    """Degree 1. Materialises [B, H, Tq, Tk, D]; differentiable twice, with a solver that iterates too."""
+    fit = constant(q, k, v, visible, weighting, params)
+    p, ridge = fit.weights, local.ridge
+    if local.absolute:
+        ridge = relative(ridge, weighting.log_mass(fit.stats, params))  # type: ignore[attr-defined]
+    mean = p @ local.y
+    away = local.y[..., None, :, :] - mean[..., :, None, :]  # [B, H, Tq, Tk, D]
     spread = (p[..., None] * away).transpose(-1, -2) @ away
-    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    amount = ridge[..., None] if isinstance(ridge, Tensor) else ridge
-    solved = solver.solve(spread + amount * eye, x - mean)
+    solved = solve(local.solver, spread, ridge, local.x - mean, local.probe)
     slope = (away @ solved.value[..., None])[..., 0]
-    solver_stats = {"status": solved.status, **solved.statistics}
-    return Estimate((p * (1 + slope)) @ v, p, fit.stats, solver_stats)
+    return Estimate((p * (1 + slope)) @ v, p, fit.stats, {"status": solved.status, **solved.statistics})
+
+
+def solve(solver: Any, spread: Tensor, ridge: float | Tensor, right: Tensor, probe: Tensor | None = None) -> Solved:
+    """(spread + ridge) t = right, with the gradients of the exact solution whatever the solver."""
+    eye = torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
+    matrix = spread + (ridge[..., None] if isinstance(ridge, Tensor) else ridge) * eye
+    if solver.exact:
+        return solver.solve(Dense(matrix, ridge, probe), right)  # type: ignore[no-any-return]
+    with torch.no_grad():
+        found: Solved = solver.solve(Dense(matrix, ridge, probe), right)
+    return found._replace(value=_Implicit.apply(matrix, right, solver, found.value))
+
+
+class _Implicit(torch.autograd.Function):
+    """The solution of A t = b that a solver found: dL/db = A^-1 g, dL/dA = -(A^-1 g) t^T."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, right: Tensor, solver: Any, value: Tensor) -> Tensor:
+        ctx.save_for_backward(matrix, right, value)
+        ctx.solver = solver
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        matrix, right, value = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a derivative of this one: the solution as a function of A and b once more
+            value = _Implicit.apply(matrix, right, ctx.solver, value)
+        with torch.no_grad():
+            found = ctx.solver.solve(Dense(matrix), grad).value
+        back = _Implicit.apply(matrix, grad, ctx.solver, found) if torch.is_grad_enabled() else found
+        return -back[..., :, None] * value[..., None, :], back, None, None

@@ -5,6 +5,7 @@ Query i stands at key position i + offset. A key j is visible where all of these
     causal          j <= i + offset           (strict: j < i + offset)
     window W        the last W positions the causal rule permits; without causal, |i + offset - j| < W
     mask            mask[..., i, j] is True
+    runs            key j is in the run of equal segment ids that position i + offset is in (packed sequences)
 
 Legend: B batch, H heads, Tq queries, Tk keys.
 """
@@ -26,6 +27,7 @@ class Visibility:
         causal, strict, window: see the module; strict implies causal.
         offset: an int, or int64 [B].
         mask: boolean [B or 1, H or 1, Tq or 1, Tk or 1], or None.
+        runs: int64 [2, B or 1, Tk], the first key and the one after the last of each key's run, or None.
     """
 
     queries: int
@@ -35,11 +37,12 @@ class Visibility:
     window: int | None = None
     offset: int | Tensor = 0
     mask: Tensor | None = None
+    runs: Tensor | None = None
 
     @property
     def positional(self) -> bool:
         """Whether position decides anything."""
-        return self.causal or self.window is not None
+        return self.causal or self.window is not None or self.runs is not None
 
     def span(self, first: int, last: int) -> tuple[int, int]:
         """Keys [low, high) outside of which no query of [first, last) sees anything."""
@@ -52,8 +55,16 @@ class Visibility:
         if self.window is not None:
             low = first + self.offset - reach - self.window + 1
             high = high if self.causal else last - 1 + self.offset + self.window
+        if self.runs is not None and self.runs.device.type == "cpu" and last > first:
+            low = max(low, int(self.runs[0, :, self._place(first)].min()))
+            high = min(high, int(self.runs[1, :, self._place(last - 1)].max()))
         high = min(max(high, 0), self.keys)
         return min(max(low, 0), high), high
+
+    def _place(self, row: int) -> int:
+        """The key position of a query, inside the keys."""
+        assert not isinstance(self.offset, Tensor)
+        return min(max(row + self.offset, 0), self.keys - 1)
 
     def bounds(self, first: int, last: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Keys [low, high) that position lets each query of [first, last) see: int64 [B or 1, queries]."""
@@ -67,6 +78,9 @@ class Visibility:
                 low = high - self.window
         elif self.window is not None:
             low, high = at - self.window + 1, at + self.window
+        if self.runs is not None and self.keys:
+            start, stop = self.runs[:, :, at[0].clamp(0, self.keys - 1)]
+            low, high = torch.maximum(low, start), torch.minimum(high, stop)
         return low.clamp(0, self.keys), high.clamp(0, self.keys)
 
     def block(self, first: int, last: int, low: int, high: int, device: torch.device) -> Tensor | None:
@@ -77,7 +91,7 @@ class Visibility:
             start, stop = self.bounds(first, last, device)
             at = torch.arange(low, high, device=device)
             visible = at < stop[..., None]
-            if self.window is not None:
+            if self.window is not None or self.runs is not None:
                 visible = visible & (at >= start[..., None])
             visible = visible[:, None]
         if self.mask is not None:
@@ -122,3 +136,14 @@ class Visibility:
         else:
             seen = (visible @ marked.float()[..., None])[..., 0]
         return (seen > 0).expand(*marked.shape[:2], self.queries)
+
+
+def runs_of(segment_ids: Tensor) -> Tensor:
+    """`Visibility.runs` of ids [B, T]: a run ends where the id changes, so that one that comes back begins another."""
+    at = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand(segment_ids.shape)
+    edge = segment_ids[:, 1:] != segment_ids[:, :-1]
+    first = torch.nn.functional.pad(edge, (1, 0), value=True)
+    last = torch.nn.functional.pad(edge, (0, 1), value=True)
+    start = torch.where(first, at, 0).cummax(1).values
+    stop = torch.where(last, at + 1, segment_ids.shape[1]).flip(1).cummin(1).values.flip(1)
+    return torch.stack([start, stop])

@@ -74,6 +74,13 @@ class _Ranked:
     def params(self) -> Mapping[str, ParamInfo]:
         return {}
 
+    def value(self, a: Tensor, params: Params) -> Tensor:
+        raise NotImplementedError
+
+    def log_peak(self, top: Tensor, reach: Tensor, params: Params) -> Tensor:
+        """log K at the best score, which lies `reach` above the threshold."""
+        return self.value(reach, params).log()
+
 
 @kernels.register("gaussian")
 @dataclass(frozen=True)
@@ -90,6 +97,9 @@ class Gaussian(_Ranked):
 
     def relative_slope(self, d: Tensor, reach: Number, params: Params) -> Tensor:
         return _inside(torch.exp(-d), d, reach)
+
+    def log_peak(self, top: Tensor, reach: Tensor, params: Params) -> Tensor:
+        return top
 
     def value(self, a: Tensor, params: Params) -> Tensor:
         return torch.exp(a)

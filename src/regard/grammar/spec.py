@@ -28,6 +28,9 @@ from .solvers import solvers
 from .weighting import Weighting
 
 DEGREES = (0, 1)
+RIDGE_MODES = ("relative", "absolute")
+LOCAL_LINEAR = ("ridge", "probe")
+"""Numbers of the local linear model, which may have an axis of coordinates: [B, H, Tq, D]."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,12 @@ class Spec:
         bandwidth: a bandwidth rule or its name; the kernel's usual rule where None (adaptive for
             polynomials, nearest for uniform, fixed for the rest).
         degree: 0 local constant (attention), 1 local linear.
-        ridge: of the local linear model, relative to the total kernel weight; 0.1 where None.
-        solver: of the local linear model; Cholesky where None.
+        ridge: of the local linear model; 0.1 where None.
+        solver: of the local linear model; `Auto` where None.
         similarity: a similarity or its name.
         normalise: whether weights are divided by their sum; where None, yes unless they are signed.
+        ridge_mode: "relative" (to the total kernel weight), or "absolute" (Local Linear Attention, equation 7), for
+            weights that are not made to sum to one by their bandwidth: a Gaussian, or the rules fixed and anchored.
 
     Raises:
         ArgumentError: an unknown name (with a suggestion), a number out of range, or a product that has no
@@ -56,6 +61,7 @@ class Spec:
     solver: Any = None
     similarity: Any = "dot"
     normalise: bool | None = None
+    ridge_mode: str = "relative"
 
     def __post_init__(self) -> None:
         if isinstance(self.kernel, str) and self.kernel not in kernels and self.kernel in presets_registry:
@@ -76,7 +82,10 @@ class Spec:
             ridge = 0.1 if self.ridge is None else self.ridge
             in_range("Spec", "ridge", ridge, low=0.0, strict=False)
             put("ridge", float(ridge))
-            put("solver", _instance(solvers, self.solver or "cholesky"))
+            put("solver", _instance(solvers, self.solver or "auto"))
+            if self.ridge == 0 and self.solver.needs_ridge:
+                raise ArgumentError(f"Spec: the solver {self.solver.name} needs ridge > 0; use cholesky for ridge 0.")
+        self._check_ridge_mode()
         below = getattr(self.kernel, "below", None)
         if below is not None and self.similarity.upper > below:
             raise ArgumentError(
@@ -95,6 +104,21 @@ class Spec:
             raise ArgumentError(
                 f"Spec: the local linear model needs non-negative weights that sum to one; {self.kernel.name} with "
                 f"these choices has none. Presets that do: {able}."
+            )
+
+    def _check_ridge_mode(self) -> None:
+        if self.ridge_mode not in RIDGE_MODES:
+            raise ArgumentError(f"Spec: ridge_mode is {self.ridge_mode!r}, expected 'relative' or 'absolute'.")
+        if self.ridge_mode == "relative":
+            return
+        if self.degree == 0:
+            raise ArgumentError("Spec: ridge_mode belongs to the local linear model; give degree=1 or leave it out.")
+        has_mass = self.kernel.name == "gaussian" or self.bandwidth.name in ("fixed", "anchored")
+        if not (self.kernel.ranked and has_mass):
+            raise ArgumentError(
+                f"Spec: an absolute ridge is weighed against the total kernel weight, which {self.kernel.name} under "
+                f"{self.bandwidth.name} does not have; use ridge_mode='relative', a Gaussian, or the rules fixed and "
+                f"anchored."
             )
 
     def _normalised_by_default(self) -> bool:
@@ -127,7 +151,9 @@ class Spec:
         if self.bandwidth.name == "fixed":
             own = dict(self.bandwidth.param_info(self.kernel)) if self.kernel.ranked and self.normalise else own
         if self.degree == 1:
-            own["ridge"] = ParamInfo(self.ridge or 0.0, low=0.0)
+            own["ridge"] = ParamInfo(self.ridge or 0.0, low=0.0, strict=self.solver.needs_ridge)
+            if self.solver.name == "learned":
+                own["probe"] = ParamInfo(0.0)
         return own
 
     def resolve(self, dim: int, scale: Number | None, params: Params) -> tuple[Number, dict[str, Number]]:
@@ -146,7 +172,7 @@ class Spec:
             raise ArgumentError(f"attention: {self} takes no scale; leave scale out.")
         if scale is None and not self.kernel.scaled:
             scale = 1.0
-        weights = {k: v for k, v in params.items() if k != "ridge"}
+        weights = {k: v for k, v in params.items() if k not in LOCAL_LINEAR}
         return self.bandwidth.resolve(self.kernel, self.similarity, scale, weights, dim)
 
     # Text and JSON ------------------------------------------------------------------------------------------
@@ -176,7 +202,9 @@ class Spec:
         if self.similarity != similarities.get("dot")():
             parts.append(_term(self.similarity))
         if self.degree == 1:
-            parts.append(f"linear(ridge={self.ridge!r},solver={_term(self.solver)})")
+            solver = "" if self.solver.name == "auto" else f",solver={_term(self.solver)}"
+            mode = "" if self.ridge_mode == "relative" else f",ridge_mode={self.ridge_mode}"
+            parts.append(f"linear(ridge={self.ridge!r}{solver}{mode})")
         if self.normalise != self._normalised_by_default():
             parts.append("normalised" if self.normalise else "unnormalised")
         return parts
@@ -216,7 +244,7 @@ AXES: dict[str, Registry[Any]] = {
     "similarity": similarities,
     "solver": solvers,
 }
-PLAIN_FIELDS = ("degree", "ridge", "normalise")
+PLAIN_FIELDS = ("degree", "ridge", "normalise", "ridge_mode")
 
 
 def _instance(registry: Registry[Any], value: Any, **arguments: Any) -> Any:
@@ -339,6 +367,8 @@ class _Reader:
 
     def value(self) -> Any:
         token = self.rest[0] if self.rest else self.take()
+        if token in ("True", "False"):
+            return self.take() == "True"
         try:
             number = float(token)
         except ValueError:
@@ -405,7 +435,7 @@ def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
 
 def _part(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if name in ("linear", "constant"):
-        known = ("ridge", "solver") if name == "linear" else ()
+        known = ("ridge", "solver", "ridge_mode") if name == "linear" else ()
         for key in arguments:
             if key not in known:
                 raise ArgumentError(f"{name}: unknown argument {key!r}; it takes: {', '.join(known) or 'none'}.")

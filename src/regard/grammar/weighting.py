@@ -222,6 +222,12 @@ class Ratio:
         members = self.rule.members(z, stats, self.kernel, start)
         return w if members is None else torch.where(members, w, 0 * stats.top)  # 0 * keeps a row's NaN
 
+    def log_mass(self, stats: RowStats, params: Params) -> Tensor:
+        """log sum_j K(z_j - theta) of every row, -inf where none has weight."""
+        own = self.rule.kernel_params(params)
+        log = stats.mass.log() + self.kernel.log_peak(stats.top, stats.reach, own)
+        return torch.where(stats.fallback, -torch.inf, log)
+
     def _reach(self, stats: RowStats) -> Number:
         return stats.reach if self.rule.bounded(self.kernel) else float("inf")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from ..checks import ArgumentError, boolean_mask, broadcastable, finite, floatin
 from ..estimators import Visibility
 from ..estimators.local import repeat_heads
 from ..estimators.precision import clean, either, full_precision, row_number, transformed
+from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
+from ..grammar.spec import LOCAL_LINEAR
 from .dispatch import Explanation, Inputs, Problem, choose, explain_problem
 
 CALL = "attention"
@@ -29,6 +32,7 @@ def attention(
     exclude_self: bool = False,
     window: int | None = None,
     query_offset: int | Tensor | None = None,
+    segment_ids: Tensor | None = None,
     scale: float | Tensor | None = None,
     params: Mapping[str, float | Tensor] | None = None,
     enable_gqa: bool = False,
@@ -47,10 +51,13 @@ def attention(
         exclude_self: strictly: j < i + query_offset; implies `is_causal`.
         window: with causal order the last `window` positions it permits, else |i + query_offset - j| < window.
         query_offset: the key position of query 0: an int, or integers [B]; Tk - Tq (end-aligned) by default.
+        segment_ids: integers [B or 1, Tk] of packed sequences: a query sees only keys of the run of equal ids that its
+            own position lies in, at the cost of those pairs alone. Needs every query to stand at one of the keys.
         scale: of the scores z = scale * similarity: a number or a tensor broadcastable to [B, H, Tq];
             1/sqrt(D) for the dot product and the Euclidean similarity, 1 for the cosine. Kernels without a
             scale refuse one.
-        params: the spec's numbers (`spec.params`) as numbers or tensors broadcastable to [B, H, Tq].
+        params: the spec's numbers (`spec.params`) as numbers or tensors broadcastable to [B, H, Tq]; `ridge` of a local
+            linear model also [B, H, Tq, D], one for every coordinate, and `probe` (solver `learned`) always so.
         enable_gqa: let each key head serve H / Hkv query heads.
         impl: "auto", or the name of an implementation (`regard.explain` lists them).
         return_diagnostics: also return a `Diagnostics`.
@@ -83,21 +90,23 @@ def attention(
         window=_check_window(window),
         offset=_check_offset(query_offset, batch, keys - queries, query.device),
         mask=_check_mask(attn_mask, (*rows, keys), query.device),
+        runs=_check_segments(segment_ids, query_offset, batch, queries, keys, query.device),
     )
     dtype = torch.promote_types(query.dtype, torch.float32)
     if params is not None and not isinstance(params, Mapping):
         raise ArgumentError(f"{CALL}: params is a {type(params).__name__}, expected a mapping of names to numbers.")
-    given = {n: row_number(CALL, f"params[{n!r}]", p, rows, dtype, query.device) for n, p in (params or {}).items()}
+    given = {n: _number(n, p, (*rows, dim), dtype, query.device) for n, p in (params or {}).items()}
     if scale is not None:
         in_range(CALL, "scale", scale, low=0.0, strict=True)
         scale = row_number(CALL, "scale", scale, rows, dtype, query.device)
     scale, numbers = spec.resolve(dim, scale, given)
-    if isinstance(given.get("ridge"), (float, int, Tensor)):
-        numbers["ridge"] = given["ridge"]
-    problem = _problem(spec, query, key, value, visible, scale, numbers, return_diagnostics)
+    local = {n: given[n] for n in LOCAL_LINEAR if n in given}
+    problem = _problem(spec, query, key, value, visible, scale, {**numbers, **local}, return_diagnostics)
     implementation = choose(problem, impl)
     with full_precision(query.device.type):
         inputs, poisoned = _prepare(query, key, value, spec, visible, scale, numbers, return_diagnostics)
+        if spec.degree:
+            inputs = _with_local(inputs, local)
         out, diagnostics = implementation.run(inputs)
         out = out if poisoned is None else torch.where(poisoned[..., None], torch.nan, out)
         out = out.to(query.dtype)
@@ -137,6 +146,7 @@ def _problem(
         gradient=query.requires_grad or key.requires_grad or value.requires_grad,
         diagnostics=diagnostics,
         transformed=transformed(),
+        segments=visible.runs is not None,
     )
 
 
@@ -175,6 +185,38 @@ def _prepare(
         q = q * scale
     x, y = (query, key) if spec.degree else (None, None)
     return Inputs(q, k, value, x, y, visible, spec, scale, numbers, diagnostics), poisoned
+
+
+def _number(
+    name: str, value: float | Tensor, rows: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> float | Tensor:
+    """A number, or a tensor [B, H, Tq]; those of the local linear model [B, H, Tq, 1 or D], given `rows` with D."""
+    label = f"params[{name!r}]"
+    if name not in LOCAL_LINEAR or not isinstance(value, Tensor):
+        return row_number(CALL, label, value, rows[:3], dtype, device)
+    if value.dim() < 4:
+        return row_number(CALL, label, value, rows[:3], dtype, device)[..., None]  # type: ignore[index]
+    floating(CALL, label, value)
+    broadcastable(CALL, label, value, rows)
+    on_device(CALL, label, value, device)
+    return value.to(dtype).expand(*rows[:3], value.shape[3])
+
+
+def _with_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> Inputs:
+    """The ridge and the probe of the local linear model.
+
+    Raises:
+        ArgumentError: a learned solver without its probe, or a probe that is not [B, H, Tq, D].
+    """
+    ridge, probe = given.get("ridge", inputs.spec.ridge), given.get("probe")
+    if inputs.spec.solver.name == "learned":
+        assert inputs.x is not None
+        if not isinstance(probe, Tensor) or probe.shape[-1] != inputs.x.shape[-1]:
+            raise ArgumentError(
+                f"{CALL}: the solver learned takes t from the caller; give params={{'probe': r}}, r a tensor that "
+                f"broadcasts to [B, H, Tq, D] with D = {inputs.x.shape[-1]}."
+            )
+    return replace(inputs, ridge=ridge, probe=probe if isinstance(probe, Tensor) else None)
 
 
 def _poisoned(query_bad: Tensor | None, bad: Tensor | None, visible: Visibility, heads: int) -> Tensor | None:
@@ -250,6 +292,26 @@ def _check_offset(offset: int | Tensor | None, batch: int, default: int, device:
     return offset
 
 
+def _check_segments(
+    ids: Tensor | None, offset: int | Tensor | None, batch: int, queries: int, keys: int, device: torch.device
+) -> Tensor | None:
+    """`Visibility.runs`, or None."""
+    if ids is None:
+        return None
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool or ids.dim() != 2:
+        raise ArgumentError(f"{CALL}: segment_ids is {ids!r:.60}, expected integers [B, Tk], one for every key.")
+    on_device(CALL, "segment_ids", ids, device)
+    if ids.shape[1] != keys or ids.shape[0] not in (1, batch):
+        raise ArgumentError(f"{CALL}: segment_ids has shape {shape(ids)}, expected [{batch} or 1, {keys}].")
+    first = keys - queries if offset is None else offset
+    if isinstance(first, Tensor) or first < 0 or first + queries > keys:
+        raise ArgumentError(
+            f"{CALL}: with segment_ids every query stands at one of the {keys} keys, whose segment is its own; "
+            f"query_offset={'a tensor' if isinstance(first, Tensor) else first} puts {queries} queries elsewhere."
+        )
+    return runs_of(ids)
+
+
 def _check_mask(mask: Tensor | None, target: tuple[int, ...], device: torch.device) -> Tensor | None:
     if mask is None:
         return None
@@ -273,6 +335,7 @@ def explain(
     window: int | None = None,
     query_offset: int | None = None,
     mask: str | None = None,
+    segments: bool = False,
     return_diagnostics: bool = False,
 ) -> Explanation:
     """What `regard.attention(..., impl="auto")` would run for these shapes, and why not the others.
@@ -282,6 +345,7 @@ def explain(
         query_shape: (B, H, Tq, D).
         key_shape: (B, Hkv, Tk, D); that of the query by default.
         value_dim: Dv; D by default.
+        segments: whether `segment_ids` are given.
         mask: None, "keys" (a mask over keys, the same for every query) or "pairs" (Tq x Tk).
         dtype, device and the rest: as in `attention`.
 
@@ -313,5 +377,6 @@ def explain(
         as_spec(spec), batch, heads, key_shape[1], queries, keys, dim, value_dim or dim, dtype, device,
         causal=is_causal or exclude_self, strict=exclude_self, window=_check_window(window),
         offset=keys - queries if query_offset is None else query_offset, mask=mask, diagnostics=return_diagnostics,
+        segments=segments,
     )  # fmt: skip
     return explain_problem(problem)

@@ -36,6 +36,7 @@ class Work:
     heads: int
     kv_heads: int
     total: int
+    device: torch.device
     elements: int = ELEMENTS
     _ends: tuple[Tensor, Tensor] | None = None
 
@@ -113,6 +114,15 @@ class Block:
             total[where.start, :, self.low : self.high].addmm_(x[0], p[0])
         else:
             total[where, :, self.low : self.high].baddbmm_(x, p)
+
+    def add_rows(self, total: Tensor, x: Tensor) -> None:
+        """Add x [n, w, D] to the block's keys of `total` [B x Hkv, D, Tk]; of a block with all its keys."""
+        where = self._kv(total.device)
+        part, x = total[..., self.low : self.high], x.transpose(-1, -2)
+        if isinstance(where, slice):
+            part[where] += x
+        else:
+            part.index_add_(0, where, x)
 
     def add_weighted(self, out: Tensor, p: Tensor, v: Tensor, marks: Tensor) -> None:
         """Add p v to out [n, q, Dv] by chunks of keys, but for those without a mark. The chunks stand where they stand

@@ -30,7 +30,8 @@ from ..grammar.bandwidths.fixed import Fixed
 from ..grammar.bandwidths.nearest import Nearest
 from ..grammar.kernels import Gaussian, Params, Polynomial, Uniform
 from ..grammar.weighting import Ratio
-from .blocked import FLAGS, FLOATS, SOLVERS, Blocked, rows_of
+from .block_rows import FLAGS, FLOATS, SOLVERS, rows_of
+from .blocked import Blocked
 from .blocks import ELEMENTS, Block
 from .dispatch import Problem, register_impl
 
@@ -188,13 +189,28 @@ class NumbaRows:
         return z, (floats.unflatten(0, shape), flags.unflatten(0, shape), index.unflatten(0, shape))
 
     def derive(
-        self, block: Block, z: Tensor, g: Tensor, kept: tuple[Tensor, Tensor, Tensor], params: Params, names: list[str]
+        self,
+        block: Block,
+        z: Tensor,
+        g: Tensor,
+        kept: tuple[Tensor, Tensor, Tensor],
+        params: Params,
+        names: list[str],
+        share: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        assert share is None  # `supports` has refused an absolute ridge
         shape = z.shape[:2]
         z, g = block.hide(z, positional=False), g.contiguous()
         flat, flat_g = z.flatten(0, 1), g.flatten(0, 1)
         grads = self.differentiate(flat, flat_g, flat, flat_g, _flat_bounds(block, z), _flat_kept(kept), params, names)
         return z, g, [grad.unflatten(0, shape) for grad in grads]
+
+    def again(self, block: Block, z: Tensor, kept: tuple[Tensor, Tensor, Tensor], params: Params) -> Tensor:
+        z = block.hide(z, positional=False)
+        p, nothing = torch.empty_like(z), torch.zeros_like(z)  # a backward pass with no gradient makes the weights
+        flat = (x.flatten(0, 1) for x in (z, nothing, p, torch.empty_like(z)))
+        self.differentiate(*flat, _flat_bounds(block, z), _flat_kept(kept), params, [])
+        return p
 
 
 def _flat_bounds(block: Block, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,6 +279,8 @@ class Cpu(Blocked):
     def supports(self, problem: Problem) -> str | None:
         if problem.device != "cpu":
             return f"runs on the CPU alone; the tensors are on {problem.device}"
+        if problem.spec.ridge_mode == "absolute":
+            return "knows no kernel weight in all, which an absolute ridge is weighed against"
         return super().supports(problem) or unsupported(problem.spec) or _importable()
 
 

@@ -34,6 +34,7 @@ class Problem:
         scale: "number" or "tensor".
         gradient: whether a backward pass may follow.
         diagnostics: whether row statistics are asked for.
+        segments: whether keys are in segments (`Visibility.runs`).
         transformed: whether forward-mode derivatives or a torch.func transform look on.
     """
 
@@ -57,11 +58,12 @@ class Problem:
     gradient: bool = False
     diagnostics: bool = False
     transformed: bool = False
+    segments: bool = False
 
     @property
     def positional(self) -> bool:
         """Whether position decides what a query sees."""
-        return self.causal or self.window is not None
+        return self.causal or self.window is not None or self.segments
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class Inputs:
 
     q [B, H, Tq, F] and k [B, Hkv, Tk, F] are features with q . k = z (scale included); x and y the raw queries
     and keys, for degree 1 alone; v [B, Hkv, Tk, Dv]. All are finite and in float32 or float64.
-    `params` hold numbers or tensors [B, H, Tq].
+    `params` hold the weighting's numbers, or tensors [B, H, Tq]; `ridge`, for degree 1, is a number or [B, H, Tq, 1 or
+    D], and `probe` None or [B, H, Tq, D].
     """
 
     q: Tensor
@@ -83,11 +86,12 @@ class Inputs:
     scale: float | Tensor
     params: dict[str, float | Tensor]
     diagnostics: bool = False
+    ridge: float | Tensor = 0.0
+    probe: Tensor | None = None
 
     def row_params(self) -> dict[str, float | Tensor]:
         """`params` of the weighting, with tensors as [B, H, Tq, 1]."""
-        rows = self.params.items()
-        return {n: p[..., None] if isinstance(p, Tensor) else p for n, p in rows if n != "ridge"}
+        return {n: p[..., None] if isinstance(p, Tensor) else p for n, p in self.params.items()}
 
 
 class Cost(NamedTuple):

@@ -28,6 +28,8 @@ class Linear:
             return "has no row statistics to report: a sum over keys does not know how many have weight"
         if problem.window is not None:
             return "has no window: a sum over keys cannot forget the oldest"
+        if problem.segments:
+            return "has no segments: one sum serves all queries"
         if problem.mask == "pairs":
             return "makes one sum for all queries, so that a mask may depend on the key alone"
         if problem.causal and problem.offset is None:

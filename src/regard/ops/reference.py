@@ -51,9 +51,17 @@ class Reference:
         else:
             assert inputs.x is not None
             assert inputs.y is not None
-            ridge = inputs.params.get("ridge", spec.ridge)
-            ridge = ridge[..., None] if isinstance(ridge, Tensor) else ridge
-            found = local.linear(*args, inputs.x, repeat_heads(inputs.y, heads), ridge, spec.solver)
+            found = local.linear(
+                *args,
+                local.Local(
+                    inputs.x,
+                    repeat_heads(inputs.y, heads),
+                    inputs.ridge,
+                    spec.ridge_mode == "absolute",
+                    spec.solver,
+                    inputs.probe,
+                ),
+            )
         if not inputs.diagnostics:
             return found.output, None
         p = found.weights.detach()

@@ -32,6 +32,8 @@ class SDPA:
             return "has no row statistics to report"
         if problem.transformed:
             return "has no forward-mode derivatives"
+        if problem.segments:
+            return "knows no segments"
         if problem.mask == "pairs":
             return None  # the caller holds Tq x Tk already
         if problem.mask == "keys" and not problem.positional:

@@ -1,0 +1,180 @@
+"""Sums over keys that fade: the weight of the pair (i, j) is the dot product of its features with a decay inside,
+
+    w_ij = sum_f phi_if psi_jf exp(sum_{j < l <= i} g_lf),        g <= 0,
+
+g the same for all features (RetNet: per head; Mamba-2: per token) or not (GLA). The state obeys
+A_i = Diag(exp g_i) A_{i-1} + psi_i val_i^T, and query i reads phi_i . A_i.
+
+No exponential of a positive number is taken, nor a difference of sums: every exponent is itself a sum of g over the
+positions between a key, a boundary and a query, so that decays as strong as -inf (forget everything) are exact. A
+decay per feature cannot be taken out of the dot product; it is split at the boundary in the middle of a stretch of
+positions for the pairs across, and each half is treated likewise.
+
+Legend: B batch, H query heads, Hkv key heads, R = H / Hkv, T positions, F features, E values; n chunks of c positions.
+phi [B, H, T, F], psi [B, Hkv, T, F], val [B, Hkv, T, E], g [B, Hkv, T, 1 or F] or None (no decay), A [B, Hkv, F, E].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .scan import scan
+
+CHUNK = 64
+"""Positions of a chunk."""
+
+
+def decayed(
+    phi: Tensor,
+    psi: Tensor,
+    val: Tensor,
+    g: Tensor | None,
+    start: Tensor,
+    *,
+    causal: bool = True,
+    strict: bool = False,
+    form: str = "chunked",
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(what the queries read [B, H, Tq, E], the state after all pairs [B, Hkv, F, E]); differentiable to any order.
+
+    Causal: query i reads the state after pair i; strict: before it. Otherwise every query reads the state after all
+    pairs, and Tq and Tk may differ. Cost: "chunked" O(T c) time beside the O(T F E) of the state and O(T c) memory;
+    "parallel" O(T^2) both; "recurrent" O(T F E).
+    """
+    if not causal:
+        after = final(psi, val, g, start)
+        return read(phi, after), after
+    queries = phi.shape[2]
+    if strict:
+        phi, psi, val, g = shifted(phi, psi, val, g)
+    if form == "recurrent":
+        rows, after = _recurrent(phi, psi, val, g, start)
+    else:
+        rows, after = _chunked(phi, psi, val, g, start, psi.shape[2] if form == "parallel" else chunk or CHUNK)
+    return rows[:, :, :queries], after
+
+
+def shifted(phi: Tensor, *keys: Tensor | None) -> tuple[Tensor, ...]:
+    """One position that holds nothing before the keys, one query too many: query i is then read before pair i."""
+    late = [None if x is None else pad(x, (0, 0, 1, 0)) for x in keys]
+    return (pad(phi, (0, 0, 0, 1)), *late)  # type: ignore[return-value]
+
+
+def read(phi: Tensor, state: Tensor) -> Tensor:
+    """phi . A for any queries [B, H, Tq, F]."""
+    return (phi.unflatten(1, (state.shape[1], -1)) @ state[:, :, None]).flatten(1, 2)
+
+
+def final(psi: Tensor, val: Tensor, g: Tensor | None, start: Tensor) -> Tensor:
+    """The state after all pairs."""
+    if g is None:
+        return start + psi.transpose(-1, -2) @ val
+    return start * g.sum(2).exp()[..., None] + (psi * suffix(g).exp()).transpose(-1, -2) @ val
+
+
+def prefix(g: Tensor) -> Tensor:
+    """sum of g over the positions up to each one, itself included."""
+    return g.cumsum(-2)
+
+
+def suffix(g: Tensor) -> Tensor:
+    """sum of g over the positions after each one."""
+    return pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2) if g.shape[-2] else g
+
+
+def segments(g: Tensor) -> Tensor:
+    """exp(sum of g over j < l <= i) for j <= i, else 0: [..., L] -> [..., L, L]."""
+    length = g.shape[-1]
+    below = torch.ones(length, length, dtype=torch.bool, device=g.device).tril(-1)
+    sums = torch.where(below, g[..., :, None], 0).cumsum(-2)  # no difference of sums: exact after any decay
+    return sums.exp().tril()
+
+
+def pairs(q: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
+    """w of all pairs, 0 where the key comes after the query.
+
+    Args:
+        q: [..., L, R, F]; k: [..., L, F]; g: [..., L, 1 or F] or None.
+
+    Returns:
+        [..., L R, L]; row i R + r is head r of query i.
+    """
+    length, heads = q.shape[-3], q.shape[-2]
+    if g is not None and g.shape[-1] > 1:
+        return _split(q, k, g)
+    w = (q.flatten(-3, -2) @ k.transpose(-1, -2)).unflatten(-2, (length, heads))
+    if g is not None:
+        w = w * segments(g[..., 0])[..., :, None, :]
+        return w.flatten(-3, -2)
+    seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    return torch.where(seen[:, None], w, 0).flatten(-3, -2)
+
+
+def _split(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """`pairs` for a decay per feature: both halves, and the pairs across the middle."""
+    length, heads = q.shape[-3], q.shape[-2]
+    if length <= 1:
+        return q.flatten(-3, -2) @ k.transpose(-1, -2)
+    if length % 2:
+        q, k, g = pad(q, (0, 0, 0, 0, 0, 1)), pad(k, (0, 0, 0, 1)), pad(g, (0, 0, 0, 1))
+        return _split(q, k, g)[..., : length * heads, :length]
+    half = (2, length // 2)
+    q, k, g = q.unflatten(-3, half), k.unflatten(-2, half), g.unflatten(-2, half)
+    inner = _split(q, k, g)  # [..., 2, half R, half]
+    late = q[..., 1, :, :, :] * prefix(g[..., 1, :, :]).exp()[..., :, None, :]
+    early = k[..., 0, :, :] * suffix(g[..., 0, :, :]).exp()
+    across = late.flatten(-3, -2) @ early.transpose(-1, -2)
+    first, second = inner[..., 0, :, :], inner[..., 1, :, :]
+    return torch.cat([torch.cat([first, torch.zeros_like(first)], -1), torch.cat([across, second], -1)], -2)
+
+
+class Chunks:
+    """The positions of a call in n chunks of c, with nothing at the places that fill the last one."""
+
+    def __init__(self, length: int, chunk: int) -> None:
+        self.length, self.size = length, max(1, min(chunk, length))
+        self.count = max(1, -(-length // self.size))
+
+    def cut(self, x: Tensor) -> Tensor:
+        """[..., T, X] as [..., n, c, X]."""
+        return pad(x, (0, 0, 0, self.count * self.size - self.length)).unflatten(-2, (self.count, self.size))
+
+    def queries(self, phi: Tensor, kv_heads: int) -> Tensor:
+        """[B, H, T, F] as [B, Hkv, n, c, R, F]."""
+        grouped = self.cut(phi).unflatten(1, (kv_heads, -1))
+        return grouped.permute(0, 1, 3, 4, 2, 5)
+
+    def rows(self, x: Tensor, heads: int) -> Tensor:
+        """[B, Hkv, n, c R, E] as [B, H, T, E]."""
+        whole = x.unflatten(-2, (self.size, -1)).permute(0, 1, 4, 2, 3, 5)
+        return whole.reshape(x.shape[0], heads, self.count * self.size, x.shape[-1])[:, :, : self.length]
+
+
+def _chunked(
+    phi: Tensor, psi: Tensor, val: Tensor, g: Tensor | None, start: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    chunks = Chunks(psi.shape[2], chunk)
+    q, k, v = chunks.queries(phi, psi.shape[1]), chunks.cut(psi), chunks.cut(val)
+    g = None if g is None else chunks.cut(g)
+    inside = pairs(q, k, g) @ v
+    if g is None:
+        a, faded = k.new_ones(*k.shape[:3], 1), k
+    else:
+        upto = prefix(g)
+        a, faded = upto[..., -1, :].exp(), k * suffix(g).exp()
+        q = q * upto.exp()[..., None, :]
+    before, after = scan(a, faded.transpose(-1, -2) @ v, start)
+    return chunks.rows(inside + q.flatten(-3, -2) @ before, phi.shape[1]), after
+
+
+def _recurrent(phi: Tensor, psi: Tensor, val: Tensor, g: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One pair at a time."""
+    rows = [phi.new_zeros(*phi.shape[:2], 0, val.shape[-1])]
+    for t in range(psi.shape[2]):
+        state = state if g is None else state * g[:, :, t, :, None].exp()
+        state = state + psi[:, :, t, :, None] * val[:, :, t, None]
+        rows.append(read(phi[:, :, t : t + 1], state))
+    return torch.cat(rows, 2), state

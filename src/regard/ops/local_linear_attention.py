@@ -1,0 +1,96 @@
+"""`regard.local_linear_attention`: `regard.attention` of degree 1 with its numbers as arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ..checks import ArgumentError
+from ..grammar import Spec, as_spec
+from ..grammar.solvers import Auto, ConjugateGradient, Solver, solvers
+from .attention import attention
+
+CALL = "local_linear_attention"
+
+
+def local_linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    ridge: float | Tensor = 0.1,
+    spec: Spec | str = "softmax",
+    solver: str | Solver = "auto",
+    ridge_mode: str = "relative",
+    max_iter: int | None = None,
+    tol: float | None = None,
+    probe: Tensor | None = None,
+    params: Mapping[str, float | Tensor] | None = None,
+    **arguments: Any,
+) -> Any:
+    """Local Linear Attention: at every query, ridge regression of the values on the keys, weighted by `spec`.
+
+    Local Linear Attention (arXiv 2510.01450), equations 6-8, for any normalised non-negative weights; with the ridge
+    going to infinity, or `max_iter=0`, it is `regard.attention` with `spec`.
+
+    Args:
+        query, key, value: as in `regard.attention`, whose other arguments (`attn_mask`, `is_causal`, `window`,
+            `segment_ids`, `scale`, `enable_gqa`, `impl`, `return_diagnostics`, ...) are taken too.
+        ridge: penalty on the slope, in squared units of the keys: a number, a tensor that broadcasts to [B, H, Tq], or
+            one that broadcasts to [B, H, Tq, D], an own one for every coordinate. Gradients flow.
+        spec: the weights: a sentence of degree 0 or its text; one of degree 1 gives its weights alone.
+        solver: "auto", "cholesky", "cg", "block-diagonal", "learned", or an object of `regard.grammar.solvers`.
+        ridge_mode: "relative" to the total kernel weight, or "absolute" (equation 7 to the letter).
+        max_iter, tol: of conjugate gradients, which "auto" then stands for.
+        probe: [B, H, Tq, D], minus the solution, for the solver "learned" (Parallax).
+        params: the other numbers of the spec.
+
+    Returns:
+        The output [B, H, Tq, Dv], or (output, `Diagnostics`), whose `solver` has the status, iterations, relative
+        residual and jitter of every row.
+
+    Raises:
+        ArgumentError: as `regard.attention`; weights that are signed or do not sum to one; ridge 0 with conjugate
+            gradients; `max_iter` or `tol` with another solver.
+
+    Warns:
+        RuntimeWarning: systems that did not converge.
+
+    Cost: with T keys a row, 4 D T operations a step of conjugate gradients, D^2 T for Cholesky, beside the 4 D T of
+    attention; memory Theta(n d).
+    """
+    base = as_spec(spec)
+    chosen = _solver(solver, max_iter, tol)
+    if isinstance(ridge, Tensor):
+        number = 0.1  # not used: the tensor is
+    elif isinstance(ridge, bool) or not isinstance(ridge, (int, float)):
+        raise ArgumentError(f"{CALL}: ridge is {ridge!r}, expected a number >= 0 or a tensor.")
+    else:
+        number = float(ridge)
+    sentence = replace(base, degree=1, ridge=number, solver=chosen, ridge_mode=ridge_mode)
+    given = dict(params or {})
+    if isinstance(ridge, Tensor):
+        given["ridge"] = ridge
+    if probe is not None:
+        if chosen.name != "learned":
+            raise ArgumentError(f"{CALL}: a probe was given, which only solver='learned' takes, not {chosen.name!r}.")
+        given["probe"] = probe
+    return attention(query, key, value, sentence, params=given, **arguments)
+
+
+def _solver(solver: str | Solver, max_iter: int | None, tol: float | None) -> Any:
+    """The solver with the numbers that were given apart."""
+    made: Any = solvers.get(solver)() if isinstance(solver, str) else solver
+    given = {n: x for n, x in (("max_iter", max_iter), ("tol", tol)) if x is not None}
+    if not given:
+        return made
+    if isinstance(made, Auto):
+        made = ConjugateGradient()
+    if not isinstance(made, ConjugateGradient):
+        raise ArgumentError(
+            f"{CALL}: {' and '.join(given)} belong to conjugate gradients; use solver='cg', not {made.name!r}."
+        )
+    return replace(made, **given)

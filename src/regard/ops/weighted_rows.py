@@ -1,0 +1,126 @@
+"""The local linear model's systems for a block of weighted rows, applied without being formed, or formed by products
+over all rows at once:
+
+    A_i = sum_j p_ij (y_j - m_i)(y_j - m_i)^T + ridge_i,   m_i = sum_j p_ij y_j
+
+Legend: n heads, q queries, w keys of a block; D coordinates; g diagonal blocks of s = D / g coordinates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NUMBERS = 2**21
+"""Of products of coordinates, made at a time."""
+FEW = 2**20
+"""Numbers up to which every row gets keys of its own, centred at its own mean."""
+
+
+@dataclass(frozen=True)
+class WeightedRows:
+    """The systems of one block.
+
+    Attributes:
+        p: weights [n, q, w], each row's sum 1 or 0.
+        y: coordinates of the keys [n, w, D].
+        mean: p y [n, q, D].
+        ridge: a number, or [n, q, 1 or D].
+        probe: [n, q, D] or None.
+        first: which keys the first row sees, boolean [n, w], when asked.
+    """
+
+    p: Tensor
+    y: Tensor
+    mean: Tensor
+    ridge: float | Tensor
+    probe: Tensor | None = None
+    first: Callable[[], Tensor] | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.y.shape[1]
+
+    def slopes(self, x: Tensor) -> Tensor:
+        """(y_j - m_i) . x_i [n, q, w]."""
+        s = x @ self.y.transpose(-1, -2)
+        return s.sub_((self.mean * x).sum(-1, keepdim=True))
+
+    def apply(self, x: Tensor) -> Tensor:
+        # The mean is taken off before the second product, where it would cancel anyway: weights times slopes sum to 0.
+        return (self.slopes(x).mul_(self.p) @ self.y).add_(self.ridge * x)
+
+    def matrix(self) -> Tensor:
+        n, q, w = self.p.shape
+        dim = self.y.shape[-1]
+        if n * q * w * dim <= FEW:
+            away = self.y[:, None] - self.mean[:, :, None]
+            spread = (away * self.p[..., None]).transpose(-1, -2) @ away
+        else:
+            first, second = torch.tril_indices(dim, dim, device=self.p.device)
+            half = self._moments(first, second)
+            place = torch.zeros(dim, dim, dtype=torch.int64, device=self.p.device)
+            place[first, second] = place[second, first] = torch.arange(first.shape[0], device=self.p.device)
+            spread = half[..., place.flatten()].unflatten(-1, (dim, dim))
+        spread.diagonal(dim1=-2, dim2=-1).add_(self.ridge)
+        return spread
+
+    def diagonal(self, blocks: int) -> Tensor:
+        dim = self.y.shape[-1]
+        found = self._moments(*self._pairs(blocks)).unflatten(-1, (blocks, dim // blocks, dim // blocks))
+        ridge = self.ridge
+        if isinstance(ridge, Tensor):
+            ridge = ridge.expand(self.mean.shape).unflatten(-1, (blocks, dim // blocks))
+        found.diagonal(dim1=-2, dim2=-1).clamp_(min=0).add_(ridge)
+        return found
+
+    def _pairs(self, blocks: int) -> tuple[Tensor, Tensor]:
+        """Both coordinates of all entries [g s s] of the diagonal blocks."""
+        at = torch.arange(self.y.shape[-1], device=self.p.device).unflatten(0, (blocks, -1))
+        first, second = torch.broadcast_tensors(at[:, :, None], at[:, None, :])
+        return first.flatten(), second.flatten()
+
+    def cross(self, t: Tensor, u: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+        """What the covariance's diagonal blocks hand back of L, given dL/dC = -u t^T: with the slopes e and f of t and u
+        in the coordinates of one block b, (sum_b e_b f_b [n, q, w], sum_i p_ij sum_b (f_b t_b + e_b u_b) [n, w, D])."""
+        first, second = self._pairs(blocks)
+        size = t.shape[-1] // blocks
+        both = t[..., first] * u[..., second] + t[..., second] * u[..., first]  # [n, q, g s s], symmetric in a block
+        parts = both.unflatten(-1, (blocks, size, size))
+        moved = (parts @ self.mean.unflatten(-1, (blocks, size))[..., None]).flatten(-3)
+        cross = 0.5 * (self.mean * moved).sum(-1, keepdim=True) - moved @ self.y.transpose(-1, -2)
+        pulled = -(self.p.transpose(-1, -2) @ moved)
+        n, _, w = self.p.shape
+        chunk = max(64, NUMBERS // (n * first.shape[0]))
+        for start in range(0, w, chunk):
+            at = slice(start, start + chunk)
+            y = self.y[:, at]
+            cross[..., at].add_(both @ (y[..., first] * y[..., second]).transpose(-1, -2), alpha=0.5)
+            sums = (self.p[..., at].transpose(-1, -2) @ both).unflatten(-1, (blocks, size, size))
+            pulled[:, at] += (sums @ y.unflatten(-1, (blocks, size))[..., None]).flatten(-3)
+        return cross, pulled
+
+    def _moments(self, first: Tensor, second: Tensor) -> Tensor:
+        """Covariances of coordinates `first` and `second` [n, q, pairs], by products over chunks of keys."""
+        n, _, w = self.p.shape
+        found = self.mean[..., first].mul_(self.mean[..., second]).neg_()
+        chunk = max(64, NUMBERS // (n * first.shape[0]))
+        for start in range(0, w, chunk):
+            y = self.y[:, start : start + chunk]
+            found.baddbmm_(self.p[..., start : start + chunk], y[..., first].mul_(y[..., second]))
+        return found
+
+    def near(self) -> Tensor | None:
+        """The covariance of the keys that the first row sees, each counting the same, and that row's ridge."""
+        if self.first is None:
+            return None
+        seen = self.first().to(self.y.dtype)
+        share = seen / seen.sum(-1, keepdim=True).clamp(min=1)
+        away = self.y - share[:, None] @ self.y
+        spread = (away * share[..., None]).transpose(-1, -2) @ away
+        ridge = self.ridge[:, 0] if isinstance(self.ridge, Tensor) else self.ridge
+        spread.diagonal(dim1=-2, dim2=-1).add_(ridge)
+        return spread

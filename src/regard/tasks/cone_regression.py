@@ -1,0 +1,153 @@
+"""Piecewise linear regression whose pieces live on cones: the data of "test-time regression".
+
+Local Linear Attention paper, section 4 and appendix F.1. A sequence of L pairs is cut into n = L / S segments of S.
+Segment c has a cone, given by the signs of the first m = log2 n coordinates, and a linear map A_c; inside the segment
+
+    k_i = (s_c1 |z_1|, ..., s_cm |z_m|, z_m+1, ..., z_d),   z ~ N(0, I),      v_i = A_c k_i + e_i,   A_c, e_i / delta ~ N(0, I).
+
+The appendix has two slips, mended here: its "n = log2 n" is m = log2 n, and its equation 52 takes absolute values of the
+coordinates after the m-th too, which equation 51 and the name of the law (a Gaussian conditioned to lie in the cone)
+leave as they are. Signs are read from the bits of c = 1, ..., n, the least significant first.
+
+Queries are the keys, moved by `query_noise` times a normal vector; the target moves with them along the segment's map.
+
+Legend: B examples, L positions, S positions of a segment, n = L / S segments, d channels of keys and of values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError
+from . import tasks
+
+CALL = "ConeRegression"
+LEAST_RIDGE = 1e-8
+"""Of the oracle, where there is no noise."""
+
+
+@dataclass(frozen=True)
+class ConeExamples:
+    """One example, or B of them with a batch axis before all others.
+
+    Attributes:
+        keys: [..., L, d]; values [..., L, d].
+        queries: [..., L, d], the keys where there is no query noise.
+        targets: [..., L, d], what should be predicted at the queries: the values where there is no query noise.
+        maps: [..., n, d, d], A_c of every segment.
+    """
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    targets: Tensor
+    maps: Tensor
+
+
+@tasks.register("cone-regression")
+@dataclass(frozen=True)
+class ConeRegression:
+    """Values are linear in keys, by a map that changes from segment to segment together with the keys' cone.
+
+    Args:
+        dim: channels of keys and values.
+        length: positions of a sequence.
+        segment: positions of a segment; `length / segment` is a power of two, at most 2^dim.
+        noise: delta, the standard deviation of every coordinate of a value around A_c k.
+        query_noise: the standard deviation of every coordinate of a query around its key.
+
+    Raises:
+        ArgumentError: a number out of range.
+    """
+
+    dim: int = 64
+    length: int = 1024
+    segment: int = 64
+    noise: float = 0.1
+    query_noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "length", "segment"):
+            if isinstance(number := getattr(self, name), bool) or not isinstance(number, int) or number < 1:
+                raise ArgumentError(f"{CALL}: {name} is {number!r}, expected a whole number >= 1.")
+        for name in ("noise", "query_noise"):
+            if not 0 <= (number := getattr(self, name)) < float("inf"):
+                raise ArgumentError(f"{CALL}: {name} is {number:g}, expected a finite number >= 0.")
+        whole, rest = divmod(self.length, self.segment)
+        if rest or whole & (whole - 1) or whole.bit_length() - 1 > self.dim:
+            raise ArgumentError(
+                f"{CALL}: length {self.length} and segment {self.segment} make {self.length / self.segment:g} segments, "
+                f"expected a power of two, at most 2^dim = 2^{self.dim}."
+            )
+
+    @property
+    def segments(self) -> int:
+        """n, how many there are."""
+        return self.length // self.segment
+
+    def signs(self) -> Tensor:
+        """The cone of every segment, [n, m] of +1 and -1: bit j of c = 1, ..., n says the sign of coordinate j."""
+        bits = self.segments.bit_length() - 1
+        number = torch.arange(1, self.segments + 1)[:, None]
+        return ((number >> torch.arange(bits)) & 1) * 2.0 - 1.0
+
+    def example(self, seed: int, index: int) -> ConeExamples:
+        """The example `index` of the stream `seed`, without a batch axis, float32. Two tasks that differ in the noises
+        alone share keys and maps."""
+        digest = hashlib.blake2b(f"cone-regression:{seed}:{index}".encode(), digest_size=8).digest()
+        draw = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        normal = lambda *sizes: torch.randn(*sizes, generator=draw)  # noqa: E731
+        keys = normal(self.segments, self.segment, self.dim)
+        maps = normal(self.segments, self.dim, self.dim)
+        off = normal(self.segments, self.segment, self.dim) * self.noise
+        moved = normal(self.segments, self.segment, self.dim) * self.query_noise
+        signs = self.signs()
+        coned = keys[..., : signs.shape[1]].abs() * signs[:, None]
+        keys = torch.cat([coned, keys[..., signs.shape[1] :]], -1)
+        values = keys @ maps.mT + off
+        flat = lambda x: x.flatten(0, 1)  # noqa: E731
+        return ConeExamples(flat(keys), flat(values), flat(keys + moved), flat(values + moved @ maps.mT), maps)
+
+    def examples(self, seed: int, indices: Iterable[int]) -> ConeExamples:
+        """Examples with a batch axis, in the order of `indices`."""
+        made = [self.example(seed, index) for index in indices]
+        names = ("keys", "values", "queries", "targets", "maps")
+        return ConeExamples(*(torch.stack([getattr(one, name) for one in made]) for name in names))
+
+    def error(self, prediction: Tensor, example: ConeExamples) -> Tensor:
+        """|prediction - target|^2 at every position, [..., L, d] -> [..., L], float64 (the paper's l_i)."""
+        return (prediction.double() - example.targets.double()).square().sum(-1)
+
+    def oracle(self, example: ConeExamples, *, exclude_self: bool = False) -> Tensor:
+        """Least squares on the visible pairs of the query's own segment, [..., L, d].
+
+        Told where segments begin and how much noise there is, not the maps. Its ridge is the squared noise, at least
+        LEAST_RIDGE, which makes it the posterior mean of A_c k and so the best prediction from those pairs.
+
+        Args:
+            exclude_self: the pair at the query's own position is not visible.
+
+        Cost: O(L d^2) time, in float64; O(n d^2) memory an example.
+        """
+        shape = (*example.keys.shape[:-2], self.segments, self.segment, self.dim)
+        k, v, q = (x.double().reshape(shape) for x in (example.keys, example.values, example.queries))
+        eye = torch.eye(self.dim, dtype=k.dtype, device=k.device)
+        spread = (eye / max(self.noise**2, LEAST_RIDGE)).expand(*shape[:-2], self.dim, self.dim)
+        fitted = torch.zeros_like(spread)
+        found = []
+        for i in range(self.segment):  # recursive least squares, of all segments at once
+            if exclude_self:
+                found.append((fitted @ q[..., i, :, None])[..., 0])
+            gain = (spread @ k[..., i, :, None])[..., 0]
+            gain = gain / (1 + (k[..., i, :] * gain).sum(-1, keepdim=True))
+            missed = v[..., i, :] - (fitted @ k[..., i, :, None])[..., 0]
+            fitted = fitted + missed[..., None] * gain[..., None, :]
+            spread = spread - gain[..., None] * (k[..., i, None, :] @ spread)
+            if not exclude_self:
+                found.append((fitted @ q[..., i, :, None])[..., 0])
+        return torch.stack(found, -2).reshape(example.keys.shape)
