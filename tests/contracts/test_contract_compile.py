@@ -190,7 +190,7 @@ def test_opcheck(label: str) -> None:
     for how in ({"is_causal": True}, {"attn_mask": mask, "exclude_self": True, "query_offset": torch.tensor([3, 5])}):
         calls = _calls(label, how)
         names = [func.name() for func, _ in calls]
-        assert names == ["regard::blocked_forward", "regard::blocked_backward"]
+        assert names == ["regard::local_constant_forward", "regard::local_constant_backward"]
         for func, args in calls:
             once = "backward" in func.name()  # differentiable once: the backward pass itself wants no gradient
             fresh = [_fresh_tensor(x, not once) if isinstance(x, Tensor) else x for x in args]

@@ -94,7 +94,7 @@ def linear(
     fit = constant(q, k, v, visible, weighting, params)
     p, ridge = fit.weights, local.ridge
     if local.absolute:
-        ridge = relative(ridge, weighting.log_mass(fit.stats, params))  # type: ignore[attr-defined]
+        ridge = relative(ridge, weighting.log_mass(fit.stats, params))
     mean = p @ local.y
     away = local.y[..., None, :, :] - mean[..., :, None, :]  # [B, H, Tq, Tk, D]
     spread = (p[..., None] * away).transpose(-1, -2) @ away
@@ -108,7 +108,7 @@ def solve(solver: Any, spread: Tensor, ridge: float | Tensor, right: Tensor, pro
     eye = torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
     matrix = spread + (ridge[..., None] if isinstance(ridge, Tensor) else ridge) * eye
     if solver.exact:
-        return solver.solve(Dense(matrix, ridge, probe), right)  # type: ignore[no-any-return]
+        return solver.solve(Dense(matrix, ridge, probe), right)
     with torch.no_grad():
         found: Solved = solver.solve(Dense(matrix, ridge, probe), right)
     return found._replace(value=_Implicit.apply(matrix, right, solver, found.value))

@@ -116,10 +116,9 @@ def mesa_attention(
         state: what earlier calls left; None at the beginning.
         form: "chunked", "parallel" (a matrix for every query, all at once) or "recurrent" (one after the other).
         chunk_size: positions of a chunk; `decay.CHUNK` where None.
-        solver: of the chunked form. "cholesky": directly; where nothing fades and the ridge is the same for all
-            tokens at the cost of two factors a chunk, else of one matrix for every query. "cg": conjugate gradients.
-            "auto": directly, but by conjugate gradients where D > `mesa_solve.SMALL` and matrices for every query
-            would be needed. The other forms solve directly.
+        solver: of the chunked form. "cholesky" (which "auto" takes): directly; where nothing fades and the ridge is
+            the same for all tokens by two factors a chunk, else by a matrix for every query. "cg": by conjugate
+            gradients, which need many well-conditioned systems to be the faster. The other forms solve directly.
         tol: |b - A t| / |b| at which conjugate gradients stop; None for 1e-6 in float32 and 1e-13 in float64.
         max_iter: their most steps; 2 D + 16 where None.
         attn_mask: boolean over the keys of this call, [B, Tk] or [B, 1, 1, Tk]; True where a key may be attended.
@@ -139,14 +138,14 @@ def mesa_attention(
         ArgumentError: shapes or dtypes that do not fit, numbers out of range, a solver that the form does not have.
 
     Warns:
-        RuntimeWarning: a system was left unconverged: its residual exceeds `tol`, or where that is None the root of
-            the precision (3e-4 in float32). Looked at where the numbers are at hand (CPU, not compiled).
+        RuntimeWarning: a system was left unconverged (or lost its digits to a ridge that is too small): its residual
+            exceeds `tol`, or where that is None the root of the precision (3e-4 in float32). Looked at where the numbers are at hand (CPU, not compiled).
 
     Precision: float32 (float64 for float64 inputs) for states and solves, whatever the inputs.
     Derivatives: "chunked" once, backward, by one more solve (under forward mode and torch.func transforms it is
     "parallel"); they are those of the solution, so that they are as good as it is. The other forms to any order.
-    Cost: a head, for T >> chunk c: directly O(T D (D + c) + (T / c) (D^3 + c^3)), else O(T D^3) or O(D (D + c)) a
-    step of conjugate gradients and token; memory O(T (D + c) + D^2 T / c), with c >= D that of the inputs. "parallel"
+    Cost: a head, with chunks of c: O(T D (D + c) + (T / c) (D^3 + c^3)) by two factors a chunk, O(T D^3) by a matrix for
+    every query, O(T D (D + c)) a step of conjugate gradients; memory O(T (D + c) + D^2 T / c), with c >= D that of the inputs. "parallel"
     and (for gradients) "recurrent" O(T D^2).
     """
     causal = order(CALL, is_causal, exclude_self)
@@ -280,7 +279,7 @@ def _warn(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> No
     if bool(bad.any()):
         warnings.warn(
             f"{CALL}: {int(bad.sum())} of {bad.numel()} systems are unconverged, with residuals up to "
-            f"{float(residual.max()):.2g}; give a larger ridge, more max_iter, or solver='cholesky' "
+            f"{float(residual.max()):.2g}; give a larger ridge or float64, and to conjugate gradients more max_iter "
             f"(return_diagnostics=True tells which).",
             RuntimeWarning,
             stacklevel=3,

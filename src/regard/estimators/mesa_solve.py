@@ -6,8 +6,8 @@
 * nothing fades and lambda is the same for all queries of a head: exactly, by one Cholesky factor of the matrix before a
   chunk and one of I + K A^-1 K^T inside it. The matrix of query i adds the first i keys to A, so that its factor is
   the leading block of that one, and no query has a factor of its own;
-* few channels: a matrix for every query, a block of them at a time;
-* otherwise conjugate gradients on all queries of some chunks at once, H_i p_i being linear attention with the keys for
+* otherwise exactly, by a matrix for every query, a block of them at a time;
+* or by conjugate gradients on all queries of some chunks at once, H_i p_i being linear attention with the keys for
   values; a query that has converged stays as it is. The residual that counts is the true one.
 
 All are one torch operator without a derivative; `solved` gives its result the derivative of A_i^-1 b_i.
@@ -27,8 +27,6 @@ from ..checks import ArgumentError
 from .decay import Chunks, decayed, prefix, segments, suffix
 from .local import repeat_heads
 
-SMALL = 32
-"""Channels up to which a matrix for every query is the fastest."""
 BLOCK = 16
 """Queries whose matrices are held at once."""
 ELEMENTS = 2**21
@@ -80,12 +78,10 @@ class Solution(NamedTuple):
 
 
 def method(solver: str, systems: Systems) -> str:
-    """The method that "auto", "cholesky" or "cg" means for these systems."""
+    """The method that "cholesky" or "cg" means for these systems."""
     if solver == "cg":
         return "cg"
-    if systems.g is None and systems.ridge.shape[2] == 1:
-        return "direct"
-    return "dense" if solver == "cholesky" or systems.key.shape[3] <= SMALL else "cg"
+    return "direct" if systems.g is None and systems.ridge.shape[2] == 1 else "dense"
 
 
 def solved(b: Tensor, systems: Systems, how: How) -> Solution:

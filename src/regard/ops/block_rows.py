@@ -209,7 +209,6 @@ def work_of(
         kv_heads=k.shape[1],
         total=q.shape[0] * q.shape[1],
         elements=rows_in(text).elements,
-        device=q.device,
     )
 
 

@@ -36,7 +36,6 @@ class Work:
     heads: int
     kv_heads: int
     total: int
-    device: torch.device
     elements: int = ELEMENTS
     _ends: tuple[Tensor, Tensor] | None = None
 
@@ -157,6 +156,16 @@ class Block:
         full = seen.expand(self.work.total // self.work.heads, self.work.heads, *seen.shape[-2:])
         n = torch.arange(self.at.start, self.at.stop, device=z.device)
         return z.masked_fill_(~full[n // self.work.heads, n % self.work.heads], -torch.inf)
+
+    def common(self, device: torch.device) -> Tensor:
+        """Which keys every query of the block sees that sees any: boolean [n, w]. What is made of them alone is no
+        query's business that it has not seen. Of a block with all its keys."""
+        seen = self.work.visible.block(self.first, self.last, self.low, self.high, device)
+        if seen is None:
+            return torch.ones(self.heads, self.high - self.low, dtype=torch.bool, device=device)
+        shared = (seen | ~seen.any(-1, keepdim=True)).all(-2)
+        full = shared.expand(self.work.total // self.work.heads, self.work.heads, self.high - self.low)
+        return full.flatten(0, 1)[self.at]
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Columns [low, high) that position lets each row see: int64 [n, q] each."""

@@ -207,9 +207,9 @@ class NumbaRows:
 
     def again(self, block: Block, z: Tensor, kept: tuple[Tensor, Tensor, Tensor], params: Params) -> Tensor:
         z = block.hide(z, positional=False)
-        p, nothing = torch.empty_like(z), torch.zeros_like(z)  # a backward pass with no gradient makes the weights
-        flat = (x.flatten(0, 1) for x in (z, nothing, p, torch.empty_like(z)))
-        self.differentiate(*flat, _flat_bounds(block, z), _flat_kept(kept), params, [])
+        flat, p = z.flatten(0, 1), torch.empty_like(z)
+        nothing, bounds = torch.zeros_like(flat), _flat_bounds(block, z)  # a backward pass of nothing makes the weights
+        self.differentiate(flat, nothing, p.flatten(0, 1), nothing, bounds, _flat_kept(kept), params, [])
         return p
 
 

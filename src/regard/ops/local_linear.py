@@ -1,8 +1,8 @@
 """Degree 1 by blocks of queries: Local Linear Attention in the covariance form, with any weighting, in Theta(n d)
 memory.
 
-Forward, for a block's weights p and coordinates y of the keys (moved so that the first row's mean is their origin: an
-identity that keeps the products small, decided by nothing that the first row does not see):
+Forward, for a block's weights p and coordinates y of the keys (moved so that the mean of the keys that all its queries
+see is their origin: an identity that keeps the products small, decided by nothing that a query does not see):
 
     m_i = sum_j p_ij y_j,   A_i t_i = x_i - m_i,   a_ij = 1 + (y_j - m_i) . t_i,   o_i = sum_j p_ij a_ij v_j
 
@@ -75,25 +75,14 @@ class Model:
 
     def fit(self, block: Block, p: Tensor, tensors: Tensors, ridge: float | Tensor) -> Fitted:
         """The systems of weighted rows."""
-        y = block.columns(tensors.y)
-        used = (p.sum(-1) > 0).int().argmax(-1)  # the first row that weighs anything
-        origin = p[torch.arange(p.shape[0], device=p.device), used][:, None] @ y
+        y, common = block.columns(tensors.y), block.common(p.device).to(p.dtype)
+        share = common / common.sum(-1, keepdim=True).clamp(min=1)
+        origin = share[:, None] @ y
         y = y - origin
         mean = p @ y
         probe = None if tensors.probe is None else block.rows(tensors.probe)
-        system = WeightedRows(p, y, mean, ridge, probe, lambda: _first_seen(block))
+        system = WeightedRows(p, y, mean, ridge, share, probe)
         return Fitted(system, block.rows(tensors.x) - origin - mean, origin)
-
-
-def _first_seen(block: Block) -> Tensor:
-    """Which of its keys the block's first query sees: boolean [n, w]."""
-    visible, device = block.work.visible, block.work.device
-    seen = visible.block(block.first, block.first + 1, block.low, block.high, device)
-    width = block.high - block.low
-    if seen is None:
-        return torch.ones(block.heads, width, dtype=torch.bool, device=device)
-    full = seen.expand(block.work.total // block.work.heads, block.work.heads, 1, width).flatten(0, 1)
-    return full[block.at, 0]
 
 
 @torch.library.custom_op("regard::local_linear_forward", mutates_args=())
@@ -134,8 +123,8 @@ def _flattened(
     probe: Tensor | None,
     given: Tensor | None,
 ) -> Tensors:
-    own = (None if z is None else flat(z) for z in (q, k, v, x, y, ridge, probe))
-    return Tensors(*own, flat_params(given))  # type: ignore[arg-type]
+    ridge, probe = (None if z is None else flat(z) for z in (ridge, probe))
+    return Tensors(flat(q), flat(k), flat(v), flat(x), flat(y), ridge, probe, flat_params(given))
 
 
 def _outputs(q: Tensor, v: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -296,12 +285,12 @@ def _weight_gradient(
     model: Model,
     system: WeightedRows,
     solved: tuple[Tensor, Tensor],
-    seen: tuple[Tensor, Tensor],
+    pairs: tuple[Tensor, Tensor],
     dy: Tensor,
 ) -> Tensor:
-    """dL/dp [n, q, w] up to a constant of every row, and dL/dy into `dy`, from t and u, and a and gamma - gammabar, which
-    are overwritten."""
-    (t, u), (a, gamma), p = solved, seen, system.p
+    """dL/dp [n, q, w] up to a constant of every row, and dL/dy into `dy`: from t and u, and from a and
+    gamma - gammabar, which are overwritten."""
+    (t, u), (a, gamma), p = solved, pairs, system.p
     blocks = model.spec.solver.blocks if model.spec.solver.name == "block-diagonal" else 1
     if system.probe is not None:
         block.add_columns(dy, t, gamma * p)

@@ -84,13 +84,16 @@ def local_linear_attention(
 def _solver(solver: str | Solver, max_iter: int | None, tol: float | None) -> Any:
     """The solver with the numbers that were given apart."""
     made: Any = solvers.get(solver)() if isinstance(solver, str) else solver
-    given = {n: x for n, x in (("max_iter", max_iter), ("tol", tol)) if x is not None}
-    if not given:
+    if max_iter is None and tol is None:
         return made
     if isinstance(made, Auto):
         made = ConjugateGradient()
     if not isinstance(made, ConjugateGradient):
         raise ArgumentError(
-            f"{CALL}: {' and '.join(given)} belong to conjugate gradients; use solver='cg', not {made.name!r}."
+            f"{CALL}: max_iter and tol belong to conjugate gradients; use solver='cg', not {made.name!r}."
         )
-    return replace(made, **given)
+    return replace(
+        made,
+        max_iter=made.max_iter if max_iter is None else max_iter,
+        tol=made.tol if tol is None else tol,
+    )

@@ -8,7 +8,6 @@ Legend: n heads, q queries, w keys of a block; D coordinates; g diagonal blocks 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,16 +28,16 @@ class WeightedRows:
         y: coordinates of the keys [n, w, D].
         mean: p y [n, q, D].
         ridge: a number, or [n, q, 1 or D].
+        share: [n, w], sum 1 over the keys that every row sees (0 where there are none).
         probe: [n, q, D] or None.
-        first: which keys the first row sees, boolean [n, w], when asked.
     """
 
     p: Tensor
     y: Tensor
     mean: Tensor
     ridge: float | Tensor
+    share: Tensor
     probe: Tensor | None = None
-    first: Callable[[], Tensor] | None = None
 
     @property
     def rank(self) -> int:
@@ -84,8 +83,8 @@ class WeightedRows:
         return first.flatten(), second.flatten()
 
     def cross(self, t: Tensor, u: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-        """What the covariance's diagonal blocks hand back of L, given dL/dC = -u t^T: with the slopes e and f of t and u
-        in the coordinates of one block b, (sum_b e_b f_b [n, q, w], sum_i p_ij sum_b (f_b t_b + e_b u_b) [n, w, D])."""
+        """What the covariance's diagonal blocks hand back of L, given dL/dC = -u t^T: with the slopes e and f of t and
+        u in the coordinates of a block b, (sum_b e_b f_b [n, q, w], sum_i p_ij sum_b (f_b t_b + e_b u_b) [n, w, D])."""
         first, second = self._pairs(blocks)
         size = t.shape[-1] // blocks
         both = t[..., first] * u[..., second] + t[..., second] * u[..., first]  # [n, q, g s s], symmetric in a block
@@ -113,14 +112,10 @@ class WeightedRows:
             found.baddbmm_(self.p[..., start : start + chunk], y[..., first].mul_(y[..., second]))
         return found
 
-    def near(self) -> Tensor | None:
-        """The covariance of the keys that the first row sees, each counting the same, and that row's ridge."""
-        if self.first is None:
-            return None
-        seen = self.first().to(self.y.dtype)
-        share = seen / seen.sum(-1, keepdim=True).clamp(min=1)
-        away = self.y - share[:, None] @ self.y
-        spread = (away * share[..., None]).transpose(-1, -2) @ away
+    def near(self) -> Tensor:
+        """The covariance of the keys that every row sees, each counting the same, and the first row's ridge."""
+        away = self.y - self.share[:, None] @ self.y
+        spread = (away * self.share[..., None]).transpose(-1, -2) @ away
         ridge = self.ridge[:, 0] if isinstance(self.ridge, Tensor) else self.ridge
         spread.diagonal(dim1=-2, dim2=-1).add_(ridge)
         return spread
