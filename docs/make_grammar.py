@@ -51,6 +51,7 @@ def page() -> str:
         "similarity": "Similarities",
         "solver": "Solvers",
         "temperature": "Temperatures (of layers, see [layers.md](layers.md))",
+        "ridge": "Ridges (of layers, see [layers.md](layers.md))",
     }
     for axis, title in titles.items():
         registry = regard.registries()[axis]

@@ -6,26 +6,32 @@ parts of that regression; `attention` computes it. Importing this package import
 
 from . import checks
 from ._version import __version__
-from .estimators import Diagnostics, LinearState, linear_attention
+from .estimators import DeltaState, Diagnostics, LinearState, MesaState, delta_rule, linear_attention, mesa_attention
 from .grammar import Spec, presets
 from .memory import AssociativeMemory
 from .ops import attention, explain
+from .ops.interpolated import interpolated_attention
 from .ops.local_linear_attention import local_linear_attention
 from .ops.normalisers import entmax, normrelu, relumax, sparsemax, topk_softmax, topk_uniform
 from .registries import registries
 
 __all__ = [
     "AssociativeMemory",
+    "DeltaState",
     "Diagnostics",
     "LinearState",
+    "MesaState",
     "Spec",
     "__version__",
     "attention",
     "checks",
+    "delta_rule",
     "entmax",
     "explain",
+    "interpolated_attention",
     "linear_attention",
     "local_linear_attention",
+    "mesa_attention",
     "normrelu",
     "presets",
     "registries",

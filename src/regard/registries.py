@@ -7,6 +7,7 @@ from typing import Any
 from .experiments.recipes import recipes
 from .grammar import bandwidths, kernels, presets_registry, similarities, solvers
 from .memory import energies
+from .nn.ridge import ridges
 from .nn.temperature import temperatures
 from .ops import implementations_registry
 from .registry import Registry
@@ -21,6 +22,7 @@ def registries() -> dict[str, Registry[Any]]:
         "similarity": similarities,
         "solver": solvers,
         "temperature": temperatures,
+        "ridge": ridges,
         "impl": implementations_registry,
         "energy": energies,
         "recipe": recipes,

@@ -13,6 +13,8 @@ from torch import Tensor
 import regard
 from regard.checks import ArgumentError
 
+from . import oracle
+
 REGISTRIES = regard.registries()
 KERNELS = REGISTRIES["kernel"].names()
 RULES = REGISTRIES["bandwidth"].names()
@@ -37,6 +39,8 @@ ODD = (
     "epanechnikov*fixed(bias=-0.5,empty=nearest)",
     "biweight*fixed*unnormalised",
     "linear*fixed*normalised",  # signed weights over a signed, guarded sum
+    "gaussian*fixed*linear(ridge=0.3,solver=cg(precondition=True))",
+    "biweight*anchored(margin=1.5)*linear(ridge=0.4,ridge_mode=absolute)",
 )
 
 
@@ -152,18 +156,19 @@ def like(x: Tensor) -> Tensor:
 
 
 def learned(spec: regard.Spec, data: Data, seed: int = 0) -> tuple[dict[str, Tensor], Tensor | None]:
-    """A tensor [B, H, Tq] for every number the spec can learn, near its default and in its range, and one for
-    the scale where it takes one; all collect gradients."""
+    """A tensor [B, H, Tq] for every number the spec can learn, near its default and in its range (the probe of a local
+    linear model [B, H, Tq, D]), and one for the scale where it takes one; all collect gradients."""
     make = torch.Generator().manual_seed(3000 + seed)
     shape = data.q.shape[:3]
 
-    def around(centre: float, low: float | None) -> Tensor:
-        wobble = torch.rand(shape, generator=make, dtype=torch.float64) * 0.2
+    def around(centre: float, low: float | None, *axes: int) -> Tensor:
+        wobble = torch.rand(*shape, *axes, generator=make, dtype=torch.float64) * 0.2
         base = centre + (0.05 if low is not None and centre <= low else 0.0)
         room = 1.0 if low is None else min(1.0, base - low)
         return (base + room * wobble).to(data.q.dtype).requires_grad_()
 
-    params = {name: around(float(info.default), info.low) for name, info in spec.params.items()}
+    axes = {"probe": data.q.shape[3:]}
+    params = {n: around(float(info.default), info.low, *axes.get(n, ())) for n, info in spec.params.items()}
     scale = around(data.q.shape[-1] ** -0.5, 0.0) if spec.takes_scale else None
     return params, scale
 
@@ -200,10 +205,23 @@ def masks(batch: int, heads: int, queries: int, keys: int) -> dict[str, dict[str
     }
 
 
+def probe(spec: regard.Spec, q: Tensor) -> dict[str, Tensor]:
+    """What the spec cannot do without: the probe of the solver `learned`, made of each query alone."""
+    if getattr(spec.solver, "name", "") != "learned":
+        return {}
+    return {"probe": oracle.usual_probe(q)}
+
+
+def run(spec: regard.Spec, impl: str, data: Data, **call: Any) -> Any:
+    """`regard.attention`, with a probe where one is needed and none is given."""
+    params = {**probe(spec, data.q), **(call.pop("params", None) or {})}
+    return regard.attention(*data.tensors, spec, impl=impl, params=params, **call)
+
+
 def attend(spec: regard.Spec, impl: str, data: Data, **call: Any) -> Tensor | None:
     """The output, or None where the implementation says that it cannot do this call."""
     try:
-        return regard.attention(*data.tensors, spec, impl=impl, **call)
+        return run(spec, impl, data, **call)
     except ArgumentError as error:
         if "Those that can:" not in str(error):
             raise

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from regard.ops import blocked, cpu
+from regard.ops import block_rows, cpu
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -21,5 +21,5 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 queries and one head, so that short inputs cross many borders."""
-    for rows in (blocked.TorchRows, cpu.NumbaRows):
+    for rows in (block_rows.TorchRows, cpu.NumbaRows):
         monkeypatch.setattr(rows, "elements", 64)

@@ -41,6 +41,9 @@ class Sentence:
     gradient: str = "hard"
     temperature: float = 1.0
     ridge: float = 0.1
+    solver: str = "auto"
+    blocks: int = 0
+    absolute: bool = False
 
 
 RANKED = {"gaussian", "polynomial", "uniform"}
@@ -48,6 +51,7 @@ POINTWISE = {"linear", "geometric", "clipped-geometric"}
 SIGNED = {"dot", "cosine", "euclidean"}  # similarities that may be negative
 SCALELESS = {"geometric", "clipped-geometric"}  # Table 1 puts them on the bare similarity
 RULES = {"fixed", "adaptive", "anchored", "nearest"}
+SOLVERS = {None, "auto", "cholesky", "cg", "block-diagonal", "learned"}
 
 
 def read(spec: Any) -> Sentence:
@@ -67,6 +71,9 @@ def read(spec: Any) -> Sentence:
         cosine_eps=getattr(similarity, "eps", 1e-3),
         bias=getattr(rule, "bias", None) or 0.0,
         ridge=0.1 if spec.ridge is None else spec.ridge,
+        solver=getattr(spec.solver, "name", None),
+        blocks=getattr(spec.solver, "blocks", 0),
+        absolute=spec.ridge_mode == "absolute",
         **own,
     )
 
@@ -74,7 +81,7 @@ def read(spec: Any) -> Sentence:
 def knows(sentence: Sentence) -> bool:
     """Whether every part of the sentence has its formula here; parts of third parties have not."""
     known = sentence.kernel in RANKED | POINTWISE and sentence.rule in RULES
-    return known and sentence.similarity in SIMILARITIES
+    return known and sentence.similarity in SIMILARITIES and sentence.solver in SOLVERS
 
 
 # Visibility -------------------------------------------------------------------------------------------------
@@ -323,7 +330,52 @@ def attention(
     p = weights(s, z, seen, bias, params)
     if s.degree == 0:
         return torch.einsum("bhij,bhjd->bhid", p, v), p
-    return _local_linear(q, k, v, p, params.get("ridge", s.ridge)), p
+    if s.solver == "learned":
+        return _parallax(k, v, p, params.get("probe", usual_probe(q))), p
+    ridge = params.get("ridge", s.ridge)
+    if s.absolute:
+        ridge = ridge / _mass(s, z, seen, bias, params)
+    if s.solver == "block-diagonal":
+        return _block_diagonal(q, k, v, p, ridge, s.blocks or q.shape[-1]), p
+    return _local_linear(q, k, v, p, ridge), p
+
+
+def usual_probe(q: Tensor) -> Tensor:
+    """A probe made of each query alone, where a test gives none."""
+    return q.detach().double().nan_to_num().clamp(-3, 3).mul(0.4).sin().to(q.dtype)
+
+
+def _mass(s: Sentence, z: Tensor, seen: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:
+    """sum_j K of every row [B, H, Tq], 1 in rows that see no key."""
+    empty = ~seen.any(-1)
+    z = torch.where(seen, z, -torch.inf)
+    if s.kernel == "gaussian":
+        assert s.rule == "fixed"
+        w = torch.where(seen, z, -torch.inf).exp()
+    else:
+        top = torch.where(empty, 0, z.amax(-1))[..., None]
+        theta = top - _column(params.get("margin", s.margin)) if s.rule == "anchored" else -bias
+        w = _kernel(s, torch.where(seen, z - theta, 0), params)
+    return torch.where(empty, 1, w.sum(-1))
+
+
+def _parallax(k: Tensor, v: Tensor, p: Tensor, probe: Tensor) -> Tensor:
+    """sum p (1 - (k - kbar) . r) v."""
+    away = k[..., None, :, :] - torch.einsum("bhij,bhja->bhia", p, k)[..., None, :]
+    return (p * (1 - torch.einsum("bhija,bhia->bhij", away, probe))) @ v
+
+
+def _block_diagonal(q: Tensor, k: Tensor, v: Tensor, p: Tensor, ridge: Number, blocks: int) -> Tensor:
+    """The covariance of the keys about their mean, with zeros outside its diagonal blocks."""
+    mean = torch.einsum("bhij,bhja->bhia", p, k)
+    away = k[..., None, :, :] - mean[..., None, :]
+    spread = torch.einsum("bhij,bhija,bhijc->bhiac", p, away, away)
+    at = torch.arange(q.shape[-1]) * blocks // q.shape[-1]
+    spread = torch.where(at[:, None] == at, spread, 0)
+    amount = ridge[..., None] if isinstance(ridge, Tensor) else torch.tensor(ridge, dtype=p.dtype)
+    matrix = spread + torch.diag_embed(amount.expand(q.shape))
+    t = torch.linalg.solve(matrix, (q - mean)[..., None])[..., 0]
+    return (p * (1 + torch.einsum("bhija,bhia->bhij", away, t))) @ v
 
 
 def _local_linear(q: Tensor, k: Tensor, v: Tensor, p: Tensor, ridge: Number) -> Tensor:

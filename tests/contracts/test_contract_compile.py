@@ -18,7 +18,7 @@ import regard
 from .cases import PRESETS, REPRESENTATIVES, SPECS, Data, close, draw, gradients, learned, named
 
 LENGTHS = (5, 24, 33, 64, 70)  # on both sides of the presets' k = 32
-OPCHECKED = ("biweight", "normrelu", "topk-softmax", "cosine")
+OPCHECKED = ("biweight", "normrelu", "topk-softmax", "cosine", "local-linear")
 QUICK = ("softmax", "biweight", "shift-cosine")
 INDUCTOR = ("softmax", "biweight", "relumax", "shift-cosine")
 
@@ -179,8 +179,7 @@ def _calls(label: str, how: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]
     "label",
     [
         pytest.param(label, marks=() if label in OPCHECKED else pytest.mark.slow)
-        for label in REPRESENTATIVES
-        if SPECS[label].degree == 0
+        for label in [*REPRESENTATIVES, *(label for label in SPECS if "linear(ridge=0.3" in label)]
     ],
 )
 def test_opcheck(label: str) -> None:
@@ -190,7 +189,8 @@ def test_opcheck(label: str) -> None:
     for how in ({"is_causal": True}, {"attn_mask": mask, "exclude_self": True, "query_offset": torch.tensor([3, 5])}):
         calls = _calls(label, how)
         names = [func.name() for func, _ in calls]
-        assert names == ["regard::local_constant_forward", "regard::local_constant_backward"]
+        model = "local_linear" if SPECS[label].degree else "local_constant"
+        assert names == [f"regard::{model}_forward", f"regard::{model}_backward"]
         for func, args in calls:
             once = "backward" in func.name()  # differentiable once: the backward pass itself wants no gradient
             fresh = [_fresh_tensor(x, not once) if isinstance(x, Tensor) else x for x in args]

@@ -12,7 +12,7 @@ import regard
 from regard.checks import ArgumentError
 
 from . import oracle
-from .cases import PAIRS, SPECS, Data, attend, draw, gradients, learned, masks, named, same
+from .cases import PAIRS, SPECS, Data, attend, draw, gradients, learned, masks, named, run, same
 
 FILLS = (1e4, torch.finfo(torch.float32).max, float("nan"), float("inf"))
 
@@ -113,7 +113,7 @@ def test_diagnostics_of_rows_without_keys(label: str) -> None:
     for call in _without_keys(data).values():
         empty = ~oracle.visible(*data.sizes, **call).any(-1)
         for impl in ("reference", "auto"):
-            _, rows = regard.attention(*data.tensors, SPECS[label], impl=impl, return_diagnostics=True, **call)
+            _, rows = run(SPECS[label], impl, data, return_diagnostics=True, **call)
             same(rows.empty.expand(empty.shape), empty)
             for name in ("tau", "bandwidth", "support", "effective_sample_size", "fallback", "status"):
                 value = getattr(rows, name).expand(empty.shape)

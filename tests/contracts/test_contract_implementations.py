@@ -27,6 +27,7 @@ from .cases import (
     like,
     masks,
     named,
+    run,
 )
 
 LENGTHS = (1, 2, 7, 15, 16, 17, 63, 64, 65, 127)
@@ -74,7 +75,7 @@ def test_diagnostics_equal_the_reference(label: str, impl: str) -> None:
 
 def _diagnostics(spec: regard.Spec, impl: str, data: Data, call: dict[str, Any]) -> regard.Diagnostics | None:
     try:
-        return regard.attention(*data.tensors, spec, return_diagnostics=True, impl=impl, **call)[1]
+        return run(spec, impl, data, return_diagnostics=True, **call)[1]
     except ArgumentError as error:
         if "no row statistics" not in str(error):
             raise

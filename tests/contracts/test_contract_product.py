@@ -155,16 +155,17 @@ def test_local_linear_without_ridge_has_least_norm() -> None:
 
 
 def test_who_computes_what() -> None:
-    """The reference computes everything and blocked all of degree 0: no contract passes for want of a runner."""
-    assert {label for label, impl in PAIRS if impl == "reference"} == set(SPECS)
-    blocked = {label for label, impl in PAIRS if impl == "blocked"}
-    assert blocked == {label for label, spec in SPECS.items() if spec.degree == 0}
+    """The reference and blocked compute everything: no contract passes for want of a runner."""
+    for name in ("reference", "blocked"):
+        assert {label for label, impl in PAIRS if impl == name} == set(SPECS)
+    if "cpu" in IMPLS:
+        assert {("biweight", "cpu"), ("local-linear[biweight]", "cpu")} <= set(PAIRS)
     assert ("softmax", "sdpa") in PAIRS
     assert ("rbf", "sdpa") in PAIRS
     data = draw()
     for how, call in masks(*data.sizes).items():
-        for impl in ("reference", "blocked"):
-            assert attend(SPECS["biweight"], impl, data, **call) is not None, f"{impl}: {how}"
+        for label, impl in product(("biweight", "local-linear[biweight]"), ("reference", "blocked")):
+            assert attend(SPECS[label], impl, data, **call) is not None, f"{label}, {impl}: {how}"
     for how in ("all", "causal", "padding", "pairs, strict", "window, padding"):
         assert attend(SPECS["softmax"], "sdpa", data, **masks(*data.sizes)[how]) is not None, how
 
@@ -172,7 +173,7 @@ def test_who_computes_what() -> None:
 @pytest.mark.parametrize(
     ("impl", "label", "call", "reason"),
     [
-        ("blocked", "local-linear", {}, "computes degree 0 alone"),
+        ("sdpa", "local-linear", {}, "normalised Gaussian weights of degree 0 alone"),
         ("sdpa", "biweight", {}, "normalised Gaussian weights of degree 0 alone"),
         ("sdpa", "softmax", {"exclude_self": True}, "no strictly causal order"),
         ("sdpa", "softmax", {"window": 2}, "has no window"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.ops import blocked, cpu
+from regard.ops import block_rows, cpu
 from regard.ops.blocks import Work
 
 SPECS = [name for name, spec in regard.presets().items() if str(spec) == name]
@@ -54,7 +54,7 @@ def test_forward_mode_through_the_default_implementation(spec: str) -> None:
 @pytest.mark.parametrize("elements", [32, 256])
 @pytest.mark.parametrize("window", [1, 3, 2**62])
 def test_blocks_of_any_size_under_a_window(elements: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rows in (blocked.TorchRows, cpu.NumbaRows):
+    for rows in (block_rows.TorchRows, cpu.NumbaRows):
         monkeypatch.setattr(rows, "elements", elements)
     made = []
     blocks = Work.blocks

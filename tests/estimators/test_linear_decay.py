@@ -163,7 +163,7 @@ def test_derivatives(kind: str) -> None:
     start = before.values.clone().requires_grad_()
 
     def run(q: Tensor, k: Tensor, v: Tensor, fade: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        state = regard.LinearState(values, before.keys, None, before.poisoned, 3)
+        state = regard.LinearState(values, before.keys, None, before.poisoned, tokens=3)
         out, after = regard.linear_attention(q, k, v, "linear", log_decay=fade, state=state, chunk_size=3)
         return out, after.values
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
+from regard import MesaState, mesa_attention
 from regard.checks import ArgumentError
-from regard.estimators.mesa import MesaState, mesa_attention
 
 WAYS = (
     ("parallel", None, "auto"),
@@ -38,7 +38,7 @@ def dense(
     order: str = "causal",
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Equation 2 for every position: both sums made anew, one linear solve. ridge [B, H, T, D], g and beta [B, Hkv, T]."""
+    """Equation 2 for every position: both sums made anew, one solve. ridge [B, H, T, D], g and beta [B, Hkv, T]."""
     (batch, heads, length, dim), ratio = q.shape, q.shape[1] // k.shape[1]
     rows = []
     for b, h, i in itertools.product(range(batch), range(heads), range(length)):
@@ -137,7 +137,7 @@ def test_it_is_least_squares() -> None:
         right = torch.cat([v[b, h // 2, : i + 1], torch.zeros(4, 3, dtype=torch.float64)])
         close(out[b, h, i], q[b, h, i] @ torch.linalg.lstsq(rows, right).solution, 1e-12)
     truth = torch.randn(4, 3, dtype=torch.float64)
-    out, _ = mesa_attention(q, k, k @ truth, ridge=1e-9)
+    out, _ = mesa_attention(q, k, k @ truth, ridge=1e-9, tol=1e-5)
     close(out[:, :, 6:], q[:, :, 6:] @ truth, 1e-6)
 
 
@@ -201,7 +201,7 @@ def test_derivatives() -> None:
     values, half = (x.detach().requires_grad_() for x in (before.values, torch.linalg.cholesky(before.gram)))
 
     def run(*x: Tensor, form: str = "chunked", solver: str = "auto") -> tuple[Tensor, ...]:
-        state = MesaState(x[6], x[7] @ x[7].mT, before.poisoned, 6)
+        state = MesaState(x[6], x[7] @ x[7].mT, before.poisoned, tokens=6)
         out, after = mesa_attention(
             *x[:3], ridge=x[5], log_decay=x[3], beta=x[4], state=state, chunk_size=3, form=form, solver=solver
         )
@@ -307,10 +307,11 @@ def test_hard_keys_are_answered_or_reported() -> None:
     q, k, v, _, _ = (x.detach().float() for x in draw(40, dim=8))
     same = k[:, :, :1].expand_as(k)
     for keys in (same, torch.zeros_like(k), k[..., :1] * torch.ones(8), k * 1e4):
-        exact = dense(
-            *(x.double() for x in (q[:, :, -8:], keys[:, :, :8], v[:, :, :8])), torch.ones(2, 4, 8, 8).double()
-        )
-        out, _, found = mesa_attention(q[:, :, -8:], keys[:, :, :8], v[:, :, :8], ridge=1.0, return_diagnostics=True)
+        few = [x[:, :, :8] for x in (q, keys, v)]
+        exact = dense(*(x.double() for x in few), torch.ones(2, 4, 8, 8).double())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the enormous ones
+            out, _, found = mesa_attention(*few, ridge=1.0, return_diagnostics=True)
         sound = found["status"] == 0
         close(torch.where(sound[..., None], out, 0), torch.where(sound[..., None], exact, 0), 2e-3)
         assert out.isfinite().all()
@@ -396,18 +397,18 @@ def test_mistakes_are_named(call: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fading", [False, True])
-def test_chunks_are_twice_as_fast_as_steps(fading: bool) -> None:
-    """T = 1024, D = 128, in time of this process; the best of three."""
+@pytest.mark.parametrize(("decay", "factor"), [(None, 2.0), (-0.05, 1.5)])
+def test_chunks_are_faster_than_steps(decay: float | None, factor: float) -> None:
+    """T = 1024, D = 128, forward and backward, in time of this process; the best of three. Measured: 11 and 2."""
     make = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(1, 1, 1024, 128, generator=make) for _ in range(3)]
-    extra = {"log_decay": -0.05} if fading else {}
+    inputs = [torch.randn(1, 1, 1024, 128, generator=make).requires_grad_() for _ in range(3)]
     best = {}
     for form in ("chunked", "recurrent"):
         times = []
         for _ in range(3):
             start = time.process_time()
-            mesa_attention(*inputs, ridge=1.0, form=form, **extra)
+            out, _ = mesa_attention(*inputs, ridge=1.0, form=form, log_decay=decay)
+            torch.autograd.grad(out.sum(), inputs)
             times.append(time.process_time() - start)
         best[form] = min(times)
-    assert best["recurrent"] >= 2 * best["chunked"], best
+    assert best["recurrent"] >= factor * best["chunked"], best

@@ -60,7 +60,7 @@ def decayed(
 def shifted(phi: Tensor, *keys: Tensor | None) -> tuple[Tensor, ...]:
     """One position that holds nothing before the keys, one query too many: query i is then read before pair i."""
     late = [None if x is None else pad(x, (0, 0, 1, 0)) for x in keys]
-    return (pad(phi, (0, 0, 0, 1)), *late)  # type: ignore[return-value]
+    return (pad(phi, (0, 0, 0, 1)), *late)
 
 
 def read(phi: Tensor, state: Tensor) -> Tensor:

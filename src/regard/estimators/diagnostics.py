@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..grammar import RowStats, Spec
+from .visibility import Visibility
 
 
 @dataclass(frozen=True)
@@ -22,22 +23,38 @@ class Diagnostics:
             infinite for kernels of the score itself; 0 in empty rows.
         support: how many keys have a non-zero weight.
         effective_sample_size: (sum |p|)^2 / sum p^2: between 1 and `support`; 0 in empty rows.
+        density: share of the visible keys that have a non-zero weight, `support` / visible; 0 in empty rows.
         empty: no key was visible.
         fallback: keys were visible, but none within the bandwidth (or all kept keys tied).
         status: a `regard.grammar.Status` a row, int32.
         weights: [B, H, Tq, Tk], from the reference implementation only; None elsewhere.
-        solver: statistics of the local linear model's solver by name, each [B, H, Tq].
+        solver: statistics of the local linear model's solver by name, each [B, H, Tq]: "status" (a
+            `regard.grammar.SolveStatus`, int32), "iterations", "residual" (|b - A t| / |b|) and "jitter"; None at
+            degree 0.
+        effective_weights: [B, H, Tq, Tk], those of the values in a local linear model, p (1 + e): they sum to one and
+            may be negative. From the reference implementation only; None elsewhere and at degree 0, where they are
+            `weights`.
+        negative_mass: sum of |w| over the negative weights of the values; 0 where no weight can be negative. None
+            where a kernel of signed weights was run by an implementation that does not look at them.
     """
 
     tau: Tensor
     bandwidth: Tensor
     support: Tensor
     effective_sample_size: Tensor
+    density: Tensor
     empty: Tensor
     fallback: Tensor
     status: Tensor
     weights: Tensor | None = None
     solver: dict[str, Tensor] | None = None
+    effective_weights: Tensor | None = None
+    negative_mass: Tensor | None = None
+
+
+def negative_part(w: Tensor) -> Tensor:
+    """Sum of |w| over the negative entries of rows [..., n]: [...]."""
+    return w.clamp(max=0).sum(-1).neg()
 
 
 def counts(p: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,10 +73,14 @@ def diagnose(
     ess: Tensor,
     scale: float | Tensor,
     params: dict[str, float | Tensor],
+    visible: Visibility,
     weights: Tensor | None = None,
     solver: dict[str, Tensor] | None = None,
+    effective: Tensor | None = None,
+    negative: Tensor | None = None,
 ) -> Diagnostics:
-    """Diagnostics from row statistics [B, H, Tq, 1]; `params` hold row tensors [B, H, Tq, 1] or numbers."""
+    """Diagnostics from row statistics [B, H, Tq, 1]; `params` hold row tensors [B, H, Tq, 1] or numbers. The negative
+    mass [B, H, Tq] is taken from the weights where it is not given."""
     theta = stats.theta
     r = spec.bandwidth.kernel_params(params).get("r", getattr(spec.kernel, "r", 1.0))
     tau = theta / r if spec.bandwidth.name == "adaptive" else theta
@@ -70,14 +91,22 @@ def diagnose(
     elif not spec.kernel.compact:
         edge = torch.where(theta == -torch.inf, torch.as_tensor(per_row, dtype=theta.dtype) ** -0.5, edge)
     blank = lambda x: torch.where(stats.empty, 0, x)[..., 0]  # noqa: E731
+    if negative is None and (effective is not None or weights is not None):
+        negative = negative_part(weights if effective is None else effective)  # type: ignore[arg-type]
+    elif negative is None and spec.weighting.nonnegative:
+        negative = torch.zeros_like(theta[..., 0])
+    seen = visible.counts(theta.device)[..., None].clamp(min=1)
     return Diagnostics(
         tau=blank(tau),
         bandwidth=blank(edge),
         support=blank(support),
         effective_sample_size=blank(ess),
+        density=blank(support / seen),
         empty=stats.empty[..., 0],
         fallback=stats.fallback[..., 0],
         status=stats.status[..., 0],
         weights=weights,
         solver=solver,
+        effective_weights=effective,
+        negative_mass=negative,
     )

@@ -61,7 +61,6 @@ class LinearState(State):
     keys: Tensor
     squares: Tensor | None
     poisoned: Tensor
-    tokens: int = 0
 
     @classmethod
     def empty(

@@ -25,17 +25,20 @@ import torch
 from torch import Tensor
 
 from ..grammar import Dense, RowStats, Solved, Weighting
+from ..grammar.systems import unit
+from ..grammar.weighting import fit_weights
 from .visibility import Visibility
 
 
 class Estimate(NamedTuple):
     """An estimate with everything that led to it. `weights` are p; for degree 1 the values are weighted by
-    p (1 + e), which may be negative."""
+    p (1 + e), which may be negative: `effective`, None at degree 0."""
 
     output: Tensor
     weights: Tensor
     stats: RowStats
     solver: dict[str, Tensor] | None
+    effective: Tensor | None = None
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -54,8 +57,7 @@ def scores(q: Tensor, k: Tensor, visible: Visibility) -> Tensor:
 def constant(q: Tensor, k: Tensor, v: Tensor, visible: Visibility, weighting: Weighting, params: Any) -> Estimate:
     """Degree 0. Materialises [B, H, Tq, Tk]; twice differentiable."""
     z = scores(q, k, visible)
-    stats = weighting.fit(z, params)
-    p = weighting.weights(z, stats, params)
+    stats, p = fit_weights(weighting, z, params)
     return Estimate(p @ v, p, stats, None)
 
 
@@ -94,13 +96,14 @@ def linear(
     fit = constant(q, k, v, visible, weighting, params)
     p, ridge = fit.weights, local.ridge
     if local.absolute:
-        ridge = relative(ridge, weighting.log_mass(fit.stats, params))
+        ridge = relative(ridge, weighting.log_mass(fit.stats, params))  # type: ignore[attr-defined]
     mean = p @ local.y
     away = local.y[..., None, :, :] - mean[..., :, None, :]  # [B, H, Tq, Tk, D]
     spread = (p[..., None] * away).transpose(-1, -2) @ away
     solved = solve(local.solver, spread, ridge, local.x - mean, local.probe)
     slope = (away @ solved.value[..., None])[..., 0]
-    return Estimate((p * (1 + slope)) @ v, p, fit.stats, {"status": solved.status, **solved.statistics})
+    signed = p * (1 + slope)
+    return Estimate(signed @ v, p, fit.stats, {"status": solved.status, **solved.statistics}, signed)
 
 
 def solve(solver: Any, spread: Tensor, ridge: float | Tensor, right: Tensor, probe: Tensor | None = None) -> Solved:
@@ -108,10 +111,13 @@ def solve(solver: Any, spread: Tensor, ridge: float | Tensor, right: Tensor, pro
     eye = torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
     matrix = spread + (ridge[..., None] if isinstance(ridge, Tensor) else ridge) * eye
     if solver.exact:
-        return solver.solve(Dense(matrix, ridge, probe), right)
-    with torch.no_grad():
         found: Solved = solver.solve(Dense(matrix, ridge, probe), right)
-    return found._replace(value=_Implicit.apply(matrix, right, solver, found.value))
+        return found
+    with torch.no_grad():
+        size = unit(right)
+        found = solver.solve(Dense(matrix, ridge, probe), right / size)
+        value = found.value * size
+    return found._replace(value=_Implicit.apply(matrix, right, solver, value))
 
 
 class _Implicit(torch.autograd.Function):
@@ -129,6 +135,7 @@ class _Implicit(torch.autograd.Function):
         if torch.is_grad_enabled():  # a derivative of this one: the solution as a function of A and b once more
             value = _Implicit.apply(matrix, right, ctx.solver, value)
         with torch.no_grad():
-            found = ctx.solver.solve(Dense(matrix), grad).value
+            size = unit(grad)
+            found = ctx.solver.solve(Dense(matrix), grad / size).value * size
         back = _Implicit.apply(matrix, grad, ctx.solver, found) if torch.is_grad_enabled() else found
         return -back[..., :, None] * value[..., None, :], back, None, None

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import ArgumentError, broadcastable, floating, in_range, on_device, shape, suggestion
+from ..grammar import SolveStatus
 from .arguments import Form, check, cleaned, log_decays, order, per_key
 from .decay import CHUNK, decayed, final, read, shifted
 from .local import repeat_heads
@@ -31,8 +32,6 @@ from .visibility import Visibility
 
 CALL = "mesa_attention"
 Solver = Literal["auto", "cholesky", "cg"]
-OK, NOT_FINITE, UNCONVERGED = 0, 2, 3
-"""Statuses of a system, as in `regard.grammar.solvers`."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class MesaState(State):
     values: Tensor
     gram: Tensor
     poisoned: Tensor
-    tokens: int = 0
 
     @classmethod
     def empty(
@@ -127,7 +125,7 @@ def mesa_attention(
             state after all pairs.
         exclude_self: query i reads the state before pair i; implies `is_causal`.
         scale: factor of the query, a number or broadcastable to [B, H, Tq]; 1 where None.
-        return_diagnostics: also return a dict of [B, H, Tq]: "status" (0 solved, 2 not finite, 3 unconverged),
+        return_diagnostics: also return a dict of [B, H, Tq]: "status" (`regard.grammar.SolveStatus`),
             "residual" (|b - A t| / |b|, the true one) and "iterations" (of conjugate gradients).
 
     Returns:
@@ -139,14 +137,15 @@ def mesa_attention(
 
     Warns:
         RuntimeWarning: a system was left unconverged (or lost its digits to a ridge that is too small): its residual
-            exceeds `tol`, or where that is None the root of the precision (3e-4 in float32). Looked at where the numbers are at hand (CPU, not compiled).
+            exceeds `tol`, or where that is None the root of the precision (3e-4 in float32). Looked at where the
+            numbers are at hand (CPU, not compiled).
 
     Precision: float32 (float64 for float64 inputs) for states and solves, whatever the inputs.
     Derivatives: "chunked" once, backward, by one more solve (under forward mode and torch.func transforms it is
     "parallel"); they are those of the solution, so that they are as good as it is. The other forms to any order.
-    Cost: a head, with chunks of c: O(T D (D + c) + (T / c) (D^3 + c^3)) by two factors a chunk, O(T D^3) by a matrix for
-    every query, O(T D (D + c)) a step of conjugate gradients; memory O(T (D + c) + D^2 T / c), with c >= D that of the inputs. "parallel"
-    and (for gradients) "recurrent" O(T D^2).
+    Cost: a head, with chunks of c: O(T D (D + c) + (T / c) (D^3 + c^3)) by two factors a chunk, O(T D^3) by a matrix
+    for every query, O(T D (D + c)) a step of conjugate gradients; memory O(T (D + c) + D^2 T / c), with c >= D that of
+    the inputs. "parallel" and (for gradients) "recurrent" O(T D^2).
     """
     causal = order(CALL, is_causal, exclude_self)
     mask = check(CALL, query, key, value, attn_mask, form, chunk_size, causal)
@@ -168,7 +167,7 @@ def mesa_attention(
         systems = Systems(own.key, weight and weight.value, fade and fade.value, state.gram, ridge)
         out, gram, values, found = _predict(q, own.value, systems, state.values, visible, form, how, return_diagnostics)
         out = torch.where(own.poisoned[..., None], torch.nan, out).to(query.dtype)
-    after = MesaState(values, gram, state.poisoned | own.spoilt, state.tokens + keys)
+    after = MesaState(values, gram, state.poisoned | own.spoilt, tokens=state.tokens + keys)
     found = {name: x[:, :, :queries] for name, x in found.items()}
     _warn(found, tol, dtype)
     return (out, after, _judged(found, tol, dtype)) if return_diagnostics else (out, after)
@@ -266,8 +265,8 @@ def _limit(tol: float | None, dtype: torch.dtype) -> float:
 def _judged(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """The statistics with a status."""
     residual = found["residual"]
-    status = torch.where(residual <= _limit(tol, dtype), OK, UNCONVERGED)
-    return {"status": torch.where(residual.isfinite(), status, NOT_FINITE), **found}
+    status = torch.where(residual <= _limit(tol, dtype), int(SolveStatus.OK), int(SolveStatus.UNCONVERGED))
+    return {"status": torch.where(residual.isfinite(), status, int(SolveStatus.NOT_FINITE)), **found}
 
 
 def _warn(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> None:

@@ -33,6 +33,8 @@ ELEMENTS = 2**21
 """Numbers of the states and pairs that conjugate gradients hold at once."""
 ROUNDS = 3
 """How often conjugate gradients begin anew from the true residual."""
+SLACK = 20.0
+"""They do where it is as many times `tol`: less is rounding, which a new beginning would not mend."""
 
 
 class Systems(NamedTuple):
@@ -46,7 +48,7 @@ class Systems(NamedTuple):
 
     def detach(self) -> Systems:
         """Without derivatives."""
-        return Systems(*(None if x is None else x.detach() for x in self))  # type: ignore[arg-type]
+        return Systems(*(None if x is None else x.detach() for x in self))
 
     @property
     def written(self) -> Tensor:
@@ -115,7 +117,7 @@ def _solve(
             return _direct(b, systems, chunk), iterations
         if method == "dense":
             return _dense(b, systems), iterations
-        return _conjugate(b, systems, chunk, tol, max_iter)
+        return _conjugate(b, systems, tol, max_iter)
 
 
 @_solve.register_fake
@@ -205,17 +207,19 @@ def _inside(b: Tensor, k: Tensor, gram: Tensor, ridge: Tensor) -> Tensor:
 
 
 def _cholesky(matrix: Tensor) -> Tensor:
-    """A factor, of a matrix whose diagonal was raised where rounding left it none; the residual shows by how much."""
+    """A factor. Where rounding left a pivot none, the diagonal is raised from there on, never before: earlier rows are
+    those of earlier queries. The residual shows by how much."""
     factor, info = torch.linalg.cholesky_ex(matrix)
-    jitter = torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
-    for _ in range(4):
+    amount = torch.finfo(matrix.dtype).eps * matrix.shape[-1]
+    place = torch.arange(1, matrix.shape[-1] + 1, device=matrix.device)
+    for _ in range(5):
         if not bool(info.any()):
             break
-        jitter = jitter * 16
-        raised = matrix + torch.diag_embed(jitter[..., None].expand(matrix.shape[:-1]))
-        again, state = torch.linalg.cholesky_ex(raised)
-        failed = info != 0
-        factor, info = torch.where(failed[..., None, None], again, factor), torch.where(failed, state, info)
+        late = (info[..., None] > 0) & (place >= info[..., None])
+        diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+        matrix = matrix + torch.diag_embed(torch.where(late, amount * diagonal.abs(), 0))
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        amount = amount * 16
     return factor
 
 
@@ -230,9 +234,10 @@ def _dense(b: Tensor, systems: Systems) -> Tensor:
         g = None if systems.g is None else systems.g[:, :, at]
         matrices = every_gram(key[:, :, at], written[:, :, at], g, gram)
         ridge = systems.ridge if systems.ridge.shape[2] == 1 else systems.ridge[:, :, at]
-        whole = repeat_heads(matrices, b.shape[1]) + torch.diag_embed(ridge)
+        whole, last = repeat_heads(matrices, b.shape[1]), matrices[:, :, -1].clone()
+        whole.diagonal(dim1=-2, dim2=-1).add_(ridge)
         found.append(torch.linalg.solve_ex(whole, b[:, :, at])[0])
-        gram = matrices[:, :, -1]
+        gram = last
     return torch.cat(found, 2)
 
 
@@ -249,11 +254,11 @@ def every_gram(key: Tensor, written: Tensor, g: Tensor | None, gram: Tensor) -> 
 # Conjugate gradients -----------------------------------------------------------------------------------------
 
 
-def _conjugate(b: Tensor, systems: Systems, chunk: int, tol: float, max_iter: int) -> tuple[Tensor, Tensor]:
-    """Some chunks at a time, as many as `ELEMENTS` allow."""
+def _conjugate(b: Tensor, systems: Systems, tol: float, max_iter: int) -> tuple[Tensor, Tensor]:
+    """Some chunks of `BLOCK` queries at a time, as many as `ELEMENTS` allow."""
     (batch, heads, length, dim), gram = b.shape, systems.gram
-    chunk = max(1, min(chunk, length))
-    width = max(1, ELEMENTS // max(1, batch * heads * (chunk * chunk + dim * dim)))
+    chunk = max(1, min(BLOCK, length))
+    width = max(1, ELEMENTS // max(1, batch * heads * (chunk * chunk + 2 * dim * dim)))
     found, steps = [b[:, :, :0]], [b.new_zeros(batch, heads, 0, dtype=torch.int32)]
     for first in range(0, length, width * chunk):
         at = slice(first, min(first + width * chunk, length))
@@ -293,6 +298,18 @@ class _Span:
         ridge = systems.ridge
         self.ridge = ridge[:, :, None] if ridge.shape[2] == 1 else self.chunks.cut(ridge)
 
+        self.inverse = self._middle()
+
+    def _middle(self) -> Tensor:
+        """The inverse of the matrix of a query in the middle of each chunk: of the others it differs by a few ranks and
+        a fade, so that preconditioned by it they are done in few steps."""
+        at = self.chunks.size // 2
+        weighted = self.written * self.seen[..., at, :, None]
+        matrix = weighted.transpose(-1, -2) @ self.key
+        matrix += self.start if self.upto is None else self.start * self.upto[..., at, :, None]
+        matrix.diagonal(dim1=-2, dim2=-1).add_(self.ridge[..., 0, :])  # the first is always a real one
+        return torch.cholesky_inverse(_cholesky(matrix))
+
     def times(self, p: Tensor) -> Tensor:
         state = p @ self.start
         state = state if self.upto is None else state * self.upto
@@ -303,30 +320,31 @@ class _Span:
         b = self.chunks.cut(b)
         x, goal = torch.zeros_like(b), tol * tol * b.square().sum(-1, keepdim=True)
         steps = b.new_zeros(*b.shape[:-1], 1, dtype=torch.int32)
+        left, enough = b, goal
         for _ in range(ROUNDS):
-            left = b - self.times(x) if bool(steps.any()) else b
-            size = left.square().sum(-1, keepdim=True)
-            active = (size > goal) & (steps < max_iter)
+            active = (left.square().sum(-1, keepdim=True) > enough) & (steps < max_iter)
             if not bool(active.any()):
                 break
-            x, steps = self._round(x, left, size, active, goal, steps, max_iter)
+            x, steps = self._round(x, left, active, goal, steps, max_iter)
+            left, enough = b - self.times(x), SLACK * SLACK * goal
         cut = lambda y: y.flatten(2, 3)[:, :, : self.chunks.length]  # noqa: E731
         return cut(x), cut(steps)[..., 0]
 
     def _round(
-        self, x: Tensor, left: Tensor, size: Tensor, active: Tensor, goal: Tensor, steps: Tensor, max_iter: int
+        self, x: Tensor, left: Tensor, active: Tensor, goal: Tensor, steps: Tensor, max_iter: int
     ) -> tuple[Tensor, Tensor]:
         """Conjugate gradients until every system is done or has taken `max_iter` steps."""
-        p = left
+        p = near = left @ self.inverse
+        slope = (left * near).sum(-1, keepdim=True)
         while bool(active.any()):
             forward = self.times(p)
             curve = (p * forward).sum(-1, keepdim=True)
-            active = active & (curve > 0)  # also false for NaN
-            rate = torch.where(active, size / torch.where(active, curve, 1), 0)
+            active = active & (curve > 0) & (slope > 0)  # also false for NaN
+            rate = torch.where(active, slope / torch.where(active, curve, 1), 0)
             x, left = x + rate * p, left - rate * forward
-            new = left.square().sum(-1, keepdim=True)
-            p = torch.where(active, left + new / torch.where(size > 0, size, 1) * p, p)
-            steps = steps + active.int()
-            size = torch.where(active, new, size)
-            active = active & (new > goal) & (steps < max_iter)
+            near = left @ self.inverse
+            new = (left * near).sum(-1, keepdim=True)
+            p = torch.where(active, near + new / torch.where(active, slope, 1) * p, p)
+            steps, slope = steps + active.int(), torch.where(active, new, slope)
+            active = active & (left.square().sum(-1, keepdim=True) > goal) & (steps < max_iter)
         return x, steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, TypeVar
 
 import torch
@@ -16,13 +16,16 @@ S = TypeVar("S", bound="State")
 
 @dataclass(frozen=True)
 class State:
-    """Tensors whose first axis is the batch, and `tokens`; a subclass names the tensors as fields.
+    """Tensors whose first axis is the batch, and `tokens`, how many positions were seen, masked ones included; a
+    subclass names the tensors as fields.
 
     Nothing is changed in place: every method gives a new state.
     """
 
     OPTIONAL: ClassVar[dict[str, str]] = {}
     """Fields that may be None, and when they are there."""
+
+    tokens: int = field(default=0, kw_only=True)
 
     def map(self: S, fn: Callable[[Tensor], Tensor]) -> S:
         """The same state with `fn` applied to every tensor."""
@@ -57,12 +60,11 @@ class State:
         Raises:
             ArgumentError: fewer tokens are asked for: a sum does not remember what it was made of.
         """
-        tokens: int = self.tokens  # type: ignore[attr-defined]
-        wanted = tokens + n if n < 0 else n
+        wanted = self.tokens + n if n < 0 else n
         require(
-            wanted >= tokens,
+            wanted >= self.tokens,
             f"{type(self).__name__}.crop",
-            f"cannot go back from {tokens} tokens to {max(wanted, 0)}: the state is a sum over all pairs, which "
+            f"cannot go back from {self.tokens} tokens to {max(wanted, 0)}: the state is a sum over all pairs, which "
             f"cannot forget some of them; keep a clone() from before, or reset() and read the tokens again.",
         )
         return self
@@ -75,7 +77,7 @@ class State:
     def to_tensors(self) -> dict[str, Tensor]:
         """Name to tensor, contiguous, for safetensors; `from_tensors` gives the same state back."""
         own = {name: x.contiguous() for name, x in self._tensors().items()}
-        return {**own, "tokens": torch.tensor(self.tokens)}  # type: ignore[attr-defined]
+        return {**own, "tokens": torch.tensor(self.tokens)}
 
     @classmethod
     def from_tensors(cls: type[S], tensors: Mapping[str, Tensor]) -> S:

@@ -22,6 +22,7 @@ from ..doctor import report as installation
 from ..inspect import figures
 from ..inspect.figures import Curve
 from ..inspect.measures import AttentionMaps
+from ..inspect.summary import layer_table
 from ..inspect.report import Page, Sample, Section, render
 from ..inspect.tables import Table
 from ..training import TrainingStopped
@@ -296,6 +297,7 @@ def _section(outcome: Outcome, picture: bytes | None) -> Section:
         "starts. White: a weight of exactly zero. Right: for every row, how many keys have a weight that is "
         "not zero, of those that are visible.",
         maps=model.maps,
+        layers=None if model.maps is None else layer_table(model.maps),
     )
 
 

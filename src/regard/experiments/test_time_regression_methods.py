@@ -1,8 +1,8 @@
 """What the test-time regression recipe measures: every estimator as a function of examples, scale and ridge.
 
 The grid of scales and ridges is the same for all of them. A scale is counted in units of the one that the estimator has
-by itself (1/sqrt(d) for dot products, 1/d for plain linear attention); a ridge is relative to the total weight of a
-kernel, absolute for Mesa, as equations 2 and 7 of the Local Linear Attention paper with its errata have it.
+by itself (1/sqrt(d) for attention); a ridge is relative to the total weight of a kernel, absolute for Mesa, as equations
+2 and 7 of the Local Linear Attention paper with its errata have it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..checks import ArgumentError, suggestion
 from ..estimators.linear import linear_attention
+from ..estimators.mesa import mesa_attention
 from ..grammar import Spec
+from ..grammar.solvers import ConjugateGradient
 from ..grammar.spec import local_linear
 from ..ops import attention
 from ..tasks.cone_regression import ConeExamples
 
 Predict = Callable[[ConeExamples, float, float, bool], Tensor]
 """(examples with a batch axis, scale, ridge, strictly past) -> predictions [B, L, d]."""
+State = Callable[[ConeExamples, Tensor, float, bool], Tensor]
+"""(examples, queries [B, L, d], ridge, strictly past) -> what a linear state says there, [B, L, d]."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +43,43 @@ class Method:
     predict: Predict
 
 
-def methods(specs: Iterable[str], states: Iterable[str], seed: int) -> list[Method]:
+def methods(specs: Iterable[str], residuals: Iterable[str], tol: float, seed: int) -> list[Method]:
     """Every estimator of the recipe: kernels as local constants and local linear models, linear states, what stands
-    between (equation 9), and the two that look at nothing."""
-    kernels = {name: Spec.parse(name) for name in specs}
+    between (equation 9), and the two that look at nothing.
+
+    Args:
+        specs: kernels.
+        residuals: "KERNEL+STATE", the kernel on the residuals of a state of `STATES`.
+        tol: residual at which the systems of local linear models count as solved.
+        seed: of the random predictor.
+
+    Raises:
+        ArgumentError: an unknown kernel or state, or a local linear model where a kernel is expected.
+    """
+    kernels = {name: _constant(name) for name in specs}
     made = [Method(name, _takes(spec), _kernel(spec)) for name, spec in kernels.items()]
-    for name, spec in kernels.items():
+    for spec in kernels.values():
         model = local_linear(spec)
-        made.append(Method(str(model), (*_takes(spec), "ridge"), _kernel(model)))
-    made += [Method("linear", ("scale",), _linear), Method("elu", (), _elu), Method("mesa", ("ridge",), _mesa)]
-    for name, spec in kernels.items():
-        for state in states:
-            takes = (*_takes(spec), *(("ridge",) if state == "mesa" else ()))
-            made.append(Method(f"{name}+{state}", takes, _interpolated(spec, STATES[state])))
-    made += [Method("random", (), _random(seed)), Method("zero", (), lambda ex, *_: torch.zeros_like(ex.values))]
-    return made
+        solved = replace(model, solver=ConjugateGradient(tol=tol))
+        made.append(Method(str(model), (*_takes(spec), "ridge"), _kernel(solved)))
+    made += [Method("elu", (), _elu)]
+    for name, state in STATES.items():
+        made.append(Method(name, ("ridge",) if state is _mesa else (), _plain(state)))
+    for name in residuals:
+        kernel, _, known = name.rpartition("+")
+        if known not in STATES:
+            raise ArgumentError(f"unknown state {known!r} of {name!r}.{suggestion(known, STATES)}")
+        spec, state = _constant(kernel), STATES[known]
+        takes = (*_takes(spec), *(("ridge",) if state is _mesa else ()))
+        made.append(Method(name, takes, _interpolated(spec, state)))
+    return [*made, Method("random", (), _random(seed)), Method("zero", (), lambda ex, *_: torch.zeros_like(ex.values))]
+
+
+def _constant(name: str) -> Spec:
+    spec = Spec.parse(name)
+    if spec.degree:
+        raise ArgumentError(f"{name} is a local linear model already; give its kernel alone.")
+    return spec
 
 
 def _takes(spec: Spec) -> tuple[str, ...]:
@@ -61,26 +88,18 @@ def _takes(spec: Spec) -> tuple[str, ...]:
 
 def _kernel(spec: Spec) -> Predict:
     def predict(examples: ConeExamples, scale: float, ridge: float, strict: bool) -> Tensor:
-        return _attend(spec, examples.queries, examples.keys, examples.values, scale, ridge, strict)
+        own = replace(spec, ridge=ridge) if spec.degree else spec
+        return _attend(own, examples, examples.values, scale, strict)
 
     return predict
 
 
-def _attend(spec: Spec, q: Tensor, k: Tensor, v: Tensor, scale: float, ridge: float, strict: bool) -> Tensor:
-    """`regard.attention` on [B, L, d], a sequence at a time for local linear models."""
+def _attend(spec: Spec, examples: ConeExamples, values: Tensor, scale: float, strict: bool) -> Tensor:
+    """`regard.attention` to values [B, L, Dv], the scale in units of the spec's own."""
+    q, k, v = (x[:, None] for x in (examples.queries, examples.keys, values))
     own = spec.similarity.default_scale(q.shape[-1]) * scale if spec.takes_scale else None
-    if spec.degree:
-        spec = replace(spec, ridge=ridge)
-    parts = zip(*(x[:, None].split(1 if spec.degree else len(x)) for x in (q, k, v)), strict=True)
-    found = [attention(*part, spec, is_causal=True, exclude_self=strict, scale=own) for part in parts]
-    return torch.cat(found)[:, 0]
-
-
-def _linear(examples: ConeExamples, scale: float, ridge: float, strict: bool, q: Tensor | None = None) -> Tensor:
-    """sum_j v_j k_j . q, of equation 2 with H = I, times scale / d, so that a pair's own value comes back whole."""
-    q = examples.queries if q is None else q
-    k, v = examples.keys[:, None], examples.values[:, None]
-    return linear_attention(q[:, None], k, v, "linear", exclude_self=strict, scale=scale / q.shape[-1])[0][:, 0]
+    found: Tensor = attention(q, k, v, spec, is_causal=True, exclude_self=strict, scale=own)
+    return found[:, 0]
 
 
 def _elu(examples: ConeExamples, scale: float, ridge: float, strict: bool) -> Tensor:
@@ -89,25 +108,35 @@ def _elu(examples: ConeExamples, scale: float, ridge: float, strict: bool) -> Te
     return linear_attention(q, k, v, "elu", exclude_self=strict)[0][:, 0]
 
 
-def _mesa(examples: ConeExamples, scale: float, ridge: float, strict: bool, q: Tensor | None = None) -> Tensor:
-    """The ridge regression through the origin of all visible values on their keys (equation 2)."""
-    q = examples.queries if q is None else q
-    found = []
-    for query, k, v in zip(q, examples.keys, examples.values, strict=True):
-        spread = (k[:, :, None] * k[:, None]).cumsum(0)
-        if strict:
-            spread = torch.cat([torch.zeros_like(spread[:1]), spread[:-1]])
-        spread.diagonal(dim1=-2, dim2=-1).add_(ridge)
-        solved = torch.cholesky_solve(query[..., None], torch.linalg.cholesky(spread))[..., 0]
-        found.append((solved @ k.mT).tril(-1 if strict else 0) @ v)
-    return torch.stack(found)
+def _linear(examples: ConeExamples, q: Tensor, ridge: float, strict: bool) -> Tensor:
+    """S_i q / (n + d + 1) with S_i the sum of the n visible v k^T (equation 2 with a multiple of the identity for H).
+
+    That multiple is the best one for normal keys and a single map: E|c S q - A q|^2 is least at c = 1 / (n + d + 1).
+    S_i q itself, c = 1, is too large by about n.
+    """
+    k, v = examples.keys[:, None], examples.values[:, None]
+    visible = torch.arange(q.shape[1]) + (0 if strict else 1)
+    scale = 1 / (visible + q.shape[-1] + 1.0)
+    return linear_attention(q[:, None], k, v, "linear", exclude_self=strict, scale=scale)[0][:, 0]
 
 
-STATES: dict[str, Callable[..., Tensor]] = {"mesa": _mesa, "linear": _linear}
-"""Linear states whose residuals equation 9 regresses."""
+def _mesa(examples: ConeExamples, q: Tensor, ridge: float, strict: bool) -> Tensor:
+    """The ridge regression through the origin of all visible values on their keys (equation 2), in float64: with a
+    small ridge and fewer pairs than channels its systems have condition numbers near 1e6."""
+    q, k, v = (x[:, None].double() for x in (q, examples.keys, examples.values))
+    found: Tensor = mesa_attention(q, k, v, ridge=ridge, exclude_self=strict)[0]
+    return found[:, 0].to(examples.values.dtype)
 
 
-def _interpolated(spec: Spec, state: Callable[..., Tensor]) -> Predict:
+STATES: dict[str, State] = {"linear": _linear, "mesa": _mesa}
+"""Linear states, which equation 9 lets a kernel correct."""
+
+
+def _plain(state: State) -> Predict:
+    return lambda examples, scale, ridge, strict: state(examples, examples.queries, ridge, strict)
+
+
+def _interpolated(spec: Spec, state: State) -> Predict:
     """Equation 9: the local constant of the residuals v_j - W_i k_j, and W_i q_i on top.
 
     With weights that sum to one it is  sum_j s_ij v_j + W_i (q_i - sum_j s_ij k_j):  the state read at what the keys
@@ -115,10 +144,9 @@ def _interpolated(spec: Spec, state: Callable[..., Tensor]) -> Predict:
     """
 
     def predict(examples: ConeExamples, scale: float, ridge: float, strict: bool) -> Tensor:
-        q, k, v = examples.queries, examples.keys, examples.values
-        near = _attend(spec, q, k, torch.cat([v, k], -1), scale, ridge, strict)
-        value, key = near.split(v.shape[-1], -1)
-        return value + state(examples, 1.0, ridge, strict, q - key)
+        near = _attend(spec, examples, torch.cat([examples.values, examples.keys], -1), scale, strict)
+        value, key = near.chunk(2, -1)
+        return value + state(examples, examples.queries - key, ridge, strict)
 
     return predict
 
@@ -128,7 +156,7 @@ def _random(seed: int) -> Predict:
 
     def predict(examples: ConeExamples, scale: float, ridge: float, strict: bool) -> Tensor:
         draw = torch.Generator().manual_seed(seed)
-        q = examples.queries
-        return torch.randn(examples.values.shape, generator=draw) * q.norm(dim=-1, keepdim=True)
+        size = examples.queries.norm(dim=-1, keepdim=True)
+        return torch.randn(examples.values.shape, generator=draw) * size
 
     return predict

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from ..inspect.figures import COLOURS, png
 from ..inspect.tables import Table
-from .test_time_regression import BAND, DRAWN, LLA, PROTOCOLS, SHOWN, RegressionConfig
+from .test_time_regression import BAND, DRAWN, LLA, PROTOCOLS, SHOWN, RegressionConfig, parts
 
 Found = Sequence[dict[str, Any]]
 PAPERS = (LLA, "softmax", "linear", "mesa")
@@ -24,7 +24,7 @@ STYLES: dict[str, tuple[str, str]] = {
     LLA: (COLOURS[0], "-"), "softmax": (COLOURS[0], "--"),
     "local-linear[biweight]": (COLOURS[1], "-"), "biweight": (COLOURS[1], "--"),
     "local-linear[relumax]": (COLOURS[2], "-"), "local-linear[triweight]": (COLOURS[3], "-"),
-    "mesa": (COLOURS[4], "-."), "linear": (COLOURS[5], "-."), "softmax+mesa": (COLOURS[4], ":"),
+    "mesa": (COLOURS[4], "-."), "linear": (COLOURS[5], "-."), "elu": (COLOURS[5], ":"), "softmax+mesa": (COLOURS[4], ":"),
     "random": (GREY, "--"), "zero": (GREY, ":"), "oracle": ("#000000", ":"),
 }  # fmt: skip
 """Degree 1 is solid, its local constant dashed in the same colour, linear states have dots in their lines."""
@@ -61,25 +61,25 @@ def tables(config: RegressionConfig, found: Found) -> dict[str, Table]:
 def against_softmax(config: RegressionConfig, found: Found) -> Table:
     """Rows of protocol, part and d; a column for every S."""
     rows = []
-    for protocol in PROTOCOLS:
+    for protocol, part in (*((p, part) for p in PROTOCOLS for part in ("later", "whole")), ("strictly-past", "late")):
         cells = grid(found, protocol)
-        for part, said in (("later", "after segment 1"), ("whole", "all positions")):
-            for d in config.dims:
-                own = [_quotient(cells[d, s], part) for s in config.segments]
-                rows.append((f"{protocol} ({SHOWN[protocol]}), {said}, d = {d}", *own))
-    note = f"± {BAND} standard errors over {config.sequences} sequences, of the ratio where all positions count."
-    return Table(("", *(f"S = {s}" for s in config.segments)), tuple(rows), note)
+        for d in config.dims:
+            own = [_quotient(cells[d, s], part, SHOWN[protocol]) for s in config.segments]
+            rows.append((f"{protocol}, {part}, d = {d}", *own))
+    note = (
+        f"Self-included: given; strictly past: chosen. Later: after the first segment; late: in the second halves of "
+        f"those segments; whole: all positions. ± {BAND} standard errors."
+    )
+    return Table(("LLA / softmax", *(f"S = {s}" for s in config.segments)), tuple(rows), note)
 
 
-def _quotient(cell: dict[str, Any], part: str) -> str:
-    ours, base = shown(cell, LLA), shown(cell, "softmax")
-    if ours[part] is None:
+def _quotient(cell: dict[str, Any], part: str, how: str) -> str:
+    """LLA's error in units of softmax's, with its band."""
+    pair = cell["methods"]["softmax"][how]["to_lla"][part]
+    if pair is None:
         return "–"
-    number = f"{ours[part][0] / base[part][0]:.3g}"
-    if part != "whole":
-        return number
-    ratio, half = base["to_lla"]
-    return f"{number} ± {half / ratio**2:.1g}"
+    ratio, half = pair
+    return f"{1 / ratio:.3g} ± {half / ratio**2:.1g}"
 
 
 def whole(found: Found, protocol: str) -> Table:
@@ -88,7 +88,7 @@ def whole(found: Found, protocol: str) -> Table:
     names = list(next(iter(cells.values()))["methods"])
     names.remove("zero")
     rows = [(f"{d}, {s}", *(_said(share(cell, name)) for name in names)) for (d, s), cell in cells.items()]
-    return Table(("d, S", *names), tuple(rows), f"All positions; scale and ridge {SHOWN[protocol]}.")
+    return Table(("d, S", *names), tuple(rows), f"All positions; {SHOWN[protocol]}.")
 
 
 def noisy(found: Found) -> Table:
@@ -120,28 +120,37 @@ def notes(config: RegressionConfig, found: Found) -> tuple[str, ...]:
     least = lambda at, part: min(PAPERS, key=lambda name: share(own[at], name, part))  # noqa: E731
     first = [at for at in own if least(at, "first") == "mesa"]
     after = [at for at in later if least(at, "later") == "mesa"]
-    hopeless = [at for at, cell in past.items() if min(share(cell, n) for n in cell["methods"] if n != "oracle") > NOTHING]
     made = [
-        f"Noise {config.noise:g} on values. 'given': every method's own scale, ridge {config.ridge:g}; 'chosen': least "
-        f"error on {config.held_out} sequences of another seed over scales {_list(config.scales)} (times its own) and "
-        f"ridges {_list(config.ridges)}.",
+        f"Noise {config.noise:g} on values. Given: every method's own scale, ridge {config.ridge:g}. Chosen: on "
+        f"{config.held_out} sequences of another seed, the scale out of {_list(config.scales)} times its own, then the "
+        f"ridge out of {_list(config.ridges)}.",
         f"Self-included, after the first segment: LLA below softmax in {len(beaten)} of {len(wide)} cells with d >= 16"
-        f"{_but(wide, beaten)}. Of LLA, softmax, linear and Mesa, Mesa has the least error in the first segment in "
-        f"{len(first)} of {len(own)} cells, after it in {len(after)} of {len(later)}.",
+        f"{_but(wide, beaten)}. Of {', '.join(PAPERS)}, Mesa has the least error in the first segment in {len(first)} "
+        f"of {len(own)} cells, after it in {len(after)} of {len(later)}.",
     ]
-    if (8, 128) in past:
-        made.append(f"Strictly past, d = 8, S = 128, all positions: LLA / softmax {_quotient(past[8, 128], 'whole')}"
-                    f" (chosen), {_given(past[8, 128])} (given).")  # fmt: skip
-    made.append(
-        f"Strictly past: no method gets below {NOTHING:g} of the zero predictor's error at (d, S) = "
-        f"{', '.join(map(str, hopeless)) or 'none'}."
-    )
+    for at in ((8, 128),):
+        if at in past and len(parts(config.length, at[1])["late"]):
+            said = [f"{how} {_quotient(past[at], part, how)}" for part in ("whole", "late") for how in ("given", "chosen")]
+            made.append(
+                f"Strictly past, d = {at[0]}, S = {at[1]}, LLA / softmax: all positions {' and '.join(said[:2])}; second "
+                f"halves of the later segments {' and '.join(said[2:])}."
+            )
+    made.append(_hopeless(past, config.length))
     return tuple(made)
 
 
-def _given(cell: dict[str, Any]) -> str:
-    ratio, half = cell["methods"]["softmax"]["given"]["to_lla"]
-    return f"{1 / ratio:.3g} ± {half / ratio**2:.1g}"
+def _hopeless(past: dict[tuple[int, int], dict[str, Any]], length: int) -> str:
+    """Where nothing works once the map has changed."""
+    best = {
+        at: min((share(cell, name, "later"), name) for name in cell["methods"] if name not in ("oracle", "zero"))
+        for at, cell in past.items()
+        if at[1] < length
+    }
+    said = [f"{at} ({error:.2f}, {name})" for at, (error, name) in best.items() if error > NOTHING]
+    return (
+        f"Strictly past, after the first segment, no method is below {NOTHING:g} of the zero predictor's error at (d, S) = "
+        f"{'; '.join(said) or 'none'}."
+    )
 
 
 def _list(numbers: Iterable[float]) -> str:
@@ -210,7 +219,7 @@ def ratios(config: RegressionConfig, found: Found) -> bytes:
         for place, s in zip(line, config.segments, strict=True):
             for name, (colour, style) in STYLES.items():
                 if name in cells[config.dims[0], s]["methods"] and name not in ("zero", "oracle"):
-                    pairs = np.array([shown(cells[d, s], name)["to_lla"] for d in config.dims])
+                    pairs = np.array([shown(cells[d, s], name)["to_lla"]["whole"] for d in config.dims])
                     _banded(place, config.dims, pairs, colour, style, name)
             place.set(xscale="log", yscale="log", xticks=config.dims)
             place.set_xticks(config.dims, [str(d) for d in config.dims])

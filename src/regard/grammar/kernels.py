@@ -69,6 +69,8 @@ class _Ranked:
     ranked: ClassVar[bool] = True
     scaled: ClassVar[bool] = True
     nonnegative: ClassVar[bool] = True
+    own_slope: ClassVar[bool] = False
+    """Whether the kernel is its own derivative."""
 
     @property
     def params(self) -> Mapping[str, ParamInfo]:
@@ -91,6 +93,7 @@ class Gaussian(_Ranked):
     compact: ClassVar[bool] = False
     vanishes: ClassVar[bool] = False
     bandwidth: ClassVar[str] = "fixed"
+    own_slope: ClassVar[bool] = True
 
     def relative(self, d: Tensor, reach: Number, params: Params) -> Tensor:
         return _inside(torch.exp(-d), d, reach)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -54,6 +55,9 @@ class System(Protocol):
     def diagonal(self, blocks: int) -> Tensor:
         """The diagonal blocks of C + ridge, [..., g, D/g, D/g]."""
 
+    def take(self, rows: Tensor) -> System:
+        """The systems of `rows`, int64 [n, m] positions along the last axis of rows."""
+
     def near(self) -> Tensor | None:
         """One matrix like those of all rows [n, D, D], made of nothing that the first of them does not see, for
         preconditioning; None where there is none."""
@@ -81,3 +85,27 @@ class Dense:
 
     def near(self) -> None:
         return None
+
+    def take(self, rows: Tensor) -> Dense:
+        return Dense(
+            taken(self.matrices, rows), taken_ridge(self.ridge, rows),
+            None if self.probe is None else taken(self.probe, rows), self.rank,
+        )  # fmt: skip
+
+
+def taken(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows [..., m] of x [..., q, ...]."""
+    tail = x.shape[rows.dim() :]
+    return x.gather(rows.dim() - 1, rows.reshape(*rows.shape, *(1,) * len(tail)).expand(*rows.shape, *tail))
+
+
+def taken_ridge(ridge: float | Tensor, rows: Tensor) -> float | Tensor:
+    """The ridge of rows [..., m]."""
+    return taken(ridge, rows) if isinstance(ridge, Tensor) else ridge
+
+
+def unit(right: Tensor) -> Tensor:
+    """The power of two [..., 1] next to the largest number of each right side, 1 where that is 0: dividing by it rounds
+    nothing, and squares of very large or small numbers stay in range."""
+    exponent = torch.frexp(right.abs().amax(-1, keepdim=True)).exponent
+    return torch.ldexp(torch.ones_like(right[..., :1]), exponent)

@@ -109,6 +109,15 @@ class Weighting(Protocol):
         """dL/dparameter per row [..., Tq, 1]; `dz` is A (G - rho), before `finish`."""
 
 
+def fit_weights(weighting: Weighting, z: Tensor, params: Params, *, fast: bool = False) -> tuple[RowStats, Tensor]:
+    """Statistics and weights of whole rows, in one go where the weighting has a method of this name."""
+    own = getattr(weighting, "fit_weights", None)
+    if own is not None:
+        return own(z, params, fast=fast)  # type: ignore[no-any-return]
+    stats = weighting.fit(z, params, fast=fast)
+    return stats, weighting.weights(z, stats, params)
+
+
 class Rule(Protocol):
     """A bandwidth rule: where a row's threshold lies and how it moves with the scores."""
 
@@ -193,6 +202,14 @@ class Ratio:
         return self.rule.param_info(self.kernel)
 
     def fit(self, z: Tensor, params: Params, *, fast: bool = False) -> RowStats:
+        return self._fit(z, params, fast)[0]
+
+    def fit_weights(self, z: Tensor, params: Params, *, fast: bool = False) -> tuple[RowStats, Tensor]:
+        stats, relative = self._fit(z, params, fast)
+        return stats, self._finished(relative, z, stats, 0)
+
+    def _fit(self, z: Tensor, params: Params, fast: bool) -> tuple[RowStats, Tensor]:
+        """Statistics, and weights that are not divided by their sum yet."""
         top, empty = row_top(z)
         found = self.rule.locate(z, top, self.kernel, params, fast=fast)
         status = found.get("status")
@@ -207,11 +224,15 @@ class Ratio:
             status=torch.zeros_like(empty, dtype=torch.int32) if status is None else torch.where(empty, 0, status),
             index=found.get("index"),
         )
-        mass = self._relative(z, stats, params, 0).sum(-1, keepdim=True)
-        return replace(stats, mass=torch.where(empty | stats.fallback, 1, mass))
+        relative = self._relative(z, stats, params, 0)
+        mass = relative.sum(-1, keepdim=True)
+        return replace(stats, mass=torch.where(empty | stats.fallback, 1, mass)), relative
 
     def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
-        p = self._relative(z, stats, params, start) / stats.mass  # 0 / 1 in empty rows
+        return self._finished(self._relative(z, stats, params, start), z, stats, start)
+
+    def _finished(self, relative: Tensor, z: Tensor, stats: RowStats, start: int) -> Tensor:
+        p = relative / stats.mass  # 0 / 1 in empty rows
         if not self.rule.may_miss(self.kernel):
             return p
         return torch.where(stats.fallback, self.rule.stand_in(z.detach(), stats, start), p)
@@ -232,6 +253,8 @@ class Ratio:
         return stats.reach if self.rule.bounded(self.kernel) else float("inf")
 
     def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
+        if self.kernel.own_slope and not self.rule.may_miss(self.kernel):
+            return p, self.rule.mix(p, p)
         own = self.rule.kernel_params(params)
         slope = self.kernel.relative_slope(distance(z, stats.top), self._reach(stats), own) / stats.mass
         members = self.rule.members(z, stats, self.kernel, 0)

@@ -21,14 +21,28 @@ class AttentionMaps:
 
     Attributes:
         labels: the tokens as text, T of them.
-        weights: [L, H, T, T], float32 on the CPU; row i holds the weights of query i. Weights that the kernel
-            makes exactly zero are exactly zero here.
+        weights: [L, H, T, T], float32 on the CPU; row i holds the weights of the values for query i, which in a local
+            linear layer may be negative. Weights that the kernel makes exactly zero are exactly zero here.
         support: [L, H, T], float32: how many keys have a non-zero weight.
+        density: [L, H, T], float32: their share of the visible keys; None where it was not measured.
+        solver: for each layer the statistics of its local linear systems by name, [H, T], float32; none for a layer
+            that solves nothing.
     """
 
     labels: tuple[str, ...]
     weights: Tensor
     support: Tensor
+    density: Tensor | None = None
+    solver: tuple[dict[str, Tensor], ...] = ()
+
+    def negative_mass(self) -> Tensor:
+        """Sum of the sizes of the negative weights of every row, [L, H, T]."""
+        return self.weights.clamp(max=0).sum(-1).neg()
+
+    def strong(self, threshold: float = 0.1) -> Tensor:
+        """Mean number of keys a row whose weight is larger in size than `threshold`, [L, H]: the "attention density"
+        of Local Linear Attention (arXiv 2510.01450), appendix F.3."""
+        return (self.weights.abs() > threshold).sum(-1).float().mean(-1)
 
     def look_back(self) -> Tensor:
         """Mean distance in tokens between a query and what it attends to, [L, H]: the average of i - j under
@@ -73,6 +87,9 @@ def attention_maps(model: nn.Module, input_ids: Tensor, labels: Sequence[str]) -
         raise ArgumentError("attention_maps: no layer of the model reports its weights.")
     if len({layer.weights.shape for layer in found if layer.weights is not None}) > 1:
         raise ArgumentError("attention_maps: the layers have different numbers of heads.")
-    weights = torch.stack([layer.weights[0] for layer in found if layer.weights is not None])
-    support = torch.stack([layer.support[0] for layer in found])
-    return AttentionMaps(tuple(labels), weights.float().cpu(), support.float().cpu())
+    signed = [layer.weights if layer.effective_weights is None else layer.effective_weights for layer in found]
+    weights = torch.stack([each[0] for each in signed if each is not None])
+    support, density = (torch.stack([row[0] for row in rows]).float().cpu() for rows in
+                        ([layer.support for layer in found], [layer.density for layer in found]))
+    solver = tuple({name: rows[0].float().cpu() for name, rows in (layer.solver or {}).items()} for layer in found)
+    return AttentionMaps(tuple(labels), weights.float().cpu(), support, density, solver)

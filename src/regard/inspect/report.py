@@ -48,6 +48,7 @@ class Section:
         sample: text that it wrote, if any.
         picture: a PNG, with `caption`, if any.
         maps: its weights, for the viewer, if any.
+        layers: what its layers are like, if known (`summary.layer_table`).
         failure: why there is nothing to see, if so.
     """
 
@@ -57,6 +58,7 @@ class Section:
     picture: bytes | None = None
     caption: str = ""
     maps: AttentionMaps | None = None
+    layers: Table | None = None
     failure: str | None = None
 
 

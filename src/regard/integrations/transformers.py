@@ -231,7 +231,7 @@ def attend(
         ArgumentError: soft caps, sinks, biases, head masks, paged caches; masks of other kinds.
 
     Cost: that of `regard.attention`. With dropout or weights, its dense reference in Theta(Tq Tk) memory; where these
-    need a gradient or dropout, or belong to a local linear model, Tk / Dv + 1 times the work of the weighted sum.
+    need a gradient or dropout, Tk / Dv + 1 times the work of the weighted sum.
     """
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
@@ -263,9 +263,10 @@ def _dense(
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
-    if not (dropout or spec.degree or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad))):
+    if not (dropout or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad))):
         out, rows = attention(query, key, value, spec, impl="reference", return_diagnostics=True, **seen)
-        return out, rows.weights  # without a gradient, and therefore cheaper
+        # without a gradient, and therefore cheaper
+        return out, rows.weights if rows.effective_weights is None else rows.effective_weights
     keys, width = key.shape[2], value.shape[3]
     eye = torch.eye(keys, dtype=wide, device=value.device).expand(*value.shape[:2], keys, keys)
     both = attention(query, key, torch.cat((eye, value), -1), spec, impl="reference", **seen)

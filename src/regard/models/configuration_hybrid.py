@@ -9,8 +9,8 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from .. import Spec
 from ..checks import ArgumentError, in_range, require, suggestion
-from ..nn import Temperature, as_temperature
-from ..nn.attention import check_heads, check_shared, check_window, positive_int
+from ..nn import Ridge, Temperature, as_ridge, as_temperature
+from ..nn.attention import check_heads, check_qk_norm, check_shared, check_window, positive_int
 
 CALL = "HybridConfig"
 
@@ -56,6 +56,10 @@ class HybridConfig(PreTrainedConfig):
         temperatures: how sharp weights are: one rule (text or `regard.nn.Temperature`: "fixed", "learned", "log",
             "power(exponent=0.5)", ...) for all layers, or a sequence with one per layer. Kept like `mixers`. Files
             written when there was only `learn_temperature` are read as "learned" or "fixed".
+        ridges: what penalises the slope in local linear layers: one rule (text or `regard.nn.Ridge`: "fixed", "learned",
+            "learned-per-dimension", ...) for all layers that have a ridge, or a sequence with one per layer. Kept like
+            `mixers`, "fixed" for the layers that have none.
+        qk_norm: normalise queries and keys in every layer: None, "rms" or "l2" (see `regard.nn.Attention`).
         share_query_key: one projection for queries and keys (see `regard.nn.Attention`).
         exclude_self: attend to earlier tokens only.
         rope_theta: base of the wavelengths of the rotary positions.
@@ -67,8 +71,8 @@ class HybridConfig(PreTrainedConfig):
         pad_token_id, bos_token_id, eos_token_id: special tokens, for `generate`.
 
     Raises:
-        ArgumentError: a number out of range, sizes that do not fit, an unknown spec, a list of mixers of the
-            wrong length, or an unknown keyword (transformers alone would keep a misspelt field as an
+        ArgumentError: a number out of range, sizes that do not fit, an unknown spec or rule, a list of the wrong
+            length, a rule that no layer takes, or an unknown keyword (transformers alone would keep a misspelt field as an
             attribute, and another model than the one asked for would be trained).
     """
 
@@ -84,6 +88,8 @@ class HybridConfig(PreTrainedConfig):
     mixers: Any = "softmax"
     window: int | None = None
     temperatures: Any = "fixed"
+    ridges: Any = "fixed"
+    qk_norm: str | None = None
     share_query_key: bool = False
     exclude_self: bool = False
     rope_theta: float = 10000.0
@@ -140,13 +146,16 @@ class HybridConfig(PreTrainedConfig):
         for name in ("share_query_key", "exclude_self", "tie_word_embeddings", "use_cache"):
             flag = getattr(self, name)
             require(isinstance(flag, bool), CALL, f"{name} is {flag!r}, expected True or False.")
+        check_qk_norm(CALL, self.qk_norm)
         check_token_ids(self)
         check_shared(CALL, self.share_query_key, self.num_attention_heads, self.num_key_value_heads)
-        specs, rules = self.layer_specs(), self.layer_temperatures()
-        for spec, rule in zip(specs, rules, strict=True):
-            rule.require(CALL, spec)
+        specs, temperatures, ridges = self.layer_specs(), self.layer_temperatures(), self.layer_ridges()
+        for spec, temperature, ridge in zip(specs, temperatures, ridges, strict=True):
+            temperature.require(CALL, spec)
+            ridge.require(CALL, spec)
         self.mixers = [str(spec) for spec in specs]
-        self.temperatures = [str(rule) for rule in rules]
+        self.temperatures = [str(rule) for rule in temperatures]
+        self.ridges = [str(rule) for rule in ridges]
 
     def layer_specs(self) -> list[Spec]:
         """The spec of each layer, from the first to the last.
@@ -175,15 +184,34 @@ class HybridConfig(PreTrainedConfig):
         Raises:
             ArgumentError: an unknown rule, or not one per layer.
         """
-        given = self.temperatures
-        if isinstance(given, (str, Temperature)):
-            given = [given] * self.num_hidden_layers
+        return [as_temperature(rule) for rule in self._one_per_layer("temperatures", Temperature, "log")]
+
+    def layer_ridges(self) -> list[Ridge]:
+        """The ridge of each layer, from the first to the last: one rule for all is meant for the layers that have a
+        ridge.
+
+        Raises:
+            ArgumentError: an unknown rule, not one per layer, or one for all that no layer takes.
+        """
+        rules = [as_ridge(rule) for rule in self._one_per_layer("ridges", Ridge, "learned")]
+        if isinstance(self.ridges, (str, Ridge)):
+            fixed, specs = as_ridge("fixed"), self.layer_specs()
+            fits = [spec.degree == 1 for spec in specs]
+            if any(fits):
+                return [rule if fit else fixed for rule, fit in zip(rules, fits, strict=True)]
+        return rules
+
+    def _one_per_layer(self, name: str, kind: type, example: str) -> Sequence[Any]:
+        """The field `name`, rules or their texts, repeated where it is one for all."""
+        given = getattr(self, name)
+        if isinstance(given, (str, kind)):
+            return [given] * self.num_hidden_layers
         if not isinstance(given, Sequence) or len(given) != self.num_hidden_layers:
             raise ArgumentError(
-                f"{CALL}: temperatures is {given!r}, expected a rule such as 'log', or a list with one for each of "
+                f"{CALL}: {name} is {given!r}, expected a rule such as {example!r}, or a list with one for each of "
                 f"{self.num_hidden_layers} layers."
             )
-        return [as_temperature(rule) for rule in given]
+        return given
 
 
 def refuse_unknown(extra: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from transformers.utils import can_return_tuple
 
 from .. import Spec
 from ..checks import ArgumentError, shape
-from ..nn import Attention, Temperature, rotary_angles
+from ..nn import Attention, Ridge, Temperature, rotary_angles
 from ..nn.attention import require_growing
 from .cache import hybrid_cache
 from .configuration_hybrid import HybridConfig
@@ -49,7 +49,9 @@ class FeedForward(nn.Module):
 class HybridDecoderLayer(GradientCheckpointingLayer):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
-    def __init__(self, config: HybridConfig, spec: Spec, temperature: Temperature, layer_idx: int) -> None:
+    def __init__(
+        self, config: HybridConfig, spec: Spec, temperature: Temperature, ridge: Ridge, layer_idx: int
+    ) -> None:
         super().__init__()
         self.self_attn = Attention(
             config.hidden_size,
@@ -62,6 +64,9 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
             temperature=temperature,
             share_query_key=config.share_query_key,
             exclude_self=config.exclude_self,
+            qk_norm=config.qk_norm,
+            ridge=ridge,
+            norm_eps=config.rms_norm_eps,
         )
         assert config.intermediate_size is not None  # filled in by config.normalise
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
@@ -100,11 +105,14 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """transformers' initial values, and where learned temperatures start."""
+        """transformers' initial values, and where learned temperatures and ridges start."""
         super()._init_weights(module)
         if isinstance(module, Attention):
             for name, value in module.temperature.start().items():
                 init.constant_(getattr(module, name), value)
+            if module.ridge_proj is not None:
+                init.zeros_(module.ridge_proj.weight)
+                init.constant_(module.ridge_proj.bias, module.ridge.bias())
 
 
 class HybridModel(HybridPreTrainedModel):
@@ -114,7 +122,7 @@ class HybridModel(HybridPreTrainedModel):
         config.normalise()
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        kinds = zip(config.layer_specs(), config.layer_temperatures(), strict=True)
+        kinds = zip(config.layer_specs(), config.layer_temperatures(), config.layer_ridges(), strict=True)
         self.layers = nn.ModuleList(HybridDecoderLayer(config, *kind, i) for i, kind in enumerate(kinds))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False

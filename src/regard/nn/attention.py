@@ -11,12 +11,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
-from ..checks import ArgumentError, boolean_mask, broadcastable, floating, require, shape
+from ..checks import ArgumentError, boolean_mask, broadcastable, floating, in_range, require, shape
 from ..estimators import Visibility
 from ..estimators.linear import LinearState, finite_features, linear_attention
 from ..grammar import Spec, as_spec
 from ..ops import attention
+from .ridge import Ridge, as_ridge
 from .rotary import rotate
 from .temperature import Temperature, as_temperature
 
@@ -60,6 +62,17 @@ class Attention(nn.Module):
             q_proj. Needs as many key/value heads as query heads. A token is then most alike to itself, so
             consider `exclude_self`.
         exclude_self: attend to earlier tokens only; the first token's row is 0.
+        qk_norm: normalise queries and keys, head by head, before they are turned by their positions. "rms": to root
+            mean square 1, times a learned gain [D] (`q_norm`, `k_norm`), as Qwen3 does. "l2": to length 1, without a
+            gain; the usual scale is then sqrt(D) in the place of 1/sqrt(D), so that scores are those of "rms" with
+            gain 1, and what a distance between keys means (a ridge, an `h`) is the same in every layer. None: neither.
+        ridge: of a local linear spec, a rule of `regard.nn.ridges` or its text: "fixed" (the number of the spec),
+            "learned" from the token, one number a head, or "learned-per-dimension". The projection is `ridge_proj`.
+        norm_eps: added to the mean square in `qk_norm`.
+
+    A local linear spec regresses in the space of the keys as they are compared: normalised, then turned. Where its
+    solver is "learned" (Parallax, arXiv 2605.29157), `r_proj` makes the probe of every head, normalised (`r_norm`) and
+    turned like a query.
 
     Attributes:
         observer: None, or a callable `observer(layer_idx, diagnostics)` that is told of every forward pass.
@@ -67,8 +80,8 @@ class Attention(nn.Module):
         observe_weights: with an observer, use the dense reference so that the diagnostics hold the weights.
 
     Raises:
-        ArgumentError: sizes that do not fit, an unknown spec, a temperature for a spec without a scale, shared
-            queries and keys with grouped heads.
+        ArgumentError: sizes that do not fit, an unknown spec, a temperature for a spec without a scale, a learned
+            ridge for a spec without a ridge, an unknown `qk_norm`, shared queries and keys with grouped heads.
     """
 
     def __init__(
@@ -85,6 +98,9 @@ class Attention(nn.Module):
         temperature: str | Temperature = "fixed",
         share_query_key: bool = False,
         exclude_self: bool = False,
+        qk_norm: str | None = None,
+        ridge: str | Ridge = "fixed",
+        norm_eps: float = 1e-6,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -94,6 +110,11 @@ class Attention(nn.Module):
         self.spec = as_spec(spec)
         self.temperature = as_temperature(temperature)
         self.temperature.require("nn.Attention", self.spec)
+        self.ridge = as_ridge(ridge)
+        self.ridge.require("nn.Attention", self.spec)
+        self.qk_norm = check_qk_norm("nn.Attention", qk_norm)
+        in_range("nn.Attention", "norm_eps", norm_eps, low=0.0, strict=True)
+        self.norm_eps = norm_eps
         check_shared("nn.Attention", share_query_key, num_heads, self.num_kv_heads)
         self.share_query_key = share_query_key
         self.exclude_self = exclude_self
@@ -107,12 +128,25 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
         for name, value in self.temperature.start().items():
             self.register_parameter(name, nn.Parameter(torch.full((num_heads,), value)))
+        self.probed = self.spec.degree == 1 and self.spec.solver.name == "learned"
+        if self.probed:
+            self.r_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
+        if self.qk_norm == "rms":
+            for part in ("q",) * (not share_query_key) + ("k",) + ("r",) * self.probed:
+                self.add_module(f"{part}_norm", nn.RMSNorm(self.head_dim, eps=norm_eps))
+        numbers = self.ridge.numbers(self.head_dim)
+        self.ridge_proj = nn.Linear(hidden_size, num_heads * numbers) if numbers else None
+        if self.ridge_proj is not None:
+            nn.init.zeros_(self.ridge_proj.weight)
+            nn.init.constant_(self.ridge_proj.bias, self.ridge.bias())
 
     def extra_repr(self) -> str:
         """Heads, spec and window, for `print(model)`."""
         kv = f", num_kv_heads={self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
         window = f", window={self.window}" if self.window is not None else ""
         sharp = "" if self.temperature.neutral else f", temperature={str(self.temperature)!r}"
+        sharp += f", qk_norm={self.qk_norm!r}" if self.qk_norm else ""
+        sharp += f", ridge={str(self.ridge)!r}" if self.ridge_proj is not None else ""
         flags = "".join(f", {name}=True" for name in ("share_query_key", "exclude_self") if getattr(self, name))
         return (
             f"num_heads={self.num_heads}{kv}, head_dim={self.head_dim}, spec={str(self.spec)!r}{window}{sharp}{flags}"
@@ -137,7 +171,8 @@ class Attention(nn.Module):
                 that a forward pass changes). Where its layer is a `SumsLayer`, it keeps sums of fixed size and a
                 token costs O(D Dv) however many came before; of the mask only the columns of the new tokens are
                 read, since a pair cannot be taken out of a sum.
-            output_attentions: also return the weights, by the dense reference implementation.
+            output_attentions: also return the weights, by the dense reference implementation: those with weights
+                times values = output, which a local linear spec makes negative too.
 
         Returns:
             (output [B, T, C], weights [B, H, T, Tk] or None). With a window and a cache, Tk counts the tokens
@@ -160,20 +195,42 @@ class Attention(nn.Module):
             if past_key_values is not None:
                 key, value = self._remember(past_key_values, key, value)
             mask = self._mask(attention_mask, query, key)
-            out, weights = self._attend(query, key, value, mask, output_attentions)
+            local = self._local(hidden_states, position_embeddings)
+            out, weights = self._attend(query, key, value, mask, output_attentions, local)
         return self.o_proj(out.transpose(1, 2).flatten(2)), weights
 
     def _project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, D], keys and values [B, Hkv, T, D]; one tensor serves as both where they are shared."""
-        key = self._heads(self.k_proj(hidden_states), self.num_kv_heads)
         value = self._heads(self.v_proj(hidden_states), self.num_kv_heads)
-        query = None if self.share_query_key else self._heads(self.q_proj(hidden_states), self.num_heads)
-        if position_embeddings is not None:
-            key = rotate(key, *position_embeddings)
-            query = None if query is None else rotate(query, *position_embeddings)
-        return key if query is None else query, key, value
+        key = self._place(self._heads(self.k_proj(hidden_states), self.num_kv_heads), "k", position_embeddings)
+        if self.share_query_key:
+            return key, key, value
+        query = self._place(self._heads(self.q_proj(hidden_states), self.num_heads), "q", position_embeddings)
+        return query, key, value
+
+    def _place(self, x: Tensor, part: str, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Queries, keys or probes [B, H, T, D], normalised, then turned by their positions."""
+        if self.qk_norm == "rms":
+            x = self.get_submodule(f"{part}_norm")(x)
+        elif self.qk_norm == "l2":
+            x = rms_norm(x, (self.head_dim,), eps=self.norm_eps) * self.head_dim**-0.5
+        return x if position_embeddings is None else rotate(x, *position_embeddings)
+
+    def _local(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+    ) -> dict[str, float | Tensor]:
+        """What a local linear spec takes from the tokens: ridges [B, H, T, 1 or D], a probe [B, H, T, D]."""
+        found: dict[str, float | Tensor] = {}
+        if self.ridge_proj is not None:
+            numbers = self.ridge_proj(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            found["ridge"] = self.ridge.values(numbers)
+        if self.probed:
+            found["probe"] = self._place(
+                self._heads(self.r_proj(hidden_states), self.num_heads), "r", position_embeddings
+            )
+        return found
 
     def _heads(self, x: Tensor, heads: int) -> Tensor:
         """[B, T, heads * D] -> [B, heads, T, D]."""
@@ -235,7 +292,7 @@ class Attention(nn.Module):
                 "nn.Attention: the weights of pairs were asked for that the cache has only as sums; use a "
                 "transformers.DynamicCache, or no cache."
             )
-        return self._attend(query, key, value, mask, output_attentions)
+        return self._attend(query, key, value, mask, output_attentions, {})
 
     def _remember(self, cache: KeyValueCache, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append to the cache; all pairs that it holds, [B, Hkv, Tk, D]."""
@@ -269,7 +326,13 @@ class Attention(nn.Module):
         return mask
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output_attentions: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        output_attentions: bool,
+        local: dict[str, float | Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         """`regard.attention` with this layer's numbers: ([B, H, T, D], weights or None)."""
         dense = output_attentions or (self.observer is not None and self.observe_weights)
@@ -282,12 +345,15 @@ class Attention(nn.Module):
             "impl": "reference" if dense else "auto",
             **self._sharpness(query, key, mask),
         }
+        if local:
+            arguments["params"] = {**arguments.get("params", {}), **local}
         if not dense and self.observer is None:
             return attention(query, key, value, self.spec, **arguments), None
         out, diagnostics = attention(query, key, value, self.spec, return_diagnostics=True, **arguments)
         if self.observer is not None:
             self.observer(self.layer_idx, diagnostics)
-        return out, diagnostics.weights if output_attentions else None
+        weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
+        return out, weights if output_attentions else None
 
     def _sharpness(self, query: Tensor, key: Tensor, mask: Tensor | None) -> dict[str, Any]:
         """The temperature as arguments of `regard.attention`."""
@@ -308,7 +374,20 @@ class Attention(nn.Module):
     def _temper(self, n: Tensor | None) -> dict[str, Any]:
         """Arguments for rows that see `n` keys, [B or 1, H or 1, T]."""
         learned = {name: getattr(self, name) for name in self.temperature.start()}
-        return self.temperature.arguments(self.spec, self.head_dim, n, learned)
+        usual = None
+        if self.qk_norm == "l2" and self.spec.takes_scale:
+            usual = 1 / self.spec.similarity.default_scale(self.head_dim)
+        return self.temperature.arguments(self.spec, self.head_dim, n, learned, usual)
+
+
+QK_NORMS = ("rms", "l2")
+
+
+def check_qk_norm(call: str, given: str | None) -> str | None:
+    """`given`, after checking that it is None or a known normalisation of queries and keys."""
+    if given is not None and given not in QK_NORMS:
+        raise ArgumentError(f"{call}: qk_norm is {given!r}, expected None, {' or '.join(map(repr, QK_NORMS))}.")
+    return given
 
 
 def check_shared(call: str, share_query_key: bool, num_heads: int, num_kv_heads: int) -> None:

@@ -14,9 +14,8 @@ Legend: B batch, H heads, Tq queries.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -25,13 +24,14 @@ from torch import Tensor
 from ..checks import ArgumentError, in_range, shape
 from ..grammar import Spec, presets
 from ..registry import Registry
+from .rules import Rule, positive, read_rule
 
 temperatures: Registry[Any] = Registry("temperature", "regard.temperatures")
 
 Learned = Mapping[str, Tensor]
 
 
-class Temperature:
+class Temperature(Rule):
     """What a rule says of itself, and what every rule can do.
 
     A new rule is a frozen dataclass that derives from this one, registered by `temperatures.register(name)`, with
@@ -100,21 +100,27 @@ class Temperature:
         return default * self.multiplier(n.to(dtype).clamp_min(1), rows)
 
     def arguments(
-        self, spec: Spec, dim: int, n: Tensor | None = None, learned: Learned | None = None
+        self,
+        spec: Spec,
+        dim: int,
+        n: Tensor | None = None,
+        learned: Learned | None = None,
+        usual: float | None = None,
     ) -> dict[str, Any]:
         """Keyword arguments that give `regard.attention` this temperature for `spec` at head dimension `dim`.
 
         Where the bandwidth is given in units of distance, `fixed(h=...)`, the scale is 1/h^2, so that h becomes
-        h / sqrt(m); elsewhere they are `scale`. Nothing for the usual scale.
+        h / sqrt(m); elsewhere they are `scale`. Nothing for the usual scale. `usual` is that scale where it is not the
+        similarity's own.
 
         Raises:
             ArgumentError: as `scale`, and for a spec without a scale.
         """
         if self.neutral:
-            return {}
+            return {} if usual is None else {"scale": usual}
         self.require("temperature", spec)
         if spec.takes_scale:
-            return {"scale": self.scale(n, spec.similarity.default_scale(dim), learned)}
+            return {"scale": self.scale(n, spec.similarity.default_scale(dim) if usual is None else usual, learned)}
         return {"params": {"h": spec.params["h"].default * self.scale(n, 1.0, learned) ** -0.5}}
 
     def require(self, call: str, spec: Spec) -> None:
@@ -130,11 +136,6 @@ class Temperature:
             f"{call}: temperature {self} needs scores that have a scale, and {spec} has none; leave it out or choose "
             f"one of: {able}, or a fixed(h=...)."
         )
-
-    def __str__(self) -> str:
-        given = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)  # type: ignore[arg-type]
-        text = ",".join(f"{name}={value!r}" for name, value in given)
-        return f"{self.name}({text})" if text else self.name
 
 
 @temperatures.register("fixed")
@@ -228,17 +229,6 @@ class PowerTemperature(Temperature):
         return learned["log_base"].exp() + learned["log_gain"].exp() * growth
 
 
-def positive(rule: Temperature, name: str) -> None:
-    """The field is a number above zero, kept as a float."""
-    value = getattr(rule, name)
-    in_range(rule.name, name, value, low=0.0, strict=True)
-    object.__setattr__(rule, name, float(value))
-
-
-_TERM = re.compile(r"\s*([A-Za-z][\w-]*)\s*(?:\(([^()]*)\))?\s*")
-_ARGUMENT = re.compile(r"\s*([A-Za-z]\w*)\s*=\s*(\S+)\s*")
-
-
 def as_temperature(given: str | Temperature) -> Temperature:
     """A rule as it is, or the one that a text names: `log`, `fixed(value=2)`, `power(exponent=0.5)`.
 
@@ -247,24 +237,5 @@ def as_temperature(given: str | Temperature) -> Temperature:
     """
     if isinstance(given, Temperature):
         return given
-    match = _TERM.fullmatch(given) if isinstance(given, str) else None
-    if match is None:
-        raise ArgumentError(f"temperature is {given!r}, expected the text of one, such as 'power(exponent=0.5)'.")
-    name, inside = match.groups()
-    make = temperatures.get(name)
-    known = [f.name for f in fields(make)]
-    numbers: dict[str, float] = {}
-    for part in inside.split(",") if inside and inside.strip() else []:
-        pair = _ARGUMENT.fullmatch(part)
-        key, text = pair.groups() if pair else ("", "")
-        if pair is None or key in numbers:
-            raise ArgumentError(
-                f"temperature {given!r}: cannot read {part.strip()!r}, expected name=number, each once."
-            )
-        if key not in known:
-            raise ArgumentError(f"temperature {name}: unknown argument {key!r}; it takes {', '.join(known)}.")
-        try:
-            numbers[key] = float(text)
-        except ValueError:
-            raise ArgumentError(f"temperature {name}: {key} is {text!r}, expected a number.") from None
-    return make(**numbers)
+    rule: Temperature = read_rule(temperatures, given, "power(exponent=0.5)")
+    return rule

@@ -21,6 +21,7 @@ from ..estimators import Visibility
 from ..estimators.diagnostics import counts
 from ..grammar import RowStats, Spec, Weighting
 from ..grammar.kernels import Params
+from ..grammar.weighting import fit_weights
 from .blocks import ELEMENTS, Block, Work
 from .dispatch import Inputs
 
@@ -65,9 +66,10 @@ class Rows(Protocol):
         params: Params,
         names: list[str],
         share: Tensor | None = None,
+        p: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(weights, dL/dz, dL/dparameter [n, q] by `names`), given g = dL/dweights and, where the total kernel weight
-        is used besides, share [n, q, 1] = dL/d(its logarithm)."""
+        is used besides, share [n, q, 1] = dL/d(its logarithm); p are the weights if `again` made them."""
 
     def again(self, block: Block, z: Tensor, kept: tuple[Tensor, Tensor, Tensor], params: Params) -> Tensor:
         """The weights once more; z is left as it was, but for hidden keys."""
@@ -90,8 +92,7 @@ class TorchRows:
         self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         z = block.hide(z)
-        stats = self.weighting.fit(z, params, fast=z.device.type == "cpu")
-        p = self.weighting.weights(z, stats, params)
+        stats, p = fit_weights(self.weighting, z, params, fast=z.device.type == "cpu")
         seen = counts(p) if counted else (torch.zeros_like(stats.top),) * 2
         floats = torch.cat([stats.top, stats.theta, stats.reach, stats.mass, *seen], -1)
         flags = torch.cat([stats.empty.int(), stats.fallback.int(), stats.status], -1)
@@ -106,14 +107,15 @@ class TorchRows:
         params: Params,
         names: list[str],
         share: Tensor | None = None,
+        p: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        z, stats, weighting = block.hide(z), unpack(*kept), self.weighting
-        p = weighting.weights(z, stats, params)
+        stats, weighting = unpack(*kept), self.weighting
+        p = self.again(block, z, kept, params) if p is None else p
         a, b = weighting.jacobian(z, p, stats, params)
         rho = (b * g).sum(-1, keepdim=True)
         rho = rho if share is None else rho - share  # as dL/dz of log sum K is A, but for what `finish` adds
         del b  # a block of pairs, like all of these: what is not needed must not stand beside what is
-        dz = a * (g - rho)
+        dz = g.sub_(rho).mul_(a) if not names else a * (g - rho)
         del a
         found = weighting.param_grads(dz, g, rho, z, p, stats, params) if names else {}
         return p, weighting.finish(dz, rho, z, p, stats, params), [found[name][..., 0] for name in names]

@@ -39,20 +39,21 @@ class Blocked:
         return Cost(flops, 4 * (rows * (problem.value_dim + 11) + 8 * max(ELEMENTS, 16 * problem.keys)))
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-        call, solver = call_of(self.name, inputs), None
+        call, solver, negative = call_of(self.name, inputs), None, None
         if inputs.spec.degree:
-            out, solver, kept = _run_linear(inputs, call)
+            out, solver, negative, kept = _run_linear(inputs, call)
         else:
             out, *kept, _ = local_constant.forward(inputs.q, inputs.k, inputs.v, *call, inputs.diagnostics)
         if not inputs.diagnostics:
             return out, None
         support, ess = kept[0][..., 4:5], kept[0][..., 5:6]
         scale, params = inputs.scale, inputs.row_params()
-        return out, diagnose(inputs.spec, unpack(*kept), support, ess, scale, params, solver=solver)
+        seen = (support, ess, scale, params, inputs.visible)
+        return out, diagnose(inputs.spec, unpack(*kept), *seen, solver=solver, negative=negative)
 
 
-def _run_linear(inputs: Inputs, call: Call) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
-    """(output, statistics of the solver, what is kept of the rows)."""
+def _run_linear(inputs: Inputs, call: Call) -> tuple[Tensor, dict[str, Tensor], Tensor, list[Tensor]]:
+    """(output, statistics of the solver, negative mass, what is kept of the rows)."""
     assert inputs.x is not None
     assert inputs.y is not None
     ridge = inputs.ridge if isinstance(inputs.ridge, Tensor) else None
@@ -60,5 +61,6 @@ def _run_linear(inputs: Inputs, call: Call) -> tuple[Tensor, dict[str, Tensor], 
     coordinates = (inputs.x, inputs.y, ridge, inputs.probe)
     found = local_linear.forward(inputs.q, inputs.k, inputs.v, *coordinates, *call, number, inputs.diagnostics)
     out, _, statistics, floats, flags, index = found
-    named = dict(zip(local_linear.STATISTICS, statistics.unbind(-1), strict=True))
-    return out, {"status": flags[..., FLAGS], **named}, [floats, flags[..., :FLAGS], index]
+    *columns, negative = statistics.unbind(-1)
+    named = dict(zip(local_linear.STATISTICS, columns, strict=True))
+    return out, {"status": flags[..., FLAGS], **named}, negative, [floats, flags[..., :FLAGS], index]

@@ -160,9 +160,15 @@ class Block:
     def common(self, device: torch.device) -> Tensor:
         """Which keys every query of the block sees that sees any: boolean [n, w]. What is made of them alone is no
         query's business that it has not seen. Of a block with all its keys."""
-        seen = self.work.visible.block(self.first, self.last, self.low, self.high, device)
-        if seen is None:
-            return torch.ones(self.heads, self.high - self.low, dtype=torch.bool, device=device)
+        visible, width = self.work.visible, self.high - self.low
+        if visible.mask is None:
+            low, high = self.bounds(device)
+            some = high > low
+            start, stop = torch.where(some, low, 0).amax(-1), torch.where(some, high, width).amin(-1)
+            at = torch.arange(width, device=device)
+            return (at >= start[:, None]) & (at < stop[:, None])
+        seen = visible.block(self.first, self.last, self.low, self.high, device)
+        assert seen is not None
         shared = (seen | ~seen.any(-1, keepdim=True)).all(-2)
         full = shared.expand(self.work.total // self.work.heads, self.work.heads, self.high - self.low)
         return full.flatten(0, 1)[self.at]

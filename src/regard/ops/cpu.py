@@ -197,6 +197,7 @@ class NumbaRows:
         params: Params,
         names: list[str],
         share: Tensor | None = None,
+        p: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         assert share is None  # `supports` has refused an absolute ridge
         shape = z.shape[:2]

@@ -27,13 +27,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..estimators.diagnostics import negative_part
 from ..estimators.local import relative
 from ..grammar import SolveStatus, Spec
+from ..grammar.systems import unit
 from .block_rows import FLAGS, FLOATS, Rows, flat, flat_params, placed, refuse, rows_in, spec_in, unpack, work_of
 from .blocks import Block, Work
 from .weighted_rows import WeightedRows
 
 STATISTICS = ("iterations", "residual", "jitter")
+"""Of the solver, a row; the negative mass of the row's weights stands behind them."""
 
 
 class Tensors(NamedTuple):
@@ -47,14 +50,6 @@ class Tensors(NamedTuple):
     ridge: Tensor | None
     probe: Tensor | None
     given: Tensor | None
-
-
-class Fitted(NamedTuple):
-    """A block's systems with their right sides, and the origin that was taken off its coordinates [n, 1, D]."""
-
-    system: WeightedRows
-    right: Tensor
-    origin: Tensor
 
 
 @dataclass(frozen=True)
@@ -73,8 +68,8 @@ class Model:
         params = block.params(tensors.given)
         return relative(ridge, self.spec.weighting.log_mass(unpack(*kept), params))  # type: ignore[attr-defined]
 
-    def fit(self, block: Block, p: Tensor, tensors: Tensors, ridge: float | Tensor) -> Fitted:
-        """The systems of weighted rows."""
+    def fit(self, block: Block, p: Tensor, tensors: Tensors, ridge: float | Tensor) -> tuple[WeightedRows, Tensor]:
+        """The systems of weighted rows, and their right sides."""
         y, common = block.columns(tensors.y), block.common(p.device).to(p.dtype)
         share = common / common.sum(-1, keepdim=True).clamp(min=1)
         origin = share[:, None] @ y
@@ -82,7 +77,7 @@ class Model:
         mean = p @ y
         probe = None if tensors.probe is None else block.rows(tensors.probe)
         system = WeightedRows(p, y, mean, ridge, share, probe)
-        return Fitted(system, block.rows(tensors.x) - origin - mean, origin)
+        return system, block.rows(tensors.x) - origin - mean
 
 
 @torch.library.custom_op("regard::local_linear_forward", mutates_args=())
@@ -103,7 +98,7 @@ def forward(
     number: float,
     counted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(output [B, H, Tq, Dv], t [B, H, Tq, D], solver's floats [B, H, Tq, 3], and of the rows floats, flags and index;
+    """(output [B, H, Tq, Dv], t [B, H, Tq, D], floats of STATISTICS and the negative mass [B, H, Tq, 4], and of the rows floats, flags and index;
     the last flag is the solver's status)."""
     with torch.no_grad():
         work = work_of(q, k, mask, moved, runs, text, offset)
@@ -132,7 +127,7 @@ def _outputs(q: Tensor, v: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tenso
     return (
         q.new_zeros(*shape, v.shape[-1]),
         q.new_zeros(*shape, x.shape[-1]),
-        q.new_zeros(*shape, len(STATISTICS)),
+        q.new_zeros(*shape, len(STATISTICS) + 1),
         q.new_zeros(*shape, FLOATS),
         q.new_zeros(*shape, FLAGS + 1, dtype=torch.int32),
         q.new_zeros(*shape, rows.indices, dtype=torch.int64),
@@ -149,13 +144,16 @@ def _forward_blocks(work: Work, model: Model, tensors: Tensors, counted: bool, f
         p, kept = rows.weigh(block, z, block.params(tensors.given), counted, marks)
         for whole, part in zip((floats, flags[..., :FLAGS], index), kept, strict=True):
             block.rows(whole).copy_(part)
-        fitted = model.fit(block, p, tensors, model.ridge(block, tensors, kept))
-        solved = model.spec.solver.solve(fitted.system, fitted.right)
-        block.rows(slope).copy_(solved.value)
+        system, right = model.fit(block, p, tensors, model.ridge(block, tensors, kept))
+        size = unit(right) if tensors.probe is None else torch.ones_like(right[..., :1])
+        solved = model.spec.solver.solve(system, right / size)
+        block.rows(slope).copy_(solved.value * size)
         block.rows(flags)[..., FLAGS].copy_(solved.status)
-        block.rows(statistics).copy_(torch.stack([solved.statistics[name] for name in STATISTICS], -1))
+        block.rows(statistics)[..., :-1].copy_(torch.stack([solved.statistics[name] for name in STATISTICS], -1))
         failed = failed or _unconverged(solved.status)
-        weights = fitted.system.slopes(solved.value).add_(1).mul_(p)
+        weights = torch.addcmul(p, system.tilted(solved.value), size)
+        if counted:
+            block.rows(statistics)[..., -1].copy_(negative_part(weights))
         block.rows(out).copy_(weights @ block.columns(tensors.v))
     if failed:
         _warn("forward", model.spec)
@@ -249,16 +247,17 @@ def _backward_blocks(
         z = block.scores(tensors.q, tensors.k)
         p = rows.again(block, z, own, params)
         ridge = model.ridge(block, tensors, own)
-        system = model.fit(block, p, tensors, ridge).system
+        system = model.fit(block, p, tensors, ridge)[0]
         gamma = g @ block.columns(tensors.v).transpose(-1, -2)
         gamma -= (p * gamma).sum(-1, keepdim=True)
         right = (p * gamma) @ system.y
         a = system.slopes(t).add_(1)
         block.add_columns(dv, g, a * p)
         if tensors.probe is None:
-            solved = model.spec.solver.solve(system, right)
+            size = unit(right)
+            solved = model.spec.solver.solve(system, right / size)
             failed = failed or _unconverged(solved.status)
-            u = solved.value
+            u = solved.value * size
             block.rows(dx).copy_(u)
         else:
             u = torch.zeros_like(t)
@@ -270,8 +269,8 @@ def _backward_blocks(
             lost = relative(lost, model.spec.weighting.log_mass(unpack(*own), params))  # type: ignore[attr-defined]
         if dridge.shape[-1]:
             block.rows(dridge).copy_(-lost if dridge.shape[-1] > 1 else -lost.sum(-1, keepdim=True))
-        del p, system, a, gamma
-        _, dz, dparams = rows.derive(block, z, dp, placed(block, own), params, work.names, share)
+        del system, a, gamma
+        _, dz, dparams = rows.derive(block, z, dp, placed(block, own), params, work.names, share, p)
         for row, part in zip(dgiven, dparams, strict=True):
             block.rows(row).copy_(part)
         block.rows(dq).copy_(dz @ block.columns(tensors.k))

@@ -66,7 +66,9 @@ class Reference:
             return found.output, None
         p = found.weights.detach()
         stats = found.stats.map(Tensor.detach)
-        return found.output, diagnose(spec, stats, *counts(p), inputs.scale, rows, p, found.solver)
+        signed = None if found.effective is None else found.effective.detach()
+        row = (*counts(p), inputs.scale, rows, inputs.visible)
+        return found.output, diagnose(spec, stats, *row, weights=p, solver=found.solver, effective=signed)
 
 
 def _with_hidden_key(inputs: Inputs) -> Inputs:

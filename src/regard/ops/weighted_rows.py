@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..grammar.systems import taken, taken_ridge
+
 NUMBERS = 2**21
 """Of products of coordinates, made at a time."""
 FEW = 2**20
 """Numbers up to which every row gets keys of its own, centred at its own mean."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class WeightedRows:
     """The systems of one block.
 
@@ -38,6 +40,7 @@ class WeightedRows:
     ridge: float | Tensor
     share: Tensor
     probe: Tensor | None = None
+    _last: tuple[Tensor, Tensor] | None = None
 
     @property
     def rank(self) -> int:
@@ -50,7 +53,19 @@ class WeightedRows:
 
     def apply(self, x: Tensor) -> Tensor:
         # The mean is taken off before the second product, where it would cancel anyway: weights times slopes sum to 0.
-        return (self.slopes(x).mul_(self.p) @ self.y).add_(self.ridge * x)
+        tilted = self.slopes(x).mul_(self.p)
+        self._last = (x, tilted)
+        return (tilted @ self.y).add_(self.ridge * x)
+
+    def tilted(self, x: Tensor) -> Tensor:
+        """p_ij (y_j - m_i) . x_i [n, q, w], to be written to: that of the last product where this was its vector."""
+        last, self._last = self._last, None
+        return last[1] if last is not None and last[0] is x else self.slopes(x).mul_(self.p)
+
+    def take(self, rows: Tensor) -> WeightedRows:
+        probe = None if self.probe is None else taken(self.probe, rows)
+        ridge = taken_ridge(self.ridge, rows)
+        return WeightedRows(taken(self.p, rows), self.y, taken(self.mean, rows), ridge, self.share, probe)
 
     def matrix(self) -> Tensor:
         n, q, w = self.p.shape

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .evaluation import Units as Units
     from .evaluation import evaluate as evaluate
     from .evaluation import mean_support as mean_support
+    from .evaluation import row_means as row_means
     from .folder import load_model as load_model
     from .generate import generate_text as generate_text
     from .run import RunSummary as RunSummary
@@ -41,7 +42,7 @@ _HOMES = {
     "config": ("TrainConfig",),
     "data": ("SampledWindows", "strided_windows", "window_starts"),
     "errors": ("TrainingInterrupted", "TrainingStopped"),
-    "evaluation": ("Evaluation", "Units", "evaluate", "mean_support"),
+    "evaluation": ("Evaluation", "Units", "evaluate", "mean_support", "row_means"),
     "folder": ("load_model",),
     "generate": ("generate_text",),
     "run": ("RunSummary", "hybrid_model", "train"),

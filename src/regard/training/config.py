@@ -51,6 +51,11 @@ class TrainConfig:
     temperature: str = "fixed"
     """How sharp attention is: 'fixed', 'learned' (one number per head), or growing with the number of tokens a
     row sees, 'log' or 'power'. `regard list temperatures` shows them."""
+    ridge: str = "fixed"
+    """What penalises the slope in local linear layers: 'fixed' (the number of the sentence), or learned from every
+    token, 'learned' (a number per head) or 'learned-per-dimension'. `regard list ridges` shows them."""
+    qk_norm: Literal["none", "rms", "l2"] = "none"
+    """Normalise queries and keys of every head: 'rms' with a learned gain, 'l2' to length one."""
     share_query_key: bool = False
     """Make the queries of the keys: one projection less. Consider --exclude-self with it."""
     exclude_self: bool = False
@@ -228,7 +233,7 @@ def _divisors(number: int) -> str:
 
 def _check_specs(config: TrainConfig, call: str) -> list[Spec]:
     """The sentences, each once."""
-    from ..nn import as_temperature
+    from ..nn import as_ridge, as_temperature
 
     specs = [read_sentence(sentence, "--spec", call) for sentence in config.spec]
     if len(specs) not in (1, config.layers):
@@ -243,6 +248,12 @@ def _check_specs(config: TrainConfig, call: str) -> list[Spec]:
         raise ArgumentError(f"{call}: --temperature: {error}") from None
     for spec in specs:
         rule.require(f"{call}: --temperature", spec)
+    try:
+        ridge = as_ridge(config.ridge)
+    except ArgumentError as error:
+        raise ArgumentError(f"{call}: --ridge: {error}") from None
+    for spec in [spec for spec in specs if spec.degree] or specs:  # the others have none to learn
+        ridge.require(f"{call}: --ridge", spec)
     return specs
 
 

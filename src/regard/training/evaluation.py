@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import ArgumentError
+from ..grammar import SolveStatus
 from .data import strided_windows
 
 
@@ -120,7 +121,6 @@ def evaluate(
     )
 
 
-@torch.no_grad()
 def mean_support(model: nn.Module, input_ids: Tensor) -> float | None:
     """Mean number of keys with non-zero weight per query, over layers, heads and positions.
 
@@ -130,12 +130,39 @@ def mean_support(model: nn.Module, input_ids: Tensor) -> float | None:
     Returns:
         None where no layer of the model reports diagnostics.
     """
+    return row_means(model, input_ids).get("support")
+
+
+@torch.no_grad()
+def row_means(model: nn.Module, input_ids: Tensor) -> dict[str, float]:
+    """What the diagnostics of the attention layers say, in one number each.
+
+    Args:
+        input_ids: int64 [B, C].
+
+    Returns:
+        Nothing where no layer reports diagnostics, else means over layers, heads and positions: support (keys with
+        non-zero weight) and density (their share of the visible keys). Where layers are local linear also, over those:
+        negative_mass (sum of the negative weights' sizes), solver_iterations, solver_residual (the largest) and
+        unconverged (the share of rows whose system was not solved to the tolerance).
+    """
     from ..inspect import capture
 
     with _eval_mode(model), capture(model) as seen:
         model(input_ids=input_ids, use_cache=False)
-    sizes = [layer.support.double().mean() for layer in seen.layers.values()]
-    return torch.stack(sizes).mean().item() if sizes else None
+    layers = list(seen.layers.values())
+    local = [(layer.negative_mass, layer.solver) for layer in layers if layer.solver is not None]
+    mean = lambda rows: torch.stack([row.double().mean() for row in rows]).mean().item()  # noqa: E731
+    found = {}
+    if layers:
+        found["support"] = mean(layer.support for layer in layers)
+        found["density"] = mean(layer.density for layer in layers)
+    if local:
+        found["negative_mass"] = mean(mass for mass, _ in local if mass is not None)
+        found["solver_iterations"] = mean(solver["iterations"] for _, solver in local)
+        found["solver_residual"] = max(solver["residual"].max().item() for _, solver in local)
+        found["unconverged"] = mean(solver["status"] == SolveStatus.UNCONVERGED for _, solver in local)
+    return found
 
 
 def _stack(tokens: Tensor, windows: list[tuple[int, int]], context: int) -> Tensor:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from .device import resolve_device
 from .errors import TrainingInterrupted
 from .evaluation import Units
 from .generate import opening
-from .quiet import quiet_transformers
+from .quiet import quiet_transformers, unconverged_once
 from .text import Text, load_text, split_text
 from .tokenizers import TOKENIZERS, encode
 from .trainer import RegardTrainer
@@ -140,6 +141,8 @@ def hybrid_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
             mixers=config.spec[0] if len(config.spec) == 1 else list(config.spec),
             window=config.window,
             temperatures=config.temperature,
+            ridges=config.ridge,
+            qk_norm=None if config.qk_norm == "none" else config.qk_norm,
             share_query_key=config.share_query_key,
             exclude_self=config.exclude_self,
             max_position_embeddings=config.context,
@@ -270,7 +273,8 @@ def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, p
     Raises:
         TrainingInterrupted: a signal ended it; a checkpoint was saved.
     """
-    with StopGently() as stop:
+    say = partial(progress.console.print, highlight=False, markup=False)
+    with StopGently() as stop, unconverged_once(say):
         trainer.add_callback(stop)
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

@@ -2,7 +2,7 @@
 
 - the data are read in order, since `SampledWindows` already is a function of (seed, step);
 - evaluation is the strided one of `evaluate`;
-- logs are completed with bits, tokens per second and support size;
+- logs are completed with bits, tokens per second and what the attention's rows are like;
 - a non-finite loss or gradient stops the run before the weights are touched;
 - a checkpoint is sealed once written, and a disk that refuses gives one clear error.
 """
@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerControl
 from .callbacks import Clock
 from .checkpoints import last_good, prune, seal, writing
 from .errors import TrainingStopped
-from .evaluation import Evaluation, Units, evaluate, mean_support
+from .evaluation import Evaluation, Units, evaluate, row_means
 
 
 class RegardTrainer(Trainer):
@@ -76,7 +76,7 @@ class RegardTrainer(Trainer):
         return evaluate(self.model, tokens, self.held_out_units, context=self.context, batch=self.eval_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Complete a training log with bits, tokens/s and support, then log as usual."""
+        """Complete a training log with bits, tokens/s, support and its relatives, then log as usual."""
         if "loss" in logs:
             steps, seconds = self.clock.lap()
             per_step = self.tokens_per_step
@@ -85,9 +85,7 @@ class RegardTrainer(Trainer):
             logs["tokens"] = self.state.global_step * per_step
             logs["tokens_per_second"] = steps * per_step / max(seconds, 1e-9)
             window = self.held_out[: self.context].long().to(self.args.device)
-            support = mean_support(self.model, window[None])
-            if support is not None:
-                logs["support"] = support
+            logs.update(row_means(self.model, window[None]))
         super().log(logs, start_time)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,224 @@
+"""Equation 9 of the local-linear-attention paper against its own words: residuals, weights, model, all written here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import regard
+from regard.checks import ArgumentError
+
+F64 = torch.float64
+
+
+def sums(k: Tensor, v: Tensor, fade: float = 0.0) -> Tensor:
+    """W of linear attention: sum of v k^T, [Dv, D], from keys and values [n, D], [n, Dv]."""
+    w = torch.zeros(v.shape[1], k.shape[1], dtype=k.dtype)
+    for at, value in zip(k, v, strict=True):
+        w = w * torch.exp(torch.tensor(fade, dtype=F64)) + torch.outer(value, at)
+    return w
+
+
+def ridge(k: Tensor, v: Tensor, amount: float, fade: float = 0.0) -> Tensor:
+    weights = torch.exp(fade * torch.arange(len(k) - 1, -1, -1, dtype=k.dtype))[:, None]
+    return torch.linalg.solve(
+        (k * weights).T @ k + amount * torch.eye(k.shape[1], dtype=k.dtype), k.T @ (weights * v)
+    ).T
+
+
+def steps(k: Tensor, v: Tensor, beta: float, fade: float = 0.0) -> Tensor:
+    w = torch.zeros(v.shape[1], k.shape[1], dtype=k.dtype)
+    for at, value in zip(k, v, strict=True):
+        w = w * torch.exp(torch.tensor(fade, dtype=F64))
+        w = w + beta * torch.outer(value - w @ at, at) / (at @ at)
+    return w
+
+
+TRENDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear-attention": sums,
+    "linear-attention(log_decay=-0.3)": lambda k, v: sums(k, v, -0.3),
+    "mesa": lambda k, v: ridge(k, v, 1.0),
+    "mesa(ridge=0.2,log_decay=-0.3)": lambda k, v: ridge(k, v, 0.2, -0.3),
+    "delta": lambda k, v: steps(k, v, 1.0),
+    "delta(beta=0.4)": lambda k, v: steps(k, v, 0.4),
+    "gated-delta": lambda k, v: steps(k, v, 1.0, -0.01),
+    "gated-delta(beta=0.7,log_decay=-0.2)": lambda k, v: steps(k, v, 0.7, -0.2),
+}
+WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda z: torch.softmax(z, -1),
+    "relumax": lambda z: (z - z.max() + 1).relu() / (z - z.max() + 1).relu().sum(),
+}
+ORDERS: dict[str, dict[str, bool]] = {"causal": {}, "strict": {"exclude_self": True}, "all": {"is_causal": False}}
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    trend: str,
+    spec: str = "softmax",
+    order: str = "causal",
+    mask: Tensor | None = None,
+    offset: int = 0,
+) -> Tensor:
+    """o_i = sum_j s_ij (v_j - W_i k_j) + W_i q_i, one query after the other."""
+    (batch, heads, queries, dim), keys, ratio = q.shape, k.shape[2], q.shape[1] // k.shape[1]
+    rows = []
+    for b, h, i in itertools.product(range(batch), range(heads), range(queries)):
+        end = {"causal": i + 1 + offset, "strict": i + offset, "all": keys}[order]
+        seen = [j for j in range(min(max(end, 0), keys)) if mask is None or mask[b, j]]
+        if not seen:
+            rows.append(torch.zeros(v.shape[3], dtype=q.dtype))
+            continue
+        own, values = k[b, h // ratio, seen], v[b, h // ratio, seen]
+        w = TRENDS[trend](own, values)
+        s = WEIGHTS[spec](own @ q[b, h, i] / dim**0.5)
+        rows.append(s @ (values - own @ w.T) + w @ q[b, h, i])
+    return torch.stack(rows).view(batch, heads, queries, -1)
+
+
+def draw(length: int = 7, heads: int = 4, seed: int = 0) -> list[Tensor]:
+    make = torch.Generator().manual_seed(seed)
+    sizes = ((heads, 4), (2, 4), (2, 3))
+    return [torch.randn(2, h, length, d, generator=make, dtype=F64).requires_grad_() for h, d in sizes]
+
+
+def key_mask(length: int = 7) -> Tensor:
+    mask = torch.rand(2, length, generator=torch.Generator().manual_seed(9)) < 0.7
+    mask[0, :3] = False  # left padding
+    return mask
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape
+    size = max(1.0, expected.abs().max().item())
+    gap = (found.double() - expected.double()).abs().max().item()
+    assert gap <= tolerance * size, f"differs by {gap:.3g} (size {size:.3g})"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("spec", WEIGHTS)
+@pytest.mark.parametrize("trend", TRENDS)
+def test_it_is_equation_9(trend: str, spec: str, order: str) -> None:
+    """Outputs and gradients, grouped heads, with and without a mask."""
+    for mask in (None, key_mask()):
+        inputs = draw()
+        expected = dense(*inputs, trend, spec, order, mask)
+        out = regard.interpolated_attention(*inputs, trend, spec, attn_mask=mask, enable_gqa=True, **ORDERS[order])
+        close(out, expected, 1e-11)
+        wanted = torch.autograd.grad(expected.sin().sum(), inputs)
+        for got, grad in zip(torch.autograd.grad(out.sin().sum(), inputs), wanted, strict=True):
+            close(got, grad, 1e-10)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("trend", TRENDS)
+def test_queries_anywhere_among_the_keys(trend: str, strict: bool) -> None:
+    """Decoding: the last query, the last few, before all keys and after them."""
+    q, k, v = (x.detach() for x in draw())
+    for rows, offset in ((1, None), (3, None), (3, 2), (3, -2), (2, 6), (2, 7), (2, 20)):
+        first = 7 - rows if offset is None else offset
+        out = regard.interpolated_attention(
+            q[:, :, :rows], k, v, trend, query_offset=offset, exclude_self=strict, enable_gqa=True
+        )
+        order = "strict" if strict else "causal"
+        close(out, dense(q[:, :, :rows], k, v, trend, order=order, offset=first), 1e-11)
+
+
+def test_a_linear_world_is_found() -> None:
+    """Where v = W k, the residuals of the best linear model vanish, and q is answered by W q; attention cannot."""
+    q, k, _ = (x.detach() for x in draw(12, heads=2))
+    truth = torch.randn(4, 3, dtype=F64)
+    out = regard.interpolated_attention(q, k, k @ truth, "mesa(ridge=1e-7)")
+    close(out[:, :, 6:], q[:, :, 6:] @ truth, 1e-5)
+
+
+def test_a_large_ridge_is_attention() -> None:
+    inputs = [x.detach() for x in draw(heads=2)]
+    z = (inputs[0] @ inputs[1].mT / 2).masked_fill(~torch.ones(7, 7, dtype=torch.bool).tril(), -torch.inf)
+    close(regard.interpolated_attention(*inputs, "mesa(ridge=1e12)"), z.softmax(-1) @ inputs[2], 1e-10)
+
+
+def test_a_function_learns_its_numbers() -> None:
+    q, k, v = draw(5, heads=2)
+    amount = torch.tensor(0.7, dtype=F64, requires_grad=True)
+    beta = torch.full((2, 2, 5), 0.4, dtype=F64, requires_grad=True)
+
+    def mesa(q: Tensor, k: Tensor, v: Tensor, number: Tensor) -> Tensor:
+        model = lambda *x, **how: regard.mesa_attention(*x, ridge=number, **how)[0]  # noqa: E731
+        return regard.interpolated_attention(q, k, v, model)
+
+    def delta(q: Tensor, k: Tensor, v: Tensor, number: Tensor) -> Tensor:
+        model = lambda *x, **how: regard.delta_rule(*x, number, **how)[0]  # noqa: E731
+        return regard.interpolated_attention(q, k, v, model, exclude_self=True)
+
+    assert gradcheck(mesa, (q, k, v, amount))
+    assert gradcheck(delta, (q, k, v, beta))
+
+
+def test_low_precision_is_rounded_once() -> None:
+    q, k, v = (x.detach().bfloat16() for x in draw(heads=2))
+    for trend in ("mesa", "delta", "linear-attention"):
+        out = regard.interpolated_attention(q, k, v, trend)
+        assert out.dtype == torch.bfloat16
+        expected = dense(q.double(), k.double(), v.double(), trend)
+        assert ((out.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-4).all()
+
+
+@pytest.mark.parametrize("trend", ["mesa", "delta", "linear-attention", "gated-delta"])
+def test_what_is_hidden_never_matters(trend: str) -> None:
+    """Masked places hold NaN; a visible NaN shows in the rows that see it, and in no other."""
+    q, k, v = (x.detach() for x in draw())
+    mask = key_mask()
+    expected = dense(q, k, v, trend, mask=mask)
+    k[:, :, :, 0] = torch.where(mask[:, None], k[:, :, :, 0], torch.nan)
+    v[:, :, :, 1] = torch.where(mask[:, None], v[:, :, :, 1], torch.nan)
+    out = regard.interpolated_attention(q, k, v, trend, attn_mask=mask[:, None, None], enable_gqa=True)
+    close(out, expected, 1e-11)
+    q, k, v = (x.detach() for x in draw())
+    clean = regard.interpolated_attention(q, k, v, trend, enable_gqa=True)
+    k[0, 0, 4, 1] = torch.nan
+    out = regard.interpolated_attention(q, k, v, trend, enable_gqa=True)
+    assert out[0, :2, 4:].isnan().all()
+    out[0, :2, 4:] = clean[0, :2, 4:]
+    assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("trend", ["mesa", "delta", "linear-attention", "gated-delta"])
+def test_one_whole_graph(trend: str) -> None:
+    torch._dynamo.reset()
+    run = lambda *x: regard.interpolated_attention(*x, trend)  # noqa: E731
+    inputs = [x.detach().float().requires_grad_() for x in draw(heads=2)]
+    results = []
+    for fn in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        out = fn(*inputs)
+        results.append((out, *torch.autograd.grad(out.sin().sum(), inputs)))
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"trend": "messa"}, "unknown trend 'messa'. Did you mean 'mesa'?"),
+        ({"trend": "mesa(rige=1)"}, "mesa: unknown argument 'rige'; mesa takes ridge, log_decay."),
+        ({"trend": "mesa(ridge=0)"}, "mesa: ridge is 0, expected ridge > 0"),
+        ({"trend": "gated-delta(log_decay=1)"}, "log_decay is 1, expected log_decay <= 0"),
+        ({"spec": "local-linear"}, "local-linear has a linear model of its own"),
+        ({"spec": "linear"}, "linear has weights that do not sum to one"),
+        ({"attn_mask": torch.ones(2, 2, 7, 7, dtype=torch.bool)}, "must be the same for all queries and heads"),
+        ({"attn_mask": torch.ones(2, 6, dtype=torch.bool)}, "attn_mask has shape [2, 6]"),
+        ({"query_offset": 0.5}, "query_offset is 0.5, expected one whole number"),
+        ({"trend": lambda *x, **how: x[2], "query_offset": 1}, "a function as trend needs query_offset 0"),
+    ],
+)
+def test_mistakes_are_named(call: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        regard.interpolated_attention(*(x.detach() for x in draw(heads=2)), **call)
+    assert message in str(caught.value)

@@ -1,0 +1,147 @@
+"""Local linear regression written out in float64, one formula beside another; nothing here calls regard.
+
+    minimise over (a, B):  sum_j w_j |v_j - a - B' (k_j - q)|^2 + sum_d ridge_d |B_d|^2,   the prediction at q is a
+
+Legend: q [.., Tq, D], k [.., Tk, D], v [.., Tk, Dv]; w kernel weights and p weights of sum 1 (or 0) [.., Tq, Tk]; ridge
+a number, [.., Tq] or, one for every coordinate, [.., Tq, D], in the units of w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Ridge = float | Tensor
+
+
+def penalties(ridge: Ridge, q: Tensor) -> Tensor:
+    """The ridge as [.., Tq, D]."""
+    amount = torch.as_tensor(ridge, dtype=q.dtype)
+    if amount.dim() == q.dim():
+        return amount.expand(q.shape)
+    return amount.expand(q.shape[:-1])[..., None].expand(q.shape)
+
+
+def brute_force(w: Tensor, q: Tensor, k: Tensor, v: Tensor, ridge: Ridge) -> Tensor:
+    """Least squares, a query at a time, of the stacked system sqrt(w) [1, k - q] over sqrt(ridge) [0, I]; zero for a
+    row without weight."""
+    n, dim = k.shape[-2:]
+    out = []
+    for w_i, q_i, amount in zip(w.unbind(-2), q.unbind(-2), penalties(ridge, q).unbind(-2), strict=True):
+        root = w_i.sqrt()[..., None]
+        design = torch.cat([torch.ones_like(k[..., :1]), k - q_i[..., None, :]], -1) * root
+        below = torch.diag_embed(amount.sqrt())
+        below = torch.cat([torch.zeros_like(below[..., :1]), below], -1)
+        target = torch.cat([v * root, v.new_zeros(*v.shape[:-2], dim, v.shape[-1])], -2)
+        stacked = torch.cat([design, below], -2)
+        assert stacked.shape[-2] == n + dim
+        found = torch.linalg.lstsq(stacked, target, driver="gelsd").solution[..., 0, :]
+        out.append(torch.where(w_i.sum(-1, keepdim=True) > 0, found, 0))
+    return torch.stack(out, -2)
+
+
+def fit(p: Tensor, q: Tensor, k: Tensor, v: Tensor, ridge: Ridge) -> Tensor:
+    """The same by normal equations in the keys about their mean, where the design is one for all queries; the ridge is
+    that of weights of sum 1. Differentiable."""
+    centre = k.mean(-2, keepdim=True)
+    design = torch.cat([torch.ones_like(k[..., :1]), k - centre], -1)
+    size = design.shape[-1]
+    pairs = (design[..., :, None] * design[..., None, :]).flatten(-2)
+    gram = (p @ pairs).unflatten(-1, (size, size))
+    both = (design[..., :, None] * v[..., None, :]).flatten(-2)
+    right = (p @ both).unflatten(-1, (size, v.shape[-1]))
+    lost = p.sum(-1, keepdim=True) == 0
+    corner = torch.cat([lost.to(q.dtype), penalties(ridge, q)], -1)  # anything regular where there is no weight
+    solution = torch.linalg.solve(gram + torch.diag_embed(corner), right)
+    at = torch.cat([torch.ones_like(q[..., :1]), q - centre], -1)
+    return torch.where(lost, 0, (at[..., None, :] @ solution)[..., 0, :])
+
+
+def textbook(w: Tensor, q: Tensor, k: Tensor, v: Tensor, ridge: Ridge) -> Tensor:
+    """Equations 6 to 8: z = k - q, omega = sum w, mu = sum w z, Sigma = sum w z z' + ridge, rho = Sigma^-1 mu,
+    delta = omega - mu . rho, s = w (1 - z . rho) / delta, o = sum s v."""
+    z = k[..., None, :, :] - q[..., :, None, :]
+    omega, mu = w.sum(-1), (w[..., None] * z).sum(-2)
+    sigma = torch.einsum("...ij,...ija,...ijb->...iab", w, z, z) + torch.diag_embed(penalties(ridge, q))
+    rho = torch.linalg.solve(sigma, mu[..., None])[..., 0]
+    delta = omega - (mu * rho).sum(-1)
+    s = w * (1 - (z @ rho[..., None])[..., 0]) / delta[..., None]
+    return s @ v
+
+
+def softmax(z: Tensor, seen: Tensor) -> Tensor:
+    """exp z over its sum among the keys that are seen; 0 in a row that sees none."""
+    z = torch.where(seen, z, -torch.inf)
+    top = z.detach().amax(-1, keepdim=True)
+    e = torch.where(seen, (z - torch.where(top > -torch.inf, top, 0)).exp(), 0)
+    total = e.sum(-1, keepdim=True)
+    return e / torch.where(total > 0, total, 1)
+
+
+def entmax15(z: Tensor, seen: Tensor) -> Tensor:
+    """The weights of the biweight kernel, by the package `entmax`."""
+    from entmax import entmax15 as found
+
+    lost = ~seen.any(-1, keepdim=True)
+    return torch.where(lost, 0, found(torch.where(lost, 0, torch.where(seen, z, -torch.inf)), dim=-1))
+
+
+def rectified(z: Tensor, seen: Tensor, margin: float = 1.0, power: int = 1) -> Tensor:
+    """[z - max z + margin]_+^power, kernel weights under the anchored rule."""
+    z = torch.where(seen, z, -torch.inf)
+    top = z.amax(-1, keepdim=True)
+    return torch.where(seen, (z - torch.where(top > -torch.inf, top, 0) + margin).clamp(min=0) ** power, 0)
+
+
+def shares(w: Tensor) -> Tensor:
+    total = w.sum(-1, keepdim=True)
+    return w / torch.where(total > 0, total, 1)
+
+
+WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "softmax": softmax,
+    "biweight": entmax15,
+    "relumax": lambda z, seen: shares(rectified(z, seen)),
+}
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, ridge: Ridge, name: str = "softmax", scale: Ridge | None = None
+) -> Tensor:
+    """Local linear attention of q, k, v in float64, keys repeated for the queries' heads; ridge relative to the total
+    weight."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    z = q @ k.transpose(-1, -2) * (scale[..., None] if isinstance(scale, Tensor) else scale)
+    p = WEIGHTS[name](z, seen.expand(z.shape))
+    return fit(p, q, k, v, ridge.double() if isinstance(ridge, Tensor) else ridge)
+
+
+def lower(queries: int, keys: int | None = None, window: int | None = None) -> Tensor:
+    """Causal order, end-aligned: [Tq, Tk]."""
+    keys = queries if keys is None else keys
+    at = torch.arange(queries)[:, None] + keys - queries
+    key = torch.arange(keys)
+    return (key <= at) & (key > at - (keys + queries if window is None else window))
+
+
+def draw(
+    batch: int, heads: int, queries: int, dim: int, *, keys: int | None = None, kv_heads: int | None = None,
+    value_dim: int | None = None, seed: int = 0, dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Normal q, k, v from a seed."""
+    make = torch.Generator().manual_seed(seed)
+    keys, kv_heads = keys or queries, kv_heads or heads
+    shapes = ((batch, heads, queries, dim), (batch, kv_heads, keys, dim), (batch, kv_heads, keys, value_dim or dim))
+    q, k, v = (torch.randn(s, generator=make, dtype=torch.float64).to(dtype) for s in shapes)
+    return q, k, v
+
+
+def ratio(found: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference over that of what is expected; NaN and infinity stay what they are."""
+    assert found.shape == expected.shape
+    gap = (found.detach().double() - expected.detach().double()).square().mean().sqrt()
+    return float(gap / expected.detach().double().square().mean().sqrt())
