@@ -341,8 +341,9 @@ def attention(
 
 
 def usual_probe(q: Tensor) -> Tensor:
-    """A probe made of each query alone, where a test gives none."""
-    return q.detach().double().nan_to_num().clamp(-3, 3).mul(0.4).sin().to(q.dtype)
+    """A probe made of each query alone, where a test gives none; no coarser than float32."""
+    probe = q.detach().double().nan_to_num().clamp(-3, 3).mul(0.4).sin()
+    return probe.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _mass(s: Sentence, z: Tensor, seen: Tensor, bias: Number, params: Mapping[str, Number]) -> Tensor:

@@ -101,7 +101,7 @@ def test_presets_are_the_sentences_of_the_design() -> None:
         "relu": Spec("linear", bandwidths.get("fixed")(bias=1e-4), similarity="relu", normalise=True),
         "relu2": Spec("linear", bandwidths.get("fixed")(bias=1e-4), similarity="relu2", normalise=True),
         "elu": Spec("linear", similarity="elu", normalise=True),
-        "local-linear": Spec("gaussian", "fixed", degree=1, ridge=0.1, solver="cholesky"),
+        "local-linear": Spec("gaussian", "fixed", degree=1, ridge=0.1, solver="auto"),
     }
     assert regard.presets() == sentences
 
@@ -118,7 +118,7 @@ def test_presets_are_the_sentences_of_the_design() -> None:
         ("gaussian*linear", Spec("gaussian", degree=1, ridge=0.1)),
         ("gaussian*constant", Spec("gaussian")),
         ("biweight*linear(ridge=0)", Spec("biweight", degree=1, ridge=0.0)),
-        ("biweight*linear(ridge=2e-3,solver=cholesky)", Spec("biweight", degree=1, ridge=0.002)),
+        ("biweight*linear(ridge=2e-3,solver=cholesky)", Spec("biweight", degree=1, ridge=0.002, solver="cholesky")),
         ("linear*fixed*cosine*normalised", Spec("linear", similarity="cosine", normalise=True)),
         ("local-linear[relumax]", local_linear(Spec.parse("relumax"))),
         ("local-linear[triweight*nearest(k=4)]", local_linear(Spec("triweight", bandwidths.get("nearest")(4)))),
@@ -137,7 +137,16 @@ def test_reading(text: str, spec: Spec) -> None:
         (Spec("biweight", bandwidths.get("anchored")(2.0)), "biweight*anchored(margin=2.0)"),
         (Spec("biweight", degree=1), "local-linear[biweight]"),
         (Spec("gaussian", degree=1), "local-linear"),
-        (Spec("biweight", degree=1, ridge=0.3), "biweight*adaptive*linear(ridge=0.3,solver=cholesky)"),
+        (Spec("biweight", degree=1, ridge=0.3), "biweight*adaptive*linear(ridge=0.3)"),
+        (Spec("biweight", degree=1, solver="cholesky"), "biweight*adaptive*linear(ridge=0.1,solver=cholesky)"),
+        (
+            Spec("gaussian", degree=1, solver=solvers.get("cg")(tol=1e-4), ridge_mode="absolute"),
+            "gaussian*fixed*linear(ridge=0.1,solver=cg(tol=0.0001),ridge_mode=absolute)",
+        ),
+        (
+            Spec("gaussian", degree=1, ridge=1, solver=solvers.get("block-diagonal")(blocks=2)),
+            "gaussian*fixed*linear(ridge=1.0,solver=block-diagonal(blocks=2))",
+        ),
         (Spec("gaussian", normalise=False), "gaussian*fixed*unnormalised"),
         (Spec("linear", similarity="cosine", normalise=True), "linear*fixed*cosine*normalised"),
         (
@@ -197,7 +206,7 @@ def message(call, *arguments, **named) -> str:
         ("biweight*anchored(margins=1)", "anchored: unknown argument 'margins'; anchored takes margin."),
         ("biweight*adaptive(k=3)", "adaptive: unknown argument 'k'; adaptive takes no arguments."),
         ("biweight(r=2)*adaptive", "biweight: unknown argument 'r'"),
-        ("biweight*linear(rigde=1)", "linear: unknown argument 'rigde'; it takes: ridge, solver."),
+        ("biweight*linear(rigde=1)", "linear: unknown argument 'rigde'; it takes: ridge, solver, ridge_mode."),
         ("biweight*linear(solver=colesky)", "unknown solver 'colesky'. Did you mean 'cholesky'?"),
         ("biweight*constant(ridge=1)", "constant: unknown argument 'ridge'; it takes: none."),
         ("biweight*adaptive*anchored", "names its bandwidth twice"),

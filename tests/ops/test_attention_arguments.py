@@ -190,7 +190,8 @@ def test_implementations() -> None:
     text = message("biweight", impl="sdpa")
     assert "impl='sdpa' computes normalised Gaussian weights" in text
     assert "Those that can: cpu, blocked, reference" in text
-    assert "Those that can: reference" in message("local-linear", impl="blocked")
+    assert "Those that can: blocked, reference" in message("local-linear", impl="sdpa")
+    assert "Those that can: cpu, blocked, reference" in message("local-linear[biweight]", impl="sdpa")
     assert "Those that can: blocked, reference" in message(impl="sdpa", return_diagnostics=True)
 
 

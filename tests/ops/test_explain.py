@@ -39,7 +39,10 @@ def test_every_implementation_is_listed_best_first() -> None:
         ("softmax", {"is_causal": True, "mask": "keys"}, "sdpa"),
         ("biweight", {}, "cpu"),
         ("relumax", {"is_causal": True}, "cpu"),
-        ("local-linear", {}, "reference"),
+        ("local-linear", {}, "blocked"),
+        ("local-linear[relumax]", {}, "cpu"),
+        ("gaussian*fixed*linear(ridge=0.1,ridge_mode=absolute)", {"segments": True}, "blocked"),
+        ("biweight*anchored*linear(ridge=0.1,ridge_mode=absolute)", {}, "blocked"),
     ],
 )
 def test_what_auto_takes(spec: str, how: dict, chosen: str) -> None:
@@ -67,8 +70,11 @@ def test_reasons() -> None:
     assert "no window and no strictly causal order" in reasons("softmax", is_causal=True, window=4)["sdpa"]
     assert "aligns causal order to the first key" in reasons("softmax", is_causal=True, query_offset=3)["sdpa"]
     assert "no row statistics" in reasons("softmax", return_diagnostics=True)["sdpa"]
-    assert "degree 0 alone" in reasons("local-linear")["blocked"]
+    assert "degree 0 alone" in reasons("local-linear")["sdpa"]
+    assert "an absolute ridge" in reasons("biweight*anchored*linear(ridge_mode=absolute)")["cpu"]
+    assert reasons("local-linear")["blocked"] is None
     assert reasons("local-linear")["reference"] is None
+    assert reasons("softmax", segments=True)["sdpa"]
 
 
 def test_cross_attention_and_decoding_shapes() -> None:
@@ -92,9 +98,8 @@ def test_explain_agrees_with_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         regard.attention(q, k, v, spec)
         assert ran.pop() == regard.explain(spec, (1, 2, 6, 4)).chosen
         for impl in ("reference", "blocked"):
-            if spec != "local-linear" or impl == "reference":
-                regard.attention(q, k, v, spec, impl=impl)
-                assert ran.pop() == impl
+            regard.attention(q, k, v, spec, impl=impl)
+            assert ran.pop() == impl
 
 
 def test_costs_grow_as_they_should() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import regard
 from regard.checks import ArgumentError
 from regard.training import TrainConfig
 from regard.training.config import split_sentences
@@ -91,6 +92,10 @@ def test_blanks_and_commas_between_sentences(words: tuple[str, ...]) -> None:
 def test_sizes_that_nothing_computes_are_named_by_their_flags(tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     one = 2 * 16 * 16 * 8  # numbers per window of the local linear model
     sizes = {"layers": 2, "spec": ("softmax", "local-linear")}
+    tiny(**sizes, batch=2**20).validate()  # in blocks it has no limit
+    for name in ("blocked", "cpu"):  # what is left is the plain form, which has one
+        impl = type(regard.registries()["impl"].get(name).impl)
+        monkeypatch.setattr(impl, "supports", lambda self, problem: "is away" if problem.spec.degree else None)
     monkeypatch.setattr("regard.ops.reference.LIMIT", 6 * one)
     tiny(**sizes, batch=6).validate()
     tiny(batch=24).validate()  # the others have no such limit
@@ -105,6 +110,14 @@ def test_sizes_that_nothing_computes_are_named_by_their_flags(tiny: Callable, mo
     monkeypatch.setattr("regard.ops.reference.LIMIT", one - 1)
     with pytest.raises(ArgumentError, match="Give a smaller --context, at any --batch"):
         tiny(**sizes).validate()
+
+
+def test_ridges_are_for_the_sentences_that_have_one(tiny: Callable) -> None:
+    tiny(layers=2, spec=("softmax", "local-linear[biweight]"), ridge="learned(start=0.5)", qk_norm="rms").validate()
+    with pytest.raises(ArgumentError, match=r"train: --ridge: ridge learned needs a local linear model .* softmax"):
+        tiny(spec=("softmax",), ridge="learned").validate()
+    with pytest.raises(ArgumentError, match=r"train: --ridge: unknown ridge 'learnt'\. Did you mean 'learned'"):
+        tiny(spec=("local-linear",), ridge="learnt").validate()
 
 
 def test_a_device_that_is_not_there(tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

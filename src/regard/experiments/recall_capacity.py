@@ -6,13 +6,19 @@ with the value stored beside that key:
 * relative squared error |retrieved - value|^2 / |value|^2;
 * exact match: the stored value nearest to what is retrieved is the right one (nothing retrieved is no match).
 
+With clean cues the error is split as in equation 5 of the local-linear-attention paper. What is retrieved is
+sum_j' a_j' v_j', with a_j the weight of the cue's own value: (a_j - 1) v_j is the signal bias, the rest interference,
+and the inverse signal-to-noise ratio sum |interference|^2 / sum |a_j v_j|^2.
+
+Beside the kernels stand global linear models of the same pairs (Mesa, the delta rule), whose state is what is damaged.
+
 Every kernel sees the same keys, values, cues and damage. A kernel that takes a scale is given each of the scales; for
 one that takes none, keys and cues are multiplied by the root of it, which makes the same of their dot products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,10 +27,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..checks import ArgumentError
+from ..checks import ArgumentError, suggestion
 from ..estimators.linear import finite_features
 from ..grammar import Spec, presets_registry
+from ..grammar.trends import trends
 from ..memory import AssociativeMemory
+from ..memory.sums import trend_of
 from .recipes import Findings, Progress, recipes
 
 CALL = "reproduce: recall-capacity"
@@ -42,6 +50,8 @@ class RecallCapacityConfig:
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     specs: tuple[str, ...] = ()
     """Sentences to measure, such as softmax 'triweight*anchored(margin=1)'. By default every preset."""
+    models: tuple[str, ...] = ("mesa(ridge=0.01)", "mesa(ridge=1)", "delta")
+    """Global linear models to measure beside them."""
     scales: tuple[float, ...] = (1.0, 5.0, 20.0, 75.0, 300.0)
     """Scales of the scores. The figure shows, for each kernel, the one with most exact matches in all conditions."""
     pairs: tuple[int, ...] = (16, 64, 256, 1024, 4096)
@@ -115,22 +125,68 @@ def trial(config: RecallCapacityConfig, condition: Condition) -> Trial:
     return Trial(keys, values, cues, condition, config.seed + 1)
 
 
-def recall(spec: Spec, scale: float, store: Any, case: Trial) -> tuple[Tensor, Tensor]:
-    """(relative squared error, exact-match rate) of one kernel, each [S]."""
-    stretch = 1.0 if spec.takes_scale else scale**0.5
-    memory = AssociativeMemory(spec, scale=scale if spec.takes_scale else None, store=store, impl="reference")
-    memory.write(case.keys * stretch, case.values)
-    damage(memory, case.condition, torch.Generator().manual_seed(case.seed))
-    cues = case.cues * stretch
-    step = cues.shape[2]
-    if spec.degree:
-        step = max(1, PAIRWISE // case.keys.numel())
-    found = torch.cat([memory.read(part) for part in cues.split(step, dim=2)], 2).double()
+@dataclass(frozen=True)
+class Reader:
+    """One kernel or model.
+
+    Attributes:
+        make: an empty memory.
+        stretch: factor of keys and cues.
+        pairwise: whether a read builds numbers for every pair and channel.
+    """
+
+    make: Callable[[], AssociativeMemory]
+    stretch: float = 1.0
+    pairwise: bool = False
+
+    def read(self, case: Trial, values: Tensor, damaged: bool) -> Tensor:
+        """What the cues retrieve, [S, 1, C, Dv], float64."""
+        memory = self.make()
+        memory.write(case.keys * self.stretch, values)
+        if damaged:
+            damage(memory, case.condition, torch.Generator().manual_seed(case.seed))
+        cues = case.cues * self.stretch
+        step = max(1, PAIRWISE // case.keys.numel()) if self.pairwise else cues.shape[2]
+        return torch.cat([memory.read(part) for part in cues.split(step, dim=2)], 2).double()
+
+
+def reader(spec: Spec, scale: float, store: str) -> Reader:
+    """A kernel at a scale."""
+    own = scale if spec.takes_scale else None
+    make = lambda: AssociativeMemory(spec, scale=own, store=store, impl="reference")  # noqa: E731
+    return Reader(make, 1.0 if spec.takes_scale else scale**0.5, bool(spec.degree))
+
+
+def model(text: str) -> Reader:
+    """A global linear model."""
+    return Reader(lambda: AssociativeMemory("linear", store=text))
+
+
+def recall(how: Reader, case: Trial) -> dict[str, Tensor]:
+    """Relative squared error and exact-match rate, [S] each; with clean cues the parts of the error."""
+    found = how.read(case, case.values, True)
     values = case.values.double()
-    error = (found - values[:, :, : found.shape[2]]).square().sum(-1).mean((1, 2))
+    own = values[:, :, : found.shape[2]]
+    error = (found - own).square().sum(-1).mean((1, 2))
     nearest = (found @ values.transpose(-1, -2)).argmax(-1)  # of unit vectors the nearest
     right = (nearest == torch.arange(found.shape[2])) & (found != 0).any(-1)
-    return error, right.double().mean((1, 2))
+    parts = split(how, case, found, own) if case.condition.panel == "pairs" else {}
+    return {"error": error, "match": right.double().mean((1, 2)), **parts}
+
+
+def split(how: Reader, case: Trial, found: Tensor, own: Tensor) -> dict[str, Tensor]:
+    """Signal bias and interference, means of squares, and the inverse signal-to-noise ratio, [S] each."""
+    pairs, cues = case.keys.shape[2], found.shape[2]
+    marks = torch.eye(pairs, cues, dtype=case.values.dtype).expand(*case.keys.shape[:2], -1, -1)
+    weight = how.read(case, marks, False).diagonal(dim1=-2, dim2=-1)  # of the cue's own value
+    signal = weight[..., None] * own
+    interference = (found - signal).square().sum(-1)
+    power = signal.square().sum(-1).sum((1, 2))
+    return {
+        "bias": (signal - own).square().sum(-1).mean((1, 2)),
+        "interference": interference.mean((1, 2)),
+        "inverse_snr": interference.sum((1, 2)) / power.clamp(min=torch.finfo(power.dtype).tiny),
+    }
 
 
 def damage(memory: AssociativeMemory, condition: Condition, draw: torch.Generator) -> None:
@@ -153,7 +209,7 @@ def measure(config: RecallCapacityConfig, progress: Progress) -> dict[str, Any]:
             for scale in config.scales:
                 # whole pairs and whole sums read the same, so that sums differ where they are damaged
                 own = [c for c in cases if store == "pairs" or c.condition.panel in ("zeroed", "jitter")]
-                runs.append({"store": store, "scale": scale, **_summary(spec, scale, store, own)})
+                runs.append({"store": store, "scale": scale, **_summary(reader(spec, scale, store), own)})
         best = max((r for r in runs if r["store"] == "pairs"), key=_merit)["scale"]
         found[names[0]] = {
             "same_as": names[1:],
@@ -165,16 +221,26 @@ def measure(config: RecallCapacityConfig, progress: Progress) -> dict[str, Any]:
     return found
 
 
-def _summary(spec: Spec, scale: float, store: str, cases: list[Trial]) -> dict[str, Any]:
-    """Panel to lists over its levels: match and error, each [mean, standard deviation]."""
+def _summary(how: Reader, cases: list[Trial]) -> dict[str, Any]:
+    """Panel to lists over its levels: match, error and its parts, each [mean, standard deviation]."""
     panels: dict[str, Any] = {}
     for case in cases:
-        error, match = recall(spec, scale, store, case)
-        panel = panels.setdefault(case.condition.panel, {"match": [], "error": []})
-        for name, numbers in (("match", match), ("error", error)):
+        panel = panels.setdefault(case.condition.panel, {})
+        for name, numbers in recall(how, case).items():
             spread = numbers.std().item() if len(numbers) > 1 else 0.0
-            panel[name].append([float(f"{x:.{DIGITS}g}") for x in (numbers.mean().item(), spread)])
+            rounded = [float(f"{x:.{DIGITS}g}") for x in (numbers.mean().item(), spread)]
+            panel.setdefault(name, []).append(rounded)
     return panels
+
+
+def measure_models(config: RecallCapacityConfig, progress: Progress) -> dict[str, Any]:
+    """Model to its panels."""
+    cases = [trial(config, condition) for condition in conditions(config)]
+    found: dict[str, Any] = {}
+    for name in config.models:
+        progress(name)
+        found[name] = _summary(model(name), cases)
+    return found
 
 
 def _merit(run: dict[str, Any]) -> tuple[float, float]:
@@ -204,6 +270,7 @@ class RecallCapacity:
         """Measure and draw."""
         check(config)
         found = measure(config, progress)
+        models = measure_models(config, progress)
         progress("drawing")
         from . import recall_capacity_output as output
 
@@ -214,8 +281,10 @@ class RecallCapacity:
         tables = {
             "Exact matches in percent": output.table(config, found),
             "Exact matches in percent by scale, over all conditions": output.by_scale(config, found),
+            "Exact matches of global linear models in percent": output.models(config, models),
+            "Signal and interference": output.parts(config, found, models),
         }
-        return Findings({"kernels": found}, tables, pictures, output.notes(config))
+        return Findings({"kernels": found, "models": models}, tables, pictures, output.notes(config))
 
 
 def check(config: RecallCapacityConfig) -> None:
@@ -242,3 +311,10 @@ def check(config: RecallCapacityConfig) -> None:
             Spec.parse(text)
         except ArgumentError as error:
             raise ArgumentError(f"{CALL}: --specs: {error}") from None
+    for text in config.models:
+        try:
+            known = trend_of(text) is not None
+        except ArgumentError as error:
+            raise ArgumentError(f"{CALL}: --models: {error}") from None
+        if not known:
+            raise ArgumentError(f"{CALL}: --models: unknown model {text!r}.{suggestion(text, trends.names())}")

@@ -111,20 +111,54 @@ def cell(mean: float, spread: float, what: str) -> str:
 
 def table(config: RecallCapacityConfig, found: dict[str, Any]) -> Table:
     """Per kernel at its best scale: how many pairs it recalls, and the middle level of every other condition."""
-    middle = {name: len(getattr(config, name)) // 2 for name in ("noise", "erased", "zeroed", "jitter")}
+    lines = [(label, *_line(config, run)) for label, run in rows(found)]
+    return Table(_header(config, "kernel, scale"), tuple(lines), note=_spread(config))
+
+
+def models(config: RecallCapacityConfig, found: dict[str, Any]) -> Table:
+    """The same of global linear models, whose state is what is damaged."""
+    lines = [(label, *_line(config, run)) for label, run in found.items()]
+    return Table(_header(config, "model"), tuple(lines), note=_spread(config))
+
+
+def _spread(config: RecallCapacityConfig) -> str:
+    return f"Means ± standard deviations over {config.seeds} seeds."
+
+
+def _middle(config: RecallCapacityConfig) -> dict[str, int]:
+    return {name: len(getattr(config, name)) // 2 for name in ("noise", "erased", "zeroed", "jitter")}
+
+
+def _header(config: RecallCapacityConfig, first: str) -> tuple[str, ...]:
     words = {"noise": "cue noise", "erased": "erased", "zeroed": "zeroed", "jitter": "state noise"}
-    levels = [f"{words[name]} {getattr(config, name)[at]:g}" for name, at in middle.items()]
-    header = ("kernel, scale", f"pairs at ≥ {100 * ENOUGH:.0f} %", f"{max(config.pairs)} pairs", *levels)
+    levels = [f"{words[name]} {getattr(config, name)[at]:g}" for name, at in _middle(config).items()]
+    return (first, f"pairs at ≥ {100 * ENOUGH:.0f} %", f"{max(config.pairs)} pairs", *levels)
+
+
+def _line(config: RecallCapacityConfig, run: dict[str, Any]) -> list[str]:
+    recalled, last = "–", "–"
+    if "pairs" in run:
+        enough = [n for n, (mean, _) in zip(config.pairs, run["pairs"]["match"], strict=True) if mean >= ENOUGH]
+        recalled = str(max(enough)) if enough else f"< {min(config.pairs)}"
+        last = _said(run, "pairs", config.pairs.index(max(config.pairs)))
+    return [recalled, last, *(_said(run, name, at) for name, at in _middle(config).items())]
+
+
+def parts(config: RecallCapacityConfig, found: dict[str, Any], models: dict[str, Any]) -> Table:
+    """Equation 5 with clean cues: signal bias and interference at a middle number of pairs, and their ratio for all."""
+    middle = len(config.pairs) // 2
+    both = [*((label, run) for label, run in rows(found) if "pairs" in run), *models.items()]
     lines = []
-    for label, run in rows(found):
-        cells = [_said(run, name, at) for name, at in middle.items()]
-        recalled, last = "–", "–"
-        if "pairs" in run:
-            enough = [n for n, (mean, _) in zip(config.pairs, run["pairs"]["match"], strict=True) if mean >= ENOUGH]
-            recalled = str(max(enough)) if enough else f"< {min(config.pairs)}"
-            last = _said(run, "pairs", config.pairs.index(max(config.pairs)))
-        lines.append((label, recalled, last, *cells))
-    return Table(header, tuple(lines), note=f"Means ± standard deviations over {config.seeds} seeds.")
+    for label, run in both:
+        panel = run["pairs"]
+        cells = [cell(*panel[name][middle], "error") for name in ("bias", "interference")]
+        lines.append((label, *cells, *(cell(*one, "error") for one in panel["inverse_snr"])))
+    header = (
+        "kernel, scale, or model",
+        *(f"{name}, {config.pairs[middle]} pairs" for name in ("signal bias", "interference")),
+        *(f"1/SNR, {n} pairs" for n in config.pairs),
+    )
+    return Table(header, tuple(lines), note="Means of squares relative to the values'.")
 
 
 def by_scale(config: RecallCapacityConfig, found: dict[str, Any]) -> Table:

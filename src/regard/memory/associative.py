@@ -25,7 +25,7 @@ from ..ops import attention
 from .arguments import four_axes, one_of, one_way, paired, whole
 from .energy import require_energy, well
 from .pairs import Pairs, learned
-from .sums import Sums, require_finite_features
+from .sums import Sums, require_finite_features, trend_of
 
 CALL = "AssociativeMemory"
 Store = Literal["pairs", "sums"]
@@ -66,7 +66,8 @@ class AssociativeMemory(nn.Module):
         scale: of the scores; the spec's default where None.
         params: the spec's numbers (`spec.params`); `read` takes tensors for both.
         store: "pairs" keeps every pair: O(n) memory, O(n) a read. "sums" keeps sum phi(k) v^T and sum phi(k):
-            O(D Dv) whatever n, and a pair can be forgotten only by giving it again.
+            O(D Dv) whatever n, and a pair can be forgotten only by giving it again. A trend, such as "delta" or
+            "mesa(ridge=0.1)" (`regard.grammar.trends`), with spec="linear", keeps its state and forgets all or nothing.
         capacity: the most short-term pairs held; None for no bound. Needs `store="pairs"`.
         overflow: what a write beyond the capacity does: "oldest" drops the oldest pairs (`write` returns how
             many), "error" raises and writes nothing.
@@ -94,7 +95,7 @@ class AssociativeMemory(nn.Module):
         *,
         scale: float | None = None,
         params: Mapping[str, float] | None = None,
-        store: Store = "pairs",
+        store: Store | Any = "pairs",
         capacity: int | None = None,
         overflow: Overflow = "oldest",
         slots: int = 0,
@@ -109,12 +110,14 @@ class AssociativeMemory(nn.Module):
         super().__init__()
         self.spec = as_spec(spec)
         self.scale, self.params, self.impl = scale, dict(params or {}), impl
+        self.trend = trend_of(store)
+        store = store if self.trend is None else "sums"
         for name, choice, kind in (("store", store, Store), ("overflow", overflow, Overflow)):
             one_of(name, choice, get_args(kind), CALL)
         one_of("combine", combine, get_args(Combine), CALL)
         self.store, self.overflow, self.combine = store, overflow, combine
         if store == "sums":
-            require_finite_features(self.spec, CALL)
+            require_finite_features(self.spec, self.trend, CALL)
             if capacity is not None:
                 raise ArgumentError(f"{CALL}: sums do not know which pair is the oldest; leave capacity out.")
         self.capacity = None if capacity is None else whole("capacity", capacity, 1, CALL)
@@ -185,7 +188,7 @@ class AssociativeMemory(nn.Module):
         """For `print(memory)`."""
         bound = "" if self.capacity is None else f", capacity={self.capacity}"
         slots = "" if self.slot_keys is None else f", slots={self.slot_keys.shape[1]}, combine={self.combine!r}"
-        return f"{str(self.spec)!r}, store={self.store!r}, pairs={len(self)}{bound}{slots}"
+        return f"{str(self.spec)!r}, store={self.trend or self.store!r}, pairs={len(self)}{bound}{slots}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AssociativeMemory:
         super()._apply(fn, recurse)
@@ -240,7 +243,7 @@ class AssociativeMemory(nn.Module):
         self._own_values |= values is not None and values is not keys
         self._sizes = (new.keys.shape[3], new.values.shape[3])
         if self.store == "sums":
-            self._short = self._short.plus(new) if isinstance(self._short, Sums) else Sums.of(self.spec, new)
+            self._short = Sums.with_new(self._short, self.spec, new, self.trend)
             return 0
         assert self._short is None or isinstance(self._short, Pairs)
         both = new.map(torch.clone) if self._short is None else self._short.append(new)
@@ -298,7 +301,8 @@ class AssociativeMemory(nn.Module):
             "pairs": pairs is not None,
         }
         if self.store == "sums":
-            one_way(call, given, ("everything", "pairs"), "sums do not know one pair from another")
+            ways = ("everything", "pairs") if self.trend is None else ("everything",)
+            one_way(call, given, ways, "sums do not know one pair from another")
         else:
             one_way(call, given, ("indices", "oldest", "everything"), "stored pairs are named by their places")
         before = len(self)
@@ -470,7 +474,7 @@ class AssociativeMemory(nn.Module):
         long = learned(self.slot_keys, self.slot_values, query.shape[0])
         if self.combine == "shared":
             return sums.plus(long).read(query, scale, params)
-        return sums.read(query, scale, params) + Sums.of(self.spec, long).read(query, scale, params)
+        return sums.read(query, scale, params) + Sums.of(self.spec, long, self.trend).read(query, scale, params)
 
     def _nothing(self, query: Tensor) -> Pairs:
         width = query.shape[3] if self._sizes is None else self._sizes[1]

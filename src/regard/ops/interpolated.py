@@ -101,8 +101,23 @@ def as_trend(trend: Any) -> Any:
     """
     if not isinstance(trend, str):
         return _instance(trends, trend)
-    name, arguments = _Reader(trend).term()
-    return _instance(trends, name, **arguments)
+    _remember(trend)
+    return _READ[trend]
+
+
+_READ: dict[str, Any] = {}
+
+
+def _remember(text: str) -> bool:
+    if text not in _READ:
+        if len(_READ) >= 1024:  # a number that changes at every call must not fill the memory
+            _READ.clear()
+        name, arguments = _Reader(text).term()
+        _READ[text] = _instance(trends, name, **arguments)
+    return True
+
+
+_remember._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run for real while a graph is traced
 
 
 def require_averages(spec: Spec) -> None:

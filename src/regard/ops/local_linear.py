@@ -33,6 +33,7 @@ from ..grammar import SolveStatus, Spec
 from ..grammar.systems import unit
 from .block_rows import FLAGS, FLOATS, Rows, flat, flat_params, placed, refuse, rows_in, spec_in, unpack, work_of
 from .blocks import Block, Work
+from .few_rows import ROWS, FewRows
 from .weighted_rows import WeightedRows
 
 STATISTICS = ("iterations", "residual", "jitter")
@@ -70,14 +71,11 @@ class Model:
 
     def fit(self, block: Block, p: Tensor, tensors: Tensors, ridge: float | Tensor) -> tuple[WeightedRows, Tensor]:
         """The systems of weighted rows, and their right sides."""
-        y, common = block.columns(tensors.y), block.common(p.device).to(p.dtype)
-        share = common / common.sum(-1, keepdim=True).clamp(min=1)
-        origin = share[:, None] @ y
-        y = y - origin
-        mean = p @ y
+        y, common = block.columns(tensors.y), block.common(p.device)
         probe = None if tensors.probe is None else block.rows(tensors.probe)
-        system = WeightedRows(p, y, mean, ridge, share, probe)
-        return system, block.rows(tensors.x) - origin - mean
+        few = p.shape[1] <= ROWS and self.spec.solver.name in ("auto", "cholesky")
+        system = (FewRows if few else WeightedRows)(p, y, common, ridge, probe)
+        return system, block.rows(tensors.x) - system.origin - system.mean
 
 
 @torch.library.custom_op("regard::local_linear_forward", mutates_args=())

@@ -8,7 +8,7 @@ Legend: n heads, q queries, w keys of a block; D coordinates; g diagonal blocks 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -21,26 +21,30 @@ FEW = 2**20
 """Numbers up to which every row gets keys of its own, centred at its own mean."""
 
 
-@dataclass
 class WeightedRows:
     """The systems of one block.
 
-    Attributes:
+    Args:
         p: weights [n, q, w], each row's sum 1 or 0.
         y: coordinates of the keys [n, w, D].
-        mean: p y [n, q, D].
+        common: boolean [n, w], the keys that every row sees. Their mean is made the origin.
         ridge: a number, or [n, q, 1 or D].
-        share: [n, w], sum 1 over the keys that every row sees (0 where there are none).
         probe: [n, q, D] or None.
+
+    Attributes:
+        origin: [n, 1, D].
+        y: from the origin, as `mean` = p y [n, q, D] is.
     """
 
-    p: Tensor
-    y: Tensor
-    mean: Tensor
-    ridge: float | Tensor
-    share: Tensor
-    probe: Tensor | None = None
-    _last: tuple[Tensor, Tensor] | None = None
+    def __init__(
+        self, p: Tensor, y: Tensor, common: Tensor, ridge: float | Tensor, probe: Tensor | None = None
+    ) -> None:
+        self.p, self.ridge, self.probe = p, ridge, probe
+        self.share = common / common.sum(-1, keepdim=True).clamp(min=1).to(p.dtype)
+        self.origin = self.share[:, None] @ y
+        self.y = y - self.origin
+        self.mean = p @ self.y
+        self._last: tuple[Tensor, Tensor] | None = None
 
     @property
     def rank(self) -> int:
@@ -63,9 +67,11 @@ class WeightedRows:
         return last[1] if last is not None and last[0] is x else self.slopes(x).mul_(self.p)
 
     def take(self, rows: Tensor) -> WeightedRows:
-        probe = None if self.probe is None else taken(self.probe, rows)
-        ridge = taken_ridge(self.ridge, rows)
-        return WeightedRows(taken(self.p, rows), self.y, taken(self.mean, rows), ridge, self.share, probe)
+        part = copy(self)
+        part.p, part.mean, part._last = taken(self.p, rows), taken(self.mean, rows), None
+        part.ridge = taken_ridge(self.ridge, rows)
+        part.probe = None if self.probe is None else taken(self.probe, rows)
+        return part
 
     def matrix(self) -> Tensor:
         n, q, w = self.p.shape
