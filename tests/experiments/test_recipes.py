@@ -107,7 +107,7 @@ def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
     """|A k_i - v_i|^2 with A = sum v k^T, in numpy, over the recipe's own memories."""
     import torch
 
-    from regard.experiments.recall_capacity import Condition, RecallCapacityConfig, recall, trial
+    from regard.experiments.recall_capacity import Condition, RecallCapacityConfig, reader, recall, trial
 
     config = RecallCapacityConfig(dim=16, cues=10, seeds=2)
     case = trial(config, Condition("pairs", 20, 20))
@@ -118,15 +118,60 @@ def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
     error = ((read - v[:, :10]) ** 2).sum(-1).mean(-1)
     nearest = ((read[:, :, None] - v[:, None]) ** 2).sum(-1).argmin(-1)
     for store in ("pairs", "sums"):
-        found, match = recall(package.Spec.parse("linear"), 1.0, store, case)
-        assert np.abs(found.numpy() - error).max() < 1e-4
-        assert np.abs(match.numpy() - (nearest == np.arange(10)).mean(-1)).max() < 1e-9
+        found = recall(reader(package.Spec.parse("linear"), 1.0, store), case)
+        assert np.abs(found["error"].numpy() - error).max() < 1e-4
+        assert np.abs(found["match"].numpy() - (nearest == np.arange(10)).mean(-1)).max() < 1e-9
     assert torch.equal(case.keys, trial(config, Condition("pairs", 20, 20)).keys)  # a function of the seed
     erased = trial(config, Condition("erased", 0.75, 20)).cues
     assert ((erased == 0).sum(-1) == 12).all()
     noisy = trial(config, Condition("noise", 1.0, 20))
     cosine = (noisy.cues * noisy.keys[:, :, :10]).sum(-1)
     assert abs(cosine.mean().item() - 0.5**0.5) < 0.1
+
+
+def test_signal_and_interference_are_those_of_equation_5() -> None:
+    """Local Linear Attention, equation 5, written out: (k.k - 1) v_j and the sum over the others, for keys of length
+    sqrt(2); for Mesa and softmax, the weights of the values by their formulas."""
+    from regard.experiments.recall_capacity import Condition, Reader, RecallCapacityConfig, model, reader, recall, trial
+
+    case = trial(RecallCapacityConfig(dim=16, cues=10, seeds=2), Condition("pairs", 20, 20))
+    k, v = (x[:, 0].double().numpy() for x in (case.keys, case.values))
+    linear = 2 * np.einsum("scd,sjd->scj", k[:, :10], k)
+    gram = np.einsum("sjd,sje->sde", k, k) + np.eye(16)
+    mesa = np.einsum("scd,sde,sje->scj", k[:, :10], np.linalg.inv(gram), k)
+    weights = softmax(7.0 * np.einsum("scd,sjd->scj", k[:, :10], k).reshape(-1, 20)).reshape(2, 10, 20)
+    stretched = Reader(lambda: package.AssociativeMemory("linear", scale=1.0), 2**0.5)
+    for how, a in (
+        (stretched, linear),
+        (model("mesa"), mesa),
+        (reader(package.Spec.parse("softmax"), 7.0, "pairs"), weights),
+    ):
+        found = {name: x.numpy() for name, x in recall(how, case).items()}
+        own = np.einsum("scc->sc", a[:, :, :10])[..., None] * v[:, :10]
+        others = a @ v - own
+        assert np.abs(found["bias"] - ((own - v[:, :10]) ** 2).sum(-1).mean(-1)).max() < 1e-4
+        assert np.abs(found["interference"] - (others**2).sum(-1).mean(-1)).max() < 1e-4
+        ratio = (others**2).sum((1, 2)) / (own**2).sum((1, 2))
+        assert np.abs(found["inverse_snr"] - ratio).max() < 1e-4 * ratio.max()
+        whole = ((own + others - v[:, :10]) ** 2).sum(-1).mean(-1)
+        assert np.abs(found["error"] - whole).max() < 1e-4
+
+
+def test_the_best_linear_model_recalls_more_than_sums(capacity: Path) -> None:
+    """As many pairs as dimensions and fewer are what a linear map can hold."""
+    found = record(capacity, "recall-capacity")
+    assert list(found["models"]) == ["mesa(ridge=0.01)", "mesa(ridge=1)", "delta"]
+    for run in found["models"].values():
+        for panel, levels in PANELS.items():
+            assert len(run[panel]["match"]) == len(run[panel]["error"]) == levels
+    few = {name: means(run, "pairs", "error")[0] for name, run in found["models"].items()}
+    sums = means(chosen(found, "linear"), "pairs", "error")[0]
+    assert few["mesa(ridge=0.01)"] < 0.01 * sums
+    assert few["delta"] < 0.8 * sums
+    ratios = {name: [mean for mean, _ in run["pairs"]["inverse_snr"]] for name, run in found["models"].items()}
+    assert all(one < two for one, two in ratios.values())  # more pairs interfere more
+    table = (capacity / "recall-capacity.md").read_text()
+    assert "| mesa(ridge=0.01) | 8 |" in table
 
 
 def test_the_same_seed_gives_the_same_numbers(capacity: Path, tmp_path: Path) -> None:
@@ -289,6 +334,8 @@ def test_a_folder_is_replaced_only_if_a_recipe_wrote_it(tmp_path: Path, capsys: 
         (("kernel-zoo", "--points", "1"), "kernel-zoo: --points is 1, expected at least 3."),
         (("kernel-zoo", "--reach", "nan"), "--reach is nan, expected a number between 0 and 100."),
         (("recall-capacity", "--specs", "softmax", "biweigth"), "--specs: unknown spec 'biweigth'. Did you mean"),
+        (("recall-capacity", "--models", "messa"), "--models: unknown model 'messa'. Did you mean 'mesa'?"),
+        (("recall-capacity", "--models", "mesa(ridge=0)"), "--models: mesa: ridge is 0, expected ridge > 0."),
         (("recall-capacity", "--zeroed", "1.5"), "--zeroed is 1.5, expected 0 to 1."),
         (("recall-capacity", "--scales", "0"), "--scales is 0, expected 1e-06 to 1e+06."),
         (("recall-capacity", "--seeds", "0"), "--seeds is 0, expected at least 1."),

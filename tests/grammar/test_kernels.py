@@ -138,7 +138,11 @@ FUNCTIONS = {
     "polynomial": rectified(1),
     "uniform": (np.where(A > 0, 1.0, 0), np.zeros(len(A))),
     "linear": (A, np.ones(len(A))),
-    "geometric": (1 / (1 - A), 1 / (1 - A) ** 2),
+    # From 1 on, where only rounding takes a cosine, it is flat at 1 / eps.
+    "geometric": (
+        np.where(A < 1, 1 / np.where(A < 1, 1 - A, 1), 2.0**52),
+        np.where(A < 1, 1 / np.where(A < 1, 1 - A, 1) ** 2, 0),
+    ),
     "clipped-geometric": (1 / (1.0001 - A / 300), 1 / (1.0001 - A / 300) ** 2 / 300),
 }
 

@@ -123,9 +123,9 @@ def test_bad_texts(text, message):
 
 
 def test_only_a_model_that_is_solved_for_has_a_ridge():
-    for spec in ("softmax", "biweight", "linear", "local-linear*linear(solver=learned)"):
+    for spec in ("softmax", "biweight", "gaussian*linear(solver=learned)"):
         with pytest.raises(ArgumentError, match="nn.Attention: ridge learned needs a local linear model"):
-            layer(spec=spec if "*" not in spec else "softmax*linear(solver=learned)", ridge="learned")
+            layer(spec=spec, ridge="learned")
     assert layer(spec="softmax").ridge_proj is None
 
 
@@ -180,7 +180,7 @@ def test_windows(window):
 
 def test_fixed_is_the_number_of_the_spec():
     x = draw(B, T, C)
-    module = layer(spec="softmax*linear(ridge=0.7)")
+    module = layer(spec="gaussian*linear(ridge=0.7)")
     ridge = torch.full((B, T, H, 1), 0.7, dtype=torch.float64)
     torch.testing.assert_close(module(x)[0], by_hand(module, x, WEIGHTS["local-linear"], ridge, causal()), atol=1e-9, rtol=0)  # fmt: skip
     assert "ridge" not in repr(module).splitlines()[1].split("spec=")[1].split("'")[2]
@@ -190,7 +190,7 @@ def test_fixed_is_the_number_of_the_spec():
 @pytest.mark.parametrize("solver", ["auto", "cg"])
 def test_gradients_of_the_projection(text, solver):
     """Finite differences of the whole layer with respect to what makes the ridge."""
-    module, x = layer(spec=f"relumax*linear(solver={solver})", ridge=text), draw(B, T, C)
+    module, x = layer(spec=f"epanechnikov*anchored*linear(solver={solver})", ridge=text), draw(B, T, C)
     weight = draw(B, T, C, seed=3)
     loss = lambda: (module(x)[0] * weight).sum()  # noqa: E731
     loss().backward()
@@ -294,7 +294,7 @@ def test_the_weights_are_those_of_the_values():
 @pytest.mark.parametrize("norm", [None, "rms"])
 def test_a_probe_of_the_layer_in_the_place_of_a_solution(norm):
     """Parallax: weights p (1 - (k - kbar) . r), r normalised and turned like a query."""
-    module, x = layer(spec="softmax*linear(solver=learned)", qk_norm=norm), draw(B, T, C)
+    module, x = layer(spec="gaussian*linear(solver=learned)", qk_norm=norm), draw(B, T, C)
     angles = torch.arange(T)[:, None] * 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
     rms = lambda y: y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt()  # noqa: E731
     split = lambda projection: projection(x).view(B, T, H, D).transpose(1, 2)  # noqa: E731

@@ -151,8 +151,8 @@ def parts(config: RecallCapacityConfig, found: dict[str, Any], models: dict[str,
     lines = []
     for label, run in both:
         panel = run["pairs"]
-        cells = [cell(*panel[name][middle], "error") for name in ("bias", "interference")]
-        lines.append((label, *cells, *(cell(*one, "error") for one in panel["inverse_snr"])))
+        cells = [cell(panel[name][middle][0], 0.0, "error") for name in ("bias", "interference")]
+        lines.append((label, *cells, *(cell(mean, 0.0, "error") for mean, _ in panel["inverse_snr"])))
     header = (
         "kernel, scale, or model",
         *(f"{name}, {config.pairs[middle]} pairs" for name in ("signal bias", "interference")),

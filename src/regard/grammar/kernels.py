@@ -275,10 +275,16 @@ class Geometric(_Pointwise):
     below: ClassVar[float] = 1.0  # the similarity must stay below this
 
     def value(self, a: Tensor, params: Params) -> Tensor:
-        return 1 / (1 - a)
+        return 1 / self._gap(a)
 
     def slope(self, a: Tensor, params: Params) -> Tensor:
-        return (1 - a) ** -2
+        gap = self._gap(a)
+        return torch.where(1 - a < gap, 0, gap**-2)
+
+    @staticmethod
+    def _gap(a: Tensor) -> Tensor:
+        """1 - z, which the rounding of a cosine must not make negative."""
+        return (1 - a).clamp(min=torch.finfo(a.dtype).eps)
 
 
 @kernels.register("clipped-geometric")

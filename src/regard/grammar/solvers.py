@@ -71,44 +71,53 @@ class Cholesky:
         finite = torch.isfinite(matrix.detach()).all((-1, -2))
         eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
         sound = torch.where(finite[..., None, None], matrix, eye)  # no row's NaN may fail the whole call
-        singular = self._singular(sound.detach())
+        factor, info = torch.linalg.cholesky_ex(sound)
+        singular = self._meaningless(factor.detach(), info)
         status = torch.where(finite, 0, int(SolveStatus.NOT_FINITE))
         jitter = torch.zeros_like(right[..., 0])
-        look = torch.compiler.is_compiling() or bool(singular.any())
-        if look and not (isinstance(ridge, float) and ridge == 0.0):
-            free = (ridge.detach().amin(-1) == 0).expand(singular.shape) if isinstance(ridge, Tensor) else False
-            jitter = self._jitter(sound.detach(), singular & ~free if isinstance(free, Tensor) else singular)
-            sound = sound + jitter[..., None, None] * eye
-            status = torch.where(jitter > 0, int(SolveStatus.JITTER), status)
-            singular = singular & (jitter == 0)
-        regular = torch.where(singular[..., None, None], eye, sound)
-        solution = torch.cholesky_solve(right[..., None], torch.linalg.cholesky(regular))
-        if look:
-            held = torch.where(singular[..., None, None], sound, eye)
+        if not (torch.compiler.is_compiling() or bool(singular.any())):
+            solution = torch.cholesky_solve(right[..., None], factor)
+        else:
+            jitter, left = self._jitter(sound.detach(), singular & _penalised(ridge, singular))
+            left |= singular & (jitter == 0)
+            raised = sound + jitter[..., None, None] * eye
+            regular = torch.cholesky_solve(
+                right[..., None], torch.linalg.cholesky_ex(torch.where(left[..., None, None], eye, raised))[0]
+            )
+            held = torch.where(left[..., None, None], sound, eye)
             least = torch.linalg.pinv(held, hermitian=True, rtol=_rtol(matrix)) @ right[..., None]
-            solution = torch.where(singular[..., None, None], least, solution)
-            status = torch.where(singular, int(SolveStatus.MINIMUM_NORM), status)
+            solution = torch.where(left[..., None, None], least, regular)
+            status = torch.where(jitter > 0, int(SolveStatus.JITTER), status)
+            status = torch.where(left, int(SolveStatus.MINIMUM_NORM), status)
         value = torch.where(finite[..., None], solution[..., 0], torch.nan)
         found = _direct(matrix.detach(), right.detach(), value.detach(), status, jitter)
         return found._replace(value=value)
 
-    def _jitter(self, matrix: Tensor, singular: Tensor) -> Tensor:
-        """The first rung on which a singular matrix is regular, the last where none is; 0 for the others."""
+    def _jitter(self, matrix: Tensor, singular: Tensor) -> tuple[Tensor, Tensor]:
+        """(the first rung on which a singular matrix is regular, 0 for the others; which no rung mends)."""
         mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
         unit = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * torch.where(mean > 0, mean, 1)
         eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        found = torch.zeros_like(unit)
+        found, left = torch.zeros_like(unit), singular
         for rung in self.RUNGS:
-            left = singular & ((found == 0) | self._singular(matrix + found[..., None, None] * eye))
             found = torch.where(left, rung * unit, found)
-        return found
+            tried = torch.linalg.cholesky_ex(matrix + found[..., None, None] * eye)
+            left = left & self._meaningless(*tried)
+        return torch.where(left, 0, found), left
 
     @staticmethod
-    def _singular(matrix: Tensor) -> Tensor:
-        """A factor of a numerically singular matrix exists but means nothing: its pivots are roots of rounding."""
-        factor, info = torch.linalg.cholesky_ex(matrix)
+    def _meaningless(factor: Tensor, info: Tensor) -> Tensor:
+        """Whether there is no factor, or none that means anything: pivots of a numerically singular matrix are roots
+        of rounding."""
         diagonal = torch.diagonal(factor, dim1=-2, dim2=-1)
-        return (info != 0) | (diagonal.amin(-1) <= diagonal.amax(-1) * _rtol(matrix) ** 0.5)
+        return (info != 0) | ~(diagonal.amin(-1) > diagonal.amax(-1) * _rtol(factor) ** 0.5)
+
+
+def _penalised(ridge: float | Tensor, like: Tensor) -> Tensor:
+    """Which systems have a ridge above zero in every coordinate, as booleans like `like`."""
+    if isinstance(ridge, Tensor):
+        return (ridge.detach().amin(-1) > 0).expand(like.shape)
+    return torch.full_like(like, ridge > 0)
 
 
 def _rtol(matrix: Tensor) -> float:

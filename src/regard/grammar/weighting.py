@@ -113,7 +113,7 @@ def fit_weights(weighting: Weighting, z: Tensor, params: Params, *, fast: bool =
     """Statistics and weights of whole rows, in one go where the weighting has a method of this name."""
     own = getattr(weighting, "fit_weights", None)
     if own is not None:
-        return own(z, params, fast=fast)  # type: ignore[no-any-return]
+        return own(z, params, fast=fast)
     stats = weighting.fit(z, params, fast=fast)
     return stats, weighting.weights(z, stats, params)
 

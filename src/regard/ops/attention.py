@@ -106,7 +106,8 @@ def attention(
     with full_precision(query.device.type):
         inputs, poisoned = _prepare(query, key, value, spec, visible, scale, numbers, return_diagnostics)
         if spec.degree:
-            inputs = _with_local(inputs, local)
+            inputs, lost = _with_local(inputs, local)
+            poisoned = either(poisoned, lost)
         out, diagnostics = implementation.run(inputs)
         out = out if poisoned is None else torch.where(poisoned[..., None], torch.nan, out)
         out = out.to(query.dtype)
@@ -202,8 +203,9 @@ def _number(
     return value.to(dtype).expand(*rows[:3], value.shape[3])
 
 
-def _with_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> Inputs:
-    """The ridge and the probe of the local linear model.
+def _with_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> tuple[Inputs, Tensor | None]:
+    """With the ridge and the probe of the local linear model; and which rows [B, H, Tq] see something though one of
+    theirs is NaN, None for none. It is replaced, since through products over rows it would reach all of them.
 
     Raises:
         ArgumentError: a learned solver without its probe, or a probe that is not [B, H, Tq, D].
@@ -216,7 +218,21 @@ def _with_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> Inputs:
                 f"{CALL}: the solver learned takes t from the caller; give params={{'probe': r}}, r a tensor that "
                 f"broadcasts to [B, H, Tq, D] with D = {inputs.x.shape[-1]}."
             )
-    return replace(inputs, ridge=ridge, probe=probe if isinstance(probe, Tensor) else None)
+    ridge, ridge_bad = _without_nan(ridge)
+    probe, probe_bad = _without_nan(probe)
+    bad = either(ridge_bad, probe_bad)
+    if bad is not None:
+        ones = bad.new_ones(*inputs.q.shape[:2], inputs.visible.keys)
+        bad = bad & inputs.visible.any_seen(ones)
+    return replace(inputs, ridge=ridge, probe=probe if isinstance(probe, Tensor) else None), bad
+
+
+def _without_nan(x: Any) -> tuple[Any, Tensor | None]:
+    """Numbers of rows [.., 1 or D] with 1 for NaN, and the rows that had one; None for what is no tensor."""
+    if not isinstance(x, Tensor):
+        return x, None
+    bad = x.isnan()
+    return torch.where(bad, 1, x), bad.any(-1)
 
 
 def _poisoned(query_bad: Tensor | None, bad: Tensor | None, visible: Visibility, heads: int) -> Tensor | None:

@@ -29,6 +29,8 @@ class Blocked:
     def supports(self, problem: Problem) -> str | None:
         if problem.transformed:
             return "is differentiable once, backward: no forward mode, no torch.func transforms"
+        if problem.spec.ridge_mode == "absolute" and {"r", "alpha"} & set(problem.params):
+            return "does not know how an absolute ridge moves with a learned power of the kernel"
         return None
 
     def cost(self, problem: Problem) -> Cost:

@@ -52,7 +52,7 @@ class FewRows(WeightedRows):
             yield at, torch.sub(self.raw[:, at], self.origin, out=room[:, : at.stop - start])
 
     @property
-    def y(self) -> Tensor:  # type: ignore[override]
+    def y(self) -> Tensor:
         """For what is not made for few rows: a copy."""
         return self.raw - self.origin
 

@@ -1,0 +1,136 @@
+"""What `lla_numerics` holds regard against: the dense solution, and emulations of bfloat16 schemes of local linear
+attention.
+
+An emulation is no kernel: it rounds both operands of every matrix product to bfloat16, multiplies and adds them in
+float32, and keeps everything else in float32, which is what matrix units do. Its iteration is that of the published
+kernels: from 0, steps of r.r / (d.Ad + 1e-10), a row standing still once r.r is 1e-12 of what it was or not finite.
+
+Legend: q, k, v [T, D] of one head; w [T, T] kernel weights, causal; p the same with rows that sum to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+Apply = Callable[[Tensor], Tensor]
+Scheme = Callable[[Tensor, Tensor, Tensor, float, Sequence[int]], Iterator[tuple[int, Tensor]]]
+"""(q, k, v, ridge, steps) -> pairs of a step and the output [T, D] there."""
+ROWS = 128
+"""Rows whose matrices are formed at a time."""
+GOAL, SHIFT = 1e-12, 1e-10
+
+
+def rounded(x: Tensor) -> Tensor:
+    """The nearest bfloat16, as float32."""
+    return x.bfloat16().float()
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b with operands rounded to bfloat16 and float32 sums."""
+    return rounded(a) @ rounded(b)
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Of rows, [T, 1]."""
+    return (a * b).sum(-1, keepdim=True)
+
+
+def kernel(q: Tensor, k: Tensor) -> Tensor:
+    """exp(q.k / sqrt(D)) of a key that is not later, over the largest of its row: [T, T]."""
+    z = (q @ k.T) * q.shape[-1] ** -0.5
+    later = torch.ones_like(z, dtype=torch.bool).triu(1)
+    z = z.masked_fill(later, -torch.inf)
+    return (z - z.amax(-1, keepdim=True)).exp()
+
+
+def dense(q: Tensor, k: Tensor, ridges: Sequence[float], dtype: torch.dtype) -> dict[float, Tensor]:
+    """Weights of the values by ridge, [T, T]: p_ij (1 + (k_j - kbar_i) . t_i), every system formed in `dtype` and
+    solved by Cholesky. Cost: 2 T^2 D^2 operations, T D^2 numbers."""
+    q, k = q.to(dtype), k.to(dtype)
+    w = kernel(q, k)
+    p = w / w.sum(-1, keepdim=True)
+    y, x = k - k.mean(0), q - k.mean(0)
+    pairs = (y[:, :, None] * y[:, None, :]).flatten(1)
+    eye = torch.eye(q.shape[-1], dtype=dtype)
+    found: dict[float, list[Tensor]] = {ridge: [] for ridge in ridges}
+    for start in range(0, len(q), ROWS):
+        own = p[start : start + ROWS]
+        mean = own @ y
+        spread = (own @ pairs).unflatten(-1, eye.shape) - mean[:, :, None] * mean[:, None, :]
+        right = x[start : start + ROWS] - mean
+        for ridge, parts in found.items():
+            t = torch.cholesky_solve(right[..., None], torch.linalg.cholesky(spread + ridge * eye))[..., 0]
+            parts.append(own * (1 + t @ y.T - dot(mean, t)))
+    return {ridge: torch.cat(parts) for ridge, parts in found.items()}
+
+
+def iterates(apply: Apply, right: Tensor, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Conjugate gradients for A x = `right` [T, D]: x after every one of `steps`."""
+    x, r, d = torch.zeros_like(right), right, right
+    square = first = dot(r, r)
+    for step in range(1, max(steps) + 1):
+        active = (square > GOAL * first) & square.isfinite()
+        image = apply(d)
+        length = square / (dot(d, image) + SHIFT)
+        x = torch.where(active, x + length * d, x)
+        r = torch.where(active, r - length * image, r)
+        new = dot(r, r)
+        d = torch.where(active, r + new / square * d, d)
+        square = torch.where(active, new, square)
+        if step in steps:
+            yield step, x
+
+
+def q_centred(
+    q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int]
+) -> Iterator[tuple[int, Tensor]]:
+    """The paper's algorithm (equations 10-16, algorithms 1 and 2 with their errata): Sigma = sum w (k - q)(k - q)^T
+    from sums over k alone, o = sum w (1 - (k - q) . rho) v / delta. The ridge is relative to the total weight, as in
+    the authors' code."""
+    w = kernel(q, k)
+    total, raw = w.sum(-1, keepdim=True), product(w, k)
+    mu = raw - total * q
+
+    def apply(d: Tensor) -> Tensor:
+        along, aside = dot(q, d), dot(raw, d)
+        return product(w * product(d, k.T), k) - along * raw - aside * q + total * (along * q + ridge * d)
+
+    for step, rho in iterates(apply, mu, steps):
+        delta = total - dot(mu, rho)
+        yield step, product(w * (1 - product(rho, k.T) + dot(rho, q)) / delta, v)
+
+
+def covariance(
+    q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int], centred: bool = False
+) -> Iterator[tuple[int, Tensor]]:
+    """The covariance form, (C + ridge) t = q - kbar, o = sum p (1 + (k - kbar) . t) v; `centred`: the mean of all keys
+    is taken off keys and queries first, but for the scores."""
+    w = kernel(q, k)
+    p = w / w.sum(-1, keepdim=True)
+    origin = k.mean(0) if centred else torch.zeros_like(k[0])
+    y, x = k - origin, q - origin
+    mean = product(p, y)
+
+    def slopes(d: Tensor) -> Tensor:
+        return product(d, y.T) - dot(mean, d)
+
+    for step, t in iterates(lambda d: product(p * slopes(d), y) + ridge * d, x - mean, steps):
+        yield step, product(p * (1 + slopes(t)), v)
+
+
+def covariance_centred(
+    q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int]
+) -> Iterator[tuple[int, Tensor]]:
+    """`covariance` with the keys' mean as origin."""
+    return covariance(q, k, v, ridge, steps, centred=True)
+
+
+SCHEMES: dict[str, Scheme] = {
+    "q-centred": q_centred,
+    "covariance": covariance,
+    "covariance, keys centred": covariance_centred,
+}
+"""All in emulated bfloat16."""

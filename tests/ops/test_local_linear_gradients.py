@@ -1,0 +1,195 @@
+"""Derivatives of local linear attention: finite differences, autograd of the dense regression in float64, and what they
+must add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from regression import brute_force, dense, draw, fit, lower, ratio, softmax, textbook
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import regard
+from regard.checks import ArgumentError
+from regard.grammar.solvers import BlockDiagonal, ConjugateGradient
+
+SHAPES = {"scalar": (), "head": (2, 1), "token": (2, 5), "dimension": (1, 2, 5, 3), "one for all": (1, 1, 1, 3)}
+SOLVERS = ("cholesky", "auto", ConjugateGradient(tol=1e-14), BlockDiagonal(), BlockDiagonal(1))
+
+
+def small(length: int = 5, keys: int | None = None, dim: int = 3, seed: int = 0) -> tuple[Tensor, ...]:
+    return tuple(x.requires_grad_() for x in draw(1, 2, length, dim, keys=keys, value_dim=2, seed=seed))
+
+
+def numbers(shape: tuple[int, ...], low: float, seed: int = 1) -> Tensor:
+    make = torch.Generator().manual_seed(seed)
+    return (torch.rand(shape, generator=make, dtype=torch.float64) * 0.5 + low).requires_grad_()
+
+
+def check(run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> None:
+    assert gradcheck(run, inputs, eps=1e-6, atol=1e-6, rtol=1e-5)
+
+
+# Finite differences ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked", "cpu"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_finite_differences(impl: str, shape: str) -> None:
+    """q, k, v, ridge of every shape, and the scale where there is one of its own for every row."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, ridge: Tensor, scale: Tensor) -> Tensor:
+        spec = "biweight" if impl == "cpu" else "softmax"
+        return regard.local_linear_attention(
+            q, k, v, ridge=ridge, scale=scale, spec=spec, impl=impl, is_causal=True, tol=None
+        )
+
+    check(run, (*small(), numbers(SHAPES[shape], 0.1), numbers((2, 5), 0.4)))
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+@pytest.mark.parametrize("mode", ["relative", "absolute"])
+def test_finite_differences_with_every_solver(impl: str, solver, mode: str) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, ridge: Tensor) -> Tensor:
+        how = {"solver": solver, "ridge_mode": mode, "impl": impl, "exclude_self": True}
+        return regard.local_linear_attention(q, k, v, ridge=ridge, **how)
+
+    for shape in ("token", "dimension"):
+        check(run, (*small(5, 7, seed=2), numbers(SHAPES[shape], 0.2, seed=3)))
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_finite_differences_of_a_probe(impl: str) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, probe: Tensor) -> Tensor:
+        return regard.local_linear_attention(q, k, v, probe=probe, solver="learned", impl=impl, window=3)
+
+    check(run, (*small(seed=4), numbers((1, 2, 5, 3), -0.2, seed=5)))
+    check(run, (*small(seed=4), numbers((1, 1, 3), -0.2, seed=5)))
+
+
+@pytest.mark.parametrize(
+    "spec", ["triweight*anchored(margin=1.5)", "gaussian*fixed*euclidean", "gaussian*fixed*cosine"]
+)
+def test_finite_differences_of_other_weights_against_an_absolute_ridge(spec: str) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, ridge: Tensor) -> Tensor:
+        return regard.local_linear_attention(
+            q, k, v, ridge=ridge, spec=spec, ridge_mode="absolute", impl="blocked", is_causal=True
+        )
+
+    check(run, (*small(seed=6), numbers((2, 5), 0.2, seed=7)))
+
+
+@pytest.mark.parametrize("solver", ["cholesky", "cg", "auto", "block-diagonal"])
+def test_second_derivatives_of_the_reference(solver: str) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, ridge: Tensor) -> Tensor:
+        return regard.local_linear_attention(q, k, v, ridge=ridge, solver=solver, impl="reference", is_causal=True)
+
+    q, k, v = (x.requires_grad_() for x in draw(1, 1, 3, 2, keys=5, seed=8))
+    assert gradgradcheck(run, (q, k, v, numbers((3,), 0.2)), eps=1e-6, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("impl", ["blocked", "cpu"])
+def test_second_derivatives_of_the_fast_forms_are_refused(impl: str) -> None:
+    q, k, v = small()
+    out = regard.local_linear_attention(q, k, v, spec="biweight", impl=impl)
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(ArgumentError, match="impl='reference'"):
+        torch.autograd.grad(first.sum(), k)
+
+
+# Against the dense regression --------------------------------------------------------------------------------
+
+
+def gradients(out: Tensor, inputs: tuple[Tensor, ...], seed: int = 20) -> tuple[Tensor, ...]:
+    make = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out.shape, generator=make, dtype=torch.float64)
+    return torch.autograd.grad(out, inputs, weight.to(out.dtype))
+
+
+@pytest.mark.parametrize("ridge", [1.0, 0.1, 0.01])
+@pytest.mark.parametrize(("spec", "solver"), [("softmax", "auto"), ("softmax", "cholesky"), ("biweight", "auto")])
+def test_float32_blocks_against_float64(ridge: float, spec: str, solver: str) -> None:
+    """Outputs to 1e-5 and gradients to 1e-4 of their size, after the first D keys; a row with fewer keys than
+    coordinates is as good as its own condition lets it."""
+    dim = 32
+    q, k, v = (x.requires_grad_() for x in draw(1, 2, 400, dim, seed=9, dtype=torch.float32))
+    exact = tuple(x.detach().double().requires_grad_() for x in (q, k, v))
+    out = regard.local_linear_attention(q, k, v, ridge=ridge, spec=spec, solver=solver, is_causal=True)
+    expected = dense(*exact, lower(400), ridge, spec)
+    assert ratio(out, expected) <= 1e-5
+    for grad, want in zip(gradients(out, (q, k, v)), gradients(expected, exact), strict=True):
+        assert grad.dtype == torch.float32
+        assert ratio(grad, want) <= 1e-4
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_gradients_equal_those_of_the_regression_written_out(impl: str) -> None:
+    """Joint least squares, normal equations and the textbook form are one function: all three say the same."""
+    q, k, v = small(12, dim=3, seed=10)
+    ridge = numbers((2, 12), 0.1)
+    seen = lower(12)
+    w = torch.where(seen, (q @ k.transpose(-1, -2) * 3**-0.5).exp(), 0)
+    p = softmax(q @ k.transpose(-1, -2) * 3**-0.5, seen)
+    inputs = (q, k, v, ridge)
+    cases = {
+        "relative": [brute_force(p, q, k, v, ridge), fit(p, q, k, v, ridge), textbook(p, q, k, v, ridge)],
+        "absolute": [brute_force(w, q, k, v, ridge), textbook(w, q, k, v, ridge)],
+    }
+    for mode, forms in cases.items():
+        found = gradients(
+            regard.local_linear_attention(q, k, v, ridge=ridge, ridge_mode=mode, is_causal=True, impl=impl), inputs
+        )
+        for form in forms:
+            for grad, want in zip(found, gradients(form, inputs), strict=True):
+                assert float((grad - want).abs().max()) <= 1e-9 * max(1.0, float(want.abs().max())), mode
+
+
+@pytest.mark.parametrize("mode", ["relative", "absolute"])
+def test_a_constant_added_to_a_row_of_scores(mode: str) -> None:
+    """Erratum C3: a coordinate that is c in every query and one in every key adds c to all scores of a row, and nothing
+    to a regression, as the keys do not differ in it. A relative ridge must not notice: its gradient by c is 0. An
+    absolute ridge is then one of ridge exp(-c)."""
+    q, k, v = draw(1, 1, 30, 4, seed=11)
+    c = torch.zeros(1, 1, 30, 1, dtype=torch.float64, requires_grad=True)
+    wide = lambda x, last: torch.cat([x, last], -1)  # noqa: E731
+    make = torch.Generator().manual_seed(12)
+    weight = torch.randn(v.shape, generator=make, dtype=torch.float64)
+    call = {"is_causal": True, "scale": 1.0, "ridge": 0.1, "ridge_mode": mode}
+    for impl in ("reference", "blocked"):
+        out = regard.local_linear_attention(wide(q, c), wide(k, torch.ones_like(k[..., :1])), v, impl=impl, **call)
+        (found,) = torch.autograd.grad((out * weight).sum(), c)
+        if mode == "relative":
+            assert float(found.abs().max()) <= 1e-12
+            continue
+        w = torch.where(lower(30), (q @ k.transpose(-1, -2)).exp(), 0)
+        shift = torch.zeros(1, 1, 30, 1, dtype=torch.float64, requires_grad=True)
+        (wanted,) = torch.autograd.grad((brute_force(w * shift.exp(), q, k, v, 0.1) * weight).sum(), shift)
+        assert float((found - wanted).abs().max()) <= 1e-10
+        assert float(wanted.abs().max()) > 1e-3
+
+
+def test_gradients_of_an_iteration_are_those_of_the_solution() -> None:
+    """Conjugate gradients to 1e-3 give gradients near those of the exact solution, as the tolerance promises."""
+    q, k, v = (x.requires_grad_() for x in draw(1, 1, 200, 24, seed=13))
+    expected = gradients(dense(q, k, v, lower(200), 0.1), (q, k, v))
+    errors = []
+    for tol in (1e-2, 1e-3, 1e-5):
+        out = regard.local_linear_attention(q, k, v, solver="cg", tol=tol, is_causal=True, impl="blocked")
+        errors.append(max(ratio(g, w) for g, w in zip(gradients(out, (q, k, v)), expected, strict=True)))
+    assert all(error <= 5 * tol for error, tol in zip(errors, (1e-2, 1e-3, 1e-5), strict=True))
+    assert errors[2] < errors[1] < errors[0]
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_gradients_by_values_and_keys_that_nobody_sees_are_zero(impl: str) -> None:
+    q, k, v = small(6, 9, seed=14)
+    mask = torch.ones(1, 1, 1, 9, dtype=torch.bool)
+    mask[..., 2] = False
+    out = regard.local_linear_attention(q, k, v, attn_mask=mask, is_causal=True, query_offset=1, impl=impl)
+    _, dk, dv = gradients(out, (q, k, v))
+    for grad in (dk, dv):
+        assert bool((grad[:, :, [2, 7, 8]] == 0).all())
+        assert bool((grad[:, :, [0, 1, 3]] != 0).any())
