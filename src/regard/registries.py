@@ -11,6 +11,7 @@ from .nn.ridge import ridges
 from .nn.temperature import temperatures
 from .ops import implementations_registry
 from .registry import Registry
+from .tasks import tasks
 
 
 def registries() -> dict[str, Registry[Any]]:
@@ -26,4 +27,5 @@ def registries() -> dict[str, Registry[Any]]:
         "impl": implementations_registry,
         "energy": energies,
         "recipe": recipes,
+        "task": tasks,
     }

@@ -83,9 +83,18 @@ def test_ridges_and_gains_start_where_they_should() -> None:
     for at in (0, 2):
         attention = attentions(model)[at]
         hidden = torch.randn(2, 5, 32)
-        ridge = 0.001 + torch.sigmoid(attention.ridge_proj(hidden))
+        ridge = 0.001 + torch.sigmoid(hidden @ attention.ridge_proj.weight.T + attention.ridge_proj.bias)
         torch.testing.assert_close(ridge, torch.full_like(ridge, 0.3))
         assert bool((attention.q_norm.weight == 1).all())
+
+
+def test_they_start_there_whatever_else_is_learned() -> None:
+    """transformers passes over modules without parameters of their own; temperatures are such parameters."""
+    for temperature in ("fixed", "learned"):
+        torch.manual_seed(0)
+        model = HybridForCausalLM(HybridConfig(**SIZES, mixers=MIXERS, ridges="learned", temperatures=temperature))
+        assert [a.ridge_proj.weight.abs().max().item() for a in attentions(model)[::2]] == [0.0, 0.0]
+        assert attentions(model)[0].q_proj.weight.std().item() == pytest.approx(0.2, rel=0.1)
 
 
 @pytest.mark.parametrize("norm", ["rms", "l2"])

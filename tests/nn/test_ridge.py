@@ -133,9 +133,8 @@ def test_only_a_model_that_is_solved_for_has_a_ridge():
 def test_every_ridge_starts_where_it_is_told(text):
     torch.manual_seed(1)
     module = Attention(C, H, spec="local-linear", ridge=text)
-    found = module.ridge.values(module.ridge_proj(draw(B, T, C, dtype=torch.float32)))
-    numbers = D if "dimension" in text else 1
-    assert found.shape == (B, T, H * numbers)
+    found = module.ridge_proj(draw(B, T, C, dtype=torch.float32))
+    assert found.shape == (B, H, T, D if "dimension" in text else 1)
     start = {"learned(start=0.9)": 0.9, LEARNED[1]: 0.5}.get(text, 30.0 if "30" in text else 0.1)
     torch.testing.assert_close(found, torch.full_like(found, start), atol=0, rtol=1e-5)
 

@@ -149,13 +149,17 @@ def test_every_size_of_blocks_gives_the_same(elements: int, spec: str, monkeypat
 )
 @pytest.mark.filterwarnings("ignore:local linear attention")
 def test_effective_weights_sum_to_one_at_any_budget(impl: str, solver) -> None:
-    """Read off as the output for values that are the identity; of an unconverged solution too. Rounding is that of
-    terms as large as the weights, which may be far beyond one."""
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-14)):
+    """Read off as the output for values that are the identity; of an unconverged solution too. A slope is lost to
+    rounding by eps |k| |t|, with |t| up to |q - kbar| over the ridge."""
+    for dtype, ridge, tolerance in (
+        (torch.float32, 1.0, 2e-6),
+        (torch.float32, 0.1, 1e-5),
+        (torch.float64, 0.1, 1e-13),
+    ):
         q, k, _ = draw(1, 2, 50, 6, seed=7, dtype=dtype)
         v = torch.eye(50, dtype=dtype).expand(1, 2, 50, 50)
-        weights = local(q, k, v, ridge=0.1, solver=solver, impl=impl)
-        assert bool(((weights.sum(-1) - 1).abs() <= tolerance * weights.abs().sum(-1)).all())
+        weights = local(q, k, v, ridge=ridge, solver=solver, impl=impl)
+        assert float((weights.sum(-1) - 1).abs().max()) <= tolerance
         assert bool((weights[..., ~lower(50)] == 0).all())
         assert bool((weights < 0).any()) == (solver != ConjugateGradient(max_iter=0))
 

@@ -59,18 +59,19 @@ def notes(config: BoundaryBiasConfig, runs: Runs, fitted: dict[int, Any]) -> tup
         if not run["inside_grid"]
     ]
     made = [
-        f"f(x) = {CURVATURE:g} |x|^2 on the unit ball, uniform design, noise {config.noise:g}, {config.samples} designs for "
-        f"each n; Epanechnikov kernel, the bandwidth with the least mean error against the known f."
+        f"f(x) = {CURVATURE:g} |x|^2 on the unit ball, uniform design, noise {config.noise:g}, {config.samples} designs "
+        f"for each n; Epanechnikov kernel, the bandwidth with the least mean error against the known f."
     ]
     for d, by_name in fitted.items():
         constant, linear = by_name["local constant"], by_name["local linear"]
         last = runs[d][max(runs[d])]
         share = last["local constant"]["boundary"][0] / last["local constant"]["whole"][0]
+        times = last["local constant"]["whole"][0] / last["local linear"]["whole"][0]
         made.append(
             f"d = {d}: local constant {constant['whole'][0]:.3f} ± {constant['whole'][1]:.3f} (theory "
             f"{constant['theory']:.3f}), local linear {linear['whole'][0]:.3f} ± {linear['whole'][1]:.3f} "
-            f"({linear['theory']:.3f}); at the largest n the local constant errs {share:.0%} of its error in the boundary "
-            f"layer and {last['local constant']['whole'][0] / last['local linear']['whole'][0]:.2f} times as much in all."
+            f"({linear['theory']:.3f}); at the largest n {share:.0%} of the local constant's error lie "
+            f"in the boundary layer, and it errs {times:.2f} times as much as the local linear estimator."
         )
     if edge:
         made.append(f"The best bandwidth stood at the edge of the grid: {'; '.join(edge)}.")
@@ -86,6 +87,8 @@ def figure(config: BoundaryBiasConfig, runs: Runs, fitted: dict[int, Any]) -> by
             for name, colour in zip(ESTIMATORS, COLOURS, strict=False):
                 _course(place, config, by_n, name, part, colour, fitted[d][name])
             place.set(xscale="log", yscale="log", title=f"d = {d}, {part}")
+            place.minorticks_off()
+            place.set_xticks(config.sizes, [str(n) for n in config.sizes])
             place.grid(color="#dddddd", linewidth=0.5)
             place.spines[["top", "right"]].set_visible(False)
         line[0].set_ylabel("integrated squared error")
@@ -96,7 +99,13 @@ def figure(config: BoundaryBiasConfig, runs: Runs, fitted: dict[int, Any]) -> by
 
 
 def _course(
-    axes: Axes, config: BoundaryBiasConfig, by_n: dict[int, Any], name: str, part: str, colour: str, rate: dict[str, Any]
+    axes: Axes,
+    config: BoundaryBiasConfig,
+    by_n: dict[int, Any],
+    name: str,
+    part: str,
+    colour: str,
+    rate: dict[str, Any],
 ) -> None:
     n = np.array(config.sizes, float)
     middle, error = np.array([by_n[size][name][part] for size in config.sizes]).T

@@ -2,8 +2,10 @@
 attention.
 
 An emulation is no kernel: it rounds both operands of every matrix product to bfloat16, multiplies and adds them in
-float32, and keeps everything else in float32, which is what matrix units do. Its iteration is that of the published
-kernels: from 0, steps of r.r / (d.Ad + 1e-10), a row standing still once r.r is 1e-12 of what it was or not finite.
+float32, and keeps everything else in float32, which is what matrix units do. The iteration of the published scheme is
+that of its kernels: from 0, steps of r.r / (d.Ad + 1e-10), a row standing still once r.r is 1e-12 of what it was or not
+finite. Those of the covariance form have two guards more: a row ends where d.Ad is not positive, and what counts is its
+iterate with the least residual.
 
 Legend: q, k, v [T, D] of one head; w [T, T] kernel weights, causal; p the same with rows that sum to one.
 """
@@ -47,41 +49,64 @@ def kernel(q: Tensor, k: Tensor) -> Tensor:
 
 
 def dense(q: Tensor, k: Tensor, ridges: Sequence[float], dtype: torch.dtype) -> dict[float, Tensor]:
-    """Weights of the values by ridge, [T, T]: p_ij (1 + (k_j - kbar_i) . t_i), every system formed in `dtype` and
-    solved by Cholesky. Cost: 2 T^2 D^2 operations, T D^2 numbers."""
-    q, k = q.to(dtype), k.to(dtype)
-    w = kernel(q, k)
-    p = w / w.sum(-1, keepdim=True)
-    y, x = k - k.mean(0), q - k.mean(0)
+    """t [T, D] by ridge: every system formed in `dtype` and solved by Cholesky. Cost: 2 T^2 D^2 operations, T D^2
+    numbers."""
+    p, y, x, mean = centred(q.to(dtype), k.to(dtype))
     pairs = (y[:, :, None] * y[:, None, :]).flatten(1)
     eye = torch.eye(q.shape[-1], dtype=dtype)
     found: dict[float, list[Tensor]] = {ridge: [] for ridge in ridges}
     for start in range(0, len(q), ROWS):
-        own = p[start : start + ROWS]
-        mean = own @ y
-        spread = (own @ pairs).unflatten(-1, eye.shape) - mean[:, :, None] * mean[:, None, :]
-        right = x[start : start + ROWS] - mean
+        at = slice(start, start + ROWS)
+        spread = (p[at] @ pairs).unflatten(-1, eye.shape) - mean[at, :, None] * mean[at, None, :]
+        right = (x - mean)[at, :, None]
         for ridge, parts in found.items():
-            t = torch.cholesky_solve(right[..., None], torch.linalg.cholesky(spread + ridge * eye))[..., 0]
-            parts.append(own * (1 + t @ y.T - dot(mean, t)))
+            parts.append(torch.cholesky_solve(right, torch.linalg.cholesky(spread + ridge * eye))[..., 0])
     return {ridge: torch.cat(parts) for ridge, parts in found.items()}
 
 
-def iterates(apply: Apply, right: Tensor, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+def centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """p, and from the keys' mean as origin: keys, queries, and the means p y."""
+    w = kernel(q, k)
+    p = w / w.sum(-1, keepdim=True)
+    y = k - k.mean(0)
+    return p, y, q - k.mean(0), p @ y
+
+
+def output(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    """o_i = sum_j p_ij (1 + (k_j - kbar_i) . t_i) v_j, in the dtype of t."""
+    p, y, _, mean = centred(q.to(t.dtype), k.to(t.dtype))
+    return (p * (1 + t @ y.T - dot(mean, t))) @ v.to(t.dtype)
+
+
+def low_output(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    """`output` with the two products of its last stage in emulated bfloat16, which is what stays of an error where the
+    systems are solved in float32: `floor` in tables."""
+    p, y, _, mean = centred(q, k)
+    return product(p * (1 + product(t, y.T) - dot(mean, t)), v)
+
+
+def iterates(
+    apply: Apply, right: Tensor, steps: Sequence[int], guarded: bool = False
+) -> Iterator[tuple[int, Tensor]]:
     """Conjugate gradients for A x = `right` [T, D]: x after every one of `steps`."""
     x, r, d = torch.zeros_like(right), right, right
     square = first = dot(r, r)
+    best, least = x, first
     for step in range(1, max(steps) + 1):
         active = (square > GOAL * first) & square.isfinite()
         image = apply(d)
-        length = square / (dot(d, image) + SHIFT)
+        curvature = dot(d, image)
+        if guarded:
+            active &= curvature > 0
+        length = square / (curvature + SHIFT)
         x = torch.where(active, x + length * d, x)
         r = torch.where(active, r - length * image, r)
         new = dot(r, r)
-        d = torch.where(active, r + new / square * d, d)
+        d = torch.where(active, r + new / square * d, 0 if guarded else d)
         square = torch.where(active, new, square)
+        best, least = torch.where(square < least, x, best), torch.minimum(square, least)
         if step in steps:
-            yield step, x
+            yield step, best if guarded else x
 
 
 def q_centred(
@@ -104,20 +129,20 @@ def q_centred(
 
 
 def covariance(
-    q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int], centred: bool = False
+    q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int], moved: bool = False
 ) -> Iterator[tuple[int, Tensor]]:
-    """The covariance form, (C + ridge) t = q - kbar, o = sum p (1 + (k - kbar) . t) v; `centred`: the mean of all keys
+    """The covariance form, (C + ridge) t = q - kbar, o = sum p (1 + (k - kbar) . t) v; `moved`: the mean of all keys
     is taken off keys and queries first, but for the scores."""
     w = kernel(q, k)
     p = w / w.sum(-1, keepdim=True)
-    origin = k.mean(0) if centred else torch.zeros_like(k[0])
+    origin = k.mean(0) if moved else torch.zeros_like(k[0])
     y, x = k - origin, q - origin
     mean = product(p, y)
 
     def slopes(d: Tensor) -> Tensor:
         return product(d, y.T) - dot(mean, d)
 
-    for step, t in iterates(lambda d: product(p * slopes(d), y) + ridge * d, x - mean, steps):
+    for step, t in iterates(lambda d: product(p * slopes(d), y) + ridge * d, x - mean, steps, guarded=True):
         yield step, product(p * (1 + slopes(t)), v)
 
 
@@ -125,7 +150,7 @@ def covariance_centred(
     q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int]
 ) -> Iterator[tuple[int, Tensor]]:
     """`covariance` with the keys' mean as origin."""
-    return covariance(q, k, v, ridge, steps, centred=True)
+    return covariance(q, k, v, ridge, steps, moved=True)
 
 
 SCHEMES: dict[str, Scheme] = {

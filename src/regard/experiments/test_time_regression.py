@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -261,6 +262,17 @@ def measure(config: RegressionConfig, progress: Progress) -> Iterator[dict[str, 
         done += sizes[place]
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A second thread brings little on blocks of this size, and where the cores are shared it costs many times that."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @recipes.register("test-time-regression")
 class Regression:
     """Local linear attention beside attention and linear states on a linear map that changes, nothing trained."""
@@ -272,7 +284,7 @@ class Regression:
         """See `regard.experiments.recipes.Recipe`."""
         config = effective(config)
         check(config)
-        with torch.no_grad():
+        with torch.no_grad(), one_thread():
             found = list(measure(config, progress))
         progress("drawing")
         from . import test_time_regression_output as output

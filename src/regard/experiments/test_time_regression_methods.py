@@ -1,8 +1,7 @@
 """What the test-time regression recipe measures: every estimator as a function of examples, scale and ridge.
 
-The grid of scales and ridges is the same for all of them. A scale is counted in units of the one that the estimator has
-by itself (1/sqrt(d) for attention); a ridge is relative to the total weight of a kernel, absolute for Mesa, as equations
-2 and 7 of the Local Linear Attention paper with its errata have it.
+The grid of scales and ridges is the same for all of them. A scale is counted in units of the one that the estimator
+has by itself (1/sqrt(d) for attention); a ridge is relative to the total weight of a kernel, absolute for Mesa.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ..grammar import Spec
 from ..grammar.solvers import ConjugateGradient
 from ..grammar.spec import local_linear
 from ..ops import attention
-from ..tasks.cone_regression import ConeExamples
+from ..tasks import ConeExamples
 
 Predict = Callable[[ConeExamples, float, float, bool], Tensor]
 """(examples with a batch axis, scale, ridge, strictly past) -> predictions [B, L, d]."""

@@ -12,19 +12,22 @@ from matplotlib.figure import Figure
 
 from ..inspect.figures import COLOURS, png
 from ..inspect.tables import Table
-from .test_time_regression import BAND, DRAWN, LLA, PROTOCOLS, SHOWN, RegressionConfig, parts
+from .test_time_regression import BAND, DRAWN, LLA, PROTOCOLS, SHOWN, RegressionConfig
 
 Found = Sequence[dict[str, Any]]
 PAPERS = (LLA, "softmax", "linear", "mesa")
 """The methods that the paper compares."""
 NOTHING = 0.9
 """A whole error above this share of the zero predictor's is none to speak of."""
+LONG = (8, 128)
+"""(d, S) with segments that are long against d."""
 GREY = "#777777"
 STYLES: dict[str, tuple[str, str]] = {
     LLA: (COLOURS[0], "-"), "softmax": (COLOURS[0], "--"),
     "local-linear[biweight]": (COLOURS[1], "-"), "biweight": (COLOURS[1], "--"),
     "local-linear[relumax]": (COLOURS[2], "-"), "local-linear[triweight]": (COLOURS[3], "-"),
-    "mesa": (COLOURS[4], "-."), "linear": (COLOURS[5], "-."), "elu": (COLOURS[5], ":"), "softmax+mesa": (COLOURS[4], ":"),
+    "mesa": (COLOURS[4], "-."), "linear": (COLOURS[5], "-."), "elu": (COLOURS[5], ":"),
+    "softmax+mesa": (COLOURS[4], ":"),
     "random": (GREY, "--"), "zero": (GREY, ":"), "oracle": ("#000000", ":"),
 }  # fmt: skip
 """Degree 1 is solid, its local constant dashed in the same colour, linear states have dots in their lines."""
@@ -126,17 +129,19 @@ def notes(config: RegressionConfig, found: Found) -> tuple[str, ...]:
         f"ridge out of {_list(config.ridges)}.",
         f"Self-included, after the first segment: LLA below softmax in {len(beaten)} of {len(wide)} cells with d >= 16"
         f"{_but(wide, beaten)}. Of {', '.join(PAPERS)}, Mesa has the least error in the first segment in {len(first)} "
-        f"of {len(own)} cells, after it in {len(after)} of {len(later)}.",
+        f"of {len(own)} cells{_but(own, first)}, after it in {len(after)} of {len(later)}.",
     ]
-    for at in ((8, 128),):
-        if at in past and len(parts(config.length, at[1])["late"]):
-            said = [f"{how} {_quotient(past[at], part, how)}" for part in ("whole", "late") for how in ("given", "chosen")]
-            made.append(
-                f"Strictly past, d = {at[0]}, S = {at[1]}, LLA / softmax: all positions {' and '.join(said[:2])}; second "
-                f"halves of the later segments {' and '.join(said[2:])}."
-            )
-    made.append(_hopeless(past, config.length))
-    return tuple(made)
+    made += [_long(at, cell) for at, cell in past.items() if at == LONG]
+    return (*made, _hopeless(past, config.length))
+
+
+def _long(at: tuple[int, int], cell: dict[str, Any]) -> str:
+    """How much LLA gains where segments are long against d."""
+    said = [f"{how} {_quotient(cell, part, how)}" for part in ("whole", "late") for how in ("given", "chosen")]
+    return (
+        f"Strictly past, (d, S) = {at}, LLA / softmax: all positions {said[0]}, {said[1]}; second halves of the later "
+        f"segments {said[2]}, {said[3]}."
+    )
 
 
 def _hopeless(past: dict[tuple[int, int], dict[str, Any]], length: int) -> str:
@@ -148,8 +153,8 @@ def _hopeless(past: dict[tuple[int, int], dict[str, Any]], length: int) -> str:
     }
     said = [f"{at} ({error:.2f}, {name})" for at, (error, name) in best.items() if error > NOTHING]
     return (
-        f"Strictly past, after the first segment, no method is below {NOTHING:g} of the zero predictor's error at (d, S) = "
-        f"{'; '.join(said) or 'none'}."
+        f"Strictly past, after the first segment, no method is below {NOTHING:g} of the zero predictor's error at (d, S) "
+        f"= {'; '.join(said) or 'none'}."
     )
 
 
@@ -157,7 +162,7 @@ def _list(numbers: Iterable[float]) -> str:
     return ", ".join(f"{x:g}" for x in numbers)
 
 
-def _but(all_of: Sequence[Any], some: Sequence[Any]) -> str:
+def _but(all_of: Iterable[Any], some: Sequence[Any]) -> str:
     rest = [str(at) for at in all_of if at not in some]
     return f" (not at (d, S) = {', '.join(rest)})" if rest else ""
 

@@ -28,12 +28,13 @@ def conjugate_gradients(
     rows = _Rows.begin(right, tol)
     for _ in range(restarts + 1):
         rows.divide(inverse)
-        _iterate(system, rows, inverse, limit)
-        if rows.settle(system) or not bool((rows.active & (rows.count < limit)).any()):
+        limit -= _iterate(system, rows, inverse, limit)
+        if rows.settle(system) or limit <= 0:
             break
     size = torch.where(rows.size > 0, rows.size, 1)
+    residual = rows.rr.sqrt() / size
     status = torch.where(rows.active, int(SolveStatus.UNCONVERGED), 0).int()
-    found = {"iterations": rows.count, "residual": rows.residual / size, "jitter": torch.zeros_like(size)}
+    found = {"iterations": rows.count, "residual": residual, "jitter": torch.zeros_like(size)}
     return Solved(rows.x, status[..., 0], {name: x[..., 0] for name, x in found.items()})
 
 
@@ -48,29 +49,32 @@ def _inverse(system: System) -> Tensor | None:
     return torch.where(sound, torch.cholesky_inverse(torch.where(sound, factor, eye)), eye)
 
 
-def _iterate(system: System, rows: _Rows, inverse: Tensor | None, limit: int) -> None:
-    """Steps until no row is active; those that are through are left out of the products by and by."""
+def _iterate(system: System, rows: _Rows, inverse: Tensor | None, limit: int) -> int:
+    """Steps until no row is active, `limit` at most; how many. Rows that are through are left out of the products."""
     part, at, parts = rows, None, system
-    while bool(part.active.any()):
-        part.step(parts, inverse, limit)
-        most = int(part.active.sum(-2).max())
+    for done in range(limit):
+        most = int(part.active.sum(-2).max()) if part.active.numel() else 0
         keep = -(-most // STEP) * STEP
-        if 0 < keep <= SHARE * part.x.shape[-2]:
+        if keep <= SHARE * part.x.shape[-2]:
             if at is not None:
                 rows.put(at, part)
-            alive = rows.active[..., 0].to(torch.int8)
-            at = alive.argsort(dim=-1, descending=True, stable=True)[..., :keep]
+            if most == 0:
+                return done
+            at = rows.active[..., 0].to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :keep]
             part, parts = rows.take(at), system.take(at)
+        part.step(parts, inverse)
     if at is not None:
         rows.put(at, part)
+    return limit
 
 
 @dataclass
 class _Rows:
     """The vectors [..., D] and numbers [..., 1] of rows. A row that is through stands still.
 
-    x, r, d: solution, residual and direction; `size` of the right side, `goal` of the residual; rz = r . z; `norm` of
-    A, from below; `count` of steps.
+    x, r, d: solution, residual and direction; rr = r . r and rz = r . z, z the residual divided by the preconditioner;
+    `goal` of rr; `norm` of A, from below (no diagonal entry of the Lanczos matrix is larger, nor is 1 / length of a
+    step than such an entry); `count` of steps.
     """
 
     right: Tensor
@@ -79,18 +83,18 @@ class _Rows:
     d: Tensor
     size: Tensor
     goal: Tensor
+    rr: Tensor
     rz: Tensor
     norm: Tensor
-    residual: Tensor
     count: Tensor
     active: Tensor
 
     @classmethod
     def begin(cls, right: Tensor, tol: float) -> _Rows:
-        size = _norm(right)
-        zero, none = torch.zeros_like(right), torch.zeros_like(size)
+        rr = _dot(right, right)
+        zero, none = torch.zeros_like(right), torch.zeros_like(rr)
         return cls(
-            right, zero, right.clone(), zero.clone(), size, tol * size, none, none, size.clone(), none.clone(), size > 0
+            right, zero, right.clone(), right.clone(), rr.sqrt(), tol**2 * rr, rr, rr, none, none.clone(), rr > 0
         )
 
     def take(self, at: Tensor) -> _Rows:
@@ -108,32 +112,30 @@ class _Rows:
         self.d = self.r.clone() if inverse is None else self.r @ inverse
         self.rz = _dot(self.r, self.d)
 
-    def step(self, system: System, inverse: Tensor | None, limit: int) -> None:
+    def step(self, system: System, inverse: Tensor | None) -> None:
         """One step of every active row."""
         image = system.apply(self.d)
         curvature = _dot(self.d, image)
-        sound = self.active & (curvature > 0) & (curvature < torch.inf) & (self.count < limit)
-        length = torch.where(sound, self.rz / torch.where(sound, curvature, 1), 0)
-        quotient = curvature / torch.where(sound, _dot(self.d, self.d), 1)
-        self.norm = torch.where(sound, torch.maximum(self.norm, quotient), self.norm)
-        self.x = torch.addcmul(self.x, length, self.d)
-        self.r = torch.addcmul(self.r, length, image, value=-1)
-        self.count = self.count + sound
-        self.residual = torch.where(sound, _norm(self.r), self.residual)
-        self.active = sound & (self.residual > self.goal)
+        sound = self.active & (curvature > 0)
+        length = torch.where(sound, self.rz / curvature, 0)
+        self.norm = torch.maximum(self.norm, torch.where(sound, curvature / self.rz, 0))
+        self.x.addcmul_(length, self.d)
+        self.r.addcmul_(length, image, value=-1)
+        self.count += sound
+        self.rr = _dot(self.r, self.r)
+        self.active = sound & (self.rr > self.goal)
         z = self.r if inverse is None else self.r @ inverse
-        rz = _dot(self.r, z)
-        turn = torch.where(self.active & (self.rz > 0), rz / torch.where(self.rz > 0, self.rz, 1), 0)
-        self.d = torch.addcmul(z, turn, self.d)
+        rz = self.rr if inverse is None else _dot(self.r, z)
+        self.d.mul_(torch.where(self.active, rz / self.rz, 0)).add_(z)
         self.rz = rz
 
     def settle(self, system: System) -> bool:
         """Look at the true residuals; rows whose own is still too large go on from it. True where there are none."""
-        true = self.right - system.apply(self.x)
-        self.residual = _norm(true)
-        floor = 16 * torch.finfo(true.dtype).eps * (self.norm * _norm(self.x) + self.size)
-        self.active = self.residual > torch.maximum(self.goal, floor)
-        self.r = torch.where(self.active, true, 0)
+        self.r = self.right - system.apply(self.x)
+        self.rr = _dot(self.r, self.r)
+        floor = 16 * torch.finfo(self.r.dtype).eps * (self.norm * _dot(self.x, self.x).sqrt() + self.size)
+        self.active = ~(self.rr <= torch.maximum(self.goal, floor**2))
+        self.r = torch.where(self.active, self.r, 0)
         return not bool(self.active.any())
 
 
@@ -143,7 +145,3 @@ def _gather(x: Tensor, at: Tensor) -> Tensor:
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(-1, keepdim=True)
-
-
-def _norm(a: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(a, dim=-1, keepdim=True)

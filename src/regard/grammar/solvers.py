@@ -258,7 +258,7 @@ class Learned:
 @solvers.register("auto")
 @dataclass(frozen=True)
 class Auto:
-    """Cholesky where that costs less, or a row sees fewer than 2 D keys, so that the iteration would be long; else
+    """Cholesky where that costs less, or a row sees no more than 2 D keys, so that the iteration would be long; else
     conjugate gradients, with Cholesky for the rows that did not converge.
 
     Cost: that of what it chooses; at 64 coordinates about 10 steps of conjugate gradients cost as much as Cholesky.
@@ -273,7 +273,7 @@ class Auto:
     def solve(self, system: System, right: Tensor) -> Solved:
         dim = right.shape[-1]
         free = isinstance(system.ridge, float) and system.ridge == 0.0
-        if free or system.rank is None or dim <= self.SMALL or system.rank < 2 * dim or right.shape[-2] < self.SMALL:
+        if free or system.rank is None or dim <= self.SMALL or system.rank <= 2 * dim or right.shape[-2] < self.SMALL:
             return Cholesky().solve(system, right)
         solved = ConjugateGradient().solve(system, right)
         failed = solved.status == SolveStatus.UNCONVERGED

@@ -25,6 +25,7 @@ from .. import Spec
 from ..checks import ArgumentError, shape
 from ..nn import Attention, Ridge, Temperature, rotary_angles
 from ..nn.attention import require_growing
+from ..nn.ridge import RidgeProjection
 from .cache import hybrid_cache
 from .configuration_hybrid import HybridConfig
 
@@ -110,9 +111,9 @@ class HybridPreTrainedModel(PreTrainedModel):
         if isinstance(module, Attention):
             for name, value in module.temperature.start().items():
                 init.constant_(getattr(module, name), value)
-            if module.ridge_proj is not None:
-                init.zeros_(module.ridge_proj.weight)
-                init.constant_(module.ridge_proj.bias, module.ridge.bias())
+        if isinstance(module, RidgeProjection):
+            init.zeros_(module.weight)
+            init.constant_(module.bias, module.rule.bias())
 
 
 class HybridModel(HybridPreTrainedModel):

@@ -18,7 +18,7 @@ from ..estimators import Visibility
 from ..estimators.linear import LinearState, finite_features, linear_attention
 from ..grammar import Spec, as_spec
 from ..ops import attention
-from .ridge import Ridge, as_ridge
+from .ridge import Ridge, RidgeProjection, as_ridge
 from .rotary import rotate
 from .temperature import Temperature, as_temperature
 
@@ -134,11 +134,8 @@ class Attention(nn.Module):
         if self.qk_norm == "rms":
             for part in ("q",) * (not share_query_key) + ("k",) + ("r",) * self.probed:
                 self.add_module(f"{part}_norm", nn.RMSNorm(self.head_dim, eps=norm_eps))
-        numbers = self.ridge.numbers(self.head_dim)
-        self.ridge_proj = nn.Linear(hidden_size, num_heads * numbers) if numbers else None
-        if self.ridge_proj is not None:
-            nn.init.zeros_(self.ridge_proj.weight)
-            nn.init.constant_(self.ridge_proj.bias, self.ridge.bias())
+        learns = self.ridge.numbers(self.head_dim) > 0
+        self.ridge_proj = RidgeProjection(hidden_size, num_heads, self.head_dim, self.ridge) if learns else None
 
     def extra_repr(self) -> str:
         """Heads, spec and window, for `print(model)`."""
@@ -224,8 +221,7 @@ class Attention(nn.Module):
         """What a local linear spec takes from the tokens: ridges [B, H, T, 1 or D], a probe [B, H, T, D]."""
         found: dict[str, float | Tensor] = {}
         if self.ridge_proj is not None:
-            numbers = self.ridge_proj(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            found["ridge"] = self.ridge.values(numbers)
+            found["ridge"] = self.ridge_proj(hidden_states)
         if self.probed:
             found["probe"] = self._place(
                 self._heads(self.r_proj(hidden_states), self.num_heads), "r", position_embeddings

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from ..checks import ArgumentError, require
@@ -131,6 +131,30 @@ class LearnedRidgePerDimension(LearnedRidge):
 
     def numbers(self, dim: int) -> int:
         return dim
+
+
+class RidgeProjection(nn.Linear):
+    """The projection W x + b of equation 27, where learning starts at first: W = 0.
+
+    Args:
+        hidden_size: C.
+        heads: H.
+        dim: D.
+        rule: which has numbers to learn.
+    """
+
+    def __init__(self, hidden_size: int, heads: int, dim: int, rule: Ridge) -> None:
+        self.heads, self.rule = heads, rule
+        super().__init__(hidden_size, heads * rule.numbers(dim))
+
+    def reset_parameters(self) -> None:
+        """W = 0 and b as the rule says, in place."""
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, self.rule.bias())
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Ridges [B, H, T, 1 or D] of hidden states [B, T, C]."""
+        return self.rule.values(super().forward(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2))
 
 
 def as_ridge(given: str | Ridge) -> Ridge:

@@ -37,7 +37,7 @@ class Blocked:
         pairs = problem.batch * problem.heads * problem.queries * problem.keys
         share = 2 if problem.causal and problem.queries == problem.keys else 1
         rows = problem.batch * problem.heads * problem.queries
-        flops = 2 * pairs * (problem.dim + problem.value_dim) // share
+        flops = pairs * (2 * (problem.dim + problem.value_dim) + _solving(problem)) // share
         return Cost(flops, 4 * (rows * (problem.value_dim + 11) + 8 * max(ELEMENTS, 16 * problem.keys)))
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
@@ -52,6 +52,21 @@ class Blocked:
         scale, params = inputs.scale, inputs.row_params()
         seen = (support, ess, scale, params, inputs.visible)
         return out, diagnose(inputs.spec, unpack(*kept), *seen, solver=solver, negative=negative)
+
+
+STEPS = 10
+"""Of conjugate gradients, assumed where a cost is asked for."""
+
+
+def _solving(problem: Problem) -> int:
+    """Operations a pair for the local linear model."""
+    if not problem.spec.degree:
+        return 0
+    solver, dim = problem.spec.solver.name, problem.dim
+    direct = solver == "cholesky" or (solver == "auto" and dim <= problem.spec.solver.SMALL)
+    if solver == "block-diagonal":
+        return 4 * dim + 2 * dim * dim // (problem.spec.solver.blocks or dim)
+    return 4 * dim + (dim * (dim + 1) if direct else 0 if solver == "learned" else 4 * dim * STEPS)
 
 
 def _run_linear(inputs: Inputs, call: Call) -> tuple[Tensor, dict[str, Tensor], Tensor, list[Tensor]]:

@@ -59,7 +59,8 @@ class WeightedRows:
         # The mean is taken off before the second product, where it would cancel anyway: weights times slopes sum to 0.
         tilted = self.slopes(x).mul_(self.p)
         self._last = (x, tilted)
-        return (tilted @ self.y).add_(self.ridge * x)
+        image = tilted @ self.y
+        return image.add_(x, alpha=self.ridge) if isinstance(self.ridge, float) else image.addcmul_(self.ridge, x)
 
     def tilted(self, x: Tensor) -> Tensor:
         """p_ij (y_j - m_i) . x_i [n, q, w], to be written to: that of the last product where this was its vector."""

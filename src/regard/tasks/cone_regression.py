@@ -3,11 +3,12 @@
 Local Linear Attention paper, section 4 and appendix F.1. A sequence of L pairs is cut into n = L / S segments of S.
 Segment c has a cone, given by the signs of the first m = log2 n coordinates, and a linear map A_c; inside the segment
 
-    k_i = (s_c1 |z_1|, ..., s_cm |z_m|, z_m+1, ..., z_d),   z ~ N(0, I),      v_i = A_c k_i + e_i,   A_c, e_i / delta ~ N(0, I).
+    k_i = (s_c1 |z_1|, ..., s_cm |z_m|, z_m+1, ..., z_d),   z ~ N(0, I)
+    v_i = A_c k_i + e_i,   A_c and e_i / delta normal, of mean 0 and variance 1
 
-The appendix has two slips, mended here: its "n = log2 n" is m = log2 n, and its equation 52 takes absolute values of the
-coordinates after the m-th too, which equation 51 and the name of the law (a Gaussian conditioned to lie in the cone)
-leave as they are. Signs are read from the bits of c = 1, ..., n, the least significant first.
+The appendix has two slips, mended here: its "n = log2 n" is m = log2 n, and its equation 52 takes absolute values of
+the coordinates after the m-th too, which equation 51 and the name of the law (a Gaussian conditioned to lie in the
+cone) leave as they are. Signs are read from the bits of c = 1, ..., n, the least significant first.
 
 Queries are the keys, moved by `query_noise` times a normal vector; the target moves with them along the segment's map.
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..checks import ArgumentError
-from . import tasks
+from .base import tasks
 
 CALL = "ConeRegression"
 LEAST_RIDGE = 1e-8
@@ -81,8 +82,8 @@ class ConeRegression:
         whole, rest = divmod(self.length, self.segment)
         if rest or whole & (whole - 1) or whole.bit_length() - 1 > self.dim:
             raise ArgumentError(
-                f"{CALL}: length {self.length} and segment {self.segment} make {self.length / self.segment:g} segments, "
-                f"expected a power of two, at most 2^dim = 2^{self.dim}."
+                f"{CALL}: length {self.length} and segment {self.segment} make {self.length / self.segment:g} segments"
+                f", expected a power of two, at most 2^dim = 2^{self.dim}."
             )
 
     @property

@@ -122,8 +122,9 @@ def train(
     _listen(trainer, config, progress, step=step_of(checkpoint) if checkpoint else 0)
     for callback in callbacks:
         trainer.add_callback(callback)
-    _run(trainer, config, checkpoint, progress)
-    return _finish(trainer, config, corpus)
+    with unconverged_once(partial(progress.console.print, highlight=False, markup=False)):
+        _run(trainer, config, checkpoint, progress)
+        return _finish(trainer, config, corpus)
 
 
 def hybrid_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -273,8 +274,7 @@ def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, p
     Raises:
         TrainingInterrupted: a signal ended it; a checkpoint was saved.
     """
-    say = partial(progress.console.print, highlight=False, markup=False)
-    with StopGently() as stop, unconverged_once(say):
+    with StopGently() as stop:
         trainer.add_callback(stop)
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

@@ -1,0 +1,25 @@
+"""What a task is, and where tasks are registered."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from ..registry import Registry
+
+tasks: Registry[Any] = Registry("task", "regard.tasks")
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Examples, what counts as an error on them, and what the best informed solver says."""
+
+    def example(self, seed: int, index: int) -> Any:
+        """The example `index` of the stream `seed`, which depends on nothing else."""
+
+    def error(self, prediction: Tensor, example: Any) -> Tensor:
+        """The metric at every position."""
+
+    def oracle(self, example: Any) -> Tensor:
+        """The prediction of a solver that is told what the data hide."""
