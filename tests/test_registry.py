@@ -127,6 +127,7 @@ def test_every_axis_is_listed() -> None:
         "bandwidth",
         "similarity",
         "solver",
+        "trend",
         "temperature",
         "ridge",
         "impl",
@@ -142,7 +143,7 @@ def test_every_axis_is_listed() -> None:
 
 def test_registered_objects_say_their_registered_name() -> None:
     """What is printed by `str(spec)` and JSON has to be found again by that name."""
-    for axis in ("bandwidth", "similarity", "solver", "temperature", "ridge"):
+    for axis in ("bandwidth", "similarity", "solver", "trend", "temperature", "ridge"):
         for name, make in regard.registries()[axis].items():
             assert make().name == name
     for name, make in regard.registries()["kernel"].items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .experiments.recipes import recipes
-from .grammar import bandwidths, kernels, presets_registry, similarities, solvers
+from .grammar import bandwidths, kernels, presets_registry, similarities, solvers, trends
 from .memory import energies
 from .nn.ridge import ridges
 from .nn.temperature import temperatures
@@ -22,6 +22,7 @@ def registries() -> dict[str, Registry[Any]]:
         "bandwidth": bandwidths,
         "similarity": similarities,
         "solver": solvers,
+        "trend": trends,
         "temperature": temperatures,
         "ridge": ridges,
         "impl": implementations_registry,

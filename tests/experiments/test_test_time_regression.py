@@ -20,7 +20,7 @@ from regard.tasks import ConeRegression
 SMALL = (
     "--dims 4 16 --segments 8 32 --length 64 --sequences 3 --held-out 1 --query-noise 0.5 --noisy-segment 32 "
     "--curve-dim 4 --curve-segments 8 32 --specs softmax biweight --residuals softmax+mesa biweight+linear "
-    "--scales 0.5 1 --ridges 0.1 1 --tol 1e-5"
+    "--scales 0.5 1 --ridges 0.1 1 --tol 1e-4"
 )
 TINY = SMALL.split()
 NAMES = (

@@ -39,7 +39,8 @@ CALL = "linear_attention"
 
 def finite_features(spec: Spec) -> bool:
     """Whether the weights of the sentence are dot products of finite features."""
-    return spec.degree == 0 and isinstance(spec.weighting, Plain) and getattr(spec.kernel, "affine", False)
+    plain = spec.degree == 0 and spec.trend is None and isinstance(spec.weighting, Plain)
+    return plain and getattr(spec.kernel, "affine", False)
 
 
 @dataclass(frozen=True)

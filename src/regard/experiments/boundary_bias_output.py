@@ -59,8 +59,8 @@ def notes(config: BoundaryBiasConfig, runs: Runs, fitted: dict[int, Any]) -> tup
         if not run["inside_grid"]
     ]
     made = [
-        f"f(x) = {CURVATURE:g} |x|^2 on the unit ball, uniform design, noise {config.noise:g}, {config.samples} designs "
-        f"for each n; Epanechnikov kernel, the bandwidth with the least mean error against the known f."
+        f"f(x) = {CURVATURE:g} |x|^2 on the unit ball, uniform design, noise {config.noise:g}, {config.samples} "
+        f"designs for each n; Epanechnikov kernel, the bandwidth with the least mean error against the known f."
     ]
     for d, by_name in fitted.items():
         constant, linear = by_name["local constant"], by_name["local linear"]

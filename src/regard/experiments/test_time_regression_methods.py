@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,13 @@ from ..grammar import Spec
 from ..grammar.solvers import ConjugateGradient
 from ..grammar.spec import local_linear
 from ..ops import attention
+from ..ops.interpolated import interpolated_attention
 from ..tasks import ConeExamples
 
 Predict = Callable[[ConeExamples, float, float, bool], Tensor]
 """(examples with a batch axis, scale, ridge, strictly past) -> predictions [B, L, d]."""
-State = Callable[[ConeExamples, Tensor, float, bool], Tensor]
-"""(examples, queries [B, L, d], ridge, strictly past) -> what a linear state says there, [B, L, d]."""
+State = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
+"""(query, key, value [B, 1, L, d], ridge, strictly past) -> what a linear state says at the queries."""
 
 
 @dataclass(frozen=True)
@@ -88,43 +90,44 @@ def _takes(spec: Spec) -> tuple[str, ...]:
 def _kernel(spec: Spec) -> Predict:
     def predict(examples: ConeExamples, scale: float, ridge: float, strict: bool) -> Tensor:
         own = replace(spec, ridge=ridge) if spec.degree else spec
-        return _attend(own, examples, examples.values, scale, strict)
+        found: Tensor = attention(*_one_head(examples), own, is_causal=True, exclude_self=strict,
+                                  scale=_own_scale(spec, examples, scale))  # fmt: skip
+        return found[:, 0]
 
     return predict
 
 
-def _attend(spec: Spec, examples: ConeExamples, values: Tensor, scale: float, strict: bool) -> Tensor:
-    """`regard.attention` to values [B, L, Dv], the scale in units of the spec's own."""
-    q, k, v = (x[:, None] for x in (examples.queries, examples.keys, values))
-    own = spec.similarity.default_scale(q.shape[-1]) * scale if spec.takes_scale else None
-    found: Tensor = attention(q, k, v, spec, is_causal=True, exclude_self=strict, scale=own)
-    return found[:, 0]
+def _one_head(examples: ConeExamples) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [B, 1, L, d]."""
+    return examples.queries[:, None], examples.keys[:, None], examples.values[:, None]
+
+
+def _own_scale(spec: Spec, examples: ConeExamples, scale: float) -> float | None:
+    """`scale` times the scale that the spec has by itself."""
+    own: float = spec.similarity.default_scale(examples.keys.shape[-1])
+    return own * scale if spec.takes_scale else None
 
 
 def _elu(examples: ConeExamples, scale: float, ridge: float, strict: bool) -> Tensor:
     """Linear attention as it was published, with the feature map 1 + elu and weights that sum to one."""
-    q, k, v = (x[:, None] for x in (examples.queries, examples.keys, examples.values))
-    return linear_attention(q, k, v, "elu", exclude_self=strict)[0][:, 0]
+    return linear_attention(*_one_head(examples), "elu", exclude_self=strict)[0][:, 0]
 
 
-def _linear(examples: ConeExamples, q: Tensor, ridge: float, strict: bool) -> Tensor:
+def _linear(q: Tensor, k: Tensor, v: Tensor, ridge: float, strict: bool) -> Tensor:
     """S_i q / (n + d + 1) with S_i the sum of the n visible v k^T (equation 2 with a multiple of the identity for H).
 
     That multiple is the best one for normal keys and a single map: E|c S q - A q|^2 is least at c = 1 / (n + d + 1).
     S_i q itself, c = 1, is too large by about n.
     """
-    k, v = examples.keys[:, None], examples.values[:, None]
-    visible = torch.arange(q.shape[1]) + (0 if strict else 1)
-    scale = 1 / (visible + q.shape[-1] + 1.0)
-    return linear_attention(q[:, None], k, v, "linear", exclude_self=strict, scale=scale)[0][:, 0]
+    visible = torch.arange(q.shape[-2]) + (0 if strict else 1)
+    return linear_attention(q, k, v, "linear", exclude_self=strict, scale=1 / (visible + q.shape[-1] + 1.0))[0]
 
 
-def _mesa(examples: ConeExamples, q: Tensor, ridge: float, strict: bool) -> Tensor:
+def _mesa(q: Tensor, k: Tensor, v: Tensor, ridge: float, strict: bool) -> Tensor:
     """The ridge regression through the origin of all visible values on their keys (equation 2), in float64: with a
     small ridge and fewer pairs than channels its systems have condition numbers near 1e6."""
-    q, k, v = (x[:, None].double() for x in (q, examples.keys, examples.values))
-    found: Tensor = mesa_attention(q, k, v, ridge=ridge, exclude_self=strict)[0]
-    return found[:, 0].to(examples.values.dtype)
+    found: Tensor = mesa_attention(q.double(), k.double(), v.double(), ridge=ridge, exclude_self=strict)[0]
+    return found.to(v.dtype)
 
 
 STATES: dict[str, State] = {"linear": _linear, "mesa": _mesa}
@@ -132,20 +135,19 @@ STATES: dict[str, State] = {"linear": _linear, "mesa": _mesa}
 
 
 def _plain(state: State) -> Predict:
-    return lambda examples, scale, ridge, strict: state(examples, examples.queries, ridge, strict)
+    return lambda examples, scale, ridge, strict: state(*_one_head(examples), ridge, strict)[:, 0]
 
 
 def _interpolated(spec: Spec, state: State) -> Predict:
-    """Equation 9: the local constant of the residuals v_j - W_i k_j, and W_i q_i on top.
-
-    With weights that sum to one it is  sum_j s_ij v_j + W_i (q_i - sum_j s_ij k_j):  the state read at what the keys
-    miss of the query.
-    """
+    """Equation 9: the local constant of the residuals v_j - W_i k_j, and W_i q_i on top."""
 
     def predict(examples: ConeExamples, scale: float, ridge: float, strict: bool) -> Tensor:
-        near = _attend(spec, examples, torch.cat([examples.values, examples.keys], -1), scale, strict)
-        value, key = near.chunk(2, -1)
-        return value + state(examples, examples.queries - key, ridge, strict)
+        def trend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+            return state(q, k, v, ridge, strict)
+
+        found = interpolated_attention(*_one_head(examples), trend, spec, exclude_self=strict,
+                                       scale=_own_scale(spec, examples, scale))  # fmt: skip
+        return found[:, 0]
 
     return predict
 

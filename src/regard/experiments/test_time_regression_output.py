@@ -153,8 +153,8 @@ def _hopeless(past: dict[tuple[int, int], dict[str, Any]], length: int) -> str:
     }
     said = [f"{at} ({error:.2f}, {name})" for at, (error, name) in best.items() if error > NOTHING]
     return (
-        f"Strictly past, after the first segment, no method is below {NOTHING:g} of the zero predictor's error at (d, S) "
-        f"= {'; '.join(said) or 'none'}."
+        f"Strictly past, after the first segment, no method is below {NOTHING:g} of the zero predictor's error at "
+        f"(d, S) = {'; '.join(said) or 'none'}."
     )
 
 

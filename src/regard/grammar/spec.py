@@ -5,10 +5,12 @@ form.
     triweight*anchored(margin=0.5)              kernel * bandwidth rule
     gaussian*fixed*euclidean                    ... * similarity
     biweight*adaptive*linear(ridge=0.1)         ... * local linear model
+    gaussian*fixed*residual(trend=mesa)         ... * a global linear model, whose residuals are averaged
     linear*fixed*cosine*normalised              ... * normalised | unnormalised, where it is not the default
 
 The first part is always the kernel; the others may stand in any order. A preset's name stands for its
-sentence, and `local-linear[NAME]` for the local linear model with the weights of NAME.
+sentence, `local-linear[NAME]` for the local linear model with the weights of NAME, and `interpolated[TREND]` for the
+residuals of a trend, such as mesa(ridge=0.5), under the weights of softmax.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from ..checks import ArgumentError, in_range, suggestion
 from ..registry import Registry
 from .bandwidths import bandwidths
 from .kernels import NAMED_POWERS, Number, ParamInfo, Params, Polynomial, kernels
+from .reader import Reader
 from .similarities import similarities
 from .solvers import solvers
+from .trends import trends
 from .weighting import Weighting
 
 DEGREES = (0, 1)
@@ -48,6 +52,8 @@ class Spec:
         normalise: whether weights are divided by their sum; where None, yes unless they are signed.
         ridge_mode: "relative" (to the total kernel weight), or "absolute" (Local Linear Attention, equation 7), for
             weights that are not made to sum to one by their bandwidth: a Gaussian, or the rules fixed and anchored.
+        trend: a global linear model or its name (`regard.grammar.trends`), whose residuals the weights average
+            (Local Linear Attention, equation 9); None for none. Needs degree 0 and weights that sum to one.
 
     Raises:
         ArgumentError: an unknown name (with a suggestion), a number out of range, or a product that has no
@@ -62,6 +68,7 @@ class Spec:
     similarity: Any = "dot"
     normalise: bool | None = None
     ridge_mode: str = "relative"
+    trend: Any = None
 
     def __post_init__(self) -> None:
         if isinstance(self.kernel, str) and self.kernel not in kernels and self.kernel in presets_registry:
@@ -97,13 +104,25 @@ class Spec:
         if self.normalise is None:
             put("normalise", self._normalised_by_default())
         weighting = self.bandwidth.weighting(self.kernel, self.normalise, self.similarity)
+        if self.trend is not None:
+            put("trend", as_trend(self.trend))
+            self._check_trend(weighting)
         put("_weighting", weighting)  # built here once: products without a meaning are refused
         put("_json", self._write_json())
+        put("_local", None if self.trend is None else replace(self, trend=None))
         if self.degree == 1 and not (weighting.nonnegative and weighting.normalised):
             able = ", ".join(n for n, s in presets_registry.items() if s.degree == 0 and s.convex)
             raise ArgumentError(
                 f"Spec: the local linear model needs non-negative weights that sum to one; {self.kernel.name} with "
                 f"these choices has none. Presets that do: {able}."
+            )
+
+    def _check_trend(self, weighting: Weighting) -> None:
+        if self.degree or not weighting.normalised:
+            why = "the local linear model is one itself" if self.degree else "these weights do not sum to one"
+            raise ArgumentError(
+                f"Spec: a trend leaves residuals to average, but {why}; use degree=0 and normalised weights, such as "
+                f"those of softmax or biweight."
             )
 
     def _check_ridge_mode(self) -> None:
@@ -130,6 +149,11 @@ class Spec:
     def weighting(self) -> Weighting:
         """Kernel x bandwidth as one object."""
         return self._weighting  # type: ignore[attr-defined]
+
+    @property
+    def local(self) -> Spec:
+        """The sentence without its trend: the weights that average the residuals."""
+        return self._local or self  # type: ignore[attr-defined]
 
     @property
     def convex(self) -> bool:
@@ -194,6 +218,8 @@ class Spec:
             for name, preset in presets_registry.items():
                 if preset.degree == 0 and preset.convex and local_linear(preset) == self:
                     return f"local-linear[{name}]"
+        if self.trend is not None and self.local == presets_registry.get("softmax"):
+            return f"interpolated[{_term(self.trend)}]"
         return "*".join(self.parts())
 
     def parts(self) -> list[str]:
@@ -205,6 +231,8 @@ class Spec:
             solver = "" if self.solver.name == "auto" else f",solver={_term(self.solver)}"
             mode = "" if self.ridge_mode == "relative" else f",ridge_mode={self.ridge_mode}"
             parts.append(f"linear(ridge={self.ridge!r}{solver}{mode})")
+        if self.trend is not None:
+            parts.append(f"residual(trend={_term(self.trend)})")
         if self.normalise != self._normalised_by_default():
             parts.append("normalised" if self.normalise else "unnormalised")
         return parts
@@ -243,6 +271,7 @@ AXES: dict[str, Registry[Any]] = {
     "bandwidth": bandwidths,
     "similarity": similarities,
     "solver": solvers,
+    "trend": trends,
 }
 PLAIN_FIELDS = ("degree", "ridge", "normalise", "ridge_mode")
 
@@ -313,84 +342,32 @@ def _from_dict(registry: Registry[Any], value: Any) -> Any:
 
 # Parsing ----------------------------------------------------------------------------------------------------
 
-_TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z][\w.+-]*)|(?P<number>[-+]?[\d.][\w.+-]*)|(?P<sign>[*(),=\[\]]))")
-
-
-def _tokens(text: str) -> list[str]:
-    tokens, at = [], 0
-    while at < len(text.rstrip()):
-        match = _TOKEN.match(text, at)
-        if match is None:
-            raise ArgumentError(f"Spec.parse: cannot read {text[at:].strip()!r} in {text!r}.")
-        tokens.append(match.group().strip())
-        at = match.end()
-    return tokens
-
-
-class _Reader:
-    """Reads terms `name(key=value, ...)`; a value is a number, a word or a term."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.rest = text, _tokens(text)
-
-    def take(self, wanted: str | None = None) -> str:
-        if not self.rest or (wanted is not None and self.rest[0] != wanted):
-            found = repr(self.rest[0]) if self.rest else "the end"
-            what = f"'{wanted}'" if wanted else "a name"
-            raise ArgumentError(f"Spec.parse: expected {what} but found {found} in {self.text!r}.")
-        return self.rest.pop(0)
-
-    def term(self) -> tuple[str, dict[str, Any]]:
-        name = self.take()
-        if name in "*(),=[]":
-            raise ArgumentError(f"Spec.parse: expected a name but found {name!r} in {self.text!r}.")
-        arguments: dict[str, Any] = {}
-        if self.rest[:1] == ["("]:
-            self.take("(")
-            while self.rest[:1] != [")"]:
-                key = self.take()
-                self.take("=")
-                if key in arguments:
-                    raise ArgumentError(f"Spec.parse: {key!r} is given twice in {self.text!r}.")
-                arguments[key] = self.value()
-                if self.rest[:1] != [")"]:
-                    self.take(",")
-            self.take(")")
-        return name, arguments
-
-    def terms(self) -> list[tuple[str, dict[str, Any]]]:
-        found = [self.term()]
-        while self.rest:
-            self.take("*")
-            found.append(self.term())
-        return found
-
-    def value(self) -> Any:
-        token = self.rest[0] if self.rest else self.take()
-        if token in ("True", "False"):
-            return self.take() == "True"
-        try:
-            number = float(token)
-        except ValueError:
-            name, arguments = self.term()
-            return (name, arguments) if arguments else name
-        self.take()
-        return int(token) if re.fullmatch(r"[-+]?\d+", token) else number
-
-
-_READ: dict[str, Spec] = {}
+_READ: dict[tuple[bool, str], Any] = {}
 
 
 def _parsed(text: str) -> Spec:
-    _remember(text)
-    return _READ[text]
+    _remember(text, False)
+    found: Spec = _READ[False, text]
+    return found
 
 
-def _remember(text: str) -> bool:
-    if not isinstance(text, str) or text not in _READ:
+def as_trend(trend: Any) -> Any:
+    """A trend as it is, or made of its name or text, such as mesa(ridge=0.5).
+
+    Raises:
+        ArgumentError: an unknown name or argument, or a number out of range.
+    """
+    if not isinstance(trend, str):
+        return _instance(trends, trend)
+    _remember(trend, True)
+    return _READ[True, trend]
+
+
+def _remember(text: str, trend: bool) -> bool:
+    if not isinstance(text, str) or (trend, text) not in _READ:
         if len(_READ) >= 1024:  # a number that changes at every call must not fill the memory
             _READ.clear()
-        _READ[text] = _parse(text)
+        _READ[trend, text] = _parse_trend(text) if trend else _parse(text)
     return True
 
 
@@ -407,7 +384,17 @@ def _parse(text: str) -> Spec:
     match = re.fullmatch(r"\s*local-linear\[(.+)\]\s*", text)
     if match:
         return local_linear(_parse(match.group(1)))
-    return _compose(_Reader(text).terms(), text)
+    match = re.fullmatch(r"\s*interpolated\[(.+)\]\s*", text)
+    if match:
+        return replace(presets_registry.get("softmax"), trend=match.group(1))
+    return _compose(Reader(text).terms(), text)
+
+
+def _parse_trend(text: str) -> Any:
+    terms = Reader(text).terms()
+    if len(terms) > 1:
+        raise ArgumentError(f"Spec.parse: a trend is one term, such as mesa(ridge=0.5), not {text!r}.")
+    return _instance(trends, terms[0][0], **terms[0][1])
 
 
 def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
@@ -443,13 +430,19 @@ def _part(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if isinstance(solver, tuple):
             arguments = {**arguments, "solver": _instance(solvers, solver[0], **solver[1])}
         return {"degree": int(name == "linear"), **arguments}
+    if name == "residual":
+        for key in arguments:
+            if key != "trend":
+                raise ArgumentError(f"residual: unknown argument {key!r}; it takes: trend.")
+        trend = arguments.get("trend", "mesa")
+        return {"trend": _instance(trends, trend[0], **trend[1]) if isinstance(trend, tuple) else trend}
     if name in ("normalised", "unnormalised"):
         return {"normalise": name == "normalised"}
     if name in bandwidths:
         return {"bandwidth": _instance(bandwidths, name, **arguments)}
     if name in similarities:
         return {"similarity": _instance(similarities, name, **arguments)}
-    parts = [*bandwidths.names(), *similarities.names(), "linear", "normalised", "unnormalised"]
+    parts = [*bandwidths.names(), *similarities.names(), "linear", "residual", "normalised", "unnormalised"]
     raise ArgumentError(f"unknown part {name!r}.{suggestion(name, parts)}")
 
 
@@ -500,7 +493,7 @@ def _add_presets() -> None:
         "local-linear": "gaussian*fixed*linear(ridge=0.1)",
     }
     for name, text in sentences.items():
-        presets_registry.register(name)(_compose(_Reader(text).terms(), text))
+        presets_registry.register(name)(_compose(Reader(text).terms(), text))
 
 
 _add_presets()

@@ -15,8 +15,8 @@ from ..estimators import DeltaState, LinearState, MesaState
 from ..estimators.linear import finite_features, linear_attention
 from ..estimators.trends import predict
 from ..grammar import Spec, presets_registry
+from ..grammar.spec import as_trend
 from ..grammar.trends import trends
-from ..ops.interpolated import as_trend
 from .pairs import Pairs
 
 

@@ -1,6 +1,6 @@
 """The mathematics made fast, and the choice of what runs."""
 
-from . import blocked, cpu, linear, reference, sdpa
+from . import blocked, cpu, interpolated, linear, reference, sdpa
 from .attention import attention, explain
 from .dispatch import Explanation, implementations, implementations_registry, register_impl
 
@@ -12,6 +12,7 @@ __all__ = [
     "explain",
     "implementations",
     "implementations_registry",
+    "interpolated",
     "linear",
     "reference",
     "register_impl",

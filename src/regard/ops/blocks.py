@@ -100,7 +100,7 @@ class Block:
         """Add x^T p to the block's keys of `total` [B x Hkv, D, Tk], for x [n, q, D] and p [n, q, w]. Of the ways to
         write this sum, the one in which p is not transposed is the fastest by a third."""
         where = self._kv(total.device)
-        x = x.transpose(-1, -2)
+        x, p = x.to(total.dtype).transpose(-1, -2), p.to(total.dtype)
         if not isinstance(where, slice):
             part = x @ p
             if self.kept is not None:
@@ -117,7 +117,7 @@ class Block:
     def add_rows(self, total: Tensor, x: Tensor) -> None:
         """Add x [n, w, D] to the block's keys of `total` [B x Hkv, D, Tk]; of a block with all its keys."""
         where = self._kv(total.device)
-        part, x = total[..., self.low : self.high], x.transpose(-1, -2)
+        part, x = total[..., self.low : self.high], x.to(total.dtype).transpose(-1, -2)
         if isinstance(where, slice):
             part[where] += x
         else:

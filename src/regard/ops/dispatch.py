@@ -147,6 +147,8 @@ def _ranked() -> list[_Entry]:
 
 
 def _reason(entry: _Entry, problem: Problem) -> str | None:
+    if problem.spec.trend is not None and not getattr(entry.impl, "trends", False):
+        return "computes weights, not the trend whose residuals they average"
     return entry.impl.available() or entry.impl.supports(problem)
 
 

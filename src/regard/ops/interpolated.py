@@ -9,19 +9,22 @@ the best W near the query is local linear attention; in between, W may be any st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import ArgumentError
+from ..estimators import Diagnostics
 from ..estimators.arguments import order
+from ..estimators.precision import transformed
 from ..estimators.trends import predict_from
 from ..grammar import Spec, as_spec
-from ..grammar.spec import _instance, _Reader
-from ..grammar.trends import trends
+from ..grammar.spec import as_trend
 from .attention import attention
+from .dispatch import Cost, Inputs, Problem, choose, register_impl
 
 CALL = "interpolated_attention"
 
@@ -40,9 +43,10 @@ def interpolated_attention(
     scale: float | Tensor | None = None,
     params: Mapping[str, float | Tensor] | None = None,
     enable_gqa: bool = False,
-    impl: str = "auto",
 ) -> Tensor:
     """A global linear model at every query, and the weighted mean of what it leaves unexplained (equation 9).
+
+    With a trend that has a name it is `regard.attention` with the Spec of both, such as interpolated[mesa].
 
     Args:
         query: [B, H, Tq, D].
@@ -57,7 +61,7 @@ def interpolated_attention(
         is_causal, exclude_self: as in `regard.attention`; the model sees what the weights see.
         query_offset: the key position of query 0, a whole number; Tk - Tq (end-aligned) by default. A function as
             trend needs 0.
-        scale, params, enable_gqa, impl: as in `regard.attention`.
+        scale, params, enable_gqa: as in `regard.attention`.
 
     Returns:
         The output [B, H, Tq, Dv] in the dtype of `query`. Rows without a visible key are 0.
@@ -68,52 +72,43 @@ def interpolated_attention(
     Precision: float32 (float64 for float64 inputs) throughout; the output is rounded once. Cost: one attention with
     values of Dv + D channels, and the trend, for all keys.
     """
-    spec = as_spec(spec)
-    require_averages(spec)
+    weights = as_spec(spec)
+    require_averages(weights)
     causal = order(CALL, is_causal, exclude_self)
     if isinstance(query_offset, bool) or not isinstance(query_offset, (int, type(None))):
         raise ArgumentError(f"{CALL}: query_offset is {query_offset!r}, expected one whole number for all sequences.")
-    offset = key.shape[2] - query.shape[2] if query_offset is None else query_offset
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    q, k, v = (x.to(dtype) for x in (query, key, value))
     mask = _key_mask(attn_mask, key)
-    both = attention(
-        q, k, torch.cat([v, k], -1), spec,
-        attn_mask=None if mask is None else mask[:, None, None], is_causal=causal, exclude_self=exclude_self,
-        query_offset=offset, scale=scale, params=params, enable_gqa=enable_gqa, impl=impl,
-    )  # fmt: skip
-    mean, centre = both.split([value.shape[3], key.shape[3]], -1)
-    how: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "exclude_self": exclude_self}
-    if isinstance(trend, Callable) and not hasattr(trend, "name"):  # type: ignore[arg-type]
-        if offset != 0:
-            raise ArgumentError(f"{CALL}: a function as trend needs query_offset 0, as many queries as keys.")
-        slope = trend(q - centre, k, v, **how)
-    else:
-        slope = predict_from(as_trend(trend), q - centre, k, v, offset=offset, **how)
+    how: dict[str, Any] = {
+        "attn_mask": None if mask is None else mask[:, None, None], "is_causal": causal, "exclude_self": exclude_self,
+        "query_offset": query_offset, "scale": scale, "params": params, "enable_gqa": enable_gqa,
+    }  # fmt: skip
+    if not callable(trend) or hasattr(trend, "name"):
+        found: Tensor = attention(query, key, value, _joined(spec, trend), **how)
+        return found
+    if query_offset not in (None, 0) or key.shape[2] != query.shape[2]:
+        raise ArgumentError(f"{CALL}: a function as trend needs query_offset 0, as many queries as keys.")
+    q, k, v = (x.to(torch.promote_types(query.dtype, torch.float32)) for x in (query, key, value))
+    mean, centre = attention(q, k, torch.cat([v, k], -1), weights, **how).split([value.shape[3], key.shape[3]], -1)
+    slope = trend(q - centre, k, v, attn_mask=mask, is_causal=causal, exclude_self=exclude_self)
     return (mean + slope).to(query.dtype)
 
 
-def as_trend(trend: Any) -> Any:
-    """A trend as it is, or made of its name or text, such as mesa(ridge=0.5).
-
-    Raises:
-        ArgumentError: an unknown name or argument, or a number out of range.
-    """
-    if not isinstance(trend, str):
-        return _instance(trends, trend)
-    _remember(trend)
-    return _READ[trend]
+_JOINED: dict[tuple[str, str], Spec] = {}
 
 
-_READ: dict[str, Any] = {}
+def _joined(spec: Spec | str, trend: Any) -> Spec:
+    """The sentence with the trend."""
+    if isinstance(spec, str) and isinstance(trend, str):
+        _remember(spec, trend)
+        return _JOINED[spec, trend]
+    return replace(as_spec(spec), trend=as_trend(trend))
 
 
-def _remember(text: str) -> bool:
-    if text not in _READ:
-        if len(_READ) >= 1024:  # a number that changes at every call must not fill the memory
-            _READ.clear()
-        name, arguments = _Reader(text).term()
-        _READ[text] = _instance(trends, name, **arguments)
+def _remember(spec: str, trend: str) -> bool:
+    if (spec, trend) not in _JOINED:
+        if len(_JOINED) >= 1024:  # a number that changes at every call must not fill the memory
+            _JOINED.clear()
+        _JOINED[spec, trend] = replace(as_spec(spec), trend=as_trend(trend))
     return True
 
 
@@ -152,3 +147,86 @@ def _key_mask(mask: Tensor | None, key: Tensor) -> Tensor | None:
     if mask.shape[-1] not in (1, keys) or (mask.dim() == 2 and mask.shape[0] not in (1, batch)):
         raise ArgumentError(f"{CALL}: attn_mask has shape {list(mask.shape)}, which is not [{batch}, {keys}].")
     return mask.expand(batch, keys)
+
+
+@register_impl("trend", priority=40)
+class Interpolated:
+    """Sentences with a trend: the best implementation for their weights, over values and keys side by side, and the
+    trend read where those leave it. Diagnostics are those of the weights."""
+
+    trends = True
+
+    def available(self) -> str | None:
+        return None
+
+    def supports(self, problem: Problem) -> str | None:
+        if problem.spec.trend is None:
+            return "is for sentences with a trend, such as interpolated[mesa]"
+        if problem.window is not None:
+            return "has no window: the state of a trend cannot forget the oldest pairs"
+        if problem.mask == "pairs":
+            return "makes one state for all queries, so that a mask may depend on the key alone"
+        if problem.segments:
+            return "makes one state of a sequence, not one for each of its segments"
+        if problem.offset is None:
+            return "needs one query_offset for all sequences, an int"
+        return None
+
+    def cost(self, problem: Problem) -> Cost:
+        local = _local(problem)
+        inner = choose(local, "auto").cost(local)
+        state = problem.dim * problem.value_dim
+        tokens = problem.batch * problem.heads * max(problem.queries, problem.keys)
+        return Cost(inner.flops + 4 * tokens * state, inner.bytes + 16 * tokens * (problem.dim + problem.value_dim))
+
+    def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
+        assert inputs.x is not None
+        assert inputs.y is not None
+        visible, mask, keys = inputs.visible, inputs.visible.mask, inputs.y
+        inner = replace(inputs, spec=inputs.spec.local, v=torch.cat([inputs.v, keys], -1), x=None, y=None)
+        both, diagnostics = choose(_asked(inner), "auto").run(inner)
+        mean, centre = both.split([inputs.v.shape[3], keys.shape[3]], -1)
+        q, values, heads = inputs.x - centre, inputs.v, inputs.x.shape[1]
+        how: dict[str, Any] = {"is_causal": visible.causal, "exclude_self": visible.strict, "offset": visible.offset}
+        if mask is None or mask.shape[1] == 1:
+            kept = None if mask is None else mask[:, 0, 0].expand(keys.shape[0], -1)
+            return mean + predict_from(inputs.spec.trend, q, keys, values, attn_mask=kept, **how), diagnostics
+        found = []  # heads may see different keys, and then have different states
+        for head in range(heads):
+            own = head * keys.shape[1] // heads
+            one = (q[:, head : head + 1], keys[:, own : own + 1], values[:, own : own + 1])
+            kept = mask[:, head, 0].expand(keys.shape[0], -1)
+            found.append(predict_from(inputs.spec.trend, *one, attn_mask=kept, **how))
+        return mean + torch.cat(found, 1), diagnostics
+
+
+def _local(problem: Problem) -> Problem:
+    """What is asked of the implementation of the weights."""
+    return replace(problem, spec=problem.spec.local, value_dim=problem.value_dim + problem.dim)
+
+
+def _asked(inputs: Inputs) -> Problem:
+    """The problem that inputs are of."""
+    visible, mask = inputs.visible, inputs.visible.mask
+    return Problem(
+        spec=inputs.spec,
+        batch=inputs.q.shape[0],
+        heads=inputs.q.shape[1],
+        kv_heads=inputs.k.shape[1],
+        queries=visible.queries,
+        keys=visible.keys,
+        dim=inputs.q.shape[3],
+        value_dim=inputs.v.shape[3],
+        dtype=inputs.q.dtype,
+        device=inputs.q.device.type,
+        causal=visible.causal,
+        strict=visible.strict,
+        window=visible.window,
+        offset=None if isinstance(visible.offset, Tensor) else visible.offset,
+        mask=None if mask is None else ("keys" if mask.shape[-2] == 1 else "pairs"),
+        params=tuple(n for n, p in inputs.params.items() if isinstance(p, Tensor)),
+        scale="tensor" if isinstance(inputs.scale, Tensor) else "number",
+        gradient=any(x.requires_grad for x in (inputs.q, inputs.k, inputs.v)),
+        diagnostics=inputs.diagnostics,
+        transformed=transformed(),
+    )

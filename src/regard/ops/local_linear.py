@@ -74,8 +74,18 @@ class Model:
         y, common = block.columns(tensors.y), block.common(p.device)
         probe = None if tensors.probe is None else block.rows(tensors.probe)
         few = p.shape[1] <= ROWS and self.spec.solver.name in ("auto", "cholesky")
+        wide = _wide(block, p, y)
+        p, y, probe, ridge = (z.to(wide) if isinstance(z, Tensor) else z for z in (p, y, probe, ridge))
         system = (FewRows if few else WeightedRows)(p, y, common, ridge, probe)
-        return system, block.rows(tensors.x) - system.origin - system.mean
+        return system, block.rows(tensors.x).to(wide) - system.origin - system.mean
+
+
+def _wide(block: Block, p: Tensor, y: Tensor) -> torch.dtype:
+    """float64 where a row may see fewer keys than there are coordinates: the part of q - m that no key spans then makes
+    t as long as 1 / ridge, beside which the rest, all that counts, would be rounded away."""
+    low, high = block.bounds(p.device)
+    few = (high > low) & (high - low < y.shape[-1])
+    return torch.float64 if y.shape[-2] <= 2 * y.shape[-1] or bool(few.any()) else p.dtype
 
 
 @torch.library.custom_op("regard::local_linear_forward", mutates_args=())
@@ -96,8 +106,8 @@ def forward(
     number: float,
     counted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(output [B, H, Tq, Dv], t [B, H, Tq, D], floats of STATISTICS and the negative mass [B, H, Tq, 4], and of the rows floats, flags and index;
-    the last flag is the solver's status)."""
+    """(output [B, H, Tq, Dv], t [B, H, Tq, D], STATISTICS and the negative mass [B, H, Tq, 4], and of the rows floats,
+    flags, the last of which is the solver's status, and index)."""
     with torch.no_grad():
         work = work_of(q, k, mask, moved, runs, text, offset)
         tensors = _flattened(q, k, v, x, y, ridge, probe, given)
@@ -149,7 +159,7 @@ def _forward_blocks(work: Work, model: Model, tensors: Tensors, counted: bool, f
         block.rows(flags)[..., FLAGS].copy_(solved.status)
         block.rows(statistics)[..., :-1].copy_(torch.stack([solved.statistics[name] for name in STATISTICS], -1))
         failed = failed or _unconverged(solved.status)
-        weights = torch.addcmul(p, system.tilted(solved.value), size)
+        weights = torch.addcmul(system.p, system.tilted(solved.value), size).to(p.dtype)
         if counted:
             block.rows(statistics)[..., -1].copy_(negative_part(weights))
         block.rows(out).copy_(weights @ block.columns(tensors.v))
@@ -246,11 +256,12 @@ def _backward_blocks(
         p = rows.again(block, z, own, params)
         ridge = model.ridge(block, tensors, own)
         system = model.fit(block, p, tensors, ridge)[0]
-        gamma = g @ block.columns(tensors.v).transpose(-1, -2)
-        gamma -= (p * gamma).sum(-1, keepdim=True)
-        right = (p * gamma) @ system.y
+        g, t, weights = g.to(system.p.dtype), t.to(system.p.dtype), system.p
+        gamma = g @ block.columns(tensors.v).to(g.dtype).transpose(-1, -2)
+        gamma -= (weights * gamma).sum(-1, keepdim=True)
+        right = (weights * gamma) @ system.y
         a = system.slopes(t).add_(1)
-        block.add_columns(dv, g, a * p)
+        block.add_columns(dv, g, a * weights)
         if tensors.probe is None:
             size = unit(right)
             solved = model.spec.solver.solve(system, right / size)
@@ -260,14 +271,14 @@ def _backward_blocks(
         else:
             u = torch.zeros_like(t)
             block.rows(dprobe).copy_(-right)
-        dp = _weight_gradient(block, model, system, (t, u), (a, gamma), dy)
+        dp = _weight_gradient(block, model, system, (t, u), (a, gamma), dy).to(p.dtype)
         lost, share = t * u, None
         if model.spec.ridge_mode == "absolute":
-            share = (ridge * lost).sum(-1, keepdim=True)
+            share = (ridge * lost).sum(-1, keepdim=True).to(p.dtype)
             lost = relative(lost, model.spec.weighting.log_mass(unpack(*own), params))  # type: ignore[attr-defined]
         if dridge.shape[-1]:
             block.rows(dridge).copy_(-lost if dridge.shape[-1] > 1 else -lost.sum(-1, keepdim=True))
-        del system, a, gamma
+        del system, weights, a, gamma
         _, dz, dparams = rows.derive(block, z, dp, placed(block, own), params, work.names, share, p)
         for row, part in zip(dgiven, dparams, strict=True):
             block.rows(row).copy_(part)

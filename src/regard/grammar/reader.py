@@ -1,0 +1,72 @@
+"""Reads the terms of a sentence: name(key=value, ...)*name*..."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ..checks import ArgumentError
+
+_TOKEN = re.compile(r"\s*(?:(?P<word>[A-Za-z][\w.+-]*)|(?P<number>[-+]?[\d.][\w.+-]*)|(?P<sign>[*(),=\[\]]))")
+
+
+def _tokens(text: str) -> list[str]:
+    tokens, at = [], 0
+    while at < len(text.rstrip()):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise ArgumentError(f"Spec.parse: cannot read {text[at:].strip()!r} in {text!r}.")
+        tokens.append(match.group().strip())
+        at = match.end()
+    return tokens
+
+
+class Reader:
+    """Reads terms `name(key=value, ...)`; a value is a number, a word or a term."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.rest = text, _tokens(text)
+
+    def take(self, wanted: str | None = None) -> str:
+        if not self.rest or (wanted is not None and self.rest[0] != wanted):
+            found = repr(self.rest[0]) if self.rest else "the end"
+            what = f"'{wanted}'" if wanted else "a name"
+            raise ArgumentError(f"Spec.parse: expected {what} but found {found} in {self.text!r}.")
+        return self.rest.pop(0)
+
+    def term(self) -> tuple[str, dict[str, Any]]:
+        name = self.take()
+        if name in "*(),=[]":
+            raise ArgumentError(f"Spec.parse: expected a name but found {name!r} in {self.text!r}.")
+        arguments: dict[str, Any] = {}
+        if self.rest[:1] == ["("]:
+            self.take("(")
+            while self.rest[:1] != [")"]:
+                key = self.take()
+                self.take("=")
+                if key in arguments:
+                    raise ArgumentError(f"Spec.parse: {key!r} is given twice in {self.text!r}.")
+                arguments[key] = self.value()
+                if self.rest[:1] != [")"]:
+                    self.take(",")
+            self.take(")")
+        return name, arguments
+
+    def terms(self) -> list[tuple[str, dict[str, Any]]]:
+        found = [self.term()]
+        while self.rest:
+            self.take("*")
+            found.append(self.term())
+        return found
+
+    def value(self) -> Any:
+        token = self.rest[0] if self.rest else self.take()
+        if token in ("True", "False"):
+            return self.take() == "True"
+        try:
+            number = float(token)
+        except ValueError:
+            name, arguments = self.term()
+            return (name, arguments) if arguments else name
+        self.take()
+        return int(token) if re.fullmatch(r"[-+]?\d+", token) else number
