@@ -43,7 +43,11 @@ register()
 
 def test_every_preset_has_a_name() -> None:
     names = register()
-    assert names == [f"regard_{preset}" for preset in regard.presets()]
+    presets = [f"regard_{preset}" for preset in regard.presets()]
+    assert names[: len(presets)] == presets
+    weights = [name.removeprefix("regard_local-linear[").removesuffix("]") for name in names[len(presets) :]]
+    assert {"softmax", "biweight", "relumax", "triweight", "topk-softmax", "rbf", "relu"} <= set(weights)
+    assert set(weights) <= set(regard.presets()) - {"linear", "cosine", "local-linear"}  # signed, or linear already
     for name in names:
         assert name in AttentionInterface._global_mapping
         assert AttentionMaskInterface._global_mapping[name] is visible_keys
@@ -83,6 +87,8 @@ def test_a_preset_of_another_package_has_a_name_at_once() -> None:
         del presets_registry._objects["elsewhere"]
         AttentionInterface._global_mapping.pop("regard_elsewhere")
         AttentionMaskInterface._global_mapping.pop("regard_elsewhere")
+        for mapping in (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping):
+            mapping.pop("regard_local-linear[elsewhere]")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 
 from regard.integrations.transformers import register
 
-register("gaussian*linear(ridge=0.5,solver=cholesky)", "local-linear[biweight]")
+register("gaussian*linear(ridge=0.5,solver=cholesky)")
 WEIGHTS = {"local-linear": lambda z: z.softmax(-1), "local-linear[biweight]": lambda z: entmax.entmax15(z, dim=-1)}
 RIDGE = 0.1
 
@@ -119,6 +119,22 @@ def test_float32_steps(family: str) -> None:
         part = {"attention_mask": mask[:, : i + 1], "position_ids": positions(mask)[:, at], "past_key_values": cache}
         logits.append(model(ids[:, at], **part).logits)
     assert (torch.cat(logits, 1) - whole)[mask.bool()].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in register() if "local-linear[" in name])
+def test_every_weighting_in_llama(name: str) -> None:
+    """From the configuration: forward, backward, and single steps with the cache equal to the whole."""
+    model = tiny("llama", name, initializer_range=0.1).double()
+    ids = tokens()
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    assert model.model.layers[0].self_attn.k_proj.weight.grad.abs().max() > 0
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(12)]
+    assert (torch.cat(steps, 1) - out.logits).abs().max() < 1e-6
+    assert (tiny("llama", "sdpa", initializer_range=0.1).double()(ids).logits - out.logits).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("family", ALL)

@@ -106,7 +106,7 @@ def test_second_derivatives_of_the_fast_forms_are_refused(impl: str) -> None:
 def gradients(out: Tensor, inputs: tuple[Tensor, ...], seed: int = 20) -> tuple[Tensor, ...]:
     make = torch.Generator().manual_seed(seed)
     weight = torch.randn(out.shape, generator=make, dtype=torch.float64)
-    return torch.autograd.grad(out, inputs, weight.to(out.dtype))
+    return torch.autograd.grad(out, inputs, weight.to(out.dtype), retain_graph=True)
 
 
 @pytest.mark.parametrize("ridge", [1.0, 0.1, 0.01])

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from regression import dense, draw, lower, ratio
+from regression import brute_force, dense, draw, lower, ratio, softmax
 from torch import Tensor
 
 import regard
@@ -110,7 +110,7 @@ def leaves(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 def test_scores_of_ten_thousand(impl: str, sign: int) -> None:
     """Whole numbers, so that scores up to 1e4 are exact: the right answer and finite gradients."""
     q, k, v = draw(1, 2, 40, 4, seed=3)
-    q, k = (q * 10).round() * 10 * sign, (k * 10).round()
+    q, k = (q * 10).round() * 20 * sign, (k * 10).round()
     for dtype in (torch.float64, torch.float32):
         inputs = leaves(*(x.to(dtype) for x in (q, k, v)))
         spec = "biweight" if impl == "cpu" else "softmax"
@@ -148,9 +148,10 @@ def test_degenerate_keys(impl: str, name: str, solver: str) -> None:
     for ridge in (0.1, 1e-6):
         if solver != "block-diagonal":
             out, found = run(q, k, v, ridge=ridge, solver=solver, impl=impl, scale=1e-3)
-            expected = dense(q, k, v, lower(40), ridge, scale=1e-3)
-            tolerance = 1e-7 if ridge == 0.1 else 1e-3
-            assert ratio(out, expected) <= tolerance * (100 if name == "huge" else 1)
+            expected = brute_force(softmax(1e-3 * q @ k.transpose(-1, -2), lower(40)), q, k, v, ridge)
+            # With huge keys a ridge is lost beside |k|^2 in rows that see fewer keys than coordinates.
+            rows = slice(12 if name in ("large", "huge") else 0, None)
+            assert ratio(out[:, :, rows], expected[:, :, rows]) <= (1e-7 if ridge == 0.1 else 1e-3)
             assert bool((found["status"] != int(SolveStatus.NOT_FINITE)).all())
         inputs = leaves(q.float(), k.float(), v.float())
         out, found = run(*inputs, ridge=ridge, solver=solver, impl=impl, scale=1e-3)
@@ -158,9 +159,9 @@ def test_degenerate_keys(impl: str, name: str, solver: str) -> None:
         assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(out.square().sum(), inputs))
         assert set(found) == {"status", "iterations", "residual", "jitter"}
         assert set(found["status"].flatten().tolist()) <= {OK, JITTER, UNCONVERGED, int(SolveStatus.MINIMUM_NORM)}
-        if name in ("zero", "equal", "tiny"):  # nothing to regress on: attention
+        if name in ("zero", "tiny") or (name == "equal" and ridge == 0.1):  # nothing to regress on: attention
             mean = (lower(40) / lower(40).sum(-1, keepdim=True)).double() @ v
-            assert ratio(out, mean) <= (0.01 if ridge == 0.1 else 0.3)
+            assert ratio(out, mean) <= 1e-4
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocked"])

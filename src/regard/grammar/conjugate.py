@@ -23,7 +23,7 @@ def conjugate_gradients(
     system: System, right: Tensor, tol: float, limit: int, precondition: bool, restarts: int
 ) -> Solved:
     """t with A t = `right` [..., q, D] to a true residual |right - A t| <= tol |right|, or to what rounding leaves of
-    it, eps (|A| |t| + |right|), in at most `limit` steps a row."""
+    it, 2 eps (s |t| + |right|) with s the size of the terms that A sums, in at most `limit` steps a row."""
     inverse = _inverse(system) if precondition else None
     rows = _Rows.begin(right, tol)
     for _ in range(restarts + 1):
@@ -73,8 +73,7 @@ class _Rows:
     """The vectors [..., D] and numbers [..., 1] of rows. A row that is through stands still.
 
     x, r, d: solution, residual and direction; rr = r . r and rz = r . z, z the residual divided by the preconditioner;
-    `goal` of rr; `norm` of A, from below (no diagonal entry of the Lanczos matrix is larger, nor is 1 / length of a
-    step than such an entry); `count` of steps.
+    `goal` of rr; `count` of steps.
     """
 
     right: Tensor
@@ -85,7 +84,6 @@ class _Rows:
     goal: Tensor
     rr: Tensor
     rz: Tensor
-    norm: Tensor
     count: Tensor
     active: Tensor
 
@@ -93,9 +91,7 @@ class _Rows:
     def begin(cls, right: Tensor, tol: float) -> _Rows:
         rr = _dot(right, right)
         zero, none = torch.zeros_like(right), torch.zeros_like(rr)
-        return cls(
-            right, zero, right.clone(), right.clone(), rr.sqrt(), tol**2 * rr, rr, rr, none, none.clone(), rr > 0
-        )
+        return cls(right, zero, right.clone(), right.clone(), rr.sqrt(), tol**2 * rr, rr, rr, none, rr > 0)
 
     def take(self, at: Tensor) -> _Rows:
         """Rows `at` [..., m]."""
@@ -118,7 +114,6 @@ class _Rows:
         curvature = _dot(self.d, image)
         sound = self.active & (curvature > 0)
         length = torch.where(sound, self.rz / curvature, 0)
-        self.norm = torch.maximum(self.norm, torch.where(sound, curvature / self.rz, 0))
         self.x.addcmul_(length, self.d)
         self.r.addcmul_(length, image, value=-1)
         self.count += sound
@@ -133,7 +128,7 @@ class _Rows:
         """Look at the true residuals; rows whose own is still too large go on from it. True where there are none."""
         self.r = self.right - system.apply(self.x)
         self.rr = _dot(self.r, self.r)
-        floor = 16 * torch.finfo(self.r.dtype).eps * (self.norm * _dot(self.x, self.x).sqrt() + self.size)
+        floor = 2 * torch.finfo(self.r.dtype).eps * (system.terms() * _dot(self.x, self.x).sqrt() + self.size)
         self.active = ~(self.rr <= torch.maximum(self.goal, floor**2))
         self.r = torch.where(self.active, self.r, 0)
         return not bool(self.active.any())

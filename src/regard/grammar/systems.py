@@ -58,6 +58,9 @@ class System(Protocol):
     def take(self, rows: Tensor) -> System:
         """The systems of `rows`, int64 [n, m] positions along the last axis of rows."""
 
+    def terms(self) -> Tensor:
+        """The size [..., 1] of the terms whose sum C + ridge is, to tell what rounding leaves of a product."""
+
     def near(self) -> Tensor | None:
         """One matrix like those of all rows [n, D, D], made of nothing that the first of them does not see, for
         preconditioning; None where there is none."""
@@ -82,6 +85,9 @@ class Dense:
         size = self.matrices.shape[-1] // blocks
         tiled = self.matrices.unflatten(-1, (blocks, size)).unflatten(-3, (blocks, size))  # [..., g, s, g, s]
         return tiled.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+    def terms(self) -> Tensor:
+        return self.matrices.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
 
     def near(self) -> None:
         return None

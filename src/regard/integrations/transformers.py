@@ -62,7 +62,7 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def register(*specs: Spec | str, **named: Spec | str) -> list[str]:
-    """Make every preset, and the sentences given, an `attn_implementation` of transformers.
+    """Make every preset, its local linear form, and the sentences given, an `attn_implementation` of transformers.
 
     Args:
         specs: sentences or their text; the name is "regard_" and the text without spaces, as given (of a Spec, as
@@ -70,15 +70,17 @@ def register(*specs: Spec | str, **named: Spec | str) -> list[str]:
         named: names of your own: `register(sharp="biweight*anchored(margin=0.5)")` files "regard_sharp".
 
     Returns:
-        The names: those of all presets (those of other packages included), then those given, in order. Calling
-        again is harmless, and files presets that have been added since.
+        The names: those of all presets (those of other packages included), "regard_local-linear[NAME]" for those whose
+        weights are not negative and sum to one, then those given, in order. Calling again is harmless, and files
+        presets that have been added since.
 
     Raises:
         ArgumentError: a text that cannot be read, a name that stands for another sentence already, or one that
             transformers would take for something else ("/", "flash", "flex_attention", "sdpa").
     """
     given = [(_name(spec), spec) for spec in specs] + list(named.items())
-    return [_file(name, spec) for name, spec in [*presets().items(), *given]]
+    linear = [f"local-linear[{name}]" for name, spec in presets().items() if spec.degree == 0 and spec.convex]
+    return [_file(name, spec) for name, spec in [*presets().items(), *zip(linear, linear, strict=True), *given]]
 
 
 def convert(model: Model, spec: Spec | str) -> Model:

@@ -62,23 +62,34 @@ def local_linear_attention(
     Cost: with T keys a row, 4 D T operations a step of conjugate gradients, D^2 T for Cholesky, beside the 4 D T of
     attention; memory Theta(n d).
     """
-    base = as_spec(spec)
-    chosen = _solver(solver, max_iter, tol)
     if isinstance(ridge, Tensor):
         number = 0.1  # not used: the tensor is
     elif isinstance(ridge, bool) or not isinstance(ridge, (int, float)):
         raise ArgumentError(f"{CALL}: ridge is {ridge!r}, expected a number >= 0 or a tensor.")
     else:
         number = float(ridge)
-    sentence = replace(base, degree=1, ridge=number, solver=chosen, ridge_mode=ridge_mode)
+    sentence = _sentence(spec, number, solver, ridge_mode, max_iter, tol)
     given = dict(params or {})
     if isinstance(ridge, Tensor):
         given["ridge"] = ridge
     if probe is not None:
-        if chosen.name != "learned":
-            raise ArgumentError(f"{CALL}: a probe was given, which only solver='learned' takes, not {chosen.name!r}.")
+        if sentence.solver.name != "learned":
+            raise ArgumentError(
+                f"{CALL}: a probe was given, which only solver='learned' takes, not {sentence.solver.name!r}."
+            )
         given["probe"] = probe
     return attention(query, key, value, sentence, params=given, **arguments)
+
+
+def _sentence(
+    spec: Spec | str, ridge: float, solver: str | Solver, ridge_mode: str, max_iter: int | None, tol: float | None
+) -> Spec:
+    """The weights of `spec` with this local linear model."""
+    chosen = _solver(solver, max_iter, tol)
+    return replace(as_spec(spec), degree=1, ridge=ridge, solver=chosen, ridge_mode=ridge_mode)
+
+
+_sentence._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run for real while a graph is traced
 
 
 def _solver(solver: str | Solver, max_iter: int | None, tol: float | None) -> Any:

@@ -67,6 +67,10 @@ class WeightedRows:
         last, self._last = self._last, None
         return last[1] if last is not None and last[0] is x else self.slopes(x).mul_(self.p)
 
+    def terms(self) -> Tensor:
+        ridge = self.ridge if isinstance(self.ridge, float) else self.ridge.amax(-1, keepdim=True)
+        return self.p @ self.y.square().sum(-1, keepdim=True) + ridge
+
     def take(self, rows: Tensor) -> WeightedRows:
         part = copy(self)
         part.p, part.mean, part._last = taken(self.p, rows), taken(self.mean, rows), None

@@ -1,0 +1,261 @@
+"""Calls of local linear attention: from a cache, compiled, with mistakes, with NaN where nobody looks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from regression import dense, draw, fit, lower, ratio, softmax
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import regard
+from regard.checks import ArgumentError
+from regard.grammar.solvers import Auto, BlockDiagonal, Cholesky, ConjugateGradient, Learned
+from regard.grammar.systems import SolveStatus
+
+local = regard.local_linear_attention
+
+
+# From a cache ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["softmax", "biweight", "relumax"])
+@pytest.mark.parametrize("call", [{}, {"window": 20}, {"ridge_mode": "absolute"}], ids=["all", "window", "absolute"])
+def test_chunks_and_steps_from_a_cache_are_the_whole(spec: str, call: dict[str, Any]) -> None:
+    """float32, 1e-5, against the whole in float64 too; causal order is aligned to the end of the keys."""
+    if spec == "biweight" and "ridge_mode" in call:
+        pytest.skip("an absolute ridge needs a kernel weight, which the adaptive rule makes one")
+    length, start = 90, 64
+    q, k, v = draw(1, 4, length, 16, kv_heads=2, seed=1, dtype=torch.float32)
+    call = {"spec": spec, "ridge": 0.3, "is_causal": True, "enable_gqa": True, **call}
+    whole = local(q, k, v, **call)
+    if "ridge_mode" not in call:
+        assert ratio(whole, dense(q, k, v, lower(length, window=call.get("window")), 0.3, spec)) <= 1e-5
+    chunks = [(a, min(a + 13, length)) for a in range(0, length, 13)]
+    steps = [(0, start), *((i, i + 1) for i in range(start, length))]
+    for cuts in (chunks, steps):
+        parts = [local(q[:, :, a:b], k[:, :, :b], v[:, :, :b], **call) for a, b in cuts]
+        assert ratio(torch.cat(parts, 2), whole) <= 1e-5
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_left_padding(impl: str) -> None:
+    """Prompts of different lengths, the shorter padded on the left with NaN, then single steps: each is what it is
+    alone; the rows of the padding are zero."""
+    q, k, v = draw(2, 2, 30, 6, seed=2, dtype=torch.float32)
+    short = 11
+    mask = torch.ones(2, 1, 1, 30, dtype=torch.bool)
+    mask[1, ..., :short] = False
+    q[1, :, :short], k[1, :, :short], v[1, :, :short] = (torch.nan,) * 3
+    alone = local(q[1:, :, short:], k[1:, :, short:], v[1:, :, short:], is_causal=True)
+    inputs = tuple(x.requires_grad_() for x in (q, k, v))
+    out = local(*inputs, attn_mask=mask, is_causal=True, impl=impl)
+    assert ratio(out[1:, :, short:], alone) <= 1e-5
+    assert bool((out[1, :, :short] == 0).all())
+    for grad in torch.autograd.grad(out.square().sum(), inputs):
+        assert bool(grad.isfinite().all())
+        assert bool((grad[1, :, :short] == 0).all())
+    step = local(q[:, :, -1:], k, v, attn_mask=mask, is_causal=True, impl=impl)
+    assert ratio(step, out[:, :, -1:]) <= 1e-5
+
+
+def test_what_nobody_sees_may_be_anything() -> None:
+    """NaN in hidden keys and values, and in the query, the ridge and the probe of a row that sees nothing."""
+    mask = torch.ones(1, 1, 7, 9, dtype=torch.bool)
+    mask[..., 4] = False
+    mask[:, :, 3] = False
+    for solver in ("auto", "cg", "block-diagonal", "learned"):
+        q, k, v = draw(1, 2, 7, 4, keys=9, seed=3)
+        ridge, probe = torch.full((1, 2, 7), 0.2, dtype=torch.float64), torch.ones(1, 2, 7, 4, dtype=torch.float64)
+        results = []
+        for bad in (False, True):
+            if bad:
+                k[:, :, 4], v[:, :, 4], q[:, :, 3] = torch.nan, torch.nan, torch.nan
+                ridge[:, :, 3], probe[:, :, 3] = torch.nan, torch.nan
+            inputs = [x.detach().clone().requires_grad_() for x in (q, k, v, ridge, probe)]
+            own = {"ridge": inputs[3]} if solver != "learned" else {"probe": inputs[4]}
+            for impl in ("reference", "blocked"):
+                out = local(*inputs[:3], solver=solver, attn_mask=mask, impl=impl, **own)
+                used = [*inputs[:3], *own.values()]
+                results.append([out, *torch.autograd.grad(out.square().sum(), used)])
+        for clean, bad in zip(results[:2], results[2:], strict=True):
+            for one, two in zip(clean, bad, strict=True):
+                assert torch.equal(one, two), solver
+            assert bool((bad[0][:, :, 3] == 0).all())
+            assert bool((bad[4][:, :, 3] == 0).all())
+
+
+# Compiled ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["softmax", "biweight"])
+def test_forward_and_backward_in_one_graph(spec: str) -> None:
+    torch._dynamo.reset()
+
+    def run(q: Tensor, k: Tensor, v: Tensor, ridge: Tensor) -> Tensor:
+        return local(q, k, v, ridge=ridge, spec=spec, is_causal=True)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    results = []
+    for call in (run, compiled):
+        inputs = [x.requires_grad_() for x in draw(1, 2, 40, 8, seed=4, dtype=torch.float32)]
+        inputs.append(torch.full((2, 1), 0.2, requires_grad=True))
+        out = call(*inputs)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for eager, traced in zip(*results, strict=True):
+        assert ratio(traced, eager) <= 1e-6
+    assert ratio(results[1][0], dense(*inputs[:3], lower(40), 0.2, spec)) <= 1e-5
+    torch._dynamo.reset()
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the calls of the package's own operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "regard":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", ["per dimension", "probe", "segments"])
+def test_operators_are_as_torch_wants_them(case: str) -> None:
+    q, k, v = (x.requires_grad_() for x in draw(1, 2, 6, 4, seed=5, dtype=torch.float32))
+    how: dict[str, Any] = {
+        "per dimension": {"ridge": torch.full((1, 2, 1, 4), 0.2, requires_grad=True), "ridge_mode": "absolute"},
+        "probe": {"solver": "learned", "probe": torch.ones(1, 2, 6, 4, requires_grad=True)},
+        "segments": {"segment_ids": torch.tensor([[0, 0, 0, 1, 1, 1]]), "solver": "cg"},
+    }[case]
+    with Recorder() as seen:
+        local(q, k, v, impl="blocked", is_causal=True, **how).sum().backward()
+    assert [func.name() for func, _ in seen.calls] == ["regard::local_linear_forward", "regard::local_linear_backward"]
+    for func, args in seen.calls:
+        once = "backward" in func.name()
+        fresh = [_copy(x, not once) if isinstance(x, Tensor) else x for x in args]
+        torch.library.opcheck(func, tuple(fresh))
+
+
+def _copy(x: Tensor, gradient: bool) -> Tensor:
+    return x.detach().clone().requires_grad_(gradient and x.is_floating_point())
+
+
+# Diagnostics -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_weights_of_the_values_and_what_of_them_is_negative(impl: str) -> None:
+    q, k, v = draw(1, 2, 30, 4, seed=6)
+    identity = torch.eye(30, dtype=torch.float64).expand(1, 2, 30, 30)
+    _, found = local(q, k, v, ridge=0.05, is_causal=True, impl=impl, return_diagnostics=True)
+    p = softmax(q @ k.transpose(-1, -2) / 2, lower(30))
+    weights = fit(p, q, k, identity, 0.05)
+    assert ratio(found.negative_mass, weights.clamp(max=0).neg().sum(-1)) <= 1e-9
+    if impl == "reference":
+        assert ratio(found.effective_weights, weights) <= 1e-9
+        assert ratio(found.weights, p) <= 1e-12
+    assert set(found.solver) == {"status", "iterations", "residual", "jitter"}
+    for name, value in found.solver.items():
+        assert value.shape == (1, 2, 30), name
+    assert found.solver["status"].dtype == torch.int32
+
+
+# Mistakes ----------------------------------------------------------------------------------------------------
+
+
+def message(**call: Any) -> str:
+    q, k, v = draw(2, 2, 5, 4, seed=7, dtype=torch.float32)
+    with pytest.raises(ArgumentError) as caught:
+        local(q, k, v, **call)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert len(text) < 400
+    return text
+
+
+def test_a_ridge_that_is_none() -> None:
+    for ridge in (-0.1, -1, float("nan"), float("inf"), "0.1", None, True, [0.1]):
+        assert "ridge" in message(ridge=ridge)
+    assert "ridge >= 0" in message(ridge=-0.1)
+    with regard.checks.debug():
+        assert "expected params['ridge'] >= 0" in message(ridge=torch.tensor([-0.1, 0.2]).view(2, 1))
+        assert "NaN or infinite" in message(ridge=torch.tensor(torch.nan))
+        assert "ridge" in message(ridge=torch.zeros(5), solver="cg")  # 0 has no solution that CG finds
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 1), (2, 2, 6), (2, 2, 5, 3), (2, 3, 1, 4), (1, 1, 1, 1, 1)])
+def test_a_ridge_of_the_wrong_shape(shape: tuple[int, ...]) -> None:
+    text = message(ridge=torch.ones(shape))
+    assert "ridge" in text
+    assert "which does not broadcast to" in text
+
+
+def test_a_ridge_that_is_no_floating_tensor() -> None:
+    assert "dtype torch.int64" in message(ridge=torch.ones(5, dtype=torch.int64))
+    assert "on meta" in message(ridge=torch.ones(5, device="meta"))
+
+
+def test_ridge_zero_by_solver() -> None:
+    assert "the solver cg needs ridge > 0" in message(ridge=0, solver="cg")
+    assert "the solver cg needs ridge > 0" in message(ridge=0, max_iter=5)
+    q, k, v = draw(1, 1, 5, 4, seed=8)
+    for solver in ("cholesky", "auto", "block-diagonal"):
+        out, found = local(q, k, v, ridge=0, solver=solver, is_causal=True, return_diagnostics=True)
+        assert bool(out.isfinite().all())
+        assert int(found.solver["status"][0, 0, 0]) == int(SolveStatus.MINIMUM_NORM)
+
+
+def test_solvers_and_their_numbers() -> None:
+    assert "Did you mean 'cholesky'" in message(solver="colesky")
+    for solver in ("cholesky", "block-diagonal", "learned", Cholesky()):
+        assert "max_iter and tol belong to conjugate gradients" in message(solver=solver, max_iter=3)
+    assert "max_iter and tol belong to conjugate gradients" in message(solver="cholesky", tol=1e-3)
+    for max_iter in (-1, 2.5, True):
+        assert "max_iter is" in message(solver="cg", max_iter=max_iter)
+    for tol in (0.0, -1e-3, float("nan")):
+        assert "tol is" in message(solver="cg", tol=tol)
+    assert "4 coordinates do not divide into 3 blocks" in message(solver=BlockDiagonal(3))
+    assert "blocks is -1" in str(pytest.raises(ArgumentError, BlockDiagonal, -1).value)
+    assert "solver" in message(solver=3)
+    assert "ridge_mode is 'both'" in message(ridge_mode="both")
+    assert "an absolute ridge is weighed" in message(spec="biweight", ridge_mode="absolute")
+    assert "non-negative weights that sum to one" in message(spec="linear")
+
+
+def test_a_probe_and_the_solver_that_takes_it() -> None:
+    probe = torch.zeros(2, 2, 5, 4)
+    for solver in ("auto", "cg", "cholesky"):
+        assert "a probe was given, which only solver='learned' takes" in message(solver=solver, probe=probe)
+    assert "give params={'probe': r}" in message(solver="learned")
+    for shape in ((2, 2, 5, 3), (2, 2, 5, 1), (2, 2, 4, 4), (4,), (5, 4)):
+        assert "probe" in message(solver="learned", probe=torch.zeros(shape))
+    assert "probe" in message(solver="learned", probe=0.1)
+    assert "unknown parameter 'probe'" in message(solver="cg", params={"probe": probe})
+    with regard.checks.debug():
+        assert "NaN or infinite" in message(solver="learned", probe=probe / 0)
+
+
+def test_a_spec_may_be_a_sentence_of_either_degree() -> None:
+    """One of degree 1 gives its weights alone; what this call says of the model holds."""
+    q, k, v = draw(1, 2, 20, 4, seed=9)
+    for spec in ("biweight", "local-linear[biweight]", regard.Spec.parse("biweight*linear(ridge=7.0,solver=cholesky)")):
+        found = local(q, k, v, spec=spec, ridge=0.2, is_causal=True)
+        assert ratio(found, dense(q, k, v, lower(20), 0.2, "biweight")) <= 1e-9
+    for solver in (Auto(), Cholesky(), ConjugateGradient(tol=1e-13)):
+        assert ratio(local(q, k, v, solver=solver, is_causal=True), dense(q, k, v, lower(20), 0.1)) <= 1e-9
+    zero = torch.zeros(1, 2, 20, 4, dtype=torch.float64)
+    mean = softmax(q @ k.transpose(-1, -2) / 2, lower(20)) @ v
+    assert ratio(local(q, k, v, solver=Learned(), probe=zero, is_causal=True), mean) <= 1e-12
+
+
+def test_numbers_of_the_weights_are_given_beside_the_ridge() -> None:
+    q, k, v = draw(1, 2, 20, 4, seed=10)
+    wide = local(q, k, v, spec="relumax", ridge=0.2, params={"margin": 2.0}, is_causal=True)
+    z = q @ k.transpose(-1, -2) / 2
+    z = torch.where(lower(20), z, -torch.inf)
+    w = (z - z.amax(-1, keepdim=True) + 2).clamp(min=0)
+    assert ratio(wide, fit(w / w.sum(-1, keepdim=True), q, k, v, 0.2)) <= 1e-9
