@@ -327,7 +327,7 @@ def test_a_folder_is_replaced_only_if_a_recipe_wrote_it(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "name a recipe: kernel-zoo, recall-capacity"),
+        ((), "name a recipe: boundary-bias, kernel-zoo, "),
         (("kernel-zo",), "unknown recipe 'kernel-zo'. Did you mean 'kernel-zoo'?"),
         (("--output", "x"), "the name of a recipe comes first"),
         (("kernel-zoo", "--point", "3"), "unknown option --point. Did you mean '--points'"),

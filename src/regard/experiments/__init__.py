@@ -3,6 +3,7 @@
 from . import boundary_bias as boundary_bias  # recipes register themselves
 from . import kernel_zoo as kernel_zoo
 from . import lla_numerics as lla_numerics
+from . import lla_variants as lla_variants
 from . import recall_capacity as recall_capacity
 from . import shared_query_key as shared_query_key
 from . import test_time_regression as test_time_regression

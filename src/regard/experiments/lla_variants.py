@@ -218,7 +218,8 @@ def measure(config: VariantsConfig, data: Data, progress: Progress) -> list[dict
         for protocol in PROTOCOLS:
             out, steps = _run(variant, data, ridge, protocol == "strictly-past")
             record["error"][protocol] = data.share(out)
-            record["steps"][protocol] = None if steps is None else _digits(steps.mean().item())
+            iterated = steps is not None and not variant.cost.endswith("direct")
+            record["steps"][protocol] = _digits(steps.double().mean().item()) if iterated else None
         sizes = variant.sizes(config, record["steps"]["self-included"])
         record |= {"flops": _digits(COSTS[variant.cost].flops(sizes)), "keys": sizes.n}
         record |= {"numbers": _digits(COSTS[variant.cost].numbers(sizes))}
@@ -247,49 +248,57 @@ def _run(variant: Variant, data: Data, ridge: float | None, strict: bool) -> tup
 
 
 def q_centred_blocks(
-    k: Tensor, v: Tensor, ridge: float, count: int, strict: bool
-) -> tuple[Tensor, Tensor]:
+    k: Tensor, v: Tensor, ridges: Sequence[float], counts: Sequence[int], strict: bool
+) -> dict[tuple[float, int], tuple[Tensor, Tensor]]:
     """BD-LLA as the paper defines it, for one sequence with q = k [T, d], in float64: the diagonal blocks of
     Sigma = sum w (k - q)(k - q)^T + ridge omega, o = sum w (1 - (k - q) . rho) v / delta, rho = Sigma^-1 mu.
 
     Returns:
-        The predictions [T, dv], 0 where nothing is seen, and delta / omega [T], 1 there.
+        By ridge and number of blocks the predictions [T, dv], 0 where nothing is seen, and delta / omega [T], 1 there.
     """
     k, v = k.double(), v.double()
     length, dim = k.shape
     hidden = torch.ones(length, length, dtype=torch.bool).triu(0 if strict else 1)
     p = ((k @ k.T) * dim**-0.5).masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
-    near = p @ k - k * p.sum(-1, keepdim=True)  # mu / omega
-    parts = k.unflatten(-1, (count, -1))
-    eye = ridge * torch.eye(dim // count, dtype=k.dtype)
-    rho = []
+    mass = p.sum(-1, keepdim=True)
+    near = p @ k - mass * k  # mu / omega
+    pairs = (k[:, :, None] * k[:, None, :]).flatten(1)
+    slopes: dict[tuple[float, int], list[Tensor]] = {at: [] for at in itertools.product(ridges, counts)}
     for start in range(0, length, ROWS):
         at = slice(start, start + ROWS)
-        z = parts[None] - parts[at, None]  # [rows, T, g, s]
-        sigma = torch.einsum("ij,ijga,ijgb->igab", p[at], z, z) + eye
-        rho.append(torch.linalg.solve(sigma, near[at].unflatten(-1, (count, -1))).flatten(-2))
-    slope = torch.cat(rho)
-    delta = 1 - (near * slope).sum(-1)
-    tilted = p * (1 - slope @ k.T + (slope * k).sum(-1, keepdim=True))
-    return tilted @ v / delta[:, None], delta
+        q, mu = k[at], near[at]
+        cross = mu[:, :, None] * q[:, None, :]
+        own = (mass[at] * q)[:, :, None] * q[:, None, :]
+        sigma = (p[at] @ pairs).unflatten(-1, (dim, dim)) - cross - cross.mT - own
+        for (ridge, count), parts in slopes.items():
+            size = dim // count
+            tiled = sigma.unflatten(-1, (count, size)).unflatten(-3, (count, size))
+            block = tiled.diagonal(dim1=-4, dim2=-2).movedim(-1, -3) + ridge * torch.eye(size, dtype=k.dtype)
+            parts.append(torch.linalg.solve(block, mu.unflatten(-1, (count, size))[..., None]).flatten(-3))
+    found = {}
+    for key, parts in slopes.items():
+        rho = torch.cat(parts)
+        delta = 1 - (near * rho).sum(-1)
+        tilted = p * (1 - rho @ k.T + (rho * k).sum(-1, keepdim=True))
+        found[key] = tilted @ v / delta[:, None], delta
+    return found
 
 
 def contrast(config: VariantsConfig, data: Data, progress: Progress) -> list[dict[str, Any]]:
-    """Error and the share of rows with delta <= 0 of the paper's blocks, by ridge, blocks and protocol."""
+    """Error and the share of rows with delta <= 0 of the paper's blocks, by protocol, ridge and blocks."""
     found = []
-    for ridge, count, protocol in itertools.product(config.ridges, blocks(config.dim), PROTOCOLS):
-        progress(f"the paper's blocks, {count}, ridge {ridge:g}")
-        strict = protocol == "strictly-past"
-        pairs = [
-            q_centred_blocks(k, v, ridge, count, strict)
+    for protocol in PROTOCOLS:
+        progress(f"the paper's blocks, {protocol}")
+        each = [
+            q_centred_blocks(k, v, config.ridges, blocks(config.dim), protocol == "strictly-past")
             for k, v in zip(data.keys[:, 0], data.values[:, 0], strict=True)
         ]
-        out = torch.stack([out for out, _ in pairs])[:, None]
-        delta = torch.stack([delta for _, delta in pairs])[:, data.later]
-        found.append({
-            "ridge": ridge, "blocks": count, "protocol": protocol, "error": data.share(out),
-            "not_positive": _digits((delta <= 0).double().mean().item()),
-        })  # fmt: skip
+        for ridge, count in each[0]:
+            out = torch.stack([one[ridge, count][0] for one in each])[:, None]
+            delta = torch.stack([one[ridge, count][1] for one in each])[:, data.later]
+            share = _digits((delta <= 0).double().mean().item())
+            record = {"protocol": protocol, "ridge": ridge, "blocks": count}
+            found.append(record | {"error": data.share(out), "not_positive": share})
     return found
 
 

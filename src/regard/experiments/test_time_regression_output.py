@@ -125,7 +125,7 @@ def notes(config: RegressionConfig, found: Found) -> tuple[str, ...]:
     after = [at for at in later if least(at, "later") == "mesa"]
     made = [
         f"Noise {config.noise:g} on values. Given: every method's own scale, ridge {config.ridge:g}. Chosen: on "
-        f"{config.held_out} sequences of another seed, the scale out of {_list(config.scales)} times its own, then the "
+        f"{config.held_out} sequences of another seed, the scale out of {_list(config.scales)} times its own and the "
         f"ridge out of {_list(config.ridges)}.",
         f"Self-included, after the first segment: LLA below softmax in {len(beaten)} of {len(wide)} cells with d >= 16"
         f"{_but(wide, beaten)}. Of {', '.join(PAPERS)}, Mesa has the least error in the first segment in {len(first)} "

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
+from ..checks import ArgumentError, in_range
 from ..grammar import Spec, as_spec
 from ..grammar.solvers import Auto, ConjugateGradient, Solver, solvers
 from .attention import attention
@@ -62,13 +63,14 @@ def local_linear_attention(
     Cost: with T keys a row, 4 D T operations a step of conjugate gradients, D^2 T for Cholesky, beside the 4 D T of
     attention; memory Theta(n d).
     """
-    if isinstance(ridge, Tensor):
-        number = 0.1  # not used: the tensor is
-    elif isinstance(ridge, bool) or not isinstance(ridge, (int, float)):
-        raise ArgumentError(f"{CALL}: ridge is {ridge!r}, expected a number >= 0 or a tensor.")
-    else:
-        number = float(ridge)
-    sentence = _sentence(spec, number, solver, ridge_mode, max_iter, tol)
+    number = 0.1  # not used where there is a tensor
+    if not isinstance(ridge, Tensor):
+        in_range(CALL, "ridge", ridge, low=0.0, strict=False)
+        if torch.compiler.is_compiling():
+            ridge = torch.full((), ridge, dtype=torch.float64, device=query.device)  # one graph for all numbers
+        else:
+            number = float(ridge)
+    sentence = _MADE[_make(spec, number, solver, ridge_mode, max_iter, tol)]
     given = dict(params or {})
     if isinstance(ridge, Tensor):
         given["ridge"] = ridge
@@ -81,15 +83,28 @@ def local_linear_attention(
     return attention(query, key, value, sentence, params=given, **arguments)
 
 
-def _sentence(
+_MADE: dict[int, Spec] = {}
+_PLACES: dict[tuple[Spec, float, str, str], int] = {}
+
+
+def _make(
     spec: Spec | str, ridge: float, solver: str | Solver, ridge_mode: str, max_iter: int | None, tol: float | None
-) -> Spec:
-    """The weights of `spec` with this local linear model."""
-    chosen = _solver(solver, max_iter, tol)
-    return replace(as_spec(spec), degree=1, ridge=ridge, solver=chosen, ridge_mode=ridge_mode)
+) -> int:
+    """Where in `_MADE` the weights of `spec` are with this local linear model."""
+    base, chosen = as_spec(spec), _solver(solver, max_iter, tol)
+    key = (base, ridge, repr(chosen), repr(ridge_mode))
+    place = _PLACES.get(key)
+    if place is None:
+        made = replace(base, degree=1, ridge=ridge, solver=chosen, ridge_mode=ridge_mode)
+        if len(_PLACES) >= 1024:  # a number that changes at every call must not fill the memory
+            _PLACES.clear()
+            _MADE.clear()
+        place = _PLACES[key] = len(_PLACES)
+        _MADE[place] = made
+    return place
 
 
-_sentence._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run for real while a graph is traced
+_make._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run for real while a graph is traced
 
 
 def _solver(solver: str | Solver, max_iter: int | None, tol: float | None) -> Any:
