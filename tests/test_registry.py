@@ -133,6 +133,7 @@ def test_every_axis_is_listed() -> None:
         "impl",
         "energy",
         "recipe",
+        "task",
     ]
     for axis, held in found.items():
         assert len(held.names()) > 0, axis

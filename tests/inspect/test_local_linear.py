@@ -188,7 +188,13 @@ def by_layer() -> AttentionMaps:
 
 def test_the_table_of_layers() -> None:
     table = layer_table(by_layer())
-    assert table.header[:5] == ("layer", "keys with weight", "of the visible", "with weight above 0.1", "negative weight")
+    assert table.header[:5] == (
+        "layer",
+        "keys with weight",
+        "of the visible",
+        "with weight above 0.1",
+        "negative weight",
+    )
     assert table.rows == (
         ("1", "1.5", "100%", "1.5", "0.100", "2.5", "2.5e-01", "1 of 2"),
         ("2", "1.0", "75%", "1.0", "0.000", "-", "-", "-"),

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
-from regard.integrations.transformers import register
+from regard.grammar import as_spec
+from regard.integrations.transformers import attend, register
 
 register("gaussian*linear(ridge=0.5,solver=cholesky)")
 WEIGHTS = {"local-linear": lambda z: z.softmax(-1), "local-linear[biweight]": lambda z: entmax.entmax15(z, dim=-1)}
@@ -172,10 +173,7 @@ def test_training_in_blocks(family: str) -> None:
 
 
 def test_attention_dropout_keeps_the_mean() -> None:
-    """Many draws of GPT-2's dropout average to the output without it, in a model of one layer's attention alone."""
-    from regard.integrations.transformers import attend
-    from regard.grammar import as_spec
-
+    """Many draws average to the output without it."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 6, 4, generator=generator, dtype=torch.float64) for _ in range(3))
     layer = nn.Module()

@@ -132,7 +132,9 @@ def test_single_steps_equal_the_whole(cache: str) -> None:
         assert gap < tolerance, (dtype, float(gap))
 
 
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True}, {"num_beams": 2, "num_return_sequences": 2}])
+@pytest.mark.parametrize(
+    "how", [{}, {"num_beams": 3}, {"do_sample": True}, {"num_beams": 2, "num_return_sequences": 2}]
+)
 @pytest.mark.parametrize("window", [None, 5])
 def test_generation_with_and_without_a_cache(how: dict[str, Any], window: int | None) -> None:
     model = build(window=window).double()

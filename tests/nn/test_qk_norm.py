@@ -125,7 +125,7 @@ def test_bfloat16(kind):
 
 
 def test_bad_names():
-    with pytest.raises(ArgumentError, match="nn.Attention: qk_norm is 'l1', expected None, 'rms' or 'l2'"):
+    with pytest.raises(ArgumentError, match=r"nn\.Attention: qk_norm is 'l1', expected None, 'rms' or 'l2'"):
         Attention(C, H, qk_norm="l1")
     with pytest.raises(ArgumentError, match="norm_eps"):
         Attention(C, H, qk_norm="rms", norm_eps=0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from regression import dense, draw, fit, lower, ratio, softmax
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
@@ -97,7 +98,7 @@ def test_forward_and_backward_in_one_graph(spec: str) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, ridge: Tensor) -> Tensor:
         return local(q, k, v, ridge=ridge, spec=spec, is_causal=True)
 
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
     results = []
     for call in (run, compiled):
         inputs = [x.requires_grad_() for x in draw(1, 2, 40, 8, seed=4, dtype=torch.float32)]
@@ -142,6 +143,22 @@ def test_operators_are_as_torch_wants_them(case: str) -> None:
 
 def _copy(x: Tensor, gradient: bool) -> Tensor:
     return x.detach().clone().requires_grad_(gradient and x.is_floating_point())
+
+
+def test_numbers_do_not_make_new_graphs() -> None:
+    """Another ridge is another number in the same graph; another solver makes another."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q, k, v, ridge, solver: local(q, k, v, ridge=ridge, solver=solver), backend=counter,
+                             fullgraph=True, dynamic=True)  # fmt: skip
+    q, k, v = draw(1, 2, 20, 4, seed=5)
+    everything = torch.ones(20, 20, dtype=torch.bool)
+    for ridge in (0.1, 0.2, 0.7):
+        assert ratio(compiled(q, k, v, ridge, "cholesky"), dense(q, k, v, everything, ridge)) <= 1e-9
+        assert counter.frame_count == 1
+    assert ratio(compiled(q, k, v, 0.1, ConjugateGradient(tol=1e-13)), dense(q, k, v, everything, 0.1)) <= 1e-9
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
 
 
 # Diagnostics -------------------------------------------------------------------------------------------------
@@ -219,7 +236,8 @@ def test_solvers_and_their_numbers() -> None:
     for tol in (0.0, -1e-3, float("nan")):
         assert "tol is" in message(solver="cg", tol=tol)
     assert "4 coordinates do not divide into 3 blocks" in message(solver=BlockDiagonal(3))
-    assert "blocks is -1" in str(pytest.raises(ArgumentError, BlockDiagonal, -1).value)
+    with pytest.raises(ArgumentError, match="blocks is -1"):
+        BlockDiagonal(-1)
     assert "solver" in message(solver=3)
     assert "ridge_mode is 'both'" in message(ridge_mode="both")
     assert "an absolute ridge is weighed" in message(spec="biweight", ridge_mode="absolute")

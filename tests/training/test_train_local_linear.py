@@ -29,7 +29,7 @@ class Reporter(nn.Module):
         self.observer: Any = None
         self.observe_weights = False
         none = torch.zeros(1, 1, 2)
-        given = {name: none for name in ("tau", "bandwidth", "effective_sample_size", "empty", "fallback", "status")}
+        given = dict.fromkeys(("tau", "bandwidth", "effective_sample_size", "empty", "fallback", "status"), none)
         self.told = Diagnostics(**{**given, **rows})
 
 
@@ -85,7 +85,8 @@ def test_a_run_with_a_learned_ridge(tiny: Callable) -> None:
         assert 0 <= line["solver_residual"] < 1e-2
         assert line["unconverged"] == 0
         assert line["solver_iterations"] >= 0
-    assert all("negative 0." in line and "solver steps" in line for line in log.getvalue().splitlines() if "held" not in line)  # fmt: skip
+    shown = [line for line in log.getvalue().splitlines() if "held out" not in line]
+    assert all("negative 0." in line and "solver steps" in line for line in shown)
     model = AutoModelForCausalLM.from_pretrained(config.out / "model")
     assert model.config.ridges == ["fixed", "learned(start=0.2)"]
     assert model.config.qk_norm == "rms"
@@ -118,10 +119,15 @@ def test_systems_that_do_not_converge_are_said_once(tiny: Callable) -> None:
 
 def test_other_warnings_go_where_they_went() -> None:
     said: list[str] = []
-    with pytest.warns(UserWarning, match="another") as caught, unconverged_once(said.append):
-        warnings.warn("another", UserWarning, stacklevel=1)
-        for _ in range(3):
-            warnings.warn("x: some systems did not converge (y)", RuntimeWarning, stacklevel=1)
+
+    def run() -> None:
+        with unconverged_once(said.append):
+            warnings.warn("another", UserWarning, stacklevel=1)
+            for _ in range(3):
+                warnings.warn("x: some systems did not converge (y)", RuntimeWarning, stacklevel=1)
+
+    with pytest.warns(UserWarning, match="another") as caught:
+        run()
     assert len(said) == 1
     assert [str(w.message) for w in caught] == ["another"]
     with pytest.warns(RuntimeWarning, match="did not converge"):  # as before, outside

@@ -115,7 +115,8 @@ def delta_rule(
     Raises:
         ArgumentError: shapes or dtypes that do not fit, or numbers out of range.
 
-    Precision: float32 (float64 for float64 inputs), whatever the inputs. Derivatives: to any order.
+    Precision: float32 (float64 for float64 inputs), whatever the inputs and autocast; a backward pass keeps it outside
+    of autocast, where torch wants it. Derivatives: to any order.
     Cost: a head, O(T D (D + Dv + c)) for "chunked" with O(T (D + Dv + c) + (T / c) D (D + Dv)) memory; "parallel"
     O(T^2) memory and O(T^2 (T + D)) time; "recurrent" O(T D Dv).
     """

@@ -91,8 +91,9 @@ def diagnose(
     elif not spec.kernel.compact:
         edge = torch.where(theta == -torch.inf, torch.as_tensor(per_row, dtype=theta.dtype) ** -0.5, edge)
     blank = lambda x: torch.where(stats.empty, 0, x)[..., 0]  # noqa: E731
-    if negative is None and (effective is not None or weights is not None):
-        negative = negative_part(weights if effective is None else effective)  # type: ignore[arg-type]
+    signed = weights if effective is None else effective
+    if negative is None and signed is not None:
+        negative = negative_part(signed)
     elif negative is None and spec.weighting.nonnegative:
         negative = torch.zeros_like(theta[..., 0])
     seen = visible.counts(theta.device)[..., None].clamp(min=1)

@@ -140,7 +140,8 @@ def mesa_attention(
             exceeds `tol`, or where that is None the root of the precision (3e-4 in float32). Looked at where the
             numbers are at hand (CPU, not compiled).
 
-    Precision: float32 (float64 for float64 inputs) for states and solves, whatever the inputs.
+    Precision: float32 (float64 for float64 inputs) for states and solves, whatever the inputs and autocast; a backward
+    pass keeps it outside of autocast, where torch wants it.
     Derivatives: "chunked" once, backward, by one more solve (under forward mode and torch.func transforms it is
     "parallel"); they are those of the solution, so that they are as good as it is. The other forms to any order.
     Cost: a head, with chunks of c: O(T D (D + c) + (T / c) (D^3 + c^3)) by two factors a chunk, O(T D^3) by a matrix

@@ -32,6 +32,7 @@ from ..checks import ArgumentError
 from ..grammar import Spec
 from ..ops import attention
 from .recipes import Findings, Progress, recipes
+from .threads import one_thread
 
 CALL = "reproduce: boundary-bias"
 KERNEL = "epanechnikov*fixed(bias=1,empty=nearest)*euclidean"
@@ -230,7 +231,8 @@ class BoundaryBias:
         for d in config.dims:
             for n in config.sizes:
                 progress(f"d = {d}, n = {n}")
-                runs[d][n] = measure(config, d, n)
+                with torch.no_grad(), one_thread():
+                    runs[d][n] = measure(config, d, n)
         fitted = rates(config, runs)
         progress("drawing")
         from . import boundary_bias_output as output

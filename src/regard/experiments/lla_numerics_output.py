@@ -103,7 +103,7 @@ def _statuses(cells: Sequence[dict[str, Any]]) -> str:
 
 def notes(config: NumericsConfig, records: Records) -> tuple[str, ...]:
     """What holds of the bars, what tolerances give, and where the schemes fail."""
-    made = [f"T = {config.length}, D = {config.dim}, {config.draws} head{"s" * (config.draws > 1)} of each kind of data, seed {config.seed}."]
+    made = [f"T = {config.length}, D = {config.dim}, heads of each kind of data: {config.draws}, seed {config.seed}."]
     low = select(records, "bfloat16")
     for record in low:
         if record["family"] == "anisotropic" and record["ridge"] in BARS:

@@ -75,7 +75,7 @@ class VariantsConfig:
 
 
 QUICK: dict[str, Any] = {
-    "dim": 16, "length": 256, "segment": 64, "sequences": 4, "windows": (32, 64, 128), "repeats": 2,
+    "dim": 16, "length": 256, "segment": 64, "sequences": 4, "windows": (32, 128), "steps": (1, 4), "repeats": 2,
 }  # fmt: skip
 """What `quick` makes of the defaults."""
 
@@ -218,8 +218,8 @@ def measure(config: VariantsConfig, data: Data, progress: Progress) -> list[dict
         for protocol in PROTOCOLS:
             out, steps = _run(variant, data, ridge, protocol == "strictly-past")
             record["error"][protocol] = data.share(out)
-            iterated = steps is not None and not variant.cost.endswith("direct")
-            record["steps"][protocol] = _digits(steps.double().mean().item()) if iterated else None
+            direct = variant.cost.endswith("direct")
+            record["steps"][protocol] = None if steps is None or direct else _digits(steps.double().mean().item())
         sizes = variant.sizes(config, record["steps"]["self-included"])
         record |= {"flops": _digits(COSTS[variant.cost].flops(sizes)), "keys": sizes.n}
         record |= {"numbers": _digits(COSTS[variant.cost].numbers(sizes))}

@@ -231,7 +231,8 @@ def against_blocks(config: VariantsConfig, records: Records, theirs: Records) ->
             (own, COLOURS[0], "o", "of the covariance (regard)"),
             (other, COLOURS[1], "^", "of Sigma, centred at the query (the paper's)"),
         ):
-            y, bars = [e for e, _ in found.values()], [half for _, half in found.values()]
+            y, half = [e for e, _ in found.values()], [h for _, h in found.values()]
+            bars = ([min(h, 0.9 * e) for e, h in found.values()], half)  # the axis has no 0
             place.errorbar(list(found), y, yerr=bars, color=colour, marker=marker, capsize=2, label=label)
         (plain,) = (r for r in records if r["name"] == "softmax")
         place.axhline(plain["error"][protocol][0], color=GREY, linestyle="--", label="softmax")

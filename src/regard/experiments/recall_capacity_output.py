@@ -188,4 +188,8 @@ def notes(config: RecallCapacityConfig) -> tuple[str, ...]:
         f"scales. Kernels that take no scale have keys and cues of that squared length.",
         f"Except under 'pairs', {config.stored} pairs are stored. 'sums': damage to the sums that the kernel's pairs "
         f"fold into; undamaged sums read as undamaged pairs do.",
+        "Of global linear models the state is damaged. Cues are of the pairs that were stored first, which the delta "
+        "rule overwrites first.",
+        "Signal bias and interference are the parts of the error with clean cues: the weight of the cue's own value, less "
+        "one, and all others; 1/SNR is the interference relative to what is left of the signal.",
     )

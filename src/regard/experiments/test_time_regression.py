@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +30,7 @@ from ..checks import ArgumentError
 from ..tasks import ConeRegression
 from .recipes import Findings, Progress, recipes
 from .test_time_regression_methods import Method, methods
+from .threads import one_thread
 
 CALL = "reproduce: test-time-regression"
 PROTOCOLS = ("self-included", "strictly-past")
@@ -87,7 +87,7 @@ class RegressionConfig:
     """The segment of that sweep."""
     ridge: float = 0.1
     """The ridge of what is measured as given."""
-    scales: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0, 2.0)
+    scales: tuple[float, ...] = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
     """The scales to choose from, in units of the scale that a method has by itself."""
     ridges: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0)
     """The ridges to choose from."""
@@ -255,17 +255,6 @@ def measure(config: RegressionConfig, progress: Progress) -> Iterator[dict[str, 
         progress(f"{said} ({place + 1}/{len(work)}{left})")
         yield measure_cell(config, cell, protocol)
         done += sizes[place]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """A second thread brings little on blocks of this size, and where the cores are shared it costs many times that."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @recipes.register("test-time-regression")

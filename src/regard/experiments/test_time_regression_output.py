@@ -140,8 +140,17 @@ def _long(at: tuple[int, int], cell: dict[str, Any]) -> str:
     said = [f"{how} {_quotient(cell, part, how)}" for part in ("whole", "late") for how in ("given", "chosen")]
     return (
         f"Strictly past, (d, S) = {at}, LLA / softmax: all positions {said[0]}, {said[1]}; second halves of the later "
-        f"segments {said[2]}, {said[3]}."
+        f"segments {said[2]}, {said[3]}.{_radial(cell)}"
     )
+
+
+def _radial(cell: dict[str, Any]) -> str:
+    """The same for the kernel of distance, which the paper derives LLA with."""
+    if "rbf" not in cell["methods"]:
+        return ""
+    base, ours = cell["methods"]["rbf"], cell["methods"]["local-linear[rbf]"]
+    said = (f"{how} {ours[how]['whole'][0] / base[how]['whole'][0]:.3g}" for how in ("given", "chosen"))
+    return f" The same with a Gaussian of the distance, local-linear[rbf] / rbf: all positions {', '.join(said)}."
 
 
 def _hopeless(past: dict[tuple[int, int], dict[str, Any]], length: int) -> str:

@@ -96,7 +96,8 @@ class Gaussian(_Ranked):
     own_slope: ClassVar[bool] = True
 
     def relative(self, d: Tensor, reach: Number, params: Params) -> Tensor:
-        return _inside(torch.exp(-d), d, reach)
+        w = torch.exp(-d) if torch.is_grad_enabled() else d.neg().exp_()
+        return _inside(w, d, reach)
 
     def relative_slope(self, d: Tensor, reach: Number, params: Params) -> Tensor:
         return _inside(torch.exp(-d), d, reach)

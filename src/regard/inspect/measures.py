@@ -89,7 +89,7 @@ def attention_maps(model: nn.Module, input_ids: Tensor, labels: Sequence[str]) -
         raise ArgumentError("attention_maps: the layers have different numbers of heads.")
     signed = [layer.weights if layer.effective_weights is None else layer.effective_weights for layer in found]
     weights = torch.stack([each[0] for each in signed if each is not None])
-    support, density = (torch.stack([row[0] for row in rows]).float().cpu() for rows in
-                        ([layer.support for layer in found], [layer.density for layer in found]))
+    support = torch.stack([layer.support[0] for layer in found]).float().cpu()
+    density = torch.stack([layer.density[0] for layer in found]).float().cpu()
     solver = tuple({name: rows[0].float().cpu() for name, rows in (layer.solver or {}).items()} for layer in found)
     return AttentionMaps(tuple(labels), weights.float().cpu(), support, density, solver)

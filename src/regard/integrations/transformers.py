@@ -80,7 +80,8 @@ def register(*specs: Spec | str, **named: Spec | str) -> list[str]:
     """
     given = [(_name(spec), spec) for spec in specs] + list(named.items())
     linear = [f"local-linear[{name}]" for name, spec in presets().items() if spec.degree == 0 and spec.convex]
-    return [_file(name, spec) for name, spec in [*presets().items(), *zip(linear, linear, strict=True), *given]]
+    wanted: list[tuple[str, Spec | str]] = [*presets().items(), *((name, name) for name in linear), *given]
+    return [_file(name, spec) for name, spec in wanted]
 
 
 def convert(model: Model, spec: Spec | str) -> Model:

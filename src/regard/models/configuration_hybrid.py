@@ -56,9 +56,9 @@ class HybridConfig(PreTrainedConfig):
         temperatures: how sharp weights are: one rule (text or `regard.nn.Temperature`: "fixed", "learned", "log",
             "power(exponent=0.5)", ...) for all layers, or a sequence with one per layer. Kept like `mixers`. Files
             written when there was only `learn_temperature` are read as "learned" or "fixed".
-        ridges: what penalises the slope in local linear layers: one rule (text or `regard.nn.Ridge`: "fixed", "learned",
-            "learned-per-dimension", ...) for all layers that have a ridge, or a sequence with one per layer. Kept like
-            `mixers`, "fixed" for the layers that have none.
+        ridges: what penalises the slope in local linear layers: one rule (text or `regard.nn.Ridge`: "fixed",
+            "learned", "learned-per-dimension", ...) for all layers that have a ridge, or a sequence with one per
+            layer. Kept like `mixers`, "fixed" for the layers that have none.
         qk_norm: normalise queries and keys in every layer: None, "rms" or "l2" (see `regard.nn.Attention`).
         share_query_key: one projection for queries and keys (see `regard.nn.Attention`).
         exclude_self: attend to earlier tokens only.
@@ -72,8 +72,8 @@ class HybridConfig(PreTrainedConfig):
 
     Raises:
         ArgumentError: a number out of range, sizes that do not fit, an unknown spec or rule, a list of the wrong
-            length, a rule that no layer takes, or an unknown keyword (transformers alone would keep a misspelt field as an
-            attribute, and another model than the one asked for would be trained).
+            length, a rule that no layer takes, or an unknown keyword (transformers alone would keep a misspelt field
+            as an attribute, and another model than the one asked for would be trained).
     """
 
     model_type = "regard_hybrid"

@@ -1,10 +1,10 @@
 """Ridges: what penalises the slope of the local linear model in a layer, which may depend on the token.
 
 Equation 27 of Local Linear Attention (arXiv 2510.01450) makes the ridge of a token from its hidden state x,
-lambda = sigmoid(W x). As printed W is [d, d_lambda], which cannot be applied to x, and d_lambda is called the channels of
-a head where one number a head is meant; here W is [H r, C], with r = 1 number a head, or r = D, one for every channel.
-A floor is added, since a ridge of 0 leaves the first D rows of a sequence, whose keys span less than the space, without
-a unique answer.
+lambda = sigmoid(W x). As printed W is [d, d_lambda], which cannot be applied to x, and d_lambda is called the channels
+of a head where one number a head is meant; here W is [H r, C], with r = 1 number a head, or r = D, one for every
+channel. A floor is added, since a ridge of 0 leaves the first D rows of a sequence, whose keys span less than the
+space, without a unique answer.
 
 Each rule is a frozen dataclass, registered under its name; its text form is that of the grammar's words,
 `learned(start=0.5)`.
@@ -40,7 +40,7 @@ class Ridge(Rule):
     name: ClassVar[str]
 
     def numbers(self, dim: int) -> int:
-        """How many numbers a head and token: 1, or `dim` for one a channel; 0 for that of the spec, the same for all."""
+        """How many numbers a head and token: 1, or `dim` for one a channel; 0 for the spec's own, the same for all."""
         return 0
 
     def bias(self) -> float:

@@ -146,6 +146,12 @@ class Block:
         visible = self.work.visible
         if not positional:
             visible = replace(visible, causal=False, strict=False, window=None)
+        low = self._edge(visible)
+        if low is not None:
+            seen = visible.block(self.first, self.last, low, self.high, z.device)
+            assert seen is not None
+            z[..., low - self.low :].masked_fill_(~seen[0], -torch.inf)
+            return z
         seen = visible.block(self.first, self.last, self.low, self.high, z.device)
         if seen is None:
             return z
@@ -156,6 +162,14 @@ class Block:
         full = seen.expand(self.work.total // self.work.heads, self.work.heads, *seen.shape[-2:])
         n = torch.arange(self.at.start, self.at.stop, device=z.device)
         return z.masked_fill_(~full[n // self.work.heads, n % self.work.heads], -torch.inf)
+
+    def _edge(self, visible: Visibility) -> int | None:
+        """The first key that causal order hides from some query; None where something else hides keys."""
+        other = visible.window is not None or visible.runs is not None or visible.mask is not None
+        if not visible.causal or other or self.kept is not None or isinstance(visible.offset, Tensor):
+            return None
+        seen = self.first + visible.offset + (0 if visible.strict else 1)
+        return max(self.low, min(seen, self.high))
 
     def common(self, device: torch.device) -> Tensor:
         """Which keys every query of the block sees that sees any: boolean [n, w]. What is made of them alone is no

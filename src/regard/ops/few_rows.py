@@ -30,17 +30,26 @@ class FewRows(WeightedRows):
         self.raw, self.ridge, self.probe, self.p, self._last = y, ridge, probe, p, None
         near = common & (common.flip(-1).cumsum(-1).flip(-1) <= NEAREST)
         self.share = near / near.sum(-1, keepdim=True).clamp(min=1).to(p.dtype)
-        first = int(near.any(0).int().argmax()) if near.shape[1] else 0  # before it no head has a share
-        self.origin = self.share[:, None, first:] @ y[:, first:]
+        self.origin = self._origin(near)
         n, q, _ = p.shape
         dim = y.shape[-1]
         self.mean = p.new_zeros(n, q, dim)
         self.moments = p.new_zeros(n, q, dim, dim)
+        room = p.new_empty(0)
         for at, part in self._chunks():
-            weighted = part[:, None] * p[..., at, None]
-            self.mean += weighted.sum(-2)
+            weighted = torch.mul(part[:, None], p[..., at, None], out=room.resize_(n, q, part.shape[1], dim))
+            self.mean.baddbmm_(p[..., at], part)
             flat = self.moments.flatten(0, 1)
             flat.baddbmm_(weighted.flatten(0, 1).transpose(-1, -2), part.repeat_interleave(q, 0) if q > 1 else part)
+
+    def _origin(self, near: Tensor) -> Tensor:
+        """The mean of the near keys [n, 1, D]; zero, which saves the move, where keys spread wider than it is far."""
+        first = int(near.any(0).int().argmax()) if near.shape[1] else 0  # before it no head has a share
+        share, y = self.share[:, None, first:], self.raw[:, first:]
+        origin = share @ y
+        far = origin.square().sum(-1, keepdim=True) > 0.5 * (share @ y.square().sum(-1, keepdim=True))
+        self._moved = bool(far.any())
+        return torch.where(far, origin, 0)
 
     def _chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Keys, and their coordinates from the origin [n, chunk, D], to be used before the next."""
@@ -49,7 +58,8 @@ class FewRows(WeightedRows):
         room = self.raw.new_empty(n, min(size, width), dim)
         for start in range(0, width, size):
             at = slice(start, min(start + size, width))
-            yield at, torch.sub(self.raw[:, at], self.origin, out=room[:, : at.stop - start])
+            part = self.raw[:, at]
+            yield at, torch.sub(part, self.origin, out=room[:, : at.stop - start]) if self._moved else part
 
     @property
     def y(self) -> Tensor:
@@ -61,6 +71,8 @@ class FewRows(WeightedRows):
         return self.raw.shape[1]
 
     def slopes(self, x: Tensor) -> Tensor:
+        if not self._moved:
+            return (x @ self.raw.transpose(-1, -2)).sub_((self.mean * x).sum(-1, keepdim=True))
         s = torch.empty_like(self.p)
         for at, part in self._chunks():
             s[..., at] = x @ part.transpose(-1, -2)

@@ -149,7 +149,7 @@ def _key_mask(mask: Tensor | None, key: Tensor) -> Tensor | None:
     return mask.expand(batch, keys)
 
 
-@register_impl("trend", priority=40)
+@register_impl("trend", priority=1)
 class Interpolated:
     """Sentences with a trend: the best implementation for their weights, over values and keys side by side, and the
     trend read where those leave it. Diagnostics are those of the weights."""
