@@ -1,13 +1,14 @@
 """What regard costs on a CPU, side by side with what else one could run: `python benchmarks/cpu.py --write`.
 
-Three parts, each with times, memory and its own provenance:
+Four parts, each with times, memory and its own provenance:
 
 normalisers: regard's weightings of plain scores, torch.softmax and the entmax package;
 attention: regard's compact kernels, scaled_dot_product_attention and dense entmax15 attention;
-linear: the linear-time forms up to 65536 positions, and the cost of a decoded token.
+linear: the linear-time forms up to 65536 positions, and the cost of a decoded token;
+local_linear: local linear attention, scaled_dot_product_attention and the plain dense form.
 
 Within a configuration the contestants take turns, and ratios are those of medians within one run. Needs the extras
-`dev` and `cpu`. All parts take about ten minutes on two quiet cores and at most 8 GiB of memory.
+`dev` and `cpu`. All parts take about fifteen minutes on two quiet cores and at most 8 GiB of memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import cpu_table
 import torch
 from cpu_measure import ROOT, peaks, provenance, say
 
-PARTS = ("normalisers", "attention", "linear")
+PARTS = ("normalisers", "attention", "linear", "local_linear")
 STORED = ROOT / "benchmarks" / "results" / "cpu.json"
 PAGE = ROOT / "docs" / "results.md"
 

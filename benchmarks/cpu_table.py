@@ -17,6 +17,7 @@ PAIRS = (
 )
 """The same function, ours and the package's."""
 DENSE = "dense entmax15"
+DENSE_LOCAL = "dense local-linear"
 BARS = {
     "forward": "",
     "both": " Bars: alpha 2 and 1.5, relumax and normrelu 1.5, alpha 4/3 2.5; at standard deviation 0.05, all 4.",
@@ -53,6 +54,7 @@ def tables(stored: Entry) -> str:
         "normalisers": normalisers,
         "attention": attention,
         "linear": linear,
+        "local_linear": local_linear,
     }
     blocks: list[str] = []
     for name, make in makers.items():
@@ -286,3 +288,92 @@ def decoding(found: list[Entry]) -> Iterable[str]:
         times = [d["contestants"][name]["median_ms"] for d in found]
         rows.append([name, *(number(1e3 * t) for t in times), f"{number(times[-1] / times[0])}x"])
     yield markdown(["", *(f"{n} tokens" for n in lengths), "longest / shortest"], rows)
+
+
+# Local linear ------------------------------------------------------------------------------------------------
+
+
+def local_linear(part: Entry) -> Iterable[str]:
+    usual = part["times"][0]["config"]["dim"]
+    configs = [t["config"] for t in part["times"] if t["pass"] == "both"]
+    yield "### Local linear attention\n\n" + machine(part)
+    yield (
+        f"Causal, ridge {part['ridge']:g}, float32, {usual} features: time as a ratio to scaled_dot_product_attention "
+        f"(sdpa), and in brackets how many times faster than the plain dense form, which runs where its tensors are "
+        f"below 1 GiB. Without a tolerance systems are solved to a residual of 1e-6. Bars at T 2048, H 8: 12 forward, "
+        f"8 forward + backward."
+    )
+    yield against_dense(part, [c for c in configs if c["dim"] == usual])
+    others = sorted((c for c in configs if c["dim"] != usual), key=lambda c: int(c["dim"]))
+    length, heads = others[0]["length"], others[0]["heads"]
+    yield f"The same by features, T {length}, H {heads}."
+    same = [c for c in configs if (c["length"], c["heads"]) == (length, heads)]
+    yield against_dense(part, sorted(same, key=lambda c: int(c["dim"])))
+    yield "Mean (largest) steps of conjugate gradients a row, forward, and the largest relative residual of a row."
+    yield steps(part, configs)
+    yield from growth_and_bar(part)
+    yield from against_softmax(part["decoding"])
+
+
+def size(config: Entry) -> str:
+    return f"T {config['length']}, H {config['heads']}, D {config['dim']}"
+
+
+def against_dense(part: Entry, configs: list[Entry]) -> str:
+    """A column for every configuration and pass; names that did not run there have a dash."""
+    base, head, cells = part["baseline"], [""], []
+    for config in configs:
+        for which, words in PASSES.items():
+            head.append(f"{size(config)}: {words}")
+            cells.append(select(part["times"], which, **config))
+    names = list(dict.fromkeys(name for c in cells for name in c if name != base))
+    rows = [[f"{base}, ms", *(number(c[base]["median_ms"]) for c in cells)]]
+    for name in names:
+        row = [name]
+        for c in cells:
+            more = ""
+            if name in c and name != DENSE_LOCAL and DENSE_LOCAL in c:
+                more = f" ({number(c[DENSE_LOCAL]['median_ms'] / c[name]['median_ms'])}x)"
+            row.append(number(c[name]["ratio"]) + more if name in c else "–")
+        rows.append(row)
+    return markdown(head, rows)
+
+
+def steps(part: Entry, configs: list[Entry]) -> str:
+    found = [next(s["contestants"] for s in part["solver"] if s["config"] == c) for c in configs]
+    rows = [
+        [name, *(f"{number(s[name]['mean'])} ({s[name]['max']}); {s[name]['residual']:.1e}" for s in found)]
+        for name in found[0]
+    ]
+    return markdown(["", *map(size, configs)], rows)
+
+
+def growth_and_bar(part: Entry) -> Iterable[str]:
+    """Exponents of T, and peak memory beside its bar."""
+    memory = part["memory"]
+    config, queries, bar = (memory[0][name] for name in ("config", "queries_mib", "bar_mib"))
+    yield (
+        f"Exponent of T in the time of a head, fitted over all lengths, and peak memory at {size(config)} in MiB, "
+        f"counted as above. Bar of the latter: 12 times the queries ({number(queries)} MiB) and 64 MB, so "
+        f"{number(bar)} MiB."
+    )
+    mib = {m["name"]: m["mib"] for m in memory}
+    rows = []
+    for name in part["growth"][0]["contestants"]:
+        own = mib.get(name)
+        row = [name, *(f"{g['contestants'][name]['fitted']:.2f}" for g in part["growth"])]
+        rows.append(row + [number(own[which]) if own else "–" for which in PASSES])
+    yield markdown(["", *PASSES.values(), *(f"MiB, {words}" for words in PASSES.values())], rows)
+
+
+def against_softmax(found: list[Entry]) -> Iterable[str]:
+    base, config = found[0]["baseline"], found[0]["config"]
+    yield (
+        f"One decoded token against a cache, {config['heads']} heads of {config['dim']} features: microseconds, and as "
+        f"a ratio to {base}. Bar at 8192 keys: 2.5."
+    )
+    rows = []
+    for name in found[0]["contestants"]:
+        cells = [d["contestants"][name] for d in found]
+        rows.append([name, *(f"{number(1e3 * c['median_ms'])} ({number(c['ratio'])}x)" for c in cells)])
+    yield markdown(["", *(f"{d['config']['length']} keys" for d in found)], rows)

@@ -27,10 +27,12 @@ OURS = {f"regard {name}" for name in ("alpha=2", "alpha=1.5", "alpha=4/3", "relu
 PACKAGE = {f"entmax {name}" for name in ("sparsemax", "entmax15", "entmax_bisect 1.5", "entmax_bisect 4/3")}
 ATTENTION = {f"regard {name}" for name in ("biweight", "sparsemax", "relumax", "biweight, impl=blocked")}
 LINEAR = {"linear", "cosine", "shift-cosine", "relu", "relu2", "elu", "linear, normalised", "cosine, normalised"}
+LOCAL_LINEAR = {"regard local-linear", "regard local-linear, tol 0.001", "regard local-linear[biweight]"}
 CONTESTANTS = {
     "normalisers": {"softmax"} | OURS | PACKAGE,
     "attention": {"sdpa", "dense entmax15"} | ATTENTION,
     "linear": {"sdpa"} | LINEAR,
+    "local_linear": {"sdpa", "dense local-linear"} | LOCAL_LINEAR,
 }
 
 
@@ -82,7 +84,7 @@ def cells(found: dict[str, Any], part: str) -> list[tuple[str, dict[str, Any]]]:
     own = found[part]
     groups = [*own["times"], *own.get("clustered", [])]
     pairs = [(g.get("baseline", own["baseline"]), g["contestants"]) for g in groups]
-    return pairs + [("sdpa, a cache", d["contestants"]) for d in own.get("decoding", [])]
+    return pairs + [(d.get("baseline", "sdpa, a cache"), d["contestants"]) for d in own.get("decoding", [])]
 
 
 @pytest.mark.parametrize("part", CONTESTANTS)
@@ -112,8 +114,11 @@ def test_every_contestant_ran_in_every_configuration(found: dict[str, Any], part
         "normalisers": {(n, s) for n in (64, 128, 256) for s in (0.05, 1.0, 4.0)},
         "attention": {(n, h, c) for n, h in ((32, 2), (64, 2), (128, 1), (32, 1), (64, 1)) for c in (False, True)},
         "linear": {(64, 4, True), (128, 4, True), (256, 4, True)},
+        "local_linear": {(32, 2, 16), (64, 2, 16), (128, 1, 16), (64, 2, 8)},
     }[part]
-    names = ("length", "spread") if part == "normalisers" else ("length", "heads", "causal")
+    names = {"normalisers": ("length", "spread"), "local_linear": ("length", "heads", "dim")}.get(
+        part, ("length", "heads", "causal")
+    )
     assert {tuple(t["config"][n] for n in names) for t in times} == wanted
 
 
@@ -135,6 +140,34 @@ def test_exponents_are_the_slopes_of_the_stored_medians(found: dict[str, Any], p
             assert exponents["last"] == pytest.approx((y[2] - y[1]) / (x[2] - x[1]), rel=1e-2, abs=1e-3)
 
 
+def test_exponents_of_local_linear_attention_are_those_of_a_head(found: dict[str, Any]) -> None:
+    for fit in found["local_linear"]["growth"]:
+        assert set(fit["contestants"]) == CONTESTANTS["local_linear"]
+        for name, exponents in fit["contestants"].items():
+            points = [
+                (t["config"]["length"], t["contestants"][name]["median_ms"] / t["config"]["heads"])
+                for t in found["local_linear"]["times"]
+                if t["pass"] == fit["pass"] and t["config"]["dim"] == 16
+            ]
+            assert len(points) == 3
+            x, y = np.log(np.array(sorted(points))).T
+            assert exponents["fitted"] == pytest.approx(np.polyfit(x, y, 1)[0], rel=1e-2, abs=1e-3)
+
+
+def test_the_solver_of_local_linear_attention_is_reported(found: dict[str, Any]) -> None:
+    part = found["local_linear"]
+    assert [s["config"] for s in part["solver"]] == [t["config"] for t in part["times"] if t["pass"] == "both"]
+    for own in part["solver"]:
+        assert set(own["contestants"]) == LOCAL_LINEAR
+        tol = own["contestants"]["regard local-linear, tol 0.001"]
+        assert 1 < tol["mean"] <= tol["max"]
+        assert 1e-5 < tol["residual"] <= 1.001e-3
+        assert own["contestants"]["regard local-linear"]["residual"] < 1e-4
+    (memory,) = part["memory"]
+    assert memory["queries_mib"] == 256 * 2 * 16 * 4 / 2**20
+    assert memory["bar_mib"] == pytest.approx(12 * memory["queries_mib"] + 64e6 / 2**20, rel=1e-3)
+
+
 def test_errors_are_those_of_a_float32_and_of_a_bfloat16(found: dict[str, Any]) -> None:
     errors = {a["name"]: a for a in found["normalisers"]["accuracy"]}
     assert set(errors) == CONTESTANTS["normalisers"]
@@ -153,7 +186,7 @@ def test_memory_holds_what_a_pass_returns(found: dict[str, Any]) -> None:
     assert mine["tensors"]["both"] == pytest.approx(
         mine["mib"]["both"] / (mine["config"]["elements"] / 2**18), rel=0.05
     )
-    for part in ("attention", "linear"):
+    for part in ("attention", "linear", "local_linear"):
         assert {m["name"] for m in found[part]["memory"]} <= CONTESTANTS[part]
         assert all(m["mib"]["both"] >= 0 for m in found[part]["memory"])
 
@@ -164,6 +197,7 @@ def test_progress_is_printed_before_each_configuration(found: dict[str, Any], fo
         "normalisers: length 64, spread 0.05, forward",
         "attention: T 32, H 2, causal, both",
         "decoding after",
+        "local linear: T 64, H 2, D 8, both",
     ):
         assert line in printed
 
@@ -173,7 +207,7 @@ def test_the_page_shows_the_stored_numbers_between_its_markers(found: dict[str, 
     assert page.startswith(f"above\n{BEGIN}")
     assert page.endswith(f"{END}\nbelow\n")
     assert "old" not in page.split("\n")
-    assert page.count("Tiny sizes") == 3
+    assert page.count("Tiny sizes") == 4
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")]
     times = found["normalisers"]["times"]
     for which in ("forward", "both"):
@@ -199,10 +233,11 @@ def test_what_does_not_fit_is_said_in_the_table(module: Any, found: dict[str, An
 
 
 def test_the_results_page_shows_what_is_stored(module: Any) -> None:
-    tables = module("cpu_table").tables(json.loads(STORED.read_text(encoding="utf-8")))
+    stored = json.loads(STORED.read_text(encoding="utf-8"))
+    tables = module("cpu_table").tables(stored)
     page = PAGE.read_text(encoding="utf-8")
     assert page.split(BEGIN)[1].split(END)[0] == tables, "run `python benchmarks/cpu.py --part --write`"
-    assert tables.count("### ") == 3
+    assert tables.count("### ") == len(stored) >= 3
 
 
 def test_writing_again_changes_nothing_and_a_page_without_markers_is_refused(module: Any, folder: Path) -> None:
@@ -244,6 +279,38 @@ def test_the_contestants_of_attention_compute_the_same(module: Any) -> None:
         )
         for out in same:
             torch.testing.assert_close(out, dense, atol=1e-5, rtol=1e-5)
+
+
+def test_the_contestants_of_local_linear_attention_compute_the_same(module: Any) -> None:
+    part = module("cpu_local_linear")
+    config = {"length": 40, "heads": 2, "dim": 8, "causal": True}
+    given, _ = part.inputs(config)
+    functions = part.functions(config)
+    assert set(functions) == CONTESTANTS["local_linear"]
+    dense = functions["dense local-linear"](*given)
+    torch.testing.assert_close(functions["regard local-linear"](*given), dense, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(functions["regard local-linear, tol 0.001"](*given), dense, atol=2e-2, rtol=2e-2)
+    assert "dense local-linear" not in part.functions({**config, "length": 4096})
+    one, k, v = given[0][:, :, -1:], given[1], given[2]
+    steps = part.decoders(one, k, v)
+    torch.testing.assert_close(steps["sdpa"](), steps["regard softmax"](), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(steps["regard local-linear"](), dense[:, :, -1:], atol=1e-4, rtol=1e-4)
+
+
+def test_the_table_of_local_linear_attention(found: dict[str, Any], folder: Path) -> None:
+    """Ratios and bars are shown, and a dash where the dense form did not run."""
+    page = (folder / "page.md").read_text(encoding="utf-8").split("### Local linear attention")[1]
+    part = found["local_linear"]
+    first = next(t for t in part["times"] if t["pass"] == "forward")
+    cell = first["contestants"]["regard local-linear"]
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")]
+    row = next(row for row in rows if row[0] == "regard local-linear")
+    ratio, faster = row[1].removesuffix("x)").split(" (")
+    assert float(ratio) == pytest.approx(cell["ratio"], rel=6e-3)
+    dense = first["contestants"]["dense local-linear"]["median_ms"]
+    assert float(faster) == pytest.approx(dense / cell["median_ms"], rel=1e-2)
+    for bar in ("12 forward, 8", "61.4 MiB", "Bar at 8192 keys: 2.5"):
+        assert bar in page
 
 
 def test_the_contestants_of_the_normalisers_compute_the_same(module: Any) -> None:

@@ -122,16 +122,18 @@ def sentence(name: str, ridge: float) -> str:
 def test_degree_1_is_weighted_ridge_regression(name: str, ridge: float) -> None:
     q, k, v = data(1)
     expected = least_squares(weights(name, q, k), q, k, v, ridge)
-    out = attend(q, k, v, sentence(name, ridge))
-    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
+    for impl in ("reference", "blocked", "auto"):
+        out = attend(q, k, v, sentence(name, ridge), impl=impl)
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["softmax", "biweight", "uniform*nearest(k=12)", "rbf"])
 def test_degree_1_without_ridge_is_weighted_regression(name: str) -> None:
     q, k, v = data(2)
     expected = least_squares(weights(name, q, k), q, k, v, 0.0)
-    out = attend(q, k, v, sentence(name, 0.0))
-    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-9)
+    for impl in ("reference", "blocked"):
+        out = attend(q, k, v, sentence(name, 0.0), impl=impl)
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", WEIGHTINGS)
@@ -200,7 +202,7 @@ def test_degree_1_differentiates_twice(name: str) -> None:
     inputs = tuple(t.requires_grad_() for t in (q, k, v))
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
-        return regard.attention(*tensors, sentence(name, 0.1))
+        return regard.attention(*tensors, sentence(name, 0.1), impl="reference")
 
     assert torch.autograd.gradcheck(call, inputs, atol=1e-6)
     assert torch.autograd.gradgradcheck(call, inputs, atol=1e-5)
@@ -209,7 +211,7 @@ def test_degree_1_differentiates_twice(name: str) -> None:
 def test_solver_statistics_and_weights_are_reported() -> None:
     q, k, v = data(8)
     tensors = [torch.from_numpy(x)[None, None] for x in (q, k, v)]
-    _, found = regard.attention(*tensors, "local-linear[triweight]", return_diagnostics=True)
+    _, found = regard.attention(*tensors, "local-linear[triweight]", return_diagnostics=True, impl="reference")
     np.testing.assert_allclose(found.weights[0, 0].numpy(), weights("triweight", q, k), rtol=0, atol=1e-13)
     assert found.solver["status"].flatten().tolist() == [0] * len(q)
 
@@ -217,4 +219,93 @@ def test_solver_statistics_and_weights_are_reported() -> None:
 def test_the_reference_refuses_what_it_cannot_hold() -> None:
     q, k = torch.zeros(1, 1, 4100, 64), torch.zeros(1, 1, 1024, 64)
     with pytest.raises(ArgumentError, match=r"of 268,697,600 numbers .*; give fewer queries"):
-        regard.attention(q, k, k, "local-linear")
+        regard.attention(q, k, k, "local-linear", impl="reference")
+
+
+# The textbook form -------------------------------------------------------------------------------------------
+
+
+def textbook(w: Array, q: Array, k: Array, v: Array, ridge: Array | float) -> tuple[Array, Array, Array]:
+    """Local Linear Attention, equations 6 to 8, a query at a time: z_j = k_j - q, omega = sum w, mu = sum w z,
+    Sigma = sum w z z' + ridge I, rho = Sigma^-1 mu, delta = omega - mu . rho, s_j = w_j (1 - z_j . rho) / delta,
+    o = sum s_j v_j. Returns (o, s, delta / omega)."""
+    out, weights, shrink = [], [], []
+    for row, query in zip(w, q, strict=True):
+        z = k - query
+        omega, mu = row.sum(), row @ z
+        sigma = (z * row[:, None]).T @ z + ridge * np.eye(k.shape[1])
+        rho = np.linalg.solve(sigma, mu)
+        delta = omega - mu @ rho
+        s = row * (1 - z @ rho) / delta
+        out.append(s @ v)
+        weights.append(s)
+        shrink.append(delta / omega)
+    return np.array(out), np.array(weights), np.array(shrink)
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("ridge", [0.05, 1.0, 20.0])
+def test_equations_6_to_8(ridge: float, impl: str) -> None:
+    """An absolute ridge against w = exp(q . k / sqrt D) to the letter; a relative one against weights of sum one; both
+    as joint least squares, so that the textbook form is checked by the way."""
+    q, k, v = data(10, n=40)
+    w = np.exp(q @ k.T / np.sqrt(3))
+    for mode, kernel in (("absolute", w), ("relative", w / w.sum(-1, keepdims=True))):
+        expected, s, shrink = textbook(kernel, q, k, v, ridge)
+        joint = np.stack(
+            [least_squares(r[None], x[None], k, v, ridge / r.sum())[0] for r, x in zip(kernel, q, strict=True)]
+        )
+        np.testing.assert_allclose(expected, joint, rtol=0, atol=1e-11)
+        out = attend(q, k, v, f"gaussian*fixed*linear(ridge={ridge},ridge_mode={mode})", impl=impl)
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-11)
+        identity = attend(q, k, np.eye(40), f"gaussian*fixed*linear(ridge={ridge},ridge_mode={mode})", impl=impl)
+        np.testing.assert_allclose(identity, s, rtol=0, atol=1e-11)
+        assert ((shrink > 0) & (shrink <= 1)).all()
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_a_relative_ridge_is_an_absolute_one_times_the_kernel_weight(impl: str) -> None:
+    """Erratum E2: the weights of equation 7 may not be scaled while its ridge stays. Scores moved by c leave a relative
+    ridge alone, and change an absolute one by exp(-c)."""
+    q, k, v = data(11, n=30)
+    w = np.exp(q @ k.T / np.sqrt(3))
+    relative = np.stack([textbook(r[None], x[None], k, v, 0.3 * r.sum())[0][0] for r, x in zip(w, q, strict=True)])
+    np.testing.assert_allclose(
+        attend(q, k, v, "gaussian*fixed*linear(ridge=0.3)", impl=impl), relative, rtol=0, atol=1e-11
+    )
+    absolute = textbook(w, q, k, v, 0.3)[0]
+    scaled = textbook(7 * w, q, k, v, 0.3)[0]
+    assert np.abs(absolute - scaled).max() > 1e-2
+    np.testing.assert_allclose(textbook(7 * w, q, k, v, 7 * 0.3)[0], absolute, rtol=0, atol=1e-12)
+    tensors = [torch.from_numpy(x)[None, None] for x in (q, k, v)]
+    ridge = torch.from_numpy(0.3 * w.sum(-1))
+    found = regard.local_linear_attention(*tensors, ridge=ridge, ridge_mode="absolute", impl=impl)[0, 0].numpy()
+    np.testing.assert_allclose(found, relative, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_a_wide_kernel_is_ridge_regression_with_a_free_intercept(impl: str) -> None:
+    """And not without one, which is another function."""
+    q, k, v = data(12)
+    k, v = k + 1.0, v + 2.0
+    n, ridge = len(k), 0.2
+    centre, mean = k.mean(0), v.mean(0)
+    slope = np.linalg.solve((k - centre).T @ (k - centre) / n + ridge * np.eye(3), (k - centre).T @ (v - mean) / n)
+    out = attend(q, k, v, f"gaussian*fixed*linear(ridge={ridge})", scale=1e-9, impl=impl)
+    np.testing.assert_allclose(out, mean + (q - centre) @ slope, rtol=0, atol=1e-7)
+    bare = q @ np.linalg.solve(k.T @ k / n + ridge * np.eye(3), k.T @ v / n)
+    assert np.abs(out - bare).max() > 0.1
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_a_ridge_for_every_coordinate(impl: str) -> None:
+    """sum_d ridge_d |B_d|^2: coordinates with a very large one drop out of the regression."""
+    q, k, v = data(13, n=30)
+    w = oracles.softmax(q @ k.T / np.sqrt(3)).astype(float)
+    tensors = [torch.from_numpy(x)[None, None] for x in (q, k, v)]
+    ridge = torch.tensor([0.2, 1e9, 0.7], dtype=torch.float64).view(1, 1, 1, 3)
+    out = regard.local_linear_attention(*tensors, ridge=ridge, impl=impl)[0, 0].numpy()
+    expected = textbook(w, q, k, v, np.array([0.2, 1e9, 0.7]))[0]
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-9)
+    without = textbook(w, q[:, [0, 2]], k[:, [0, 2]], v, np.array([0.2, 0.7]))[0]
+    np.testing.assert_allclose(out, without, rtol=0, atol=1e-6)

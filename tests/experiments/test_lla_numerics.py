@@ -55,7 +55,9 @@ def drawn(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_the_dense_solution_is_equation_8(ridge: float) -> None:
     q, k, v = drawn()
     t = schemes.dense(q, k, [ridge, 7.0], torch.float64)[ridge]
-    np.testing.assert_allclose(schemes.output(q, k, v, t), equation_8(*(x.numpy() for x in (q, k, v)), ridge), atol=1e-9)
+    np.testing.assert_allclose(
+        schemes.output(q, k, v, t), equation_8(*(x.numpy() for x in (q, k, v)), ridge), atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("name", schemes.SCHEMES)

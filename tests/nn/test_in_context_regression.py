@@ -19,9 +19,9 @@ class Task:
     """`segments` = 2^m cones and maps over the `length` pairs of a prompt, in random order, then `queries`."""
 
     dim: int = 3
-    length: int = 32
+    length: int = 64
     segments: int = 4
-    queries: int = 8
+    queries: int = 16
 
     def prompts(self, batch: int, noise: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """(tokens [batch, length + queries, 2 dim], answers [batch, queries, dim]).
@@ -49,7 +49,7 @@ class Task:
 class Regressor(nn.Module):
     """Two layers of attention between two linear maps."""
 
-    def __init__(self, task: Task, width: int = 24, heads: int = 3, **options: str) -> None:
+    def __init__(self, task: Task, width: int = 16, heads: int = 2, **options: str) -> None:
         super().__init__()
         self.queries = task.queries
         self.embed = nn.Linear(2 * task.dim, width)
@@ -64,7 +64,7 @@ class Regressor(nn.Module):
         return self.read(x[:, -self.queries :])
 
 
-def trained(task: Task, seed: int, steps: int = 400, **options: str) -> tuple[Regressor, float, list[float]]:
+def trained(task: Task, seed: int, steps: int = 300, **options: str) -> tuple[Regressor, float, list[float]]:
     """(model, mean squared error on 1000 prompts without noise, the gradient's size at the ridges step by step)."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -89,7 +89,7 @@ def trained(task: Task, seed: int, steps: int = 400, **options: str) -> tuple[Re
 
 
 def test_the_data_are_what_they_claim() -> None:
-    task = Task(dim=5, length=40)
+    task = Task(dim=5, length=40, queries=8)
     tokens, answers = task.prompts(3, 0.0, torch.Generator().manual_seed(0))
     assert tokens.shape == (3, 48, 10)
     assert answers.shape == (3, 8, 5)
@@ -109,13 +109,13 @@ def test_the_data_are_what_they_claim() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_local_linear_attention_with_a_learned_ridge_beats_softmax(seed: int) -> None:
     task = Task()
-    _, softmax, none = trained(task, seed, spec="softmax")
-    model, linear, felt = trained(task, seed, spec="local-linear", ridge="learned")
+    _, softmax, none = trained(task, seed, spec="softmax", qk_norm="rms")
+    model, linear, felt = trained(task, seed, spec="local-linear", ridge="learned", qk_norm="rms")
     assert none == []
-    assert len(felt) == 1600
+    assert len(felt) == 1200  # a weight and a bias in two layers, 300 steps
     assert min(felt) > 0
     for layer in model.layers:
         assert layer.ridge_proj.weight.abs().max() > 0.05  # from 0
         assert (layer.ridge_proj.bias - math.log(0.099 / 0.901)).abs().max() > 0.05  # from where the ridge is 0.1
-    assert linear < 0.9 * softmax, (linear, softmax)
+    assert linear < 0.8 * softmax, (linear, softmax)
     assert softmax < 0.5  # which has learned too: answering 0 costs 1

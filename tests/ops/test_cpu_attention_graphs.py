@@ -45,7 +45,10 @@ def test_opcheck(label: str) -> None:
         data = clustered(label, 17, keys, batch=2, heads=2, kv_heads=1, learned=True)
         with Recorder() as seen:
             attend(label, data, arguments(name, 2, 2, 17, keys)).sum().backward()
-        assert [func.name() for func, _ in seen.calls] == ["regard::local_constant_forward", "regard::local_constant_backward"]
+        assert [func.name() for func, _ in seen.calls] == [
+            "regard::local_constant_forward",
+            "regard::local_constant_backward",
+        ]
         for func, args in seen.calls:
             once = "backward" in func.name()
             fresh = tuple(

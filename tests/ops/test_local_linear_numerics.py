@@ -195,6 +195,25 @@ def test_no_ridge_gives_the_least_norm(impl: str) -> None:
         assert found["status"][0, 0].tolist() == [int(SolveStatus.MINIMUM_NORM)] * 5 + [OK] * 4
 
 
+@pytest.mark.parametrize("solver", ["auto", "cholesky", "cg", ConjugateGradient(precondition=True), "block-diagonal"])
+@pytest.mark.parametrize("power", [-40, -12, 12, 40])
+def test_units_do_not_matter(solver, power: int) -> None:
+    """Queries and keys in other units, the ridge in their square and the scale in its inverse, are the same regression:
+    float32 keeps it at sizes whose squares it cannot hold."""
+    unit = 2.0**power
+    results = []
+    for size in (1.0, unit):
+        q, k, v = draw(1, 2, 100, 24, seed=13, dtype=torch.float32)
+        inputs = leaves(size * q, size * k, v)
+        how = {"ridge": 0.1 * size * size, "scale": 0.2 / size / size, "solver": solver}
+        out, found = run(*inputs, **how)
+        dq, dk, dv = torch.autograd.grad(out.square().sum(), inputs)
+        assert bool((found["status"] == OK).all())
+        results.append((out, dq * size, dk * size, dv))
+    for one, other in zip(*results, strict=True):
+        assert ratio(other, one) <= 2e-5
+
+
 # Iterations --------------------------------------------------------------------------------------------------
 
 

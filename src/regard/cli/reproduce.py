@@ -41,7 +41,7 @@ def reproduce(argv: list[str]) -> int:
     for title, table in list(findings.tables.items())[:1]:
         screen.print(table.rich(title))
     for note in findings.notes:
-        screen.print(note, highlight=False)
+        screen.print(note, highlight=False, markup=False)
     screen.print(f"{seconds:.0f} s in all. Look inside: {config.output}", highlight=False)
     return 0
 

@@ -59,7 +59,7 @@ class BoundaryBiasConfig:
     """Small: options that are not given otherwise take values that need less than two minutes."""
     dims: tuple[int, ...] = (1, 2)
     """Dimensions of the design, each from 1 to 3."""
-    sizes: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
+    sizes: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
     """Numbers n of design points."""
     samples: int = 24
     """Independent designs for each n."""
@@ -73,7 +73,7 @@ class BoundaryBiasConfig:
     """Decides all designs."""
 
 
-QUICK: dict[str, Any] = {"sizes": (128, 256, 512, 1024, 2048), "samples": 12, "radii": 64}
+QUICK: dict[str, Any] = {"sizes": (512, 1024, 2048, 4096), "samples": 12, "radii": 64}
 """What `quick` makes of the defaults."""
 
 

@@ -48,7 +48,9 @@ def by_budget(records: Records, what: str) -> Table:
     """A row for every case, a column for every budget."""
     names = list(records[0]["budgets"])
     rows = [(_label(r), *(_said(r["budgets"][name][what]) for name in names)) for r in records]
-    note = "Against a float64 Cholesky solution of the same (rounded) inputs; steps and tolerances of conjugate gradients."
+    note = (
+        "Against a float64 Cholesky solution of the same (rounded) inputs; steps and tolerances of conjugate gradients."
+    )
     return Table(("", *names), tuple(rows), note)
 
 
@@ -63,7 +65,7 @@ def by_scheme(config: NumericsConfig, records: Records) -> Table:
         rows.append((f"{record['family']}, ridge {record['ridge']:g}", *(_with_lost(cell) for cell in cells)))
     header = ("", "regard, default", "floor", *(f"{name}, {n}" for name in SCHEMES for n in shown))
     note = (
-        "floor: a float32 solution whose last two products (slopes, and weights times values) are in emulated bfloat16. "
+        "floor: a float32 solution whose last two products (slopes; weights times values) are in emulated bfloat16. "
         "The schemes, with numbers of steps, multiply in emulated bfloat16 throughout; q-centred is the paper's. "
         "[n]: rows not finite, left out."
     )
@@ -120,8 +122,8 @@ def _against_bar(record: dict[str, Any], bar: float) -> str:
     theirs = ", ".join(f"{name} {_with_lost(record['schemes'][name][last])}" for name in SCHEMES)
     return (
         f"Anisotropic keys, bfloat16 inputs, ridge {record['ridge']:g}: relative error {_said(own)}, bar {bar:g}: "
-        f"{'holds' if own is not None and own <= bar else 'does not hold'}. Floor {_said(record['floor']['relative'])}; "
-        f"emulated schemes after {last} steps: {theirs}."
+        f"{'holds' if own is not None and own <= bar else 'does not hold'}. Floor "
+        f"{_said(record['floor']['relative'])}; emulated schemes after {last} steps: {theirs}."
     )
 
 
@@ -139,8 +141,8 @@ def _tolerance(records: Records, tol: float) -> str:
     row = max(cell["worst_row"] for cell in cells)
     holds = square <= tol and row <= ROW * tol
     return (
-        f"tol {tol:g}, float32: relative error at most {square / tol:.2g} times it, that of a row {row / tol:.2g} times "
-        f"(bars 1 and {ROW:g}: {'hold' if holds else 'do not hold'})."
+        f"tol {tol:g}, float32: relative error at most {square / tol:.2g} times it, that of a row {row / tol:.2g} "
+        f"times (bars 1 and {ROW:g}: {'hold' if holds else 'do not hold'})."
     )
 
 
@@ -194,7 +196,9 @@ def against_steps(config: NumericsConfig, records: Records) -> bytes:
         name = f"regard, {record['dtype']}"
         place.plot(config.steps, own, color=colour, marker=marker, markersize=3, linewidth=1.3, label=name)
         if low:
-            for colour, (name, found) in zip((COLOURS[3], COLOURS[4], COLOURS[2]), record["schemes"].items(), strict=True):
+            for colour, (name, found) in zip(
+                (COLOURS[3], COLOURS[4], COLOURS[2]), record["schemes"].items(), strict=True
+            ):
                 points = [(int(n), cell["relative"]) for n, cell in found.items() if cell["relative"] is not None]
                 x, y = zip(*points, strict=True) if points else ((), ())
                 place.plot(x, y, color=colour, linestyle="--", linewidth=1.0, label=f"{name} (bfloat16, emulated)")
@@ -218,7 +222,9 @@ def along(config: NumericsConfig, records: Records) -> bytes:
             blocks = record["budgets"][name]["iterations"]["blocks"]
             x = [BLOCK * i + BLOCK / 2 for i in range(len(blocks))]
             colour = COLOURS[at % len(COLOURS)]
-            place.plot(x, [b["mean"] for b in blocks], color=colour, marker="o", markersize=2, linewidth=1.2, label=name)
+            place.plot(
+                x, [b["mean"] for b in blocks], color=colour, marker="o", markersize=2, linewidth=1.2, label=name
+            )
             place.plot(x, [b["max"] for b in blocks], color=colour, linestyle=":", linewidth=0.9)
         place.set_ylim(bottom=0)
     for family in config.families:

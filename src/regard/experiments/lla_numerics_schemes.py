@@ -85,9 +85,7 @@ def low_output(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     return product(p * (1 + product(t, y.T) - dot(mean, t)), v)
 
 
-def iterates(
-    apply: Apply, right: Tensor, steps: Sequence[int], guarded: bool = False
-) -> Iterator[tuple[int, Tensor]]:
+def iterates(apply: Apply, right: Tensor, steps: Sequence[int], guarded: bool = False) -> Iterator[tuple[int, Tensor]]:
     """Conjugate gradients for A x = `right` [T, D]: x after every one of `steps`."""
     x, r, d = torch.zeros_like(right), right, right
     square = first = dot(r, r)
@@ -109,9 +107,7 @@ def iterates(
             yield step, best if guarded else x
 
 
-def q_centred(
-    q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int]
-) -> Iterator[tuple[int, Tensor]]:
+def q_centred(q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """The paper's algorithm (equations 10-16, algorithms 1 and 2 with their errata): Sigma = sum w (k - q)(k - q)^T
     from sums over k alone, o = sum w (1 - (k - q) . rho) v / delta. The ridge is relative to the total weight, as in
     the authors' code."""

@@ -79,8 +79,9 @@ QUICK: dict[str, Any] = {
 }  # fmt: skip
 """What `quick` makes of the defaults."""
 
-Solve = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
-"""(q, k, v [B, 1, T, d], ridge, strictly past) -> predictions, and iterations of every row where there are some."""
+Solve = Callable[[Tensor, Tensor, Tensor, float, bool, bool], tuple[Tensor, Tensor | None]]
+"""(q, k, v [B, 1, T, d], ridge, strictly past, counted) -> predictions, and if counted the iterations of every row
+where there are some."""
 
 
 @dataclass(frozen=True)
@@ -111,34 +112,34 @@ class Variant:
         return Sizes(n, config.dim, steps or 0.0, self.blocks, ROWS)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, ridge: float, strict: bool) -> tuple[Tensor, None]:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, ridge: float, strict: bool, counted: bool) -> tuple[Tensor, None]:
     if not strict:
         return scaled_dot_product_attention(q, k, v, is_causal=True), None
     return attention(q, k, v, "softmax", exclude_self=True), None
 
 
-def _mesa(q: Tensor, k: Tensor, v: Tensor, ridge: float, strict: bool) -> tuple[Tensor, Tensor]:
-    out, _, found = mesa_attention(
+def _mesa(q: Tensor, k: Tensor, v: Tensor, ridge: float, strict: bool, counted: bool) -> tuple[Tensor, Tensor | None]:
+    found = mesa_attention(
         q, k, v, ridge=ridge, solver="cg", tol=1e-3, max_iter=4 * q.shape[-1], exclude_self=strict,
-        return_diagnostics=True,
+        return_diagnostics=counted,
     )  # fmt: skip
-    return out, found["iterations"]
+    return found[0], found[2]["iterations"] if counted else None
 
 
 def _softmax(window: int | None) -> Solve:
-    def run(q: Tensor, k: Tensor, v: Tensor, ridge: float, strict: bool) -> tuple[Tensor, None]:
+    def run(q: Tensor, k: Tensor, v: Tensor, ridge: float, strict: bool, counted: bool) -> tuple[Tensor, None]:
         return attention(q, k, v, "softmax", is_causal=True, exclude_self=strict, window=window, impl="blocked"), None
 
     return run
 
 
 def _local_linear(solver: Solver, window: int | None = None) -> Solve:
-    def run(q: Tensor, k: Tensor, v: Tensor, ridge: float, strict: bool) -> tuple[Tensor, Tensor]:
-        out, found = local_linear_attention(
+    def run(q: Tensor, k: Tensor, v: Tensor, ridge: float, strict: bool, counted: bool) -> tuple[Tensor, Tensor | None]:
+        found = local_linear_attention(
             q, k, v, ridge=ridge, solver=solver, window=window, is_causal=True, exclude_self=strict, impl="blocked",
-            return_diagnostics=True,
+            return_diagnostics=counted,
         )  # fmt: skip
-        return out, found.solver["iterations"]
+        return (found[0], found[1].solver["iterations"]) if counted else (found, None)
 
     return run
 
@@ -216,7 +217,7 @@ def measure(config: VariantsConfig, data: Data, progress: Progress) -> list[dict
         record: dict[str, Any] = {"name": variant.name, "group": variant.group, "ridge": ridge, "cost": variant.cost}
         record |= {"window": variant.window, "blocks": variant.blocks, "error": {}, "steps": {}}
         for protocol in PROTOCOLS:
-            out, steps = _run(variant, data, ridge, protocol == "strictly-past")
+            out, steps = _run(variant, data, ridge, protocol == "strictly-past", True)
             record["error"][protocol] = data.share(out)
             direct = variant.cost.endswith("direct")
             record["steps"][protocol] = None if steps is None or direct else _digits(steps.double().mean().item())
@@ -230,7 +231,7 @@ def measure(config: VariantsConfig, data: Data, progress: Progress) -> list[dict
         progress(f"times, turn {turn + 1} of {config.repeats}")
         for (variant, ridge), own in zip(work, samples, strict=True):
             start = time.perf_counter()
-            _run(variant, data, ridge, False)
+            _run(variant, data, ridge, False, False)
             own.append((time.perf_counter() - start) / queries)
     for record, own in zip(records, samples, strict=True):
         record["microseconds"] = [_digits(1e6 * seconds) for seconds in own]
@@ -238,10 +239,12 @@ def measure(config: VariantsConfig, data: Data, progress: Progress) -> list[dict
     return records
 
 
-def _run(variant: Variant, data: Data, ridge: float | None, strict: bool) -> tuple[Tensor, Tensor | None]:
+def _run(
+    variant: Variant, data: Data, ridge: float | None, strict: bool, counted: bool
+) -> tuple[Tensor, Tensor | None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # too few steps are the point
-        return variant.run(data.keys, data.keys, data.values, 0.0 if ridge is None else ridge, strict)
+        return variant.run(data.keys, data.keys, data.values, 0.0 if ridge is None else ridge, strict, counted)
 
 
 # The paper's blocks ------------------------------------------------------------------------------------------

@@ -57,9 +57,7 @@ def _forming(s: Sizes) -> float:
 
 
 COSTS: dict[str, Cost] = {
-    "softmax": Cost(
-        ("O(nd)", "2nd/B"), "4nd", "2nd/B", lambda s: 4 * s.n * s.d, lambda s: _streams(2, s)
-    ),
+    "softmax": Cost(("O(nd)", "2nd/B"), "4nd", "2nd/B", lambda s: 4 * s.n * s.d, lambda s: _streams(2, s)),
     "mesa": Cost(
         ("O(Td²) + O(d²)", "O(d)"),
         "2Td² + 6d²",

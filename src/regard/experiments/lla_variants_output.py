@@ -97,8 +97,8 @@ def by_cost(config: VariantsConfig, records: Records) -> Table:
     )  # fmt: skip
     note = (
         f"Formulas at n = the mean number of keys a query sees, d = {config.dim}, T = the steps, g blocks, B = {ROWS} "
-        f"queries of a block, ridge {config.ridges[0]:g}, forward, 4 bytes a number. Times are measured; traffic is the "
-        f"formula's."
+        f"queries of a block, ridge {config.ridges[0]:g}, forward, 4 bytes a number. Times are measured; traffic is "
+        f"the formula's."
     )
     return Table(header, tuple(rows), note)
 
@@ -166,11 +166,11 @@ def _cheapest(records: Records, ridge: float, protocol: str) -> str:
     full, plain = named["auto"], named["softmax"]
     good = [r for r in named.values() if r["error"][protocol][0] <= WORSE * full["error"][protocol][0]]
     best = min(good, key=lambda r: r["microseconds_median"])
+    faster = full["microseconds_median"] / best["microseconds_median"]
     return (
         f"Ridge {ridge:g}, {protocol}: local linear attention {full['error'][protocol][0]:.3g}, softmax "
-        f"{plain['error'][protocol][0]:.3g}; the fastest with at most {WORSE:g} times the former's error: {best['name']} "
-        f"({best['error'][protocol][0]:.3g}, {full['microseconds_median'] / best['microseconds_median']:.2g} times "
-        f"faster)."
+        f"{plain['error'][protocol][0]:.3g}; the fastest with at most {WORSE:g} times the former's error: "
+        f"{best['name']} ({best['error'][protocol][0]:.3g}, {faster:.2g} times faster)."
     )
 
 

@@ -190,6 +190,6 @@ def notes(config: RecallCapacityConfig) -> tuple[str, ...]:
         f"fold into; undamaged sums read as undamaged pairs do.",
         "Of global linear models the state is damaged. Cues are of the pairs that were stored first, which the delta "
         "rule overwrites first.",
-        "Signal bias and interference are the parts of the error with clean cues: the weight of the cue's own value, less "
-        "one, and all others; 1/SNR is the interference relative to what is left of the signal.",
+        "Signal bias and interference are the parts of the error with clean cues: the weight of the cue's own value, "
+        "less one, and all others; 1/SNR is the interference relative to what is left of the signal.",
     )

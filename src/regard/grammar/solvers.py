@@ -209,7 +209,9 @@ class BlockDiagonal:
             value, status = found.value, found.status
         solved = _direct(parts.detach(), b.detach(), value.detach(), status)
         worst = {name: x.amax(-1) for name, x in solved.statistics.items()}
-        return Solved(value.flatten(-2), solved.status.amax(-1), worst)
+        finite = torch.isfinite(parts.detach()).flatten(-3).all(-1)
+        status = torch.where(finite, solved.status.amax(-1), int(SolveStatus.NOT_FINITE))
+        return Solved(torch.where(finite[..., None], value.flatten(-2), torch.nan), status.int(), worst)
 
     @staticmethod
     def _one(parts: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

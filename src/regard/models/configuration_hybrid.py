@@ -10,7 +10,8 @@ from transformers import GenerationConfig, PreTrainedConfig
 from .. import Spec
 from ..checks import ArgumentError, in_range, require, suggestion
 from ..nn import Ridge, Temperature, as_ridge, as_temperature
-from ..nn.attention import check_heads, check_qk_norm, check_shared, check_window, positive_int
+from ..nn.attention import check_heads, check_shared, check_window, positive_int
+from ..nn.norm import check_qk_norm
 
 CALL = "HybridConfig"
 

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 
 from ..checks import ArgumentError, boolean_mask, broadcastable, floating, in_range, require, shape
 from ..estimators import Visibility
 from ..estimators.linear import LinearState, finite_features, linear_attention
 from ..grammar import Spec, as_spec
 from ..ops import attention
+from .norm import HeadRMSNorm, check_qk_norm
 from .ridge import Ridge, RidgeProjection, as_ridge
 from .rotary import rotate
 from .temperature import Temperature, as_temperature
@@ -114,7 +114,6 @@ class Attention(nn.Module):
         self.ridge.require("nn.Attention", self.spec)
         self.qk_norm = check_qk_norm("nn.Attention", qk_norm)
         in_range("nn.Attention", "norm_eps", norm_eps, low=0.0, strict=True)
-        self.norm_eps = norm_eps
         check_shared("nn.Attention", share_query_key, num_heads, self.num_kv_heads)
         self.share_query_key = share_query_key
         self.exclude_self = exclude_self
@@ -131,9 +130,9 @@ class Attention(nn.Module):
         self.probed = self.spec.degree == 1 and self.spec.solver.name == "learned"
         if self.probed:
             self.r_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias)
-        if self.qk_norm == "rms":
+        if self.qk_norm is not None:
             for part in ("q",) * (not share_query_key) + ("k",) + ("r",) * self.probed:
-                self.add_module(f"{part}_norm", nn.RMSNorm(self.head_dim, eps=norm_eps))
+                self.add_module(f"{part}_norm", HeadRMSNorm(self.head_dim, norm_eps, unit=self.qk_norm == "l2"))
         learns = self.ridge.numbers(self.head_dim) > 0
         self.ridge_proj = RidgeProjection(hidden_size, num_heads, self.head_dim, self.ridge) if learns else None
 
@@ -209,10 +208,8 @@ class Attention(nn.Module):
 
     def _place(self, x: Tensor, part: str, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
         """Queries, keys or probes [B, H, T, D], normalised, then turned by their positions."""
-        if self.qk_norm == "rms":
+        if self.qk_norm is not None:
             x = self.get_submodule(f"{part}_norm")(x)
-        elif self.qk_norm == "l2":
-            x = rms_norm(x, (self.head_dim,), eps=self.norm_eps) * self.head_dim**-0.5
         return x if position_embeddings is None else rotate(x, *position_embeddings)
 
     def _local(
@@ -374,16 +371,6 @@ class Attention(nn.Module):
         if self.qk_norm == "l2" and self.spec.takes_scale:
             usual = 1 / self.spec.similarity.default_scale(self.head_dim)
         return self.temperature.arguments(self.spec, self.head_dim, n, learned, usual)
-
-
-QK_NORMS = ("rms", "l2")
-
-
-def check_qk_norm(call: str, given: str | None) -> str | None:
-    """`given`, after checking that it is None or a known normalisation of queries and keys."""
-    if given is not None and given not in QK_NORMS:
-        raise ArgumentError(f"{call}: qk_norm is {given!r}, expected None, {' or '.join(map(repr, QK_NORMS))}.")
-    return given
 
 
 def check_shared(call: str, share_query_key: bool, num_heads: int, num_kv_heads: int) -> None:

@@ -1,0 +1,40 @@
+"""Normalisation of queries and keys, head by head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from ..checks import ArgumentError
+
+QK_NORMS = ("rms", "l2")
+
+
+class HeadRMSNorm(nn.RMSNorm):
+    """x / sqrt(mean x^2 + eps) over the channels of a head, times a learned gain [D]; in float32 at least, whatever the
+    dtype of x, which the result has.
+
+    Args:
+        dim: D.
+        eps: added to the mean square.
+        unit: vectors of length 1 in the place of mean square 1, without a gain.
+    """
+
+    def __init__(self, dim: int, eps: float, *, unit: bool = False) -> None:
+        super().__init__(dim, eps=eps, elementwise_affine=not unit)
+        self.unit = unit
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        gain = None if self.weight is None else self.weight.to(wide)
+        out = rms_norm(x.to(wide), self.normalized_shape, gain, self.eps)
+        return (out * x.shape[-1] ** -0.5 if self.unit else out).to(x.dtype)
+
+
+def check_qk_norm(call: str, given: str | None) -> str | None:
+    """`given`, after checking that it is None or a known normalisation of queries and keys."""
+    if given is not None and given not in QK_NORMS:
+        raise ArgumentError(f"{call}: qk_norm is {given!r}, expected None, {' or '.join(map(repr, QK_NORMS))}.")
+    return given
