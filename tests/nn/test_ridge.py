@@ -239,6 +239,33 @@ def test_pieces_with_a_cache_equal_the_whole(spec, text, norm):
         assert gap < tolerance, (dtype, float(gap))
 
 
+@pytest.mark.parametrize("norm", [None, "rms", "l2"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_pieces_that_other_solvers_do_equal_the_whole(dtype, tolerance, norm):
+    """32 channels: the whole is solved by conjugate gradients, single steps by a factor; root mean squares."""
+    length, sizes = 150, [110] + [1] * 20 + [13] + [1] * 7
+    torch.manual_seed(0)
+    module = Attention(C, 2, head_dim=32, spec="local-linear", ridge="learned", qk_norm=norm, layer_idx=0).to(dtype)
+    x, mask = draw(B, length, C, dtype=dtype), torch.ones(B, length, dtype=torch.bool)
+    mask[0, :5] = False
+    positions = rotary_angles(torch.arange(length)[None], 32, dtype=dtype)
+    whole = module(x, positions, mask)[0]
+    gap = (steps(module, x, sizes, mask, positions) - whole)[mask]
+    assert gap.double().norm() < tolerance * whole[mask].double().norm()
+    if dtype == torch.float32:
+        assert gap.abs().max() < 1e-5
+
+
+def test_a_mask_of_pairs_is_the_mask_of_keys():
+    module, x = layer(spec="local-linear[biweight]", ridge="learned"), draw(B, T, C)
+    mask = torch.ones(B, T, dtype=torch.bool)
+    mask[0, 2:5] = False
+    pairs = mask[:, None, None, :].expand(B, 1, T, T)
+    torch.testing.assert_close(
+        module(x, attention_mask=pairs)[0], module(x, attention_mask=mask)[0], atol=1e-12, rtol=0
+    )
+
+
 @pytest.mark.parametrize("exclude_self", [False, True])
 def test_pieces_with_a_window_equal_the_whole(exclude_self):
     length, sizes = 30, [1] * 12 + [9, 1, 1, 7]

@@ -50,7 +50,8 @@ def usage() -> str:
     """The text of `regard reproduce --help`."""
     from .commands import about
 
-    lines = [f"  {name:<18}{about(recipe)}" for name, recipe in recipes.items()]
+    width = max(map(len, recipes.names())) + 2
+    lines = [f"  {name:<{width}}{about(recipe)}" for name, recipe in recipes.items()]
     return "\n".join(
         [
             "usage: regard reproduce RECIPE [options]",

@@ -130,7 +130,7 @@ class _Implicit(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         matrix, right, value = ctx.saved_tensors
         if torch.is_grad_enabled():  # a derivative of this one: the solution as a function of A and b once more
             value = _Implicit.apply(matrix, right, ctx.solver, value)

@@ -22,8 +22,8 @@ from ..doctor import report as installation
 from ..inspect import figures
 from ..inspect.figures import Curve
 from ..inspect.measures import AttentionMaps
-from ..inspect.summary import layer_table
 from ..inspect.report import Page, Sample, Section, render
+from ..inspect.summary import layer_table
 from ..inspect.tables import Table
 from ..training import TrainingStopped
 

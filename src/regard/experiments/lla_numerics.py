@@ -118,14 +118,15 @@ class Case:
     Attributes:
         heads: the data.
         truth: by ridge, outputs [H, T, D] in float64.
-        floor: by ridge, outputs of float32 solutions whose last stage is in emulated bfloat16; for bfloat16 only.
+        floors: for bfloat16 only; by name and ridge, outputs of dense float32 solutions: "rounding", rounded once, and
+            "floor", their last stage in emulated bfloat16.
     """
 
     family: str
     dtype: str
     heads: tuple[Data, ...]
     truth: dict[float, Tensor]
-    floor: dict[float, Tensor]
+    floors: dict[str, dict[float, Tensor]]
 
 
 def prepare(config: NumericsConfig, family: str, dtype: str) -> Case:
@@ -134,15 +135,22 @@ def prepare(config: NumericsConfig, family: str, dtype: str) -> Case:
     drawn = (draw(config, family, head) for head in range(config.draws))
     heads = tuple((rounded(q), rounded(k), rounded(v)) if low else (q, k, v) for q, k, v in drawn)
 
-    def by_ridge(form: Callable[..., Tensor], precision: torch.dtype) -> dict[float, Tensor]:
-        solved = [dense(q, k, config.ridges, precision) for q, k, _ in heads]
-        return {
-            ridge: torch.stack([form(*head, t[ridge]) for head, t in zip(heads, solved, strict=True)])
-            for ridge in config.ridges
-        }
+    truth = outputs(heads, config.ridges, torch.float64, output)
+    if not low:
+        return Case(family, dtype, heads, truth, {})
+    once = {ridge: rounded(out) for ridge, out in outputs(heads, config.ridges, torch.float32, output).items()}
+    floor = outputs(heads, config.ridges, torch.float32, low_output)
+    return Case(family, dtype, heads, truth, {"rounding": once, "floor": floor})
 
-    floor = by_ridge(low_output, torch.float32) if low else {}
-    return Case(family, dtype, heads, by_ridge(output, torch.float64), floor)
+
+def outputs(
+    heads: Sequence[Data], ridges: Sequence[float], dtype: torch.dtype, form: Callable[..., Tensor]
+) -> dict[float, Tensor]:
+    """By ridge, outputs [H, T, D] in the `form` given, from systems solved densely in `dtype`."""
+    solved = [dense(q, k, ridges, dtype) for q, k, _ in heads]
+    return {
+        ridge: torch.stack([form(*head, t[ridge]) for head, t in zip(heads, solved, strict=True)]) for ridge in ridges
+    }
 
 
 def budgets(config: NumericsConfig) -> dict[str, Solver]:
@@ -213,7 +221,7 @@ def measure(config: NumericsConfig, progress: Progress) -> list[dict[str, Any]]:
                 record["budgets"] = {name: run_regard(case, ridge, own) for name, own in budgets(config).items()}
                 if dtype == "bfloat16":
                     progress(f"{family}, emulations, ridge {ridge:g}")
-                    record["floor"] = errors(case.floor[ridge], case.truth[ridge])
+                    record |= {name: errors(of[ridge], case.truth[ridge]) for name, of in case.floors.items()}
                     steps = [*(n for n in config.steps if n < EMULATED), EMULATED]
                     record["schemes"] = {name: run_scheme(case, ridge, name, steps) for name in SCHEMES}
                 records.append(record)
