@@ -351,8 +351,10 @@ def _mass(s: Sentence, z: Tensor, seen: Tensor, bias: Number, params: Mapping[st
     empty = ~seen.any(-1)
     z = torch.where(seen, z, -torch.inf)
     if s.kernel == "gaussian":
-        assert s.rule == "fixed"
-        w = torch.where(seen, z, -torch.inf).exp()
+        assert s.rule in ("fixed", "anchored")
+        top = torch.where(empty, 0, z.amax(-1))[..., None]
+        least = top - _column(params.get("margin", s.margin)) if s.rule == "anchored" else -torch.inf
+        w = torch.where(z > least, z, -torch.inf).exp()
     else:
         top = torch.where(empty, 0, z.amax(-1))[..., None]
         theta = top - _column(params.get("margin", s.margin)) if s.rule == "anchored" else -bias

@@ -331,6 +331,7 @@ def test_weights_while_generating() -> None:
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_compiled_as_one_graph(family: str) -> None:
     model = tiny(family, "regard_biweight")
+    torch._dynamo.reset()  # of what other tests had compiled: graphs are counted by the wrapper that all models share
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for mask in (None, left_padding()):
         with torch.no_grad():
@@ -345,6 +346,7 @@ def test_a_compiled_step_over_a_cache_of_fixed_length(family: str) -> None:
     whole = model(tokens()).logits
     cache = StaticCache(config=model.config, max_cache_len=20)
     model(tokens()[:, :8], past_key_values=cache, use_cache=True)
+    torch._dynamo.reset()  # of what other tests had compiled: graphs are counted by the wrapper that all models share
     compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
     for at in range(8, 12):
         more = {"position_ids": torch.tensor([[at]]), "past_key_values": cache, "use_cache": True}

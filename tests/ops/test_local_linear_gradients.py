@@ -82,6 +82,19 @@ def test_finite_differences_of_other_weights_against_an_absolute_ridge(spec: str
     check(run, (*small(seed=6), numbers((2, 5), 0.2, seed=7)))
 
 
+def test_a_learned_power_beside_an_absolute_ridge_is_for_the_reference() -> None:
+    """Its derivative by finite differences; the fast form says that it has none."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, power: Tensor, impl: str = "reference") -> Tensor:
+        spec = "biweight*anchored(margin=1.5)*linear(ridge=0.4,ridge_mode=absolute)"
+        return regard.attention(q, k, v, spec, params={"r": power}, is_causal=True, impl=impl)
+
+    inputs = (*small(seed=15), numbers((2, 5), 1.8, seed=16))
+    check(run, inputs)
+    with pytest.raises(ArgumentError, match="learned power"):
+        run(*inputs, impl="blocked")
+
+
 @pytest.mark.parametrize("solver", ["cholesky", "cg", "auto", "block-diagonal"])
 def test_second_derivatives_of_the_reference(solver: str) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, ridge: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def local(q: Tensor, k: Tensor, v: Tensor, **call) -> Tensor:
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float, what: object = "") -> None:
-    gap = float((found.double() - expected.double()).abs().max()) if found.numel() else 0.0
+    gap = float((found.double() - expected.double()).detach().abs().max()) if found.numel() else 0.0
     assert found.shape == expected.shape, what
     assert gap <= tolerance * max(1.0, float(expected.abs().max())), (what, gap)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..checks import ArgumentError, in_range
 from ..registry import Registry
 from .conjugate import conjugate_gradients
-from .systems import Solved, SolveStatus, System
+from .systems import Dense, Solved, SolveStatus, System
 
 solvers: Registry[Any] = Registry("solver", "regard.solvers")
 
@@ -260,8 +260,10 @@ class Learned:
 @solvers.register("auto")
 @dataclass(frozen=True)
 class Auto:
-    """Cholesky where that costs less, or a row sees no more than 2 D keys, so that the iteration would be long; else
-    conjugate gradients, with Cholesky for the rows that did not converge.
+    """Rows with no more weighted keys than coordinates by the smaller systems among those keys (where the weights are
+    known one by one, not in `impl="reference"`); of the others Cholesky where it costs less (16 coordinates and fewer,
+    few queries) or the iteration would be long (no more than 2 D keys), else conjugate gradients, with Cholesky for the
+    rows that did not converge.
 
     Cost: that of what it chooses; at 64 coordinates about 10 steps of conjugate gradients cost as much as Cholesky.
     """
@@ -273,16 +275,30 @@ class Auto:
     SMALL: ClassVar[int] = 16
 
     def solve(self, system: System, right: Tensor) -> Solved:
+        if isinstance(system, Dense) or (isinstance(system.ridge, float) and system.ridge == 0.0):
+            return Cholesky().solve(system, right)
+        few, done = system.through_keys(right, right.shape[-1])
+        if bool(done.all()):
+            return few
+        rest = self._whole(system, torch.where(done[..., None], 0, right))
+        return _chosen(done, few, rest)
+
+    def _whole(self, system: System, right: Tensor) -> Solved:
+        """By systems among coordinates."""
         dim = right.shape[-1]
-        free = isinstance(system.ridge, float) and system.ridge == 0.0
-        if free or system.rank is None or dim <= self.SMALL or system.rank <= 2 * dim or right.shape[-2] < self.SMALL:
+        if dim <= self.SMALL or system.rank is None or system.rank <= 2 * dim or right.shape[-2] < self.SMALL:
             return Cholesky().solve(system, right)
         solved = ConjugateGradient().solve(system, right)
         failed = solved.status == SolveStatus.UNCONVERGED
         if not bool(failed.any()):
             return solved
-        direct = Cholesky().solve(system, right)  # for these rows alone: no row's answer depends on another's fate
-        choose = lambda a, b: torch.where(failed.reshape(failed.shape + (1,) * (a.dim() - failed.dim())), a, b)  # noqa: E731
-        statistics = {n: choose(direct.statistics[n], solved.statistics[n]) for n in ("residual", "jitter")}
-        statistics["iterations"] = solved.statistics["iterations"]
-        return Solved(choose(direct.value, solved.value), choose(direct.status, solved.status), statistics)
+        # for these rows alone: no row's answer depends on another's fate
+        direct = Cholesky().solve(system, right)
+        direct.statistics["iterations"] = solved.statistics["iterations"]
+        return _chosen(failed, direct, solved)
+
+
+def _chosen(first: Tensor, a: Solved, b: Solved) -> Solved:
+    """Rows of a where `first`, else of b."""
+    statistics = {name: torch.where(first, x, b.statistics[name]) for name, x in a.statistics.items()}
+    return Solved(torch.where(first[..., None], a.value, b.value), torch.where(first, a.status, b.status), statistics)

@@ -55,6 +55,10 @@ class System(Protocol):
     def diagonal(self, blocks: int) -> Tensor:
         """The diagonal blocks of C + ridge, [..., g, D/g, D/g]."""
 
+    def through_keys(self, right: Tensor, most: int) -> tuple[Solved, Tensor]:
+        """(solutions of the rows with at most `most` weighted keys, by systems among those, and 0 for the others; which
+        rows were solved). Of systems that know their weights."""
+
     def take(self, rows: Tensor) -> System:
         """The systems of `rows`, int64 [n, m] positions along the last axis of rows."""
 
@@ -91,6 +95,9 @@ class Dense:
 
     def near(self) -> None:
         return None
+
+    def through_keys(self, right: Tensor, most: int) -> tuple[Solved, Tensor]:
+        raise NotImplementedError
 
     def take(self, rows: Tensor) -> Dense:
         return Dense(

@@ -246,14 +246,15 @@ class Ratio:
     def log_mass(self, stats: RowStats, params: Params) -> Tensor:
         """log sum_j K(z_j - theta) of every row, -inf where none has weight."""
         own = self.rule.kernel_params(params)
-        log = stats.mass.log() + self.kernel.log_peak(stats.top, stats.reach, own)
+        peak = getattr(self.kernel, "log_peak", lambda top, reach, own: self.kernel.value(reach, own).log())
+        log = stats.mass.log() + peak(stats.top, stats.reach, own)
         return torch.where(stats.fallback, -torch.inf, log)
 
     def _reach(self, stats: RowStats) -> Number:
         return stats.reach if self.rule.bounded(self.kernel) else float("inf")
 
     def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
-        if self.kernel.own_slope and not self.rule.may_miss(self.kernel):
+        if getattr(self.kernel, "own_slope", False) and not self.rule.may_miss(self.kernel):
             return p, self.rule.mix(p, p)
         own = self.rule.kernel_params(params)
         slope = self.kernel.relative_slope(distance(z, stats.top), self._reach(stats), own) / stats.mass

@@ -27,20 +27,17 @@ class FewRows(WeightedRows):
     def __init__(
         self, p: Tensor, y: Tensor, common: Tensor, ridge: float | Tensor, probe: Tensor | None = None
     ) -> None:
-        self.raw, self.ridge, self.probe, self.p, self._last = y, ridge, probe, p, None
+        self.raw, self.ridge, self.probe, self.p = y, ridge, probe, p
+        self._last = self._live = None
         near = common & (common.flip(-1).cumsum(-1).flip(-1) <= NEAREST)
         self.share = near / near.sum(-1, keepdim=True).clamp(min=1).to(p.dtype)
         self.origin = self._origin(near)
-        n, q, _ = p.shape
-        dim = y.shape[-1]
-        self.mean = p.new_zeros(n, q, dim)
-        self.moments = p.new_zeros(n, q, dim, dim)
-        room = p.new_empty(0)
+        self.mean = p.new_zeros(p.shape[0], p.shape[1], y.shape[-1])
+        if not self._moved:
+            self.mean = p @ y
+            return
         for at, part in self._chunks():
-            weighted = torch.mul(part[:, None], p[..., at, None], out=room.resize_(n, q, part.shape[1], dim))
             self.mean.baddbmm_(p[..., at], part)
-            flat = self.moments.flatten(0, 1)
-            flat.baddbmm_(weighted.flatten(0, 1).transpose(-1, -2), part.repeat_interleave(q, 0) if q > 1 else part)
 
     def _origin(self, near: Tensor) -> Tensor:
         """The mean of the near keys [n, 1, D]; zero, which saves the move, where keys spread wider than it is far."""
@@ -79,6 +76,15 @@ class FewRows(WeightedRows):
         return s.sub_((self.mean * x).sum(-1, keepdim=True))
 
     def matrix(self) -> Tensor:
-        spread = self.moments - self.mean[..., :, None] * self.mean[..., None, :]
+        n, q, _ = self.p.shape
+        dim = self.raw.shape[-1]
+        spread = self.mean[..., :, None] * -self.mean[..., None, :]
+        flat, room = spread.flatten(0, 1), self.p.new_empty(0)
+        for at, part in self._chunks():
+            weighted = torch.mul(part[:, None], self.p[..., at, None], out=room.resize_(n, q, part.shape[1], dim))
+            flat.baddbmm_(weighted.flatten(0, 1).transpose(-1, -2), part.repeat_interleave(q, 0) if q > 1 else part)
         spread.diagonal(dim1=-2, dim2=-1).add_(self.ridge)
         return spread
+
+    def _keys(self, at: Tensor) -> Tensor:
+        return self.raw.flatten(0, 1)[at] - self.origin.flatten(0, 1)[at[:, 0] // self.raw.shape[1], None]

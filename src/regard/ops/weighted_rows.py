@@ -13,7 +13,8 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from ..grammar.systems import taken, taken_ridge
+from ..grammar.systems import Solved, taken, taken_ridge
+from . import live_rows
 
 NUMBERS = 2**21
 """Of products of coordinates, made at a time."""
@@ -45,6 +46,7 @@ class WeightedRows:
         self.y = y - self.origin
         self.mean = p @ self.y
         self._last: tuple[Tensor, Tensor] | None = None
+        self._live: tuple[Tensor, Tensor] | None = None
 
     @property
     def rank(self) -> int:
@@ -63,9 +65,45 @@ class WeightedRows:
         return image.add_(x, alpha=self.ridge) if isinstance(self.ridge, float) else image.addcmul_(self.ridge, x)
 
     def tilted(self, x: Tensor) -> Tensor:
-        """p_ij (y_j - m_i) . x_i [n, q, w], to be written to: that of the last product where this was its vector."""
-        last, self._last = self._last, None
-        return last[1] if last is not None and last[0] is x else self.slopes(x).mul_(self.p)
+        """p_ij (y_j - m_i) . x_i [n, q, w] for the solution x of the last solve: as that left it, where it did."""
+        (last, self._last), (live, self._live) = (self._last, None), (self._live, None)
+        if live is not None and bool(live[0].all()):
+            return live[1]
+        dense = last[1] if last is not None and last[0] is x else self.slopes(x).mul_(self.p)
+        return dense if live is None else torch.where(live[0][..., None], live[1], dense)
+
+    def through_keys(self, right: Tensor, most: int) -> tuple[Solved, Tensor]:
+        """The rows with at most `most` weighted keys, solved among those (`live_rows`): (what was found, whether a row
+        was solved [n, q]). `tilted` then knows their slopes."""
+        n, q, w = self.p.shape
+        shape, dim = (n * q,), self.mean.shape[-1]
+        value, residual = torch.zeros_like(right).flatten(0, 1), right.new_zeros(shape)
+        done = torch.zeros(shape, dtype=torch.bool, device=right.device)
+        tilted = None
+        for rows, index, weights in live_rows.groups(self.p, most, dim):
+            y = self._keys((rows // q)[:, None] * w + index)
+            away = y - self.mean.flatten(0, 1)[rows, None]
+            ridge = self._ridge_of(rows)
+            found = live_rows.solve(weights, away, right.flatten(0, 1)[rows], ridge)
+            value[rows], residual[rows], done[rows] = found.value, found.residual, found.sound
+            tilted = self.p.new_zeros(n * q, w) if tilted is None else tilted
+            tilted[rows] = tilted.new_zeros(rows.shape[0], w).scatter_add_(1, index, found.tilted)  # padding adds 0
+        self._live = None if tilted is None else (done.view(n, q), tilted.view(n, q, w))
+        zero = torch.zeros_like(residual)
+        statistics = {"iterations": zero, "residual": residual, "jitter": zero}
+        value = torch.where(done[:, None], value, 0).view_as(right)
+        solved = Solved(value, zero.int().view(n, q), {name: x.view(n, q) for name, x in statistics.items()})
+        return solved, done.view(n, q)
+
+    def _keys(self, at: Tensor) -> Tensor:
+        """Coordinates of keys at flat positions among [n w]."""
+        return self.y.flatten(0, 1)[at]
+
+    def _ridge_of(self, rows: Tensor) -> Tensor:
+        """[R, 1 or D]."""
+        if isinstance(self.ridge, Tensor):
+            return self.ridge.expand(*self.mean.shape[:2], self.ridge.shape[-1]).flatten(0, 1)[rows]
+        return self.mean.new_full((rows.shape[0], 1), self.ridge)
 
     def terms(self) -> Tensor:
         ridge = self.ridge if isinstance(self.ridge, float) else self.ridge.amax(-1, keepdim=True)
@@ -74,6 +112,7 @@ class WeightedRows:
     def take(self, rows: Tensor) -> WeightedRows:
         part = copy(self)
         part.p, part.mean, part._last = taken(self.p, rows), taken(self.mean, rows), None
+        part._live = None
         part.ridge = taken_ridge(self.ridge, rows)
         part.probe = None if self.probe is None else taken(self.probe, rows)
         return part
