@@ -40,7 +40,7 @@ ODD = (
     "biweight*fixed*unnormalised",
     "linear*fixed*normalised",  # signed weights over a signed, guarded sum
     "gaussian*fixed*linear(ridge=0.3,solver=cg(precondition=True))",
-    "gaussian*anchored(margin=1.5)*linear(ridge=0.4,ridge_mode=absolute)",
+    "gaussian*anchored(margin=1.5)*euclidean*linear(ridge=0.4,ridge_mode=absolute)",
 )
 
 

@@ -10,13 +10,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from .systems import Solved, SolveStatus, System
+from .systems import Solved, SolveStatus, System, crowd, rows_of
 
 SHARE = 0.7
 """Rows in work of those at hand, below which the others are left out of the products."""
-STEP = 16
-"""Rows are left out by so many, so that products of fewer rows are made the same way: not a bit of one row hangs on how
-many others are in work."""
 
 
 def conjugate_gradients(
@@ -53,14 +50,14 @@ def _iterate(system: System, rows: _Rows, inverse: Tensor | None, limit: int) ->
     """Steps until no row is active, `limit` at most; how many. Rows that are through are left out of the products."""
     part, at, parts = rows, None, system
     for done in range(limit):
-        most = int(part.active.sum(-2).max()) if part.active.numel() else 0
-        keep = -(-most // STEP) * STEP
+        keep = crowd(part.active[..., 0])
         if keep <= SHARE * part.x.shape[-2]:
             if at is not None:
                 rows.put(at, part)
-            if most == 0:
+            if keep == 0:
                 return done
-            at = rows.active[..., 0].to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :keep]
+            kept = rows_of(part.active[..., 0])
+            at = kept if at is None else at.gather(-1, kept)
             part, parts = rows.take(at), system.take(at)
         part.step(parts, inverse)
     if at is not None:

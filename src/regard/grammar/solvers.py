@@ -17,7 +17,7 @@ from torch import Tensor
 from ..checks import ArgumentError, in_range
 from ..registry import Registry
 from .conjugate import conjugate_gradients
-from .systems import Dense, Solved, SolveStatus, System
+from .systems import Dense, Solved, SolveStatus, System, rows_of, taken
 
 solvers: Registry[Any] = Registry("solver", "regard.solvers")
 
@@ -260,8 +260,8 @@ class Learned:
 @solvers.register("auto")
 @dataclass(frozen=True)
 class Auto:
-    """Rows with no more weighted keys than coordinates by the smaller systems among those keys (where the weights are
-    known one by one, not in `impl="reference"`); of the others Cholesky where it costs less (16 coordinates and fewer,
+    """Rows with no more weighted keys than coordinates (twice as many where there are many without weight) by the smaller
+    systems among those keys; in `impl="reference"` Cholesky for all. Of the others Cholesky where it costs less (16 coordinates and fewer,
     few queries) or the iteration would be long (no more than 2 D keys), else conjugate gradients, with Cholesky for the
     rows that did not converge.
 
@@ -273,14 +273,24 @@ class Auto:
     needs_ridge: ClassVar[bool] = False
 
     SMALL: ClassVar[int] = 16
+    MANY: ClassVar[int] = 16
+    """Times D: as many keys make a product with all of them cost more than a system among 2 D."""
 
     def solve(self, system: System, right: Tensor) -> Solved:
         if isinstance(system, Dense) or (isinstance(system.ridge, float) and system.ridge == 0.0):
             return Cholesky().solve(system, right)
-        few, done = system.through_keys(right, right.shape[-1])
-        if bool(done.all()):
+        dim, keys = right.shape[-1], system.rank or 0
+        few, done = system.through_keys(right, 2 * dim if keys >= self.MANY * dim else dim)
+        at = rows_of(~done)
+        if at.shape[-1] == 0:
             return few
-        rest = self._whole(system, torch.where(done[..., None], 0, right))
+        found = self._whole(system.take(at), taken(torch.where(done[..., None], 0, right), at))
+        put = lambda whole, part: whole.scatter(-1, at, part)  # noqa: E731
+        rest = Solved(
+            few.value.scatter(-2, at[..., None].expand(found.value.shape), found.value),
+            put(few.status, found.status),
+            {name: put(x, found.statistics[name]) for name, x in few.statistics.items()},
+        )
         return _chosen(done, few, rest)
 
     def _whole(self, system: System, right: Tensor) -> Solved:

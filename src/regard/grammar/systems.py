@@ -122,3 +122,19 @@ def unit(right: Tensor) -> Tensor:
     nothing, and squares of very large or small numbers stay in range."""
     exponent = torch.frexp(right.abs().amax(-1, keepdim=True)).exponent
     return torch.ldexp(torch.ones_like(right[..., :1]), exponent)
+
+
+STEP = 16
+"""Rows are taken out by so many, so that products of fewer rows are made the same way: not a bit of one row hangs on
+how many others are in work."""
+
+
+def crowd(wanted: Tensor) -> int:
+    """The most rows `wanted` [n, q] of any n, rounded up to a multiple of STEP."""
+    most = int(wanted.sum(-1).max()) if wanted.numel() else 0
+    return min(-(-most // STEP) * STEP, wanted.shape[-1])
+
+
+def rows_of(wanted: Tensor) -> Tensor:
+    """Positions [n, m] of the rows `wanted`, boolean [n, q], in order and filled up with others to m = `crowd`."""
+    return wanted.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : crowd(wanted)]

@@ -272,7 +272,8 @@ class Ratio:
     def param_grads(
         self, dz: Tensor, g: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
     ) -> dict[str, Tensor]:
-        grads = dict(self.rule.theta_grads(-dz.sum(-1, keepdim=True)))
+        moved = -dz.sum(-1, keepdim=True)  # dL/dtheta, where the kernel falls to its threshold
+        grads = dict(self.rule.theta_grads(moved if self.kernel.vanishes else torch.zeros_like(moved)))
         if "r" in self.kernel.params:
             log_u = self.kernel.log_relative(distance(z, stats.top), stats.reach)
             drift = torch.where(stats.fallback, 0, p * (g - rho))

@@ -28,7 +28,7 @@ class FewRows(WeightedRows):
         self, p: Tensor, y: Tensor, common: Tensor, ridge: float | Tensor, probe: Tensor | None = None
     ) -> None:
         self.raw, self.ridge, self.probe, self.p = y, ridge, probe, p
-        self._last = self._live = None
+        self._last = self._live = self.source = None
         near = common & (common.flip(-1).cumsum(-1).flip(-1) <= NEAREST)
         self.share = near / near.sum(-1, keepdim=True).clamp(min=1).to(p.dtype)
         self.origin = self._origin(near)

@@ -64,20 +64,24 @@ class Through(NamedTuple):
     sound: Tensor
 
 
-def solve(weights: Tensor, away: Tensor, right: Tensor, ridge: Tensor) -> Through:
-    """Rows with weights [R, s], y_j - m_i [R, s, D], right sides [R, D] and ridge [R, 1 or D]."""
+def solve(weights: Tensor, away: Tensor, right: Tensor, ridge: Tensor, source: Tensor | None = None) -> Through:
+    """Rows with weights [R, s], y_j - m_i [R, s, D], right sides [R, D] and ridge [R, 1 or D]. Where a right side is
+    sum_j p_ij source_ij (y_j - m_i), its source [R, s] spares the solution a difference of terms as long as 1 / ridge.
+    """
     root, share = weights.sqrt(), ridge.rsqrt()
     z = away * root[..., None] * share[:, None]
     gram = z @ z.transpose(-1, -2)
     gram.diagonal(dim1=-2, dim2=-1).add_(1)
     factor, info = torch.linalg.cholesky_ex(gram)
-    value, tilted, left = torch.zeros_like(right), torch.zeros_like(weights), right
-    for _ in range(2):  # once more from what is left: t comes out of a difference of terms as long as 1 / ridge
-        b = left * share
+    if source is None:
+        b = right * share
         w = torch.cholesky_solve(z @ b[..., None], factor)
-        value = value + share * (b - (z.transpose(-1, -2) @ w)[..., 0])
-        tilted = tilted + root * w[..., 0]
-        left = right - (away.transpose(-1, -2) @ tilted[..., None])[..., 0] - ridge * value
+        value, tilted = share * (b - (z.transpose(-1, -2) @ w)[..., 0]), root * w[..., 0]
+    else:
+        s = (root * source)[..., None]
+        w = torch.cholesky_solve(s, factor)
+        value, tilted = share * (z.transpose(-1, -2) @ w)[..., 0], root * (s - w)[..., 0]
+    left = right - (away.transpose(-1, -2) @ tilted[..., None])[..., 0] - ridge * value
     size = torch.linalg.vector_norm(right, dim=-1)
     residual = torch.linalg.vector_norm(left, dim=-1) / torch.where(size > 0, size, 1)
     pivots = factor.diagonal(dim1=-2, dim2=-1)

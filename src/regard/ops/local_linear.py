@@ -264,6 +264,7 @@ def _backward_blocks(
         block.add_columns(dv, g, a * weights)
         if tensors.probe is None:
             size = unit(right)
+            system.source = gamma / size
             solved = model.spec.solver.solve(system, right / size)
             failed = failed or _unconverged(solved.status)
             u = solved.value * size

@@ -13,7 +13,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from ..grammar.systems import Solved, taken, taken_ridge
+from ..grammar.systems import Solved, rows_of, taken, taken_ridge
 from . import live_rows
 
 NUMBERS = 2**21
@@ -35,6 +35,7 @@ class WeightedRows:
     Attributes:
         origin: [n, 1, D].
         y: from the origin, as `mean` = p y [n, q, D] is.
+        source: [n, q, w], where the right sides are sum_j p_ij source_ij y_j with sum_j p_ij source_ij = 0.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class WeightedRows:
         self.mean = p @ self.y
         self._last: tuple[Tensor, Tensor] | None = None
         self._live: tuple[Tensor, Tensor] | None = None
+        self.source: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -67,10 +69,16 @@ class WeightedRows:
     def tilted(self, x: Tensor) -> Tensor:
         """p_ij (y_j - m_i) . x_i [n, q, w] for the solution x of the last solve: as that left it, where it did."""
         (last, self._last), (live, self._live) = (self._last, None), (self._live, None)
-        if live is not None and bool(live[0].all()):
-            return live[1]
-        dense = last[1] if last is not None and last[0] is x else self.slopes(x).mul_(self.p)
-        return dense if live is None else torch.where(live[0][..., None], live[1], dense)
+        if live is None:
+            return last[1] if last is not None and last[0] is x else self.slopes(x).mul_(self.p)
+        done, tilted = live
+        at = rows_of(~done)
+        if at.shape[-1]:
+            part = self.take(at)
+            kept = done.gather(-1, at)[..., None]
+            mixed = torch.where(kept, taken(tilted, at), part.slopes(taken(x, at)).mul_(part.p))
+            tilted = tilted.scatter(-2, at[..., None].expand(mixed.shape), mixed)
+        return tilted
 
     def through_keys(self, right: Tensor, most: int) -> tuple[Solved, Tensor]:
         """The rows with at most `most` weighted keys, solved among those (`live_rows`): (what was found, whether a row
@@ -84,7 +92,8 @@ class WeightedRows:
             y = self._keys((rows // q)[:, None] * w + index)
             away = y - self.mean.flatten(0, 1)[rows, None]
             ridge = self._ridge_of(rows)
-            found = live_rows.solve(weights, away, right.flatten(0, 1)[rows], ridge)
+            source = None if self.source is None else self.source.flatten(0, 1)[rows].gather(1, index)
+            found = live_rows.solve(weights, away, right.flatten(0, 1)[rows], ridge, source)
             value[rows], residual[rows], done[rows] = found.value, found.residual, found.sound
             tilted = self.p.new_zeros(n * q, w) if tilted is None else tilted
             tilted[rows] = tilted.new_zeros(rows.shape[0], w).scatter_add_(1, index, found.tilted)  # padding adds 0
@@ -112,7 +121,7 @@ class WeightedRows:
     def take(self, rows: Tensor) -> WeightedRows:
         part = copy(self)
         part.p, part.mean, part._last = taken(self.p, rows), taken(self.mean, rows), None
-        part._live = None
+        part._live = part.source = None
         part.ridge = taken_ridge(self.ridge, rows)
         part.probe = None if self.probe is None else taken(self.probe, rows)
         return part
