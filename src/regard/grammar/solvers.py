@@ -260,10 +260,12 @@ class Learned:
 @solvers.register("auto")
 @dataclass(frozen=True)
 class Auto:
-    """Rows with no more weighted keys than coordinates (twice as many where there are many without weight) by the smaller
-    systems among those keys; in `impl="reference"` Cholesky for all. Of the others Cholesky where it costs less (16 coordinates and fewer,
-    few queries) or the iteration would be long (no more than 2 D keys), else conjugate gradients, with Cholesky for the
-    rows that did not converge.
+    """What costs least: systems among the weighted keys for rows with few of them, Cholesky, or conjugate gradients.
+
+    Rows with no more weighted keys than coordinates (twice as many among 16 D keys) are solved through those keys; not in
+    `impl="reference"`, which takes Cholesky for all. The others go by Cholesky for 16 coordinates and fewer, for few
+    queries, and where the block holds no more than 2 D keys, so that the iteration would be long; else by conjugate
+    gradients, with Cholesky for the rows that did not converge.
 
     Cost: that of what it chooses; at 64 coordinates about 10 steps of conjugate gradients cost as much as Cholesky.
     """
