@@ -51,7 +51,7 @@ def test_signature_of_attention() -> None:
     parameters = inspect.signature(regard.attention).parameters
     assert list(parameters) == [
         "query", "key", "value", "spec", "attn_mask", "is_causal", "exclude_self", "window", "query_offset",
-        "scale", "params", "enable_gqa", "impl", "return_diagnostics",
+        "segment_ids", "scale", "params", "enable_gqa", "impl", "return_diagnostics",
     ]  # fmt: skip
     defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
     assert defaults == {
@@ -61,6 +61,7 @@ def test_signature_of_attention() -> None:
         "exclude_self": False,
         "window": None,
         "query_offset": None,
+        "segment_ids": None,
         "scale": None,
         "params": None,
         "enable_gqa": False,

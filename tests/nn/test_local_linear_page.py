@@ -1,4 +1,4 @@
-"""What docs/local-linear-attention.md shows runs."""
+"""What docs/local-linear-attention.md and docs/global-linear.md show runs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "local-linear-attention.md").read_text(encoding="utf-8")
 
 
-def test_the_examples_run() -> None:
-    found = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert len(found) >= 8
+@pytest.mark.parametrize(("page", "blocks"), [("local-linear-attention", 8), ("global-linear", 2)])
+def test_the_examples_run(page: str, blocks: int) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    found = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(found) >= blocks
     done = subprocess.run([sys.executable, "-W", "error", "-c", "\n".join(found)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

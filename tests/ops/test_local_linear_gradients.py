@@ -125,7 +125,7 @@ def gradients(out: Tensor, inputs: tuple[Tensor, ...], seed: int = 20) -> tuple[
 @pytest.mark.parametrize("ridge", [1.0, 0.1, 0.01])
 @pytest.mark.parametrize(("spec", "solver"), [("softmax", "auto"), ("softmax", "cholesky"), ("biweight", "auto")])
 def test_float32_blocks_against_float64(ridge: float, spec: str, solver: str) -> None:
-    """Outputs to 1e-5 of their size and gradients to 1e-4 is what is asked for, and exceeded. Rows that see many keys of
+    """Outputs to 1e-5 of their size and gradients to 1e-4 is what is asked for, and exceeded. Rows with many keys of
     which few have weight lose slopes by rounding over the ridge."""
     dim = 32
     tolerance = 1.5e-6 / ridge if spec == "biweight" else 3e-6

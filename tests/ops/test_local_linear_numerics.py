@@ -299,6 +299,42 @@ def test_a_block_stops_when_its_rows_have(monkeypatch: pytest.MonkeyPatch) -> No
     assert float(found["iterations"][..., :128].max()) <= 64
 
 
+def test_auto_iterates_where_that_pays() -> None:
+    """Which rows took steps tells what was chosen: late rows of many coordinates, and neither rows of fewer keys than
+    coordinates, nor small systems, few queries, a ridge of 0, or the reference."""
+    q, k, v = draw(1, 1, 300, 24, seed=14)
+    _, found = run(q, k, v)
+    steps = found["iterations"][0, 0]
+    assert bool((steps[150:] > 0).all())
+    assert bool((steps[:24] == 0).all())
+    for call in (
+        {"ridge": 0.0},
+        {"impl": "reference"},
+        {"q": q[..., -5:, :]},
+        {"q": q[..., :16], "k": k[..., :16]},
+    ):
+        _, found = run(**{"q": q, "k": k, "v": v, **call})
+        assert not bool(found["iterations"].any()), tuple(call)
+
+
+def test_auto_does_not_leave_a_row_unconverged() -> None:
+    """Keys on which the iteration alone gives up: auto answers with the direct solution, and does not warn."""
+    q, k, v = draw(1, 1, 300, 24, seed=15)
+    k = k * torch.logspace(0, -6, 24, dtype=torch.float64)
+    how = {"ridge": 1e-13, "scale": 0.2}
+    with pytest.warns(RuntimeWarning, match="did not converge"):
+        _, alone = run(q, k, v, solver="cg", **how)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, found = run(q, k, v, solver="auto", **how)
+    failed = alone["status"] == UNCONVERGED
+    assert bool(failed.any())
+    assert not bool((found["status"] == UNCONVERGED).any())
+    assert bool((found["residual"][failed] < alone["residual"][failed]).all())
+    direct, _ = run(q, k, v, solver="cholesky", **how)
+    assert ratio(out[failed], direct[failed]) <= 1e-3
+
+
 # Bits --------------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +359,34 @@ def test_later_tokens_change_no_bit_of_earlier_rows(spec: str, solver) -> None:
         for name, one, two, three in zip("oqkv", before, again, first(*changed), strict=True):
             assert torch.equal(one, two), name
             assert torch.equal(one, three), (name, other, float((one - three).abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("length", "dim", "heads", "spec", "ridge", "solver", "at", "size", "seed"),
+    [
+        (640, 8, 3, "softmax", 0.05, "auto", 399, 3.0, 0),
+        (640, 24, 1, "biweight", 1.0, "auto", 578, 1.0, 7),
+        (257, 64, 3, "rbf", 1.0, "auto", 68, 0.3, 0),
+        (130, 17, 2, "biweight", 0.05, "cg", 108, 1.0, 15),
+        (640, 17, 1, "rbf", 0.001, "auto", 202, 3.0, 0),
+    ],
+)
+def test_later_tokens_change_no_bit_whatever_they_do_to_the_solver(
+    length: int, dim: int, heads: int, spec: str, ridge: float, solver: str, at: int, size: float, seed: int
+) -> None:
+    """Sizes at which later rows decide how many rows are solved in which way, and with how many keys."""
+    q, k, v = draw(1, heads, length, dim, seed=seed, dtype=torch.float32)
+    q, k = size * q, size * k
+    results = []
+    for other in (None, 5.0, 1e4):
+        changed = (torch.cat([x[:, :, :at], (other or 1.0) * x[:, :, at:].flip(2)], 2) for x in (q, k, v))
+        inputs = leaves(q, k, v) if other is None else leaves(*changed)
+        out = regard.local_linear_attention(*inputs, spec=spec, solver=solver, is_causal=True, ridge=ridge)
+        found = torch.autograd.grad(out[:, :, :at].square().sum(), inputs)
+        results.append([out[:, :, :at].detach(), *(g[:, :, :at] for g in found)])
+    for changed in results[1:]:
+        for name, one, two in zip("oqkv", results[0], changed, strict=True):
+            assert torch.equal(one, two), (name, float((one - two).abs().max()))
 
 
 # Memory ------------------------------------------------------------------------------------------------------
