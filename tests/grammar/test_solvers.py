@@ -314,7 +314,6 @@ def test_learned_takes_minus_the_probe() -> None:
 def test_auto_factors_matrices_that_are_at_hand() -> None:
     a = spread(31, 10.0, n=32, count=20)
     b = right(a)
-    for rank in (None, 5, 200):
-        solved = solve(Auto(), a, b, ridge=0.1, rank=rank)
-        assert not solved.statistics["iterations"].any()
-        assert torch.equal(solved.value, solve(Cholesky(), a, b, ridge=0.1).value)
+    solved = solve(Auto(), a, b, ridge=0.1)
+    assert not solved.statistics["iterations"].any()
+    assert torch.equal(solved.value, solve(Cholesky(), a, b, ridge=0.1).value)

@@ -84,9 +84,13 @@ LEAST, MOST = -80.0, 80.0
 """Between e to these powers lies an absolute ridge after its division by the kernel weight, so as to be a number."""
 
 
+LARGEST = 1e36
+"""A ridge as good as infinite, of which sums over coordinates are still finite in float32."""
+
+
 def relative(ridge: float | Tensor, log_mass: Tensor) -> Tensor:
     """An absolute ridge relative to the kernel weight whose logarithm [B, H, Tq, 1] is given."""
-    return ridge * (-log_mass).clamp(LEAST, MOST).exp()
+    return (ridge * (-log_mass).clamp(LEAST, MOST).exp()).clamp(-LARGEST, LARGEST)
 
 
 def linear(

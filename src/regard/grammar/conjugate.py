@@ -1,19 +1,16 @@
 """Conjugate gradients for many rows at once, with a mask of the rows still under way.
 
-Legend: n groups of q rows; m of them still in work; D coordinates.
+Legend: [..., q] rows; D coordinates.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .systems import Solved, SolveStatus, System, crowd, rows_of
-
-SHARE = 0.7
-"""Rows in work of those at hand, below which the others are left out of the products."""
+from .systems import Solved, SolveStatus, System
 
 
 def conjugate_gradients(
@@ -25,8 +22,8 @@ def conjugate_gradients(
     rows = _Rows.begin(right, tol)
     for _ in range(restarts + 1):
         rows.divide(inverse)
-        limit -= _iterate(system, rows, inverse, limit)
-        if rows.settle(system) or limit <= 0:
+        _iterate(system, rows, inverse, limit)
+        if rows.settle(system, limit):
             break
     size = torch.where(rows.size > 0, rows.size, 1)
     residual = rows.rr.sqrt() / size
@@ -46,23 +43,13 @@ def _inverse(system: System) -> Tensor | None:
     return torch.where(sound, torch.cholesky_inverse(torch.where(sound, factor, eye)), eye)
 
 
-def _iterate(system: System, rows: _Rows, inverse: Tensor | None, limit: int) -> int:
-    """Steps until no row is active, `limit` at most; how many. Rows that are through are left out of the products."""
-    part, at, parts = rows, None, system
-    for done in range(limit):
-        keep = crowd(part.active[..., 0])
-        if keep <= SHARE * part.x.shape[-2]:
-            if at is not None:
-                rows.put(at, part)
-            if keep == 0:
-                return done
-            kept = rows_of(part.active[..., 0])
-            at = kept if at is None else at.gather(-1, kept)
-            part, parts = rows.take(at), system.take(at)
-        part.step(parts, inverse)
-    if at is not None:
-        rows.put(at, part)
-    return limit
+def _iterate(system: System, rows: _Rows, inverse: Tensor | None, limit: int) -> None:
+    """Steps until no row is active. All rows are in every product: products of fewer rows may round otherwise, and not
+    a bit of one row is to hang on how many others are in work. Each has `limit` steps of its own for the same reason.
+    """
+    rows.active &= rows.count < limit
+    while bool(rows.active.any()):
+        rows.step(system, inverse, limit)
 
 
 @dataclass
@@ -90,22 +77,12 @@ class _Rows:
         zero, none = torch.zeros_like(right), torch.zeros_like(rr)
         return cls(right, zero, right.clone(), right.clone(), rr.sqrt(), tol**2 * rr, rr, rr, none, rr > 0)
 
-    def take(self, at: Tensor) -> _Rows:
-        """Rows `at` [..., m]."""
-        return _Rows(**{f.name: _gather(getattr(self, f.name), at) for f in fields(self)})
-
-    def put(self, at: Tensor, part: _Rows) -> None:
-        """Rows `at` become those of `part`."""
-        for f in fields(self):
-            own, new = getattr(self, f.name), getattr(part, f.name)
-            setattr(self, f.name, own.scatter(-2, at[..., None].expand(new.shape), new))
-
     def divide(self, inverse: Tensor | None) -> None:
         """Take the residual, divided by the preconditioner, as the direction."""
         self.d = self.r.clone() if inverse is None else self.r @ inverse
         self.rz = _dot(self.r, self.d)
 
-    def step(self, system: System, inverse: Tensor | None) -> None:
+    def step(self, system: System, inverse: Tensor | None, limit: int) -> None:
         """One step of every active row."""
         image = system.apply(self.d)
         curvature = _dot(self.d, image)
@@ -115,24 +92,24 @@ class _Rows:
         self.r.addcmul_(length, image, value=-1)
         self.count += sound
         self.rr = _dot(self.r, self.r)
-        self.active = sound & (self.rr > self.goal)
+        self.active = sound & (self.rr > self.goal) & (self.count < limit)
         z = self.r if inverse is None else self.r @ inverse
         rz = self.rr if inverse is None else _dot(self.r, z)
         self.d.mul_(torch.where(self.active, rz / self.rz, 0)).add_(z)
         self.rz = rz
 
-    def settle(self, system: System) -> bool:
-        """Look at the true residuals; rows whose own is still too large go on from it. True where there are none."""
+    def settle(self, system: System, limit: int) -> bool:
+        """Look at the true residuals; rows whose own is still too large go on from it. True where none can."""
         self.r = self.right - system.apply(self.x)
+        # Every step lowers x.Ax / 2 - b.x from its 0 at x = 0; where it lies above, rounding has blown x up.
+        lost = ~(_dot(self.x, self.right + self.r) >= 0)
+        if bool(lost.any()):
+            self.x, self.r = torch.where(lost, 0, self.x), torch.where(lost, self.right, self.r)
         self.rr = _dot(self.r, self.r)
         floor = 2 * torch.finfo(self.r.dtype).eps * (system.terms() * _dot(self.x, self.x).sqrt() + self.size)
         self.active = ~(self.rr <= torch.maximum(self.goal, floor**2))
         self.r = torch.where(self.active, self.r, 0)
-        return not bool(self.active.any())
-
-
-def _gather(x: Tensor, at: Tensor) -> Tensor:
-    return x.gather(-2, at[..., None].expand(*at.shape, x.shape[-1]))
+        return not bool((self.active & (self.count < limit)).any())
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

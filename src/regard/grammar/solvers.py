@@ -17,7 +17,7 @@ from torch import Tensor
 from ..checks import ArgumentError, in_range
 from ..registry import Registry
 from .conjugate import conjugate_gradients
-from .systems import Dense, Solved, SolveStatus, System, rows_of, taken
+from .systems import Solved, SolveStatus, System
 
 solvers: Registry[Any] = Registry("solver", "regard.solvers")
 
@@ -72,13 +72,14 @@ class Cholesky:
         eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
         sound = torch.where(finite[..., None, None], matrix, eye)  # no row's NaN may fail the whole call
         factor, info = torch.linalg.cholesky_ex(sound)
-        singular = self._meaningless(factor.detach(), info)
+        penalised = _penalised(ridge, info)
+        singular = self._meaningless(factor.detach(), info, sound.detach(), penalised)
         status = torch.where(finite, 0, int(SolveStatus.NOT_FINITE))
         jitter = torch.zeros_like(right[..., 0])
         if not (torch.compiler.is_compiling() or bool(singular.any())):
             solution = torch.cholesky_solve(right[..., None], factor)
         else:
-            jitter, left = self._jitter(sound.detach(), singular & _penalised(ridge, singular))
+            jitter, left = self._jitter(sound.detach(), singular & penalised)
             left |= singular & (jitter == 0)
             raised = sound + jitter[..., None, None] * eye
             regular = torch.cholesky_solve(
@@ -101,23 +102,28 @@ class Cholesky:
         found, left = torch.zeros_like(unit), singular
         for rung in self.RUNGS:
             found = torch.where(left, rung * unit, found)
-            tried = torch.linalg.cholesky_ex(matrix + found[..., None, None] * eye)
-            left = left & self._meaningless(*tried)
+            raised = matrix + found[..., None, None] * eye
+            factor, info = torch.linalg.cholesky_ex(raised)
+            whole = torch.zeros_like(left)  # the jitter is the same in all coordinates, and so is the measure
+            left = left & self._meaningless(factor, info, raised, whole)
         return torch.where(left, 0, found), left
 
     @staticmethod
-    def _meaningless(factor: Tensor, info: Tensor) -> Tensor:
+    def _meaningless(factor: Tensor, info: Tensor, matrix: Tensor, penalised: Tensor) -> Tensor:
         """Whether there is no factor, or none that means anything: pivots of a numerically singular matrix are roots
-        of rounding."""
-        diagonal = torch.diagonal(factor, dim1=-2, dim2=-1)
-        return (info != 0) | ~(diagonal.amin(-1) > diagonal.amax(-1) * _rtol(factor) ** 0.5)
+        of rounding. A pivot is what elimination leaves of its own coordinate, whose scale is nobody else's matter; but
+        without a ridge, that may be rounding from the start."""
+        pivots = torch.diagonal(factor, dim1=-2, dim2=-1).square()
+        whole = torch.diagonal(matrix, dim1=-2, dim2=-1)
+        whole = torch.where(penalised[..., None], whole, whole.amax(-1, keepdim=True))
+        return (info != 0) | ~(pivots > whole * _rtol(factor)).all(-1)
 
 
 def _penalised(ridge: float | Tensor, like: Tensor) -> Tensor:
     """Which systems have a ridge above zero in every coordinate, as booleans like `like`."""
     if isinstance(ridge, Tensor):
         return (ridge.detach().amin(-1) > 0).expand(like.shape)
-    return torch.full_like(like, ridge > 0)
+    return torch.full_like(like, ridge > 0, dtype=torch.bool)
 
 
 def _rtol(matrix: Tensor) -> float:
@@ -262,10 +268,10 @@ class Learned:
 class Auto:
     """What costs least: systems among the weighted keys for rows with few of them, Cholesky, or conjugate gradients.
 
-    Rows with no more weighted keys than coordinates (twice as many among 16 D keys) are solved through those keys; not in
-    `impl="reference"`, which takes Cholesky for all. The others go by Cholesky for 16 coordinates and fewer, for few
-    queries, and where the block holds no more than 2 D keys, so that the iteration would be long; else by conjugate
-    gradients, with Cholesky for the rows that did not converge.
+    Weights that vanish (compact kernels, thresholds, short windows) have every row solved by itself: among its weighted
+    keys where they are no more than its coordinates (than 2 D, of many keys), else by Cholesky. Others go by Cholesky
+    for 16 coordinates and fewer, for few queries, and in blocks with queries that see no more than 2 D keys; else by
+    conjugate gradients, with Cholesky for the rows that did not converge. `impl="reference"` takes Cholesky for all.
 
     Cost: that of what it chooses; at 64 coordinates about 10 steps of conjugate gradients cost as much as Cholesky.
     """
@@ -275,42 +281,22 @@ class Auto:
     needs_ridge: ClassVar[bool] = False
 
     SMALL: ClassVar[int] = 16
-    MANY: ClassVar[int] = 16
-    """Times D: as many keys make a product with all of them cost more than a system among 2 D."""
 
     def solve(self, system: System, right: Tensor) -> Solved:
-        if isinstance(system, Dense) or (isinstance(system.ridge, float) and system.ridge == 0.0):
-            return Cholesky().solve(system, right)
-        dim, keys = right.shape[-1], system.rank or 0
-        few, done = system.through_keys(right, 2 * dim if keys >= self.MANY * dim else dim)
-        at = rows_of(~done)
-        if at.shape[-1] == 0:
-            return few
-        found = self._whole(system.take(at), taken(torch.where(done[..., None], 0, right), at))
-        put = lambda whole, part: whole.scatter(-1, at, part)  # noqa: E731
-        rest = Solved(
-            few.value.scatter(-2, at[..., None].expand(found.value.shape), found.value),
-            put(few.status, found.status),
-            {name: put(x, found.statistics[name]) for name, x in few.statistics.items()},
-        )
-        return _chosen(done, few, rest)
-
-    def _whole(self, system: System, right: Tensor) -> Solved:
-        """By systems among coordinates."""
         dim = right.shape[-1]
-        if dim <= self.SMALL or system.rank is None or system.rank <= 2 * dim or right.shape[-2] < self.SMALL:
+        free = isinstance(system.ridge, float) and system.ridge == 0.0
+        if system.sparse and not free:
+            return system.by_row(right)
+        short = system.fewest is None or system.fewest <= 2 * dim
+        if free or short or dim <= self.SMALL or right.shape[-2] < self.SMALL:
             return Cholesky().solve(system, right)
         solved = ConjugateGradient().solve(system, right)
-        failed = solved.status == SolveStatus.UNCONVERGED
+        # A singular system can have a long solution whose rounding hides any residual.
+        failed = (solved.status == SolveStatus.UNCONVERGED) | ~_penalised(system.ridge, solved.status)
         if not bool(failed.any()):
             return solved
-        # for these rows alone: no row's answer depends on another's fate
-        direct = Cholesky().solve(system, right)
+        direct = Cholesky().solve(system, right)  # for these rows alone: no row's answer depends on another's fate
         direct.statistics["iterations"] = solved.statistics["iterations"]
-        return _chosen(failed, direct, solved)
-
-
-def _chosen(first: Tensor, a: Solved, b: Solved) -> Solved:
-    """Rows of a where `first`, else of b."""
-    statistics = {name: torch.where(first, x, b.statistics[name]) for name, x in a.statistics.items()}
-    return Solved(torch.where(first[..., None], a.value, b.value), torch.where(first, a.status, b.status), statistics)
+        statistics = {name: torch.where(failed, direct.statistics[name], x) for name, x in solved.statistics.items()}
+        value = torch.where(failed[..., None], direct.value, solved.value)
+        return Solved(value, torch.where(failed, direct.status, solved.status), statistics)

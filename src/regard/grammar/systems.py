@@ -39,8 +39,8 @@ class System(Protocol):
         """What is on the diagonal beside C: a number, or [..., 1 or D]."""
 
     @property
-    def rank(self) -> int | None:
-        """The most that C can have, where it is known."""
+    def fewest(self) -> int | None:
+        """The fewest keys that position lets a row see that sees any, where it is known."""
 
     @property
     def probe(self) -> Tensor | None:
@@ -55,12 +55,13 @@ class System(Protocol):
     def diagonal(self, blocks: int) -> Tensor:
         """The diagonal blocks of C + ridge, [..., g, D/g, D/g]."""
 
-    def through_keys(self, right: Tensor, most: int) -> tuple[Solved, Tensor]:
-        """(solutions of the rows with at most `most` weighted keys, by systems among those, and 0 for the others; which
-        rows were solved). Of systems that know their weights."""
+    @property
+    def sparse(self) -> bool:
+        """Whether rows may have so few weighted keys that `by_row` pays."""
 
-    def take(self, rows: Tensor) -> System:
-        """The systems of `rows`, int64 [n, m] positions along the last axis of rows."""
+    def by_row(self, right: Tensor) -> Solved:
+        """Every row by itself: through its weighted keys where they are few, else by its own matrix. Of systems that
+        are `sparse`."""
 
     def terms(self) -> Tensor:
         """The size [..., 1] of the terms whose sum C + ridge is, to tell what rounding leaves of a product."""
@@ -77,7 +78,6 @@ class Dense:
     matrices: Tensor
     ridge: float | Tensor = 1.0
     probe: Tensor | None = None
-    rank: int | None = None
 
     def apply(self, x: Tensor) -> Tensor:
         return (self.matrices @ x[..., None])[..., 0]
@@ -96,25 +96,16 @@ class Dense:
     def near(self) -> None:
         return None
 
-    def through_keys(self, right: Tensor, most: int) -> tuple[Solved, Tensor]:
+    @property
+    def fewest(self) -> None:
+        return None
+
+    @property
+    def sparse(self) -> bool:
+        return False
+
+    def by_row(self, right: Tensor) -> Solved:
         raise NotImplementedError
-
-    def take(self, rows: Tensor) -> Dense:
-        return Dense(
-            taken(self.matrices, rows), taken_ridge(self.ridge, rows),
-            None if self.probe is None else taken(self.probe, rows), self.rank,
-        )  # fmt: skip
-
-
-def taken(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows [..., m] of x [..., q, ...]."""
-    tail = x.shape[rows.dim() :]
-    return x.gather(rows.dim() - 1, rows.reshape(*rows.shape, *(1,) * len(tail)).expand(*rows.shape, *tail))
-
-
-def taken_ridge(ridge: float | Tensor, rows: Tensor) -> float | Tensor:
-    """The ridge of rows [..., m]."""
-    return taken(ridge, rows) if isinstance(ridge, Tensor) else ridge
 
 
 def unit(right: Tensor) -> Tensor:
@@ -122,19 +113,3 @@ def unit(right: Tensor) -> Tensor:
     nothing, and squares of very large or small numbers stay in range."""
     exponent = torch.frexp(right.abs().amax(-1, keepdim=True)).exponent
     return torch.ldexp(torch.ones_like(right[..., :1]), exponent)
-
-
-STEP = 16
-"""Rows are taken out by so many, so that products of fewer rows are made the same way: not a bit of one row hangs on
-how many others are in work."""
-
-
-def crowd(wanted: Tensor) -> int:
-    """The most rows `wanted` [n, q] of any n, rounded up to a multiple of STEP."""
-    most = int(wanted.sum(-1).max()) if wanted.numel() else 0
-    return min(-(-most // STEP) * STEP, wanted.shape[-1])
-
-
-def rows_of(wanted: Tensor) -> Tensor:
-    """Positions [n, m] of the rows `wanted`, boolean [n, q], in order and filled up with others to m = `crowd`."""
-    return wanted.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : crowd(wanted)]

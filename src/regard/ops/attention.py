@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checks import ArgumentError, boolean_mask, broadcastable, finite, floating, in_range, on_device, shape
 from ..estimators import Visibility
-from ..estimators.local import repeat_heads
+from ..estimators.local import LARGEST, repeat_heads
 from ..estimators.precision import clean, either, full_precision, row_number, transformed
 from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
@@ -219,6 +219,7 @@ def _with_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> tuple[In
                 f"broadcasts to [B, H, Tq, D] with D = {inputs.x.shape[-1]}."
             )
     ridge, ridge_bad = _without_nan(ridge)
+    ridge = ridge.clamp(max=LARGEST) if isinstance(ridge, Tensor) else min(ridge, LARGEST)
     probe, probe_bad = _without_nan(probe)
     bad = either(ridge_bad, probe_bad)
     if bad is not None:

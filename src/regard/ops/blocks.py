@@ -145,7 +145,7 @@ class Block:
         """z with -inf where a key is hidden, in place; by the mask alone where position is seen to by `bounds`."""
         visible = self.work.visible
         if not positional:
-            visible = replace(visible, causal=False, strict=False, window=None)
+            visible = replace(visible, causal=False, strict=False, window=None, runs=None)
         low = self._edge(visible)
         if low is not None:
             seen = visible.block(self.first, self.last, low, self.high, z.device)

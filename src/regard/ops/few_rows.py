@@ -25,19 +25,27 @@ class FewRows(WeightedRows):
     """`WeightedRows` of raw coordinates [n, w, D], moved to their origin a chunk at a time."""
 
     def __init__(
-        self, p: Tensor, y: Tensor, common: Tensor, ridge: float | Tensor, probe: Tensor | None = None
+        self,
+        p: Tensor,
+        y: Tensor,
+        common: Tensor,
+        ridge: float | Tensor,
+        probe: Tensor | None = None,
+        fewest: int = 0,
+        sparse: bool = False,
     ) -> None:
         self.raw, self.ridge, self.probe, self.p = y, ridge, probe, p
-        self._last = self._live = self.source = None
+        self.fewest, self.sparse = fewest, sparse
+        self._last = self.source = self.raised = None
         near = common & (common.flip(-1).cumsum(-1).flip(-1) <= NEAREST)
         self.share = near / near.sum(-1, keepdim=True).clamp(min=1).to(p.dtype)
         self.origin = self._origin(near)
         self.mean = p.new_zeros(p.shape[0], p.shape[1], y.shape[-1])
-        if not self._moved:
-            self.mean = p @ y
-            return
-        for at, part in self._chunks():
-            self.mean.baddbmm_(p[..., at], part)
+        if self._moved:
+            for at, part in self._chunks():
+                self.mean.baddbmm_(p[..., at], part)
+        if not self._all_moved:
+            self.mean = torch.where(self._far, self.mean, p @ y)
 
     def _origin(self, near: Tensor) -> Tensor:
         """The mean of the near keys [n, 1, D]; zero, which saves the move, where keys spread wider than it is far."""
@@ -45,7 +53,8 @@ class FewRows(WeightedRows):
         share, y = self.share[:, None, first:], self.raw[:, first:]
         origin = share @ y
         far = origin.square().sum(-1, keepdim=True) > 0.5 * (share @ y.square().sum(-1, keepdim=True))
-        self._moved = bool(far.any())
+        # Heads that need no move are done as if none did: their bits are not to hang on other heads' keys.
+        self._far, self._moved, self._all_moved = far, bool(far.any()), bool(far.all())
         return torch.where(far, origin, 0)
 
     def _chunks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -63,16 +72,14 @@ class FewRows(WeightedRows):
         """For what is not made for few rows: a copy."""
         return self.raw - self.origin
 
-    @property
-    def rank(self) -> int:
-        return self.raw.shape[1]
-
     def slopes(self, x: Tensor) -> Tensor:
-        if not self._moved:
-            return (x @ self.raw.transpose(-1, -2)).sub_((self.mean * x).sum(-1, keepdim=True))
         s = torch.empty_like(self.p)
-        for at, part in self._chunks():
-            s[..., at] = x @ part.transpose(-1, -2)
+        if self._moved:
+            for at, part in self._chunks():
+                s[..., at] = x @ part.transpose(-1, -2)
+        if not self._all_moved:
+            plain = x @ self.raw.transpose(-1, -2)
+            s = torch.where(self._far, s, plain) if self._moved else plain
         return s.sub_((self.mean * x).sum(-1, keepdim=True))
 
     def matrix(self) -> Tensor:

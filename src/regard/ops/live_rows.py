@@ -16,6 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..grammar.solvers import Cholesky
+from ..grammar.systems import Solved
+
+MANY = 16
+"""Times D: of as many keys a product with all costs more than a system among 2 D."""
 LEAST = 16
 """Keys of the smallest systems; the others have twice as many, four times, ... A row's own count alone decides."""
 NUMBERS = 2**21
@@ -30,18 +35,24 @@ class Live(NamedTuple):
     weights: Tensor
 
 
-def groups(p: Tensor, most: int, dim: int) -> Iterator[Live]:
-    """Rows of p [n, q, w] with at most `most` weighted keys, by the size of their systems."""
-    flat = p.flatten(0, 1)
-    alive = flat > 0
+def groups(p: Tensor, dim: int) -> Iterator[Live]:
+    """Rows of p [n q, w] with few weighted keys, by the size of their systems."""
+    alive, most = p > 0, 2 * dim if p.shape[-1] >= MANY * dim else dim
     count = alive.sum(-1)
     above, size = -1, LEAST
     while above < most:
         rows = ((count > above) & (count <= min(size, most))).nonzero()[:, 0]
-        for part in rows.split(max(1, NUMBERS // (size * dim))):
-            if part.shape[0]:
-                yield _gathered(flat, alive, count, part, size)
+        for part in parts(rows, size * dim):
+            yield _gathered(p, alive, count, part, size)
         above, size = size, 2 * size
+
+
+def parts(rows: Tensor, numbers: int) -> Iterator[Tensor]:
+    """As many of `rows` at a time as NUMBERS allows, with `numbers` each; a single one twice: a batch of one goes by
+    other routines, which round otherwise."""
+    for part in rows.split(max(2, NUMBERS // max(1, numbers))):
+        if part.shape[0]:
+            yield part if part.shape[0] > 1 else part.repeat(2)
 
 
 def _gathered(p: Tensor, alive: Tensor, count: Tensor, rows: Tensor, size: int) -> Live:
@@ -88,3 +99,10 @@ def solve(weights: Tensor, away: Tensor, right: Tensor, ridge: Tensor, source: T
     most = torch.finfo(gram.dtype).eps ** -0.5
     sound = (info == 0) & (pivots.amax(-1) < most) & torch.isfinite(value).all(-1)
     return Through(value, tilted, residual, sound)
+
+
+def alone(weights: Tensor, away: Tensor, right: Tensor, ridge: Tensor) -> Solved:
+    """Rows with weights [R, w] and y_j - m_i [R, w, D] by matrices of their own, by Cholesky."""
+    spread = (away * weights[..., None]).transpose(-1, -2) @ away
+    spread.diagonal(dim1=-2, dim2=-1).add_(ridge)
+    return Cholesky().factor(spread, right, ridge)

@@ -74,18 +74,33 @@ class Model:
         y, common = block.columns(tensors.y), block.common(p.device)
         probe = None if tensors.probe is None else block.rows(tensors.probe)
         few = p.shape[1] <= ROWS and self.spec.solver.name in ("auto", "cholesky")
-        wide = _wide(block, p, y)
-        p, y, probe, ridge = (z.to(wide) if isinstance(z, Tensor) else z for z in (p, y, probe, ridge))
-        system = (FewRows if few else WeightedRows)(p, y, common, ridge, probe)
+        fewest, most = _seen(block, y)
+        # Where a row may see fewer keys than there are coordinates, the part of q - m that no key spans makes t as long
+        # as 1 / ridge, beside which float32 would round away the rest, all that counts.
+        wide = torch.float64 if fewest < y.shape[-1] or y.shape[-2] <= 2 * y.shape[-1] else p.dtype
+        probe = None if probe is None else probe.to(wide)
+        ridge = ridge.to(wide) if isinstance(ridge, Tensor) else ridge
+        sparse = self._sparse or most <= y.shape[-1]
+        if wide != p.dtype:  # or the mean would lie outside what the keys span, by an eps that 1 / ridge makes large
+            p = p.to(wide)
+            total = p.sum(-1, keepdim=True)
+            p = p / torch.where(total > 0, total, 1)
+        system = (FewRows if few else WeightedRows)(p, y.to(wide), common, ridge, probe, fewest, sparse)
+        if self.spec.ridge_mode == "absolute" and probe is None:
+            system.raise_ridge()
         return system, block.rows(tensors.x).to(wide) - system.origin - system.mean
 
+    @property
+    def _sparse(self) -> bool:
+        """Whether weights vanish by the sentence."""
+        return getattr(self.spec.kernel, "compact", False) or self.spec.bandwidth.name != "fixed"
 
-def _wide(block: Block, p: Tensor, y: Tensor) -> torch.dtype:
-    """float64 where a row may see fewer keys than there are coordinates: the part of q - m that no key spans then makes
-    t as long as 1 / ridge, beside which the rest, all that counts, would be rounded away."""
-    low, high = block.bounds(p.device)
-    few = (high > low) & (high - low < y.shape[-1])
-    return torch.float64 if y.shape[-2] <= 2 * y.shape[-1] or bool(few.any()) else p.dtype
+
+def _seen(block: Block, y: Tensor) -> tuple[int, int]:
+    """The fewest and the most keys that position lets a query of the block see that sees any."""
+    low, high = block.bounds(y.device)
+    count = high - low
+    return int(torch.where(count > 0, count, y.shape[-2]).amin()), int(count.amax())
 
 
 @torch.library.custom_op("regard::local_linear_forward", mutates_args=())
@@ -156,7 +171,7 @@ def _forward_blocks(work: Work, model: Model, tensors: Tensors, counted: bool, f
         size = unit(right) if tensors.probe is None else torch.ones_like(right[..., :1])
         solved = model.spec.solver.solve(system, right / size)
         block.rows(slope).copy_(solved.value * size)
-        block.rows(flags)[..., FLAGS].copy_(solved.status)
+        block.rows(flags)[..., FLAGS].copy_(system.told(solved.status))
         block.rows(statistics)[..., :-1].copy_(torch.stack([solved.statistics[name] for name in STATISTICS], -1))
         failed = failed or _unconverged(solved.status)
         weights = torch.addcmul(system.p, system.tilted(solved.value), size).to(p.dtype)
@@ -264,7 +279,7 @@ def _backward_blocks(
         block.add_columns(dv, g, a * weights)
         if tensors.probe is None:
             size = unit(right)
-            system.source = gamma / size
+            system.source = gamma / size if system.sparse else None  # a block of pairs, for `by_row` alone
             solved = model.spec.solver.solve(system, right / size)
             failed = failed or _unconverged(solved.status)
             u = solved.value * size
@@ -275,7 +290,8 @@ def _backward_blocks(
         dp = _weight_gradient(block, model, system, (t, u), (a, gamma), dy).to(p.dtype)
         lost, share = t * u, None
         if model.spec.ridge_mode == "absolute":
-            share = (ridge * lost).sum(-1, keepdim=True).to(p.dtype)
+            lost = lost if system.raised is None else torch.where(system.raised, 0, lost)
+            share = (system.ridge * lost).sum(-1, keepdim=True).to(p.dtype)
             lost = relative(lost, model.spec.weighting.log_mass(unpack(*own), params))  # type: ignore[attr-defined]
         if dridge.shape[-1]:
             block.rows(dridge).copy_(-lost if dridge.shape[-1] > 1 else -lost.sum(-1, keepdim=True))

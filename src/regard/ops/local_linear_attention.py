@@ -44,7 +44,9 @@ def local_linear_attention(
             one that broadcasts to [B, H, Tq, D], an own one for every coordinate. Gradients flow.
         spec: the weights: a sentence of degree 0 or its text; one of degree 1 gives its weights alone.
         solver: "auto", "cholesky", "cg", "block-diagonal", "learned", or an object of `regard.grammar.solvers`.
-        ridge_mode: "relative" to the total kernel weight, or "absolute" (equation 7 to the letter).
+        ridge_mode: "relative" to the total kernel weight, or "absolute" (equation 7 to the letter). Beside a large
+            kernel weight (logits of 30 and more) an absolute ridge is nothing: in blocks it is raised to what rounding
+            leaves of the covariance (status JITTER); `impl="reference"` takes it as it is, and needs float64 there.
         max_iter, tol: of conjugate gradients, which "auto" then stands for.
         probe: [B, H, Tq, D], minus the solution, for the solver "learned" (Parallax).
         params: the other numbers of the spec.

@@ -8,12 +8,10 @@ Legend: n heads, q queries, w keys of a block; D coordinates; g diagonal blocks 
 
 from __future__ import annotations
 
-from copy import copy
-
 import torch
 from torch import Tensor
 
-from ..grammar.systems import Solved, rows_of, taken, taken_ridge
+from ..grammar.systems import Solved, SolveStatus
 from . import live_rows
 
 NUMBERS = 2**21
@@ -31,6 +29,8 @@ class WeightedRows:
         common: boolean [n, w], the keys that every row sees. Their mean is made the origin.
         ridge: a number, or [n, q, 1 or D].
         probe: [n, q, D] or None.
+        fewest: keys that position lets a row see that sees any.
+        sparse: whether weights vanish, so that rows may have few keys.
 
     Attributes:
         origin: [n, 1, D].
@@ -39,70 +39,67 @@ class WeightedRows:
     """
 
     def __init__(
-        self, p: Tensor, y: Tensor, common: Tensor, ridge: float | Tensor, probe: Tensor | None = None
+        self,
+        p: Tensor,
+        y: Tensor,
+        common: Tensor,
+        ridge: float | Tensor,
+        probe: Tensor | None = None,
+        fewest: int = 0,
+        sparse: bool = False,
     ) -> None:
         self.p, self.ridge, self.probe = p, ridge, probe
+        self.fewest, self.sparse = fewest, sparse
+        self.raised: Tensor | None = None
         self.share = common / common.sum(-1, keepdim=True).clamp(min=1).to(p.dtype)
         self.origin = self.share[:, None] @ y
         self.y = y - self.origin
         self.mean = p @ self.y
         self._last: tuple[Tensor, Tensor] | None = None
-        self._live: tuple[Tensor, Tensor] | None = None
         self.source: Tensor | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.y.shape[1]
 
     def slopes(self, x: Tensor) -> Tensor:
         """(y_j - m_i) . x_i [n, q, w]."""
-        s = x @ self.y.transpose(-1, -2)
-        return s.sub_((self.mean * x).sum(-1, keepdim=True))
+        away = (self.mean * x).sum(-1, keepdim=True)
+        return torch.baddbmm(away, x, self.y.transpose(-1, -2), beta=-1)
 
     def apply(self, x: Tensor) -> Tensor:
         # The mean is taken off before the second product, where it would cancel anyway: weights times slopes sum to 0.
         tilted = self.slopes(x).mul_(self.p)
         self._last = (x, tilted)
-        image = tilted @ self.y
+        image = torch.bmm(tilted, self.y)
         return image.add_(x, alpha=self.ridge) if isinstance(self.ridge, float) else image.addcmul_(self.ridge, x)
 
     def tilted(self, x: Tensor) -> Tensor:
-        """p_ij (y_j - m_i) . x_i [n, q, w] for the solution x of the last solve: as that left it, where it did."""
-        (last, self._last), (live, self._live) = (self._last, None), (self._live, None)
-        if live is None:
-            return last[1] if last is not None and last[0] is x else self.slopes(x).mul_(self.p)
-        done, tilted = live
-        at = rows_of(~done)
-        if at.shape[-1]:
-            part = self.take(at)
-            kept = done.gather(-1, at)[..., None]
-            mixed = torch.where(kept, taken(tilted, at), part.slopes(taken(x, at)).mul_(part.p))
-            tilted = tilted.scatter(-2, at[..., None].expand(mixed.shape), mixed)
-        return tilted
+        """p_ij (y_j - m_i) . x_i [n, q, w] for the solution x of the last solve, as that left it where it did."""
+        last, self._last = self._last, None
+        return last[1] if last is not None and last[0] is x else self.slopes(x).mul_(self.p)
 
-    def through_keys(self, right: Tensor, most: int) -> tuple[Solved, Tensor]:
-        """The rows with at most `most` weighted keys, solved among those (`live_rows`): (what was found, whether a row
-        was solved [n, q]). `tilted` then knows their slopes."""
+    def by_row(self, right: Tensor) -> Solved:
+        """Every row by itself (`live_rows`); `tilted` then knows the slopes."""
         n, q, w = self.p.shape
-        shape, dim = (n * q,), self.mean.shape[-1]
-        value, residual = torch.zeros_like(right).flatten(0, 1), right.new_zeros(shape)
-        done = torch.zeros(shape, dtype=torch.bool, device=right.device)
-        tilted = None
-        for rows, index, weights in live_rows.groups(self.p, most, dim):
-            y = self._keys((rows // q)[:, None] * w + index)
-            away = y - self.mean.flatten(0, 1)[rows, None]
-            ridge = self._ridge_of(rows)
-            source = None if self.source is None else self.source.flatten(0, 1)[rows].gather(1, index)
-            found = live_rows.solve(weights, away, right.flatten(0, 1)[rows], ridge, source)
-            value[rows], residual[rows], done[rows] = found.value, found.residual, found.sound
-            tilted = self.p.new_zeros(n * q, w) if tilted is None else tilted
+        flat, means = right.flatten(0, 1), self.mean.flatten(0, 1)
+        sources = None if self.source is None else self.source.flatten(0, 1)
+        p, value, tilted = self.p.flatten(0, 1), torch.zeros_like(flat), self.p.new_zeros(n * q, w)
+        residual, jitter = flat.new_zeros(n * q), flat.new_zeros(n * q)
+        status, left = torch.zeros_like(residual, dtype=torch.int32), torch.ones_like(residual, dtype=torch.bool)
+        dim = flat.shape[-1]
+        for rows, index, weights in live_rows.groups(p, dim):
+            away = self._keys((rows // q)[:, None] * w + index) - means[rows, None]
+            source = None if sources is None else sources[rows].gather(1, index)
+            found = live_rows.solve(weights, away, flat[rows], self._ridge_of(rows), source)
+            value[rows], residual[rows], left[rows] = found.value, found.residual, ~found.sound
             tilted[rows] = tilted.new_zeros(rows.shape[0], w).scatter_add_(1, index, found.tilted)  # padding adds 0
-        self._live = None if tilted is None else (done.view(n, q), tilted.view(n, q, w))
-        zero = torch.zeros_like(residual)
-        statistics = {"iterations": zero, "residual": residual, "jitter": zero}
-        value = torch.where(done[:, None], value, 0).view_as(right)
-        solved = Solved(value, zero.int().view(n, q), {name: x.view(n, q) for name, x in statistics.items()})
-        return solved, done.view(n, q)
+        for rows in live_rows.parts(left.nonzero()[:, 0], w * dim):
+            away = self._keys((rows // q)[:, None] * w + torch.arange(w, device=rows.device)) - means[rows, None]
+            found_here = live_rows.alone(p[rows], away, flat[rows], self._ridge_of(rows))
+            value[rows], status[rows] = found_here.value, found_here.status
+            residual[rows], jitter[rows] = (found_here.statistics[name] for name in ("residual", "jitter"))
+            tilted[rows] = (away @ found_here.value[..., None])[..., 0] * p[rows]
+        solution = value.view_as(right)
+        self._last = (solution, tilted.view(n, q, w))
+        statistics = {"iterations": torch.zeros_like(residual), "residual": residual, "jitter": jitter}
+        return Solved(solution, status.view(n, q), {name: x.view(n, q) for name, x in statistics.items()})
 
     def _keys(self, at: Tensor) -> Tensor:
         """Coordinates of keys at flat positions among [n w]."""
@@ -114,17 +111,22 @@ class WeightedRows:
             return self.ridge.expand(*self.mean.shape[:2], self.ridge.shape[-1]).flatten(0, 1)[rows]
         return self.mean.new_full((rows.shape[0], 1), self.ridge)
 
+    def raise_ridge(self) -> None:
+        """A ridge below what rounding leaves of the covariance is raised to it: an absolute one may be nothing beside
+        the kernel weight, and slopes in units of 1 / ridge would then be made of rounding errors."""
+        floor = 4 * torch.finfo(self.p.dtype).eps * (self.p @ self.y.square().sum(-1, keepdim=True))
+        self.raised = floor > self.ridge
+        self.ridge = torch.where(self.raised, floor, self.ridge)
+
+    def told(self, status: Tensor) -> Tensor:
+        """The status [n, q] of a solution, JITTER where a ridge was raised."""
+        if self.raised is None:
+            return status
+        return torch.where(self.raised.any(-1) & (status == 0), int(SolveStatus.JITTER), status)
+
     def terms(self) -> Tensor:
         ridge = self.ridge if isinstance(self.ridge, float) else self.ridge.amax(-1, keepdim=True)
         return self.p @ self.y.square().sum(-1, keepdim=True) + ridge
-
-    def take(self, rows: Tensor) -> WeightedRows:
-        part = copy(self)
-        part.p, part.mean, part._last = taken(self.p, rows), taken(self.mean, rows), None
-        part._live = part.source = None
-        part.ridge = taken_ridge(self.ridge, rows)
-        part.probe = None if self.probe is None else taken(self.probe, rows)
-        return part
 
     def matrix(self) -> Tensor:
         n, q, w = self.p.shape
@@ -187,9 +189,13 @@ class WeightedRows:
         return found
 
     def near(self) -> Tensor:
-        """The covariance of the keys that every row sees, each counting the same, and the first row's ridge."""
+        """The covariance of the keys that every row sees, each counting the same, with the ridge, or where rows have
+        their own, which are nobody else's matter, a hundredth of the mean variance."""
         away = self.y - self.share[:, None] @ self.y
         spread = (away * self.share[..., None]).transpose(-1, -2) @ away
-        ridge = self.ridge[:, 0] if isinstance(self.ridge, Tensor) else self.ridge
-        spread.diagonal(dim1=-2, dim2=-1).add_(ridge)
+        diagonal = spread.diagonal(dim1=-2, dim2=-1)
+        if isinstance(self.ridge, Tensor):
+            diagonal.add_(0.01 * diagonal.mean(-1, keepdim=True))
+        else:
+            diagonal.add_(self.ridge)
         return spread
