@@ -192,7 +192,7 @@ def test_gradcheck(text: str, form: str) -> None:
     mask = torch.tensor([[True, True, False, True, True]])
 
     def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: Tensor, values: Tensor, keys: Tensor) -> Any:
-        state = regard.LinearState(values, keys, first.squares, first.poisoned, first.tokens)
+        state = regard.LinearState(values, keys, first.squares, first.poisoned, tokens=first.tokens)
         out, state = regard.linear_attention(
             q, k, v, text, state=state, form=form, chunk_size=2, attn_mask=mask,
             scale=scale if scaled else None, params={"bias": bias},
@@ -221,7 +221,7 @@ def test_gradcheck_of_the_squares() -> None:
         for form in ("chunked", "parallel"):
 
             def run(keys: Tensor, squares: Tensor, form: str = form, own: Any = own, length: int = length) -> Any:
-                state = regard.LinearState(own.values, own.keys, squares, own.poisoned, own.tokens)
+                state = regard.LinearState(own.values, own.keys, squares, own.poisoned, tokens=own.tokens)
                 out, after = regard.linear_attention(
                     q[:, :, :length], keys, v[:, :, :length], text, state=state, form=form, chunk_size=3
                 )
