@@ -32,7 +32,7 @@ from ..estimators.local import relative
 from ..grammar import SolveStatus, Spec
 from ..grammar.systems import unit
 from .block_rows import FLAGS, FLOATS, Rows, flat, flat_params, placed, refuse, rows_in, spec_in, unpack, work_of
-from .blocks import Block, Work
+from .blocks import COLUMNS, Block, Work
 from .few_rows import ROWS, FewRows
 from .weighted_rows import WeightedRows
 
@@ -162,7 +162,7 @@ def _forward_blocks(work: Work, model: Model, tensors: Tensors, counted: bool, f
     flags[..., 0] = 1  # rows of blocks that see no key are skipped
     rows, failed = model.rows, False
     for block in work.blocks():
-        marks = torch.zeros(block.heads, -(-work.visible.keys // 128), dtype=torch.bool, device=out.device)
+        marks = torch.zeros(block.heads, -(-work.visible.keys // COLUMNS), dtype=torch.bool, device=out.device)
         z = block.scores(tensors.q, tensors.k)
         p, kept = rows.weigh(block, z, block.params(tensors.given), counted, marks)
         for whole, part in zip((floats, flags[..., :FLAGS], index), kept, strict=True):
