@@ -36,6 +36,9 @@ from .blocks import COLUMNS, Block, Work
 from .few_rows import ROWS, FewRows
 from .weighted_rows import WeightedRows
 
+ELEMENTS = 2**19
+"""Pairs of a query and a key worked on at a time: of two heads up to 2048 keys, since threads share heads better than a
+product with 128 rows."""
 STATISTICS = ("iterations", "residual", "jitter")
 """Of the solver, a row; the negative mass of the row's weights stands behind them."""
 
@@ -125,6 +128,7 @@ def forward(
     flags, the last of which is the solver's status, and index)."""
     with torch.no_grad():
         work = work_of(q, k, mask, moved, runs, text, offset)
+        work.elements = max(work.elements, min(ELEMENTS, 2 * work.elements))
         tensors = _flattened(q, k, v, x, y, ridge, probe, given)
         found = _outputs(q, v, x, rows_in(text))
         _forward_blocks(work, Model(spec_in(text), rows_in(text), number), tensors, counted, [flat(z) for z in found])
@@ -227,6 +231,7 @@ def backward(
     """Gradients of q, k, v, x, y, ridge [.., 1 or D], probe, and of the row parameters [P, B, H, Tq]."""
     with torch.no_grad():
         work = work_of(q, k, mask, moved, runs, text, offset)
+        work.elements = max(work.elements, min(ELEMENTS, 2 * work.elements))
         tensors = _flattened(q, k, v, x, y, ridge, probe, given)
         kept = (flat(floats), flat(flags[..., :FLAGS]), flat(index))
         turned = [z.new_zeros(z.transpose(-1, -2).shape) for z in (k, v, y)]
