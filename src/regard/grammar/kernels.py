@@ -76,13 +76,6 @@ class _Ranked:
     def params(self) -> Mapping[str, ParamInfo]:
         return {}
 
-    def value(self, a: Tensor, params: Params) -> Tensor:
-        raise NotImplementedError
-
-    def log_peak(self, top: Tensor, reach: Tensor, params: Params) -> Tensor:
-        """log K at the best score, which lies `reach` above the threshold."""
-        return self.value(reach, params).log()
-
 
 @kernels.register("gaussian")
 @dataclass(frozen=True)

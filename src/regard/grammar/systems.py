@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..checks import ArgumentError
+
 
 class SolveStatus(IntEnum):
     """How a system was solved."""
@@ -105,7 +107,7 @@ class Dense:
         return False
 
     def by_row(self, right: Tensor) -> Solved:
-        raise NotImplementedError
+        raise ArgumentError("Dense: matrices do not know the weights they came from; solve them by cholesky or cg.")
 
 
 def unit(right: Tensor) -> Tensor:
