@@ -139,8 +139,8 @@ class ConjugateGradient:
     Args:
         max_iter: the most steps; 4 D where None. 0 gives t = 0, the local constant model.
         tol: relative residual; 1e-6 in float32 and 1e-10 in float64 where None. The relative error of the output
-            was found to be 0.03 to 0.85 times it, 4 times in the worst row.
-        precondition: divide by one factored matrix a block, of the keys that its first row sees: fewer steps where
+            is at most 0.8 times it, that of a row 3.6 times, on the data of `regard reproduce lla-numerics`.
+        precondition: divide by one factored matrix a block, of the keys that all its rows see: fewer steps where
             keys are badly conditioned, more in early blocks.
 
     Cost: 4 D a step and pair.
