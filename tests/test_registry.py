@@ -130,6 +130,7 @@ def test_every_axis_is_listed() -> None:
         "trend",
         "temperature",
         "ridge",
+        "feed-forward",
         "impl",
         "energy",
         "recipe",

@@ -7,6 +7,7 @@ from typing import Any
 from .experiments.recipes import recipes
 from .grammar import bandwidths, kernels, presets_registry, similarities, solvers, trends
 from .memory import energies
+from .nn.feed_forward import feed_forwards
 from .nn.ridge import ridges
 from .nn.temperature import temperatures
 from .ops import implementations_registry
@@ -25,6 +26,7 @@ def registries() -> dict[str, Registry[Any]]:
         "trend": trends,
         "temperature": temperatures,
         "ridge": ridges,
+        "feed-forward": feed_forwards,
         "impl": implementations_registry,
         "energy": energies,
         "recipe": recipes,

@@ -62,6 +62,15 @@ class Registry(Generic[T]):
             raise ArgumentError(f"unknown {self.kind} {name!r}.{suggestion(name, self.names(aliases=True))}")
         return self._objects[key]
 
+    def canonical(self, name: str) -> str:
+        """The name under which an object is filed, for that name or an alias.
+
+        Raises:
+            ArgumentError: no such name.
+        """
+        self.get(name)
+        return self._aliases.get(name, name)
+
     def names(self, *, aliases: bool = False) -> list[str]:
         """All names, in the order of registration."""
         self._load()

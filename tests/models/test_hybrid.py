@@ -300,7 +300,7 @@ def test_bad_inputs(make_model, arguments, message):
 
 
 def test_tokens_outside_the_vocabulary_are_an_error(make_model):
-    with pytest.raises(IndexError):
+    with pytest.raises(ArgumentError, match="holds 10000 to 10000, expected integers from 0 to"):
         make_model()(torch.tensor([[10_000]]))
 
 

@@ -4,14 +4,23 @@ Importing this package files them with `AutoConfig`, `AutoModel` and `AutoModelF
 models load by path alone. It needs the extra `lm`.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
+from .base_config import RegardConfig
 from .cache import RegardCacheLayer, hybrid_cache
+from .catalogue import LanguageModel, language_models
 from .configuration_hybrid import HybridConfig
 from .hybrid import HybridForCausalLM, HybridModel
+from .matching import Matched, count_parameters, match_parameters
 
-AutoConfig.register(HybridConfig.model_type, HybridConfig, exist_ok=True)
-AutoModel.register(HybridConfig, HybridModel, exist_ok=True)
-AutoModelForCausalLM.register(HybridConfig, HybridForCausalLM, exist_ok=True)
-
-__all__ = ["HybridConfig", "HybridForCausalLM", "HybridModel", "RegardCacheLayer", "hybrid_cache"]
+__all__ = [
+    "HybridConfig",
+    "HybridForCausalLM",
+    "HybridModel",
+    "LanguageModel",
+    "Matched",
+    "RegardCacheLayer",
+    "RegardConfig",
+    "count_parameters",
+    "hybrid_cache",
+    "language_models",
+    "match_parameters",
+]

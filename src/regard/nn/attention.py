@@ -17,6 +17,7 @@ from ..estimators import Visibility
 from ..estimators.linear import LinearState, finite_features, linear_attention
 from ..grammar import Spec, as_spec
 from ..ops import attention
+from .hooks import HookPoint
 from .norm import HeadRMSNorm, check_qk_norm
 from .ridge import Ridge, RidgeProjection, as_ridge
 from .rotary import rotate
@@ -78,6 +79,10 @@ class Attention(nn.Module):
         observer: None, or a callable `observer(layer_idx, diagnostics)` that is told of every forward pass.
             What it is given is detached from the graph only as far as `regard.attention` detaches it.
         observe_weights: with an observer, use the dense reference so that the diagnostics hold the weights.
+        hook_q, hook_k, hook_v: see queries [B, H, T, D], keys and values [B, Hkv, T, D], normalised and turned.
+        hook_pattern: sees the weights [B, H, T, Tk]; while something listens they are made by the dense reference, and
+            what it returns is used in their place. Not with a cache of sums.
+        hook_out: sees the output [B, T, C].
 
     Raises:
         ArgumentError: sizes that do not fit, an unknown spec, a temperature for a spec without a scale, a learned
@@ -133,6 +138,8 @@ class Attention(nn.Module):
         if self.qk_norm is not None:
             for part in ("q",) * (not share_query_key) + ("k",) + ("r",) * self.probed:
                 self.add_module(f"{part}_norm", HeadRMSNorm(self.head_dim, norm_eps, unit=self.qk_norm == "l2"))
+        self.hook_q, self.hook_k, self.hook_v = HookPoint(), HookPoint(), HookPoint()
+        self.hook_pattern, self.hook_out = HookPoint(), HookPoint()
         learns = self.ridge.numbers(self.head_dim) > 0
         self.ridge_proj = RidgeProjection(hidden_size, num_heads, self.head_dim, self.ridge) if learns else None
 
@@ -193,18 +200,19 @@ class Attention(nn.Module):
             mask = self._mask(attention_mask, query, key)
             local = self._local(hidden_states, position_embeddings)
             out, weights = self._attend(query, key, value, mask, output_attentions, local)
-        return self.o_proj(out.transpose(1, 2).flatten(2)), weights
+        return self.hook_out(self.o_proj(out.transpose(1, 2).flatten(2))), weights
 
     def _project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, D], keys and values [B, Hkv, T, D]; one tensor serves as both where they are shared."""
-        value = self._heads(self.v_proj(hidden_states), self.num_kv_heads)
+        value = self.hook_v(self._heads(self.v_proj(hidden_states), self.num_kv_heads))
         key = self._place(self._heads(self.k_proj(hidden_states), self.num_kv_heads), "k", position_embeddings)
+        key = self.hook_k(key)
         if self.share_query_key:
             return key, key, value
         query = self._place(self._heads(self.q_proj(hidden_states), self.num_heads), "q", position_embeddings)
-        return query, key, value
+        return self.hook_q(query), key, value
 
     def _place(self, x: Tensor, part: str, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
         """Queries, keys or probes [B, H, T, D], normalised, then turned by their positions."""
@@ -328,7 +336,8 @@ class Attention(nn.Module):
         local: dict[str, float | Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         """`regard.attention` with this layer's numbers: ([B, H, T, D], weights or None)."""
-        dense = output_attentions or (self.observer is not None and self.observe_weights)
+        hooked = self.hook_pattern.active
+        dense = output_attentions or hooked or (self.observer is not None and self.observe_weights)
         arguments: dict[str, Any] = {
             "attn_mask": mask,
             "is_causal": True,
@@ -346,6 +355,11 @@ class Attention(nn.Module):
         if self.observer is not None:
             self.observer(self.layer_idx, diagnostics)
         weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
+        if hooked:
+            shown = self.hook_pattern(weights)
+            if shown is not weights:
+                out = shown.to(value.dtype) @ value.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+            weights = shown
         return out, weights if output_attentions else None
 
     def _sharpness(self, query: Tensor, key: Tensor, mask: Tensor | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Normalisation of queries and keys, head by head."""
+"""Normalisation: of queries and keys, head by head, and of a residual stream."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.nn.functional import rms_norm
 from ..checks import ArgumentError
 
 QK_NORMS = ("rms", "l2")
+NORMS = ("rms", "layer")
 
 
 class HeadRMSNorm(nn.RMSNorm):
@@ -38,3 +39,8 @@ def check_qk_norm(call: str, given: str | None) -> str | None:
     if given is not None and given not in QK_NORMS:
         raise ArgumentError(f"{call}: qk_norm is {given!r}, expected None, {' or '.join(map(repr, QK_NORMS))}.")
     return given
+
+
+def make_norm(kind: str, size: int, eps: float) -> nn.Module:
+    """The norm of a residual stream: "rms" (RMSNorm, a gain) or "layer" (LayerNorm, a gain and a bias)."""
+    return nn.RMSNorm(size, eps=eps) if kind == "rms" else nn.LayerNorm(size, eps=eps)

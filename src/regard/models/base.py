@@ -1,0 +1,372 @@
+"""What all causal language models here have in common: arguments, caches, positions, labels, generation.
+
+A model is three classes: a `RegardConfig`, a `RegardModel` that says what happens between embeddings and the last
+hidden states (`decode`), and a `RegardForCausalLM` with the output matrix.
+
+Shapes: B batch, T tokens given now, N tokens so far (those in the cache and T), C model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMode
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from ..checks import ArgumentError, shape
+from ..nn.attention import require_growing
+from .base_config import RegardConfig
+
+IGNORED = -100  # the label that the loss leaves out
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a decoder is told beside the embeddings.
+
+    Attributes:
+        mask: boolean [B, N], true where a token is real; None where all are.
+        positions: integers [B or 1, T]: how many real tokens stand before each.
+        cache: to be read and extended, or None.
+        past: tokens in the cache, padding included.
+        output_attentions: also return the weights.
+    """
+
+    mask: Tensor | None
+    positions: Tensor
+    cache: Cache | None
+    past: int
+    output_attentions: bool
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a decoder gives back.
+
+    Attributes:
+        hidden: [B, T, C], after the last norm: what the output matrix reads.
+        states: the hidden states before each layer.
+        attentions: the weights of every layer [B, H, T, N], where they were asked for.
+    """
+
+    hidden: Tensor
+    states: list[Tensor] = field(default_factory=list)
+    attentions: list[Tensor | None] = field(default_factory=list)
+
+
+class RegardPreTrainedModel(PreTrainedModel):
+    """What a model with and without the output matrix share: configuration, initial weights, saving."""
+
+    config: RegardConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012  (transformers reads a class attribute)
+
+
+class RegardModel(RegardPreTrainedModel):
+    """The decoder without the output matrix; a subclass has `embed_tokens`, `decode` and `new_cache`."""
+
+    embed_tokens: nn.Embedding
+    gradient_checkpointing = False
+
+    @property
+    def call(self) -> str:
+        """How messages name this model."""
+        return type(self).__name__.removesuffix("Model") + "ForCausalLM"
+
+    def decode(self, embedded: Tensor, context: Context) -> Decoded:
+        """[B, T, C] embeddings to what the output matrix reads."""
+        raise NotImplementedError  # pragma: no cover
+
+    def new_cache(self, *, pairs: bool = False) -> Cache:
+        """An empty cache; with `pairs`, one from which weights can be shown and tokens taken back, where there is
+        such a one."""
+        raise NotImplementedError  # pragma: no cover
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states [B, T, C] after the last norm; arguments as `RegardForCausalLM`.
+
+        Raises:
+            ArgumentError: as `RegardForCausalLM.forward`.
+        """
+        output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        embedded = self._embed(input_ids, inputs_embeds)
+        cache = self._cache(past_key_values, use_cache, pairs=bool(output_attentions))
+        past = 0 if cache is None else cache.get_seq_length()
+        mask = key_mask(self.call, attention_mask, embedded.shape[0], past + embedded.shape[1])
+        positions = token_positions(self.call, position_ids, mask, past, embedded)
+        found = self.decode(embedded, Context(mask, positions, cache, past, bool(output_attentions)))
+        return BaseModelOutputWithPast(
+            last_hidden_state=found.hidden,
+            past_key_values=cache,
+            hidden_states=(*found.states, found.hidden) if wanted else None,
+            attentions=tuple(found.attentions) if output_attentions else None,
+        )
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """[B, T] tokens or [B, T, C] embeddings -> [B, T, C].
+
+        Here and below a message is put together only when it is needed: under torch.compile a length may be a
+        symbol, whose text cannot be traced.
+        """
+        if input_ids is not None and inputs_embeds is None:
+            return self._look_up(input_ids)
+        if input_ids is not None or inputs_embeds is None:
+            raise ArgumentError(f"{self.call}: give either input_ids or inputs_embeds.")
+        width = self.embed_tokens.embedding_dim
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != width:
+            raise ArgumentError(
+                f"{self.call}: inputs_embeds has shape {shape(inputs_embeds)}, expected [B, T, {width}] with T >= 1."
+            )
+        return inputs_embeds
+
+    def _look_up(self, input_ids: Tensor) -> Tensor:
+        """[B, T] tokens -> [B, T, C]."""
+        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+            raise ArgumentError(f"{self.call}: input_ids has shape {shape(input_ids)}, expected [B, T] with T >= 1.")
+        if input_ids.dtype not in (torch.int64, torch.int32):
+            raise ArgumentError(f"{self.call}: input_ids has dtype {input_ids.dtype}, expected torch.int64.")
+        if torch.compiler.is_compiling():
+            return self.embed_tokens(input_ids)
+        try:
+            return self.embed_tokens(input_ids)
+        except IndexError:  # the CPU says so by itself; looking beforehand would wait for an accelerator
+            raise ArgumentError(outside(self.call, input_ids, self.config.vocab_size)) from None
+
+    def _cache(self, cache: Cache | None, use_cache: bool | None, *, pairs: bool) -> Cache | None:
+        """The cache to fill: the one given, a new one (of pairs alone where `pairs`), or none.
+
+        Unasked, training keeps none: nothing would read it, and recomputation must not fill it twice.
+        """
+        recomputed = self.gradient_checkpointing and self.training
+        if cache is not None:
+            if not isinstance(cache, Cache):
+                kind = type(cache).__name__
+                raise ArgumentError(f"{self.call}: past_key_values is a {kind}, expected a transformers Cache.")
+            if recomputed:
+                raise ArgumentError(
+                    f"{self.call}: past_key_values does not go with gradient checkpointing in training; "
+                    f"call model.eval() or leave the cache out."
+                )
+            require_growing(cache, self.call)
+            return cache
+        if use_cache and recomputed:
+            raise ArgumentError(
+                f"{self.call}: use_cache=True does not go with gradient checkpointing in training; leave it out."
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        return self.new_cache(pairs=pairs) if use_cache else None
+
+
+class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
+    """A causal language model. What it is called with:
+
+    - input_ids: tokens [B, T]; or inputs_embeds [B, T, C] in their place.
+    - attention_mask: [B, N] over all tokens so far, boolean or integer, true where a token is real. Hidden
+      tokens change nothing at the others, in values and in gradients.
+    - position_ids: [B, T]; default: the number of real tokens before each.
+    - past_key_values: a growing cache from an earlier call; it is extended.
+    - labels: [B, T], the tokens themselves (they are shifted here), -100 where none is to be predicted.
+      Hidden tokens are neither predicted nor predicted from.
+    - use_cache: fill a new cache; default the configuration's, and not in training.
+    - logits_to_keep: only the last so many positions (0: all), or those in a tensor of positions.
+    - output_attentions: also every layer's weights, by the dense reference.
+    - output_hidden_states: also the hidden states before each layer and after the last norm.
+    - further keywords (`num_items_in_batch`) go to the loss; `return_dict=False` gives a tuple.
+    """
+
+    model_class: ClassVar[type[RegardModel]]
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: RegardConfig) -> None:
+        super().__init__(config)
+        self.model = self.model_class(config)
+        self.lm_head = nn.Linear(self.model.embed_tokens.embedding_dim, config.vocab_size, bias=False)
+        self.post_init()
+
+    def readout(self, hidden: Tensor) -> Tensor:
+        """Hidden states [B, T, C] to logits [B, T, V]."""
+        return self.lm_head(hidden)
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, after a look at what it is to continue.
+
+        Raises:
+            ArgumentError: an empty prompt, one longer than `max_position_embeddings`, tokens out of the vocabulary,
+                or a row that is all padding.
+        """
+        tokens = kwargs.get("input_ids") if inputs is None else inputs
+        if tokens is not None:
+            self._check_prompt(tokens, kwargs.get("attention_mask"))
+        return super().generate(inputs, *args, **kwargs)
+
+    def _check_prompt(self, tokens: Tensor, mask: Tensor | None) -> None:
+        """The prompt [B, N] can be continued. Waits for an accelerator, once for a whole text."""
+        call, context = f"{type(self).__name__}.generate", self.config.max_position_embeddings
+        if tokens.dim() != 2 or 0 in tokens.shape:
+            raise ArgumentError(
+                f"{call}: input_ids has shape {shape(tokens)}, expected [B, T] with T >= 1: there is nothing to "
+                f"continue; begin with one token, such as bos_token_id."
+            )
+        if tokens.shape[1] > context:
+            raise ArgumentError(
+                f"{call}: the prompt has {tokens.shape[1]} tokens, more than the model's context of {context}; shorten "
+                f"it, or raise config.max_position_embeddings to go beyond what was trained."
+            )
+        if tokens.is_floating_point() or ((tokens < 0) | (tokens >= self.config.vocab_size)).any():
+            raise ArgumentError(outside(call, tokens, self.config.vocab_size))
+        if mask is not None and mask.dim() == 2 and not (mask != 0).any(-1).all():
+            rows = (mask == 0).all(-1).nonzero().flatten().tolist()
+            raise ArgumentError(f"{call}: row {rows[0]} of the prompt is all padding; leave it out or give it a token.")
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: Any, *sizes: int
+    ) -> None:
+        """The model's own cache, unless one is given or asked for by name, or pairs must be seen again."""
+        pairs = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        pairs = pairs or generation_config.output_attentions or self.config.output_attentions
+        named = generation_config.cache_implementation not in (None, "dynamic")
+        given = model_kwargs.get("past_key_values") is not None
+        if named or given or generation_config.use_cache is False:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *sizes)
+        else:
+            model_kwargs["past_key_values"] = self.model.new_cache(pairs=bool(pairs))
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits [B, T, V] of the next token, and the loss where labels are given; arguments as the class.
+
+        Raises:
+            ArgumentError: wrong rank, dtype or shape, an empty sequence, a static cache, and on a CPU tokens out of the
+                vocabulary (elsewhere they are torch's own error).
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.readout(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            labels = visible_labels(type(self).__name__, labels, attention_mask, logits)
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+def outside(call: str, tokens: Tensor, vocabulary: int) -> str:
+    """The message for tokens that are not integers from 0 to `vocabulary` - 1."""
+    found = f"{tokens.min().item()} to {tokens.max().item()}"
+    return f"{call}: input_ids holds {found}, expected integers from 0 to {vocabulary - 1}, the vocabulary."
+
+
+def key_mask(call: str, attention_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+    """The attention mask as booleans [B, N].
+
+    Raises:
+        ArgumentError: not a boolean or integer tensor of shape [batch, tokens].
+    """
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, Tensor) or attention_mask.is_floating_point() or attention_mask.is_complex():
+        kind = attention_mask.dtype if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ArgumentError(
+            f"{call}: attention_mask is {kind}, expected a boolean or integer tensor, true where a token is real."
+        )
+    if tuple(attention_mask.shape) != (batch, tokens):
+        raise ArgumentError(
+            f"{call}: attention_mask has shape {shape(attention_mask)}, expected [{batch}, {tokens}]: one "
+            f"entry for every token so far, those in the cache included."
+        )
+    return attention_mask != 0
+
+
+def token_positions(call: str, position_ids: Tensor | None, mask: Tensor | None, past: int, hidden: Tensor) -> Tensor:
+    """Positions [B or 1, T]: as given, else the number of real tokens before each.
+
+    Raises:
+        ArgumentError: `position_ids` is not an integer tensor of shape [B or 1, T].
+    """
+    batch, tokens = hidden.shape[:2]
+    if position_ids is not None:
+        fits = tuple(position_ids.shape) in ((batch, tokens), (1, tokens))
+        if not fits or position_ids.is_floating_point():
+            raise ArgumentError(
+                f"{call}: position_ids has shape {shape(position_ids)} and dtype {position_ids.dtype}, "
+                f"expected integers [{batch}, {tokens}] or [1, {tokens}]."
+            )
+        return position_ids
+    if mask is None:
+        return torch.arange(past, past + tokens, device=hidden.device)[None]
+    return (mask.cumsum(-1) - 1).clamp_min(0)[:, past:]
+
+
+def visible_labels(call: str, labels: Tensor, attention_mask: Tensor | None, logits: Tensor) -> Tensor:
+    """The labels, with -100 where the mask hides the token or the one that it would be predicted from.
+
+    Without the latter, the first real token of a left-padded row would be predicted from padding, and padding
+    would be trained.
+
+    Raises:
+        ArgumentError: labels do not match the logits, or there is no token to predict.
+    """
+    if tuple(labels.shape) != tuple(logits.shape[:2]):
+        raise ArgumentError(
+            f"{call}: labels has shape {shape(labels)}, expected {shape(logits[..., 0])}, one for each "
+            f"position that has logits."
+        )
+    if labels.shape[1] == 1:
+        raise ArgumentError(
+            f"{call}: labels of one position leave nothing to predict: each token is predicted from those before it."
+        )
+    if attention_mask is None:
+        return labels
+    visible = attention_mask[:, -labels.shape[1] :] != 0
+    before = F.pad(visible[:, :-1], (1, 0), value=False)
+    return labels.masked_fill(~(visible & before), IGNORED)

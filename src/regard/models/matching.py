@@ -1,0 +1,87 @@
+"""Models of equal size: how many numbers a configuration learns, and another of the same number.
+
+Comparisons between models are of "equal parameters" only where someone counted. `count_parameters` counts without
+memory, `match_parameters` changes the one width of a configuration that is free (its `size_field`).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+
+from ..checks import ArgumentError
+from .base_config import RegardConfig
+from .catalogue import model_of
+
+
+@dataclass(frozen=True)
+class Matched:
+    """A configuration brought to a number of parameters.
+
+    Attributes:
+        config: the configuration.
+        parameters: how many numbers it learns, tied matrices counted once.
+        target: how many it should have learned.
+    """
+
+    config: RegardConfig
+    parameters: int
+    target: int
+
+    @property
+    def gap(self) -> float:
+        """(parameters - target) / target."""
+        return (self.parameters - self.target) / self.target
+
+    def __str__(self) -> str:
+        field = self.config.size_field
+        return (
+            f"{type(self.config).__name__} with {field}={getattr(self.config, field)}: {self.parameters:,} parameters, "
+            f"{self.gap:+.2%} of {self.target:,}"
+        )
+
+
+def count_parameters(config: RegardConfig) -> int:
+    """The numbers that a model of `config` learns, tied matrices counted once. Nothing is allocated."""
+    with torch.device("meta"):
+        model = model_of(config)(copy.deepcopy(config))
+        model.tie_weights()
+    return sum(p.numel() for p in model.parameters())
+
+
+def match_parameters(config: RegardConfig, target: int | RegardConfig, *, field: str | None = None) -> Matched:
+    """`config` with the width at which it learns as nearly as possible the number of `target`.
+
+    Args:
+        config: is not changed.
+        target: a number of parameters, or the configuration of another model.
+        field: the width to change, a field with positive integers; default the configuration's `size_field`.
+
+    Raises:
+        ArgumentError: the model is larger than the target at width 1 already, or its size does not depend on the
+            field (a feed-forward layer that is off).
+    """
+    call, name = "match_parameters", field or config.size_field
+    wanted = target if isinstance(target, int) else count_parameters(target)
+
+    def at(width: int) -> tuple[RegardConfig, int]:
+        changed = copy.deepcopy(config)
+        setattr(changed, name, width)
+        changed.normalise()
+        return changed, count_parameters(changed)
+
+    least, two = at(1)[1], at(2)[1]
+    if two == least:
+        raise ArgumentError(
+            f"{call}: the size of this {type(config).__name__} does not depend on {name}; give another field."
+        )
+    if least > wanted:
+        raise ArgumentError(
+            f"{call}: this {type(config).__name__} has {least:,} parameters at {name}=1 already, more than the "
+            f"{wanted:,} wanted; make it narrower, or give another field."
+        )
+    width = 1 + round((wanted - least) / (two - least))  # the size is linear in a width
+    found = min((at(w) for w in {max(1, width - 1), width, width + 1}), key=lambda pair: abs(pair[1] - wanted))
+    return Matched(*found, wanted)

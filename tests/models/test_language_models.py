@@ -1,0 +1,121 @@
+"""What every registered language model keeps: fields, counts, and one clear error for each bad input."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from regard.checks import ArgumentError
+from regard.models import HybridConfig, count_parameters, language_models, match_parameters
+
+NAMES = language_models.names()
+SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def make(name: str, **fields):
+    entry = language_models.get(name)
+    torch.manual_seed(0)
+    return entry.model(entry.config(**{**SIZES, **fields})).eval()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_counted_without_memory(name):
+    model = make(name)
+    assert count_parameters(model.config) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("target", [60_000, 120_000])
+def test_matched_to_a_number_and_to_a_model(name, target):
+    config = language_models.get(name).config(**SIZES)
+    before = getattr(config, config.size_field)
+    found = match_parameters(config, target)
+    assert getattr(config, config.size_field) == before
+    assert found.parameters == sum(p.numel() for p in language_models.get(name).model(found.config).parameters())
+    assert abs(found.gap) < 0.005
+    again = match_parameters(config, found.config)
+    assert getattr(again.config, config.size_field) == getattr(found.config, config.size_field)
+
+
+def test_a_size_that_cannot_be_matched():
+    with pytest.raises(ArgumentError, match="at intermediate_size=1 already, more than the 10 wanted"):
+        match_parameters(HybridConfig(**SIZES), 10)
+    with pytest.raises(ArgumentError, match="does not depend on intermediate_size"):
+        match_parameters(HybridConfig(**SIZES, feed_forward="none"), 100_000)
+
+
+def test_gpt2_with_rotary_positions_has_its_parameters():
+    """V C + L (12 C^2 + 9 C) + 2 C: attention without biases, LayerNorm and MLP with them."""
+    config = HybridConfig(**SIZES, feed_forward="gelu", norm="layer")
+    assert count_parameters(config) == 40 * 32 + 2 * (12 * 32**2 + 9 * 32) + 2 * 32
+    bare = HybridConfig(**SIZES, feed_forward="none", norm="layer")
+    assert count_parameters(bare) == 40 * 32 + 2 * (4 * 32**2 + 2 * 32) + 2 * 32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_and_loaded_by_path_alone(name, tmp_path):
+    model, tokens = make(name), torch.arange(12)[None]
+    model.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == language_models.get(name).config.model_type
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(model)
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("prompt", "mask", "message"),
+    [
+        (torch.zeros(1, 0, dtype=torch.long), None, "nothing to continue"),
+        (torch.zeros(1, 17, dtype=torch.long), None, "has 17 tokens, more than the model's context of 16"),
+        (torch.tensor([[3, 40]]), None, "holds 3 to 40, expected integers from 0 to 39"),
+        (torch.tensor([[3, -1]]), None, "holds -1 to 3, expected"),
+        (torch.tensor([[3, 4], [1, 2]]), torch.tensor([[1, 1], [0, 0]]), "row 1 of the prompt is all padding"),
+    ],
+)
+def test_prompts_that_cannot_be_continued(name, prompt, mask, message):
+    model = make(name, max_position_embeddings=16)
+    with pytest.raises(ArgumentError, match=message):
+        model.generate(prompt, attention_mask=mask, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_field_that_is_not_there(name):
+    with pytest.raises(ArgumentError, match="unknown field 'hiden_size'. Did you mean 'hidden_size'"):
+        language_models.get(name).config(hiden_size=3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size is 0, expected a positive integer"),
+        ({"num_attention_heads": 5}, "5 heads"),
+        ({"mixers": "sofmax"}, "sofmax"),
+        ({"mixers": ["softmax"] * 7}, "mixers names 7 layers"),
+        ({"initializer_range": 0.0}, "initializer_range"),
+        ({"pad_token_id": 40}, "pad_token_id is 40"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+    ],
+)
+def test_fields_out_of_range(name, fields, message):
+    with pytest.raises(ArgumentError, match=message):
+        language_models.get(name).config(**{**SIZES, **fields})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_of_padding_in_a_batch_changes_nothing(name):
+    model = make(name)
+    tokens = torch.stack([torch.arange(9), torch.arange(9) + 9])
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1] = False
+    both = model(tokens, attention_mask=mask).logits
+    assert both.isfinite().all()
+    torch.testing.assert_close(both[:1], model(tokens[:1]).logits, atol=1e-5, rtol=0)
+    out = model.train()(tokens, attention_mask=mask, labels=tokens)
+    out.loss.backward()
+    alone = make(name).train()
+    loss = alone(tokens[:1], labels=tokens[:1]).loss
+    loss.backward()
+    torch.testing.assert_close(out.loss, loss, atol=1e-5, rtol=0)
+    for (path, p), (_, q) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=0, msg=lambda text, path=path: f"{path}: {text}")
