@@ -89,7 +89,7 @@ def test_a_field_that_is_not_there(name):
     ("fields", "message"),
     [
         ({"vocab_size": 0}, "vocab_size is 0, expected a positive integer"),
-        ({"num_attention_heads": 5}, "5 heads"),
+        ({"num_attention_heads": 5}, "heads"),
         ({"mixers": "sofmax"}, "sofmax"),
         ({"mixers": ["softmax"] * 7}, "mixers names 7 layers"),
         ({"initializer_range": 0.0}, "initializer_range"),
@@ -119,3 +119,64 @@ def test_a_row_of_padding_in_a_batch_changes_nothing(name):
     torch.testing.assert_close(out.loss, loss, atol=1e-5, rtol=0)
     for (path, p), (_, q) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=0, msg=lambda text, path=path: f"{path}: {text}")
+
+
+def resave(folder, change):
+    """Write the weights in `folder` again after `change(tensors)`."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def damage(kind: str):
+    """A function that spoils a state dict in one way, and what the message must say."""
+
+    def change(tensors):
+        name = next(key for key in tensors if key.endswith("weight") and tensors[key].dim() == 2)
+        if kind == "missing":
+            del tensors[name]
+        elif kind == "unexpected":
+            tensors["more.weight"] = torch.zeros(2)
+        elif kind == "mismatched":
+            tensors[name] = torch.zeros(3, 5)
+        else:
+            tensors[name][0, 0] = float("nan")
+
+    return change
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["missing", "unexpected", "mismatched", "not finite"])
+def test_damaged_checkpoints_are_one_clear_error(name, kind, tmp_path):
+    make(name).save_pretrained(tmp_path)
+    resave(tmp_path, damage(kind))
+    for load in (language_models.get(name).model, AutoModelForCausalLM):
+        with pytest.raises(ArgumentError, match=rf"do not fit their config \({kind}") as error:
+            load.from_pretrained(tmp_path)
+        assert "\n" not in str(error.value)
+    if kind != "not finite":
+        _, loading = language_models.get(name).model.from_pretrained(
+            tmp_path, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        assert loading[f"{kind}_keys"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_of_another_model(name, tmp_path):
+    other = next(each for each in NAMES if each != name)
+    make(other).save_pretrained(tmp_path)
+    with pytest.raises(ArgumentError, match="is of model type 'regard_"):
+        language_models.get(name).model.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_to_predict_is_a_loss_of_zero(name):
+    model = make(name).train()
+    tokens = torch.arange(6)[None]
+    loss = model(tokens, labels=torch.full_like(tokens, -100)).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -23,6 +23,7 @@ from transformers.utils import can_return_tuple
 from ..checks import ArgumentError, shape
 from ..nn.attention import require_growing
 from .base_config import RegardConfig
+from .loading import CheckedLoading
 
 IGNORED = -100  # the label that the loss leaves out
 
@@ -61,7 +62,7 @@ class Decoded:
     attentions: list[Tensor | None] = field(default_factory=list)
 
 
-class RegardPreTrainedModel(PreTrainedModel):
+class RegardPreTrainedModel(CheckedLoading):
     """What a model with and without the output matrix share: configuration, initial weights, saving."""
 
     config: RegardConfig
@@ -114,6 +115,8 @@ class RegardModel(RegardPreTrainedModel):
         past = 0 if cache is None else cache.get_seq_length()
         mask = key_mask(self.call, attention_mask, embedded.shape[0], past + embedded.shape[1])
         positions = token_positions(self.call, position_ids, mask, past, embedded)
+        if mask is not None:  # what is hidden enters as zeros, so that no product of it, forward or back, can matter
+            embedded = embedded.masked_fill(~mask[:, past:, None], 0)
         found = self.decode(embedded, Context(mask, positions, cache, past, bool(output_attentions)))
         return BaseModelOutputWithPast(
             last_hidden_state=found.hidden,
@@ -133,6 +136,10 @@ class RegardModel(RegardPreTrainedModel):
         if input_ids is not None or inputs_embeds is None:
             raise ArgumentError(f"{self.call}: give either input_ids or inputs_embeds.")
         width = self.embed_tokens.embedding_dim
+        if not isinstance(inputs_embeds, Tensor) or not inputs_embeds.is_floating_point():
+            raise ArgumentError(
+                f"{self.call}: inputs_embeds is {kind(inputs_embeds)}, expected a floating-point tensor."
+            )
         if inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != width:
             raise ArgumentError(
                 f"{self.call}: inputs_embeds has shape {shape(inputs_embeds)}, expected [B, T, {width}] with T >= 1."
@@ -141,6 +148,8 @@ class RegardModel(RegardPreTrainedModel):
 
     def _look_up(self, input_ids: Tensor) -> Tensor:
         """[B, T] tokens -> [B, T, C]."""
+        if not isinstance(input_ids, Tensor):
+            raise ArgumentError(f"{self.call}: input_ids is {kind(input_ids)}, expected an integer tensor [B, T].")
         if input_ids.dim() != 2 or input_ids.shape[1] == 0:
             raise ArgumentError(f"{self.call}: input_ids has shape {shape(input_ids)}, expected [B, T] with T >= 1.")
         if input_ids.dtype not in (torch.int64, torch.int32):
@@ -160,8 +169,7 @@ class RegardModel(RegardPreTrainedModel):
         recomputed = self.gradient_checkpointing and self.training
         if cache is not None:
             if not isinstance(cache, Cache):
-                kind = type(cache).__name__
-                raise ArgumentError(f"{self.call}: past_key_values is a {kind}, expected a transformers Cache.")
+                raise ArgumentError(f"{self.call}: past_key_values is a {kind(cache)}, expected a transformers Cache.")
             if recomputed:
                 raise ArgumentError(
                     f"{self.call}: past_key_values does not go with gradient checkpointing in training; "
@@ -187,9 +195,9 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
     - position_ids: [B, T]; default: the number of real tokens before each.
     - past_key_values: a growing cache from an earlier call; it is extended.
     - labels: [B, T], the tokens themselves (they are shifted here), -100 where none is to be predicted.
-      Hidden tokens are neither predicted nor predicted from.
+      Hidden tokens are neither predicted nor predicted from. Where no token is to be predicted the loss is 0.
     - use_cache: fill a new cache; default the configuration's, and not in training.
-    - logits_to_keep: only the last so many positions (0: all), or those in a tensor of positions.
+    - logits_to_keep: only the last so many positions (0: all), or, without labels, those in a tensor of positions.
     - output_attentions: also every layer's weights, by the dense reference.
     - output_hidden_states: also the hidden states before each layer and after the last norm.
     - further keywords (`num_items_in_batch`) go to the loss; `return_dict=False` gives a tuple.
@@ -217,25 +225,38 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
                 or a row that is all padding.
         """
         tokens = kwargs.get("input_ids") if inputs is None else inputs
-        if tokens is not None:
-            self._check_prompt(tokens, kwargs.get("attention_mask"))
+        prompt = kwargs.get("inputs_embeds") if tokens is None else tokens
+        if prompt is not None:
+            self._check_prompt(tokens, prompt, kwargs.get("attention_mask"))
+        elif self.generation_config.bos_token_id is None and kwargs.get("bos_token_id") is None:
+            raise ArgumentError(
+                f"{type(self).__name__}.generate: there is nothing to continue; give input_ids, or a bos_token_id."
+            )
         return super().generate(inputs, *args, **kwargs)
 
-    def _check_prompt(self, tokens: Tensor, mask: Tensor | None) -> None:
-        """The prompt [B, N] can be continued. Waits for an accelerator, once for a whole text."""
+    def _check_prompt(self, tokens: Tensor | None, prompt: Tensor, mask: Tensor | None) -> None:
+        """The prompt, tokens [B, N] or embeddings [B, N, C], can be continued. Waits for an accelerator, once for a
+        whole text."""
         call, context = f"{type(self).__name__}.generate", self.config.max_position_embeddings
-        if tokens.dim() != 2 or 0 in tokens.shape:
+        name, axes = ("inputs_embeds", "[B, T, C]") if tokens is None else ("input_ids", "[B, T]")
+        if not isinstance(prompt, Tensor):
+            raise ArgumentError(f"{call}: {name} is {kind(prompt)}, expected a tensor {axes}.")
+        if prompt.dim() != 2 + (tokens is None) or 0 in prompt.shape:
             raise ArgumentError(
-                f"{call}: input_ids has shape {shape(tokens)}, expected [B, T] with T >= 1: there is nothing to "
+                f"{call}: {name} has shape {shape(prompt)}, expected {axes} with T >= 1: there is nothing to "
                 f"continue; begin with one token, such as bos_token_id."
             )
-        if tokens.shape[1] > context:
+        if prompt.shape[1] > context:
             raise ArgumentError(
-                f"{call}: the prompt has {tokens.shape[1]} tokens, more than the model's context of {context}; shorten "
+                f"{call}: the prompt has {prompt.shape[1]} tokens, more than the model's context of {context}; shorten "
                 f"it, or raise config.max_position_embeddings to go beyond what was trained."
             )
-        if tokens.is_floating_point() or ((tokens < 0) | (tokens >= self.config.vocab_size)).any():
-            raise ArgumentError(outside(call, tokens, self.config.vocab_size))
+        if tokens is not None:
+            if tokens.is_floating_point() or ((tokens < 0) | (tokens >= self.config.vocab_size)).any():
+                raise ArgumentError(outside(call, tokens, self.config.vocab_size))
+            pad = self.config.pad_token_id
+            if mask is None and pad is not None:  # which transformers will take for the mask
+                mask = tokens != pad
         if mask is not None and mask.dim() == 2 and not (mask != 0).any(-1).all():
             rows = (mask == 0).all(-1).nonzero().flatten().tolist()
             raise ArgumentError(f"{call}: row {rows[0]} of the prompt is all padding; leave it out or give it a token.")
@@ -285,11 +306,13 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             return_dict=True,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        kept = positions_kept(type(self).__name__, logits_to_keep, labels)
         logits = self.readout(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             labels = visible_labels(type(self).__name__, labels, attention_mask, logits)
+            # a mean over no token is not a number; a sum over none is 0
+            kwargs.setdefault("num_items_in_batch", (labels[:, 1:] != IGNORED).sum().clamp_min(1))
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
@@ -298,6 +321,29 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+def kind(given: object) -> str:
+    """What an argument is, for messages."""
+    return str(given.dtype) if isinstance(given, Tensor) else type(given).__name__
+
+
+def positions_kept(call: str, logits_to_keep: int | Tensor, labels: Tensor | None) -> slice | Tensor:
+    """An index of the positions that get logits.
+
+    Raises:
+        ArgumentError: a negative number, or a choice of positions with labels, which need neighbours.
+    """
+    if isinstance(logits_to_keep, Tensor):
+        if labels is not None:
+            raise ArgumentError(
+                f"{call}: logits_to_keep is a tensor of positions and labels are given; labels are shifted by one and "
+                f"need neighbouring positions, so give a number, or -100 where no token is to be predicted."
+            )
+        return logits_to_keep
+    if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+        raise ArgumentError(f"{call}: logits_to_keep is {logits_to_keep!r}, expected 0 (all), a number or positions.")
+    return slice(-logits_to_keep, None)
 
 
 def outside(call: str, tokens: Tensor, vocabulary: int) -> str:
@@ -315,9 +361,8 @@ def key_mask(call: str, attention_mask: Tensor | None, batch: int, tokens: int) 
     if attention_mask is None:
         return None
     if not isinstance(attention_mask, Tensor) or attention_mask.is_floating_point() or attention_mask.is_complex():
-        kind = attention_mask.dtype if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ArgumentError(
-            f"{call}: attention_mask is {kind}, expected a boolean or integer tensor, true where a token is real."
+            f"{call}: attention_mask is {kind(attention_mask)}, expected a boolean or integer tensor, true where a token is real."
         )
     if tuple(attention_mask.shape) != (batch, tokens):
         raise ArgumentError(
@@ -335,6 +380,8 @@ def token_positions(call: str, position_ids: Tensor | None, mask: Tensor | None,
     """
     batch, tokens = hidden.shape[:2]
     if position_ids is not None:
+        if not isinstance(position_ids, Tensor):
+            raise ArgumentError(f"{call}: position_ids is {kind(position_ids)}, expected an integer tensor.")
         fits = tuple(position_ids.shape) in ((batch, tokens), (1, tokens))
         if not fits or position_ids.is_floating_point():
             raise ArgumentError(
@@ -356,6 +403,8 @@ def visible_labels(call: str, labels: Tensor, attention_mask: Tensor | None, log
     Raises:
         ArgumentError: labels do not match the logits, or there is no token to predict.
     """
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        raise ArgumentError(f"{call}: labels is {kind(labels)}, expected an integer tensor [B, T].")
     if tuple(labels.shape) != tuple(logits.shape[:2]):
         raise ArgumentError(
             f"{call}: labels has shape {shape(labels)}, expected {shape(logits[..., 0])}, one for each "

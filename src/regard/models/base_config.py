@@ -26,6 +26,10 @@ _TRANSFORMERS_KEYS = {
 }
 
 
+# Where a saved model lies, in the words of `from_pretrained`.
+HUB_KEYS = {"cache_dir", "force_download", "local_files_only", "revision", "token", "subfolder", "trust_remote_code"}
+
+
 class RegardConfig(PreTrainedConfig):
     """The fields that every language model here has; a subclass adds its own and checks them in `normalise`.
 
@@ -77,6 +81,28 @@ class RegardConfig(PreTrainedConfig):
         self._refuse_unknown(kwargs)
         super().__post_init__(**kwargs)
         self.normalise()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """transformers' `from_dict`, for fields of this configuration.
+
+        Raises:
+            ArgumentError: as the class, of what is read and of keywords that change it; and a configuration of another
+                model type.
+        """
+        given = config_dict.get("model_type", cls.model_type)
+        if given != cls.model_type:
+            raise ArgumentError(
+                f"{cls.__name__}: the configuration is of model type {given!r}, expected {cls.model_type!r}; "
+                f"transformers.AutoModelForCausalLM finds the class by itself."
+            )
+        handed_on = kwargs.pop("return_unused_kwargs", False)  # a model's from_pretrained, whose constructor sees them
+        config, unused = super().from_dict(config_dict, return_unused_kwargs=True, **kwargs)
+        config.normalise()
+        if handed_on:
+            return config, unused
+        config._refuse_unknown({name: value for name, value in unused.items() if name not in HUB_KEYS})
+        return config
 
     @property
     def call(self) -> str:

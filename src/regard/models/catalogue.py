@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from ..checks import ArgumentError
 from ..registry import Registry
 from .base_config import RegardConfig
 
@@ -43,5 +44,13 @@ language_models: Registry[LanguageModel] = Registry("model", "regard.models")
 
 
 def model_of(config: RegardConfig) -> type[RegardForCausalLM]:
-    """The class of the model that `config` configures."""
-    return next(entry.model for _, entry in language_models.items() if type(config) is entry.config)
+    """The class of the model that `config` configures.
+
+    Raises:
+        ArgumentError: it is the configuration of none that is registered.
+    """
+    for _, entry in language_models.items():
+        if isinstance(config, entry.config):
+            return entry.model
+    known = ", ".join(entry.config.__name__ for _, entry in language_models.items())
+    raise ArgumentError(f"model_of: got {type(config).__name__}, expected the configuration of a model: {known}.")

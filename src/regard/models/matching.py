@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import ArgumentError
-from .base_config import RegardConfig
+from ..checks import ArgumentError, suggestion
+from ..nn.attention import positive_int
+from .base_config import RegardConfig, own_fields
 from .catalogue import model_of
 
 
@@ -24,11 +25,13 @@ class Matched:
         config: the configuration.
         parameters: how many numbers it learns, tied matrices counted once.
         target: how many it should have learned.
+        field: the field that was changed.
     """
 
     config: RegardConfig
     parameters: int
     target: int
+    field: str
 
     @property
     def gap(self) -> float:
@@ -36,9 +39,8 @@ class Matched:
         return (self.parameters - self.target) / self.target
 
     def __str__(self) -> str:
-        field = self.config.size_field
         return (
-            f"{type(self.config).__name__} with {field}={getattr(self.config, field)}: {self.parameters:,} parameters, "
+            f"{type(self.config).__name__} with {self.field}={getattr(self.config, self.field)}: {self.parameters:,} parameters, "
             f"{self.gap:+.2%} of {self.target:,}"
         )
 
@@ -57,14 +59,20 @@ def match_parameters(config: RegardConfig, target: int | RegardConfig, *, field:
     Args:
         config: is not changed.
         target: a number of parameters, or the configuration of another model.
-        field: the width to change, a field with positive integers; default the configuration's `size_field`.
+        field: the width to change, one on which the size depends linearly; default the configuration's `size_field`.
 
     Raises:
-        ArgumentError: the model is larger than the target at width 1 already, or its size does not depend on the
-            field (a feed-forward layer that is off).
+        ArgumentError: the target is neither a positive number nor a configuration, the field is unknown, the model is
+            larger than the target at width 1 already, or its size does not depend linearly on the field (a
+            feed-forward layer that is off; a width that others follow).
     """
     call, name = "match_parameters", field or config.size_field
-    wanted = target if isinstance(target, int) else count_parameters(target)
+    if isinstance(target, RegardConfig):
+        target = count_parameters(target)
+    positive_int(call, "target", target)
+    model_of(config)
+    if name not in own_fields(type(config)):
+        raise ArgumentError(f"{call}: unknown field {name!r}.{suggestion(name, own_fields(type(config)))}")
 
     def at(width: int) -> tuple[RegardConfig, int]:
         changed = copy.deepcopy(config)
@@ -77,11 +85,13 @@ def match_parameters(config: RegardConfig, target: int | RegardConfig, *, field:
         raise ArgumentError(
             f"{call}: the size of this {type(config).__name__} does not depend on {name}; give another field."
         )
-    if least > wanted:
+    if least > target:
         raise ArgumentError(
             f"{call}: this {type(config).__name__} has {least:,} parameters at {name}=1 already, more than the "
-            f"{wanted:,} wanted; make it narrower, or give another field."
+            f"{target:,} wanted; make it narrower, or give another field."
         )
-    width = 1 + round((wanted - least) / (two - least))  # the size is linear in a width
-    found = min((at(w) for w in {max(1, width - 1), width, width + 1}), key=lambda pair: abs(pair[1] - wanted))
-    return Matched(*found, wanted)
+    width = 1 + round((target - least) / (two - least))
+    changed, found = at(width)
+    if found != least + (width - 1) * (two - least):
+        raise ArgumentError(f"{call}: the size of this {type(config).__name__} is not linear in {name}.")
+    return Matched(changed, found, target, name)

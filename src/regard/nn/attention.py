@@ -276,6 +276,11 @@ class Attention(nn.Module):
             n = Visibility(tokens, tokens, causal=True, strict=self.exclude_self, mask=mask).counts(query.device)
             if state is not None:  # the last feature of every key is one, so that its sum counts the pairs
                 n = n + state.keys[:, :1, -1:].long()
+        if self.hook_pattern.active:
+            raise ArgumentError(
+                "nn.Attention: something listens to hook_pattern, but the cache holds sums, which have no weights; use "
+                "a transformers.DynamicCache, or no cache."
+            )
         out, sums.linear_state = linear_attention(
             query,
             key,
@@ -357,10 +362,16 @@ class Attention(nn.Module):
         weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
         if hooked:
             shown = self.hook_pattern(weights)
-            if shown is not weights:
-                out = shown.to(value.dtype) @ value.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+            out = out if shown is weights else self._mix(shown, value, mask)
             weights = shown
         return out, weights if output_attentions else None
+
+    def _mix(self, weights: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Weights [B, H, T, Tk] that a hook put in place times values; what is hidden has none of it."""
+        if mask is not None:
+            value = value.masked_fill(~mask.any(dim=(1, 2))[:, None, :, None], 0)
+            weights = weights.masked_fill(~mask, 0)
+        return weights.to(value.dtype) @ value.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
 
     def _sharpness(self, query: Tensor, key: Tensor, mask: Tensor | None) -> dict[str, Any]:
         """The temperature as arguments of `regard.attention`."""

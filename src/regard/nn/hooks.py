@@ -21,7 +21,7 @@ class HookPoint(nn.Module):
 
     @property
     def active(self) -> bool:
-        """Whether somebody listens."""
+        """Whether a forward hook listens (hooks of other kinds do not count)."""
         return bool(self._forward_hooks)
 
     def forward(self, x: Tensor) -> Tensor:
