@@ -80,7 +80,7 @@ def test_prompts_that_cannot_be_continued(name, prompt, mask, message):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_field_that_is_not_there(name):
-    with pytest.raises(ArgumentError, match="unknown field 'hiden_size'. Did you mean 'hidden_size'"):
+    with pytest.raises(ArgumentError, match=r"unknown field 'hiden_size'\. Did you mean 'hidden_size'"):
         language_models.get(name).config(hiden_size=3)
 
 
@@ -180,3 +180,21 @@ def test_nothing_to_predict_is_a_loss_of_zero(name):
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_counts_as_padding_in_a_prompt_is_what_transformers_infers(name):
+    from transformers import GenerationConfig
+
+    plain = make(name)
+    rows = torch.tensor([[5, 6], [3, 3]])
+    for settings in ({"pad_token_id": 3}, {"generation_config": GenerationConfig(pad_token_id=3)}):
+        with pytest.raises(ArgumentError, match="row 1 of the prompt is all padding"):
+            plain.generate(rows, max_new_tokens=2, **settings)
+    # a pad that also ends texts, as in GPT-2, may begin one
+    ended = make(name, pad_token_id=3, eos_token_id=3, bos_token_id=3)
+    assert ended.generate(torch.tensor([[3]]), max_new_tokens=2, min_new_tokens=2).shape == (1, 3)
+    begun = plain.generate(generation_config=GenerationConfig(bos_token_id=1, max_new_tokens=2))
+    assert begun[0, 0] == 1
+    with pytest.raises(ArgumentError, match="there is nothing to continue"):
+        plain.generate(max_new_tokens=2)

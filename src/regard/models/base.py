@@ -226,9 +226,20 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         """
         tokens = kwargs.get("input_ids") if inputs is None else inputs
         prompt = kwargs.get("inputs_embeds") if tokens is None else tokens
+        given = args[0] if args else kwargs.get("generation_config")
+        configs = [config for config in (given, self.generation_config) if config is not None]
+
+        def special(name: str) -> Any:
+            found = [kwargs.get(name), *(getattr(config, name) for config in configs)]
+            return next((token for token in found if token is not None), None)
+
         if prompt is not None:
-            self._check_prompt(tokens, prompt, kwargs.get("attention_mask"))
-        elif self.generation_config.bos_token_id is None and kwargs.get("bos_token_id") is None:
+            mask, pad, ends = kwargs.get("attention_mask"), special("pad_token_id"), special("eos_token_id")
+            ends = ends if isinstance(ends, (list, tuple)) else [ends]
+            if mask is None and tokens is not None and pad is not None and pad not in ends:
+                mask = tokens != pad  # as transformers will infer
+            self._check_prompt(tokens, prompt, mask)
+        elif special("bos_token_id") is None:
             raise ArgumentError(
                 f"{type(self).__name__}.generate: there is nothing to continue; give input_ids, or a bos_token_id."
             )
@@ -251,12 +262,9 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
                 f"{call}: the prompt has {prompt.shape[1]} tokens, more than the model's context of {context}; shorten "
                 f"it, or raise config.max_position_embeddings to go beyond what was trained."
             )
-        if tokens is not None:
-            if tokens.is_floating_point() or ((tokens < 0) | (tokens >= self.config.vocab_size)).any():
-                raise ArgumentError(outside(call, tokens, self.config.vocab_size))
-            pad = self.config.pad_token_id
-            if mask is None and pad is not None:  # which transformers will take for the mask
-                mask = tokens != pad
+        vocabulary = self.config.vocab_size
+        if tokens is not None and (tokens.is_floating_point() or ((tokens < 0) | (tokens >= vocabulary)).any()):
+            raise ArgumentError(outside(call, tokens, vocabulary))
         if mask is not None and mask.dim() == 2 and not (mask != 0).any(-1).all():
             rows = (mask == 0).all(-1).nonzero().flatten().tolist()
             raise ArgumentError(f"{call}: row {rows[0]} of the prompt is all padding; leave it out or give it a token.")
@@ -362,7 +370,8 @@ def key_mask(call: str, attention_mask: Tensor | None, batch: int, tokens: int) 
         return None
     if not isinstance(attention_mask, Tensor) or attention_mask.is_floating_point() or attention_mask.is_complex():
         raise ArgumentError(
-            f"{call}: attention_mask is {kind(attention_mask)}, expected a boolean or integer tensor, true where a token is real."
+            f"{call}: attention_mask is {kind(attention_mask)}, expected a boolean or integer tensor, true where a "
+            f"token is real."
         )
     if tuple(attention_mask.shape) != (batch, tokens):
         raise ArgumentError(
