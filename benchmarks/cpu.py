@@ -1,14 +1,15 @@
 """What regard costs on a CPU, side by side with what else one could run: `python benchmarks/cpu.py --write`.
 
-Four parts, each with times, memory and its own provenance:
+Five parts, each with times, memory and its own provenance:
 
 normalisers: regard's weightings of plain scores, torch.softmax and the entmax package;
 attention: regard's compact kernels, scaled_dot_product_attention and dense entmax15 attention;
 linear: the linear-time forms up to 65536 positions, and the cost of a decoded token;
-local_linear: local linear attention, scaled_dot_product_attention and the plain dense form.
+local_linear: local linear attention, scaled_dot_product_attention and the plain dense form;
+models: training steps of the language models, and what a cache saves in decoding.
 
 Within a configuration the contestants take turns, and ratios are those of medians within one run. Needs the extras
-`dev` and `cpu`. All parts take about fifteen minutes on two quiet cores and at most 8 GiB of memory.
+`lm`, `dev` and `cpu`. All parts take about twenty minutes on two quiet cores and at most 8 GiB of memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import cpu_table
 import torch
 from cpu_measure import ROOT, peaks, provenance, say
 
-PARTS = ("normalisers", "attention", "linear", "local_linear")
+PARTS = ("normalisers", "attention", "linear", "local_linear", "models")
 STORED = ROOT / "benchmarks" / "results" / "cpu.json"
 PAGE = ROOT / "docs" / "results.md"
 

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PASSES = ("forward", "both")
 """The forward pass without a graph, and forward and backward through autograd."""
 Function = Callable[..., Tensor]
+PACKAGES = ("regard", "torch", "numba", "entmax", "transformers")
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Settings of the processes whose memory is measured: glibc then gives freed blocks back at once. Left to itself it
@@ -184,7 +185,10 @@ def provenance(quick: bool) -> dict[str, Any]:
         "memory_environment": MALLOC,
         "versions": {
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in ("regard", "torch", "numba", "entmax")},
+            **{
+                name: importlib.metadata.version(name)
+                for name in ("regard", "torch", "numba", "entmax", "transformers")
+            },
         },
         "commit": _git("rev-parse", "HEAD"),
         "changed_files": len(_git("status", "--porcelain", "--untracked-files=no").splitlines()),

@@ -55,6 +55,7 @@ def tables(stored: Entry) -> str:
         "attention": attention,
         "linear": linear,
         "local_linear": local_linear,
+        "models": models,
     }
     blocks: list[str] = []
     for name, make in makers.items():
@@ -377,3 +378,48 @@ def against_softmax(found: list[Entry]) -> Iterable[str]:
         cells = [d["contestants"][name] for d in found]
         rows.append([name, *(f"{number(1e3 * c['median_ms'])} ({number(c['ratio'])}x)" for c in cells)])
     yield markdown(["", *(f"{d['config']['length']} keys" for d in found)], rows)
+
+
+# Models ------------------------------------------------------------------------------------------------------
+
+
+def models(part: Entry) -> Iterable[str]:
+    bars = part["bars"]
+    biweight = "memory-mosaic biweight"
+    yield "### Language models\n\n" + machine(part)
+    yield (
+        f"A training step (forward, backward, clipping, AdamW), float32: milliseconds, and in brackets as a ratio to "
+        f"the first row of its kind; ICLM has the inner width at which it learns as many numbers as the Transformer "
+        f"(GPT-2's blocks with rotary positions). Peak memory in MiB of forward + backward beside the parameters, "
+        f"gradients counted, at the first size. Bar of {biweight} against softmax: {number(bars[biweight])}."
+    )
+    sizes = list(dict.fromkeys(shape_of(t["config"]) for t in part["times"]))
+    cells = {(shape_of(t["config"]), name): c for t in part["times"] for name, c in t["contestants"].items()}
+    learned = {name: n for p in part["parameters"] for name, n in p["parameters"].items()}
+    mib = {m["name"]: m["mib"]["both"] for m in part["memory"]}
+    rows = []
+    for name, parameters in learned.items():
+        own = [cells[size, name] for size in sizes]
+        row = [name, *(f"{number(c['median_ms'])} ({number(c['ratio'])}x)" for c in own)]
+        rows.append([*row, f"{parameters:,}", number(mib[name]) if name in mib else "–"])
+    yield markdown(["", *sizes, "parameters", "MiB"], rows)
+    yield from cached(part["decoding"], bars["decoding"])
+
+
+def shape_of(config: Entry) -> str:
+    return f"T {config['length']}, B {config['batch']}, C {config['width']}, L {config['layers']}"
+
+
+def cached(found: list[Entry], bar: float) -> Iterable[str]:
+    config = found[0]["config"]
+    yield (
+        f"{config['new_tokens']} greedy tokens after {config['prompt']}, batch 1, C {config['width']}, L "
+        f"{config['layers']}, softmax: seconds. Bar: a cache makes decoding {number(bar)} times as fast."
+    )
+    rows = []
+    for entry in found:
+        with_cache, without = entry["contestants"].values()
+        name = entry["baseline"].removesuffix(", a cache")
+        seconds = (number(c["median_ms"] / 1e3) for c in (with_cache, without))
+        rows.append([name, *seconds, f"{number(without['ratio'])}x"])
+    yield markdown(["", "with a cache", "without", "faster"], rows)

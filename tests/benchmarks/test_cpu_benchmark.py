@@ -65,14 +65,14 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
-@pytest.mark.parametrize("part", CONTESTANTS)
+@pytest.mark.parametrize("part", [*CONTESTANTS, "models"])
 def test_every_part_says_where_it_comes_from(found: dict[str, Any], part: str) -> None:
     origin = found[part]["provenance"]
     assert origin["quick"] is True
     assert origin["threads"] == 1
     assert "--quick" in origin["command"]
     assert origin["versions"]["torch"] == torch.__version__
-    assert set(origin["versions"]) == {"python", "regard", "torch", "numba", "entmax"}
+    assert set(origin["versions"]) == {"python", "regard", "torch", "numba", "entmax", "transformers"}
     assert origin["memory_environment"]["MALLOC_MMAP_THRESHOLD_"] == "131072"
     for name in ("date", "cpu", "cores", "load", "seconds"):
         assert origin[name], name
@@ -83,11 +83,11 @@ def cells(found: dict[str, Any], part: str) -> list[tuple[str, dict[str, Any]]]:
     """(baseline, contestants) of every configuration."""
     own = found[part]
     groups = [*own["times"], *own.get("clustered", [])]
-    pairs = [(g.get("baseline", own["baseline"]), g["contestants"]) for g in groups]
+    pairs = [(g["baseline"] if "baseline" in g else own["baseline"], g["contestants"]) for g in groups]
     return pairs + [(d.get("baseline", "sdpa, a cache"), d["contestants"]) for d in own.get("decoding", [])]
 
 
-@pytest.mark.parametrize("part", CONTESTANTS)
+@pytest.mark.parametrize("part", [*CONTESTANTS, "models"])
 def test_medians_and_ratios_are_those_of_the_stored_samples(found: dict[str, Any], part: str) -> None:
     for baseline, contestants in cells(found, part):
         base = contestants[baseline]["raw_ms"]
@@ -207,7 +207,7 @@ def test_the_page_shows_the_stored_numbers_between_its_markers(found: dict[str, 
     assert page.startswith(f"above\n{BEGIN}")
     assert page.endswith(f"{END}\nbelow\n")
     assert "old" not in page.split("\n")
-    assert page.count("Tiny sizes") == 4
+    assert page.count("Tiny sizes") == 5
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")]
     times = found["normalisers"]["times"]
     for which in ("forward", "both"):
@@ -220,6 +220,66 @@ def test_the_page_shows_the_stored_numbers_between_its_markers(found: dict[str, 
     decoded = [d["contestants"]["regard elu, a state"]["median_ms"] * 1e3 for d in found["linear"]["decoding"]]
     row = next(row for row in rows if row[0] == "regard elu, a state")
     assert [float(c) for c in row[1:3]] == pytest.approx(decoded, rel=6e-3)
+
+
+MOSAIC = ["memory-mosaic softmax", "memory-mosaic biweight", "memory-mosaic biweight*fixed"]
+EQUAL = ["transformer softmax", "iclm full", "iclm wv"]
+
+
+def test_the_models_that_are_compared(found: dict[str, Any]) -> None:
+    part = found["models"]
+    assert [(t["baseline"], list(t["contestants"])) for t in part["times"]] == [(MOSAIC[0], MOSAIC), (EQUAL[0], EQUAL)]
+    assert [list(p["parameters"]) for p in part["parameters"]] == [MOSAIC, EQUAL]
+    counts = part["parameters"][1]["parameters"]
+    for name in EQUAL:  # one more inner channel is 2 * 16 + 1 numbers
+        assert abs(counts[name] - counts[EQUAL[0]]) <= 17
+    # embeddings, and of two layers: attention, GPT-2's feed-forward part, two norms; and the last norm
+    assert counts[EQUAL[0]] == 96 * 16 + 2 * (4 * 16**2 + 2 * 16 * 64 + 64 + 16 + 4 * 16) + 2 * 16
+    assert [m["name"] for m in part["memory"]] == [MOSAIC[0], EQUAL[0]]
+    for memory in part["memory"]:
+        count = next(p["parameters"][memory["name"]] for p in part["parameters"] if memory["name"] in p["parameters"])
+        assert memory["parameters_mib"] == pytest.approx(count / 2**18, rel=1e-3)
+        assert memory["mib"]["both"] >= 0
+    assert part["bars"] == {"memory-mosaic biweight": 2.0, "decoding": 5.0}
+
+
+def test_every_registered_model_decodes_with_and_without_a_cache(module: Any, found: dict[str, Any]) -> None:
+    from regard.models import language_models
+
+    decoding = found["models"]["decoding"]
+    names = language_models.names()
+    assert [list(d["contestants"]) for d in decoding] == [[f"{n}, a cache", f"{n}, no cache"] for n in names]
+    models = module("cpu_models")
+    prompt = torch.tensor([[1, 2, 3]])
+    calls: list[int] = []
+    for name in names:
+        entry = language_models.get(name)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 8}
+        model = entry.model(entry.config(vocab_size=96, **sizes)).eval()
+        model.register_forward_pre_hook(lambda m, a, kw: calls.append(kw["input_ids"].shape[1]), with_kwargs=True)
+        said = [models.decode(model, prompt, 4, cached) for cached in (True, False)]
+        assert torch.equal(*said)
+        assert said[0].shape == (1, 7)
+        assert calls == [3, 1, 1, 1, 3, 4, 5, 6]
+        calls.clear()
+
+
+def test_the_tables_of_the_models(found: dict[str, Any], folder: Path) -> None:
+    page = (folder / "page.md").read_text(encoding="utf-8").split("### Language models")[1]
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")]
+    part = found["models"]
+    for entry in part["times"]:
+        for name, cell in entry["contestants"].items():
+            row = next(row for row in rows if row[0] == name)
+            ms, ratio = row[1].removesuffix("x)").split(" (")
+            assert float(ms) == pytest.approx(cell["median_ms"], rel=6e-3)
+            assert float(ratio) == pytest.approx(cell["ratio"], rel=6e-3)
+    for entry in part["decoding"]:
+        name = entry["baseline"].removesuffix(", a cache")
+        row = next(row for row in rows if row[0] == name)
+        cells = [entry["contestants"][f"{name}, {how}"] for how in ("a cache", "no cache")]
+        assert [float(c) for c in row[1:3]] == pytest.approx([c["median_ms"] / 1e3 for c in cells], rel=6e-3)
+        assert float(row[3].removesuffix("x")) == pytest.approx(cells[1]["ratio"], rel=6e-3)
 
 
 def test_what_does_not_fit_is_said_in_the_table(module: Any, found: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from regard import registries
 from regard.cli import COMMANDS
+from regard.models import language_models
 from regard.registry import Registry
 from regard.training import TrainConfig
 
@@ -193,6 +194,14 @@ def test_every_option_has_help() -> None:
         ("demo --seed 5000000000 --data {text}", "demo: error: --seed is 5000000000, expected 0 to 4294967295."),
         ("train --data {text} --spec softmax,biweight --layers 3", "--spec has 2 sentences for 3 layers"),
         ("train --data {text} --spec softmax,,biweight", "--spec names nothing at one place"),
+        ("train --data {text} --model transfomer", "unknown model 'transfomer'. Did you mean 'transformer'?"),
+        ("train --data {text} --model iclm --layers 3", "ICLMConfig: num_hidden_layers is 3, expected an even number"),
+        ("train --data {text} --model iclm --window 8", "--window is not for --model iclm, which has no window; leave"),
+        ("train --data {text} --option nrom=layer", "--model transformer has no such field. Did you mean 'norm'?"),
+        ("train --data {text} --option norm", "--option is 'norm', expected key=value"),
+        ("train --data {text} --option rope_theta=x", "--option rope_theta is 'x', expected a number."),
+        ("train --data {text} --option norm=rms --option norm=rms", "--option norm is given twice"),
+        ("train --data {text} --option", "--option expects a value."),
         ("train --data {text} --width 36", "--heads is 4, which gives heads of 9 channels at --width 36"),
         ("train --resume --out nowhere", "nowhere holds no run."),
         (
@@ -210,6 +219,7 @@ def test_every_option_has_help() -> None:
         ("eval {run}/model", "give the text with --data"),
         ("generate {run} --temperature -1", "--temperature is -1.0, expected 0 or more."),
         ("generate {run} --prompt=", "the prompt is empty"),
+        ("generate {run} --prompt aaaaaaaaaaaaaaaaa", "the prompt has 17 tokens, more than the model's context of 16"),
         ("list kernelz", "Did you mean 'kernels'"),
         ("list kernels presets", "expected one thing"),
         ("doctor please", "takes no arguments"),
@@ -312,6 +322,49 @@ def test_list_shows_all_that_is_registered(regard: Callable, monkeypatch: pytest
     assert regard("list", "toys").out == "toys:\n  fresh  A thing of today.\n"
 
 
+def test_list_shows_the_models_with_their_own_flags_and_options(regard: Callable) -> None:
+    shown = regard("list", "models").out
+    for name, entry in language_models.items():
+        block = shown.split(f"\n  {name} ")[1].split("\n  t")[0]
+        assert entry.about in block
+    transformer = shown.split("\n  transformer ")[1].split("\n  iclm")[0].split("\n  memory-mosaic")[0]
+    assert "flags: --kv-heads, --mlp-width, --window, --temperature, --ridge, --qk-norm" in transformer
+    assert "feed_forward=swiglu, norm=rms" in transformer
+    assert "head_dim=none" in transformer
+    assert "tie_word_embeddings=true" in transformer
+    assert "vocab_size" not in shown
+    assert "hidden_size" not in shown
+    assert regard("list", "model").out == shown
+    assert shown in regard("list").out
+
+
+def test_options_may_stand_together_or_apart(regard: Callable, text_file: Path, tmp_path: Path) -> None:
+    first = ("train", "--data", text_file, "--steps", 1)
+    for out, words in (
+        ("together", "--option norm=layer feed_forward=gelu"),
+        ("apart", "--option norm=layer --seed 0 --option=feed_forward=gelu"),
+    ):
+        assert regard(*first, "--out", tmp_path / out, *words.split(), *TINY).code == 0
+    files = [tmp_path / out / "model" / "config.json" for out in ("together", "apart")]
+    assert files[0].read_text() == files[1].read_text()
+    saved = json.loads(files[0].read_text())
+    assert (saved["norm"], saved["feed_forward"]) == ("layer", "gelu")
+    assert json.loads((tmp_path / "apart" / "config.json").read_text())["option"] == ["norm=layer", "feed_forward=gelu"]
+
+
+@pytest.mark.parametrize("name", language_models.names())
+def test_every_model_from_the_command_line(regard: Callable, text_file: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "run"
+    words = ("train", "--data", text_file, "--out", out, "--steps", 2, *TINY, "--layers", 2, "--model", name)
+    trained = regard(*words, "--spec", "biweight", "--tokenizer", "byte")
+    assert trained.code == 0
+    loss = json.loads((out / "summary.json").read_text())["loss"]
+    assert f"{loss:.6f} nats/token" in regard("eval", out, "--batch", 2).out
+    said = regard("generate", out, "--prompt", "line", "--max-new-tokens", 8, "--temperature", 0)
+    assert (said.code, said.err) == (0, "")
+    assert said.out.startswith("line")
+
+
 def test_doctor_tells_what_can_run_and_why_not(regard: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     from regard import ops
 
@@ -337,7 +390,7 @@ def test_a_missing_extra_is_named(regard: Callable, monkeypatch: pytest.MonkeyPa
 def test_help_does_not_wait_for_transformers() -> None:
     program = (
         "import sys; from regard.cli import main\n"
-        "for words in (['--help'], ['train', '--help'], ['list']): main(words)\n"
+        "for words in (['--help'], ['train', '--help'], ['list', 'presets']): main(words)\n"
         "slow = {'transformers', 'accelerate', 'matplotlib', 'tokenizers'} & set(sys.modules)\n"
         "assert not slow, slow\n"
     )

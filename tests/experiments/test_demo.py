@@ -109,14 +109,14 @@ def test_mistakes_are_one_line_before_anything_is_written(
 def test_a_sentence_that_cannot_be_trained_is_found_first(
     story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = demo_train.hybrid_model
+    build = demo_train.language_model
 
     def refusing(config: TrainConfig, tokenizer: Any) -> Any:
         if config.spec == ("biweight",):
             raise ArgumentError("attention: no implementation.")
         return build(config, tokenizer)
 
-    monkeypatch.setattr(demo_train, "hybrid_model", refusing)
+    monkeypatch.setattr(demo_train, "language_model", refusing)
     monkeypatch.setattr(demo_train, "train", lambda *_, **__: pytest.fail("training began"))
     with pytest.raises(ArgumentError, match="demo: --specs: biweight cannot be trained: attention: no impl"):
         run_demo(DemoConfig(steps=1, data=story, out=tmp_path / "out"))

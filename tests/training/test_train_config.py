@@ -44,6 +44,9 @@ from regard.training.fields import from_mapping, read_mapping, to_mapping
         ({"heads": 4, "kv_heads": 3}, "--kv-heads is 3"),
         ({"spec": ("softmax", "biweight")}, "--spec has 2 sentences for 1 layers"),
         ({"spec": ("softmax,",)}, "--spec names nothing at one place"),
+        ({"spec": ()}, "--spec names nothing; give a sentence"),
+        ({"model": "mosaic"}, "unknown model 'mosaic'"),
+        ({"option": ("norm",)}, "--option is 'norm', expected key=value"),
         ({"spec": ("cosine",), "temperature": "learned"}, "--temperature: temperature learned needs scores"),
         ({"temperature": "lgo"}, "--temperature: unknown temperature 'lgo'. Did you mean 'log'?"),
         ({"heads": 2, "kv_heads": 1, "share_query_key": True}, "--kv-heads 1 must be --heads 2; leave --kv-heads out"),
@@ -186,7 +189,7 @@ def test_files_that_are_no_config(name: str, content: bytes | None, message: str
 
 def test_the_model_is_built_as_asked() -> None:
     """Temperature and the two choices of queries and keys reach every layer."""
-    from regard.training import hybrid_model
+    from regard.training import language_model
 
     class Tokens:
         pad_token_id = eos_token_id = None
@@ -195,9 +198,9 @@ def test_the_model_is_built_as_asked() -> None:
             return 30
 
     asked = TrainConfig(width=16, heads=2, layers=2, temperature="log", share_query_key=True, exclude_self=True)
-    model = hybrid_model(asked, Tokens())
+    model = language_model(asked, Tokens())
     for layer in model.model.layers:
         attention = layer.self_attn
         assert (str(attention.temperature), attention.share_query_key, attention.exclude_self) == ("log", True, True)
-    plain = hybrid_model(TrainConfig(width=16, heads=2, layers=1), Tokens()).model.layers[0].self_attn
+    plain = language_model(TrainConfig(width=16, heads=2, layers=1), Tokens()).model.layers[0].self_attn
     assert (str(plain.temperature), plain.share_query_key, plain.exclude_self) == ("fixed", False, False)

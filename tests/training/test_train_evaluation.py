@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from regard import Spec
 from regard.checks import ArgumentError
-from regard.training import Units, evaluate, mean_support
+from regard.estimators.diagnostics import Diagnostics
+from regard.training import Units, evaluate, mean_support, row_means
 
 
 class Echo(nn.Module):
@@ -78,6 +80,42 @@ def test_support_of_softmax_counts_every_visible_key() -> None:
     assert mean_support(everything, ids) == pytest.approx(6.0)  # 1 .. 11 keys
     five = HybridForCausalLM(HybridConfig(**sizes, mixers="softmax", window=5))
     assert mean_support(five, ids) == pytest.approx((1 + 2 + 3 + 4 + 5 * 7) / 11)
+
+
+class Told(nn.Module):
+    """A layer that reports what it was given: which rows see nothing, fell back, and how many keys have weight."""
+
+    def __init__(self, spec: str, empty: list[bool], fallback: list[bool], support: list[int]) -> None:
+        super().__init__()
+        self.spec, self.observer, self.observe_weights, self.layer_idx = Spec.parse(spec), None, False, None
+        rows = [torch.tensor([[row]]) for row in (support, empty, fallback)]
+        size = rows[0].double()
+        self.told = Diagnostics(size, size, size, size, size / 4, rows[1], rows[2], size.int())
+
+    def forward(self) -> None:
+        if self.observer is not None:
+            self.observer(None, self.told)
+
+
+class Layers(nn.ModuleList):
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> None:
+        for layer in self:
+            layer()
+
+
+def test_the_rate_of_empty_rows_is_of_the_layers_that_can_have_any() -> None:
+    none, some = [False] * 4, [True, False, False, False]
+    softmax = Told("softmax", none, none, [4, 4, 4, 4])
+    adaptive = Told("biweight", none, none, [1, 2, 2, 1])
+    nearest = Told("biweight*nearest(k=2)", none, [True] * 4, [2, 2, 2, 2])  # ties are no empty support
+    fixed = Told("biweight*fixed(bias=1)", some, [False, True, False, False], [0, 2, 1, 1])  # one of three
+    zero = Told("biweight*fixed(bias=1,empty=zero)", none, none, [0, 3, 0, 1])  # without weight: two of four
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    assert "empty_rows" not in row_means(Layers([softmax, adaptive, nearest]), ids)
+    assert row_means(Layers([softmax, fixed, nearest]), ids)["empty_rows"] == pytest.approx(1 / 3)
+    assert row_means(Layers([softmax, fixed, zero]), ids)["empty_rows"] == pytest.approx((1 / 3 + 1 / 2) / 2)
+    unseen = Told("biweight*fixed(bias=1)", [True] * 4, none, [0] * 4)
+    assert row_means(Layers([unseen]), ids)["empty_rows"] == 0.0
 
 
 def test_bad_arguments() -> None:

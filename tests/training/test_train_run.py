@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from regard.checks import ArgumentError
+from regard.models import language_models
 from regard.training import load_model, train
 from regard.training.checkpoints import checkpoints, fault, last_complete
 from regard.training.fields import to_mapping
@@ -82,6 +83,18 @@ def test_the_run_folder(tiny: Callable, silent: Console) -> None:
         model = AutoModelForCausalLM.from_pretrained(out / folder)
         assert model.config.mixers == ["biweight"]
         assert AutoTokenizer.from_pretrained(out / folder)("the")["input_ids"]
+
+
+def test_empty_rows_are_logged_where_there_can_be_any(tiny: Callable, silent: Console) -> None:
+    """A threshold above every score leaves all rows empty, one below every score none."""
+    for out, spec, rate in (
+        ("high", "biweight*fixed(bias=-50)", 1.0),
+        ("low", "biweight*fixed(bias=50)", 0.0),
+        ("free", "biweight", None),
+    ):
+        config = tiny(out=tiny().out / out, spec=(spec,), steps=1)
+        train(config, console=silent)
+        assert metrics(config.out)[0].get("empty_rows") == rate
 
 
 def test_bits_of_a_byte_level_run(tiny: Callable, silent: Console) -> None:
@@ -331,10 +344,13 @@ def test_a_terminal_shows_a_bar_and_a_file_shows_lines(tiny: Callable) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one_with_twice_the_batch(tiny: Callable, tmp_path: Path, silent: Console) -> None:
-    one = tiny(batch=4)
+@pytest.mark.parametrize("name", language_models.names())
+def test_two_processes_equal_one_with_twice_the_batch(
+    name: str, tiny: Callable, tmp_path: Path, silent: Console
+) -> None:
+    one = tiny(batch=4, model=name, layers=2)
     train(one, console=silent)
-    two = tiny(out=tmp_path / "two", batch=2)
+    two = tiny(out=tmp_path / "two", batch=2, model=name, layers=2)
     file = tmp_path / "two.json"
     file.write_text(json.dumps(to_mapping(two)))
     program = tmp_path / "program.py"

@@ -41,11 +41,11 @@ def test_character_ids_are_the_sorted_characters_after_the_special_tokens() -> N
 
 @pytest.mark.parametrize("name", TOKENIZERS.names())
 def test_special_tokens_in_a_text_stay_text(name: str) -> None:
-    text = "a<pad>b<eos><unk>"
+    text = "a<pad>b<eos><unk><|endoftext|>"
     tokenizer = TOKENIZERS.get(name)(text)
-    ids = tokenizer(text)["input_ids"]
-    assert len(ids) == len(text)
-    assert not set(ids) & set(tokenizer.all_special_ids)
+    for ids in (tokenizer(text)["input_ids"], encode(tokenizer, text).tolist()):
+        assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
+        assert not set(ids) & set(tokenizer.all_special_ids)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS.names())
@@ -56,12 +56,18 @@ def test_saved_tokenizers_need_no_code_of_ours(name: str, tmp_path: Path) -> Non
     assert type(loaded).__module__.startswith("transformers.")
     assert "auto_map" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert {path.suffix for path in tmp_path.iterdir()} == {".json"}
-    assert loaded.decode(loaded(text)["input_ids"]) == text
-    assert len(loaded) == (len(set(text)) + 3 if name == "char" else 258)
-    batch = loaded(["h", "hello"], padding=True)
-    assert batch["attention_mask"] == [[0, 0, 0, 0, 1], [1] * 5]
-    assert batch["input_ids"][0][:4] == [loaded.pad_token_id] * 4
-    assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
+    ids = loaded(text)["input_ids"]
+    assert loaded.decode(ids) == text
+    assert encode(loaded, text).tolist() == ids
+    sizes = {"char": len(set(text)) + 3, "byte": 258, "gpt2": 50257}
+    special = {"gpt2": (50256, 50256)}
+    assert len(loaded) == sizes[name]
+    batch = loaded(["h", "h, h, h"], padding=True)
+    more = sum(batch["attention_mask"][1]) - 1
+    assert more > 1
+    assert batch["attention_mask"] == [[0] * more + [1], [1] * (more + 1)]
+    assert batch["input_ids"][0][:more] == [loaded.pad_token_id] * more
+    assert (loaded.pad_token_id, loaded.eos_token_id) == special.get(name, (0, 1))
 
 
 @pytest.mark.parametrize("name", TOKENIZERS.names())

@@ -6,7 +6,9 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -183,12 +185,7 @@ def generate(argv: list[str]) -> int:
 
 def listing(argv: list[str]) -> int:
     """`regard list [WHAT]`."""
-    import regard
-
-    from ..training.tokenizers import TOKENIZERS
-
-    registries = {**regard.registries(), "tokenizer": TOKENIZERS}
-    shelves = {_plural(kind): registry for kind, registry in registries.items()}
+    shelves = _shelves()
     if argv and argv[0] in ("-h", "--help"):
         print(f"usage: regard list [{' | '.join(shelves)}]\n\nShow what can be chosen by name.")
         return 0
@@ -201,8 +198,41 @@ def listing(argv: list[str]) -> int:
             raise ArgumentError(f"list: there are no {argv[0]!r}.{suggestion(argv[0], shelves)}")
     for shelf in wanted:
         print(f"{shelf}:")
-        _print_pairs([(f"  {name}", about(thing)) for name, thing in shelves[shelf].items()])
+        _print_pairs([(f"  {name}", line) for name, line in shelves[shelf]()])
     return 0
+
+
+def _shelves() -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
+    """What can be listed, by name: a function that gives names and lines about them. That of the models, which alone
+    waits for transformers, is last."""
+    import regard
+
+    from ..training.tokenizers import TOKENIZERS
+
+    def lines(registry: Any) -> Iterator[tuple[str, str]]:
+        return ((name, about(thing)) for name, thing in registry.items())
+
+    registries = {**regard.registries(), "tokenizer": TOKENIZERS}
+    return {_plural(kind): partial(lines, registry) for kind, registry in registries.items()} | {"models": _models}
+
+
+def _models() -> Iterator[tuple[str, str]]:
+    """Every model with the flags and options that are its own."""
+    from ..training.models import language_models, options
+
+    for name, entry in language_models.items():
+        flags, fields = options(name)
+        yield name, entry.about
+        if flags:
+            yield "", "flags: " + ", ".join("--" + flag.replace("_", "-") for flag in flags)
+        yield "", "--option: " + ", ".join(f"{field}={_word(value)}" for field, value in fields.items())
+
+
+def _word(value: Any) -> str:
+    """A default as one writes it on the command line."""
+    if isinstance(value, (tuple, list)):
+        return ",".join(map(_word, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def doctor(argv: list[str]) -> int:

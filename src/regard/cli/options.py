@@ -45,6 +45,7 @@ def parse(cls: type[C], argv: list[str], *, command: str, base: C | None = None,
     import tyro
 
     file, argv = _take_config(argv, command)
+    argv = _gather(argv, cls, command)
     default = _defaults(cls) if base is None else base
     if file is not None:
         default = from_mapping(default, read_mapping(file, call=command), call=command, source=str(file))
@@ -85,6 +86,32 @@ def _take_config(argv: list[str], command: str) -> tuple[Path | None, list[str]]
         else:
             rest.append(word)
     return file, rest
+
+
+def _gather(argv: list[str], cls: type[Any], command: str) -> list[str]:
+    """The words after every occurrence of a repeatable flag, behind one occurrence at the end: `--option a=1
+    --option b=2` says the same as `--option a=1 b=2`.
+
+    Raises:
+        ArgumentError: none follows.
+    """
+    repeatable = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(cls) if f.metadata.get("repeatable")}
+    rest: list[str] = []
+    words: dict[str, list[str]] = {}
+    into = rest
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("-") and flag.replace("_", "-") in repeatable:
+            into = words.setdefault(flag.replace("_", "-"), [])
+            into += [value] if equals else []
+            continue
+        if word.startswith("-"):
+            into = rest
+        into.append(word)
+    for flag, gathered in words.items():
+        if not gathered:
+            raise ArgumentError(f"{command}: {flag} expects a value.")
+    return rest + [word for flag, gathered in words.items() for word in (flag, *gathered)]
 
 
 def _defaults(cls: type[C]) -> C:

@@ -1,9 +1,13 @@
 """Recipes: each module trains, measures, and writes a table, figures and JSON."""
 
 from . import boundary_bias as boundary_bias  # recipes register themselves
+from . import iclm_mechanisms as iclm_mechanisms
+from . import iclm_parity as iclm_parity
+from . import kernel_selection as kernel_selection
 from . import kernel_zoo as kernel_zoo
 from . import lla_numerics as lla_numerics
 from . import lla_variants as lla_variants
+from . import mosaic_kernels as mosaic_kernels
 from . import recall_capacity as recall_capacity
 from . import shared_query_key as shared_query_key
 from . import test_time_regression as test_time_regression

@@ -22,7 +22,7 @@ from ..training import (
     TrainingStopped,
     Units,
     generate_text,
-    hybrid_model,
+    language_model,
     load_model,
     train,
 )
@@ -73,7 +73,7 @@ def plan(material: Material, spec: Spec, place: int, *, steps: int, seed: int, o
 def build_model(settings: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The usual model with larger first weights: the customary 0.02 suits widths of a thousand; at a tenth of
     that it costs a few hundredths of a bit in a run as short as this one."""
-    config = hybrid_model(settings, tokenizer).config
+    config = language_model(settings, tokenizer).config
     config.initializer_range = INITIAL
     return HybridForCausalLM(config)
 

@@ -8,19 +8,39 @@ from .base_config import RegardConfig
 from .cache import RegardCacheLayer, hybrid_cache
 from .catalogue import LanguageModel, language_models
 from .configuration_hybrid import HybridConfig
+from .configuration_iclm import ICLMConfig
+from .configuration_memory_mosaic import MemoryMosaicConfig
 from .hybrid import HybridForCausalLM, HybridModel
+from .iclm import ICLMForCausalLM, ICLMModel
+from .iclm_cache import ICLMCache
+from .iclm_contributions import Contributions
+from .iclm_parity import ParityReport, parity_report, transformer_like
 from .matching import Matched, count_parameters, match_parameters
+from .memory_mosaic import MemoryMosaicForCausalLM, MemoryMosaicModel
+from .memory_mosaic_released import from_released
 
 __all__ = [
+    "Contributions",
     "HybridConfig",
     "HybridForCausalLM",
     "HybridModel",
+    "ICLMCache",
+    "ICLMConfig",
+    "ICLMForCausalLM",
+    "ICLMModel",
     "LanguageModel",
     "Matched",
+    "MemoryMosaicConfig",
+    "MemoryMosaicForCausalLM",
+    "MemoryMosaicModel",
+    "ParityReport",
     "RegardCacheLayer",
     "RegardConfig",
     "count_parameters",
+    "from_released",
     "hybrid_cache",
     "language_models",
     "match_parameters",
+    "parity_report",
+    "transformer_like",
 ]

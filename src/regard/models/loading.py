@@ -31,6 +31,12 @@ class CheckedLoading(PreTrainedModel):
         """
         if kwargs.pop("output_loading_info", False):
             return super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        config_class = cls.config_class
+        if "variant" in kwargs and config_class is not None and "variant" in own_fields(config_class):
+            raise ArgumentError(
+                f"{cls.__name__}.from_pretrained: variant names a file to transformers; change the model's by "
+                f"config={config_class.__name__}.from_pretrained(path, variant={kwargs['variant']!r})."
+            )
         lenient = {"ignore_mismatched_sizes": True, **kwargs}  # they are reported below, in one line
         model, loading = super().from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, **lenient

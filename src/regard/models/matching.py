@@ -39,9 +39,10 @@ class Matched:
         return (self.parameters - self.target) / self.target
 
     def __str__(self) -> str:
+        width = getattr(self.config, self.field)
         return (
-            f"{type(self.config).__name__} with {self.field}={getattr(self.config, self.field)}: {self.parameters:,} parameters, "
-            f"{self.gap:+.2%} of {self.target:,}"
+            f"{type(self.config).__name__} with {self.field}={width}: {self.parameters:,} parameters, {self.gap:+.2%} "
+            f"of {self.target:,}"
         )
 
 

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from .evaluation import row_means as row_means
     from .folder import load_model as load_model
     from .generate import generate_text as generate_text
+    from .models import language_model as language_model
+    from .models import model_config as model_config
     from .run import RunSummary as RunSummary
-    from .run import hybrid_model as hybrid_model
     from .run import train as train
     from .text import Text as Text
     from .text import load_text as load_text
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from .tokenizers import byte_tokenizer as byte_tokenizer
     from .tokenizers import char_tokenizer as char_tokenizer
     from .tokenizers import encode as encode
+    from .tokenizers import gpt2_tokenizer as gpt2_tokenizer
 
 _HOMES = {
     "config": ("TrainConfig",),
@@ -45,9 +47,10 @@ _HOMES = {
     "evaluation": ("Evaluation", "Units", "evaluate", "mean_support", "row_means"),
     "folder": ("load_model",),
     "generate": ("generate_text",),
-    "run": ("RunSummary", "hybrid_model", "train"),
+    "models": ("language_model", "model_config"),
+    "run": ("RunSummary", "train"),
     "text": ("Text", "load_text", "split_text"),
-    "tokenizers": ("TOKENIZERS", "byte_tokenizer", "char_tokenizer", "encode"),
+    "tokenizers": ("TOKENIZERS", "byte_tokenizer", "char_tokenizer", "encode", "gpt2_tokenizer"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

@@ -3,8 +3,9 @@
 `metrics.jsonl` has one JSON object per line. Training lines: step, loss (nats per token, mean since the last
 line), bits_per_char, bits_per_byte, grad_norm, learning_rate, tokens (seen so far), tokens_per_second
 (since the last line; evaluation and saving do not count), and of the first held-out window what `row_means` says:
-support, density, and of local linear layers negative_mass, solver_iterations, solver_residual, unconverged (absent
-where no layer reports them). Lines about held-out text have the same names behind `eval_`.
+support, density, of layers with a fixed bandwidth empty_rows, and of local linear layers negative_mass,
+solver_iterations, solver_residual, unconverged (absent where no layer reports them). Lines about held-out text have
+the same names behind `eval_`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _BRIEF = (
     ("bits_per_char", "{:.3f} bits/char"),
     ("tokens_per_second", "{:,.0f} tokens/s"),
     ("support", "support {:.1f}"),
+    ("empty_rows", "empty rows {:.1%}"),
     ("negative_mass", "negative {:.2f}"),
     ("solver_iterations", "{:.1f} solver steps"),
 )

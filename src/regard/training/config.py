@@ -3,14 +3,16 @@ TOML file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..checks import ArgumentError
+from .sentences import read_sentence, split_sentences
 
 if TYPE_CHECKING:
     from .. import Spec
+    from ..models import RegardConfig
 
 SEEDS = 2**32
 """Seeds are 0 .. SEEDS - 1: what numpy's generator, which transformers seeds too, can take."""
@@ -26,16 +28,22 @@ class TrainConfig:
     data: Path | None = None
     """Text to learn from: a UTF-8 file, or a folder whose text files are read in sorted order."""
     tokenizer: str = "char"
-    """What a token is: 'char' (one character) or 'byte' (one UTF-8 byte; any text can be written)."""
+    """What a token is: 'char' (one character), 'byte' (one UTF-8 byte; any text can be written) or 'gpt2' (GPT-2's
+    50257 pieces of words; any text can be written)."""
     validation: float = 0.1
     """Share of the text, at its end, that is held out and never trained on."""
     context: int = 256
     """Tokens the model sees at once."""
 
+    model: str = "transformer"
+    """What is trained, such as 'transformer', 'memory-mosaic' or 'iclm'. `regard list models` shows all."""
     spec: tuple[str, ...] = ("softmax",)
     """The attention of the layers, in the grammar: one sentence for all layers or one per layer (with blanks
     or commas between them), such as 'biweight' or 'triweight*anchored(margin=1)'. `regard list presets` shows
     the named ones."""
+    option: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
+    """Further fields of the model's configuration as key=value, several after one --option or each after its own,
+    such as wiring=parallel or feed_forward=gelu. `regard list models` shows them."""
     layers: int = 4
     """Number of layers."""
     width: int = 128
@@ -45,7 +53,7 @@ class TrainConfig:
     kv_heads: int | None = None
     """Heads that keep keys and values (grouped queries); must divide the heads. By default as many."""
     mlp_width: int | None = None
-    """Size inside the feed-forward part. By default about 8/3 of the width."""
+    """Size inside the feed-forward part. By default what is usual for its kind, about 8/3 of the width."""
     window: int | None = None
     """Let attention look at the last so many tokens only. By default at all of them."""
     temperature: str = "fixed"
@@ -133,14 +141,19 @@ class TrainConfig:
         for name in ("warmup", "final_learning_rate"):
             _share(self, name, call, ends=True)
         _share(self, "validation", call, ends=False)
-        _check_heads(self, call)
         if self.data is None:
             raise ArgumentError(f"{call}: no text to learn from; give --data FILE or --data FOLDER.")
         if self.resume and self.overwrite:
             raise ArgumentError(f"{call}: --resume continues the run, --overwrite deletes it; give one of them.")
-        specs = _check_specs(self, call)
+        if not self.spec:
+            raise ArgumentError(f"{call}: --spec names nothing; give a sentence such as softmax.")
+        specs = list(dict.fromkeys(read_sentence(sentence, "--spec", call) for sentence in self.spec))
         _check_names(self, call)
-        _check_sizes(self, specs, call)
+        _check_rules(self, specs, call)
+        from .models import check_model, has_field  # transformers, which takes seconds to import: last
+
+        _check_heads(self, call, rotary=has_field(self.model, "rope_theta"))
+        _check_sizes(self, specs, check_model(self, call), call)
 
 
 def check_seed(seed: int, call: str) -> None:
@@ -151,33 +164,6 @@ def check_seed(seed: int, call: str) -> None:
     """
     if not 0 <= seed < SEEDS:
         raise ArgumentError(f"{call}: --seed is {seed}, expected 0 to {SEEDS - 1}.")
-
-
-def split_sentences(text: str) -> list[str]:
-    """Cut at the commas that stand outside brackets, and drop the blanks around the parts."""
-    parts, depth, start = [], 0, 0
-    for i, char in enumerate(text):
-        depth += (char in "([") - (char in ")]")
-        if char == "," and depth <= 0:
-            parts.append(text[start:i])
-            start = i + 1
-    return [part.strip() for part in (*parts, text[start:])]
-
-
-def read_sentence(sentence: str, flag: str, call: str) -> Spec:
-    """One sentence of a list given with `flag`.
-
-    Raises:
-        ArgumentError: an empty or unknown sentence; the message names the flag.
-    """
-    from .. import Spec
-
-    if not sentence:
-        raise ArgumentError(f"{call}: {flag} names nothing at one place; put one comma between two sentences.")
-    try:
-        return Spec.parse(sentence)
-    except ArgumentError as error:
-        raise ArgumentError(f"{call}: {flag}: {error}") from None
 
 
 def _at_least(config: TrainConfig, name: str, least: int, call: str) -> None:
@@ -201,20 +187,21 @@ def _share(config: TrainConfig, name: str, call: str, *, ends: bool) -> None:
         )
 
 
-def _check_heads(config: TrainConfig, call: str) -> None:
-    """Heads share the width in equal, even parts; keys and values share the heads."""
+def _check_heads(config: TrainConfig, call: str, *, rotary: bool) -> None:
+    """Heads share the width in equal parts, which rotary positions need to be even; keys and values share the heads."""
     width, heads, kv_heads = config.width, config.heads, config.kv_heads
-    if width % 2:
+    part = 2 if rotary else 1
+    if width % part:
         raise ArgumentError(f"{call}: --width is {width}, expected an even number.")
-    if width % (2 * heads):
+    if width % (part * heads):
         fault = (
             f"which does not divide --width {width}"
             if width % heads
             else f"which gives heads of {width // heads} channels at --width {width}, expected an even number"
         )
         raise ArgumentError(
-            f"{call}: --heads is {heads}, {fault}; choose from {_divisors(width // 2)}, "
-            f"or a --width that is a multiple of {2 * heads}."
+            f"{call}: --heads is {heads}, {fault}; choose from {_divisors(width // part)}, "
+            f"or a --width that is a multiple of {part * heads}."
         )
     if config.share_query_key and kv_heads not in (None, heads):
         raise ArgumentError(
@@ -231,17 +218,10 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def _check_specs(config: TrainConfig, call: str) -> list[Spec]:
-    """The sentences, each once."""
+def _check_rules(config: TrainConfig, specs: list[Spec], call: str) -> None:
+    """The rules of temperature and ridge exist and fit the sentences."""
     from ..nn import as_ridge, as_temperature
 
-    specs = [read_sentence(sentence, "--spec", call) for sentence in config.spec]
-    if len(specs) not in (1, config.layers):
-        raise ArgumentError(
-            f"{call}: --spec has {len(specs)} sentences for {config.layers} layers; "
-            f"give one for all layers or {config.layers}."
-        )
-    specs = list(dict.fromkeys(specs))
     try:
         rule = as_temperature(config.temperature)
     except ArgumentError as error:
@@ -254,7 +234,6 @@ def _check_specs(config: TrainConfig, call: str) -> list[Spec]:
         raise ArgumentError(f"{call}: --ridge: {error}") from None
     for spec in [spec for spec in specs if spec.degree] or specs:  # the others have none to learn
         ridge.require(f"{call}: --ridge", spec)
-    return specs
 
 
 def _check_names(config: TrainConfig, call: str) -> None:
@@ -265,15 +244,15 @@ def _check_names(config: TrainConfig, call: str) -> None:
     resolve_device(config.device, call=call)
 
 
-def _check_sizes(config: TrainConfig, specs: list[Spec], call: str) -> None:
+def _check_sizes(config: TrainConfig, specs: list[Spec], model: RegardConfig, call: str) -> None:
     """Some implementation computes every sentence at the run's sizes, so that none fails once the folder is
     written."""
     for spec in specs:
-        reason = _obstacle(config, spec, config.batch)
+        reason = _obstacle(config, spec, model, config.batch)
         if reason is None:
             continue
         batch = config.batch // 2
-        while batch and _obstacle(config, spec, batch) is not None:
+        while batch and _obstacle(config, spec, model, batch) is not None:
             batch //= 2
         mend = (
             f"a smaller --batch (such as {batch}) with a larger --accumulate, or a smaller --context" if batch else ""
@@ -284,14 +263,14 @@ def _check_sizes(config: TrainConfig, specs: list[Spec], call: str) -> None:
         )
 
 
-def _obstacle(config: TrainConfig, spec: Spec, batch: int) -> str | None:
+def _obstacle(config: TrainConfig, spec: Spec, model: RegardConfig, batch: int) -> str | None:
     """Why nothing can train and measure `batch` windows at once, or None."""
     import torch
 
     from .. import explain
     from .device import resolve_device
 
-    dim = config.width // config.heads
+    dim = getattr(model, "head_dim", None) or config.width // config.heads
     for diagnostics in (False, True):  # training, and measuring the support
         found = explain(
             spec,

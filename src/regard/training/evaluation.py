@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import ArgumentError
+from ..estimators.diagnostics import Diagnostics
 from ..grammar import SolveStatus
 from .data import strided_windows
 
@@ -61,7 +62,7 @@ class Evaluation:
         tokens: tokens that were predicted.
         tokens_per_second: over the whole evaluation, tokens read again in overlaps not counted.
         support: mean number of keys with non-zero weight, over the layers, heads and positions of the first
-            batch of windows; None where no layer reports it.
+            batch of windows; None where no layer reports it, or nobody asked.
         seconds: wall time.
     """
 
@@ -83,6 +84,7 @@ def evaluate(
     context: int,
     stride: int | None = None,
     batch: int = 16,
+    support: bool = True,
 ) -> Evaluation:
     """Loss of a causal language model on a text.
 
@@ -91,6 +93,7 @@ def evaluate(
         tokens: int [n], n >= 2, on any device.
         units: the sizes of the text that `tokens` encodes (or of the longer text it is the start of).
         context: C; stride: tokens between windows, 1 .. C - 1, default C // 2; batch: B.
+        support: also measure the support, by one more pass that keeps the weights of every layer.
 
     Raises:
         ArgumentError: a stride out of range, or fewer than two tokens.
@@ -105,7 +108,7 @@ def evaluate(
     total = torch.zeros((), dtype=torch.float64)
     begin = time.perf_counter()
     with _eval_mode(model):
-        support = mean_support(model, _stack(tokens, windows[:batch], context).to(device))
+        keys = mean_support(model, _stack(tokens, windows[:batch], context).to(device)) if support else None
         for i in range(0, len(windows), batch):
             total += _nll(model, tokens, windows[i : i + batch], context, device)
     seconds = time.perf_counter() - begin
@@ -116,7 +119,7 @@ def evaluate(
         bits_per_byte=units.bits_per_byte(loss),
         tokens=len(tokens) - 1,
         tokens_per_second=(len(tokens) - 1) / max(seconds, 1e-9),
-        support=support,
+        support=keys,
         seconds=seconds,
     )
 
@@ -142,7 +145,9 @@ def row_means(model: nn.Module, input_ids: Tensor) -> dict[str, float]:
 
     Returns:
         Nothing where no layer reports diagnostics, else means over layers, heads and positions: support (keys with
-        non-zero weight) and density (their share of the visible keys). Where layers are local linear also, over those:
+        non-zero weight) and density (their share of the visible keys). Where a layer's bandwidth can miss all keys (a
+        fixed one, of a kernel with an edge) also, over those layers: empty_rows, the share of the rows that see keys
+        and give weight to none by their own rule. Where layers are local linear also, over those:
         negative_mass (sum of the negative weights' sizes), solver_iterations, solver_residual (the largest) and
         unconverged (the share of rows whose system was not solved to the tolerance).
     """
@@ -151,18 +156,42 @@ def row_means(model: nn.Module, input_ids: Tensor) -> dict[str, float]:
     with _eval_mode(model), capture(model) as seen:
         model(input_ids=input_ids, use_cache=False)
     layers = list(seen.layers.values())
+    can_miss = _can_miss(model)
+    missed = [_empty_rows(layer) for key, layer in seen.layers.items() if key in can_miss]
     local = [(layer.negative_mass, layer.solver) for layer in layers if layer.solver is not None]
     mean = lambda rows: torch.stack([row.double().mean() for row in rows]).mean().item()  # noqa: E731
     found = {}
     if layers:
         found["support"] = mean(layer.support for layer in layers)
         found["density"] = mean(layer.density for layer in layers)
+    if missed:
+        found["empty_rows"] = torch.stack(missed).mean().item()
     if local:
         found["negative_mass"] = mean(mass for mass, _ in local if mass is not None)
         found["solver_iterations"] = mean(solver["iterations"] for _, solver in local)
         found["solver_residual"] = max(solver["residual"].max().item() for _, solver in local)
         found["unconverged"] = mean(solver["status"] == SolveStatus.UNCONVERGED for _, solver in local)
     return found
+
+
+def _can_miss(model: nn.Module) -> set[int]:
+    """The layers, as `capture` numbers them, in which a row that sees keys can have none within the bandwidth."""
+    layers = [
+        module for module in model.modules() if hasattr(module, "observer") and hasattr(module, "observe_weights")
+    ]
+    found = set()
+    for place, layer in enumerate(layers):
+        spec, index = getattr(layer, "spec", None), getattr(layer, "layer_idx", None)
+        if spec is not None and spec.bandwidth.name == "fixed" and spec.bandwidth.may_miss(spec.kernel):
+            found.add(place if index is None else int(index))
+    return found
+
+
+def _empty_rows(layer: Diagnostics) -> Tensor:
+    """The share of the rows with visible keys that have none within the bandwidth, float64."""
+    sees = ~layer.empty
+    missed = sees & (layer.fallback | (layer.support == 0))
+    return missed.sum().double() / sees.sum().clamp_min(1)
 
 
 def _stack(tokens: Tensor, windows: list[tuple[int, int]], context: int) -> Tensor:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..checks import ArgumentError, suggestion
+from .sentences import split_sentences
 
 try:
     import tomllib
@@ -103,6 +105,41 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     raise ArgumentError(f"{where} is {value!r} ({type(value).__name__}), expected {_WORDS.get(hint, hint.__name__)}.")
+
+
+def from_text(text: str, hint: Any, where: str) -> Any:
+    """A value of the type `hint` from the text of a command line: numbers, true or false, none where the type allows
+    it, lists with commas between their parts. Of several types the first that fits; where any is allowed, text, or a
+    list of texts if there are commas outside brackets.
+
+    Raises:
+        ArgumentError: the text is no such value; the message begins with `where`.
+    """
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+        if len(kinds) < len(get_args(hint)) and text.lower() == "none":
+            return None
+        for kind in kinds[:-1]:
+            with suppress(ArgumentError):
+                return from_text(text, kind, where)
+        return from_text(text, kinds[-1], where)
+    if origin is Literal:
+        return _coerce(text, hint, where)
+    if hint is Any or origin in (list, tuple, Sequence):
+        parts = split_sentences(text)
+        if hint is Any:
+            return parts[0] if len(parts) == 1 else parts
+        inner = (*get_args(hint), Any)[0]
+        return (tuple if origin is tuple else list)(from_text(part, inner, where) for part in parts)
+    if hint is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if hint in (int, float):
+        with suppress(ValueError):
+            return hint(text)
+    elif hint in (str, Path):
+        return hint(text)
+    raise ArgumentError(f"{where} is {text!r}, expected {_WORDS.get(hint, str(hint))}.")
 
 
 def _one_line(error: BaseException) -> str:

@@ -187,7 +187,9 @@ def load_model(path: Path, *, call: str) -> tuple[PreTrainedModel, PreTrainedTok
     folder written by `save_pretrained`. Reads safetensors and JSON only.
 
     Raises:
-        ArgumentError: no such folder, no model in it, or a damaged one.
+        ArgumentError: no such folder, no model in it, one of a type that is not known or no language model, or a
+            damaged one: tensors that are missing, too many, of another shape or not finite, or a tokenizer with more
+            tokens than the model knows.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -196,6 +198,7 @@ def load_model(path: Path, *, call: str) -> tuple[PreTrainedModel, PreTrainedTok
     from .quiet import quiet_transformers
 
     folder = _model_folder(path, call)
+    _check_type(folder, call)
     try:
         with quiet_transformers():
             model, loading = AutoModelForCausalLM.from_pretrained(
@@ -206,15 +209,61 @@ def load_model(path: Path, *, call: str) -> tuple[PreTrainedModel, PreTrainedTok
                 ignore_mismatched_sizes=True,  # they are reported below, in one line
             )
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ArgumentError(f"{call}: cannot load the model in {folder}: {reason}") from None
-    # transformers fills what is missing with random numbers and only warns
-    wrong = [f"{kind.replace('_', ' ')}: {sorted(keys)[0]}" for kind, keys in loading.items() if keys]
-    wrong += [f"not finite: {name}" for name, p in model.named_parameters() if not p.isfinite().all()]
+    wrong = _misfits(model, loading)
     if wrong:
-        raise ArgumentError(f"{call}: the weights in {folder} do not fit their config ({wrong[0]}).")
+        raise ArgumentError(f"{call}: the weights in {folder} do not fit their config ({'; '.join(wrong)}).")
+    most = max(tokenizer.get_vocab().values(), default=0)
+    if most >= model.config.vocab_size:
+        raise ArgumentError(
+            f"{call}: the tokenizer in {folder} has tokens up to {most}, its model knows 0 to "
+            f"{model.config.vocab_size - 1}; they do not belong together."
+        )
     return model.eval(), tokenizer
+
+
+def _check_type(folder: Path, call: str) -> None:
+    """The model in a folder is of a type that can be loaded as a causal language model.
+
+    Raises:
+        ArgumentError: it is not, or its config cannot be read.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from ..models import language_models
+
+    kind = read_mapping(folder / "config.json", call=call).get("model_type")
+    known = isinstance(kind, str) and kind in CONFIG_MAPPING
+    if known and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    ours = ", ".join(entry.config.model_type for _, entry in language_models.items())
+    fault = "which is no causal language model" if known else "which is not known here"
+    raise ArgumentError(
+        f"{call}: the model in {folder} is of type {kind!r}, {fault}; expected one of transformers' or of ours: {ours}."
+    )
+
+
+def _misfits(model: PreTrainedModel, loading: dict[str, Any]) -> list[str]:
+    """What does not fit between a model and the tensors it was loaded from, a few words each; transformers fills
+    what is missing with random numbers and only warns."""
+    tensors = model.state_dict()
+    wrong = []
+    for kind, found in loading.items():
+        names = sorted(
+            key if isinstance(key, str) else f"{key[0]} {list(key[1])}, not {list(key[2])}"  # misshapen
+            for key in found
+        )
+        if names:
+            more = f" and {len(names) - 1} more" * (len(names) > 1)
+            wrong.append(f"{kind.replace('_', ' ')}: {names[0]}{more}")
+    if len(loading.get("missing_keys", ())) > len(tensors) // 2:
+        wrong.append("they are those of another model")
+    if wrong:
+        return wrong
+    values = ((name, value) for name, value in tensors.items() if value.is_floating_point())
+    return [f"not finite: {name}" for name, value in values if not value.isfinite().all()][:1]
 
 
 def _model_folder(path: Path, call: str) -> Path:

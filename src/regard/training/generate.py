@@ -14,6 +14,7 @@ import re
 import torch
 from torch import Tensor
 from transformers import (
+    BatchEncoding,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -23,6 +24,7 @@ from transformers import (
 
 from ..checks import ArgumentError
 from .config import check_seed
+from .quiet import quiet_transformers
 
 
 class SeededSampling(LogitsProcessor):
@@ -68,12 +70,10 @@ def generate_text(
     Special tokens are never produced.
 
     Raises:
-        ArgumentError: an empty prompt, or a number out of range.
+        ArgumentError: a prompt that is empty or longer than the model's context, or a number out of range.
     """
-    if not prompt:
-        raise ArgumentError("generate: the prompt is empty; give at least one character.")
     check_sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    inputs = _prompt(model, tokenizer, prompt)
     sampling = SeededSampling(
         temperature=temperature, top_k=top_k, seed=seed, forbidden=list(tokenizer.all_special_ids)
     )
@@ -81,8 +81,26 @@ def generate_text(
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id, eos_token_id=None
     )
-    output = model.generate(**inputs, generation_config=settings, logits_processor=LogitsProcessorList([sampling]))
+    with quiet_transformers():  # it reminds of the context, beyond which one may go
+        output = model.generate(**inputs, generation_config=settings, logits_processor=LogitsProcessorList([sampling]))
     return prompt + tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def _prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
+    """The tokens [1, T] of a prompt that the model can continue, where the model is.
+
+    Raises:
+        ArgumentError: it has no tokens, or more than the model's context.
+    """
+    inputs = tokenizer(prompt, return_tensors="pt")
+    tokens, context = inputs["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)
+    if not tokens:
+        raise ArgumentError("generate: the prompt is empty; give at least one character.")
+    if context is not None and tokens > context:
+        raise ArgumentError(
+            f"generate: the prompt has {tokens} tokens, more than the model's context of {context}; give a shorter one."
+        )
+    return inputs.to(model.device)
 
 
 def check_sampling(*, max_new_tokens: int, temperature: float, top_k: int | None, seed: int) -> None:

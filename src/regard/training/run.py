@@ -32,6 +32,7 @@ from .device import resolve_device
 from .errors import TrainingInterrupted
 from .evaluation import Units
 from .generate import opening
+from .models import language_model
 from .quiet import quiet_transformers, unconverged_once
 from .text import Text, load_text, split_text
 from .tokenizers import TOKENIZERS, encode
@@ -90,7 +91,7 @@ def train(
     transformers' Trainer does.
 
     Args:
-        build_model: makes the model, called under the config's seed; default `hybrid_model`.
+        build_model: makes the model, called under the config's seed; default `language_model`.
         callbacks: further listeners.
         console: where progress is shown, default standard error; `Console(quiet=True)` shows none.
         label: name of the progress bar.
@@ -108,7 +109,7 @@ def train(
     corpus = _prepare_text(config, text)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = (build_model or hybrid_model)(config, corpus.tokenizer)
+        model = (build_model or language_model)(config, corpus.tokenizer)
     arguments = _arguments(config)
     if _main_process():
         if checkpoint is None:
@@ -125,33 +126,6 @@ def train(
     with unconverged_once(partial(progress.console.print, highlight=False, markup=False)):
         _run(trainer, config, checkpoint, progress)
         return _finish(trainer, config, corpus)
-
-
-def hybrid_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The decoder of `regard.models` with one sentence of the grammar per layer."""
-    from ..models import HybridConfig, HybridForCausalLM
-
-    return HybridForCausalLM(
-        HybridConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=config.width,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            intermediate_size=config.mlp_width,
-            mixers=config.spec[0] if len(config.spec) == 1 else list(config.spec),
-            window=config.window,
-            temperatures=config.temperature,
-            ridges=config.ridge,
-            qk_norm=None if config.qk_norm == "none" else config.qk_norm,
-            share_query_key=config.share_query_key,
-            exclude_self=config.exclude_self,
-            max_position_embeddings=config.context,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )
-    )
 
 
 def _prepare_text(config: TrainConfig, text: Text) -> _Corpus:

@@ -1,0 +1,175 @@
+"""Leaky averages: what came before, each token counting less by the same factor for every token after it,
+
+    h_t = sum_{i <= t} e^{-rate (n_t - n_i)} x_i = x_t + e^{-rate} h_{t-1},        n_t the real tokens up to t,
+
+the key features of Memory Mosaics (sparse-attention paper, equation 10, with lambda = e^{-rate}). Masked tokens are
+not there: they add nothing and nothing fades while they pass.
+
+Whole sequences are cut into chunks: a triangular matrix of c x c decays inside each, the same for all of them where
+nothing is masked, and the sum so far carried from one to the next. Every exponent is -rate times a count >= 0.
+
+Legend: B batch, H heads, T positions, D channels; n chunks of c positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..checks import ArgumentError, boolean_mask, finite, floating, in_range, on_device, shape
+from .precision import clean, either, full_precision
+from .scan import scan
+from .states import State, require_state
+
+CALL = "leaky_average"
+CHUNK = 32
+"""Positions of a chunk: the products inside cost T c D, the steps between T / c."""
+
+
+@dataclass(frozen=True)
+class LeakyState(State):
+    """What a leaky average remembers: its last sum.
+
+    Attributes:
+        sums: h after the last token [B, H, D], float32 or float64.
+        poisoned: boolean [B, H]: a real token was not finite, so that every later row is NaN.
+        tokens: how many positions were seen, masked ones included.
+    """
+
+    sums: Tensor
+    poisoned: Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        heads: int,
+        dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> LeakyState:
+        """The state before the first token."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        sums = torch.zeros(batch, heads, dim, dtype=dtype, device=device)
+        return cls(sums, torch.zeros(batch, heads, dtype=torch.bool, device=device))
+
+
+def leaky_average(
+    x: Tensor,
+    rate: float | Tensor,
+    *,
+    mask: Tensor | None = None,
+    state: LeakyState | None = None,
+    average: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, LeakyState]:
+    """The leaky average at every position, and the state after the last one.
+
+    Args:
+        x: [B, H, T, D].
+        rate: >= 0, decay a token in nats: a number or a tensor [H]. 0 keeps everything.
+        mask: boolean [B, T], True where a token is real; hidden ones change nothing, NaN included.
+        state: of the tokens before these; None for none.
+        average: times 1 - e^-rate, which makes a constant its own average in the limit; else the plain sum of the
+            paper. Both point the same way.
+        chunk_size: positions of a chunk; changes rounding and speed alone.
+
+    Returns:
+        (h [B, H, T, D] in the dtype of x, `LeakyState`). At a hidden position h is that of the real token before. A
+        real token that is not finite makes its row and all later ones NaN, and passes no gradient on.
+
+    Raises:
+        ArgumentError: shapes or dtypes that do not fit; a negative rate (tensors only under `regard.checks.debug`).
+
+    Parallel, chunks and single steps are one function's views. In float32 at least; differentiable to any order in x,
+    rate and state. Cost: O(T c D) time and O(T D) memory a head, with a mask O(T c) besides.
+    """
+    _check(x, rate, mask, chunk_size)
+    batch, heads, tokens, dim = x.shape
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    number = rate if isinstance(rate, Tensor) else torch.full((), float(rate), device=x.device)
+    rates = number.to(dtype).expand(heads)
+    finite(CALL, "x", x)
+    wide = x.to(dtype)
+    if state is None:
+        state = LeakyState.empty(batch, heads, dim, dtype=dtype, device=x.device)
+    else:
+        require_state(CALL, state, LeakyState, {"sums": (batch, heads, dim)}, wide)
+    with full_precision(x.device.type):
+        wide, bad = clean(wide)
+        if mask is not None:
+            wide = torch.where(mask[:, None, :, None], wide, 0)
+            bad = None if bad is None else bad & mask[:, None]
+        if tokens > 1:
+            sums = _chunks(wide, rates, mask, state.sums, chunk_size or CHUNK)
+        else:
+            sums = _step(wide, rates, mask, state.sums)
+        spoilt = state.poisoned[..., None]
+        if bad is not None:
+            spoilt = either(bad.cumsum(-1) > 0, spoilt)
+        after = sums[:, :, -1].clone() if tokens else state.sums  # a view would keep all of them alive
+        poisoned = spoilt.expand(batch, heads, max(tokens, 1))[..., -1]
+        if average:
+            sums = sums * -torch.expm1(-rates)[:, None, None]
+        out = torch.where(spoilt[..., None], torch.nan, sums).to(x.dtype)
+    return out, LeakyState(after, poisoned, tokens=state.tokens + tokens)
+
+
+def _step(x: Tensor, rates: Tensor, mask: Tensor | None, start: Tensor) -> Tensor:
+    """One token, or none."""
+    if x.shape[2] == 0:
+        return x
+    fade = (-rates).exp()[:, None]
+    faded = start * fade if mask is None else torch.where(mask[:, :1, None], start * fade, start)
+    return x + faded[:, :, None]
+
+
+def _chunks(x: Tensor, rates: Tensor, mask: Tensor | None, start: Tensor, chunk: int) -> Tensor:
+    """h [B, H, T, D] of x [B, H, T, D], after `start` [B, H, D]."""
+    tokens = x.shape[2]
+    size = min(chunk, tokens)
+    count = -(-tokens // size)
+    x = pad(x, (0, 0, 0, count * size - tokens)).unflatten(2, (count, size))
+    if mask is None:  # one matrix a head serves every chunk
+        real = torch.arange(1, size + 1, device=x.device, dtype=x.dtype)[None]
+        decays = _decays(rates[:, None, None], real)
+        inside = torch.einsum("hij,bhnjd->bhnid", decays, x)
+        upto = torch.exp(-rates[:, None, None] * real)[..., None]  # [H, 1, c, 1]
+        fades = upto[None, :, :, -1].expand(x.shape[0], -1, count, 1)
+    else:
+        real = pad(mask, (0, count * size - tokens)).unflatten(1, (count, size)).cumsum(-1)[:, None].to(x.dtype)
+        inside = _decays(rates[:, None, None, None], real) @ x
+        upto = torch.exp(-rates[:, None, None] * real)[..., None]  # [B, H, n, c, 1]
+        fades = upto[..., -1, :]
+    before, _ = scan(fades, inside[..., -1:, :], start[:, :, None])
+    return (inside + upto * before).flatten(2, 3)[:, :, :tokens]
+
+
+def _decays(rates: Tensor, real: Tensor) -> Tensor:
+    """e^{-rate (n_i - n_j)} for j <= i, else 0: counts [..., c] to [..., c, c]; one axis of 1 is dropped where counts
+    are the same for all chunks."""
+    apart = (real[..., :, None] - real[..., None, :]).clamp(min=0)
+    return torch.exp(-rates * apart).tril()
+
+
+def _check(x: Tensor, rate: float | Tensor, mask: Tensor | None, chunk: int | None) -> None:
+    floating(CALL, "x", x)
+    if x.dim() != 4:
+        raise ArgumentError(f"{CALL}: x has shape {shape(x)}, expected [batch, heads, length, dim].")
+    in_range(CALL, "rate", rate, low=0.0, strict=False)
+    if isinstance(rate, Tensor):
+        floating(CALL, "rate", rate)
+        on_device(CALL, "rate", rate, x.device)
+        if tuple(rate.shape) not in ((), (1,), (x.shape[1],)):
+            raise ArgumentError(f"{CALL}: rate has shape {shape(rate)}, expected [{x.shape[1]}], one a head.")
+    if mask is not None:
+        boolean_mask(CALL, "mask", mask)
+        on_device(CALL, "mask", mask, x.device)
+        if tuple(mask.shape) != (x.shape[0], x.shape[2]):
+            raise ArgumentError(f"{CALL}: mask has shape {shape(mask)}, expected [{x.shape[0]}, {x.shape[2]}].")
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ArgumentError(f"{CALL}: chunk_size is {chunk!r}, expected a whole number >= 1 or None.")

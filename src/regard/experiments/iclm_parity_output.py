@@ -1,0 +1,326 @@
+"""Tables, figures and verdicts of the ICLM parity recipe."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from ..inspect.figures import COLOURS, png
+from ..inspect.tables import Table
+from .iclm_parity import EQUAL, KINDS, MAIN, TRANSFORMER, Outcome
+from .language_output import Gap, curve_figure, finals, spread
+
+Trials = Mapping[tuple[str, str], Mapping[float, float]]
+Report = Mapping[str, Mapping[str, int | None]]
+BAR = 0.05
+"""Share of the Transformer's perplexity within which an ICLM has to be."""
+NATS = 0.05
+"""Nats by which the full ICLM may be above the Transformer on characters."""
+SLIGHT = 0.05
+"""Share of perplexity up to which a rise is called slight."""
+SIMILAR = 0.25
+"""Share up to which times and memory are called very similar."""
+PAPER_RATIOS = {
+    "TinyStories, L = 8": 3.06 / 2.89,
+    "GoodWiki, L = 12": 25.02 / 24.78,
+    "SlimPajama, L = 24": 18.57 / 17.90,
+}
+"""Perplexity of the paper's ICLM over that of its Transformer (tables 1 and 2)."""
+PAPER_MLP = {"iclm": 1.77 / 1.76, "transformer": 1.81 / 1.74}
+"""Perplexity without over with feed-forward layers on TinyMath (table 3)."""
+
+
+def perplexities(outcome: Outcome) -> list[float]:
+    """On the held-out text at the end, one a seed; infinite after a loss that was not finite."""
+    return [math.exp(loss) if math.isfinite(loss) else math.inf for loss in finals(outcome.runs)]
+
+
+def mean_perplexity(outcome: Outcome) -> float:
+    """Over the seeds."""
+    return statistics.mean(perplexities(outcome))
+
+
+def find(outcomes: Sequence[Outcome], shape: str, kind: str) -> Outcome | None:
+    """That model, if it was trained."""
+    return next((each for each in outcomes if (each.entry.shape, each.entry.kind) == (shape, kind)), None)
+
+
+def rival(outcomes: Sequence[Outcome], outcome: Outcome) -> Outcome:
+    """The Transformer that a model is compared to."""
+    found = find(outcomes, outcome.entry.shape, KINDS[outcome.entry.kind].rival)
+    assert found is not None  # the recipe has seen to it
+    return found
+
+
+def ratio(outcome: Outcome, other: Outcome) -> float:
+    """Mean perplexity over that of another model."""
+    return mean_perplexity(outcome) / mean_perplexity(other)
+
+
+def step_cpu(outcome: Outcome) -> float:
+    """Seconds of the processor a step, the median over the seeds."""
+    return statistics.median(run.step_cpu_seconds for run in outcome.runs)
+
+
+def step_seconds(outcome: Outcome) -> float:
+    """Seconds a step by the clock, the least over the seeds: what else the machine does only adds."""
+    return min(run.step_seconds for run in outcome.runs)
+
+
+def training_bytes(outcome: Outcome) -> float | None:
+    """Bytes that training took beside what the process held before, the median over the seeds."""
+    found = [
+        run.peak_bytes - run.before_bytes
+        for run in outcome.runs
+        if run.peak_bytes is not None and run.before_bytes is not None
+    ]
+    return statistics.median(found) if found else None
+
+
+# Tables ----------------------------------------------------------------------------------------------------------
+
+
+def tables(outcomes: Sequence[Outcome], trials: Trials, parity: Report) -> dict[str, Table]:
+    """Title to table, the results first."""
+    found = {"ICLM and Transformer": results(outcomes)}
+    if trials:
+        found["Learning rates tried"] = tried(trials)
+    return {**found, "Parameters at the paper's sizes": parity_table(parity)}
+
+
+def results(outcomes: Sequence[Outcome]) -> Table:
+    """A row for each model."""
+    rows = []
+    for each in outcomes:
+        other = rival(outcomes, each)
+        held = training_bytes(each)
+        rows.append(
+            (
+                each.entry.kind if len(shapes(outcomes)) == 1 else each.entry.name,
+                f"{each.entry.parameters:,}",
+                "" if each is other else f"{each.entry.gap:+.2%}",
+                f"{each.rate:g}",
+                spread(perplexities(each), 3),
+                spread(finals(each.runs), 3),
+                "" if each is other else f"{ratio(each, other) - 1:+.1%}",
+                f"{1000 * step_seconds(each):.0f}",
+                f"{1000 * step_cpu(each):.0f}",
+                "" if held is None else f"{held / 2**20:.0f}",
+            )
+        )
+    header = (
+        *("model", "parameters", "to rival", "rate", "perplexity", "nats/token", "perplexity to rival"),
+        *("step ms", "CPU ms", "training MiB"),
+    )
+    note = (
+        f"Mean ± standard deviation over the seeds ({len(outcomes[0].runs)}). Rival: the Transformer; of models "
+        f"without any feed-forward layer, the one without. Training MiB: the peak, less what was held before the model."
+    )
+    return Table(header, tuple(rows), note)
+
+
+def tried(trials: Trials) -> Table:
+    """A row for each family, a column for each rate."""
+    rates = list(next(iter(trials.values())))
+    rows = [
+        (f"{shape} {family}", *(f"{found[rate]:.3f}" + " *" * (found[rate] == min(found.values())) for rate in rates))
+        for (shape, family), found in trials.items()
+    ]
+    note = (
+        "Nats per token on the start of the held-out text, which the results leave out; * is the rate that was taken."
+    )
+    return Table(("family", *(f"{rate:g}" for rate in rates)), tuple(rows), note)
+
+
+def parity_table(parity: Report) -> Table:
+    """A row for each of the paper's sizes."""
+    kinds = list(next(iter(parity.values())))
+    rows = []
+    for shape, found in parity.items():
+        base = found[TRANSFORMER] or 1
+        cells = []
+        for kind in kinds:
+            number = found[kind]
+            gap = "" if kind == TRANSFORMER or number is None else f" ({number / base - 1:+.2%})"
+            cells.append("cannot" if number is None else f"{number / 1e6:.2f}M{gap}")
+        rows.append((shape, *cells))
+    note = "Layers x width x heads, GPT-2's vocabulary, tied, counted; in brackets the difference to the Transformer."
+    return Table(("size", *kinds), tuple(rows), note)
+
+
+# Figures ---------------------------------------------------------------------------------------------------------
+
+
+def figures(outcomes: Sequence[Outcome]) -> dict[str, bytes]:
+    """File name to PNG."""
+    return {"iclm-parity.png": dots(outcomes), "iclm-parity-curves.png": curves(outcomes)}
+
+
+def shapes(outcomes: Sequence[Outcome]) -> list[str]:
+    """In the order in which they were given."""
+    return list(dict.fromkeys(each.entry.shape for each in outcomes))
+
+
+def dots(outcomes: Sequence[Outcome]) -> bytes:
+    """Perplexity of every seed, in the Transformer's band within which an ICLM has to be; a panel for each shape."""
+    names = shapes(outcomes)
+    figure = Figure(figsize=(7.5, 1.0 + 2.9 * len(names)), dpi=120, layout="constrained")
+    for axes, shape in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
+        own = [each for each in outcomes if each.entry.shape == shape]
+        for place, each in enumerate(own):
+            colour = COLOURS[0] if KINDS[each.entry.kind].family == "iclm" else COLOURS[1]
+            values = [value for value in perplexities(each) if math.isfinite(value)]
+            axes.scatter(values, [place] * len(values), color=colour, s=24, zorder=2)
+            axes.plot([mean_perplexity(each)] * 2, [place - 0.3, place + 0.3], color=colour, linewidth=1.5)
+        base = find(outcomes, shape, TRANSFORMER)
+        assert base is not None
+        least = mean_perplexity(base)
+        axes.axvspan(least * (1 - BAR), least * (1 + BAR), color="#eeeeee", zorder=0)
+        labels = [f"{each.entry.kind}  {each.entry.parameters:,}" for each in own]
+        axes.set_yticks(range(len(own)), labels)
+        axes.invert_yaxis()
+        axes.set(xlabel="held-out perplexity", title=f"{shape}: a dot for each seed, grey: Transformer ± {BAR:.0%}")
+        axes.spines[["top", "right"]].set_visible(False)
+    return png(figure)
+
+
+def curves(outcomes: Sequence[Outcome]) -> bytes:
+    """Losses on the way, a column for each shape."""
+    columns = {
+        shape: {each.entry.kind: each.runs for each in outcomes if each.entry.shape == shape}
+        for shape in shapes(outcomes)
+    }
+    return curve_figure(columns, "ICLM and Transformer on the same windows: the mean over the seeds, and their range")
+
+
+# Verdicts --------------------------------------------------------------------------------------------------------
+
+
+def notes(outcomes: Sequence[Outcome], parity: Report) -> tuple[str, ...]:
+    """What the numbers say about each claim."""
+    found = [sentence for shape in shapes(outcomes) for sentence in shape_notes(outcomes, shape)]
+    return (*found, *parity_notes(parity))
+
+
+def shape_notes(outcomes: Sequence[Outcome], shape: str) -> Iterator[str]:
+    """The verdicts at one shape."""
+    base = find(outcomes, shape, TRANSFORMER)
+    assert base is not None
+    for kind in MAIN[1:]:
+        own = find(outcomes, shape, kind)
+        if own is not None:
+            yield parity_note(own, base)
+    full = find(outcomes, shape, "iclm-full")
+    if full is not None:
+        yield nats_note(full, base)
+    yield from mlp_notes(outcomes, shape, base)
+    wv = find(outcomes, shape, "iclm-wv")
+    if wv is not None:
+        yield cost_note(wv, base)
+
+
+def parity_note(own: Outcome, base: Outcome) -> str:
+    """Competitive with a Transformer of equal size (section 7, tables 1 and 2)?"""
+    more = ratio(own, base) - 1
+    size = "of equal size" if own.entry.equal else f"with {own.entry.gap:+.1%} parameters"
+    verdict = "no comparison: a run diverged" if not math.isfinite(more) else _within(more)
+    lowest, highest = min(PAPER_RATIOS.values()) - 1, max(PAPER_RATIOS.values()) - 1
+    return (
+        f"{own.entry.name} ({size}): perplexity {spread(perplexities(own), 3)}, the Transformer's "
+        f"{spread(perplexities(base), 3)}: {more:+.1%}, {verdict}. The paper's ICLM is {lowest:.1%} to {highest:.1%} "
+        f"above."
+    )
+
+
+def _within(more: float) -> str:
+    if more < -BAR:
+        return f"below it by more than {BAR:.0%}"
+    return f"within {BAR:.0%}" if more <= BAR else f"not within {BAR:.0%}"
+
+
+def nats_note(full: Outcome, base: Outcome) -> str:
+    """The full model within 0.05 nats, seed by seed."""
+    gap = Gap.between(full.runs, base.runs)
+    verdict = "within" if gap.finite and gap.mean <= NATS else "not within"
+    return (
+        f"{full.entry.name} is {gap} nats per token from the Transformer: {verdict} +{NATS} nats, with "
+        f"{full.entry.gap:+.1%} parameters."
+    )
+
+
+def mlp_notes(outcomes: Sequence[Outcome], shape: str, base: Outcome) -> Iterator[str]:
+    """ "Only a slight increase in perplexity" without feed-forward layers (section 7, table 3)?"""
+    pairs = (
+        ("iclm-wv", "iclm-wv-no-f-mlp", "f's feed-forward layers"),
+        ("iclm-wv", "iclm-wv-no-phi-mlp", "phi's feed-forward layers"),
+        ("iclm-wv", "iclm-wv-no-mlp", "all feed-forward layers"),
+        (TRANSFORMER, "transformer-no-mlp", "all feed-forward layers"),
+    )
+    for with_, without, what in pairs:
+        one, other = find(outcomes, shape, with_), find(outcomes, shape, without)
+        if one is None or other is None:
+            continue
+        more = ratio(other, one) - 1
+        family = KINDS[with_].family
+        paper = ""
+        if without in ("iclm-wv-no-f-mlp", "transformer-no-mlp"):
+            paper = f" The paper: {PAPER_MLP[family] - 1:+.1%} on TinyMath, called slight."
+        verdict = "slight" if more <= SLIGHT else "not slight"
+        yield (
+            f"{one.entry.name} without {what}: perplexity {more:+.1%}, {verdict} (up to {SLIGHT:.0%}), with "
+            f"{other.entry.parameters / one.entry.parameters - 1:+.0%} parameters.{paper}"
+        )
+
+
+def cost_note(own: Outcome, base: Outcome) -> str:
+    """ "Total size, memory footprint, and training time ... very similar" (section 7)?"""
+    time = step_cpu(own) / step_cpu(base) - 1
+    held = training_bytes(own), training_bytes(base)
+    parts, gaps = [f"{time:+.0%} processor time a step"], [time]
+    if held[0] is not None and held[1]:
+        memory = held[0] / held[1] - 1
+        parts.append(f"{memory:+.0%} memory in training")
+        gaps.append(memory)
+    similar = all(abs(gap) <= SIMILAR for gap in gaps)
+    return (
+        f"{own.entry.name} costs {' and '.join(parts)} beside the Transformer: {'' if similar else 'not '}very similar "
+        f"(within {SIMILAR:.0%}), {'as' if similar else 'which'} the paper says of its own."
+    )
+
+
+def parity_notes(parity: Report) -> Iterator[str]:
+    """Which of the models have the same number of parameters at the paper's sizes?"""
+    gaps: dict[str, list[float]] = {}
+    for found in parity.values():
+        base = found[TRANSFORMER] or 1
+        for kind, number in found.items():
+            gaps.setdefault(kind, []).append(math.inf if number is None else number / base - 1)
+    equal = [kind for kind, all_ in gaps.items() if kind != TRANSFORMER and all(abs(gap) <= EQUAL for gap in all_)]
+    plain = gaps["iclm-full"]
+    holds = "holds" if "iclm-full" in equal else "does not hold"
+    yield (
+        f"At the paper's sizes equal to the Transformer (within {EQUAL:.1%}): {', '.join(equal) or 'none'}. The full "
+        f"model, without W_v and with a matrix P_h a head, has {min(plain):+.0%} to {max(plain):+.0%}: that the "
+        f"removal of W_v leaves the same number of parameters {holds} for it."
+    )
+
+
+def data(outcomes: Sequence[Outcome], trials: Trials, parity: Report) -> dict[str, Any]:
+    """Every number behind tables and figures, for JSON."""
+    models = []
+    for each in outcomes:
+        names = ("shape", "kind", "parameters", "rival_parameters")
+        numbers = {name: getattr(each.entry, name) for name in names}
+        config = {name: getattr(each.entry.config, name) for name in KINDS[each.entry.kind].options}
+        width = getattr(each.entry.config, each.entry.config.size_field)
+        runs = [run.record() for run in each.runs]
+        models.append(
+            {**numbers, "options": config, each.entry.config.size_field: width, "rate": each.rate, "runs": runs}
+        )
+    losses_of = lambda found: {f"{rate:g}": loss if math.isfinite(loss) else None for rate, loss in found.items()}  # noqa: E731
+    tried_ = [{"shape": s, "family": f, "held_out": losses_of(found)} for (s, f), found in trials.items()]
+    return {"models": models, "trials": tried_, "paper_sizes": {shape: dict(found) for shape, found in parity.items()}}

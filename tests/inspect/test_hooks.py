@@ -1,0 +1,337 @@
+"""Hooks on a small model of our own, whose numbers can be worked out by hand."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from regard.checks import ArgumentError
+from regard.inspect.hooks import hooked, named_hook_points, run_with_cache, run_with_hooks
+from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCausalLM
+from regard.nn import HookPoint
+
+
+class Layer(nn.Module):
+    """x -> x + scale * x, at a hook point; a second point only runs while somebody listens to it."""
+
+    def __init__(self, scale: float, label: str | None = None) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(scale))
+        self.hook_out, self.hook_rare = HookPoint(label), HookPoint()
+
+    def forward(self, x):
+        if self.hook_rare.active:
+            x = self.hook_rare(x)
+        return x + self.hook_out(x * self.scale)
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(2.0), Layer(10.0, "last.hook_out")])
+        self.idle = HookPoint("idle")  # never runs
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Decoder()
+        self.calls = 0
+
+    def forward(self, input_ids, use_cache=True, factor=1.0):
+        assert not use_cache
+        self.calls += 1
+        return SimpleNamespace(logits=self.model(input_ids.double()) * factor)
+
+
+NAMES = ["layers.0.hook_out", "layers.0.hook_rare", "last.hook_out", "layers.1.hook_rare", "idle"]
+
+
+@pytest.fixture
+def model():
+    return Model()
+
+
+@pytest.fixture
+def ids():
+    return torch.tensor([[1, 2, 3]])
+
+
+def listening(model) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+def test_names_are_labels_or_paths(model):
+    assert list(named_hook_points(model)) == NAMES
+    assert named_hook_points(model)["last.hook_out"] is model.model.layers[1].hook_out
+    assert named_hook_points(nn.Linear(2, 2)) == {}
+    wrapped = nn.Module()
+    wrapped.module = model  # as DistributedDataParallel holds it
+    assert list(named_hook_points(wrapped)) == NAMES
+
+
+def test_two_points_of_one_name_are_an_error(model):
+    model.model.layers[0].hook_out.label = "last.hook_out"
+    with pytest.raises(ArgumentError, match=r"two hook points of Model are called 'last.hook_out'"):
+        named_hook_points(model)
+
+
+def test_the_cache_holds_what_passed(model, ids):
+    output, cache = run_with_cache(model, ids, ["layers.0.hook_out", "last.hook_out"])
+    assert output.logits.tolist() == [[33.0, 66.0, 99.0]]  # x (1 + 2) (1 + 10)
+    assert list(cache) == ["layers.0.hook_out", "last.hook_out"]
+    assert cache["layers.0.hook_out"].tolist() == [[2.0, 4.0, 6.0]]
+    assert cache["last.hook_out"].tolist() == [[30.0, 60.0, 90.0]]
+    assert output.logits.requires_grad
+    assert not cache["last.hook_out"].requires_grad
+    assert listening(model) == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (None, NAMES[:4]),
+        ("idle", None),
+        ("last.hook_out", ["last.hook_out"]),
+        (lambda name: name.endswith("rare"), ["layers.0.hook_rare", "layers.1.hook_rare"]),
+        (lambda name: False, []),
+        ([], []),
+    ],
+)
+def test_what_is_kept_can_be_chosen(model, ids, names, kept):
+    if kept is None:
+        with pytest.raises(ArgumentError, match="nothing passed at idle, so that its hook was never asked"):
+            run_with_cache(model, ids, names)
+    else:
+        assert sorted(run_with_cache(model, ids, names)[1]) == sorted(kept)
+    assert listening(model) == 0
+
+
+def test_a_cache_moves_pickles_and_names_the_nearest(model, ids):
+    _, cache = run_with_cache(model, ids, "last.hook_out")
+    half = cache.to(torch.float32)
+    assert (half["last.hook_out"].dtype, cache["last.hook_out"].dtype) == (torch.float32, torch.float64)
+    assert type(pickle.loads(pickle.dumps(half))) is type(cache)
+    with pytest.raises(ArgumentError, match=r"nothing was kept under 'last.hook'. Did you mean 'last.hook_out'"):
+        cache["last.hook"]
+    assert "last.hook" not in cache
+
+
+def test_a_hook_replaces_what_passes(model, ids):
+    seen = []
+
+    def tripled(tensor, hook):
+        seen.append((hook is model.model.layers[1].hook_out, tensor.tolist()))
+        return tensor * 3
+
+    output = run_with_hooks(model, ids, [("last.hook_out", tripled)], factor=2.0)
+    assert output.logits.tolist() == [[2 * (3 + 90.0), 4 * (3 + 90.0), 6 * (3 + 90.0)]]
+    assert seen == [(True, [[30.0, 60.0, 90.0]])]
+    assert listening(model) == 0
+    assert run_with_hooks(model, ids).logits.tolist() == [[33.0, 66.0, 99.0]]
+
+
+def test_a_hook_that_returns_nothing_only_looks(model, ids):
+    seen = []
+    output = run_with_hooks(model, ids, [("last.hook_out", lambda tensor, hook: seen.append(tensor.sum().item()))])
+    assert (seen, output.logits.tolist()) == ([180.0], [[33.0, 66.0, 99.0]])
+
+
+def test_hooks_run_in_order_and_the_cache_sees_what_they_left(model, ids):
+    hooks = [("layers.0.hook_out", lambda x, hook: x + 1), ("layers.0.hook_out", lambda x, hook: x * 0)]
+    assert run_with_hooks(model, ids, hooks).logits.tolist() == [[11.0, 22.0, 33.0]]
+    output, cache = run_with_cache(model, ids, "layers.0.hook_out", hooks[::-1])
+    assert cache["layers.0.hook_out"].tolist() == [[1.0, 1.0, 1.0]]
+    assert output.logits.tolist() == [[22.0, 33.0, 44.0]]
+
+
+def test_a_filter_hooks_every_point_that_it_takes(model, ids):
+    none = [(lambda name: name.endswith("hook_out"), lambda x, hook: torch.zeros_like(x))]
+    assert run_with_hooks(model, ids, none).logits.tolist() == [[1.0, 2.0, 3.0]]
+    rare = [(lambda name: "rare" in name or name == "idle", lambda x, hook: -x)]  # idle is not asked, and need not be
+    assert run_with_hooks(model, ids, rare).logits.tolist() == [[33.0, 66.0, 99.0]]
+
+
+def test_gradients_flow_through_hooks(model, ids):
+    kept = []
+
+    def keep(x, hook):
+        kept.append(x)
+        x.retain_grad()
+
+    run_with_hooks(model, ids, [("layers.0.hook_out", keep)]).logits.sum().backward()
+    assert kept[0].grad.tolist() == [[11.0, 11.0, 11.0]]
+    assert model.model.layers[0].scale.grad.item() == 11 * (1 + 2 + 3)
+
+
+@pytest.mark.parametrize("fault", ["hook", "model", "shape", "name"])
+def test_nothing_is_left_after_an_error(model, ids, fault):
+    def fails(x, hook):
+        raise RuntimeError("from the hook")
+
+    hooks = [("layers.0.hook_out", lambda x, hook: None)]
+    if fault == "hook":
+        with pytest.raises(RuntimeError, match="from the hook"):
+            run_with_hooks(model, ids, [*hooks, ("last.hook_out", fails)])
+    elif fault == "model":
+        with pytest.raises(TypeError, match="unknown"):
+            run_with_cache(model, ids, None, hooks, unknown=1)
+    elif fault == "shape":
+        with pytest.raises(ArgumentError, match=r"at last.hook_out returned \[1, 2\], expected None or \[1, 3\]"):
+            run_with_hooks(model, ids, [*hooks, ("last.hook_out", lambda x, hook: x[:, :2])])
+        with pytest.raises(ArgumentError, match=r"at last.hook_out returned float, expected None"):
+            run_with_hooks(model, ids, [("last.hook_out", lambda x, hook: 1.0)])
+    else:
+        with pytest.raises(
+            ArgumentError, match=r"no hook point is called 'last.hook_ou'. Did you mean 'last.hook_out'"
+        ):
+            run_with_hooks(model, ids, [*hooks, ("last.hook_ou", fails)])
+        with pytest.raises(ArgumentError, match=r"run_with_cache: no hook point is called 'nothing like it'. Choose"):
+            run_with_cache(model, ids, ["last.hook_out", "nothing like it"])
+        assert model.calls == 0  # found before anything ran
+    assert listening(model) == 0
+
+
+def test_hooks_of_others_stay(model, ids):
+    seen = []
+    handle = model.model.layers[0].hook_out.register_forward_hook(lambda *args: seen.append(1))
+    run_with_cache(model, ids)
+    assert seen == [1]
+    assert listening(model) == 1
+    handle.remove()
+
+
+def test_a_block_holds_for_every_call_in_it(model, ids):
+    seen = []
+    with hooked(model, [("last.hook_out", lambda x, hook: seen.append(len(seen)))]):
+        model(ids, use_cache=False)
+        model(ids, use_cache=False)
+    model(ids, use_cache=False)
+    assert seen == [0, 1]
+
+
+def test_a_model_without_points_is_told_so(ids):
+    with pytest.raises(ArgumentError, match="run_with_cache: Linear has no hook points"):
+        run_with_cache(nn.Linear(2, 2), ids)
+    with pytest.raises(ArgumentError, match="run_with_hooks: Linear has no hook points"):
+        run_with_hooks(nn.Linear(2, 2), ids)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_runs_uncompiled_under_hooks(model, ids, in_place):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = model
+    if in_place:
+        model.model.compile(backend=backend)
+    else:
+        compiled = torch.compile(model, backend=backend)
+    assert compiled(ids, use_cache=False).logits.tolist() == [[33.0, 66.0, 99.0]]
+    built = len(graphs)
+    assert built > 0
+    output, cache = run_with_cache(compiled, ids, "last.hook_out", [("layers.0.hook_out", lambda x, hook: x * 0)])
+    assert (output.logits.tolist(), cache["last.hook_out"].tolist()) == ([[11.0, 22.0, 33.0]], [[10.0, 20.0, 30.0]])
+    assert len(graphs) == built
+    assert compiled(ids, use_cache=False).logits.tolist() == [[33.0, 66.0, 99.0]]
+
+
+# Models ----------------------------------------------------------------------------------------------------------
+
+SIZES = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "initializer_range": 0.3}
+
+
+def iclm(**changes):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return ICLMForCausalLM(ICLMConfig(**{**SIZES, "num_hidden_layers": 4, **changes})).eval()
+
+
+def test_every_documented_name_of_an_iclm_is_there_with_its_shape():
+    """B = 2 texts of T = 5 tokens in S = 6 slots, C = E = 8, H = 2, D = 4, V = 11."""
+    tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
+    shapes = {"embed.hook_out": (2, 5, 8), "ln_final.hook_scale": (2, 5, 1), "unembed.hook_out": (2, 5, 11)}
+    for layer in (0, 1):
+        shapes |= {f"phi.{layer}.attn.hook_{part}": (2, 2, 6, 4) for part in "qkv"}
+        shapes |= {f"phi.{layer}.attn.hook_pattern": (2, 2, 6, 6), f"f.{layer}.attn.hook_pattern": (2, 2, 5, 5)}
+        names = (
+            "phi.{}.attn.hook_out",
+            "phi.{}.mlp.hook_out",
+            "f.{}.attn.hook_out",
+            "f.{}.mlp.hook_out",
+            "f.{}.hook_out",
+        )
+        shapes |= {name.format(layer): (2, 6, 8) for name in names}
+    model = iclm()
+    output, cache = run_with_cache(model, tokens)
+    assert {name: tuple(cache[name].shape) for name in shapes} == shapes
+    assert set(shapes) == set(named_hook_points(model)) == set(cache)
+    for name, weights in cache.items():
+        if name.endswith("hook_pattern"):
+            assert torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-6)
+            assert bool((weights >= 0).all())
+    assert torch.equal(cache["unembed.hook_out"], output.logits)
+    assert torch.allclose(model(tokens).logits, output.logits, atol=1e-5)
+    assert listening(model) == 0
+
+
+def test_without_feed_forward_layers_their_names_are_gone():
+    names = named_hook_points(iclm(f_mlp="none", phi_mlp="none"))
+    assert not [name for name in names if "mlp" in name]
+    assert "f.1.hook_out" in names
+
+
+def test_what_is_put_in_place_is_used():
+    """The scale of the last norm doubled: logits less what its bias gives are halved."""
+    model, tokens = iclm(), torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        model.model.ln_final.bias.normal_(generator=torch.Generator().manual_seed(1))
+    bias = model.model.embed_tokens.weight @ model.model.ln_final.bias
+    whole = model(tokens).logits - bias
+    half = run_with_hooks(model, tokens, [("ln_final.hook_scale", lambda x, hook: 2 * x)]).logits - bias
+    assert torch.allclose(half, whole / 2, atol=1e-5)
+    first = run_with_hooks(model, tokens, [("embed.hook_out", lambda x, hook: x[:, :1].expand_as(x))]).logits
+    assert torch.allclose(first, model(torch.tensor([[1, 1, 1]])).logits, atol=1e-5)
+
+
+def test_a_transformer_has_points_too():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = HybridForCausalLM(HybridConfig(**SIZES, num_hidden_layers=2)).eval()
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    wanted = ["layers.0.self_attn.hook_pattern", "layers.1.self_attn.hook_out", "layers.1.hook_mlp_out"]
+    output, cache = run_with_cache(model, tokens, wanted)
+    assert [tuple(cache[name].shape) for name in wanted] == [(1, 2, 4, 4), (1, 4, 8), (1, 4, 8)]
+    silent = [(lambda name: name.endswith(("self_attn.hook_out", "hook_mlp_out")), lambda x, hook: x * 0)]
+    alone = run_with_hooks(model, tokens, silent).logits  # each token by itself
+    swapped = run_with_hooks(model, torch.tensor([[4, 2, 3, 1]]), silent).logits
+    assert torch.allclose(alone[0, 1:3], swapped[0, 1:3])
+    assert not torch.allclose(alone, output.logits, atol=1e-2)
+    with pytest.raises(ArgumentError, match=r"Did you mean 'layers.0.self_attn.hook_pattern'"):
+        run_with_cache(model, tokens, "layers.0.attn.hook_pattern")
+
+
+def test_hooks_hold_while_a_model_writes():
+    """Without f nothing of the prompt is left: every prompt is continued alike."""
+    model = iclm(f_mlp="none")
+    prompts = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    usual = model.generate(prompts, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    silent = [(lambda name: name.startswith("f.") and name.endswith("attn.hook_out"), lambda x, hook: x * 0)]
+    with hooked(model, silent):
+        made = model.generate(prompts, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert made[0, 3:].tolist() == made[1, 3:].tolist()
+    assert listening(model) == 0
+    again = model.generate(prompts, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(usual, again)

@@ -1,0 +1,182 @@
+"""Every hook point of every registered model: who listens changes nothing, what is put in the place of what passes is
+used wherever the model runs, and nothing stays behind. Models without hook points have nothing to keep here.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from regard.checks import ArgumentError
+from regard.inspect.hooks import hooked, named_hook_points
+from regard.models import language_models
+
+SIZES = {"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+T = 9
+
+
+def make(name, mixers="softmax", **fields):
+    entry = language_models.get(name)
+    torch.manual_seed(0)
+    model = entry.model(entry.config(**{**SIZES, "mixers": mixers, **fields})).double().eval()
+    noise = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.3 * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
+    return model
+
+
+NAMES = [name for name in language_models.names() if named_hook_points(make(name))]
+every_model = pytest.mark.parametrize("name", NAMES)
+every_mixer = pytest.mark.parametrize("mixers", ["softmax", "biweight", "local-linear[biweight]"])
+
+
+def text(rows=2, length=T, seed=0):
+    return torch.randint(SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def in_chunks(model, tokens, sizes, mask=None):
+    cache, parts, seen = None, [], 0
+    for chunk in tokens.split(sizes, dim=1):
+        seen += chunk.shape[1]
+        given = None if mask is None else mask[:, :seen]
+        out = model(chunk, attention_mask=given, past_key_values=cache, use_cache=True)
+        cache, parts = out.past_key_values, [*parts, out.logits]
+    return torch.cat(parts, 1)
+
+
+def flat(pattern, hook):
+    """The same weight for all keys that have any: not what the model would do."""
+    some = (pattern != 0).to(pattern.dtype)
+    return some / some.sum(-1, keepdim=True).clamp(min=1)
+
+
+def tilted(x, hook):
+    """Channels weighted differently: a norm that follows would take out a common factor."""
+    return x * torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype) * 0.9
+
+
+def test_some_models_have_points():
+    assert {"transformer", "iclm"} <= set(NAMES)
+
+
+@torch.no_grad()
+@every_model
+@every_mixer
+def test_listening_changes_nothing_and_leaves_nothing(name, mixers):
+    model, tokens = make(name, mixers), text()
+    before = model(tokens).logits
+    for point in named_hook_points(model):
+        heard = []
+        with hooked(model, [(point, lambda x, hook, heard=heard: heard.append(x.shape))]):
+            during = model(tokens).logits
+            torch.testing.assert_close(in_chunks(model, tokens, [4, 1, 4]), before, atol=1e-10, rtol=0)
+        torch.testing.assert_close(during, before, atol=1e-10, rtol=0)
+        assert len(heard) == 4
+    for point in named_hook_points(model).values():
+        assert not point.active
+        assert not point._forward_hooks
+    assert torch.equal(model(tokens).logits, before)
+
+
+@torch.no_grad()
+@every_model
+@every_mixer
+def test_what_is_put_in_place_is_used_in_every_view(name, mixers):
+    model, tokens = make(name, mixers), text()
+    plain = model(tokens, use_cache=False).logits
+    for point in named_hook_points(model):
+        change = flat if point.endswith("pattern") else tilted
+        with hooked(model, [(point, change)]):
+            whole = model(tokens, use_cache=False).logits
+            prefill = model(tokens, use_cache=True).logits
+            parts = in_chunks(model, tokens, [4, 1, 1, 3])
+        assert (whole - plain).abs().amax() > 1e-4, point
+        torch.testing.assert_close(
+            prefill, whole, atol=1e-9, rtol=0, msg=lambda words, point=point: f"{point}: {words}"
+        )
+        torch.testing.assert_close(parts, whole, atol=1e-9, rtol=0, msg=lambda words, point=point: f"{point}: {words}")
+
+
+@torch.no_grad()
+@every_model
+@every_mixer
+def test_hooks_reveal_no_later_token_and_no_hidden_one(name, mixers):
+    model, tokens = make(name, mixers), text()
+    mask = torch.ones(2, T, dtype=torch.long)
+    mask[0, :3], mask[1, 7:] = 0, 0
+    real, embedded = mask.bool(), model.get_input_embeddings()(tokens)
+    poisoned = torch.where(real[..., None], embedded, torch.nan)
+    later = text(seed=1)
+    later[:, :5] = tokens[:, :5]
+    for point in named_hook_points(model):
+        with hooked(model, [(point, lambda x, hook: x.clone())]):
+            whole = model(inputs_embeds=embedded, attention_mask=mask).logits
+            again = model(inputs_embeds=poisoned, attention_mask=mask).logits
+            assert torch.equal(model(later).logits[:, :5], model(tokens).logits[:, :5]), point
+        torch.testing.assert_close(
+            again[real], whole[real], atol=1e-10, rtol=0, msg=lambda words, point=point: f"{point}: {words}"
+        )
+
+
+@every_model
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_flow_through_what_is_put_in_place(name, checkpointing):
+    """Against a central difference of a factor that every point is multiplied by."""
+    model, tokens = make(name, num_hidden_layers=2).train(), text()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    weigh = torch.randn(2, T, SIZES["vocab_size"], generator=torch.Generator().manual_seed(5)).double()
+    for point in named_hook_points(model):
+        factor, step = torch.tensor(0.9, dtype=torch.float64, requires_grad=True), 1e-6
+        with hooked(model, [(point, lambda x, hook, factor=factor: factor * x)]):
+            (model(tokens).logits * weigh).sum().backward()
+        sides = []
+        for value in (0.9 + step, 0.9 - step):
+            with torch.no_grad(), hooked(model, [(point, lambda x, hook, value=value: value * x)]):
+                sides.append((model(tokens).logits * weigh).sum())
+        torch.testing.assert_close(
+            factor.grad,
+            (sides[0] - sides[1]) / (2 * step),
+            atol=1e-5,
+            rtol=1e-5,
+            msg=lambda words, point=point: f"{point}: {words}",
+        )
+
+
+@every_model
+@pytest.mark.parametrize("mixers", ["softmax", "shift-cosine"])
+def test_generation_under_hooks_with_and_without_a_cache(name, mixers):
+    """A cache of sums has no weights to show; a model takes pairs then, or says why it cannot."""
+    model, tokens = make(name, mixers), text(2, 5)
+    patterns = [point for point in named_hook_points(model) if point.endswith("pattern")]
+    with hooked(model, [(point, flat) for point in patterns], required=False):
+        fresh = model.generate(tokens, max_new_tokens=8, do_sample=False, use_cache=False)
+        try:
+            cached = model.generate(tokens, max_new_tokens=8, do_sample=False)
+        except ArgumentError as error:
+            assert mixers == "shift-cosine", error  # noqa: PT017
+            return
+    assert torch.equal(cached, fresh)
+
+
+@torch.no_grad()
+@every_model
+def test_a_flat_pattern_is_a_plain_mean(name):
+    """Two mixers whose weights are both put aside for the same ones cannot differ."""
+    soft, sharp = make(name), make(name, "biweight")
+    sharp.load_state_dict(soft.state_dict())
+    tokens = text()
+
+    def even(pattern, hook):
+        rows, keys = pattern.shape[-2:]
+        seen = torch.ones(rows, keys, dtype=pattern.dtype).tril(keys - rows)
+        return (seen / seen.sum(-1, keepdim=True)).expand_as(pattern)
+
+    found = []
+    for model in (soft, sharp):
+        points = [point for point in named_hook_points(model) if point.endswith("pattern")]
+        with hooked(model, [(point, even) for point in points]):
+            found.append(model(tokens).logits)
+    torch.testing.assert_close(*found, atol=1e-12, rtol=0)
+    assert (found[0] - soft(tokens).logits).abs().amax() > 1e-3

@@ -1,0 +1,178 @@
+"""The parts of an ICLM's logits: that they add up, and that each is what the weights and matrices say, in loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from regard.checks import ArgumentError
+from regard.models import ICLMConfig, ICLMForCausalLM
+
+KINDS = [
+    {},
+    {"f_mlp": "none"},
+    {"f_mlp": "side", "variant": "wv"},
+    {"f_mlp": "none", "variant": "slice", "start": "bos"},
+    {"variant": "wv", "start": "bos", "expectation": "exact", "gd_steps": 2},
+    {"f_mlp": "none", "mixers": "linear", "expectation": "mean", "f_reads": "pre"},
+    {"f_mlp": "none", "mixers": "local-linear", "norm_values": True, "tie_word_embeddings": False},
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make(**changes):
+    fields = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = ICLMForCausalLM(ICLMConfig(**{**fields, **changes})).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.3 * torch.randn_like(weight)
+    return model
+
+
+IDS = torch.randint(17, (2, 9), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("changes", KINDS, ids=str)
+def test_the_parts_add_up_to_the_logits(changes):
+    model = make(**changes)
+    with torch.no_grad():
+        logits = model(IDS).logits
+    found = model.contributions(IDS)
+    everything = torch.arange(17)
+    rest = found.mlp().sum(2) + found.bias()
+    bound = {"atol": 1e-5, "rtol": 1e-6}
+    torch.testing.assert_close(found.logits(), logits, **bound)
+    torch.testing.assert_close(found.per_token().sum(2) + rest, logits, **bound)
+    torch.testing.assert_close(found.per_head().sum((2, 3)) + rest, logits, **bound)
+    torch.testing.assert_close(found.per_layer().sum(2) + rest, logits, **bound)
+    torch.testing.assert_close(found.parts(everything).sum((2, 3, 4)) + rest, logits, **bound)
+    assert found.mlp().shape == (2, 9, 0 if changes.get("f_mlp") == "none" else 2, 17)
+    if changes.get("f_mlp") != "none":
+        assert found.mlp().abs().max() > 0.05, "a remainder that is no rounding error"
+
+
+def test_each_part_is_a_weight_times_what_its_token_says():
+    """Weights, embeddings and matrices read from the model, part by part in loops, in float64."""
+    model = make(f_mlp="none").double()
+    with torch.no_grad():
+        weights = model(IDS, output_attentions=True).attentions[2:]
+        seen = []
+        handle = model.model.ln_final.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+        model(IDS)
+        handle.remove()
+    table, gain = model.lm_head.weight.detach(), model.model.ln_final.weight.detach()
+    chosen = torch.tensor([3, 16])
+    parts = model.contributions(IDS).parts(chosen)
+    assert parts.shape == (2, 9, 9, 2, 2, 2)
+    for b in range(2):
+        for t in range(9):
+            spread = (seen[0][b, t].var(unbiased=False) + 1e-5).sqrt()
+            for j in range(9):
+                word = table[IDS[b, j]]
+                for layer in range(2):
+                    out = model.model.f[layer].attn.o_proj.weight.detach()
+                    for h in range(2):
+                        x = out[:, 16 * h : 16 * h + 16] @ word
+                        lean = (x - x.mean()) / spread * gain
+                        weight = weights[layer][b, h, t, j] if j <= t else 0.0
+                        wanted = weight * (table[chosen] @ lean)
+                        torch.testing.assert_close(parts[b, t, j, layer, h], wanted, atol=1e-10, rtol=0)
+
+
+def test_tokens_and_positions_can_be_chosen():
+    model = make()
+    whole = model.contributions(IDS)
+    few = model.contributions(IDS, positions=[4, -1])
+    assert few.positions.tolist() == [4, 8]
+    torch.testing.assert_close(few.per_token(), whole.per_token()[:, [4, 8]])
+    chosen = torch.tensor([5, 0, 16])
+    own = chosen.expand(2, 2, 3)
+    for name in ("per_token", "per_head", "per_layer", "mlp", "logits", "parts"):
+        everything = getattr(few, name)(torch.arange(17))
+        for given in (chosen, own):
+            found = getattr(few, name)(given)
+            torch.testing.assert_close(found, everything[..., chosen], atol=1e-6, rtol=1e-5)
+    assert few.bias(own).shape == (2, 2, 3)
+    target = torch.tensor([[[1], [2]], [[3], [4]]])  # a token of its own at every position
+    found = few.per_token(target)
+    for b in range(2):
+        for q in range(2):
+            torch.testing.assert_close(found[b, q, :, 0], few.per_token()[b, q, :, target[b, q, 0]])
+
+
+def test_the_vocabulary_comes_in_pieces():
+    found = make().contributions(IDS)
+    pieces = list(found.vocabulary(5))
+    assert [len(piece) for piece in pieces] == [5, 5, 5, 2]
+    torch.testing.assert_close(torch.cat([found.per_token(piece) for piece in pieces], -1), found.per_token())
+
+
+def test_differences_and_types():
+    found = make().contributions(IDS)
+    one, other = torch.tensor([3]), torch.tensor([9])
+    each = found.per_token()
+    torch.testing.assert_close(found.difference(one, other)[..., 0], each[..., 3] - each[..., 9])
+    types, sums = found.per_type(one)
+    assert types.tolist() == sorted(set(IDS.flatten().tolist()))
+    for place, kind in enumerate(types.tolist()):
+        for b in range(2):
+            wanted = each[b, :, IDS[b] == kind, 3].sum(-1)
+            torch.testing.assert_close(sums[b, :, place, 0], wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_later_and_hidden_tokens_add_nothing():
+    model = make()
+    found = model.contributions(IDS).per_token()
+    later = torch.ones(9, 9).triu(1).bool()
+    assert not found[:, later].any()
+    assert found[:, ~later].abs().min() > 0
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 1]] * 2)
+    hidden = model.contributions(IDS, attention_mask=mask)
+    assert not hidden.per_token()[:, mask[0] > 0][:, :, mask[0] == 0].any()
+    with torch.no_grad():
+        logits = model(IDS, attention_mask=mask).logits
+    torch.testing.assert_close(hidden.logits()[mask > 0], logits[mask > 0], atol=1e-5, rtol=1e-6)
+
+
+def test_one_token_is_a_text():
+    for start in ("param", "bos"):
+        model = make(start=start)
+        found = model.contributions(IDS[:, :1])
+        torch.testing.assert_close(found.logits(), model(IDS[:, :1]).logits.detach(), atol=1e-5, rtol=1e-6)
+        assert found.per_token().any() == (start == "param")
+
+
+def test_nothing_listens_afterwards():
+    model = make()
+    model.contributions(IDS)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(ArgumentError, match="input_ids holds 0 to 99"):
+        model.contributions(torch.tensor([[0, 99]]))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.tensor([17]), "tokens holds 17 to 17, expected tokens from 0 to 16"),
+        (torch.tensor([0.5]), r"tokens is torch.float32 \[1\], expected integers \[M\] or \[2, 9, M\]"),
+        (torch.zeros(1, 9, 2, dtype=torch.long), r"tokens has shape \[1, 9, 2\], expected \[M\] or \[2, 9, M\]"),
+    ],
+)
+def test_tokens_that_are_none(tokens, message):
+    with pytest.raises(ArgumentError, match=message):
+        make().contributions(IDS).per_token(tokens)
+
+
+@pytest.mark.parametrize("positions", [[9], [-10], [], [0.5], [[1]]])
+def test_positions_outside_the_text(positions):
+    with pytest.raises(ArgumentError, match=r"positions is .*, expected integers \[Q\] from -9 to 8"):
+        make().contributions(IDS, positions=positions)

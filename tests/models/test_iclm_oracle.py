@@ -1,0 +1,383 @@
+"""ICLM against its equations, written out once more: loops over slots, heads and pairs (ICLM paper, 7 to 12 and 18).
+
+The weights of a model are taken by name; nothing else of regard makes an expected value.
+
+Legend: T tokens of one row x_0..x_{T-1}; slot s has the tokens before x_s as its context; phi [slots, C]; f [slots, E].
+"""
+
+from __future__ import annotations
+
+import dense
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.models import ICLMConfig, ICLMForCausalLM
+
+V, E, H = 13, 12, 2
+Weights = dict[str, Tensor]
+UNNORMALISED = ("linear",)
+
+
+def shares(spec: str, q: Tensor, k: Tensor) -> Tensor:
+    """The weights of keys k [n, D] for a query q [D]."""
+    z = (k @ q) / len(q) ** 0.5
+    if spec in ("softmax", "local-linear"):
+        return z.softmax(0)
+    if spec in ("biweight", "triweight", "local-linear[biweight]"):
+        return dense.weights(z, "adaptive", r=3.0 if spec == "triweight" else 2.0)
+    if spec == "relumax":
+        return dense.weights(z, "anchored", r=1.0, number=1.0)
+    if spec == "epanechnikov*fixed(h=1.2)*cosine":
+        s = (k @ q) / ((q @ q + 1e-3) * ((k * k).sum(-1) + 1e-3)).sqrt()
+        return dense.weights(s, "fixed", r=1.0, number=1.2**2 / 2 - 1)
+    if spec == "uniform*nearest(k=3)":
+        return dense.weights(z, "nearest", kernel="uniform", k=3)
+    assert spec == "linear", spec
+    return z
+
+
+def average(spec: str, q: Tensor, k: Tensor, v: Tensor, divide: bool) -> Tensor:
+    """sum_j kappa(q, k_j) v_j over all n keys; by the plane through them where the model is locally linear."""
+    p = shares(spec, q, k)
+    if spec.startswith("local-linear"):
+        x = torch.cat([torch.ones(len(k), 1, dtype=k.dtype), k - q], 1)
+        penalty = 0.1 * torch.eye(x.shape[1], dtype=k.dtype)
+        penalty[0, 0] = 0
+        return torch.linalg.solve(x.T @ (p[:, None] * x) + penalty, x.T @ (p[:, None] * v))[0]
+    out = sum(p[j] * v[j] for j in range(len(k)))
+    return out / len(k) if divide and spec in UNNORMALISED else out
+
+
+def norm(w: Weights, name: str, x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def feed_forward(w: Weights, name: str, x: Tensor) -> Tensor:
+    x, at = norm(w, f"{name}.norm", x), f"{name}.feed_forward"
+    if f"{at}.gate_proj.weight" in w:
+        inner = F.silu(x @ w[f"{at}.gate_proj.weight"].T) * (x @ w[f"{at}.up_proj.weight"].T)
+        return inner @ w[f"{at}.down_proj.weight"].T
+    inner = x @ w[f"{at}.up_proj.weight"].T + w[f"{at}.up_proj.bias"]
+    return (inner * (1 + torch.erf(inner / 2**0.5)) / 2) @ w[f"{at}.down_proj.weight"].T + w[f"{at}.down_proj.bias"]
+
+
+def turned(x: Tensor, on: bool) -> Tensor:
+    """Row s [n, D] turned by s times 10000^(-2i/D) in the plane of channels i and i + D/2."""
+    if not on:
+        return x
+    half = x.shape[1] // 2
+    # angles and their cosines in float32, whatever the dtype of x
+    rates = 10000.0 ** (-torch.arange(0, 2 * half, 2, dtype=torch.float32) / (2 * half))
+    angle = torch.arange(len(x), dtype=torch.float32)[:, None] * rates
+    cos, sin = angle.cos().double(), angle.sin().double()
+    first, second = x[:, :half], x[:, half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], 1)
+
+
+def split(w: Weights, name: str, x: Tensor, heads: int) -> list[Tensor]:
+    return list((x @ w[f"{name}.weight"].T).chunk(heads, 1))
+
+
+def covariates(w: Weights, at: str, phi: Tensor, spec: str, config: ICLMConfig) -> Tensor:
+    """Equation 9."""
+    x, heads = norm(w, f"{at}.norm", phi), []
+    parts = (split(w, f"{at}.attn.{n}_proj", x, config.num_attention_heads) for n in "qkv")
+    for q, k, v in zip(*parts, strict=True):
+        q, k = turned(q, True), turned(k, True)
+        heads.append(torch.stack([average(spec, q[s], k[: s + 1], v[: s + 1], False) for s in range(len(x))]))
+    phi = phi + torch.cat(heads, 1) @ w[f"{at}.attn.o_proj.weight"].T
+    return phi if config.phi_mlp == "none" else phi + feed_forward(w, f"{at}.mlp", phi)
+
+
+def update(w: Weights, at: str, phi: Tensor, values: Tensor, spec: str, config: ICLMConfig) -> Tensor:
+    """Equation 11: slot s sees the pairs (phi_j, values_j) with j < s."""
+    count, x = config.f_attention_heads, norm(w, f"{at}.norm", phi)
+    queries, keys = (split(w, f"{at}.attn.{n}_proj", x, count) for n in "qk")
+    outputs = w[f"{at}.attn.o_proj.weight"].chunk(count, 1)
+    rows = torch.zeros(len(phi), config.d_f, dtype=phi.dtype)
+    for h in range(count):
+        q, k = turned(queries[h], config.f_rope), turned(keys[h], config.f_rope)
+        v = values
+        if config.variant == "wv":
+            v = split(w, f"{at}.attn.v_proj", values, count)[h]
+        if config.variant == "slice":
+            v = values.chunk(count, 1)[h]
+        seen = [average(spec, q[s], k[:s], v[:s], config.f_average) @ outputs[h].T for s in range(1, len(phi))]
+        rows = rows + torch.stack([torch.zeros(config.d_f, dtype=phi.dtype), *seen])
+    return rows
+
+
+def expected_embedding(table: Tensor, f: Tensor) -> Tensor:
+    """Equation 8: W_e softmax(W_e^T f), each row [E] of f by itself."""
+    return torch.stack([sum(p * word for p, word in zip((table @ row).softmax(0), table, strict=True)) for row in f])
+
+
+def hidden(w: Weights, ids: Tensor, config: ICLMConfig, embedded: Tensor | None = None) -> Tensor:
+    """f [T, E] that predicts what follows each token, before the last norm."""
+    table = w["model.embed_tokens.weight"]
+    words = table[ids] if embedded is None else embedded
+    own = words[:, : config.d_phi] if config.tie_phi else w["model.embed_covariates.weight"][ids]
+    if config.start == "param":
+        phi, words = torch.cat([w["model.start.weight"][None], own]), words
+    else:
+        phi, words = own, words[1:]
+    if config.norm_values:
+        words = norm(w, "model.norm_values", words)
+    f = torch.zeros(len(phi), config.d_f, dtype=phi.dtype)
+    side, values, pairs = 0 * f, words, config.num_hidden_layers // 2
+    for pair in range(pairs):
+        if pair % (pairs // config.gd_steps) == 0 and config.expectation != "none":
+            at = f if config.expectation == "exact" else 0 * f
+            values = words - expected_embedding(table, at)[: len(words)]
+        if config.f_reads == "post":
+            phi = covariates(w, f"model.phi.{pair}", phi, config.phi_mixers[pair], config)
+        f = f + update(w, f"model.f.{pair}", phi, values, config.mixers[pair], config)
+        if config.f_mlp != "none":
+            added = feed_forward(w, f"model.f.{pair}.mlp", f)
+            f, side = (f + added, side) if config.f_mlp == "inline" else (f, side + added)
+        if config.f_reads == "pre" and pair < pairs - 1:
+            phi = covariates(w, f"model.phi.{pair}", phi, config.phi_mixers[pair], config)
+    return (f + side)[1:] if config.start == "param" else f + side
+
+
+def logits(w: Weights, ids: Tensor, config: ICLMConfig, embedded: Tensor | None = None) -> Tensor:
+    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
+    return norm(w, "model.ln_final", hidden(w, ids, config, embedded)) @ head.T
+
+
+def make(seed: int = 0, **fields: object) -> ICLMForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": V, "hidden_size": E, "num_hidden_layers": 4, "num_attention_heads": H}
+    small = {"intermediate_size": 10, "f_intermediate_size": 14}
+    model = ICLMForCausalLM(ICLMConfig(**{**sizes, **small, **fields})).double().eval()
+    noise = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.4 * torch.randn(p.shape, generator=noise, dtype=p.dtype)
+    return model
+
+
+def text(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rows_of(model: ICLMForCausalLM, tokens: Tensor) -> Tensor:
+    return torch.stack([logits(dict(model.named_parameters()), ids, model.config) for ids in tokens])
+
+
+SPECS = (
+    "softmax", "biweight", "triweight", "relumax", "epanechnikov*fixed(h=1.2)*cosine", "uniform*nearest(k=3)", "linear",
+    "local-linear", "local-linear[biweight]",
+)  # fmt: skip
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {"start": "bos", "variant": "full"},
+    {"start": "bos", "variant": "wv", "f_mlp": "side"},
+    {"start": "bos", "variant": "slice", "f_mlp": "none"},
+    {"variant": "wv", "f_rope": False},
+    {"variant": "slice", "f_attention_heads": 3},
+    {"f_reads": "pre"},
+    {"f_mlp": "side", "phi_mlp": "none"},
+    {"f_mlp": "none", "phi_mlp": "swiglu"},
+    {"f_feed_forward": "swiglu", "f_attention_heads": 4, "f_rope": False},
+    {"d_phi": 8, "norm_values": True},
+    {"d_phi": 16, "tie_phi": False, "tie_word_embeddings": False},
+    {"expectation": "mean"},
+    {"expectation": "exact"},
+    {"expectation": "exact", "gd_steps": 2},
+    {"expectation": "exact", "gd_steps": 2, "variant": "wv", "start": "bos", "f_mlp": "none"},
+    {"expectation": "exact", "gd_steps": 2, "variant": "slice", "f_reads": "pre", "mixers": "linear"},
+    {"mixers": "linear", "f_average": False},
+    {"mixers": ["biweight", "linear"], "phi_mixers": ["relumax", "biweight"]},
+]
+
+
+def ids_of(options: dict[str, object]) -> str:
+    return ",".join(f"{k}={v}" for k, v in options.items()) or "default"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("start", ["param", "bos"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_kernel_by_loops(spec, start):
+    model = make(mixers=spec, start=start)
+    for length in (1, 2, 3, 9):
+        tokens = text(2, length, seed=length)
+        dense.close(model(tokens, use_cache=False).logits, rows_of(model, tokens), 1e-9, f"{spec}, T={length}")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", OPTIONS, ids=ids_of)
+def test_every_option_by_loops_with_and_without_a_cache(options):
+    model, tokens = make(**options), text(2, 9)
+    expected = rows_of(model, tokens)
+    dense.close(model(tokens, use_cache=False).logits, expected, 1e-9, "whole")
+    for sizes in ([9], [1] * 9, [2, 1, 4, 2], [4, 5]):
+        cache, parts = None, []
+        for chunk in tokens.split(sizes, dim=1):
+            out = model(chunk, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            parts.append(out.logits)
+        dense.close(torch.cat(parts, 1), expected, 1e-9, f"chunks of {sizes}")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"start": "bos", "variant": "wv", "f_mlp": "side"},
+        {"expectation": "exact", "gd_steps": 2, "mixers": ["linear", "biweight"]},
+        {"start": "bos", "expectation": "exact", "gd_steps": 2, "variant": "slice"},
+        {"mixers": "local-linear[biweight]", "f_reads": "pre"},
+    ],
+    ids=ids_of,
+)
+def test_padding_anywhere_is_as_if_it_were_not_there(options):
+    """The start vector stands before the first real token, and a value goes with the covariate of the last real one."""
+    model, tokens = make(**options), text(5, 10, seed=3)
+    mask = torch.ones(5, 10, dtype=torch.bool)
+    mask[1, :4], mask[2, 6:], mask[3, [0, 3, 4, 8]], mask[4, :9] = False, False, False, False
+    embedded = torch.where(mask[..., None], model.get_input_embeddings()(tokens), torch.nan)
+    found = [model(inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits]
+    for sizes in ([2, 1, 1, 4, 2], [1] * 10):
+        cache, parts, at = None, [], 0
+        for size in sizes:
+            out = model(
+                inputs_embeds=embedded[:, at : at + size],
+                attention_mask=mask[:, : at + size],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache, at = out.past_key_values, at + size
+            parts.append(out.logits)
+        found.append(torch.cat(parts, 1))
+    w = dict(model.named_parameters())
+    for row in range(5):
+        expected = logits(w, tokens[row, mask[row]], model.config)
+        for got in found:
+            dense.close(got[row, mask[row]], expected, 1e-9, f"row {row}")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mixers": ["biweight", "relumax"], "variant": "wv", "start": "bos"},
+        {"mixers": "linear", "variant": "slice", "f_mlp": "side", "d_phi": 8, "norm_values": True},
+        {"expectation": "exact", "gd_steps": 2},
+        {"expectation": "mean", "tie_phi": False, "tie_word_embeddings": False, "f_reads": "pre"},
+        {"mixers": "local-linear[biweight]", "f_mlp": "none"},
+    ],
+    ids=ids_of,
+)
+def test_every_gradient_by_loops(options):
+    model, tokens = make(**options), text(2, 7, seed=1)
+    w = dict(model.named_parameters())
+    found, expected = (
+        torch.autograd.grad(F.cross_entropy(x[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()), list(w.values()))
+        for x in (model(tokens).logits, rows_of(model, tokens))
+    )
+    for path, a, b in zip(w, found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6, msg=lambda words, path=path: f"{path}: {words}")
+        assert (b != 0).any(), f"{path} plays no part"
+
+
+def said_by(w: Weights, ids: Tensor, config: ICLMConfig, token: int) -> Tensor:
+    """What f [T, E] has from the value of one token alone: kernels do not depend on values, and f is linear in them."""
+    table, start = w["model.embed_tokens.weight"], config.start == "param"
+    words = norm(w, "model.norm_values", table[ids]) if config.norm_values else table[ids]
+    words = words - table.mean(0) if config.expectation != "none" else words
+    own = table[ids][:, : config.d_phi] if config.tie_phi else w["model.embed_covariates.weight"][ids]
+    phi = torch.cat([w["model.start.weight"][None], own]) if start else own
+    values = torch.where(torch.arange(len(ids))[:, None] == token, words, 0.0)[0 if start else 1 :]
+    total, pairs = torch.zeros(len(phi), config.d_f, dtype=phi.dtype), config.num_hidden_layers // 2
+    for pair in range(pairs):
+        if config.f_reads == "post":
+            phi = covariates(w, f"model.phi.{pair}", phi, config.phi_mixers[pair], config)
+        total = total + update(w, f"model.f.{pair}", phi, values, config.mixers[pair], config)
+        if config.f_reads == "pre" and pair < pairs - 1:
+            phi = covariates(w, f"model.phi.{pair}", phi, config.phi_mixers[pair], config)
+    return total[1:] if start else total
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [o for o in OPTIONS if "gd_steps" not in o], ids=ids_of)
+def test_contributions_of_one_token_at_a_time(options):
+    model, ids = make(**options), text(6, seed=4)
+    found, w = model.contributions(ids[None]), dict(model.named_parameters())
+    dense.close(found.logits()[0], logits(w, ids, model.config), 1e-9, "sum of all parts")
+    dense.close((found.per_token().sum(2) + found.mlp().sum(2) + found.bias())[0], found.logits()[0], 1e-9, "sum")
+    dense.close(found.per_head().sum(3), found.per_layer(), 1e-9, "heads")
+    f = hidden(w, ids, model.config)
+    divisor = (f.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
+    for token in range(6):
+        part = said_by(w, ids, model.config, token)
+        part = (part - part.mean(-1, keepdim=True)) / divisor * w["model.ln_final.weight"] @ head.T
+        dense.close(found.per_token()[0, :, token], part, 1e-9, f"token {token}")
+        assert (found.per_token()[0, :token, token] == 0).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["full", "wv", "slice"])
+def test_f_lies_in_the_span_of_what_its_context_says(variant):
+    """Without feed-forward layers f is a combination of P_h e(x_j) of the tokens read so far, and of nothing else."""
+    model, tokens = make(variant=variant, f_mlp="none", d_phi=4, f_attention_heads=2, hidden_size=40), text(1, 5)
+    w = dict(model.named_parameters())
+    f = hidden(w, tokens[0], model.config)
+    words = w["model.embed_tokens.weight"][tokens[0]]
+    for t in (0, 2):
+        basis = []
+        for pair in range(2):
+            outputs = w[f"model.f.{pair}.attn.o_proj.weight"].chunk(2, 1)
+            for h in range(2):
+                v = words[: t + 1]
+                if variant == "wv":
+                    v = split(w, f"model.f.{pair}.attn.v_proj", v, 2)[h]
+                if variant == "slice":
+                    v = v.chunk(2, 1)[h]
+                basis.append(v @ outputs[h].T)
+        span = torch.cat(basis).T
+        solved = torch.linalg.lstsq(span, f[t]).solution
+        assert (span @ solved - f[t]).abs().amax() < 1e-9
+    dense.close(model(tokens).logits[0], norm(w, "model.ln_final", f) @ w["model.embed_tokens.weight"].T, 1e-9)
+
+
+@torch.no_grad()
+def test_the_expectation_at_zero_is_a_constant():
+    """With f_0 = 0 and normalised kernels, it subtracts sum_h P_h mean(W_e) from every f that sees a pair."""
+    fields = {"f_mlp": "none", "num_hidden_layers": 2}
+    plain, exact = make(**fields), make(**fields, expectation="exact")
+    exact.load_state_dict(plain.state_dict())
+    tokens = text(1, 7)
+    w = dict(plain.named_parameters())
+    mean = w["model.embed_tokens.weight"].mean(0)
+    shift = sum(part @ mean for part in w["model.f.0.attn.o_proj.weight"].chunk(H, 1))
+    f = hidden(w, tokens[0], plain.config) - shift
+    expected = norm(w, "model.ln_final", f) @ w["model.embed_tokens.weight"].T
+    dense.close(exact(tokens).logits[0], expected, 1e-9)
+    assert (exact(tokens).logits - plain(tokens).logits).abs().amax() > 1e-3
+
+
+EVERY_FIELD: dict[str, object] = {
+    "mixers": ["biweight", "linear"], "phi_mixers": ["relumax", "biweight"], "variant": "wv", "f_attention_heads": 1,
+    "start": "bos", "f_reads": "pre", "phi_mlp": "swiglu", "f_mlp": "side", "f_feed_forward": "swiglu",
+    "intermediate_size": 9, "f_intermediate_size": 11, "f_rope": False, "f_average": False, "expectation": "exact",
+    "gd_steps": 2, "d_phi": 16, "d_f": 10, "hidden_size": 10, "tie_phi": False, "rope_theta": 500.0,
+    "layer_norm_eps": 1e-3, "max_position_embeddings": 77, "initializer_range": 0.03, "tie_word_embeddings": False,
+    "use_cache": False, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def test_saved_and_loaded_with_no_field_at_its_default(tmp_path):
+    model, plain = make(**EVERY_FIELD), ICLMConfig()
+    assert all(getattr(plain, name) != getattr(model.config, name) for name in EVERY_FIELD)
+    model.save_pretrained(tmp_path)
+    again = ICLMForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert {n: getattr(again.config, n) for n in EVERY_FIELD} == {n: getattr(model.config, n) for n in EVERY_FIELD}
+    dense.close(again(text(2, 7)).logits, model(text(2, 7)).logits, 1e-12)

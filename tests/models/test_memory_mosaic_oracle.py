@@ -1,0 +1,285 @@
+"""Memory Mosaics against their equations, written out once more: a dense decay matrix per head, a loop over tokens.
+
+The weights of a model are taken by name; nothing else of regard makes an expected value. Equations: sparse-attention
+paper, 5, 6, 9 and 10.
+
+Legend: T tokens of one row, C model width, D channels of a head, S slots; k, v [T, D] of one head; p weights [n].
+"""
+
+from __future__ import annotations
+
+import math
+
+import dense
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.models import MemoryMosaicConfig, MemoryMosaicForCausalLM
+
+V, C, H, D = 13, 12, 2, 6
+Weights = dict[str, Tensor]
+FIXED = "epanechnikov*fixed(h=1.2)*cosine"
+EPS = 1e-3  # of the cosine similarity, which is (q . k) / sqrt((eps + |q|^2) (eps + |k|^2))
+
+
+def length(x: Tensor) -> Tensor:
+    return (x * x).sum(-1, keepdim=True).sqrt()
+
+
+def shares(spec: str, q: Tensor, k: Tensor, beta2: Tensor | None, numbers: dict[str, Tensor]) -> Tensor:
+    """p of unit keys k [n, D] for a unit query q [D]."""
+    z = k @ q if beta2 is None else beta2 * (k @ q)
+    if spec == "softmax":
+        return z.softmax(0)
+    if spec in ("biweight", "triweight", "sparsemax"):
+        return dense.weights(z, "adaptive", r={"sparsemax": 1.0, "biweight": 2.0, "triweight": 3.0}[spec])
+    if spec == "relumax":
+        return dense.weights(z, "anchored", r=1.0, number=numbers["margin"])
+    if spec == "normrelu":
+        return dense.weights(z, "fixed", r=1.0, number=numbers["bias"])
+    if spec == FIXED:  # [s - (1 - h^2/2)]_+
+        return dense.weights(z / (1 + EPS), "fixed", r=1.0, number=numbers["h"] ** 2 / 2 - 1)
+    if spec.startswith("uniform*nearest"):
+        return dense.weights(z, "nearest", kernel="uniform", k=3)
+    if spec.startswith("gaussian*nearest"):
+        return dense.weights(z, "nearest", kernel="gaussian", k=3)
+    if spec == "linear":  # unnormalised
+        return z
+    assert spec == "relu2"
+    assert beta2 is not None
+    q, k = beta2.sqrt() * q, beta2.sqrt() * k  # a feature map has no scale, so that keys have length beta
+    w = k.clamp(min=0) ** 2 @ q.clamp(min=0) ** 2 + 1e-4
+    return w / w.sum()
+
+
+def regressed(p: Tensor, q: Tensor, k: Tensor, v: Tensor, ridge: float) -> Tensor:
+    """The value at q of the plane with least sum p |v - a - B (k - q)|^2 + ridge |B|^2."""
+    x = torch.cat([torch.ones(len(k), 1, dtype=k.dtype), k - q], 1)
+    penalty = ridge * torch.eye(x.shape[1], dtype=k.dtype)
+    penalty[0, 0] = 0
+    return torch.linalg.solve(x.T @ (p[:, None] * x) + penalty, x.T @ (p[:, None] * v))[0]
+
+
+def norm(w: Weights, name: str, x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w.get(f"{name}.bias"), 1e-5)
+
+
+def project(w: Weights, name: str, x: Tensor, h: int) -> Tensor:
+    out = x @ w[f"{name}.weight"].T
+    out = out + w[f"{name}.bias"] if f"{name}.bias" in w else out
+    return out[:, h * D : (h + 1) * D]
+
+
+def keys(w: Weights, name: str, x: Tensor, h: int, config: MemoryMosaicConfig) -> Tensor:
+    """Unit leaky averages [T, D] by a dense T x T matrix."""
+    rate, n = (10 * w[f"{name}.rate"][h]).abs(), len(x)
+    age = torch.arange(n)[:, None] - torch.arange(n)
+    decay = torch.where(age >= 0, torch.exp(-rate * age.clamp(min=0)), 0.0)
+    bar = decay @ project(w, f"{name}.proj", x, h)
+    bar = bar * (1 - torch.exp(-rate)) if config.leaky == "average" else bar
+    return bar / (length(bar) + config.key_eps)
+
+
+def contextual(w: Weights, name: str, x: Tensor, spec: str, config: MemoryMosaicConfig) -> Tensor:
+    heads = []
+    for h in range(H):
+        k, vt, c = (
+            keys(w, f"{name}.keys", x, h, config),
+            project(w, f"{name}.values.proj", x, h),
+            w[f"{name}.values.mix"][h],
+        )
+        sharp = w.get(f"{name}.sharpness.scale")
+        beta2 = None if sharp is None else (20 * sharp[h]).clamp(max=config.scale_limit).exp()
+        numbers = {n: w[f"{name}.numbers.log_{n}"][h].exp() for n in ("h", "margin") if f"{name}.numbers.log_{n}" in w}
+        if f"{name}.numbers.bias" in w:
+            numbers["bias"] = w[f"{name}.numbers.bias"][h]
+        ahead = vt[:-1] + c * vt[1:] if config.look_ahead == "sum" else c * vt[:-1] + (1 - c) * vt[1:]
+        v = ahead / length(ahead) * torch.exp(10 * w[f"{name}.values.scale"][h])
+        rows = [0 * vt[0]]
+        for t in range(1, len(x)):
+            local = spec.startswith("local-linear")
+            weighting = (spec[13:-1] or "softmax") if local else spec
+            p = shares(weighting, k[t], k[:t], beta2, numbers)
+            rows.append(regressed(p, k[t], k[:t], v[:t], 0.1) if local else p @ v[:t])
+        heads.append(torch.stack(rows))
+    return torch.cat(heads, 1) @ w[f"{name}.out_proj.weight"].T + w.get(f"{name}.out_proj.bias", 0)
+
+
+def persistent(w: Weights, name: str, x: Tensor, context: str, config: MemoryMosaicConfig) -> Tensor:
+    heads = []
+    for h in range(H):
+        k = keys(w, f"{name}.keys" if config.persistent_keys == "own" else context, x, h, config)
+        beta2 = (20 * w[f"{name}.sharpness.scale"][h]).clamp(max=config.persistent_scale_limit).exp()
+        copies = []
+        for slot_keys, slot_values in zip(w[f"{name}.slot_keys"][:, h], w[f"{name}.slot_values"][:, h], strict=True):
+            p = torch.stack(
+                [shares(str(config.persistent), q, slot_keys, beta2, {"margin": torch.tensor(1.0)}) for q in k]
+            )
+            copies.append(p @ slot_values)
+        heads.append(sum(copies) / len(copies) * torch.exp(10 * w[f"{name}.scale"][h]))
+    return torch.cat(heads, 1) @ w[f"{name}.out_proj.weight"].T + w.get(f"{name}.out_proj.bias", 0)
+
+
+def logits(w: Weights, ids: Tensor, config: MemoryMosaicConfig) -> Tensor:
+    """[T, V] of tokens [T]."""
+    x = w["model.embed_tokens.weight"][ids]
+    for layer in range(config.num_hidden_layers):
+        at, spec = f"model.layers.{layer}", config.mixers[layer]
+        by_context = contextual(w, f"{at}.contextual", norm(w, f"{at}.contextual_norm", x), spec, config)
+        read = x if config.wiring == "parallel" else x + by_context
+        read = norm(
+            w, f"{at}.persistent_norm" if f"{at}.persistent_norm.weight" in w else f"{at}.contextual_norm", read
+        )
+        x = x + by_context + persistent(w, f"{at}.persistent", read, f"{at}.contextual.keys", config)
+    out = norm(w, "model.norm", x) @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
+    return out / math.sqrt(C) if config.scale_logits else out
+
+
+def make(seed: int = 0, move: float = 0.15, **fields: object) -> MemoryMosaicForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": V, "hidden_size": C, "num_hidden_layers": 2, "num_attention_heads": H, "persistent_slots": 7}
+    model = MemoryMosaicForCausalLM(MemoryMosaicConfig(**{**sizes, **fields})).double().eval()
+    noise = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for path, p in model.named_parameters():  # what stands for ten times itself is moved less
+            tenfold = path.rsplit(".", 1)[-1] in ("scale", "rate")
+            p += (0.02 if tenfold else move) * torch.randn(p.shape, generator=noise, dtype=p.dtype)
+    return model
+
+
+def text(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+SPECS = (
+    "softmax", "biweight", "sparsemax", "triweight", "relumax", "normrelu", FIXED, "uniform*nearest(k=3)",
+    "gaussian*nearest(k=3)", "linear", "relu2", "local-linear", "local-linear[biweight]", "local-linear[relumax]",
+)  # fmt: skip
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {"wiring": "parallel"},
+    {"wiring": "parallel", "persistent_keys": "shared"},
+    {"leaky": "average", "key_eps": 1e-2},
+    {"look_ahead": "convex"},
+    {"persistent": "biweight", "persistent_copies": 3},
+    {"persistent": "gaussian*nearest(k=3)"},
+    {"bias": True},
+    {"scale_logits": False, "initializer": "gpt2", "tie_word_embeddings": False},
+    {"scale_limit": 1.5, "persistent_scale_limit": 0.5},
+]
+
+
+def ids_of(options: dict[str, object]) -> str:
+    return ",".join(f"{k}={v}" for k, v in options.items()) or "default"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_sentence_by_loops(spec):
+    model = make(mixers=spec)
+    for rows in (1, 2, 3, 11):
+        tokens = text(2, rows, seed=rows)
+        expected = torch.stack([logits(dict(model.named_parameters()), ids, model.config) for ids in tokens])
+        dense.close(model(tokens, use_cache=False).logits, expected, 1e-9, f"{spec}, T={rows}")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["softmax", "relumax"])
+@pytest.mark.parametrize("options", OPTIONS, ids=ids_of)
+def test_every_option_by_loops(options, spec):
+    model, tokens = make(mixers=spec, **options), text(2, 9)
+    expected = torch.stack([logits(dict(model.named_parameters()), ids, model.config) for ids in tokens])
+    dense.close(model(tokens, use_cache=False).logits, expected, 1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "mixers", ["softmax", ["biweight", FIXED], "linear", "uniform*nearest(k=3)", "local-linear[biweight]"]
+)
+def test_padding_anywhere_is_as_if_it_were_not_there(mixers):
+    """The next value is that of the next real token, and a hidden token does not let keys fade."""
+    model, tokens = make(mixers=mixers), text(5, 10, seed=3)
+    mask = torch.ones(5, 10, dtype=torch.bool)
+    mask[1, :4], mask[2, 6:], mask[3, [0, 3, 4, 8]] = False, False, False
+    mask[4, :9] = False
+    embedded = torch.where(mask[..., None], model.get_input_embeddings()(tokens), torch.nan)
+    w = dict(model.named_parameters())
+    found = [model(inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits]
+    cache, parts, at = None, [], 0
+    for size in (2, 1, 1, 4, 2):
+        out = model(
+            inputs_embeds=embedded[:, at : at + size],
+            attention_mask=mask[:, : at + size],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache, at = out.past_key_values, at + size
+        parts.append(out.logits)
+    found.append(torch.cat(parts, 1))
+    for row in range(5):
+        expected = logits(w, tokens[row, mask[row]], model.config)
+        for got in found:
+            dense.close(got[row, mask[row]], expected, 1e-9, f"row {row}")
+
+
+@pytest.mark.parametrize(
+    ("mixers", "options"),
+    [
+        ("softmax", {}),
+        (["biweight", "relumax"], {}),
+        (["normrelu", FIXED], {}),
+        ("linear", {"look_ahead": "convex", "leaky": "average", "key_eps": 0.1}),
+        ("local-linear[biweight]", {}),
+        ("triweight", {"wiring": "parallel", "persistent_keys": "shared", "persistent": "biweight", "bias": True}),
+    ],
+)
+def test_every_gradient_by_loops(mixers, options):
+    """Rates, look-ahead, lengths, temperature, bandwidth and margin with the rest."""
+    model, tokens = make(mixers=mixers, **options), text(2, 8, seed=1)
+    w = dict(model.named_parameters())
+    rows = torch.stack([logits(w, ids, model.config) for ids in tokens])
+    found, expected = (
+        torch.autograd.grad(F.cross_entropy(x[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()), list(w.values()))
+        for x in (model(tokens).logits, rows)
+    )
+    for path, a, b in zip(w, found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6, msg=lambda words, path=path: f"{path}: {words}")
+        assert (b != 0).any(), f"{path} plays no part"
+
+
+@torch.no_grad()
+def test_pairs_of_a_long_text_stay_exact():
+    """A rate close to 0 keeps the first token in every key; a large one forgets at once."""
+    model, tokens = make(mixers="biweight", num_hidden_layers=1), text(1, 120)
+    model.model.layers[0].contextual.keys.rate.copy_(torch.tensor([1e-5, 2.5]))
+    model.model.layers[0].persistent.keys.rate.copy_(torch.tensor([-3e-3, 0.0]))
+    expected = logits(dict(model.named_parameters()), tokens[0], model.config)
+    dense.close(model(tokens, use_cache=False).logits[0], expected, 1e-9)
+    cache, parts = None, []
+    for chunk in tokens.split([50, 1, 1, 40, 1, 27], dim=1):
+        out = model(chunk, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    dense.close(torch.cat(parts, 1)[0], expected, 1e-9)
+
+
+EVERY_FIELD: dict[str, object] = {
+    "mixers": [FIXED, "relumax"], "persistent": "biweight", "persistent_copies": 2, "persistent_keys": "shared",
+    "wiring": "parallel", "leaky": "average", "look_ahead": "convex", "key_eps": 1e-3, "scale_limit": 3.0,
+    "persistent_scale_limit": 2.0, "learned": ["margin"], "bandwidth_start": "spec", "uniform_gradient": "hard",
+    "bias": True, "norm_eps": 1e-4, "scale_logits": False, "initializer": "gpt2", "max_position_embeddings": 77,
+    "initializer_range": 0.03, "tie_word_embeddings": False, "use_cache": False, "pad_token_id": 1, "bos_token_id": 2,
+    "eos_token_id": 3,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def test_saved_and_loaded_with_no_field_at_its_default(tmp_path):
+    model, plain = make(**EVERY_FIELD), MemoryMosaicConfig()
+    assert all(getattr(plain, name) != getattr(model.config, name) for name in EVERY_FIELD)
+    model.save_pretrained(tmp_path)
+    again = MemoryMosaicForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert {n: getattr(again.config, n) for n in EVERY_FIELD} == {n: getattr(model.config, n) for n in EVERY_FIELD}
+    dense.close(again(text(2, 7)).logits, model(text(2, 7)).logits, 1e-12)
