@@ -198,3 +198,11 @@ def test_what_counts_as_padding_in_a_prompt_is_what_transformers_infers(name):
     assert begun[0, 0] == 1
     with pytest.raises(ArgumentError, match="there is nothing to continue"):
         plain.generate(max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_that_another_model_filled(name):
+    deep, tokens = make(name, num_hidden_layers=4), torch.arange(5)[None]
+    cache = deep(tokens).past_key_values
+    with pytest.raises(ArgumentError, match="past_key_values"):
+        make(name)(tokens, past_key_values=cache)

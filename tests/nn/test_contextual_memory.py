@@ -351,3 +351,9 @@ def test_bad_calls():
     with pytest.raises(ArgumentError, match="cannot go back"):
         state.crop(3)
     assert state.reset().keys.shape == (2, H, 0, D)
+
+
+def test_a_number_that_is_learned_as_a_logarithm_starts_above_zero():
+    with pytest.raises(ArgumentError, match=r"ridge is 0\.0 in .* start it above 0\.0, or leave it out of learned"):
+        memory("biweight*linear(ridge=0.0)", learned=["ridge"])
+    assert list(memory("biweight*linear(ridge=0.0)", learned=[]).numbers.parameters()) == []

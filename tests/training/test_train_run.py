@@ -363,6 +363,8 @@ def test_two_processes_equal_one_with_twice_the_batch(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     for alone, together in zip(metrics(one.out), metrics(two.out), strict=True):
+        for line in (alone, together):
+            line.pop("eval_support", None)  # of the first batch of windows, which is not as large
         assert alone == pytest.approx(together, rel=2e-5)
     for name, value in weights(one.out / "model").items():
         torch.testing.assert_close(value, weights(two.out / "model")[name], rtol=0, atol=2e-5)

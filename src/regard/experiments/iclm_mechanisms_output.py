@@ -11,7 +11,7 @@ from typing import Any
 from ..inspect.mechanisms import EPSILON
 from ..inspect.tables import Table
 from .iclm_mechanisms import ICLM, NO_MLP, TRANSFORMER
-from .iclm_parity_output import PAPER_MLP, SLIGHT
+from .iclm_parity_output import PAPER_MLP, SLIGHT, slight
 from .language_output import spread
 from .language_runs import LanguageRun
 
@@ -21,6 +21,10 @@ FORMED, CHANCE = 0.8, 0.1
 """Induction score that the best head of f has to reach, and that no head may have before training."""
 COPIES = 1.5
 """Lift above which weights are said to go to the token to come: half as much again as equal weights would give."""
+EVEN = 1.25
+"""Times the evenness of the others from which f is said to be significantly more balanced; from 1 on it is open."""
+LUCK = 0.05
+"""Chance below which a difference between shares of heads is no accident."""
 STREAMS = {ICLM: ("phi", "f"), TRANSFORMER: ("transformer",)}
 EXPLAINED = (ICLM, NO_MLP[ICLM])
 """The models whose logits are taken apart."""
@@ -290,8 +294,13 @@ def attention_parts(prompt: dict[str, Any]) -> tuple[float, float]:
 
 
 def notes(seen: Seen) -> tuple[str, ...]:
-    """What the numbers say about each claim."""
+    """What the numbers say about each claim; of heads nothing after a training that diverged."""
+    lost = [f"{run.name} (seed {run.seed})" for run in (*seen.text, *seen.blocks) if run.diverged]
+    if lost:
+        said = f"Nothing is said of heads, since the training of {', '.join(lost)} diverged: lower --learning-rate."
+        return (said, *mlp_notes(seen))
     return (
+        basis_note(seen),
         phi_note(seen),
         f_note(seen),
         place_note(seen),
@@ -304,19 +313,35 @@ def notes(seen: Seen) -> tuple[str, ...]:
     )
 
 
+def basis_note(seen: Seen) -> str:
+    """How many seeds and heads there are to judge by."""
+    seeds = len(seen.of(ICLM))
+    pairs = [(name, stream) for name, streams in STREAMS.items() for stream in streams]
+    text, blocks = (
+        ", ".join(f"{title(pair[1])} {len(count(pair))}" for pair in pairs)
+        for count in (lambda pair: seen.heads(*pair), lambda pair: seen.block_scores(*pair, "after"))
+    )
+    few = " (no spread over seeds is known)" if seeds == 1 else ""
+    return (
+        f"What follows rests on {seeds} seed{'s' * (seeds > 1)}{few}. Heads that it is judged by: on text {text}; on "
+        f"repeated blocks {blocks}."
+    )
+
+
 def _sunk(heads: Sequence[Head]) -> list[Head]:
     return [head for head in heads if head["strongest"] > EPSILON]
 
 
 def _at_start(heads: Sequence[Head]) -> int:
-    return sum(head["place"] == 0 for head in heads)
+    """How many have a sink in column 0, whether or not a stronger one elsewhere."""
+    return sum(head["first"] > EPSILON for head in heads)
 
 
 def phi_note(seen: Seen) -> str:
-    """Sinks of phi: always at the start token?"""
+    """Sinks of phi: always at the start token, too?"""
     heads = seen.heads(ICLM, "phi")
     sunk = _sunk(heads)
-    claim = "The paper: sinks of phi are always at the start token."
+    claim = 'The paper: sinks of phi "always manifest within (at least) the start token".'
     if not sunk:
         most = max(head["strongest"] for head in heads)
         return f"{claim} No head of phi has a sink here (the strongest mean weight is {most:.2f}): nothing to judge."
@@ -344,22 +369,34 @@ def place_note(seen: Seen) -> str:
     count = len(seen.heads(TRANSFORMER, "transformer"))
     if not phi or not other:
         return f"{claim} {len(other)} of its {count} heads have one, and {len(phi)} of phi's: nothing to compare."
-    shares = _at_start(other) / len(other), _at_start(phi) / len(phi)
-    verdict = "holds" if shares[0] < shares[1] else "does not hold"
+    there = _at_start(other), _at_start(phi)
+    shares = there[0] / len(other), there[1] / len(phi)
+    luck = luck_of(there[0], len(other), there[1], len(phi))
+    verdict = "does not hold" if shares[0] >= shares[1] else "holds" if luck < LUCK else "not decided"
     return (
-        f"{claim} {len(other)} of its {count} heads have one, {shares[0]:.0%} of them at the first token, of phi's "
-        f"{shares[1]:.0%}: {verdict}."
+        f"{claim} {len(other)} of its {count} heads have one, {shares[0]:.0%} of them at least at the first token; of "
+        f"the {len(phi)} of phi {shares[1]:.0%} at the start token: {verdict} (as few by accident: {luck:.2f}, below "
+        f"{LUCK} expected)."
     )
+
+
+def luck_of(marked: int, count: int, others_marked: int, others: int) -> float:
+    """Chance that of all marked heads as few or fewer are among `count`, if marks are dealt by lot (Fisher's exact
+    test, one-sided)."""
+    total = marked + others_marked
+    ways = sum(math.comb(count, few) * math.comb(others, total - few) for few in range(marked + 1))
+    return ways / math.comb(count + others, total)
 
 
 def even_note(seen: Seen) -> str:
     """Is f more balanced?"""
     f, phi = mean(seen.heads(ICLM, "f"), "even"), mean(seen.heads(ICLM, "phi"), "even")
     other = mean(seen.heads(TRANSFORMER, "transformer"), "even")
-    verdict = "holds" if f > phi and f > other else "does not hold"
+    least = max(phi, other)
+    verdict = "holds" if f > EVEN * least else "not decided" if f > least else "does not hold"
     return (
-        f"The paper: f has significantly more balanced attention. Evenness is {f:.2f} in f, {phi:.2f} in phi and "
-        f"{other:.2f} in the Transformer: {verdict}."
+        f'The paper: f shows "significantly more balanced attention scores". Evenness is {f:.2f} in f, {phi:.2f} in '
+        f"phi and {other:.2f} in the Transformer: {verdict} (above {EVEN} times both expected)."
     )
 
 
@@ -409,10 +446,10 @@ def mlp_notes(seen: Seen) -> Iterator[str]:
     for name, what in ((ICLM, "f's feed-forward layers"), (TRANSFORMER, "feed-forward layers")):
         with_, without = (statistics.fmean(run.perplexity for run in seen.of(n)) for n in (name, NO_MLP[name]))
         more = without / with_ - 1
-        verdict = "slight" if more <= SLIGHT else "not slight"
+        change = f"goes from {with_:.3f} to {without:.3f}, {more:+.1%}: " if math.isfinite(more) else ": "
         yield (
-            f"Without {what} the perplexity of {name} goes from {with_:.3f} to {without:.3f}, {more:+.1%}: {verdict} "
-            f"(up to {SLIGHT:.0%}). The paper: {PAPER_MLP[name] - 1:+.1%} on TinyMath, called slight."
+            f"Without {what} the perplexity of {name} {change}{slight(more)} (up to {SLIGHT:.0%}). The paper: "
+            f"{PAPER_MLP[name] - 1:+.1%} on TinyMath, called slight."
         )
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from ..inspect.figures import COLOURS, png
 from ..inspect.tables import Table
 from .iclm_parity import EQUAL, KINDS, MAIN, TRANSFORMER, Outcome
-from .language_output import Gap, curve_figure, finals, spread
+from .language_output import DIVERGED, Gap, curve_figure, finals, spread
 
 Trials = Mapping[tuple[str, str], Mapping[float, float]]
 Report = Mapping[str, Mapping[str, int | None]]
@@ -24,6 +24,7 @@ SLIGHT = 0.05
 """Share of perplexity up to which a rise is called slight."""
 SIMILAR = 0.25
 """Share up to which times and memory are called very similar."""
+NO_COMPARISON = f"no comparison: a run {DIVERGED}"
 PAPER_RATIOS = {
     "TinyStories, L = 8": 3.06 / 2.89,
     "GoodWiki, L = 12": 25.02 / 24.78,
@@ -61,6 +62,18 @@ def ratio(outcome: Outcome, other: Outcome) -> float:
     return mean_perplexity(outcome) / mean_perplexity(other)
 
 
+def percent(more: float) -> str:
+    """A share with its sign."""
+    return f"{more:+.1%}" if math.isfinite(more) else DIVERGED
+
+
+def slight(more: float) -> str:
+    """What is said of a rise of perplexity."""
+    if not math.isfinite(more):
+        return NO_COMPARISON
+    return "slight" if more <= SLIGHT else "not slight"
+
+
 def step_cpu(outcome: Outcome) -> float:
     """Seconds of the processor a step, the median over the seeds."""
     return statistics.median(run.step_cpu_seconds for run in outcome.runs)
@@ -88,8 +101,15 @@ def tables(outcomes: Sequence[Outcome], trials: Trials, parity: Report) -> dict[
     """Title to table, the results first."""
     found = {"ICLM and Transformer": results(outcomes)}
     if trials:
-        found["Learning rates tried"] = tried(trials)
+        found["Learning rates tried"] = tried(outcomes, trials)
     return {**found, "Parameters at the paper's sizes": parity_table(parity)}
+
+
+def rate_origin(outcomes: Sequence[Outcome]) -> str:
+    """Where the learning rates come from."""
+    first = {KINDS[each.entry.kind].family: each.entry.kind for each in reversed(outcomes)}
+    said = ", ".join(f"of all {family} models {kind}'s" for family, kind in first.items() if kind != family)
+    return said
 
 
 def results(outcomes: Sequence[Outcome]) -> Table:
@@ -106,7 +126,7 @@ def results(outcomes: Sequence[Outcome]) -> Table:
                 f"{each.rate:g}",
                 spread(perplexities(each), 3),
                 spread(finals(each.runs), 3),
-                "" if each is other else f"{ratio(each, other) - 1:+.1%}",
+                "" if each is other else percent(ratio(each, other) - 1),
                 f"{1000 * step_seconds(each):.0f}",
                 f"{1000 * step_cpu(each):.0f}",
                 "" if held is None else f"{held / 2**20:.0f}",
@@ -118,20 +138,25 @@ def results(outcomes: Sequence[Outcome]) -> Table:
     )
     note = (
         f"Mean ± standard deviation over the seeds ({len(outcomes[0].runs)}). Rival: the Transformer; of models "
-        f"without any feed-forward layer, the one without. Training MiB: the peak, less what was held before the model."
+        f"without any feed-forward layer, the one without. Rate: {rate_origin(outcomes)}. Training MiB: the peak, less "
+        f"what was held before the model."
     )
     return Table(header, tuple(rows), note)
 
 
-def tried(trials: Trials) -> Table:
+def tried(outcomes: Sequence[Outcome], trials: Trials) -> Table:
     """A row for each family, a column for each rate."""
+    taken = {(each.entry.shape, KINDS[each.entry.kind].family): each.rate for each in outcomes}
     rates = list(next(iter(trials.values())))
     rows = [
-        (f"{shape} {family}", *(f"{found[rate]:.3f}" + " *" * (found[rate] == min(found.values())) for rate in rates))
-        for (shape, family), found in trials.items()
+        (f"{key[0]} {key[1]}", *(f"{loss:.3f}" + " *" * (rate == taken[key]) for rate, loss in found.items()))
+        for key, found in trials.items()
     ]
+    edge = [f"{key[0]} {key[1]}" for key in trials if taken[key] in (min(rates), max(rates))]
     note = (
-        "Nats per token on the start of the held-out text, which the results leave out; * is the rate that was taken."
+        "Nats per token of the first model of each family, which has all its feed-forward layers, on the start of the "
+        "held-out text, which the results leave out; * is the rate that was taken, by all of the family. "
+        f"At the edge of what was tried: {', '.join(edge) or 'none'}."
     )
     return Table(("family", *(f"{rate:g}" for rate in rates)), tuple(rows), note)
 
@@ -202,7 +227,8 @@ def curves(outcomes: Sequence[Outcome]) -> bytes:
 
 def notes(outcomes: Sequence[Outcome], parity: Report) -> tuple[str, ...]:
     """What the numbers say about each claim."""
-    found = [sentence for shape in shapes(outcomes) for sentence in shape_notes(outcomes, shape)]
+    found = [within_note(outcomes, shape) for shape in shapes(outcomes)]
+    found += [sentence for shape in shapes(outcomes) for sentence in shape_notes(outcomes, shape)]
     return (*found, *parity_notes(parity))
 
 
@@ -227,25 +253,43 @@ def parity_note(own: Outcome, base: Outcome) -> str:
     """Competitive with a Transformer of equal size (section 7, tables 1 and 2)?"""
     more = ratio(own, base) - 1
     size = "of equal size" if own.entry.equal else f"with {own.entry.gap:+.1%} parameters"
-    verdict = "no comparison: a run diverged" if not math.isfinite(more) else _within(more)
     lowest, highest = min(PAPER_RATIOS.values()) - 1, max(PAPER_RATIOS.values()) - 1
     return (
         f"{own.entry.name} ({size}): perplexity {spread(perplexities(own), 3)}, the Transformer's "
-        f"{spread(perplexities(base), 3)}: {more:+.1%}, {verdict}. The paper's ICLM is {lowest:.1%} to {highest:.1%} "
-        f"above."
+        f"{spread(perplexities(base), 3)}: {percent(more)}, {_within(more)}. The paper's ICLM is {lowest:.1%} to "
+        f"{highest:.1%} above."
     )
 
 
 def _within(more: float) -> str:
+    if not math.isfinite(more):
+        return NO_COMPARISON
     if more < -BAR:
         return f"below it by more than {BAR:.0%}"
     return f"within {BAR:.0%}" if more <= BAR else f"not within {BAR:.0%}"
 
 
+def within_note(outcomes: Sequence[Outcome], shape: str) -> str:
+    """Which ICLM is within the bar of a Transformer's perplexity, and which is not; of those that are made to be of
+    its size, or as the paper has them."""
+    said: dict[str, list[str]] = {}
+    for each in outcomes:
+        if each.entry.shape == shape and each.entry.kind in (*MAIN[1:], "iclm-wv-no-mlp"):
+            other = rival(outcomes, each)
+            more = ratio(each, other) - 1
+            size = "equal size" if each.entry.equal else f"{each.entry.gap:+.1%} parameters"
+            against = "" if other.entry.kind == TRANSFORMER else f", to {other.entry.kind}"
+            said.setdefault(_within(more), []).append(f"{each.entry.kind} ({percent(more)}, {size}{against})")
+    parts = "; ".join(f"{verdict}: {', '.join(found)}" for verdict, found in said.items())
+    return f"{shape}, held-out perplexity beside the Transformer's. {parts or 'No ICLM was trained'}."
+
+
 def nats_note(full: Outcome, base: Outcome) -> str:
     """The full model within 0.05 nats, seed by seed."""
     gap = Gap.between(full.runs, base.runs)
-    verdict = "within" if gap.finite and gap.mean <= NATS else "not within"
+    if not gap.finite:
+        return f"{full.entry.name}, nats per token from the Transformer: {NO_COMPARISON}."
+    verdict = "within" if gap.mean <= NATS else "not within"
     return (
         f"{full.entry.name} is {gap} nats per token from the Transformer: {verdict} +{NATS} nats, with "
         f"{full.entry.gap:+.1%} parameters."
@@ -269,9 +313,8 @@ def mlp_notes(outcomes: Sequence[Outcome], shape: str, base: Outcome) -> Iterato
         paper = ""
         if without in ("iclm-wv-no-f-mlp", "transformer-no-mlp"):
             paper = f" The paper: {PAPER_MLP[family] - 1:+.1%} on TinyMath, called slight."
-        verdict = "slight" if more <= SLIGHT else "not slight"
         yield (
-            f"{one.entry.name} without {what}: perplexity {more:+.1%}, {verdict} (up to {SLIGHT:.0%}), with "
+            f"{one.entry.name} without {what}: perplexity {percent(more)}, {slight(more)} (up to {SLIGHT:.0%}), with "
             f"{other.entry.parameters / one.entry.parameters - 1:+.0%} parameters.{paper}"
         )
 

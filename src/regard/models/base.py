@@ -354,6 +354,19 @@ def positions_kept(call: str, logits_to_keep: int | Tensor, labels: Tensor | Non
     return slice(-logits_to_keep, None)
 
 
+def check_depth(call: str, cache: Cache, layers: int) -> None:
+    """A cache that holds tokens has a layer for each of the model's.
+
+    Raises:
+        ArgumentError: it was filled by a model of another depth.
+    """
+    if len(cache.layers) != layers and cache.get_seq_length() > 0:
+        raise ArgumentError(
+            f"{call}: past_key_values holds {len(cache.layers)} layers of another model, expected {layers}; leave it "
+            f"out or give model.model.new_cache()."
+        )
+
+
 def outside(call: str, tokens: Tensor, vocabulary: int) -> str:
     """The message for tokens that are not integers from 0 to `vocabulary` - 1."""
     found = f"{tokens.min().item()} to {tokens.max().item()}"

@@ -18,7 +18,7 @@ from .. import Spec
 from ..nn import Attention, HookPoint, Ridge, Temperature, feed_forwards, rotary_angles
 from ..nn.norm import make_norm
 from ..nn.ridge import RidgeProjection
-from .base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel
+from .base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel, check_depth
 from .cache import hybrid_cache
 from .catalogue import LanguageModel, language_models
 from .configuration_hybrid import HybridConfig
@@ -110,6 +110,8 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
     def decode(self, embedded: Tensor, context: Context) -> Decoded:
         """The layers, then the last norm."""
         assert self.config.head_dim is not None  # filled in by config.normalise
+        if context.cache is not None:
+            check_depth(self.call, context.cache, len(self.layers))
         angles = rotary_angles(context.positions, self.config.head_dim, self.config.rope_theta, embedded.dtype)
         hidden, states, attentions = embedded, [], []
         for layer in self.layers:

@@ -22,7 +22,7 @@ from ..checks import ArgumentError
 from ..nn.contextual_memory import ContextualMemory, LearnedNumbers
 from ..nn.memory_features import KeyFeatures, OutputProjection, Sharpness, ValueFeatures, without_hidden
 from ..nn.persistent_memory import PersistentMemory
-from .base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel
+from .base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel, check_depth
 from .catalogue import LanguageModel, language_models
 from .configuration_memory_mosaic import MemoryMosaicConfig
 from .memory_mosaic_cache import MemoryMosaicCacheLayer, memory_mosaic_cache
@@ -157,6 +157,8 @@ class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
 
     def decode(self, embedded: Tensor, context: Context) -> Decoded:
         """The blocks, then the last norm."""
+        if context.cache is not None:
+            check_depth(self.call, context.cache, len(self.layers))
         mask = None if _all_real(context.mask) else context.mask
         hidden = embedded
         states: list[Tensor] = []

@@ -129,6 +129,14 @@ def _starts(spec: Spec, dim: int, names: Sequence[str], start: str) -> dict[str,
     """Names and starting values of what is learned."""
     able = [name for name in names if name in spec.params and (name != "bias" or spec.kernel.compact)]
     first = {name: float(spec.params[name].default) for name in able}
+    for name, value in first.items():
+        above = 1.0 if name == "alpha" else 0.0
+        require(
+            name == "bias" or value > above,
+            CALL,
+            f"{name} is {value} in {spec} and is to be learned as a logarithm; start it above {above}, or leave it out "
+            f"of learned.",
+        )
     if start == "spec":
         return first
     threshold = wide_threshold(dim)

@@ -387,11 +387,12 @@ class _Expectation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         f, table, mean, log_mass = ctx.saved_tensors
-        centre = (grad * mean).sum(-1, keepdim=True)
-        df, parts = torch.zeros_like(f), []
-        for part in table.split(ctx.chunk):
-            p = torch.exp(f @ part.T - log_mass)
-            dz = p * (grad @ part.T - centre)
-            df = df + dz @ part
-            parts.append(p.T @ grad + dz.T @ f)
+        with full_precision(f.device.type):  # backward() may be called where autocast is on
+            centre = (grad * mean).sum(-1, keepdim=True)
+            df, parts = torch.zeros_like(f), []
+            for part in table.split(ctx.chunk):
+                p = torch.exp(f @ part.T - log_mass)
+                dz = p * (grad @ part.T - centre)
+                df = df + dz @ part
+                parts.append(p.T @ grad + dz.T @ f)
         return df, torch.cat(parts), None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..estimators.precision import full_precision
 from .block_rows import FLAGS, FLOATS, Rows, flat, flat_params, placed, refuse, rows_in, work_of
 from .blocks import Work, new_marks
 
@@ -88,7 +89,7 @@ def backward(
     offset: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the row parameters [P, B, H, Tq]."""
-    with torch.no_grad():
+    with torch.no_grad(), full_precision(grad.device.type):  # backward() may be called where autocast is on
         work = work_of(q, k, mask, moved, runs, text, offset)
         kept = (flat(floats), flat(flags), flat(index))
         return _backward_blocks(work, rows_in(text), grad, q, k, v, given, kept, flat(active))

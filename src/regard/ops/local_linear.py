@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ..estimators.diagnostics import negative_part
 from ..estimators.local import relative
+from ..estimators.precision import full_precision
 from ..grammar import SolveStatus, Spec
 from ..grammar.systems import unit
 from .block_rows import FLAGS, FLOATS, Rows, flat, flat_params, placed, refuse, rows_in, spec_in, unpack, work_of
@@ -229,7 +230,7 @@ def backward(
     number: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, x, y, ridge [.., 1 or D], probe, and of the row parameters [P, B, H, Tq]."""
-    with torch.no_grad():
+    with torch.no_grad(), full_precision(grad.device.type):  # backward() may be called where autocast is on
         work = work_of(q, k, mask, moved, runs, text, offset)
         work.elements = max(work.elements, min(ELEMENTS, 2 * work.elements))
         tensors = _flattened(q, k, v, x, y, ridge, probe, given)
