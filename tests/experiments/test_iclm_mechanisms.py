@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 from regard.checks import ArgumentError
 from regard.experiments import iclm_mechanisms as recipe
@@ -90,7 +94,11 @@ def test_what_is_shown(findings):
     shown = ["sinks", "induction", "prompt-1", "prompt-1-logit", "blocks", "blocks-logit"]
     assert list(findings.figures) == [f"iclm-mechanisms-{name}.png" for name in shown]
     assert all(picture.startswith(b"\x89PNG") for picture in findings.figures.values())
-    assert len(findings.notes) == 12
+    assert len(findings.notes) == 13
+    assert findings.notes[0].endswith(
+        "rests on 1 seed (no spread over seeds is known). Heads that it is judged by: on text phi 2, f 2, Transformer "
+        "4; on repeated blocks phi 2, f 2, Transformer 4."
+    )
 
 
 @pytest.mark.parametrize("size", ["quick", "desk", "paper"])
@@ -242,16 +250,26 @@ def test_maps_are_labelled_by_role():
     assert (rows, columns) == (["b", "␣", "b ?"], ["a", "b", "␣"])
 
 
+def test_every_block_has_its_colour_in_the_legend():
+    axes = Figure().subplots()
+    figures._bars(axes, np.array([[1.0, -1.0], [-0.5, 2.0], [0.0, 0.5]]))
+    patches = axes.get_legend().get_patches()
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["f block 1", "f block 2"]
+    drawn = [to_hex(bars.patches[0].get_facecolor()) for bars in axes.containers]
+    assert [to_hex(patch.get_facecolor()) for patch in patches] == [drawn[0], drawn[2]]
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+
+
 # Verdicts --------------------------------------------------------------------------------------------------------
 
 
-def layer(stream, number, *, strongest=(0.1, 0.1), place=(5, 5), even=0.5, weight=0.2, lift=1.0):
+def layer(stream, number, *, strongest=(0.1, 0.1), place=(5, 5), even=0.5, weight=0.2, lift=1.0, first=0.05):
     heads = len(strongest)
     copied = {"weight": [weight] * heads, "lift": [lift] * heads, "uniform": weight / max(lift, 1e-9), "rows": 9}
     return {
         "stream": stream,
         "layer": number,
-        "first": [s if p == 0 else 0.05 for s, p in zip(strongest, place, strict=True)],
+        "first": [s if p == 0 else first for s, p in zip(strongest, place, strict=True)],
         "strongest": list(strongest),
         "place": list(place),
         "uniform": 0.03,
@@ -305,6 +323,8 @@ def test_sinks_of_phi():
     assert "2 of 2 heads of phi have one, 2 of them there: holds." in output.phi_note(seen(phi=there))
     elsewhere = layer("phi", 0, strongest=(0.6, 0.4), place=(0, 1))
     assert "1 of them there: does not hold." in output.phi_note(seen(phi=elsewhere))
+    both = layer("phi", 0, strongest=(0.6, 0.5), place=(0, 1), first=0.35)  # "at least": another may be stronger
+    assert "2 of them there: holds." in output.phi_note(seen(phi=both))
 
 
 def test_sinks_of_f():
@@ -319,22 +339,45 @@ def test_sinks_of_f():
 
 
 def test_where_sinks_stand():
-    phi = layer("phi", 0, strongest=(0.6, 0.4), place=(0, 0))
+    phi = layer("phi", 0, strongest=(0.6,) * 4, place=(0,) * 4)
     assert "nothing to compare" in output.place_note(seen(phi=phi))
-    mixed = layer("transformer", 0, strongest=(0.6, 0.4), place=(0, 2))
-    assert "50% of them at the first token, of phi's 100%: holds." in output.place_note(
-        seen(phi=phi, transformer=mixed)
-    )
+    few = layer("transformer", 0, strongest=(0.6, 0.4), place=(0, 2))
+    note = output.place_note(seen(phi=phi, transformer=few))
+    assert "50% of them at least at the first token; of the 4 of phi 100% at the start token: not decided" in note
+    many = layer("transformer", 0, strongest=(0.6,) * 4, place=(0, 2, 2, 3))
+    note = output.place_note(seen(phi=phi, transformer=many))
+    assert "25% of them" in note
+    assert "not decided (as few by accident: 0.07" in note
+    none = layer("transformer", 0, strongest=(0.6,) * 4, place=(1, 2, 2, 3))
+    assert ": holds (as few by accident: 0.01" in output.place_note(seen(phi=phi, transformer=none))
     first = layer("transformer", 0, strongest=(0.6, 0.4), place=(0, 0))
     assert "does not hold" in output.place_note(seen(phi=phi, transformer=first))
+    too = layer("transformer", 0, strongest=(0.6,) * 4, place=(1, 2, 2, 3), first=0.31)
+    assert "does not hold" in output.place_note(seen(phi=phi, transformer=too))
 
 
-def test_balance():
-    f, phi = layer("f", 0, even=0.8), layer("phi", 0, even=0.3)
-    assert output.even_note(seen(f=f, phi=phi)).endswith("0.50 in the Transformer: holds.")
-    assert output.even_note(seen(f=f, phi=phi, transformer=layer("transformer", 0, even=0.9))).endswith(
-        "does not hold."
+@pytest.mark.parametrize("table", [(0, 4, 4, 4), (3, 7, 9, 11), (5, 5, 0, 3), (2, 9, 1, 2), (0, 3, 0, 5)])
+def test_the_luck_of_few_marks(table):
+    """All ways to deal the marks, counted one by one."""
+    marked, count, others_marked, others = table
+    ways = list(itertools.combinations(range(count + others), marked + others_marked))
+    few = sum(sum(place < count for place in way) <= marked for way in ways)
+    assert output.luck_of(*table) == pytest.approx(few / len(ways))
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "verdicts"),
+    [((0.8, 0.3), (0.1, 0.6), ("holds", "holds")), ((0.4, 0.5), (0.5, 0.4), ("does not hold", "does not hold"))]
+    + [((0.6, 0.5), (0.5, 0.6), ("not decided", "not decided")), ((0.1, 0.9), (0.2, 0.3), ("does not hold", "holds"))],
+)
+def test_balance(rows, columns, verdicts):
+    f, phi = (
+        layer(name, 0, even=even, strongest=(strongest - 0.05, strongest + 0.05))
+        for name, even, strongest in zip(("f", "phi"), rows, columns, strict=True)
     )
+    note = output.even_note(seen(f=f, phi=phi))
+    assert f"{rows[0]:.2f} in f, {rows[1]:.2f} in phi and 0.50 in the Transformer: {verdicts[0]}; " in note
+    assert f"{columns[0]:.2f} in f, {columns[1]:.2f} in phi and 0.10 in the Transformer: {verdicts[1]}." in note
 
 
 def test_copying_heads():
@@ -363,8 +406,28 @@ def test_induction_heads(after, before, verdict):
 
 def test_feed_forward_layers():
     f, transformer = output.mlp_notes(seen(without=5.1))
-    assert "from 5.000 to 5.100, +2.0%: slight (up to 5%)" in f
-    assert "+10.0%: not slight" in transformer
+    assert "from 5.000 to 5.100, +2.0%: slight, one seed (up to 5%)" in f
+    assert "+10.0%: not slight, one seed (" in transformer
+    f, _ = output.mlp_notes(seen(without=math.nan))
+    assert f.endswith("perplexity of iclm: no comparison: a run diverged.")
+
+
+def test_nothing_is_said_of_heads_after_a_training_that_diverged():
+    first, *notes = output.notes(seen(without=math.inf))
+    assert "since the training of iclm-no-f-mlp (seed 0) diverged: lower --learning-rate." in first
+    assert notes == list(output.mlp_notes(seen(without=math.inf)))
+
+
+def test_a_training_that_diverges_is_shown():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "run_jobs", in_process)
+        found = recipes.get("iclm-mechanisms").run(replace(TINY, learning_rate=1e30, steps=3), lambda text: None)
+    assert found.notes[0].startswith("Nothing is said of heads")
+    assert len(found.notes) == 3
+    lost, eigen = found.tables["What is lost"], found.tables["Heads of f as maps between tokens"]
+    assert [row[2] for row in lost.rows] == ["diverged"] * 4
+    assert [row[1] for row in eigen.rows] == ["nan"] * 2
+    assert all(picture.startswith(b"\x89PNG") for picture in found.figures.values())
 
 
 def test_the_parts_of_a_logit():

@@ -143,7 +143,6 @@ BASE = outcome("transformer", math.log(10), math.log(12))  # mean perplexity 11
         ((11.0, 12.0), "+4.5%, within 5%"),
         ((11.5, 12.5), "+9.1%, not within 5%"),
         ((9.0, 9.0), "-18.2%, below it by more than 5%"),
-        ((10.0, math.inf), "a run diverged"),
     ],
 )
 def test_parity_is_judged_by_the_ratio_of_mean_perplexities(perplexities, verdict):
@@ -152,6 +151,55 @@ def test_parity_is_judged_by_the_ratio_of_mean_perplexities(perplexities, verdic
     assert verdict in note
     assert "of equal size" in note
     assert "1.0% to 5.9% above" in note
+
+
+def test_what_diverged_is_compared_to_nothing():
+    lost = outcome("iclm-wv", math.log(10), math.nan)
+    assert output.parity_note(lost, BASE) == "2x16x2 iclm-wv (of equal size): no comparison: a run diverged."
+    (note,) = output.mlp_notes([BASE, lost, outcome("iclm-wv-no-f-mlp", math.nan, 1.0)], "2x16x2", BASE)
+    assert note.endswith("without f's feed-forward layers: no comparison: a run diverged.")
+    both = [outcome("transformer", math.nan), outcome("transformer-no-mlp", math.nan)]
+    (note,) = output.mlp_notes(both, "2x16x2", both[0])
+    assert note.endswith("without all feed-forward layers: no comparison: a run diverged.")
+    assert [row[6] for row in output.results([BASE, lost]).rows] == ["", "diverged"]
+    assert output.dots([both[0], lost]).startswith(b"\x89PNG")
+
+
+def test_it_is_said_who_is_within_the_bar_and_who_is_not():
+    outcomes = [
+        BASE,
+        outcome("transformer-no-mlp", math.log(13)),
+        outcome("iclm-wv", math.log(12)),
+        outcome("iclm-full-matched", math.log(11.44)),
+        outcome("iclm-full", math.log(11), parameters=112),
+        outcome("iclm-wv-no-f-mlp", math.log(40), parameters=60),
+        outcome("iclm-wv-no-mlp", math.log(13)),
+    ]
+    assert output.within_note(outcomes, "2x16x2") == (
+        "2x16x2, held-out perplexity beside the Transformer's. not within 5%: iclm-wv (+9.1%, equal size); within 5%: "
+        "iclm-full-matched (+4.0%, equal size), iclm-full (+0.0%, +12.0% parameters), iclm-wv-no-mlp (+0.0%, equal "
+        "size, to transformer-no-mlp)."
+    )
+    assert output.within_note([BASE], "2x16x2").endswith("No ICLM was trained.")
+    lost = outcome("iclm-wv", math.nan)
+    assert "no comparison: a run diverged: iclm-wv (diverged" in output.within_note([BASE, lost], "2x16x2")
+
+
+def test_rates_at_the_edge_of_the_grid_are_named():
+    outcomes = [BASE, outcome("iclm-wv", 2.0), outcome("iclm-wv-no-mlp", 2.0)]  # they took 1e-3
+    trials = {
+        ("2x16x2", "transformer"): {5e-4: 2.0, 1e-3: 1.5, 2e-3: math.nan},
+        ("2x16x2", "iclm"): {5e-4: 2.0, 1e-3: 1.5, 2e-3: 1.5},
+    }
+    inside = output.tried(outcomes, trials)
+    assert inside.note.endswith("may be better: none.")
+    assert "Nats per token of iclm-wv and transformer on" in inside.note
+    assert inside.rows == (
+        ("2x16x2 transformer", "2.000", "1.500 *", "nan"),
+        ("2x16x2 iclm", "2.000", "1.500 *", "1.500"),
+    )
+    edge = {key: {rate / 2: loss for rate, loss in found.items()} for key, found in trials.items()}
+    assert output.tried(outcomes, edge).note.endswith("may be better: 2x16x2 transformer, 2x16x2 iclm.")
 
 
 def test_models_of_another_size_are_called_so():
@@ -168,7 +216,7 @@ def test_nats_are_judged_seed_by_seed(more, verdict):
     own = outcome("iclm-full", math.log(10) + more, math.log(12) + more)
     assert verdict in output.nats_note(own, BASE)
     assert f"is {more:+.4f}" in output.nats_note(own, BASE)
-    assert "not within" in output.nats_note(outcome("iclm-full", math.nan, 1.0), BASE)
+    assert output.nats_note(outcome("iclm-full", math.nan, 1.0), BASE).endswith("no comparison: a run diverged.")
 
 
 @pytest.mark.parametrize(

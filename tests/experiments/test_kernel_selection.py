@@ -160,7 +160,7 @@ def test_verdicts_follow_the_numbers() -> None:
     better = groups(
         mean_of_the_past=2.5, rbf_normalised=1.9, linear_not_normalised=2.2, exponential_normalised_q_is_k=2.3
     )
-    told = shown.notes(better, 2.6, {})
+    told = shown.notes(better, 2.6, {}, 3e-3)
     assert "holds, 7 of 7 forms do" in note(told, '"All tested')
     assert ": holds. Its loss is 2.3003 ± 0.1000, -0.3000 ± 0.0000 from equal weights (lower)" in note(
         told, '"The linear'
@@ -171,23 +171,26 @@ def test_verdicts_follow_the_numbers() -> None:
     assert "50% of the activations" in note(told, '"q = k halves')
     assert "10% of all" in note(told, '"q = k halves')
     assert "exponential -0.3000 ± 0.0000 (lower)" in note(told, "With q = k")
-    assert "has 7 of these 7" in told[-1]
+    assert "has 7 of these 7" in note(told, "The grammar")
 
 
 def test_verdicts_can_fail() -> None:
     worse = groups(mean_of_the_past=2.0, rbf_normalised=2.1, linear_not_normalised=2.7, clipped=2.0)
     worse[Kind("clipped-geometric", True)] = [run(Kind("clipped-geometric", True), s, 2.0, math.nan) for s in range(3)]
-    told = shown.notes(worse, 2.6, {"geometric, normalised": "why"})
+    told = shown.notes(worse, 2.6, {"geometric, normalised": "why"}, 3e-3)
     assert "does not hold here, 6 of 7 forms do; not for clipped-geometric, normalised" in note(told, '"All tested')
     assert ": does not hold here. Its loss is 2.8003" in note(told, '"The linear')
     assert "does not hold here: it is worse" in note(told, '"RBF')
     assert ": does not hold here, diverged" in note(told, '"The clipped')
-    assert "refused: geometric, normalised (why)" in told[-1]
+    assert "refused: geometric, normalised (why)" in note(told, "The grammar")
     level = groups(rbf_normalised=2.0)
     level[Kind("rbf", True)] = [run(Kind("rbf", True), s, 4.0, 2.0 + 0.1 * (s % 2)) for s in range(3)]
-    assert "not seen: level within the seeds" in note(shown.notes(level, 2.6, {}), '"RBF')
-    one = {kind: runs[:1] for kind, runs in groups(rbf_normalised=1.5).items()}
-    assert "not decided (one seed)" in note(shown.notes(one, 2.6, {}), '"RBF')
+    assert "not seen: level within the seeds" in note(shown.notes(level, 2.6, {}, 3e-3), '"RBF')
+    one = {kind: runs[:1] for kind, runs in groups(rbf_normalised=1.5, linear_not_normalised=1.9).items()}
+    told = shown.notes(one, 2.6, {}, 3e-3)
+    for claim in ('"RBF', '"The linear kernel'):
+        assert "not decided (one seed)" in note(told, claim)
+    assert "(0.003)" in note(told, "All have the same learning rate")
     assert shown.tables(worse)
     assert set(shown.figures(worse)) == {"kernel-selection-curves.png", "kernel-selection-final.png"}
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from regard.checks import ArgumentError
 from regard.experiments import language_runs as runs
-from regard.experiments.language_output import Gap, band, spread
+from regard.experiments.language_output import Gap, band, order, rate_note, spread, verdict
 from regard.models import HybridConfig, HybridForCausalLM
 
 V = 17
@@ -249,7 +249,7 @@ def test_budgets_out_of_range(changes: dict[str, object], message: str) -> None:
 
 
 def test_what_no_model_is_made_from(text: runs.Corpus) -> None:
-    with pytest.raises(ArgumentError, match="no language model is made from a int; known are HybridConfig"):
+    with pytest.raises(ArgumentError, match="got int, expected the configuration of a model: HybridConfig"):
         runs.train_language_model(3, text, BUDGET, 0, name="x")
     with pytest.raises(ArgumentError, match="workers is 0, expected at least 1"):
         runs.run_jobs([], 0, print)
@@ -299,5 +299,45 @@ def test_gaps_are_paired_and_judged_by_students_t() -> None:
     assert Gap((-0.1, 0.1, -0.05)).side == "level"
     assert Gap((-0.1,)).side == "one seed"
     assert Gap((-0.1, math.nan)).side == "diverged"
+    for count, point in ((13, 2.179), (31, 2.042), (32, 2.040), (61, 2.000), (121, 1.980)):
+        many = Gap(tuple(float(i) for i in range(count)))
+        deviation = math.sqrt(sum((i - (count - 1) / 2) ** 2 for i in range(count)) / (count - 1))
+        assert many.noise == pytest.approx(point * deviation / math.sqrt(count), rel=5e-4)
     assert band([made("a", 0, 3.0, 1.0), made("a", 1, 5.0, 2.0)], "train") == ([3.0, 1.0], [4.0, 1.5], [5.0, 2.0])
     assert [name for name, _ in runs.by_name([*near, *base])] == ["b", "a"]
+
+
+LOWER, HIGHER, LEVEL = Gap((-1.0, -1.1, -1.2)), Gap((1.0, 1.1, 1.2)), Gap((1.0, -1.0, 0.1))
+ALONE, BROKEN = Gap((-1.0,)), Gap((-1.0, math.nan))
+
+
+@pytest.mark.parametrize(
+    ("gaps", "said"),
+    [
+        ((LOWER, LOWER), "holds"),
+        ((LOWER, HIGHER, LEVEL), "holds in part"),
+        ((LOWER, BROKEN), "holds in part"),
+        ((LEVEL, LEVEL), "not seen here"),
+        ((HIGHER, HIGHER), "does not hold here"),
+        ((HIGHER, LEVEL), "does not hold here"),
+        ((ALONE, ALONE), "not decided (one seed)"),
+        ((ALONE, LEVEL), "not decided (one seed)"),
+        ((BROKEN, LEVEL), "not decided (diverged)"),
+    ],
+)
+def test_a_claim_of_several_gaps(gaps: tuple[Gap, ...], said: str) -> None:
+    assert verdict(gaps, "lower") == said
+
+
+def test_only_decided_sides_make_an_order() -> None:
+    assert order(LOWER, LOWER) == order(HIGHER, HIGHER) == "the order stays"
+    assert order(LOWER, HIGHER) == order(HIGHER, LOWER) == "the order changes"
+    for open_one in (LEVEL, ALONE, BROKEN):
+        assert {order(open_one, other) for other in (LOWER, HIGHER, open_one)} == {"not decided"}
+        assert {order(other, open_one) for other in (LOWER, HIGHER)} == {"not decided"}
+
+
+def test_the_note_on_learning_rates_names_them() -> None:
+    assert "(0.003)" in rate_note(3e-3)
+    assert "(0.02, at every depth)" in rate_note({1: 2e-2, 4: 2e-2})
+    assert "(0.005 at depth 1, 0.001 at depth 12)" in rate_note({1: 5e-3, 12: 1e-3})

@@ -21,7 +21,7 @@ from regard.models import MemoryMosaicForCausalLM
 
 SMALL = (
     "--size quick --weightings softmax topk-uniform normrelu biweight --released fast --depths 1 2 --ks 3 --seeds 2 "
-    "--width 16 --heads 2 --context 16 --batch 2 --steps 4 --measured 300 --looks 2"
+    "--width 16 --heads 2 --context 16 --batch 2 --steps 4 --deep-steps 3 --measured 300 --looks 2"
 )
 TINY = SMALL.split()
 
@@ -56,7 +56,11 @@ def test_what_is_trained() -> None:
     deep = [kind for kind in made if kind.depth == 4]
     assert len(deep) == 8
     assert all(kind.form == DEFINED and kind.k in (None, 32) for kind in deep)
-    assert [list(recipe.seeds(defaults(seed=5), depth)) for depth in (1, 4)] == [[5, 6, 7], [5]]
+    desk = defaults(seed=5)
+    for kind in made:
+        alone = kind.depth == 4 or kind.k in (16, 64)
+        assert list(recipe.seeds(desk, kind)) == ([5] if alone else [5, 6, 7])
+    assert [recipe.budget(desk, depth).steps for depth in (1, 4)] == [700, 400]
 
 
 def test_the_size_of_the_paper() -> None:
@@ -130,6 +134,8 @@ def test_every_kind_and_seed_is_there(tiny: Path) -> None:
     assert runs["normrelu, depth 1", 0]["extra"]["h"] != runs["normrelu, depth 1", 1]["extra"]["h"]
     assert set(found["empty_at_the_start"]) == {"normrelu, depth 1", "normrelu, depth 2"}
     assert found["numbers"]["deep_seeds"] == 1
+    assert {run["steps"][-1] for run in found["runs"] if "depth 1" in run["name"]} == {4}
+    assert {run["steps"][-1] for run in found["runs"] if "depth 2" in run["name"]} == {3}
     for name in ("curves", "final", "released"):
         assert (tiny / f"mosaic-kernels-{name}.png").read_bytes().startswith(b"\x89PNG")
     said = (tiny / "mosaic-kernels.md").read_text()
@@ -162,12 +168,13 @@ def note(notes: tuple[str, ...], part: str) -> str:
 
 
 BEGUN = {"normrelu, depth 1": 0.01}
+RATES = {1: 2e-2}
 
 
 def test_verdicts_follow_the_numbers() -> None:
     told = shown.notes(
         groups(sparsemax=1.8, biweight=1.7, triweight=1.9, topk_uniform=2.2, normrelu=2.1, relumax=1.85,
-               relumax_fast=2.0, relumax_mended=1.95, normrelu_fast=2.1, topk_uniform_no_gradient=2.5), BEGUN,
+               relumax_fast=2.0, relumax_mended=1.95, normrelu_fast=2.1, topk_uniform_no_gradient=2.5), BEGUN, RATES,
     )  # fmt: skip
     assert "holds, it is better; -0.3000" in note(told, "biweight no worse")
     assert "holds (of 9 gaps 9 lower)" in note(told, '"compact kernels below')
@@ -188,20 +195,25 @@ def test_verdicts_follow_the_numbers() -> None:
 
 
 def test_verdicts_can_fail() -> None:
-    told = shown.notes(groups(biweight=2.1, sparsemax=1.9, relumax=1.8, relumax_fast=2.0), BEGUN)
+    told = shown.notes(groups(biweight=2.1, sparsemax=1.9, relumax=1.8, relumax_fast=2.0), BEGUN, RATES)
     assert "does not hold here; +0.1000" in note(told, "biweight no worse")
     assert "holds in part (of 9 gaps 3 lower, 3 higher, 3 level)" in note(told, '"compact kernels below')
     assert "not seen here" in note(told, "are worse than softmax")
     assert "(higher), defined -0.1000 ± 0.0000 (lower), the order changes" in note(told, "ranking?")
     level = groups()
     level[Kind("biweight", 1)] = [run(Kind("biweight", 1), s, 2.0 + 0.01 * (s % 2)) for s in range(3)]
-    assert "holds, they are level" in note(shown.notes(level, BEGUN), "biweight no worse")
-    single = shown.notes(groups(seeds=1, biweight=1.0), BEGUN)
+    assert "holds, they are level" in note(shown.notes(level, BEGUN, RATES), "biweight no worse")
+    single = shown.notes(groups(seeds=1, biweight=1.0), BEGUN, RATES)
     for claim in ("biweight no worse", '"compact kernels below', "are worse than softmax"):
         assert "not decided (one seed)" in note(single, claim)
     assert note(single, "ranking?").count("(one seed), not decided") == 2
+    worse = shown.notes(groups(sparsemax=2.1, biweight=2.2, triweight=2.3, topk_uniform=1.9, normrelu=1.9,
+                               topk_uniform_no_gradient=1.8, relumax=2.1, relumax_fast=1.9), BEGUN, RATES)  # fmt: skip
+    assert "does not hold here (of 9 gaps 9 higher)" in note(worse, '"compact kernels below')
+    assert "does not hold here: topk-uniform -0.1000" in note(worse, "are worse than softmax")
+    assert "(0.02), chosen for none" in note(worse, "learning rate")
     broken = groups(biweight=math.nan)
-    assert "not decided (diverged)" in note(shown.notes(broken, BEGUN), "biweight no worse")
+    assert "not decided (diverged)" in note(shown.notes(broken, BEGUN, RATES), "biweight no worse")
     assert shown.tables(broken)
     assert len(shown.figures(broken)) == 3
 
@@ -233,6 +245,8 @@ def test_the_text_is_split_and_encoded(tmp_path: Path) -> None:
         ({"ks": (0,)}, "--ks is \\(0,\\), expected"),
         ({"learning_rates": (1e-3, 1e-3, 1e-3)}, "--learning-rates has 3 numbers for 2 depths"),
         ({"deep_seeds": 0}, "--deep-seeds is 0"),
+        ({"k_seeds": 0}, "--k-seeds is 0"),
+        ({"deep_steps": 0}, "--deep-steps is 0"),
         ({"heads": 5}, "64"),
         ({"steps": 0}, "--steps is 0"),
     ],

@@ -228,6 +228,9 @@ def test_eigenvalues_of_known_maps():
     assert found.balance.tolist() == pytest.approx([1, -1, 0.5, 0, 1], abs=1e-9)
     assert copying_eigenvalues(torch.zeros(1, 4, 4), embedding).balance.tolist() == [0.0]
     assert copying_eigenvalues(torch.zeros(1, 4, 4), embedding).share.tolist() == [0.0]
+    heads[1, 0, 0] = math.nan
+    assert copying_eigenvalues(heads, embedding).share.isnan().tolist() == [i == 1 for i in range(len(heads))]
+    assert copying_eigenvalues(heads, embedding).balance.isnan().tolist() == [i == 1 for i in range(len(heads))]
 
 
 def test_eigenvalues_are_those_of_the_map_between_tokens():

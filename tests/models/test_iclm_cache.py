@@ -202,3 +202,12 @@ def test_caches_that_do_not_fit():
         model(ids, past_key_values=make(num_hidden_layers=2).model.new_cache())
     with pytest.raises(ArgumentError, match="keys wait for their values here; use extend"):
         model.model.new_cache().update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 2)
+
+
+def test_a_value_is_projected_once():
+    model, (ids, mask) = make(variant="wv"), prompt()
+    seen = []
+    handle = model.model.f[0].attn.v_proj.register_forward_hook(lambda module, inputs, out: seen.append(out.shape[1]))
+    model.generate(ids, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    handle.remove()
+    assert seen == [11, 1, 1, 1, 1]

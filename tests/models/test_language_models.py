@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, count_parameters, language_models, match_parameters
+from regard.models.base_config import own_fields
 
 NAMES = language_models.names()
 SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -206,3 +207,31 @@ def test_a_cache_that_another_model_filled(name):
     cache = deep(tokens).past_key_values
     with pytest.raises(ArgumentError, match="past_key_values"):
         make(name)(tokens, past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_field_excuses_no_tensor_that_the_file_should_hold(name, tmp_path):
+    make(name).save_pretrained(tmp_path)
+    model = language_models.get(name).model
+    assert model.from_pretrained(tmp_path, max_position_embeddings=77).config.max_position_embeddings == 77
+    with pytest.raises(ArgumentError, match=r"missing keys: lm_head\.weight"):
+        model.from_pretrained(tmp_path, tie_word_embeddings=False)
+    resave(tmp_path, damage("missing"))
+    for change in ({"use_cache": False}, {"max_position_embeddings": 77}):
+        with pytest.raises(ArgumentError, match="do not fit their config .missing keys"):
+            model.from_pretrained(tmp_path, **change)
+
+
+def test_a_changed_sentence_may_add_and_drop_what_it_learns(tmp_path):
+    make("memory-mosaic", mixers="softmax").save_pretrained(tmp_path)
+    model = language_models.get("memory-mosaic").model
+    fixed = model.from_pretrained(tmp_path, mixers="epanechnikov*fixed(h=1.2)*cosine")
+    assert any(path.endswith("log_h") for path, _ in fixed.named_parameters())
+    assert torch.equal(fixed.model.embed_tokens.weight, model.from_pretrained(tmp_path).model.embed_tokens.weight)
+
+
+def test_own_fields_are_fields():
+    for name in NAMES:
+        config = language_models.get(name).config
+        assert {"unused", "size_field"}.isdisjoint(own_fields(config))
+        assert {"vocab_size", "mixers"} <= set(own_fields(config))

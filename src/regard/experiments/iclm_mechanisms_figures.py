@@ -175,9 +175,8 @@ def _bars(axes: Axes, parts: np.ndarray) -> None:
         colour = COLOURS[layer % len(COLOURS)]
         for sign, end in ends.items():
             size = np.where(sign * own > 0, own, 0)
-            axes.bar(places, size, bottom=end, color=colour)
+            axes.bar(places, size, bottom=end, color=colour, label=f"f block {layer + 1}" if sign > 0 else None)
             end += size
-        axes.bar([], [], color=colour, label=f"f block {layer + 1}")
     axes.axhline(0, color="#333333", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, ncols=4)

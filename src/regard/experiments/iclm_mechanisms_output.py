@@ -11,8 +11,8 @@ from typing import Any
 from ..inspect.mechanisms import EPSILON
 from ..inspect.tables import Table
 from .iclm_mechanisms import ICLM, NO_MLP, TRANSFORMER
-from .iclm_parity_output import PAPER_MLP, SLIGHT, slight
-from .language_output import spread
+from .iclm_parity_output import NO_COMPARISON, PAPER_MLP, SLIGHT, slight
+from .language_output import Gap, spread
 from .language_runs import LanguageRun
 
 DOMINATES = 0.5
@@ -389,14 +389,20 @@ def luck_of(marked: int, count: int, others_marked: int, others: int) -> float:
 
 
 def even_note(seen: Seen) -> str:
-    """Is f more balanced?"""
-    f, phi = mean(seen.heads(ICLM, "f"), "even"), mean(seen.heads(ICLM, "phi"), "even")
-    other = mean(seen.heads(TRANSFORMER, "transformer"), "even")
-    least = max(phi, other)
-    verdict = "holds" if f > EVEN * least else "not decided" if f > least else "does not hold"
+    """Is f more balanced, row by row and column by column?"""
+    streams = [(name, stream) for name, own in STREAMS.items() for stream in own]
+    said = []
+    for what, key, power in (
+        ("row by row (the effective share of what a row sees)", "even", 1),
+        ("column by column (the mean weight of the strongest column, smaller is more balanced)", "strongest", -1),
+    ):
+        phi, f, other = (mean(seen.heads(*stream), key) for stream in streams)
+        more = (f / phi) ** power
+        verdict = "holds" if more > EVEN else "not decided" if more > 1 else "does not hold"
+        said.append(f"{what} {f:.2f} in f, {phi:.2f} in phi and {other:.2f} in the Transformer: {verdict}")
     return (
-        f'The paper: f shows "significantly more balanced attention scores". Evenness is {f:.2f} in f, {phi:.2f} in '
-        f"phi and {other:.2f} in the Transformer: {verdict} (above {EVEN} times both expected)."
+        f'The paper: f, unlike phi, shows "significantly more balanced attention scores" ({EVEN} times expected): '
+        f"{'; '.join(said)}."
     )
 
 
@@ -444,12 +450,16 @@ def run_scores(run: LanguageRun, stream: str) -> list[float]:
 def mlp_notes(seen: Seen) -> Iterator[str]:
     """What perplexity costs without feed-forward layers."""
     for name, what in ((ICLM, "f's feed-forward layers"), (TRANSFORMER, "feed-forward layers")):
-        with_, without = (statistics.fmean(run.perplexity for run in seen.of(n)) for n in (name, NO_MLP[name]))
+        runs = seen.of(NO_MLP[name]), seen.of(name)
+        without, with_ = (statistics.fmean(run.perplexity for run in own) for own in runs)
+        if not math.isfinite(without / with_):
+            yield f"Without {what} the perplexity of {name}: {NO_COMPARISON}."
+            continue
         more = without / with_ - 1
-        change = f"goes from {with_:.3f} to {without:.3f}, {more:+.1%}: " if math.isfinite(more) else ": "
         yield (
-            f"Without {what} the perplexity of {name} {change}{slight(more)} (up to {SLIGHT:.0%}). The paper: "
-            f"{PAPER_MLP[name] - 1:+.1%} on TinyMath, called slight."
+            f"Without {what} the perplexity of {name} goes from {with_:.3f} to {without:.3f}, {more:+.1%}: "
+            f"{slight(more, Gap.between(*runs))} (up to {SLIGHT:.0%}). The paper: {PAPER_MLP[name] - 1:+.1%} on "
+            f"TinyMath, called slight."
         )
 
 

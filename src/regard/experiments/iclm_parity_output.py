@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from ..inspect.figures import COLOURS, png
 from ..inspect.tables import Table
 from .iclm_parity import EQUAL, KINDS, MAIN, TRANSFORMER, Outcome
-from .language_output import DIVERGED, Gap, curve_figure, finals, spread
+from .language_output import DIVERGED, ONE_SEED, Gap, curve_figure, finals, finite_runs, spread
 
 Trials = Mapping[tuple[str, str], Mapping[float, float]]
 Report = Mapping[str, Mapping[str, int | None]]
@@ -67,11 +67,27 @@ def percent(more: float) -> str:
     return f"{more:+.1%}" if math.isfinite(more) else DIVERGED
 
 
-def slight(more: float) -> str:
-    """What is said of a rise of perplexity."""
-    if not math.isfinite(more):
-        return NO_COMPARISON
-    return "slight" if more <= SLIGHT else "not slight"
+def doubt(gap: Gap, bar: float) -> str:
+    """What to add to a verdict on which side of a bar, in nats per token, a gap is: nothing beyond the seeds' noise."""
+    if len(gap.each) < 2:
+        return f", {ONE_SEED}"
+    return "" if abs(gap.mean - bar) > gap.noise else ", undecided beyond the seeds' noise"
+
+
+def slight(more: float, gap: Gap) -> str:
+    """What is said of a share of perplexity more, and of the gap in nats behind it."""
+    said = "lower" if more < 0 else "slight" if more <= SLIGHT else "not slight"
+    return said + doubt(gap, 0.0 if more < 0 else math.log1p(SLIGHT))
+
+
+def within(own: Outcome, base: Outcome) -> tuple[str, str]:
+    """Whether a perplexity is within the bar of another's, and the doubt about it."""
+    gap, more = Gap.between(own.runs, base.runs), ratio(own, base) - 1
+    if not gap.finite:
+        return NO_COMPARISON, ""
+    if more < -BAR:
+        return f"lower by more than {BAR:.0%}", doubt(gap, math.log1p(-BAR))
+    return f"within {BAR:.0%}" if more <= BAR else f"not within {BAR:.0%}", doubt(gap, math.log1p(BAR))
 
 
 def step_cpu(outcome: Outcome) -> float:
@@ -105,13 +121,6 @@ def tables(outcomes: Sequence[Outcome], trials: Trials, parity: Report) -> dict[
     return {**found, "Parameters at the paper's sizes": parity_table(parity)}
 
 
-def rate_origin(outcomes: Sequence[Outcome]) -> str:
-    """Where the learning rates come from."""
-    first = {KINDS[each.entry.kind].family: each.entry.kind for each in reversed(outcomes)}
-    said = ", ".join(f"of all {family} models {kind}'s" for family, kind in first.items() if kind != family)
-    return said
-
-
 def results(outcomes: Sequence[Outcome]) -> Table:
     """A row for each model."""
     rows = []
@@ -138,10 +147,18 @@ def results(outcomes: Sequence[Outcome]) -> Table:
     )
     note = (
         f"Mean ± standard deviation over the seeds ({len(outcomes[0].runs)}). Rival: the Transformer; of models "
-        f"without any feed-forward layer, the one without. Rate: {rate_origin(outcomes)}. Training MiB: the peak, less "
-        f"what was held before the model."
+        f"without any feed-forward layer, the one without. Rate: one for all models of a family, chosen with "
+        f"{_first(outcomes)}. Training MiB: the peak, less what was held before the model."
     )
     return Table(header, tuple(rows), note)
+
+
+def _first(outcomes: Sequence[Outcome]) -> str:
+    """The models that learning rates are chosen with: the first of each family."""
+    first: dict[str, str] = {}
+    for each in outcomes:
+        first.setdefault(KINDS[each.entry.kind].family, each.entry.kind)
+    return " and ".join(first.values())
 
 
 def tried(outcomes: Sequence[Outcome], trials: Trials) -> Table:
@@ -154,9 +171,9 @@ def tried(outcomes: Sequence[Outcome], trials: Trials) -> Table:
     ]
     edge = [f"{key[0]} {key[1]}" for key in trials if taken[key] in (min(rates), max(rates))]
     note = (
-        "Nats per token of the first model of each family, which has all its feed-forward layers, on the start of the "
-        "held-out text, which the results leave out; * is the rate that was taken, by all of the family. "
-        f"At the edge of what was tried: {', '.join(edge) or 'none'}."
+        f"Nats per token of {_first(outcomes)} on the start of the held-out text, which the results leave out; * is "
+        f"the rate that all models of the family took, those without feed-forward layers as well. At the edge of the "
+        f"grid, so that one beyond it may be better: {', '.join(edge) or 'none'}."
     )
     return Table(("family", *(f"{rate:g}" for rate in rates)), tuple(rows), note)
 
@@ -200,11 +217,13 @@ def dots(outcomes: Sequence[Outcome]) -> bytes:
             colour = COLOURS[0] if KINDS[each.entry.kind].family == "iclm" else COLOURS[1]
             values = [value for value in perplexities(each) if math.isfinite(value)]
             axes.scatter(values, [place] * len(values), color=colour, s=24, zorder=2)
-            axes.plot([mean_perplexity(each)] * 2, [place - 0.3, place + 0.3], color=colour, linewidth=1.5)
+            if len(values) == len(each.runs):
+                axes.plot([mean_perplexity(each)] * 2, [place - 0.3, place + 0.3], color=colour, linewidth=1.5)
         base = find(outcomes, shape, TRANSFORMER)
         assert base is not None
         least = mean_perplexity(base)
-        axes.axvspan(least * (1 - BAR), least * (1 + BAR), color="#eeeeee", zorder=0)
+        if math.isfinite(least):
+            axes.axvspan(least * (1 - BAR), least * (1 + BAR), color="#eeeeee", zorder=0)
         labels = [f"{each.entry.kind}  {each.entry.parameters:,}" for each in own]
         axes.set_yticks(range(len(own)), labels)
         axes.invert_yaxis()
@@ -216,7 +235,7 @@ def dots(outcomes: Sequence[Outcome]) -> bytes:
 def curves(outcomes: Sequence[Outcome]) -> bytes:
     """Losses on the way, a column for each shape."""
     columns = {
-        shape: {each.entry.kind: each.runs for each in outcomes if each.entry.shape == shape}
+        shape: finite_runs({each.entry.kind: each.runs for each in outcomes if each.entry.shape == shape})
         for shape in shapes(outcomes)
     }
     return curve_figure(columns, "ICLM and Transformer on the same windows: the mean over the seeds, and their range")
@@ -251,22 +270,16 @@ def shape_notes(outcomes: Sequence[Outcome], shape: str) -> Iterator[str]:
 
 def parity_note(own: Outcome, base: Outcome) -> str:
     """Competitive with a Transformer of equal size (section 7, tables 1 and 2)?"""
-    more = ratio(own, base) - 1
+    gap = Gap.between(own.runs, base.runs)
     size = "of equal size" if own.entry.equal else f"with {own.entry.gap:+.1%} parameters"
+    if not gap.finite:
+        return f"{own.entry.name} ({size}): {NO_COMPARISON}."
     lowest, highest = min(PAPER_RATIOS.values()) - 1, max(PAPER_RATIOS.values()) - 1
     return (
         f"{own.entry.name} ({size}): perplexity {spread(perplexities(own), 3)}, the Transformer's "
-        f"{spread(perplexities(base), 3)}: {percent(more)}, {_within(more)}. The paper's ICLM is {lowest:.1%} to "
-        f"{highest:.1%} above."
+        f"{spread(perplexities(base), 3)}: {ratio(own, base) - 1:+.1%} ({gap} nats per token), "
+        f"{''.join(within(own, base))}. The paper's ICLM is {lowest:.1%} to {highest:.1%} above."
     )
-
-
-def _within(more: float) -> str:
-    if not math.isfinite(more):
-        return NO_COMPARISON
-    if more < -BAR:
-        return f"below it by more than {BAR:.0%}"
-    return f"within {BAR:.0%}" if more <= BAR else f"not within {BAR:.0%}"
 
 
 def within_note(outcomes: Sequence[Outcome], shape: str) -> str:
@@ -276,12 +289,13 @@ def within_note(outcomes: Sequence[Outcome], shape: str) -> str:
     for each in outcomes:
         if each.entry.shape == shape and each.entry.kind in (*MAIN[1:], "iclm-wv-no-mlp"):
             other = rival(outcomes, each)
-            more = ratio(each, other) - 1
+            verdict, open_ = within(each, other)
             size = "equal size" if each.entry.equal else f"{each.entry.gap:+.1%} parameters"
             against = "" if other.entry.kind == TRANSFORMER else f", to {other.entry.kind}"
-            said.setdefault(_within(more), []).append(f"{each.entry.kind} ({percent(more)}, {size}{against})")
+            more = percent(ratio(each, other) - 1)
+            said.setdefault(verdict, []).append(f"{each.entry.kind} ({more}, {size}{against}{open_})")
     parts = "; ".join(f"{verdict}: {', '.join(found)}" for verdict, found in said.items())
-    return f"{shape}, held-out perplexity beside the Transformer's. {parts or 'No ICLM was trained'}."
+    return f"{shape}, perplexity beside the Transformer's: {parts or 'no ICLM was trained'}."
 
 
 def nats_note(full: Outcome, base: Outcome) -> str:
@@ -291,8 +305,8 @@ def nats_note(full: Outcome, base: Outcome) -> str:
         return f"{full.entry.name}, nats per token from the Transformer: {NO_COMPARISON}."
     verdict = "within" if gap.mean <= NATS else "not within"
     return (
-        f"{full.entry.name} is {gap} nats per token from the Transformer: {verdict} +{NATS} nats, with "
-        f"{full.entry.gap:+.1%} parameters."
+        f"{full.entry.name} is {gap} nats per token from the Transformer: {verdict} +{NATS} nats{doubt(gap, NATS)}, "
+        f"with {full.entry.gap:+.1%} parameters."
     )
 
 
@@ -308,13 +322,16 @@ def mlp_notes(outcomes: Sequence[Outcome], shape: str, base: Outcome) -> Iterato
         one, other = find(outcomes, shape, with_), find(outcomes, shape, without)
         if one is None or other is None:
             continue
-        more = ratio(other, one) - 1
-        family = KINDS[with_].family
+        gap = Gap.between(other.runs, one.runs)
+        if not gap.finite:
+            yield f"{one.entry.name} without {what}: {NO_COMPARISON}."
+            continue
+        more, family = ratio(other, one) - 1, KINDS[with_].family
         paper = ""
         if without in ("iclm-wv-no-f-mlp", "transformer-no-mlp"):
             paper = f" The paper: {PAPER_MLP[family] - 1:+.1%} on TinyMath, called slight."
         yield (
-            f"{one.entry.name} without {what}: perplexity {percent(more)}, {slight(more)} (up to {SLIGHT:.0%}), with "
+            f"{one.entry.name} without {what}: perplexity {more:+.1%}, {slight(more, gap)} (up to {SLIGHT:.0%}), with "
             f"{other.entry.parameters / one.entry.parameters - 1:+.0%} parameters.{paper}"
         )
 

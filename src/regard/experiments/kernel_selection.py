@@ -245,6 +245,7 @@ class KernelSelection:
         material = demo_text.prepare(config.data, context=config.context + 1, excerpt=config.context, call=CALL)
         bigram = bigram_loss(config, material)
         trained, refused = kinds(config)
+        own = budget(config)
         found = run_jobs(jobs(config, trained, material), config.workers, progress)
         progress("drawing")
         from . import kernel_selection_output as output
@@ -258,7 +259,7 @@ class KernelSelection:
             "runs": [run.record() for run in found],
         }
         tables, figures = output.tables(groups), output.figures(groups)
-        return Findings(data, tables, figures, output.notes(groups, bigram, refused))
+        return Findings(data, tables, figures, output.notes(groups, bigram, refused, own.learning_rate))
 
 
 def jobs(config: KernelSelectionConfig, trained: list[Kind], material: Material) -> list[Job]:

@@ -8,7 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .kernel_selection import CACHED, MEAN, Kind, own_form
-from .language_output import DIVERGED, GAP_NOTE, Gap, curve_figure, dot_figure, finals, spread
+from .language_output import (
+    DIVERGED,
+    GAP_NOTE,
+    Gap,
+    curve_figure,
+    dot_figure,
+    finals,
+    finite_runs,
+    rate_note,
+    spread,
+)
 from .language_runs import LanguageRun
 
 Groups = Mapping[Kind, Sequence[LanguageRun]]
@@ -143,26 +153,22 @@ def figures(groups: Groups) -> dict[str, bytes]:
         for kernel, row in rows.items()
     }
     return {
-        "kernel-selection-curves.png": curve_figure({name: _finite(g) for name, g in columns.items()}, TITLE),
+        "kernel-selection-curves.png": curve_figure({name: finite_runs(g) for name, g in columns.items()}, TITLE),
         "kernel-selection-final.png": dot_figure(shown, TITLE),
     }
-
-
-def _finite(groups: Mapping[str, Sequence[LanguageRun]]) -> dict[str, Sequence[LanguageRun]]:
-    """Without the models that diverged: their line would have no scale."""
-    return {name: runs for name, runs in groups.items() if not any(run.diverged for run in runs)}
 
 
 # Verdicts --------------------------------------------------------------------------------------------------------
 
 
-def notes(groups: Groups, bigram: float, refused: Mapping[str, str]) -> tuple[str, ...]:
+def notes(groups: Groups, bigram: float, refused: Mapping[str, str], rate: float) -> tuple[str, ...]:
     """The paper's claims beside what was measured."""
     found = [all_converge(groups), what_it_is_worth(groups, bigram), linear_suffices(groups, bigram)]
     found += [rbf_beats_exponential(groups), clipped_converges(groups), *shared_costs(groups)]
     count = sum(not kind.shared and kind.kernel != MEAN for kind in groups)
     said = f"The grammar has {count} of these {count + len(refused)} as sentences"
     found.append(said + ("." if not refused else f"; refused: {'; '.join(f'{n} ({w})' for n, w in refused.items())}."))
+    found.append(rate_note(rate))
     return tuple(note for note in found if note)
 
 
@@ -198,8 +204,9 @@ def linear_suffices(groups: Groups, bigram: float) -> str:
     if runs is None:
         return ""
     to_exponential, to_mean = Gap.between(runs, exponential(groups)), Gap.between(runs, groups[Kind(MEAN, True)])
-    useful = all(loss < bigram for loss in finals(runs)) and to_mean.finite and to_mean.mean < 0
-    verdict = "holds" if converges(runs) and useful else "does not hold here"
+    verdict = "does not hold here"
+    if converges(runs) and all(loss < bigram for loss in finals(runs)) and to_mean.side != "higher":
+        verdict = "holds" if to_mean.side == "lower" else f"not decided ({to_mean.side})"
     rest = ""
     if Kind("linear", True) in groups:
         other = groups[Kind("linear", True)]

@@ -11,9 +11,13 @@ from typing import Any, Literal
 from .language_runs import LanguageRun
 
 Which = Literal["train", "held_out"]
-# Two-sided 95 % points of Student's t with n - 1 degrees of freedom, by n (any statistical table); the normal's beyond.
-_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 11: 2.23, 12: 2.20}
-_NORMAL = 1.96
+_NORMAL = 1.959964
+_T = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
+    2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
+    2.0452, 2.0423,
+)  # fmt: skip
+"""Two-sided 95 % points of the normal, and of Student's t with 1 to 30 degrees of freedom (any statistical table)."""
 DIVERGED, ONE_SEED = "diverged", "one seed"
 
 
@@ -28,6 +32,15 @@ def spread(values: Sequence[float], digits: int = 4, signed: bool = False) -> st
         return DIVERGED
     mean = f"{statistics.mean(values):{'+' if signed else ''}.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+def student(freedom: int) -> float:
+    """Two-sided 95 % point of Student's t with this many degrees of freedom, at least 1, to 0.001: beyond the table the
+    normal's with two corrections (Abramowitz and Stegun 26.7.5)."""
+    if freedom <= len(_T):
+        return _T[freedom - 1]
+    first, second = _NORMAL**3 + _NORMAL, 5 * _NORMAL**5 + 16 * _NORMAL**3 + 3 * _NORMAL
+    return _NORMAL + first / (4 * freedom) + second / (96 * freedom**2)
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,7 @@ class Gap:
         count = len(self.each)
         if count < 2:
             return math.inf
-        return _T.get(count, _NORMAL) * statistics.stdev(self.each) / math.sqrt(count)
+        return student(count - 1) * statistics.stdev(self.each) / math.sqrt(count)
 
     @property
     def decided(self) -> bool:
@@ -87,13 +100,43 @@ class Gap:
 
 
 def verdict(gaps: Sequence[Gap], side: str) -> str:
-    """Whether all of several gaps are on the side that was claimed, "lower" or "higher", beyond the noise."""
+    """Whether all of several gaps are on the side that was claimed, "lower" or "higher", beyond the noise: "not seen
+    here" where all are level, "does not hold here" where some are on the other side and none on this."""
     sides = [gap.side for gap in gaps]
-    if all(found == side for found in sides):
-        return "holds"
+    for undecided in (DIVERGED, ONE_SEED):
+        if undecided in sides and side not in sides:
+            return f"not decided ({undecided})"
     if side in sides:
-        return "holds in part"
-    return f"not decided ({ONE_SEED})" if ONE_SEED in sides else "not seen here"
+        return "holds" if set(sides) == {side} else "holds in part"
+    return "not seen here" if set(sides) == {"level"} else "does not hold here"
+
+
+def order(one: Gap, other: Gap) -> str:
+    """Whether two models stand on the same side of a third: only sides beyond the noise tell."""
+    sides = {one.side, other.side}
+    if not sides <= {"lower", "higher"}:
+        return "not decided"
+    return "the order stays" if len(sides) == 1 else "the order changes"
+
+
+def rate_note(rates: float | Mapping[int, float]) -> str:
+    """That no learning rate was sought for any model.
+
+    Args:
+        rates: the highest learning rate, or depth to it.
+    """
+    if isinstance(rates, float):
+        told = f"{rates:g}"
+    elif len(set(rates.values())) == 1:
+        told = f"{next(iter(rates.values())):g}" + (", at every depth" if len(rates) > 1 else "")
+    else:
+        told = ", ".join(f"{rate:g} at depth {depth}" for depth, rate in rates.items())
+    return f"All have the same learning rate ({told}), chosen for none of them by itself: gaps are those at this rate."
+
+
+def finite_runs(groups: Mapping[str, Sequence[LanguageRun]]) -> dict[str, Sequence[LanguageRun]]:
+    """Without the models that diverged: their line would have no scale."""
+    return {name: runs for name, runs in groups.items() if not any(run.diverged for run in runs)}
 
 
 GAP_NOTE = "Gaps are paired by seed; after ± half the 95 % interval of their mean (Student's t)."

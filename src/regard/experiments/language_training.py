@@ -193,9 +193,10 @@ def train_language_model(
             f"{call}: the text has {len(tokens)} tokens to train on and {len(material.held_out_tokens)} held out, "
             f"expected at least a context of {budget.context} and 2; give more text or a smaller context."
         )
+    from ..models.catalogue import model_of
     from ..training.device import resolve_device
 
-    kind = model_class(config, call)
+    kind = model_of(config)
     device = torch.device(resolve_device(budget.device, call=call))
     before = held_bytes("VmRSS", device, restart=True)
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device.type == "cuda" else []):
@@ -216,21 +217,6 @@ def train_language_model(
         extra={} if measure is None else measure(model),
         **course,
     )
-
-
-def model_class(config: Any, call: str) -> type[Any]:
-    """The causal language model of a config.
-
-    Raises:
-        ArgumentError: the catalogue has none.
-    """
-    from ..models.catalogue import language_models
-
-    for _, entry in language_models.items():
-        if entry.config is type(config):
-            return entry.model
-    known = ", ".join(entry.config.__name__ for _, entry in language_models.items())
-    raise ArgumentError(f"{call}: no language model is made from a {type(config).__name__}; known are {known}.")
 
 
 def _train(model: nn.Module, material: Tokens, budget: Budget, seed: int) -> dict[str, Any]:

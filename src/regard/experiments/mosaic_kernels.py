@@ -75,6 +75,8 @@ class MosaicKernelsConfig:
     """How many nearest keys; of uniform ones, k = 32 also without a gradient to keys, as released."""
     seeds: int | None = None
     """Models of each kind at the first depth; they differ in first weights and windows."""
+    k_seeds: int | None = None
+    """The same of nearest keys with another k than 32."""
     deep_seeds: int | None = None
     """The same at the other depths."""
     seed: int = 0
@@ -90,7 +92,9 @@ class MosaicKernelsConfig:
     parts: int | None = None
     """In how many passes a step is made, where its memory is short."""
     steps: int | None = None
-    """Optimiser steps of each model."""
+    """Optimiser steps of each model at the first depth."""
+    deep_steps: int | None = None
+    """The same at the other depths."""
     learning_rates: tuple[float, ...] | None = None
     """The highest: one for all depths, or one for each."""
     final_shares: tuple[float, ...] | None = None
@@ -113,22 +117,23 @@ class MosaicKernelsConfig:
 
 _SMALL: dict[str, Any] = {
     "tokenizer": "char", "depths": (1, 4), "ks": (16, 32, 64), "parts": 1, "learning_rates": (2e-2,),
-    "final_shares": (0.1,), "deep_seeds": 1, "warmup": 0.05, "dtype": "float32", "compile": False, "device": "cpu",
+    "final_shares": (0.1,), "k_seeds": 1, "deep_seeds": 1, "warmup": 0.05, "dtype": "float32",
+    "compile": False, "device": "cpu",
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     "quick": {
-        **_SMALL, "seeds": 1, "width": 32, "heads": 2, "context": 96, "batch": 4, "steps": 80, "measured": 2048,
-        "looks": 4,
+        **_SMALL, "seeds": 1, "width": 32, "heads": 2, "context": 96, "batch": 4, "steps": 80, "deep_steps": 80,
+        "measured": 2048, "looks": 4,
     },
     "desk": {
-        **_SMALL, "seeds": 3, "width": 64, "heads": 4, "context": 128, "batch": 8, "steps": 500, "measured": 8192,
-        "looks": 6,
+        **_SMALL, "seeds": 3, "width": 64, "heads": 4, "context": 128, "batch": 8, "steps": 700, "deep_steps": 400,
+        "measured": 8192, "looks": 6,
     },
     "paper": {
         "tokenizer": "gpt2", "depths": (1, 8, 12), "ks": (16, 32, 64), "parts": 16, "warmup": 0.025,
-        "learning_rates": (5e-3, 5e-3, 1e-3), "final_shares": (0.02, 0.02, 0.05), "seeds": 3, "deep_seeds": 1,
-        "width": 768, "heads": 12, "context": 512, "batch": 512, "steps": 80_000, "measured": 2_621_440, "looks": 40,
-        "dtype": "bfloat16", "compile": False, "device": "auto",
+        "learning_rates": (5e-3, 5e-3, 1e-3), "final_shares": (0.02, 0.02, 0.05), "seeds": 3, "k_seeds": 3,
+        "deep_seeds": 1, "width": 768, "heads": 12, "context": 512, "batch": 512, "steps": 80_000, "deep_steps": 80_000,
+        "measured": 2_621_440, "looks": 40, "dtype": "bfloat16", "compile": False, "device": "auto",
     },
 }  # fmt: skip
 """Options by size; the paper's from its tables 3 and 5. It drops 5 % of contextual weights, which no loop here does."""
@@ -168,6 +173,11 @@ class Kind:
         return "softmax" if self.form in FORMS else WEIGHTINGS[self.weighting].format(k=self.k)
 
 
+def shown_k(ks: Sequence[int]) -> int:
+    """The k of comparisons: the paper's if it is among those trained."""
+    return SHOWN_K if SHOWN_K in ks else ks[0]
+
+
 def kinds(config: MosaicKernelsConfig) -> list[Kind]:
     """What is trained."""
     assert config.depths is not None
@@ -179,7 +189,7 @@ def kinds(config: MosaicKernelsConfig) -> list[Kind]:
             near: Sequence[int | None] = ks if "{k}" in WEIGHTINGS[weighting] else (None,)
             made += [Kind(weighting, depth, k) for k in near]
             if weighting == "topk-uniform" and place == 0:
-                made.append(Kind(weighting, depth, SHOWN_K if SHOWN_K in ks else ks[0], HARD))
+                made.append(Kind(weighting, depth, shown_k(ks), HARD))
             if weighting in RULES and place == 0:
                 made += [Kind(weighting, depth, form=form) for form in config.released]
     return made
@@ -216,9 +226,13 @@ def check(config: MosaicKernelsConfig) -> MosaicKernelsConfig:
             raise ArgumentError(
                 f"{CALL}: {flag} has {len(given)} numbers for {len(config.depths)} depths; give one, or one for each."
             )
-    assert config.deep_seeds is not None
-    if not 1 <= config.deep_seeds <= SEEDS - config.seed:
-        raise ArgumentError(f"{CALL}: --deep-seeds is {config.deep_seeds}, expected at least 1.")
+    for flag, count in (("--k-seeds", config.k_seeds), ("--deep-seeds", config.deep_seeds)):
+        assert count is not None
+        if not 1 <= count <= SEEDS - config.seed:
+            raise ArgumentError(f"{CALL}: {flag} is {count}, expected 1 to {SEEDS - config.seed}.")
+    assert config.deep_steps is not None
+    if config.deep_steps < 1:
+        raise ArgumentError(f"{CALL}: --deep-steps is {config.deep_steps}, expected at least 1.")
     for depth in config.depths:
         budget(config, depth).check(CALL)
     for kind in kinds(config):
@@ -233,6 +247,8 @@ def budget(config: MosaicKernelsConfig, depth: int) -> Budget:
     for name in ("learning_rates", "final_shares"):
         given = getattr(config, name)
         numbers[name[:-1]] = given[config.depths.index(depth) if len(given) > 1 else 0]
+    if depth != config.depths[0]:
+        numbers["steps"] = config.deep_steps
     return Budget(**numbers)
 
 
@@ -327,7 +343,13 @@ class MosaicKernels:
             "empty_at_the_start": begun,
             "runs": [run.record() for run in found],
         }
-        return Findings(data, output.tables(groups), output.figures(groups), output.notes(groups, begun))
+        return Findings(data, output.tables(groups), output.figures(groups), output.notes(groups, begun, rates(config)))
+
+
+def rates(config: MosaicKernelsConfig) -> dict[int, float]:
+    """The highest learning rate of every depth."""
+    assert config.depths is not None
+    return {depth: budget(config, depth).learning_rate for depth in config.depths}
 
 
 def starts(
@@ -361,14 +383,16 @@ def jobs(
             prepare=released(kind),
         )
         for kind in trained
-        for seed in seeds(config, kind.depth)
+        for seed in seeds(config, kind)
     ]
 
 
-def seeds(config: MosaicKernelsConfig, depth: int) -> range:
-    """The seeds of a depth."""
+def seeds(config: MosaicKernelsConfig, kind: Kind) -> range:
+    """The seeds of a kind."""
     assert config.depths is not None
-    count = config.seeds if depth == config.depths[0] else config.deep_seeds
+    assert config.ks is not None
+    count = config.seeds if kind.k in (None, shown_k(config.ks)) else config.k_seeds
+    count = count if kind.depth == config.depths[0] else config.deep_seeds
     return range(config.seed, config.seed + (count or 1))
 
 

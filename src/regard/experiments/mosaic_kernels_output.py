@@ -6,9 +6,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .language_output import GAP_NOTE, ONE_SEED, Gap, curve_figure, dot_figure, finals, spread, verdict
+from .language_output import (
+    GAP_NOTE,
+    Gap,
+    curve_figure,
+    dot_figure,
+    finals,
+    finite_runs,
+    order,
+    rate_note,
+    spread,
+    verdict,
+)
 from .language_runs import LanguageRun
-from .mosaic_kernels import DEFINED, HARD, SHOWN_K, Kind
+from .mosaic_kernels import DEFINED, HARD, Kind
+from .mosaic_kernels import shown_k as shown_of
 from .released_weightings import FORMS, RULES
 
 Groups = Mapping[Kind, Sequence[LanguageRun]]
@@ -38,7 +50,7 @@ def base(groups: Groups, depth: int) -> Sequence[LanguageRun]:
 def shown_k(groups: Groups) -> int | None:
     """The k of comparisons: the paper's if it was trained."""
     ks = [kind.k for kind in groups if kind.k is not None]
-    return None if not ks else SHOWN_K if SHOWN_K in ks else ks[0]
+    return shown_of(ks) if ks else None
 
 
 def weighting(groups: Groups, name: str, depth: int) -> Sequence[LanguageRun]:
@@ -124,7 +136,7 @@ def figures(groups: Groups) -> dict[str, bytes]:
             for kind, runs in groups.items()
             if kind.depth == depth and kind.form == DEFINED and kind.k in (None, k)
         }
-        columns[f"depth {depth}"] = _finite(shown)
+        columns[f"depth {depth}"] = finite_runs(shown)
     first = depths(groups)[0]
     faulty = {kind.label: runs for kind, runs in groups.items() if kind.weighting in RULES and kind.depth == first}
     rows: dict[str, dict[str, Sequence[LanguageRun]]] = {}
@@ -136,20 +148,15 @@ def figures(groups: Groups) -> dict[str, bytes]:
     }
     if any(kind.form in FORMS for kind in groups):
         found["mosaic-kernels-released.png"] = curve_figure(
-            {f"as defined and as released, depth {first}": _finite(faulty)}, TITLE
+            {f"as defined and as released, depth {first}": finite_runs(faulty)}, TITLE
         )
     return found
-
-
-def _finite(groups: Mapping[str, Sequence[LanguageRun]]) -> dict[str, Sequence[LanguageRun]]:
-    """Without the models that diverged: their line would have no scale."""
-    return {name: runs for name, runs in groups.items() if not any(run.diverged for run in runs)}
 
 
 # Verdicts --------------------------------------------------------------------------------------------------------
 
 
-def notes(groups: Groups, begun: Mapping[str, float]) -> tuple[str, ...]:
+def notes(groups: Groups, begun: Mapping[str, float], rates: Mapping[int, float]) -> tuple[str, ...]:
     """The paper's claims beside what was measured."""
     all_depths = depths(groups)
     found = [
@@ -157,7 +164,7 @@ def notes(groups: Groups, begun: Mapping[str, float]) -> tuple[str, ...]:
     ]
     found += [weak_ones(groups, depth) for depth in all_depths]
     found += [released_forms(groups), released_ranking(groups), straight_through(groups)]
-    found += [empty_rows(groups, begun), step_times(groups)]
+    found += [empty_rows(groups, begun), step_times(groups), rate_note(rates)]
     return tuple(note for note in found if note)
 
 
@@ -237,12 +244,8 @@ def released_ranking(groups: Groups) -> str:
         pair = [(form, groups.get(Kind(rule, depth, form=form))) for form in ("fast", DEFINED)]
         gaps = {form: Gap.between(runs, against) for form, runs in pair if runs and against}
         if len(gaps) == 2:
-            fast, defined = gaps["fast"].side, gaps[DEFINED].side
-            changed = (
-                "the order changes" if fast != defined else "not decided" if fast == ONE_SEED else "the order stays"
-            )
             told = ", ".join(f"{form} {gap} ({gap.side})" for form, gap in gaps.items())
-            parts.append(f"{PRETTY[rule]} to {other}: {told}, {changed}")
+            parts.append(f"{PRETTY[rule]} to {other}: {told}, {order(gaps['fast'], gaps[DEFINED])}")
     return f"Do the faults of the fast program change the paper's ranking? {'; '.join(parts)}." if parts else ""
 
 

@@ -18,6 +18,7 @@ Shapes: B texts, H heads, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -254,6 +255,7 @@ class Eigenvalues:
     Attributes:
         share: [H], share of the eigenvalues that are not 0 whose real part is positive.
         balance: [H], sum of eigenvalues / sum of their sizes, in [-1, 1] (Elhage et al. 2021, "copying").
+        Both are NaN for heads whose map has an entry that is not finite.
     """
 
     share: Tensor
@@ -280,12 +282,15 @@ def copying_eigenvalues(projections: Tensor, embedding: Tensor) -> Eigenvalues:
             f"expected [H, C, C] and [V, C]."
         )
     wide = embedding.double()
-    found = torch.linalg.eigvals(projections.double() @ (wide.T @ wide))
+    maps = projections.double() @ (wide.T @ wide)
+    known = maps.isfinite().all(-1).all(-1)
+    found = torch.linalg.eigvals(maps.where(known[:, None, None], 0.0))
     size = found.abs()
     counted = size > 1e-9 * size.amax(-1, keepdim=True)
     share = ((found.real > 0) & counted).sum(-1) / counted.sum(-1).clamp_min(1)
     total = size.sum(-1)
-    return Eigenvalues(share, torch.where(total > 0, found.real.sum(-1) / total.where(total > 0, torch.ones(())), 0.0))
+    balance = torch.where(total > 0, found.real.sum(-1) / total.where(total > 0, 1.0), 0.0)
+    return Eigenvalues(share.where(known, math.nan), balance.where(known, math.nan))
 
 
 def knock_out(*heads: int) -> HookFunction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from inspect import get_annotations
 from typing import Any, ClassVar
 
@@ -223,5 +224,5 @@ def own_fields(config: type[RegardConfig]) -> list[str]:
     for cls in reversed(config.__mro__):
         if issubclass(cls, RegardConfig):
             named.update(dict.fromkeys(get_annotations(cls)))
-    fields = config.__dataclass_fields__
-    return [name for name in named if name in fields]
+    known = {each.name for each in fields(config)}  # class variables are annotated, too
+    return [name for name in named if name in known]

@@ -41,7 +41,8 @@ class HybridConfig(RegardConfig):
         share_query_key: one projection for queries and keys (see `regard.nn.Attention`).
         exclude_self: attend to earlier tokens only.
         rope_theta: base of the wavelengths of the rotary positions.
-        max_position_embeddings: longest sequence meant in training; informative, longer ones are computed.
+        max_position_embeddings: longest sequence meant in training. Longer ones are computed; `generate` refuses a
+            longer prompt.
         rms_norm_eps: added to the mean square in the norms.
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: use the embedding matrix as the output matrix.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
 from transformers import PreTrainedModel
 
 from ..checks import ArgumentError
@@ -22,8 +22,8 @@ class CheckedLoading(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """transformers' `from_pretrained`. A configuration that differs from the saved one may add tensors, which begin
-        at their initial values. With `output_loading_info=True` nothing is refused and what did not fit is
-        returned beside the model.
+        at their initial values, and leave others out. With `output_loading_info=True` nothing is refused, and what did
+        not fit is returned beside the model.
 
         Raises:
             ArgumentError: the checkpoint is of another model type, or a tensor is missing, unknown, of another shape,
@@ -41,41 +41,64 @@ class CheckedLoading(PreTrainedModel):
         model, loading = super().from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, **lenient
         )
-        allowed = {"mismatched_keys"} if kwargs.get("ignore_mismatched_sizes") else set()
+        if kwargs.get("ignore_mismatched_sizes"):
+            loading["mismatched_keys"] = set()
         hub = {name: value for name, value in kwargs.items() if name in HUB_KEYS}
-        if reconfigured(model, pretrained_model_name_or_path, **hub):
-            allowed.add("missing_keys")  # what the change of configuration added
-        wrong = misfits(model, {kind: found for kind, found in loading.items() if kind not in allowed})
+        wrong = misfits(model, without_changes(model, pretrained_model_name_or_path, loading, **hub))
         if wrong:
             raise ArgumentError(
                 f"{cls.__name__}.from_pretrained: the weights in {pretrained_model_name_or_path} do not fit their "
-                f"config ({wrong[0]}); with output_loading_info=True they are taken as far as they go."
+                f"config ({'; '.join(wrong)}); with output_loading_info=True they are taken as far as they go."
             )
         return model
 
 
-def reconfigured(model: PreTrainedModel, path: Any, **hub: Any) -> bool:
-    """Whether the model was built with other fields than were saved beside its weights."""
+def without_changes(model: PreTrainedModel, path: Any, loading: Mapping[str, Any], **hub: Any) -> dict[str, Any]:
+    """`loading` without the tensors that a change of configuration added or took away.
+
+    Args:
+        model: as it was loaded.
+        path: from where; beside the weights lies the configuration they were saved with.
+        loading: what transformers' `output_loading_info=True` gave.
+        hub: where to look, in the words of `from_pretrained`.
+    """
     saved = type(model.config).from_pretrained(path, **hub)
-    return any(getattr(saved, name) != getattr(model.config, name) for name in own_fields(type(saved)))
+    if all(getattr(saved, name) == getattr(model.config, name) for name in own_fields(type(saved))):
+        return dict(loading)
+    with torch.device("meta"):
+        before = set(type(model)(saved).state_dict())
+    now = set(model.state_dict())
+    if saved.tie_word_embeddings and not model.config.tie_word_embeddings:
+        now.discard("lm_head.weight")  # it is no part of the file, and would begin at random
+    return {
+        **loading,
+        "missing_keys": set(loading["missing_keys"]) - (now - before),
+        "unexpected_keys": set(loading["unexpected_keys"]) - (before - now),
+    }
 
 
-def misfits(model: nn.Module, loading: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a model that was just loaded, a few words each.
+def misfits(model: PreTrainedModel, loading: Mapping[str, Any]) -> list[str]:
+    """What does not fit between a model and the tensors it was loaded from, a few words each.
 
     Args:
         model: the model.
         loading: what transformers' `output_loading_info=True` gave.
     """
+    tensors = model.state_dict()
     wrong = []
     for kind, found in loading.items():
-        names = sorted(name if isinstance(name, str) else str(name[0]) for name in found or ())
+        names = sorted(
+            key if isinstance(key, str) else f"{key[0]} {list(key[1])}, not {list(key[2])}"  # misshapen
+            for key in found or ()
+        )
         if kind == "unexpected_keys" and not hasattr(model, "lm_head"):  # the decoder alone has no output matrix
             names = [name for name in names if not name.startswith("lm_head.")]
-        wrong += [f"{kind.replace('_', ' ')}: {names[0]}"] if names else []
-    return wrong + [f"not finite: {name}" for name, p in model.named_parameters() if not (p.is_meta or finite(p))]
-
-
-def finite(tensor: Any) -> bool:
-    """Whether every entry is a finite number."""
-    return bool(tensor.isfinite().all())
+        if names:
+            more = f" and {len(names) - 1} more" * (len(names) > 1)
+            wrong.append(f"{kind.replace('_', ' ')}: {names[0]}{more}")
+    if len(loading.get("missing_keys", ())) > len(tensors) // 2:
+        wrong.append("they are those of another model")
+    if wrong:
+        return wrong
+    values = ((name, value) for name, value in tensors.items() if value.is_floating_point() and not value.is_meta)
+    return [f"not finite: {name}" for name, value in values if not value.isfinite().all()][:1]

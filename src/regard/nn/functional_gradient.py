@@ -212,9 +212,10 @@ class FunctionalGradient(nn.Module):
             first = int(pending is None)
             value = self._values(values, key.shape[2])
             if cache is not None:
-                own = {"value": value} if self.variant == "wv" else {}
+                own = {"value": value} if self.variant == "wv" else {}  # projected once, the others are views
                 found = cache.extend({"key": waiting}, key=key, **own)
-                key, value = found["key"], found.get("value", self._values(values, values.shape[1]))
+                key = found["key"]
+                value = found["value"] if own else self._values(values, values.shape[1])
         else:
             key, value = key[:, :, : values.shape[1]], self._values(values, values.shape[1])
         mask = None if pairs is None else pairs.visible[:, None, None]

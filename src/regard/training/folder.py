@@ -194,7 +194,7 @@ def load_model(path: Path, *, call: str) -> tuple[PreTrainedModel, PreTrainedTok
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from .. import models  # noqa: F401  (registers our models with AutoModelForCausalLM)
+    from ..models.loading import misfits  # its package registers our models with AutoModelForCausalLM
     from .quiet import quiet_transformers
 
     folder = _model_folder(path, call)
@@ -212,7 +212,7 @@ def load_model(path: Path, *, call: str) -> tuple[PreTrainedModel, PreTrainedTok
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ArgumentError(f"{call}: cannot load the model in {folder}: {reason}") from None
-    wrong = _misfits(model, loading)
+    wrong = misfits(model, loading)
     if wrong:
         raise ArgumentError(f"{call}: the weights in {folder} do not fit their config ({'; '.join(wrong)}).")
     most = max(tokenizer.get_vocab().values(), default=0)
@@ -243,27 +243,6 @@ def _check_type(folder: Path, call: str) -> None:
     raise ArgumentError(
         f"{call}: the model in {folder} is of type {kind!r}, {fault}; expected one of transformers' or of ours: {ours}."
     )
-
-
-def _misfits(model: PreTrainedModel, loading: dict[str, Any]) -> list[str]:
-    """What does not fit between a model and the tensors it was loaded from, a few words each; transformers fills
-    what is missing with random numbers and only warns."""
-    tensors = model.state_dict()
-    wrong = []
-    for kind, found in loading.items():
-        names = sorted(
-            key if isinstance(key, str) else f"{key[0]} {list(key[1])}, not {list(key[2])}"  # misshapen
-            for key in found
-        )
-        if names:
-            more = f" and {len(names) - 1} more" * (len(names) > 1)
-            wrong.append(f"{kind.replace('_', ' ')}: {names[0]}{more}")
-    if len(loading.get("missing_keys", ())) > len(tensors) // 2:
-        wrong.append("they are those of another model")
-    if wrong:
-        return wrong
-    values = ((name, value) for name, value in tensors.items() if value.is_floating_point())
-    return [f"not finite: {name}" for name, value in values if not value.isfinite().all()][:1]
 
 
 def _model_folder(path: Path, call: str) -> Path:

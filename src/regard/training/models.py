@@ -119,7 +119,7 @@ def options(model: str) -> tuple[list[str], dict[str, Any]]:
         ArgumentError: no such model.
     """
     entry = language_models.get(model)
-    own = _fields(entry)
+    own = own_fields(entry.config)
     defaults = {field.name: field.default for field in dataclasses.fields(entry.config)}
     return [flag for flag, field in FLAGS.items() if field in own], {name: defaults[name] for name in _free(entry)}
 
@@ -131,15 +131,10 @@ def _made(config: TrainConfig, entry: LanguageModel, fields: dict[str, Any], cal
         raise ArgumentError(f"{call}: --model {config.model}: {error}") from None
 
 
-def _fields(entry: LanguageModel) -> list[str]:
-    real = {field.name for field in dataclasses.fields(entry.config)}  # not the class's own constants
-    return [name for name in own_fields(entry.config) if name in real]
-
-
 def _free(entry: LanguageModel) -> list[str]:
     """The fields that only `--option` reaches."""
     taken = {*SIZES.values(), *FLAGS.values(), *_FROM_TOKENIZER}
-    return [name for name in _fields(entry) if name not in taken]
+    return [name for name in own_fields(entry.config) if name not in taken]
 
 
 def _flagged(config: TrainConfig, entry: LanguageModel, call: str) -> dict[str, Any]:
@@ -149,7 +144,7 @@ def _flagged(config: TrainConfig, entry: LanguageModel, call: str) -> dict[str, 
         value = getattr(config, flag)
         if value == getattr(TrainConfig, flag):
             continue
-        if field not in _fields(entry):
+        if field not in own_fields(entry.config):
             knowing = [name for name, other in language_models.items() if field in _fields(other)]
             raise ArgumentError(
                 f"{call}: --{flag.replace('_', '-')} is not for --model {config.model}, which has no {field}; leave it "
@@ -171,7 +166,7 @@ def _options(config: TrainConfig, entry: LanguageModel, call: str) -> dict[str, 
             raise ArgumentError(f"{call}: --option is {word!r}, expected key=value, such as initializer_range=0.05.")
         if name in _FROM_TOKENIZER:
             raise ArgumentError(f"{call}: --option {name}: the tokenizer says that; choose it with --tokenizer.")
-        if name in flag_of and name in _fields(entry):
+        if name in flag_of and name in own_fields(entry.config):
             flag = flag_of[name].replace("_", "-")
             raise ArgumentError(f"{call}: --option {name}: this field has a flag of its own, --{flag}.")
         if name not in known:
