@@ -367,8 +367,12 @@ def test_the_luck_of_few_marks(table):
 
 @pytest.mark.parametrize(
     ("rows", "columns", "verdicts"),
-    [((0.8, 0.3), (0.1, 0.6), ("holds", "holds")), ((0.4, 0.5), (0.5, 0.4), ("does not hold", "does not hold"))]
-    + [((0.6, 0.5), (0.5, 0.6), ("not decided", "not decided")), ((0.1, 0.9), (0.2, 0.3), ("does not hold", "holds"))],
+    [
+        ((0.8, 0.3), (0.1, 0.6), ("holds", "holds")),
+        ((0.4, 0.5), (0.5, 0.4), ("does not hold", "does not hold")),
+        ((0.6, 0.5), (0.5, 0.6), ("not decided", "not decided")),
+        ((0.1, 0.9), (0.2, 0.3), ("does not hold", "holds")),
+    ],
 )
 def test_balance(rows, columns, verdicts):
     f, phi = (

@@ -13,8 +13,8 @@ import torch
 from regard.checks import ArgumentError
 from regard.experiments import iclm_parity as recipe
 from regard.experiments import iclm_parity_output as output
-from regard.experiments import iclm_parity_text
 from regard.experiments.language_runs import LanguageRun, sized, train_language_model
+from regard.experiments.language_text import read_text
 from regard.experiments.recipes import recipes
 
 TINY = recipe.ParityConfig(
@@ -73,12 +73,23 @@ def test_one_rate_for_a_family_chosen_on_text_that_the_results_leave_out(finding
     for model in findings.data["models"]:
         tried = trials["2x16x2", recipe.KINDS[model["kind"]].family]
         assert f"{model['rate']:g}" == min(tried, key=tried.get)
-    text = iclm_parity_text.read(None, "char", context=32, measured=300, call="test")
-    whole = torch.cat((text.learn, text.start, text.rest))
-    assert len(text.start) == 150
-    assert text.tokenizer.decode(whole[:200].tolist()) == text.tokenizer.decode(text.learn[:200].tolist())
-    assert text.choosing.held_out_tokens is text.start
-    assert text.final.held_out_tokens is text.rest
+
+
+def test_rates_are_tried_on_other_tokens_than_results_are_measured_on():
+    config = sized(TINY, recipe.SIZES, "test")
+    text = read_text(None, "char", context=32, measured=300, choice=150, call="test")
+    entries, _ = recipe.plan(config, text.vocabulary)
+    given = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "run_jobs", lambda jobs, *rest: given.extend(jobs) or in_process(jobs[:0], *rest))
+        with pytest.raises(StopIteration):
+            recipe.try_rates(config, entries, text, lambda told: None)
+    assert len(given) == 4
+    for job in given:
+        assert job.material.train_tokens is text.train_tokens
+        assert job.material.held_out_tokens is text.choice_tokens
+    for job in recipe.final_jobs(config, entries, recipe.chosen(config, {}), text):
+        assert job.material.held_out_tokens is text.held_out_tokens
 
 
 def test_what_is_shown(findings):
@@ -139,15 +150,18 @@ BASE = outcome("transformer", math.log(10), math.log(12))  # mean perplexity 11
 @pytest.mark.parametrize(
     ("perplexities", "verdict"),
     [
-        ((10.0, 12.0), "+0.0%, within 5%"),
-        ((11.0, 12.0), "+4.5%, within 5%"),
-        ((11.5, 12.5), "+9.1%, not within 5%"),
-        ((9.0, 9.0), "-18.2%, below it by more than 5%"),
+        ((10.0, 12.0), "+0.0% (+0.0000 ± 0.0000 nats per token), within 5%."),
+        ((10.4, 12.48), "within 5%."),
+        ((11.0, 13.2), "+10.0% (+0.0953 ± 0.0000 nats per token), not within 5%."),
+        ((11.0, 12.0), "+4.5% (+0.0477 ± 0.6055 nats per token), within 5%, undecided beyond the seeds' noise"),
+        ((11.5, 12.5), "not within 5%, undecided beyond the seeds' noise"),
+        ((9.0, 10.8), "-10.0% (-0.1054 ± 0.0000 nats per token), lower by more than 5%."),
+        ((9.0, 9.0), "-18.2% (-0.1965 ± 1.1583 nats per token), lower by more than 5%, undecided"),
+        ((11.0,), "+0.0% (+0.0953 nats per token), within 5%, one seed"),
     ],
 )
 def test_parity_is_judged_by_the_ratio_of_mean_perplexities(perplexities, verdict):
-    losses = [math.log(p) if math.isfinite(p) else math.nan for p in perplexities]
-    note = output.parity_note(outcome("iclm-wv", *losses), BASE)
+    note = output.parity_note(outcome("iclm-wv", *map(math.log, perplexities)), BASE)
     assert verdict in note
     assert "of equal size" in note
     assert "1.0% to 5.9% above" in note
@@ -166,21 +180,23 @@ def test_what_diverged_is_compared_to_nothing():
 
 
 def test_it_is_said_who_is_within_the_bar_and_who_is_not():
+    both = lambda perplexity: (math.log(perplexity), math.log(1.2 * perplexity))  # noqa: E731  (as the base's seeds)
     outcomes = [
         BASE,
-        outcome("transformer-no-mlp", math.log(13)),
-        outcome("iclm-wv", math.log(12)),
-        outcome("iclm-full-matched", math.log(11.44)),
-        outcome("iclm-full", math.log(11), parameters=112),
-        outcome("iclm-wv-no-f-mlp", math.log(40), parameters=60),
-        outcome("iclm-wv-no-mlp", math.log(13)),
+        outcome("transformer-no-mlp", *both(13)),
+        outcome("iclm-wv", *both(11)),
+        outcome("iclm-full-matched", math.log(10), math.log(13)),
+        outcome("iclm-full", *both(10.4), parameters=112),
+        outcome("iclm-wv-no-f-mlp", *both(40), parameters=60),
+        outcome("iclm-wv-no-mlp", *both(13.13)),
     ]
     assert output.within_note(outcomes, "2x16x2") == (
-        "2x16x2, held-out perplexity beside the Transformer's. not within 5%: iclm-wv (+9.1%, equal size); within 5%: "
-        "iclm-full-matched (+4.0%, equal size), iclm-full (+0.0%, +12.0% parameters), iclm-wv-no-mlp (+0.0%, equal "
-        "size, to transformer-no-mlp)."
+        "2x16x2, perplexity beside the Transformer's: not within 5%: iclm-wv (+10.0%, equal size); within 5%: "
+        "iclm-full-matched (+4.5%, equal size, undecided beyond the seeds' noise), iclm-full (+4.0%, +12.0% "
+        "parameters), iclm-wv-no-mlp (+1.0%, equal size, to transformer-no-mlp)."
     )
-    assert output.within_note([BASE], "2x16x2").endswith("No ICLM was trained.")
+    assert output.notes(outcomes, {"a": {"transformer": 1, "iclm-full": 1}})[0].startswith("2x16x2, perplexity beside")
+    assert output.within_note([BASE], "2x16x2").endswith("no ICLM was trained.")
     lost = outcome("iclm-wv", math.nan)
     assert "no comparison: a run diverged: iclm-wv (diverged" in output.within_note([BASE, lost], "2x16x2")
 
@@ -193,7 +209,7 @@ def test_rates_at_the_edge_of_the_grid_are_named():
     }
     inside = output.tried(outcomes, trials)
     assert inside.note.endswith("may be better: none.")
-    assert "Nats per token of iclm-wv and transformer on" in inside.note
+    assert "Nats per token of transformer and iclm-wv on" in inside.note
     assert inside.rows == (
         ("2x16x2 transformer", "2.000", "1.500 *", "nan"),
         ("2x16x2 iclm", "2.000", "1.500 *", "1.500"),
@@ -210,12 +226,15 @@ def test_models_of_another_size_are_called_so():
 
 
 @pytest.mark.parametrize(
-    ("more", "verdict"), [(0.04, ": within +0.05"), (0.06, ": not within +0.05"), (-1, ": within")]
+    ("more", "verdict"),
+    [(0.04, ": within +0.05 nats, with"), (0.06, ": not within +0.05 nats, with"), (-1, ": within +0.05 nats, with")],
 )
 def test_nats_are_judged_seed_by_seed(more, verdict):
     own = outcome("iclm-full", math.log(10) + more, math.log(12) + more)
     assert verdict in output.nats_note(own, BASE)
     assert f"is {more:+.4f}" in output.nats_note(own, BASE)
+    noisy = output.nats_note(outcome("iclm-full", math.log(10.1), math.log(13)), BASE)
+    assert "within +0.05 nats, undecided beyond the seeds' noise, with" in noisy
     assert output.nats_note(outcome("iclm-full", math.nan, 1.0), BASE).endswith("no comparison: a run diverged.")
 
 
@@ -234,16 +253,18 @@ def test_cost_is_judged_by_time_and_memory(seconds, memory, verdict):
 def test_what_feed_forward_layers_are_worth():
     outcomes = [
         BASE,
-        outcome("iclm-wv", math.log(10)),
+        outcome("iclm-wv", math.log(10), math.log(20)),
         outcome("transformer-no-mlp", math.log(11)),
-        outcome("iclm-wv-no-f-mlp", math.log(10.4), parameters=60),
-        outcome("iclm-wv-no-mlp", math.log(13)),
+        outcome("iclm-wv-no-f-mlp", math.log(10.4), math.log(20.8), parameters=60),
+        outcome("iclm-wv-no-phi-mlp", math.log(9), math.log(18)),
+        outcome("iclm-wv-no-mlp", math.log(13), math.log(20)),
     ]
-    f, everything, transformer = output.mlp_notes(outcomes, "2x16x2", BASE)
+    f, phi, everything, transformer = output.mlp_notes(outcomes, "2x16x2", BASE)
     assert "without f's feed-forward layers: perplexity +4.0%, slight (up to 5%), with -40% parameters" in f
     assert "+0.6% on TinyMath" in f
-    assert "without all feed-forward layers: perplexity +30.0%, not slight" in everything
-    assert "perplexity +0.0%, slight" in transformer
+    assert "perplexity -10.0%, lower (up to 5%)" in phi
+    assert "feed-forward layers: perplexity +10.0%, not slight, undecided beyond the seeds' noise (up" in everything
+    assert "perplexity +0.0%, slight, one seed (up" in transformer
     assert "+4.0% on TinyMath" in transformer
 
 
@@ -301,7 +322,7 @@ def test_every_size_decides_every_number(size):
         ({"seeds": 0}, "--seeds is 0"),
         ({"workers": 0}, "--workers is 0"),
         ({"size": "huge"}, "--size is 'huge'"),
-        ({"context": 20_000, "measured": 40_000}, "every part must have at least a context"),
+        ({"context": 20_000, "measured": 40_000}, "each part must have at least a context"),
     ],
 )
 def test_mistakes_are_found_first(changes, message, monkeypatch):
@@ -315,9 +336,14 @@ def test_mistakes_are_found_first(changes, message, monkeypatch):
 def test_the_text_of_a_tokenizer_of_bytes(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("".join(f"line {i} of a text\n" for i in range(300)), encoding="utf-8")
-    text = iclm_parity_text.read(file, "byte", context=16, measured=64, call="test")
-    assert len(text.start) == 32
-    assert "".join(text.words(text.rest)) == file.read_text()[-len(text.rest) :]
+    text = read_text(file, "byte", context=16, measured=64, choice=32, call="test")
+    assert len(text.choice_tokens) == 32
+    shown = "".join(text.words(torch.cat((text.choice_tokens, text.held_out_tokens))))
+    assert shown == file.read_text()[-len(shown) :]
     assert text.vocabulary == 258
+    third = read_text(file, "byte", context=16, measured=64, choice=10**6, call="test")
+    assert len(third.choice_tokens) == len(shown) // 3
+    with pytest.raises(ArgumentError, match="each part must have at least a context of 33"):
+        read_text(file, "byte", context=33, measured=64, choice=32, call="test")
     with pytest.raises(ArgumentError, match="does not exist"):
-        iclm_parity_text.read(tmp_path / "none", "byte", context=16, measured=64, call="test")
+        read_text(tmp_path / "none", "byte", context=16, measured=64, call="test")

@@ -6,43 +6,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from any_model import SIZES, in_chunks, make, text
 
 from regard.checks import ArgumentError
 from regard.inspect.hooks import hooked, named_hook_points
 from regard.models import language_models
 
-SIZES = {"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
 T = 9
-
-
-def make(name, mixers="softmax", **fields):
-    entry = language_models.get(name)
-    torch.manual_seed(0)
-    model = entry.model(entry.config(**{**SIZES, "mixers": mixers, **fields})).double().eval()
-    noise = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.3 * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
-    return model
-
 
 NAMES = [name for name in language_models.names() if named_hook_points(make(name))]
 every_model = pytest.mark.parametrize("name", NAMES)
 every_mixer = pytest.mark.parametrize("mixers", ["softmax", "biweight", "local-linear[biweight]"])
 
 
-def text(rows=2, length=T, seed=0):
-    return torch.randint(SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def in_chunks(model, tokens, sizes, mask=None):
-    cache, parts, seen = None, [], 0
-    for chunk in tokens.split(sizes, dim=1):
-        seen += chunk.shape[1]
-        given = None if mask is None else mask[:, :seen]
-        out = model(chunk, attention_mask=given, past_key_values=cache, use_cache=True)
-        cache, parts = out.past_key_values, [*parts, out.logits]
-    return torch.cat(parts, 1)
+def words(seed=0):
+    return text(2, T, seed)
 
 
 def flat(pattern, hook):
@@ -64,7 +42,7 @@ def test_some_models_have_points():
 @every_model
 @every_mixer
 def test_listening_changes_nothing_and_leaves_nothing(name, mixers):
-    model, tokens = make(name, mixers), text()
+    model, tokens = make(name, mixers), words()
     before = model(tokens).logits
     for point in named_hook_points(model):
         heard = []
@@ -83,7 +61,7 @@ def test_listening_changes_nothing_and_leaves_nothing(name, mixers):
 @every_model
 @every_mixer
 def test_what_is_put_in_place_is_used_in_every_view(name, mixers):
-    model, tokens = make(name, mixers), text()
+    model, tokens = make(name, mixers), words()
     plain = model(tokens, use_cache=False).logits
     for point in named_hook_points(model):
         change = flat if point.endswith("pattern") else tilted
@@ -102,12 +80,12 @@ def test_what_is_put_in_place_is_used_in_every_view(name, mixers):
 @every_model
 @every_mixer
 def test_hooks_reveal_no_later_token_and_no_hidden_one(name, mixers):
-    model, tokens = make(name, mixers), text()
+    model, tokens = make(name, mixers), words()
     mask = torch.ones(2, T, dtype=torch.long)
     mask[0, :3], mask[1, 7:] = 0, 0
     real, embedded = mask.bool(), model.get_input_embeddings()(tokens)
     poisoned = torch.where(real[..., None], embedded, torch.nan)
-    later = text(seed=1)
+    later = words(1)
     later[:, :5] = tokens[:, :5]
     for point in named_hook_points(model):
         with hooked(model, [(point, lambda x, hook: x.clone())]):
@@ -123,7 +101,7 @@ def test_hooks_reveal_no_later_token_and_no_hidden_one(name, mixers):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_flow_through_what_is_put_in_place(name, checkpointing):
     """Against a central difference of a factor that every point is multiplied by."""
-    model, tokens = make(name, num_hidden_layers=2).train(), text()
+    model, tokens = make(name, num_hidden_layers=2).train(), words()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     weigh = torch.randn(2, T, SIZES["vocab_size"], generator=torch.Generator().manual_seed(5)).double()
@@ -166,7 +144,7 @@ def test_a_flat_pattern_is_a_plain_mean(name):
     """Two mixers whose weights are both put aside for the same ones cannot differ."""
     soft, sharp = make(name), make(name, "biweight")
     sharp.load_state_dict(soft.state_dict())
-    tokens = text()
+    tokens = words()
 
     def even(pattern, hook):
         rows, keys = pattern.shape[-2:]

@@ -589,3 +589,9 @@ def test_embeddings_cannot_stand_for_two_tables():
     model = make(tie_phi=False)
     with pytest.raises(ArgumentError, match="give input_ids; with tie_phi=False the covariates have their own table"):
         model(inputs_embeds=torch.zeros(1, 3, 16).double())
+
+
+def test_a_second_table_cannot_be_resized_with_the_first():
+    with pytest.raises(ArgumentError, match="with tie_phi=False there is a second table"):
+        make(tie_phi=False).resize_token_embeddings(40)
+    assert make().resize_token_embeddings(40).weight.shape[0] == 40

@@ -211,3 +211,10 @@ def test_a_value_is_projected_once():
     model.generate(ids, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     handle.remove()
     assert seen == [11, 1, 1, 1, 1]
+
+
+def test_a_cache_of_another_batch_is_refused():
+    model, (ids, _) = make(), prompt()
+    cache = model(ids).past_key_values
+    with pytest.raises(ArgumentError, match="past_key_values is of 3 sequences and the tokens of 1"):
+        model(ids[:1], past_key_values=cache)

@@ -176,3 +176,10 @@ def test_tokens_that_are_none(tokens, message):
 def test_positions_outside_the_text(positions):
     with pytest.raises(ArgumentError, match=r"positions is .*, expected integers \[Q\] from -9 to 8"):
         make().contributions(IDS, positions=positions)
+
+
+def test_the_parts_hold_no_graph():
+    model = make(f_mlp="inline")
+    parts = model.contributions(torch.arange(6)[None])
+    assert not parts.logits().requires_grad
+    assert parts.per_token(torch.tensor([1])).numpy().shape[0] == 1

@@ -218,7 +218,7 @@ def test_a_changed_field_excuses_no_tensor_that_the_file_should_hold(name, tmp_p
         model.from_pretrained(tmp_path, tie_word_embeddings=False)
     resave(tmp_path, damage("missing"))
     for change in ({"use_cache": False}, {"max_position_embeddings": 77}):
-        with pytest.raises(ArgumentError, match="do not fit their config .missing keys"):
+        with pytest.raises(ArgumentError, match=r"do not fit their config \(missing keys"):
             model.from_pretrained(tmp_path, **change)
 
 
@@ -235,3 +235,11 @@ def test_own_fields_are_fields():
         config = language_models.get(name).config
         assert {"unused", "size_field"}.isdisjoint(own_fields(config))
         assert {"vocab_size", "mixers"} <= set(own_fields(config))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_misspelt_argument_is_not_lost(name):
+    model, tokens = make(name), torch.arange(6)[None]
+    with pytest.raises(ArgumentError, match=r"unknown argument 'attention_masks'\. Did you mean 'attention_mask'"):
+        model(tokens, attention_masks=torch.ones_like(tokens))
+    model(tokens, labels=tokens, num_items_in_batch=torch.tensor(3))

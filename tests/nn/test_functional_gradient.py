@@ -376,3 +376,10 @@ def test_shapes_that_do_not_fit():
             layer(p, v, **options)
     with pytest.raises(ArgumentError, match=r"f has shape \[2, 3\] and table \[5, 4\]"):
         expected_embedding(torch.zeros(2, 3), torch.zeros(5, 4))
+
+
+def test_a_second_derivative_of_the_expectation_is_refused():
+    f, table = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    (first,) = torch.autograd.grad(expected_embedding(f, table).square().sum(), f, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()

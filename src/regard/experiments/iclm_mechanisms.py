@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..checks import ArgumentError
-from .language_runs import Budget, Corpus, Job, LanguageRun, run_jobs, sized
+from .language_runs import Budget, Corpus, Job, LanguageRun, initial_range, run_jobs, sized
 from .recipes import Findings, Progress, recipes
 
 if TYPE_CHECKING:
-    from .iclm_parity_text import Reading
+    from .language_text import LanguageText
 
 CALL = "reproduce: iclm-mechanisms"
 ICLM, TRANSFORMER = "iclm", "transformer"
@@ -35,8 +35,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     TRANSFORMER: {"feed_forward": "gelu"},
     NO_MLP[TRANSFORMER]: {"feed_forward": "none"},
 }
-INITIAL = 0.05
-"""Standard deviation of the first weights up to a width of 256; of wider models the customary 0.02."""
 BLOCKS = {
     "vocabulary": 64,
     "shortest": 8,
@@ -147,12 +145,10 @@ class Mechanisms:
         config = sized(config, SIZES, CALL)
         check(config)
         progress("reading the text")
-        from . import iclm_parity_text
+        from .language_text import read_text
 
         numbers: Any = config  # `sized` has filled in every one
-        text = iclm_parity_text.read(
-            config.data, numbers.tokenizer, context=numbers.context, measured=numbers.measured, call=CALL
-        )
+        text = read_text(config.data, numbers.tokenizer, context=numbers.context, measured=numbers.measured, call=CALL)
         jobs = [*text_jobs(config, text), *block_jobs(config)]
         runs = run_jobs(jobs, config.workers, progress)
         count = len(OPTIONS) * numbers.seeds
@@ -218,7 +214,7 @@ def text_model(config: MechanismsConfig, name: str, vocabulary: int) -> Any:
         num_hidden_layers=numbers.layers,
         num_attention_heads=numbers.heads,
         max_position_embeddings=numbers.context,
-        initializer_range=INITIAL if numbers.width <= 256 else 0.02,
+        initializer_range=initial_range(numbers.width),
     )
 
 
@@ -235,21 +231,21 @@ def model_config(name: str, variant: str, **sizes: Any) -> Any:
     return HybridConfig(**sizes, norm="layer", **OPTIONS[name])
 
 
-def text_jobs(config: MechanismsConfig, text: Reading) -> list[Job]:
+def text_jobs(config: MechanismsConfig, text: LanguageText) -> list[Job]:
     """Every model of text with every seed; the first seed's are shown the prompts."""
     from .iclm_mechanisms_measure import choose_prompts, look_at_text
 
     numbers: Any = config
-    material: Corpus = text.final
-    windows = text.rest[: len(text.rest) // numbers.context * numbers.context].view(-1, numbers.context)
+    unseen = text.held_out_tokens
+    windows = unseen[: len(unseen) // numbers.context * numbers.context].view(-1, numbers.context)
     every = max(1, len(windows) // numbers.texts)
     windows = windows[::every][: numbers.texts].clone()
-    prompts = choose_prompts(text.rest, numbers.prompt, numbers.prompts)
+    prompts = choose_prompts(unseen, numbers.prompt, numbers.prompts)
     return [
         Job(
             name=name,
             config=text_model(config, name, text.vocabulary),
-            material=material,
+            material=text,
             budget=budget(config),
             seed=seed,
             measure=partial(
@@ -280,7 +276,7 @@ def block_jobs(config: MechanismsConfig) -> list[Job]:
         "num_hidden_layers": 2,
         "num_attention_heads": own["heads"],
         "max_position_embeddings": own["context"],
-        "initializer_range": INITIAL,
+        "initializer_range": initial_range(own["width"]),
     }
     look = {"vocabulary": own["vocabulary"], "period": own["period"], "length": own["length"], "count": own["texts"]}
     return [
@@ -297,7 +293,7 @@ def block_jobs(config: MechanismsConfig) -> list[Job]:
     ]
 
 
-def word_lists(text: Reading, runs: Sequence[LanguageRun]) -> dict[int, str]:
+def word_lists(text: LanguageText, runs: Sequence[LanguageRun]) -> dict[int, str]:
     """The text of every token that a prompt holds or a model predicts there."""
     import torch
 

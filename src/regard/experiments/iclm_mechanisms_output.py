@@ -317,10 +317,8 @@ def basis_note(seen: Seen) -> str:
     """How many seeds and heads there are to judge by."""
     seeds = len(seen.of(ICLM))
     pairs = [(name, stream) for name, streams in STREAMS.items() for stream in streams]
-    text, blocks = (
-        ", ".join(f"{title(pair[1])} {len(count(pair))}" for pair in pairs)
-        for count in (lambda pair: seen.heads(*pair), lambda pair: seen.block_scores(*pair, "after"))
-    )
+    text = ", ".join(f"{title(stream)} {len(seen.heads(name, stream))}" for name, stream in pairs)
+    blocks = ", ".join(f"{title(stream)} {len(seen.block_scores(name, stream, 'after'))}" for name, stream in pairs)
     few = " (no spread over seeds is known)" if seeds == 1 else ""
     return (
         f"What follows rests on {seeds} seed{'s' * (seeds > 1)}{few}. Heads that it is judged by: on text {text}; on "

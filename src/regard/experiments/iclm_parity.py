@@ -20,18 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..checks import ArgumentError, suggestion
-from .language_runs import Budget, Job, LanguageRun, run_jobs, sized
+from .language_runs import Budget, Job, LanguageRun, initial_range, run_jobs, sized
 from .recipes import Findings, Progress, recipes
 
 if TYPE_CHECKING:
-    from .iclm_parity_text import Reading
+    from .language_text import LanguageText
 
 CALL = "reproduce: iclm-parity"
 TRANSFORMER = "transformer"
 EQUAL = 0.005
 """Share by which two numbers of parameters may differ and still be called equal."""
-INITIAL = 0.05
-"""Standard deviation of the first weights up to a width of 256; of wider models the customary 0.02."""
 PAPER_SHAPES = ("8x512x8", "12x512x8", "24x1024x16")
 """Layers, width and heads of the paper's small, middle and large models."""
 GPT2_VOCABULARY = 50257
@@ -231,11 +229,16 @@ class Parity:
         config = sized(config, SIZES, CALL)
         check(config)
         progress("reading the text")
-        from . import iclm_parity_text
+        from .language_text import read_text
 
         numbers: Any = config  # `sized` has filled in every one
-        text = iclm_parity_text.read(
-            config.data, numbers.tokenizer, context=numbers.context, measured=numbers.measured, call=CALL
+        text = read_text(
+            config.data,
+            numbers.tokenizer,
+            context=numbers.context,
+            measured=numbers.measured,
+            choice=numbers.measured // 2,
+            call=CALL,
         )
         entries, left_out = plan(config, text.vocabulary)
         trials = try_rates(config, entries, text, progress)
@@ -315,7 +318,7 @@ def build(kind: str, shape: str, vocabulary: int, context: int) -> Any:
     common = {
         "vocab_size": vocabulary,
         "max_position_embeddings": context,
-        "initializer_range": INITIAL if own["hidden_size"] <= 256 else 0.02,
+        "initializer_range": initial_range(own["hidden_size"]),
         **own,
     }
     if KINDS[kind].family == "transformer":
@@ -361,7 +364,7 @@ def entry(kind: str, shape: str, vocabulary: int, context: int) -> Entry | None:
 
 
 def try_rates(
-    config: ParityConfig, entries: Sequence[Entry], text: Reading, progress: Progress
+    config: ParityConfig, entries: Sequence[Entry], text: LanguageText, progress: Progress
 ) -> dict[tuple[str, str], dict[float, float]]:
     """(shape, family) to learning rate to the loss on the start of the held-out text, measured with the first model of
     the family; empty where there is one rate only."""
@@ -401,15 +404,14 @@ def chosen(
 
 
 def final_jobs(
-    config: ParityConfig, entries: Sequence[Entry], rates: Mapping[tuple[str, str], float], text: Reading
+    config: ParityConfig, entries: Sequence[Entry], rates: Mapping[tuple[str, str], float], text: LanguageText
 ) -> list[Job]:
     """Every model with every seed."""
-    material = text.final  # one object, so that it is written for the processes once
     return [
         Job(
             name=each.name,
             config=each.config,
-            material=material,
+            material=text,
             budget=budget(config, rates[each.shape, KINDS[each.kind].family]),
             seed=seed,
         )

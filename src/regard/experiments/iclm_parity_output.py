@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from ..inspect.figures import COLOURS, png
 from ..inspect.tables import Table
 from .iclm_parity import EQUAL, KINDS, MAIN, TRANSFORMER, Outcome
-from .language_output import DIVERGED, ONE_SEED, Gap, curve_figure, finals, finite_runs, spread
+from .language_output import DIVERGED, ONE_SEED, Gap, curve_figure, finals, finite_runs, seeds_note, spread
 
 Trials = Mapping[tuple[str, str], Mapping[float, float]]
 Report = Mapping[str, Mapping[str, int | None]]
@@ -146,7 +146,7 @@ def results(outcomes: Sequence[Outcome]) -> Table:
         *("step ms", "CPU ms", "training MiB"),
     )
     note = (
-        f"Mean ± standard deviation over the seeds ({len(outcomes[0].runs)}). Rival: the Transformer; of models "
+        f"{seeds_note(len(outcomes[0].runs))} Rival: the Transformer; of models "
         f"without any feed-forward layer, the one without. Rate: one for all models of a family, chosen with "
         f"{_first(outcomes)}. Training MiB: the peak, less what was held before the model."
     )

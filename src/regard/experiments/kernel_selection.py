@@ -20,7 +20,7 @@ import torch
 
 from .. import Spec
 from ..checks import ArgumentError, suggestion
-from .language_runs import Budget, Job, LanguageRun, run_jobs, sized
+from .language_runs import Budget, Job, LanguageRun, initial_range, run_jobs, sized
 from .recipes import Findings, Progress, recipes
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ MEAN = "mean of the past"
 """The bar of equal weights."""
 EQUAL = "uniform*fixed(bias=1000000)"
 """Its sentence: every key is inside."""
-INITIAL = 0.05
-"""Standard deviation of the first weights, as in the demo."""
 CACHED = 512
 """Tokens in the cache whose bytes are counted."""
 
@@ -214,7 +212,7 @@ def model_config(config: KernelSelectionConfig, kind: Kind, vocabulary: int) -> 
         share_query_key=kind.shared,
         exclude_self=kind.earlier,
         max_position_embeddings=config.context,
-        initializer_range=INITIAL,
+        initializer_range=initial_range(config.width),
     )
 
 

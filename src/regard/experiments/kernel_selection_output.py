@@ -27,6 +27,7 @@ SHARED, EARLIER = "q = k", "q = k, earlier tokens only"
 RISE = 0.05
 """Nats per token by which a training loss may rise from one look to the next and still count as falling steadily: two
 looks read different windows, of which some are harder for all."""
+STEADY = f"Falls steadily: lower at the end than at the first look, and at no look over {RISE:g} above the one before"
 TITLE = "Kernels of Table 1 in equal models, same windows and seeds"
 
 
@@ -88,7 +89,7 @@ def losses(groups: Groups) -> Any:
         "falls steadily",
         "CPU, a step",
     )
-    return Table(header, tuple(rows), f"Over the seeds: mean ± standard deviation. {GAP_NOTE}")
+    return Table(header, tuple(rows), f"Over the seeds: mean ± standard deviation. {GAP_NOTE} {STEADY}.")
 
 
 def exponential(groups: Groups) -> Sequence[LanguageRun]:
@@ -179,7 +180,8 @@ def all_converge(groups: Groups) -> str:
     verdict = "holds" if not failed else "does not hold here"
     why = f"; not for {'; '.join(failed)}" if failed else ""
     return (
-        f'"All tested kernels converge" (a steady reduction of the training loss): {verdict}, '
+        f'"All tested kernels converge" (a steady reduction of the training loss, in which a look may be '
+        f"up to {RISE:g} above the one before): {verdict}, "
         f"{len(plain) - len(failed)} of {len(plain)} forms do{why}."
     )
 
@@ -239,11 +241,11 @@ def clipped_converges(groups: Groups) -> str:
     runs = groups.get(Kind("clipped-geometric", True))
     if runs is None:
         return ""
-    gap = Gap.between(runs, exponential(groups))
+    gap, to_mean = Gap.between(runs, exponential(groups)), Gap.between(runs, groups[Kind(MEAN, True)])
     return (
         f'"The clipped geometric series converges with normalised weights": '
         f"{'holds' if converges(runs) else 'does not hold here'}, {spread(finals(runs))} nats/char, {gap} from the "
-        f"exponential kernel ({gap.side})."
+        f"exponential kernel ({gap.side}) and {to_mean} from equal weights on the whole past ({to_mean.side})."
     )
 
 

@@ -139,6 +139,11 @@ def finite_runs(groups: Mapping[str, Sequence[LanguageRun]]) -> dict[str, Sequen
     return {name: runs for name, runs in groups.items() if not any(run.diverged for run in runs)}
 
 
+def seeds_note(count: int) -> str:
+    """What a `spread` over this many seeds shows."""
+    return "One seed." if count == 1 else f"Mean ± standard deviation over {count} seeds."
+
+
 GAP_NOTE = "Gaps are paired by seed; after ± half the 95 % interval of their mean (Student's t)."
 
 

@@ -25,7 +25,18 @@ from ..training.config import SEEDS
 from .language_training import Budget, Corpus, LanguageRun, Tokens, train_language_model
 from .recipes import Progress
 
-__all__ = ["Budget", "Corpus", "Job", "LanguageRun", "Tokens", "by_name", "run_jobs", "sized", "train_language_model"]
+__all__ = [
+    "Budget",
+    "Corpus",
+    "Job",
+    "LanguageRun",
+    "Tokens",
+    "by_name",
+    "initial_range",
+    "run_jobs",
+    "sized",
+    "train_language_model",
+]
 
 C = TypeVar("C")
 
@@ -183,6 +194,11 @@ def sized(config: C, sizes: Mapping[str, Mapping[str, Any]], call: str) -> C:
     if not 0 <= given.seed <= SEEDS - given.seeds:
         raise ArgumentError(f"{call}: --seed is {given.seed}, expected 0 to {SEEDS - given.seeds}.")
     return given
+
+
+def initial_range(width: int) -> float:
+    """Standard deviation of a model's first weights: 0.05 up to a width of 256, of wider ones the customary 0.02."""
+    return 0.05 if width <= 256 else 0.02
 
 
 def by_name(runs: Sequence[LanguageRun]) -> Iterator[tuple[str, list[LanguageRun]]]:

@@ -156,11 +156,18 @@ class LanguageRun:
         return not all(map(math.isfinite, (*self.train, *self.held_out)))
 
     def record(self) -> dict[str, Any]:
-        """Plain data for JSON; None for losses that are not finite."""
-        plain = asdict(self)
-        for name in ("train", "held_out"):
-            plain[name] = [loss if math.isfinite(loss) else None for loss in plain[name]]
+        """Plain data for JSON; None for numbers that are not finite."""
+        plain: dict[str, Any] = _plain(asdict(self))
         return plain
+
+
+def _plain(found: Any) -> Any:
+    """Data with None in the place of numbers that JSON has no word for."""
+    if isinstance(found, dict):
+        return {name: _plain(value) for name, value in found.items()}
+    if isinstance(found, (list, tuple)):
+        return [_plain(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def train_language_model(

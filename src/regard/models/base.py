@@ -8,6 +8,7 @@ Shapes: B batch, T tokens given now, N tokens so far (those in the cache and T),
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,12 +21,25 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ..checks import ArgumentError, shape
+from ..checks import ArgumentError, require, shape
 from ..nn.attention import require_growing
 from .base_config import RegardConfig
 from .loading import CheckedLoading
 
 IGNORED = -100  # the label that the loss leaves out
+_ARGUMENTS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "inputs_embeds",
+    "labels",
+    "use_cache",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+)
 
 
 @dataclass(frozen=True)
@@ -303,6 +317,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             ArgumentError: wrong rank, dtype or shape, an empty sequence, a static cache, and on a CPU tokens out of the
                 vocabulary (elsewhere they are torch's own error).
         """
+        refuse_misspelt(type(self).__name__, kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -352,6 +367,17 @@ def positions_kept(call: str, logits_to_keep: int | Tensor, labels: Tensor | Non
     if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
         raise ArgumentError(f"{call}: logits_to_keep is {logits_to_keep!r}, expected 0 (all), a number or positions.")
     return slice(-logits_to_keep, None)
+
+
+def refuse_misspelt(call: str, extra: dict[str, Any]) -> None:
+    """No further keyword is nearly the name of an argument.
+
+    Raises:
+        ArgumentError: one is: handed on to the loss, it would be lost, and another thing computed than was asked for.
+    """
+    for name in () if torch.compiler.is_compiling() else extra:
+        close = difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.85)
+        require(not close, call, f"unknown argument {name!r}. Did you mean {', '.join(map(repr, close))}?")
 
 
 def check_depth(call: str, cache: Cache, layers: int) -> None:

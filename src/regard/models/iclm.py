@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -248,7 +249,7 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
 
     def decode(self, embedded: Tensor, context: Context) -> Decoded:
         """Both streams, then the last norm."""
-        cache, config = self._own(context.cache), self.config
+        cache, config = self._own(context.cache, len(embedded)), self.config
         words = self.embed["hook_out"](embedded[..., : config.hidden_size])
         phi = words[..., : config.d_phi] if self.embed_covariates is None else embedded[..., config.hidden_size :]
         slots = Slots.of(context, self.start is not None)
@@ -278,7 +279,7 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
         hidden = f if side is None else f + side
         return Decoded(self.ln_final(hidden[:, first:]), states, weighed + seen)
 
-    def _own(self, cache: object) -> ICLMCache | None:
+    def _own(self, cache: object, batch: int) -> ICLMCache | None:
         """The cache, which must be this model's kind."""
         if cache is None:
             return None
@@ -287,7 +288,7 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
                 f"{self.call}: past_key_values is a {type(cache).__name__}, which has no room for keys that wait for "
                 f"their values; leave it out or give model.model.new_cache()."
             )
-        cache.require_fits(self.call, len(self.phi), len(self.f))
+        cache.require_fits(self.call, batch, len(self.phi), len(self.f))
         return cache
 
     def _angles(self, positions: Tensor, heads: int | None, dtype: torch.dtype) -> Angles:
@@ -360,6 +361,19 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
     def __init__(self, config: ICLMConfig) -> None:
         super().__init__(config)
         self.unembed = nn.ModuleDict({"hook_out": HookPoint("unembed.hook_out")})
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """transformers' own; refused where there are two tables.
+
+        Raises:
+            ArgumentError: `tie_phi=False`.
+        """
+        if self.model.embed_covariates is not None and (args or kwargs):
+            raise ArgumentError(
+                f"{type(self).__name__}.resize_token_embeddings: with tie_phi=False there is a second table, of "
+                f"covariates, which would stay as it is; build a model with another vocab_size."
+            )
+        return super().resize_token_embeddings(*args, **kwargs)
 
     def readout(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, E] to logits [B, T, V]."""

@@ -43,8 +43,8 @@ class ICLMCache(Cache):
         """What all f blocks share."""
         return self.layers[-1]
 
-    def require_fits(self, call: str, covariate_layers: int, function_layers: int) -> None:
-        """The cache belongs to a model of this many blocks.
+    def require_fits(self, call: str, batch: int, covariate_layers: int, function_layers: int) -> None:
+        """The cache belongs to a model of this many blocks and to this many sequences.
 
         Raises:
             ArgumentError: it does not.
@@ -55,6 +55,8 @@ class ICLMCache(Cache):
             f"past_key_values is for {self.covariate_layers} covariate and {self.function_layers} f blocks, the model "
             f"has {covariate_layers} and {function_layers}; use model.model.new_cache().",
         )
+        held = next((x.shape[0] for x in self.shared.grown.values()), batch)
+        require(held == batch, call, f"past_key_values is of {held} sequences and the tokens of {batch}.")
 
 
 class SlotLayer(DynamicLayer):

@@ -189,7 +189,8 @@ def trace(
     attns = [block.attn for block in inner.f]
     values = [F.pad(a._values(v, v.shape[1]), (0, 0, late, 0)) for a, v in zip(attns, seen.values, strict=True)]
     _, scale = inner.ln_final.split(seen.hidden[:, chosen])
-    wide: Any = lambda parts: tuple(x.to(scale.dtype) for x in parts)  # noqa: E731
+    plain: Any = lambda x: x.detach().to(scale.dtype)  # noqa: E731
+    wide: Any = lambda parts: tuple(map(plain, parts))  # noqa: E731
     return Contributions(
         input_ids=input_ids,
         positions=chosen,
@@ -198,9 +199,9 @@ def trace(
         outputs=wide(a.o_proj.weight.unflatten(1, (a.num_heads, -1)).transpose(0, 1) for a in attns),
         added=wide(x[:, x.shape[1] - tokens :][:, chosen] for x in seen.added),
         scale=scale,
-        gain=inner.ln_final.weight.to(scale.dtype),
-        offset=inner.ln_final.bias.to(scale.dtype),
-        table=model.lm_head.weight.to(scale.dtype),
+        gain=plain(inner.ln_final.weight),
+        offset=plain(inner.ln_final.bias),
+        table=plain(model.lm_head.weight),
     )
 
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..checks import ArgumentError, floating, require, shape
 from ..estimators import Visibility
@@ -386,6 +387,7 @@ class _Expectation(torch.autograd.Function):
         return mean
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         f, table, mean, log_mass = ctx.saved_tensors
         with full_precision(f.device.type):  # backward() may be called where autocast is on

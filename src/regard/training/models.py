@@ -109,7 +109,7 @@ def has_field(model: str, field: str) -> bool:
     Raises:
         ArgumentError: no such model.
     """
-    return field in _fields(language_models.get(model))
+    return field in own_fields(language_models.get(model).config)
 
 
 def options(model: str) -> tuple[list[str], dict[str, Any]]:
@@ -145,7 +145,7 @@ def _flagged(config: TrainConfig, entry: LanguageModel, call: str) -> dict[str, 
         if value == getattr(TrainConfig, flag):
             continue
         if field not in own_fields(entry.config):
-            knowing = [name for name, other in language_models.items() if field in _fields(other)]
+            knowing = [name for name, other in language_models.items() if field in own_fields(other.config)]
             raise ArgumentError(
                 f"{call}: --{flag.replace('_', '-')} is not for --model {config.model}, which has no {field}; leave it "
                 f"out, or choose --model {' or '.join(knowing)}."

@@ -1,0 +1,105 @@
+"""What every registered language model keeps while it writes: with and without a cache, in batches, by beams, with help."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from any_model import in_chunks, make, moved, refused, text
+from transformers import DynamicCache
+
+from regard.checks import ArgumentError
+from regard.models import language_models
+
+every_model = pytest.mark.parametrize("name", language_models.names())
+
+
+def prompts():
+    tokens, mask = text(3, 7, seed=4), torch.ones(3, 7, dtype=torch.long)
+    mask[1, :3], mask[2, :6] = 0, 0
+    return tokens * mask, mask
+
+
+@every_model
+@pytest.mark.parametrize("mixers", ["softmax", "biweight", "shift-cosine"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 5, "temperature": 0.8},
+        {"num_beams": 3, "do_sample": False},
+        {"num_beams": 3, "num_return_sequences": 2, "do_sample": True},
+    ],
+)
+def test_generated_with_and_without_a_cache(name, mixers, how):
+    model, (tokens, mask) = make(name, mixers), prompts()
+    found = []
+    for cached in (True, False):
+        torch.manual_seed(11)
+        found.append(model.generate(tokens, attention_mask=mask, max_new_tokens=12, use_cache=cached, **how))
+    assert torch.equal(*found)
+    assert found[0].shape[1] == 19
+
+
+@every_model
+@pytest.mark.parametrize("mixers", ["softmax", "shift-cosine"])
+def test_generated_batch_equals_its_rows(name, mixers):
+    model, (tokens, mask) = make(name, mixers), prompts()
+    together = model.generate(tokens, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    for row in range(3):
+        alone = model.generate(tokens[row, mask[row].bool()][None], max_new_tokens=12, do_sample=False)
+        assert torch.equal(together[row, 7:], alone[0, -12:])
+
+
+@torch.no_grad()
+@every_model
+@pytest.mark.parametrize("mixers", ["softmax", "shift-cosine"])
+def test_what_generate_tells(name, mixers):
+    model, tokens = make(name, mixers), text(2, 5)
+    told = model.generate(
+        tokens, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True,
+        output_attentions=True, output_hidden_states=True,
+    )  # fmt: skip
+    whole = model(told.sequences[:, :-1], use_cache=False, output_attentions=True)
+    torch.testing.assert_close(torch.stack(told.logits, 1).double(), whole.logits[:, 4:], atol=1e-5, rtol=0)
+    assert len(told.attentions) == len(told.hidden_states) == 4
+    for new, all_at_once in zip(told.attentions[-1], whole.attentions, strict=True):
+        torch.testing.assert_close(new[:, :, -1, : all_at_once.shape[-1]], all_at_once[:, :, -1], atol=1e-5, rtol=0)
+    # the cache goes on where generation ended
+    more = text(2, 3, seed=6)
+    again = model(torch.cat([told.sequences[:, -1:], more], 1), past_key_values=told.past_key_values).logits
+    fresh = model(torch.cat([told.sequences, more], 1), use_cache=False).logits
+    torch.testing.assert_close(again, fresh[:, -4:], atol=1e-5, rtol=0)
+
+
+@every_model
+@pytest.mark.parametrize("mixers", ["softmax", "shift-cosine"])
+@pytest.mark.parametrize("aid", ["prompt lookup", "assistant"])
+def test_decoding_that_takes_tokens_back_works_or_says_why_not(name, mixers, aid):
+    model = make(name, mixers)
+    tokens = torch.cat([text(1, 6, seed=3)] * 3, 1)
+    expected = model.generate(tokens, max_new_tokens=10, do_sample=False)
+    helper = moved(copy.deepcopy(model), seed=8, size=0.05)
+    how = {"prompt_lookup_num_tokens": 3} if aid == "prompt lookup" else {"assistant_model": helper}
+    try:
+        found = model.generate(tokens, max_new_tokens=10, do_sample=False, **how)
+    except ArgumentError as error:
+        refused(error)
+    else:
+        assert torch.equal(found, expected)
+
+
+@every_model
+@pytest.mark.parametrize("mixers", ["softmax", "shift-cosine"])
+def test_a_cache_given_to_generate(name, mixers):
+    model, tokens = make(name, mixers), text(2, 9)
+    expected = model.generate(tokens, max_new_tokens=6, do_sample=False)
+    _, cache = in_chunks(model, tokens[:, :5], [5])
+    assert torch.equal(model.generate(tokens, past_key_values=cache, max_new_tokens=6, do_sample=False), expected)
+    try:
+        found = model.generate(tokens, past_key_values=DynamicCache(), max_new_tokens=6, do_sample=False)
+    except ArgumentError as error:
+        refused(error, "DynamicCache")
+    else:
+        assert torch.equal(found, expected)
