@@ -45,3 +45,20 @@ def test_the_examples_of_the_layers_page_run() -> None:
     # In a process of its own, since the page registers a name.
     done = subprocess.run([sys.executable, "-c", "\n".join(found)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_language_models_page_shows_what_comes_out() -> None:
+    page = (ROOT / "docs" / "language-models.md").read_text(encoding="utf-8")
+    code, shown = (re.findall(rf"```{kind}\n(.*?)```", page, flags=re.DOTALL) for kind in ("python", "text"))
+    assert len(code) == len(shown) == 2
+    done = subprocess.run([sys.executable, "-c", "\nprint('-' * 9)\n".join(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("-" * 9 + "\n") == shown
+
+
+def test_the_language_models_page_names_every_model() -> None:
+    from regard.models import language_models
+
+    page = (ROOT / "docs" / "language-models.md").read_text(encoding="utf-8")
+    for name in language_models.names():
+        assert f"| `{name}` |" in page

@@ -91,6 +91,7 @@ def test_what_is_shown(findings):
     assert [row[0] for row in logits.rows] == ["iclm, 1", "iclm, 2", "iclm-no-f-mlp, 1", "iclm-no-f-mlp, 2"]
     assert all(float(row[-1]) < 1e-5 for row in logits.rows)
     assert [row[5] for row in logits.rows[2:]] == ["0.000", "0.000"]
+    assert "whose end has occurred in them before" in logits.note
     shown = ["sinks", "induction", "prompt-1", "prompt-1-logit", "blocks", "blocks-logit"]
     assert list(findings.figures) == [f"iclm-mechanisms-{name}.png" for name in shown]
     assert all(picture.startswith(b"\x89PNG") for picture in findings.figures.values())

@@ -50,7 +50,10 @@ def transformer_parameters(vocabulary, layers, width, inner):
 
 def test_what_is_trained(findings):
     models = {model["kind"]: model for model in findings.data["models"]}
-    assert list(models) == [kind for kind in recipe.KINDS if kind != "iclm-full-two-heads"]
+    assert list(models) == [
+        *("transformer", "iclm-wv", "iclm-full-matched", "iclm-full"),
+        *("transformer-no-mlp", "iclm-wv-no-f-mlp", "iclm-wv-no-mlp"),
+    ]
     counts = {kind: model["parameters"] for kind, model in models.items()}
     shown = int(findings.data["text"]["tokenizer"].split(", ")[1].split()[0])
     assert counts["transformer"] == transformer_parameters(shown, 2, 16, 64)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from regard.checks import ArgumentError
+from regard.experiments import kernel_selection
 from regard.experiments import language_runs as runs
 from regard.experiments.language_output import Gap, band, order, rate_note, spread, verdict
 from regard.models import HybridConfig, HybridForCausalLM
@@ -37,6 +38,13 @@ def text() -> runs.Corpus:
     steps = torch.randint(1, 4, (900,), generator=torch.Generator().manual_seed(3))
     tokens = (steps.cumsum(0) % V).int()
     return runs.Corpus(tokens[:700], tokens[700:])
+
+
+def test_wide_models_begin_with_smaller_weights() -> None:
+    assert [runs.initial_range(width) for width in (32, 256, 384, 1024)] == [0.05, 0.05, 0.02, 0.02]
+    paper = runs.sized(kernel_selection.KernelSelectionConfig(size="paper"), kernel_selection.SIZES, "test")
+    kind = kernel_selection.kinds(paper)[0][0]
+    assert kernel_selection.model_config(paper, kind, 100).initializer_range == 0.02
 
 
 def starts(seed: int, step: int, count: int, positions: int) -> list[int]:
@@ -110,6 +118,8 @@ def test_a_loss_that_is_not_finite_ends_the_training(text: runs.Corpus) -> None:
     assert len(burst.train) == len(burst.held_out) == 3
     assert burst.record()["held_out"] == [None] * 3
     json.dumps(burst.record(), allow_nan=False)
+    found = replace(burst, extra={"heads": [{"loss": math.nan, "place": 3}, (math.inf, 0.5)]}).record()
+    assert found["extra"] == {"heads": [{"loss": None, "place": 3}, [None, 0.5]]}
     assert spread([1.0, burst.held_out[-1]]) == "diverged"
 
 

@@ -1,4 +1,4 @@
-"""What every registered language model keeps while it writes: with and without a cache, in batches, by beams, with help."""
+"""What every registered language model keeps while it writes: cached or not, in batches, by beams, with help."""
 
 from __future__ import annotations
 

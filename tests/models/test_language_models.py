@@ -38,6 +38,10 @@ def test_matched_to_a_number_and_to_a_model(name, target):
 
 
 def test_a_size_that_cannot_be_matched():
+    with pytest.raises(ArgumentError, match="target is a float, expected a number or a RegardConfig"):
+        match_parameters(HybridConfig(**SIZES), 1e5)
+    with pytest.raises(ArgumentError, match="unknown field 'intermedate_size'"):
+        match_parameters(HybridConfig(**SIZES), 100_000, field="intermedate_size")
     with pytest.raises(ArgumentError, match="at intermediate_size=1 already, more than the 10 wanted"):
         match_parameters(HybridConfig(**SIZES), 10)
     with pytest.raises(ArgumentError, match="does not depend on intermediate_size"):

@@ -279,7 +279,10 @@ def logit_table(seen: Seen) -> Table:
                 )
             )
     header = ("prompt", "chance", "logit", "context", "of it the same token", "feed-forward", "bias", "parts miss by")
-    note = "The last prompt of each is one of repeated blocks, seen by the model of blocks; the others are text."
+    note = (
+        "Prompts are windows of held-out text whose end has occurred in them before, where there are such, the first "
+        "that do not overlap; the last of each model is one of repeated blocks, seen by the model of blocks."
+    )
     return Table(header, tuple(rows), note)
 
 
@@ -484,5 +487,5 @@ def direct_note(seen: Seen) -> str:
     return (
         "The paper: weight on a token's embedding in f corresponds directly to a high probability of that token. What "
         "the predicted token's earlier occurrences add to its logit, and what f's feed-forward layers add, prompt by "
-        f"prompt: {'; '.join(said)}. It holds where the first is larger in most prompts."
+        f"prompt: {'; '.join(said)}. It holds where the first is larger in most prompts, whose end has occurred before."
     )

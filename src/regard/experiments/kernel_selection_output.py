@@ -17,6 +17,7 @@ from .language_output import (
     finals,
     finite_runs,
     rate_note,
+    seeds_note,
     spread,
 )
 from .language_runs import LanguageRun
@@ -89,7 +90,7 @@ def losses(groups: Groups) -> Any:
         "falls steadily",
         "CPU, a step",
     )
-    return Table(header, tuple(rows), f"Over the seeds: mean ± standard deviation. {GAP_NOTE} {STEADY}.")
+    return Table(header, tuple(rows), f"{seeds_note(len(base))} {GAP_NOTE} {STEADY}.")
 
 
 def exponential(groups: Groups) -> Sequence[LanguageRun]:

@@ -15,6 +15,7 @@ from .language_output import (
     finite_runs,
     order,
     rate_note,
+    seeds_note,
     spread,
     verdict,
 )
@@ -94,8 +95,8 @@ def losses(groups: Groups, depth: int) -> Any:
     header = ("weighting", "held-out nats/token", "above softmax", "training", "support", "empty rows", "CPU, a step",
               "parameters")  # fmt: skip
     note = (
-        f"Over the seeds: mean ± standard deviation. {GAP_NOTE} Empty: rows in which no pair had weight by itself, the "
-        f"first token's left out; support: pairs with weight."
+        f"{seeds_note(len(softmax))} {GAP_NOTE} Empty: rows in which no pair had weight by itself, the first "
+        f"token's left out; support: pairs with weight."
     )
     return Table(header, tuple(rows), note)
 

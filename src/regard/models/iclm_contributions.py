@@ -179,6 +179,8 @@ def trace(
     Raises:
         ArgumentError: positions outside the text, and as the model.
     """
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        raise ArgumentError("ICLMForCausalLM.contributions: input_ids must be a tensor [B, T].")
     chosen = _positions(positions, input_ids)
     seen = _Seen(model)
     with seen:

@@ -70,6 +70,8 @@ def match_parameters(config: RegardConfig, target: int | RegardConfig, *, field:
     call, name = "match_parameters", field or config.size_field
     if isinstance(target, RegardConfig):
         target = count_parameters(target)
+    if not isinstance(target, int):
+        raise ArgumentError(f"{call}: target is a {type(target).__name__}, expected a number or a RegardConfig.")
     positive_int(call, "target", target)
     model_of(config)
     if name not in own_fields(type(config)):

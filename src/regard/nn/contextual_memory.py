@@ -27,6 +27,7 @@ from ..estimators.states import State
 from ..grammar import Spec, as_spec
 from ..ops import attention
 from .attention import Observer, check_heads
+from .hooks import HookPoint
 from .memory_features import (
     SCALE_LIMIT,
     SCALE_START,
@@ -170,6 +171,10 @@ class ContextualMemory(nn.Module):
 
     Attributes:
         observer, observe_weights: as in `regard.nn.Attention`.
+        hook_k, hook_v: see unit keys [B, H, T, D] and the values of the pairs that these tokens complete.
+        hook_pattern: sees the weights [B, H, T, N] as `forward` returns them; while something listens they are made by
+            the dense reference, and what it returns is used in their place.
+        hook_out: sees the output [B, T, C].
 
     Raises:
         ArgumentError: sizes that do not fit, an unknown spec, name or word, or the solver `learned`, which needs a
@@ -206,6 +211,8 @@ class ContextualMemory(nn.Module):
         self.values = ValueFeatures(hidden_size, num_heads, self.head_dim, bias=bias, look_ahead=look_ahead)
         self.numbers = LearnedNumbers(self.spec, num_heads, self.head_dim, learned, start)
         self.out_proj = OutputProjection(num_heads * self.head_dim, hidden_size, bias=bias)
+        self.hook_k, self.hook_v = HookPoint(), HookPoint()
+        self.hook_pattern, self.hook_out = HookPoint(), HookPoint()
 
     def extra_repr(self) -> str:
         """Heads and spec, for `print(model)`."""
@@ -259,10 +266,10 @@ class ContextualMemory(nn.Module):
         """As `forward`, with the keys [B, H, T, D] of x at hand; x has zeros at hidden tokens."""
         tokens = x.shape[1]
         mask = None if attention_mask is None else attention_mask[:, -tokens:]
-        made = self.values(x)
+        keys, made = self.hook_k(keys), self.values(x)
         before_key, last_key = _previous(keys, None if state is None else state.key, mask)
         before, last = _previous(made, None if state is None else state.value, mask)
-        values = self.values.combine(before, made[:, :, tokens - before.shape[2] :])
+        values = self.hook_v(self.values.combine(before, made[:, :, tokens - before.shape[2] :]))
         if state is not None:
             before_key = torch.cat([state.keys, before_key], 2)
             values = torch.cat([state.values, values], 2)
@@ -272,13 +279,14 @@ class ContextualMemory(nn.Module):
         if remember:
             held = (leaky.sums, leaky.poisoned, last_key, last, before_key, values)
             after = ContextualState(*held, tokens=leaky.tokens)
-        return self.out_proj(out.transpose(1, 2).flatten(2)), after, weights
+        return self.hook_out(self.out_proj(out.transpose(1, 2).flatten(2))), after, weights
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output_attentions: bool
     ) -> tuple[Tensor, Tensor | None]:
         """([B, H, T, D], weights or None). Query i sees the pairs up to the one that its token completed."""
-        dense = output_attentions or (self.observer is not None and self.observe_weights)
+        hooked = self.hook_pattern.active
+        dense = output_attentions or hooked or (self.observer is not None and self.observe_weights)
         arguments: dict[str, Any] = {"is_causal": True, "impl": "reference" if dense else "auto"}
         arguments["attn_mask"] = None if mask is None else mask[:, None, None]
         params = self.numbers()
@@ -304,7 +312,19 @@ class ContextualMemory(nn.Module):
         if self.observer is not None:
             self.observer(self.layer_idx, found)
         weights = found.weights if found.effective_weights is None else found.effective_weights
+        if hooked:
+            shown = self.hook_pattern(weights)
+            out = out if shown is weights else _mix(shown, value, mask)
+            weights = shown
         return out, weights if output_attentions else None
+
+
+def _mix(weights: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Weights [B, H, T, n + 1] that a hook put in place, times values [B, H, n, D]; what is hidden has none."""
+    weights = weights[..., :-1]
+    if mask is not None:
+        weights = weights.masked_fill(~mask[:, None, None], 0)
+    return weights.to(value.dtype) @ value
 
 
 def _previous(now: Tensor, pending: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from ..grammar import Spec, as_spec
 from ..ops import attention
 from .attention import check_heads, positive_int
 from .contextual_memory import check_tokens, measures_distance
+from .hooks import HookPoint
 from .memory_features import (
     GAIN,
     SCALE_LIMIT,
@@ -49,6 +50,7 @@ class PersistentMemory(nn.Module):
     Attributes:
         slot_keys, slot_values: [copies, H, S, D], from N(0, 1/D).
         scale: [H], what is read is multiplied by exp(10 scale).
+        hook_out: sees the output [B, T, C].
 
     Raises:
         ArgumentError: sizes that do not fit, an unknown spec, or one that is not normalised or needs a probe.
@@ -85,6 +87,7 @@ class PersistentMemory(nn.Module):
         self.out_proj = OutputProjection(num_heads * self.head_dim, hidden_size, bias=bias)
         nn.init.normal_(self.slot_keys, std=self.head_dim**-0.5)
         nn.init.normal_(self.slot_values, std=self.head_dim**-0.5)
+        self.hook_out = HookPoint()
         begin(self)
 
     def number_starts(self) -> dict[str, Tensor]:
@@ -141,7 +144,7 @@ class PersistentMemory(nn.Module):
         read = found[0] if len(found) == 1 else torch.stack(found).mean(0)
         read = read * (GAIN * self.scale).exp().to(read.dtype)[:, None, None]
         rows = read[0].unflatten(1, (batch, tokens)).permute(1, 2, 0, 3)
-        return self.out_proj(rows.flatten(2))
+        return self.hook_out(self.out_proj(rows.flatten(2)))
 
 
 def persistent_spec(call: str, given: str | Spec) -> Spec:
