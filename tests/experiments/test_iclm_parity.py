@@ -178,7 +178,7 @@ def test_what_diverged_is_compared_to_nothing():
     both = [outcome("transformer", math.nan), outcome("transformer-no-mlp", math.nan)]
     (note,) = output.mlp_notes(both, "2x16x2", both[0])
     assert note.endswith("without all feed-forward layers: no comparison: a run diverged.")
-    assert [row[6] for row in output.results([BASE, lost]).rows] == ["", "diverged"]
+    assert [row[6] for row in output.results([BASE, lost], {}).rows] == ["", "diverged"]
     assert output.dots([both[0], lost]).startswith(b"\x89PNG")
 
 
@@ -217,6 +217,8 @@ def test_rates_at_the_edge_of_the_grid_are_named():
         ("2x16x2 transformer", "2.000", "1.500 *", "nan"),
         ("2x16x2 iclm", "2.000", "1.500 *", "1.500"),
     )
+    assert "Rate: chosen for each family with transformer and iclm-wv." in output.results(outcomes, trials).note
+    assert "Rate: given, not chosen for any." in output.results(outcomes, {}).note
     edge = {key: {rate / 2: loss for rate, loss in found.items()} for key, found in trials.items()}
     assert output.tried(outcomes, edge).note.endswith("may be better: 2x16x2 transformer, 2x16x2 iclm.")
 

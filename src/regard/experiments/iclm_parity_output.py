@@ -115,13 +115,13 @@ def training_bytes(outcome: Outcome) -> float | None:
 
 def tables(outcomes: Sequence[Outcome], trials: Trials, parity: Report) -> dict[str, Table]:
     """Title to table, the results first."""
-    found = {"ICLM and Transformer": results(outcomes)}
+    found = {"ICLM and Transformer": results(outcomes, trials)}
     if trials:
         found["Learning rates tried"] = tried(outcomes, trials)
     return {**found, "Parameters at the paper's sizes": parity_table(parity)}
 
 
-def results(outcomes: Sequence[Outcome]) -> Table:
+def results(outcomes: Sequence[Outcome], trials: Trials) -> Table:
     """A row for each model."""
     rows = []
     for each in outcomes:
@@ -145,10 +145,10 @@ def results(outcomes: Sequence[Outcome]) -> Table:
         *("model", "parameters", "to rival", "rate", "perplexity", "nats/token", "perplexity to rival"),
         *("step ms", "CPU ms", "training MiB"),
     )
+    origin = f"chosen for each family with {_first(outcomes)}" if trials else "given, not chosen for any"
     note = (
         f"{seeds_note(len(outcomes[0].runs))} Rival: the Transformer; of models "
-        f"without any feed-forward layer, the one without. Rate: one for all models of a family, chosen with "
-        f"{_first(outcomes)}. Training MiB: the peak, less what was held before the model."
+        f"without any feed-forward layer, the one without. Rate: {origin}. Training MiB: the peak, less what was held before the model."
     )
     return Table(header, tuple(rows), note)
 

