@@ -327,8 +327,8 @@ def test_a_folder_is_replaced_only_if_a_recipe_wrote_it(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "name a recipe: boundary-bias, kernel-zoo, "),
-        (("kernel-zo",), "unknown recipe 'kernel-zo'. Did you mean 'kernel-zoo'?"),
+        ((), "name a recipe: boundary-bias, iclm-mechanisms, iclm-parity, kernel-selection, kernel-zoo, "),
+        (("kernel-zo",), "unknown recipe 'kernel-zo'. Did you mean 'kernel-zoo'"),
         (("--output", "x"), "the name of a recipe comes first"),
         (("kernel-zoo", "--point", "3"), "unknown option --point. Did you mean '--points'"),
         (("kernel-zoo", "--points", "1"), "kernel-zoo: --points is 1, expected at least 3."),

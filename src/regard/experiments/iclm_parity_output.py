@@ -147,8 +147,8 @@ def results(outcomes: Sequence[Outcome], trials: Trials) -> Table:
     )
     origin = f"chosen for each family with {_first(outcomes)}" if trials else "given, not chosen for any"
     note = (
-        f"{seeds_note(len(outcomes[0].runs))} Rival: the Transformer; of models "
-        f"without any feed-forward layer, the one without. Rate: {origin}. Training MiB: the peak, less what was held before the model."
+        f"{seeds_note(len(outcomes[0].runs))} Rival: the Transformer; of models without any feed-forward layer, the "
+        f"one without. Rate: {origin}. Training MiB: the peak, less what was held before the model."
     )
     return Table(header, tuple(rows), note)
 
