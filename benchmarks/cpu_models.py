@@ -30,6 +30,7 @@ GROUPS = {
 """Baseline to those that are compared with it. Models of the second group have as many parameters as the first."""
 VOCABULARY = 96
 NEW_TOKENS = 256
+PROMPTS = (16, 256)
 BARS = {"memory-mosaic biweight": 2.0, "decoding": 5.0}
 """Step of the one against the same with softmax at most; decoding without a cache against with one at least."""
 
@@ -133,9 +134,14 @@ def run(quick: bool, threads: int) -> dict[str, Any]:
 def decoding(quick: bool) -> list[dict[str, Any]]:
     """Every registered model: greedy tokens after a prompt, with the model's cache and without any. Ratios are to the
     former, so that they say how much the cache saves."""
+    return [entry for length in ((8,) if quick else PROMPTS) for entry in decoding_after(length, quick)]
+
+
+def decoding_after(length: int, quick: bool) -> list[dict[str, Any]]:
+    """The same after a prompt of `length` tokens."""
     new = 4 if quick else NEW_TOKENS
     config = {"width": 16 if quick else 256, "layers": 2 if quick else 4, "heads": 2 if quick else 4}
-    config |= {"batch": 1, "prompt": 8 if quick else 256, "new_tokens": new}
+    config |= {"batch": 1, "prompt": length, "new_tokens": new}
     prompt = torch.randint(VOCABULARY, (1, config["prompt"]), generator=torch.Generator().manual_seed(0))
     found = []
     for name, entry in language_models.items():

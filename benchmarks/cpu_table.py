@@ -413,7 +413,7 @@ def shape_of(config: Entry) -> str:
 def cached(found: list[Entry], bar: float) -> Iterable[str]:
     config = found[0]["config"]
     yield (
-        f"{config['new_tokens']} greedy tokens after {config['prompt']}, batch 1, C {config['width']}, L "
+        f"{config['new_tokens']} greedy tokens after a prompt, batch 1, C {config['width']}, L "
         f"{config['layers']}, softmax: seconds. Bar: a cache makes decoding {number(bar)} times as fast."
     )
     rows = []
@@ -421,5 +421,5 @@ def cached(found: list[Entry], bar: float) -> Iterable[str]:
         with_cache, without = entry["contestants"].values()
         name = entry["baseline"].removesuffix(", a cache")
         seconds = (number(c["median_ms"] / 1e3) for c in (with_cache, without))
-        rows.append([name, *seconds, f"{number(without['ratio'])}x"])
+        rows.append([f"{name}, after {entry['config']['prompt']}", *seconds, f"{number(without['ratio'])}x"])
     yield markdown(["", "with a cache", "without", "faster"], rows)

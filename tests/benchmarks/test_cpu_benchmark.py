@@ -276,7 +276,7 @@ def test_the_tables_of_the_models(found: dict[str, Any], folder: Path) -> None:
             assert float(ratio) == pytest.approx(cell["ratio"], rel=6e-3)
     for entry in part["decoding"]:
         name = entry["baseline"].removesuffix(", a cache")
-        row = next(row for row in rows if row[0] == name)
+        row = next(row for row in rows if row[0] == f"{name}, after {entry['config']['prompt']}")
         cells = [entry["contestants"][f"{name}, {how}"] for how in ("a cache", "no cache")]
         assert [float(c) for c in row[1:3]] == pytest.approx([c["median_ms"] / 1e3 for c in cells], rel=6e-3)
         assert float(row[3].removesuffix("x")) == pytest.approx(cells[1]["ratio"], rel=6e-3)

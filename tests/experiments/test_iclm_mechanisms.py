@@ -329,7 +329,7 @@ def test_sinks_of_phi():
 
 
 def test_sinks_of_f():
-    assert output.f_note(seen()).endswith("holds, but phi has none either.")
+    assert output.f_note(seen()).endswith("not decided, since phi has none either.")
     there = layer("phi", 0, strongest=(0.6, 0.4), place=(0, 0))
     assert output.f_note(seen(phi=there)).endswith(": holds.")
     own = layer("f", 0, strongest=(0.1, 0.7), place=(3, 2))

@@ -355,8 +355,7 @@ def f_note(seen: Seen) -> str:
     heads, phi = seen.heads(ICLM, "f"), _sunk(seen.heads(ICLM, "phi"))
     sunk = _sunk(heads)
     most = max(heads, key=lambda head: head["strongest"])
-    alone = "" if phi else ", but phi has none either"
-    verdict = "does not hold" if sunk else f"holds{alone}"
+    verdict = "does not hold" if sunk else "holds" if phi else "not decided, since phi has none either"
     return (
         f"The paper: f has no sinks. {len(sunk)} of {len(heads)} heads of f have one (the strongest mean weight is "
         f"{most['strongest']:.2f}, on column {most['place']}): {verdict}."
