@@ -9,7 +9,8 @@ Shapes: B batch, H key/value heads, F features of a key, Dv channels of a value.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,29 +19,34 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ..checks import ArgumentError
 from ..estimators.linear import LinearState, finite_features
+from ..estimators.states import State
 from .configuration_hybrid import HybridConfig
 
 
-class RegardCacheLayer(CacheLayerMixin):
-    """The sums of one layer: B H F (Dv + 1) numbers, in float32 at least, however many tokens were seen.
-
-    `regard.nn.Attention` reads and replaces `linear_state`; nothing changes a state in place. A sum cannot be taken
-    apart again: decoding that takes tokens back (assisted, prompt lookup) is refused before it begins.
+class StateCacheLayer(CacheLayerMixin):
+    """A layer of a cache that holds states (`regard.estimators.states.State`) in the place of pairs. The model's layer
+    reads and replaces them; nothing changes one in place. What was seen cannot be taken out again: decoding that takes
+    tokens back (assisted, prompt lookup) is refused before it begins.
 
     Attributes:
-        linear_state: the sums, None before the first token.
+        held: the names of the attributes with states, each None before the first token; the first one counts tokens.
+        update_refusal, no_way_back: what is said to those who ask for what cannot be done.
     """
 
     is_sliding = False
     supports_early_init = False
+    held: ClassVar[tuple[str, ...]]
+    update_refusal: ClassVar[str]
+    no_way_back: ClassVar[str]
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear_state: LinearState | None = None
+        for name in self.held:
+            setattr(self, name, None)
         self.device: torch.device | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: the first tokens make the state."""
+        """Nothing to prepare: the first tokens make the states."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refused: there are no pairs to give back.
@@ -48,14 +54,12 @@ class RegardCacheLayer(CacheLayerMixin):
         Raises:
             ArgumentError: always.
         """
-        raise ArgumentError(
-            "RegardCacheLayer: holds sums, which regard.nn.Attention adds to; a layer that needs pairs needs a "
-            "transformers.DynamicCache."
-        )
+        raise ArgumentError(self.update_refusal)
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included."""
-        return 0 if self.linear_state is None else self.linear_state.tokens
+        first = getattr(self, self.held[0])
+        return 0 if first is None else first.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns of the mask, the first of them): all tokens so far, since padding among them is masked."""
@@ -67,12 +71,13 @@ class RegardCacheLayer(CacheLayerMixin):
 
     @property
     def bytes(self) -> int:
-        """The memory of the sums."""
-        return 0 if self.linear_state is None else self.linear_state.bytes
+        """The memory of the states."""
+        return sum(state.bytes for name in self.held if (state := getattr(self, name)) is not None)
 
     def reset(self) -> None:
         """Forget every token."""
-        self.linear_state = None
+        for name in self.held:
+            setattr(self, name, None)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b becomes what row `beam_idx[b]` was."""
@@ -80,24 +85,25 @@ class RegardCacheLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only the rows `indices`, numbers or flags."""
-        if self.linear_state is not None:
-            self.linear_state = self.linear_state.select(indices)
+        self._replace(lambda state: state.select(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times in a row."""
-        if self.linear_state is not None:
-            self.linear_state = self.linear_state.repeat(repeats)
+        self._replace(lambda state: state.repeat(repeats))
 
     def offload(self) -> None:
-        """Move the sums to main memory."""
-        if self.linear_state is not None:
-            self.device = self.linear_state.values.device
-        self._map(lambda x: x.to("cpu", non_blocking=True))
+        """Move the states to main memory."""
+
+        def leave(x: Tensor) -> Tensor:
+            self.device = x.device
+            return x.to("cpu", non_blocking=True)
+
+        self._replace(lambda state: state.map(leave))
 
     def prefetch(self) -> None:
-        """Move the sums back to where they came from."""
+        """Move the states back to where they came from."""
         if self.device is not None:
-            self._map(lambda x: x.to(self.device, non_blocking=True))
+            self._replace(lambda state: state.map(lambda x: x.to(self.device, non_blocking=True)))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Nothing for 0.
@@ -105,8 +111,8 @@ class RegardCacheLayer(CacheLayerMixin):
         Raises:
             ArgumentError: tokens are to be taken back.
         """
-        if tokens_to_remove and self.linear_state is not None:
-            raise ArgumentError(_NO_WAY_BACK)
+        if tokens_to_remove and self.get_seq_length():
+            raise ArgumentError(self.no_way_back)
 
     def activate_past_recording(self) -> None:
         """Refused: transformers announces by this that it will crop.
@@ -114,17 +120,34 @@ class RegardCacheLayer(CacheLayerMixin):
         Raises:
             ArgumentError: always.
         """
-        raise ArgumentError(_NO_WAY_BACK)
+        raise ArgumentError(self.no_way_back)
 
-    def _map(self, fn: Any) -> None:
-        if self.linear_state is not None:
-            self.linear_state = self.linear_state.map(fn)
+    def _replace(self, fn: Callable[[State], State]) -> None:
+        for name in self.held:
+            state = getattr(self, name)
+            if state is not None:
+                setattr(self, name, fn(state))
 
 
-_NO_WAY_BACK = (
-    "RegardCacheLayer: tokens cannot be taken back from sums, as assisted decoding does; leave past_key_values out or "
-    "give a transformers.DynamicCache, which keeps pairs."
-)
+class RegardCacheLayer(StateCacheLayer):
+    """The sums of one layer: B H F (Dv + 1) numbers, in float32 at least, however many tokens were seen.
+
+    `regard.nn.Attention` reads and replaces `linear_state`.
+
+    Attributes:
+        linear_state: the sums, None before the first token.
+    """
+
+    held = ("linear_state",)
+    update_refusal = (
+        "RegardCacheLayer: holds sums, which regard.nn.Attention adds to; a layer that needs pairs needs a "
+        "transformers.DynamicCache."
+    )
+    no_way_back = (
+        "RegardCacheLayer: tokens cannot be taken back from sums, as assisted decoding does; leave past_key_values out "
+        "or give a transformers.DynamicCache, which keeps pairs."
+    )
+    linear_state: LinearState | None
 
 
 def hybrid_cache(config: HybridConfig, *, pairs: bool = False) -> Cache:
