@@ -40,8 +40,8 @@ def unit(x: Tensor, eps: float = 0.0) -> Tensor:
     zero and has gradient zero."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     square = wide.square().sum(-1, keepdim=True)
-    there = square > 0
-    inverse = torch.where(there, 1 / (torch.where(there, square, 1).sqrt() + eps), 0)
+    square = square.masked_fill(square == 0, torch.inf)  # divided by which all is zero, and so is every derivative
+    inverse = 1 / (square.sqrt() + eps) if eps else square.rsqrt()
     return (wide * inverse).to(x.dtype)
 
 
