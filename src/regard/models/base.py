@@ -9,8 +9,9 @@ Shapes: B batch, T tokens given now, N tokens so far (those in the cache and T),
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -85,25 +86,32 @@ class RegardPreTrainedModel(CheckedLoading):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012  (transformers reads a class attribute)
 
 
+class NewCache(Protocol):
+    """How a model makes an empty cache."""
+
+    def __call__(self, *, pairs: bool = False) -> Cache:
+        """With `pairs`, one from which weights can be shown and tokens taken back, where there is such a one."""
+        ...
+
+
 class RegardModel(RegardPreTrainedModel):
-    """The decoder without the output matrix; a subclass has `embed_tokens`, `decode` and `new_cache`."""
+    """The decoder without the output matrix. What a subclass has:
+
+    Attributes:
+        embed_tokens: the embeddings of tokens.
+        decode: [B, T, C] embeddings and their context to what the output matrix reads.
+        new_cache: an empty cache.
+    """
 
     embed_tokens: nn.Embedding
+    decode: Callable[[Tensor, Context], Decoded]
+    new_cache: NewCache
     gradient_checkpointing = False
 
     @property
     def call(self) -> str:
         """How messages name this model."""
         return type(self).__name__.removesuffix("Model") + "ForCausalLM"
-
-    def decode(self, embedded: Tensor, context: Context) -> Decoded:
-        """[B, T, C] embeddings to what the output matrix reads."""
-        raise NotImplementedError  # pragma: no cover
-
-    def new_cache(self, *, pairs: bool = False) -> Cache:
-        """An empty cache; with `pairs`, one from which weights can be shown and tokens taken back, where there is
-        such a one."""
-        raise NotImplementedError  # pragma: no cover
 
     @can_return_tuple
     def forward(
