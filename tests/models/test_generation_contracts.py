@@ -86,6 +86,7 @@ def test_decoding_that_takes_tokens_back_works_or_says_why_not(name, mixers, aid
         found = model.generate(tokens, max_new_tokens=10, do_sample=False, **how)
     except ArgumentError as error:
         refused(error)
+        assert name not in ("transformer", "iclm"), "whose caches can be cropped"
     else:
         assert torch.equal(found, expected)
 
@@ -101,5 +102,6 @@ def test_a_cache_given_to_generate(name, mixers):
         found = model.generate(tokens, past_key_values=DynamicCache(), max_new_tokens=6, do_sample=False)
     except ArgumentError as error:
         refused(error, "DynamicCache")
+        assert name != "transformer", "which takes transformers' own cache"
     else:
         assert torch.equal(found, expected)

@@ -166,6 +166,7 @@ def test_a_cache_of_pairs_works_or_says_why_not(name, mixers):
             parts, _ = in_chunks(model, tokens, [4, 1, 8], cache=cache)
         except ArgumentError as error:
             refused(error, "DynamicCache")
+            assert name != "transformer", "which takes transformers' own cache"
         else:
             torch.testing.assert_close(parts, whole, atol=1e-9, rtol=0)
 
