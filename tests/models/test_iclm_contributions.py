@@ -183,3 +183,9 @@ def test_the_parts_hold_no_graph():
     parts = model.contributions(torch.arange(6)[None])
     assert not parts.logits().requires_grad
     assert parts.per_token(torch.tensor([1])).numpy().shape[0] == 1
+
+
+@pytest.mark.parametrize(("given", "came"), [([[1, 2]], "list"), (torch.arange(3), r"\[3\]")])
+def test_a_text_that_is_none(given, came):
+    with pytest.raises(ArgumentError, match=f"input_ids is {came}, expected an integer tensor"):
+        make().contributions(given)

@@ -56,7 +56,11 @@ class ICLMCache(Cache):
             f"has {covariate_layers} and {function_layers}; use model.model.new_cache().",
         )
         held = next((x.shape[0] for x in self.shared.grown.values()), batch)
-        require(held == batch, call, f"past_key_values is of {held} sequences and the tokens of {batch}.")
+        require(
+            held == batch,
+            call,
+            f"past_key_values is of {held} sequences and the tokens of {batch}; give every batch a cache of its own.",
+        )
 
 
 class SlotLayer(DynamicLayer):

@@ -180,7 +180,8 @@ def trace(
         ArgumentError: positions outside the text, and as the model.
     """
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
-        raise ArgumentError("ICLMForCausalLM.contributions: input_ids must be a tensor [B, T].")
+        came = shape(input_ids) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ArgumentError(f"ICLMForCausalLM.contributions: input_ids is {came}, expected an integer tensor [B, T].")
     chosen = _positions(positions, input_ids)
     seen = _Seen(model)
     with seen:
