@@ -10,6 +10,7 @@ from .catalogue import LanguageModel, language_models
 from .configuration_hybrid import HybridConfig
 from .configuration_iclm import ICLMConfig
 from .configuration_memory_mosaic import MemoryMosaicConfig
+from .gated_delta_net import GatedDeltaNet
 from .hybrid import HybridForCausalLM, HybridModel
 from .iclm import ICLMForCausalLM, ICLMModel
 from .iclm_cache import ICLMCache
@@ -18,9 +19,11 @@ from .iclm_parity import ParityReport, parity_report, transformer_like
 from .matching import Matched, count_parameters, match_parameters
 from .memory_mosaic import MemoryMosaicForCausalLM, MemoryMosaicModel
 from .memory_mosaic_released import from_released
+from .token_mixers import TokenMixer, token_mixers
 
 __all__ = [
     "Contributions",
+    "GatedDeltaNet",
     "HybridConfig",
     "HybridForCausalLM",
     "HybridModel",
@@ -36,11 +39,13 @@ __all__ = [
     "ParityReport",
     "RegardCacheLayer",
     "RegardConfig",
+    "TokenMixer",
     "count_parameters",
     "from_released",
     "hybrid_cache",
     "language_models",
     "match_parameters",
     "parity_report",
+    "token_mixers",
     "transformer_like",
 ]

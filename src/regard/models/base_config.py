@@ -135,10 +135,26 @@ class RegardConfig(PreTrainedConfig):
         in_range(self.call, "initializer_range", self.initializer_range, low=0.0, strict=True)
         self.check_flags("tie_word_embeddings", "use_cache")
         self._check_token_ids()
-        self.mixers = [str(spec) for spec in self.layer_specs()]
+        self.mixers = [str(mixer) for mixer in self.layer_mixers()]
 
     def layer_specs(self) -> list[Spec]:
-        """The spec of each layer, from the first to the last.
+        """The specs among what `layer_mixers` gives, from the first layer to the last.
+
+        Raises:
+            ArgumentError: as `layer_mixers`.
+        """
+        return [mixer for mixer in self.layer_mixers() if isinstance(mixer, Spec)]
+
+    def read_mixer(self, mixer: str | Spec) -> Any:
+        """What a word of `mixers` means: a spec, unless a subclass knows other words.
+
+        Raises:
+            ArgumentError: it means nothing.
+        """
+        return Spec.parse(mixer) if isinstance(mixer, str) else mixer
+
+    def layer_mixers(self) -> list[Any]:
+        """How each layer mixes tokens, from the first to the last.
 
         Raises:
             ArgumentError: an unknown spec, or not one per layer.
@@ -156,7 +172,7 @@ class RegardConfig(PreTrainedConfig):
             self.call,
             f"mixers names {len(mixers)} layers and {of} {count}; give one spec per layer, or a single one for all.",
         )
-        return [Spec.parse(mixer) if isinstance(mixer, str) else mixer for mixer in mixers]
+        return [self.read_mixer(mixer) for mixer in mixers]
 
     def one_per_layer(self, name: str, kind: type, example: str) -> Sequence[Any]:
         """The field `name`, rules or their texts, repeated where it is one for all.

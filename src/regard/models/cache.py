@@ -1,132 +1,28 @@
-"""What a hybrid model remembers between calls: pairs where it must, sums where it can.
+"""What a hybrid model remembers between calls: pairs where it must, sums where it can, states where there are some.
 
 A mixer whose weights are dot products of finite features (linear, cosine, shift-cosine, relu, relu2, elu) needs no
 pairs of earlier tokens: a sum of fixed size says all that a later query can ask. `hybrid_cache` gives every layer of a
-model the kind that suits its mixer, in one transformers `Cache`.
+model the kind that suits its mixer, in one transformers `Cache`; behind them stand the states of its memories.
 
 Shapes: B batch, H key/value heads, F features of a key, Dv channels of a value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from .. import Spec
 from ..checks import ArgumentError
 from ..estimators.linear import LinearState, finite_features
-from ..estimators.states import State
+from ..nn.memories import memory_layers
+from .cache_layers import StateCacheLayer
 from .configuration_hybrid import HybridConfig
-
-
-class StateCacheLayer(CacheLayerMixin):
-    """A layer of a cache that holds states (`regard.estimators.states.State`) in the place of pairs. The model's layer
-    reads and replaces them; nothing changes one in place. What was seen cannot be taken out again: decoding that takes
-    tokens back (assisted, prompt lookup) is refused before it begins.
-
-    Attributes:
-        held: the names of the attributes with states, each None before the first token; the first one counts tokens.
-        update_refusal, no_way_back: what is said to those who ask for what cannot be done.
-    """
-
-    is_sliding = False
-    supports_early_init = False
-    held: ClassVar[tuple[str, ...]]
-    update_refusal: ClassVar[str]
-    no_way_back: ClassVar[str]
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in self.held:
-            setattr(self, name, None)
-        self.device: torch.device | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: the first tokens make the states."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: there are no pairs to give back.
-
-        Raises:
-            ArgumentError: always.
-        """
-        raise ArgumentError(self.update_refusal)
-
-    def get_seq_length(self) -> int:
-        """Tokens seen, padding included."""
-        first = getattr(self, self.held[0])
-        return 0 if first is None else first.tokens
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(columns of the mask, the first of them): all tokens so far, since padding among them is masked."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """-1: there is none."""
-        return -1
-
-    @property
-    def bytes(self) -> int:
-        """The memory of the states."""
-        return sum(state.bytes for name in self.held if (state := getattr(self, name)) is not None)
-
-    def reset(self) -> None:
-        """Forget every token."""
-        for name in self.held:
-            setattr(self, name, None)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row `beam_idx[b]` was."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Only the rows `indices`, numbers or flags."""
-        self._replace(lambda state: state.select(indices))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times in a row."""
-        self._replace(lambda state: state.repeat(repeats))
-
-    def offload(self) -> None:
-        """Move the states to main memory."""
-
-        def leave(x: Tensor) -> Tensor:
-            self.device = x.device
-            return x.to("cpu", non_blocking=True)
-
-        self._replace(lambda state: state.map(leave))
-
-    def prefetch(self) -> None:
-        """Move the states back to where they came from."""
-        if self.device is not None:
-            self._replace(lambda state: state.map(lambda x: x.to(self.device, non_blocking=True)))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Nothing for 0.
-
-        Raises:
-            ArgumentError: tokens are to be taken back.
-        """
-        if tokens_to_remove and self.get_seq_length():
-            raise ArgumentError(self.no_way_back)
-
-    def activate_past_recording(self) -> None:
-        """Refused: transformers announces by this that it will crop.
-
-        Raises:
-            ArgumentError: always.
-        """
-        raise ArgumentError(self.no_way_back)
-
-    def _replace(self, fn: Callable[[State], State]) -> None:
-        for name in self.held:
-            state = getattr(self, name)
-            if state is not None:
-                setattr(self, name, fn(state))
+from .token_mixers import token_mixers
 
 
 class RegardCacheLayer(StateCacheLayer):
@@ -150,19 +46,69 @@ class RegardCacheLayer(StateCacheLayer):
     linear_state: LinearState | None
 
 
+class MemoryCacheLayer(StateCacheLayer):
+    """The state of one memory that is written at test time (`regard.nn.memory_layers`), None before the first token.
+
+    Args:
+        depth: of the layer at which the memory stands.
+    """
+
+    held = ("memory",)
+    update_refusal = "MemoryCacheLayer: holds the state of a memory, which writes it itself."
+    no_way_back = (
+        "MemoryCacheLayer: what was written into a memory cannot be taken out, as assisted and prompt-lookup decoding "
+        "do; decode without an assistant."
+    )
+    memory: Any
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row `beam_idx[b]` was.
+
+        Raises:
+            ArgumentError: the rows have one memory in common.
+        """
+        if getattr(self.memory, "shared", False):
+            raise ArgumentError(
+                "MemoryCacheLayer: beam search needs a memory for every beam, and this one is shared by the batch; "
+                "sample or decode greedily, or build the model with shared=False in its memory_options."
+            )
+        super().reorder_cache(beam_idx)
+
+
 def hybrid_cache(config: HybridConfig, *, pairs: bool = False) -> Cache:
     """An empty cache for a hybrid model.
 
     Args:
         config: of the model.
-        pairs: keep the pairs of every layer, where they must be seen again one by one: for weights
+        pairs: keep the pairs of every attention layer, where they must be seen again one by one: for weights
             (`output_attentions`), and where tokens are taken back. Cost: O(T) memory and O(T) time a token.
 
     Returns:
         Sums for each layer whose mixer has finite features and looks at all tokens; pairs (those of the window,
-        where there is one) for the others. A plain `transformers.DynamicCache` keeps pairs for all and works too.
+        where there is one) for the other sentences; the state of a mixer that has one; behind them a
+        `MemoryCacheLayer` for each memory that remembers. For a model of sentences alone a plain
+        `transformers.DynamicCache` keeps pairs for all and works too.
     """
-    sums = [not pairs and config.window is None and finite_features(spec) for spec in config.layer_specs()]
-    if not any(sums):
+    mixers, windows = config.layer_mixers(), config.layer_windows()
+    layers = [_mixer_layer(config, *kind, pairs) for kind in zip(mixers, windows, strict=True)]
+    memories = [MemoryCacheLayer(depth) for depth in remembering(config.layer_memories())]
+    if not memories and all(type(layer) is DynamicLayer for layer in layers):
         return DynamicCache(config=config)
-    return Cache(layers=[RegardCacheLayer() if fits else DynamicLayer() for fits in sums])
+    return Cache(layers=[*layers, *memories])
+
+
+def remembering(memories: Mapping[int, Any]) -> list[int]:
+    """The depths of the memories that carry a state, in order."""
+    return [depth for depth, names in sorted(memories.items()) if any(memory_layers.get(n).remembers for n in names)]
+
+
+def _mixer_layer(config: HybridConfig, mixer: Spec | str, window: int | None, pairs: bool) -> CacheLayerMixin:
+    if isinstance(mixer, str):
+        return token_mixers.get(mixer).cache_layer()
+    if window is not None:  # transformers counts the present token, too
+        return DynamicSlidingWindowLayer(sliding_window=window + int(config.exclude_self))
+    return DynamicLayer() if pairs or not finite_features(mixer) else RegardCacheLayer()

@@ -25,6 +25,7 @@ from ..nn.persistent_memory import PersistentMemory
 from .base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel, check_depth
 from .catalogue import LanguageModel, language_models
 from .configuration_memory_mosaic import MemoryMosaicConfig
+from .masks import all_real
 from .memory_mosaic_cache import MemoryMosaicCacheLayer, memory_mosaic_cache
 
 
@@ -159,7 +160,7 @@ class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
         """The blocks, then the last norm."""
         if context.cache is not None:
             check_depth(self.call, context.cache, len(self.layers))
-        mask = None if _all_real(context.mask) else context.mask
+        mask = None if all_real(context.mask) else context.mask
         hidden = embedded
         states: list[Tensor] = []
         attentions: list[Tensor | None] = []
@@ -173,13 +174,6 @@ class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
             )
             attentions.append(weights)
         return Decoded(self.norm(hidden), states, attentions)
-
-
-def _all_real(mask: Tensor | None) -> bool:
-    """Whether a mask can be seen, at no device's waiting and in no graph, to hide nothing: then it is not needed."""
-    if mask is None:
-        return True
-    return mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())
 
 
 class MemoryMosaicForCausalLM(MemoryMosaicPreTrainedModel, RegardForCausalLM):

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from ..estimators.leaky import LeakyState
 from ..nn.contextual_memory import ContextualState
-from .cache import StateCacheLayer
+from .cache_layers import StateCacheLayer
 
 
 class MemoryMosaicCacheLayer(StateCacheLayer):

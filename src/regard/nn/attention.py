@@ -70,6 +70,8 @@ class Attention(nn.Module):
         ridge: of a local linear spec, a rule of `regard.nn.ridges` or its text: "fixed" (the number of the spec),
             "learned" from the token, one number a head, or "learned-per-dimension". The projection is `ridge_proj`.
         norm_eps: added to the mean square in `qk_norm`.
+        output_gate: multiply what the heads give by the logistic function of `gate_proj` of the token, channel by
+            channel, before the output projection (gated attention, Qiu et al. 2025, arXiv:2505.06708).
 
     A local linear spec regresses in the space of the keys as they are compared: normalised, then turned. Where its
     solver is "learned" (Parallax, arXiv 2605.29157), `r_proj` makes the probe of every head, normalised (`r_norm`) and
@@ -106,6 +108,7 @@ class Attention(nn.Module):
         qk_norm: str | None = None,
         ridge: str | Ridge = "fixed",
         norm_eps: float = 1e-6,
+        output_gate: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -130,6 +133,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
+        self.gate_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=bias) if output_gate else None
         for name, value in self.temperature.start().items():
             self.register_parameter(name, nn.Parameter(torch.full((num_heads,), value)))
         self.probed = self.spec.degree == 1 and self.spec.solver.name == "learned"
@@ -151,6 +155,7 @@ class Attention(nn.Module):
         sharp += f", qk_norm={self.qk_norm!r}" if self.qk_norm else ""
         sharp += f", ridge={str(self.ridge)!r}" if self.ridge_proj is not None else ""
         flags = "".join(f", {name}=True" for name in ("share_query_key", "exclude_self") if getattr(self, name))
+        flags += ", output_gate=True" if self.gate_proj is not None else ""
         return (
             f"num_heads={self.num_heads}{kv}, head_dim={self.head_dim}, spec={str(self.spec)!r}{window}{sharp}{flags}"
         )
@@ -167,7 +172,8 @@ class Attention(nn.Module):
 
         Args:
             hidden_states: [B, T, C].
-            position_embeddings: (cos, sin) of `rotary_angles`, each [B or 1, T, D/2]; None for no positions.
+            position_embeddings: (cos, sin) of `rotary_angles`, each [B or 1, T, R/2]; None for no positions. They turn
+                the first R channels of a head.
             attention_mask: boolean, True may be attended: a key mask [B, Tk] over all tokens so far, or
                 [B, 1 or H, T, Tk]. Causality and window are applied besides. A row without a key gives zeros.
             past_key_values: a growing cache, to which the new keys and values are appended (the one thing
@@ -200,7 +206,10 @@ class Attention(nn.Module):
             mask = self._mask(attention_mask, query, key)
             local = self._local(hidden_states, position_embeddings)
             out, weights = self._attend(query, key, value, mask, output_attentions, local)
-        return self.hook_out(self.o_proj(out.transpose(1, 2).flatten(2))), weights
+        heads = out.transpose(1, 2).flatten(2)
+        if self.gate_proj is not None:
+            heads = heads * self.gate_proj(hidden_states).sigmoid()
+        return self.hook_out(self.o_proj(heads)), weights
 
     def _project(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None

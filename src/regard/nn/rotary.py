@@ -43,16 +43,19 @@ def rotary_angles(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x_i, x_{i + D/2}) of every head by the angles of `rotary_angles`.
+    """Turn the pairs (x_i, x_{i + R/2}) of every head by the angles of `rotary_angles`.
 
     Args:
         x: [B, H, T, D].
-        cos, sin: [B, T, D/2] (or [1, T, D/2]).
+        cos, sin: [B, T, R/2] (or [1, T, R/2]) with R <= D: the channels from R on stay as they are.
 
     Returns:
         [B, H, T, D], in the dtype of `x`.
     """
-    first, second = x.chunk(2, dim=-1)
+    turned = 2 * cos.shape[-1]
+    rest = x[..., turned:]
+    first, second = x[..., :turned].chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     # Under autocast the angles keep the hidden states' wider dtype; queries and keys must not take it on.
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    parts = (first * cos - second * sin, second * cos + first * sin, *((rest,) if rest.shape[-1] else ()))
+    return torch.cat(parts, dim=-1).to(x.dtype)

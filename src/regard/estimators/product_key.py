@@ -1,0 +1,358 @@
+"""Product-key memory: N = n^2 slots found through two sets of n sub-keys, of which a query meets one half each
+(Lample et al. 2019; section 2 of the fast-weight product-key-memory paper).
+
+A slot (i, j) scores s_i + s_j, the scores of the halves, so that the k best of all n^2 are among the k best of either
+half; with both halves sorted, best first, a pair in places (a, b) (from 0) can be among the k best only where
+(a + 1)(b + 1) <= k: 20 of 64 pairs for k = 8, 119 of 1024 for k = 32.
+
+Scores of a half are registered by name: "dot" (equation 6) and "idw", -log(eps + |q - K|^2) (equation 21), under which
+the softmax over the selected slots gives the weights of inverse-distance interpolation, w_ij proportional to
+1 / ((eps + d1_i^2) (eps + d2_j^2)).
+
+Legend: B batch, T tokens, H heads, n sub-keys of a half, N = n^2 slots, k selected, Dk width of a key (two halves), Dv
+of a value. Inside: G sets of sub-keys, each with its own queries, d = Dk / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError, finite, floating, in_range, on_device, require, shape
+from ..grammar import Spec
+from ..registry import Registry
+from .precision import clean, full_precision
+
+SPARE = 4
+"""Candidates beyond k whose distances are computed exactly, since those that rank them are not exact."""
+
+
+class SlotScore(Protocol):
+    """How well a half of a query meets a sub-key."""
+
+    def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
+        """The k best sub-keys of each query: (scores [G, T, k], best first, differentiable; index int64 [G, T, k]).
+
+        query [G, T, d] and keys [G, n, d] in float32 or float64; of equal scores the lowest index comes first.
+        """
+
+    def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:
+        """sum over t, j of upstream_tj ds_tj/dK [G, n, d], itself differentiable in all arguments; those are what
+        `best` took and gave, and `upstream` [G, T, k]."""
+
+
+slot_scores: Registry[type[SlotScore]] = Registry("slot score", "regard.slot_scores")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The slots that queries selected, best first; of equal scores the lowest index comes first.
+
+    Attributes:
+        slots: int64 [B, T, H, k], i1 * n + i2.
+        scores: [B, T, H, k], the sums of the scores of the halves.
+        halves: int64 [B, T, H, 2, k], the best sub-keys of each half.
+        half_scores: [B, T, H, 2, k].
+    """
+
+    slots: Tensor
+    scores: Tensor
+    halves: Tensor
+    half_scores: Tensor
+
+
+def product_key_search(query: Tensor, keys: Tensor, top_k: int, *, score: str = "idw", eps: float = 1e-3) -> Found:
+    """The `top_k` best of all n^2 slots, exactly, for every query and head.
+
+    Args:
+        query: [B, T, H, Dk], Dk even.
+        keys: [H, 2, n, Dk/2], or [B, H, 2, n, Dk/2] where every sequence has its own.
+        top_k: k, from 1 to n.
+        score: a registered name, "idw" or "dot".
+        eps: added to the squared distance under "idw", > 0.
+
+    Returns:
+        What was found; the scores are differentiable in queries and keys, to any order, and in float32 at least.
+        Squared distances are sums of squared differences, so that they are exact near a key, where the scores are
+        steepest; neither autocast nor the precision that torch's matrix products are set to changes them. A query that
+        is not finite has scores NaN (and some slots) and passes no gradient on.
+
+    Raises:
+        ArgumentError: shapes or dtypes that do not fit, or a number out of range.
+
+    Cost: O(T H n Dk) time, O(T H (n + k Dk)) memory.
+    """
+    call = "product_key_search"
+    _check(call, query, keys, top_k, eps)
+    kind = slot_scores.get(score)()
+    (batch, tokens, heads, width), n = query.shape, keys.shape[-2]
+    dtype = torch.promote_types(torch.promote_types(query.dtype, keys.dtype), torch.float32)
+    with full_precision(query.device.type):
+        own, bad = clean(query.to(dtype))
+        q, back = by_set(own.reshape(batch, tokens, heads, 2, width // 2), keys.dim() == 4)
+        scores, index = kind.best(q, keys.to(dtype).reshape(-1, n, width // 2), top_k, eps)
+        half_scores, halves = back(scores), back(index)
+        if bad is not None:
+            half_scores = torch.where(bad[..., None, None], torch.nan, half_scores)
+        slots, totals = _joined(half_scores, halves, n)
+    return Found(slots, totals, halves, half_scores)
+
+
+def slot_weights(found: Found, spec: str | Spec = "softmax", *, joint: bool) -> Tensor:
+    """The weights of the selected slots, [B, T, H, k].
+
+    Args:
+        spec: a sentence whose weights are not negative and sum to one, at degree 0, or its text; it weighs the scores
+            that were found, so that it has no similarity of its own.
+        joint: one weighting over all H k slots of a token (fast-weight product-key memory); otherwise one for each
+            head (product-key memory).
+
+    Raises:
+        ArgumentError: a spec that gives no such weights.
+    """
+    known = weights_spec("slot_weights", spec)
+    scores = found.scores.flatten(-2) if joint else found.scores
+    with full_precision(scores.device.type):
+        if known == Spec.parse("softmax"):
+            weights = scores.softmax(-1)
+        else:
+            scale, params = known.resolve(1, None, {})
+            z = scores * scale
+            weights = known.weighting.weights(z, known.weighting.fit(z, params), params)
+    return weights.view_as(found.scores) if joint else weights
+
+
+def weights_spec(call: str, spec: str | Spec) -> Spec:
+    """`spec` as a Spec that can weigh selected slots.
+
+    Raises:
+        ArgumentError: it cannot.
+    """
+    known = Spec.parse(spec) if isinstance(spec, str) else spec
+    require(
+        isinstance(known, Spec),
+        call,
+        f"spec is a {type(spec).__name__}, expected a Spec or its text, such as 'softmax' or 'sparsemax'.",
+    )
+    require(
+        known.convex and known.degree == 0 and known.trend is None and known.similarity.name == "dot",
+        call,
+        f"spec is {str(known)!r}, expected weights over scores that are not negative and sum to one, of degree 0, "
+        f"without a trend and without a similarity of their own, such as 'softmax' or 'sparsemax'.",
+    )
+    return known
+
+
+def product_key_read(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    top_k: int,
+    *,
+    score: str = "idw",
+    eps: float = 1e-3,
+    spec: str | Spec = "softmax",
+    joint: bool = False,
+) -> tuple[Tensor, Found]:
+    """Weighted sums of the values of the selected slots, all heads added up (equation 9).
+
+    Args:
+        values: [N, Dv], N = n^2, one table for all heads.
+        query, keys, top_k, score, eps: as in `product_key_search`; spec, joint: as in `slot_weights`.
+
+    Returns:
+        (output [B, T, Dv] in the dtype of `query`, what was found).
+
+    Raises:
+        ArgumentError: as in `product_key_search`; values that are not [n^2, Dv].
+
+    Cost: that of the search, and O(T H k Dv) time and memory.
+    """
+    found = product_key_search(query, keys, top_k, score=score, eps=eps)
+    floating("product_key_read", "values", values)
+    slots = keys.shape[-2] ** 2
+    require(
+        values.dim() == 2 and values.shape[0] == slots,
+        "product_key_read",
+        f"values is {shape(values)}, expected [{slots}, Dv]: a value for every pair of the {keys.shape[-2]} sub-keys.",
+    )
+    on_device("product_key_read", "values", values, query.device)
+    weights = slot_weights(found, spec, joint=joint).flatten(-2)
+    rows = values.index_select(0, found.slots.reshape(-1)).view(*weights.shape, -1)
+    with full_precision(query.device.type):
+        out = (weights[..., None, :] @ rows.to(weights.dtype)).squeeze(-2)
+    return out.to(query.dtype), found
+
+
+def by_set(x: Tensor, shared: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """[B, T, H, 2, d] as [G, T', d], and the way back: G = H * 2 sets of keys that the tokens of all sequences meet
+    (T' = B T), or B * H * 2."""
+    batch, tokens, heads = x.shape[:3]
+    if shared:
+        flat = x.permute(2, 3, 0, 1, 4).reshape(heads * 2, batch * tokens, x.shape[-1])
+        return flat, lambda y: y.view(heads, 2, batch, tokens, y.shape[-1]).permute(2, 3, 0, 1, 4)
+    flat = x.permute(0, 2, 3, 1, 4).reshape(batch * heads * 2, tokens, x.shape[-1])
+    return flat, lambda y: y.view(batch, heads, 2, tokens, y.shape[-1]).permute(0, 3, 1, 2, 4)
+
+
+def _check(call: str, query: Tensor, keys: Tensor, top_k: int, eps: float) -> None:
+    for name, tensor in (("query", query), ("keys", keys)):
+        floating(call, name, tensor)
+    require(
+        query.dim() == 4 and query.shape[-1] % 2 == 0 and query.shape[-1] > 0,
+        call,
+        f"query is {shape(query)}, expected [B, T, H, Dk] with an even Dk, whose halves meet a set of sub-keys each.",
+    )
+    (batch, _, heads, width), own = query.shape, keys.dim() == 5
+    wanted = (batch, heads, 2) if own else (heads, 2)
+    require(
+        keys.dim() in (4, 5) and tuple(keys.shape[:-2]) == wanted and keys.shape[-1] == width // 2,
+        call,
+        f"keys is {shape(keys)}, but query {shape(query)} needs [{heads}, 2, n, {width // 2}] or "
+        f"[{batch}, {heads}, 2, n, {width // 2}].",
+    )
+    on_device(call, "keys", keys, query.device)
+    require_top_k(call, top_k, keys.shape[-2])
+    in_range(call, "eps", eps, low=0.0, strict=True)
+    finite(call, "query", query)
+    finite(call, "keys", keys)
+
+
+def require_top_k(call: str, top_k: int, n: int) -> None:
+    """`top_k` is a whole number from 1 to the number of sub-keys of a half.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= n:
+        raise ArgumentError(
+            f"{call}: top_k is {top_k!r}, expected a whole number from 1 to {n}, the sub-keys of a half; give more "
+            f"sub-keys or a smaller top_k."
+        )
+
+
+# Scores of a half -------------------------------------------------------------------------------------------
+
+
+@slot_scores.register("idw", "inverse-distance")
+class InverseDistance:
+    """-log(eps + |q - K|^2) (equation 21): a key is the centre of what it is selected for, whatever its length."""
+
+    def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            centre = keys.mean(1, keepdim=True)  # far from the origin the ranking by products would be rounding
+            near, at = keys - centre, query - centre
+            rank = 2 * _product(at, near.mT) - near.square().sum(-1)[:, None]
+            index = _largest(rank, min(k + SPARE, keys.shape[1])).sort(-1).values
+        square = _Squares.apply(query, keys, index)
+        best = square.detach().sort(dim=-1, stable=True).indices[..., :k]
+        return -torch.log(eps + square.gather(-1, best)), index.gather(-1, best)
+
+    def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:
+        return _square_gradient(query, keys, index, -upstream * scores.exp())  # ds/d(d^2) = -1 / (eps + d^2)
+
+
+@slot_scores.register("dot")
+class Dot:
+    """q . K (equation 6)."""
+
+    def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
+        scores = _product(query, keys.mT)
+        index = _largest(scores.detach(), k)
+        return scores.gather(-1, index), index
+
+    def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:
+        return _product(_spread(upstream, index, keys.shape[1]).mT, query)
+
+
+class _Squares(torch.autograd.Function):
+    """|q - K_i|^2 of the sub-keys `index` [G, T, m], by differences. The derivatives are written down since autograd
+    would keep all differences [G, T, m, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, keys: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(query, keys, index)
+        sets, tokens, m = index.shape
+        first = torch.arange(sets, device=index.device)[:, None, None] * keys.shape[1]
+        rows = keys.reshape(-1, keys.shape[-1]).index_select(0, (index + first).reshape(-1))
+        return (rows.view(sets, tokens, m, keys.shape[-1]) - query[:, :, None]).square_().sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        query, keys, index = ctx.saved_tensors
+        own = keyed = None
+        if ctx.needs_input_grad[0]:
+            pull = _product(_spread(upstream, index, keys.shape[1]), keys)
+            own = 2 * (query * upstream.sum(-1, keepdim=True) - pull)
+        if ctx.needs_input_grad[1]:
+            keyed = _square_gradient(query, keys, index, upstream)
+        return own, keyed, None
+
+
+def _square_gradient(query: Tensor, keys: Tensor, index: Tensor, upstream: Tensor) -> Tensor:
+    """sum over t, j of upstream_tj d|q_t - K|^2 / dK [G, n, d]."""
+    spread = _spread(upstream, index, keys.shape[1])
+    return 2 * (keys * spread.sum(1)[..., None] - _product(spread.mT, query))
+
+
+def _spread(values: Tensor, index: Tensor, n: int) -> Tensor:
+    """[G, T, n] with `values` [G, T, k] in the places `index`, which are different ones in a row."""
+    return values.new_zeros(*index.shape[:-1], n).scatter(-1, index, values)
+
+
+# Exact selection --------------------------------------------------------------------------------------------
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, exact to about float32 even where torch rounds the factors of float32 products to fewer bits."""
+    if a.dtype == torch.float64 or _full_products(a.device.type):
+        return a @ b
+    high, top = a.detach().bfloat16().to(a.dtype), b.detach().bfloat16().to(b.dtype)
+    low, rest = a - high, b - top  # these carry the gradient: a b = (high + low) (top + rest)
+    return torch.cat([high, high, low, low], -1) @ torch.cat([top, rest, top, rest], -2)
+
+
+def _full_products(device: str) -> bool:
+    """Whether products of float32 matrices are float32, as torch is set now."""
+    backend = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
+    return backend.matmul.fp32_precision in ("none", "ieee")
+
+
+_full_products._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a setting is read while tracing
+
+
+def _largest(scores: Tensor, m: int) -> Tensor:
+    """Where the m largest of each row stand, best first, the lowest index first among equals; int64 [..., m]."""
+    n = scores.shape[-1]
+    if scores.dtype != torch.float32:
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :m]
+    # A float's bits, the lower 31 turned over where it is negative, are ordered as it is; with n - 1 - index behind
+    # them no two numbers of a row are equal. topk alone leaves open which of equals it takes.
+    bits = (scores + 0.0).view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    places = torch.arange(n - 1, -1, -1, device=scores.device)
+    packed = (ordered.long() << 32) | places
+    return n - 1 - (packed.topk(m, dim=-1).values & 0xFFFFFFFF)
+
+
+def _places(k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The places (a, b) of sorted halves that can be among the k best sums."""
+    pairs = [(a, b) for a in range(k) for b in range(k // (a + 1))]
+    a, b = torch.tensor(pairs).T.contiguous().to(device, non_blocking=True)  # the device need not be waited for
+    return a, b
+
+
+def _joined(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """(slots, scores), both [B, T, H, k], of sorted halves [B, T, H, 2, k]."""
+    k = halves.shape[-1]
+    a, b = _places(k, halves.device)
+    slots = halves[..., 0, :].index_select(-1, a) * n + halves[..., 1, :].index_select(-1, b)
+    sums = half_scores[..., 0, :].index_select(-1, a) + half_scores[..., 1, :].index_select(-1, b)
+    by_slot = slots.argsort(-1)  # so that the stable sort leaves equals with the lowest slot first
+    best = sums.detach().gather(-1, by_slot).sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    best = by_slot.gather(-1, best)
+    return slots.gather(-1, best), sums.gather(-1, best)

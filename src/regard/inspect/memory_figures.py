@@ -1,0 +1,184 @@
+"""Pictures of memory layers: gates over a text, histograms of gates, and retrieved slots with their hits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from .figures import COLOURS, png, visible
+from .gates import BINS, GateTrace, histogram
+from .slot_trace import HIT, SlotReadings
+
+GATES = LinearSegmentedColormap.from_list("gate", ["#ffffff", "#f6c99f", "#D55E00"])
+"""From a closed gate to an open one."""
+HIT_COLOUR, MISS_COLOUR, EMPTY_COLOUR = "#a6dbc9", "#f4f1ea", "#ffffff"
+
+
+def gate_text(trace: GateTrace, *, title: str, columns: int = 100) -> bytes:
+    """The text once for every memory layer, each token on a ground that says how open the gate is there.
+
+    Args:
+        columns: characters of a line.
+
+    Returns:
+        A PNG.
+    """
+    lines = wrap(trace.labels, columns)
+    height = 0.19 * len(lines) + 0.5
+    figure = Figure(figsize=(0.105 * columns + 1.4, height * len(trace.layers) + 0.5), dpi=110, layout="constrained")
+    panels: Any = figure.subplots(len(trace.layers), 1, squeeze=False)
+    image = None
+    for axes, name, gates in zip(panels[:, 0], trace.layers, trace.gates.numpy(), strict=True):
+        image = _draw_text(axes, lines, gates, columns)
+        axes.set_title(f"{name}: mean gate {float(np.nanmean(gates)):.2f}", loc="left", fontsize=9)
+    figure.colorbar(image, ax=panels.tolist(), location="right", shrink=0.6, aspect=30, label="gate")
+    figure.suptitle(title, x=0.02, ha="left", fontsize=11)
+    return png(figure)
+
+
+def wrap(labels: Sequence[str], columns: int) -> list[list[tuple[str, int]]]:
+    """Lines of at most `columns` characters, each a list of (character, number of its token); a line also ends behind
+    every line end of the text."""
+    lines: list[list[tuple[str, int]]] = [[]]
+    for place, label in enumerate(labels):
+        for sign in label:
+            if len(lines[-1]) >= columns:
+                lines.append([])
+            lines[-1].append((sign, place))
+            if sign == "\n":
+                lines.append([])
+    return lines if lines[-1] else lines[:-1] or [[]]
+
+
+def _draw_text(axes: Axes, lines: Sequence[Sequence[tuple[str, int]]], gates: np.ndarray, columns: int) -> Any:
+    ground = np.full((len(lines), columns), np.nan)
+    for row, line in enumerate(lines):
+        for column, (sign, place) in enumerate(line):
+            ground[row, column] = gates[place]
+            if not sign.isspace():
+                axes.text(column, row, visible(sign), ha="center", va="center", fontsize=6.5, family="monospace")
+    axes.set_axis_off()
+    masked = np.ma.masked_invalid(ground)
+    return axes.imshow(masked, cmap=GATES, norm=Normalize(0, 1), aspect="auto", interpolation="nearest")
+
+
+def gate_histograms(gates: Mapping[str, Mapping[str, Tensor]], *, title: str) -> bytes:
+    """How often each memory layer's gate has each value, in ten parts of [0, 1]: a row for every layer, a column for
+    every model.
+
+    Args:
+        gates: model to layer to gates of any shape [...], or to shares [10] that are in bins already (sum 1).
+
+    Returns:
+        A PNG.
+    """
+    depth = max(map(len, gates.values()), default=1)
+    figure = Figure(figsize=(1.9 * len(gates) + 0.8, 1.5 * depth + 0.9), dpi=120, layout="constrained")
+    grid: Any = figure.subplots(depth, len(gates), squeeze=False, sharex=True, sharey=True)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for column, (model, layers) in enumerate(gates.items()):
+        for row, (layer, values) in enumerate(layers.items()):
+            axes = grid[row, column]
+            axes.set_axis_on()
+            shares = values.double().numpy() if values.shape == (BINS,) else histogram(values.flatten()).numpy()
+            axes.bar((np.arange(BINS) + 0.5) / BINS, shares, width=1 / BINS, color=COLOURS[0], edgecolor="white")
+            axes.set(xlim=(0, 1), ylim=(0, 1))
+            axes.set_title(f"{model}\n{layer}" if row == 0 else layer, fontsize=8)
+            axes.tick_params(labelsize=7)
+            axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("gate", fontsize=9)
+    figure.supylabel("share of tokens", fontsize=9)
+    figure.suptitle(title, x=0.02, ha="left", fontsize=11)
+    return png(figure)
+
+
+def gate_rarity(trace: GateTrace, bits: Tensor, correlations: Sequence[float], *, title: str) -> bytes:
+    """Mean gate of tokens whose words are equally rare, a line for every memory layer.
+
+    Args:
+        bits: how rare each token is, float [T]; NaN where that has no meaning.
+        correlations: rank correlation of the gates of each layer with `bits`, for the legend.
+
+    Returns:
+        A PNG.
+    """
+    known = ~bits.isnan().numpy()
+    rare = bits.numpy()[known]
+    edges = np.unique(np.quantile(rare, np.linspace(0, 1, 9))) if len(rare) else np.zeros(1)
+    part = np.clip(np.searchsorted(edges, rare, side="right") - 1, 0, max(0, len(edges) - 2))
+    figure = Figure(figsize=(6.4, 4.0), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for place, (name, gates) in enumerate(zip(trace.layers, trace.gates.numpy(), strict=True)):
+        own = gates[known]
+        parts = [at for at in range(max(1, len(edges) - 1)) if (part == at).any()]
+        axes.plot(
+            [rare[part == at].mean() for at in parts],
+            [own[part == at].mean() for at in parts],
+            color=COLOURS[place % len(COLOURS)],
+            marker="o",
+            markersize=4,
+            label=f"{name}: rank correlation {correlations[place]:+.2f}",
+        )
+    axes.set(xlabel="how rare the word is where the model learned, bits", ylabel="mean gate", ylim=(0, 1), title=title)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    return png(figure)
+
+
+def slot_figure(trace: SlotReadings, *, title: str) -> bytes:
+    """A column for every token that asked, a cell for every slot that it got: what the latest write stored there
+    ("query token > target token"), green where the target is the true next token.
+
+    Returns:
+        A PNG.
+    """
+    asked = list(dict.fromkeys(reading.position for reading in trace.readings))
+    deep = {layer: max(len(r.slots) for r in trace.readings if r.layer == layer) for layer in trace.layers}
+    rows = sum(deep.values())
+    figure = Figure(figsize=(1.15 * len(asked) + 2.2, 0.24 * rows + 1.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    top = 0
+    for layer, height in deep.items():
+        for reading in (r for r in trace.readings if r.layer == layer):
+            for place, slot in enumerate(reading.slots):
+                hit = trace.hit(reading, slot)
+                said = "never written"
+                if slot.writers:
+                    said = " > ".join(
+                        visible(trace.labels[at]) for at in (slot.writers[0].query, slot.writers[0].target)
+                    )
+                colour = HIT_COLOUR if hit else MISS_COLOUR if slot.writers else EMPTY_COLOUR
+                _cell(axes, asked.index(reading.position), top + place, said, slot.weight, colour)
+        axes.text(-0.6, top + height / 2 - 0.5, layer, rotation=90, ha="center", va="center", fontsize=8)
+        axes.axhline(top - 0.5, color="#333333", linewidth=0.8)
+        top += height
+    axes.set(xlim=(-0.75, len(asked) - 0.5), ylim=(top - 0.5, -0.5))
+    axes.set_xticks(range(len(asked)), [_asked(trace, at) for at in asked], fontsize=8, family="monospace")
+    axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False, left=False, labelleft=False)
+    axes.spines[:].set_visible(False)
+    axes.set_title(f"{title}\ngreen: {HIT}, the target is the true next token", loc="left", fontsize=10)
+    return png(figure)
+
+
+def _cell(axes: Axes, column: int, row: int, said: str, weight: float, colour: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle((column - 0.48, row - 0.46), 0.96, 0.92, facecolor=colour, edgecolor="#cccccc", lw=0.5))
+    axes.text(column - 0.44, row, said, ha="left", va="center", fontsize=6.5, family="monospace", clip_on=True)
+    axes.text(column + 0.45, row, f"{weight:.2f}", ha="right", va="center", fontsize=6, color="#555555")
+
+
+def _asked(trace: SlotReadings, position: int) -> str:
+    """The token that asked and the true next one."""
+    reading = next(r for r in trace.readings if r.position == position)
+    answer = trace.answer(reading)
+    labels = dict(zip(trace.tokens, trace.labels, strict=True))
+    return f"{visible(trace.labels[position])} > {visible(labels.get(answer, '?')) if answer is not None else '?'}"

@@ -1,0 +1,155 @@
+"""An episodic memory of n^2 slots that is written while it is read: Fast-weight Product Key Memory (FwPKM;
+arXiv:2601.00671, section 3).
+
+Shapes: B batch, T tokens, C model width, H heads, n sub-keys of a half, N = n^2 slots, k slots read by a head, Dk width
+of a query (two halves), Dv of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import ArgumentError, require, suggestion
+from ..estimators.fast_weights import FastWeightState, WriteRule, fast_weight_memory, flush
+from ..estimators.product_key import require_top_k, slot_scores, weights_spec
+from ..grammar import Spec
+from .attention import positive_int
+from .hooks import HookPoint
+from .memories import MemoryLayer, memory_layers
+from .memory_projections import MemoryProjections, Projected, Tokens, clean_tokens
+from .memory_trace import MemoryObserver
+
+CALL = "nn.FastWeightProductKeyMemory"
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"step_rule": "paper", "learning_rate": 1.0, "address_weight": 10.0, "border": True},
+    "program": {"step_rule": "reference", "learning_rate": 1.0, "address_weight": 1.0, "border": False},
+}
+"""How paper and released program write. Sharing a memory and keeping it between calls are options of their own."""
+
+
+@memory_layers.register("fwpkm")
+class FastWeightProductKeyMemory(MemoryLayer):
+    """Reads, for every token, the k slots nearest to its query; after every chunk of tokens, moves what was read
+    towards the value of the token that came next, so that the same query finds it at the next reading.
+
+        q, v, g = projections of the token (`nn.MemoryProjections`)     read = sum_j w_j V_j, j in the k slots of q
+        out = W_o rms(g read + (1 - g) v)                               to be added to the residual stream
+
+    Chunks are counted from the start of a row's stream, whatever the calls that bring it. A full chunk waits and is
+    written when the next token is there, before that one reads; `flush` writes what waits. Padding is as if removed.
+    A token whose hidden state is not finite has the output NaN, writes nothing and is not written; statistics count
+    it (`nn.SlotStatistics`), and `regard.checks.debug` raises.
+
+    Args:
+        hidden_size: C.
+        sub_keys, key_dim, value_dim, heads, top_k: n, Dk, Dv, H, k. All heads read one table of values.
+        chunk_size: tokens between two writes; at least 2 with `look_ahead`. May be set at any time.
+        step_rule: how far a slot moves, of `regard.estimators.fast_weights.step_rules`: "normalized" (one write
+            makes a single pair exact), "paper" (equation 35), "reference" (the released program).
+        learning_rate: factor of that step.
+        address_weight: factor of the step by which the keys raise the entropy of the slots' use (section 3.3).
+        key_update: "entropy", "mse" (keys follow the error as values do; "w/o addr loss" of appendix B) or "none".
+        score: of a slot, "idw" (equation 21) or "dot". spec: the weights of the selected scores, a normalised sentence.
+        look_ahead: a token's target is the value of the next one, else its own. border: also across chunks.
+        value_norm: z-score the values. gating: mix by a gate, else read + v. gate_loss: the gate also weighs errors.
+        meta_grad: gradients flow through the writes: always, never, or through the last so many chunks.
+        shared: one memory for the batch, whose tokens are one chunk; else one for each row.
+        learn_initial: `keys` and `values` are parameters, learned from the gradient through reads and writes.
+        storage: dtype of what is written, None for that of `values`; arithmetic is float32 at least.
+        norm_eps: of the RMS norms. idw_eps: added to squared distances. impl: "auto", "reference" or "sparse".
+        sync: "all_gather" (with `shared`): every process writes the tokens of all, so that memories stay the same.
+        resident: (with `shared`) keep the memory in the module, in training and evaluation, as the released program
+            does: a call without a state goes on in what the last call left, after its waiting pairs are written.
+
+    Attributes:
+        keys: [H, 2, n, Dk/2], uniform in +-1/sqrt(Dk) at the start. values: [N, Dv], N(0, 1/Dv) at the start. Buffers:
+            no optimiser moves them, and only a resident memory changes.
+        frozen: read and do not write; the state comes back as it was given. May be set at any time.
+        observer: None, or a `MemoryObserver` that is told of every read and write.
+        slots: N.
+        hook_gate, hook_read: see the gates [B, T] and what was read [B, T, Dv], before the mix.
+
+    In several processes (DistributedDataParallel) memories live apart: rows, or with `shared` the rows of each process,
+    are written by their own tokens only, and what a process saves is its own resident memory; with "all_gather" all of
+    them equal the memory of one process with the whole batch. Pass `broadcast_buffers=False`: `keys` and `values` are
+    the same everywhere at the start, and sending them with every step would cost 4 N Dv bytes, and put the first
+    process's resident memory in the place of the others'.
+
+    A resident memory changes once for every call, also where activations are made again in the backward pass
+    (`torch.utils.checkpoint`), as long as that comes before the next call.
+
+    Raises:
+        ArgumentError: sizes, numbers or names that do not fit, or options that exclude each other.
+    """
+
+    replaces_feed_forward: ClassVar[bool] = False
+    remembers: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        sub_keys: int = 512,
+        key_dim: int = 512,
+        value_dim: int = 512,
+        heads: int = 1,
+        top_k: int = 8,
+        chunk_size: int = 512,
+        step_rule: str = "normalized",
+        learning_rate: float = 1.0,
+        address_weight: float = 10.0,
+        key_update: str = "entropy",
+        score: str = "idw",
+        spec: str | Spec = "softmax",
+        look_ahead: bool = True,
+        border: bool = True,
+        value_norm: bool = True,
+        gating: bool = True,
+        gate_loss: bool = True,
+        meta_grad: bool | int = True,
+        shared: bool = False,
+        learn_initial: bool = False,
+        storage: torch.dtype | str | None = None,
+        norm_eps: float = 1e-5,
+        idw_eps: float = 1e-3,
+        impl: str = "auto",
+        sync: str | None = None,
+        resident: bool = False,
+    ) -> None:
+        super().__init__()
+        sizes = {"sub_keys": sub_keys, "key_dim": key_dim, "heads": heads, "chunk_size": chunk_size}
+        for name, size in sizes.items():
+            positive_int(CALL, name, size)
+        require(key_dim % 2 == 0, CALL, f"key_dim is {key_dim}, expected an even number: a query has two halves.")
+        require_top_k(CALL, top_k, sub_keys)
+        slot_scores.get(score)
+        weights_spec(CALL, spec)
+        _check_kinds(shared, learn_initial, sync, resident)
+        self.rule = WriteRule(
+            step_rule,
+            learning_rate=learning_rate,
+            address_weight=address_weight,
+            key_update=key_update,
+            look_ahead=look_ahead,
+            border=border,
+            gate_loss=gate_loss,
+        )
+        require(chunk_size >= 2 or not look_ahead, CALL, "chunk_size is 1, expected at least 2: one token makes no pair.")
+        self.hidden_size, self.heads, self.slots, self.top_k = hidden_size, heads, sub_keys**2, top_k
+        self.chunk_size, self.meta_grad, self.shared, self.sync, self.resident = (
+            chunk_size, meta_grad, shared, sync, resident,
+        )  # fmt: skip
+        self.score, self.spec, self.idw_eps, self.impl = score, spec, idw_eps, impl
+        self.storage = _dtype(storage)
+        self.frozen, self.observer = False, None
+        options = {"value_norm": value_norm, "gating": gating, "norm_eps": norm_eps}
+        self.projections = MemoryProjections(hidden_size, heads * key_dim, value_dim, **options)  # type: ignore[arg-type]
+        for name, size in (("keys", (heads, 2, sub_keys, key_dim // 2)), ("values", (self.slots, value_dim))):
+            if learn_initial:
+                self.register_parameter(name, nn.Parameter(torch.empty(size)))
+            else:
+                self.register_buffer(name, torch.empty(size))

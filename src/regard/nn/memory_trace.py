@@ -1,0 +1,366 @@
+"""Who reads and who wrote the slots of a memory: statistics for training logs, and a trace of single slots.
+
+An observer is set as the `observer` of a memory layer, or of all layers of a model by `observed`. It is told of every
+read and write, and changes nothing.
+
+Shapes: M memories, N = n^2 slots, P tokens of one chunk, K slots of a token, W writers kept of a slot, R reads.
+Positions count the real tokens of a row, from the start of its stream; rows are those of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import ArgumentError, require, shape
+from .attention import positive_int
+
+NOBODY = -1
+"""The position of a writer that there is not."""
+
+
+class MemoryObserver:
+    """What a memory layer tells. Every method does nothing; a subclass has those that it wants.
+
+    Class attributes:
+        by_memory: it keeps notes on every memory from call to call, so that the memories of a call have to be the rows
+            of its batch (or the one that they share): not so with documents packed into a row.
+    """
+
+    by_memory = False
+
+    def on_start(self, kept: bool) -> None:
+        """A stream starts: in fresh memories, or (`kept`) in the memory that the stream before has left."""
+
+    def on_tokens(self, gate: Tensor | None, counted: Tensor, spoilt: Tensor) -> None:
+        """The tokens of one call: gates [B, T], which of them read (boolean [B, T]), and which are not finite."""
+
+    def on_read(self, slots: Tensor, weights: Tensor, position: Tensor, valid: Tensor, row: Tensor) -> None:
+        """Slots [M, P, K] are read with these weights by the tokens at position [M, P] of row [M, P], where valid."""
+
+    def on_write(
+        self, slots: Tensor, shares: Tensor, position: Tensor, target: Tensor, written: Tensor, row: Tensor
+    ) -> None:
+        """Slots [M, P, K] are moved by these shares of the errors of the tokens at position [M, P] towards the values
+        of the tokens at target [M, P], where written."""
+
+
+class SlotStatistics(MemoryObserver):
+    """How evenly the slots of a memory are used (section 5.1 of the notes of the released program; figures of merit of
+    the product-key memory paper, Lample et al. 2019).
+
+    Args:
+        slots: N, a square.
+
+    Attributes:
+        reads: int64 [M, N], how often each slot was read.
+        mass: float64 [M, N], the sum of the weights with which it was.
+
+    Cost: one scatter of M P K numbers a read; 16 M N bytes.
+    """
+
+    def __init__(self, slots: int) -> None:
+        positive_int("SlotStatistics", "slots", slots)
+        require(math.isqrt(slots) ** 2 == slots, "SlotStatistics", f"slots is {slots}, expected a square.")
+        self.slots = slots
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.reads = torch.zeros(0, self.slots, dtype=torch.long)
+        self.mass = torch.zeros(0, self.slots, dtype=torch.float64)
+        self._gates, self._gated, self._tokens, self._spoilt = 0.0, 0, 0, 0
+
+    def on_tokens(self, gate: Tensor | None, counted: Tensor, spoilt: Tensor) -> None:
+        self._tokens += int(counted.sum())
+        self._spoilt += int(spoilt.sum())
+        if gate is not None:
+            self._gates += float(gate.detach().double()[counted].sum())
+            self._gated += int(counted.sum())
+
+    def on_read(self, slots: Tensor, weights: Tensor, position: Tensor, valid: Tensor, row: Tensor) -> None:
+        missing = slots.shape[0] - self.reads.shape[0]
+        if missing > 0:
+            self.reads = torch.cat([self.reads.to(slots.device), self.reads.new_zeros(missing, self.slots)])
+            self.mass = torch.cat([self.mass.to(slots.device), self.mass.new_zeros(missing, self.slots)])
+        seen = valid[..., None].expand(slots.shape)
+        at = slots.flatten(1)
+        self.reads[: len(slots)].scatter_add_(1, at, seen.flatten(1).to(self.reads.dtype))
+        mass = torch.where(seen, weights.detach().double(), 0)
+        self.mass[: len(slots)].scatter_add_(1, at, mass.flatten(1))
+
+    def summary(self) -> dict[str, float]:
+        """What was seen, in one number each; the mean over the memories that were read.
+
+        Returns:
+            tokens and not_finite (tokens that took part; that did not since they were not finite), gate (their mean)
+            where there is one, and where something was read: reads (slots read), coverage (share of the slots that
+            were read), collisions (share of the reads that hit a slot that was read more than once), kl_uniform (nats
+            from the reads' distribution over slots to the uniform one, 0 to log N), and marginal_entropy (nats of
+            the distribution of the weights over the sub-keys of a half, mean of both halves; at most log n).
+        """
+        found: dict[str, float] = {"tokens": float(self._tokens), "not_finite": float(self._spoilt)}
+        if self._gated:
+            found["gate"] = self._gates / self._gated
+        counts = self.reads[self.reads.sum(1) > 0].double()
+        if len(counts) == 0:
+            return found
+        totals = counts.sum(1)
+        collided = torch.where(counts > 1, counts, 0).sum(1) / totals
+        grid = self.mass[self.reads.sum(1) > 0].unflatten(1, (math.isqrt(self.slots), -1))
+        halves = torch.stack([_entropy(grid.sum(2)), _entropy(grid.sum(1))])
+        return {
+            **found,
+            "reads": float(totals.sum()),
+            "coverage": float((counts > 0).double().mean()),
+            "collisions": float(collided.mean()),
+            "kl_uniform": float((math.log(self.slots) - _entropy(counts)).mean()),
+            "marginal_entropy": float(halves.mean()),
+        }
+
+
+def _entropy(mass: Tensor) -> Tensor:
+    """Nats of the distributions proportional to the rows."""
+    share = mass / mass.sum(-1, keepdim=True)
+    return -torch.xlogy(share, share).sum(-1)
+
+
+@dataclass(frozen=True)
+class Writers:
+    """The last W writers of slots, the latest first; each [..., W].
+
+    Attributes:
+        row, position: who wrote, as its query; NOBODY where there was none.
+        target: the position, in the same row, of the token whose value was written.
+        share: by how much of the error, as the layer's `step_rule` has it.
+    """
+
+    row: Tensor
+    position: Tensor
+    target: Tensor
+    share: Tensor
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Writers:
+        """The same with `fn` applied to every tensor."""
+        return Writers(*(fn(getattr(self, f.name)) for f in fields(self)))
+
+    @classmethod
+    def none(cls, *sizes: int) -> Writers:
+        """Nobody, [*sizes]."""
+        where = torch.full(sizes, NOBODY, dtype=torch.int32)
+        return cls(where, where.clone(), where.clone(), torch.zeros(sizes))
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """What R tokens have read, in the order of reading.
+
+    Attributes:
+        row, position: int64 [R], who read.
+        slots, weights: [R, K].
+        writers: [R, K, W], of these slots at that time.
+    """
+
+    row: Tensor
+    position: Tensor
+    slots: Tensor
+    weights: Tensor
+    writers: Writers
+
+    def hits(self, tokens: Tensor) -> Hits:
+        """Which writers had written the token that really comes next.
+
+        Args:
+            tokens: int [rows, T], the stream of every row without padding; negative: not known.
+
+        Raises:
+            ArgumentError: not integers [rows, T], or fewer rows or tokens than were traced.
+        """
+        reach = [max((int(x.max()) for x in pair if x.numel()), default=-1) for pair in self._places()]
+        if tokens.dim() != 2 or tokens.is_floating_point() or any(
+            size <= most for size, most in zip(tokens.shape, reach, strict=True)
+        ):
+            raise ArgumentError(
+                f"Retrieved.hits: tokens is {tokens.dtype} {shape(tokens)}, expected integers [rows, T] with rows > "
+                f"{reach[0]} and T > {reach[1]}, all that the layer was given since the trace began."
+            )
+        tokens = nn.functional.pad(tokens.cpu().long(), (0, 1), value=NOBODY)
+        following = tokens[self.row, self.position + 1]
+        wrote = tokens[self.writers.row.long(), self.writers.target.long()]
+        there = self.writers.position != NOBODY
+        return Hits(there & (wrote == following[:, None, None]) & (wrote >= 0), following >= 0)
+
+    def _places(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        return (self.row, self.writers.row), (self.position, self.writers.target)
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Which retrieved slots hold the token that comes next.
+
+    Attributes:
+        hit: boolean [R, K, W].
+        known: boolean [R], whether the next token is known; other reads count in no rate.
+    """
+
+    hit: Tensor
+    known: Tensor
+
+    def rate(self, writers: int | None = None) -> float:
+        """Share of the retrieved slots for which one of the last `writers` writers (None: of all that were kept) has
+        written the next token; slots that nobody wrote are misses. NaN where nothing is known.
+
+        Raises:
+            ArgumentError: more writers than were kept.
+        """
+        kept = self.hit.shape[2]
+        if writers is not None:
+            positive_int("Hits.rate", "writers", writers)
+            require(writers <= kept, "Hits.rate", f"writers is {writers}, but the trace kept {kept}.")
+        return float(self.hit[self.known][..., :writers].any(-1).double().mean())
+
+
+class WriterTrace(MemoryObserver):
+    """For every slot that is read, who wrote it last.
+
+    A stream that starts anew goes on counting positions where the longest row before it has ended; so the tokens of a
+    trace are all that were given to the layer since it began. What a snapshot brings back is not known to it.
+
+    Args:
+        slots: N.
+        writers: W, how many are kept of a slot.
+
+    Cost: 16 M N W bytes on the CPU, where everything is kept, and 16 K W bytes a read.
+    """
+
+    by_memory = True
+
+    def __init__(self, slots: int, writers: int = 4) -> None:
+        positive_int("WriterTrace", "slots", slots)
+        positive_int("WriterTrace", "writers", writers)
+        self.slots, self.writers = slots, writers
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.written = Writers.none(0, self.slots, self.writers)
+        self._reads: list[Retrieved] = []
+        self._offset = self._end = 0
+
+    def forget_reads(self) -> None:
+        """Forget who read, and not who wrote."""
+        self._reads = []
+
+    def on_start(self, kept: bool) -> None:
+        self._offset = self._end
+        if not kept:
+            self.written = Writers.none(0, self.slots, self.writers)
+
+    def on_read(self, slots: Tensor, weights: Tensor, position: Tensor, valid: Tensor, row: Tensor) -> None:
+        slots, weights, position, valid, row = (x.detach().cpu() for x in (slots, weights, position, valid, row))
+        self._grow(len(slots))
+        memory = torch.arange(len(slots))[:, None].expand(valid.shape)[valid]
+        seen, where = slots[valid], position[valid] + self._offset
+        writers = self.written.map(lambda x: x[memory[:, None], seen])
+        self._reads.append(Retrieved(row[valid], where, seen, weights[valid].float(), writers))
+        self._end = max(self._end, int(where.max()) + 1) if where.numel() else self._end
+
+    def on_write(
+        self, slots: Tensor, shares: Tensor, position: Tensor, target: Tensor, written: Tensor, row: Tensor
+    ) -> None:
+        everything = (slots, shares, position, target, written, row)
+        slots, shares, position, target, written, row = (x.detach().cpu() for x in everything)
+        self._grow(len(slots))
+        memory = torch.arange(len(slots))[:, None].expand(written.shape)[written]
+        early = position[written].argsort(stable=True)
+        place = (memory[:, None] * self.slots + slots[written])[early]
+        token = early[:, None].expand(place.shape)
+        order = place.flatten().argsort(stable=True)
+        entries = torch.stack([place.flatten()[order], token.flatten()[order]])
+        # a token that has a slot twice, by two heads, is one writer
+        (place, token), which = entries.unique_consecutive(dim=1, return_inverse=True)
+        share = torch.zeros(len(place)).index_add_(0, which, shares[written][early].float().flatten()[order])
+        offset = self._offset
+        of = lambda x: x[written][token].int()  # noqa: E731
+        self._push(place, Writers(of(row), of(position) + offset, of(target) + offset, share))
+
+    def retrieved(self) -> Retrieved:
+        """All reads so far.
+
+        Raises:
+            ArgumentError: nothing was read.
+        """
+        require(bool(self._reads), "WriterTrace.retrieved", "nothing was read while the trace was there.")
+        join = lambda get: torch.cat([get(read) for read in self._reads])  # noqa: E731
+        writers = (join(lambda read, name=f.name: getattr(read.writers, name)) for f in fields(Writers))
+        own = (join(lambda read, name=name: getattr(read, name)) for name in ("row", "position", "slots", "weights"))
+        return Retrieved(*own, Writers(*writers))
+
+    def _grow(self, memories: int) -> None:
+        missing = memories - len(self.written.row)
+        if missing > 0:
+            fresh = Writers.none(missing, self.slots, self.writers)
+            pairs = ((getattr(self.written, f.name), getattr(fresh, f.name)) for f in fields(Writers))
+            self.written = Writers(*(torch.cat(pair) for pair in pairs))
+
+    def _push(self, place: Tensor, new: Writers) -> None:
+        """Entries sorted by place (memory N + slot) and, within it, by time, become its last writers."""
+        rows, counts = place.unique_consecutive(return_counts=True)
+        end = counts.cumsum(0)
+        depth = torch.arange(self.writers)
+        fresh = depth < counts[:, None]
+        latest = (end[:, None] - 1 - depth).clamp_min(0)
+        before = (depth - counts[:, None]).clamp_min(0)
+        for f in fields(Writers):
+            table = getattr(self.written, f.name).flatten(0, 1)
+            old = table[rows].gather(1, before)
+            table[rows] = torch.where(fresh, getattr(new, f.name)[latest], old)
+
+
+Seen = TypeVar("Seen", bound=MemoryObserver)
+
+
+@contextmanager
+def observed(model: nn.Module, make: Callable[[int], Seen] = SlotStatistics) -> Iterator[dict[str, Seen]]:  # type: ignore[assignment]
+    """Watch every memory of `model` in this block.
+
+    Args:
+        model: any module; layers with an `observer` and `slots` take part, as `nn.FastWeightProductKeyMemory`.
+        make: makes the observer of a layer with so many slots.
+
+    Yields:
+        The observers by the layers' names in the model. Those that were there before are put back at the end.
+    """
+    layers: dict[str, Any] = {
+        name: layer
+        for name, layer in model.named_modules()
+        if hasattr(layer, "observer") and isinstance(getattr(layer, "slots", None), int)
+    }
+    before = {name: layer.observer for name, layer in layers.items()}
+    seen = {name: make(layer.slots) for name, layer in layers.items()}
+    try:
+        for name, layer in layers.items():
+            layer.observer = seen[name]
+        yield seen
+    finally:
+        for name, layer in layers.items():
+            layer.observer = before[name]
+
+
+def memory_means(model: nn.Module, run: Callable[[], object]) -> dict[str, float]:
+    """The statistics of all memories of `model` while `run()` runs, for a line of a log: means over the layers, sums of
+    counts (tokens, not_finite, reads); nothing for a model without such a memory."""
+    with observed(model) as seen, torch.no_grad():
+        run()
+    summaries = [each.summary() for each in seen.values()]
+    found = {}
+    for name in dict.fromkeys(name for each in summaries for name in each):
+        values = [each[name] for each in summaries if name in each]
+        found[name] = sum(values) / (1 if name in ("tokens", "not_finite", "reads") else len(values))
+    return found

@@ -1,0 +1,204 @@
+"""Retrieved slots as tables, figures and pages: hits against a count by hand, text that stays text."""
+
+from __future__ import annotations
+
+import io
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+
+from regard.checks import ArgumentError
+from regard.inspect.gates import GateTrace
+from regard.inspect.memory_figures import gate_histograms, gate_rarity, gate_text, slot_figure, wrap
+from regard.inspect.memory_page import MemoryPage, render_memory
+from regard.inspect.slot_trace import (
+    RetrievedSlot,
+    SlotReading,
+    SlotReadings,
+    Writer,
+    slot_readings,
+    slot_rows,
+    slot_table,
+)
+from regard.nn.memory_trace import Retrieved, Writers
+
+LABELS = ("key", " is", " 7", ".", " key", " is")
+TOKENS = (0, 1, 2, 3, 0, 1)
+
+
+def readings(labels: tuple[str, ...] = LABELS) -> SlotReadings:
+    """The token at 4 (a key) should lead to 1, that at 5 to 2, which is told."""
+    right, wrong = Writer(0, 1, 0.5), Writer(1, 2, 0.25)
+    first = SlotReading("low", 4, (RetrievedSlot(9, 0.75, (wrong, right)), RetrievedSlot(8, 0.25, (right,))))
+    second = SlotReading("high", 5, (RetrievedSlot(3, 1.0, (wrong,)), RetrievedSlot(2, 0.0, ())))
+    return SlotReadings(TOKENS, labels, (first, second), {5: 2})
+
+
+def test_hits_are_counted() -> None:
+    found = readings()
+    assert found.layers == ("low", "high")
+    assert found.hits() == 2 / 4
+    assert found.hits(last=2) == 3 / 4
+    assert found.hits(layer="low") == 1 / 2
+    assert found.hits(last=4, layer="high") == 1 / 2
+    assert found.hit_weight() == (0.25 + 1.0) / 2
+    assert found.hit_weight("low") == 0.25
+    nothing = SlotReadings(TOKENS, LABELS, ())
+    assert (nothing.hits(), nothing.hit_weight()) == (0.0, 0.0)
+
+
+def test_without_a_next_token_nothing_is_a_hit() -> None:
+    found = SlotReadings(TOKENS, LABELS, readings().readings)  # after the last token nothing is known
+    assert found.hits(layer="high") == 0.0
+    assert found.hits(layer="low") == 1 / 2
+
+
+def test_rows_say_who_wrote() -> None:
+    rows = list(slot_rows(readings(), reach=1))
+    assert [(row["layer"], row["slot"], row["hit"]) for row in rows] == [
+        ("low", 9, False),
+        ("low", 8, True),
+        ("high", 3, True),
+        ("high", 2, False),
+    ]
+    assert (rows[0]["token"], rows[0]["query"], rows[0]["target"]) == (" key", " is", " 7")
+    assert (rows[0]["before"], rows[0]["after"]) == ("key", " 7")
+    assert (rows[1]["before"], rows[1]["after"]) == ("", " is")
+    assert (rows[3]["query"], rows[3]["target"]) == ("", "")
+
+
+def test_the_table_marks_hits() -> None:
+    table = slot_table(readings(), reach=2)
+    assert [row[-1] for row in table.rows] == ["", "[HIT]", "[HIT]", ""]
+    assert table.rows[3][4:7] == ("never written", "-", "-")
+    assert "50 % of the slots, 62 % of the weight; 75 % of the slots by one of the last four" in table.note
+
+
+def test_a_trace_is_made_ready() -> None:
+    """Two rows of a batch, of which one is asked for; the heaviest slot first, nobody left out."""
+    position = torch.tensor([[[1, 0], [-1, -1]], [[0, -1], [1, 0]], [[0, -1], [0, -1]]])
+    share = torch.tensor([[[0.5, 0.25], [0.0, 0.0]], [[1.0, 0.0], [2.0, 3.0]], [[1.0, 0.0], [1.0, 0.0]]])
+    writers = Writers(torch.zeros_like(position), position, torch.where(position < 0, -1, position + 1), share)
+    seen = Retrieved(
+        torch.tensor([0, 0, 1]),
+        torch.tensor([3, 4, 4]),
+        torch.tensor([[5, 6], [7, 8], [9, 9]]),
+        torch.tensor([[0.25, 0.75], [0.5, 0.5], [1.0, 0.0]]),
+        writers,
+    )
+    found = slot_readings({"a": seen, "b": seen}, TOKENS, LABELS, [4, 3])
+    assert [(r.layer, r.position) for r in found.readings] == [("a", 3), ("b", 3), ("a", 4), ("b", 4)]
+    assert found.readings[0].slots == (
+        RetrievedSlot(6, 0.75, ()),
+        RetrievedSlot(5, 0.25, (Writer(1, 2, 0.5), Writer(0, 1, 0.25))),
+    )
+    assert found.readings[2].slots[1] == RetrievedSlot(8, 0.5, (Writer(1, 2, 2.0), Writer(0, 1, 3.0)))
+    other = slot_readings({"a": seen}, TOKENS, LABELS, [4], row=1, answers={4: 3})
+    assert [slot.slot for slot in other.readings[0].slots] == [9, 9]
+    assert other.answers == {4: 3}
+    with pytest.raises(ArgumentError, match="reach beyond the 6 tokens"):
+        slot_readings({"a": seen}, TOKENS, LABELS, [6])
+    with pytest.raises(ArgumentError, match="5 labels for 6 tokens"):
+        slot_readings({"a": seen}, TOKENS, LABELS[:-1], [3])
+
+
+# Pictures --------------------------------------------------------------------------------------------------------
+
+
+def picture(png: bytes) -> np.ndarray:
+    return imread(io.BytesIO(png), format="png")[..., :3]
+
+
+def count(image: np.ndarray, colour: str) -> int:
+    wanted = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return int((np.abs(image - wanted).max(-1) < 0.01).sum())
+
+
+def test_hits_are_green() -> None:
+    image = picture(slot_figure(readings(), title="one"))
+    green, grey = count(image, "#a6dbc9"), count(image, "#f4f1ea")
+    assert green > 1.5 * grey > 0  # two cells against one
+    none = picture(slot_figure(SlotReadings(TOKENS, LABELS, readings().readings[:0] + (readings().readings[1],)), title="o"))
+    assert count(none, "#a6dbc9") == 0
+
+
+def test_an_open_gate_is_coloured() -> None:
+    gates = torch.tensor([[1.0] * 30 + [0.0] * 10, [0.0] * 40])
+    trace = GateTrace(tuple("abcd efgh " * 4), ("layer 1", "layer 2"), gates)
+    open_, closed = (picture(gate_text(GateTrace(trace.labels, ("l",), gates[i : i + 1]), title="t")) for i in (0, 1))
+    assert count(open_, "#D55E00") > 4 * count(closed, "#D55E00")  # the colour bar has a little of it
+    assert picture(gate_text(trace, title="both", columns=20)).shape[0] > open_.shape[0]
+
+
+def test_lines_end_where_the_text_says() -> None:
+    lines = wrap(["ab", "c\nd", "ef"], 3)
+    assert [[sign for sign, _ in line] for line in lines] == [["a", "b", "c"], ["\n"], ["d", "e", "f"]]
+    assert lines[2] == [("d", 1), ("e", 2), ("f", 2)]
+    assert wrap([], 5) == [[]]
+
+
+def test_figures_are_drawn_from_anything() -> None:
+    trace = GateTrace(("a", " ", "b"), ("l",), torch.tensor([[0.5, 0.2, 1.0]]))
+    histograms = {"one": {"layer 1": torch.rand(50)}, "two": {"layer 1": torch.full((10,), 0.1), "layer 2": torch.ones(3)}}
+    for png in (
+        gate_rarity(trace, torch.tensor([1.0, float("nan"), 3.0]), [0.5], title="t"),
+        gate_rarity(trace, torch.full((3,), float("nan")), [0.0], title="t"),
+        gate_histograms(histograms, title="t"),
+        slot_figure(SlotReadings(("$a", "b")[:0], (), ()), title="none"),
+    ):
+        assert picture(png).std() > 0
+
+
+# Page ------------------------------------------------------------------------------------------------------------
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
+
+
+class Elements(HTMLParser):
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text: list[str] = []
+        self.styles: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.styles += [value for name, value in attrs if name == "style" and value]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def page(text: str) -> str:
+    trace = GateTrace((text, "b"), ("layer 1",), torch.tensor([[1.0, 0.25]]))
+    return render_memory(
+        MemoryPage(
+            title=text,
+            introduction=text,
+            slots={"slots": readings((text, *LABELS[1:]))},
+            gates={"gates": trace},
+            notes={"slots": (text,)},
+        )
+    )
+
+
+def test_the_page_has_everything() -> None:
+    html = page("words")
+    found = Elements(html)
+    text = "".join(found.text)
+    assert text.count("[HIT]") == 2
+    assert "mean gate 0.62" in text
+    assert found.styles == ["background:rgba(var(--gate),0.850)", "background:rgba(var(--gate),0.212)"]
+    assert re.findall(r"(\d) of (\d) slots hit", text) == [("1", "2"), ("1", "2")]
+    assert not re.search(r"https?://|@import|url\(|<script|<img|<link", html)
+
+
+def test_text_stays_text() -> None:
+    plain, hostile = Elements(page("words")), Elements(page(HOSTILE))
+    assert plain.tags == hostile.tags
+    assert HOSTILE in "".join(hostile.text)

@@ -1,0 +1,154 @@
+"""Golden numbers of other people's programs.
+
+`tests/data/fast_weight_package.npz`: fast-weight-product-key-memory 0.2.2 (PyPI), one head, float32, 3 chunks of 8 and 3
+tokens more of two rows. What differs from this library, and how the file makes both comparable:
+
+    write rule      mean over a slot's readers of g w e without the top-k factor: the paper's rule ("paper");
+    key update      marginal entropy, weight 2 in two cases, 0 in "plain"; the pull of the error on the keys is off;
+    border pair     the last query of a chunk is bound to the value of the FIRST token of its own chunk, not of the next
+                    chunk: in the file all chunks begin with one token, so that both are the same number. Their gradients
+                    are not: only the sum over these tokens agrees;
+    boundary query  in the case "boundary" a learned vector takes the place of the last query of each chunk and is added
+                    to that token; the operator is given these queries, the layer has no such vector;
+    z-score         with the biased variance and eps 1e-5 inside, the layer here has the unbiased one: its values are
+                    smaller by sqrt((D - 1) / D), which the norm at the end takes away where the values in memory are too;
+    more heads      one softmax and one row of values for each head: nothing to compare.
+
+`tests/data/gated_delta_rule.npz`: the naive recurrence of fla-core 0.5.2 (naive_recurrent_gated_delta_rule; float32).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+
+DATA = Path(__file__).parents[1] / "data"
+CHUNK, TOP_K = 8, 4
+CASES = {"plain": 0.0, "addressing": 2.0, "boundary": 2.0}  # name: weight of the key update
+Numbers = dict[str, Tensor]
+
+
+def golden(name: str, prefix: str = "", dtype: torch.dtype = torch.float32) -> Numbers:
+    with np.load(DATA / f"{name}.npz") as file:
+        chosen = [key for key in file.files if key.startswith(prefix)]
+        return {key.removeprefix(prefix): torch.tensor(file[key], dtype=dtype) for key in chosen}
+
+
+def unit(x: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm with the machine epsilon of float32, as torch.nn.RMSNorm."""
+    return x / (x.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt() * weight
+
+
+def projected(numbers: Numbers, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [B, T, 1, 14], value [B, T, 10] and gate [B, T] as the package makes them of tokens [B, T, 12]."""
+    last = (torch.arange(x.shape[1]) % CHUNK == CHUNK - 1)[:, None]
+    asking = x
+    if "p.boundary_embed" in numbers:
+        asking = torch.where(last, numbers["p.boundary_embed"], x)
+        x = torch.where(last, x + numbers["p.boundary_embed"], x)
+
+    def linear(name: str, of: Tensor) -> Tensor:
+        return unit(of, numbers[f"p.{name}.0.weight"]) @ numbers[f"p.{name}.1.weight"].mT
+
+    value = linear("to_values", x)
+    value = value - value.mean(-1, keepdim=True)
+    value = value / (value.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    return linear("to_queries", asking)[:, :, None], value, linear("to_gates", x)[..., 0].sigmoid()
+
+
+def rule(weight: float, **options: object) -> regard.WriteRule:
+    return regard.WriteRule("paper", address_weight=weight, key_update="entropy" if weight else "none", **options)
+
+
+def run(numbers: Numbers, x: Tensor, weight: float, cuts: list[int], **options: object) -> tuple[Tensor, object]:
+    query, value, gate = projected(numbers, x)
+    keys, values = numbers["p.keys"].transpose(0, 1), numbers["p.memories"][:, 0]
+    reads, state = [], None
+    for q, v, g in zip(query.split(cuts, 1), value.split(cuts, 1), gate.split(cuts, 1), strict=True):
+        read, state = regard.fast_weight_memory(
+            q, v, g, keys, values, rule=rule(weight), top_k=TOP_K, chunk_size=CHUNK, state=state, **options
+        )
+        reads.append(read)
+    mixed = value + gate[..., None] * (torch.cat(reads, 1) - value)
+    return unit(mixed, numbers["p.to_out.0.weight"]) @ numbers["p.to_out.1.weight"].mT, state
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+@pytest.mark.parametrize("cuts", [[27], [1] * 27, [7, 1, 9, 10]], ids=["whole", "tokens", "cuts"])
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_of_the_package(name: str, cuts: list[int], impl: str) -> None:
+    numbers = golden("fast_weight_package", f"{name}/")
+    out, _ = run(numbers, numbers["tokens"], CASES[name], cuts, impl=impl)
+    assert (out - numbers["output"]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+@pytest.mark.parametrize("name", CASES)
+def test_memory_of_the_package(name: str, impl: str) -> None:
+    """What three written chunks changed; the 3 tokens of the fourth wait in both."""
+    numbers = golden("fast_weight_package", f"{name}/")
+    _, state = run(numbers, numbers["tokens"], CASES[name], [27], impl=impl)
+    moved = state.values.dense() - numbers["p.memories"][:, 0]
+    assert numbers["written_values"].abs().max() > 0.5
+    assert (moved - numbers["written_values"][:, :, 0]).abs().max() < 1e-4
+    keys = (state.keys - numbers["p.keys"].transpose(0, 1)).reshape(2, 2, 8, 7)
+    assert (keys - numbers["written_keys"][:, :, 0].transpose(0, 1)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_the_package(name: str, impl: str) -> None:
+    """Through three writes of values and keys, to the tokens, the projection of the query and the first memory."""
+    numbers = golden("fast_weight_package", f"{name}/")
+    names = {"tokens": "tokens", "values": "p.memories", "keys": "p.keys", "query": "p.to_queries.1.weight"}
+    leaves = {of: numbers[key].requires_grad_() for of, key in names.items()}
+    out, _ = run(numbers, leaves["tokens"], CASES[name], [27], impl=impl)
+    found = dict(zip(names, torch.autograd.grad((out * numbers["probe"]).sum(), tuple(leaves.values())), strict=True))
+    expected = {of: numbers[f"grad_{of}"] for of in names}
+    for own in (found, expected):  # of the tokens that chunks begin with, the sum
+        own["first"] = own["tokens"][:, ::CHUNK].sum(1)
+        own["tokens"] = torch.cat([own["tokens"][:, i::CHUNK] for i in range(1, CHUNK)], 1)
+    for of, gradient in expected.items():
+        assert gradient.abs().max() > 0.1
+        assert (found[of] - gradient).abs().max() < 1e-4 * gradient.abs().max(), of
+
+
+def test_the_border_pair_differs_without_equal_first_tokens() -> None:
+    """The listed difference is there: with the border pair left out, outputs part company after the first chunk."""
+    numbers = golden("fast_weight_package", "plain/")
+    query, value, gate = projected(numbers, numbers["tokens"])
+    keys, values = numbers["p.keys"].transpose(0, 1), numbers["p.memories"][:, 0]
+    read, _ = regard.fast_weight_memory(
+        query, value, gate, keys, values, rule=rule(0.0, border=False), top_k=TOP_K, chunk_size=CHUNK
+    )
+    mixed = value + gate[..., None] * (read - value)
+    out = unit(mixed, numbers["p.to_out.0.weight"]) @ numbers["p.to_out.1.weight"].mT
+    gap = (out - numbers["output"]).abs().amax((0, 2))
+    assert gap[:CHUNK].max() < 1e-5
+    assert gap[CHUNK:].max() > 1e-2
+
+
+def test_gated_delta_rule_of_fla_and_transformers() -> None:
+    """fla-core's recurrence, transformers' chunked form and `regard.delta_rule` from the same state."""
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    one = golden("gated_delta_rule")
+    names = ("query", "key", "value", "log_decay", "beta")
+    out, state = modeling.torch_chunk_gated_delta_rule(
+        *(one[name] for name in names), initial_state=one["state"], output_final_state=True
+    )
+    assert (out - one["output"]).abs().max() < 1e-5
+    assert (state - one["final_state"]).abs().max() < 1e-5
+
+    query, key, value, log_decay, beta = (one[name].transpose(1, 2) for name in names)
+    begun = regard.estimators.delta.DeltaState(one["state"], torch.zeros(one["state"].shape[:2], dtype=torch.bool))
+    own, after = regard.delta_rule(
+        query, key, value, beta, log_decay=log_decay, state=begun, scale=query.shape[-1] ** -0.5
+    )
+    assert (own.transpose(1, 2) - one["output"]).abs().max() < 1e-5
+    assert (after.values - one["final_state"]).abs().max() < 1e-5
