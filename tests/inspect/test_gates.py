@@ -87,7 +87,12 @@ LABELS = ["The", " fi", "sh", " and", " ", "Sak", "ana", ".", " Sakana", " fish"
 def test_tokens_have_the_rarity_of_their_word() -> None:
     counts = word_counts("the fish and The fish_1 x")
     assert counts == {"the": 1, "fish": 2, "and": 1, "The": 1, "x": 1}
-    bits = {"The": -math.log2(2 / 12), "fish": -math.log2(3 / 12), "and": -math.log2(2 / 12), "Sakana": -math.log2(1 / 12)}
+    bits = {
+        "The": -math.log2(2 / 12),
+        "fish": -math.log2(3 / 12),
+        "and": -math.log2(2 / 12),
+        "Sakana": -math.log2(1 / 12),
+    }
     words = ["The", "fish", "fish", "and", None, "Sakana", "Sakana", None, "Sakana", "fish", None]
     found = word_surprisal(LABELS, counts).tolist()
     assert len(found) == len(LABELS)

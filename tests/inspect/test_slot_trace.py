@@ -122,7 +122,7 @@ def test_hits_are_green() -> None:
     image = picture(slot_figure(readings(), title="one"))
     green, grey = count(image, "#a6dbc9"), count(image, "#f4f1ea")
     assert green > 1.5 * grey > 0  # two cells against one
-    none = picture(slot_figure(SlotReadings(TOKENS, LABELS, readings().readings[:0] + (readings().readings[1],)), title="o"))
+    none = picture(slot_figure(SlotReadings(TOKENS, LABELS, readings().readings[1:]), title="o"))
     assert count(none, "#a6dbc9") == 0
 
 
@@ -143,7 +143,10 @@ def test_lines_end_where_the_text_says() -> None:
 
 def test_figures_are_drawn_from_anything() -> None:
     trace = GateTrace(("a", " ", "b"), ("l",), torch.tensor([[0.5, 0.2, 1.0]]))
-    histograms = {"one": {"layer 1": torch.rand(50)}, "two": {"layer 1": torch.full((10,), 0.1), "layer 2": torch.ones(3)}}
+    histograms = {
+        "one": {"layer 1": torch.rand(50)},
+        "two": {"layer 1": torch.full((10,), 0.1), "layer 2": torch.ones(3)},
+    }
     for png in (
         gate_rarity(trace, torch.tensor([1.0, float("nan"), 3.0]), [0.5], title="t"),
         gate_rarity(trace, torch.full((3,), float("nan")), [0.0], title="t"),

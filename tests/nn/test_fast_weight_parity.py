@@ -14,6 +14,11 @@ tokens more of two rows. What differs from this library, and how the file makes 
                     smaller by sqrt((D - 1) / D), which the norm at the end takes away where the values in memory are too;
     more heads      one softmax and one row of values for each head: nothing to compare.
 
+`tests/data/fast_weight_authors.npz`: the program of the paper's authors (github.com/LikeACloud7/fast-weight-product-key-
+memory, f41c5c0) without cache, in training: one memory for both rows, chunks of 16, 16 and 13 tokens, of which the last
+is written too, float32 (its Triton embedding bag replaced by a gather). That is the rule "reference" without border
+pairs, shared by the batch, flushed at the end. In "error-to-keys" the error moves the keys and the entropy does not.
+
 `tests/data/gated_delta_rule.npz`: the naive recurrence of fla-core 0.5.2 (naive_recurrent_gated_delta_rule; float32).
 """
 
@@ -132,6 +137,54 @@ def test_the_border_pair_differs_without_equal_first_tokens() -> None:
     gap = (out - numbers["output"]).abs().amax((0, 2))
     assert gap[:CHUNK].max() < 1e-5
     assert gap[CHUNK:].max() > 1e-2
+
+
+AUTHORS = {
+    "default": {"address_weight": 1.0},
+    "addressing": {"address_weight": 10.0},
+    "same-token": {"address_weight": 1.0, "look_ahead": False},
+    "error-to-keys": {"key_update": "mse"},
+    "dot": {"address_weight": 1.0},
+}
+
+
+def run_authors(name: str, numbers: Numbers, impl: str) -> tuple[Tensor, object]:
+    given = (numbers[key] for key in ("query", "value", "gate", "keys", "values"))
+    return regard.fast_weight_memory(
+        *given,
+        rule=regard.WriteRule("reference", border=False, **AUTHORS[name]),
+        top_k=4,
+        chunk_size=16,
+        shared=True,
+        score="dot" if name == "dot" else "idw",
+        impl=impl,
+    )
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+@pytest.mark.parametrize("name", AUTHORS)
+def test_the_program_of_the_authors(name: str, impl: str) -> None:
+    """Reads through two writes, and the memory after the third."""
+    numbers = golden("fast_weight_authors", f"{name}/")
+    out, state = run_authors(name, numbers, impl)
+    assert (out - numbers["output"]).abs().max() < 1e-5
+    state = flush_state(state)
+    assert (numbers["final_values"] - numbers["values"]).abs().max() > 1
+    assert (state.values.dense()[0] - numbers["final_values"]).abs().max() < 1e-5
+    assert (state.keys.reshape(numbers["keys"].shape) - numbers["final_keys"]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+@pytest.mark.parametrize("name", AUTHORS)
+def test_gradients_of_the_program_of_the_authors(name: str, impl: str) -> None:
+    numbers = golden("fast_weight_authors", f"{name}/")
+    names = ("query", "value", "gate", "keys", "values")
+    leaves = [numbers[key].requires_grad_() for key in names]
+    out, _ = run_authors(name, numbers, impl)
+    found = torch.autograd.grad((out * numbers["probe"]).sum(), leaves)
+    for key, gradient in zip(names, found, strict=True):
+        expected = numbers[f"grad_{key}"]
+        assert (gradient - expected).abs().max() < 1e-4 * expected.abs().max(), key
 
 
 def test_gated_delta_rule_of_fla_and_transformers() -> None:

@@ -139,12 +139,13 @@ def streamed(
         for first in range(0, len(documents), rows):
             batch = torch.stack([documents[i] for i in range(first, min(first + rows, len(documents)))])
             cache = passed(model, cache, memory=carry.memory == "stream", recurrent=carry.recurrent == "stream")
-            cache = narrowed(cache, len(batch))
+            if len(batch) < min(rows, first):
+                narrow(cache, len(batch))
             losses = []
             for place, piece in enumerate(_segments(batch, segment)):
                 if place:
                     cache = passed(model, cache, carry.memory != "segment", carry.recurrent != "segment")
-                found, cache = _read(model, piece.to(device), batch.shape[1] - place * segment > segment, cache)
+                found, cache = _read(model, piece.to(device), cache)
                 losses.append(found)
                 cells.add(place, found)
             for row, total in enumerate(torch.cat(losses, 1).double().sum(1).tolist()):
@@ -181,7 +182,7 @@ def _segments(batch: Tensor, segment: int) -> Iterator[Tensor]:
         yield batch[:, start : start + segment + 1].long()
 
 
-def _read(model: Any, piece: Tensor, more: bool, cache: Any) -> tuple[Tensor, Any]:
+def _read(model: Any, piece: Tensor, cache: Any) -> tuple[Tensor, Any]:
     """Nats of each target of a piece, [B, S], and the cache after it."""
     found = model(input_ids=piece[:, :-1], past_key_values=cache, use_cache=True)
     logits = found.logits.float()
@@ -241,13 +242,11 @@ def copied(cache: Any) -> Any:
     return Cache(layers=[copy.copy(layer) for layer in cache.layers])
 
 
-def narrowed(cache: Any, rows: int) -> Any:
-    """The first rows of a cache, where the last documents are fewer than the streams."""
+def narrow(cache: Any, rows: int) -> None:
+    """Only the first rows go on, where the last documents are fewer than the streams."""
     for layer in cache.layers:
-        held = [getattr(layer, name, None) for name in getattr(layer, "held", ())]
-        if any(state is not None for state in held):
+        if any(getattr(layer, name) is not None for name in getattr(layer, "held", ())):
             layer.batch_select_indices(torch.arange(rows))
-    return cache
 
 
 @contextmanager

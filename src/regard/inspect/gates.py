@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError
+from ..checks import ArgumentError, require
 from .hooks import hooked, named_hook_points
 
 GATE = "hook_gate"
@@ -66,6 +66,11 @@ def gate_trace(
     if len(labels) != len(input_ids):
         raise ArgumentError(f"{call}: {len(labels)} labels for {len(input_ids)} tokens, expected one each.")
     names = [name for name in named_hook_points(model) if name.rpartition(".")[2] == GATE]
+    missing = (
+        f"no memory layer of {type(model).__name__} has a gate; give a model with memories such as "
+        f'HybridConfig(memories="FwPKM@2") and gating=True.'
+    )
+    require(bool(names), call, missing)
     heard: dict[str, list[Tensor]] = {name: [] for name in names}
     listen = lambda name: lambda gate, hook: heard[name].append(gate.detach().reshape(-1).float().cpu())  # noqa: E731
     training = model.training
@@ -76,11 +81,7 @@ def gate_trace(
     finally:
         model.train(training)
     found = {name: torch.cat(parts) for name, parts in heard.items() if parts}
-    if not found:
-        raise ArgumentError(
-            f"{call}: no memory layer of {type(model).__name__} has a gate; give a model with memories such as "
-            f'HybridConfig(memories="FwPKM@2") and gating=True.'
-        )
+    require(bool(found), call, missing)
     return GateTrace(tuple(labels), tuple(map(layer_name, found)), torch.stack(list(found.values())))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -33,11 +34,17 @@ def gate_text(trace: GateTrace, *, title: str, columns: int = 100) -> bytes:
     height = 0.19 * len(lines) + 0.5
     figure = Figure(figsize=(0.105 * columns + 1.4, height * len(trace.layers) + 0.5), dpi=110, layout="constrained")
     panels: Any = figure.subplots(len(trace.layers), 1, squeeze=False)
-    image = None
     for axes, name, gates in zip(panels[:, 0], trace.layers, trace.gates.numpy(), strict=True):
-        image = _draw_text(axes, lines, gates, columns)
+        _draw_text(axes, lines, gates, columns)
         axes.set_title(f"{name}: mean gate {float(np.nanmean(gates)):.2f}", loc="left", fontsize=9)
-    figure.colorbar(image, ax=panels.tolist(), location="right", shrink=0.6, aspect=30, label="gate")
+    figure.colorbar(
+        ScalarMappable(Normalize(0, 1), GATES),
+        ax=list(panels[:, 0]),
+        location="right",
+        shrink=0.6,
+        aspect=30,
+        label="gate",
+    )
     figure.suptitle(title, x=0.02, ha="left", fontsize=11)
     return png(figure)
 
@@ -56,7 +63,7 @@ def wrap(labels: Sequence[str], columns: int) -> list[list[tuple[str, int]]]:
     return lines if lines[-1] else lines[:-1] or [[]]
 
 
-def _draw_text(axes: Axes, lines: Sequence[Sequence[tuple[str, int]]], gates: np.ndarray, columns: int) -> Any:
+def _draw_text(axes: Axes, lines: Sequence[Sequence[tuple[str, int]]], gates: np.ndarray, columns: int) -> None:
     ground = np.full((len(lines), columns), np.nan)
     for row, line in enumerate(lines):
         for column, (sign, place) in enumerate(line):
@@ -65,7 +72,7 @@ def _draw_text(axes: Axes, lines: Sequence[Sequence[tuple[str, int]]], gates: np
                 axes.text(column, row, visible(sign), ha="center", va="center", fontsize=6.5, family="monospace")
     axes.set_axis_off()
     masked = np.ma.masked_invalid(ground)
-    return axes.imshow(masked, cmap=GATES, norm=Normalize(0, 1), aspect="auto", interpolation="nearest")
+    axes.imshow(masked, cmap=GATES, norm=Normalize(0, 1), aspect="auto", interpolation="nearest")
 
 
 def gate_histograms(gates: Mapping[str, Mapping[str, Tensor]], *, title: str) -> bytes:
@@ -160,7 +167,7 @@ def slot_figure(trace: SlotReadings, *, title: str) -> bytes:
         axes.text(-0.6, top + height / 2 - 0.5, layer, rotation=90, ha="center", va="center", fontsize=8)
         axes.axhline(top - 0.5, color="#333333", linewidth=0.8)
         top += height
-    axes.set(xlim=(-0.75, len(asked) - 0.5), ylim=(top - 0.5, -0.5))
+    axes.set(xlim=(-0.75, max(1, len(asked)) - 0.5), ylim=(max(1, top) - 0.5, -0.5))
     axes.set_xticks(range(len(asked)), [_asked(trace, at) for at in asked], fontsize=8, family="monospace")
     axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False, left=False, labelleft=False)
     axes.spines[:].set_visible(False)

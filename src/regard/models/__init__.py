@@ -17,6 +17,17 @@ from .iclm_cache import ICLMCache
 from .iclm_contributions import Contributions
 from .iclm_parity import ParityReport, parity_report, transformer_like
 from .matching import Matched, count_parameters, match_parameters
+from .memories import (
+    chunk_size,
+    count_fast_weights,
+    flush_memory,
+    frozen_memory,
+    keep_memory,
+    memory_modules,
+    memory_states,
+    reset_memory,
+    with_memory,
+)
 from .memory_mosaic import MemoryMosaicForCausalLM, MemoryMosaicModel
 from .memory_mosaic_released import from_released
 from .token_mixers import TokenMixer, token_mixers
@@ -40,12 +51,21 @@ __all__ = [
     "RegardCacheLayer",
     "RegardConfig",
     "TokenMixer",
+    "chunk_size",
+    "count_fast_weights",
     "count_parameters",
+    "flush_memory",
     "from_released",
+    "frozen_memory",
     "hybrid_cache",
+    "keep_memory",
     "language_models",
     "match_parameters",
+    "memory_modules",
+    "memory_states",
     "parity_report",
+    "reset_memory",
     "token_mixers",
     "transformer_like",
+    "with_memory",
 ]

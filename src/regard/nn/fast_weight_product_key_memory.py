@@ -153,3 +153,229 @@ class FastWeightProductKeyMemory(MemoryLayer):
                 self.register_parameter(name, nn.Parameter(torch.empty(size)))
             else:
                 self.register_buffer(name, torch.empty(size))
+        if resident:
+            self.register_buffer("seed", torch.zeros((), dtype=torch.long))
+        self._held: FastWeightState | None = None
+        self.hook_gate, self.hook_read = HookPoint(), HookPoint()
+        self.reset_parameters()
+
+    @classmethod
+    def from_preset(cls, preset: str, hidden_size: int, **options: Any) -> FastWeightProductKeyMemory:
+        """The layer as `PRESETS` has it under that name ("paper", "program"), but for the options given.
+
+        Raises:
+            ArgumentError: no such preset.
+        """
+        if preset not in PRESETS:
+            raise ArgumentError(f"{CALL}.from_preset: unknown preset {preset!r}.{suggestion(str(preset), PRESETS)}")
+        return cls(hidden_size, **{**PRESETS[preset], **options})
+
+    def reset_parameters(self) -> None:
+        """Begin with other random keys and values."""
+        if self.keys.is_meta:
+            return
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        if self.resident:
+            self.seed.fill_(seed)
+        self._held = None
+        self._draw(seed)
+
+    def reset(self) -> None:
+        """A resident memory forgets what was written: `keys` and `values` are again what they were when the layer was
+        made. Nothing where the caller carries the state."""
+        self._held = None
+        if self.resident:
+            self._draw(int(self.seed))
+
+    @torch.no_grad()
+    def _draw(self, seed: int) -> None:
+        # on the CPU in float32 whatever the layer's place and dtype, so that a seed means the same numbers
+        draw = torch.Generator().manual_seed(seed)
+        reach = (2 * self.keys.shape[-1]) ** -0.5
+        keys = torch.empty(self.keys.shape, device="cpu", dtype=torch.float32).uniform_(-reach, reach, generator=draw)
+        self.keys = self._put(self.keys, keys)
+        values = torch.empty(self.values.shape, device="cpu", dtype=torch.float32)
+        self.values = self._put(self.values, values.normal_(std=values.shape[-1] ** -0.5, generator=draw))
+
+    @staticmethod
+    def _put(held: Tensor, fresh: Tensor) -> Tensor:
+        if isinstance(held, nn.Parameter):
+            return held.copy_(fresh)  # type: ignore[return-value]
+        return fresh.to(held)  # another tensor: a graph may still need the old one
+
+    def fast_numbers(self) -> int:
+        return 0 if isinstance(self.values, nn.Parameter) else self.keys.numel() + self.values.numel()
+
+    def extra_repr(self) -> str:
+        """Sizes and rule, for `print(model)`."""
+        flags = "".join(f", {name}=True" for name in ("shared", "resident", "frozen") if getattr(self, name))
+        return (
+            f"slots={self.slots}, top_k={self.top_k}, heads={self.heads}, chunk_size={self.chunk_size}, "
+            f"step_rule={self.rule.name!r}{flags}"
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None = None,
+        state: FastWeightState | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, FastWeightState]:
+        """Read for every token, and write what is full.
+
+        Args:
+            hidden: [B, T, C].
+            mask: boolean [B, T], true where a token is real; None: all.
+            state: what the call before has left; None at the start of a stream.
+            segment_ids: integers [B, T]: documents packed into a row, each with a memory of its own.
+
+        Returns:
+            (output [B, T, C] in the dtype of `hidden`, 0 for padding and NaN for tokens that are not finite; the state).
+
+        Raises:
+            ArgumentError: shapes or dtypes that do not fit, or a state of another layer.
+
+        Cost: O(T (C Dk H + C Dv)) for the projections and O(T H (n Dk + k Dv)) for reading and writing.
+        """
+        tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
+        own: Projected = self.projections(tokens.hidden)
+        if own.gate is not None:
+            own = own._replace(gate=self.hook_gate(own.gate))
+        read, state = self._remember(tokens, own, mask, state, segment_ids)
+        out = self.projections.output(self.hook_read(read), own)
+        return tokens.shown(out).to(hidden.dtype), state
+
+    def _remember(
+        self,
+        tokens: Tokens,
+        own: Projected,
+        mask: Tensor | None,
+        state: FastWeightState | None,
+        segment_ids: Tensor | None,
+    ) -> tuple[Tensor, FastWeightState]:
+        """What was read [B, T, Dv], and the state after it."""
+        # what a checkpointed layer does again in the backward pass was told and kept in the forward pass
+        again = (self.resident or self.observer is not None) and torch._C._current_graph_task_id() != -1
+        observer = None if again else self.observer
+        if observer is not None:
+            self._tell(observer, tokens, own, state, segment_ids)
+        if self.resident and not again and state is None:
+            self._settle()
+        query = torch.where(tokens.spoilt[..., None], torch.nan, own.query)
+        read, after = fast_weight_memory(
+            query.unflatten(-1, (self.heads, -1)),
+            own.value,
+            own.gate,
+            self.keys,
+            self.values,
+            state=state,
+            mask=mask,
+            segment_ids=segment_ids,
+            frozen=self.frozen,
+            meta_grad=self.meta_grad,
+            observer=observer,
+            **self._options(),
+        )
+        if self.resident and not again and not self.frozen:
+            self._held = after.detach()
+        return read, after
+
+    def _options(self) -> dict[str, Any]:
+        """How this memory reads and writes."""
+        names = ("rule", "top_k", "chunk_size", "spec", "score", "shared", "storage", "impl", "sync")
+        return {**{name: getattr(self, name) for name in names}, "eps": self.idw_eps}
+
+    def _tell(
+        self,
+        observer: MemoryObserver,
+        tokens: Tokens,
+        own: Projected,
+        state: FastWeightState | None,
+        segment_ids: Tensor | None,
+    ) -> None:
+        if observer.by_memory and segment_ids is not None:
+            raise ArgumentError(
+                f"{CALL}: a {type(observer).__name__} follows every row's memory, but segment_ids pack several documents "
+                f"into a row; give each document a row of its own."
+            )
+        if state is None:
+            observer.on_start(self.resident)
+        observer.on_tokens(own.gate, tokens.counted, tokens.spoilt)
+
+    def flush(self, state: FastWeightState) -> FastWeightState:
+        """The state with its waiting pairs written: at the end of a document, or before a question about it."""
+        return flush(state, **self._options())
+
+    # A resident memory ---------------------------------------------------------------------------------------
+
+    def _settled(self) -> tuple[Tensor, Tensor]:
+        """Keys and values after all that was written, as tensors of their own."""
+        if self._held is None:
+            return self.keys, self.values
+        with torch.no_grad():
+            held = self.flush(self._held)
+            return held.keys[0], held.values.dense()[0].to(self.values.dtype)
+
+    def _settle(self) -> None:
+        # never in place: a backward pass of the call before may still read the old tensors
+        self.keys, self.values = self._settled()
+        self._held = None
+
+    def snapshot(self) -> tuple[Tensor, Tensor, FastWeightState | None]:
+        """All that a resident memory holds now. Nothing is copied, since nothing changes in place."""
+        return self.keys, self.values, self._held
+
+    def restore(self, snapshot: tuple[Tensor, Tensor, FastWeightState | None]) -> None:
+        """Be again what `snapshot` found.
+
+        Raises:
+            ArgumentError: it was taken from a memory of another shape, or this one is not resident.
+        """
+        require(self.resident, f"{CALL}.restore", "only a resident memory keeps something; pass the state instead.")
+        keys, values, held = snapshot
+        for name, tensor in (("keys", keys), ("values", values)):
+            own = getattr(self, name)
+            if tensor.shape != own.shape:
+                raise ArgumentError(
+                    f"{CALL}.restore: the snapshot has {name} {tuple(tensor.shape)}, but this memory {tuple(own.shape)}."
+                )
+        self.keys, self.values, self._held = keys, values, held
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastWeightProductKeyMemory:
+        self._settle()  # what is moved or converted is the memory as it is now
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._held is not None:
+            destination[prefix + "keys"], destination[prefix + "values"] = self._settled()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._held = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+def _check_kinds(shared: bool, learn_initial: bool, sync: str | None, resident: bool) -> None:
+    """Options that need or exclude each other."""
+    require(
+        shared or not (resident or sync),
+        CALL,
+        f"{'resident' if resident else 'sync'} needs one memory for the batch; give shared=True.",
+    )
+    require(
+        not (resident and learn_initial),
+        CALL,
+        "learn_initial learns what a stream begins with, and a resident memory begins with what it wrote; choose one.",
+    )
+    require(sync in (None, "all_gather"), CALL, f"sync is {sync!r}, expected None or 'all_gather'.")
+
+
+def _dtype(storage: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype, or the name of one, as configurations have it."""
+    found = getattr(torch, storage, None) if isinstance(storage, str) else storage
+    require(
+        found is None and storage is None or isinstance(found, torch.dtype) and found.is_floating_point,
+        CALL,
+        f"storage is {storage!r}, expected None, 'float32' or 'bfloat16'.",
+    )
+    return found

@@ -1,0 +1,239 @@
+"""Rows of numbers, picked by their number and summed with weights, without a tensor of all that is picked.
+
+Rows lie in pieces that never move and are never overwritten where others read them, so that a table can grow at its end
+at no cost in memory or copying, and what a backward pass wants to see again is still there.
+
+Legend: D width of a row; E entries, each a row that is picked and who it is for; U different rows among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE = 2**17
+"""Numbers picked at a time where they must lie in memory: half a MiB of float32, which stays in a cache."""
+SPARE = 8
+"""A new piece has room for one in so many of the rows so far at least, so that pieces stay few."""
+
+
+def weighted_sums(table: Tensor, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """sum over e in [offsets[b], offsets[b + 1]) of weights[e] table[rows[e]]: [B, D] in the dtype of `weights`.
+
+    table [n, D]; rows int64 [E]; weights [E]; offsets int64 [B]. Call without gradients. No more than TILE of the rows
+    picked lie in memory.
+    """
+    if table.dtype == weights.dtype and table.dtype in (torch.float32, torch.float64):
+        return F.embedding_bag(rows, table, offsets, mode="sum", per_sample_weights=weights)
+    out = weights.new_zeros(len(offsets), table.shape[1])
+    owner = torch.searchsorted(offsets, torch.arange(len(rows), device=rows.device), right=True) - 1
+    step = max(1, TILE // table.shape[1])
+    for at, who, weight in zip(rows.split(step), owner.split(step), weights.split(step), strict=True):
+        out.index_add_(0, who, table[at].to(out.dtype) * weight[:, None])
+    return out
+
+
+class Groups(NamedTuple):
+    """Entries by the row that they pick.
+
+    Attributes:
+        unique: int64 [U], the rows, ascending.
+        order: int64 [E], the entries by row; those of one row in their order.
+        counts: int64 [U], entries of each row.
+    """
+
+    unique: Tensor
+    order: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Groups:
+        """Of rows int64 [E]."""
+        found, order = rows.sort(stable=True)
+        unique, counts = torch.unique_consecutive(found, return_counts=True)
+        return cls(unique, order, counts)
+
+    def tiles(self, width: int) -> Iterator[tuple[slice, slice, Tensor]]:
+        """(rows of `unique`, entries of `order`, where in those entries each row's begin), TILE numbers at a time."""
+        ends = self.counts.cumsum(0)
+        step = max(1, TILE // width)
+        begin = 0
+        for low in range(0, len(self.unique), step):
+            high = min(low + step, len(self.unique))
+            end = int(ends[high - 1])
+            yield slice(low, high), slice(begin, end), ends[low:high] - self.counts[low:high] - begin
+            begin = end
+
+
+class RowPieces:
+    """A table [size, D] that grows at its end.
+
+    Args:
+        width: D.
+        dtype: of the rows that are added.
+        device: where they are.
+        first: rows [n, D] that the table begins with, in any dtype; they are not copied.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device, first: Tensor | None = None) -> None:
+        self.width, self.dtype, self.device = width, dtype, device
+        self.pieces: list[Tensor] = [] if first is None else [first]
+        self.given = self.size = self.room = 0 if first is None else len(first)
+        self.starts = [0] if self.pieces else []
+        self._edges = torch.zeros(0, dtype=torch.int64, device=device)
+
+    @property
+    def bytes(self) -> int:
+        """The memory of the rows that were added, unused room included."""
+        return (self.room - self.given) * self.width * self.dtype.itemsize
+
+    def extend(self, count: int) -> list[Tensor]:
+        """Views [., D], `count` rows together, of new rows at the end, to be written into."""
+        views = []
+        free = min(self.room - self.size, count)
+        if free:
+            begin = self.size - self.starts[-1]
+            views.append(self.pieces[-1][begin : begin + free])
+        if count > free:
+            length = max(count - free, (self.room - self.given) // SPARE)
+            self.starts.append(self.room)
+            self.pieces.append(torch.empty(length, self.width, dtype=self.dtype, device=self.device))
+            self._edges = torch.tensor(self.starts[1:], device=self.device)
+            self.room += length
+            views.append(self.pieces[-1][: count - free])
+        self.size += count
+        return views
+
+    def parts(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+        """(a piece, which of ids [E] lie in it or None for all, their rows there)."""
+        if len(self.pieces) == 1 or not len(ids):
+            yield self.pieces[0], None, ids
+            return
+        which = torch.bucketize(ids, self._edges, right=True)
+        for i, count in enumerate(torch.bincount(which).tolist()):
+            if count == len(ids):
+                yield self.pieces[i], None, ids - self.starts[i]
+            elif count:
+                at = (which == i).nonzero()[:, 0]
+                yield self.pieces[i], at, ids[at] - self.starts[i]
+
+    def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows ids [E]: [E, D]."""
+        out = torch.empty(0, device=self.device)
+        for piece, at, rows in self.parts(ids):
+            if at is None:
+                return piece.index_select(0, rows).to(dtype)
+            if not out.numel():
+                out = torch.empty(len(ids), self.width, dtype=dtype, device=self.device)
+            out.index_copy_(0, at, piece.index_select(0, rows).to(dtype))
+        return out
+
+    def sums(self, ids: Tensor, weights: Tensor, owner: Tensor, owners: int) -> Tensor:
+        """sum over the entries of each owner of weights times rows: [owners, D]; owner int64 [E] ascending."""
+        everyone = torch.arange(owners, device=self.device)
+        out = None
+        for piece, at, rows in self.parts(ids):
+            mine, weight = (owner, weights) if at is None else (owner[at], weights[at])
+            part = weighted_sums(piece, rows, weight, torch.searchsorted(mine, everyone))
+            out = part if out is None else out.add_(part)
+        assert out is not None
+        return out
+
+    def products(self, ids: Tensor, owner: Tensor, other: Tensor) -> Tensor:
+        """row . other[owner] of every entry: [E]; other [., D] in the dtype of the result."""
+        step = max(1, TILE // self.width)
+        found = [
+            torch.einsum("ed,ed->e", self.gather(at, other.dtype), other.index_select(0, who))
+            for at, who in zip(ids.split(step), owner.split(step), strict=True)
+        ]
+        return torch.cat(found)
+
+    def add(self, ids: Tensor, rows: Tensor) -> None:
+        """Add rows [E, D] to the rows ids [E], of which some may be the same."""
+        for piece, at, mine in self.parts(ids):
+            piece.index_add_(0, mine, rows if at is None else rows.index_select(0, at))
+
+    def put(self, ids: Tensor, rows: Tensor) -> None:
+        """Write rows [E, D] over the rows ids [E], which differ."""
+        for piece, at, mine in self.parts(ids):
+            piece.index_copy_(0, mine, rows if at is None else rows.index_select(0, at))
+
+
+class RowGradients:
+    """Gradients of some rows of a table, which come in any order and are kept for those that got one.
+
+    Room that is given back is used again, so that the memory is that of the most rows that had one at a time.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.rows = RowPieces(width, dtype, device)
+        self._place = torch.zeros(0, dtype=torch.int32, device=device)
+        self._free = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def places(self, ids: Tensor) -> Tensor:
+        """Where in `rows` the gradients of the rows ids [E] are, int64; -1 where there is none."""
+        short = int(ids.max()) + 1 - len(self._place) if len(ids) else 0
+        if short > 0:
+            self._place = torch.cat((self._place, self._place.new_full((short,), -1)))
+        return self._place[ids].long()
+
+    def add(self, ids: Tensor, rows: Tensor) -> None:
+        """Add rows [E, D] to the gradients of the rows ids [E], which differ."""
+        place = self.places(ids)
+        known = place >= 0
+        count = int(known.sum())
+        if count == len(ids):
+            self.rows.add(place, rows)
+            return
+        if count:
+            self.rows.add(place[known], rows[known])
+            ids, rows = ids[~known], rows[~known]
+        fresh = self._room(len(ids))
+        self.rows.put(fresh, rows)
+        self._place[ids] = fresh.int()
+
+    def move(self, ids: Tensor, to: Tensor, keep: Tensor) -> None:
+        """What the rows ids [E] have is handed to the rows `to` [E], of which some may be the same or have some
+        already; where not `keep` [E] it is dropped. Every row of `ids` has some."""
+        place = self.places(ids)
+        self._place[ids] = -1
+        self._release(place[~keep])
+        place, to = place[keep], to[keep]
+        groups = Groups.of(to)
+        first = groups.order[groups.counts.cumsum(0) - groups.counts]
+        first = first[self.places(groups.unique) < 0]
+        self._place[to[first]] = place[first].int()
+        rest = torch.ones(len(to), dtype=torch.bool, device=to.device)
+        rest[first] = False
+        place, target = place[rest], self.places(to[rest])
+        step = max(1, TILE // self.rows.width)
+        for source, sink in zip(place.split(step), target.split(step), strict=True):
+            if len(source):
+                self.rows.add(sink, self.rows.gather(source, self.rows.dtype))
+        self._release(place)
+
+    def drop(self, ids: Tensor) -> None:
+        """Give back the room of rows ids [E], each of which has some."""
+        self._release(self.places(ids))
+        self._place[ids] = -1
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row has any."""
+        return len(self._free) == self.rows.size
+
+    def _room(self, count: int) -> Tensor:
+        used, self._free = self._free[:count], self._free[count:]
+        more = count - len(used)
+        if not more:
+            return used
+        start = self.rows.size
+        self.rows.extend(more)
+        return torch.cat((used, torch.arange(start, start + more, device=used.device)))
+
+    def _release(self, place: Tensor) -> None:
+        self._free = torch.cat((self._free, place))
