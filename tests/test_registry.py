@@ -131,6 +131,8 @@ def test_every_axis_is_listed() -> None:
         "temperature",
         "ridge",
         "feed-forward",
+        "memory",
+        "slot-score",
         "impl",
         "energy",
         "recipe",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from .estimators.product_key import slot_scores
 from .experiments.recipes import recipes
 from .grammar import bandwidths, kernels, presets_registry, similarities, solvers, trends
 from .memory import energies
 from .nn.feed_forward import feed_forwards
+from .nn.memories import memory_layers
 from .nn.ridge import ridges
 from .nn.temperature import temperatures
 from .ops import implementations_registry
@@ -27,6 +29,8 @@ def registries() -> dict[str, Registry[Any]]:
         "temperature": temperatures,
         "ridge": ridges,
         "feed-forward": feed_forwards,
+        "memory": memory_layers,
+        "slot-score": slot_scores,
         "impl": implementations_registry,
         "energy": energies,
         "recipe": recipes,

@@ -322,6 +322,15 @@ def test_list_shows_all_that_is_registered(regard: Callable, monkeypatch: pytest
     assert regard("list", "toys").out == "toys:\n  fresh  A thing of today.\n"
 
 
+def test_list_shows_the_token_mixers_with_their_options(regard: Callable) -> None:
+    from regard.models import token_mixers
+
+    shown = regard("list", "token-mixers").out
+    for name, mixer in token_mixers.items():
+        assert f"\n  {name} " in shown
+        assert all(f"{option}=" in shown for option in mixer.defaults)
+
+
 def test_list_shows_the_models_with_their_own_flags_and_options(regard: Callable) -> None:
     shown = regard("list", "models").out
     for name, entry in language_models.items():

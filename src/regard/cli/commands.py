@@ -203,8 +203,8 @@ def listing(argv: list[str]) -> int:
 
 
 def _shelves() -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
-    """What can be listed, by name: a function that gives names and lines about them. That of the models, which alone
-    waits for transformers, is last."""
+    """What can be listed, by name: a function that gives names and lines about them. Those that wait for transformers
+    are last."""
     import regard
 
     from ..training.tokenizers import TOKENIZERS
@@ -213,7 +213,19 @@ def _shelves() -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
         return ((name, about(thing)) for name, thing in registry.items())
 
     registries = {**regard.registries(), "tokenizer": TOKENIZERS}
-    return {_plural(kind): partial(lines, registry) for kind, registry in registries.items()} | {"models": _models}
+    return {_plural(kind): partial(lines, registry) for kind, registry in registries.items()} | {
+        "token-mixers": _token_mixers,
+        "models": _models,
+    }
+
+
+def _token_mixers() -> Iterator[tuple[str, str]]:
+    """What `--spec` may name beside a sentence of the grammar, with its options."""
+    from ..models import token_mixers
+
+    for name, mixer in token_mixers.items():
+        yield name, about(mixer)
+        yield "", "--option mixer_options: " + ", ".join(f"{key}={_word(v)}" for key, v in mixer.defaults.items())
 
 
 def _models() -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ that wait (`ChunkState`), and the loop (`run`), which is told how to read and ho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -142,7 +142,9 @@ class ChunkState(State):
         again = rows.tolist()
         zero = torch.zeros((), device=self.valid.device)
         memory = {
-            name: blend(rows, getattr(self, first) if first else zero.to(getattr(self, name).dtype), getattr(self, name))
+            name: blend(
+                rows, getattr(self, first) if first else zero.to(getattr(self, name).dtype), getattr(self, name)
+            )
             for name, first in self.MEMORY.items()
         }
         return replace(
@@ -166,7 +168,10 @@ class ChunkState(State):
         require(not self.shared, f"{type(self).__name__}.select", SHARED)
         chosen = torch.arange(len(self.waits))[indices.cpu()].tolist()
         first = {name: getattr(self, name) for name in self.MEMORY.values() if name}
-        kept = {"waits": tuple(self.waits[i] for i in chosen), "writes": tuple(self.writes[i] for i in chosen)}
+        kept: dict[str, Any] = {
+            "waits": tuple(self.waits[i] for i in chosen),
+            "writes": tuple(self.writes[i] for i in chosen),
+        }
         return replace(super().select(indices), **first, **kept)
 
     def repeat(self: C, n: int) -> C:
@@ -191,10 +196,10 @@ class ChunkState(State):
             ArgumentError: a tensor is missing or unknown.
         """
         state = super().from_tensors(tensors)
-        counts = {name: tuple(int(n) for n in getattr(state, name)) for name in ("waits", "writes")}
+        counts: dict[str, Any] = {name: tuple(int(n) for n in getattr(state, name)) for name in ("waits", "writes")}
         return replace(state, **counts, shared=bool(state.shared))
 
-    def require(self, call: str, kind: type[ChunkState], sizes: dict[str, tuple[int, ...]], like: Tensor) -> None:
+    def fit(self, call: str, kind: type[ChunkState], sizes: dict[str, tuple[int, ...]], like: Tensor) -> None:
         """This state is of that kind, for as many rows as `like` has, with memory and tokens of these sizes beyond the
         first axis (memory) or the first two (tokens).
 
@@ -209,7 +214,9 @@ class ChunkState(State):
             f"state is of {len(self.valid)} rows{' that share a memory' if self.shared else ''}, but {rows} are given "
             f"now; select or repeat its rows, or begin with state=None.",
         )
-        full = {name: ((memories, *size) if name in kind.MEMORY else (rows, waits, *size)) for name, size in sizes.items()}
+        full = {
+            name: ((memories, *size) if name in kind.MEMORY else (rows, waits, *size)) for name, size in sizes.items()
+        }
         require_state(call, self, kind, full, like)
 
 
@@ -237,21 +244,27 @@ def run(
     Returns:
         (what was read [R, W, D], the state after).
     """
-    outs, places, reach = [], torch.zeros_like(streams.valid, dtype=torch.int64), 0
+    outs, places, reach, straight = [], torch.zeros_like(streams.valid, dtype=torch.int64), 0, True
     for step in schedule(state.waits, streams.counts, chunk):
         piece, valid = _piece(new, streams.valid, step)
         if any(step.flush):
-            state = written(state, step.flush, {n: piece[n][:, :1] for n in state.WAITING}, valid[:, :1], write, detach_every)
+            state = written(
+                state, step.flush, {n: piece[n][:, :1] for n in state.WAITING}, valid[:, :1], write, detach_every
+            )
         outs.append(read(state, piece))
         for row, (start, stop) in enumerate(zip(step.start, step.stop, strict=True)):
-            rows = slice(None) if state.shared else slice(row, row + 1)
-            places[rows, start:stop] = torch.arange(reach, reach + stop - start, device=places.device)
-        reach += step.width
+            places[row, start:stop] = torch.arange(reach, reach + stop - start, device=places.device)
+        reach, straight = reach + step.width, straight and step.uniform
         state = _append(state, piece, valid, step)
-    if len(outs) <= 1 or all(out.shape[1] == outs[0].shape[1] for out in outs[:-1]) and reach == places.shape[1]:
-        return torch.cat(outs, 1) if outs else read(state, new), state
-    out = torch.cat(outs, 1)
-    return out.gather(1, places[..., None].expand(*places.shape, out.shape[-1])), state
+    out = torch.cat(outs, 1) if outs else read(state, new)
+    return out if straight else out.gather(1, places[..., None].expand(*places.shape, out.shape[-1])), state
+
+
+def flushed(state: C, write: Write) -> C:
+    """The state in which nothing waits: whatever can be learned from it already is written."""
+    none = {name: x.new_zeros(len(x), 1, *x.shape[2:]) for name, x in state.waiting.items()}
+    flush = tuple(n > 0 for n in state.waits)
+    return written(state, flush, none, state.valid.new_zeros(len(state.valid), 1), write, 0) if any(flush) else state
 
 
 def written(
@@ -347,13 +360,8 @@ def _aligned(state: ChunkState, more: Tensors, valid: Tensor, width: int) -> tup
     """What waits and then `more`, those that are there first in every row, at most `width` of them."""
     every = torch.cat([state.valid, valid], 1)
     joined = {name: torch.cat([held, more[name]], 1) for name, held in state.waiting.items()}
-    if state.shared or (len(set(state.waits)) == 1 and every.shape[1] == width):
+    if state.shared or (set(state.waits) == {state.valid.shape[1]} and every.shape[1] == width):
         return joined, every
     order = torch.argsort(~every, dim=1, stable=True)[:, :width]
     rows = torch.arange(len(order), device=order.device)[:, None]
     return {name: x[rows, order] for name, x in joined.items()}, every[rows, order]
-
-
-def field_names(kind: type[ChunkState]) -> set[str]:
-    """The names of a state's fields."""
-    return {f.name for f in fields(kind)}

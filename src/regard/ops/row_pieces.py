@@ -21,19 +21,22 @@ SPARE = 8
 """A new piece has room for one in so many of the rows so far at least, so that pieces stay few."""
 
 
-def weighted_sums(table: Tensor, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+def weighted_sums(
+    table: Tensor, rows: Tensor, weights: Tensor, offsets: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
     """sum over e in [offsets[b], offsets[b + 1]) of weights[e] table[rows[e]]: [B, D] in the dtype of `weights`.
 
-    table [n, D]; rows int64 [E]; weights [E]; offsets int64 [B]. Call without gradients. No more than TILE of the rows
-    picked lie in memory.
+    table [n, D], whose rows are rounded to `dtype` where given; rows int64 [E]; weights [E], float32 or float64;
+    offsets int64 [B]. Call without gradients. No more than TILE of the numbers picked lie in memory.
     """
-    if table.dtype == weights.dtype and table.dtype in (torch.float32, torch.float64):
+    dtype = dtype or table.dtype
+    if table.dtype == weights.dtype == dtype:
         return F.embedding_bag(rows, table, offsets, mode="sum", per_sample_weights=weights)
     out = weights.new_zeros(len(offsets), table.shape[1])
     owner = torch.searchsorted(offsets, torch.arange(len(rows), device=rows.device), right=True) - 1
     step = max(1, TILE // table.shape[1])
     for at, who, weight in zip(rows.split(step), owner.split(step), weights.split(step), strict=True):
-        out.index_add_(0, who, table[at].to(out.dtype) * weight[:, None])
+        out.index_add_(0, who, table[at].to(dtype).to(out.dtype) * weight[:, None])
     return out
 
 
@@ -57,6 +60,11 @@ class Groups(NamedTuple):
         unique, counts = torch.unique_consecutive(found, return_counts=True)
         return cls(unique, order, counts)
 
+    @property
+    def group(self) -> Tensor:
+        """Of every entry in that order, which of `unique` it picks: int64 [E]."""
+        return torch.repeat_interleave(torch.arange(len(self.unique), device=self.unique.device), self.counts)
+
     def tiles(self, width: int) -> Iterator[tuple[slice, slice, Tensor]]:
         """(rows of `unique`, entries of `order`, where in those entries each row's begin), TILE numbers at a time."""
         ends = self.counts.cumsum(0)
@@ -74,9 +82,9 @@ class RowPieces:
 
     Args:
         width: D.
-        dtype: of the rows that are added.
+        dtype: of the rows.
         device: where they are.
-        first: rows [n, D] that the table begins with, in any dtype; they are not copied.
+        first: rows [n, D] that the table begins with. They are not copied, and in another dtype rounded when read.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device, first: Tensor | None = None) -> None:
@@ -126,10 +134,10 @@ class RowPieces:
         out = torch.empty(0, device=self.device)
         for piece, at, rows in self.parts(ids):
             if at is None:
-                return piece.index_select(0, rows).to(dtype)
+                return piece.index_select(0, rows).to(self.dtype).to(dtype)
             if not out.numel():
                 out = torch.empty(len(ids), self.width, dtype=dtype, device=self.device)
-            out.index_copy_(0, at, piece.index_select(0, rows).to(dtype))
+            out.index_copy_(0, at, piece.index_select(0, rows).to(self.dtype).to(dtype))
         return out
 
     def sums(self, ids: Tensor, weights: Tensor, owner: Tensor, owners: int) -> Tensor:
@@ -138,7 +146,7 @@ class RowPieces:
         out = None
         for piece, at, rows in self.parts(ids):
             mine, weight = (owner, weights) if at is None else (owner[at], weights[at])
-            part = weighted_sums(piece, rows, weight, torch.searchsorted(mine, everyone))
+            part = weighted_sums(piece, rows, weight, torch.searchsorted(mine, everyone), self.dtype)
             out = part if out is None else out.add_(part)
         assert out is not None
         return out
