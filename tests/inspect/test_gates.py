@@ -15,7 +15,6 @@ from regard.inspect.gates import (
     gate_trace,
     histogram,
     layer_name,
-    mentions,
     rank_correlation,
     token_surprisal,
     word_counts,
@@ -101,15 +100,9 @@ def test_tokens_have_the_rarity_of_their_word() -> None:
 
 
 def test_a_token_in_two_words_has_the_rarer() -> None:
+    assert word_surprisal([], {}).shape == (0,)
     found = word_surprisal(["a b", "c"], {"a": 7})
     assert found.tolist() == pytest.approx([-math.log2(1 / 9), -math.log2(1 / 9)])
-
-
-def test_mentions_of_unknown_words_are_counted() -> None:
-    found = mentions(LABELS, word_counts("The fish and fish")).tolist()
-    wanted = [0, 0, 0, 0, math.nan, 1, 1, math.nan, 2, 0, math.nan]
-    assert [-1 if math.isnan(x) else x for x in found] == [-1 if math.isnan(x) else x for x in wanted]
-    assert mentions([], {}).shape == (0,)
 
 
 def test_rank_correlation_is_spearmans() -> None:

@@ -66,9 +66,7 @@ class Oracle:
             slots += best
             chosen.append(every[torch.tensor(best)])
             for half in s:
-                top = torch.tensor(
-                    sorted(range(len(half)), key=lambda i: (-float(half[i].detach()), i))[: self.k]
-                )
+                top = torch.tensor(sorted(range(len(half)), key=lambda i: (-float(half[i].detach()), i))[: self.k])
                 halves.append(torch.zeros_like(half).scatter(0, top, half[top].softmax(0)))
         weights = torch.cat(chosen).softmax(0)
         return slots, weights, torch.stack(halves).unflatten(0, (-1, 2))
@@ -78,7 +76,7 @@ class Oracle:
         pairs = sum(target is not None for _, _, target in waiting)
         factor = self.k * len(keys) * len(waiting) / max(pairs, 1) if self.rule == "reference" else 1.0
         leaf = keys.detach().requires_grad_()
-        readers, moved = torch.zeros(len(values)), torch.zeros_like(values)
+        readers, moved = values.new_zeros(len(values)), torch.zeros_like(values)
         marginal, error_loss = 0.0, 0.0
         for q, gate, target in waiting:
             slots, weights, p = self.look(q, leaf)
@@ -87,7 +85,7 @@ class Oracle:
                 readers[slot] += 1
             if target is None:
                 continue
-            usage = torch.zeros(len(values)).index_add(0, torch.tensor(slots), weights.detach())
+            usage = values.new_zeros(len(values)).index_add(0, torch.tensor(slots), weights.detach())
             share = 1.0 if gate is None or not self.gate_loss else float(gate)
             share = share / float(usage.pow(2).sum()) if self.rule == "normalized" else share * factor
             read = (weights[:, None] * values[torch.tensor(slots)]).sum(0)
@@ -129,7 +127,9 @@ class Oracle:
                         own = [s for s in waiting if mask[row, s]]
                         parts += [
                             (q[row, s], None if g is None else g[row, s], target)
-                            for s, target in zip(own, self.targets(own, v[row], t if row in here else None), strict=True)
+                            for s, target in zip(
+                                own, self.targets(own, v[row], t if row in here else None), strict=True
+                            )
                         ]
                     key, value = self.write(parts, key, value)
                     waiting = []

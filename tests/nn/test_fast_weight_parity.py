@@ -1,22 +1,22 @@
 """Golden numbers of other people's programs.
 
-`tests/data/fast_weight_package.npz`: fast-weight-product-key-memory 0.2.2 (PyPI), one head, float32, 3 chunks of 8 and 3
-tokens more of two rows. What differs from this library, and how the file makes both comparable:
+`tests/data/fast_weight_package.npz`: fast-weight-product-key-memory 0.2.2 (PyPI), one head, float32, two rows of 3 chunks
+of 8 and 3 tokens more. What differs from this library, and how the file makes both comparable:
 
     write rule      mean over a slot's readers of g w e without the top-k factor: the paper's rule ("paper");
     key update      marginal entropy, weight 2 in two cases, 0 in "plain"; the pull of the error on the keys is off;
     border pair     the last query of a chunk is bound to the value of the FIRST token of its own chunk, not of the next
-                    chunk: in the file all chunks begin with one token, so that both are the same number. Their gradients
-                    are not: only the sum over these tokens agrees;
+                    chunk: in the file all chunks begin with one token, so that both are the same number. Gradients
+                    of these tokens are not: only their sum agrees;
     boundary query  in the case "boundary" a learned vector takes the place of the last query of each chunk and is added
                     to that token; the operator is given these queries, the layer has no such vector;
     z-score         with the biased variance and eps 1e-5 inside, the layer here has the unbiased one: its values are
-                    smaller by sqrt((D - 1) / D), which the norm at the end takes away where the values in memory are too;
+                    smaller by sqrt((D - 1) / D), which the norm at the end takes away if those in memory are too;
     more heads      one softmax and one row of values for each head: nothing to compare.
 
-`tests/data/fast_weight_authors.npz`: the program of the paper's authors (github.com/LikeACloud7/fast-weight-product-key-
-memory, f41c5c0) without cache, in training: one memory for both rows, chunks of 16, 16 and 13 tokens, of which the last
-is written too, float32 (its Triton embedding bag replaced by a gather). That is the rule "reference" without border
+`tests/data/fast_weight_authors.npz`: the program of the paper's authors (fwpkm.py at f41c5c0 of
+github.com/LikeACloud7/fast-weight-product-key-memory) without cache, in training: one memory for both rows, chunks of
+16, 16 and 13 tokens, of which the last is written too, float32 (its Triton embedding bag replaced by a gather). That is the rule "reference" without border
 pairs, shared by the batch, flushed at the end. In "error-to-keys" the error moves the keys and the entropy does not.
 
 `tests/data/gated_delta_rule.npz`: the naive recurrence of fla-core 0.5.2 (naive_recurrent_gated_delta_rule; float32).

@@ -80,6 +80,7 @@ def test_keys_are_unique_over_a_whole_set() -> None:
     keys = [key for index in range(500) for key in task.example(1, index).numbers]
     assert len(keys) == len(set(keys)) == 2500
     assert sorted(int(unique_id(9, i), 16) for i in range(65536)) == list(range(65536))
+    assert sorted(unique_id(9, i, 1) for i in range(5, 21)) == [f"{i:x}" for i in range(16)]
 
 
 def test_places_and_questions_are_spread() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..checks import ArgumentError, require, shape
 from .chunk_schedule import Step, schedule
+from .precision import clean, either
 from .states import State, require_state
 
 C = TypeVar("C", bound="ChunkState")
@@ -73,13 +74,13 @@ class Streams:
         return cls(index, valid, (*counts, *(0 for _ in absent)), (*row, *absent), fresh)
 
     def cut(self, x: Tensor) -> Tensor:
-        """[B, T, ...] to [R, W, ...]."""
-        return x if self.index is None else x.flatten(0, 1)[self.index]
+        """[B, T, ...] to [R, W, ...], 0 where there is no token."""
+        return hidden_where(~self.valid, x if self.index is None else x.flatten(0, 1)[self.index])
 
     def join(self, x: Tensor, batch: int, tokens: int) -> Tensor:
         """[R, W, D] to [B, T, D], 0 where there is no token."""
         if self.index is None:
-            return torch.where(self.valid[..., None], x, 0)
+            return hidden_where(~self.valid, x)
         flat = x.new_zeros(batch * tokens, x.shape[-1])
         return flat.index_put((self.index[self.valid],), x[self.valid]).unflatten(0, (batch, tokens))
 
@@ -167,12 +168,10 @@ class ChunkState(State):
         """
         require(not self.shared, f"{type(self).__name__}.select", SHARED)
         chosen = torch.arange(len(self.waits))[indices.cpu()].tolist()
-        first = {name: getattr(self, name) for name in self.MEMORY.values() if name}
-        kept: dict[str, Any] = {
-            "waits": tuple(self.waits[i] for i in chosen),
-            "writes": tuple(self.writes[i] for i in chosen),
-        }
-        return replace(super().select(indices), **first, **kept)
+        first = {name for name in self.MEMORY.values() if name}
+        rows = {name: x[indices.to(x.device)] for name, x in self._tensors().items() if name not in first}
+        counts = {name: tuple(getattr(self, name)[i] for i in chosen) for name in ("waits", "writes")}
+        return replace(self, **rows, **counts)  # type: ignore[arg-type]
 
     def repeat(self: C, n: int) -> C:
         """Every sequence `n` times in a row.
@@ -293,6 +292,31 @@ def written(
 def with_next(state: ChunkState, following: Tensors, valid: Tensor) -> tuple[Tensors, Tensor]:
     """What waits and, after it in every stream, the next token: fields [R, P + 1, ...] and valid [R, P + 1]."""
     return _aligned(state, following, valid, state.valid.shape[1] + 1)
+
+
+def first_in_rows(tensors: Tensors, there: Tensor) -> tuple[Tensors, Tensor]:
+    """Fields [R, P, ...] with the tokens that are `there` (boolean [R, P]) first in every row, in their order."""
+    if there.all():
+        return tensors, there
+    order = torch.argsort(~there, dim=1, stable=True)
+    rows = torch.arange(len(order), device=order.device)[:, None]
+    return {name: x[rows, order] for name, x in tensors.items()}, there[rows, order]
+
+
+def hidden_where(gone: Tensor, x: Tensor) -> Tensor:
+    """x [R, W, ...] with 0 where `gone`, boolean [R, W]."""
+    return x.masked_fill(gone.view(*gone.shape, *(1,) * (x.dim() - 2)), 0)
+
+
+def finite_tokens(tensors: Tensors) -> tuple[Tensors, Tensor]:
+    """Fields [B, T, ...] with 0 at tokens of which any number is not finite, and the others: boolean [B, T]."""
+    bad = None
+    for x in tensors.values():
+        bad = either(bad, clean(x.detach().flatten(2))[1])
+    if bad is None:
+        x = next(iter(tensors.values()))
+        return tensors, torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+    return {name: hidden_where(bad, x) for name, x in tensors.items()}, ~bad
 
 
 def blend(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:

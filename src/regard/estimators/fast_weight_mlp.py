@@ -33,11 +33,14 @@ from .chunk_stream import (
     check_chunk,
     check_meta_grad,
     check_segments,
+    finite_tokens,
+    first_in_rows,
     flushed,
+    hidden_where,
     run,
     with_next,
 )
-from .precision import clean, full_precision
+from .precision import full_precision
 
 CALL = "fast_weight_mlp"
 NAMES = ("gate", "up", "down")
@@ -49,14 +52,14 @@ TARGETS = {
 
 
 class SwiGLU(NamedTuple):
-    """The three matrices of M networks, biases as last columns where there are any."""
+    """The matrices of M networks [M, ...] (or [M, H, ...], of heads), biases as last columns where there are any."""
 
     gate: Tensor
     up: Tensor
     down: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M, P, Din] to [M, P, Dv]."""
+        """[..., P, Din] to [..., P, Dv]."""
         x = widened(x, self.gate)
         inner = silu(x @ self.gate.mT) * (x @ self.up.mT)
         return widened(inner, self.down) @ self.down.mT
@@ -90,11 +93,11 @@ class FastMLPState(ChunkState):
     Attributes:
         gate, up, down: [M, F, Din + 1], [M, F, Din + 1], [M, Dv, F + 1], float32 at least.
         gate_first, up_first, down_first: what they were at first, [1, ...].
-        query, value: [B, P, Din], [B, P, Dv], of the tokens that wait.
+        query, value, finite: [B, P, Din], [B, P, Dv], boolean [B, P], of the tokens that wait.
     """
 
     MEMORY: ClassVar = {name: f"{name}_first" for name in NAMES}
-    WAITING: ClassVar = ("query", "value")
+    WAITING: ClassVar = ("query", "value", "finite")
 
     gate: Tensor
     up: Tensor
@@ -104,6 +107,7 @@ class FastMLPState(ChunkState):
     down_first: Tensor
     query: Tensor
     value: Tensor
+    finite: Tensor
 
     @property
     def network(self) -> SwiGLU:
@@ -120,6 +124,7 @@ class FastMLPState(ChunkState):
             **{f"{name}_first": w for name, w in zip(NAMES, weights, strict=True)},
             query=like.new_zeros(batch, 0, like.shape[-1] - 1),
             value=like.new_zeros(batch, 0, value_dim),
+            finite=torch.zeros(batch, 0, dtype=torch.bool, device=like.device),
             valid=torch.zeros(batch, 0, dtype=torch.bool, device=like.device),
             waits=(0,) * memories,
             writes=(0,) * memories,
@@ -145,26 +150,29 @@ class FastMLPRule(NamedTuple):
         return self
 
     def write(self, state: FastMLPState, following: Tensors, valid: Tensor) -> Tensors:
-        """One step on what waits. A token whose next one is not there yet, or is padding, teaches nothing."""
+        """One step on what waits. A token is taught with the next one of its row that is there and finite, in its
+        chunk or just after; the last one, where there is none, teaches nothing."""
         tokens, there = with_next(state, following, valid)
+        tokens, there = first_in_rows(tokens, there & tokens["finite"])
         pairs = (there[:, :-1] & there[:, 1:])[..., None]
         query, own, after = tokens["query"][:, :-1], tokens["value"][:, :-1], tokens["value"][:, 1:]
         memories = len(state.writes)
         query, wanted, pairs = (folded(x, memories) for x in (query, TARGETS[self.target](own, after), pairs))
-        share = 2 / (pairs.sum(1, keepdim=True).clamp_min(1) * wanted.shape[-1])
+        share = 2 / (pairs.sum(1, keepdim=True).clamp_min(1) * wanted.shape[-1]).to(wanted.dtype)
         steps = state.network.gradients(query, lambda found: torch.where(pairs, share * (found - wanted), 0))
         return {n: w - self.learning_rate * g for n, w, g in zip(NAMES, state.network, steps, strict=True)}
 
 
 def folded(x: Tensor, memories: int) -> Tensor:
     """[B, P, ...] to [M, B P / M, ...]: the rows that share a memory side by side."""
-    return x.reshape(memories, -1, *x.shape[2:])
+    return x.reshape(memories, len(x) // memories * x.shape[1], *x.shape[2:])
 
 
 def read(state: FastMLPState, piece: Mapping[str, Tensor]) -> Tensor:
     """f(q) of the tokens of a round, [B, w, Dv]."""
     query = piece["query"]
-    return state.network(folded(query, len(state.writes))).reshape(*query.shape[:2], -1)
+    found = state.network(folded(query, len(state.writes)))
+    return found.reshape(*query.shape[:2], found.shape[-1])
 
 
 def fast_weight_mlp(
@@ -195,11 +203,12 @@ def fast_weight_mlp(
         chunk_size: tokens between two writes, >= 2; it may change from call to call.
         learning_rate: eta >= 0.
         target: "mean", (v_t + v_{t+1}) / 2, or "look-ahead", v_{t+1}.
-        shared: one network for the whole batch: its clock counts columns in which any row has a token, and a pair is a
-            token and that of the next column. Otherwise a network per sequence.
+        shared: one network for the whole batch, whose clock counts columns in which any row has a token. Otherwise a
+            network per sequence.
         state: what an earlier call left; None at the beginning.
         mask: boolean [B, T], true where a token is real. Others read 0, teach nothing and do not count: the answer is
-            as if they were not there. Nor do tokens that are not finite.
+            as if they were not there. A token that is not finite reads 0 and teaches nothing either, but keeps its
+            place in its chunk; the one before it is taught with the one after it.
         segment_ids: integers [B or 1, T]: a change begins a new document, with a network as at first. The first
             document of a row goes on from `state`, the last one leaves it.
         frozen: read only; the state given comes back.
@@ -225,9 +234,8 @@ def fast_weight_mlp(
         _check_state(state, sizes, query, value, dtype, shared)
     streams = Streams.of(mask, segment_ids, shared)
     with full_precision(query.device.type):
-        new = {"query": streams.cut(query.to(dtype)), "value": streams.cut(value.to(dtype))}
-        if streams.index is not None or shared:
-            new = {name: torch.where(streams.valid[..., None], x, 0) for name, x in new.items()}
+        new, finite = finite_tokens({"query": query.to(dtype), "value": value.to(dtype)})
+        new = {name: streams.cut(x) for name, x in {**new, "finite": finite}.items()}
         now = FastMLPState.start(start, len(streams.valid), value.shape[2], shared) if state is None else state
         now = now if state is None else streams.begin(state)
         if frozen:
@@ -236,7 +244,7 @@ def fast_weight_mlp(
         else:
             out, now = run(now, new, streams, chunk_size, read=read, write=rule.write, detach_every=detach_every)
             after = replace(streams.end(now), tokens=(0 if state is None else state.tokens) + tokens)
-    return streams.join(out, batch, tokens).to(query.dtype), after
+    return hidden_where(~finite, streams.join(out, batch, tokens)).to(query.dtype), after
 
 
 def flush(state: FastMLPState, *, learning_rate: float = 0.1, target: str = "mean") -> FastMLPState:
@@ -245,7 +253,7 @@ def flush(state: FastMLPState, *, learning_rate: float = 0.1, target: str = "mea
 
 
 def _check(query: Any, value: Any, weights: Any, mask: Any, segment_ids: Any, shared: bool) -> tuple[Tensor, SwiGLU]:
-    """Which tokens count, boolean [B, T], and the first weights [1, ...] in the computing dtype."""
+    """Which tokens are real, boolean [B, T], and the first weights [1, ...] in the computing dtype."""
     for name, x in (("query", query), ("value", value)):
         floating(CALL, name, x)
         if x.dim() != 3 or 0 in x.shape[1:] or x.shape[:2] != query.shape[:2]:
@@ -264,9 +272,6 @@ def _check(query: Any, value: Any, weights: Any, mask: Any, segment_ids: Any, sh
     expected = ((wide, query.shape[2] + 1), (wide, query.shape[2] + 1), (value.shape[2], wide + 1))
     for name, w, size in zip(NAMES, (gate, up, down), expected, strict=True):
         require(w.shape == size, CALL, f"weights {name} are {shape(w)}, expected {list(size)}, biases last.")
-    for x in (query, value):
-        bad = clean(x.detach().to(dtype))[1]
-        mask = mask if bad is None else mask & ~bad
     return mask, SwiGLU(*(w.to(dtype)[None] for w in (gate, up, down)))
 
 

@@ -16,7 +16,7 @@ of a value. Inside: G sets of sub-keys, each with its own queries, d = Dk / 2.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +27,7 @@ from ..grammar import Spec
 from ..registry import Registry
 from .precision import clean, full_precision
 
-SPARE = 4
-"""Candidates beyond k whose distances are computed exactly, since those that rank them are not exact."""
+SOFTMAX = Spec.parse("softmax")
 
 
 class SlotScore(Protocol):
@@ -77,28 +76,35 @@ def product_key_search(query: Tensor, keys: Tensor, top_k: int, *, score: str = 
 
     Returns:
         What was found; the scores are differentiable in queries and keys, to any order, and in float32 at least.
-        Squared distances are sums of squared differences, so that they are exact near a key, where the scores are
-        steepest; neither autocast nor the precision that torch's matrix products are set to changes them. A query that
-        is not finite has scores NaN (and some slots) and passes no gradient on.
+        Squared distances are those of the numbers given, rounded to float32 once: near a key, where scores are
+        steepest, and among keys that lie closely together, too. Neither autocast nor the precision to which torch's
+        matrix products are set changes them. A query that is not finite has scores NaN (and some slots) and passes no
+        gradient on.
 
     Raises:
         ArgumentError: shapes or dtypes that do not fit, or a number out of range.
 
-    Cost: O(T H n Dk) time, O(T H (n + k Dk)) memory.
+    Cost: O(T H n Dk) time (a matrix product, under "idw" in float64), O(T H n) memory while it runs.
     """
     call = "product_key_search"
     _check(call, query, keys, top_k, eps)
-    kind = slot_scores.get(score)()
-    (batch, tokens, heads, width), n = query.shape, keys.shape[-2]
     dtype = torch.promote_types(torch.promote_types(query.dtype, keys.dtype), torch.float32)
     with full_precision(query.device.type):
         own, bad = clean(query.to(dtype))
-        q, back = by_set(own.reshape(batch, tokens, heads, 2, width // 2), keys.dim() == 4)
-        scores, index = kind.best(q, keys.to(dtype).reshape(-1, n, width // 2), top_k, eps)
-        half_scores, halves = back(scores), back(index)
-        if bad is not None:
-            half_scores = torch.where(bad[..., None, None], torch.nan, half_scores)
-        slots, totals = _joined(half_scores, halves, n)
+        found = search(own, keys.to(dtype), top_k, slot_scores.get(score)(), eps)
+        if bad is None:
+            return found
+        spoilt = lambda x: torch.where(bad.view(*bad.shape, *[1] * (x.dim() - 3)), torch.nan, x)  # noqa: E731
+        return replace(found, scores=spoilt(found.scores), half_scores=spoilt(found.half_scores))
+
+
+def search(query: Tensor, keys: Tensor, top_k: int, kind: SlotScore, eps: float) -> Found:
+    """`product_key_search` of finite numbers of one dtype, float32 or float64, that fit."""
+    (batch, tokens, heads, width), n = query.shape, keys.shape[-2]
+    q, back = by_set(query.reshape(batch, tokens, heads, 2, width // 2), keys.dim() == 4)
+    scores, index = kind.best(q, keys.reshape(-1, n, width // 2), top_k, eps)
+    half_scores, halves = back(scores), back(index)
+    slots, totals = _joined(half_scores, halves, n)
     return Found(slots, totals, halves, half_scores)
 
 
@@ -115,15 +121,31 @@ def slot_weights(found: Found, spec: str | Spec = "softmax", *, joint: bool) -> 
         ArgumentError: a spec that gives no such weights.
     """
     known = weights_spec("slot_weights", spec)
-    scores = found.scores.flatten(-2) if joint else found.scores
+    if not joint:
+        return weigh(found.scores, known)
+    return weigh(found.scores.flatten(-2), known).view_as(found.scores)
+
+
+def weigh(scores: Tensor, spec: Spec) -> Tensor:
+    """The weights of scores [..., k], for a spec that `weights_spec` let pass."""
     with full_precision(scores.device.type):
-        if known == Spec.parse("softmax"):
-            weights = scores.softmax(-1)
-        else:
-            scale, params = known.resolve(1, None, {})
-            z = scores * scale
-            weights = known.weighting.weights(z, known.weighting.fit(z, params), params)
-    return weights.view_as(found.scores) if joint else weights
+        if spec == SOFTMAX:
+            return scores.softmax(-1)
+        scale, params = spec.resolve(1, None, {})
+        z = scores * scale
+        return spec.weighting.weights(z, spec.weighting.fit(z, params), params)
+
+
+def score_gradient(scores: Tensor, weights: Tensor, upstream: Tensor, spec: Spec) -> Tensor:
+    """dL/dscores [..., k] of `weights` = weigh(scores, spec), given dL/dweights; itself differentiable."""
+    if spec == SOFTMAX:
+        return weights * (upstream - (weights * upstream).sum(-1, keepdim=True))
+    scale, params = spec.resolve(1, None, {})
+    z = scores * scale
+    stats = spec.weighting.fit(z, params)
+    slope, mix = spec.weighting.jacobian(z, weights, stats, params)
+    rho = (mix * upstream).sum(-1, keepdim=True)
+    return scale * spec.weighting.finish(slope * (upstream - rho), rho, z, weights, stats, params)
 
 
 def weights_spec(call: str, spec: str | Spec) -> Spec:
@@ -244,13 +266,10 @@ class InverseDistance:
 
     def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            centre = keys.mean(1, keepdim=True)  # far from the origin the ranking by products would be rounding
-            near, at = keys - centre, query - centre
-            rank = 2 * _product(at, near.mT) - near.square().sum(-1)[:, None]
-            index = _largest(rank, min(k + SPARE, keys.shape[1])).sort(-1).values
-        square = _Squares.apply(query, keys, index)
-        best = square.detach().sort(dim=-1, stable=True).indices[..., :k]
-        return -torch.log(eps + square.gather(-1, best)), index.gather(-1, best)
+            squares = _squared_distances(query, keys)
+            index = _largest(-squares, k)
+            squares = squares.gather(-1, index)
+        return -torch.log(eps + _Squares.apply(query, keys, index, squares)), index
 
     def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:
         return _square_gradient(query, keys, index, -upstream * scores.exp())  # ds/d(d^2) = -1 / (eps + d^2)
@@ -269,20 +288,26 @@ class Dot:
         return _product(_spread(upstream, index, keys.shape[1]).mT, query)
 
 
+def _squared_distances(query: Tensor, keys: Tensor) -> Tensor:
+    """|q - K|^2 [G, T, n]. In float64, of which the products' cancellation leaves enough for float32: near a key, too,
+    and where keys lie closely together far from the origin."""
+    wide = query.dtype if query.device.type == "mps" else torch.float64  # which has no float64
+    q, k = query.to(wide), keys.to(wide)
+    q2, k2 = (torch.linalg.vector_norm(x, dim=-1).square() for x in (q, k))
+    return torch.baddbmm(k2[:, None], q, k.mT, alpha=-2).add_(q2[..., None]).clamp_(min=0).to(query.dtype)
+
+
 class _Squares(torch.autograd.Function):
-    """|q - K_i|^2 of the sub-keys `index` [G, T, m], by differences. The derivatives are written down since autograd
-    would keep all differences [G, T, m, d]."""
+    """`squares` [G, T, k] as the squared distances that they are, of queries and the sub-keys `index`. The derivatives
+    are written down since autograd would keep all differences [G, T, k, d]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, keys: Tensor, index: Tensor, squares: Tensor) -> Tensor:
         ctx.save_for_backward(query, keys, index)
-        sets, tokens, m = index.shape
-        first = torch.arange(sets, device=index.device)[:, None, None] * keys.shape[1]
-        rows = keys.reshape(-1, keys.shape[-1]).index_select(0, (index + first).reshape(-1))
-        return (rows.view(sets, tokens, m, keys.shape[-1]) - query[:, :, None]).square_().sum(-1)
+        return squares.clone()
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         query, keys, index = ctx.saved_tensors
         own = keyed = None
         if ctx.needs_input_grad[0]:
@@ -290,7 +315,7 @@ class _Squares(torch.autograd.Function):
             own = 2 * (query * upstream.sum(-1, keepdim=True) - pull)
         if ctx.needs_input_grad[1]:
             keyed = _square_gradient(query, keys, index, upstream)
-        return own, keyed, None
+        return own, keyed, None, None
 
 
 def _square_gradient(query: Tensor, keys: Tensor, index: Tensor, upstream: Tensor) -> Tensor:

@@ -81,9 +81,6 @@ class SlotValues(Protocol):
     def repeat(self: V, n: int) -> V:
         """Every memory `n` times in a row."""
 
-    def to(self: V, device: torch.device | str) -> V:
-        """The store on another device."""
-
     def written(self) -> Tensor:
         """How many rows of each memory differ from the base, int64 [M]."""
 
@@ -139,7 +136,8 @@ class DenseValues:
 
     @property
     def bytes(self) -> int:
-        parts = (self.base,) if self.values.stride(0) == 0 else (self.values, self.base)  # untouched: views of the base
+        untouched = self.values.data_ptr() == self.base.data_ptr()  # a view
+        parts = (self.base,) if untouched else (self.values, self.base)
         return sum(x.numel() * x.element_size() for x in parts)
 
     @property
@@ -179,9 +177,6 @@ class DenseValues:
 
     def repeat(self, n: int) -> DenseValues:
         return replace(self, values=self.values.repeat_interleave(n, 0))
-
-    def to(self, device: torch.device | str) -> DenseValues:
-        return DenseValues(self.values.to(device), self.base.to(device))
 
     def written(self) -> Tensor:
         return (self.values != self.base).any(-1).sum(-1)

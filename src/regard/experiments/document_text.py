@@ -91,8 +91,8 @@ def read_documents(
     made = TOKENIZERS.get(tokenizer)("\n".join(text for documents in learn.values() for text in documents))
     end = torch.tensor([made.eos_token_id], dtype=torch.int32)
     encoded = lambda documents: [torch.cat([encode(made, text), end]) for text in documents]  # noqa: E731
-    parts = [_joined(encoded(documents)) for documents in learn.values()]
-    most = min(map(len, parts))
+    parts = [encoded(documents) for documents in learn.values()]
+    most = min(sum(map(len, documents)) for documents in parts)
     packed = _joined(encoded(held_out["short"]))
     begun = [document[:length] for document in encoded(held_out["long"]) if len(document) > length]
     for kind, have, want in (("short", len(packed) // length, count), ("long", len(begun), count)):
@@ -104,14 +104,14 @@ def read_documents(
     found = {"short": packed[: count * length].view(count, length), "long": torch.stack(begun[:count])}
     return DocumentText(
         tokenizer=made,
-        train_tokens=torch.cat([part[:most] for part in parts]),
+        train_tokens=_joined(piece for documents in parts for piece in beginnings(documents, most)),
         held_out_tokens=torch.cat([documents[0] for documents in found.values()]),
         **found,
         described={
             "short": _told(short, "docstrings of the standard library", texts["short"]),
             "long": _told(long, "modules of the standard library", texts["long"]),
             "held out": f"one document of {HELD_OUT}; {count} x {length:,} tokens of each kind are read",
-            "tokens": f"{2 * most:,} to learn from, half of each kind",
+            "tokens": f"{2 * most:,} to learn from, half of each kind, from the beginnings of all documents",
             "tokenizer": f"{tokenizer}, {len(made):,} tokens",
         },
     )
@@ -121,6 +121,12 @@ def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     """(to learn, held out): every `HELD_OUT`-th in the order of their digests, which has nothing to do with theirs."""
     order = sorted(documents, key=lambda text: hashlib.sha256(text.encode()).digest())
     return [text for i, text in enumerate(order) if i % HELD_OUT], order[::HELD_OUT]
+
+
+def beginnings(documents: Sequence[Tensor], count: int) -> list[Tensor]:
+    """The same share of every document, from its beginning: about `count` tokens in all."""
+    share = count / max(1, sum(map(len, documents)))
+    return [document[: round(share * len(document))] for document in documents]
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:

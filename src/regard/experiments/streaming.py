@@ -264,9 +264,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _reading(model: nn.Module, frozen: bool = False, chunk: int | None = None) -> Iterator[None]:
     from ..models.memories import chunk_size, frozen_memory
 
-    with frozen_memory(model) if frozen else nullcontext():
-        with nullcontext() if chunk is None else chunk_size(model, chunk):
-            yield
+    frozen_or_not = frozen_memory(model) if frozen else nullcontext()
+    with frozen_or_not, nullcontext() if chunk is None else chunk_size(model, chunk):
+        yield
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -141,19 +141,6 @@ def word_surprisal(labels: Sequence[str], counts: Mapping[str, int]) -> Tensor:
     total, kinds = sum(counts.values()), len(counts) + 1
     bits = lambda word: -math.log2((counts.get(word, 0) + 1) / (total + kinds))  # noqa: E731
     return _over_tokens(labels, ((match.span(), bits(match[0])) for match in _WORD.finditer("".join(labels))))
-
-
-def mentions(labels: Sequence[str], counts: Mapping[str, int]) -> Tensor:
-    """Which mention of a word that was never learned each token belongs to: 1 for the first in this text, 2 for the
-    second and so on, 0 for learned words, NaN outside words; float64 [T]. A memory can know of the second only."""
-    seen: Counter[str] = Counter()
-
-    def numbered() -> Iterator[tuple[tuple[int, int], float]]:
-        for match in _WORD.finditer("".join(labels)):
-            seen[match[0]] += 1
-            yield match.span(), 0.0 if counts.get(match[0], 0) else float(seen[match[0]])
-
-    return _over_tokens(labels, numbered())
 
 
 def _over_tokens(labels: Sequence[str], spans: Any) -> Tensor:

@@ -146,7 +146,7 @@ def slot_readings(
     """What the memories of a model retrieved at some positions, made ready to be looked at.
 
     Args:
-        retrieved: name of a layer to what `regard.nn.memory_trace.SlotTrace` noted, or None where it read nothing.
+        retrieved: name of a layer to what `regard.nn.memory_trace.WriterTrace` noted, or None where it read nothing.
         tokens: of everything that row of the batch was given since the trace began; labels: the same as text.
         positions: of the tokens that asked.
         answers: as in `SlotReadings`.

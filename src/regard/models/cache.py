@@ -35,6 +35,7 @@ class RegardCacheLayer(StateCacheLayer):
     """
 
     held = ("linear_state",)
+    positional = ("linear_state",)
     update_refusal = (
         "RegardCacheLayer: holds sums, which regard.nn.Attention adds to; a layer that needs pairs needs a "
         "transformers.DynamicCache."

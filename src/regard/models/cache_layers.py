@@ -20,12 +20,15 @@ class StateCacheLayer(CacheLayerMixin):
 
     Attributes:
         held: the names of the attributes with states, each None before the first token; the first one counts tokens.
+        positional: those of them that hold keys turned by their positions: they cannot go on in a text whose positions
+            begin anew.
         update_refusal, no_way_back: what is said to those who ask for what cannot be done.
     """
 
     is_sliding = False
     supports_early_init = False
     held: ClassVar[tuple[str, ...]]
+    positional: ClassVar[tuple[str, ...]] = ()
     update_refusal: ClassVar[str]
     no_way_back: ClassVar[str]
 

@@ -24,6 +24,7 @@ from .cache import MemoryCacheLayer, hybrid_cache, remembering
 from .catalogue import LanguageModel, language_models
 from .configuration_hybrid import HybridConfig
 from .gated_delta_net import init_delta
+from .large_chunk import init_large_chunk
 from .masks import all_real
 from .token_mixers import own_layer, token_mixers
 
@@ -146,6 +147,7 @@ class HybridPreTrainedModel(RegardPreTrainedModel):
         super()._init_weights(module)
         init_attention(module)
         init_delta(module)
+        init_large_chunk(module)
 
 
 class HybridModel(HybridPreTrainedModel, RegardModel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from ..checks import ArgumentError
 from ..nn.memories import MemoryLayer
 from .base_config import RegardConfig
 from .cache import MemoryCacheLayer
+from .cache_layers import StateCacheLayer
 from .catalogue import model_of
 
 if TYPE_CHECKING:
@@ -29,15 +31,21 @@ def memory_modules(model: nn.Module) -> dict[int, MemoryLayer]:
     return {depth: m for depth, layer in layers if (m := getattr(layer, "memory", None)) is not None and m.remembers}
 
 
+def _written(model: nn.Module) -> list[nn.Module]:
+    """All that is written in chunks: memories, and mixers with fast weights."""
+    return [m for m in model.modules() if hasattr(m, "frozen") and hasattr(m, "chunk_size")]
+
+
 @contextmanager
 def frozen_memory(model: nn.Module) -> Iterator[None]:
-    """Inside, the memories are read and not written: their states stay as they are to the bit."""
+    """Inside, memories and the fast weights of mixers are read and not written: the states of memories stay as they are
+    to the bit."""
     yield from _with(model, "frozen", True)
 
 
 @contextmanager
 def chunk_size(model: nn.Module, tokens: int) -> Iterator[None]:
-    """Inside, the memories are written after every `tokens` tokens.
+    """Inside, memories and the fast weights of mixers are written after every `tokens` tokens.
 
     Raises:
         ArgumentError: a memory cannot be written so often.
@@ -46,7 +54,7 @@ def chunk_size(model: nn.Module, tokens: int) -> Iterator[None]:
 
 
 def _with(model: nn.Module, name: str, value: Any) -> Iterator[None]:
-    modules = list(memory_modules(model).values())
+    modules = _written(model)
     before = [getattr(module, name) for module in modules]
     try:
         for module in modules:
@@ -66,10 +74,25 @@ def flush_memory(model: nn.Module, cache: Cache) -> None:
             layer.memory = modules[layer.depth].flush(layer.memory)
 
 
-def keep_memory(model: nn.Module, cache: Cache) -> Cache:
-    """A new cache that has the memories' states of `cache` and nothing else: pairs and recurrent states are forgotten,
-    positions begin at 0."""
-    return with_memory(model, None, memory_states(cache))
+def keep_memory(model: nn.Module, cache: Cache, *, memory: bool = True, recurrent: bool = False) -> Cache:
+    """A new cache with a part of what `cache` holds, for a text whose positions begin at 0; `cache` stays as it is.
+
+    Args:
+        model: whose cache it is.
+        memory: the states of memories go on.
+        recurrent: the states of recurrent mixers go on, as far as they know nothing of positions: of Gated DeltaNet
+            and of fast weights; not windows, pairs, and sums over keys that positions turned.
+    """
+    fresh = getattr(model, "model", model).new_cache()
+    for old, new in zip(cache.layers, fresh.layers, strict=True):
+        if not isinstance(new, StateCacheLayer) or not (memory if isinstance(new, MemoryCacheLayer) else recurrent):
+            continue
+        for name in new.held:
+            state = getattr(old, name)
+            if state is not None and name not in new.positional:
+                # A cache counts by its first layer; memories count their own stream.
+                setattr(new, name, state if isinstance(new, MemoryCacheLayer) else replace(state, tokens=0))
+    return fresh
 
 
 def reset_memory(cache: Cache) -> None:

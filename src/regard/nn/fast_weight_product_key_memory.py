@@ -138,7 +138,9 @@ class FastWeightProductKeyMemory(MemoryLayer):
             border=border,
             gate_loss=gate_loss,
         )
-        require(chunk_size >= 2 or not look_ahead, CALL, "chunk_size is 1, expected at least 2: one token makes no pair.")
+        require(
+            chunk_size >= 2 or not look_ahead, CALL, "chunk_size is 1, expected at least 2: one token makes no pair."
+        )
         self.hidden_size, self.heads, self.slots, self.top_k = hidden_size, heads, sub_keys**2, top_k
         self.chunk_size, self.meta_grad, self.shared, self.sync, self.resident = (
             chunk_size, meta_grad, shared, sync, resident,

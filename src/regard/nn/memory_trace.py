@@ -183,8 +183,10 @@ class Retrieved:
             ArgumentError: not integers [rows, T], or fewer rows or tokens than were traced.
         """
         reach = [max((int(x.max()) for x in pair if x.numel()), default=-1) for pair in self._places()]
-        if tokens.dim() != 2 or tokens.is_floating_point() or any(
-            size <= most for size, most in zip(tokens.shape, reach, strict=True)
+        if (
+            tokens.dim() != 2
+            or tokens.is_floating_point()
+            or any(size <= most for size, most in zip(tokens.shape, reach, strict=True))
         ):
             raise ArgumentError(
                 f"Retrieved.hits: tokens is {tokens.dtype} {shape(tokens)}, expected integers [rows, T] with rows > "

@@ -1,6 +1,6 @@
 """The mathematics made fast, and the choice of what runs."""
 
-from . import blocked, cpu, interpolated, linear, reference, sdpa
+from . import blocked, cpu, interpolated, linear, overlay, reference, sdpa
 from .attention import attention, explain
 from .dispatch import Explanation, implementations, implementations_registry, register_impl
 
@@ -14,6 +14,7 @@ __all__ = [
     "implementations_registry",
     "interpolated",
     "linear",
+    "overlay",
     "reference",
     "register_impl",
     "sdpa",

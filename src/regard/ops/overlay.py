@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from ..checks import ArgumentError, require, shape
 from ..estimators.slot_values import slot_values
-from .row_pieces import Groups, RowGradients, RowPieces, weighted_sums
+from .row_pieces import SPARE, Groups, RowGradients, RowPieces, spread, tiles, weighted_sums
 
 BASE = -1
 """A pointer at the base. From 0 on: a row of the pool that was written; below: -2 - a row of the pool that was not,
@@ -148,14 +148,12 @@ class OverlayValues:
     def write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor) -> OverlayValues:
         """As in `SlotValues.write`."""
         shares, errors = shares.to(self.pool.wide), errors.to(self.pool.wide)
-        recorded = torch.is_grad_enabled() and (
-            self.token is not None or shares.requires_grad or errors.requires_grad
-        )
+        recorded = torch.is_grad_enabled() and (self.token is not None or shares.requires_grad or errors.requires_grad)
         with torch.no_grad():
             plan = Plan.of(slots, shares, counted, self.slots, everything=recorded)
             old = self._row(self.where.flatten()[plan.keys], plan.keys % self.slots)
             start = self.pool.size
-            plan.append(self.pool, old, shares, errors)
+            plan.append(self.pool, old, shares, errors, spare=SPARE if recorded else 0.5)
             where = self._pointed(plan, start)
         if not recorded:
             return replace(self, where=where, token=None, reach=Reach(self.pool.size, None))._tidied()
@@ -252,7 +250,7 @@ class OverlayValues:
 
     def _attach(self, rows: Tensor) -> OverlayValues:
         """The store in which untouched rows of the memories `rows` (bool [M]) hand gradients on to the base."""
-        if not (torch.is_grad_enabled() and self.pool.base.requires_grad):
+        if not (torch.is_grad_enabled() and self.pool.base.requires_grad and bool(rows.any())):
             return self
         known = self.reach.attached
         if known is not None:
@@ -299,7 +297,7 @@ class Plan:
 
     Attributes:
         keys: int64 [U], memory * N + slot, ascending.
-        groups: the entries, by key.
+        entries: int64 [U], how many entries each row has.
         entry: int64 [E], where among all [M * P * K] each entry stands, by key.
         selected: K.
         count: [U], N_i.
@@ -307,7 +305,7 @@ class Plan:
     """
 
     keys: Tensor
-    groups: Groups
+    entries: Tensor
     entry: Tensor
     selected: int
     count: Tensor
@@ -318,24 +316,24 @@ class Plan:
         """Of slots and shares [M, P, K] and counted [M, P], in memories of `size` slots. With `everything` rows of
         counted tokens with share 0 are among those to be written, since their shares have a gradient."""
         first = torch.arange(slots.shape[0], device=slots.device)[:, None, None] * size
-        share, count = shares.flatten(), counted[..., None].expand(slots.shape).flatten()
-        entry = (count | (share != 0)).nonzero()[:, 0]
+        share, number = shares.flatten(), counted[..., None].expand(slots.shape).flatten()
+        entry = (number | (share != 0)).nonzero()[:, 0]
         groups = Groups.of((slots + first).flatten()[entry])
-        entry = entry[groups.order]
-        group = groups.group
-        number = share.new_zeros(len(groups.unique)).index_add_(0, group, count[entry].to(share.dtype)).clamp_(min=1)
-        hits = share.new_zeros(len(groups.unique)).index_add_(0, group, (share[entry] != 0).to(share.dtype))
-        plan = cls(groups.unique, groups, entry, slots.shape[-1], number, hits > 0)
-        if bool(plan.changed.all()):  # type: ignore[union-attr]
-            return replace(plan, changed=None)
-        return plan if everything else plan._only_changed()
+        entry, row = entry[groups.order], spread(groups.counts)
+        none = share.new_zeros(len(groups.unique))
+        count = none.index_add(0, row, number[entry].to(share.dtype)).clamp_(min=1)
+        changed = none.index_add(0, row, (share[entry] != 0).to(share.dtype)) > 0
+        if bool(changed.all()):
+            return cls(groups.unique, groups.counts, entry, slots.shape[-1], count, None)
+        if everything:
+            return cls(groups.unique, groups.counts, entry, slots.shape[-1], count, changed)
+        kept = (groups.unique[changed], groups.counts[changed], entry[changed[row]])
+        return cls(*kept, slots.shape[-1], count[changed], None)
 
-    def _only_changed(self) -> Plan:
-        changed = self.changed
-        assert changed is not None
-        entry = self.entry[changed[self.groups.group]]
-        groups = Groups(self.keys[changed], self.groups.order[: len(entry)], self.groups.counts[changed])
-        return Plan(groups.unique, groups, entry, self.selected, self.count[changed], None)
+    @property
+    def row(self) -> Tensor:
+        """Of every entry, which of the U rows it is for: int64 [E]."""
+        return spread(self.entries)
 
     @property
     def owner(self) -> Tensor:
@@ -344,22 +342,24 @@ class Plan:
 
     def coefficients(self, shares: Tensor) -> Tensor:
         """-s_pj / N_i of every entry."""
-        return -shares.flatten()[self.entry] / self.count[self.groups.group]
+        return -shares.flatten()[self.entry] / self.count[self.row]
 
-    def append(self, pool: Pool, old: Tensor, shares: Tensor, errors: Tensor) -> None:
+    def append(self, pool: Pool, old: Tensor, shares: Tensor, errors: Tensor, spare: float) -> None:
         """Append to the pool what becomes of the rows `old` [U]."""
         weights, owner, error = self.coefficients(shares), self.owner, errors.flatten(0, 1)
-        views = pool.extend(len(self.keys))
-        for rows, entries, offsets in self.groups.tiles(pool.width):
-            new = pool.gather(old[rows], pool.wide)
-            new += weighted_sums(error, owner[entries], weights[entries], offsets)
-            at = rows.start
-            while len(new):
-                if at >= len(views[0]):  # the room left in a piece may end inside a tile
-                    at, views = at - len(views[0]), views[1:]
-                out = views[0][at : at + len(new)]
-                out.copy_(new[: len(out)])
-                at, new = at + len(out), new[len(out) :]
+        in_place, start = pool.dtype == pool.wide, 0
+        for view in pool.extend(len(self.keys), spare):
+            stop = start + len(view)
+            if in_place:
+                pool.gather(old[start:stop], pool.wide, out=view)
+            for rows, entries, offsets in tiles(self.entries, pool.width, start, stop):
+                moved = weighted_sums(error, owner[entries], weights[entries], offsets)
+                new = view[rows.start - start : rows.stop - start]
+                if in_place:
+                    new += moved
+                else:
+                    new.copy_(pool.gather(old[rows], pool.wide).add_(moved))
+            start = stop
 
 
 def deposit(pool: Pool, ids: Tensor, owner: Tensor, weights: Tensor | None, source: Tensor) -> None:
@@ -369,7 +369,7 @@ def deposit(pool: Pool, ids: Tensor, owner: Tensor, weights: Tensor | None, sour
     groups = Groups.of(ids)
     owner = owner[groups.order]
     weights = source.new_ones(len(ids)) if weights is None else weights[groups.order]
-    for rows, entries, offsets in groups.tiles(pool.width):
+    for rows, entries, offsets in tiles(groups.counts, pool.width):
         pool.gradients.add(groups.unique[rows], weighted_sums(source, owner[entries], weights[entries], offsets))
 
 
@@ -483,9 +483,9 @@ def _pull(
     pool: Pool, plan: Plan, place: Tensor, shares: Tensor, errors: Tensor, share_grad: Tensor, error_grad: Tensor
 ) -> None:
     """Write the gradients of shares and errors, of those of the rows after a write, which are in places `place` [U]."""
-    group = plan.groups.group
-    at = (place[group] >= 0).nonzero()[:, 0]  # a row that nobody read has none
-    entry, owner, where, count = plan.entry[at], plan.owner[at], place[group[at]], plan.count[group[at]]
+    row = plan.row
+    at = (place[row] >= 0).nonzero()[:, 0]  # a row that nobody read has none
+    entry, owner, where, count = plan.entry[at], plan.owner[at], place[row[at]], plan.count[row[at]]
     rows, error = pool.gradients.rows, errors.flatten(0, 1)
     share_grad.view(-1)[entry] = -rows.products(where, owner, error) / count
     order = owner.argsort()

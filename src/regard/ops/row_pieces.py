@@ -17,8 +17,8 @@ from torch import Tensor
 
 TILE = 2**17
 """Numbers picked at a time where they must lie in memory: half a MiB of float32, which stays in a cache."""
-SPARE = 8
-"""A new piece has room for one in so many of the rows so far at least, so that pieces stay few."""
+SPARE = 0.125
+"""Room of a new piece, as a share of the rows added so far, at least: more room is fewer pieces."""
 
 
 def weighted_sums(
@@ -60,21 +60,26 @@ class Groups(NamedTuple):
         unique, counts = torch.unique_consecutive(found, return_counts=True)
         return cls(unique, order, counts)
 
-    @property
-    def group(self) -> Tensor:
-        """Of every entry in that order, which of `unique` it picks: int64 [E]."""
-        return torch.repeat_interleave(torch.arange(len(self.unique), device=self.unique.device), self.counts)
 
-    def tiles(self, width: int) -> Iterator[tuple[slice, slice, Tensor]]:
-        """(rows of `unique`, entries of `order`, where in those entries each row's begin), TILE numbers at a time."""
-        ends = self.counts.cumsum(0)
-        step = max(1, TILE // width)
-        begin = 0
-        for low in range(0, len(self.unique), step):
-            high = min(low + step, len(self.unique))
-            end = int(ends[high - 1])
-            yield slice(low, high), slice(begin, end), ends[low:high] - self.counts[low:high] - begin
-            begin = end
+def spread(counts: Tensor) -> Tensor:
+    """0, 1, ... as often as `counts` [U] says: of every entry, which row it picks."""
+    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+
+
+def tiles(counts: Tensor, width: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Rows of `width` numbers, TILE numbers at a time: (which rows, their entries, where in those each row's begin).
+
+    Entries lie by row, as many as `counts` [U] says; `start` and `stop` are the first row and the one after the last.
+    """
+    ends = counts.cumsum(0)
+    step = max(1, TILE // width)
+    stop = len(counts) if stop is None else stop
+    begin = int(ends[start - 1]) if start else 0
+    for low in range(start, stop, step):
+        high = min(low + step, stop)
+        end = int(ends[high - 1])
+        yield slice(low, high), slice(begin, end), ends[low:high] - counts[low:high] - begin
+        begin = end
 
 
 class RowPieces:
@@ -99,15 +104,16 @@ class RowPieces:
         """The memory of the rows that were added, unused room included."""
         return (self.room - self.given) * self.width * self.dtype.itemsize
 
-    def extend(self, count: int) -> list[Tensor]:
-        """Views [., D], `count` rows together, of new rows at the end, to be written into."""
+    def extend(self, count: int, spare: float = SPARE) -> list[Tensor]:
+        """Views [., D], `count` rows together, of new rows at the end, to be written into; a piece that is made for
+        them has room for so large a share of the rows so far."""
         views = []
         free = min(self.room - self.size, count)
         if free:
             begin = self.size - self.starts[-1]
             views.append(self.pieces[-1][begin : begin + free])
         if count > free:
-            length = max(count - free, (self.room - self.given) // SPARE)
+            length = max(count - free, int((self.room - self.given) * spare))
             self.starts.append(self.room)
             self.pieces.append(torch.empty(length, self.width, dtype=self.dtype, device=self.device))
             self._edges = torch.tensor(self.starts[1:], device=self.device)
@@ -118,7 +124,9 @@ class RowPieces:
 
     def parts(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
         """(a piece, which of ids [E] lie in it or None for all, their rows there)."""
-        if len(self.pieces) == 1 or not len(ids):
+        if not len(ids):
+            return
+        if len(self.pieces) == 1:
             yield self.pieces[0], None, ids
             return
         which = torch.bucketize(ids, self._edges, right=True)
@@ -129,16 +137,19 @@ class RowPieces:
                 at = (which == i).nonzero()[:, 0]
                 yield self.pieces[i], at, ids[at] - self.starts[i]
 
-    def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows ids [E]: [E, D]."""
-        out = torch.empty(0, device=self.device)
+    def gather(self, ids: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """The rows ids [E]: [E, D], in `out` where given, which has that dtype."""
         for piece, at, rows in self.parts(ids):
-            if at is None:
-                return piece.index_select(0, rows).to(self.dtype).to(dtype)
-            if not out.numel():
+            same = piece.dtype == self.dtype == dtype
+            if at is None and same:
+                return piece.index_select(0, rows) if out is None else torch.index_select(piece, 0, rows, out=out)
+            if out is None:
                 out = torch.empty(len(ids), self.width, dtype=dtype, device=self.device)
-            out.index_copy_(0, at, piece.index_select(0, rows).to(self.dtype).to(dtype))
-        return out
+            at = torch.arange(len(ids), device=self.device) if at is None else at
+            step = max(1, TILE // self.width)
+            for to, some in zip(at.split(step), rows.split(step), strict=True):
+                out.index_copy_(0, to, piece.index_select(0, some).to(self.dtype).to(dtype))
+        return torch.empty(0, self.width, dtype=dtype, device=self.device) if out is None else out
 
     def sums(self, ids: Tensor, weights: Tensor, owner: Tensor, owners: int) -> Tensor:
         """sum over the entries of each owner of weights times rows: [owners, D]; owner int64 [E] ascending."""
@@ -148,8 +159,7 @@ class RowPieces:
             mine, weight = (owner, weights) if at is None else (owner[at], weights[at])
             part = weighted_sums(piece, rows, weight, torch.searchsorted(mine, everyone), self.dtype)
             out = part if out is None else out.add_(part)
-        assert out is not None
-        return out
+        return weights.new_zeros(owners, self.width) if out is None else out
 
     def products(self, ids: Tensor, owner: Tensor, other: Tensor) -> Tensor:
         """row . other[owner] of every entry: [E]; other [., D] in the dtype of the result."""

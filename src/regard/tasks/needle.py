@@ -22,7 +22,6 @@ from ..checks import ArgumentError
 from .base import tasks
 
 CALL = "NeedleInHaystack"
-_KEYS = 16**4
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,9 @@ class NeedleInHaystack:
         needles: how many; encode: a sentence to pieces, for tokens; default: its words.
         decode: pieces to a sentence, for the oracle; default: words with blanks between them.
         breaks: pieces after which a needle may begin (the tokens of blanks, so that no word is cut); None: all.
-        digits: of a number.
+        digits: of a number; id_digits: hexadecimal characters that tell keys apart.
         template: of a needle, with {key} and {value}; what stands before {value} is the question.
-        key: of a needle, with {id}, four hexadecimal characters.
+        key: of a needle, with {id}.
 
     Raises:
         ArgumentError: a number out of range, needles that do not fit into the length, text that is empty or has no
@@ -97,21 +96,22 @@ class NeedleInHaystack:
     decode: Callable[[Sequence[Any]], str] | None = None
     breaks: frozenset[Any] | None = None
     digits: int = 6
+    id_digits: int = 4
     template: str = "The secret number for {key} is {value}."
     key: str = "ID-{id}"
 
     def __post_init__(self) -> None:
-        for name, most in (("length", math.inf), ("needles", _KEYS), ("digits", 18)):
-            if (
-                isinstance(number := getattr(self, name), bool)
-                or not isinstance(number, int)
-                or not 1 <= number <= most
-            ):
-                raise ArgumentError(f"{CALL}: {name} is {number!r}, expected a whole number from 1 to {most}.")
+        most = {"length": math.inf, "needles": math.inf, "digits": 18, "id_digits": 8}
+        for name, high in most.items():
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= high:
+                raise ArgumentError(f"{CALL}: {name} is {number!r}, expected a whole number from 1 to {high}.")
         if len(self.text) == 0:
             raise ArgumentError(f"{CALL}: the text is empty; give words or tokens.")
-        if 10**self.digits < self.needles:
-            raise ArgumentError(f"{CALL}: {self.needles} needles need different numbers; give them more digits.")
+        if min(10**self.digits, 16**self.id_digits) < self.needles:
+            raise ArgumentError(
+                f"{CALL}: {self.needles} needles need as many different keys and numbers; give them more digits."
+            )
         if not {"{key}", "{value}"} <= set(re.findall(r"\{\w+\}", self.template)) or "{id}" not in self.key:
             raise ArgumentError(
                 f"{CALL}: template {self.template!r} and key {self.key!r} must hold {{key}} and {{value}}, and {{id}}."
@@ -139,7 +139,8 @@ class NeedleInHaystack:
         """
         digest = hashlib.blake2b(f"needle:{seed}:{index}".encode(), digest_size=8).digest()
         draw = random.Random(int.from_bytes(digest, "little"))
-        keys = [self.key.format(id=unique_id(seed, index * self.needles + i)) for i in range(self.needles)]
+        ids = (unique_id(seed, index * self.needles + i, self.id_digits) for i in range(self.needles))
+        keys = [self.key.format(id=each) for each in ids]
         values = [f"{number:0{self.digits}d}" for number in draw.sample(range(10**self.digits), self.needles)]
         asked = draw.randrange(self.needles)
         numbers = dict(zip(keys, values, strict=True))
@@ -205,16 +206,17 @@ class NeedleInHaystack:
         return found.group(1) if found else ""
 
 
-def unique_id(seed: int, number: int) -> str:
-    """Four hexadecimal characters: a permutation of 0 .. 65535 that the seed names, at `number` modulo 65536.
+def unique_id(seed: int, number: int, digits: int = 4) -> str:
+    """Hexadecimal characters: a permutation of 0 .. 16^digits - 1 that the seed names, at `number` modulo 16^digits.
 
-    Four rounds of a Feistel network of two bytes, keyed by a hash.
+    Four rounds of a Feistel network of two halves of 2 `digits` bits, keyed by a hash.
     """
-    left, right = divmod(number % _KEYS, 256)
+    half = 4**digits
+    left, right = divmod(number % half**2, half)
     for turn in range(4):
-        mixed = hashlib.blake2b(f"{seed}:{turn}:{right}".encode(), digest_size=1).digest()[0]
-        left, right = right, left ^ mixed
-    return f"{left * 256 + right:04x}"
+        mixed = hashlib.blake2b(f"{seed}:{turn}:{right}".encode(), digest_size=4).digest()
+        left, right = right, left ^ int.from_bytes(mixed, "little") % half
+    return f"{left * half + right:0{digits}x}"
 
 
 @dataclass(frozen=True)

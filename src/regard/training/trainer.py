@@ -1,6 +1,7 @@
-"""`transformers.Trainer` with five differences, each in one method:
+"""`transformers.Trainer` with six differences, each in one method:
 
 - the data are read in order, since `SampledWindows` already is a function of (seed, step);
+- memories learn at a rate of their own;
 - evaluation is the strided one of `evaluate`;
 - logs are completed with bits, tokens per second and what the attention's rows are like;
 - a non-finite loss or gradient stops the run before the weights are touched;
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainerControl
 
+from ..checks import ArgumentError
+from ..nn.optimizer_groups import memory_parameters, optimizer_groups
 from .callbacks import Clock
 from .checkpoints import last_good, prune, seal, writing
 from .errors import TrainingStopped
@@ -63,6 +66,33 @@ class RegardTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimiser; slow weights of memories in a group of their own (`regard.nn.optimizer_groups`).
+
+        Raises:
+            ArgumentError: a memory with sparse gradients, which take an optimiser of their own.
+        """
+        network = self.model if model is None else model
+        if self.optimizer is None and memory_parameters(network)[0]:
+            groups = optimizer_groups(network, weight_decay=self.args.weight_decay)
+            if groups.sparse:
+                raise ArgumentError(
+                    "train: a memory has sparse_grad=True, which this loop does not take; leave it out, or train with "
+                    "a loop of your own and torch.optim.SparseAdam."
+                )
+            kind, settings = self.get_optimizer_cls_and_kwargs(self.args, network)
+            self.optimizer = kind(groups.dense, **settings)
+        return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule of the learning rate, which leaves the groups with a fixed rate alone."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        for i, group in enumerate(scheduler.optimizer.param_groups):
+            if group.get("fixed_rate"):
+                scheduler.lr_lambdas[i] = lambda step: 1.0
+                group["lr"] = scheduler.base_lrs[i]
+        return scheduler
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Held-out loss and its relatives on the first `eval_tokens` tokens, logged behind `eval_`."""

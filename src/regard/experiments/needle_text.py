@@ -1,0 +1,120 @@
+"""A small world for needles in a haystack: real text in whole words, keys and digits that are one token each.
+
+What a model of half a million numbers can learn in minutes is not to copy four hexadecimal characters out of bytes. So
+words are tokens (the commonest; the rest are one token), a needle is "number K3f is 4 2 .", and training documents
+hold needles and, after them, the questions for all of these with their answers: without such documents no model could
+learn what is asked of it, and the paper's models, too, must have read text in which keys come back.
+
+Shapes: L tokens of a haystack, T tokens of a training document.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError
+from ..tasks import NeedleInHaystack
+
+UNKNOWN, NUMBER, IS, STOP = "<unk>", "number", "is", "."
+KEYS = 256
+HELD_OUT = 0.2
+"""Share of the text, at its end, that haystacks of the evaluation are made of."""
+TRAINING, FINAL = 1_000, 2_000_000
+"""Seeds of the task: those of training documents begin here, and that of the evaluation."""
+
+
+@dataclass(frozen=True)
+class NeedleWorld:
+    """Text and vocabulary.
+
+    Attributes:
+        learn, held_out: tokens of the text.
+        words: token to word.
+        needles: in a haystack, and in a training document.
+        digits: of a number.
+    """
+
+    learn: tuple[int, ...] = field(repr=False)
+    held_out: tuple[int, ...] = field(repr=False)
+    words: tuple[str, ...] = field(repr=False)
+    needles: int = 5
+    digits: int = 2
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Word to token."""
+        return {word: i for i, word in enumerate(self.words)}
+
+    def encode(self, sentence: str) -> list[int]:
+        """Words with blanks between them; a number is its digits."""
+        found = []
+        for word in sentence.split():
+            found += [self.numbers[each] for each in (word if word.isdigit() else [word])]
+        return found
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Words with blanks between them, digits without."""
+        return re.sub(r"(?<=\b\d) (?=\d\b)", "", " ".join(self.words[token] for token in tokens))
+
+    def task(self, length: int, *, training: bool = False, needles: int | None = None) -> NeedleInHaystack:
+        """Haystacks of `length` tokens."""
+        return NeedleInHaystack(
+            self.learn if training else self.held_out,
+            length,
+            needles=self.needles if needles is None else needles,
+            encode=self.encode,
+            decode=self.decode,
+            digits=self.digits,
+            id_digits=2,
+            template=f"{NUMBER} {{key}} {IS} {{value}} {STOP}",
+            key="K{id}",
+        )
+
+    def training_tokens(self, count: int, length: int, seed: int) -> Tensor:
+        """Training documents of T = `length` tokens one after another, int32 [about count]: a haystack, and the
+        sentences of all its needles once more in another order."""
+        sentence = len(self.encode(f"{NUMBER} K00 {IS} {'0' * self.digits} {STOP}"))
+        task = self.task(length - self.needles * sentence, training=True)
+        tokens: list[int] = []
+        for index in range(-(-count // length)):
+            example = task.example(TRAINING + seed, index)
+            asked = list(example.numbers.items())
+            random.Random(f"{seed}:{index}").shuffle(asked)
+            tokens += example.haystack
+            for key, value in asked:
+                tokens += self.encode(task.sentence(key, value))
+        return torch.tensor(tokens, dtype=torch.int32)
+
+
+def needle_world(data: Path | None, *, common: int, needles: int, digits: int, call: str) -> NeedleWorld:
+    """The text of a user, or of the interpreter's manual, as a world.
+
+    Args:
+        common: how many words are tokens of their own.
+
+    Raises:
+        ArgumentError: text that is missing or too short, or needles that cannot be told apart.
+    """
+    from ..training import load_text
+    from .demo_text import python_manual
+
+    content = python_manual(call) if data is None else load_text(data, call=call).content
+    found = re.findall(r"[^\W\d_]+|[.,;:()]", content)
+    if len(found) < 1000:
+        raise ArgumentError(f"{call}: the text has {len(found)} words, expected at least 1,000; give more --data.")
+    own = [UNKNOWN, NUMBER, IS, STOP, *map(str, range(10)), *(f"K{i:02x}" for i in range(KEYS))]
+    known = [word for word, _ in Counter(word.lower() for word in found).most_common(common) if word not in own]
+    words = (*own, *known)
+    place = {word: i for i, word in enumerate(words)}
+    tokens = tuple(place.get(word.lower(), 0) for word in found)
+    cut = round(len(tokens) * (1 - HELD_OUT))
+    return NeedleWorld(tokens[:cut], tokens[cut:], words, needles, digits)

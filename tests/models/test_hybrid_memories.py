@@ -1,0 +1,224 @@
+"""Memories at chosen depths of a model: counted, carried, generated with, frozen, taken out and put in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from regard.checks import ArgumentError
+from regard.models import (
+    HybridConfig,
+    HybridForCausalLM,
+    chunk_size,
+    count_fast_weights,
+    count_parameters,
+    flush_memory,
+    frozen_memory,
+    keep_memory,
+    memory_modules,
+    memory_states,
+    reset_memory,
+    with_memory,
+)
+
+OPTIONS = {
+    "fwpkm": {"sub_keys": 8, "key_dim": 16, "value_dim": 12, "top_k": 3, "chunk_size": 5},
+    "fwmlp": {"in_dim": 12, "hidden_dim": 16, "value_dim": 12, "chunk_size": 5},
+    "pkm": {"sub_keys": 6, "key_dim": 8, "value_dim": 10, "heads": 2, "top_k": 4},
+}
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "mixer_options": {"gated-deltanet": {"num_heads": 2, "head_dim": 8}},
+}
+MEMORIES = ["fwpkm@0,2", "fwmlp@1", "pkm@1+fwpkm@1"]
+
+
+def model(memories="fwpkm@0,2", mixers="softmax", place="before-mixer", options=None, **fields):
+    torch.manual_seed(0)
+    config = HybridConfig(
+        **{**SIZES, "mixers": mixers, "memories": memories, "memory_place": place, **fields},
+        memory_options={name: {**OPTIONS[name], **(options or {}).get(name, {})} for name in OPTIONS},
+    )
+    return HybridForCausalLM(config).eval()
+
+
+def tokens(rows=2, length=23, seed=0):
+    return torch.randint(1, 31, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def stream(net, text, cuts, cache=None, mask=None):
+    parts, seen = [], 0
+    for piece in text.split(cuts, dim=1):
+        seen += piece.shape[1]
+        out = net(piece, past_key_values=cache, use_cache=True, attention_mask=None if mask is None else mask[:, :seen])
+        cache, parts = out.past_key_values, [*parts, out.logits]
+    return torch.cat(parts, 1), cache
+
+
+TABLE_2 = {  # the paper's, in millions
+    "GDN": (112.11, 509.08, 519.12, 515.77),
+    "GDN+SWA": (112.65, 509.61, 519.66, 516.31),
+    "GDN+FA": (112.65, 509.61, 519.66, 516.31),
+    "FA": (114.25, 511.22, 521.26, 517.91),
+}
+
+
+@pytest.mark.parametrize("layout", list(TABLE_2))
+def test_sizes_are_those_of_the_papers_table_2(layout):
+    for memories, wanted in zip((None, "PKM@2,6,10", "FwPKM@2,6,10", "PKM@6+FwPKM@2,10"), TABLE_2[layout], strict=True):
+        config = HybridConfig.layout(layout, memories)
+        counted = count_parameters(config) + count_fast_weights(config)
+        assert round(counted / 1e6, 2) == wanted, (memories, counted)
+
+
+@pytest.mark.parametrize("place", ["before-mixer", "after-mixer"])
+@pytest.mark.parametrize("memories", MEMORIES)
+@pytest.mark.parametrize("cuts", [[1] * 23, [4, 1, 5, 13], [22, 1]])
+def test_any_partition_of_a_text_gives_the_same(memories, place, cuts):
+    net, text = model(memories, place=place), tokens()
+    whole = net(text).logits
+    got, _ = stream(net, text, cuts)
+    torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_written_matters():
+    net, text = model(), tokens()
+    with frozen_memory(net):
+        frozen = net(text).logits
+    whole = net(text).logits
+    torch.testing.assert_close(frozen[:, :5], whole[:, :5])  # the first chunk reads what nothing was written to
+    assert (frozen[:, 5:] - whole[:, 5:]).abs().amax(-1).min() > 1e-5
+
+
+@pytest.mark.parametrize("memories", MEMORIES)
+@pytest.mark.parametrize("mixers", ["softmax", "gated-deltanet"])
+def test_generation_is_that_of_the_uncached_stream(memories, mixers):
+    net, prompt = model(memories, mixers), tokens(length=8)
+    settings = {"max_new_tokens": 14, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
+    for how in ({"do_sample": False}, {"do_sample": False, "num_beams": 3}):
+        cached = net.generate(prompt, **settings, **how)
+        assert torch.equal(cached, net.generate(prompt, **settings, **how, use_cache=False))
+    torch.manual_seed(1)
+    sampled = net.generate(prompt, **settings, do_sample=True, output_logits=True, return_dict_in_generate=True)
+    text = sampled.sequences
+    whole = net(text[:, :-1]).logits[:, prompt.shape[1] - 1 :]
+    torch.testing.assert_close(torch.stack(sampled.logits, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("memories", MEMORIES)
+def test_padded_texts_are_as_if_alone(memories):
+    net, text = model(memories, "gated-deltanet"), tokens(rows=3)
+    mask = torch.ones_like(text)
+    mask[0, :6], mask[1, [0, 7, 8, 20]] = 0, 0
+    whole = net(text, attention_mask=mask).logits
+    chunks, _ = stream(net, text, [7, 1, 15], mask=mask)
+    for row in range(3):
+        kept = mask[row] != 0
+        alone = net(text[row : row + 1, kept]).logits[0]
+        torch.testing.assert_close(whole[row, kept], alone, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(chunks[row, kept], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("memories", ["fwpkm@0,2", "fwmlp@1"])
+def test_memory_is_carried_without_the_rest(memories):
+    net, text = model(memories), tokens()
+    out = net(text, use_cache=True)
+    carried = keep_memory(net, out.past_key_values)
+    assert carried.get_seq_length() == 0
+    assert all(state is not None for state in memory_states(carried).values())
+    again = net(text, past_key_values=carried).logits
+    fresh = net(text).logits
+    assert (again - fresh).abs().amax(-1).min() > 1e-6  # the memory knows more, from the first token on
+    reset = keep_memory(net, out.past_key_values)
+    reset_memory(reset)
+    torch.testing.assert_close(net(text, past_key_values=reset).logits, fresh)
+
+
+def test_a_snapshot_is_put_back():
+    net, text, more = model(), tokens(), tokens(seed=3)
+    _, cache = stream(net, text, [23])
+    shot = memory_states(cache)
+    first = net(more, past_key_values=with_memory(net, None, shot)).logits
+    net(tokens(seed=4), past_key_values=with_memory(net, None, shot))  # reading on leaves the snapshot as it was
+    assert torch.equal(net(more, past_key_values=with_memory(net, None, shot)).logits, first)
+    with pytest.raises(ArgumentError, match=r"memories at layers \[0, 2\], this model has them at \[1\]"):
+        with_memory(model("fwpkm@1"), None, shot)
+
+
+def test_frozen_memory_stays_to_the_bit():
+    net, text = model(), tokens()
+    _, cache = stream(net, text, [23])
+    before = {d: {k: v.clone() for k, v in s.to_tensors().items()} for d, s in memory_states(cache).items()}
+    with frozen_memory(net):
+        net(text, past_key_values=cache)
+    after = {depth: state.to_tensors() for depth, state in memory_states(cache).items()}
+    for depth, tensors in before.items():
+        assert tensors.keys() == after[depth].keys()
+        assert all(torch.equal(tensors[name], after[depth][name]) for name in tensors)
+    assert not any(module.frozen for module in memory_modules(net).values())
+
+
+def test_flushing_writes_what_waits():
+    net, text = model(), tokens(length=9)
+    _, cache = stream(net, text, [9])
+    flush_memory(net, cache)
+    _, other = stream(net, text[:, :4], [4])
+    with chunk_size(net, 4):
+        _, other = stream(net, text[:, 4:], [5], cache=other)
+    assert memory_modules(net)[0].chunk_size == 5
+    probe = tokens(length=3, seed=5)
+    flushed = net(probe, past_key_values=keep_memory(net, cache)).logits
+    waiting = net(probe, past_key_values=keep_memory(net, stream(net, text, [9])[1])).logits
+    assert (flushed - waiting).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("memories", MEMORIES)
+def test_checkpointed_training_has_the_same_gradients(memories):
+    text, found = tokens(), []
+    for checkpointing in (False, True):
+        net = model(memories).train()
+        if checkpointing:
+            net.gradient_checkpointing_enable()
+        net(text, labels=text).loss.backward()
+        found.append({name: p.grad for name, p in net.named_parameters()})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, msg=name)
+
+
+def test_every_slow_weight_of_a_memory_learns():
+    net, text = model("pkm@1+fwpkm@1", options={"fwpkm": {"top_k": 2}}).train(), tokens(rows=4)
+    net(text, labels=text).loss.backward()
+    for name, p in net.model.layers[1].named_parameters():
+        assert p.grad is not None, name
+        assert p.grad.abs().sum() > 0, name
+
+
+def test_models_are_saved_with_what_their_memories_start_from(tmp_path):
+    net, text = model("pkm@1+fwpkm@0"), tokens()
+    net.save_pretrained(tmp_path)
+    again = HybridForCausalLM.from_pretrained(tmp_path).eval()
+    assert again.config.memories == "fwpkm@0+pkm@1"
+    assert torch.equal(again(text).logits, net(text).logits)
+
+
+def test_beams_cannot_share_a_memory():
+    net, prompt = model(options={"fwpkm": {"shared": True}}), tokens(length=8)
+    settings = {"max_new_tokens": 9, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
+    cached = net.generate(prompt, **settings, do_sample=False)
+    assert torch.equal(cached, net.generate(prompt, **settings, do_sample=False, use_cache=False))
+    with pytest.raises(ArgumentError, match="beam search needs a memory for every beam"):
+        net.generate(prompt, **settings, num_beams=2)
+
+
+def test_two_memories_cannot_stand_in_one_place():
+    with pytest.raises(ArgumentError, match="fwpkm and fwmlp beside the feed-forward layer of layer 1"):
+        model("fwpkm@1+fwmlp@1")
+    assert model({"1": ["pkm", "fwpkm"]}).config.memories == "fwpkm@1+pkm@1"
+    with pytest.raises(ArgumentError, match=r"pkm has no option .subkeys.\. Did you mean .sub_keys."):
+        HybridConfig(**SIZES, memories="pkm@1", memory_options={"pkm": {"subkeys": 3}})

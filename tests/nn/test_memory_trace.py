@@ -1,0 +1,296 @@
+"""Statistics and traces of slots against plain counting."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+from fwpkm_oracle import Oracle
+from torch import Tensor, nn
+
+from regard.checks import ArgumentError
+from regard.nn import FastWeightProductKeyMemory
+from regard.nn.memory_trace import MemoryObserver, SlotStatistics, WriterTrace, memory_means, observed
+
+C, CHUNK = 12, 4
+SMALL = {"sub_keys": 4, "key_dim": 8, "value_dim": 5, "top_k": 3, "chunk_size": CHUNK}
+
+
+def layer(seed: int = 0, **options) -> FastWeightProductKeyMemory:
+    torch.manual_seed(seed)
+    made = FastWeightProductKeyMemory(C, **{**SMALL, **options}).double()
+    for name, number in made.named_parameters():
+        if "norm" not in name and name.endswith("weight"):
+            number.data.mul_(10)
+    return made
+
+
+def tokens(length: int = 15, rows: int = 2, seed: int = 1) -> Tensor:
+    return torch.randn(rows, length, C, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def oracle(made: FastWeightProductKeyMemory, **options) -> Oracle:
+    return Oracle(made.state_dict(), k=SMALL["top_k"], chunk=CHUNK, **options)
+
+
+# Statistics -----------------------------------------------------------------------------------------------------
+
+
+def counted(reads: list[tuple[int, list[int], list[float]]], slots: int) -> dict[str, float]:
+    """Of (memory, slots, weights), one for each read; one number at a time."""
+    memories: dict[int, Counter[int]] = defaultdict(Counter)
+    usage: dict[int, list[Counter[int]]] = defaultdict(lambda: [Counter(), Counter()])
+    for memory, hit, weights in reads:
+        for slot, weight in zip(hit, weights, strict=True):
+            memories[memory][slot] += 1
+            usage[memory][0][slot // math.isqrt(slots)] += weight
+            usage[memory][1][slot % math.isqrt(slots)] += weight
+    found = {"reads": 0.0, "coverage": 0.0, "collisions": 0.0, "kl_uniform": 0.0, "marginal_entropy": 0.0}
+    for memory, counts in memories.items():
+        total = sum(counts.values())
+        found["reads"] += total
+        found["coverage"] += len(counts) / slots / len(memories)
+        found["collisions"] += sum(n for n in counts.values() if n > 1) / total / len(memories)
+        found["kl_uniform"] += sum(n / total * math.log(n / total * slots) for n in counts.values()) / len(memories)
+        for half in usage[memory]:
+            mass = sum(half.values())
+            found["marginal_entropy"] -= sum(w / mass * math.log(w / mass) for w in half.values()) / 2 / len(memories)
+    return found
+
+
+@pytest.mark.parametrize("memories", [1, 3])
+def test_statistics_equal_plain_counting(memories):
+    """Criterion 18; some tokens do not count, and some weights of theirs are not numbers."""
+    draw = torch.Generator().manual_seed(memories)
+    seen, reads = SlotStatistics(16), []
+    for _ in range(3):
+        slots = torch.randint(16, (memories, 5, 4), generator=draw).square() // 16
+        weights = torch.rand(memories, 5, 4, generator=draw)
+        valid = torch.rand(memories, 5, generator=draw) < 0.8
+        weights[~valid] = math.nan
+        place = torch.zeros(memories, 5, dtype=torch.long)
+        seen.on_read(slots, weights, place, valid, place)
+        for m in range(memories):
+            for p in range(5):
+                if valid[m, p]:
+                    reads.append((m, slots[m, p].tolist(), weights[m, p].tolist()))
+    found, want = seen.summary(), counted(reads, 16)
+    assert want["collisions"] < 1
+    for name, number in want.items():
+        assert found[name] == pytest.approx(number, abs=1e-6), name
+    seen.clear()
+    assert seen.summary() == {"tokens": 0.0, "not_finite": 0.0}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_statistics_of_a_layer(shared):
+    made, x = layer(shared=shared), tokens()
+    x[1, 14, 2] = math.nan  # the last one, so that no read or write of others is changed
+    own = oracle(made, shared=shared)
+    mask = torch.ones(2, 15, dtype=torch.bool)
+    mask[1, 14] = False
+    own.run(x, mask)
+    gates = own.project(torch.where(mask[..., None], x, 0))[2][mask]
+    made.observer = SlotStatistics(made.slots)
+    made(x)
+    found = made.observer.summary()
+    want = counted([(0 if shared else row, slots, weights) for row, _, slots, weights in own.reads], made.slots)
+    assert found["tokens"] == 29
+    assert found["not_finite"] == 1
+    assert found["gate"] == pytest.approx(float(gates.mean()))
+    for name, number in want.items():
+        assert found[name] == pytest.approx(number), name
+
+
+def test_means_over_the_memories_of_a_model():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.other = layer(0), layer(1, gating=False), nn.Linear(C, C)
+
+        def forward(self, x):
+            return self.second(x + self.first(x)[0])[0]
+
+    model, x = Two(), tokens()
+    mine = model.first.observer = SlotStatistics(16)
+    found = memory_means(model, lambda: model(x))
+    assert model.first.observer is mine
+    assert mine.summary()["tokens"] == 0
+    with observed(model) as seen:
+        model(x)
+    assert list(seen) == ["first", "second"]
+    one, other = (each.summary() for each in seen.values())
+    assert found["coverage"] == pytest.approx((one["coverage"] + other["coverage"]) / 2)
+    assert found["reads"] == one["reads"] + other["reads"] == 2 * 2 * 15 * 3
+    assert found["gate"] == pytest.approx(one["gate"])
+    assert "gate" not in other
+    assert memory_means(nn.Linear(2, 2), lambda: None) == {}
+
+
+# Writers --------------------------------------------------------------------------------------------------------
+
+
+def latest(entries: list[tuple], m: int) -> list[tuple]:
+    return ([*reversed(entries)] + [(-1, -1, -1, 0.0)] * m)[:m]
+
+
+def test_writers_equal_plain_records():
+    """Random writes, several by one token into one slot among them."""
+    draw = torch.Generator().manual_seed(0)
+    memories, width, chunk, m = 2, 3, 6, 3
+    trace, records = WriterTrace(9, writers=m), defaultdict(list)
+    for step in range(7):
+        slots = torch.randint(9, (memories, chunk, width), generator=draw)
+        shares = torch.rand(memories, chunk, width, generator=draw)
+        position = torch.arange(step * chunk, step * chunk + chunk).expand(memories, chunk)
+        row = torch.arange(memories)[:, None].expand(memories, chunk)
+        valid = torch.rand(memories, chunk, generator=draw) < 0.7
+        want = [
+            [latest(records[row_, slot], m) for slot in slots[row_, p].tolist()]
+            for row_ in range(memories)
+            for p in range(chunk)
+            if valid[row_, p]
+        ]
+        trace.forget_reads()
+        trace.on_read(slots, shares, position, valid, row)
+        found = trace.retrieved()
+        for r, slots_of_one in enumerate(want):
+            for k, entries in enumerate(slots_of_one):
+                for w, (who, where, target, share) in enumerate(entries):
+                    got = tuple(float(x[r, k, w]) for x in (
+                        found.writers.row, found.writers.position, found.writers.target, found.writers.share
+                    ))  # fmt: skip
+                    assert got == pytest.approx((who, where, target, share), abs=1e-6)
+        trace.on_write(slots, shares, position, position + 1, valid, row)
+        for row_ in range(memories):
+            for p in range(chunk):
+                if valid[row_, p]:
+                    sums: dict[int, float] = defaultdict(float)
+                    for slot, share in zip(slots[row_, p].tolist(), shares[row_, p].tolist(), strict=True):
+                        sums[slot] += share
+                    for slot, share in sums.items():
+                        records[row_, slot].append((row_, step * chunk + p, step * chunk + p + 1, share))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_trace_of_a_layer(shared):
+    made, x = layer(shared=shared), tokens()
+    own = oracle(made, shared=shared)
+    own.run(x)
+    gates = own.project(x)[2]
+    made.observer = WriterTrace(made.slots, writers=2)
+    made(x)
+    found = made.observer.retrieved()
+    reads = {(row, t): (slots, weights) for row, t, slots, weights in own.reads}
+    records: dict = defaultdict(list)
+    for chunk in range(3):  # in the order of time, rows of one time in their order
+        for t in range(CHUNK * chunk, CHUNK * chunk + CHUNK):
+            for row in range(2):
+                slots, weights = reads[row, t]
+                size = sum(w * w for w in weights)
+                for slot, weight in zip(slots, weights, strict=True):
+                    share = float(gates[row, t]) * weight / size
+                    records[0 if shared else row, slot].append((chunk, row, t, t + 1, share))
+    assert len(found.position) == 30
+    for r in range(30):
+        row, t = int(found.row[r]), int(found.position[r])
+        slots, weights = reads[row, t]
+        assert found.slots[r].tolist() == slots
+        assert found.weights[r].tolist() == pytest.approx(weights, abs=1e-6)
+        for k, slot in enumerate(slots):
+            before = [entry[1:] for entry in records[0 if shared else row, slot] if entry[0] < t // CHUNK]
+            for w, (who, where, target, share) in enumerate(latest(before, 2)):
+                assert int(found.writers.row[r, k, w]) == who
+                assert int(found.writers.position[r, k, w]) == where
+                assert int(found.writers.target[r, k, w]) == target
+                assert float(found.writers.share[r, k, w]) == pytest.approx(share, abs=1e-6)
+    # hits, with a token that is often the next one
+    ids = torch.randint(3, (2, 15), generator=torch.Generator().manual_seed(2))
+    hits = found.hits(ids)
+    rates = {1: [], 2: []}
+    for (row, t), (slots, _) in reads.items():
+        for slot in slots if t < 14 else ():
+            before = [entry[1:] for entry in records[0 if shared else row, slot] if entry[0] < t // CHUNK]
+            right = [int(ids[who, target]) == int(ids[row, t + 1]) for who, _, target, _ in reversed(before)]
+            rates[1].append(any(right[:1]))
+            rates[2].append(any(right[:2]))
+    assert hits.rate(1) == pytest.approx(sum(rates[1]) / len(rates[1]))
+    assert hits.rate() == hits.rate(2) == pytest.approx(sum(rates[2]) / len(rates[2]))
+    assert 0 < hits.rate(1) < hits.rate(2) < 1
+    with pytest.raises(ArgumentError, match="writers is 3"):
+        hits.rate(3)
+    with pytest.raises(ArgumentError, match=r"expected integers \[rows, T\] with rows > 1 and T > 14"):
+        found.hits(ids[:, :14])
+
+
+def test_a_trace_goes_on_over_calls():
+    made, x = layer(), tokens(22)
+    made.observer = WriterTrace(made.slots)
+    made(x)
+    whole = made.observer.retrieved()
+    made.observer = WriterTrace(made.slots)
+    _, state = made(x[:, :9])
+    made(x[:, 9:], state=state)
+    parts = made.observer.retrieved()
+    order = [sorted(range(44), key=lambda r, f=f: (int(f.row[r]), int(f.position[r]))) for f in (whole, parts)]
+    for name in ("row", "position", "slots"):
+        assert torch.equal(getattr(whole, name)[order[0]], getattr(parts, name)[order[1]]), name
+    assert torch.equal(whole.writers.position[order[0]], parts.writers.position[order[1]])
+    made(x)  # a new stream in fresh memories: its first chunk meets nobody, its places come after the others
+    again = made.observer.retrieved()
+    assert int(again.position.max()) == 43
+    assert (again.writers.position[again.position < 22 + CHUNK][44:] == -1).all()
+
+
+def test_streams_in_a_resident_memory_meet_their_predecessors():
+    made, x = layer(shared=True, resident=True), tokens(10)
+    made.observer = WriterTrace(made.slots)
+    made(x)
+    made.observer.forget_reads()
+    made(tokens(10, seed=3))
+    found = made.observer.retrieved()
+    first = found.position < 10 + CHUNK
+    assert int(found.position.min()) == 10
+    wrote = found.writers.position[first]
+    assert int(wrote.max()) <= 9
+    assert (wrote >= 0).any()
+
+
+def test_what_an_observer_cannot_follow():
+    made, x = layer(), tokens()
+    made.observer = WriterTrace(made.slots)
+    with pytest.raises(ArgumentError, match="give each document a row of its own"):
+        made(x, segment_ids=torch.zeros(2, 15, dtype=torch.long))
+    with pytest.raises(ArgumentError, match="nothing was read"):
+        WriterTrace(4).retrieved()
+    with pytest.raises(ArgumentError, match="a square"):
+        SlotStatistics(15)
+    made.observer = SlotStatistics(made.slots)
+    made(x, segment_ids=torch.zeros(2, 15, dtype=torch.long))
+    assert made.observer.summary()["tokens"] == 30
+
+
+def test_observing_changes_nothing():
+    made, x = layer(), tokens()
+    out = made(x)[0]
+    for seen in (MemoryObserver(), SlotStatistics(16), WriterTrace(16)):
+        made.observer = seen
+        assert torch.equal(made(x)[0], out)
+
+
+def test_more_entropy_more_slots():
+    """Criterion 18: queries in a few clusters use many more slots where the keys move to raise the entropy."""
+    draw = torch.Generator().manual_seed(0)
+    centres = torch.randn(8, C, generator=draw)
+    x = (centres[torch.randint(8, (1, 2048), generator=draw)] + 0.1 * torch.randn(1, 2048, C, generator=draw)).double()
+    coverage = {}
+    for weight in (0.0, 10.0):
+        made = layer(sub_keys=32, key_dim=16, value_dim=4, top_k=4, chunk_size=32, address_weight=weight)
+        with torch.no_grad():
+            _, state = made(x[:, :1536])
+            made.observer = SlotStatistics(made.slots)
+            made(x[:, 1536:], state=state)
+        coverage[weight] = made.observer.summary()["coverage"]
+    assert coverage[10.0] >= 2 * coverage[0.0]
