@@ -6,7 +6,18 @@ parts of that regression; `attention` computes it. Importing this package import
 
 from . import checks
 from ._version import __version__
-from .estimators import DeltaState, Diagnostics, LinearState, MesaState, delta_rule, linear_attention, mesa_attention
+from .estimators import (
+    DeltaState,
+    Diagnostics,
+    FastWeightState,
+    LinearState,
+    MesaState,
+    WriteRule,
+    delta_rule,
+    fast_weight_memory,
+    linear_attention,
+    mesa_attention,
+)
 from .grammar import Spec, presets
 from .memory import AssociativeMemory
 from .ops import attention, explain
@@ -19,15 +30,18 @@ __all__ = [
     "AssociativeMemory",
     "DeltaState",
     "Diagnostics",
+    "FastWeightState",
     "LinearState",
     "MesaState",
     "Spec",
+    "WriteRule",
     "__version__",
     "attention",
     "checks",
     "delta_rule",
     "entmax",
     "explain",
+    "fast_weight_memory",
     "interpolated_attention",
     "linear_attention",
     "local_linear_attention",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .estimators.fast_weight_rules import step_rules
 from .estimators.product_key import slot_scores
+from .estimators.slot_values import slot_values
 from .experiments.recipes import recipes
 from .grammar import bandwidths, kernels, presets_registry, similarities, solvers, trends
 from .memory import energies
@@ -31,6 +33,8 @@ def registries() -> dict[str, Registry[Any]]:
         "feed-forward": feed_forwards,
         "memory": memory_layers,
         "slot-score": slot_scores,
+        "slot-values": slot_values,
+        "step-rule": step_rules,
         "impl": implementations_registry,
         "energy": energies,
         "recipe": recipes,

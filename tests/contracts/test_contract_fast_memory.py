@@ -38,7 +38,7 @@ VARIED: dict[str, list[dict[str, Any]]] = {
         {"meta_grad": False, "learn_initial": True, "chunk_size": 5},
         {"top_k": 6, "sub_keys": 6, "chunk_size": 2},
     ],
-    "fwmlp": [{"target": "look-ahead", "learning_rate": 0.5}, {"meta_grad": False, "chunk_size": 3}],
+    "fwmlp": [{"target": "look-ahead", "learning_rate": 0.02}, {"meta_grad": False, "chunk_size": 3}],
 }
 CASES = [
     pytest.param(

@@ -5,6 +5,8 @@ Shapes: B rows, T tokens, DIN, F, DV widths of input, inner layer and output, C 
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from regard.nn import FastWeightMLP
 from regard.nn.memories import memory_layers
 
 B, T, DIN, F, DV, C, CHUNK = 3, 14, 4, 6, 3, 10, 4
-RATE = 0.4
+RATE = 0.1
 Weights = tuple[Tensor, Tensor, Tensor]
 
 
@@ -26,7 +28,7 @@ def numbers(*size: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 
 def weights(seed: int = 5) -> Weights:
     made = [
-        numbers(*size, seed=seed + i, scale=0.6) for i, size in enumerate(((F, DIN + 1), (F, DIN + 1), (DV, F + 1)))
+        numbers(*size, seed=seed + i, scale=0.5) for i, size in enumerate(((F, DIN + 1), (F, DIN + 1), (DV, F + 1)))
     ]
     return made[0], made[1], made[2]
 
@@ -39,7 +41,7 @@ def network(x: Tensor, w: Weights) -> Tensor:
 
 def taught(w: Weights, groups: list[list[tuple[Tensor, Tensor]]], target: str, rate: float = RATE) -> Weights:
     """One step on the pairs of consecutive tokens (query, value) of every group, by autograd."""
-    pairs = [(a, b) for group in groups for a, b in zip(group[:-1], group[1:], strict=True)]
+    pairs = [(a, b) for group in groups for a, b in itertools.pairwise(group)]
     if not pairs:
         return w
     found = network(torch.stack([a[0] for a, _ in pairs]), w)
@@ -149,7 +151,7 @@ def test_a_write_lowers_the_loss_of_its_pairs():
 
 def test_layer_is_the_projections_around_the_memory():
     made, hidden = layer(), tokens()
-    p = {name: x for name, x in made.named_parameters()}
+    p = dict(made.named_parameters())
 
     def projected(name: str) -> Tensor:
         gain = p[f"projections.{name}_norm.weight"]
@@ -303,7 +305,7 @@ def test_packed_documents_are_sequences_of_their_own():
     ids[1] = torch.tensor([1] * 5 + [2] * 9)
     out, state = made(hidden, segment_ids=ids)
     for b, cuts in enumerate([(0, 6, 7, T), (0, 5, T), (0, 6, 7, T)]):
-        for a, z in zip(cuts[:-1], cuts[1:], strict=True):
+        for a, z in itertools.pairwise(cuts):
             expected, alone = made(hidden[b : b + 1, a:z])
             close(out[b, a:z], expected[0])
         close(state.gate[b], alone.gate[0])
@@ -311,8 +313,7 @@ def test_packed_documents_are_sequences_of_their_own():
     for piece, part in zip(hidden.split([3, 7, 4], 1), ids.split([3, 7, 4], 1), strict=True):
         x, now = made(piece, state=now, segment_ids=part)
         parts.append(x)
-    cut = [t for t in range(T) if t not in (3,)]  # a document goes on where a call ends inside it
-    close(torch.cat(parts, 1)[:, cut], out[:, cut])
+    close(torch.cat(parts, 1), out)  # a document goes on where a call ends inside it
 
 
 def test_documents_and_padding_together():
@@ -344,7 +345,7 @@ def test_chunk_size_may_change_between_calls():
 def chunk_gradients(meta_grad: bool | int) -> list[list[bool]]:
     """Whether what chunk c reads has a gradient to the tokens of chunk d, [c][d]."""
     made, hidden = layer(meta_grad=meta_grad), tokens(16).requires_grad_()
-    out, state = made(hidden)
+    out, _state = made(hidden)
     own = [grad(out[:, c : c + 4].sum(), hidden, retain_graph=True)[0] for c in range(0, 16, 4)]
     return [[bool((g[:, d : d + 4] != 0).any()) for d in range(0, c * 4 + 4, 4)] for c, g in enumerate(own)]
 
@@ -419,8 +420,8 @@ def test_frozen_reads_and_leaves_the_state():
     out, after = made(hidden[:, 6:], MASK[:, 6:], state)
     assert after is state
     made.frozen = False
-    made.chunk_size = 100
-    close(out, made(hidden[:, 6:], MASK[:, 6:], state)[0] if max(state.waits) < 100 else out)
+    made.chunk_size = 100  # nothing is written for want of tokens
+    close(out, made(hidden[:, 6:], MASK[:, 6:], state)[0])
     made.frozen = True
     assert made(hidden)[1].writes == (0,) * B
 

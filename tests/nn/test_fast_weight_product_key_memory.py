@@ -164,7 +164,7 @@ def test_initial_values():
 def read_of(made: FastWeightProductKeyMemory, x: Tensor, state=None) -> Tensor:
     """What the memory says to tokens [1, T, C], before the mix; nothing is written."""
     heard: list[Tensor] = []
-    hook = made.hook_read.register_forward_hook(lambda module, args, out: heard.append(out))
+    hook = made.hook_read.register_forward_hook(lambda module, args, out: heard.append(out.detach()))
     frozen, made.frozen = made.frozen, True
     made(x, state=state)
     made.frozen = frozen
@@ -196,7 +196,7 @@ def test_a_query_on_a_key_written_again_and_again(rule, grows):
         step_rule=rule, key_update="none", gate_loss=False, top_k=4, look_ahead=False, chunk_size=1, value_norm=True
     )
     x = tokens(1, rows=1)
-    q, v, _ = oracle(made).project(x)
+    q, v, _ = (part.detach() for part in oracle(made).project(x))
     made.keys[:, :, 2] = q[0, 0]
     x, state, errors = x.expand(1, 6, C), None, []
     for t in range(6):
@@ -303,9 +303,9 @@ def test_states_are_snapshots():
     _, state = made(x[:, :7])
     want = made(x[:, 7:], state=state)[0]
     made(tokens(30, seed=9), state=state)
-    close(made(x[:, 7:], state=state)[0], want, 0.0)
+    close(made(x[:, 7:], state=state)[0], want, 1e-14)
     loaded = type(state).from_tensors(state.to_tensors())
-    close(made(x[:, 7:], state=loaded)[0], want, 0.0)
+    close(made(x[:, 7:], state=loaded)[0], want, 1e-14)
     close(made(x[1:, 7:], state=state.select(torch.tensor([1])))[0], want[1:])
     with pytest.raises(ArgumentError):
         layer(sub_keys=N + 1)(x, state=state)
@@ -339,13 +339,13 @@ def test_gradients_through_the_writes():
         assert abs(float((leaf.grad * way).sum() - slope)) < 1e-5 * (1 + abs(float(slope))), name
 
 
-@pytest.mark.parametrize("meta_grad, reaches", [(True, [True, True]), (False, [False, False]), (1, [False, True])])
+@pytest.mark.parametrize("meta_grad, reaches", [(True, (1, 1, 1)), (False, (0, 0, 0)), (2, (0, 0, 1)), (3, (0, 0, 0))])
 def test_how_far_gradients_reach_back(meta_grad, reaches):
-    """From the third chunk to the tokens of the first and of the second."""
-    made, x = layer(meta_grad=meta_grad), tokens(12, rows=1).requires_grad_()
-    made(x)[0][:, 8:].sum().backward()
-    assert [bool(x.grad[:, 4 * c : 4 * c + 4].any()) for c in range(2)] == reaches
-    assert x.grad[:, 8:].any()
+    """From the fourth chunk to the tokens of the others; the third is the second and last write before a cut."""
+    made, x = layer(meta_grad=meta_grad), tokens(16, rows=1).requires_grad_()
+    made(x)[0][:, 12:].sum().backward()
+    assert tuple(int(x.grad[:, 4 * c : 4 * c + 3].any()) for c in range(3)) == reaches
+    assert x.grad[:, 12:].any()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -361,9 +361,9 @@ def test_activations_made_again(reentrant):
             out.square().sum().backward()
         grads.append([own.grad, *(p.grad for p in each.parameters())])
     for one, other in zip(*grads, strict=True):
-        close(one, other, 0.0)
+        close(one, other, 1e-12)
     for name, tensor in plain.state_dict().items():
-        assert torch.equal(made.state_dict()[name], tensor), name
+        close(made.state_dict()[name], tensor, 1e-12)
 
 
 # Precision and compilation --------------------------------------------------------------------------------------
@@ -390,7 +390,10 @@ def test_bfloat16():
     assert state.keys.dtype == torch.float32
     stored = layer(dtype=torch.float32, storage="bfloat16")
     _, state = stored(tokens(dtype=torch.float32))
-    assert state.values.dense().dtype == torch.bfloat16
+    values = state.values.dense().float()
+    moved = values[(values - stored.values.bfloat16().float()).abs().amax(-1) > 0.1]
+    assert len(moved) > 10
+    assert torch.equal(moved, moved.bfloat16().float())
     with pytest.raises(ArgumentError, match="storage"):
         layer(storage="int8")
 

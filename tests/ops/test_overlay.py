@@ -286,6 +286,20 @@ def test_rows_that_nothing_points_at_go() -> None:
 
 
 @torch.no_grad()
+def test_a_long_stream_of_writes_without_gradients() -> None:
+    """Rows are read from every piece of the pool; from the one that is being written, where a few rows that were
+    written last are written again."""
+    base = drawn(200, 3)
+    store, wanted, counted = OverlayValues.start(base, 2), base.expand(2, -1, -1), torch.ones(2, 4, dtype=torch.bool)
+    for i in range(60):
+        slots = picks(2, 4, 3, 200, seed=i // 4)
+        shares, errors = drawn(2, 4, 3, seed=i) * 0.3, drawn(2, 4, 3, seed=i + 100)
+        store, wanted = store.write(slots, shares, errors, counted), dense_write(wanted, slots, shares, errors, counted)
+        agree([store.read(shares, slots)], [dense_read(wanted, shares, slots)])
+    agree([store.dense()], [wanted])
+
+
+@torch.no_grad()
 def test_a_memory_that_is_mostly_written_becomes_a_full_table() -> None:
     base = drawn(40, 4)
     store, wanted = OverlayValues.start(base, 2), base.expand(2, -1, -1).clone()

@@ -110,9 +110,9 @@ class WriteRule:
         name: what the step is (`step_rules`): "normalized", "paper" or "reference".
         learning_rate: rate, >= 0, of values and keys (1 in the paper).
         address_weight: factor of the keys' step up the entropy, >= 0: 10 in the paper, 1 in the released program.
-        key_update: "entropy"; "mse": sub-keys descend the chunk's error, sum over t of rate g_t step_t |e_t|^2 / 2 (the
-            loss of the values without their 1 / N_i, steps held fixed), through weights and scores: the paper's
-            ablation without addressing loss; or "none".
+        key_update: "entropy"; "mse": sub-keys go down the mean of g_t e_t^2 / 2 over the chunk's pairs and the Dv
+            features, by the rate, through weights and scores (the paper's ablation without addressing loss; scaled as
+            in the released program, where only values have a sum over the chunk, k H and 1 / N_i); or "none".
         look_ahead: the target of a token is the value of the next one, otherwise its own.
         border: the last token of a chunk is bound to the first of the next one, otherwise to nothing (the released
             program while it trains).
@@ -165,14 +165,11 @@ class WriteRule:
             step = step * tokens.gate
         return torch.where(tokens.written, step, tokens.errors.new_zeros(()))
 
-    def moved_keys(
-        self, keys: Tensor, values: SlotValues, tokens: Written, steps: Tensor, kind: SlotScore, spec: Spec
-    ) -> Tensor:
+    def moved_keys(self, keys: Tensor, values: SlotValues, tokens: Written, kind: SlotScore, spec: Spec) -> Tensor:
         """The sub-keys [M, H, 2, n, d] after a write.
 
         Args:
             keys, values: with which the tokens were read.
-            steps: of `steps`.
             kind, spec: the score of a half, and the weights of the slots.
         """
         if self.key_update == "none":
@@ -184,12 +181,12 @@ class WriteRule:
             )
         query, halves = _sets(tokens.query.unflatten(-1, (2, -1))), _sets(tokens.halves)
         half_scores = _sets(tokens.half_scores)
+        rate = self.learning_rate
         if self.key_update == "entropy":
-            rate = self.learning_rate * self.address_weight
+            rate *= self.address_weight
             upstream = _entropy_gradient(half_scores, halves, _by_token(tokens.counted, len(query)), keys.shape[-2])
         else:
-            rate = 1.0  # the steps have it
-            upstream = _sets(_error_gradient(tokens, steps, values, keys.shape[-2], spec))
+            upstream = _sets(_error_gradient(tokens, self.gate_loss, values, keys.shape[-2], spec))
         flat = keys.reshape(len(query), *keys.shape[-2:])
         parts = zip(*(x.split(BLOCK, 1) for x in (query, halves, half_scores, upstream)), strict=True)
         gradient = torch.zeros_like(flat)
@@ -220,15 +217,17 @@ def _entropy_gradient(scores: Tensor, index: Tensor, counted: Tensor, n: int) ->
     return own[..., None] * p * (at - (p * at).sum(-1, keepdim=True))
 
 
-def _error_gradient(tokens: Written, steps: Tensor, values: SlotValues, n: int, spec: Spec) -> Tensor:
-    """d/dhalf_scores [M, P, H, 2, k] of sum over t of steps_t |e_t|^2 / 2, the steps held fixed."""
+def _error_gradient(tokens: Written, gated: bool, values: SlotValues, n: int, spec: Spec) -> Tensor:
+    """d/dhalf_scores [M, P, H, 2, k] of the mean of g_t e_t^2 / 2 over the pairs and features."""
     assert tokens.scores is not None
     assert tokens.halves is not None
-    blocks = zip(
-        *(x.split(BLOCK, 1) for x in (tokens.slots.flatten(-2), tokens.errors * steps[..., None])), strict=True
-    )
-    pull = [(values.rows(slots) @ errors[..., None]).squeeze(-1) for slots, errors in blocks]
-    dense = torch.cat(pull, 1)
+    pairs = tokens.written.sum(-1, keepdim=True).clamp(min=1)
+    share = tokens.written / (pairs * tokens.errors.shape[-1]).to(tokens.errors.dtype)
+    if gated and tokens.gate is not None:
+        share = share * tokens.gate
+    errors = tokens.errors * share[..., None]
+    blocks = zip(tokens.slots.flatten(-2).split(BLOCK, 1), errors.split(BLOCK, 1), strict=True)
+    dense = torch.cat([(values.rows(slots) @ part[..., None]).squeeze(-1) for slots, part in blocks], 1)
     own = score_gradient(tokens.scores.flatten(-2), tokens.weights.flatten(-2), dense, spec).view_as(tokens.scores)
     places = torch.stack([tokens.slots // n, tokens.slots % n], -2)  # [M, P, H, 2, k]: of which sub-keys they are
     met = tokens.halves[..., :, None] == places[..., None, :]

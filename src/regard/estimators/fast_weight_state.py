@@ -226,16 +226,18 @@ class FastWeightState(State):
         return self.detach()._each(fn, type(self.values).from_tensors(values))
 
     def reset(self) -> FastWeightState:
-        """The memories as they began; nothing waits."""
+        """The state before the first token."""
         rows = torch.ones(self.values.memories, dtype=torch.bool, device=self.keys.device)
+        return replace(self.restart(rows), seen=(0,) * self.batch, rounds=0, tokens=0)
+
+    def restart(self, rows: Tensor) -> FastWeightState:
+        """The memories `rows` (bool [M]) as they began, with nothing that waits."""
+        flags = rows.tolist()
         return replace(
             self,
-            keys=self.initial_keys.expand_as(self.keys),
+            keys=torch.where(rows.view(-1, 1, 1, 1, 1), self.initial_keys, self.keys),
             values=self.values.reset(rows),
-            waiting=Waiting((), (0,) * len(self.waiting.counts)),
-            seen=(0,) * self.batch,
-            rounds=0,
-            tokens=0,
+            waiting=self.waiting.written(flags),
         )
 
     def clone(self) -> FastWeightState:
@@ -383,7 +385,7 @@ def check_state(
     require(
         state.keys.device == keys.device,
         call,
-        f"state is on {state.keys.device}, but the rest is on {keys.device}; move it with state.map(lambda x: x.to(...)).",
+        f"state is on {state.keys.device}, but the rest is on {keys.device}; move it: state.map(lambda x: x.to(...)).",
     )
     if state.batch != batch:
         require(

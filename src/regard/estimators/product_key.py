@@ -265,11 +265,8 @@ class InverseDistance:
     """-log(eps + |q - K|^2) (equation 21): a key is the centre of what it is selected for, whatever its length."""
 
     def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            squares = _squared_distances(query, keys)
-            index = _largest(-squares, k)
-            squares = squares.gather(-1, index)
-        return -torch.log(eps + _Squares.apply(query, keys, index, squares)), index
+        squares, index = _selected(lambda q, of: -_squares(q, of), query, keys, k)
+        return -torch.log(eps + _Squares.apply(query, keys, index, -squares)), index
 
     def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:
         return _square_gradient(query, keys, index, -upstream * scores.exp())  # ds/d(d^2) = -1 / (eps + d^2)
@@ -280,21 +277,33 @@ class Dot:
     """q . K (equation 6)."""
 
     def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
-        scores = _product(query, keys.mT)
-        index = _largest(scores.detach(), k)
-        return scores.gather(-1, index), index
+        scores, index = _selected(_dots, query, keys, k)
+        return _Dots.apply(query, keys, index, scores), index
 
     def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:
-        return _product(_spread(upstream, index, keys.shape[1]).mT, query)
+        return _spread(upstream, index, keys.shape[1]).mT @ query
 
 
-def _squared_distances(query: Tensor, keys: Tensor) -> Tensor:
-    """|q - K|^2 [G, T, n]. In float64, of which the products' cancellation leaves enough for float32: near a key, too,
-    and where keys lie closely together far from the origin."""
-    wide = query.dtype if query.device.type == "mps" else torch.float64  # which has no float64
-    q, k = query.to(wide), keys.to(wide)
+def _squares(query: Tensor, keys: Tensor) -> Tensor:
+    """|q - K|^2 [G, T, n]."""
+    if query.dtype == torch.float64:
+        return (query[:, :, None] - keys[:, None]).square().sum(-1)
+    q, k = _wide(query), _wide(keys)
     q2, k2 = (torch.linalg.vector_norm(x, dim=-1).square() for x in (q, k))
     return torch.baddbmm(k2[:, None], q, k.mT, alpha=-2).add_(q2[..., None]).clamp_(min=0).to(query.dtype)
+
+
+def _dots(query: Tensor, keys: Tensor) -> Tensor:
+    """q . K [G, T, n]."""
+    if query.dtype == torch.float64:
+        return (query[:, :, None] * keys[:, None]).sum(-1)
+    return (_wide(query) @ _wide(keys).mT).to(query.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float64, so that of the products' cancellation enough is left for float32, near a key and where keys lie
+    closely together far from the origin; the precision of float32 products, as torch is set, then does not matter."""
+    return x if x.device.type == "mps" else x.double()  # which has no float64
 
 
 class _Squares(torch.autograd.Function):
@@ -304,24 +313,40 @@ class _Squares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, keys: Tensor, index: Tensor, squares: Tensor) -> Tensor:
         ctx.save_for_backward(query, keys, index)
-        return squares.clone()
+        return squares
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         query, keys, index = ctx.saved_tensors
         own = keyed = None
         if ctx.needs_input_grad[0]:
-            pull = _product(_spread(upstream, index, keys.shape[1]), keys)
+            pull = _spread(upstream, index, keys.shape[1]) @ keys
             own = 2 * (query * upstream.sum(-1, keepdim=True) - pull)
         if ctx.needs_input_grad[1]:
             keyed = _square_gradient(query, keys, index, upstream)
         return own, keyed, None, None
 
 
+class _Dots(torch.autograd.Function):
+    """As `_Squares`, of products."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor) -> Tensor:
+        ctx.save_for_backward(query, keys, index)
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        query, keys, index = ctx.saved_tensors
+        spread = _spread(upstream, index, keys.shape[1])
+        own = spread @ keys if ctx.needs_input_grad[0] else None
+        return own, spread.mT @ query if ctx.needs_input_grad[1] else None, None, None
+
+
 def _square_gradient(query: Tensor, keys: Tensor, index: Tensor, upstream: Tensor) -> Tensor:
     """sum over t, j of upstream_tj d|q_t - K|^2 / dK [G, n, d]."""
     spread = _spread(upstream, index, keys.shape[1])
-    return 2 * (keys * spread.sum(1)[..., None] - _product(spread.mT, query))
+    return 2 * (keys * spread.sum(1)[..., None] - spread.mT @ query)
 
 
 def _spread(values: Tensor, index: Tensor, n: int) -> Tensor:
@@ -332,22 +357,24 @@ def _spread(values: Tensor, index: Tensor, n: int) -> Tensor:
 # Exact selection --------------------------------------------------------------------------------------------
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, exact to about float32 even where torch rounds the factors of float32 products to fewer bits."""
-    if a.dtype == torch.float64 or _full_products(a.device.type):
-        return a @ b
-    high, top = a.detach().bfloat16().to(a.dtype), b.detach().bfloat16().to(b.dtype)
-    low, rest = a - high, b - top  # these carry the gradient: a b = (high + low) (top + rest)
-    return torch.cat([high, high, low, low], -1) @ torch.cat([top, rest, top, rest], -2)
+TILE = 2**23
+"""Numbers that are made at once while sub-keys are selected."""
 
 
-def _full_products(device: str) -> bool:
-    """Whether products of float32 matrices are float32, as torch is set now."""
-    backend = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
-    return backend.matmul.fp32_precision in ("none", "ieee")
-
-
-_full_products._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a setting is read while tracing
+@torch.no_grad()
+def _selected(
+    measure: Callable[[Tensor, Tensor], Tensor], query: Tensor, keys: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    """The k largest of measure(query, keys) [G, T, n], best first, and where they stand."""
+    numbers = keys.numel() if query.dtype == torch.float64 else len(keys) * keys.shape[1]
+    found = []
+    for part in query.split(max(1, TILE // numbers), 1):
+        scores = measure(part, keys)
+        index = _largest(scores, k)
+        found.append((scores.gather(-1, index), index))
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([scores for scores, _ in found], 1), torch.cat([index for _, index in found], 1)
 
 
 def _largest(scores: Tensor, m: int) -> Tensor:

@@ -1,6 +1,9 @@
 """Recipes: each module trains, measures, and writes a table, figures and JSON."""
 
 from . import boundary_bias as boundary_bias  # recipes register themselves
+from . import fast_weight_recall as fast_weight_recall
+from . import fwpkm_ablation as fwpkm_ablation
+from . import fwpkm_case_studies as fwpkm_case_studies
 from . import iclm_mechanisms as iclm_mechanisms
 from . import iclm_parity as iclm_parity
 from . import kernel_selection as kernel_selection

@@ -3,6 +3,7 @@
 from .attention import Attention
 from .contextual_memory import ContextualMemory
 from .fast_weight_mlp import FastWeightMLP
+from .fast_weight_product_key_memory import FastWeightProductKeyMemory
 from .feed_forward import feed_forwards
 from .functional_gradient import FunctionalGradient, expected_embedding
 from .hooks import HookPoint
@@ -18,6 +19,7 @@ __all__ = [
     "Attention",
     "ContextualMemory",
     "FastWeightMLP",
+    "FastWeightProductKeyMemory",
     "FunctionalGradient",
     "HookPoint",
     "LargeChunkTTT",

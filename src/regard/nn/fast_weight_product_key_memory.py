@@ -56,7 +56,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         score: of a slot, "idw" (equation 21) or "dot". spec: the weights of the selected scores, a normalised sentence.
         look_ahead: a token's target is the value of the next one, else its own. border: also across chunks.
         value_norm: z-score the values. gating: mix by a gate, else read + v. gate_loss: the gate also weighs errors.
-        meta_grad: gradients flow through the writes: always, never, or through the last so many chunks.
+        meta_grad: gradients flow through the writes: always, never, or cut off at every so many.
         shared: one memory for the batch, whose tokens are one chunk; else one for each row.
         learn_initial: `keys` and `values` are parameters, learned from the gradient through reads and writes.
         storage: dtype of what is written, None for that of `values`; arithmetic is float32 at least.
@@ -263,8 +263,12 @@ class FastWeightProductKeyMemory(MemoryLayer):
             self._tell(observer, tokens, own, state, segment_ids)
         if self.resident and not again and state is None:
             self._settle()
-        query = torch.where(tokens.spoilt[..., None], torch.nan, own.query)
-        read, after = fast_weight_memory(
+        absent = tokens.spoilt
+        if self.frozen and observer is None and segment_ids is None:
+            # nothing is written, so that it does not matter where padding is: no device is waited for, no graph broken
+            mask, absent = None, ~tokens.counted
+        query = torch.where(absent[..., None], torch.nan, own.query)
+        read, after = (fast_weight_memory if self.frozen else _written)(
             query.unflatten(-1, (self.heads, -1)),
             own.value,
             own.gate,
@@ -355,6 +359,10 @@ class FastWeightProductKeyMemory(MemoryLayer):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._held = None
         super()._load_from_state_dict(*args, **kwargs)
+
+
+# Steps depend on how many tokens wait, so that a compiler would begin anew with every call.
+_written = torch.compiler.disable(fast_weight_memory)
 
 
 def _check_kinds(shared: bool, learn_initial: bool, sync: str | None, resident: bool) -> None:

@@ -140,9 +140,11 @@ class RowPieces:
     def gather(self, ids: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """The rows ids [E]: [E, D], in `out` where given, which has that dtype."""
         for piece, at, rows in self.parts(ids):
-            same = piece.dtype == self.dtype == dtype
-            if at is None and same:
-                return piece.index_select(0, rows) if out is None else torch.index_select(piece, 0, rows, out=out)
+            if at is None and piece.dtype == self.dtype == dtype:
+                if out is None:
+                    return piece.index_select(0, rows)
+                if out.untyped_storage().data_ptr() != piece.untyped_storage().data_ptr():
+                    return torch.index_select(piece, 0, rows, out=out)
             if out is None:
                 out = torch.empty(len(ids), self.width, dtype=dtype, device=self.device)
             at = torch.arange(len(ids), device=self.device) if at is None else at

@@ -55,6 +55,9 @@ def slot_sums(values: Tensor, slots: Tensor, weights: Tensor, *, sparse_grad: bo
         )
     wide = torch.promote_types(torch.promote_types(values.dtype, weights.dtype), torch.float32)
     with full_precision(values.device.type):
+        if torch.compiler.is_compiling() and not sparse_grad:
+            # what a compiler fuses; it cannot see through sorted rows, of whose number it knows nothing
+            return (weights.to(wide)[..., None] * values[slots].to(wide)).sum(-2)
         flat = slots.reshape(-1, slots.shape[-1])
         out = _Sums.apply(values, flat, weights.to(wide).reshape(flat.shape), sparse_grad)
     return out.view(*slots.shape[:-1], values.shape[1])

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` with six differences, each in one method:
+"""`transformers.Trainer` with six differences, each in a method or two:
 
 - the data are read in order, since `SampledWindows` already is a function of (seed, step);
 - memories learn at a rate of their own;
@@ -40,6 +40,7 @@ class RegardTrainer(Trainer):
     """
 
     control: TrainerControl
+    optimizer: torch.optim.Optimizer | None
 
     def __init__(
         self,
