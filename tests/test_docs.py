@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import regard
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,6 +56,28 @@ def test_the_language_models_page_shows_what_comes_out() -> None:
     done = subprocess.run([sys.executable, "-c", "\nprint('-' * 9)\n".join(code)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("-" * 9 + "\n") == shown
+
+
+@pytest.mark.parametrize("name", ["hybrid-models", "product-key-memory"])
+def test_the_pages_of_memories_show_what_comes_out(name: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    code, shown = (re.findall(rf"```{kind}\n(.*?)```", page, flags=re.DOTALL) for kind in ("python", "text"))
+    assert len(code) == len(shown) == 1
+    done = subprocess.run([sys.executable, "-c", code[0]], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == shown[0]
+
+
+def test_the_pages_of_memories_name_what_is_registered() -> None:
+    from regard.models import token_mixers
+
+    names = ("hybrid-models", "product-key-memory")
+    pages = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in names}
+    registries = regard.registries()
+    for name in [*registries["memory"].names(), *registries["step-rule"].names()]:
+        assert f"`{name}`" in pages["product-key-memory"]
+    for name in token_mixers.names():
+        assert f"`{name}`" in pages["hybrid-models"]
 
 
 def test_the_language_models_page_names_every_model() -> None:

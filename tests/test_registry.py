@@ -133,6 +133,7 @@ def test_every_axis_is_listed() -> None:
         "feed-forward",
         "memory",
         "slot-score",
+        "step-rule",
         "impl",
         "energy",
         "recipe",

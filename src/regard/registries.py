@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .estimators.fast_weight_rules import step_rules
+from .estimators.fast_weight_rules import step_rules
 from .estimators.product_key import slot_scores
 from .estimators.slot_values import slot_values
 from .experiments.recipes import recipes
@@ -33,6 +34,7 @@ def registries() -> dict[str, Registry[Any]]:
         "feed-forward": feed_forwards,
         "memory": memory_layers,
         "slot-score": slot_scores,
+        "step-rule": step_rules,
         "slot-values": slot_values,
         "step-rule": step_rules,
         "impl": implementations_registry,

@@ -32,7 +32,7 @@ class Oracle:
     shared: bool = False
     eps: float = 1e-5
     idw_eps: float = 1e-3
-    reads: list[tuple[int, int, list[int], list[float]]] = field(default_factory=list)  # (row, t, slots, weights)
+    reads: list[tuple[int, int, list[int], list[float]]] = field(default_factory=list)  # row, t, slots, weights
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         x = x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * self.p[f"projections.{name}_norm.weight"]
@@ -89,8 +89,9 @@ class Oracle:
             share = 1.0 if gate is None or not self.gate_loss else float(gate)
             share = share / float(usage.pow(2).sum()) if self.rule == "normalized" else share * factor
             read = (weights[:, None] * values[torch.tensor(slots)]).sum(0)
+            mean = (1.0 if gate is None or not self.gate_loss else float(gate)) / (pairs * values.shape[1])
             moved += share * usage[:, None] * (read.detach() - target)
-            error_loss = error_loss + 0.5 * share * (read - target).pow(2).sum()
+            error_loss = error_loss + 0.5 * mean * (read - target).pow(2).sum()
         if self.key_update == "entropy":
             loss = (marginal * torch.log(marginal + 1e-8)).sum()
             keys = keys - self.rate * self.address * torch.autograd.grad(loss, leaf)[0]

@@ -1,4 +1,4 @@
-"""The fast-weight product-key memory layer against its definition (fwpkm_oracle.py) and against itself cut otherwise."""
+"""The fast-weight product-key memory layer against its definition (fwpkm_oracle.py), and cut otherwise."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_equals_its_definition(name, impl):
     assert (values - made.values).abs().max() > 0.1, "nothing was written"
     if options.get("key_update") != "none":
         assert (keys - made.keys).abs().max() > 1e-3
-    assert (out[:, CHUNK:] - oracle(made, **named, **{"chunk_size": 99}).run(x)[0][:, CHUNK:]).abs().max() > 1e-3
+    assert (out[:, CHUNK:] - oracle(made, **named, chunk_size=99).run(x)[0][:, CHUNK:]).abs().max() > 1e-3
 
 
 def test_padding_counts_as_if_it_were_not_there():
@@ -126,7 +126,7 @@ def test_preset_options():
     program = FastWeightProductKeyMemory.from_preset("program", C, **{**SMALL, "address_weight": 0.5}).rule
     assert (paper.name, paper.address_weight, paper.border, paper.learning_rate) == ("paper", 10.0, True, 1.0)
     assert (program.name, program.address_weight, program.border) == ("reference", 0.5, False)
-    with pytest.raises(ArgumentError, match="unknown preset 'papers'. Did you mean 'paper'"):
+    with pytest.raises(ArgumentError, match=r"unknown preset 'papers'\. Did you mean 'paper'"):
         FastWeightProductKeyMemory.from_preset("papers", C)
 
 
@@ -189,9 +189,9 @@ def test_one_write_makes_a_single_pair_exact():
         pytest.fail("no pair of queries without a common slot")
 
 
-@pytest.mark.parametrize("rule, grows", [("normalized", False), ("reference", True)])
+@pytest.mark.parametrize(("rule", "grows"), [("normalized", False), ("reference", True)])
 def test_a_query_on_a_key_written_again_and_again(rule, grows):
-    """Criterion 3: with all weight on one slot the program's step overshoots k - 1 = 3 times, the normalised one not."""
+    """Criterion 3: with all weight on one slot the program's step overshoots 3 times, the other not."""
     made = layer(
         step_rule=rule, key_update="none", gate_loss=False, top_k=4, look_ahead=False, chunk_size=1, value_norm=True
     )
@@ -265,7 +265,7 @@ def test_the_chunk_size_may_change_between_calls():
     made.chunk_size = 8
     close(made(x)[0], oracle(made, chunk_size=8).run(x)[0])
     made.chunk_size = 16
-    out, state = made(x)
+    state = made(x)[1]
     assert not state.values.written().any()
     assert made.flush(state).values.written().all()
     made.chunk_size = 1
@@ -339,7 +339,9 @@ def test_gradients_through_the_writes():
         assert abs(float((leaf.grad * way).sum() - slope)) < 1e-5 * (1 + abs(float(slope))), name
 
 
-@pytest.mark.parametrize("meta_grad, reaches", [(True, (1, 1, 1)), (False, (0, 0, 0)), (2, (0, 0, 1)), (3, (0, 0, 0))])
+@pytest.mark.parametrize(
+    ("meta_grad", "reaches"), [(True, (1, 1, 1)), (False, (0, 0, 0)), (2, (0, 0, 1)), (3, (0, 0, 0))]
+)
 def test_how_far_gradients_reach_back(meta_grad, reaches):
     """From the fourth chunk to the tokens of the others; the third is the second and last write before a cut."""
     made, x = layer(meta_grad=meta_grad), tokens(16, rows=1).requires_grad_()
@@ -584,7 +586,7 @@ def test_processes_have_memories_of_their_own_unless_told(processes: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "options, says",
+    ("options", "says"),
     [
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"chunk_size": 1}, "chunk_size is 1"),

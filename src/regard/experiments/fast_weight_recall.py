@@ -73,7 +73,7 @@ class FastWeightRecallConfig:
     batch: int | None = None
     """Examples of a step."""
     learning_rate: float | None = None
-    """Of AdamW, constant."""
+    """Of AdamW at the start; from there it falls evenly to 0."""
     examples: int | None = None
     """Examples that are measured."""
     address_weight: float | None = None
@@ -90,10 +90,10 @@ class FastWeightRecallConfig:
 
 _TOY = {
     "sub_keys": 32, "stress_sub_keys": 12, "key_dim": 64, "top_k": 4, "width": 64, "keys": 128, "pairs": 64,
-    "documents": 3, "reads": 4, "batch": 16, "learning_rate": 3e-3, "address_weight": 1.0, "device": "cpu",
+    "documents": 3, "reads": 4, "batch": 8, "learning_rate": 3e-3, "address_weight": 1.0, "device": "cpu",
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
-    "quick": {**_TOY, "steps": 400, "stress_steps": 150, "examples": 16, "seeds": 1},
+    "quick": {**_TOY, "steps": 150, "stress_steps": 60, "examples": 16, "seeds": 1},
     "desk": {**_TOY, "steps": 400, "stress_steps": 300, "examples": 64, "seeds": 3},
     "paper": {
         "sub_keys": 512, "stress_sub_keys": 64, "key_dim": 512, "top_k": 8, "width": 256, "keys": 2048, "pairs": 256,

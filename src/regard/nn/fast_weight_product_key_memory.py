@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, require, suggestion
+from ..checks import ArgumentError, require, shape, suggestion
+from ..estimators.fast_weight_rules import KeyUpdate
 from ..estimators.fast_weights import FastWeightState, WriteRule, fast_weight_memory, flush
 from ..estimators.product_key import require_top_k, slot_scores, weights_spec
 from ..grammar import Spec
@@ -88,6 +89,9 @@ class FastWeightProductKeyMemory(MemoryLayer):
 
     replaces_feed_forward: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
+    keys: Tensor
+    values: Tensor
+    seed: Tensor
 
     def __init__(
         self,
@@ -102,7 +106,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         step_rule: str = "normalized",
         learning_rate: float = 1.0,
         address_weight: float = 10.0,
-        key_update: str = "entropy",
+        key_update: KeyUpdate = "entropy",
         score: str = "idw",
         spec: str | Spec = "softmax",
         look_ahead: bool = True,
@@ -150,11 +154,11 @@ class FastWeightProductKeyMemory(MemoryLayer):
         self.frozen, self.observer = False, None
         options = {"value_norm": value_norm, "gating": gating, "norm_eps": norm_eps}
         self.projections = MemoryProjections(hidden_size, heads * key_dim, value_dim, **options)  # type: ignore[arg-type]
-        for name, size in (("keys", (heads, 2, sub_keys, key_dim // 2)), ("values", (self.slots, value_dim))):
+        for name, table in (("keys", (heads, 2, sub_keys, key_dim // 2)), ("values", (self.slots, value_dim))):
             if learn_initial:
-                self.register_parameter(name, nn.Parameter(torch.empty(size)))
+                self.register_parameter(name, nn.Parameter(torch.empty(table)))
             else:
-                self.register_buffer(name, torch.empty(size))
+                self.register_buffer(name, torch.empty(table))
         if resident:
             self.register_buffer("seed", torch.zeros((), dtype=torch.long))
         self._held: FastWeightState | None = None
@@ -202,7 +206,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
     @staticmethod
     def _put(held: Tensor, fresh: Tensor) -> Tensor:
         if isinstance(held, nn.Parameter):
-            return held.copy_(fresh)  # type: ignore[return-value]
+            return held.copy_(fresh)
         return fresh.to(held)  # another tensor: a graph may still need the old one
 
     def fast_numbers(self) -> int:
@@ -232,7 +236,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
             segment_ids: integers [B, T]: documents packed into a row, each with a memory of its own.
 
         Returns:
-            (output [B, T, C] in the dtype of `hidden`, 0 for padding and NaN for tokens that are not finite; the state).
+            (output [B, T, C] in the dtype of `hidden`, 0 for padding, NaN for tokens that are not finite; the state).
 
         Raises:
             ArgumentError: shapes or dtypes that do not fit, or a state of another layer.
@@ -301,8 +305,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
     ) -> None:
         if observer.by_memory and segment_ids is not None:
             raise ArgumentError(
-                f"{CALL}: a {type(observer).__name__} follows every row's memory, but segment_ids pack several documents "
-                f"into a row; give each document a row of its own."
+                f"{CALL}: a {type(observer).__name__} follows every row's memory, but segment_ids pack several "
+                f"documents into a row; give each document a row of its own."
             )
         if state is None:
             observer.on_start(self.resident)
@@ -343,7 +347,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
             own = getattr(self, name)
             if tensor.shape != own.shape:
                 raise ArgumentError(
-                    f"{CALL}.restore: the snapshot has {name} {tuple(tensor.shape)}, but this memory {tuple(own.shape)}."
+                    f"{CALL}.restore: the snapshot has {name} {shape(tensor)}, but this memory {shape(own)}; "
+                    f"take it from a memory of these sizes."
                 )
         self.keys, self.values, self._held = keys, values, held
 
@@ -384,7 +389,7 @@ def _dtype(storage: torch.dtype | str | None) -> torch.dtype | None:
     """A dtype, or the name of one, as configurations have it."""
     found = getattr(torch, storage, None) if isinstance(storage, str) else storage
     require(
-        found is None and storage is None or isinstance(found, torch.dtype) and found.is_floating_point,
+        storage is None or (isinstance(found, torch.dtype) and found.is_floating_point),
         CALL,
         f"storage is {storage!r}, expected None, 'float32' or 'bfloat16'.",
     )

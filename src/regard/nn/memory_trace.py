@@ -301,8 +301,8 @@ class WriterTrace(MemoryObserver):
         require(bool(self._reads), "WriterTrace.retrieved", "nothing was read while the trace was there.")
         join = lambda get: torch.cat([get(read) for read in self._reads])  # noqa: E731
         writers = (join(lambda read, name=f.name: getattr(read.writers, name)) for f in fields(Writers))
-        own = (join(lambda read, name=name: getattr(read, name)) for name in ("row", "position", "slots", "weights"))
-        return Retrieved(*own, Writers(*writers))
+        own = {name: join(lambda read, name=name: getattr(read, name)) for name in _READ}
+        return Retrieved(**own, writers=Writers(*writers))
 
     def _grow(self, memories: int) -> None:
         missing = memories - len(self.written.row)
@@ -325,6 +325,7 @@ class WriterTrace(MemoryObserver):
             table[rows] = torch.where(fresh, getattr(new, f.name)[latest], old)
 
 
+_READ = ("row", "position", "slots", "weights")
 Seen = TypeVar("Seen", bound=MemoryObserver)
 
 
@@ -358,7 +359,7 @@ def observed(model: nn.Module, make: Callable[[int], Seen] = SlotStatistics) -> 
 def memory_means(model: nn.Module, run: Callable[[], object]) -> dict[str, float]:
     """The statistics of all memories of `model` while `run()` runs, for a line of a log: means over the layers, sums of
     counts (tokens, not_finite, reads); nothing for a model without such a memory."""
-    with observed(model) as seen, torch.no_grad():
+    with observed(model, SlotStatistics) as seen, torch.no_grad():
         run()
     summaries = [each.summary() for each in seen.values()]
     found = {}
