@@ -134,6 +134,7 @@ def test_every_axis_is_listed() -> None:
         "memory",
         "slot-score",
         "step-rule",
+        "slot-values",
         "impl",
         "energy",
         "recipe",

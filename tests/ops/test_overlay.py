@@ -299,6 +299,29 @@ def test_a_long_stream_of_writes_without_gradients() -> None:
     agree([store.dense()], [wanted])
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_same_again_is_the_same_to_the_last_bit(recorded: bool) -> None:
+    """Whatever else grew from the store in between, and so wherever the pieces of the pool end."""
+    store = OverlayValues.start(drawn(40, 5, dtype=torch.float32), 1)
+    counted = torch.ones(1, 4, dtype=torch.bool)
+
+    def go_on(store: OverlayValues, seed: int) -> tuple[Tensor, OverlayValues]:
+        reads = []
+        for i in range(seed, seed + 6):
+            slots, shares = picks(1, 4, 3, 40, seed=i), drawn(1, 4, 3, seed=i, dtype=torch.float32) * 0.3
+            reads.append(store.read(shares, slots))
+            store = store.write(slots, shares, reads[-1].requires_grad_(recorded), counted)
+        return torch.stack(reads), store
+
+    with torch.set_grad_enabled(recorded):
+        _, store = go_on(store, 0)
+        first, _ = go_on(store, 6)
+        for i in range(5):
+            go_on(store, 7 * i)
+            again, _ = go_on(store, 6)
+            assert torch.equal(again, first)
+
+
 @torch.no_grad()
 def test_a_memory_that_is_mostly_written_becomes_a_full_table() -> None:
     base = drawn(40, 4)

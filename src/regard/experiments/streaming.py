@@ -5,9 +5,10 @@ windows. Its memory is written on through all segments, documents and even test 
 every segment. Here each kind of state is told how long it lives:
 
     memory      memories that are written while reading (`regard.nn.memory_layers`)
-    recurrent   states of fixed size of the mixers of tokens (gated delta nets, sums of linear attention, fast weights
-                of LaCT with their window)
-    pairs       keys and values of attention: always new at every segment, as positions are
+    recurrent   states of fixed size of the mixers of tokens that know nothing of positions (of gated delta nets, and
+                the fast weights of LaCT)
+    pairs       keys and values of attention, and all else that positions turned: always new at every segment, since
+                positions begin anew
 
 Segments follow each other without a gap, and every token of a document but its first is predicted once: the last of a
 segment from the state at its end. (The paper's program drops one more token at each segment than at the one before.)
@@ -21,7 +22,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -217,22 +218,9 @@ def passed(model: Any, cache: Any, memory: bool, recurrent: bool) -> Any:
         cache: left as it is; None for none.
         memory: memories go on; recurrent: the states of recurrent mixers do.
     """
-    from ..models.cache import MemoryCacheLayer
-    from ..models.cache_layers import StateCacheLayer
+    from ..models.memories import keep_memory
 
-    fresh = model.model.new_cache()
-    if cache is None:
-        return fresh
-    for old, new in zip(cache.layers, fresh.layers, strict=True):
-        if not isinstance(new, StateCacheLayer):
-            continue
-        written = isinstance(new, MemoryCacheLayer)
-        if memory if written else recurrent:
-            for name in new.held:
-                state = getattr(old, name)
-                # what counts positions for the whole model is the first layer: attention sees a new text
-                setattr(new, name, state if written or state is None else replace(state, tokens=0))
-    return fresh
+    return model.model.new_cache() if cache is None else keep_memory(model, cache, memory=memory, recurrent=recurrent)
 
 
 def copied(cache: Any) -> Any:

@@ -154,14 +154,32 @@ class RowPieces:
         return torch.empty(0, self.width, dtype=dtype, device=self.device) if out is None else out
 
     def sums(self, ids: Tensor, weights: Tensor, owner: Tensor, owners: int) -> Tensor:
-        """sum over the entries of each owner of weights times rows: [owners, D]; owner int64 [E] ascending."""
-        everyone = torch.arange(owners, device=self.device)
-        out = None
-        for piece, at, rows in self.parts(ids):
-            mine, weight = (owner, weights) if at is None else (owner[at], weights[at])
-            part = weighted_sums(piece, rows, weight, torch.searchsorted(mine, everyone), self.dtype)
-            out = part if out is None else out.add_(part)
-        return weights.new_zeros(owners, self.width) if out is None else out
+        """sum over the entries of each owner of weights times rows: [owners, D]; owner int64 [E] ascending.
+
+        What is given is summed apart from what was added, and that in the order of the entries, so that not a bit
+        depends on where pieces end.
+        """
+        added = ids >= self.given
+        count = int(added.sum())
+        if count in (0, len(ids)):
+            return self._sums(ids, weights, owner, owners)
+        mine, others = added.nonzero()[:, 0], (~added).nonzero()[:, 0]
+        out = self._sums(ids[others], weights[others], owner[others], owners)
+        return out.add_(self._sums(ids[mine], weights[mine], owner[mine], owners))
+
+    def _sums(self, ids: Tensor, weights: Tensor, owner: Tensor, owners: int) -> Tensor:
+        offsets = torch.searchsorted(owner, torch.arange(owners, device=self.device))
+        parts = list(self.parts(ids))
+        if len(parts) == 1:
+            return weighted_sums(parts[0][0], parts[0][2], weights, offsets, self.dtype)
+        out, ends = weights.new_zeros(owners, self.width), torch.cat((offsets, offsets.new_full((1,), len(ids))))
+        step = max(1, 4 * TILE * owners // (self.width * max(1, len(ids))))  # owners whose rows are a few tiles
+        for low in range(0, owners, step):
+            begin, end = (int(ends[i]) for i in (low, min(low + step, owners)))
+            rows = self.gather(ids[begin:end], weights.dtype)
+            every = torch.arange(end - begin, device=self.device)
+            out[low : low + step] = weighted_sums(rows, every, weights[begin:end], offsets[low : low + step] - begin)
+        return out
 
     def products(self, ids: Tensor, owner: Tensor, other: Tensor) -> Tensor:
         """row . other[owner] of every entry: [E]; other [., D] in the dtype of the result."""

@@ -1,0 +1,115 @@
+"""A memory of fast weights as its formulas say, in float64 and with every slot written out: scores of all n^2 slots,
+dense losses, and torch.autograd.grad for what a write does. Imports nothing of regard.
+
+Legend: one memory; R rows, L tokens of a chunk, H heads, n sub-keys of a half, N = n^2, k slots a head, d = Dk / 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def half_scores(query: Tensor, keys: Tensor, score: str = "idw", eps: float = 1e-3) -> Tensor:
+    """[..., H, 2, n] of queries [..., H, 2 d] and sub-keys [H, 2, n, d]."""
+    q = query.unflatten(-1, (2, -1))[..., None, :]
+    if score == "dot":
+        return (q * keys).sum(-1)
+    return -torch.log(eps + (q - keys).square().sum(-1))
+
+
+def all_scores(halves: Tensor) -> Tensor:
+    """[..., H, N] of the scores of halves [..., H, 2, n]."""
+    return (halves[..., 0, :, None] + halves[..., 1, None, :]).flatten(-2)
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """Where the k largest stand, the lowest index first among equals."""
+    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def kept(scores: Tensor, k: int) -> Tensor:
+    """The scores with -inf at all but the k largest."""
+    at = best(scores, k)
+    return torch.full_like(scores, -torch.inf).scatter(-1, at, scores.gather(-1, at))
+
+
+def slot_shares(query: Tensor, keys: Tensor, k: int, score: str = "idw", eps: float = 1e-3) -> Tensor:
+    """The weights of all slots, one softmax over the heads' selected ones: [..., H, N]."""
+    scores = kept(all_scores(half_scores(query, keys, score, eps)), k)
+    return scores.flatten(-2).softmax(-1).view(scores.shape)
+
+
+@dataclass
+class Dense:
+    """One memory and how it is written.
+
+    Attributes:
+        keys: [H, 2, n, d]. values: [N, Dv]. step, rate, address, key_update, look_ahead, border: as in `WriteRule`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    k: int
+    step: str = "normalized"
+    rate: float = 1.0
+    address: float = 10.0
+    key_update: str = "entropy"
+    look_ahead: bool = True
+    border: bool = True
+    score: str = "idw"
+    eps: float = 1e-3
+
+    def read(self, query: Tensor) -> Tensor:
+        """[R, L, Dv] of queries [R, L, H, 2 d]."""
+        return slot_shares(query, self.keys, self.k, self.score, self.eps).sum(-2) @ self.values
+
+    def write(self, query: Tensor, value: Tensor, gate: Tensor, following: Tensor | None) -> None:
+        """Learn a chunk: queries [R, L, H, 2 d], values [R, L, Dv], gates [R, L], the values of the next tokens [R, Dv]
+        or None."""
+        keys, values = self.keys.detach().requires_grad_(), self.values.detach().requires_grad_()
+        weights = slot_shares(query, keys, self.k, self.score, self.eps)
+        target, pairs = value, value.shape[1]
+        if self.look_ahead and following is not None and self.border:
+            target = torch.cat([value[:, 1:], following[:, None]], 1)
+        elif self.look_ahead:
+            target, pairs = value[:, 1:], value.shape[1] - 1
+        error = ((weights.sum(-2) @ values)[:, :pairs] - target).square().sum(-1) / 2 * gate[:, :pairs]
+        at = best(all_scores(half_scores(query, keys, self.score, self.eps)), self.k)
+        met = torch.zeros(weights.shape).scatter(-1, at, 1.0).to(weights)
+        readers = met.sum((0, 1, 2))
+        if self.step == "reference":
+            error = error * at.shape[2] * self.k * value.shape[1] / max(pairs, 1)
+        elif self.step == "normalized":
+            own = weights.detach().sum(-2)[:, :pairs]
+            hits = met.sum(-2)[:, :pairs]
+            error = error / (own.square() / hits.clamp(min=1)).sum(-1)
+        moved = torch.autograd.grad(error.sum(), values, retain_graph=True)[0]
+        self.values = self.values - self.rate * moved / readers.clamp(min=1)[:, None]
+        if self.key_update == "entropy":
+            loss = -self.address * self.entropy(query, keys)
+        elif self.key_update == "mse":
+            plain = ((weights.sum(-2) @ values.detach())[:, :pairs] - target).square().mean(-1) / 2 * gate[:, :pairs]
+            loss = plain.mean()
+        else:
+            return
+        self.keys = self.keys - self.rate * torch.autograd.grad(loss, keys)[0]
+
+    def entropy(self, query: Tensor, keys: Tensor | None = None) -> Tensor:
+        """The entropy of how often each sub-key is used, all sets added up."""
+        scores = kept(half_scores(query, self.keys if keys is None else keys, self.score, self.eps), self.k)
+        marginal = scores.softmax(-1).flatten(0, 1).mean(0)  # [H, 2, n]
+        return -(marginal * (marginal + 1e-8).log()).sum()
+
+
+def stream(memory: Dense, query: Tensor, value: Tensor, gate: Tensor, chunk: int) -> Tensor:
+    """What the rows [R, T, ...] of one memory read, chunk after chunk; the last, even if full, stays unwritten."""
+    out = []
+    for start in range(0, query.shape[1], chunk):
+        if start:
+            span = slice(start - chunk, start)
+            memory.write(query[:, span], value[:, span], gate[:, span], value[:, start])
+        out.append(memory.read(query[:, start : start + chunk]))
+    return torch.cat(out, 1)

@@ -1,0 +1,224 @@
+"""`regard reproduce fwpkm-ablation`: what each variant is, what is measured of it, and what is said."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from regard.checks import ArgumentError
+from regard.cli import main
+from regard.experiments import fwpkm_ablation as recipe
+from regard.experiments import fwpkm_ablation_output as shown
+from regard.experiments.fwpkm_ablation import DOT, HEADS, NONE, VARIANTS, WHOLE, WIDER
+from regard.experiments.language_runs import LanguageRun
+from regard.experiments.needle_text import needle_world
+from regard.models import HybridForCausalLM
+from regard.models.memories import memory_modules
+
+SMALL = (
+    "--size quick --steps 2 --width 16 --sub-keys 8 --memory-dim 8 --top-k 2 --context 64 --chunk 16 --haystack 40 "
+    "--questions 3 --reads 2 --segments 2 --examples 6 --words 60"
+)
+TINY = SMALL.split()
+
+
+def defaults(**changes: object) -> recipe.FwPKMAblationConfig:
+    return recipe.check(recipe.FwPKMAblationConfig(**{"size": "quick", **changes}))
+
+
+def memory(variant: str, **changes: object) -> Any:
+    model = HybridForCausalLM(recipe.model_config(defaults(**changes), variant, 50))
+    (found,) = memory_modules(model).values()
+    return found
+
+
+def test_every_part_of_appendix_b_can_be_left_out() -> None:
+    whole = memory(WHOLE)
+    assert (whole.rule.name, whole.heads, whole.top_k, whole.slots, whole.score) == ("normalized", 1, 4, 256, "idw")
+    assert (whole.rule.key_update, whole.rule.look_ahead, whole.rule.gate_loss) == ("entropy", True, True)
+    assert memory("rule: paper").rule.name == "paper"
+    assert memory("rule: reference").rule.name == "reference"
+    assert (memory(WIDER).heads, memory(WIDER).top_k) == (1, 16)
+    assert (memory(HEADS).heads, memory(HEADS).top_k) == (4, 4)
+    assert memory("without address loss").rule.key_update == "mse"
+    assert memory("without loss weight").rule.gate_loss is False
+    assert memory("without look-ahead").rule.look_ahead is False
+    assert memory(DOT).score == "dot"
+    hidden = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0))
+    assert memory("without gating").projections(hidden).gate is None
+    assert whole.projections(hidden).gate is not None
+    spread = {name: memory(name).projections(hidden).value.std(-1) for name in (WHOLE, "without value norm")}
+    assert (spread[WHOLE] - 1).abs().max() < 1e-3 < (spread["without value norm"] - 1).abs().max()
+
+
+def test_all_have_the_same_layers() -> None:
+    model = HybridForCausalLM(recipe.model_config(defaults(), NONE, 50))
+    assert memory_modules(model) == {}
+    assert model.config.mixers == ["gated-deltanet"] * 3 + ["softmax"]
+    assert model.config.layer_windows() == [None, None, None, 16]
+
+
+def test_the_size_of_the_paper() -> None:
+    config = recipe.check(recipe.FwPKMAblationConfig(size="paper", device="cpu", dtype="float32"))
+    made = recipe.model_config(config, WIDER, 32_000)
+    assert made.memories == "fwpkm@2,6,10"
+    own = made.memory_options["fwpkm"]
+    assert (own["sub_keys"], own["key_dim"], own["chunk_size"], own["top_k"]) == (512, 512, 512, 32)
+    assert (made.hidden_size, made.num_hidden_layers) == (768, 12)
+
+
+def test_needles_are_of_held_out_text() -> None:
+    world = needle_world(None, common=60, needles=3, digits=2, call="test")
+    haystacks, questions, answers = recipe.needles(world, 40, 5, 0)
+    assert haystacks.shape == (5, 40)
+    assert questions.shape[0] == answers.shape[0] == 5
+    for haystack, question, answer in zip(haystacks.tolist(), questions.tolist(), answers.tolist(), strict=True):
+        text = " ".join(world.words[token] for token in haystack)
+        asked = " ".join(world.words[token] for token in (*question, *answer))
+        assert asked in text
+        assert text.count("number K") == 3
+
+
+# The recipe ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("ablation") / "out"
+    flags = ["--output", str(out), *TINY, "--variants", NONE, WHOLE, "without gating"]
+    assert main(["reproduce", "fwpkm-ablation", *flags]) == 0
+    return out
+
+
+def test_the_folder_is_complete(tiny: Path) -> None:
+    found = json.loads((tiny / "fwpkm-ablation.json").read_text())
+    assert [run["name"] for run in found["runs"]] == [NONE, WHOLE, "without gating"]
+    assert found["variants"]["without gating"] == {"gating": False}
+    runs = {run["name"]: run for run in found["runs"]}
+    for run in runs.values():
+        assert run["extra"]["text"]["tokens"] == [128]
+        assert run["extra"]["text"]["loss"] > 0
+        assert [len(run["extra"]["needles"][name]) for name in ("exact", "digits")] == [2, 2]
+        assert run["extra"]["needles"]["asked"] == 3
+    assert runs[NONE]["extra"]["frozen"] == pytest.approx(runs[NONE]["extra"]["text"]["loss"])
+    assert runs[NONE]["extra"]["text"]["slots"] == runs[NONE]["extra"]["text"]["gates"] == {}
+    (counts,) = runs[WHOLE]["extra"]["text"]["gates"].values()
+    assert sum(counts) == 128
+    (slots,) = runs[WHOLE]["extra"]["text"]["slots"].values()
+    assert slots["reads"] == 128 * 2
+    assert 0 < slots["coverage"] <= 1
+    assert runs["without gating"]["extra"]["text"]["gates"] == {}
+    for name in ("fwpkm-ablation", "fwpkm-ablation-curves", "fwpkm-ablation-gates"):
+        assert (tiny / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--variants sgd", "--variants names 'sgd', which is unknown"),
+        ("--context 16 --chunk 16", "--context 16 has less than two chunks of 16"),
+        ("--reads 0", "--reads is 0, expected at least 1"),
+        ("--top-k 99", "top_k"),
+        ("--segments 90000", "words of the text are held out"),
+        ("--haystack 5", "needles have"),
+    ],
+)
+def test_mistakes(flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["reproduce", "fwpkm-ablation", "--quick", "--output", str(tmp_path / "o"), *flags.split()])
+    assert code != 0
+    assert said in re.sub(r"\s+", " ", capsys.readouterr().err)
+
+
+# Verdicts --------------------------------------------------------------------------------------------------------
+
+
+def run(name: str, loss: float, needles: list[int], coverage: float | None = 0.5, frozen: float = 3.0) -> LanguageRun:
+    slots = {} if coverage is None else {"layers.2.memory": {"coverage": coverage, "collisions": 0.9, "gate": 0.4}}
+    gates = {} if coverage is None else {"layers.2.memory.hook_gate": [5, 5, 0, 0, 0, 0, 0, 0, 0, 10]}
+    digits = [hit / 10 for hit in needles]
+    extra = {
+        "text": {"loss": loss, "slots": slots, "gates": gates},
+        "frozen": frozen,
+        "needles": {"exact": needles, "digits": digits, "asked": 10},
+    }
+    return LanguageRun(
+        name=name, seed=0, parameters=1, steps=(1, 2), train=(3.0, loss), held_out=(3.0, loss), step_seconds=1.0,
+        step_cpu_seconds=1.0, peak_bytes=None, before_bytes=None, extra=extra,
+    )  # fmt: skip
+
+
+def seen(*runs: LanguageRun) -> shown.Seen:
+    return shown.Seen({each.name: [each] for each in runs}, digits=2, reads=2)
+
+
+def note(notes: tuple[str, ...], start: str) -> str:
+    (found,) = (text for text in notes if text.startswith(start))
+    return found
+
+
+def test_verdicts_follow_the_numbers() -> None:
+    given = seen(
+        run(NONE, 2.6, [0, 1], None),
+        run(WHOLE, 2.5, [5, 9], 0.8),
+        run("rule: paper", 2.52, [4, 6]),
+        run("without look-ahead", 2.9, [0, 0], 0.9),
+        run("without gating", 2.495, [5, 8], 0.4),
+        run(DOT, 2.7, [1, 2], 0.3),
+    )
+    told = shown.notes(given)
+    worth = note(told, "What the memory is worth")
+    assert "lowers the loss by 0.5000" in worth
+    assert "loses +0.1000 nats/token more" in worth
+    assert "90% with it, 10% without" in worth
+    ahead = note(told, 'The paper: "removing lookahead')
+    assert "holds for perplexity (most by leaving out look-ahead, +0.4000 nats/token" in ahead
+    assert "fewest needles are found without look-ahead (0%)" in ahead
+    levels = note(told, "Loss on text")
+    assert "lower: none; level: without gating; higher: rule: paper, without look-ahead, dot-product scores" in levels
+    use = note(told, "Variants that use fewer slots")
+    assert "rule: paper 0.62 times, without gating 0.50 times, dot-product scores 0.37 times" in use
+    assert "3 of 3 also find fewer" in use
+    assert "holds. 0 of 1 diverged, coverage 0.300 against 0.800" in note(told, "The paper: dot-product")
+    assert note(told, "Rules of writing").endswith("normalized (the whole memory) 12.18 and 90%; paper 12.43 and 60%.")
+
+
+def test_failures_are_told() -> None:
+    given = seen(
+        run(WHOLE, 2.5, [5, 9], 0.8),
+        run("without look-ahead", 2.5, [5, 8], 0.9),
+        run("without value norm", math.nan, [0, 0], 0.9),
+        run(DOT, 2.5, [5, 9], 0.9),
+    )
+    told = shown.notes(given)
+    ahead = note(told, 'The paper: "removing lookahead')
+    assert "does not hold here for perplexity (most by leaving out value norm, diverged" in ahead
+    assert "not seen at this size" in note(told, "The paper: dot-product")
+    table = shown.tables(given)["What a part is worth"]
+    assert table.rows[2][1:3] == ("diverged", "diverged")
+    assert shown.notes(seen(run(NONE, 2.5, [0, 0], None))) == (
+        "The whole memory was not trained, so that nothing can be compared with it.",
+    )
+
+
+def test_tables_and_gates() -> None:
+    given = seen(run(NONE, math.log(20), [0, 1], None), run(WHOLE, math.log(10), [5, 9], 0.8, frozen=math.log(15)))
+    main_table, needle_table = shown.tables(given).values()
+    assert main_table.rows[0][:5] == (NONE, "20.00", "+0.6931", "-", "-")
+    assert main_table.rows[1][:6] == (WHOLE, "10.00", "", "15.00", "0.40", "0.800")
+    assert needle_table.rows == ((NONE, "0%", "10%", "0%", "10%"), (WHOLE, "50%", "90%", "50%", "90%"))
+    shares = shown.gate_shares(given)
+    assert shares.keys() == {WHOLE}
+    assert shares[WHOLE]["layer 3"].tolist() == [0.25, 0.25, 0, 0, 0, 0, 0, 0, 0, 0.5]
+    assert all(png.startswith(b"\x89PNG") for png in shown.figures(given).values())
+
+
+def test_variants_are_named_once() -> None:
+    assert len(set(VARIANTS)) == len(VARIANTS) == 12
+    with pytest.raises(ArgumentError, match="twice"):
+        defaults(variants=(WHOLE, WHOLE))
