@@ -36,7 +36,6 @@ def registries() -> dict[str, Registry[Any]]:
         "slot-score": slot_scores,
         "step-rule": step_rules,
         "slot-values": slot_values,
-        "step-rule": step_rules,
         "impl": implementations_registry,
         "energy": energies,
         "recipe": recipes,
