@@ -1,9 +1,10 @@
 """A small world for needles in a haystack: real text in whole words, keys and digits that are one token each.
 
-What a model of half a million numbers can learn in minutes is not to copy four hexadecimal characters out of bytes. So
-words are tokens (the commonest; the rest are one token), a needle is "number K3f is 4 2 .", and training documents
-hold needles and, after them, the questions for all of these with their answers: without such documents no model could
-learn what is asked of it, and the paper's models, too, must have read text in which keys come back.
+What a model of half a million numbers can learn in minutes is not to copy six digits out of bytes. So words are tokens
+(the commonest; the rest are one token), a needle is "number K3f 42 ." with a key and a number of one token each, and
+training documents hold needles and, after them, the questions for all of these with their answers: without such
+documents no model could learn what is asked of it, and the paper's models, too, must have read text in which keys come
+back.
 
 Shapes: L tokens of a haystack, T tokens of a training document.
 """
@@ -24,8 +25,12 @@ from torch import Tensor
 from ..checks import ArgumentError
 from ..tasks import NeedleInHaystack
 
-UNKNOWN, NUMBER, IS, STOP = "<unk>", "number", "is", "."
-KEYS = 256
+UNKNOWN, NUMBER, STOP = "<unk>", "number", "."
+KEYS, VALUES = 256, 100
+SENTENCE = 4
+"""Tokens of a needle."""
+TRAINED = 12
+"""Needles of a training document, 4 to so many where they fit."""
 HELD_OUT = 0.2
 """Share of the text, at its end, that haystacks of the evaluation are made of."""
 TRAINING, FINAL = 1_000, 2_000_000
@@ -39,15 +44,13 @@ class NeedleWorld:
     Attributes:
         learn, held_out: tokens of the text.
         words: token to word.
-        needles: in a haystack, and in a training document.
-        digits: of a number.
+        needles: in a haystack.
     """
 
     learn: tuple[int, ...] = field(repr=False)
     held_out: tuple[int, ...] = field(repr=False)
     words: tuple[str, ...] = field(repr=False)
     needles: int = 5
-    digits: int = 2
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -55,15 +58,12 @@ class NeedleWorld:
         return {word: i for i, word in enumerate(self.words)}
 
     def encode(self, sentence: str) -> list[int]:
-        """Words with blanks between them; a number is its digits."""
-        found = []
-        for word in sentence.split():
-            found += [self.numbers[each] for each in (word if word.isdigit() else [word])]
-        return found
+        """Words with blanks between them."""
+        return [self.numbers[word] for word in sentence.split()]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Words with blanks between them, digits without."""
-        return re.sub(r"(?<=\b\d) (?=\d\b)", "", " ".join(self.words[token] for token in tokens))
+        """Words with blanks between them."""
+        return " ".join(self.words[token] for token in tokens)
 
     def task(self, length: int, *, training: bool = False, needles: int | None = None) -> NeedleInHaystack:
         """Haystacks of `length` tokens."""
@@ -73,29 +73,29 @@ class NeedleWorld:
             needles=self.needles if needles is None else needles,
             encode=self.encode,
             decode=self.decode,
-            digits=self.digits,
+            digits=2,
             id_digits=2,
-            template=f"{NUMBER} {{key}} {IS} {{value}} {STOP}",
+            template=f"{NUMBER} {{key}} {{value}} {STOP}",
             key="K{id}",
         )
 
     def training_tokens(self, count: int, length: int, seed: int) -> Tensor:
         """Training documents of T = `length` tokens one after another, int32 [about count]: a haystack, and the
         sentences of all its needles once more in another order."""
-        sentence = len(self.encode(f"{NUMBER} K00 {IS} {'0' * self.digits} {STOP}"))
-        task = self.task(length - self.needles * sentence, training=True)
         tokens: list[int] = []
+        most = max(1, min(TRAINED, length // (2 * SENTENCE)))
         for index in range(-(-count // length)):
+            draw = random.Random(f"{seed}:{index}")
+            needles = draw.randint(min(4, most), most)
+            task = self.task(length - needles * SENTENCE, training=True, needles=needles)
             example = task.example(TRAINING + seed, index)
-            asked = list(example.numbers.items())
-            random.Random(f"{seed}:{index}").shuffle(asked)
             tokens += example.haystack
-            for key, value in asked:
+            for key, value in draw.sample(list(example.numbers.items()), needles):
                 tokens += self.encode(task.sentence(key, value))
         return torch.tensor(tokens, dtype=torch.int32)
 
 
-def needle_world(data: Path | None, *, common: int, needles: int, digits: int, call: str) -> NeedleWorld:
+def needle_world(data: Path | None, *, common: int, needles: int, call: str, digits: int = 2) -> NeedleWorld:
     """The text of a user, or of the interpreter's manual, as a world.
 
     Args:
@@ -111,10 +111,10 @@ def needle_world(data: Path | None, *, common: int, needles: int, digits: int, c
     found = re.findall(r"[^\W\d_]+|[.,;:()]", content)
     if len(found) < 1000:
         raise ArgumentError(f"{call}: the text has {len(found)} words, expected at least 1,000; give more --data.")
-    own = [UNKNOWN, NUMBER, IS, STOP, *map(str, range(10)), *(f"K{i:02x}" for i in range(KEYS))]
+    own = [UNKNOWN, NUMBER, STOP, *(f"{i:02d}" for i in range(VALUES)), *(f"K{i:02x}" for i in range(KEYS))]
     known = [word for word, _ in Counter(word.lower() for word in found).most_common(common) if word not in own]
     words = (*own, *known)
     place = {word: i for i, word in enumerate(words)}
     tokens = tuple(place.get(word.lower(), 0) for word in found)
     cut = round(len(tokens) * (1 - HELD_OUT))
-    return NeedleWorld(tokens[:cut], tokens[cut:], words, needles, digits)
+    return NeedleWorld(tokens[:cut], tokens[cut:], words, needles)

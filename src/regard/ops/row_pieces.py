@@ -159,13 +159,6 @@ class RowPieces:
         What is given is summed apart from what was added, and that in the order of the entries, so that not a bit
         depends on where pieces end.
         """
-        everyone = torch.arange(owners)
-        out = None
-        for piece, at, rows in self.parts(ids):
-            m, w = (owner, weights) if at is None else (owner[at], weights[at])
-            part = weighted_sums(piece, rows, w, torch.searchsorted(m, everyone), self.dtype)
-            out = part if out is None else out.add_(part)
-        return out
         added = ids >= self.given
         count = int(added.sum())
         if count in (0, len(ids)):
