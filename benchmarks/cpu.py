@@ -1,15 +1,16 @@
 """What regard costs on a CPU, side by side with what else one could run: `python benchmarks/cpu.py --write`.
 
-Five parts, each with times, memory and its own provenance:
+Six parts, each with times, memory and its own provenance:
 
 normalisers: regard's weightings of plain scores, torch.softmax and the entmax package;
 attention: regard's compact kernels, scaled_dot_product_attention and dense entmax15 attention;
 linear: the linear-time forms up to 65536 positions, and the cost of a decoded token;
 local_linear: local linear attention, scaled_dot_product_attention and the plain dense form;
-models: training steps of the language models, and what a cache saves in decoding.
+models: training steps of the language models, and what a cache saves in decoding;
+fast_weights: a memory of fast weights, its dense form and the package fast-weight-product-key-memory.
 
 Within a configuration the contestants take turns, and ratios are those of medians within one run. Needs the extras
-`lm`, `dev` and `cpu`. All parts take about twenty minutes on two quiet cores and at most 8 GiB of memory.
+`lm`, `dev` and `cpu`. All parts take about half an hour on two quiet cores and at most 8 GiB of memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import cpu_table
 import torch
 from cpu_measure import ROOT, peaks, provenance, say
 
-PARTS = ("normalisers", "attention", "linear", "local_linear", "models")
+PARTS = ("normalisers", "attention", "linear", "local_linear", "models", "fast_weights")
 STORED = ROOT / "benchmarks" / "results" / "cpu.json"
 PAGE = ROOT / "docs" / "results.md"
 

@@ -56,6 +56,7 @@ def tables(stored: Entry) -> str:
         "linear": linear,
         "local_linear": local_linear,
         "models": models,
+        "fast_weights": fast_weights,
     }
     blocks: list[str] = []
     for name, make in makers.items():
@@ -423,3 +424,52 @@ def cached(found: list[Entry], bar: float) -> Iterable[str]:
         seconds = (number(c["median_ms"] / 1e3) for c in (with_cache, without))
         rows.append([f"{name}, after {entry['config']['prompt']}", *seconds, f"{number(without['ratio'])}x"])
     yield markdown(["", "with a cache", "without", "faster"], rows)
+
+
+# Fast weights ------------------------------------------------------------------------------------------------
+
+
+def fast_weights(part: Entry) -> Iterable[str]:
+    bars, base, ours = part["bars"], part["baseline"], "regard"
+    one, two = part["times"]
+    config = one["config"]
+    yield "### Memories of fast weights\n\n" + machine(part)
+    missing = "" if part["package"] != "not installed" else " The package was not installed."
+    yield (
+        f"Reading and writing {config['sub_keys']}^2 slots of {config['width']} numbers, top {config['top_k']}, chunks "
+        f"of {config['chunk']} tokens, search included, float32, one thread: milliseconds, and how many times as fast as "
+        f"the dense form of the released program's mathematics. The package's time is that of its whole layer "
+        f"({part['package']}). Peak memory in MiB, as above, of two chunks. Bars: {number(bars['ms'])} ms forward, "
+        f"{number(bars['dense'])} times.{missing}"
+    )
+    mib = {m["name"]: m["mib"] for m in part["memory"] if m["config"]["chunks"] == two["config"]["chunks"]}
+    rows = []
+    for name in one["contestants"]:
+        times = [
+            f"{number(t[name]['median_ms'])} ({number(1 / t[name]['ratio'])}x)"
+            for t in (one["contestants"], two["contestants"])
+        ]
+        rows.append([name, *times, *(number(mib[name][which]) for which in PASSES)])
+    yield markdown(
+        ["", "a chunk, forward", "two chunks, forward + backward", *(f"MiB, {w}" for w in PASSES.values())], rows
+    )
+    most = next(m for m in part["memory"] if m["name"] == ours and m["config"] != two["config"])
+    yield (
+        f"{most['config']['chunks']} chunks, forward + backward: {number(most['mib']['both'])} MiB, of which "
+        f"{number(most['written_mib'])} are the rows that were written; the table is "
+        f"{number(4 * config['sub_keys'] ** 2 * config['width'] / 2**20)} MiB, of which {base} makes several a chunk."
+    )
+    yield from memory_steps(part["steps"], bars["step"])
+
+
+def memory_steps(found: list[Entry], bar: float) -> Iterable[str]:
+    for entry in found:
+        yield (
+            f"A training step (forward, backward, clipping, AdamW) at the paper's size, {entry['config']['tokens']} "
+            f"tokens, batch {entry['config']['batch']}: seconds. Bar of three memories: {number(bar)} times."
+        )
+        rows = [
+            [name, f"{number(c['median_ms'] / 1e3)} ({number(c['ratio'])}x)", f"{entry['parameters'][name]:,}"]
+            for name, c in entry["contestants"].items()
+        ]
+        yield markdown(["", "step", "parameters"], rows)

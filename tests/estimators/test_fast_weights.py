@@ -16,12 +16,12 @@ from regard.estimators.fast_weights import FastWeightState, flush
 
 IMPLS = ("reference", "auto")
 STEPS = ("normalized", "paper", "reference")
-CHUNK, TOP_K = 4, 3
+CHUNK, TOP_K = 5, 3
 Streams = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def draw(
-    tokens: int = 14, rows: int = 2, heads: int = 2, n: int = 5, seed: int = 0, dtype: torch.dtype = torch.float64
+    tokens: int = 17, rows: int = 2, heads: int = 2, n: int = 5, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> Streams:
     """query [rows, tokens, heads, 6], value [rows, tokens, 4], gate [rows, tokens], keys, values."""
     make = torch.Generator().manual_seed(seed)
@@ -48,11 +48,11 @@ def rule_of(memory: Dense, **more: Any) -> regard.WriteRule:
 
 def compare(given: Streams, options: dict[str, Any], impl: str, shared: bool, score: str, tolerance: float) -> None:
     """Two full chunks are written and a third one waits, of which a flush writes what has a target."""
-    query, value, gate, keys, values = given
-    groups = [slice(None)] if shared else [slice(b, b + 1) for b in range(len(query))]
+    groups = [slice(None)] if shared else [slice(b, b + 1) for b in range(len(given[0]))]
     wide = [x.double() for x in given]
-    out, state = call(given, rule_of(Dense(keys, values, TOP_K, **options)), shared=shared, impl=impl, score=score)
-    after = flush(state, rule=rule_of(Dense(keys, values, TOP_K, **options)), score=score)
+    rule = rule_of(Dense(wide[3], wide[4], TOP_K, **options))
+    out, state = call(given, rule, shared=shared, impl=impl, score=score)
+    after = flush(state, rule=rule, score=score)
     for at, group in enumerate(groups):
         memory = Dense(wide[3], wide[4], TOP_K, score=score, **options)
         q, v, g = (x[group] for x in wide[:3])
@@ -110,19 +110,16 @@ def test_without_gates_all_errors_weigh_the_same() -> None:
 @pytest.mark.parametrize("heads", [1, 3])
 def test_one_write_of_a_single_pair_is_exact(heads: int, impl: str) -> None:
     """In float32, also for a query that sits on a key (all weight on one slot) and where heads meet in a slot."""
+    rule = regard.WriteRule(key_update="none", look_ahead=False)
     for seed in range(20):
-        query, value, _, keys, values = draw(2, 1, heads, seed=seed, dtype=torch.float32)
+        query, value, _, keys, values = draw(1, 2, heads, seed=seed, dtype=torch.float32)
         if seed % 2:
             keys[:] = keys[:1]
             query[:, 0] = torch.cat([keys[0, 0, 2], keys[0, 1, 3]])
-        rule = regard.WriteRule(key_update="none")
-        before, state = call((query[:, :1], value[:, :1], None, keys, values), rule, impl=impl, chunk_size=2)
-        _, state = call((query[:, 1:], value[:, 1:], None, keys, values), rule, impl=impl, state=state, chunk_size=2)
-        again, _ = call(
-            (query[:, :1], value[:, :1], None, keys, values), rule, state=flush(state, rule=rule), frozen=True
-        )
-        target = value[:, 1:]
-        assert (again - target).norm() < 1e-5 * (before - target).norm()
+        given = (query, value, None, keys, values)
+        before, state = call(given, rule, impl=impl)
+        after, _ = call(given, rule, state=flush(state, rule=rule), frozen=True)
+        assert (after - value).norm() < 1e-5 * (before - value).norm()
 
 
 def repeated(step: str, times: int, on_key: float) -> list[float]:
@@ -151,24 +148,24 @@ def test_the_released_rule_diverges_on_a_key() -> None:
     assert errors[-1] > 100 * errors[0]
 
 
-@pytest.mark.parametrize("address", [1.0, 10.0])
-def test_a_key_update_does_not_lower_the_entropy(address: float) -> None:
-    """In 95 of 100 random chunks, clustered queries among them."""
+@pytest.mark.parametrize("clustered", [False, True], ids=["random", "clustered"])
+@pytest.mark.parametrize("address", [0.01, 1.0, 10.0])
+def test_a_key_update_does_not_lower_the_entropy(address: float, clustered: bool) -> None:
+    """In 38 of 40 random chunks."""
     risen = 0
-    for seed in range(100):
+    for seed in range(40):
         make = torch.Generator().manual_seed(seed)
-        query = torch.randn(1, 64, 1, 16, generator=make, dtype=torch.float64)
-        if seed % 2:
-            query = query[:, torch.randint(0, 6, (64,), generator=make)] + 0.2 * query
-        keys = 0.3 * torch.randn(1, 2, 16, 8, generator=make, dtype=torch.float64)
-        values = torch.zeros(256, 2, dtype=torch.float64)
-        given = (query, torch.zeros(1, 64, 2, dtype=torch.float64), None, keys, values)
+        query = torch.randn(1, 256, 1, 32, generator=make, dtype=torch.float64)
+        if clustered:
+            query = query[:, torch.randint(0, 6, (256,), generator=make)] + 0.2 * query
+        keys = torch.randn(1, 2, 32, 16, generator=make, dtype=torch.float64)
+        values, value = torch.zeros(1024, 2, dtype=torch.float64), torch.zeros(1, 256, 2, dtype=torch.float64)
         rule = regard.WriteRule(address_weight=address)
-        _, state = call(given, rule, chunk_size=64, top_k=4)
+        _, state = call((query, value, None, keys, values), rule, chunk_size=256, top_k=8)
         after = flush(state, rule=rule)
-        before = Dense(keys, values, 4).entropy(query)
-        risen += bool(Dense(after.keys[0], values, 4).entropy(query) >= before)
-    assert risen >= 95
+        before = Dense(keys, values, 8).entropy(query)
+        risen += bool(Dense(after.keys[0], values, 8).entropy(query) >= before)
+    assert risen >= 38
 
 
 def test_readers_are_counted_whether_they_write_or_not() -> None:

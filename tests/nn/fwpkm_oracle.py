@@ -106,13 +106,17 @@ class Oracle:
         return [*(v[t] for t in places[1:]), last]
 
     @torch.enable_grad()
-    def run(self, hidden: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(output [B, T, C], keys [M, ...], values [M, N, Dv]), what waits at the end not written."""
+    def run(
+        self, hidden: Tensor, mask: Tensor | None = None, spoilt: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(output [B, T, C], keys [M, ...], values [M, N, Dv]), what waits at the end not written. Masked tokens are as if
+        removed; spoilt ones have a place in the chunk, and nothing else."""
         self.p = {name: x.detach() for name, x in self.p.items()}
         hidden = hidden.detach()
         rows, tokens, _ = hidden.shape
         mask = torch.ones(rows, tokens, dtype=torch.bool) if mask is None else mask
-        q, v, g = self.project(torch.where(mask[..., None], hidden, 0))
+        good = mask if spoilt is None else mask & ~spoilt
+        q, v, g = self.project(torch.where(good[..., None], hidden, 0))
         out = torch.zeros_like(hidden)
         groups = [list(range(rows))] if self.shared else [[row] for row in range(rows)]
         keys, values = [], []
@@ -125,7 +129,7 @@ class Oracle:
                 if len(waiting) == self.chunk:
                     parts = []
                     for row in group:
-                        own = [s for s in waiting if mask[row, s]]
+                        own = [s for s in waiting if good[row, s]]
                         parts += [
                             (q[row, s], None if g is None else g[row, s], target)
                             for s, target in zip(
@@ -134,7 +138,7 @@ class Oracle:
                         ]
                     key, value = self.write(parts, key, value)
                     waiting = []
-                for row in here:
+                for row in (row for row in here if good[row, t]):
                     slots, weights, _ = self.look(q[row, t], key)
                     self.reads.append((row, t, slots, weights.tolist()))
                     read = (weights[:, None] * value[torch.tensor(slots)]).sum(0)

@@ -449,6 +449,21 @@ def test_a_token_that_is_not_finite(bad):
         made(spoilt)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("rule", ["normalized", "reference"])
+def test_tokens_that_are_not_finite_are_in_nobodys_pair(rule, shared):
+    """They keep their place in the chunk; who stands before one is bound to who stands after it."""
+    made, x = layer(step_rule=rule, shared=shared), tokens(15)
+    spoilt = torch.zeros(2, 15, dtype=torch.bool)
+    spoilt[0, 2], spoilt[0, 8], spoilt[1, 6], spoilt[1, 7] = True, True, True, True
+    x[spoilt] = math.nan
+    out, keys, values = oracle(made, step_rule=rule, shared=shared).run(x, spoilt=spoilt)
+    found, state = made(x)
+    close(found[~spoilt], out[~spoilt])
+    close(state.values.dense(), values)
+    close(state.keys, keys)
+
+
 # A resident memory ----------------------------------------------------------------------------------------------
 
 

@@ -253,9 +253,7 @@ def test_streams_in_a_resident_memory_meet_their_predecessors():
     found = made.observer.retrieved()
     first = found.position < 10 + CHUNK
     assert int(found.position.min()) == 10
-    wrote = found.writers.position[first]
-    assert int(wrote.max()) <= 9
-    assert (wrote >= 0).any()
+    assert int(found.writers.position[first].max()) == 8  # the last one, 9, had no target
 
 
 def test_what_an_observer_cannot_follow():

@@ -209,7 +209,7 @@ def _entropy_gradient(scores: Tensor, index: Tensor, counted: Tensor, n: int) ->
     """d/dscores [G, P, k] of sum_i p-_i log(p-_i + FLOOR), p- the mean over the counted tokens of the softmax of their
     scores at the sub-keys `index`; counted [G, P]."""
     p = scores.softmax(-1)
-    own = counted / counted.sum(-1, keepdim=True).clamp(min=1)
+    own = counted.to(p.dtype) / counted.sum(-1, keepdim=True).clamp(min=1)
     flat = index.flatten(1)
     marginal = p.new_zeros(len(p), n).scatter_add(1, flat, (p * own[..., None]).flatten(1))
     slope = (marginal + FLOOR).log() + marginal / (marginal + FLOOR)

@@ -41,6 +41,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "without look-ahead": {"look_ahead": False},
 }
 WIDER, HEADS, DOT = "1 head, 4 k slots", "4 heads, k slots each", "dot-product scores"
+UNSEEN = 500_000
+"""Added to the seed for needle documents that no model learns from."""
 VARIANTS = (NONE, WHOLE, *RULES, WIDER, HEADS, *PARTS, DOT)
 """WHOLE is the memory with all its parts and the normalised rule; the others differ from it in what their name says."""
 
@@ -194,7 +196,7 @@ def check(config: FwPKMAblationConfig) -> FwPKMAblationConfig:
 def budget(config: FwPKMAblationConfig) -> Budget:
     """What every model is given."""
     numbers: Any = {f.name: getattr(config, f.name) for f in fields(Budget) if hasattr(config, f.name)}
-    return Budget(**numbers, measured=4 * (config.context or 1))
+    return Budget(**numbers, measured=16 * (config.context or 1))
 
 
 def memory_options(config: FwPKMAblationConfig, variant: str) -> dict[str, Any]:
@@ -211,8 +213,7 @@ def model_config(config: FwPKMAblationConfig, variant: str, vocabulary: int) -> 
         ArgumentError: sizes that do not fit.
     """
     numbers: Any = config
-    paper = numbers.layers >= 12
-    depths = (2, 6, 10) if paper else (max(0, numbers.layers - 2),)
+    depths = (2, 6, 10) if numbers.layers >= 12 else (numbers.layers - 1,)
     sizes = Sizes(
         vocabulary=vocabulary,
         **{name: getattr(numbers, name) for name in ("width", "layers", "heads", "context", "sub_keys", "memory_dim")},
@@ -246,6 +247,7 @@ def jobs(config: FwPKMAblationConfig, world: NeedleWorld) -> list[Job]:
             f"{numbers.context}; give fewer, or more --data."
         )
     learned = world.training_tokens(numbers.examples * numbers.context, numbers.context, config.seed)
+    unseen = world.training_tokens(budget(config).measured, numbers.context, UNSEEN + config.seed)
     look = partial(
         measured,
         text=held_out,
@@ -257,7 +259,7 @@ def jobs(config: FwPKMAblationConfig, world: NeedleWorld) -> list[Job]:
         Job(
             name=name,
             config=model_config(config, name, len(world.words)),
-            material=Corpus(learned, held_out),
+            material=Corpus(learned, unseen),
             budget=budget(config),
             seed=seed,
             measure=look,

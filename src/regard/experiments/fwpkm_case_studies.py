@@ -20,7 +20,7 @@ from ..checks import ArgumentError
 from .fwpkm_ablation import needles
 from .language_runs import Budget, Corpus, Job, initial_range, run_jobs, sized
 from .memory_layouts import Row, Sizes, row_config
-from .needle_text import NeedleWorld, needle_world
+from .needle_text import UNKNOWN, NeedleWorld, needle_world
 from .recipes import Findings, Progress, recipes
 
 CALL = "reproduce: fwpkm-case-studies"
@@ -109,7 +109,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "questions": 8, "gate_tokens": 400, "drawn": 200, "looks": 2, "seeds": 1,
     },
     "desk": {
-        **_SMALL, "words": 3000, "width": 64, "heads": 4, "context": 128, "chunk": 32, "gate_chunk": 8, "sub_keys": 32,
+        **_SMALL, "words": 4000, "width": 64, "heads": 4, "context": 128, "chunk": 32, "gate_chunk": 8, "sub_keys": 32,
         "memory_dim": 64, "top_k": 8, "batch": 8, "steps": 800, "learning_rate": 5e-3, "examples": 8000,
         "haystack": 96, "questions": 64, "gate_tokens": 8000, "drawn": 240, "looks": 4, "seeds": 2,
     },
@@ -229,6 +229,7 @@ def jobs(config: FwPKMCaseStudiesConfig, world: NeedleWorld) -> list[Job]:
                 text=held_out,
                 learned=torch.tensor(world.learn, dtype=torch.int32),
                 gate_chunk=numbers.gate_chunk,
+                unknown=world.words.index(UNKNOWN),
             ),
         )
         for seed in range(config.seed, config.seed + numbers.seeds)

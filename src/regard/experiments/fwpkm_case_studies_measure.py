@@ -32,6 +32,7 @@ def look(
     text: Tensor,
     learned: Tensor,
     gate_chunk: int,
+    unknown: int,
 ) -> dict[str, Any]:
     """Slots and gates.
 
@@ -39,11 +40,11 @@ def look(
         asked: haystacks [E, L], questions [E, Q] and answers [E, A].
         reads: n.
         text: held-out tokens [T] whose gates are looked at; learned: those that the model learned from.
-        gate_chunk: tokens between two writes there.
+        gate_chunk: tokens between two writes there; unknown: the token of words that have none.
     """
     return {
         "slots": look_at_slots(model, *asked, reads=reads),
-        "gates": look_at_gates(model, text, learned, gate_chunk),
+        "gates": look_at_gates(model, text, learned, gate_chunk, unknown),
     }
 
 
@@ -162,17 +163,20 @@ def plain(seen: SlotReadings) -> dict[str, Any]:
 # Gates -----------------------------------------------------------------------------------------------------------
 
 
-def look_at_gates(model: Any, text: Tensor, learned: Tensor, chunk: int) -> dict[str, Any]:
+def look_at_gates(model: Any, text: Tensor, learned: Tensor, chunk: int, unknown: int) -> dict[str, Any]:
     """The gates on a text, and how they go with how rare a token is where the model learned.
 
+    Args:
+        unknown: the token of all words that have none of their own, which has no rarity.
+
     Returns:
-        tokens, bits (how rare each is) and, for each memory layer: gates, their mean and standard deviation, the rank
-        correlation with the bits, the means on the rarest tokens (`RARE` of them) and on the others, and of the rare
-        ones those on the first and on later occurrences in this text.
+        tokens, bits (how rare each is, NaN for unknown words) and, for each memory layer: gates, their mean and
+        standard deviation, the rank correlation with the bits, the means on the rarest tokens (`RARE` of them) and on
+        the others, and of the rare ones those on the first and on later occurrences in this text.
     """
     trace = gate_trace(model, text, [""] * len(text), chunk_size=chunk)
-    bits = token_surprisal(text, learned, model.config.vocab_size)
-    rare = bits > bits.quantile(1 - RARE) if len(bits) else bits > 0
+    bits = token_surprisal(text, learned, model.config.vocab_size).where(text != unknown, torch.nan)
+    rare = bits > bits.nanquantile(1 - RARE)
     before: set[int] = set()
     later = []
     for token in text.tolist():
@@ -190,7 +194,7 @@ def look_at_gates(model: Any, text: Tensor, learned: Tensor, chunk: int) -> dict
                 "deviation": gates.double().std(correction=0).item(),
                 "correlation": rank_correlation(gates.double(), bits),
                 "rare": mean(gates, rare),
-                "common": mean(gates, ~rare),
+                "common": mean(gates, ~rare & ~bits.isnan()),
                 "rare_first": mean(gates, rare & ~again),
                 "rare_again": mean(gates, rare & again),
             }

@@ -1,10 +1,10 @@
 """A small world for needles in a haystack: real text in whole words, keys and digits that are one token each.
 
 What a model of half a million numbers can learn in minutes is not to copy six digits out of bytes. So words are tokens
-(the commonest; the rest are one token), a needle is "number K3f 42 ." with a key and a number of one token each, and
-training documents hold needles and, after them, the questions for all of these with their answers: without such
-documents no model could learn what is asked of it, and the paper's models, too, must have read text in which keys come
-back.
+(the commonest; the rest are one token), a needle is "number K3f 42 ." with one token for the key and one for every two
+digits, and training documents hold needles and, after them, the questions for all of these with their answers: without
+such documents no model could learn what is asked of it, and the paper's models, too, must have read text in which keys
+come back.
 
 Shapes: L tokens of a haystack, T tokens of a training document.
 """
@@ -27,9 +27,7 @@ from ..tasks import NeedleInHaystack
 
 UNKNOWN, NUMBER, STOP = "<unk>", "number", "."
 KEYS, VALUES = 256, 100
-SENTENCE = 4
-"""Tokens of a needle."""
-TRAINED = 12
+TRAINED = 16
 """Needles of a training document, 4 to so many where they fit."""
 HELD_OUT = 0.2
 """Share of the text, at its end, that haystacks of the evaluation are made of."""
@@ -44,13 +42,14 @@ class NeedleWorld:
     Attributes:
         learn, held_out: tokens of the text.
         words: token to word.
-        needles: in a haystack.
+        needles: in a haystack; digits: of their numbers.
     """
 
     learn: tuple[int, ...] = field(repr=False)
     held_out: tuple[int, ...] = field(repr=False)
     words: tuple[str, ...] = field(repr=False)
     needles: int = 5
+    digits: int = 2
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -58,12 +57,13 @@ class NeedleWorld:
         return {word: i for i, word in enumerate(self.words)}
 
     def encode(self, sentence: str) -> list[int]:
-        """Words with blanks between them."""
-        return [self.numbers[word] for word in sentence.split()]
+        """Words with blanks between them; a number is its pairs of digits."""
+        pieces = (re.findall("..", word) if word.isdigit() else [word] for word in sentence.split())
+        return [self.numbers[piece] for word in pieces for piece in word]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Words with blanks between them."""
-        return " ".join(self.words[token] for token in tokens)
+        """Words with blanks between them, pairs of digits without."""
+        return re.sub(r"(?<=\d) (?=\d)", "", " ".join(self.words[token] for token in tokens))
 
     def task(self, length: int, *, training: bool = False, needles: int | None = None) -> NeedleInHaystack:
         """Haystacks of `length` tokens."""
@@ -73,7 +73,7 @@ class NeedleWorld:
             needles=self.needles if needles is None else needles,
             encode=self.encode,
             decode=self.decode,
-            digits=2,
+            digits=self.digits,
             id_digits=2,
             template=f"{NUMBER} {{key}} {{value}} {STOP}",
             key="K{id}",
@@ -83,11 +83,12 @@ class NeedleWorld:
         """Training documents of T = `length` tokens one after another, int32 [about count]: a haystack, and the
         sentences of all its needles once more in another order."""
         tokens: list[int] = []
-        most = max(1, min(TRAINED, length // (2 * SENTENCE)))
+        sentence = 3 + self.digits // 2
+        most = max(1, min(TRAINED, length // (2 * sentence)))
         for index in range(-(-count // length)):
             draw = random.Random(f"{seed}:{index}")
             needles = draw.randint(min(4, most), most)
-            task = self.task(length - needles * SENTENCE, training=True, needles=needles)
+            task = self.task(length - needles * sentence, training=True, needles=needles)
             example = task.example(TRAINING + seed, index)
             tokens += example.haystack
             for key, value in draw.sample(list(example.numbers.items()), needles):
@@ -95,7 +96,7 @@ class NeedleWorld:
         return torch.tensor(tokens, dtype=torch.int32)
 
 
-def needle_world(data: Path | None, *, common: int, needles: int, call: str, digits: int = 2) -> NeedleWorld:
+def needle_world(data: Path | None, *, common: int, needles: int, digits: int, call: str) -> NeedleWorld:
     """The text of a user, or of the interpreter's manual, as a world.
 
     Args:
@@ -108,6 +109,8 @@ def needle_world(data: Path | None, *, common: int, needles: int, call: str, dig
     from .demo_text import python_manual
 
     content = python_manual(call) if data is None else load_text(data, call=call).content
+    if digits < 2 or digits % 2:
+        raise ArgumentError(f"{call}: --digits is {digits}, expected an even number above 0: two of them are a token.")
     found = re.findall(r"[^\W\d_]+|[.,;:()]", content)
     if len(found) < 1000:
         raise ArgumentError(f"{call}: the text has {len(found)} words, expected at least 1,000; give more --data.")
@@ -117,4 +120,4 @@ def needle_world(data: Path | None, *, common: int, needles: int, call: str, dig
     place = {word: i for i, word in enumerate(words)}
     tokens = tuple(place.get(word.lower(), 0) for word in found)
     cut = round(len(tokens) * (1 - HELD_OUT))
-    return NeedleWorld(tokens[:cut], tokens[cut:], words, needles)
+    return NeedleWorld(tokens[:cut], tokens[cut:], words, needles, digits)

@@ -18,6 +18,8 @@ from .slot_trace import HIT, SlotReadings
 
 GATES = LinearSegmentedColormap.from_list("gate", ["#ffffff", "#f6c99f", "#D55E00"])
 """From a closed gate to an open one."""
+ACROSS = 6
+"""Histograms side by side."""
 HIT_COLOUR, MISS_COLOUR, EMPTY_COLOUR = "#a6dbc9", "#f4f1ea", "#ffffff"
 
 
@@ -77,7 +79,7 @@ def _draw_text(axes: Axes, lines: Sequence[Sequence[tuple[str, int]]], gates: np
 
 def gate_histograms(gates: Mapping[str, Mapping[str, Tensor]], *, title: str) -> bytes:
     """How often each memory layer's gate has each value, in ten parts of [0, 1]: a row for every layer, a column for
-    every model.
+    every model; more than `ACROSS` models go on below.
 
     Args:
         gates: model to layer to gates of any shape [...], or to shares [10] that are in bins already (sum 1).
@@ -86,13 +88,15 @@ def gate_histograms(gates: Mapping[str, Mapping[str, Tensor]], *, title: str) ->
         A PNG.
     """
     depth = max(map(len, gates.values()), default=1)
-    figure = Figure(figsize=(1.9 * len(gates) + 0.8, 1.5 * depth + 0.9), dpi=120, layout="constrained")
-    grid: Any = figure.subplots(depth, len(gates), squeeze=False, sharex=True, sharey=True)
+    across = min(len(gates), ACROSS)
+    rows = depth * -(-len(gates) // max(1, across))
+    figure = Figure(figsize=(1.9 * across + 0.8, 1.5 * rows + 0.9), dpi=120, layout="constrained")
+    grid: Any = figure.subplots(rows, across, squeeze=False, sharex=True, sharey=True)
     for axes in grid.flat:
         axes.set_axis_off()
-    for column, (model, layers) in enumerate(gates.items()):
+    for place, (model, layers) in enumerate(gates.items()):
         for row, (layer, values) in enumerate(layers.items()):
-            axes = grid[row, column]
+            axes = grid[place // across * depth + row, place % across]
             axes.set_axis_on()
             shares = values.double().numpy() if values.shape == (BINS,) else histogram(values.flatten()).numpy()
             axes.bar((np.arange(BINS) + 0.5) / BINS, shares, width=1 / BINS, color=COLOURS[0], edgecolor="white")

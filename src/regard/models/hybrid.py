@@ -9,6 +9,8 @@ Shapes: B batch, T tokens given now, N tokens so far (those in the cache and T),
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -110,7 +112,7 @@ def _mixer(config: HybridConfig, layer_idx: int) -> nn.Module:
     mixer = config.layer_mixers()[layer_idx]
     if isinstance(mixer, str):
         kind = token_mixers.get(mixer)
-        return kind.build(config, layer_idx, {**kind.defaults, **config.mixer_options.get(mixer, {})})
+        return kind.build(config, layer_idx, {**kind.defaults, **_options(config.mixer_options, mixer)})
     return Attention(
         config.hidden_size,
         config.num_attention_heads,
@@ -131,7 +133,12 @@ def _mixer(config: HybridConfig, layer_idx: int) -> nn.Module:
 
 def _memory(config: HybridConfig, name: str) -> MemoryLayer:
     """A memory of the size that the configuration says."""
-    return memory_layers.get(name)(config.hidden_size, **config.memory_options.get(name, {}))
+    return memory_layers.get(name)(config.hidden_size, **_options(config.memory_options, name))
+
+
+def _options(given: Any, name: str) -> dict[str, Any]:
+    """Those of one name, in a field that `config.normalise` has read."""
+    return given.get(name, {})
 
 
 class HybridPreTrainedModel(RegardPreTrainedModel):

@@ -12,6 +12,7 @@ Shapes: B batch, T tokens given now, N tokens so far, C model width.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,22 +27,25 @@ if TYPE_CHECKING:
     from .configuration_hybrid import HybridConfig
 
 
-class TokenMixer(nn.Module):
+class TokenMixer(nn.Module, ABC):
     """A module that mixes tokens and remembers in a state of its own.
 
     Called as `regard.nn.Attention` is: hidden states [B, T, C], (cos, sin) of the positions, a boolean mask [B, N], a
     cache and `output_attentions`; it gives (output [B, T, C], weights or None).
 
     Attributes:
-        build: the module of one layer, from the model's configuration, the layer's place and its own options.
         defaults: the options, and what they are when nothing is said.
         cache_layer: the class of what it keeps in a cache.
     """
 
-    build: ClassVar[Callable[[HybridConfig, int, Mapping[str, Any]], TokenMixer]]
     defaults: ClassVar[Mapping[str, Any]] = {}
     cache_layer: ClassVar[type[StateCacheLayer]]
     forward: Callable[..., tuple[Tensor, Tensor | None]]
+
+    @staticmethod
+    @abstractmethod
+    def build(config: HybridConfig, layer_idx: int, options: Mapping[str, Any]) -> TokenMixer:
+        """The module of one layer, from the model's configuration, the layer's place and the mixer's options."""
 
 
 token_mixers: Registry[type[TokenMixer]] = Registry("token mixer", "regard.token_mixers")

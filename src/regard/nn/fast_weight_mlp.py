@@ -39,7 +39,8 @@ class FastWeightMLP(MemoryLayer):
         hidden_size: C.
         in_dim, hidden_dim, value_dim: Din, F, Dv.
         chunk_size: tokens between two writes, >= 2. May be set at any time.
-        learning_rate: of the step, >= 0; with the mean over features it is small: a step of 0.1 changes little.
+        learning_rate: of the step, >= 0. Nothing bounds the step: 0.1 is small at the default sizes, where the mean is
+            over 512 features, and with few features or short chunks the weights may grow without end.
         target: "mean", as above, or "look-ahead": y_t = v_{t+1}.
         value_norm: z-score the values. gating: mix by a gate, else read + v.
         meta_grad: gradients flow through the writes: always, never, or cut after every so many.

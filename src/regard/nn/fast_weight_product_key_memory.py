@@ -263,10 +263,10 @@ class FastWeightProductKeyMemory(MemoryLayer):
         # what a checkpointed layer does again in the backward pass was told and kept in the forward pass
         again = (self.resident or self.observer is not None) and torch._C._current_graph_task_id() != -1
         observer = None if again else self.observer
-        if observer is not None:
-            self._tell(observer, tokens, own, state, segment_ids)
         if self.resident and not again and state is None:
             self._settle()
+        if observer is not None:
+            self._tell(observer, tokens, own, state, segment_ids)
         absent = tokens.spoilt
         if self.frozen and observer is None and segment_ids is None:
             # nothing is written, so that it does not matter where padding is: no device is waited for, no graph broken
@@ -288,6 +288,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
         )
         if self.resident and not again and not self.frozen:
             self._held = after.detach()
+            if self.sync is not None:  # now, since all processes are here; one alone may save
+                self._held = self._flushed(self._held, observer)
         return read, after
 
     def _options(self) -> dict[str, Any]:
@@ -313,23 +315,30 @@ class FastWeightProductKeyMemory(MemoryLayer):
         observer.on_tokens(own.gate, tokens.counted, tokens.spoilt)
 
     def flush(self, state: FastWeightState) -> FastWeightState:
-        """The state with its waiting pairs written: at the end of a document, or before a question about it."""
-        return flush(state, **self._options())
+        """The state with its waiting pairs written: at the end of a document, or before a question about it. A frozen
+        memory writes nothing."""
+        if self.frozen:
+            return state
+        return flush(state, meta_grad=self.meta_grad, observer=self.observer, **self._options())
 
     # A resident memory ---------------------------------------------------------------------------------------
 
-    def _settled(self) -> tuple[Tensor, Tensor]:
+    @torch.no_grad()
+    def _flushed(self, state: FastWeightState, observer: MemoryObserver | None) -> FastWeightState:
+        return flush(state, observer=observer, **self._options())
+
+    def _settled(self, observer: MemoryObserver | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values after all that was written, as tensors of their own."""
         if self._held is None:
             return self.keys, self.values
-        with torch.no_grad():
-            held = self.flush(self._held)
-            return held.keys[0], held.values.dense()[0].to(self.values.dtype)
+        held = self._flushed(self._held, observer)
+        return held.keys[0], held.values.dense()[0].to(self.values.dtype)
 
     def _settle(self) -> None:
         # never in place: a backward pass of the call before may still read the old tensors
-        self.keys, self.values = self._settled()
-        self._held = None
+        if self._held is not None:
+            self.keys, self.values = self._settled(self.observer)
+            self._held = None
 
     def snapshot(self) -> tuple[Tensor, Tensor, FastWeightState | None]:
         """All that a resident memory holds now. Nothing is copied, since nothing changes in place."""
