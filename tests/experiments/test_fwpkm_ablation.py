@@ -60,8 +60,7 @@ def test_every_part_of_appendix_b_can_be_left_out() -> None:
 def test_all_have_the_same_layers() -> None:
     model = HybridForCausalLM(recipe.model_config(defaults(), NONE, 50))
     assert memory_modules(model) == {}
-    assert model.config.mixers == ["gated-deltanet"] * 3 + ["softmax"]
-    assert model.config.layer_windows() == [None, None, None, 16]
+    assert model.config.mixers == LAYERS
 
 
 def test_the_size_of_the_paper() -> None:
@@ -104,7 +103,7 @@ def test_the_folder_is_complete(tiny: Path) -> None:
     for run in runs.values():
         assert run["extra"]["text"]["tokens"] == [128]
         assert run["extra"]["text"]["loss"] > 0
-        assert [len(run["extra"]["needles"][name]) for name in ("exact", "digits")] == [2, 2]
+        assert len(run["extra"]["needles"]["exact"]) == 2
         assert run["extra"]["needles"]["asked"] == 3
     assert runs[NONE]["extra"]["frozen"] == pytest.approx(runs[NONE]["extra"]["text"]["loss"])
     assert runs[NONE]["extra"]["text"]["slots"] == runs[NONE]["extra"]["text"]["gates"] == {}
@@ -141,11 +140,10 @@ def test_mistakes(flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureF
 def run(name: str, loss: float, needles: list[int], coverage: float | None = 0.5, frozen: float = 3.0) -> LanguageRun:
     slots = {} if coverage is None else {"layers.2.memory": {"coverage": coverage, "collisions": 0.9, "gate": 0.4}}
     gates = {} if coverage is None else {"layers.2.memory.hook_gate": [5, 5, 0, 0, 0, 0, 0, 0, 0, 10]}
-    digits = [hit / 10 for hit in needles]
     extra = {
         "text": {"loss": loss, "slots": slots, "gates": gates},
         "frozen": frozen,
-        "needles": {"exact": needles, "digits": digits, "asked": 10},
+        "needles": {"exact": needles, "asked": 10},
     }
     return LanguageRun(
         name=name, seed=0, parameters=1, steps=(1, 2), train=(3.0, loss), held_out=(3.0, loss), step_seconds=1.0,
@@ -211,7 +209,7 @@ def test_tables_and_gates() -> None:
     main_table, needle_table = shown.tables(given).values()
     assert main_table.rows[0][:5] == (NONE, "20.00", "+0.6931", "-", "-")
     assert main_table.rows[1][:6] == (WHOLE, "10.00", "", "15.00", "0.40", "0.800")
-    assert needle_table.rows == ((NONE, "0%", "10%", "0%", "10%"), (WHOLE, "50%", "90%", "50%", "90%"))
+    assert needle_table.rows == ((NONE, "0%", "10%"), (WHOLE, "50%", "90%"))
     shares = shown.gate_shares(given)
     assert shares.keys() == {WHOLE}
     assert shares[WHOLE]["layer 3"].tolist() == [0.25, 0.25, 0, 0, 0, 0, 0, 0, 0, 0.5]

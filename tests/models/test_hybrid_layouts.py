@@ -9,6 +9,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
+from regard.models.base import tell_step
 from regard.nn import Attention, rotary_angles
 
 SMALL = {
@@ -67,7 +68,7 @@ def test_gated_attention_with_partial_positions_is_qwen3_nexts():
     ],
 )
 def test_layouts_are_what_they_say(name, mixers, windows):
-    model = small(name, window=8)
+    model = small(name, **({"window": 8} if "SWA" in name else {}))
     assert model.config.mixers == mixers
     assert model.config.layer_windows() == windows
     assert HybridConfig.from_dict(model.config.to_dict()).to_dict() == model.config.to_dict()
@@ -78,7 +79,7 @@ def test_layouts_are_what_they_say(name, mixers, windows):
 
 @pytest.mark.parametrize("name", ["GDN+SWA", "FA", "GDN+FA-pSWA"])
 def test_layouts_generate_and_stream_as_they_read(name):
-    model, text = small(name, window=5).eval(), tokens()
+    model, text = small(name, **({"window": 5} if "SWA" in name else {})).eval(), tokens()
     whole = model(text).logits
     cache, parts = None, []
     for piece in text.split([7, 1, 1, 15], dim=1):
@@ -122,6 +123,17 @@ def test_training_restricts_attention_in_a_share_of_passes_alike_in_every_proces
     assert {reach(always, embedded) for _ in range(10)} == {4}
     other = small("FA-pSWA", **fields, training_window_share=0.5, training_window_seed=1).train()
     assert [reach(other, embedded) for _ in range(60)] != runs[0]
+
+
+def test_the_step_that_is_told_decides():
+    embedded = torch.randn(1, 12, 32)
+    model = small("FA-pSWA", num_hidden_layers=1, mixers=["softmax"], window=4, training_window_share=0.5).train()
+    counted = [reach(model, embedded) for _ in range(20)]
+    told = []
+    for step in range(20):
+        tell_step(model, step)
+        told.append({reach(model, embedded) for _ in range(2)})  # micro-batches of one step are alike
+    assert told == [{one} for one in counted]
 
 
 def test_recomputation_sees_the_window_of_its_pass():
@@ -168,6 +180,14 @@ def test_bad_fields_are_refused(fields, message):
     with pytest.raises(ArgumentError, match=message) as caught:
         HybridConfig(num_hidden_layers=4, **fields)
     assert "\n" not in str(caught.value)
+
+
+def test_windows_go_where_there_is_one():
+    assert HybridConfig.layout("LaCT", window=64).mixer_options == {"lact": {"window": 64}}
+    own = HybridConfig.layout("LaCT", window=64, mixer_options={"lact": {"window": 9, "chunk_size": 8}})
+    assert own.mixer_options == {"lact": {"window": 9, "chunk_size": 8}}
+    with pytest.raises(ArgumentError, match="GDN has no window, got window=64; leave it out"):
+        HybridConfig.layout("GDN", window=64)
 
 
 def test_unknown_layouts_are_refused():

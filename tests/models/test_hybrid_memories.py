@@ -164,18 +164,29 @@ def test_frozen_memory_stays_to_the_bit():
     assert not any(module.frozen for module in memory_modules(net).values())
 
 
-def test_flushing_writes_what_waits():
-    net, text = model(), tokens(length=9)
-    _, cache = stream(net, text, [9])
+def test_flushing_writes_the_pairs_whose_target_is_there():
+    """Nine tokens and a flush leave what ten do in a memory that is written every nine and binds no pair across."""
+    net, text = model(options={"fwpkm": {"chunk_size": 16}}), tokens(length=10)
+    _, cache = stream(net, text[:, :9], [9])
+    assert all((state.values.written() == 0).all() for state in memory_states(cache).values())
     flush_memory(net, cache)
-    _, other = stream(net, text[:, :4], [4])
-    with chunk_size(net, 4):
-        _, other = stream(net, text[:, 4:], [5], cache=other)
+    lost = model(options={"fwpkm": {"chunk_size": 9, "border": False}})
+    _, other = stream(lost, text, [10])
+    for depth, state in memory_states(cache).items():
+        wanted = memory_states(other)[depth]
+        torch.testing.assert_close(state.values.dense(), wanted.values.dense(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(state.keys, wanted.keys, rtol=1e-5, atol=1e-6)
+        assert (state.values.written() > 0).all()
+
+
+def test_chunks_are_as_long_as_is_said_inside():
+    net, text = model(), tokens(length=9)
+    with chunk_size(net, 8):
+        _, cache = stream(net, text, [9])
+    _, wanted = stream(model(options={"fwpkm": {"chunk_size": 8}}), text, [9])
     assert memory_modules(net)[0].chunk_size == 5
-    probe = tokens(length=3, seed=5)
-    flushed = net(probe, past_key_values=keep_memory(net, cache)).logits
-    waiting = net(probe, past_key_values=keep_memory(net, stream(net, text, [9])[1])).logits
-    assert (flushed - waiting).abs().max() > 1e-6
+    for depth, state in memory_states(cache).items():
+        torch.testing.assert_close(state.values.dense(), memory_states(wanted)[depth].values.dense())
 
 
 @pytest.mark.parametrize("memories", MEMORIES)

@@ -109,8 +109,8 @@ class Oracle:
     def run(
         self, hidden: Tensor, mask: Tensor | None = None, spoilt: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(output [B, T, C], keys [M, ...], values [M, N, Dv]), what waits at the end not written. Masked tokens are as if
-        removed; spoilt ones have a place in the chunk, and nothing else."""
+        """(output [B, T, C], keys [M, ...], values [M, N, Dv]), what waits at the end not written. Masked tokens are as
+        if removed; spoilt ones have a place in the chunk, and nothing else."""
         self.p = {name: x.detach() for name, x in self.p.items()}
         hidden = hidden.detach()
         rows, tokens, _ = hidden.shape
@@ -133,7 +133,7 @@ class Oracle:
                         parts += [
                             (q[row, s], None if g is None else g[row, s], target)
                             for s, target in zip(
-                                own, self.targets(own, v[row], t if row in here else None), strict=True
+                                own, self.targets(own, v[row], t if good[row, t] else None), strict=True
                             )
                         ]
                     key, value = self.write(parts, key, value)

@@ -173,7 +173,7 @@ def read_of(made: FastWeightProductKeyMemory, x: Tensor, state=None) -> Tensor:
 
 
 def test_one_write_makes_a_single_pair_exact():
-    """Criterion 3: the query of one token, the value of the next, keys at rest."""
+    """The query of one token, the value of the next, keys at rest."""
     made = layer(chunk_size=2, key_update="none", gate_loss=False, top_k=4)
     for seed in range(5):
         x = tokens(2, rows=1, seed=seed)
@@ -191,7 +191,7 @@ def test_one_write_makes_a_single_pair_exact():
 
 @pytest.mark.parametrize(("rule", "grows"), [("normalized", False), ("reference", True)])
 def test_a_query_on_a_key_written_again_and_again(rule, grows):
-    """Criterion 3: with all weight on one slot the program's step overshoots 3 times, the other not."""
+    """With all weight on one slot the program's step overshoots 3 times, the other not."""
     made = layer(
         step_rule=rule, key_update="none", gate_loss=False, top_k=4, look_ahead=False, chunk_size=1, value_norm=True
     )
@@ -226,7 +226,7 @@ def cut(made, x, sizes, mask=None):
     "sizes", [[1] * 67, [16] * 4 + [3], [15, 17, 1, 16, 18], [67 - 33, 33]], ids=["1", "C", "C+-1", "2"]
 )
 def test_any_partition_of_a_stream_is_the_same_stream(sizes, options):
-    """Criterion 4, in float32."""
+    """In float32."""
     made = layer(dtype=torch.float32, chunk_size=16, sub_keys=8, **options)
     x = tokens(67, dtype=torch.float32)
     whole, last = made(x)
@@ -240,7 +240,7 @@ def test_any_partition_of_a_stream_is_the_same_stream(sizes, options):
 
 
 def test_a_token_changes_nothing_before_it():
-    """Criterion 5, to the last bit."""
+    """To the last bit."""
     made, x = layer(), tokens(14)
     out = made(x)[0]
     for t in (3, 4, 7, 8, 13):
@@ -274,7 +274,7 @@ def test_the_chunk_size_may_change_between_calls():
 
 
 def test_documents_packed_into_a_row():
-    """Criterion 8: each has a memory of its own."""
+    """Each has a memory of its own."""
     made, x = layer(), tokens(18)
     ids = torch.tensor([[0] * 7 + [1] * 11, [5] * 18])
     out = made(x, segment_ids=ids)[0]
@@ -284,7 +284,7 @@ def test_documents_packed_into_a_row():
 
 
 def test_frozen_memories_stay_as_they_are():
-    """Criterion 8: bit for bit, and what was read is what a state says at that time."""
+    """Bit for bit, and what was read is what a state says at that time."""
     made, x = layer(), tokens(11)
     _, state = made(x)
     before = {name: tensor.clone() for name, tensor in state.to_tensors().items()}
@@ -352,7 +352,7 @@ def test_how_far_gradients_reach_back(meta_grad, reaches):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activations_made_again(reentrant):
-    """Criterion 19: a checkpointed layer has the same gradients, and its memory is written once."""
+    """A checkpointed layer has the same gradients, and its memory is written once."""
     made, x = layer(shared=True, resident=True), tokens(15)
     plain = copy.deepcopy(made)
     grads = []
@@ -577,7 +577,6 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_processes_that_write_together_equal_one_with_the_whole_batch(processes: Path) -> None:
-    """Criterion 9."""
     alone = layer(shared=True, resident=True)
     for seed in range(2):
         out = alone(tokens(11, rows=4, seed=seed))[0]

@@ -300,6 +300,76 @@ def test_a_long_stream_of_writes_without_gradients() -> None:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
+def test_attempts_that_are_given_up_leave_nothing(recorded: bool) -> None:
+    """Going on from one kept store again and again; what somebody still holds stays."""
+    chunks = Chunks(count=3, memories=1, slots=400)
+    with torch.set_grad_enabled(recorded):
+        args = [(chunks.slots[c], chunks.share(c), chunks.values[c], chunks.counted[c]) for c in range(3)]
+        store = OverlayValues.start(chunks.base, 1).write(*args[0])
+        kept = store.write(*args[1])
+        wanted = kept.dense().detach().clone()
+        sizes = []
+        for i in range(40):
+            attempt = store.write(*args[2])
+            for _ in range(i % 3):
+                attempt = attempt.write(*args[2])
+            sizes.append(store.bytes)
+        assert len(set(sizes[10:])) == 1
+        assert torch.equal(kept.dense(), wanted)
+        if recorded:
+            table = chunks.base.expand(1, -1, -1)
+            for c in (0, 1):
+                table = dense_write(table, *args[c])
+            leaves = [*chunks.shares[:2], *chunks.values[:2]]
+            agree(
+                torch.autograd.grad(kept.dense().square().sum(), leaves, retain_graph=True),
+                torch.autograd.grad(table.square().sum(), leaves),
+            )
+
+
+def test_a_graph_holds_its_rows_without_a_store() -> None:
+    chunks = Chunks(count=3, memories=1, slots=400)
+    args = [(chunks.slots[c], chunks.share(c), chunks.values[c], chunks.counted[c]) for c in range(3)]
+    start = OverlayValues.start(chunks.base, 1)
+    one = start.write(*args[0]).read(chunks.weights[1], chunks.slots[0])
+    two = start.write(*args[1]).read(chunks.weights[1], chunks.slots[1])  # whose rows must not take the others' place
+    tables = [dense_write(chunks.base.expand(1, -1, -1), *args[c]) for c in (0, 1)]
+    wanted = sum(dense_read(tables[c], chunks.weights[1], chunks.slots[c]).square().sum() for c in (0, 1))
+    leaves = [chunks.weights[1], *chunks.shares[:2], *chunks.values[:2], chunks.base]
+    given = torch.autograd.grad(one.square().sum() + two.square().sum(), leaves, retain_graph=True)
+    agree(given, torch.autograd.grad(wanted, leaves))
+
+
+def test_rows_written_after_detach_have_their_gradient_where_others_gave_up_theirs() -> None:
+    chunks = Chunks(count=3, memories=1, slots=400)
+    args = [(chunks.slots[c], chunks.share(c), chunks.values[c], chunks.counted[c]) for c in range(3)]
+    first = OverlayValues.start(chunks.base.detach(), 1).write(*args[0])
+    longer = first.write(*args[1]).write(*args[1]).write(*args[1])
+    cut = first.detach()
+    del longer
+    read = cut.write(*args[2]).read(chunks.weights[2], chunks.slots[2])
+    table = dense_write(chunks.base.detach().expand(1, -1, -1), *args[0]).detach()
+    wanted = dense_read(dense_write(table, *args[2]), chunks.weights[2], chunks.slots[2])
+    leaves = [chunks.weights[2], chunks.shares[2], chunks.values[2]]
+    given = torch.autograd.grad(read.square().sum(), leaves, retain_graph=True)
+    agree(given, torch.autograd.grad(wanted.square().sum(), leaves))
+
+
+def test_reads_of_what_was_written_compile_whole() -> None:
+    chunks = Chunks(count=3)
+    with torch.no_grad():
+        _, store = chunks.sparse()
+    weights = chunks.weights[0].detach().requires_grad_()
+    call = lambda w, s: store.read(w, s)  # noqa: E731
+    out = torch.compile(call, fullgraph=True, backend="aot_eager")(weights, chunks.slots[0])
+    with torch.no_grad():
+        table = chunks.dense()[1]
+    wanted = dense_read(table, weights, chunks.slots[0])
+    agree([out], [wanted])
+    agree(torch.autograd.grad(out.sum(), weights), torch.autograd.grad(wanted.sum(), weights))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
 def test_the_same_again_is_the_same_to_the_last_bit(recorded: bool) -> None:
     """Whatever else grew from the store in between, and so wherever the pieces of the pool end."""
     store = OverlayValues.start(drawn(40, 5, dtype=torch.float32), 1)

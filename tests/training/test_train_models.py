@@ -22,6 +22,7 @@ from regard.models import HybridConfig, HybridForCausalLM, HybridModel, Language
 from regard.training import TrainConfig, char_tokenizer, generate_text, language_model, load_model, model_config, train
 from regard.training.fields import from_mapping, from_text, to_mapping
 from regard.training.folder import saved_config
+from regard.training.models import check_model
 
 MODELS = language_models.names()
 TOKENIZER = char_tokenizer("abcdefgh ")
@@ -142,6 +143,26 @@ def test_options_that_cannot_be(name: str, option: str, message: str) -> None:
     with pytest.raises(ArgumentError, match="^train: " + message.format(name)) as caught:
         made(name, option=(option,))
     assert "\n" not in str(caught.value)
+
+
+def test_layers_may_be_token_mixers_and_have_memories(tiny: Callable, silent: Console) -> None:
+    options = (
+        "memories=FwPKM@1",
+        'memory_options={"fwpkm": {"sub_keys": 8, "key_dim": 8, "value_dim": 8, "top_k": 2, "chunk_size": 4}}',
+        'mixer_options={"gdn": {"num_heads": 2, "head_dim": 8}}',
+        "training_window=4",
+        "training_window_share=0.5",
+    )
+    config = tiny(spec=("gdn", "biweight"), layers=2, steps=4, save_every=2, option=options)
+    straight = train(config, console=silent)
+    model, _ = load_model(config.out, call="test")
+    assert model.config.mixers == ["gated-deltanet", "biweight"]
+    assert model.config.memories == "fwpkm@1"
+    shutil.rmtree(config.out / "checkpoint-4")
+    (config.out / "summary.json").unlink()
+    assert train(replace(config, resume=True), console=silent).loss == straight.loss  # windows are drawn by the step
+    with pytest.raises(ArgumentError, match="--model iclm: unknown spec 'gdn'"):
+        check_model(small("iclm", spec=("gdn",)), "train")
 
 
 def test_an_option_given_twice_and_a_model_that_is_not_there() -> None:

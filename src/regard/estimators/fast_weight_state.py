@@ -7,7 +7,7 @@ slots a head, Dk width of a query, Dv of a value.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -173,8 +173,8 @@ class FastWeightState(State):
         values: the values of all memories, and with which they began.
         waiting: tokens that were read and not yet written.
         seen: how many real tokens of each row were read.
+        writes: how many times each memory was written.
         shared: whether the batch has one memory.
-        rounds: how many times something was written.
         tokens: how many positions were seen, masked ones included.
     """
 
@@ -183,8 +183,8 @@ class FastWeightState(State):
     values: SlotValues
     waiting: Waiting
     seen: tuple[int, ...]
+    writes: tuple[int, ...]
     shared: bool = False
-    rounds: int = field(default=0, kw_only=True)
 
     @classmethod
     def empty(
@@ -204,7 +204,8 @@ class FastWeightState(State):
         memories = 1 if shared else batch
         held = slot_values.get(name).start(values, memories, storage)
         own = start.expand(memories, *start.shape)
-        return cls(own, start, held, Waiting((), (0,) * memories), (0,) * batch, shared)
+        none = (0,) * memories
+        return cls(own, start, held, Waiting((), none), (0,) * batch, none, shared)
 
     @property
     def batch(self) -> int:
@@ -228,7 +229,7 @@ class FastWeightState(State):
     def reset(self) -> FastWeightState:
         """The state before the first token."""
         rows = torch.ones(self.values.memories, dtype=torch.bool, device=self.keys.device)
-        return replace(self.restart(rows), seen=(0,) * self.batch, rounds=0, tokens=0)
+        return replace(self.restart(rows), seen=(0,) * self.batch, tokens=0)
 
     def restart(self, rows: Tensor) -> FastWeightState:
         """The memories `rows` (bool [M]) as they began, with nothing that waits."""
@@ -238,6 +239,7 @@ class FastWeightState(State):
             keys=torch.where(rows.view(-1, 1, 1, 1, 1), self.initial_keys, self.keys),
             values=self.values.reset(rows),
             waiting=self.waiting.written(flags),
+            writes=tuple(0 if again else n for again, n in zip(flags, self.writes, strict=True)),
         )
 
     def clone(self) -> FastWeightState:
@@ -258,7 +260,14 @@ class FastWeightState(State):
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(-1)
         index = indices.to(self.keys.device)
-        return self._rows(index, _picked(self.waiting.counts, indices), _picked(self.seen, indices))
+        return replace(
+            self,
+            keys=self.keys[index],
+            values=self.values.select(index),
+            waiting=self.waiting.rows(index, _picked(self.waiting.counts, indices)),
+            seen=_picked(self.seen, indices),
+            writes=_picked(self.writes, indices),
+        )
 
     def repeat(self, n: int) -> FastWeightState:
         """Every sequence `n` times in a row.
@@ -269,16 +278,13 @@ class FastWeightState(State):
         self._require_own("repeat")
         more = lambda counts: tuple(c for c in counts for _ in range(n))  # noqa: E731
         again = lambda x: x.repeat_interleave(n, 0)  # noqa: E731
-        waiting = replace(self.waiting.map(again), counts=more(self.waiting.counts))
-        return replace(self, keys=again(self.keys), values=self.values.repeat(n), waiting=waiting, seen=more(self.seen))
-
-    def _rows(self, index: Tensor, counts: Sequence[int], seen: Sequence[int]) -> FastWeightState:
         return replace(
             self,
-            keys=self.keys[index],
-            values=self.values.select(index),
-            waiting=self.waiting.rows(index, counts),
-            seen=tuple(seen),
+            keys=again(self.keys),
+            values=self.values.repeat(n),
+            waiting=replace(self.waiting.map(again), counts=more(self.waiting.counts)),
+            seen=more(self.seen),
+            writes=more(self.writes),
         )
 
     def _require_own(self, what: str) -> None:
@@ -299,13 +305,14 @@ class FastWeightState(State):
     def to_tensors(self) -> dict[str, Tensor]:
         """Name to tensor, contiguous, for safetensors; `from_tensors` gives the same state back."""
         names = {kind: name for name, kind in slot_values.items()}
-        numbers = {"tokens": self.tokens, "rounds": self.rounds, "shared": int(self.shared)}
         found = {
             "keys": self.keys,
             "initial_keys": self.initial_keys,
             "counts": torch.tensor(self.waiting.counts),
             "seen": torch.tensor(self.seen),
-            "numbers": torch.tensor(list(numbers.values())),
+            "writes": torch.tensor(self.writes),
+            "shared": torch.tensor(self.shared),
+            "tokens": torch.tensor(self.tokens),
             "store": torch.tensor(list(names[type(self.values)].encode()), dtype=torch.uint8),
             **{f"values.{name}": x for name, x in self.values.to_tensors().items()},
         }
@@ -321,7 +328,7 @@ class FastWeightState(State):
             ArgumentError: a tensor is missing or unknown.
         """
         call = f"{CALL}.from_tensors"
-        own = {"keys", "initial_keys", "counts", "seen", "numbers", "store"}
+        own = {"keys", "initial_keys", "counts", "seen", "writes", "shared", "tokens", "store"}
         parts: dict[str, dict[str, Tensor]] = {"values": {}, "waiting": {}}
         for name in set(tensors) - own:
             part, _, rest = name.partition(".")
@@ -337,7 +344,6 @@ class FastWeightState(State):
             call,
             f"got waiting tensors {', '.join(sorted(parts['waiting'])) or 'none'}; give what to_tensors() wrote.",
         )
-        seen, rounds, shared = tensors["numbers"].tolist()
         store = slot_values.get(bytes(tensors["store"].tolist()).decode())
         waiting = Waiting((Tokens(**parts["waiting"]),) if any(counts) else (), counts)
         return cls(
@@ -346,9 +352,9 @@ class FastWeightState(State):
             store.from_tensors(parts["values"]),
             waiting,
             tuple(tensors["seen"].tolist()),
-            bool(shared),
-            rounds=rounds,
-            tokens=seen,
+            tuple(tensors["writes"].tolist()),
+            bool(tensors["shared"]),
+            tokens=int(tensors["tokens"]),
         )
 
 

@@ -114,11 +114,11 @@ class Memory:
 
     def __init__(self, how: How, state: FastWeightState, rows: Tensor | None) -> None:
         self.how, self.begun, self.rows = how, state, rows
-        self.keys, self.values, self.waiting, self.rounds = state.keys, state.values, state.waiting, state.rounds
+        self.keys, self.values, self.waiting, self.writes = state.keys, state.values, state.waiting, state.writes
 
     def state(self) -> FastWeightState:
         """What it is now."""
-        return replace(self.begun, keys=self.keys, values=self.values, waiting=self.waiting, rounds=self.rounds)
+        return replace(self.begun, keys=self.keys, values=self.values, waiting=self.waiting, writes=self.writes)
 
     def read(self, piece: dict[str, Tensor], *, kept: bool) -> Tokens:
         """The tokens [R, w, ...], read; `kept` with all that a write of them needs."""
@@ -155,9 +155,12 @@ class Memory:
         """Write what waits of the streams `rows` (or of all, with a shared memory). `following` are the tokens that
         come next, [R, 1, ...], or None where they are not there yet."""
         how = self.how
-        self.rounds += 1
-        cut = how.detach_every > 0 and self.rounds % how.detach_every == 0
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not cut):
+        self.writes = tuple(n + hit for n, hit in zip(self.writes, rows, strict=True))
+        cut = [
+            bool(hit and how.detach_every and n % how.detach_every == 0)
+            for n, hit in zip(self.writes, rows, strict=True)
+        ]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not all(cut)):
             tokens = self._paired(rows, following)
             if how.sync is not None:
                 tokens = tokens.map(_of_all_processes)
@@ -165,7 +168,12 @@ class Memory:
             shares = (steps[..., None, None] * tokens.weights).flatten(-2)
             keys = how.rule.moved_keys(self.keys, self.values, tokens, how.kind, how.spec)
             values = self.values.write(tokens.slots.flatten(-2), shares, tokens.errors, tokens.counted)
-        self.keys, self.values = (keys.detach(), values.detach()) if cut else (keys, values)
+        if all(cut):
+            keys, values = keys.detach(), values.detach()
+        elif any(cut):
+            flags = torch.tensor(cut, device=keys.device)
+            keys, values = torch.where(flags.view(-1, 1, 1, 1, 1), keys.detach(), keys), values.detach(flags)
+        self.keys, self.values = keys, values
         self.waiting = self.waiting.written(rows)
 
     def _paired(self, rows: Sequence[bool], following: dict[str, Tensor] | None) -> Written:

@@ -79,7 +79,8 @@ def fast_weight_memory(
         segment_ids: integers [B or 1, T]: where they change between real tokens, a new document begins, with a memory
             of its own as at the beginning. The first goes on from `state`, the last one leaves the state.
         frozen: only read; the state comes back as it was.
-        meta_grad: gradients flow through the writes: True, False, or through no more than so many.
+        meta_grad: gradients flow through the writes: True, False, or through at most m - 1, being cut after every m-th
+            of a memory.
         storage: in which values that were written are stored, None for the dtype of `values`.
         impl: how values are stored at the start of a stream: "reference" (whole tables), "sparse" (what was written),
             or "auto" for the sparse form where it is there.
@@ -105,6 +106,11 @@ def fast_weight_memory(
     _check_tensors(query, value, gate, keys, values, mask, top_k)
     batch, tokens = query.shape[:2]
     check_segments(CALL, segment_ids, batch, tokens, shared)
+    require(
+        storage is None or (isinstance(storage, torch.dtype) and storage.is_floating_point and storage.itemsize > 1),
+        CALL,
+        f"storage is {storage!r}, expected torch.float32, torch.bfloat16, torch.float64 or None.",
+    )
     if state is None:
         start = keys.to(torch.promote_types(query.dtype, keys.dtype))
         state = FastWeightState.empty(start, values, batch, shared=shared, storage=storage, impl=impl)

@@ -69,8 +69,9 @@ class SlotValues(Protocol):
     def reset(self: V, rows: Tensor) -> V:
         """The memories `rows` (bool [M]) begun anew."""
 
-    def detach(self: V) -> V:
-        """The same numbers, through which no gradient flows."""
+    def detach(self: V, rows: Tensor | None = None) -> V:
+        """The same numbers, through which no gradient flows in the memories `rows` (bool [M]; None: all, and the
+        base)."""
 
     def clone(self: V) -> V:
         """A copy that shares no memory; gradients flow through it."""
@@ -166,8 +167,10 @@ class DenseValues:
     def reset(self, rows: Tensor) -> DenseValues:
         return replace(self, values=torch.where(rows[:, None, None], self.base, self.values))
 
-    def detach(self) -> DenseValues:
-        return DenseValues(self.values.detach(), self.base.detach())
+    def detach(self, rows: Tensor | None = None) -> DenseValues:
+        if rows is None:
+            return DenseValues(self.values.detach(), self.base.detach())
+        return replace(self, values=torch.where(rows[:, None, None], self.values.detach(), self.values))
 
     def clone(self) -> DenseValues:
         return DenseValues(self.values.clone(), self.base.clone())

@@ -47,13 +47,10 @@ class Seen:
         ]
         return statistics.fmean(found) if found else None
 
-    def needles(self, variant: str, what: str = "exact") -> list[float]:
-        """By the number of readings: the share of exact answers, or of right digits; mean over the seeds."""
-        runs = self.groups[variant]
-        shares = [
-            [value / (run.extra["needles"]["asked"] if what == "exact" else 1) for value in run.extra["needles"][what]]
-            for run in runs
-        ]
+    def needles(self, variant: str) -> list[float]:
+        """Share of exact answers by the number of readings, mean over the seeds."""
+        found = [run.extra["needles"] for run in self.groups[variant]]
+        shares = ([hits / each["asked"] for hits in each["exact"]] for each in found)
         return [statistics.fmean(column) for column in zip(*shares, strict=True)]
 
     @property
@@ -128,19 +125,15 @@ def number(value: float | None, digits: int) -> str:
 
 
 def needle_table(seen: Seen) -> Any:
-    """A row for each variant: exact answers and digits after each number of readings."""
+    """A row for each variant: exact answers after each number of readings."""
     from ..inspect.tables import Table
 
-    reads = range(1, seen.reads + 1)
-    rows = [
-        (name, *(f"{x:.0%}" for x in seen.needles(name)), *(f"{x:.0%}" for x in seen.needles(name, "digits")))
-        for name in seen.groups
-    ]
-    header = ("memory", *(f"exact, {n}" for n in reads), *(f"digits, {n}" for n in reads))
+    rows = [(name, *(f"{share:.0%}" for share in seen.needles(name))) for name in seen.groups]
+    header = ("memory", *(f"{n} readings" if n > 1 else "1 reading" for n in range(1, seen.reads + 1)))
     runs = next(iter(seen.groups.values()))
     note = (
-        f"After n readings of a haystack; {runs[0].extra['needles']['asked']} questions a seed, what waits is written "
-        f"before each. Chance: {10.0**-seen.digits:.0%} of the answers, 10% of the digits."
+        f"Share of right answers; {runs[0].extra['needles']['asked']} questions a seed. What waits is written before "
+        f"each question. Chance: {10.0**-seen.digits:.2g}."
     )
     return Table(header, tuple(rows), note)
 

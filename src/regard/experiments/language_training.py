@@ -262,6 +262,9 @@ def _step(
     called: Any, model: nn.Module, windows: Tensor, optimizer: torch.optim.Optimizer, budget: Budget, step: int
 ) -> Tensor:
     """One optimiser step on windows [batch, context]; their mean loss, detached."""
+    from ..models.base import tell_step
+
+    tell_step(model, step)
     for group in optimizer.param_groups:
         group["lr"] = budget.rate(step)
     optimizer.zero_grad()

@@ -126,11 +126,12 @@ def row_config(row: Row, sizes: Sizes, **fields: Any) -> Any:
         "num_key_value_heads": sizes.heads,
         "head_dim": head,
         "intermediate_size": 3 * sizes.width,
-        "window": sizes.chunk,
         "max_position_embeddings": sizes.context,
         "mixer_options": mixers or None,
         "memory_options": {k: v for part in row.memory.split("+") for k, v in options.get(part, {}).items()} or None,
     }
+    if row.layout == "GDN+SWA" or row.layout in RESTRICTED:
+        own["window"] = sizes.chunk
     return HybridConfig.layout(row.layout, sentence(row, sizes), **{**own, **fields})
 
 

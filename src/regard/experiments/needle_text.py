@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -63,7 +64,9 @@ class NeedleWorld:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Words with blanks between them, pairs of digits without."""
-        return re.sub(r"(?<=\d) (?=\d)", "", " ".join(self.words[token] for token in tokens))
+        words = [self.words[token] for token in tokens]
+        joined = (" " * (not (one.isdigit() and other.isdigit())) + other for one, other in pairwise(words))
+        return "".join([*words[:1], *joined])
 
     def task(self, length: int, *, training: bool = False, needles: int | None = None) -> NeedleInHaystack:
         """Haystacks of `length` tokens."""

@@ -388,6 +388,13 @@ def refuse_misspelt(call: str, extra: dict[str, Any]) -> None:
         require(not close, call, f"unknown argument {name!r}. Did you mean {', '.join(map(repr, close))}?")
 
 
+def tell_step(model: nn.Module, step: int) -> None:
+    """Tell the parts of a model that do not compute the same in every training step which one begins."""
+    for module in model.modules():
+        if hasattr(module, "training_step"):
+            module.training_step = step
+
+
 def check_depth(call: str, cache: Cache, layers: int) -> None:
     """A cache that holds tokens has a layer for each of the model's.
 

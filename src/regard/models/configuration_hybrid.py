@@ -43,8 +43,9 @@ class HybridConfig(RegardConfig):
         window: attention sees the last `window` tokens only; None for all; one for all layers or a list with one per
             layer. The cache then keeps no more than that.
         training_window: in training, the window of the attention layers that have none, in a share
-            `training_window_share` of the forward passes (pSWA, section 4.2 of the fast-weight paper, Finding 3).
-            Which passes is a function of `training_window_seed` and their number, the same in every process.
+            `training_window_share` of the steps (pSWA, section 4.2 of the fast-weight paper, Finding 3). Which steps is
+            a function of `training_window_seed` and their number, which the trainer tells, so that it is the same in
+            every process and after a resume; where nobody tells it, forward passes are counted.
         output_gate: gated attention (see `regard.nn.Attention`).
         rotary_share: the share of a head's channels that positions turn, above 0 to 1.
         memories: memories at chosen depths, such as "FwPKM@2,6,10" or "PKM@6+FwPKM@2,10", or a mapping of depths to
@@ -125,7 +126,7 @@ class HybridConfig(RegardConfig):
             name: "GDN", "GDN+SWA", "GDN+FA", "FA", either of the last two with "-pSWA", or "LaCT". Of the mixed ones
                 every fourth layer is attention.
             memories: as the field.
-            fields: of this class, in the place of the paper's. `window` is that of SWA and pSWA.
+            fields: of this class, in the place of the paper's. `window` is that of SWA, pSWA and LaCT.
 
         Raises:
             ArgumentError: an unknown layout, or as the class.
@@ -134,8 +135,14 @@ class HybridConfig(RegardConfig):
         if base not in LAYOUTS or restricted not in ("", "pSWA") or (restricted and not base.endswith("FA")):
             known = ", ".join([*LAYOUTS, "GDN+FA-pSWA", "FA-pSWA"])
             raise ArgumentError(f"{cls.__name__}.layout: unknown layout {name!r}, expected one of {known}.")
-        layers, window = fields.pop("num_hidden_layers", 12), fields.pop("window", 512)
+        layers, window = fields.pop("num_hidden_layers", 12), fields.pop("window", None)
         pattern = [LAYOUTS[base][i % 4] for i in range(layers)]
+        if window is not None and not (restricted or {"swa", "lact"} & set(LAYOUTS[base])):
+            raise ArgumentError(f"{cls.__name__}.layout: {name} has no window, got window={window!r}; leave it out.")
+        if base == "LaCT" and window is not None:
+            options = read_options(cls.__name__, "mixer_options", fields.get("mixer_options"), token_mixers, set())
+            fields["mixer_options"] = {**options, "lact": {"window": window, **options.get("lact", {})}}
+        window = 512 if window is None else window
         own: dict[str, Any] = {
             **PAPER_SIZE,
             "num_hidden_layers": layers,

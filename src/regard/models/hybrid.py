@@ -158,7 +158,11 @@ class HybridPreTrainedModel(RegardPreTrainedModel):
 
 
 class HybridModel(HybridPreTrainedModel, RegardModel):
-    """The decoder without the output matrix."""
+    """The decoder without the output matrix.
+
+    Attributes:
+        training_step: the number of the optimiser's step, as `tell_step` says it; None where nobody does.
+    """
 
     def __init__(self, config: HybridConfig) -> None:
         config.normalise()
@@ -169,6 +173,7 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
             HybridDecoderLayer(config, i, depth + stateful.index(i) if i in stateful else depth) for i in range(depth)
         )
         self.cached_layers = depth + len(stateful)
+        self.training_step: int | None = None
         self.passes = 0
         self.norm = make_norm(config.norm, config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
@@ -217,8 +222,10 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         return near[None, None] if context.mask is None else near & context.mask[:, None, None]
 
     def _restricted(self) -> bool:
-        """Whether this pass, counted from the model's making, is one of those with a window."""
-        draw = torch.Generator().manual_seed(self.config.training_window_seed * 1_000_003 + self.passes)
+        """Whether the training step, or where nobody tells it the pass since the model's making, is one of those with a
+        window."""
+        number = self.passes if self.training_step is None else self.training_step
+        draw = torch.Generator().manual_seed(self.config.training_window_seed * 1_000_003 + number)
         self.passes += 1
         return bool(torch.rand((), generator=draw) < self.config.training_window_share)
 

@@ -37,13 +37,13 @@ class FastWeightProductKeyMemory(MemoryLayer):
     """Reads, for every token, the k slots nearest to its query; after every chunk of tokens, moves what was read
     towards the value of the token that came next, so that the same query finds it at the next reading.
 
-        q, v, g = projections of the token (`nn.MemoryProjections`)     read = sum_j w_j V_j, j in the k slots of q
+        q, v, g = projections of the token (`nn.memory_projections`)    read = sum_j w_j V_j, j in the k slots of q
         out = W_o rms(g read + (1 - g) v)                               to be added to the residual stream
 
     Chunks are counted from the start of a row's stream, whatever the calls that bring it. A full chunk waits and is
     written when the next token is there, before that one reads; `flush` writes what waits. Padding is as if removed.
     A token whose hidden state is not finite has the output NaN, writes nothing and is not written; statistics count
-    it (`nn.SlotStatistics`), and `regard.checks.debug` raises.
+    it (`nn.memory_trace.SlotStatistics`), and `regard.checks.debug` raises.
 
     Args:
         hidden_size: C.
@@ -241,7 +241,9 @@ class FastWeightProductKeyMemory(MemoryLayer):
         Raises:
             ArgumentError: shapes or dtypes that do not fit, or a state of another layer.
 
-        Cost: O(T (C Dk H + C Dv)) for the projections and O(T H (n Dk + k Dv)) for reading and writing.
+        Cost: O(T (C Dk H + C Dv)) for the projections and O(T H (n Dk + k Dv)) for reading and writing; a resident
+        memory is copied once a call, N Dv numbers. Under torch.compile a frozen memory that starts a stream is part of
+        the graph; writing is not.
         """
         tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
         own: Projected = self.projections(tokens.hidden)

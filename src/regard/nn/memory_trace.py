@@ -52,8 +52,8 @@ class MemoryObserver:
 
 
 class SlotStatistics(MemoryObserver):
-    """How evenly the slots of a memory are used (section 5.1 of the notes of the released program; figures of merit of
-    the product-key memory paper, Lample et al. 2019).
+    """How evenly the slots of a memory are used, as the released program of arXiv:2601.00671 measures it in streams:
+    coverage, collisions and divergence from uniform use, in counts of reads.
 
     Args:
         slots: N, a square.
@@ -358,9 +358,16 @@ def observed(model: nn.Module, make: Callable[[int], Seen] = SlotStatistics) -> 
 
 def memory_means(model: nn.Module, run: Callable[[], object]) -> dict[str, float]:
     """The statistics of all memories of `model` while `run()` runs, for a line of a log: means over the layers, sums of
-    counts (tokens, not_finite, reads); nothing for a model without such a memory."""
-    with observed(model, SlotStatistics) as seen, torch.no_grad():
-        run()
+    counts (tokens, not_finite, reads); nothing for a model without such a memory. A memory that keeps what it writes
+    (`resident`) is put back afterwards."""
+    resident: list[Any] = [layer for layer in model.modules() if getattr(layer, "resident", False)]
+    before = [layer.snapshot() for layer in resident]
+    try:
+        with observed(model, SlotStatistics) as seen, torch.no_grad():
+            run()
+    finally:
+        for layer, snapshot in zip(resident, before, strict=True):
+            layer.restore(snapshot)
     summaries = [each.summary() for each in seen.values()]
     found = {}
     for name in dict.fromkeys(name for each in summaries for name in each):

@@ -58,7 +58,7 @@ class OverlayValues:
         of `base` where None). Gradients reach `base` as one dense tensor at the end of a backward pass."""
         pool = Pool(base, dtype or base.dtype)
         where = torch.full((memories, len(base)), BASE, dtype=torch.int32, device=base.device)
-        return cls(pool, where, None, Reach(pool.size, None))._attach(where.new_ones(memories, dtype=torch.bool))
+        return cls(pool, where, None, Reach(0, None))._attach(where.new_ones(memories, dtype=torch.bool))
 
     @property
     def memories(self) -> int:
@@ -83,12 +83,17 @@ class OverlayValues:
 
     def read(self, weights: Tensor, slots: Tensor) -> Tensor:
         """sum over j of weights_pj V[slots_pj], [M, P, Dv], of weights and slots [M, P, K]."""
-        ids = self._ids(slots)
-        return Read.apply(weights.to(self.pool.wide), self.token, self.pool, ids, self.reach)
+        ids, weights = self._ids(slots), weights.to(self.pool.wide)
+        if self._traceable:
+            return (weights[..., None] * self.pool.traced(ids, self.pool.wide)).sum(-2)
+        return Read.apply(weights, self.token, self.pool, ids, self.reach)
 
     def rows(self, slots: Tensor) -> Tensor:
         """V[slots] [M, P, K, Dv]."""
-        return Rows.apply(self.token, self.pool, self._ids(slots), self.reach)
+        ids = self._ids(slots)
+        if self._traceable:
+            return self.pool.traced(ids, self.pool.wide)
+        return Rows.apply(self.token, self.pool, ids, self.reach)
 
     def write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor) -> OverlayValues:
         """As in `SlotValues.write`."""
@@ -97,13 +102,13 @@ class OverlayValues:
         with torch.no_grad():
             plan = Plan.of(slots, shares, counted, self.slots, everything=recorded)
             old = self._row(self.where.flatten()[plan.keys], plan.keys % self.slots)
-            start = self.pool.size
-            plan.append(self.pool, old, shares, errors, spare=SPARE if recorded else 0.5)
-            where = self._pointed(plan, start)
+            hold = self.pool.claim(len(plan.keys), self.reach.hold, SPARE if recorded else 0.5)
+            plan.carry_out(self.pool, hold, old, shares, errors)
+            where = self._pointed(plan, hold.start)
         if not recorded:
-            return replace(self, where=where, token=None, reach=Reach(self.pool.size, None))._tidied()
-        token = Write.apply(shares, errors, self.token, self.pool, plan, old, start, self.reach)
-        return replace(self, where=where, token=token)
+            return replace(self, where=where, token=None, reach=Reach(self.pool.writes, None, hold))._tidied()
+        token = Write.apply(shares, errors, self.token, self.pool, plan, old, hold, self.reach)
+        return replace(self, where=where, token=token, reach=replace(self.reach, hold=hold))
 
     def reset(self, rows: Tensor) -> OverlayValues:
         """The memories `rows` (bool [M]) begun anew."""
@@ -112,7 +117,7 @@ class OverlayValues:
 
     def detach(self) -> OverlayValues:
         """The same numbers, through which no gradient flows."""
-        return replace(self, token=None, reach=Reach(self.pool.size, None))._tidied()
+        return replace(self, token=None, reach=Reach(self.pool.writes, None, self.reach.hold))._tidied()
 
     def clone(self) -> OverlayValues:
         """A copy; what is done to the one is never seen by the other. Rows are never overwritten, so that none are
@@ -170,9 +175,15 @@ class OverlayValues:
         last = max(int(where.max()), -2 - int(where.min())) if where.numel() else BASE
         require(last < len(rows), call, f"where points at row {last} of {len(rows)}; the tensors are of two stores.")
         pool = Pool(base, rows.dtype)
-        if len(rows):
-            pool.extend(len(rows))[0].copy_(rows)
-        return cls(pool, where, None, Reach(pool.size, None))
+        hold = pool.claim(len(rows), None, 0.0)
+        for view in pool.views(hold.start, hold.stop):
+            view.copy_(rows)
+        return cls(pool, where, None, Reach(pool.writes, None, hold))
+
+    @property
+    def _traceable(self) -> bool:
+        """Whether a compiler looks on, and no gradient goes to what was written."""
+        return torch.compiler.is_compiling() and (self.token is None or not torch.is_grad_enabled())
 
     def _row(self, where: Tensor, slots: Tensor) -> Tensor:
         """The row numbers of pointers, those of `slots`."""
@@ -212,9 +223,9 @@ class OverlayValues:
     def _tidied(self) -> OverlayValues:
         """The store without rows that nothing points at, where those are many, and with full tables of memories that
         are mostly written."""
-        held = self.pool.size - self.pool.given
-        if not held:
+        if self.reach.hold is None:
             return self
+        held = self.reach.hold.total
         live = (self.where != BASE).sum(1)
         crowded = (self.written() > self.slots // 2) & (live < self.slots)
         return self._packed() if held > 2 * int(live.sum()) or bool(crowded.any()) else self
@@ -226,11 +237,10 @@ class OverlayValues:
         slots = torch.arange(self.slots, device=self.where.device).expand_as(self.where)
         ids, at = torch.unique(self._row(self.where[held], slots[held]), return_inverse=True)
         pool = Pool(self.pool.base if device is None else self.pool.base.detach().to(device), self.pool.dtype)
-        if len(ids):
-            rows = pool.extend(len(ids))[0]
-            step = 1024
-            for out, some in zip(rows.split(step), ids.split(step), strict=True):
+        hold = pool.claim(len(ids), None, 0.0)
+        for view in pool.views(hold.start, hold.stop):
+            for out, some in zip(view.split(1024), ids.split(1024), strict=True):
                 out.copy_(self.pool.gather(some, self.pool.dtype))
         where = self.where.clone()
         where[held] = torch.where(self.where[held] >= 0, at, -2 - at).int()
-        return OverlayValues(pool, where.to(pool.device), None, Reach(pool.size, None))
+        return OverlayValues(pool, where.to(pool.device), None, Reach(pool.writes, None, hold))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,12 +24,35 @@ from torch.autograd.function import once_differentiable
 from .row_pieces import Groups, RowGradients, RowPieces, spread, tiles, weighted_sums
 
 
+class Hold:
+    """Rows of a pool, from number `start` to `stop`, that stay as they are as long as somebody keeps this.
+
+    Attributes:
+        before: those on which the store that wrote these goes on.
+        total: how many rows these and those are.
+    """
+
+    __slots__ = ("__weakref__", "before", "start", "stop", "total")
+
+    def __init__(self, start: int, stop: int, before: Hold | None) -> None:
+        self.start, self.stop, self.before = start, stop, before
+        self.total = stop - start + (before.total if before else 0)
+
+
 class Pool(RowPieces):
-    """The base and, behind it, all rows that were written to any store that grew from it."""
+    """The base and, behind it, all rows that were written to any store that grew from it and is still there.
+
+    Attributes:
+        writes: how many there were.
+        stamps: int32, of every row behind the base, which write it is from.
+    """
 
     def __init__(self, base: Tensor, dtype: torch.dtype) -> None:
         super().__init__(base.shape[1], dtype, base.device, base.detach())
         self.base = base
+        self.writes = 0
+        self.stamps = torch.zeros(0, dtype=torch.int32, device=base.device)
+        self._holds: WeakSet[Hold] = WeakSet()
         self._gradients: RowGradients | None = None
         self._pass = -1
 
@@ -36,6 +60,24 @@ class Pool(RowPieces):
     def wide(self) -> torch.dtype:
         """In which it is computed."""
         return torch.promote_types(self.dtype, torch.float32)
+
+    def claim(self, count: int, before: Hold | None, spare: float) -> Hold:
+        """`count` rows that nobody holds, in the first place where there are so many: of attempts to go on from one
+        store, those that were given up leave room for the next."""
+        start = self.given
+        for low, high in sorted((held.start, held.stop) for held in self._holds):
+            if low - start >= count:
+                break
+            start = max(start, high)
+        hold = Hold(start, start + count, before)
+        self._holds.add(hold)
+        if hold.stop > self.size:
+            self.extend(hold.stop - self.size, spare)
+            more = self.stamps.new_zeros(self.room - self.given - len(self.stamps))
+            self.stamps = torch.cat((self.stamps, more))
+        self.writes += 1
+        self.stamps[start - self.given : hold.stop - self.given] = self.writes
+        return hold
 
     @property
     def gradients(self) -> RowGradients:
@@ -57,16 +99,20 @@ class Reach:
     """Which rows hand their gradients on.
 
     Attributes:
-        since: rows of the pool from this number on; earlier ones are from before a detach().
+        since: rows of writes after this one; earlier ones are from before a detach().
         attached: bool [M], memories whose untouched rows hand them on to the base; None: none does.
+        hold: of the rows, as long as a graph or a store wants them; None before the first write.
     """
 
     since: int
     attached: Tensor | None
+    hold: Hold | None = None
 
     def of(self, pool: Pool, ids: Tensor, memory: Tensor) -> Tensor:
         """Of rows ids [E] of the memories `memory` [E], whether each does: bool [E]."""
-        late = ids >= self.since
+        late = ids >= pool.given
+        if self.since:
+            late &= pool.stamps[(ids - pool.given).clamp_min(0)] > self.since
         return late if self.attached is None else late | ((ids < pool.given) & self.attached[memory])
 
 
@@ -123,11 +169,11 @@ class Plan:
         """-s_pj / N_i of every entry."""
         return -shares.flatten()[self.entry] / self.count[self.row]
 
-    def append(self, pool: Pool, old: Tensor, shares: Tensor, errors: Tensor, spare: float) -> None:
-        """Append to the pool what becomes of the rows `old` [U]."""
+    def carry_out(self, pool: Pool, hold: Hold, old: Tensor, shares: Tensor, errors: Tensor) -> None:
+        """Write into the rows of `hold` what becomes of the rows `old` [U]."""
         weights, owner, error = self.coefficients(shares), self.owner, errors.flatten(0, 1)
         in_place, start = pool.dtype == pool.wide, 0
-        for view in pool.extend(len(self.keys), spare):
+        for view in pool.views(hold.start, hold.stop):
             stop = start + len(view)
             if in_place:
                 pool.gather(old[start:stop], pool.wide, out=view)
@@ -232,11 +278,11 @@ class Write(torch.autograd.Function):
         pool: Pool,
         plan: Plan,
         old: Tensor,
-        start: int,
+        hold: Hold,
         reach: Reach,
     ) -> Tensor:
         ctx.save_for_backward(shares, errors)
-        ctx.pool, ctx.plan, ctx.old, ctx.start, ctx.reach = pool, plan, old, start, reach
+        ctx.pool, ctx.plan, ctx.old, ctx.hold, ctx.reach = pool, plan, old, hold, reach
         return shares.new_zeros(())
 
     @staticmethod
@@ -244,7 +290,7 @@ class Write(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         shares, errors = ctx.saved_tensors
         pool, plan = ctx.pool, ctx.plan
-        ids = torch.arange(len(plan.keys), device=pool.device) + ctx.start
+        ids = torch.arange(ctx.hold.start, ctx.hold.stop, device=pool.device)
         place = pool.gradients.places(ids)
         share_grad, error_grad = torch.zeros_like(shares), torch.zeros_like(errors)
         token = shares.new_zeros(()) if ctx.needs_input_grad[2] else None

@@ -104,23 +104,23 @@ class RowPieces:
         """The memory of the rows that were added, unused room included."""
         return (self.room - self.given) * self.width * self.dtype.itemsize
 
-    def extend(self, count: int, spare: float = SPARE) -> list[Tensor]:
-        """Views [., D], `count` rows together, of new rows at the end, to be written into; a piece that is made for
-        them has room for so large a share of the rows so far."""
-        views = []
-        free = min(self.room - self.size, count)
-        if free:
-            begin = self.size - self.starts[-1]
-            views.append(self.pieces[-1][begin : begin + free])
-        if count > free:
-            length = max(count - free, int((self.room - self.given) * spare))
+    def extend(self, count: int, spare: float = SPARE) -> None:
+        """`count` rows more at the end, of no particular content; a piece that is made for them has room for so large a
+        share of the rows so far."""
+        self.size += count
+        if self.size > self.room:
+            length = max(self.size - self.room, int((self.room - self.given) * spare))
             self.starts.append(self.room)
             self.pieces.append(torch.empty(length, self.width, dtype=self.dtype, device=self.device))
             self._edges = torch.tensor(self.starts[1:], device=self.device)
             self.room += length
-            views.append(self.pieces[-1][: count - free])
-        self.size += count
-        return views
+
+    def views(self, start: int, stop: int) -> Iterator[Tensor]:
+        """The rows from `start` to `stop`, part by part, to be written into."""
+        for first, piece in zip(self.starts, self.pieces, strict=True):
+            low, high = max(start - first, 0), min(stop - first, len(piece))
+            if low < high:
+                yield piece[low:high]
 
     def parts(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
         """(a piece, which of ids [E] lie in it or None for all, their rows there)."""
@@ -152,6 +152,17 @@ class RowPieces:
             for to, some in zip(at.split(step), rows.split(step), strict=True):
                 out.index_copy_(0, to, piece.index_select(0, some).to(self.dtype).to(dtype))
         return torch.empty(0, self.width, dtype=dtype, device=self.device) if out is None else out
+
+    def traced(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows ids [...]: [..., D], in a form that a compiler can follow, which touches a row of every piece for
+        each; not differentiable in the rows."""
+        out = torch.zeros(*ids.shape, self.width, dtype=dtype, device=self.device)
+        for start, piece in zip(self.starts, self.pieces, strict=True):
+            here = ids - start
+            inside = (here >= 0) & (here < len(piece))
+            rows = piece[here.clamp(0, len(piece) - 1)].to(self.dtype).to(dtype)
+            out = torch.where(inside[..., None], rows, out)
+        return out
 
     def sums(self, ids: Tensor, weights: Tensor, owner: Tensor, owners: int) -> Tensor:
         """sum over the entries of each owner of weights times rows: [owners, D]; owner int64 [E] ascending.

@@ -4,7 +4,8 @@
 line), bits_per_char, bits_per_byte, grad_norm, learning_rate, tokens (seen so far), tokens_per_second
 (since the last line; evaluation and saving do not count), and of the first held-out window what `row_means` says:
 support, density, of layers with a fixed bandwidth empty_rows, and of local linear layers negative_mass,
-solver_iterations, solver_residual, unconverged (absent where no layer reports them). Lines about held-out text have
+solver_iterations, solver_residual, unconverged, and of memories memory_coverage, memory_collisions, memory_kl_uniform,
+memory_marginal_entropy, memory_gate, memory_not_finite (absent where no layer reports them). Lines about held-out text have
 the same names behind `eval_`.
 """
 
@@ -21,8 +22,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..models.base import tell_step
 from .checkpoints import write_atomically, writing
 from .errors import TrainingInterrupted
 
@@ -101,6 +104,21 @@ class Clock(TrainerCallback):
         steps, seconds = self.steps - self._last[0], self.seconds - self._last[1]
         self._last = (self.steps, self.seconds)
         return steps, seconds
+
+
+class StepNumber(TrainerCallback):
+    """Tells the model which step begins (`tell_step`)."""
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: Any,
+    ) -> None:
+        assert model is not None  # transformers always gives it
+        tell_step(model, state.global_step)
 
 
 class Rhythm(TrainerCallback):

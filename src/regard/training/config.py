@@ -3,6 +3,7 @@ TOML file."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -40,7 +41,7 @@ class TrainConfig:
     spec: tuple[str, ...] = ("softmax",)
     """The attention of the layers, in the grammar: one sentence for all layers or one per layer (with blanks
     or commas between them), such as 'biweight' or 'triweight*anchored(margin=1)'. `regard list presets` shows
-    the named ones."""
+    the named ones, `regard list token-mixers` what a layer of a transformer may be besides."""
     option: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
     """Further fields of the model's configuration as key=value, several after one --option or each after its own,
     such as wiring=parallel or feed_forward=gelu. `regard list models` shows them."""
@@ -147,13 +148,27 @@ class TrainConfig:
             raise ArgumentError(f"{call}: --resume continues the run, --overwrite deletes it; give one of them.")
         if not self.spec:
             raise ArgumentError(f"{call}: --spec names nothing; give a sentence such as softmax.")
-        specs = list(dict.fromkeys(read_sentence(sentence, "--spec", call) for sentence in self.spec))
+        specs = _specs(self.spec, call)
         _check_names(self, call)
         _check_rules(self, specs, call)
         from .models import check_model, has_field  # transformers, which takes seconds to import: last
 
         _check_heads(self, call, rotary=has_field(self.model, "rope_theta"))
         _check_sizes(self, specs, check_model(self, call), call)
+
+
+def _specs(words: Sequence[str], call: str) -> list[Spec]:
+    """The sentences among `words`, each once; the others name token mixers."""
+    found: dict[Spec, None] = {}
+    for word in words:
+        try:
+            found[read_sentence(word, "--spec", call)] = None
+        except ArgumentError:
+            from ..models import token_mixers  # transformers, which takes seconds to import: only where it is needed
+
+            if word not in token_mixers:
+                raise
+    return list(found)
 
 
 def check_seed(seed: int, call: str) -> None:

@@ -26,6 +26,8 @@ from ..estimators.diagnostics import Diagnostics
 from ..grammar import SolveStatus
 from .data import strided_windows
 
+_OF_MEMORIES = ("coverage", "collisions", "kl_uniform", "marginal_entropy", "gate", "not_finite")
+
 
 @dataclass(frozen=True)
 class Units:
@@ -149,12 +151,15 @@ def row_means(model: nn.Module, input_ids: Tensor) -> dict[str, float]:
         fixed one, of a kernel with an edge) also, over those layers: empty_rows, the share of the rows that see keys
         and give weight to none by their own rule. Where layers are local linear also, over those:
         negative_mass (sum of the negative weights' sizes), solver_iterations, solver_residual (the largest) and
-        unconverged (the share of rows whose system was not solved to the tolerance).
+        unconverged (the share of rows whose system was not solved to the tolerance). Where there are memories that
+        can be observed, what `nn.memory_trace.memory_means` says of them: memory_coverage, memory_collisions,
+        memory_kl_uniform, memory_marginal_entropy, memory_gate, memory_not_finite.
     """
     from ..inspect import capture
+    from ..nn.memory_trace import memory_means
 
     with _eval_mode(model), capture(model) as seen:
-        model(input_ids=input_ids, use_cache=False)
+        memories = memory_means(model, lambda: model(input_ids=input_ids, use_cache=False))
     layers = list(seen.layers.values())
     can_miss = _can_miss(model)
     missed = [_empty_rows(layer) for key, layer in seen.layers.items() if key in can_miss]
@@ -171,7 +176,7 @@ def row_means(model: nn.Module, input_ids: Tensor) -> dict[str, float]:
         found["solver_iterations"] = mean(solver["iterations"] for _, solver in local)
         found["solver_residual"] = max(solver["residual"].max().item() for _, solver in local)
         found["unconverged"] = mean(solver["status"] == SolveStatus.UNCONVERGED for _, solver in local)
-    return found
+    return found | {f"memory_{name}": value for name, value in memories.items() if name in _OF_MEMORIES}
 
 
 def _can_miss(model: nn.Module) -> set[int]:

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerControl
 
 from ..checks import ArgumentError
 from ..nn.optimizer_groups import memory_parameters, optimizer_groups
-from .callbacks import Clock
+from .callbacks import Clock, StepNumber
 from .checkpoints import last_good, prune, seal, writing
 from .errors import TrainingStopped
 from .evaluation import Evaluation, Units, evaluate, row_means
@@ -58,6 +58,7 @@ class RegardTrainer(Trainer):
         self.clock = Clock()
         super().__init__(**kwargs)
         self.add_callback(self.clock)
+        self.add_callback(StepNumber())
 
     @property
     def tokens_per_step(self) -> int:
