@@ -234,6 +234,21 @@ def test_detach_and_reset_cut_gradients_where_they_should() -> None:
     assert after is None
 
 
+def test_memories_are_cut_one_by_one() -> None:
+    chunks = Chunks(count=3)
+    cut = torch.tensor([True, False])
+    args = [(chunks.slots[c], chunks.share(c), chunks.values[c], chunks.counted[c]) for c in range(3)]
+    store = OverlayValues.start(chunks.base, 2).write(*args[0]).detach(cut).write(*args[1]).select(torch.tensor([1, 0]))
+    table = dense_write(chunks.base.expand(2, -1, -1), *args[0])
+    table = dense_write(torch.where(cut[:, None, None], table.detach(), table), *args[1])[[1, 0]]
+    agree([store.dense()], [table])
+    up, leaves = drawn(2, 12, 5, seed=8), [*chunks.shares[:2], *chunks.values[:2], chunks.base]
+    wanted = torch.autograd.grad((table * up).sum(), leaves, retain_graph=True)
+    assert not wanted[0][0].any()
+    assert wanted[0][1].any()
+    agree(torch.autograd.grad((store.dense() * up).sum(), leaves), wanted)
+
+
 def test_shares_of_zero_have_their_gradient_and_leave_no_trace() -> None:
     chunks = Chunks(count=1)
     shares = (chunks.shares[0].detach() * 0).requires_grad_()

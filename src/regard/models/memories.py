@@ -80,8 +80,9 @@ def keep_memory(model: nn.Module, cache: Cache, *, memory: bool = True, recurren
     Args:
         model: whose cache it is.
         memory: the states of memories go on.
-        recurrent: the states of recurrent mixers go on, as far as they know nothing of positions: of Gated DeltaNet
-            and of fast weights; not windows, pairs, and sums over keys that positions turned.
+        recurrent: the states of recurrent mixers go on: of Gated DeltaNet, which knows no positions, and the fast
+            weights of LaCT, which were learned at the positions of the text before and are read at those of the new
+            one; not windows, pairs, and sums, whose keys would stand in the new text's future.
     """
     fresh = getattr(model, "model", model).new_cache()
     for old, new in zip(cache.layers, fresh.layers, strict=True):

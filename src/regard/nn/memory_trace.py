@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -329,8 +329,12 @@ _READ = ("row", "position", "slots", "weights")
 Seen = TypeVar("Seen", bound=MemoryObserver)
 
 
+@overload
+def observed(model: nn.Module) -> AbstractContextManager[dict[str, SlotStatistics]]: ...
+@overload
+def observed(model: nn.Module, make: Callable[[int], Seen]) -> AbstractContextManager[dict[str, Seen]]: ...
 @contextmanager
-def observed(model: nn.Module, make: Callable[[int], Seen] = SlotStatistics) -> Iterator[dict[str, Seen]]:  # type: ignore[assignment]
+def observed(model: nn.Module, make: Callable[[int], Any] = SlotStatistics) -> Iterator[dict[str, Any]]:
     """Watch every memory of `model` in this block.
 
     Args:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..checks import ArgumentError, require, shape
 from ..estimators.slot_values import slot_values
-from .overlay_pool import Base, Plan, Pool, Reach, Read, Rows, Write
+from .overlay_pool import Base, Hold, Plan, Pool, Reach, Read, Rows, Write
 from .row_pieces import SPARE
 
 BASE = -1
@@ -58,7 +58,7 @@ class OverlayValues:
         of `base` where None). Gradients reach `base` as one dense tensor at the end of a backward pass."""
         pool = Pool(base, dtype or base.dtype)
         where = torch.full((memories, len(base)), BASE, dtype=torch.int32, device=base.device)
-        return cls(pool, where, None, Reach(0, None))._attach(where.new_ones(memories, dtype=torch.bool))
+        return cls(pool, where, None, Reach(None, None))._attach(where.new_ones(memories, dtype=torch.bool))
 
     @property
     def memories(self) -> int:
@@ -106,7 +106,7 @@ class OverlayValues:
             plan.carry_out(self.pool, hold, old, shares, errors)
             where = self._pointed(plan, hold.start)
         if not recorded:
-            return replace(self, where=where, token=None, reach=Reach(self.pool.writes, None, hold))._tidied()
+            return replace(self, where=where, token=None, reach=self._cut(hold))._tidied()
         token = Write.apply(shares, errors, self.token, self.pool, plan, old, hold, self.reach)
         return replace(self, where=where, token=token, reach=replace(self.reach, hold=hold))
 
@@ -115,9 +115,16 @@ class OverlayValues:
         rows = rows.to(self.where.device)
         return replace(self, where=self.where.masked_fill(rows[:, None], BASE))._attach(rows)
 
-    def detach(self) -> OverlayValues:
-        """The same numbers, through which no gradient flows."""
-        return replace(self, token=None, reach=Reach(self.pool.writes, None, self.reach.hold))._tidied()
+    def detach(self, rows: Tensor | None = None) -> OverlayValues:
+        """The same numbers; through the memories `rows` (bool [M]; None: all) no gradient flows any more."""
+        if rows is None:
+            return replace(self, token=None, reach=self._cut(self.reach.hold))._tidied()
+        rows, known = rows.to(self.where.device), self.reach
+        every = self._cut(known.hold).since
+        assert every is not None
+        since = torch.where(rows, every, 0 if known.since is None else known.since)
+        attached = None if known.attached is None else known.attached & ~rows
+        return replace(self, reach=Reach(since, attached, known.hold))
 
     def clone(self) -> OverlayValues:
         """A copy; what is done to the one is never seen by the other. Rows are never overwritten, so that none are
@@ -178,7 +185,8 @@ class OverlayValues:
         hold = pool.claim(len(rows), None, 0.0)
         for view in pool.views(hold.start, hold.stop):
             view.copy_(rows)
-        return cls(pool, where, None, Reach(pool.writes, None, hold))
+        store = cls(pool, where, None, Reach(None, None, hold))
+        return replace(store, reach=store._cut(hold))
 
     @property
     def _traceable(self) -> bool:
@@ -216,9 +224,13 @@ class OverlayValues:
         return replace(self, token=token, reach=replace(self.reach, attached=rows))
 
     def _picked(self, pick: Any) -> OverlayValues:
-        known = self.reach.attached
-        reach = replace(self.reach, attached=None if known is None else pick(known))
-        return replace(self, where=pick(self.where), reach=reach)
+        since, attached = (None if x is None else pick(x) for x in (self.reach.since, self.reach.attached))
+        return replace(self, where=pick(self.where), reach=replace(self.reach, since=since, attached=attached))
+
+    def _cut(self, hold: Hold | None) -> Reach:
+        """What reaches no row of any write so far."""
+        since = torch.full((self.memories,), self.pool.writes, dtype=torch.int32, device=self.where.device)
+        return Reach(since, None, hold)
 
     def _tidied(self) -> OverlayValues:
         """The store without rows that nothing points at, where those are many, and with full tables of memories that
@@ -243,4 +255,5 @@ class OverlayValues:
                 out.copy_(self.pool.gather(some, self.pool.dtype))
         where = self.where.clone()
         where[held] = torch.where(self.where[held] >= 0, at, -2 - at).int()
-        return OverlayValues(pool, where.to(pool.device), None, Reach(pool.writes, None, hold))
+        since = torch.full((self.memories,), pool.writes, dtype=torch.int32, device=pool.device)
+        return OverlayValues(pool, where.to(pool.device), None, Reach(since, None, hold))

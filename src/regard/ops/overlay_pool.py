@@ -99,20 +99,21 @@ class Reach:
     """Which rows hand their gradients on.
 
     Attributes:
-        since: rows of writes after this one; earlier ones are from before a detach().
+        since: int32 [M], of each memory rows of writes after this one; earlier ones are from before a detach(). None:
+            rows of all writes.
         attached: bool [M], memories whose untouched rows hand them on to the base; None: none does.
         hold: of the rows, as long as a graph or a store wants them; None before the first write.
     """
 
-    since: int
+    since: Tensor | None
     attached: Tensor | None
     hold: Hold | None = None
 
     def of(self, pool: Pool, ids: Tensor, memory: Tensor) -> Tensor:
         """Of rows ids [E] of the memories `memory` [E], whether each does: bool [E]."""
         late = ids >= pool.given
-        if self.since:
-            late &= pool.stamps[(ids - pool.given).clamp_min(0)] > self.since
+        if self.since is not None and len(pool.stamps):
+            late &= pool.stamps[(ids - pool.given).clamp_min(0)] > self.since[memory]
         return late if self.attached is None else late | ((ids < pool.given) & self.attached[memory])
 
 

@@ -5,8 +5,8 @@ line), bits_per_char, bits_per_byte, grad_norm, learning_rate, tokens (seen so f
 (since the last line; evaluation and saving do not count), and of the first held-out window what `row_means` says:
 support, density, of layers with a fixed bandwidth empty_rows, and of local linear layers negative_mass,
 solver_iterations, solver_residual, unconverged, and of memories memory_coverage, memory_collisions, memory_kl_uniform,
-memory_marginal_entropy, memory_gate, memory_not_finite (absent where no layer reports them). Lines about held-out text have
-the same names behind `eval_`.
+memory_marginal_entropy, memory_gate, memory_not_finite (absent where no layer reports them). Lines about held-out text
+have the same names behind `eval_`.
 """
 
 from __future__ import annotations
