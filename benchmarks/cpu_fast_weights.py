@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from cpu_measure import Function, child_peaks, digits, interleaved, runner, say, summary
 from torch import Tensor
 
-from regard.estimators.fast_weights import fast_weight_memory, flush
+from regard.estimators.fast_weights import WriteRule, fast_weight_memory, flush
 from regard.models import HybridConfig, count_parameters
 from regard.models.catalogue import model_of
 from regard.nn import optimizer_groups
@@ -26,6 +26,8 @@ from regard.nn import optimizer_groups
 OURS, DENSE, PACKAGE = "regard", "dense autograd", "fast-weight-product-key-memory"
 MODULE = "fast_weight_product_key_memory"
 EPS, ADDRESS = 1e-3, 10.0
+RULE = WriteRule("reference", address_weight=ADDRESS, border=False)
+"""What the released program does, so that the dense form gives the same numbers."""
 BARS = {"ms": 40.0, "dense": 50.0, "step": 1.35}
 """Reading and writing a chunk at most, how many times as fast as the dense form at least, and a step at most."""
 
@@ -49,7 +51,7 @@ def tables(sub_keys: int, width: int) -> tuple[Tensor, Tensor]:
 def ours(query: Tensor, value: Tensor, gate: Tensor, config: dict[str, Any]) -> Tensor:
     """What all chunks read; every one is written, the last by flushing."""
     keys, values = tables(config["sub_keys"], config["width"])
-    how: dict[str, Any] = {"rule": "normalized", "chunk_size": config["chunk"], "top_k": config["top_k"]}
+    how: dict[str, Any] = {"rule": RULE, "chunk_size": config["chunk"], "top_k": config["top_k"]}
     out, state = fast_weight_memory(query[:, :, None], value, gate, keys, values, impl="sparse", **how)
     flush(state, **how)
     return out
@@ -98,7 +100,7 @@ def package_layer(sub_keys: int, width: int, chunk: int, top_k: int) -> Any:
 
 
 def package(query: Tensor, value: Tensor, gate: Tensor, config: dict[str, Any]) -> Tensor:
-    """The package's layer, with its projections; a token more, since it writes a chunk when the next one begins."""
+    """The package's layer, its projections included; a token more, since it writes a chunk when the next one begins."""
     layer = package_layer(*(config[name] for name in ("sub_keys", "width", "chunk", "top_k")))
     tokens = query + gate[..., None] * value
     return layer(torch.cat((tokens, tokens[:, :1]), 1))[:, :-1]
@@ -178,7 +180,7 @@ def written(config: dict[str, Any]) -> int:
         def on_write(self, slots: Tensor, shares: Tensor, *_: Any) -> None:
             rows.append(slots[shares != 0].unique())
 
-    how: dict[str, Any] = {"chunk_size": config["chunk"], "top_k": config["top_k"], "observer": Watch()}
+    how: dict[str, Any] = {"rule": RULE, "chunk_size": config["chunk"], "top_k": config["top_k"], "observer": Watch()}
     with torch.no_grad():
         _, state = fast_weight_memory(query[:, :, None], value, gate, keys, values, **how)
         flush(state, **how)
@@ -187,17 +189,18 @@ def written(config: dict[str, Any]) -> int:
 
 def steps(quick: bool) -> list[dict[str, Any]]:
     """A training step of the paper's GDN model, without memories and with three."""
-    size = (
-        {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32} if quick else {}
-    )
-    small = {"gdn_heads": 2, "gdn_head_dim": 8, "vocab_size": 64} if quick else {}
+    size: dict[str, Any] = {}
+    if quick:
+        size = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+        size |= {"vocab_size": 64, "mixer_options": {"gated-deltanet": {"num_heads": 2, "head_dim": 8}}}
     options = {"sub_keys": 8, "key_dim": 8, "value_dim": 8, "chunk_size": 16} if quick else {}
     tokens = 32 if quick else 1024
     calls: dict[str, Callable[[], None]] = {}
     parameters: dict[str, int] = {}
-    for name, places in (("GDN", None), ("GDN + FwPKM@2,6,10", "FwPKM@1,2,3" if quick else "FwPKM@2,6,10")):
+    for places in (None, "FwPKM@1,2,3" if quick else "FwPKM@2,6,10"):
+        name = f"GDN + {places}" if places else "GDN"
         own = {"memory_options": {"fwpkm": options}} if options and places else {}
-        config = HybridConfig.layout("GDN", places, **size, **small, **own)
+        config = HybridConfig.layout("GDN", places, **size, **own)
         calls[name], parameters[name] = stepper(config, tokens), count_parameters(config)
     say(f"  fast weights: step of {' and '.join(calls)}, {tokens} tokens")
     samples = interleaved(calls, most=2 if quick else 5, budget=1.0 if quick else 40.0)

@@ -437,9 +437,9 @@ def fast_weights(part: Entry) -> Iterable[str]:
     missing = "" if part["package"] != "not installed" else " The package was not installed."
     yield (
         f"Reading and writing {config['sub_keys']}^2 slots of {config['width']} numbers, top {config['top_k']}, chunks "
-        f"of {config['chunk']} tokens, search included, float32, one thread: milliseconds, and how many times as fast as "
-        f"the dense form of the released program's mathematics. The package's time is that of its whole layer "
-        f"({part['package']}). Peak memory in MiB, as above, of two chunks. Bars: {number(bars['ms'])} ms forward, "
+        f"of {config['chunk']} tokens, search included, float32, one thread: milliseconds, and how many times as fast "
+        f"as the dense form of the released program's mathematics. The package's ({part['package']}) is that of its whole "
+        f"layer, projections included, for a token more. Peak memory in MiB, as above, of two chunks. Bars: {number(bars['ms'])} ms forward, "
         f"{number(bars['dense'])} times.{missing}"
     )
     mib = {m["name"]: m["mib"] for m in part["memory"] if m["config"]["chunks"] == two["config"]["chunks"]}

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import regard
 from regard.checks import ArgumentError
 from regard.nn.memories import memory_layers
 
@@ -50,6 +49,18 @@ CASES = [
 REMEMBERING = [case for case in CASES if memory_layers.get(case.values[0]).remembers]
 every = pytest.mark.parametrize(("name", "options"), CASES)
 remembering = pytest.mark.parametrize(("name", "options"), REMEMBERING)
+
+
+def situations(names: str, all_of: list[Any], some: list[Any]) -> Any:
+    """Every layer as it is by default in all situations, every variant in some."""
+    return pytest.mark.parametrize(
+        ("name", "options", *names.split()),
+        [
+            pytest.param(*each.values, *where.values, id=f"{each.id}-{where.id}")
+            for each in CASES
+            for where in (all_of if each.id in memory_layers else some)
+        ],
+    )
 
 
 def make(name: str, options: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
@@ -107,7 +118,7 @@ def test_the_shape_of_the_contract(name: str, options: dict[str, Any]) -> None:
     assert out.isfinite().all()
     assert (state is not None) == layer.remembers
     assert layer.fast_numbers() >= 0
-    assert (layer.fast_numbers() > 0) == layer.remembers
+    assert (layer.fast_numbers() > 0) == (layer.remembers and not options.get("learn_initial", False))
 
 
 @remembering
@@ -165,9 +176,14 @@ MASKS = {
 }
 
 
-@every
-@pytest.mark.parametrize("cuts", [[T], [1, 3, 4, 5, 10], [1] * T], ids=["whole", "cuts", "tokens"])
-@pytest.mark.parametrize("kind", MASKS)
+PADDED = [
+    pytest.param(kind, cuts, id=f"{kind}-{calls}")
+    for kind in MASKS
+    for calls, cuts in {"cuts": [1, 3, 4, 5, 10], "whole": [T], "tokens": [1] * T}.items()
+]
+
+
+@situations("kind cuts", PADDED, [each for each in PADDED if each.id in ("left-cuts", "between-cuts")])
 def test_padding_is_as_if_removed(name: str, options: dict[str, Any], kind: str, cuts: list[int]) -> None:
     layer, hidden, mask = make(name, options), draw(), MASKS[kind]
     hidden[~mask] = torch.nan
@@ -200,9 +216,12 @@ def test_padding_has_no_gradient_and_spoils_none(name: str, options: dict[str, A
         assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
 
 
-@every
-@pytest.mark.parametrize("at", [0, 2, 3, 4, 7])
-@pytest.mark.parametrize("content", [torch.nan, torch.inf])
+SPOILT = [
+    pytest.param(at, content, id=f"{at}-{content}") for at in (3, 0, 2, 4, 7) for content in (torch.nan, torch.inf)
+]
+
+
+@situations("at content", SPOILT, SPOILT[:1])
 def test_a_token_that_is_not_finite(name: str, options: dict[str, Any], at: int, content: float) -> None:
     """Its own output says so; nothing else does, in any row or later call, and no gradient is lost."""
     layer, hidden = make(name, options), draw()
@@ -255,7 +274,7 @@ def test_a_state_is_never_changed(name: str, options: dict[str, Any]) -> None:
     first, _ = layer(draw(seed=4), state=state)
     layer(draw(seed=5), state=state)
     second, _ = layer(draw(seed=4), state=state)
-    assert torch.equal(first, second)
+    assert gap(first, second) < 1e-12
     assert all(torch.equal(value, before[key]) for key, value in tensors(state).items())
 
 
@@ -276,7 +295,7 @@ def test_a_state_forks(name: str, options: dict[str, Any]) -> None:
         _, own = layer(after[of : of + 1], state=state.select(torch.tensor([of // 2])))
         assert gap(out[row : row + 1], layer(after[row : row + 1], state=own)[0]) < 1e-10
     assert gap(layer(after[:1], state=state.select(torch.tensor([False, True, False])))[0],
-               layer(after[:1], state=state.select(torch.tensor([1])))[0]) == 0  # fmt: skip
+               layer(after[:1], state=state.select(torch.tensor([1])))[0]) < 1e-12  # fmt: skip
 
 
 @remembering
@@ -288,7 +307,7 @@ def test_a_state_is_written_down_and_read_again(name: str, options: dict[str, An
     save_file({key: value.contiguous() for key, value in tensors(state).items()}, tmp_path / "state.safetensors")
     again = layer_state(load_file(tmp_path / "state.safetensors"), state)
     assert same(again, state)
-    assert torch.equal(layer(draw(seed=4), state=again)[0], layer(draw(seed=4), state=state)[0])
+    assert gap(layer(draw(seed=4), state=again)[0], layer(draw(seed=4), state=state)[0]) < 1e-12
     assert same(state.clone(), state)
     assert same(state.detach(), state)
 
@@ -507,4 +526,3 @@ def test_one_row_and_few_tokens(name: str, options: dict[str, Any], tokens: int)
 
 def test_the_registry_has_the_memories_of_the_library() -> None:
     assert {"pkm", "fwpkm", "fwmlp"} <= set(memory_layers.names())
-    assert regard.nn.memory_layers is memory_layers

@@ -30,17 +30,17 @@ def call(given: list[Tensor], **how: Any) -> tuple[Tensor, FastWeightState]:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(("n", "rows", "heads"), [(4, 2, 2), (8, 1, 1), (32, 1, 1)])
+@pytest.mark.parametrize(("n", "rows", "heads"), [(4, 1, 1), (4, 2, 2), (8, 2, 2), (32, 1, 1)])
 def test_gradients_through_three_writes(n: int, rows: int, heads: int, impl: str) -> None:
     """Of reads and of the memory that is left, by query, value, gate, first keys and first values."""
-    given = draw(n, rows=rows, heads=heads)
+    given = draw(n, tokens=10, rows=rows, heads=heads)
 
     def out(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         read, state = call(list(inputs), impl=impl)
         after = flush(state, rule=regard.WriteRule(address_weight=0.3))
         return read, after.keys, after.values.dense()
 
-    assert gradcheck(out, given, fast_mode=n == 32)
+    assert gradcheck(out, given, fast_mode=n > 4 or rows > 1)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -89,7 +89,7 @@ def test_gradients_cross_calls_until_detached(impl: str) -> None:
 
 
 def reach(given: list[Tensor], meta_grad: bool | int, chunk: int, **how: Any) -> list[bool]:
-    """Whether what chunk `chunk` reads has gradients by the values of each chunk before it (and by the first values)."""
+    """Whether what chunk `chunk` reads has gradients by the first values, and by those of each chunk before it."""
     read, _ = call(given, meta_grad=meta_grad, **how)
     loss = read[:, chunk * CHUNK : (chunk + 1) * CHUNK].square().sum()
     value, first = torch.autograd.grad(loss, [given[1], given[4]], allow_unused=True, materialize_grads=True)
@@ -116,11 +116,12 @@ def test_without_gradients_through_writes_the_numbers_are_the_same(impl: str) ->
     whole, state = call(given, impl=impl)
     for meta_grad in (False, 2):
         read, after = call(given, impl=impl, meta_grad=meta_grad)
-        assert torch.equal(read, whole)
-        assert torch.equal(after.values.dense(), state.values.dense())
-        grads = torch.autograd.grad(read.square().sum(), given)
-        assert all(x.isfinite().all() for x in grads)
-        assert grads[0].abs().max() > 0
+        assert (read - whole).abs().max() < 1e-12
+        assert (after.values.dense() - state.values.dense()).abs().max() < 1e-12
+        query, values = torch.autograd.grad(read.square().sum(), [given[0], given[4]])
+        assert query.isfinite().all()
+        assert values.isfinite().all()
+        assert query[:, -1].abs().max() > 0
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -137,9 +138,10 @@ def test_rows_out_of_step_are_cut_one_by_one(meta_grad: bool | int, impl: str) -
         read.append(out)
     both = torch.cat(read, 1)
     for row in range(2):
-        own = torch.autograd.grad(both[row].square().sum(), given, retain_graph=True)
+        some = {"allow_unused": True, "materialize_grads": True}  # by gates, where no gradient passes a write
+        own = torch.autograd.grad(both[row].square().sum(), given, retain_graph=True, **some)
         alone, _ = call([x[row : row + 1, mask[row]] for x in given[:3]] + given[3:], meta_grad=meta_grad, impl=impl)
-        expected = torch.autograd.grad(alone.square().sum(), given)
+        expected = torch.autograd.grad(alone.square().sum(), given, **some)
         for a, b in zip(own, expected, strict=True):
             assert (a - b).abs().max() < 1e-11
 
@@ -186,3 +188,23 @@ def test_bfloat16_storage_rounds_what_is_written(impl: str) -> None:
     assert read.dtype == state.keys.dtype == torch.float32
     error = float((read - exact).norm() / exact.norm())
     assert 1e-5 < error < 0.02
+
+
+@pytest.mark.parametrize("address", [1.0, 10.0])
+def test_bfloat16_storage_forgets_no_more_than_float32(address: float) -> None:
+    """The squared error of reading a clustered stream, after 250 of 300 writes, within 2 %."""
+    make = torch.Generator().manual_seed(11)
+    which = torch.randint(0, 64, (1, 64 * 300), generator=make)
+    prototypes, targets = torch.randn(64, 32, generator=make), torch.randn(64, 16, generator=make)
+    query = prototypes[which] + 0.1 * torch.randn(1, 64 * 300, 32, generator=make)
+    value = targets[which] + 0.3 * torch.randn(1, 64 * 300, 16, generator=make)
+    keys, values = torch.randn(1, 2, 32, 16, generator=make), torch.randn(1024, 16, generator=make) / 4
+    rule, errors = regard.WriteRule(address_weight=address, look_ahead=False), []
+    for storage in (torch.float32, torch.bfloat16):
+        with torch.no_grad():
+            read, _ = regard.fast_weight_memory(
+                query[:, :, None], value, None, keys, values, rule=rule, chunk_size=64, storage=storage
+            )
+        errors.append(float((read - value)[:, 64 * 250 :].square().mean()))
+    assert errors[0] < 0.3 * float(value.square().mean())  # it has learned
+    assert abs(errors[1] / errors[0] - 1) < 0.02

@@ -65,6 +65,27 @@ def test_beams(uneven: bool, impl: str) -> None:
     assert torch.equal(out[::2], out[1::2])
 
 
+def test_the_shorter_rows_of_an_uneven_batch() -> None:
+    """Selected alone, they go on evenly, and then with padding again."""
+    given, one, more = draw(3, 9), draw(2, 1, seed=1), draw(2, 6, seed=2)
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    mask[:2, 7:] = False
+    _, state = call(given, mask=mask)
+    assert state.waiting.counts == (2, 2, 4)
+    later = torch.ones(2, 6, dtype=torch.bool)
+    later[0, :3] = False
+    _, after = call(one, state=state.select(torch.tensor([0, 1])))
+    out, after = call(more, state=after, mask=later)
+    for row in range(2):
+        real = slice(3 - 3 * row, 6)
+        _, own = call(tuple(x[row : row + 1, :7] for x in given))  # type: ignore[arg-type]
+        _, own = call(turned(one, slice(row, row + 1)), state=own)
+        read, own = call(tuple(x[row : row + 1, real] for x in more), state=own)  # type: ignore[arg-type]
+        assert (out[row, real] - read[0]).abs().max() < 1e-11
+        assert (after.values.dense()[row] - own.values.dense()[0]).abs().max() < 1e-11
+        assert after.waiting.counts[row] == own.waiting.counts[0]
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_state_does_not_change_when_it_is_used(impl: str) -> None:
     _, state = call(draw(2, 13), impl=impl)

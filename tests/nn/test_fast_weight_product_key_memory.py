@@ -400,17 +400,32 @@ def test_bfloat16():
         layer(storage="int8")
 
 
+def whole_graph(made):
+    made.frozen = True
+    torch._dynamo.reset()
+    return torch.compile(made, fullgraph=True, backend="eager")
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_read_path_compiles_in_one_graph(masked):
     made, x = layer(dtype=torch.float32), tokens(dtype=torch.float32)
-    made.frozen = True
-    compiled = torch.compile(made, fullgraph=True, backend="eager")
-    if not masked:
-        close(compiled(x)[0], made(x)[0], 1e-6)
-    else:
+    mask = None
+    if masked:
         mask = torch.ones(2, 15, dtype=torch.bool)
         mask[0, :3] = False
-        close(compiled(x, mask)[0], made(x, mask)[0], 1e-6)
+    compiled = whole_graph(made)
+    close(compiled(x, mask)[0], made(x, mask)[0], 1e-6)
+
+
+def test_reading_a_written_memory_compiles_in_one_graph():
+    made, x = layer(dtype=torch.float32), tokens(dtype=torch.float32)
+    with torch.no_grad():
+        _, state = made(x)
+        compiled = whole_graph(made)
+        out, after = compiled(x, state=state)
+        close(out, made(x, state=state)[0], 1e-6)
+    assert (out - made(x)[0]).abs().max() > 1e-2
+    assert torch.equal(after.values.dense(), state.values.dense())
 
 
 def test_compiled_writes_equal_eager_ones():
@@ -513,6 +528,18 @@ def test_what_a_resident_memory_keeps_is_chosen():
         layer().restore(held)
 
 
+def test_copies_and_conversions_have_what_was_written():
+    made, x = layer(shared=True, resident=True), tokens(10)
+    made(x)
+    other = copy.deepcopy(made)
+    want = made(x)[0]
+    close(other(x)[0], want)
+    narrow = copy.deepcopy(other).float()
+    assert narrow.values.dtype == torch.float32
+    close(narrow.values.double(), other.state_dict()["values"], 1e-6)
+    close(narrow(x.float())[0].double(), made(x)[0], 1e-3)
+
+
 def test_a_backward_pass_after_the_next_call():
     """Writes of a call never change what the call before had read."""
     made, plain = (layer(shared=True, resident=resident) for resident in (True, False))
@@ -611,6 +638,16 @@ def test_processes_have_memories_of_their_own_unless_told(processes: Path) -> No
         ({"step_rule": "normalised-rule"}, "normalised-rule"),
         ({"score": "cosine"}, "cosine"),
         ({"spec": "linear"}, "linear"),
+        ({"impl": "spars"}, "Did you mean 'sparse'"),
+        ({"meta_grad": -1}, "meta_grad is -1"),
+        ({"idw_eps": 0.0}, "idw_eps is 0"),
+        ({"norm_eps": 0.0}, "norm_eps is 0"),
+        ({"value_dim": 1}, "value_dim"),
+        ({"shared": "yes"}, "shared is 'yes'"),
+        ({"key_update": "entropie"}, "Did you mean 'entropy'"),
+        ({"learning_rate": -1.0}, "learning_rate is -1"),
+        ({"gate_loss": 1}, "gate_loss is 1"),
+        ({"gating": 2}, "gating is 2"),
         ({"resident": True}, "shared=True"),
         ({"sync": "all_gather"}, "shared=True"),
         ({"shared": True, "sync": "sum"}, "sync is 'sum'"),

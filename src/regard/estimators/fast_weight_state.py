@@ -156,7 +156,10 @@ class Waiting:
         """The rows `index`, of which so many tokens wait."""
         if not any(counts):
             return Waiting((), tuple(counts))
-        return Waiting(tuple(piece.map(lambda x: x[index]) for piece in self.pieces), tuple(counts))
+        if self.even:
+            return Waiting(tuple(piece.map(lambda x: x[index]) for piece in self.pieces), tuple(counts))
+        tokens = self.tokens().map(lambda x: x[index, : max(counts)])  # those of the rows left may be fewer
+        return Waiting((tokens,), tuple(counts))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Waiting:
         """The same with `fn` applied to every tensor."""
@@ -376,23 +379,21 @@ def check_state(
         raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a FastWeightState or None.")
     held = (tuple(state.keys.shape[1:]), (state.values.slots, state.values.width))
     wanted = (tuple(keys.shape), tuple(values.shape))
-    require(
-        held == wanted,
-        call,
-        f"state holds keys {list(held[0])} and values {list(held[1])}, but this memory has {list(wanted[0])} and "
-        f"{list(wanted[1])}; give each memory its own state.",
-    )
-    require(
-        state.shared == shared,
-        call,
-        f"state is of {'one memory for the batch' if state.shared else 'a memory for each sequence'}, but "
-        f"shared={shared}; begin a new stream with state=None.",
-    )
-    require(
-        state.keys.device == keys.device,
-        call,
-        f"state is on {state.keys.device}, but the rest is on {keys.device}; move it: state.map(lambda x: x.to(...)).",
-    )
+    if held != wanted:
+        raise ArgumentError(
+            f"{call}: state holds keys {list(held[0])} and values {list(held[1])}, but this memory has "
+            f"{list(wanted[0])} and {list(wanted[1])}; give each memory its own state."
+        )
+    if state.shared != shared:
+        raise ArgumentError(
+            f"{call}: state is of {'one memory for the batch' if state.shared else 'a memory for each sequence'}, but "
+            f"shared={shared}; begin a new stream with state=None."
+        )
+    if state.keys.device != keys.device:
+        raise ArgumentError(
+            f"{call}: state is on {state.keys.device}, but the rest is on {keys.device}; move it: state.map(lambda x: "
+            f"x.to(...))."
+        )
     if state.batch != batch:
         require(
             shared and state.waiting.empty,
@@ -401,11 +402,9 @@ def check_state(
             + (", or flush(state) before the batch changes its size." if shared else "."),
         )
         state = replace(state, seen=(max(state.seen, default=0),) * batch)
-    slots = None if state.waiting.empty else state.waiting.pieces[0].slots
-    require(
-        slots is None or slots.shape[-1] == top_k,
-        call,
-        f"top_k is {top_k}, but {max(state.waiting.counts)} tokens that wait to be written were read with another; "
-        f"flush(state) before it changes.",
-    )
+    if not state.waiting.empty and state.waiting.pieces[0].slots.shape[-1] != top_k:
+        raise ArgumentError(
+            f"{call}: top_k is {top_k}, but {max(state.waiting.counts)} tokens that wait to be written were read with "
+            f"another; flush(state) before it changes."
+        )
     return state

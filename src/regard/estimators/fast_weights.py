@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import boolean_mask, floating, in_range, on_device, require, shape
+from ..checks import ArgumentError, boolean_mask, floating, in_range, on_device, require, shape
 from ..grammar import Spec
 from .chunk_stream import Streams, check_chunk, check_meta_grad, check_segments
 from .fast_weight_rules import WriteRule
@@ -99,7 +99,7 @@ def fast_weight_memory(
     Precision: float32 at least, whatever the inputs and autocast. Derivatives by query, value, gate, keys and values;
     to any order with impl="reference".
     Cost: per token O(H n Dk) for the search and O(K Dv) for reading and writing. Without mask and segment_ids no device
-    is waited for.
+    is waited for, but for what the store of the values does (the sparse one counts the rows that it touches).
     """
     how = _how(rule, top_k, spec, score, eps, meta_grad, observer, sync, shared)
     chunk = check_chunk(CALL, chunk_size, 2 if how.rule.look_ahead else 1)
@@ -185,34 +185,26 @@ def _how(
 def _check_tensors(
     query: Tensor, value: Tensor, gate: Tensor | None, keys: Tensor, values: Tensor, mask: Tensor | None, top_k: int
 ) -> None:
-    given = {"query": query, "value": value, "gate": gate, "keys": keys, "values": values}
-    for name, tensor in given.items():
+    for name, tensor in {"query": query, "value": value, "gate": gate, "keys": keys, "values": values}.items():
         if tensor is not None or name != "gate":
             floating(CALL, name, tensor)
             on_device(CALL, name, tensor, query.device)
-    require(
-        query.dim() == 4 and query.shape[-1] > 0 and query.shape[-1] % 2 == 0,
-        CALL,
-        f"query is {shape(query)}, expected [B, T, H, Dk] with an even Dk.",
-    )
+    if query.dim() != 4 or query.shape[-1] == 0 or query.shape[-1] % 2:
+        raise ArgumentError(f"{CALL}: query is {shape(query)}, expected [B, T, H, Dk] with an even Dk.")
     batch, tokens, heads, width = query.shape
-    require(
-        keys.dim() == 4 and tuple(keys.shape[:2]) == (heads, 2) and keys.shape[-1] == width // 2,
-        CALL,
-        f"keys is {shape(keys)}, but query {shape(query)} needs [{heads}, 2, n, {width // 2}].",
-    )
-    slots = keys.shape[2] ** 2
-    require(
-        values.dim() == 2 and values.shape[0] == slots and tuple(value.shape) == (batch, tokens, values.shape[1]),
-        CALL,
-        f"values is {shape(values)} and value {shape(value)}, expected [{slots}, Dv] and [{batch}, {tokens}, Dv].",
-    )
-    for name, tensor in (("gate", gate), ("mask", mask)):
-        require(
-            tensor is None or tuple(tensor.shape) == (batch, tokens),
-            CALL,
-            f"{name} is {None if tensor is None else shape(tensor)}, expected [{batch}, {tokens}].",
+    if keys.dim() != 4 or tuple(keys.shape[:2]) != (heads, 2) or keys.shape[-1] != width // 2:
+        raise ArgumentError(
+            f"{CALL}: keys is {shape(keys)}, but query {shape(query)} needs [{heads}, 2, n, {width // 2}]."
         )
+    slots = keys.shape[2] ** 2
+    if values.dim() != 2 or values.shape[0] != slots or tuple(value.shape) != (batch, tokens, values.shape[1]):
+        raise ArgumentError(
+            f"{CALL}: values is {shape(values)} and value {shape(value)}, expected [{slots}, Dv] and [{batch}, "
+            f"{tokens}, Dv]."
+        )
+    for name, given in (("gate", gate), ("mask", mask)):
+        if given is not None and tuple(given.shape) != (batch, tokens):
+            raise ArgumentError(f"{CALL}: {name} is {shape(given)}, expected [{batch}, {tokens}].")
     if mask is not None:
         boolean_mask(CALL, "mask", mask)
         on_device(CALL, "mask", mask, query.device)

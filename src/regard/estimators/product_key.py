@@ -155,17 +155,15 @@ def weights_spec(call: str, spec: str | Spec) -> Spec:
         ArgumentError: it cannot.
     """
     known = Spec.parse(spec) if isinstance(spec, str) else spec
-    require(
-        isinstance(known, Spec),
-        call,
-        f"spec is a {type(spec).__name__}, expected a Spec or its text, such as 'softmax' or 'sparsemax'.",
-    )
-    require(
-        known.convex and known.degree == 0 and known.trend is None and known.similarity.name == "dot",
-        call,
-        f"spec is {str(known)!r}, expected weights over scores that are not negative and sum to one, of degree 0, "
-        f"without a trend and without a similarity of their own, such as 'softmax' or 'sparsemax'.",
-    )
+    if not isinstance(known, Spec):
+        raise ArgumentError(
+            f"{call}: spec is a {type(spec).__name__}, expected a Spec or its text, such as 'softmax' or 'sparsemax'."
+        )
+    if not known.convex or known.degree or known.trend is not None or known.similarity.name != "dot":
+        raise ArgumentError(
+            f"{call}: spec is {str(known)!r}, expected weights over scores that are not negative and sum to one, of "
+            f"degree 0, without a trend and without a similarity of their own, such as 'softmax' or 'sparsemax'."
+        )
     return known
 
 
@@ -391,17 +389,26 @@ def _largest(scores: Tensor, m: int) -> Tensor:
     return n - 1 - (packed.topk(m, dim=-1).values & 0xFFFFFFFF)
 
 
-def _places(k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _places(k: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """The places (a, b) of sorted halves that can be among the k best sums."""
+    at = (k, like.device)
+    if at in _PLACES and type(like) is Tensor:
+        return _PLACES[at]
     pairs = [(a, b) for a in range(k) for b in range(k // (a + 1))]
-    a, b = torch.tensor(pairs).T.contiguous().to(device, non_blocking=True)  # the device need not be waited for
+    with torch.inference_mode(False):
+        a, b = torch.tensor(pairs).T.contiguous().to(like.device, non_blocking=True)  # which need not be waited for
+    if not torch.compiler.is_compiling() and type(like) is Tensor:
+        _PLACES[at] = a, b
     return a, b
+
+
+_PLACES: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
 
 def _joined(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """(slots, scores), both [B, T, H, k], of sorted halves [B, T, H, 2, k]."""
     k = halves.shape[-1]
-    a, b = _places(k, halves.device)
+    a, b = _places(k, halves)
     slots = halves[..., 0, :].index_select(-1, a) * n + halves[..., 1, :].index_select(-1, b)
     sums = half_scores[..., 0, :].index_select(-1, a) + half_scores[..., 1, :].index_select(-1, b)
     by_slot = slots.argsort(-1)  # so that the stable sort leaves equals with the lowest slot first

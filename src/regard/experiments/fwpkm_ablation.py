@@ -1,11 +1,13 @@
 """What each part of a fast-weight product-key memory is worth: appendix B of its paper at a size for two cores.
 
-Each row of the comparison is the same model, GDN with sliding windows and one FwPKM layer, with one part of the memory
-left out or another number of slots read; beside them stand the three rules of writing, dot-product scores, which the
-paper leaves out since they "often result in memory collapsing and loss divergence", and the model without a memory.
-All are trained on the same windows of words (`needle_text`): text with needles in it, and the questions for all of
-them. Then: perplexity on held-out text, read in order with the memory carried on as in the paper; the gates and the
-use of the slots on it; and needles after one to four readings.
+Each row of the comparison is the same model, gated delta nets with FwPKM layers, with one part of the memory left out
+or another number of slots read; beside them stand the three rules of writing, dot-product scores, which the paper
+leaves out since they "often result in memory collapsing and loss divergence", and the model without a memory.
+
+Each is trained twice: on text, for its perplexity on held-out text, read in order with the memory carried on as in the
+paper, its gates and its use of the slots there; and on needles in text with the questions for them (`needle_text`),
+for the answers after one to four readings. The paper's models do both at once; at this size a model whose loss counts
+all of the text learns nothing of needles.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from ..checks import ArgumentError
 from .language_runs import Budget, Corpus, Job, initial_range, run_jobs, sized
 from .memory_layouts import Row, Sizes, check_names, row_config
 from .needle_reading import read_and_answer
-from .needle_text import FINAL, NeedleWorld, needle_world
+from .needle_text import FINAL, NeedleWorld, learn_numbers, needle_world
 from .recipes import Findings, Progress, recipes
 from .streaming import Carry, streamed
 
 CALL = "reproduce: fwpkm-ablation"
-LAYOUT = "GDN+SWA"
+LAYOUT = "GDN"
 NONE, WHOLE = "no memory", "FwPKM"
 RULES: dict[str, dict[str, Any]] = {
     "rule: paper": {"step_rule": "paper"},
@@ -41,6 +43,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "without look-ahead": {"look_ahead": False},
 }
 WIDER, HEADS, DOT = "1 head, 4 k slots", "4 heads, k slots each", "dot-product scores"
+ON_TEXT, ON_NEEDLES = " on text", " on needles"
+"""After a variant's name, what a run of it was trained on."""
 UNSEEN = 500_000
 """Added to the seed for needle documents that no model learns from."""
 VARIANTS = (NONE, WHOLE, *RULES, WIDER, HEADS, *PARTS, DOT)
@@ -71,13 +75,13 @@ class FwPKMAblationConfig:
     width: int | None = None
     """Width of every model."""
     layers: int | None = None
-    """Layers of every model; every fourth has sliding-window attention."""
+    """Layers of every model."""
     heads: int | None = None
     """Heads of every mixer."""
     context: int | None = None
     """Tokens of a training window, and of a segment."""
     chunk: int | None = None
-    """Tokens between two writes; also the window of attention."""
+    """Tokens between two writes."""
     sub_keys: int | None = None
     """The square root of a memory's slots."""
     memory_dim: int | None = None
@@ -91,11 +95,11 @@ class FwPKMAblationConfig:
     parts: int | None = None
     """In how many passes a step is made, where its memory is short."""
     steps: int | None = None
-    """Optimiser steps of each model."""
+    """Optimiser steps of each training."""
     learning_rate: float | None = None
     """The highest, for all models."""
     examples: int | None = None
-    """Training documents that are made; a model sees windows of them."""
+    """Needle documents that are made, half a window long; a model sees windows of them."""
     segments: int | None = None
     """Windows of held-out text that are read in order."""
     haystack: int | None = None
@@ -124,13 +128,13 @@ _SMALL: dict[str, Any] = {
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     "quick": {
-        **_SMALL, "words": 400, "width": 32, "heads": 2, "context": 96, "chunk": 16, "sub_keys": 16, "memory_dim": 32,
-        "top_k": 4, "batch": 2, "steps": 16, "learning_rate": 1e-2, "examples": 100, "segments": 4, "haystack": 64,
+        **_SMALL, "words": 200, "width": 32, "heads": 2, "context": 128, "chunk": 32, "sub_keys": 16, "memory_dim": 32,
+        "top_k": 4, "batch": 2, "steps": 12, "learning_rate": 3e-3, "examples": 200, "segments": 4, "haystack": 64,
         "questions": 8, "looks": 2,
     },
     "desk": {
-        **_SMALL, "words": 1000, "width": 64, "heads": 4, "context": 128, "chunk": 16, "sub_keys": 32, "memory_dim": 64,
-        "top_k": 8, "batch": 8, "steps": 400, "learning_rate": 5e-3, "examples": 4000, "segments": 64, "haystack": 96,
+        **_SMALL, "words": 1000, "width": 64, "heads": 2, "context": 256, "chunk": 64, "sub_keys": 32, "memory_dim": 64,
+        "top_k": 8, "batch": 8, "steps": 160, "learning_rate": 4e-3, "examples": 4000, "segments": 32, "haystack": 192,
         "questions": 128, "looks": 4,
     },
     "paper": {
@@ -158,18 +162,21 @@ class FwPKMAblation:
         world = needle_world(
             config.data, common=numbers.words, needles=numbers.needles, digits=numbers.digits, call=CALL
         )
-        trained = run_jobs(jobs(config, world), config.workers, progress)
+        runs = run_jobs(jobs(config, world), config.workers, progress)
         progress("drawing")
         from . import fwpkm_ablation_output as output
 
-        groups = {name: [run for run in trained if run.name == name] for name in config.variants}
+        groups = {
+            kind: {name: [run for run in runs if run.name == f"{name}{kind}"] for name in config.variants}
+            for kind in (ON_TEXT, ON_NEEDLES)
+        }
         data = {
             "text": {"words": len(world.words), "learned": len(world.learn), "held out": len(world.held_out)},
             "variants": {name: memory_options(config, name) for name in config.variants},
             "numbers": {f.name: getattr(config, f.name) for f in fields(config) if f.name in SIZES["paper"]},
-            "runs": [run.record() for run in trained],
+            "runs": [run.record() for run in runs],
         }
-        seen = output.Seen(groups, digits=numbers.digits, reads=numbers.reads)
+        seen = output.Seen(groups[ON_TEXT], groups[ON_NEEDLES], digits=numbers.digits, reads=numbers.reads)
         return Findings(data, output.tables(seen), output.figures(seen), output.notes(seen))
 
 
@@ -253,25 +260,34 @@ def jobs(config: FwPKMAblationConfig, world: NeedleWorld) -> list[Job]:
             f"{CALL}: {len(held_out):,} words of the text are held out, expected {numbers.segments} --segments of "
             f"{numbers.context}; give fewer, or more --data."
         )
-    learned = world.training_tokens(numbers.examples * numbers.context, numbers.context, config.seed)
-    unseen = world.training_tokens(budget(config).measured, numbers.context, UNSEEN + config.seed)
-    look = partial(
-        measured,
-        text=held_out,
-        segment=numbers.context,
-        asked=needles(world, numbers.haystack, numbers.questions, config.seed),
-        reads=numbers.reads,
+    document = numbers.context // 2
+    needle_text = Corpus(
+        world.training_tokens(numbers.examples * document, document, config.seed),
+        world.training_tokens(budget(config).measured, document, UNSEEN + config.seed),
     )
+    first, last = world.values
+    asked = needles(world, numbers.haystack, numbers.questions, config.seed)
+    kinds: dict[str, dict[str, Any]] = {
+        ON_TEXT: {
+            "material": Corpus(torch.tensor(world.learn, dtype=torch.int32), held_out),
+            "measure": partial(read_text, text=held_out, segment=numbers.context),
+        },
+        ON_NEEDLES: {
+            "material": needle_text,
+            "measure": partial(answer, asked=asked, reads=numbers.reads),
+            "prepare": partial(learn_numbers, first=first, last=last),
+        },
+    }
     return [
         Job(
-            name=name,
+            name=f"{name}{kind}",
             config=model_config(config, name, len(world.words)),
-            material=Corpus(learned, unseen),
             budget=budget(config),
             seed=seed,
-            measure=look,
+            **given,
         )
         for name in config.variants
+        for kind, given in kinds.items()
         for seed in range(config.seed, config.seed + numbers.seeds)
     ]
 
@@ -285,19 +301,17 @@ def needles(world: NeedleWorld, length: int, count: int, seed: int) -> tuple[Ten
     return torch.tensor(haystacks), torch.tensor(questions), torch.tensor(answers)
 
 
-def measured(
-    model: Any, text: Tensor, segment: int, asked: tuple[Tensor, Tensor, Tensor], reads: int
-) -> dict[str, Any]:
-    """What a trained model makes of text and needles, as plain data: `text` as streamed, the same `frozen`, and
-    `needles` with the exact answers by the number of readings."""
+def read_text(model: Any, text: Tensor, segment: int) -> dict[str, Any]:
+    """What a model makes of a text [T] as a stream of segments, the memory carried on: `text` as streamed, and the loss
+    with the memory `frozen`."""
     carry = Carry.paper()
     read = streamed(model, [text], segment, carry, statistics=True)
     frozen = streamed(model, [text], segment, carry, frozen=True)
+    return {"text": read.record(), "frozen": frozen.loss}
+
+
+def answer(model: Any, asked: tuple[Tensor, Tensor, Tensor], reads: int) -> dict[str, Any]:
+    """How many answers are exact, by the number of readings."""
     haystacks, questions, answers = asked
     found = read_and_answer(model, haystacks, questions, answers.shape[1], reads=reads).tokens
-    exact = (found == answers).all(-1).sum(1)
-    return {
-        "text": read.record(),
-        "frozen": frozen.loss,
-        "needles": {"exact": exact.tolist(), "asked": len(answers)},
-    }
+    return {"exact": (found == answers).all(-1).sum(1).tolist(), "asked": len(answers)}

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,11 @@ class NeedleWorld:
     def numbers(self) -> dict[str, int]:
         """Word to token."""
         return {word: i for i, word in enumerate(self.words)}
+
+    @property
+    def values(self) -> tuple[int, int]:
+        """The first and the last token of numbers."""
+        return self.numbers["00"], self.numbers[f"{VALUES - 1}"]
 
     def encode(self, sentence: str) -> list[int]:
         """Words with blanks between them; a number is its pairs of digits."""
@@ -97,6 +103,22 @@ class NeedleWorld:
             for key, value in draw.sample(list(example.numbers.items()), needles):
                 tokens += self.encode(task.sentence(key, value))
         return torch.tensor(tokens, dtype=torch.int32)
+
+
+def learn_numbers(model: Any, first: int, last: int) -> None:
+    """From now on the loss of training counts tokens from `first` to `last` alone, the numbers; a `prepare` of runs.
+
+    One token of sixteen is a number that can be known: among all others, of which most are real text, models of this
+    size do not find out in minutes that it can.
+    """
+
+    def mask(module: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        labels = given.get("labels")
+        if module.training and labels is not None:
+            given = {**given, "labels": labels.masked_fill((labels < first) | (labels > last), -100)}
+        return args, given
+
+    model.register_forward_pre_hook(mask, with_kwargs=True)
 
 
 def needle_world(data: Path | None, *, common: int, needles: int, digits: int, call: str) -> NeedleWorld:

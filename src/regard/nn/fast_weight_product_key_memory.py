@@ -13,10 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, require, shape, suggestion
+from ..checks import ArgumentError, in_range, require, shape, suggestion
+from ..estimators.chunk_stream import check_meta_grad
 from ..estimators.fast_weight_rules import KeyUpdate
 from ..estimators.fast_weights import FastWeightState, WriteRule, fast_weight_memory, flush
 from ..estimators.product_key import require_top_k, slot_scores, weights_spec
+from ..estimators.slot_values import slot_values
 from ..grammar import Spec
 from .attention import positive_int
 from .hooks import HookPoint
@@ -30,6 +32,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "program": {"step_rule": "reference", "learning_rate": 1.0, "address_weight": 1.0, "border": False},
 }
 """How paper and released program write. Sharing a memory and keeping it between calls are options of their own."""
+IMPLS = ("auto", "reference", "sparse")
 
 
 @memory_layers.register("fwpkm")
@@ -125,31 +128,21 @@ class FastWeightProductKeyMemory(MemoryLayer):
         resident: bool = False,
     ) -> None:
         super().__init__()
-        sizes = {"sub_keys": sub_keys, "key_dim": key_dim, "heads": heads, "chunk_size": chunk_size}
-        for name, size in sizes.items():
-            positive_int(CALL, name, size)
-        require(key_dim % 2 == 0, CALL, f"key_dim is {key_dim}, expected an even number: a query has two halves.")
-        require_top_k(CALL, top_k, sub_keys)
+        _check_sizes(sub_keys, key_dim, heads, top_k, chunk_size, look_ahead)
+        _check_flags(
+            value_norm=value_norm, gating=gating, shared=shared, learn_initial=learn_initial, resident=resident
+        )
+        _check_kinds(shared, learn_initial, sync, resident)
         slot_scores.get(score)
         weights_spec(CALL, spec)
-        _check_kinds(shared, learn_initial, sync, resident)
-        self.rule = WriteRule(
-            step_rule,
-            learning_rate=learning_rate,
-            address_weight=address_weight,
-            key_update=key_update,
-            look_ahead=look_ahead,
-            border=border,
-            gate_loss=gate_loss,
-        )
-        require(
-            chunk_size >= 2 or not look_ahead, CALL, "chunk_size is 1, expected at least 2: one token makes no pair."
-        )
+        in_range(CALL, "idw_eps", idw_eps, low=0.0, strict=True)
+        require(impl == "auto" or impl in slot_values, CALL, f"unknown impl {impl!r}.{suggestion(str(impl), IMPLS)}")
+        check_meta_grad(CALL, meta_grad)
+        self.rule = WriteRule(step_rule, learning_rate, address_weight, key_update, look_ahead, border, gate_loss)
         self.hidden_size, self.heads, self.slots, self.top_k = hidden_size, heads, sub_keys**2, top_k
-        self.chunk_size, self.meta_grad, self.shared, self.sync, self.resident = (
-            chunk_size, meta_grad, shared, sync, resident,
-        )  # fmt: skip
         self.score, self.spec, self.idw_eps, self.impl = score, spec, idw_eps, impl
+        self.chunk_size, self.meta_grad = chunk_size, meta_grad
+        self.shared, self.sync, self.resident = shared, sync, resident
         self.storage = _dtype(storage)
         self.frozen, self.observer = False, None
         options = {"value_norm": value_norm, "gating": gating, "norm_eps": norm_eps}
@@ -242,8 +235,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
             ArgumentError: shapes or dtypes that do not fit, or a state of another layer.
 
         Cost: O(T (C Dk H + C Dv)) for the projections and O(T H (n Dk + k Dv)) for reading and writing; a resident
-        memory is copied once a call, N Dv numbers. Under torch.compile a frozen memory that starts a stream is part of
-        the graph; writing is not.
+        memory is copied once a call, N Dv numbers. Under torch.compile reading a frozen memory is part of the graph
+        (but for gradients to what a state has written), writing is not.
         """
         tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
         own: Projected = self.projections(tokens.hidden)
@@ -379,6 +372,25 @@ class FastWeightProductKeyMemory(MemoryLayer):
 
 # Steps depend on how many tokens wait, so that a compiler would begin anew with every call.
 _written = torch.compiler.disable(fast_weight_memory)
+
+
+def _check_sizes(sub_keys: int, key_dim: int, heads: int, top_k: int, chunk_size: int, look_ahead: bool) -> None:
+    sizes = {"sub_keys": sub_keys, "key_dim": key_dim, "heads": heads, "chunk_size": chunk_size}
+    for name, size in sizes.items():
+        positive_int(CALL, name, size)
+    require(key_dim % 2 == 0, CALL, f"key_dim is {key_dim}, expected an even number: a query has two halves.")
+    require_top_k(CALL, top_k, sub_keys)
+    require(
+        chunk_size >= 2 or not look_ahead,
+        CALL,
+        "chunk_size is 1, expected at least 2: a token's target is the value of the next one; look_ahead=False makes "
+        "it its own.",
+    )
+
+
+def _check_flags(**flags: object) -> None:
+    for name, flag in flags.items():
+        require(isinstance(flag, bool), CALL, f"{name} is {flag!r}, expected True or False.")
 
 
 def _check_kinds(shared: bool, learn_initial: bool, sync: str | None, resident: bool) -> None:

@@ -36,7 +36,7 @@ class Hold:
 
     def __init__(self, start: int, stop: int, before: Hold | None) -> None:
         self.start, self.stop, self.before = start, stop, before
-        self.total = stop - start + (before.total if before else 0)
+        self.total: int = stop - start + (before.total if before else 0)
 
 
 class Pool(RowPieces):

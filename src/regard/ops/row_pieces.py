@@ -170,6 +170,8 @@ class RowPieces:
         What is given is summed apart from what was added, and that in the order of the entries, so that not a bit
         depends on where pieces end.
         """
+        if len(self.pieces) == 1:
+            return self._sums(ids, weights, owner, owners)
         added = ids >= self.given
         count = int(added.sum())
         if count in (0, len(ids)):
