@@ -434,13 +434,16 @@ def fast_weights(part: Entry) -> Iterable[str]:
     one, two = part["times"]
     config = one["config"]
     yield "### Memories of fast weights\n\n" + machine(part)
-    missing = "" if part["package"] != "not installed" else " The package was not installed."
+    package = (
+        f"The time of the package ({part['package']}) is that of its whole layer, projections included, for a token more."
+        if part["package"] != "not installed"
+        else "The package fast-weight-product-key-memory 0.2.2 was not installed."
+    )
     yield (
         f"Reading and writing {config['sub_keys']}^2 slots of {config['width']} numbers, top {config['top_k']}, chunks "
         f"of {config['chunk']} tokens, search included, float32, one thread: milliseconds, and how many times as fast "
-        f"as the dense form of the released program's mathematics. The package's ({part['package']}) is that of its whole "
-        f"layer, projections included, for a token more. Peak memory in MiB, as above, of two chunks. Bars: {number(bars['ms'])} ms forward, "
-        f"{number(bars['dense'])} times.{missing}"
+        f"as the dense form, which gives the same numbers (the released program's rule). {package} Peak memory in MiB, "
+        f"as above, of two chunks. Bars: {number(bars['ms'])} ms forward, {number(bars['dense'])} times."
     )
     mib = {m["name"]: m["mib"] for m in part["memory"] if m["config"]["chunks"] == two["config"]["chunks"]}
     rows = []

@@ -28,6 +28,7 @@ PACKAGE = {f"entmax {name}" for name in ("sparsemax", "entmax15", "entmax_bisect
 ATTENTION = {f"regard {name}" for name in ("biweight", "sparsemax", "relumax", "biweight, impl=blocked")}
 LINEAR = {"linear", "cosine", "shift-cosine", "relu", "relu2", "elu", "linear, normalised", "cosine, normalised"}
 LOCAL_LINEAR = {"regard local-linear", "regard local-linear, tol 0.001", "regard local-linear[biweight]"}
+PACKAGE_NAME = "fast-weight-product-key-memory"
 CONTESTANTS = {
     "normalisers": {"softmax"} | OURS | PACKAGE,
     "attention": {"sdpa", "dense entmax15"} | ATTENTION,
@@ -65,7 +66,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
-@pytest.mark.parametrize("part", [*CONTESTANTS, "models"])
+@pytest.mark.parametrize("part", [*CONTESTANTS, "models", "fast_weights"])
 def test_every_part_says_where_it_comes_from(found: dict[str, Any], part: str) -> None:
     origin = found[part]["provenance"]
     assert origin["quick"] is True
@@ -82,12 +83,12 @@ def test_every_part_says_where_it_comes_from(found: dict[str, Any], part: str) -
 def cells(found: dict[str, Any], part: str) -> list[tuple[str, dict[str, Any]]]:
     """(baseline, contestants) of every configuration."""
     own = found[part]
-    groups = [*own["times"], *own.get("clustered", [])]
+    groups = [*own["times"], *own.get("clustered", []), *own.get("steps", [])]
     pairs = [(g["baseline"] if "baseline" in g else own["baseline"], g["contestants"]) for g in groups]
     return pairs + [(d.get("baseline", "sdpa, a cache"), d["contestants"]) for d in own.get("decoding", [])]
 
 
-@pytest.mark.parametrize("part", [*CONTESTANTS, "models"])
+@pytest.mark.parametrize("part", [*CONTESTANTS, "models", "fast_weights"])
 def test_medians_and_ratios_are_those_of_the_stored_samples(found: dict[str, Any], part: str) -> None:
     for baseline, contestants in cells(found, part):
         base = contestants[baseline]["raw_ms"]
@@ -207,7 +208,7 @@ def test_the_page_shows_the_stored_numbers_between_its_markers(found: dict[str, 
     assert page.startswith(f"above\n{BEGIN}")
     assert page.endswith(f"{END}\nbelow\n")
     assert "old" not in page.split("\n")
-    assert page.count("Tiny sizes") == 5
+    assert page.count("Tiny sizes") == 6
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")]
     times = found["normalisers"]["times"]
     for which in ("forward", "both"):
@@ -280,6 +281,48 @@ def test_the_tables_of_the_models(found: dict[str, Any], folder: Path) -> None:
         cells = [entry["contestants"][f"{name}, {how}"] for how in ("a cache", "no cache")]
         assert [float(c) for c in row[1:3]] == pytest.approx([c["median_ms"] / 1e3 for c in cells], rel=6e-3)
         assert float(row[3].removesuffix("x")) == pytest.approx(cells[1]["ratio"], rel=6e-3)
+
+
+def test_the_contestants_of_fast_weights_compute_the_same(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = module("cpu_fast_weights")
+    config = {"sub_keys": 16, "chunk": 32, "width": 16, "top_k": 8, "chunks": 3}
+    tables = tuple(x.double() for x in part.tables(16, 16))
+    monkeypatch.setattr(part, "tables", lambda *sizes: tables)
+    given = [x.double() for x in part.inputs(config)[0]]
+    for grad in (False, True):
+        leaves = [x.clone().requires_grad_(grad) for x in given]
+        with torch.set_grad_enabled(grad):
+            ours, dense = (part.functions(config)[name](*leaves) for name in ("regard", "dense autograd"))
+        torch.testing.assert_close(ours, dense, atol=1e-9, rtol=0)
+    wanted = torch.autograd.grad(dense.square().sum(), leaves)
+    for a, b in zip(torch.autograd.grad(ours.square().sum(), leaves), wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+def test_the_numbers_of_fast_weights(found: dict[str, Any], folder: Path) -> None:
+    part = found["fast_weights"]
+    names = {"regard", "dense autograd"} | ({PACKAGE_NAME} if part["package"] != "not installed" else set())
+    assert [set(t["contestants"]) for t in part["times"]] == [names] * 2
+    assert [(t["config"]["chunks"], t["pass"]) for t in part["times"]] == [(1, "forward"), (2, "both")]
+    assert {(m["name"], m["config"]["chunks"]) for m in part["memory"]} == {(n, 2) for n in names} | {("regard", 8)}
+    for memory in part["memory"]:
+        if memory["name"] == "regard":  # at most all 256 rows of 16 numbers a chunk
+            assert 0.02 <= memory["written_mib"] / memory["config"]["chunks"] * 2**20 / (256 * 16 * 4) <= 1
+    assert part["bars"] == {"ms": 40.0, "dense": 50.0, "step": 1.35}
+    (steps,) = part["steps"]
+    assert list(steps["contestants"]) == list(steps["parameters"]) == ["GDN", "GDN + FwPKM@1,2,3"]
+    page = (folder / "page.md").read_text(encoding="utf-8").split("### Memories of fast weights")[1]
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")]
+    for name in names:
+        row = next(row for row in rows if row[0] == name)
+        for cell, entry in zip(row[1:3], part["times"], strict=True):
+            ms, faster = cell.removesuffix("x)").split(" (")
+            assert float(ms) == pytest.approx(entry["contestants"][name]["median_ms"], rel=6e-3)
+            assert float(faster) == pytest.approx(1 / entry["contestants"][name]["ratio"], rel=6e-3)
+    with_memories = next(row for row in rows if row[0].endswith("FwPKM@1,2,3"))
+    assert float(with_memories[1].split(" (")[1].removesuffix("x)")) == pytest.approx(
+        steps["contestants"]["GDN + FwPKM@1,2,3"]["ratio"], rel=6e-3
+    )
 
 
 def test_what_does_not_fit_is_said_in_the_table(module: Any, found: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from ..tasks import NeedleResult, NeedleScore
 from .language_runs import Budget, Corpus, Job, initial_range, run_jobs, sized
 from .memory_layouts import KNOWN, LAYOUTS, MEMORIES, Row, check_names, row_config, rows_of
 from .needle_reading import PROTOCOLS, Protocol, read_and_answer
-from .needle_text import FINAL, NeedleWorld, learn_numbers, needle_world
+from .needle_text import FINAL, NeedleWorld, learn_answers, needle_world
 from .recipes import Findings, Progress, recipes
 from .streaming_perplexity import sizes
 
@@ -271,7 +271,6 @@ def jobs(config: NeedleConfig, trained: list[Row], world: NeedleWorld) -> list[J
         needle_tokens(world, document, config.seed),
     )
     numbers = {name: getattr(config, name) for name in ("lengths", "reads", "samples", "kept", "seed")}
-    first, last = world.values
     return [
         Job(
             name=row.name,
@@ -280,7 +279,7 @@ def jobs(config: NeedleConfig, trained: list[Row], world: NeedleWorld) -> list[J
             budget=budget(config),
             seed=seed,
             measure=partial(answered, row=row, world=world, **numbers),
-            prepare=partial(learn_numbers, first=first, last=last),
+            prepare=partial(learn_answers, values=world.values, keys=world.keys),
         )
         for row in trained
         for seed in range(config.seed, config.seed + config.seeds)

@@ -126,9 +126,9 @@ def training_table(seen: Seen) -> Any:
                 f"{1e3 * statistics.median(run.step_cpu_seconds for run in runs):.0f} ms",
             )
         )
-    header = ("model", "learned", "training loss on numbers", "digits", "any candidate", "CPU, a step")
+    header = ("model", "learned", "training loss on answers", "digits", "any candidate", "CPU, a step")
     note = (
-        f"Nats per number, first mentions (which nobody can know) included. Digits at their place and answers that are "
+        f"Nats per answer; chance 4.6. Digits at their place and answers that are "
         f"the number of any needle: {length} tokens, last read, {TOLD['flushed']}."
     )
     return Table(header, tuple(rows), note)
@@ -337,6 +337,6 @@ def caveat(seen: Seen) -> str:
     seeds = "One training of each: intervals are over haystacks, not over trainings. " if len(runs) == 1 else ""
     return (
         f"{seeds}All models saw the same {runs[0].steps[-1]:,} steps of text with needles and questions, with the loss "
-        f"on numbers alone, and one learning rate, chosen for none of them: a row at chance says that it did not learn "
+        f"on answers alone, and one learning rate, chosen for none of them: a row at chance says that it did not learn "
         f"this in that time, not that it cannot."
     )

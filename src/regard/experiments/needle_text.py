@@ -63,6 +63,11 @@ class NeedleWorld:
         """The first and the last token of numbers."""
         return self.numbers["00"], self.numbers[f"{VALUES - 1}"]
 
+    @property
+    def keys(self) -> tuple[int, int]:
+        """The first and the last token of keys."""
+        return self.numbers["K00"], self.numbers[f"K{KEYS - 1:02x}"]
+
     def encode(self, sentence: str) -> list[int]:
         """Words with blanks between them; a number is its pairs of digits."""
         pieces = (re.findall("..", word) if word.isdigit() else [word] for word in sentence.split())
@@ -105,20 +110,34 @@ class NeedleWorld:
         return torch.tensor(tokens, dtype=torch.int32)
 
 
-def learn_numbers(model: Any, first: int, last: int) -> None:
-    """From now on the loss of training counts tokens from `first` to `last` alone, the numbers; a `prepare` of runs.
+def learn_answers(model: Any, values: tuple[int, int], keys: tuple[int, int]) -> None:
+    """From now on the loss of training counts answers alone: numbers after a key that came before. A `prepare` of runs.
 
-    One token of sixteen is a number that can be known: among all others, of which most are real text, models of this
-    size do not find out in minutes that it can.
+    One token in sixteen is an answer: among all others, which are real text and numbers that nobody can know, models of
+    this size do not find out in minutes that there is something to be found.
+
+    Args:
+        values, keys: the first and the last token of each kind.
     """
 
     def mask(module: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         labels = given.get("labels")
         if module.training and labels is not None:
-            given = {**given, "labels": labels.masked_fill((labels < first) | (labels > last), -100)}
+            given = {**given, "labels": labels.masked_fill(~answers(labels, values, keys), -100)}
         return args, given
 
     model.register_forward_pre_hook(mask, with_kwargs=True)
+
+
+def answers(tokens: Tensor, values: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+    """Which tokens [B, T] are a number, or part of one, after a key that stood in the row before; boolean [B, T]."""
+    is_key, is_value = ((tokens >= low) & (tokens <= high) for low, high in (keys, values))
+    same = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(-1)
+    after, found = is_key & same, torch.zeros_like(is_key)
+    while after.any():
+        after = torch.nn.functional.pad(after[:, :-1], (1, 0)) & is_value
+        found |= after
+    return found
 
 
 def needle_world(data: Path | None, *, common: int, needles: int, digits: int, call: str) -> NeedleWorld:

@@ -267,7 +267,11 @@ class FastWeightProductKeyMemory(MemoryLayer):
             # nothing is written, so that it does not matter where padding is: no device is waited for, no graph broken
             mask, absent = None, ~tokens.counted
         query = torch.where(absent[..., None], torch.nan, own.query)
-        read, after = (fast_weight_memory if self.frozen else _written)(
+        run = fast_weight_memory
+        if torch.compiler.is_compiling() and not self.frozen:
+            # what is done depends on how many tokens wait, so that a compiler would begin anew with every call
+            run = torch.compiler.disable(fast_weight_memory)
+        read, after = run(
             query.unflatten(-1, (self.heads, -1)),
             own.value,
             own.gate,
@@ -368,10 +372,6 @@ class FastWeightProductKeyMemory(MemoryLayer):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._held = None
         super()._load_from_state_dict(*args, **kwargs)
-
-
-# Steps depend on how many tokens wait, so that a compiler would begin anew with every call.
-_written = torch.compiler.disable(fast_weight_memory)
 
 
 def _check_sizes(sub_keys: int, key_dim: int, heads: int, top_k: int, chunk_size: int, look_ahead: bool) -> None:
