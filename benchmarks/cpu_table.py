@@ -435,7 +435,7 @@ def fast_weights(part: Entry) -> Iterable[str]:
     config = one["config"]
     yield "### Memories of fast weights\n\n" + machine(part)
     package = (
-        f"The time of the package ({part['package']}) is that of its whole layer, projections included, for a token more."
+        f"The time of the package ({part['package']}) is that of its whole layer, with projections, for a token more."
         if part["package"] != "not installed"
         else "The package fast-weight-product-key-memory 0.2.2 was not installed."
     )

@@ -394,6 +394,26 @@ def test_a_frozen_memory_stays_as_it_is(hidden: bool, impl: str) -> None:
         assert out[b, ~real].abs().sum() == 0
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_calls_without_a_real_token(shared: bool, frozen: bool, impl: str) -> None:
+    """Only padding, or no position at all: zeros, and a state that goes on as before."""
+    _, state = call(draw(2, 8), shared=shared, impl=impl)
+    expected, _ = call(draw(2, 6, seed=1), state=state, shared=shared)
+    for tokens in (3, 0):
+        hidden = tuple(torch.full_like(x, torch.nan) for x in draw(2, tokens))
+        for how in ({}, {"state": state}):
+            mask, notes = torch.zeros(2, tokens, dtype=torch.bool), Notes()
+            out, after = call(hidden, mask=mask, shared=shared, frozen=frozen, observer=notes, impl=impl, **how)  # type: ignore[arg-type]
+            assert out.shape == (2, tokens, 4)
+            assert not out.any()
+            assert not notes.reads
+        assert torch.equal(call(draw(2, 6, seed=1), state=after, shared=shared)[0], expected)
+    none = call(tuple(x[:, :0] for x in draw(2, 1)), frozen=frozen, shared=shared, impl=impl)[0]  # type: ignore[arg-type]
+    assert none.shape == (2, 0, 4)
+
+
 def test_a_frozen_call_compiles_whole() -> None:
     given, (keys, values) = draw(2, 9, dtype=torch.float32), memory(torch.float32)
 

@@ -60,7 +60,7 @@ def test_every_part_of_appendix_b_can_be_left_out() -> None:
 def test_all_have_the_same_layers() -> None:
     model = HybridForCausalLM(recipe.model_config(defaults(), NONE, 50))
     assert memory_modules(model) == {}
-    assert model.config.mixers == LAYERS
+    assert model.config.mixers == ["gated-deltanet"] * 2
 
 
 def test_the_size_of_the_paper() -> None:
@@ -97,22 +97,27 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_folder_is_complete(tiny: Path) -> None:
     found = json.loads((tiny / "fwpkm-ablation.json").read_text())
-    assert [run["name"] for run in found["runs"]] == [NONE, WHOLE, "without gating"]
+    names = [NONE, WHOLE, "without gating"]
+    assert [run["name"] for run in found["runs"]] == [
+        f"{name} on {kind}" for name in names for kind in ("text", "needles")
+    ]
     assert found["variants"]["without gating"] == {"gating": False}
-    runs = {run["name"]: run for run in found["runs"]}
-    for run in runs.values():
-        assert run["extra"]["text"]["tokens"] == [128]
-        assert run["extra"]["text"]["loss"] > 0
-        assert len(run["extra"]["needles"]["exact"]) == 2
-        assert run["extra"]["needles"]["asked"] == 3
-    assert runs[NONE]["extra"]["frozen"] == pytest.approx(runs[NONE]["extra"]["text"]["loss"])
-    assert runs[NONE]["extra"]["text"]["slots"] == runs[NONE]["extra"]["text"]["gates"] == {}
-    (counts,) = runs[WHOLE]["extra"]["text"]["gates"].values()
+    runs = {run["name"]: run["extra"] for run in found["runs"]}
+    for name in names:
+        text, needles = runs[f"{name} on text"], runs[f"{name} on needles"]
+        assert text["text"]["tokens"] == [128]
+        assert text["text"]["loss"] > 0
+        assert len(needles["exact"]) == 2
+        assert needles["asked"] == 3
+    none, whole = runs[f"{NONE} on text"], runs[f"{WHOLE} on text"]
+    assert none["frozen"] == pytest.approx(none["text"]["loss"])
+    assert none["text"]["slots"] == none["text"]["gates"] == {}
+    (counts,) = whole["text"]["gates"].values()
     assert sum(counts) == 128
-    (slots,) = runs[WHOLE]["extra"]["text"]["slots"].values()
+    (slots,) = whole["text"]["slots"].values()
     assert slots["reads"] == 128 * 2
     assert 0 < slots["coverage"] <= 1
-    assert runs["without gating"]["extra"]["text"]["gates"] == {}
+    assert runs["without gating on text"]["text"]["gates"] == {}
     for name in ("fwpkm-ablation", "fwpkm-ablation-curves", "fwpkm-ablation-gates"):
         assert (tiny / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -137,22 +142,26 @@ def test_mistakes(flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureF
 # Verdicts --------------------------------------------------------------------------------------------------------
 
 
-def run(name: str, loss: float, needles: list[int], coverage: float | None = 0.5, frozen: float = 3.0) -> LanguageRun:
-    slots = {} if coverage is None else {"layers.2.memory": {"coverage": coverage, "collisions": 0.9, "gate": 0.4}}
-    gates = {} if coverage is None else {"layers.2.memory.hook_gate": [5, 5, 0, 0, 0, 0, 0, 0, 0, 10]}
-    extra = {
-        "text": {"loss": loss, "slots": slots, "gates": gates},
-        "frozen": frozen,
-        "needles": {"exact": needles, "asked": 10},
-    }
+def run(name: str, seed: int, loss: float, extra: dict[str, Any]) -> LanguageRun:
     return LanguageRun(
-        name=name, seed=0, parameters=1, steps=(1, 2), train=(3.0, loss), held_out=(3.0, loss), step_seconds=1.0,
+        name=name, seed=seed, parameters=1, steps=(1, 2), train=(3.0, loss), held_out=(3.0, loss), step_seconds=1.0,
         step_cpu_seconds=1.0, peak_bytes=None, before_bytes=None, extra=extra,
     )  # fmt: skip
 
 
-def seen(*runs: LanguageRun) -> shown.Seen:
-    return shown.Seen({each.name: [each] for each in runs}, digits=2, reads=2)
+def pair(
+    name: str, loss: float, exact: list[int], coverage: float | None = 0.5, frozen: float = 3.0, seed: int = 0
+) -> tuple[str, LanguageRun, LanguageRun]:
+    slots = {} if coverage is None else {"layers.2.memory": {"coverage": coverage, "collisions": 0.9, "gate": 0.4}}
+    gates = {} if coverage is None else {"layers.2.memory.hook_gate": [5, 5, 0, 0, 0, 0, 0, 0, 0, 10]}
+    text = {"text": {"loss": loss, "slots": slots, "gates": gates}, "frozen": frozen}
+    return name, run(name, seed, loss, text), run(name, seed, 1.0, {"exact": exact, "asked": 100})
+
+
+def seen(*pairs: tuple[str, LanguageRun, LanguageRun]) -> shown.Seen:
+    names = list(dict.fromkeys(name for name, _, _ in pairs))
+    groups = ({name: [found[at] for found in pairs if found[0] == name] for name in names} for at in (1, 2))
+    return shown.Seen(*groups, digits=2, reads=2)
 
 
 def note(notes: tuple[str, ...], start: str) -> str:
@@ -162,50 +171,79 @@ def note(notes: tuple[str, ...], start: str) -> str:
 
 def test_verdicts_follow_the_numbers() -> None:
     given = seen(
-        run(NONE, 2.6, [0, 1], None),
-        run(WHOLE, 2.5, [5, 9], 0.8),
-        run("rule: paper", 2.52, [4, 6]),
-        run("without look-ahead", 2.9, [0, 0], 0.9),
-        run("without gating", 2.495, [5, 8], 0.4),
-        run(DOT, 2.7, [1, 2], 0.3),
+        pair(NONE, 2.6, [0, 1], None),
+        pair(WHOLE, 2.5, [50, 90], 0.8),
+        pair("rule: paper", 2.52, [40, 60]),
+        pair("without look-ahead", 2.9, [0, 0], 0.9),
+        pair("without gating", 2.495, [50, 88], 0.4),
+        pair(DOT, 2.7, [10, 20], 0.3),
     )
     told = shown.notes(given)
     worth = note(told, "What the memory is worth")
-    assert "lowers the loss by 0.5000" in worth
-    assert "loses +0.1000 nats/token more" in worth
-    assert "90% with it, 10% without" in worth
+    assert "writing lowers the loss on text (-0.5000 nats/token)" in worth
+    assert "without a memory the loss is higher (+0.1000 nats/token)" in worth
+    assert "90% with it, 1% without" in worth
     ahead = note(told, 'The paper: "removing lookahead')
     assert "holds for perplexity (most by leaving out look-ahead, +0.4000 nats/token" in ahead
-    assert "fewest needles are found without look-ahead (0%)" in ahead
+    assert "Fewest needles are found without look-ahead (0%" in ahead
     levels = note(told, "Loss on text")
-    assert "lower: none; level: without gating; higher: rule: paper, without look-ahead, dot-product scores" in levels
+    assert levels.endswith(
+        "lower: none; level: without gating; higher: rule: paper, without look-ahead, dot-product scores."
+    )
     use = note(told, "Variants that use fewer slots")
     assert "rule: paper 0.62 times, without gating 0.50 times, dot-product scores 0.37 times" in use
-    assert "3 of 3 also find fewer" in use
-    assert "holds. 0 of 1 diverged, coverage 0.300 against 0.800" in note(told, "The paper: dot-product")
+    assert "2 of 3 also find fewer" in use  # 88 of 100 is within the noise of 90
+    dot = note(told, "The paper: dot-product")
+    assert "holds. 0 of 2 diverged, coverage 0.300 against 0.800" in dot
+    assert dot.endswith("fewer needles (20%).")
     assert note(told, "Rules of writing").endswith("normalized (the whole memory) 12.18 and 90%; paper 12.43 and 60%.")
+
+
+@pytest.mark.parametrize(
+    ("ahead", "other", "verdict"),
+    [
+        (2.9, 2.6, "holds for perplexity ("),
+        (2.6, 2.9, "does not hold here for perplexity"),
+        (2.705, 2.7, "not decided for perplexity: others do as much"),
+        (2.7, 2.705, "not decided for perplexity: others do as much"),
+        (2.49, 2.4, "not decided for perplexity: no part's absence raises it clearly"),
+        (2.6, math.nan, "does not hold here for perplexity (most by leaving out gating, diverged"),
+    ],
+)
+def test_the_greatest_harm_has_to_be_clear(ahead: float, other: float, verdict: str) -> None:
+    given = seen(
+        pair(WHOLE, 2.5, [5, 9]), pair("without look-ahead", ahead, [5, 8]), pair("without gating", other, [5, 8])
+    )
+    assert verdict in note(shown.notes(given), 'The paper: "removing lookahead')
+
+
+def test_seeds_make_noise() -> None:
+    losses = {WHOLE: (2.5, 2.6, 2.7), "without gating": (2.6, 2.62, 2.75), "without look-ahead": (2.7, 2.81, 2.9)}
+    given = seen(*(pair(name, x, [1, 2], seed=i) for name, each in losses.items() for i, x in enumerate(each)))
+    # differences of 0.1, 0.02 and 0.05 may be chance, of 0.2, 0.21 and 0.2 not
+    assert "level: without gating; higher: without look-ahead." in note(shown.notes(given), "Loss on text")
 
 
 def test_failures_are_told() -> None:
     given = seen(
-        run(WHOLE, 2.5, [5, 9], 0.8),
-        run("without look-ahead", 2.5, [5, 8], 0.9),
-        run("without value norm", math.nan, [0, 0], 0.9),
-        run(DOT, 2.5, [5, 9], 0.9),
+        pair(WHOLE, 3.2, [5, 9], 0.8),
+        pair("without value norm", math.nan, [0, 0], 0.9),
+        pair(DOT, 3.2, [5, 9], 0.9),
     )
     told = shown.notes(given)
-    ahead = note(told, 'The paper: "removing lookahead')
-    assert "does not hold here for perplexity (most by leaving out value norm, diverged" in ahead
+    assert "writing raises the loss on text (+0.2000 nats/token)" in note(told, "What the memory is worth")
     assert "not seen at this size" in note(told, "The paper: dot-product")
+    assert "not clearly fewer needles (9%)" in note(told, "The paper: dot-product")
+    assert note(told, "Loss on text").endswith("higher: none; diverged: without value norm.")
     table = shown.tables(given)["What a part is worth"]
-    assert table.rows[2][1:3] == ("diverged", "diverged")
-    assert shown.notes(seen(run(NONE, 2.5, [0, 0], None))) == (
+    assert table.rows[1][1:3] == ("diverged", "diverged")
+    assert shown.notes(seen(pair(NONE, 2.5, [0, 0], None))) == (
         "The whole memory was not trained, so that nothing can be compared with it.",
     )
 
 
 def test_tables_and_gates() -> None:
-    given = seen(run(NONE, math.log(20), [0, 1], None), run(WHOLE, math.log(10), [5, 9], 0.8, frozen=math.log(15)))
+    given = seen(pair(NONE, math.log(20), [0, 10], None), pair(WHOLE, math.log(10), [50, 90], 0.8, frozen=math.log(15)))
     main_table, needle_table = shown.tables(given).values()
     assert main_table.rows[0][:5] == (NONE, "20.00", "+0.6931", "-", "-")
     assert main_table.rows[1][:6] == (WHOLE, "10.00", "", "15.00", "0.40", "0.800")

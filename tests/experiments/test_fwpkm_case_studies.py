@@ -148,13 +148,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_folder_is_complete(tiny: Path) -> None:
     found = json.loads((tiny / "fwpkm-case-studies.json").read_text())
-    (run,) = found["runs"]
-    assert run["extra"]["slots"]["layers"].keys() == run["extra"]["gates"]["layers"].keys() == {"layer 2", "layer 4"}
-    assert len(run["extra"]["gates"]["tokens"]) == 50
+    needled, text = found["runs"]
+    assert (needled["name"][-11:], text["name"][-8:]) == (" on needles", " on text")
+    assert needled["extra"]["layers"].keys() == text["extra"]["layers"].keys() == {"layer 2", "layer 4"}
+    assert len(text["extra"]["tokens"]) == 50
     for name in ("slots", "gates", "rarity"):
         assert (tiny / f"fwpkm-case-studies-{name}.png").read_bytes().startswith(b"\x89PNG")
     html = (tiny / "fwpkm-case-studies.html").read_text()
-    assert html.count("<details") == 2  # one for each digit of the answer
+    assert html.count("<details") == 2  # one for each pair of digits of the answer
     assert len(re.findall(r"mean gate \d\.\d\d", html)) == 2
     assert html.count("<span title=") == 2 * 30
     markdown = (tiny / "fwpkm-case-studies.md").read_text()
@@ -192,7 +193,7 @@ def layer(kind: str, **changes: float | None) -> dict[str, Any]:
     return {**(slots if kind == "slots" else gates), **changes}
 
 
-def run(low: dict[str, Any], high: dict[str, Any], exact: float = 0.5) -> LanguageRun:
+def run(low: dict[str, Any], high: dict[str, Any], exact: float = 0.5) -> tuple[LanguageRun, ...]:
     case = {
         "right": True,
         "tokens": [0, 1, 0, 1],
@@ -202,18 +203,20 @@ def run(low: dict[str, Any], high: dict[str, Any], exact: float = 0.5) -> Langua
         ],
     }
     pick = lambda kind: {"layer 2": layer(kind, **low.get(kind, {})), "layer 4": layer(kind, **high.get(kind, {}))}  # noqa: E731
-    extra = {
-        "slots": {"exact": exact, "layers": pick("slots"), "case": case},
-        "gates": {"tokens": [0, 1], "bits": [1.0, math.nan], "layers": pick("gates")},
-    }
-    return LanguageRun(
-        name="m", seed=0, parameters=1, steps=(1,), train=(1.0,), held_out=(1.0,), step_seconds=1.0,
-        step_cpu_seconds=1.0, peak_bytes=None, before_bytes=None, extra=extra,
+    slots = {"exact": exact, "layers": pick("slots"), "case": case}
+    gates = {"tokens": [0, 1], "bits": [1.0, math.nan], "layers": pick("gates")}
+    return tuple(
+        LanguageRun(
+            name="m", seed=0, parameters=1, steps=(1,), train=(1.0,), held_out=(1.0,), step_seconds=1.0,
+            step_cpu_seconds=1.0, peak_bytes=None, before_bytes=None, extra=extra,
+        )
+        for extra in (slots, gates)
     )  # fmt: skip
 
 
-def seen(*runs: LanguageRun) -> shown.Seen:
-    return shown.Seen(runs, ["K07", "4"], digits=1, reads=4, gate_chunk=8, drawn=2)
+def seen(*runs: tuple[LanguageRun, ...]) -> shown.Seen:
+    needled, texts = zip(*runs, strict=True)
+    return shown.Seen(needled, texts, ["K07", "4"], reads=4, gate_chunk=8, drawn=2)
 
 
 def note(notes: tuple[str, ...], start: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.checks import ArgumentError
+from regard.estimators.fast_weights import WriteRule, fast_weight_memory
 from regard.ops.overlay import OverlayValues
 
 
@@ -451,6 +454,34 @@ def test_storage_is_narrow_and_arithmetic_is_not(dtype: torch.dtype, atol: float
     torch.testing.assert_close(grad, wanted[..., None].expand_as(grad), atol=atol, rtol=0)
 
 
+@pytest.mark.parametrize("address", [1.0, 10.0])
+@torch.no_grad()
+def test_half_as_wide_storage_remembers_as_well(address: float) -> None:
+    """300 chunks of a stream whose queries come in clusters: what a memory then recalls of each is, in squared error,
+    within 2 % of what float32 recalls."""
+    centres, targets = drawn(64, 32, seed=1, dtype=torch.float32), drawn(64, 32, seed=2, dtype=torch.float32)
+    keys = drawn(1, 2, 32, 16, seed=3, dtype=torch.float32) * 0.5
+    base = drawn(1024, 32, seed=4, dtype=torch.float32) * 32**-0.5
+    which = torch.randint(64, (300 * 64 + 1,), generator=torch.Generator().manual_seed(5))
+    query = centres[which] + 0.3 * drawn(len(which), 32, seed=6, dtype=torch.float32)
+    value = targets[which] + 0.1 * drawn(len(which), 32, seed=7, dtype=torch.float32)
+    asked = torch.arange(64).repeat(20)
+    question = centres[asked] + 0.3 * drawn(len(asked), 32, seed=8, dtype=torch.float32)
+    how: dict[str, Any] = {"rule": WriteRule(address_weight=address, look_ahead=False), "chunk_size": 64}
+    errors = []
+    for storage in (torch.float32, torch.bfloat16):
+        stream = (query[None, :, None], value[None], None, keys, base)
+        _, state = fast_weight_memory(*stream, **how, impl="sparse", storage=storage)
+        assert state.values.pool.dtype == storage
+        nothing = torch.zeros(1, len(asked), 32)
+        read, _ = fast_weight_memory(
+            question[None, :, None], nothing, None, keys, base, **how, state=state, frozen=True
+        )
+        errors.append((read[0] - targets[asked]).square().mean().item())
+    assert errors[0] < 0.2  # of 1: something was learned
+    assert abs(errors[1] / errors[0] - 1) < 0.02
+
+
 def test_a_base_that_changes_before_the_backward_pass_is_an_error() -> None:
     chunks = Chunks(count=1)
     base = chunks.base.detach().clone()
@@ -499,6 +530,29 @@ def test_tensors_tell_everything() -> None:
     ):
         with pytest.raises(ArgumentError, match=said):
             OverlayValues.from_tensors(wrong)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_go_on_by_themselves(how: Any) -> None:
+    chunks = Chunks(count=3)
+    _, store = chunks.sparse()
+    wanted = store.dense().detach().clone()
+    copied = how(store)
+    args = (chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0])
+    with torch.no_grad():
+        other = dense_write(wanted, *args)
+        after = copied.write(*args)
+        store.write(*args)
+        del store
+        again = copied.write(*args).write(*args)
+        agree([copied.dense(), after.dense()], [wanted, other])
+        agree([again.dense()], [dense_write(other, *args)])
+    base = torch.nn.Parameter(drawn(12, 5))
+    both = copy.deepcopy([base, OverlayValues.start(base, 1)])
+    with torch.no_grad():
+        base.zero_()
+    assert torch.equal(both[1].dense()[0], both[0])
+    assert both[0].abs().sum() > 0
 
 
 @torch.no_grad()

@@ -135,7 +135,7 @@ class Memory:
         found = search(query, self.keys[0] if one else self.keys, how.top_k, how.kind, how.eps)
         weights = weigh(found.scores.flatten(-2), how.spec)
         slots = self._by_memory(found.slots.flatten(-2))
-        read = self.values.read(self._by_memory(weights), slots).view(*query.shape[:2], -1)
+        read = self.values.read(self._by_memory(weights), slots).view(*query.shape[:2], self.values.width)
         if good is not None:
             read = torch.where(good[..., None], read, 0)
         if how.observer is not None:

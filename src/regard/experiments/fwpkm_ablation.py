@@ -24,7 +24,7 @@ from ..checks import ArgumentError
 from .language_runs import Budget, Corpus, Job, initial_range, run_jobs, sized
 from .memory_layouts import Row, Sizes, check_names, row_config
 from .needle_reading import read_and_answer
-from .needle_text import FINAL, NeedleWorld, learn_numbers, needle_world
+from .needle_text import FINAL, NeedleWorld, learn_answers, needle_world
 from .recipes import Findings, Progress, recipes
 from .streaming import Carry, streamed
 
@@ -265,7 +265,6 @@ def jobs(config: FwPKMAblationConfig, world: NeedleWorld) -> list[Job]:
         world.training_tokens(numbers.examples * document, document, config.seed),
         world.training_tokens(budget(config).measured, document, UNSEEN + config.seed),
     )
-    first, last = world.values
     asked = needles(world, numbers.haystack, numbers.questions, config.seed)
     kinds: dict[str, dict[str, Any]] = {
         ON_TEXT: {
@@ -275,7 +274,7 @@ def jobs(config: FwPKMAblationConfig, world: NeedleWorld) -> list[Job]:
         ON_NEEDLES: {
             "material": needle_text,
             "measure": partial(answer, asked=asked, reads=numbers.reads),
-            "prepare": partial(learn_numbers, first=first, last=last),
+            "prepare": partial(learn_answers, values=world.values, keys=world.keys),
         },
     }
     return [

@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..tasks.needle import wilson
 from .fwpkm_ablation import DOT, NONE, PARTS, RULES, WHOLE
-from .language_output import DIVERGED, curve_figure, finite_runs, seeds_note
+from .language_output import DIVERGED, Gap, curve_figure, finite_runs, seeds_note
 from .language_runs import LanguageRun
 
 LOOK_AHEAD = "without look-ahead"
 CLEAR = 0.01
-"""Nats per token by which two models must differ to be told apart."""
+"""Nats per token by which two models of one seed must differ to be told apart; with several seeds also beyond the noise
+of their differences."""
 COLLAPSED = 0.5
 """Share of the whole memory's coverage below which a memory counts as collapsed."""
 
@@ -24,18 +26,28 @@ class Seen:
     """What was trained.
 
     Attributes:
-        groups: variant to its runs, in the order of the variants.
+        groups, needled: variant to its runs on text, and on needles; in the order of the variants.
         digits: of a needle's number; reads: readings that were asked after.
     """
 
     groups: Mapping[str, Sequence[LanguageRun]]
+    needled: Mapping[str, Sequence[LanguageRun]]
     digits: int
     reads: int
 
     def loss(self, variant: str, frozen: bool = False) -> float:
         """Nats per token on held-out text, mean over the seeds; NaN where one diverged."""
-        found = [run.extra["frozen"] if frozen else run.extra["text"]["loss"] for run in self.groups[variant]]
-        return math.nan if any(run.diverged for run in self.groups[variant]) else statistics.fmean(found)
+        runs = self.groups[variant]
+        found = [run.extra["frozen"] if frozen else run.extra["text"]["loss"] for run in runs]
+        return math.nan if any(run.diverged for run in runs) else statistics.fmean(found)
+
+    def gap(self, variant: str) -> Gap:
+        """Nats per token above the whole memory, seed by seed; NaN where one diverged."""
+        own, whole = (
+            {run.seed: math.nan if run.diverged else run.extra["text"]["loss"] for run in self.groups[name]}
+            for name in (variant, WHOLE)
+        )
+        return Gap(tuple(own[seed] - whole[seed] for seed in own if seed in whole))
 
     def slots(self, variant: str, name: str) -> float | None:
         """A statistic of the slots, mean over layers and seeds; None where there is none."""
@@ -47,11 +59,19 @@ class Seen:
         ]
         return statistics.fmean(found) if found else None
 
+    def answers(self, variant: str, reads: int) -> tuple[int, int]:
+        """(right answers, questions) after so many readings, all seeds together."""
+        found = [run.extra for run in self.needled[variant]]
+        return sum(each["exact"][reads - 1] for each in found), sum(each["asked"] for each in found)
+
     def needles(self, variant: str) -> list[float]:
-        """Share of exact answers by the number of readings, mean over the seeds."""
-        found = [run.extra["needles"] for run in self.groups[variant]]
-        shares = ([hits / each["asked"] for hits in each["exact"]] for each in found)
-        return [statistics.fmean(column) for column in zip(*shares, strict=True)]
+        """Share of right answers by the number of readings, all seeds together."""
+        found = (self.answers(variant, reads) for reads in range(1, self.reads + 1))
+        return [hits / asked for hits, asked in found]
+
+    def finds_fewer(self, variant: str) -> bool:
+        """Whether it has fewer right answers than the whole memory after all readings, the 95 % intervals apart."""
+        return wilson(*self.answers(variant, self.reads))[1] < wilson(*self.answers(WHOLE, self.reads))[0]
 
     @property
     def compared(self) -> list[str]:
@@ -130,9 +150,9 @@ def needle_table(seen: Seen) -> Any:
 
     rows = [(name, *(f"{share:.0%}" for share in seen.needles(name))) for name in seen.groups]
     header = ("memory", *(f"{n} readings" if n > 1 else "1 reading" for n in range(1, seen.reads + 1)))
-    runs = next(iter(seen.groups.values()))
+    runs = next(iter(seen.needled.values()))
     note = (
-        f"Share of right answers; {runs[0].extra['needles']['asked']} questions a seed. What waits is written before "
+        f"Share of right answers; {runs[0].extra['asked']} questions a seed. What waits is written before "
         f"each question. Chance: {10.0**-seen.digits:.2g}."
     )
     return Table(header, tuple(rows), note)
@@ -147,7 +167,9 @@ def figures(seen: Seen) -> dict[str, bytes]:
 
     found = {
         "fwpkm-ablation.png": bars(seen),
-        "fwpkm-ablation-curves.png": curve_figure({"": finite_runs(seen.groups)}, "Needle documents, same windows"),
+        "fwpkm-ablation-curves.png": curve_figure(
+            {"text": finite_runs(seen.groups), "needle documents": finite_runs(seen.needled)}, "Same windows for all"
+        ),
     }
     gates = gate_shares(seen)
     if gates:
@@ -211,13 +233,24 @@ def notes(seen: Seen) -> tuple[str, ...]:
     return (*worth(seen), *look_ahead(seen), *slight(seen), *utility(seen), *dot_product(seen), *rules(seen))
 
 
+def side(gap: Gap) -> str:
+    """ "lower", "level" or "higher" in loss, or that it diverged: with several seeds beyond their noise, always by more
+    than `CLEAR`."""
+    if not gap.finite:
+        return DIVERGED
+    if abs(gap.mean) <= CLEAR or (len(gap.each) > 1 and not gap.decided):
+        return "level"
+    return "lower" if gap.mean < 0 else "higher"
+
+
 def worth(seen: Seen) -> Iterator[str]:
     """Whether the memory helps at all."""
-    written = seen.loss(WHOLE, frozen=True) - seen.loss(WHOLE)
-    parts = [f"writing lowers the loss by {written:.4f} nats/token against the same memory never written"]
+    change = seen.loss(WHOLE) - seen.loss(WHOLE, frozen=True)
+    word = "lowers" if change < -CLEAR else "raises" if change > CLEAR else "does not change"
+    parts = [f"writing {word} the loss on text ({perplexity_gap(change)}) against the same memory never written"]
     if NONE in seen.groups:
-        gap = seen.loss(NONE) - seen.loss(WHOLE)
-        parts.append(f"the model without a memory loses {gap:+.4f} nats/token more")
+        gap = seen.gap(NONE)
+        parts.append(f"without a memory the loss is {side(gap)} ({perplexity_gap(gap.mean)})")
         last, none = seen.needles(WHOLE)[-1], seen.needles(NONE)[-1]
         parts.append(f"needles after {seen.reads} readings {last:.0%} with it, {none:.0%} without")
     yield f"What the memory is worth: {'; '.join(parts)}."
@@ -228,15 +261,23 @@ def look_ahead(seen: Seen) -> Iterator[str]:
     present = [name for name in PARTS if name in seen.groups]
     if LOOK_AHEAD not in present or len(present) < 2:
         return
-    gaps = {name: seen.loss(name) - seen.loss(WHOLE) for name in present}
-    worst = max(gaps, key=lambda name: gaps[name] if math.isfinite(gaps[name]) else math.inf)
+    gaps = {name: seen.gap(name) for name in present}
+    size = lambda name: gaps[name].mean if gaps[name].finite else math.inf  # noqa: E731
+    worst, second = sorted(present, key=size, reverse=True)[:2]
+    if side(gaps[worst]) not in ("higher", DIVERGED):
+        verdict = "not decided for perplexity: no part's absence raises it clearly"
+    elif worst == LOOK_AHEAD and size(worst) - size(second) > CLEAR:
+        verdict = "holds for perplexity"
+    elif size(LOOK_AHEAD) >= size(worst) - CLEAR:
+        verdict = "not decided for perplexity: others do as much"
+    else:
+        verdict = "does not hold here for perplexity"
     fewest = min(present, key=lambda name: seen.needles(name)[-1])
-    verdict = "holds" if worst == LOOK_AHEAD else "does not hold here"
-    told = perplexity_gap(gaps[worst])
     yield (
-        f'The paper: "removing lookahead values yields the most significant harm": {verdict} for perplexity (most by '
-        f"leaving out {worst.removeprefix('without ')}, {told}; look-ahead {perplexity_gap(gaps[LOOK_AHEAD])}); fewest "
-        f"needles are found {fewest} ({seen.needles(fewest)[-1]:.0%})."
+        f'The paper: "removing lookahead values yields the most significant harm": {verdict} (most by leaving out '
+        f"{worst.removeprefix('without ')}, {perplexity_gap(gaps[worst].mean)}; look-ahead "
+        f"{perplexity_gap(gaps[LOOK_AHEAD].mean)}). Fewest needles are found {fewest} ({seen.needles(fewest)[-1]:.0%}; "
+        f"{LOOK_AHEAD} {seen.needles(LOOK_AHEAD)[-1]:.0%})."
     )
 
 
@@ -247,12 +288,9 @@ def perplexity_gap(gap: float) -> str:
 
 def slight(seen: Seen) -> Iterator[str]:
     """Which variants have a lower loss, and which a higher one."""
-    gaps = {name: seen.loss(name) - seen.loss(WHOLE) for name in seen.compared}
-    lower = [name for name, gap in gaps.items() if gap < -CLEAR]
-    higher = [name for name, gap in gaps.items() if gap > CLEAR]
-    level = [name for name, gap in gaps.items() if abs(gap) <= CLEAR]
-    groups = (("lower", lower), ("level", level), ("higher", higher))
-    told = "; ".join(f"{word}: {', '.join(names) or 'none'}" for word, names in groups)
+    sides = {name: side(seen.gap(name)) for name in seen.compared}
+    words = ("lower", "level", "higher", *([DIVERGED] if DIVERGED in sides.values() else []))
+    told = "; ".join(f"{word}: {', '.join(n for n, own in sides.items() if own == word) or 'none'}" for word in words)
     yield f"Loss on text against the whole memory (level within {CLEAR:g} nats/token): {told}."
 
 
@@ -263,12 +301,11 @@ def utility(seen: Seen) -> Iterator[str]:
         return
     shares = {name: (seen.slots(name, "coverage") or 0.0) / whole for name in seen.compared}
     fewer = [name for name, share in shares.items() if share < 1]
-    last = seen.needles(WHOLE)[-1]
-    worse = [name for name in fewer if seen.needles(name)[-1] < last]
+    worse = [name for name in fewer if seen.finds_fewer(name)]
     told = ", ".join(f"{name} {shares[name]:.2f} times" for name in fewer) or "none"
     yield (
         f"Variants that use fewer slots than the whole memory ({whole:.3f} of them): {told}. Of these {len(worse)} of "
-        f"{len(fewer)} also find fewer needles (the whole memory: {last:.0%})."
+        f"{len(fewer)} also find fewer needles (the whole memory: {seen.needles(WHOLE)[-1]:.0%}; 95% intervals apart)."
     )
 
 
@@ -276,15 +313,17 @@ def dot_product(seen: Seen) -> Iterator[str]:
     """Collapse and divergence."""
     if DOT not in seen.groups:
         return
-    runs = seen.groups[DOT]
+    runs = [*seen.groups[DOT], *seen.needled[DOT]]
     diverged = sum(run.diverged for run in runs)
     own, whole = seen.slots(DOT, "coverage"), seen.slots(WHOLE, "coverage")
     collapsed = own is not None and whole is not None and own < COLLAPSED * whole
     verdict = "holds" if diverged or collapsed else "not seen at this size"
+    fewer = "fewer" if seen.finds_fewer(DOT) else "not clearly fewer"
     yield (
         f'The paper: dot-product scores often result in "memory collapsing and loss divergence": {verdict}. {diverged} '
         f"of {len(runs)} diverged, coverage {number(own, 3)} against {number(whole, 3)}, loss "
-        f"{perplexity_gap(seen.loss(DOT) - seen.loss(WHOLE))} from the whole memory."
+        f"{perplexity_gap(seen.loss(DOT) - seen.loss(WHOLE))} from the whole memory, {fewer} needles "
+        f"({seen.needles(DOT)[-1]:.0%})."
     )
 
 

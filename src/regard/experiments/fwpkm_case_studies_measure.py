@@ -24,30 +24,6 @@ DIGITS = 4
 """Decimals in the JSON file."""
 
 
-def look(
-    model: Any,
-    *,
-    asked: tuple[Tensor, Tensor, Tensor],
-    reads: int,
-    text: Tensor,
-    learned: Tensor,
-    gate_chunk: int,
-    unknown: int,
-) -> dict[str, Any]:
-    """Slots and gates.
-
-    Args:
-        asked: haystacks [E, L], questions [E, Q] and answers [E, A].
-        reads: n.
-        text: held-out tokens [T] whose gates are looked at; learned: those that the model learned from.
-        gate_chunk: tokens between two writes there; unknown: the token of words that have none.
-    """
-    return {
-        "slots": look_at_slots(model, *asked, reads=reads),
-        "gates": look_at_gates(model, text, learned, gate_chunk, unknown),
-    }
-
-
 # Slots -----------------------------------------------------------------------------------------------------------
 
 

@@ -27,18 +27,28 @@ class Seen:
     """What was trained and read off.
 
     Attributes:
-        runs: of the seeds; the first one's case is drawn.
+        needled, texts: models that learned from needles, and from text, one a seed; the first one's case is drawn.
         words: token to word.
-        digits: of a needle's number; reads: readings before a question; gate_chunk: tokens between two writes where the
-            gates were looked at; drawn: tokens of that text that are drawn.
+        reads: readings before a question; gate_chunk: tokens between two writes where the gates were looked at; drawn:
+            tokens of that text that are drawn.
     """
 
-    runs: Sequence[LanguageRun]
+    needled: Sequence[LanguageRun]
+    texts: Sequence[LanguageRun]
     words: Sequence[str]
-    digits: int
     reads: int
     gate_chunk: int
     drawn: int
+
+    @property
+    def slots(self) -> Mapping[str, Any]:
+        """What `look_at_slots` found in the first model."""
+        return self.needled[0].extra
+
+    @property
+    def read(self) -> Mapping[str, Any]:
+        """What `look_at_gates` found in the first model."""
+        return self.texts[0].extra
 
     def labels(self, tokens: Sequence[int]) -> tuple[str, ...]:
         """Tokens as text, a blank before each word."""
@@ -46,7 +56,7 @@ class Seen:
 
     def case(self) -> SlotReadings:
         """The retrieved slots that are drawn."""
-        found = self.runs[0].extra["slots"]["case"]
+        found = self.slots["case"]
         readings = tuple(
             SlotReading(
                 each["layer"],
@@ -62,7 +72,7 @@ class Seen:
 
     def gates(self, drawn: bool = True) -> GateTrace:
         """The gates on the text, or on the part that is drawn."""
-        found = self.runs[0].extra["gates"]
+        found = self.read
         end = self.drawn if drawn else len(found["tokens"])
         layers = found["layers"]
         values = torch.tensor([layer["gates"][:end] for layer in layers.values()])
@@ -71,18 +81,19 @@ class Seen:
     @property
     def layers(self) -> tuple[str, ...]:
         """Names of the memory layers, from low to high."""
-        return tuple(self.runs[0].extra["gates"]["layers"])
+        return tuple(self.read["layers"])
 
     def mean(self, part: str, layer: str, name: str) -> float | None:
-        """A number of a layer, mean over the seeds that have it."""
-        found = [run.extra[part]["layers"][layer][name] for run in self.runs]
+        """A number of a layer, mean over the seeds that have it; `part` is "slots" or "gates"."""
+        runs = self.needled if part == "slots" else self.texts
+        found = [run.extra["layers"][layer][name] for run in runs]
         known = [value for value in found if value is not None]
         return statistics.fmean(known) if known else None
 
     @property
     def exact(self) -> float:
         """Share of right answers."""
-        return statistics.fmean(run.extra["slots"]["exact"] for run in self.runs)
+        return statistics.fmean(run.extra["exact"] for run in self.needled)
 
 
 # Tables ----------------------------------------------------------------------------------------------------------
@@ -121,7 +132,7 @@ def slots_table(seen: Seen) -> Any:
 
 def told_seeds(seen: Seen) -> str:
     """Over how many seeds the numbers are means."""
-    return seeds_note(len(seen.runs)).replace("Mean ± standard deviation", "Means")
+    return seeds_note(len(seen.texts)).replace("Mean ± standard deviation", "Means")
 
 
 def share(value: float | None) -> str:
@@ -149,7 +160,7 @@ def gates_table(seen: Seen) -> Any:
         "rare, first time",
         "rare, again",
     )
-    count = len(seen.runs[0].extra["gates"]["tokens"])
+    count = len(seen.read["tokens"])
     note = (
         f"On {count:,} held-out tokens, written after every {seen.gate_chunk}. How rare a token is: -log2 of its share "
         f"of the text that was learned. {told_seeds(seen)}"
@@ -165,8 +176,8 @@ def figures(seen: Seen) -> dict[str, bytes]:
     from ..inspect.memory_figures import gate_rarity, gate_text, slot_figure
 
     case, gates = seen.case(), seen.gates()
-    bits = torch.tensor(seen.runs[0].extra["gates"]["bits"], dtype=torch.float64)
-    found = seen.runs[0].extra["gates"]["layers"]
+    bits = torch.tensor(seen.read["bits"], dtype=torch.float64)
+    found = seen.read["layers"]
     correlations = [found[layer]["correlation"] for layer in seen.layers]
     return {
         "fwpkm-case-studies-slots.png": slot_figure(case, title=question(seen)),
@@ -180,7 +191,7 @@ def figures(seen: Seen) -> dict[str, bytes]:
 
 def question(seen: Seen) -> str:
     """What the drawn case is."""
-    case = seen.runs[0].extra["slots"]["case"]
+    case = seen.slots["case"]
     asked = [position for position, _ in case["answers"]]
     told = "".join(seen.words[token] for _, token in case["answers"])
     said = "".join(seen.words[case["tokens"][position + 1]] for position in asked)
@@ -236,14 +247,14 @@ def slot_notes(seen: Seen) -> Iterator[str]:
         f"{told(hits)}; by one of the last {WRITERS} {told(four)}. {seen.exact:.0%} of the answers are right."
     )
     same = per_layer(seen, "slots", "same_query")
-    total = sum(run.extra["slots"]["layers"][layer]["misses"] for run in seen.runs for layer in seen.layers)
+    total = sum(run.extra["layers"][layer]["misses"] for run in seen.needled for layer in seen.layers)
     verdict = "holds" if total and min(same.values()) > MAJORITY else "does not hold here" if total else "not decided"
     yield (
         f"The paper: incorrect retrievals share the query token and lack the right context before it: {verdict}. "
         f"Written by the same token as the one that asks: {told(same)} of the {total} slots that miss."
     )
     mixed = per_layer(seen, "slots", "mixed")
-    answered = sum(run.extra["slots"]["layers"][seen.layers[0]]["answered"] for run in seen.runs)
+    answered = sum(run.extra["layers"][seen.layers[0]]["answered"] for run in seen.needled)
     verdict = "not decided" if not answered else "holds" if max(mixed.values()) > MAJORITY else "does not hold here"
     yield (
         f"The paper: answers are right in spite of slots that miss: {verdict}. Of the right answers ({answered}) with "

@@ -188,6 +188,16 @@ class OverlayValues:
         store = cls(pool, where, None, Reach(None, None, hold))
         return replace(store, reach=store._cut(hold))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OverlayValues:
+        """A store with a pool of its own, without gradients; it shares the base, which no write changes, unless that
+        is copied too."""
+        packed = self._packed()
+        packed.pool.rebase(memo.get(id(self.pool.base), self.pool.base))
+        return packed
+
+    def __reduce__(self) -> Any:
+        return OverlayValues.from_tensors, (self.to_tensors(),)
+
     @property
     def _traceable(self) -> bool:
         """Whether a compiler looks on, and no gradient goes to what was written."""

@@ -56,6 +56,10 @@ class Pool(RowPieces):
         self._gradients: RowGradients | None = None
         self._pass = -1
 
+    def rebase(self, base: Tensor) -> None:
+        """Take `base`, of the same numbers, in the place of the present one."""
+        self.base, self.pieces[0] = base, base.detach()
+
     @property
     def wide(self) -> torch.dtype:
         """In which it is computed."""
