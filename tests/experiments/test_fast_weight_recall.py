@@ -93,7 +93,7 @@ def test_the_desk_model_is_of_the_size_of_the_notes() -> None:
 
 
 def test_one_reading_writes_before_the_questions_only_in_smaller_chunks() -> None:
-    """A model of hand-made weights that recalls whatever its memory holds: tokens are their own queries and values."""
+    """Trained for a moment; read once, it answers where the document was written before the questions come."""
     torch.manual_seed(0)
     own = config(steps=150, batch=8, examples=6, sub_keys=12)
     found = trained.train_and_measure(own, NORMALIZED, 0)

@@ -97,6 +97,7 @@ def test_layers_are_counted() -> None:
     assert counts["weight"] == pytest.approx((0.5 + 0) / 2)
     assert counts["same_query"] == 1 / 2  # the second slot was written by the token that asks, the third was not
     assert (counts["misses"], counts["never"]) == (2, 1 / 4)
+    assert counts["same_by_chance"] == 2 / 4  # the token 5 among 5, 6, 5, 7
     assert (counts["mixed"], counts["answered"]) == (1.0, 1)
     assert measure.layer_counts(found, [False, False], "low")["mixed"] == 0.0
 
@@ -183,8 +184,8 @@ def test_mistakes(flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureF
 
 def layer(kind: str, **changes: float | None) -> dict[str, Any]:
     slots = {
-        "hits": 0.7, "hits_of_four": 0.9, "weight": 0.8, "same_query": 0.6, "misses": 10, "never": 0.0, "mixed": 0.8,
-        "answered": 4,
+        "hits": 0.7, "hits_of_four": 0.9, "weight": 0.8, "same_query": 0.6, "same_by_chance": 0.1, "misses": 10,
+        "never": 0.0, "mixed": 0.8, "answered": 4,
     }  # fmt: skip
     gates = {
         "gates": [0.5, 0.25], "mean": 0.9, "deviation": 0.1, "correlation": 0.3, "rare": 0.8, "common": 0.4,
@@ -231,11 +232,20 @@ def test_verdicts_follow_the_numbers() -> None:
     assert ": holds. Written by the same token as the one that asks: 60% in layer 2" in note(
         told, "The paper: incorrect"
     )
-    assert "of the 40 slots that miss" in note(told, "The paper: incorrect")
+    assert "of the 40 slots that miss; of all tokens of the stream that were read 10% in layer 2" in note(
+        told, "The paper: incorrect"
+    )
     assert ": holds. Of the right answers (8)" in note(told, "The paper: answers")
     assert ": holds. Mean gate 0.90 in layer 2, 0.40 in layer 4" in note(told, "The paper: the lower")
     assert "holds for rare words. Rank correlation of gate and rarity +0.30" in note(told, "The paper: in the higher")
     assert "0.70 in layer 2, 0.70 in layer 4 at the first mention and 0.90" in note(told, "Only a second")
+
+
+def test_gates_have_to_differ_clearly() -> None:
+    near = run({"gates": {"mean": 0.52, "deviation": 0.1}}, {"gates": {"mean": 0.5, "deviation": 0.11, "rare": 0.42}})
+    told = shown.notes(seen(near))
+    assert "does not hold here. Mean gate" in note(told, "The paper: the lower")
+    assert "does not hold here for rare" in note(told, "The paper: in the higher")
 
 
 def test_failures_are_told() -> None:

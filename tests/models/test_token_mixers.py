@@ -7,7 +7,7 @@ import torch
 from any_model import moved
 
 from regard.checks import ArgumentError
-from regard.models import HybridConfig, HybridForCausalLM, frozen_memory, keep_memory, token_mixers
+from regard.models import HybridConfig, HybridForCausalLM, flush_memory, frozen_memory, keep_memory, token_mixers
 
 SMALL = {
     "gated-deltanet": {"num_heads": 2, "head_dim": 8},
@@ -111,6 +111,18 @@ def test_what_is_recurrent_can_go_on_in_a_new_text(name):
     assert carried.get_seq_length() == 0
     assert (net(text, past_key_values=carried).logits - fresh).abs().amax(-1).min() > 1e-6
     torch.testing.assert_close(net(text, past_key_values=keep_memory(net, cache)).logits, fresh)
+
+
+def test_fast_weights_of_mixers_are_flushed_too():
+    """A chunk of four and a flush are what five tokens are, of which the last one only waits."""
+    net, text = model("lact"), tokens(length=5)
+    cache = net(text[:, :4], use_cache=True).past_key_values
+    before = cache.layers[0].fast_state
+    flush_memory(net, cache)
+    flushed, wanted = cache.layers[0].fast_state, net(text, use_cache=True).past_key_values.layers[0].fast_state
+    for name in ("gate", "up", "down", "gate_step", "up_step", "down_step"):
+        torch.testing.assert_close(getattr(flushed, name), getattr(wanted, name), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(flushed.up, before.up)
 
 
 def test_fast_weights_of_mixers_are_frozen_too():

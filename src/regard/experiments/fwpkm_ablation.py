@@ -134,8 +134,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "desk": {
         **_SMALL, "words": 1000, "width": 64, "heads": 2, "context": 256, "chunk": 64, "sub_keys": 32, "memory_dim": 64,
-        "top_k": 8, "batch": 8, "steps": 160, "learning_rate": 4e-3, "examples": 4000, "segments": 32, "haystack": 192,
-        "questions": 128, "looks": 4,
+        "top_k": 8, "batch": 8, "steps": 160, "learning_rate": 4e-3, "examples": 4000, "segments": 32, "haystack": 512,
+        "questions": 96, "looks": 4,
     },
     "paper": {
         "words": 30_000, "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1, "width": 768,

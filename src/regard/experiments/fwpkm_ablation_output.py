@@ -167,9 +167,7 @@ def figures(seen: Seen) -> dict[str, bytes]:
 
     found = {
         "fwpkm-ablation.png": bars(seen),
-        "fwpkm-ablation-curves.png": curve_figure(
-            {"text": finite_runs(seen.groups), "needle documents": finite_runs(seen.needled)}, "Same windows for all"
-        ),
+        "fwpkm-ablation-curves.png": curve_figure({"text": finite_runs(seen.groups)}, "Same windows for all"),
     }
     gates = gate_shares(seen)
     if gates:

@@ -89,13 +89,16 @@ def layer_counts(found: list[SlotReadings], right: list[bool], layer: str) -> di
     Returns:
         hits, hits_of_four: share of the slots that the last writer, or any of the last four, gave the true next token;
         weight: share of the weight on hits; same_query: of the written slots that do not hit, the share whose last
-        writer was the same token as the one that asked; never: share of the slots that nobody wrote; mixed: of right
-        answers, the share in which some slot of this layer did not hit.
+        writer was the same token as the one that asked, and same_by_chance, the share of such tokens among all that
+        were read before; never: share of the slots that nobody wrote; mixed: of right answers, the share in which some
+        slot of this layer did not hit.
     """
     mean = lambda values: sum(values) / len(values) if values else 0.0  # noqa: E731
-    misses, never = [], []
+    misses, never, chance = [], [], []
     for seen in found:
         for reading in (r for r in seen.readings if r.layer == layer):
+            before = seen.tokens[: reading.position]
+            chance.append(before.count(seen.tokens[reading.position]) / len(before))
             for slot in reading.slots:
                 never.append(not slot.writers)
                 if slot.writers and not seen.hit(reading, slot):
@@ -106,6 +109,7 @@ def layer_counts(found: list[SlotReadings], right: list[bool], layer: str) -> di
         "hits_of_four": mean([seen.hits(WRITERS, layer) for seen in found]),
         "weight": mean([seen.hit_weight(layer) for seen in found]),
         "same_query": mean(misses),
+        "same_by_chance": mean(chance),
         "misses": len(misses),
         "never": mean(never),
         "mixed": mean([seen.hits(1, layer) < 1 for seen in answered]),

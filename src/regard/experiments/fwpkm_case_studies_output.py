@@ -18,6 +18,8 @@ from .language_runs import LanguageRun
 MAJORITY = 0.5
 REACH = 4
 """Words on each side of a writer that tables and pages show."""
+MARGIN = 0.05
+"""By which the means and the deviations of two layers' gates must differ to be told apart."""
 TIED = 0.05
 """A rank correlation up to this size counts as none."""
 
@@ -246,12 +248,13 @@ def slot_notes(seen: Seen) -> Iterator[str]:
         f'The paper: "the majority of retrieved slots contain the correct target tokens": {verdict}. By the last write '
         f"{told(hits)}; by one of the last {WRITERS} {told(four)}. {seen.exact:.0%} of the answers are right."
     )
-    same = per_layer(seen, "slots", "same_query")
+    same, chance = per_layer(seen, "slots", "same_query"), per_layer(seen, "slots", "same_by_chance")
     total = sum(run.extra["layers"][layer]["misses"] for run in seen.needled for layer in seen.layers)
     verdict = "holds" if total and min(same.values()) > MAJORITY else "does not hold here" if total else "not decided"
     yield (
-        f"The paper: incorrect retrievals share the query token and lack the right context before it: {verdict}. "
-        f"Written by the same token as the one that asks: {told(same)} of the {total} slots that miss."
+        f"The paper: incorrect retrievals share the query token: {verdict}. Written by the same token as the one that "
+        f"asks: {told(same)} of the {total} slots that miss; of all tokens of the stream that were read "
+        f"{told(chance)} are the same as the one that asks."
     )
     mixed = per_layer(seen, "slots", "mixed")
     answered = sum(run.extra["layers"][seen.layers[0]]["answered"] for run in seen.needled)
@@ -267,14 +270,16 @@ def gate_notes(seen: Seen) -> Iterator[str]:
     low, high = seen.layers[0], seen.layers[-1]
     means, deviations = per_layer(seen, "gates", "mean"), per_layer(seen, "gates", "deviation")
     if low != high:
-        verdict = "holds" if means[low] > means[high] and deviations[high] > deviations[low] else "does not hold here"
+        selective = means[low] - means[high] > MARGIN and deviations[high] - deviations[low] > MARGIN
+        verdict = "holds" if selective and means[low] > MAJORITY else "does not hold here"
         yield (
-            f"The paper: the lower memory keeps its gate open on all tokens, the higher one is selective: {verdict}. "
-            f"Mean gate {told(means, '.2f')}; standard deviation {told(deviations, '.2f')}."
+            f"The paper: the lower memory keeps its gate open on all tokens, the higher one is selective (mean above "
+            f"{MAJORITY:g}, means and deviations apart by {MARGIN:g}): {verdict}. Mean gate {told(means, '.2f')}; "
+            f"standard deviation {told(deviations, '.2f')}."
         )
     correlation = per_layer(seen, "gates", "correlation")
     rare, common = per_layer(seen, "gates", "rare"), per_layer(seen, "gates", "common")
-    opens = correlation[high] > TIED and high in rare and high in common and rare[high] > common[high]
+    opens = correlation[high] > TIED and rare.get(high, 0.0) - common.get(high, 1.0) > MARGIN
     yield (
         f"The paper: in the higher memory gates spike on rare names: {'holds' if opens else 'does not hold here'} for "
         f"rare words. Rank correlation of gate and rarity {told(correlation, '+.2f')}; on the rarest {RARE:.0%} "

@@ -117,7 +117,7 @@ def row_config(row: Row, sizes: Sizes, **fields: Any) -> Any:
     if row.layout.startswith("GDN"):
         mixers = {"gated-deltanet": {"num_heads": sizes.heads, "head_dim": head}}
     if row.layout == LACT:
-        mixers = {"lact": {"window": 4 * sizes.chunk, "chunk_size": sizes.chunk}}
+        mixers = {"lact": {"window": 4 * sizes.chunk, "chunk_size": sizes.chunk}}  # the paper's best preset
     own: dict[str, Any] = {
         "vocab_size": sizes.vocabulary,
         "hidden_size": sizes.width,

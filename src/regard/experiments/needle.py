@@ -41,7 +41,7 @@ class NeedleConfig:
     layers of width 768, haystacks of 4 K to 128 K tokens) GPUs, days, and --data."""
     quick: bool = False
     """The same as --size quick."""
-    layouts: tuple[str, ...] = LAYOUTS
+    layouts: tuple[str, ...] | None = None
     """GDN, GDN+SWA, GDN+FA, FA, FA-pSWA, GDN+FA-pSWA."""
     memories: tuple[str, ...] = ("none", "FwPKM")
     """none, PKM, FwPKM, PKM+FwPKM, FwMLP."""
@@ -102,17 +102,17 @@ _SMALL: dict[str, Any] = {
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     "quick": {
-        **_SMALL, "words": 50, "width": 32, "heads": 2, "context": 128, "chunk": 32, "sub_keys": 16, "memory_dim": 32,
+        **_SMALL, "layouts": ("GDN", "FA", "FA-pSWA"), "words": 50, "width": 32, "heads": 2, "context": 128, "chunk": 32, "sub_keys": 16, "memory_dim": 32,
         "batch": 2, "steps": 10, "learning_rate": 3e-3, "lengths": (64, 128), "reads": 2, "samples": 8, "kept": 2,
         "looks": 2,
     },
     "desk": {
-        **_SMALL, "words": 200, "width": 64, "heads": 2, "context": 256, "chunk": 64, "sub_keys": 32, "memory_dim": 64,
+        **_SMALL, "layouts": LAYOUTS, "words": 200, "width": 64, "heads": 2, "context": 256, "chunk": 64, "sub_keys": 32, "memory_dim": 64,
         "batch": 8, "steps": 220, "learning_rate": 3e-3, "lengths": (192, 512, 1024), "reads": 4, "samples": 48,
         "kept": 3, "looks": 4,
     },
     "paper": {
-        "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1, "needles": 5, "digits": 6,
+        "layouts": LAYOUTS, "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1, "needles": 5, "digits": 6,
         "words": 30_000, "width": 768, "heads": 12, "context": 4096, "chunk": 512, "sub_keys": 512, "memory_dim": 512,
         "batch": 128, "steps": 20_000, "learning_rate": 1e-3, "lengths": (4096, 8192, 32_768, 131_072), "reads": 4,
         "samples": 500, "kept": 20, "looks": 20,
@@ -130,6 +130,7 @@ def check(config: NeedleConfig) -> NeedleConfig:
         ArgumentError: something is not, or a name is unknown or given twice.
     """
     config = sized(config, SIZES, CALL)
+    assert config.layouts is not None
     check_names(CALL, "--layouts", config.layouts, KNOWN)
     check_names(CALL, "--memories", config.memories, MEMORIES)
     least = {"reads": 1, "samples": 1, "needles": 1, "words": 1, "kept": 0}
@@ -154,6 +155,7 @@ def check(config: NeedleConfig) -> NeedleConfig:
 
 def rows(config: NeedleConfig) -> list[Row]:
     """What is trained."""
+    assert config.layouts is not None
     return rows_of(config.layouts, config.memories)
 
 

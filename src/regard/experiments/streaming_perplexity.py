@@ -49,9 +49,9 @@ class StreamingPerplexityConfig:
     'paper' (12 layers of width 768, 512 x 512 slots) GPUs, days, --short and --long."""
     quick: bool = False
     """The same as --size quick."""
-    layouts: tuple[str, ...] = LAYOUTS
+    layouts: tuple[str, ...] | None = None
     """GDN, GDN+SWA, GDN+FA, FA, FA-pSWA, GDN+FA-pSWA."""
-    memories: tuple[str, ...] = MEMORIES
+    memories: tuple[str, ...] | None = None
     """none, PKM, FwPKM, PKM+FwPKM, FwMLP."""
     lact: bool = True
     """LaCT too, once."""
@@ -101,20 +101,21 @@ class StreamingPerplexityConfig:
     """Models that are trained at the same time, on one thread each. Changes no number but the times."""
 
 
+_ALL: dict[str, Any] = {"layouts": LAYOUTS, "memories": MEMORIES}
 _SMALL: dict[str, Any] = {
     "tokenizer": "byte", "layers": 4, "parts": 1, "dtype": "float32", "device": "cpu", "seeds": 1,
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     "quick": {
-        **_SMALL, "width": 32, "heads": 2, "context": 64, "chunk": 16, "sub_keys": 16, "memory_dim": 32, "batch": 2,
+        **_SMALL, "layouts": ("GDN", "FA", "FA-pSWA"), "memories": ("none", "PKM", "FwPKM"), "width": 32, "heads": 2, "context": 64, "chunk": 16, "sub_keys": 16, "memory_dim": 32, "batch": 2,
         "steps": 12, "learning_rate": 1e-2, "documents": 2, "segments": 4, "looks": 2,
     },
     "desk": {
-        **_SMALL, "width": 96, "heads": 4, "context": 256, "chunk": 64, "sub_keys": 32, "memory_dim": 64, "batch": 4,
-        "steps": 150, "learning_rate": 6e-3, "documents": 4, "segments": 24, "looks": 4,
+        **_SMALL, **_ALL, "width": 96, "heads": 4, "context": 256, "chunk": 64, "sub_keys": 32, "memory_dim": 64, "batch": 4,
+        "steps": 150, "learning_rate": 6e-3, "documents": 8, "segments": 12, "looks": 4,
     },
     "paper": {
-        "tokenizer": "gpt2", "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1, "width": 768,
+        **_ALL, "tokenizer": "gpt2", "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1, "width": 768,
         "heads": 12, "context": 4096, "chunk": 512, "sub_keys": 512, "memory_dim": 512, "batch": 128, "steps": 20_000,
         "learning_rate": 1e-3, "documents": 128, "segments": 16, "looks": 20,
     },
@@ -129,6 +130,8 @@ def check(config: StreamingPerplexityConfig) -> StreamingPerplexityConfig:
         ArgumentError: something is not, or a name is unknown or given twice.
     """
     config = sized(config, SIZES, CALL)
+    assert config.layouts is not None
+    assert config.memories is not None
     check_names(CALL, "--layouts", config.layouts, KNOWN)
     check_names(CALL, "--memories", config.memories, MEMORIES)
     for name in ("documents", "segments"):
@@ -149,6 +152,8 @@ def check(config: StreamingPerplexityConfig) -> StreamingPerplexityConfig:
 
 def rows(config: StreamingPerplexityConfig) -> list[Row]:
     """What is trained."""
+    assert config.layouts is not None
+    assert config.memories is not None
     return rows_of(config.layouts, config.memories, [Row(LACT)] if config.lact else [])
 
 

@@ -20,6 +20,7 @@ from .base_config import RegardConfig
 from .cache import MemoryCacheLayer
 from .cache_layers import StateCacheLayer
 from .catalogue import model_of
+from .large_chunk import LargeChunkCacheLayer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,12 +67,16 @@ def _with(model: nn.Module, name: str, value: Any) -> Iterator[None]:
 
 
 def flush_memory(model: nn.Module, cache: Cache) -> None:
-    """Write what waits in the memories of `cache`, in place of it, as if the chunk ended here: every pair whose target
-    is there. The last token, whose target is not, is no longer waited for."""
+    """Write what waits in `cache`, in memories and in fast weights of mixers, as if the chunk ended here: every pair
+    whose target is there. The last token, whose target is not, is no longer waited for."""
     modules = memory_modules(model)
     for layer in _memory_layers(cache):
         if layer.memory is not None:
             layer.memory = modules[layer.depth].flush(layer.memory)
+    mixers = [decoder.self_attn for decoder in getattr(model, "model", model).layers]
+    for mixer, layer in zip(mixers, cache.layers, strict=False):  # memories stand behind the mixers
+        if isinstance(layer, LargeChunkCacheLayer) and layer.fast_state is not None:
+            layer.fast_state = mixer.flush(layer.fast_state)
 
 
 def keep_memory(model: nn.Module, cache: Cache, *, memory: bool = True, recurrent: bool = False) -> Cache:

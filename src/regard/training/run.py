@@ -223,6 +223,7 @@ def _arguments(config: TrainConfig) -> TrainingArguments:
         "dataloader_pin_memory": device == "cuda",
         "remove_unused_columns": False,
         "ddp_find_unused_parameters": False,
+        "ddp_broadcast_buffers": False,  # tables of fast weights are buffers, of half a gigabyte a layer
         "logging_strategy": "steps",
         "logging_steps": config.log_every,
         "logging_first_step": True,
