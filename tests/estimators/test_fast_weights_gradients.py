@@ -88,6 +88,27 @@ def test_gradients_cross_calls_until_detached(impl: str) -> None:
         assert x[:, 5:].abs().max() > 0
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("meta_grad", [True, False, 2])
+def test_documents_begin_with_gradients_also_after_a_cut(meta_grad: bool | int, impl: str) -> None:
+    """First keys and values that are learned hear of every document that begins, in whichever call."""
+    given, later = draw(4, rows=2), draw(4, rows=2, seed=1)
+    firsts = given[3:]
+    _, state = call(given, impl=impl, meta_grad=meta_grad)
+    ids = torch.tensor([[0] * 5 + [1] * 6, [0] * 4 + [1] * 7])
+    read, _ = call(later[:3] + firsts, state=state.detach(), segment_ids=ids, impl=impl, meta_grad=meta_grad)
+    begun = [(0, 5), (1, 4)]
+    found = torch.autograd.grad(sum(read[b, t:].square().sum() for b, t in begun), firsts, retain_graph=True)
+    fresh = [call([x[b : b + 1, t:] for x in later[:3]] + firsts, impl=impl, meta_grad=meta_grad)[0] for b, t in begun]
+    expected = torch.autograd.grad(sum(x.square().sum() for x in fresh), firsts)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() < 1e-11
+        assert b.abs().max() > 0.01
+    went_on = sum(read[b, :t].square().sum() for b, t in begun)
+    ended = torch.autograd.grad(went_on, firsts, allow_unused=True, materialize_grads=True)
+    assert all(not x.any() for x in ended)
+
+
 def reach(given: list[Tensor], meta_grad: bool | int, chunk: int, **how: Any) -> list[bool]:
     """Whether what chunk `chunk` reads has gradients by the first values, and by those of each chunk before it."""
     read, _ = call(given, meta_grad=meta_grad, **how)

@@ -482,6 +482,23 @@ def test_half_as_wide_storage_remembers_as_well(address: float) -> None:
     assert abs(errors[1] / errors[0] - 1) < 0.02
 
 
+@pytest.mark.parametrize("what", ["read", "rows", "write", "base"])
+def test_second_derivatives_are_refused(what: str) -> None:
+    chunks = Chunks(count=2)
+    store = OverlayValues.start(chunks.base if what == "base" else chunks.base.detach(), 2)
+    if what == "base":
+        out, leaf = store.rows(chunks.slots[0]), chunks.base
+    elif what == "read":
+        out, leaf = store.read(chunks.weights[0], chunks.slots[0]), chunks.weights[0]
+    else:
+        store = store.write(chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0])
+        ones = torch.ones_like(chunks.weights[0])
+        out = store.rows(chunks.slots[0]) if what == "rows" else store.read(ones, chunks.slots[0])
+        leaf = chunks.values[0]
+    with pytest.raises(ArgumentError, match=r"create_graph=True .* choose impl='reference'"):
+        torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+
+
 def test_a_base_that_changes_before_the_backward_pass_is_an_error() -> None:
     chunks = Chunks(count=1)
     base = chunks.base.detach().clone()
@@ -553,6 +570,20 @@ def test_copies_go_on_by_themselves(how: Any) -> None:
         base.zero_()
     assert torch.equal(both[1].dense()[0], both[0])
     assert both[0].abs().sum() > 0
+
+
+@torch.no_grad()
+def test_a_long_stream_leaves_no_trail() -> None:
+    """What is kept of who holds what does not grow with the writes, those that change nothing among them."""
+    base, counted = drawn(3000, 2), torch.ones(1, 4, dtype=torch.bool)
+    store = OverlayValues.start(base, 1)
+    for i in range(300):
+        slots = picks(1, 4, 3, 3000, seed=i)
+        shares = torch.full((1, 4, 3), float(i % 3 == 0), dtype=torch.float64)
+        store = store.write(slots, shares, drawn(1, 4, 2, seed=i), counted)
+    assert len(store.pool._holds) == 1
+    assert len(store.reach.hold.spans) == 1
+    assert store.write(slots, shares * 0, drawn(1, 4, 2), counted) is store
 
 
 @torch.no_grad()

@@ -173,7 +173,8 @@ class FastWeightState(State):
     Attributes:
         keys: [M, H, 2, n, Dk/2], float32 or float64.
         initial_keys: [H, 2, n, Dk/2], with which every memory began.
-        values: the values of all memories, and with which they began.
+        values: the values of all memories, and with which they began. A store may keep those themselves, not a copy:
+            where they change in place (an optimiser's step), so does what was not yet written.
         waiting: tokens that were read and not yet written.
         seen: how many real tokens of each row were read.
         writes: how many times each memory was written.
@@ -250,8 +251,10 @@ class FastWeightState(State):
         return self._each(torch.clone, self.values.clone())
 
     def detach(self) -> FastWeightState:
-        """The same numbers, through which no gradient flows (truncated backpropagation)."""
-        return self._each(Tensor.detach, self.values.detach())
+        """The same numbers, through which no gradient flows (truncated backpropagation), but from a memory that begins
+        anew to what it begins with, where those are leaves of the graph (parameters)."""
+        first = self.initial_keys if self.initial_keys.is_leaf else self.initial_keys.detach()
+        return replace(self._each(Tensor.detach, self.values.detach()), initial_keys=first)
 
     def select(self, indices: Tensor) -> FastWeightState:
         """The sequences `indices`, integers [N] in that order (beam search) or flags [B].

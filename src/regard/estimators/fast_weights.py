@@ -64,8 +64,8 @@ def fast_weight_memory(
         query: [B, T, H, Dk].
         value: [B, T, Dv]; that of a token is the target of the one before it.
         gate: [B, T], the weight of a token's error (and what it reads is returned without it); None for 1.
-        keys: [H, 2, n, Dk/2], with which every memory begins. With a state, its own count.
-        values: [N, Dv], likewise.
+        keys: [H, 2, n, Dk/2], with which every memory begins that begins in this call.
+        values: [N, Dv], likewise; with a state, those that it began with (the same tensor, as a rule).
         rule: how a chunk is written, or the name of its step: "normalized", "paper", "reference".
         top_k: k, from 1 to n.
         chunk_size: tokens between two writes, >= 2 (>= 1 where a token's target is its own value). It may change from
@@ -125,7 +125,7 @@ def fast_weight_memory(
         else:
             mask = query.new_ones(batch, tokens, dtype=torch.bool) if mask is None else mask
             streams = Streams.of(mask, segment_ids, shared)
-            out, after = _packed(how, new, streams, mask, state, chunk, frozen)
+            out, after = _packed(how, new, streams, mask, state, keys.to(state.keys.dtype), chunk, frozen)
             seen = mask.sum(1).tolist()
     if not frozen:
         total = tuple(a + b for a, b in zip(state.seen, seen, strict=True))
@@ -241,14 +241,21 @@ def _positions(seen: Sequence[int], tokens: int, device: torch.device) -> Tensor
 
 
 def _packed(
-    how: How, new: dict[str, Tensor], streams: Streams, mask: Tensor, state: FastWeightState, chunk: int, frozen: bool
+    how: How,
+    new: dict[str, Tensor],
+    streams: Streams,
+    mask: Tensor,
+    state: FastWeightState,
+    first: Tensor,
+    chunk: int,
+    frozen: bool,
 ) -> tuple[Tensor, FastWeightState]:
-    """`run` of rows with padding, or with several documents."""
+    """`run` of rows with padding, or with several documents, which begin with the sub-keys `first`."""
     batch, tokens = mask.shape
     new["position"] = mask.cumsum(1) - 1 + torch.tensor(state.seen, device=mask.device)[:, None]
     own = {name: streams.cut(x) for name, x in new.items()}
     own["good"] = own["good"] & streams.valid if "good" in own else streams.valid
     rows = torch.tensor(streams.row, device=mask.device) if streams.row else None
-    begun = streams.begin(state)  # type: ignore[type-var]
+    begun = streams.begin(replace(state, initial_keys=first))  # type: ignore[type-var]
     out, after = run(how, own, streams.counts, begun, chunk, frozen, rows)
     return streams.join(out, batch, tokens), streams.end(after)  # type: ignore[type-var]

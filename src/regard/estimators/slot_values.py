@@ -70,8 +70,8 @@ class SlotValues(Protocol):
         """The memories `rows` (bool [M]) begun anew."""
 
     def detach(self: V, rows: Tensor | None = None) -> V:
-        """The same numbers, through which no gradient flows in the memories `rows` (bool [M]; None: all, and the
-        base)."""
+        """The same numbers, through which no gradient flows in the memories `rows` (bool [M]; None: all). Those that
+        are reset later hand gradients to the base again, where it is a leaf of the graph (a parameter)."""
 
     def clone(self: V) -> V:
         """A copy that shares no memory; gradients flow through it."""
@@ -169,7 +169,7 @@ class DenseValues:
 
     def detach(self, rows: Tensor | None = None) -> DenseValues:
         if rows is None:
-            return DenseValues(self.values.detach(), self.base.detach())
+            return DenseValues(self.values.detach(), self.base if self.base.is_leaf else self.base.detach())
         return replace(self, values=torch.where(rows[:, None, None], self.values.detach(), self.values))
 
     def clone(self) -> DenseValues:

@@ -93,7 +93,7 @@ _TOY = {
     "documents": 3, "reads": 4, "batch": 8, "learning_rate": 3e-3, "address_weight": 1.0, "device": "cpu",
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
-    "quick": {**_TOY, "steps": 150, "stress_steps": 60, "examples": 16, "seeds": 1},
+    "quick": {**_TOY, "steps": 150, "stress_steps": 120, "examples": 16, "seeds": 1},
     "desk": {**_TOY, "steps": 300, "stress_steps": 300, "examples": 64, "seeds": 3},
     "paper": {
         "sub_keys": 512, "stress_sub_keys": 64, "key_dim": 512, "top_k": 8, "width": 256, "keys": 2048, "pairs": 256,

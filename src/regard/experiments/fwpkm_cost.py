@@ -21,7 +21,7 @@ import torch
 
 from ..checks import ArgumentError
 from .language_runs import Budget, Corpus, Job, initial_range, run_jobs, sized
-from .memory_layouts import LAYOUTS, MEMORIES, Row, Sizes, check_names, row_config
+from .memory_layouts import LAYOUTS, MEMORIES, Row, Sizes, check_names, check_sizes, row_config
 from .recipes import Findings, Progress, recipes
 
 CALL = "reproduce: fwpkm-cost"
@@ -222,6 +222,7 @@ def check(config: FwpkmCostConfig) -> FwpkmCostConfig:
     check_names(CALL, "--memories", config.memories, MEMORIES)
     if "none" not in config.memories:
         raise ArgumentError(f"{CALL}: --memories lacks none, to which all others are compared; add it.")
+    check_sizes(CALL, config)
     budget(config).check(CALL)
     for row in rows(config):
         count_config(row, measured_sizes(config))

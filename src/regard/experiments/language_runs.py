@@ -6,23 +6,17 @@ beside it and its peak memory is its own.
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
 
 from ..checks import ArgumentError
 from ..training.config import SEEDS
 from .language_training import Budget, Corpus, LanguageRun, Tokens, train_language_model
+from .processes import run_each
 from .recipes import Progress
 
 __all__ = [
@@ -68,36 +62,22 @@ def run_jobs(jobs: Sequence[Job], workers: int, progress: Progress) -> list[Lang
         RuntimeError: any other exception of a job, or the end of its process, with its name. The jobs that still run
             are ended, here and after KeyboardInterrupt.
     """
-    if workers < 1:
-        raise ArgumentError(f"run_jobs: workers is {workers}, expected at least 1.")
-    made: list[LanguageRun | None] = [None] * len(jobs)
-    running: dict[Connection, tuple[int, Any]] = {}
-    waiting, begun = list(enumerate(jobs)), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         paths = _write_texts(jobs, Path(folder))
-        try:
-            while waiting or running:
-                while waiting and len(running) < workers:
-                    place, job = waiting.pop(0)
-                    running.update([_start(place, job, paths[id(job.material)])])
-                    progress(_told(job, len(jobs) - len(waiting) - len(running), len(jobs), begun))
-                for end in wait(list(running)):
-                    assert isinstance(end, Connection)
-                    place, process = running.pop(end)
-                    made[place] = _finish(jobs[place], end, process)
-        finally:
-            for end, (_, process) in running.items():
-                process.terminate()
-                process.join()
-                end.close()
-    return [run for run in made if run is not None]
+        calls = [(f"{job.name}, seed {job.seed}", partial(_run, _given(job), paths[id(job.material)])) for job in jobs]
+        return run_each("run_jobs", calls, workers, progress)
 
 
-def _told(job: Job, done: int, count: int, begun: float) -> str:
-    """What is under way, and how long it will take if it goes on so."""
-    seconds = (time.perf_counter() - begun) / done * (count - done) if done else 0.0
-    left = f", about {max(1, round(seconds / 60))} min left" if done else ""
-    return f"{job.name}, seed {job.seed} ({done}/{count} done{left})"
+def _given(job: Job) -> dict[str, Any]:
+    """What a job's process is told beside the text."""
+    return {each.name: getattr(job, each.name) for each in fields(job) if each.name != "material"}
+
+
+def _run(given: dict[str, Any], text: Path) -> LanguageRun:
+    """What the process does with a job's fields and its text."""
+    from safetensors.torch import load_file
+
+    return train_language_model(material=Corpus(**load_file(text)), **given)
 
 
 def _write_texts(jobs: Sequence[Job], folder: Path) -> dict[int, Path]:
@@ -111,65 +91,6 @@ def _write_texts(jobs: Sequence[Job], folder: Path) -> dict[int, Path]:
             parts = {"train_tokens": text.train_tokens, "held_out_tokens": text.held_out_tokens}
             save_file({name: part.contiguous().clone() for name, part in parts.items()}, paths[id(text)])
     return paths
-
-
-def clean_processes() -> Any:
-    """A context of multiprocessing whose processes inherit nothing of this one, neither threads nor memory: forks of a
-    server that has only imported what a job needs, which takes seconds; where there is no such server, spawned ones."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "regard.models", "regard.training.evaluation", "numba"])
-    return context
-
-
-def _start(place: int, job: Job, text: Path) -> tuple[Connection, tuple[int, Any]]:
-    """A process for the job, and the end of the pipe through which it answers."""
-    context = clean_processes()
-    here, there = context.Pipe(duplex=False)
-    given = {each.name: getattr(job, each.name) for each in fields(job) if each.name != "material"}
-    process = context.Process(target=_work, args=(there, given, text), daemon=True)
-    process.start()
-    there.close()
-    return here, (place, process)
-
-
-def _work(answer: Connection, given: dict[str, Any], text: Path) -> None:
-    """What the process does with a job's fields and its text: ("run", LanguageRun) or (kind of failure, message) goes
-    into the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
-    torch.set_num_threads(1)
-    from safetensors.torch import load_file
-
-    try:
-        answer.send(("run", train_language_model(material=Corpus(**load_file(text)), **given)))
-    except ArgumentError as error:
-        answer.send(("argument", str(error)))
-    except Exception:
-        answer.send(("fault", traceback.format_exc()))
-    finally:
-        answer.close()
-
-
-def _finish(job: Job, end: Connection, process: Any) -> LanguageRun:
-    """The run that a process sent."""
-    name = f"{job.name}, seed {job.seed}"
-    try:
-        kind, found = end.recv()
-    except EOFError:
-        process.join()
-        code = process.exitcode
-        why = f"signal {-code} (memory may have run out)" if code and code < 0 else f"exit code {code}"
-        raise RuntimeError(f"the process of {name} ended by {why} before it was done.") from None
-    finally:
-        end.close()
-    process.join()
-    if kind == "argument":
-        raise ArgumentError(found)
-    if kind == "fault":
-        print(found, file=sys.stderr)
-        raise RuntimeError(f"{name} failed: {found.strip().splitlines()[-1]}")
-    return found
 
 
 def sized(config: C, sizes: Mapping[str, Mapping[str, Any]], call: str) -> C:

@@ -154,3 +154,22 @@ def check_names(call: str, flag: str, names: Sequence[str], known: Sequence[str]
             raise ArgumentError(f"{call}: {flag} names {name!r}, which is unknown.{suggestion(name, known)}")
         if names.count(name) > 1:
             raise ArgumentError(f"{call}: {flag} names {name!r} twice; name it once.")
+
+
+def check_sizes(call: str, config: Any) -> None:
+    """The flags that sizes are made of are in range.
+
+    Raises:
+        ArgumentError: one is not.
+    """
+    least = {"layers": 4, "chunk": 2, "sub_keys": 2, "memory_dim": 2, "context": 2}
+    for name, low in least.items():
+        if (number := getattr(config, name)) < low:
+            raise ArgumentError(f"{call}: --{name.replace('_', '-')} is {number}, expected at least {low}.")
+    if config.memory_dim % 2:
+        raise ArgumentError(f"{call}: --memory-dim is {config.memory_dim}, expected an even number: keys have halves.")
+    if config.context < 2 * config.chunk:
+        raise ArgumentError(
+            f"{call}: --context {config.context} has less than two chunks of {config.chunk}: nothing that is written "
+            f"would be read; take a smaller --chunk."
+        )

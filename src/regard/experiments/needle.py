@@ -19,7 +19,7 @@ from torch import Tensor
 from ..checks import ArgumentError
 from ..tasks import NeedleResult, NeedleScore
 from .language_runs import Budget, Corpus, Job, initial_range, run_jobs, sized
-from .memory_layouts import KNOWN, LAYOUTS, MEMORIES, Row, check_names, row_config, rows_of
+from .memory_layouts import KNOWN, LAYOUTS, MEMORIES, Row, check_names, check_sizes, row_config, rows_of
 from .needle_reading import PROTOCOLS, Protocol, read_and_answer
 from .needle_text import FINAL, NeedleWorld, learn_answers, needle_world
 from .recipes import Findings, Progress, recipes
@@ -102,22 +102,23 @@ _SMALL: dict[str, Any] = {
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     "quick": {
-        **_SMALL, "layouts": ("GDN", "FA", "FA-pSWA"), "words": 50, "width": 32, "heads": 2, "context": 128, "chunk": 32, "sub_keys": 16, "memory_dim": 32,
-        "batch": 2, "steps": 10, "learning_rate": 3e-3, "lengths": (64, 128), "reads": 2, "samples": 8, "kept": 2,
-        "looks": 2,
+        **_SMALL, "layouts": ("GDN", "FA", "FA-pSWA"), "words": 50, "width": 32, "heads": 2, "context": 128,
+        "chunk": 32, "sub_keys": 16, "memory_dim": 32, "batch": 2, "steps": 10, "learning_rate": 3e-3,
+        "lengths": (64, 128), "reads": 2, "samples": 8, "kept": 2, "looks": 2,
     },
     "desk": {
-        **_SMALL, "layouts": LAYOUTS, "words": 200, "width": 64, "heads": 2, "context": 256, "chunk": 64, "sub_keys": 32, "memory_dim": 64,
-        "batch": 8, "steps": 220, "learning_rate": 3e-3, "lengths": (192, 512, 1024), "reads": 4, "samples": 48,
-        "kept": 3, "looks": 4,
+        **_SMALL, "layouts": LAYOUTS, "words": 200, "width": 64, "heads": 2, "context": 256, "chunk": 64,
+        "sub_keys": 32, "memory_dim": 64, "batch": 8, "steps": 220, "learning_rate": 3e-3,
+        "lengths": (192, 512, 1024), "reads": 4, "samples": 48, "kept": 3, "looks": 4,
     },
     "paper": {
-        "layouts": LAYOUTS, "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1, "needles": 5, "digits": 6,
-        "words": 30_000, "width": 768, "heads": 12, "context": 4096, "chunk": 512, "sub_keys": 512, "memory_dim": 512,
-        "batch": 128, "steps": 20_000, "learning_rate": 1e-3, "lengths": (4096, 8192, 32_768, 131_072), "reads": 4,
-        "samples": 500, "kept": 20, "looks": 20,
+        "layouts": LAYOUTS, "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1, "needles": 5,
+        "digits": 6, "words": 30_000, "width": 768, "heads": 12, "context": 4096, "chunk": 512, "sub_keys": 512,
+        "memory_dim": 512, "batch": 128, "steps": 20_000, "learning_rate": 1e-3,
+        "lengths": (4096, 8192, 32_768, 131_072), "reads": 4, "samples": 500, "kept": 20, "looks": 20,
     },
 }  # fmt: skip
+"""Options by size; the paper's from its table 3 and section 4.3."""
 TRAINING_TOKENS = 400_000
 AT_ONCE = 65_536
 """Tokens that are read side by side at most."""
@@ -139,14 +140,9 @@ def check(config: NeedleConfig) -> NeedleConfig:
             raise ArgumentError(f"{CALL}: --{name} is {getattr(config, name)}, expected at least {low}.")
     assert config.lengths is not None
     assert config.context is not None
-    assert config.chunk is not None
     if not config.lengths or min(config.lengths) < 1:
         raise ArgumentError(f"{CALL}: --lengths is {config.lengths}, expected numbers above 0.")
-    if config.context < 2 * config.chunk:
-        raise ArgumentError(
-            f"{CALL}: --context {config.context} has less than two chunks of {config.chunk}: in training nothing that "
-            f"is written would be read; take a smaller --chunk."
-        )
+    check_sizes(CALL, config)
     budget(config).check(CALL)
     for row in rows(config):
         row_config(row, sizes(config, 1000))

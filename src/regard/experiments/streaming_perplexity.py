@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..checks import ArgumentError
 from .language_runs import Budget, Job, initial_range, run_jobs, sized
-from .memory_layouts import KNOWN, LACT, LAYOUTS, MEMORIES, Row, Sizes, check_names, row_config, rows_of
+from .memory_layouts import KNOWN, LACT, LAYOUTS, MEMORIES, Row, Sizes, check_names, check_sizes, row_config, rows_of
 from .recipes import Findings, Progress, recipes
 from .streaming import Carry, streamed
 
@@ -107,17 +107,18 @@ _SMALL: dict[str, Any] = {
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     "quick": {
-        **_SMALL, "layouts": ("GDN", "FA", "FA-pSWA"), "memories": ("none", "PKM", "FwPKM"), "width": 32, "heads": 2, "context": 64, "chunk": 16, "sub_keys": 16, "memory_dim": 32, "batch": 2,
-        "steps": 12, "learning_rate": 1e-2, "documents": 2, "segments": 4, "looks": 2,
+        **_SMALL, "layouts": ("GDN", "FA", "FA-pSWA"), "memories": ("none", "PKM", "FwPKM"), "width": 32, "heads": 2,
+        "context": 64, "chunk": 16, "sub_keys": 16, "memory_dim": 32, "batch": 2, "steps": 12, "learning_rate": 1e-2,
+        "documents": 2, "segments": 4, "looks": 2,
     },
     "desk": {
-        **_SMALL, **_ALL, "width": 96, "heads": 4, "context": 256, "chunk": 64, "sub_keys": 32, "memory_dim": 64, "batch": 4,
-        "steps": 150, "learning_rate": 6e-3, "documents": 8, "segments": 12, "looks": 4,
+        **_SMALL, **_ALL, "width": 96, "heads": 4, "context": 256, "chunk": 64, "sub_keys": 32, "memory_dim": 64,
+        "batch": 4, "steps": 150, "learning_rate": 6e-3, "documents": 8, "segments": 12, "looks": 4,
     },
     "paper": {
-        **_ALL, "tokenizer": "gpt2", "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1, "width": 768,
-        "heads": 12, "context": 4096, "chunk": 512, "sub_keys": 512, "memory_dim": 512, "batch": 128, "steps": 20_000,
-        "learning_rate": 1e-3, "documents": 128, "segments": 16, "looks": 20,
+        **_ALL, "tokenizer": "gpt2", "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1,
+        "width": 768, "heads": 12, "context": 4096, "chunk": 512, "sub_keys": 512, "memory_dim": 512, "batch": 128,
+        "steps": 20_000, "learning_rate": 1e-3, "documents": 128, "segments": 16, "looks": 20,
     },
 }  # fmt: skip
 """Options by size; the paper's from its table 3 and section 4.2."""
@@ -138,12 +139,7 @@ def check(config: StreamingPerplexityConfig) -> StreamingPerplexityConfig:
         if getattr(config, name) < 1:
             raise ArgumentError(f"{CALL}: --{name} is {getattr(config, name)}, expected at least 1.")
     assert config.context is not None
-    assert config.chunk is not None
-    if config.context < 2 * config.chunk:
-        raise ArgumentError(
-            f"{CALL}: --context {config.context} has less than two chunks of {config.chunk}: in training nothing that "
-            f"is written would be read; take a smaller --chunk."
-        )
+    check_sizes(CALL, config)
     budget(config).check(CALL)
     for row in rows(config):
         row_config(row, sizes(config, 258))

@@ -101,6 +101,8 @@ class OverlayValues:
         recorded = torch.is_grad_enabled() and (self.token is not None or shares.requires_grad or errors.requires_grad)
         with torch.no_grad():
             plan = Plan.of(slots, shares, counted, self.slots, everything=recorded)
+            if not len(plan.keys):
+                return self if recorded or self.token is None else self.detach()
             old = self._row(self.where.flatten()[plan.keys], plan.keys % self.slots)
             hold = self.pool.claim(len(plan.keys), self.reach.hold, SPARE if recorded else 0.5)
             plan.carry_out(self.pool, hold, old, shares, errors)

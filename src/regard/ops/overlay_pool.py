@@ -13,6 +13,7 @@ base, from N on in the pool.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -21,22 +22,31 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..checks import ArgumentError
 from .row_pieces import Groups, RowGradients, RowPieces, spread, tiles, weighted_sums
 
 
 class Hold:
-    """Rows of a pool, from number `start` to `stop`, that stay as they are as long as somebody keeps this.
+    """Rows of a pool that stay as they are as long as somebody keeps this: those of a write, from number `start` to
+    `stop`, and those of the writes before it.
 
     Attributes:
-        before: those on which the store that wrote these goes on.
-        total: how many rows these and those are.
+        spans: where all of them are, (from, to), ascending and apart.
+        total: how many there are.
     """
 
-    __slots__ = ("__weakref__", "before", "start", "stop", "total")
+    __slots__ = ("__weakref__", "spans", "start", "stop", "total")
 
     def __init__(self, start: int, stop: int, before: Hold | None) -> None:
-        self.start, self.stop, self.before = start, stop, before
-        self.total: int = stop - start + (before.total if before else 0)
+        self.start, self.stop = start, stop
+        spans: list[tuple[int, int]] = []
+        for low, high in sorted((*(before.spans if before else ()), (start, stop))):
+            if spans and spans[-1][1] == low:
+                spans[-1] = (spans[-1][0], high)
+            else:
+                spans.append((low, high))
+        self.spans: tuple[tuple[int, int], ...] = tuple(spans)
+        self.total: int = sum(high - low for low, high in spans)
 
 
 class Pool(RowPieces):
@@ -69,7 +79,7 @@ class Pool(RowPieces):
         """`count` rows that nobody holds, in the first place where there are so many: of attempts to go on from one
         store, those that were given up leave room for the next."""
         start = self.given
-        for low, high in sorted((held.start, held.stop) for held in self._holds):
+        for low, high in sorted({span for held in self._holds for span in held.spans}):
             if low - start >= count:
                 break
             start = max(start, high)
@@ -77,8 +87,8 @@ class Pool(RowPieces):
         self._holds.add(hold)
         if hold.stop > self.size:
             self.extend(hold.stop - self.size, spare)
-            more = self.stamps.new_zeros(self.room - self.given - len(self.stamps))
-            self.stamps = torch.cat((self.stamps, more))
+            more = self.room - self.given - len(self.stamps)
+            self.stamps = torch.cat((self.stamps, self.stamps.new_zeros(more))) if more else self.stamps
         self.writes += 1
         self.stamps[start - self.given : hold.stop - self.given] = self.writes
         return hold
@@ -203,6 +213,22 @@ def deposit(pool: Pool, ids: Tensor, owner: Tensor, weights: Tensor | None, sour
         pool.gradients.add(groups.unique[rows], weighted_sums(source, owner[entries], weights[entries], offsets))
 
 
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A `backward` that refuses to be differentiated. The node that `once_differentiable` leaves for that is not
+    reached from the inputs, so that `torch.autograd.grad` would pass it over and give a part of the derivative."""
+    plain = once_differentiable(backward)
+
+    def checked(ctx: Any, *upstream: Tensor) -> Any:
+        if torch.is_grad_enabled():  # on in a backward pass that makes a graph of its own
+            raise ArgumentError(
+                "OverlayValues: a backward pass with create_graph=True goes through reads or writes of the sparse "
+                "store, which has first derivatives only; choose impl='reference'."
+            )
+        return plain(ctx, *upstream)
+
+    return checked
+
+
 class Base(torch.autograd.Function):
     """The token of stores that begin as a base which wants a gradient."""
 
@@ -212,7 +238,7 @@ class Base(torch.autograd.Function):
         return base.new_zeros((), dtype=pool.wide)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         pool: Pool = ctx.pool
         base = pool.base
@@ -239,7 +265,7 @@ class Read(torch.autograd.Function):
         return out.view(*ids.shape[:2], pool.width)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         weights, ids, _ = ctx.saved_tensors  # the base only for the check that nobody has changed it
         pool, source = ctx.pool, upstream.flatten(0, 1)
@@ -262,7 +288,7 @@ class Rows(torch.autograd.Function):
         return pool.gather(ids.flatten(), pool.wide).view(*ids.shape, pool.width)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         pool, ids = ctx.pool, ctx.ids.flatten()
         memory = _owner(ctx.ids) // ctx.ids.shape[1]
@@ -291,7 +317,7 @@ class Write(torch.autograd.Function):
         return shares.new_zeros(())
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         shares, errors = ctx.saved_tensors
         pool, plan = ctx.pool, ctx.plan
