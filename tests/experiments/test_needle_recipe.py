@@ -16,7 +16,7 @@ from regard.experiments import needle as recipe
 from regard.experiments import needle_output as shown
 from regard.experiments.language_runs import LanguageRun
 from regard.experiments.memory_layouts import Row
-from regard.experiments.needle_text import answers, learn_answers, needle_world
+from regard.experiments.needle_text import NeedleWorld, answers, learn_answers, needle_world
 from regard.models import HybridConfig, HybridForCausalLM
 
 TEXT = "a river of many words , that runs on ( and on ) and never ends ; "
@@ -29,7 +29,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def world(data: Path, **changes: int):  # noqa: ANN201
+def world(data: Path, **changes: int) -> NeedleWorld:
     return needle_world(data, **{"common": 9, "needles": 3, "digits": 2, **changes}, call="test")
 
 
@@ -80,7 +80,9 @@ def test_what_is_an_answer(data: Path) -> None:
 def test_training_counts_answers_alone(data: Path) -> None:
     made = world(data)
     torch.manual_seed(0)
-    model = HybridForCausalLM(HybridConfig(len(made.words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    model = HybridForCausalLM(
+        HybridConfig(vocab_size=len(made.words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
     tokens = made.training_tokens(128, 64, 0).view(-1, 64).long()
     plain = model.eval()(input_ids=tokens, labels=tokens).loss
     learn_answers(model, made.values, made.keys)
@@ -100,7 +102,21 @@ def test_training_counts_answers_alone(data: Path) -> None:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     out = tmp_path_factory.mktemp("needle") / "out"
-    small = ["--layouts", "GDN", "--steps", "2", "--width", "16", "--samples", "4", "--lengths", "40", "70"]
+    small = [
+        "--layouts",
+        "GDN",
+        "--steps",
+        "2",
+        "--width",
+        "16",
+        "--samples",
+        "4",
+        "--lengths",
+        "40",
+        "70",
+        "--also",
+        "FwMLP",
+    ]
     assert main(["reproduce", "needle", "--quick", "--output", str(out), "--data", str(data), *small]) == 0
     return out
 
@@ -108,7 +124,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 def test_every_length_protocol_and_read_is_asked(tiny: Path) -> None:
     found = json.loads((tiny / "needle.json").read_text())
     runs = {run["name"]: run["extra"] for run in found["runs"]}
-    assert set(runs) == {"GDN", "GDN | FwPKM"}
+    assert set(runs) == {"GDN", "GDN | FwPKM", "GDN | FwMLP"}
     assert set(runs["GDN"]["new"]) == {"40", "70"}
     assert {name: len(each) for name, each in runs["GDN"]["new"]["40"].items()} == {"whole": 1}
     assert "kept" not in runs["GDN"]
@@ -209,6 +225,7 @@ def test_the_size_of_the_paper() -> None:
     ("changes", "message"),
     [
         ({"layouts": ("GDN", "GDN")}, "--layouts names 'GDN' twice"),
+        ({"also": ("FwLMP",)}, "--also names 'FwLMP', which is unknown"),
         ({"reads": 0}, "--reads is 0"),
         ({"lengths": ()}, "--lengths is \\(\\)"),
         ({"context": 100}, "less than two chunks of 64"),

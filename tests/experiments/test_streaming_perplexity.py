@@ -48,7 +48,7 @@ def test_documents_of_the_standard_library() -> None:
     names = [re.findall(r"\b[A-Za-z_]{6,}\b", text[20_000:30_000]) for text in long[:10]]
     seen = [set(re.findall(r"\w+", text[:20_000])) for text in long[:10]]
     recur = [sum(name in known for name in each) / len(each) for each, known in zip(names, seen, strict=True)]
-    assert min(recur) > 0.4  # what makes it pay to remember
+    assert sorted(recur)[len(recur) // 2] > 0.5  # what makes it pay to remember
     joined = "\n".join(long)
     assert not any(doc.splitlines()[0] in joined for doc in short[::40] if len(doc.splitlines()[0]) > 60)
 
@@ -72,11 +72,12 @@ def test_whole_documents_are_held_out(tmp_path: Path) -> None:
     assert not learned & unseen
     assert not set(re.findall(r"file \d+:", decoded)) & {text.tokenizer.decode(row[:9].tolist()) for row in text.long}
     sizes = [
-        sum(len(part) for part in re.findall(pattern, decoded)) for pattern in (r"document \d+ \w+", r"[xyz ]{9,}")
+        sum(len(part) for part in re.findall(pattern, decoded))
+        for pattern in (r"document \d+ \w+", r"file \d+:[xyz ]+")
     ]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
-    with pytest.raises(ArgumentError, match="held-out long documents of 5000 tokens, expected 3"):
-        read_documents(tmp_path / "short.txt", tmp_path / "long", "byte", length=5000, count=3, call="test")
+    with pytest.raises(ArgumentError, match="there are 0 held-out long documents of 1900 tokens, expected 1"):
+        read_documents(tmp_path / "short.txt", tmp_path / "long", "byte", length=1900, count=1, call="test")
     with pytest.raises(ArgumentError, match="is not a folder"):
         files(tmp_path / "short.txt", "test")
 
@@ -268,7 +269,7 @@ def test_mean_gates_are_from_the_middles_of_bins() -> None:
         ({"context": 100}, "less than two chunks of 64"),
         ({"segments": 0}, "--segments is 0"),
         ({"steps": 0}, "--steps is 0"),
-        ({"heads": 7}, "96"),
+        ({"heads": 7}, "head_dim is 13"),
     ],
 )
 def test_mistakes_are_found_first(changes: dict, message: str) -> None:

@@ -84,13 +84,16 @@ class Streams:
         flat = x.new_zeros(batch * tokens, x.shape[-1])
         return flat.index_put((self.index[self.valid],), x[self.valid]).unflatten(0, (batch, tokens))
 
-    def begin(self, state: C) -> C:
-        """The state of every stream, of the state of every row."""
+    def begin(self, state: C, first: Mapping[str, Tensor]) -> C:
+        """The state of every stream, of the state of every row; `first` are the fields with which those documents
+        begin that begin now."""
         if not self.row:
             return state
         device = self.valid.device
         state = state.select(torch.tensor(self.row, device=device))
-        return state.restart(torch.tensor(self.fresh, device=device)) if any(self.fresh) else state
+        if not any(self.fresh):
+            return state
+        return replace(state, **first).restart(torch.tensor(self.fresh, device=device))  # type: ignore[arg-type]
 
     def end(self, state: C) -> C:
         """The state of every row: that of its last stream."""
@@ -112,7 +115,7 @@ class ChunkState(State):
     """
 
     MEMORY: ClassVar[dict[str, str | None]] = {}
-    """Tensors [M, ...] that are written, and the field [1, ...] that holds their first value (None: zeros)."""
+    """Tensors [M, ...] that are written, and the attribute [...] that has their first value (None: zeros)."""
     WAITING: ClassVar[tuple[str, ...]] = ()
     """Tensors [R, P, ...] of the tokens that wait."""
 
@@ -134,8 +137,17 @@ class ChunkState(State):
     @property
     def bytes(self) -> int:
         """The memory of the tensors, first values not counted: they are the layer's own."""
-        first = {name for name in self.MEMORY.values() if name}
-        return sum(x.numel() * x.element_size() for name, x in self._tensors().items() if name not in first)
+        return sum(x.numel() * x.element_size() for name, x in self._tensors().items() if name not in self._firsts)
+
+    @property
+    def _firsts(self) -> set[str]:
+        return {name for name in self.MEMORY.values() if name}
+
+    def detach(self: C) -> C:
+        """The same numbers, through which no gradient flows (truncated backpropagation), but from a memory that begins
+        anew to its first values, where those are leaves of the graph (parameters)."""
+        kept = {name: x for name, x in self._tensors().items() if name in self._firsts and x.is_leaf}
+        return replace(super().detach(), **kept)  # type: ignore[arg-type]
 
     def restart(self: C, rows: Tensor | None = None) -> C:
         """Memories `rows` (boolean [M]; None: all) as at first, with nothing that waits."""
@@ -168,8 +180,7 @@ class ChunkState(State):
         """
         require(not self.shared, f"{type(self).__name__}.select", SHARED)
         chosen = torch.arange(len(self.waits))[indices.cpu()].tolist()
-        first = {name for name in self.MEMORY.values() if name}
-        rows = {name: x[indices.to(x.device)] for name, x in self._tensors().items() if name not in first}
+        rows = {name: x[indices.to(x.device)] for name, x in self._tensors().items() if name not in self._firsts}
         counts = {name: tuple(getattr(self, name)[i] for i in chosen) for name in ("waits", "writes")}
         return replace(self, **rows, **counts)  # type: ignore[arg-type]
 
@@ -320,7 +331,7 @@ def finite_tokens(tensors: Tensors) -> tuple[Tensors, Tensor]:
 
 
 def blend(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """x [M or 1, ...] in the memories `rows`, y [M, ...] in the others."""
+    """x [M, ...] or [...] in the memories `rows`, y [M, ...] in the others."""
     return torch.where(rows.view(-1, *(1,) * (y.dim() - 1)), x, y)
 
 

@@ -92,7 +92,7 @@ class FastMLPState(ChunkState):
 
     Attributes:
         gate, up, down: [M, F, Din + 1], [M, F, Din + 1], [M, Dv, F + 1], float32 at least.
-        gate_first, up_first, down_first: what they were at first, [1, ...].
+        gate_first, up_first, down_first: what they were at first, without M.
         query, value, finite: [B, P, Din], [B, P, Dv], boolean [B, P], of the tokens that wait.
     """
 
@@ -116,12 +116,12 @@ class FastMLPState(ChunkState):
 
     @classmethod
     def start(cls, weights: SwiGLU, batch: int, value_dim: int, shared: bool) -> FastMLPState:
-        """`batch` rows before their first token; `weights` are [1, ...]."""
+        """`batch` rows before their first token; `weights` are without M."""
         memories = 1 if shared else batch
         like = weights.gate
         return cls(
             **{name: w.expand(memories, -1, -1) for name, w in zip(NAMES, weights, strict=True)},
-            **{f"{name}_first": w for name, w in zip(NAMES, weights, strict=True)},
+            **first_fields(weights),
             query=like.new_zeros(batch, 0, like.shape[-1] - 1),
             value=like.new_zeros(batch, 0, value_dim),
             finite=torch.zeros(batch, 0, dtype=torch.bool, device=like.device),
@@ -130,6 +130,11 @@ class FastMLPState(ChunkState):
             writes=(0,) * memories,
             shared=shared,
         )
+
+
+def first_fields(weights: SwiGLU) -> Tensors:
+    """The fields of a state that hold the first weights."""
+    return {f"{name}_first": w for name, w in zip(NAMES, weights, strict=True)}
 
 
 class FastMLPRule(NamedTuple):
@@ -199,7 +204,8 @@ def fast_weight_mlp(
     Args:
         query: [B, T, Din].
         value: [B, T, Dv].
-        weights: gate [F, Din + 1], up [F, Din + 1], down [Dv, F + 1] before the first token, biases last.
+        weights: gate [F, Din + 1], up [F, Din + 1], down [Dv, F + 1], biases last, with which every sequence or
+            document begins that begins in this call.
         chunk_size: tokens between two writes, >= 2; it may change from call to call.
         learning_rate: eta >= 0.
         target: "mean", (v_t + v_{t+1}) / 2, or "look-ahead", v_{t+1}.
@@ -229,7 +235,7 @@ def fast_weight_mlp(
     detach_every = check_meta_grad(CALL, meta_grad)
     check_chunk(CALL, chunk_size, 2)
     (batch, tokens), dtype = query.shape[:2], start.gate.dtype
-    sizes = {name: tuple(w.shape[1:]) for name, w in zip(NAMES, start, strict=True)}
+    sizes = {name: tuple(w.shape) for name, w in zip(NAMES, start, strict=True)}
     if state is not None:
         _check_state(state, sizes, query, value, dtype, shared)
     streams = Streams.of(mask, segment_ids, shared)
@@ -237,7 +243,7 @@ def fast_weight_mlp(
         new, finite = finite_tokens({"query": query.to(dtype), "value": value.to(dtype)})
         new = {name: streams.cut(x) for name, x in {**new, "finite": finite}.items()}
         now = FastMLPState.start(start, len(streams.valid), value.shape[2], shared) if state is None else state
-        now = now if state is None else streams.begin(state)
+        now = now if state is None else streams.begin(state, first_fields(start))
         if frozen:
             after, out = state, read(now, new)
             after = FastMLPState.start(start, batch, value.shape[2], shared) if after is None else after
@@ -253,7 +259,7 @@ def flush(state: FastMLPState, *, learning_rate: float = 0.1, target: str = "mea
 
 
 def _check(query: Any, value: Any, weights: Any, mask: Any, segment_ids: Any, shared: bool) -> tuple[Tensor, SwiGLU]:
-    """Which tokens are real, boolean [B, T], and the first weights [1, ...] in the computing dtype."""
+    """Which tokens are real, boolean [B, T], and the first weights in the computing dtype."""
     for name, x in (("query", query), ("value", value)):
         floating(CALL, name, x)
         if x.dim() != 3 or 0 in x.shape[1:] or x.shape[:2] != query.shape[:2]:
@@ -272,7 +278,7 @@ def _check(query: Any, value: Any, weights: Any, mask: Any, segment_ids: Any, sh
     expected = ((wide, query.shape[2] + 1), (wide, query.shape[2] + 1), (value.shape[2], wide + 1))
     for name, w, size in zip(NAMES, (gate, up, down), expected, strict=True):
         require(w.shape == size, CALL, f"weights {name} are {shape(w)}, expected {list(size)}, biases last.")
-    return mask, SwiGLU(*(w.to(dtype)[None] for w in (gate, up, down)))
+    return mask, SwiGLU(*(w.to(dtype) for w in (gate, up, down)))
 
 
 def _check_state(

@@ -256,6 +256,6 @@ def _packed(
     own = {name: streams.cut(x) for name, x in new.items()}
     own["good"] = own["good"] & streams.valid if "good" in own else streams.valid
     rows = torch.tensor(streams.row, device=mask.device) if streams.row else None
-    begun = streams.begin(replace(state, initial_keys=first))  # type: ignore[type-var]
+    begun = streams.begin(state, {"initial_keys": first})  # type: ignore[type-var]
     out, after = run(how, own, streams.counts, begun, chunk, frozen, rows)
     return streams.join(out, batch, tokens), streams.end(after)  # type: ignore[type-var]

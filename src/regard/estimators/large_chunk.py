@@ -33,7 +33,7 @@ from .chunk_stream import (
     hidden_where,
     run,
 )
-from .fast_weight_mlp import NAMES, SwiGLU
+from .fast_weight_mlp import NAMES, SwiGLU, first_fields
 from .precision import full_precision
 
 CALL = "large_chunk_ttt"
@@ -91,6 +91,11 @@ def row_norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
+def all_norms(weights: SwiGLU) -> Tensor:
+    """Those of all three, one after another: [..., 2 F + D, 1]."""
+    return torch.cat([row_norms(w) for w in weights], -2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LargeChunkState(ChunkState):
     """The fast weights of R sequences, their momentum, and the tokens that they were not yet taught.
@@ -98,12 +103,13 @@ class LargeChunkState(ChunkState):
     Attributes:
         gate, up, down: [R, H, F, D], [R, H, F, D], [R, H, D, F], float32 at least.
         gate_step, up_step, down_step: the last steps s, of those shapes; [R, H, 0, 0] without momentum.
-        gate_first, up_first, down_first: the weights at first, [1, ...].
+        norms: of their rows at first, [R, H, 2 F + D, 1], those of gate, up and down after one another.
+        gate_first, up_first, down_first: the weights at first, without R.
         key, value, rates, share, finite: of the tokens that wait, [R, P, H, D] twice, eta [R, P, H, 3] of gate, up and
             down, m [R, P, H], boolean [R, P].
     """
 
-    MEMORY: ClassVar = {**{n: f"{n}_first" for n in NAMES}, **{f"{n}_step": None for n in NAMES}}
+    MEMORY: ClassVar = {**{n: f"{n}_first" for n in NAMES}, **{f"{n}_step": None for n in NAMES}, "norms": "norms_first"}
     WAITING: ClassVar = ("key", "value", "rates", "share", "finite")
 
     gate: Tensor
@@ -112,6 +118,7 @@ class LargeChunkState(ChunkState):
     gate_step: Tensor
     up_step: Tensor
     down_step: Tensor
+    norms: Tensor
     gate_first: Tensor
     up_first: Tensor
     down_first: Tensor
@@ -123,16 +130,17 @@ class LargeChunkState(ChunkState):
 
     @classmethod
     def start(cls, weights: SwiGLU, batch: int, momentum: bool) -> LargeChunkState:
-        """`batch` rows before their first token; `weights` are [1, H, ...]."""
-        like, (_, heads, _, dim) = weights.gate, weights.gate.shape
+        """`batch` rows before their first token; `weights` are [H, ...]."""
+        like, (heads, _, dim) = weights.gate, weights.gate.shape
         named = dict(zip(NAMES, weights, strict=True))
         return cls(
             **{name: w.expand(batch, -1, -1, -1) for name, w in named.items()},
             **{
-                f"{n}_step": like.new_zeros(batch, heads, *(w.shape[2:] if momentum else (0, 0)))
+                f"{n}_step": like.new_zeros(batch, heads, *(w.shape[1:] if momentum else (0, 0)))
                 for n, w in named.items()
             },
-            **{f"{name}_first": w for name, w in named.items()},
+            norms=all_norms(weights).expand(batch, -1, -1, -1),
+            **first_fields(weights),
             key=like.new_zeros(batch, 0, heads, dim),
             value=like.new_zeros(batch, 0, heads, dim),
             rates=like.new_zeros(batch, 0, heads, 3),
@@ -148,6 +156,11 @@ class LargeChunkState(ChunkState):
     def network(self) -> SwiGLU:
         """The R H networks."""
         return SwiGLU(self.gate, self.up, self.down)
+
+    @property
+    def norms_first(self) -> Tensor:
+        """`norms` of a sequence that begins."""
+        return all_norms(SwiGLU(self.gate_first, self.up_first, self.down_first))
 
 
 class LargeChunkRule(NamedTuple):
@@ -167,9 +180,10 @@ class LargeChunkRule(NamedTuple):
             mean = share.sum(2) / there.sum(1, keepdim=True).clamp_min(1)
             found = {n: g + mean[..., None, None] * getattr(state, f"{n}_step") for n, g in found.items()}
             memory = {f"{n}_step": step for n, step in found.items()}
-        for name, step in found.items():
+        norms = state.norms.split([x.shape[-2] for x in state.network], -2)
+        for (name, step), norm in zip(found.items(), norms, strict=True):
             new = getattr(state, name) + (orthogonal(step) if self.optimizer.orthogonal else step)
-            memory[name] = new / (row_norms(new) + 1e-5) * row_norms(getattr(state, f"{name}_first"))
+            memory[name] = new / (row_norms(new) + 1e-5) * norm
         return memory
 
 
@@ -203,7 +217,8 @@ def large_chunk_ttt(
     Args:
         query, key, value: [B, T, H, D].
         rates: eta >= 0, [B, T, H, 3] of gate, up and down.
-        weights: gate [H, F, D], up [H, F, D], down [H, D, F] before the first token.
+        weights: gate [H, F, D], up [H, F, D], down [H, D, F], with which every sequence or document begins that begins
+            in this call.
         share: m_t of the momentum, [B, T, H]; needed by optimisers with momentum alone.
         chunk_size: tokens between two writes, >= 1; it may change from call to call.
         optimizer: a name in `OPTIMIZERS`.
@@ -239,8 +254,10 @@ def large_chunk_ttt(
     with full_precision(query.device.type):
         new, finite = finite_tokens({name: x.to(dtype) for name, x in new.items()})
         new = {name: streams.cut(x) for name, x in {**new, "finite": finite}.items()}
-        rows = len(streams.valid)
-        now = LargeChunkState.start(start, rows, rule.optimizer.momentum) if state is None else streams.begin(state)
+        if state is None:
+            now = LargeChunkState.start(start, len(streams.valid), rule.optimizer.momentum)
+        else:
+            now = streams.begin(state, first_fields(start))
         if frozen:
             out, after = read(now, new), empty if state is None else state
         else:
@@ -256,7 +273,7 @@ def flush(state: LargeChunkState, *, optimizer: str = "momentum") -> LargeChunkS
 
 
 def _check(new: Tensors, weights: Any, mask: Any, segment_ids: Any, lacking: bool) -> tuple[Tensor, SwiGLU]:
-    """Which tokens are real, boolean [B, T], and the first weights [1, ...] in the computing dtype."""
+    """Which tokens are real, boolean [B, T], and the first weights in the computing dtype."""
     query = new["query"]
     require(not lacking, CALL, "this optimizer has momentum, which needs share [B, T, H]; give it, or optimizer='sgd'.")
     floating(CALL, "query", query)
@@ -276,7 +293,7 @@ def _check(new: Tensors, weights: Any, mask: Any, segment_ids: Any, lacking: boo
     expected = ((heads, inner, dim), (heads, inner, dim), (heads, dim, inner))
     for name, w, wanted in zip(NAMES, weights, expected, strict=True):
         require(w.shape == wanted, CALL, f"weights {name} are {shape(w)}, expected {list(wanted)}.")
-    return mask, SwiGLU(*(w.to(dtype)[None] for w in weights))
+    return mask, SwiGLU(*(w.to(dtype) for w in weights))
 
 
 def _check_state(state: Any, empty: LargeChunkState) -> None:

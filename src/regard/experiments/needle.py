@@ -45,6 +45,8 @@ class NeedleConfig:
     """GDN, GDN+SWA, GDN+FA, FA, FA-pSWA, GDN+FA-pSWA."""
     memories: tuple[str, ...] = ("none", "FwPKM")
     """none, PKM, FwPKM, PKM+FwPKM, FwMLP."""
+    also: tuple[str, ...] = ("PKM+FwPKM", "FwMLP")
+    """Memories of the first layout, besides."""
     data: Path | None = None
     """UTF-8 text that haystacks are made of, a file or a folder. None: the Python manual inside the interpreter."""
     seeds: int | None = None
@@ -108,8 +110,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "desk": {
         **_SMALL, "layouts": LAYOUTS, "words": 200, "width": 64, "heads": 2, "context": 256, "chunk": 64,
-        "sub_keys": 32, "memory_dim": 64, "batch": 8, "steps": 220, "learning_rate": 3e-3,
-        "lengths": (192, 512, 1024), "reads": 4, "samples": 48, "kept": 3, "looks": 4,
+        "sub_keys": 32, "memory_dim": 64, "batch": 8, "steps": 150, "learning_rate": 3e-3,
+        "lengths": (192, 768, 3072), "reads": 4, "samples": 24, "kept": 3, "looks": 4,
     },
     "paper": {
         "layouts": LAYOUTS, "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1, "needles": 5,
@@ -134,6 +136,8 @@ def check(config: NeedleConfig) -> NeedleConfig:
     assert config.layouts is not None
     check_names(CALL, "--layouts", config.layouts, KNOWN)
     check_names(CALL, "--memories", config.memories, MEMORIES)
+    if config.also:
+        check_names(CALL, "--also", config.also, MEMORIES)
     least = {"reads": 1, "samples": 1, "needles": 1, "words": 1, "kept": 0}
     for name, low in least.items():
         if getattr(config, name) < low:
@@ -152,7 +156,7 @@ def check(config: NeedleConfig) -> NeedleConfig:
 def rows(config: NeedleConfig) -> list[Row]:
     """What is trained."""
     assert config.layouts is not None
-    return rows_of(config.layouts, config.memories)
+    return rows_of(config.layouts, config.memories, [Row(config.layouts[0], memory) for memory in config.also])
 
 
 def budget(config: NeedleConfig) -> Budget:
