@@ -72,7 +72,7 @@ def test_operations_by_hand(counted: dict[Row, recipe.Counted]) -> None:
     assert pkm["read"] == 3 * 4 * 32 * 2 * 512
     assert pkm["write"] == 0
     fast = counted[Row("GDN", "FwPKM")].parts
-    assert fast["search"] == 3 * 2 * (2 * 512 * 256 + 3 * 256 * 12)
+    assert fast["search"] == 3 * 2 * (2 * 512 * 256)
     assert fast["read"] == 3 * 8 * 2 * 512
     assert fast["write"] == 3 * (2 * 512 + 8 * 2 * 512 + 2 * 8 * 3 * 256)
     total = 3 * sum(fast.values()) * TOKENS

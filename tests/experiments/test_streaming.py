@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.checks import ArgumentError
 from regard.experiments.needle_reading import PROTOCOLS, grouped, read_and_answer
-from regard.experiments.streaming import Carry, streamed
+from regard.experiments.streaming import Carry, GateCount, streamed
 from regard.models import HybridConfig, HybridForCausalLM
 
 V, C, CHUNK = 23, 16, 4
@@ -163,12 +163,21 @@ def test_gates_and_slots_are_counted() -> None:
     (counts,) = found.gates.values()
     expected = np.histogram(torch.cat(heard).double().numpy(), bins=10, range=(0, 1))[0]
     assert list(counts) == expected.tolist()
+    assert list(found.means.values()) == pytest.approx([torch.cat(heard).mean().item()], rel=1e-6)
     assert sum(counts) == 2 * 25
     (slots,) = found.slots.values()
     assert slots["reads"] == 2 * 25 * MEMORY["top_k"]
     assert 0 < slots["coverage"] <= 1
     assert not streamed(model, documents, 5).gates
     assert not streamed(hybrid("GDN"), documents, 5, statistics=True).gates
+
+
+def test_gates_that_are_not_finite_are_in_no_bin() -> None:
+    count = GateCount()
+    count.add(torch.tensor([[0.05, 1.0], [math.nan, 0.1]]))
+    assert count.counts.tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0, 1]
+    assert count.tokens == 4
+    assert math.isnan(count.mean)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +259,32 @@ def test_reads_one_by_one_or_in_a_line(protocol: str) -> None:
     none = read_and_answer(hybrid("GDN"), haystacks, questions, 3, protocol=protocol, reads=3).tokens
     assert torch.equal(none[0], none[2])
     assert model.model.layers[1].memory.chunk_size == CHUNK
+
+
+@pytest.mark.parametrize(("memories", "layout"), [("FwMLP@1", "GDN"), (None, "LaCT")])
+def test_fast_weights_without_slots_keep_their_chunk(memories: str | None, layout: str) -> None:
+    """They make one step a chunk: with that of a whole haystack they would learn nothing of it in time."""
+    torch.manual_seed(1)
+    options = {"in_dim": 8, "value_dim": 8, "hidden_dim": 8, "chunk_size": CHUNK, "learning_rate": 5.0}
+    model = HybridForCausalLM(
+        HybridConfig.layout(
+            layout, memories, vocab_size=V, hidden_size=C, num_hidden_layers=2, num_attention_heads=2, head_dim=8,
+            num_key_value_heads=2, intermediate_size=16, initializer_range=0.3,
+            mixer_options={"lact": {"chunk_size": CHUNK, "window": 4, "fast_heads": 2}} if layout == "LaCT"
+            else {"gated-deltanet": {"num_heads": 2, "head_dim": 8}},
+            memory_options={"fwmlp": options} if memories else None,
+        )
+    ).eval()  # fmt: skip
+    haystacks, questions = asked()
+    written: list[int] = []
+    layer = model.model.layers[1].memory if memories else model.model.layers[1].self_attn
+    seen = lambda module, args, out: written.append(module.chunk_size)  # noqa: E731
+    handle = layer.register_forward_hook(seen)
+    found = read_and_answer(model, haystacks, questions, 2, protocol="whole", reads=2, recurrent=True).tokens
+    handle.remove()
+    assert set(written) == {CHUNK}
+    for row in range(2):  # the first token sees every full chunk of its own haystack, as in one pass
+        assert found[0, row, 0] == greedy(model, torch.cat([haystacks[row], questions[row]]), 1)[0]
 
 
 def test_without_a_reset_the_order_matters() -> None:

@@ -169,7 +169,8 @@ def read(loss: float, gate: int = 5) -> dict:
     counts = tuple(20 if place == gate else 0 for place in range(10))
     return {
         "nats": (10 * (loss - 0.1), 10 * (loss + 0.1)), "tokens": (10, 10), "by_segment": (loss, loss), "loss": loss,
-        "gates": {"layers.2.memory.hook_gate": counts}, "slots": {"m": {"coverage": 0.5, "collisions": 0.25}},
+        "gates": {"layers.2.memory.hook_gate": counts}, "means": {"layers.2.memory.hook_gate": gate / 10 + 0.05},
+        "slots": {"m": {"coverage": 0.5, "collisions": 0.25}},
     }  # fmt: skip
 
 
@@ -209,7 +210,8 @@ def test_verdicts_follow_the_numbers() -> None:
         )
     )  # fmt: skip
     first = note(told, "Fast memories gain on long")
-    assert '": holds. GDN: PKM on short -0.201' in first
+    assert '"Fast memories gain on long documents, slow ones on short ones": holds; ' in first
+    assert '"both together are best": does not hold here. GDN: PKM on short -0.201' in first
     assert "FwPKM less PKM on long -0.350 ± 0.000 (lower)" in first
     second = note(told, "gains less beside full attention")
     assert '": holds (long documents: GDN -0.401' in second
@@ -257,8 +259,39 @@ def test_intervals_are_over_documents_where_there_is_one_seed() -> None:
     assert three.side == "higher"
 
 
-def test_mean_gates_are_from_the_middles_of_bins() -> None:
-    assert shown.mean_gate([1, 0, 0, 0, 0, 0, 0, 0, 0, 3]) == pytest.approx((0.05 + 3 * 0.95) / 4)
+def test_no_gain_is_not_a_small_gain() -> None:
+    worse = groups(GDN_FwPKM=(2.0, 2.3), GDN_FA_FwPKM=(2.0, 2.1), FA_FwPKM=(2.0, 1.8))
+    assert '"FwPKM gains less beside full attention": not decided (no gain beside GDN: higher)' in note(
+        shown.notes(worse), "gains less"
+    )
+
+
+def test_both_together() -> None:
+    told = shown.notes(groups(GDN_PKM_FwPKM=(1.5, 1.5), GDN_SWA_PKM_FwPKM=(1.5, 1.5)))
+    assert '"both together are best": holds' in note(told, "Fast memories gain on long")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "side"),
+    [
+        ([0.501], [0.499], "level"),
+        ([0.6], [0.4], "higher"),
+        ([0.4], [0.6], "lower"),
+        ([0.5, 0.7, 0.4], [0.4, 0.5, 0.6], "level"),
+        ([0.61, 0.62, 0.61], [0.4, 0.41, 0.41], "higher"),
+        ([math.nan], [0.4], "diverged"),
+    ],
+)
+def test_gates_are_compared_with_a_margin(one: list[float], other: list[float], side: str) -> None:
+    assert shown.gate_side(one, other) == side
+
+
+def test_gates_of_a_model_that_diverged_are_not_closed() -> None:
+    made = groups(gates={"FA": 0, "GDN+FA": 0})
+    for each in made[Row("FA", "FwPKM")]:
+        for kind in KINDS:
+            each.extra[kind]["paper"]["means"] = {"layers.2.memory.hook_gate": math.nan}
+    assert '"its gates close there": not decided (diverged)' in note(shown.notes(made), "gains less")
 
 
 @pytest.mark.parametrize(

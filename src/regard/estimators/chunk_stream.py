@@ -93,7 +93,7 @@ class Streams:
         state = state.select(torch.tensor(self.row, device=device))
         if not any(self.fresh):
             return state
-        return replace(state, **first).restart(torch.tensor(self.fresh, device=device))  # type: ignore[arg-type]
+        return replace(state, **first).restart(torch.tensor(self.fresh, device=device))
 
     def end(self, state: C) -> C:
         """The state of every row: that of its last stream."""
@@ -147,7 +147,7 @@ class ChunkState(State):
         """The same numbers, through which no gradient flows (truncated backpropagation), but from a memory that begins
         anew to its first values, where those are leaves of the graph (parameters)."""
         kept = {name: x for name, x in self._tensors().items() if name in self._firsts and x.is_leaf}
-        return replace(super().detach(), **kept)  # type: ignore[arg-type]
+        return replace(super().detach(), **kept)
 
     def restart(self: C, rows: Tensor | None = None) -> C:
         """Memories `rows` (boolean [M]; None: all) as at first, with nothing that waits."""

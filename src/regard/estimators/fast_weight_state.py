@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, require
+from ..checks import ArgumentError, require, shape
 from .slot_values import SlotValues, slot_values
 from .states import State
 
@@ -331,7 +331,7 @@ class FastWeightState(State):
         """The state that `to_tensors` wrote.
 
         Raises:
-            ArgumentError: a tensor is missing or unknown.
+            ArgumentError: a tensor is missing or unknown, or they do not fit each other.
         """
         call = f"{CALL}.from_tensors"
         own = {"keys", "initial_keys", "counts", "seen", "writes", "shared", "tokens", "store"}
@@ -352,7 +352,7 @@ class FastWeightState(State):
         )
         store = slot_values.get(bytes(tensors["store"].tolist()).decode())
         waiting = Waiting((Tokens(**parts["waiting"]),) if any(counts) else (), counts)
-        return cls(
+        state = cls(
             tensors["keys"],
             tensors["initial_keys"],
             store.from_tensors(parts["values"]),
@@ -362,6 +362,34 @@ class FastWeightState(State):
             bool(tensors["shared"]),
             tokens=int(tensors["tokens"]),
         )
+        _require_whole(call, state)
+        return state
+
+
+def _require_whole(call: str, state: FastWeightState) -> None:
+    """The parts of `state` fit each other."""
+    require(state.keys.dim() == 5, call, f"keys is {shape(state.keys)}, expected [M, H, 2, n, Dk/2].")
+    memories, (heads, _, n, half) = 1 if state.shared else state.batch, state.keys.shape[1:]
+    found = {
+        "keys": (tuple(state.keys.shape), (memories, heads, 2, n, half)),
+        "initial_keys": (tuple(state.initial_keys.shape), (heads, 2, n, half)),
+        "values": ((state.values.memories, state.values.slots), (memories, n * n)),
+        "writes": ((len(state.writes),), (memories,)),
+        "counts": ((len(state.waiting.counts),), (memories,)),
+    }
+    for piece in state.waiting.pieces:
+        rows, k = (state.batch, max(piece.width, *state.waiting.counts)), piece.slots.shape[-1]
+        sizes = dict.fromkeys(("slots", "weights", "scores"), (heads, k))
+        sizes |= dict.fromkeys(("halves", "half_scores"), (heads, 2, k))
+        sizes |= {"query": (heads, 2 * half), **dict.fromkeys(("read", "value"), (state.values.width,))}
+        for name, x in piece.tensors().items():
+            found[f"waiting.{name}"] = tuple(x.shape), (*rows, *sizes.get(name, ()))
+    for name, (size, wanted) in found.items():
+        if size != wanted:
+            raise ArgumentError(
+                f"{call}: {name} is {list(size)}, but the other tensors need {list(wanted)}; give what one to_tensors() "
+                f"wrote."
+            )
 
 
 def _picked(counts: Sequence[int], indices: Tensor) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ def run(
         places.append((step, reach))
         reach += step.width
     if not parts:
-        return new["value"].new_zeros(*new["value"].shape[:2], state.values.width), memory.state()
+        parts = [memory.read(new, kept=False).read]  # of no token, but a part of the graph
     out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     if not all(step.uniform for step, _ in places):
         out = _in_order(out, places, new["value"].shape[1])

@@ -109,7 +109,11 @@ class LargeChunkState(ChunkState):
             down, m [R, P, H], boolean [R, P].
     """
 
-    MEMORY: ClassVar = {**{n: f"{n}_first" for n in NAMES}, **{f"{n}_step": None for n in NAMES}, "norms": "norms_first"}
+    MEMORY: ClassVar = {
+        **{n: f"{n}_first" for n in NAMES},
+        **{f"{n}_step": None for n in NAMES},
+        "norms": "norms_first",
+    }
     WAITING: ClassVar = ("key", "value", "rates", "share", "finite")
 
     gate: Tensor

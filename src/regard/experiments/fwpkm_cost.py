@@ -50,8 +50,6 @@ PAPER_SIZES = Sizes(
     slow_depths=(2, 6, 10), fast_depths=(2, 6, 10), mixed_slow=(6,), mixed_fast=(2, 10),
 )  # fmt: skip
 PAPER_BATCH = 8
-REFINED = 4
-"""How many more candidates than k a search looks at closely, to rank near keys exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,16 +194,15 @@ def mixer_parts(row: Row, sizes: Sizes) -> dict[str, float]:
 
 
 def memory_parts(row: Row, sizes: Sizes) -> dict[str, float]:
-    """Operations of a token in its memories: search (scores of all sub-keys, and the distances of k and a few more
-    candidates again, one by one), read (weights times rows), write (errors, their sum in every row, and k sub-keys
-    moved in each half)."""
+    """Operations of a token in its memories: search (scores of all sub-keys), read (weights times rows), write (errors,
+    their sum in every row, and k sub-keys moved in each half)."""
     mixed = row.memory == "PKM+FwPKM"
     slow = len(sizes.mixed_slow if mixed else sizes.slow_depths) if "PKM" in row.memory.split("+") else 0
     fast = len(sizes.mixed_fast if mixed else sizes.fast_depths) if "FwPKM" in row.memory.split("+") else 0
     n, d, k = sizes.sub_keys, sizes.memory_dim, sizes.fast_top_k
     dense = 3.0 * d * sizes.mlp_hidden * (len(sizes.fast_depths) if row.memory == "FwMLP" else 0)
     return {
-        "search": 2.0 * n * d * (slow * sizes.pkm_heads + fast) + 3.0 * (k + REFINED) * d * fast,
+        "search": 2.0 * n * d * (slow * sizes.pkm_heads + fast),
         "read": 2.0 * d * (slow * sizes.pkm_heads * sizes.pkm_top_k + fast * k) + 2 * dense,
         "write": (2.0 * d + 2.0 * k * d + 3.0 * k * d) * fast + 4 * dense,
     }

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..checks import ArgumentError
 from ..tasks import NeedleResult, NeedleScore
 from .language_runs import Budget, Corpus, Job, initial_range, run_jobs, sized
-from .memory_layouts import KNOWN, LAYOUTS, MEMORIES, Row, check_names, check_sizes, row_config, rows_of
+from .memory_layouts import KNOWN, LACT, LAYOUTS, MEMORIES, Row, check_names, check_sizes, row_config, rows_of
 from .needle_reading import PROTOCOLS, Protocol, read_and_answer
 from .needle_text import FINAL, NeedleWorld, learn_answers, needle_world
 from .recipes import Findings, Progress, recipes
@@ -47,6 +47,8 @@ class NeedleConfig:
     """none, PKM, FwPKM, PKM+FwPKM, FwMLP."""
     also: tuple[str, ...] = ("PKM+FwPKM", "FwMLP")
     """Memories of the first layout, besides."""
+    lact: bool = True
+    """LaCT too, once."""
     data: Path | None = None
     """UTF-8 text that haystacks are made of, a file or a folder. None: the Python manual inside the interpreter."""
     seeds: int | None = None
@@ -147,6 +149,10 @@ def check(config: NeedleConfig) -> NeedleConfig:
     if not config.lengths or min(config.lengths) < 1:
         raise ArgumentError(f"{CALL}: --lengths is {config.lengths}, expected numbers above 0.")
     check_sizes(CALL, config)
+    assert config.kept is not None
+    assert config.samples is not None
+    if config.kept > config.samples:
+        raise ArgumentError(f"{CALL}: --kept is {config.kept}, expected at most the {config.samples} --samples.")
     budget(config).check(CALL)
     for row in rows(config):
         row_config(row, sizes(config, 1000))
@@ -156,7 +162,8 @@ def check(config: NeedleConfig) -> NeedleConfig:
 def rows(config: NeedleConfig) -> list[Row]:
     """What is trained."""
     assert config.layouts is not None
-    return rows_of(config.layouts, config.memories, [Row(config.layouts[0], memory) for memory in config.also])
+    also = [Row(config.layouts[0], memory) for memory in config.also] + ([Row(LACT)] if config.lact else [])
+    return rows_of(config.layouts, config.memories, also)
 
 
 def budget(config: NeedleConfig) -> Budget:
@@ -175,23 +182,23 @@ def answered(
         model without a memory reads once: it would answer the same after any number of reads.
     """
     found: dict[str, Any] = {"new": {}}
-    protocols, most = (PROTOCOLS, reads) if row.remembers else (PROTOCOLS[:1], 1)
+    rereads = row.remembers or row.layout == LACT
+    protocols, most = (PROTOCOLS, reads) if rereads else (PROTOCOLS[:1], 1)
     for length in lengths:
         for protocol in protocols:
-            scores = asked(model, world, length, range(samples), protocol, most, seed)
-            found["new"].setdefault(str(length), {})[protocol] = [counts(each, world.digits) for each in scores]
-    if row.remembers and kept:
+            scores = asked(model, row, world, length, range(samples), protocol, most, seed)
+            found["new"].setdefault(str(length), {})[protocol] = [counts(each) for each in scores]
+    if rereads and kept:
         length = lengths[0]
         for protocol in KEPT_PROTOCOLS:
-            scores = asked(model, world, length, range(samples // kept * kept), protocol, most, seed, kept)
-            found.setdefault("kept", {}).setdefault(str(length), {})[protocol] = [
-                counts(each, world.digits) for each in scores
-            ]
+            scores = asked(model, row, world, length, range(samples // kept * kept), protocol, most, seed, kept)
+            found.setdefault("kept", {}).setdefault(str(length), {})[protocol] = [counts(each) for each in scores]
     return found
 
 
 def asked(
     model: Any,
+    row: Row,
     world: NeedleWorld,
     length: int,
     indices: range,
@@ -216,7 +223,14 @@ def asked(
         if kept:
             haystacks, questions = (x.unflatten(0, (kept, together)) for x in (haystacks, questions))
         answers = read_and_answer(
-            model, haystacks, questions, world.digits // 2, protocol=protocol, reads=reads, reset=not kept
+            model,
+            haystacks,
+            questions,
+            world.digits // 2,
+            protocol=protocol,
+            reads=reads,
+            reset=not kept,
+            recurrent=row.layout == LACT,
         ).tokens
         for after, said in zip(found, answers.flatten(1, -2), strict=True):
             pairs = zip(said.tolist(), examples, strict=True)
@@ -224,11 +238,15 @@ def asked(
     return found
 
 
-def counts(scores: list[NeedleScore], digits: int) -> dict[str, list[int]]:
-    """Hits and trials of every kind of score, as plain data."""
-    result = NeedleResult.of(scores, digits)
-    shares = {"exact": result.exact, "digits": result.digits, "candidate": result.candidate}
-    return {name: [share.hits, share.trials] for name, share in shares.items()}
+def counts(scores: list[NeedleScore]) -> dict[str, list[float]]:
+    """(hits, trials) of every kind of score, as plain data; of digits (sum of the shares, trials)."""
+    result = NeedleResult.of(scores)
+    many = len(scores)
+    return {
+        "exact": [result.exact.hits, many],
+        "digits": [result.digits * many, many],
+        "candidate": [result.candidate.hits, many],
+    }
 
 
 @recipes.register("needle")

@@ -9,16 +9,19 @@ the last read holds the needle. Three protocols, the first the paper's:
     chunked     the chunk of the training: all but the last tokens of the haystack are written before the question
     flushed     chunk = haystack; written before the question
 
-In all of them pairs, recurrent states and positions begin anew at every read, and of the read before nothing is left
-but the memory.
+The chunk of a whole input is for memories with slots alone: fast-weight MLPs and LaCT, which make one step a chunk,
+keep theirs, as the paper's did, and only what waits is written at the same moments.
+
+In all protocols pairs, recurrent states and positions begin anew at every read, and of the read before nothing is left
+but the memory; of LaCT, whose memory is in its mixers, its fast weights.
 
 Shapes: B haystacks side by side, L tokens of each, Q of a question, A of an answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -57,6 +60,7 @@ def read_and_answer(
     protocol: Protocol = "flushed",
     reads: int = 4,
     reset: bool = True,
+    recurrent: bool = False,
     piece: int = 4096,
 ) -> Answers:
     """Greedy answers after 1 to n reads.
@@ -70,6 +74,7 @@ def read_and_answer(
         reads: n.
         reset: memories begin anew with every example. Otherwise (the paper's program) each number of reads is a
             stream of its own, in which what was read and answered before stays in the memory.
+        recurrent: states of mixers go on from read to read, as far as they know nothing of positions: for LaCT.
         piece: tokens that are read in one pass, to bound what attention takes; changes nothing else.
 
     Returns:
@@ -84,7 +89,7 @@ def read_and_answer(
     single = haystacks.dim() == 2
     if single:
         haystacks, questions = haystacks[None], questions[None]
-    reader = _Reader(model, protocol, length, piece, haystacks.shape[-1], questions.shape[-1])
+    reader = _Reader(model, protocol, length, piece, recurrent, haystacks.shape[-1], questions.shape[-1])
     with ExitStack() as inside:
         inside.enter_context(evaluating(model))
         inside.enter_context(reader.chunks())
@@ -115,17 +120,25 @@ class _Reader:
     protocol: Protocol
     length: int
     piece: int
+    recurrent: bool
     haystack: int
     question: int
 
-    def chunks(self) -> Any:
+    @contextmanager
+    def chunks(self) -> Iterator[None]:
         """The chunk of this protocol."""
-        from ..models.memories import chunk_size
+        from ..nn import FastWeightProductKeyMemory
 
-        if self.protocol == "chunked":
-            return nullcontext()
-        # what waits from an answer before this haystack must not end the chunk early
-        return chunk_size(self.model, 2 * (self.haystack + self.question + self.length))
+        slots = [module for module in self.model.modules() if isinstance(module, FastWeightProductKeyMemory)]
+        before = [module.chunk_size for module in slots]
+        try:
+            for module in slots if self.protocol != "chunked" else ():
+                # what waits from an answer before this haystack must not end the chunk early
+                module.chunk_size = 2 * (self.haystack + self.question + self.length)
+            yield
+        finally:
+            for module, old in zip(slots, before, strict=True):
+                module.chunk_size = old
 
     def fresh(self, haystacks: Tensor, questions: Tensor, reads: int) -> Tensor:
         """Memories begin anew with every example: one line of reads serves every number of them. [n, E, B, A]."""
@@ -156,7 +169,7 @@ class _Reader:
 
     def read(self, haystack: Tensor, before: Any) -> Any:
         """The cache after a haystack, of which `before` gave the memories."""
-        cache = passed(self.model, before, memory=True, recurrent=False)
+        cache = passed(self.model, before, memory=True, recurrent=self.recurrent)
         for piece in haystack.split(self.piece, dim=1):
             self.model(input_ids=piece.to(self.device).long(), past_key_values=cache, use_cache=True, logits_to_keep=1)
         return cache

@@ -88,6 +88,7 @@ class NeedleWorld:
             encode=self.encode,
             decode=self.decode,
             digits=self.digits,
+            reserved=TRAINED if training else None,
             id_digits=2,
             template=f"{NUMBER} {{key}} {{value}} {STOP}",
             key="K{id}",
@@ -132,8 +133,9 @@ def learn_answers(model: Any, values: tuple[int, int], keys: tuple[int, int]) ->
 def answers(tokens: Tensor, values: tuple[int, int], keys: tuple[int, int]) -> Tensor:
     """Which tokens [B, T] are a number, or part of one, after a key that stood in the row before; boolean [B, T]."""
     is_key, is_value = ((tokens >= low) & (tokens <= high) for low, high in (keys, values))
-    same = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(-1)
-    after, found = is_key & same, torch.zeros_like(is_key)
+    ordered, place = tokens.sort(dim=1, stable=True)
+    again = torch.nn.functional.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
+    after, found = is_key & torch.zeros_like(is_key).scatter(1, place, again), torch.zeros_like(is_key)
     while after.any():
         after = torch.nn.functional.pad(after[:, :-1], (1, 0)) & is_value
         found |= after

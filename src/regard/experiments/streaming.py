@@ -69,7 +69,9 @@ class Streamed:
     Attributes:
         nats: summed negative log-likelihood of every document; tokens: how many of its tokens were predicted.
         by_segment: nats per token of the first segment of all documents, the second, and so on.
-        gates: hook point to how often its gate was in each of `BINS` equal parts of [0, 1].
+        gates: hook point to how often its gate was in each of `BINS` equal parts of [0, 1]; gates that are not finite
+            are in none.
+        means: hook point to the mean of its gate; NaN where one is not finite.
         slots: memory layer to statistics of its slots (`regard.nn.memory_trace.SlotStatistics`).
     """
 
@@ -77,6 +79,7 @@ class Streamed:
     tokens: tuple[int, ...]
     by_segment: tuple[float, ...]
     gates: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    means: dict[str, float] = field(default_factory=dict)
     slots: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
@@ -127,7 +130,7 @@ def streamed(
     carry = Carry() if carry is None else carry
     _check(documents, segment, rows)
     device = next(model.parameters()).device
-    heard: dict[str, Tensor] = {}
+    heard: dict[str, GateCount] = {}
     seen: dict[str, Any] = {}
     nats, cells = [0.0] * len(documents), _Cells()
     with ExitStack() as inside:
@@ -155,7 +158,8 @@ def streamed(
         tuple(nats),
         tuple(len(document) - 1 for document in documents),
         cells.means(),
-        {name: tuple(counts.tolist()) for name, counts in heard.items() if counts.sum()},
+        {name: tuple(each.counts.tolist()) for name, each in heard.items() if each.tokens},
+        {name: each.mean for name, each in heard.items() if each.tokens},
         {name: each.summary() for name, each in seen.items()},
     )
 
@@ -257,23 +261,36 @@ def _reading(model: nn.Module, frozen: bool = False, chunk: int | None = None) -
         yield
 
 
+class GateCount:
+    """What passed at the gate of one memory: int64 [BINS] counts of equal parts of [0, 1] (the upper edge of a part
+    belongs to the next one, 1 to the last), how many tokens, and their mean."""
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(BINS, dtype=torch.long)
+        self.tokens, self._total = 0, 0.0
+
+    @property
+    def mean(self) -> float:
+        """0 where nothing passed."""
+        return self._total / max(1, self.tokens)
+
+    def add(self, gate: Tensor, hook: Any = None) -> None:
+        """Gates of any shape."""
+        found = gate.detach().double().flatten()
+        self.tokens += found.numel()
+        self._total += found.sum().item()
+        place = (found[found.isfinite()] * BINS).long().clamp(0, BINS - 1)
+        self.counts += torch.bincount(place, minlength=BINS).cpu()
+
+
 @contextmanager
-def gate_counts(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """How often the gates of memories are in each of `BINS` equal parts of [0, 1] while this block runs: hook point to
-    int64 [BINS]. The upper edge of a part belongs to the next one, 1 to the last."""
+def gate_counts(model: nn.Module) -> Iterator[dict[str, GateCount]]:
+    """What passes at the gates of memories while this block runs, by hook point."""
     from ..inspect.hooks import hooked, named_hook_points
 
-    names = [name for name in named_hook_points(model) if name.rpartition(".")[2] == GATE]
-    counts = {name: torch.zeros(BINS, dtype=torch.long) for name in names}
-
-    def listen(name: str) -> Any:
-        def count(gate: Tensor, hook: Any) -> None:
-            place = (gate.detach().double().flatten() * BINS).long().clamp(0, BINS - 1)
-            counts[name] += torch.bincount(place, minlength=BINS).cpu()
-
-        return count
-
-    with hooked(model, [(name, listen(name)) for name in names], required=False) if names else nullcontext():
+    counts = {name: GateCount() for name in named_hook_points(model) if name.rpartition(".")[2] == GATE}
+    listeners: list[tuple[Any, Any]] = [(name, each.add) for name, each in counts.items()]
+    with hooked(model, listeners, required=False) if counts else nullcontext():
         yield counts
 
 

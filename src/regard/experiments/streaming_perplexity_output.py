@@ -15,6 +15,7 @@ from .streaming import BINS
 
 Groups = Mapping[Row, Sequence[LanguageRun]]
 KINDS = ("short", "long")
+MIXED = ("PKM", "FwPKM", "PKM+FwPKM")
 RULE_NAMES = {
     "new": "all new at every segment",
     "paper": "memory through everything (the paper)",
@@ -22,6 +23,8 @@ RULE_NAMES = {
     "carried": "all states through a document",
     "frozen": "memory never written",
 }
+SAME = 0.01
+"""Mean gates that differ by less are called level, where there is one training of each."""
 COLOURED = ("new", "frozen", "document", "paper", "carried")
 
 
@@ -34,7 +37,7 @@ class Difference:
     """
 
     seeds: tuple[float, ...]
-    documents: tuple[float, ...]
+    documents: tuple[float, ...] = ()
 
     @property
     def mean(self) -> float:
@@ -56,6 +59,11 @@ class Difference:
         if abs(self.mean) <= self.noise:
             return "level"
         return "lower" if self.mean < 0 else "higher"
+
+    def less(self, other: Difference) -> Difference:
+        """A difference of differences, seed by seed and document by document."""
+        pairs = [zip(a, b, strict=False) for a, b in ((self.seeds, other.seeds), (self.documents, other.documents))]
+        return Difference(*(tuple(a - b for a, b in pair) for pair in pairs))
 
     def __str__(self) -> str:
         if not math.isfinite(self.mean):
@@ -158,25 +166,37 @@ def rule_table(groups: Groups) -> Any:
 
 
 def gates(groups: Groups) -> Iterator[tuple[Row, str, str, list[int], dict[str, float]]]:
-    """(row, kind, hook point, counts over seeds, statistics of the slots of the first seed) of every gate."""
+    """(row, kind, hook point, counts over seeds, numbers of the first seed) of every gate: "gate", its mean, and where
+    there are slots their statistics."""
     for row, runs in groups.items():
         for kind in KINDS:
             read = [run.extra[kind]["paper"] for run in runs if "paper" in run.extra.get(kind, {})]
             for place, name in enumerate(read[0]["gates"] if read else ()):
                 counts = [sum(column) for column in zip(*(each["gates"][name] for each in read), strict=True)]
                 slots = list(read[0]["slots"].values())
-                yield row, kind, name, counts, slots[place] if place < len(slots) else {}
+                own = slots[place] if place < len(slots) else {}
+                yield row, kind, name, counts, {**own, "gate": read[0]["means"][name]}
 
 
-def mean_gate(counts: Sequence[float]) -> float:
-    """From the middles of the bins."""
-    return sum((place + 0.5) / BINS * count for place, count in enumerate(counts)) / max(1, sum(counts))
+def gate_means(groups: Groups, row: Row, kind: str) -> list[float]:
+    """The mean over the gates of a row, by seed; empty where it has none."""
+    read = [run.extra[kind]["paper"]["means"] for run in groups.get(row, ()) if "paper" in run.extra.get(kind, {})]
+    return [statistics.mean(means.values()) for means in read if means]
 
 
-def gate_of(groups: Groups, row: Row, kind: str) -> float | None:
-    """The mean over the gates of a row; None where it has none."""
-    found = [mean_gate(counts) for each, which, _, counts, _ in gates(groups) if (each, which) == (row, kind)]
-    return statistics.mean(found) if found else None
+def gate_side(one: Sequence[float], other: Sequence[float]) -> str:
+    """ "higher" or "lower" beyond the noise of the seeds, or by `SAME` where there is one."""
+    if not all(map(math.isfinite, (*one, *other))):
+        return DIVERGED
+    gap = Difference(tuple(a - b for a, b in zip(one, other, strict=False)))
+    if len(gap.seeds) > 1:
+        return gap.side
+    return "level" if abs(gap.mean) < SAME else "lower" if gap.mean < 0 else "higher"
+
+
+def told_gate(means: Sequence[float]) -> str:
+    """For people."""
+    return f"{statistics.mean(means):.2f}" if all(map(math.isfinite, means)) else DIVERGED
 
 
 def gate_table(groups: Groups) -> Any:
@@ -189,7 +209,7 @@ def gate_table(groups: Groups) -> Any:
         own = [f"{slots[key]:.1%}" if key in slots else "-" for key in ("coverage", "collisions")]
         kl = f"{slots['kl_uniform']:.2f}" if "kl_uniform" in slots else "-"
         place = name.removesuffix(".hook_gate")
-        rows.append((f"{row.name}, {kind}", place, f"{mean_gate(counts):.2f}", low, high, *own, kl))
+        rows.append((f"{row.name}, {kind}", place, told_gate([slots["gate"]]), low, high, *own, kl))
     header = ("model", "memory", "mean gate", "below 0.2", "above 0.8", "slots read", "reads of shared slots",
               "KL to uniform, nats")  # fmt: skip
     return Table(header, tuple(rows), "By the paper's protocol. Slots: over all that one stream reads.")
@@ -297,30 +317,40 @@ def told(gains: Mapping[Any, Difference]) -> str:
 
 
 def complementary(groups: Groups) -> str:
-    """Finding 1: fast memories for long documents, slow ones for short ones, both for both."""
-    parts, judged = [], []
+    """Finding 1: fast memories for long documents, slow ones for short ones, and both together best for both."""
+    parts, judged = [], {"apart": [], "both": []}  # type: ignore[var-annotated]
     for layout in ("GDN", "GDN+SWA"):
-        own = {
-            (memory, kind): found
-            for memory in ("PKM", "FwPKM", "PKM+FwPKM")
+        slow, fast, both = ((row := Row(layout, memory), paper_rule(row)) for memory in MIXED)
+        gains = {
+            f"{memory} on {kind}": found
+            for memory in MIXED
             for kind in KINDS
             if (found := gain(groups, layout, memory, kind)) is not None
         }
-        if not {("PKM", "short"), ("FwPKM", "long")} <= set(own):
+        pairs = {
+            "FwPKM less PKM on long": difference(groups, "long", fast, slow),
+            "PKM less FwPKM on short": difference(groups, "short", slow, fast),
+        }
+        if None in pairs.values():
             continue
-        on_long = difference(groups, "long", (Row(layout, "FwPKM"), "paper"), (Row(layout, "PKM"), "new"))
-        on_short = difference(groups, "short", (Row(layout, "PKM"), "new"), (Row(layout, "FwPKM"), "paper"))
-        assert on_long is not None
-        assert on_short is not None
-        judged += [on_long.side, on_short.side]
+        best = {
+            f"both less {name} on {kind}": found
+            for kind in KINDS
+            for name, other in (("PKM", slow), ("FwPKM", fast))
+            if (found := difference(groups, kind, both, other)) is not None
+        }
+        own = {name: found for name, found in (*pairs.items(), *best.items()) if found is not None}
+        judged["apart"] += [own[name].side for name in pairs]
+        judged["both"] += [found.side for found in best.values()]
         parts.append(
-            f"{layout}: {'; '.join(f'{memory} on {kind} {each}' for (memory, kind), each in own.items())}; FwPKM less "
-            f"PKM on long {on_long} ({on_long.side}), PKM less FwPKM on short {on_short} ({on_short.side})"
+            f"{layout}: {told(gains)}; {'; '.join(f'{name} {each} ({each.side})' for name, each in own.items())}"
         )
     if not parts:
         return ""
+    both_best = f'; "both together are best": {word(judged["both"], "lower")}' if judged["both"] else ""
     return (
-        f'"Fast memories gain on long documents, slow ones on short ones": {word(judged, "lower")}. {". ".join(parts)}.'
+        f'"Fast memories gain on long documents, slow ones on short ones": {word(judged["apart"], "lower")}'
+        f"{both_best}. {'. '.join(parts)}."
     )
 
 
@@ -341,36 +371,33 @@ def competes(groups: Groups) -> str:
     full = {layout: found for layout in FULL if (found := gain(groups, layout, "FwPKM", "long")) is not None}
     if base is None or not full:
         return ""
-    open_gates = {layout: gate_of(groups, Row(layout, "FwPKM"), "long") for layout in ("GDN", *full)}
-    less = ["lower" if abs(found.mean) < abs(base.mean) else "higher" for found in full.values()]
-    reference = open_gates["GDN"]
-    closed = [
-        "lower" if gate is not None and reference is not None and gate < reference else "higher"
-        for layout, gate in open_gates.items()
-        if layout != "GDN"
-    ]
-    shown = ", ".join(f"{layout} {gate:.2f}" for layout, gate in open_gates.items() if gate is not None)
+    # a gain is a loss below none's, so that less of it is a higher difference
+    less = [found.less(base).side for found in full.values()]
+    verdict = word(less, "higher") if base.side == "lower" else f"not decided (no gain beside GDN: {base.side})"
+    means = {layout: gate_means(groups, Row(layout, "FwPKM"), "long") for layout in ("GDN", *full)}
+    closed = [gate_side(means[layout], means["GDN"]) for layout in full]
+    shown = ", ".join(f"{layout} {told_gate(each)}" for layout, each in means.items())
     return (
-        f'"FwPKM gains less beside full attention": {word(less, "lower")} (long documents: GDN {base}; {told(full)}); '
+        f'"FwPKM gains less beside full attention": {verdict} (long documents: GDN {base}; {told(full)}); '
         f'"its gates close there": {word(closed, "lower")} (mean gate on long documents: {shown}). {once(groups)}'
-    )
+    ).rstrip()
 
 
 def restricted(groups: Groups) -> str:
     """Finding 3: pSWA opens the gates."""
     parts, sides = [], []
     for layout, full in RESTRICTED.items():
-        pair = [gate_of(groups, Row(each, "FwPKM"), "long") for each in (layout, full)]
+        one, other = (gate_means(groups, Row(each, "FwPKM"), "long") for each in (layout, full))
         own = [gain(groups, each, "FwPKM", "long") for each in (layout, full)]
-        if None in pair or None in own:
+        if not one or not other:
             continue
-        sides.append("higher" if pair[0] > pair[1] else "lower")  # type: ignore[operator]
-        parts.append(f"{layout} {pair[0]:.2f} and {full} {pair[1]:.2f}, gain on long {own[0]} and {own[1]}")
+        sides.append(gate_side(one, other))
+        parts.append(f"{layout} {told_gate(one)} and {full} {told_gate(other)}, gain on long {own[0]} and {own[1]}")
     if not parts:
         return ""
     return (
         f'"Windows in training open the gates": {word(sides, "higher")} (mean gate: {"; ".join(parts)}). {once(groups)}'
-    )
+    ).rstrip()
 
 
 def once(groups: Groups) -> str:

@@ -6,7 +6,20 @@ again sees the same data. One file and one registration each; a task is a frozen
 
 from .base import Task, tasks
 from .cone_regression import ConeExamples, ConeRegression
-from .needle import NeedleExample, NeedleInHaystack, NeedleResult, NeedleScore, Share, wilson
 from .cross_document_recall import CrossDocumentRecall, RecallExamples
+from .needle import NeedleExample, NeedleInHaystack, NeedleResult, NeedleScore, Share, wilson
 
-__all__ = ["ConeExamples", "ConeRegression", "CrossDocumentRecall", "RecallExamples", "Task", "tasks"]
+__all__ = [
+    "ConeExamples",
+    "ConeRegression",
+    "CrossDocumentRecall",
+    "NeedleExample",
+    "NeedleInHaystack",
+    "NeedleResult",
+    "NeedleScore",
+    "RecallExamples",
+    "Share",
+    "Task",
+    "tasks",
+    "wilson",
+]

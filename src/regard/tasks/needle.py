@@ -81,6 +81,8 @@ class NeedleInHaystack:
         decode: pieces to a sentence, for the oracle; default: words with blanks between them.
         breaks: pieces after which a needle may begin (the tokens of blanks, so that no word is cut); None: all.
         digits: of a number; id_digits: hexadecimal characters that tell keys apart.
+        reserved: how many keys each example has for itself; default: as many as needles. One number for tasks with
+            different needles keeps their neighbouring examples apart.
         template: of a needle, with {key} and {value}; what stands before {value} is the question.
         key: of a needle, with {id}.
 
@@ -97,6 +99,7 @@ class NeedleInHaystack:
     breaks: frozenset[Any] | None = None
     digits: int = 6
     id_digits: int = 4
+    reserved: int | None = None
     template: str = "The secret number for {key} is {value}."
     key: str = "ID-{id}"
 
@@ -108,6 +111,8 @@ class NeedleInHaystack:
                 raise ArgumentError(f"{CALL}: {name} is {number!r}, expected a whole number from 1 to {high}.")
         if len(self.text) == 0:
             raise ArgumentError(f"{CALL}: the text is empty; give words or tokens.")
+        if self.reserved is not None and self.reserved < self.needles:
+            raise ArgumentError(f"{CALL}: reserved is {self.reserved}, expected at least {self.needles}, the needles.")
         if min(10**self.digits, 16**self.id_digits) < self.needles:
             raise ArgumentError(
                 f"{CALL}: {self.needles} needles need as many different keys and numbers; give them more digits."
@@ -139,7 +144,8 @@ class NeedleInHaystack:
         """
         digest = hashlib.blake2b(f"needle:{seed}:{index}".encode(), digest_size=8).digest()
         draw = random.Random(int.from_bytes(digest, "little"))
-        ids = (unique_id(seed, index * self.needles + i, self.id_digits) for i in range(self.needles))
+        first = index * (self.needles if self.reserved is None else self.reserved)
+        ids = (unique_id(seed, first + i, self.id_digits) for i in range(self.needles))
         keys = [self.key.format(id=each) for each in ids]
         values = [f"{number:0{self.digits}d}" for number in draw.sample(range(10**self.digits), self.needles)]
         asked = draw.randrange(self.needles)
@@ -269,20 +275,20 @@ class NeedleResult:
     """Scores of many examples, counted.
 
     Attributes:
-        exact, candidate: as in `NeedleScore`; digits: over all digits of all answers.
+        exact, candidate: as in `NeedleScore`.
+        digits: the mean over answers. It has no interval here: digits of one answer come and go together.
     """
 
     exact: Share
-    digits: Share
+    digits: float
     candidate: Share
 
     @classmethod
-    def of(cls, scores: Sequence[NeedleScore], digits: int = 6) -> NeedleResult:
-        """Counted; `digits` of each answer."""
+    def of(cls, scores: Sequence[NeedleScore]) -> NeedleResult:
+        """Counted."""
         many = len(scores)
-        right = round(sum(score.digits for score in scores) * digits)
         return cls(
             Share(sum(score.exact for score in scores), many),
-            Share(right, many * digits),
+            sum(score.digits for score in scores) / max(1, many),
             Share(sum(score.candidate for score in scores), many),
         )
