@@ -378,17 +378,17 @@ def _require_whole(call: str, state: FastWeightState) -> None:
         "counts": ((len(state.waiting.counts),), (memories,)),
     }
     for piece in state.waiting.pieces:
-        rows, k = (state.batch, max(piece.width, *state.waiting.counts)), piece.slots.shape[-1]
-        sizes = dict.fromkeys(("slots", "weights", "scores"), (heads, k))
-        sizes |= dict.fromkeys(("halves", "half_scores"), (heads, 2, k))
-        sizes |= {"query": (heads, 2 * half), **dict.fromkeys(("read", "value"), (state.values.width,))}
+        rows, k = (state.batch, max(*piece.slots.shape[1:2], *state.waiting.counts)), piece.slots.shape[-1:]
+        every, halves, wide = (heads, *k), (heads, 2, *k), (state.values.width,)
+        sizes = {"slots": every, "weights": every, "scores": every, "halves": halves, "half_scores": halves}
+        sizes |= {"query": (heads, 2 * half), "read": wide, "value": wide}
         for name, x in piece.tensors().items():
             found[f"waiting.{name}"] = tuple(x.shape), (*rows, *sizes.get(name, ()))
     for name, (size, wanted) in found.items():
         if size != wanted:
             raise ArgumentError(
-                f"{call}: {name} is {list(size)}, but the other tensors need {list(wanted)}; give what one to_tensors() "
-                f"wrote."
+                f"{call}: {name} is {list(size)}, but the other tensors need {list(wanted)}; give all that one "
+                f"to_tensors() wrote."
             )
 
 
