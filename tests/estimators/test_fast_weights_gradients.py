@@ -66,6 +66,16 @@ def test_gradients_with_padding_between() -> None:
     assert gradcheck(lambda *x: call(list(x), mask=mask)[0], draw(4, rows=2), fast_mode=True)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_padding_alone_has_gradients_of_zero(shared: bool, impl: str) -> None:
+    given = draw(4, rows=2)
+    read, _ = call(given, mask=torch.zeros(2, 11, dtype=torch.bool), shared=shared, impl=impl)
+    assert not read.any()
+    read.sum().backward()
+    assert all(x.grad is None or not x.grad.any() for x in given)
+
+
 def test_second_derivatives_of_the_reference() -> None:
     given = draw(3, tokens=7)
     assert gradgradcheck(lambda *x: call(list(x), impl="reference")[0], given)

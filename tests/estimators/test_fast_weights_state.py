@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,42 @@ def test_files_that_are_none() -> None:
             FastWeightState.from_tensors({k: v for k, v in tensors.items() if k != name})
     with pytest.raises(ArgumentError, match="unknown tensor 'more'"):
         FastWeightState.from_tensors({**tensors, "more": tensors["keys"]})
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        ("keys", lambda x: x[:1]),
+        ("keys", lambda x: x[..., :2]),
+        ("keys", lambda x: x[0]),
+        ("initial_keys", lambda x: x[:, :, :5]),
+        ("counts", lambda x: x[:1]),
+        ("counts", lambda x: x + 9),
+        ("writes", lambda x: x[:1]),
+        ("seen", lambda x: x[:1]),
+        ("shared", torch.logical_not),
+        ("waiting.slots", lambda x: x[:, :, :1]),
+        ("waiting.slots", lambda x: x[0]),
+        ("waiting.weights", lambda x: x[..., :3]),
+        ("waiting.value", lambda x: x[..., :3]),
+        ("waiting.query", lambda x: x[:, :1]),
+        ("waiting.position", lambda x: x[:1]),
+    ],
+)
+def test_files_of_parts_that_do_not_fit(name: str, cut: Callable[[Tensor], Tensor], impl: str) -> None:
+    tensors = call(draw(2, 13), impl=impl)[1].to_tensors()
+    with pytest.raises(
+        ArgumentError, match=r"from_tensors: .* is \[.*but the other tensors need|from_tensors: keys is"
+    ):
+        FastWeightState.from_tensors({**tensors, name: cut(tensors[name])})
+
+
+def test_values_of_another_memory_do_not_fit() -> None:
+    tensors, other = (call(draw(rows, 13), impl="reference")[1].to_tensors() for rows in (2, 3))
+    values = {name: x for name, x in other.items() if name.startswith("values.")}
+    with pytest.raises(ArgumentError, match=r"values is \[3, 36\], but the other tensors need \[2, 36\]"):
+        FastWeightState.from_tensors({**tensors, **values})
 
 
 @pytest.mark.parametrize("impl", IMPLS)

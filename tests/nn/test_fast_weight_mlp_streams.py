@@ -218,6 +218,44 @@ def test_gradients_cross_calls_until_detached():
         assert bool((grad(out.sum(), hidden, retain_graph=True)[0][:, :6] != 0).any()) is found
 
 
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("meta_grad", [True, False, 2])
+def test_what_begins_after_a_cut_begins_with_the_weights_given_now(meta_grad, reset):
+    """Documents of a later call, and states begun anew, teach the first weights of their own call."""
+    query, value = numbers(2, T, DIN), numbers(2, T, DV, seed=1)
+    _, state = fast_weight_mlp(query, value, weights(), chunk_size=CHUNK)
+    firsts = [x.requires_grad_() for x in weights(seed=50)]
+    if reset:
+        _, state = fast_weight_mlp(query, value, tuple(firsts), chunk_size=CHUNK)
+    query, value = numbers(2, T, DIN, seed=2), numbers(2, T, DV, seed=3)
+    begun = [(0, 0), (1, 0)] if reset else [(0, 3), (1, 5)]
+    ids = None if reset else torch.tensor([[0] * t + [1] * (T - t) for _, t in begun])
+    state = state.detach().reset() if reset else state.detach()
+    out, after = fast_weight_mlp(
+        query, value, tuple(firsts), chunk_size=CHUNK, state=state, segment_ids=ids, meta_grad=meta_grad
+    )
+    found = grad(sum(out[b, t:].square().sum() for b, t in begun), firsts, retain_graph=True)
+    assert after.writes == tuple((T - t - 1) // CHUNK for _, t in begun)
+    expected = 0
+    for b, t in begun:
+        net, waits, writes = tuple(firsts), [], 0
+        for q, v in zip(query[b, t:], value[b, t:], strict=True):
+            if len(waits) == CHUNK:
+                net, waits, writes = taught(net, [[*waits, (q, v)]], "mean"), [], writes + 1
+                if meta_grad is not True and writes % (meta_grad or 1) == 0:
+                    net = tuple(x.detach().requires_grad_() for x in net)
+            expected = expected + network(q, net).square().sum()
+            waits.append((q, v))
+    for a, b in zip(found, grad(expected, firsts), strict=True):
+        close(a, b)
+        assert b.abs().max() > 0.01
+    if not reset:  # what goes on from before the cut is not taught
+        went_on = sum(out[b, :t].square().sum() for b, t in begun)
+        assert not went_on.requires_grad or not any(
+            x.any() for x in grad(went_on, firsts, allow_unused=True, materialize_grads=True)
+        )
+
+
 def test_the_first_weights_can_be_learned():
     made = layer(learn_initial=True)
     out, _ = made(tokens())

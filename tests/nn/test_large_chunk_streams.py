@@ -18,6 +18,7 @@ from lact_oracle import (
     angles,
     cache,
     close,
+    expected_reads,
     in_pieces,
     inputs,
     layer,
@@ -191,6 +192,48 @@ def test_gradients_through_writes_can_be_cut():
     assert chunk_gradients(True) == [[True], [True] * 2, [True] * 3, [True] * 4]
     assert chunk_gradients(False) == [[True], [False, True], [False, False, True], [False, False, False, True]]
     assert chunk_gradients(2) == [[True], [True, True], [False, False, True], [False, False, True, True]]
+
+
+@everyone
+def test_documents_begin_with_the_weights_given_now_after_a_cut(optimizer):
+    """What goes on keeps the norms of the weights with which it began, and teaches no others."""
+    past, given, t = inputs(rows=1), inputs(seed=7, rows=1), 6
+    _, state = large_chunk_ttt(**past, weights=weights(), chunk_size=CHUNK, optimizer=optimizer)
+    firsts = [(1.5 * x.flip(-1)).requires_grad_() for x in weights()]
+    ids = torch.tensor([[0] * t + [1] * (T - t)])
+    out, after = large_chunk_ttt(
+        **given,
+        weights=tuple(firsts),
+        chunk_size=CHUNK,
+        optimizer=optimizer,
+        state=state.detach(),
+        segment_ids=ids,
+    )
+    assert after.writes == ((T - t - 1) // CHUNK,) == (2,)
+    own, learners = expected_reads({n: x[:, t:] for n, x in given.items()}, tuple(firsts), optimizer, CHUNK)
+    close(out[:, t:], own, 1e-10)
+    found = grad(out[:, t:].square().sum(), firsts, retain_graph=True)
+    for a, b in zip(found, grad(own.square().sum(), firsts), strict=True):
+        close(a, b, 1e-8)
+        assert b.abs().max() > 0.01
+    close(after.gate[0, 0], learners[0][0].w[0], 1e-10)
+    whole, _ = expected_reads(
+        {n: torch.cat([past[n], x[:, :t]], 1) for n, x in given.items()}, weights(), optimizer, CHUNK
+    )
+    close(out[:, :t], whole[:, T:], 1e-10)
+    ended = grad(out[:, :t].square().sum(), firsts, allow_unused=True, materialize_grads=True)
+    assert not any(x.any() for x in ended)
+
+
+@everyone
+def test_a_state_begun_anew_after_a_cut_teaches_its_first_weights(optimizer):
+    given, firsts = inputs(), [x.requires_grad_() for x in weights()]
+    how = {"weights": tuple(firsts), "chunk_size": CHUNK, "optimizer": optimizer}
+    _, state = large_chunk_ttt(**given, **how)
+    out, _ = large_chunk_ttt(**given, **how, state=state.detach().reset())
+    own, _ = expected_reads(given, tuple(firsts), optimizer, CHUNK)
+    for a, b in zip(grad(out.square().sum(), firsts), grad(own.square().sum(), firsts), strict=True):
+        close(a, b, 1e-8)
 
 
 def test_first_weights_are_learned():

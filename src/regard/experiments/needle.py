@@ -113,7 +113,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "desk": {
         **_SMALL, "layouts": LAYOUTS, "words": 200, "width": 64, "heads": 2, "context": 256, "chunk": 64,
         "sub_keys": 32, "memory_dim": 64, "batch": 8, "steps": 150, "learning_rate": 3e-3,
-        "lengths": (192, 768, 3072), "reads": 4, "samples": 24, "kept": 3, "looks": 4,
+        "lengths": (192, 768, 2048), "reads": 4, "samples": 24, "kept": 3, "looks": 4,
     },
     "paper": {
         "layouts": LAYOUTS, "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1, "needles": 5,

@@ -113,7 +113,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "desk": {
         **_SMALL, **_ALL, "width": 96, "heads": 4, "context": 256, "chunk": 64, "sub_keys": 32, "memory_dim": 64,
-        "batch": 4, "steps": 150, "learning_rate": 6e-3, "documents": 8, "segments": 12, "looks": 4,
+        "batch": 4, "steps": 130, "learning_rate": 6e-3, "documents": 8, "segments": 12, "looks": 4,
     },
     "paper": {
         **_ALL, "tokenizer": "gpt2", "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1,
