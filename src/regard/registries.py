@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from .estimators.fast_weight_rules import step_rules
-from .estimators.fast_weight_rules import step_rules
 from .estimators.product_key import slot_scores
 from .estimators.slot_values import slot_values
 from .experiments.recipes import recipes

@@ -384,8 +384,6 @@ def test_flush_writes_what_waits(name: str, options: dict[str, Any]) -> None:
 def test_gradients_through_any_cut(name: str, options: dict[str, Any]) -> None:
     """As if in one call, until the state is detached."""
     layer = make(name, options)
-    if options.get("meta_grad", True) not in (True, False):
-        pytest.skip("how many chunks are kept is counted anew in every call")
 
     def gradients(cuts: list[int]) -> list[Tensor]:
         hidden = draw().requires_grad_()

@@ -18,8 +18,6 @@ from .slot_values import SlotValues, slot_values
 from .states import State
 
 CALL = "FastWeightState"
-PIECES = 16
-"""Pieces of waiting tokens, one for each call, that are kept apart before they become one."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,8 @@ class Waiting:
     """The tokens that were read and not yet written.
 
     Attributes:
-        pieces: one after the other. Where the rows' counts differ there is one, whose rows begin at its left.
+        pieces: one after the other, each wider than the next. Where the rows' counts differ there is one, whose rows
+            begin at its left.
         counts: how many of each row, or one number where the batch shares a memory.
     """
 
@@ -133,7 +132,9 @@ class Waiting:
         total = tuple(a + b for a, b in zip(self.counts, counts, strict=True))
         if self.even and len(set(counts)) <= 1:
             pieces = (*self.pieces, new) if not self.empty else (new,)
-            return Waiting((Tokens.joined(pieces),) if len(pieces) > PIECES else pieces, total)
+            while len(pieces) > 1 and pieces[-2].width <= pieces[-1].width:  # so that no token is copied often
+                pieces = (*pieces[:-2], Tokens.joined(pieces[-2:]))
+            return Waiting(pieces, total)
         old = 0 if self.empty else self.tokens().width
         both = new if self.empty else Tokens.joined((self.tokens(), new))
         place = torch.arange(max(total))
