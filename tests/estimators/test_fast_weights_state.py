@@ -191,6 +191,16 @@ def test_memory_is_counted() -> None:
     assert state.bytes > own + 3 * values.numel() * 8
 
 
+def test_tokens_that_wait_are_copied_seldom() -> None:
+    """Given one by one they are kept in pieces of powers of two, so that each is copied log2 times at most."""
+    given, state = draw(2, 44), None
+    for t in range(44):
+        _, state = call(turned(given, (slice(None), slice(t, t + 1))), state=state, chunk_size=1000)
+    assert state is not None
+    assert [piece.width for piece in state.waiting.pieces] == [32, 8, 4]
+    assert torch.equal(state.waiting.tokens().value, given[1])
+
+
 def test_crop_only_to_what_it_is() -> None:
     _, state = call(draw(2, 5))
     assert state.crop(5) is state
