@@ -327,7 +327,7 @@ def test_a_folder_is_replaced_only_if_a_recipe_wrote_it(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "name a recipe: boundary-bias, iclm-mechanisms, iclm-parity, kernel-selection, kernel-zoo, "),
+        ((), "name a recipe: boundary-bias, fast-weight-recall, fwpkm-ablation, fwpkm-case-studies, "),
         (("kernel-zo",), "unknown recipe 'kernel-zo'. Did you mean 'kernel-zoo'"),
         (("--output", "x"), "the name of a recipe comes first"),
         (("kernel-zoo", "--point", "3"), "unknown option --point. Did you mean '--points'"),
@@ -364,7 +364,8 @@ def test_help_and_list(capsys: pytest.CaptureFixture) -> None:
         assert reproduce(name, "--help") == 0
         text = " ".join(capsys.readouterr().out.replace("│", " ").split())
         for field in fields(recipe.Config):
-            assert f"--{field.name.replace('_', '-')} " in text
+            flag = field.name.replace("_", "-")
+            assert f"--no-{flag} " in text if field.default is True else f"--{flag} " in text
 
 
 def test_recipes_are_listed_without_what_draws_them() -> None:
