@@ -297,8 +297,8 @@ def generalises(seen: Seen) -> str:
     if not parts:
         return ""
     return (
-        f'"Memories generalise to longer texts", {beyond[-1]} tokens after windows of {seen.context}, last read: '
-        f"{word(sides, 'higher')}: {'; '.join(parts)}."
+        f'"Memories generalise to longer texts", {beyond[-1]} tokens after windows of {seen.context}, written before '
+        f"the question, last read: {word(sides, 'higher')}: {'; '.join(parts)}."
     )
 
 
