@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from regard.checks import ArgumentError
 from regard.inspect.gates import (
+    bin_counts,
     gate_trace,
     histogram,
     layer_name,
@@ -72,6 +73,7 @@ def test_a_histogram_counts() -> None:
     found = histogram(gates)
     assert found.tolist() == [[0.4, 0.2, 0, 0, 0, 0, 0, 0, 0, 0.4], [0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0]]
     assert histogram(torch.empty(2, 0)).sum() == 0
+    assert bin_counts(torch.tensor([0.0, math.nan, math.inf, 0.95])).tolist() == [1, 0, 0, 0, 0, 0, 0, 0, 0, 1]
     assert torch.allclose(histogram(gates, 2), torch.tensor([[0.6, 0.4], [0.0, 1.0]], dtype=torch.float64))
 
 

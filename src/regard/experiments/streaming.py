@@ -30,11 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import ArgumentError
+from ..inspect.gates import BINS, GATE, bin_counts
 
 Span = Literal["stream", "document", "segment"]
-GATE = "hook_gate"
-BINS = 10
-"""Of gate histograms, on [0, 1], as in the paper's figure 3."""
 
 
 @dataclass(frozen=True)
@@ -262,8 +260,7 @@ def _reading(model: nn.Module, frozen: bool = False, chunk: int | None = None) -
 
 
 class GateCount:
-    """What passed at the gate of one memory: int64 [BINS] counts of equal parts of [0, 1] (the upper edge of a part
-    belongs to the next one, 1 to the last), how many tokens, and their mean."""
+    """What passed at the gate of one memory: `bin_counts`, how many tokens, and their mean."""
 
     def __init__(self) -> None:
         self.counts = torch.zeros(BINS, dtype=torch.long)
@@ -279,8 +276,7 @@ class GateCount:
         found = gate.detach().double().flatten()
         self.tokens += found.numel()
         self._total += found.sum().item()
-        place = (found[found.isfinite()] * BINS).long().clamp(0, BINS - 1)
-        self.counts += torch.bincount(place, minlength=BINS).cpu()
+        self.counts += bin_counts(found).cpu()
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..inspect.gates import BINS
 from .language_output import DIVERGED, spread, student
 from .language_runs import LanguageRun
 from .memory_layouts import FULL, LACT, RESTRICTED, Row
-from .streaming import BINS
 
 Groups = Mapping[Row, Sequence[LanguageRun]]
 KINDS = ("short", "long")

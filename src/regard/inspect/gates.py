@@ -104,12 +104,18 @@ def layer_name(hook: str) -> str:
 
 
 def histogram(gates: Tensor, bins: int = BINS) -> Tensor:
-    """How often a gate is in each of `bins` equal parts of [0, 1], [..., T] -> float64 [..., bins] of sum 1; an edge
-    belongs to the part above it, 1 to the last. Without a token 0 throughout."""
-    place = (gates.double() * bins).long().clamp(0, bins - 1)
-    counts = torch.zeros(*gates.shape[:-1], bins, dtype=torch.float64)
-    counts.scatter_add_(-1, place, torch.ones_like(place, dtype=torch.float64))
-    return counts / max(1, gates.shape[-1])
+    """The share of gates in each of `bins` equal parts of [0, 1], [..., T] -> float64 [..., bins] of sum 1 (less where
+    some are not finite). Without a token 0 throughout."""
+    return bin_counts(gates, bins).double() / max(1, gates.shape[-1])
+
+
+def bin_counts(gates: Tensor, bins: int = BINS) -> Tensor:
+    """How many gates are in each of `bins` equal parts of [0, 1], [..., T] -> int64 [..., bins]; an edge belongs to the
+    part above it, 1 to the last, and what is not finite to none."""
+    finite = gates.isfinite()
+    place = (torch.where(finite, gates, 0).double() * bins).long().clamp(0, bins - 1)
+    counts = torch.zeros(*gates.shape[:-1], bins, dtype=torch.long, device=gates.device)
+    return counts.scatter_add_(-1, place, finite.long())
 
 
 # Rarity ----------------------------------------------------------------------------------------------------------
