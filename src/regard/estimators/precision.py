@@ -30,7 +30,7 @@ def clean(x: Tensor) -> tuple[Tensor, Tensor | None]:
     """x with vectors that are not finite put to zero, and which those are; x itself and None where it can be seen, at
     no device's waiting and in no graph, that there are none. Entries so large that a product of two of them could
     overflow count as not finite: infinity would come out of what is hidden, times zero."""
-    limit = 2.0**56 if x.dtype == torch.float32 else 2.0**500
+    limit = 2.0**500 if x.dtype == torch.float64 else 2.0**56
     if _at_hand(x) and _within(x.detach(), limit):
         return x.contiguous(), None  # laid out as the copy below, so that not a bit depends on which it was
     bad = ~(x.detach().abs().amax(-1) <= limit)

@@ -3,6 +3,7 @@
 from . import blocked, cpu, interpolated, linear, overlay, reference, sdpa
 from .attention import attention, explain
 from .dispatch import Explanation, implementations, implementations_registry, register_impl
+from .triton import attention as triton_attention
 
 __all__ = [
     "Explanation",
@@ -18,4 +19,5 @@ __all__ = [
     "reference",
     "register_impl",
     "sdpa",
+    "triton_attention",
 ]

@@ -104,7 +104,8 @@ def attention(
     problem = _problem(spec, query, key, value, visible, scale, {**numbers, **local}, return_diagnostics)
     implementation = choose(problem, impl)
     with full_precision(query.device.type):
-        inputs, poisoned = _prepare(query, key, value, spec, visible, scale, numbers, return_diagnostics)
+        native = getattr(implementation, "native", _never)(problem)
+        inputs, poisoned = _prepare(query, key, value, spec, visible, scale, numbers, return_diagnostics, native)
         if spec.degree:
             inputs, lost = _with_local(inputs, local)
             poisoned = either(poisoned, lost)
@@ -112,6 +113,10 @@ def attention(
         out = out if poisoned is None else torch.where(poisoned[..., None], torch.nan, out)
         out = out.to(query.dtype)
     return (out, diagnostics) if return_diagnostics else out
+
+
+def _never(problem: Problem) -> bool:
+    return False
 
 
 def _problem(
@@ -125,7 +130,7 @@ def _problem(
     diagnostics: bool,
 ) -> Problem:
     """What the implementations are asked about."""
-    mask = visible.mask
+    mask, tensors = visible.mask, (query, key, value, scale, *numbers.values())
     return Problem(
         spec=spec,
         batch=query.shape[0],
@@ -144,7 +149,7 @@ def _problem(
         mask=None if mask is None else ("keys" if mask.shape[-2] == 1 else "pairs"),
         params=tuple(n for n, p in numbers.items() if isinstance(p, Tensor)),
         scale="tensor" if isinstance(scale, Tensor) else "number",
-        gradient=query.requires_grad or key.requires_grad or value.requires_grad,
+        gradient=torch.is_grad_enabled() and any(x.requires_grad for x in tensors if isinstance(x, Tensor)),
         diagnostics=diagnostics,
         transformed=transformed(),
         segments=visible.runs is not None,
@@ -160,20 +165,25 @@ def _prepare(
     scale: float | Tensor,
     numbers: dict[str, float | Tensor],
     diagnostics: bool,
+    native: bool,
 ) -> tuple[Inputs, Tensor | None]:
     """Features in the computing dtype, and which rows [B, H, Tq] see something that is not finite, None for none.
+    `native`: the queries and keys themselves instead, in their own dtype.
 
     Vectors that are not finite become 0 here, so that a zero weight never meets a NaN, forward or backward;
     the rows that see them are marked, and the caller turns those rows, and no others, into NaN.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         finite(CALL, name, tensor)
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    dtype = query.dtype if native else torch.promote_types(query.dtype, torch.float32)
     shared = key is query
     query, query_bad = clean(query.to(dtype))
     key, key_bad = (query, query_bad) if shared else clean(key.to(dtype))
     value, value_bad = clean(value.to(dtype))
     poisoned = _poisoned(query_bad, either(key_bad, value_bad), visible, query.shape[1])
+    if native:
+        x, y = (query, key) if spec.degree else (None, None)
+        return Inputs(query, key, value, x, y, visible, spec, scale, numbers, diagnostics, factor=scale), poisoned
     q, k = spec.similarity.features(query, key)
     if isinstance(scale, Tensor):
         q = q * scale[..., None]

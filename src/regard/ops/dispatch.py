@@ -70,8 +70,10 @@ class Problem:
 class Inputs:
     """Checked inputs of one call.
 
-    q [B, H, Tq, F] and k [B, Hkv, Tk, F] are features with q . k = z (scale included); x and y the raw queries
-    and keys, for degree 1 alone; v [B, Hkv, Tk, Dv]. All are finite and in float32 or float64.
+    q [B, H, Tq, F] and k [B, Hkv, Tk, F] are features with factor * q . k = z; x and y the raw queries and keys, for
+    degree 1 alone; v [B, Hkv, Tk, Dv]. All are finite and in float32 or float64, with the scale in q and `factor` 1.
+    An implementation that says `native` of a problem gets the queries and keys themselves instead, in the dtype that
+    they came in, and the scale, a number or [B, H, Tq], as `factor`.
     `params` hold the weighting's numbers, or tensors [B, H, Tq]; `ridge`, for degree 1, is a number or [B, H, Tq, 1 or
     D], and `probe` None or [B, H, Tq, D].
     """
@@ -88,6 +90,7 @@ class Inputs:
     diagnostics: bool = False
     ridge: float | Tensor = 0.0
     probe: Tensor | None = None
+    factor: float | Tensor = 1.0
 
     def row_params(self) -> dict[str, float | Tensor]:
         """`params` of the weighting, with tensors as [B, H, Tq, 1]."""
@@ -115,6 +118,11 @@ class Implementation(Protocol):
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
         """The output [B, H, Tq, Dv] in the dtype of `inputs.v`."""
+
+    # Where they matter, also
+    #   trends: ClassVar[bool], whether it knows the trend whose residuals some sentences average;
+    #   native(problem) -> bool, whether it takes queries and keys as they came (`Inputs`);
+    #   hesitates(problem) -> str | None, why "auto" is not to choose it though it could.
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,11 @@ def _reason(entry: _Entry, problem: Problem) -> str | None:
     return entry.impl.available() or entry.impl.supports(problem)
 
 
+def _hesitation(entry: _Entry, problem: Problem) -> str | None:
+    hesitates = getattr(entry.impl, "hesitates", None)
+    return None if hesitates is None else hesitates(problem)
+
+
 def choose(problem: Problem, impl: str) -> Any:
     """The implementation that runs the problem.
 
@@ -161,7 +174,7 @@ def choose(problem: Problem, impl: str) -> Any:
     """
     if impl == "auto":
         for entry in _ranked():
-            if _reason(entry, problem) is None:
+            if _reason(entry, problem) is None and _hesitation(entry, problem) is None:
                 return entry.impl
         reasons = "; ".join(f"{e.name}: {_reason(e, problem)}" for e in _ranked())
         raise ArgumentError(f"attention: no implementation supports this ({reasons}).")
@@ -186,10 +199,11 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"impl='auto' runs {self.chosen!r}"]
         for name, reason, cost in self.rows:
-            if reason is None and cost is not None:
-                note = f"can: {cost.flops:.3g} flops forward, {cost.bytes / 2**20:.3g} MiB extra"
-            else:
+            if cost is None:
                 note = f"cannot: {reason}"
+            else:
+                able = "can" if reason is None else f"can where named, {reason}"
+                note = f"{able}: {cost.flops:.3g} flops forward, {cost.bytes / 2**20:.3g} MiB extra"
             lines.append(f"  {name:<10} {note}")
         return "\n".join(lines)
 
@@ -199,6 +213,7 @@ def explain_problem(problem: Problem) -> Explanation:
     rows = []
     for entry in _ranked():
         reason = _reason(entry, problem)
-        rows.append((entry.name, reason, None if reason else entry.impl.cost(problem)))
+        cost = None if reason else entry.impl.cost(problem)
+        rows.append((entry.name, reason or _hesitation(entry, problem), cost))
     chosen = next((name for name, reason, _ in rows if reason is None), "nothing")
     return Explanation(chosen, tuple(rows))

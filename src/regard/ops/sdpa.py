@@ -47,6 +47,11 @@ class SDPA:
             return "aligns causal order to the first key, so that Tq must equal Tk (or be 1)"
         return None
 
+    def native(self, problem: Problem) -> bool:
+        """On a GPU the kernels that are worth choosing take bfloat16 and float16, and accumulate in float32."""
+        half = problem.device == "cuda" and problem.dtype in (torch.bfloat16, torch.float16)
+        return half and problem.spec.similarity.name == "dot" and problem.scale == "number"
+
     def cost(self, problem: Problem) -> Cost:
         pairs = problem.batch * problem.heads * problem.queries * problem.keys
         shared = problem.queries * problem.keys * problem.batch if problem.mask else 0
@@ -59,22 +64,23 @@ class SDPA:
         # torch's linear-memory kernel needs equal widths; zeros change neither a score nor an output.
         if q.shape[3] != width:
             q, k, v = (pad(x, (0, max(q.shape[3], width) - x.shape[3])) for x in (q, k, v))
-        return self._attend(q, k, v, visible)[..., :width], None
+        return self._attend(q, k, v, visible, inputs.factor)[..., :width], None
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visibility) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visibility, scale: float | Tensor) -> Tensor:
+        assert not isinstance(scale, Tensor)  # `native` has seen to it
         grouped = False
         if k.shape[1] != q.shape[1]:  # a plain bool, which traced lengths would not give
             grouped = True
         if visible.mask is None:
             causal = False if visible.queries == 1 else visible.causal  # one query sees every key here
-            return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=1.0, enable_gqa=grouped)
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
         mask = visible.block(0, visible.queries, 0, visible.keys, q.device)
         assert mask is not None
         mask = mask.expand(*mask.shape[:-2], visible.queries, visible.keys)
         empty = ~mask.any(-1, keepdim=True)
         # A row without keys attends to all of them and is then put to zero, so that no kernel of torch has
         # to define what a row without keys means, forward or backward.
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask | empty, scale=1.0, enable_gqa=grouped)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask | empty, scale=scale, enable_gqa=grouped)
         return torch.where(empty, 0, out)
 
 

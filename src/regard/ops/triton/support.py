@@ -1,0 +1,44 @@
+"""Where the kernels run: on a CUDA device, or in Triton's interpreter on the CPU, which is for tests."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from ..dispatch import Problem
+
+MISSING = None if find_spec("triton") else "needs triton, which is not installed: pip install 'regard[gpu]'"
+"""None where triton is installed, else how to get it."""
+DTYPES = (torch.float32, torch.bfloat16)
+DIMS = (1, 256)
+"""The narrowest and widest keys and values."""
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, statement by statement; it reads the variable when it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def unsupported_device(device: str) -> str | None:
+    """None where kernels run on tensors of that device, else why not."""
+    if device == "cuda" or (device == "cpu" and interpreted()):
+        return None
+    return f"runs on CUDA devices (on the CPU under TRITON_INTERPRET=1 alone); the tensors are on {device}"
+
+
+def unsupported(problem: Problem) -> str | None:
+    """What no attention kernel here does: None, or the reason with what is supported."""
+    device = unsupported_device(problem.device)
+    if device is not None:
+        return device
+    if problem.dtype not in DTYPES:
+        return f"computes in float32 and bfloat16; the inputs are {problem.dtype}"
+    if max(problem.dim, problem.value_dim) > DIMS[1]:
+        return f"holds rows of at most {DIMS[1]} features; these have {problem.dim} and {problem.value_dim}"
+    if problem.transformed:
+        return "is differentiable once, backward: no forward mode, no torch.func transforms"
+    if problem.mask == "pairs":
+        return "takes a mask over keys, not one over pairs of queries and keys"
+    return None

@@ -1,0 +1,35 @@
+"""Tests of kernels in Triton's interpreter. Triton reads TRITON_INTERPRET when it is imported, so that they run in
+processes of their own: `tests/triton/test_interpreter.py` starts one for every file here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated without being filled holds NaN (the least number of whole numbers, all ones of bytes), so that
+    an element which no kernel writes is seen, and one that is read before it is written too."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, _filled(getattr(owner, name)))
+
+
+def _filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def filled(*args: Any, **options: Any) -> Tensor:
+        found = make(*args, **options)
+        if found.is_floating_point():
+            return found.fill_(torch.nan)
+        if found.dtype in (torch.uint8, torch.bool):
+            return found.fill_(True if found.dtype == torch.bool else 255)
+        return found.fill_(torch.iinfo(found.dtype).min)
+
+    return filled
