@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -105,7 +105,8 @@ def attention(
     implementation = choose(problem, impl)
     with full_precision(query.device.type):
         native = getattr(implementation, "native", _never)(problem)
-        inputs, poisoned = _prepare(query, key, value, spec, visible, scale, numbers, return_diagnostics, native)
+        how = (return_diagnostics, native, getattr(implementation, "clean", clean))
+        inputs, poisoned = _prepare(query, key, value, spec, visible, scale, numbers, *how)
         if spec.degree:
             inputs, lost = _with_local(inputs, local)
             poisoned = either(poisoned, lost)
@@ -166,6 +167,7 @@ def _prepare(
     numbers: dict[str, float | Tensor],
     diagnostics: bool,
     native: bool,
+    clean: Callable[[Tensor], tuple[Tensor, Tensor | None]],
 ) -> tuple[Inputs, Tensor | None]:
     """Features in the computing dtype, and which rows [B, H, Tq] see something that is not finite, None for none.
     `native`: the queries and keys themselves instead, in their own dtype.

@@ -122,6 +122,7 @@ class Implementation(Protocol):
     # Where they matter, also
     #   trends: ClassVar[bool], whether it knows the trend whose residuals some sentences average;
     #   native(problem) -> bool, whether it takes queries and keys as they came (`Inputs`);
+    #   clean(x), in the place of `estimators.precision.clean`;
     #   hesitates(problem) -> str | None, why "auto" is not to choose it though it could.
 
 

@@ -35,6 +35,12 @@ class Triton:
     def native(self, problem: Problem) -> bool:
         return bool(problem.spec.similarity.name == "dot")
 
+    def clean(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`estimators.precision.clean` in one pass over the numbers."""
+        from .finite import clean
+
+        return clean(x)
+
     def cost(self, problem: Problem) -> Cost:
         return _kernels(problem.spec.degree).cost(problem)
 

@@ -35,6 +35,11 @@ def _device(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
     return torch.cuda.device(at) if at is not None and at.type == "cuda" else nullcontext()
 
 
+def watching() -> bool:
+    """Whether launches are only watched now, so that tensors on any device will do."""
+    return bool(_WATCHERS)
+
+
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
     """Within it no kernel runs; `watcher` is told (kernel, grid, arguments, constants and options) of every launch."""

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from ..dispatch import Problem
+from .launch import watching
 
 MISSING = None if find_spec("triton") else "needs triton, which is not installed: pip install 'regard[gpu]'"
 """None where triton is installed, else how to get it."""
@@ -23,7 +24,7 @@ def interpreted() -> bool:
 
 def unsupported_device(device: str) -> str | None:
     """None where kernels run on tensors of that device, else why not."""
-    if device == "cuda" or (device == "cpu" and interpreted()):
+    if device == "cuda" or (device == "cpu" and (interpreted() or watching())):
         return None
     return f"runs on CUDA devices (on the CPU under TRITON_INTERPRET=1 alone); the tensors are on {device}"
 

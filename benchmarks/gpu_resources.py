@@ -1,0 +1,306 @@
+"""What the kernels take of a GPU, without one: `python benchmarks/gpu_resources.py --write`.
+
+Every case below is a call of a public function. What it would launch is compiled for sm_80 and sm_90
+(`regard.ops.triton.compiled`), and registers, local memory and shared memory of every kernel go into
+tests/triton/resources.json, which `tests/triton/test_compile.py` holds the kernels to, and into docs/gpu.md.
+
+Ceilings may only fall: where a kernel would take more local memory than the file says, --write refuses, unless --reason
+says why it must be so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import regard
+from regard.ops.triton.compiled import SHARED, resources_of
+
+ROOT = Path(__file__).resolve().parents[1]
+STORED = ROOT / "tests" / "triton" / "resources.json"
+PAGE = ROOT / "docs" / "gpu.md"
+BEGIN, END = "<!-- benchmarks/gpu_resources.py: begin -->", "<!-- benchmarks/gpu_resources.py: end -->"
+COMPACT = ("softmax", "sparsemax", "biweight", "triweight", "relumax", "normrelu")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+ARCHS = tuple(SHARED)
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call whose kernels are compiled.
+
+    Attributes:
+        family: "compact", "local linear", "decoding" or "memory".
+        name: of the case.
+        dim: width of keys and values, by which spills are allowed.
+        call: gives an output; where it is differentiable, its backward pass is compiled too.
+        core: whether it belongs to the few that every test run compiles.
+    """
+
+    family: str
+    name: str
+    dim: int
+    call: Callable[[], Tensor]
+    core: bool = False
+
+    def strict(self, which: str) -> bool:
+        """Whether nothing may be spilt in that pass: up to 64 features, and up to 128 in forward passes."""
+        return self.dim <= 64 or (which == "forward" and self.dim <= 128)
+
+
+# Cases ---------------------------------------------------------------------------------------------------------
+
+
+def tensors(dim: int, dtype: torch.dtype, queries: int = 256, heads: int = 4, value_dim: int | None = None) -> Any:
+    """Queries [2, 4, queries, dim], keys and values [2, 2, 256, .] that ask for gradients where queries are many."""
+    grad = queries > 1
+    keys = [torch.zeros(2, 2, 256, n, dtype=dtype, requires_grad=grad) for n in (dim, value_dim or dim)]
+    return torch.zeros(2, heads, queries, dim, dtype=dtype, requires_grad=grad), *keys
+
+
+def attend(spec: str, dim: int, dtype: str, queries: int = 256, **options: Any) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        q, k, v = tensors(dim, DTYPES[dtype], queries)
+        more = {"is_causal": True, **options}
+        if more.pop("masked", False):
+            more["attn_mask"] = torch.ones(2, 1, 1, 256, dtype=torch.bool)
+        if spec.endswith("solver=learned)"):
+            more["params"] = {"probe": torch.zeros(2, 4, queries, dim, dtype=torch.float32, requires_grad=queries > 1)}
+        return regard.attention(q, k, v, spec, enable_gqa=True, impl="triton", **more)
+
+    return call
+
+
+def remember(dtype: str, score: str = "idw", sub_keys: int = 64, width: int = 512, grad: bool = True) -> Any:
+    """A memory of fast weights: two chunks of tokens, read and written."""
+
+    def call() -> Tensor:
+        query = torch.zeros(2, 128, 1, width, requires_grad=grad)
+        value = torch.zeros(2, 128, width, requires_grad=grad)
+        gate = torch.zeros(2, 128, requires_grad=grad)
+        keys = torch.zeros(1, 2, sub_keys, width // 2, requires_grad=grad)
+        values = torch.zeros(sub_keys**2, width, dtype=DTYPES[dtype], requires_grad=grad)
+        how: dict[str, Any] = {"chunk_size": 64, "top_k": 8, "score": score, "impl": "triton"}
+        return regard.fast_weight_memory(query, value, gate, keys, values, **how)[0]
+
+    return call
+
+
+def compact_cases() -> Iterator[Case]:
+    for spec in COMPACT:
+        for dtype in DTYPES:
+            for dim in (64, 128):
+                core = (spec, dtype, dim) in {("biweight", "bfloat16", 64), ("relumax", "bfloat16", 128)}
+                yield Case("compact", f"{spec}, D {dim}, {dtype}", dim, attend(spec, dim, dtype), core)
+    for dim in (16, 256):
+        yield Case("compact", f"biweight, D {dim}, bfloat16", dim, attend("biweight", dim, "bfloat16"))
+    few = {"masked keys": {"masked": True}, "window": {"window": 100}, "both ways": {"is_causal": False}}
+    for words, options in few.items():
+        call = attend("biweight", 64, "bfloat16", **options)
+        yield Case("compact", f"biweight, D 64, bfloat16, {words}", 64, call)
+
+
+def local_linear_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        for dim in (64, 128):
+            core = (dtype, dim) == ("bfloat16", 64)
+            name = f"local-linear, D {dim}, {dtype}"
+            yield Case("local linear", name, dim, attend("local-linear", dim, dtype), core)
+            learned = "gaussian*fixed*linear(ridge=0.1,solver=learned)"
+            yield Case("local linear", f"learned solver, D {dim}, {dtype}", dim, attend(learned, dim, dtype))
+    for words, options in {"masked keys": {"masked": True}, "window 128": {"window": 128}}.items():
+        call = attend("local-linear", 64, "bfloat16", **options)
+        yield Case("local linear", f"local-linear, D 64, bfloat16, {words}", 64, call)
+
+
+def decoding_cases() -> Iterator[Case]:
+    for spec in (*COMPACT, "local-linear"):
+        for dtype in DTYPES:
+            for dim in (64, 128):
+                core = (spec, dtype, dim) == ("biweight", "bfloat16", 64)
+                call = attend(spec, dim, dtype, queries=1)
+                yield Case("decoding", f"{spec}, one query, D {dim}, {dtype}", dim, call, core)
+
+
+def memory_cases() -> Iterator[Case]:
+    """No width of theirs allows spills."""
+    for dtype in DTYPES:
+        for grad in (True, False):
+            words = "with gradients" if grad else "without gradients"
+            call = remember(dtype, grad=grad)
+            yield Case("memory", f"values {dtype}, {words}", 0, call, core=dtype == "float32" and not grad)
+    yield Case("memory", "dot scores", 0, remember("float32", score="dot"))
+
+
+FAMILIES: dict[str, Callable[[], Iterable[Case]]] = {
+    "compact": compact_cases,
+    "local linear": local_linear_cases,
+    "decoding": decoding_cases,
+    "memory": memory_cases,
+}
+
+
+def cases(families: Iterable[str] = tuple(FAMILIES), core: bool = False) -> list[Case]:
+    found = [case for family in families for case in FAMILIES[family]()]
+    return [case for case in found if case.core] if core else found
+
+
+# Measures --------------------------------------------------------------------------------------------------------
+
+
+def measured(case: Case, arch: int) -> list[Row]:
+    """A row for every kernel of a pass."""
+    made: list[Tensor] = []
+    rows = [(which, x) for which, x in (("forward", x) for x in resources_of(lambda: made.append(case.call()), arch))]
+    if made[0].requires_grad:
+        rows += [("backward", x) for x in resources_of(lambda: made[0].sum().backward(), arch)]
+    found = []
+    for which, x in rows:
+        numbers = asdict(x)
+        numbers.pop("launches")
+        found.append({"family": case.family, "case": case.name, "pass": which, **numbers})
+    return found
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("case", "pass", "kernel", "arch"))
+
+
+def versions() -> dict[str, str]:
+    import triton
+    from triton import knobs
+
+    return {"triton": triton.__version__, "ptxas": str(knobs.nvidia.ptxas.version), "torch": torch.__version__}
+
+
+def raised(rows: Iterable[Row], stored: dict[str, Any]) -> list[str]:
+    """What would take more local memory than the file allows it, in words."""
+    before = {key(row): row["local"] for row in stored.get("kernels", [])}
+    found = []
+    for row in rows:
+        if row["local"] > before.get(key(row), 0):
+            found.append(f"{row['case']}, {row['pass']}, {row['kernel']}, sm_{row['arch']}: {row['local']} bytes")
+    return found
+
+
+def merged(rows: list[Row], stored: dict[str, Any], measured_cases: set[str], reason: str) -> dict[str, Any]:
+    """The new contents of the file: rows of the cases that were measured are replaced. The reason of a ceiling stays
+    with it."""
+    before = {key(row): row for row in stored.get("kernels", [])}
+    kept = [row for row in before.values() if row["case"] not in measured_cases]
+    for row in rows:
+        old = before.get(key(row), {"local": 0})
+        if row["local"]:
+            row["reason"] = reason if row["local"] > old["local"] else old["reason"]
+    order = {case.name: i for i, case in enumerate(cases())}
+    kept = [row for row in [*kept, *rows] if row["case"] in order]
+    kept.sort(key=lambda row: (order[row["case"]], row["arch"], row["pass"] != "forward"))
+    return {"versions": versions(), "kernels": kept}
+
+
+def dump(stored: dict[str, Any]) -> str:
+    """The JSON, a kernel a line."""
+    rows = ",\n".join("  " + json.dumps(row) for row in stored["kernels"])
+    return f'{{\n "versions": {json.dumps(stored["versions"])},\n "kernels": [\n{rows}\n ]\n}}\n'
+
+
+def load(path: Path = STORED) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+# The table --------------------------------------------------------------------------------------------------------
+
+
+def table(stored: dict[str, Any]) -> str:
+    """docs/gpu.md's table: a line for every case, pass and kernel, both capabilities side by side."""
+    lines: dict[tuple[Any, ...], dict[int, Row]] = {}
+    for row in stored["kernels"]:
+        lines.setdefault((row["case"], row["pass"], row["kernel"]), {})[row["arch"]] = row
+    head = [f"sm_{arch}: registers, local, shared" for arch in ARCHS]
+    text = ["| call | pass | kernel | " + " | ".join(head) + " |", "|---|---|---|" + "---:|" * len(ARCHS)]
+    for (case, which, kernel), by_arch in lines.items():
+        cells = [numbers(by_arch.get(arch)) for arch in ARCHS]
+        text.append(f"| {case} | {which} | `{kernel}` | " + " | ".join(cells) + " |")
+    used = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
+    reasons = sorted({row["reason"] for row in stored["kernels"] if row.get("reason")})
+    said = "".join(f"\n- {reason}" for reason in reasons) or " nothing is spilt."
+    return f"\nCompiled with {used}.\n\n" + "\n".join(text) + f"\n\nWhere local memory is not 0:{said}\n\n"
+
+
+def numbers(row: Row | None) -> str:
+    return "–" if row is None else f"{row['registers']}, {row['local']}, {row['shared'] / 1024:.3g} KiB"
+
+
+def placed(page: str, text: str) -> str:
+    """The page with `text` between its markers."""
+    head, rest = page.split(BEGIN)
+    return f"{head}{BEGIN}\n{text}{END}{rest.split(END)[1]}"
+
+
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--match", default="", help="only cases whose name holds this")
+    parser.add_argument("--core", action="store_true", help="only the few of the fast tests")
+    parser.add_argument("--arch", nargs="*", type=int, choices=ARCHS, default=list(ARCHS))
+    parser.add_argument("--out", type=Path, help="write the rows there, as JSON")
+    parser.add_argument("--write", action="store_true", help=f"renew {STORED.relative_to(ROOT)} and the page's table")
+    parser.add_argument("--reason", default="", help="why ceilings must rise")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    args = options()
+    chosen = [case for case in cases(args.family, args.core) if args.match in case.name]
+    rows: list[Row] = []
+    failed: list[str] = []
+    for case in chosen:
+        start = time.perf_counter()
+        try:
+            own = [row for arch in args.arch for row in measured(case, arch)]
+        except Exception as error:  # the others are still worth knowing
+            failed.append(f"{case.name}: {type(error).__name__}: {str(error).strip()[:600]}")
+            print(f"{case.name}: FAILED\n{failed[-1]}", flush=True)
+            continue
+        rows += own
+        print(f"{case.name}: {time.perf_counter() - start:.1f} s", flush=True)
+        for row in own:
+            print(f"  {row['pass']:<9}{row['kernel']:<40} sm_{row['arch']} {numbers(row)}", flush=True)
+    if args.out:
+        args.out.write_text(dump({"versions": versions(), "kernels": rows}), encoding="utf-8")
+    return _write(args, rows, {case.name for case in chosen}, failed) if args.write else int(bool(failed))
+
+
+def _write(args: argparse.Namespace, rows: list[Row], names: set[str], failed: list[str]) -> int:
+    """Renew the file and the page; 1 where that would raise a ceiling without a reason, or where something failed."""
+    stored = load()
+    higher = raised(rows, stored)
+    if failed or args.arch != list(ARCHS):
+        print("nothing written: it needs all cases that were asked for, and both capabilities.", file=sys.stderr)
+        return 1
+    if higher and not args.reason:
+        print("nothing written: ceilings may only fall; give --reason, or mend:\n" + "\n".join(higher), file=sys.stderr)
+        return 1
+    stored = merged(rows, stored, names, args.reason)
+    STORED.write_text(dump(stored), encoding="utf-8")
+    PAGE.write_text(placed(PAGE.read_text(encoding="utf-8"), table(stored)), encoding="utf-8")
+    print(f"wrote {STORED} and {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault(
+        "TRITON_DEFAULT_FP_FUSION", "1"
+    )  # what Triton does where nothing is said, without its warning
+    sys.exit(main())

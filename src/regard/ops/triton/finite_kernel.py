@@ -1,0 +1,28 @@
+"""The kernel of `finite`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+next_power_of_2 = triton.next_power_of_2
+
+
+@triton.jit
+def clean_kernel(
+    x, good, bad, heads, length, stride_b, stride_h, stride_t, limit,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One block of vectors of one head: x [B, H, T, D] of any strides but the last into good and bad, contiguous."""
+    at = tl.program_id(1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    there = rows < length
+    inside = there[:, None] & (columns < D)[None, :]
+    head = (at // heads).to(tl.int64) * stride_b + (at % heads).to(tl.int64) * stride_h
+    values = tl.load(x + head + rows[:, None].to(tl.int64) * stride_t + columns[None, :], mask=inside, other=0.0)
+    fine = tl.abs(values.to(tl.float32)) <= limit  # false for NaN
+    lost = tl.sum((~fine).to(tl.int32), 1) > 0
+    to = at.to(tl.int64) * length + rows
+    tl.store(good + to[:, None] * D + columns[None, :], tl.where(lost[:, None], 0.0, values), mask=inside)
+    tl.store(bad + to, lost.to(tl.int8), mask=there)

@@ -1,0 +1,141 @@
+"""Every kernel, as public functions launch it, compiled for sm_80 and sm_90 without a device: what may be spilt, and the
+ceilings of resources.json, which only fall.
+
+With another version of Triton than the file's the ceilings are not held to, since another compiler may spill elsewhere;
+that nothing is spilt where nothing may be is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu_resources.py"
+STORED = ROOT / "tests" / "triton" / "resources.json"
+PAGE = ROOT / "docs" / "gpu.md"
+FAMILIES = ("compact", "local linear", "decoding", "memory")
+MOST_SHARED = {80: 163 * 1024, 90: 227 * 1024}
+"""Bytes of a program, by NVIDIA's tables of compute capabilities."""
+RENEW = "renew it: python benchmarks/gpu_resources.py --write"
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        import gpu_resources
+
+        yield gpu_resources
+
+
+@pytest.fixture(scope="module")
+def stored() -> dict[str, Any]:
+    return json.loads(STORED.read_text(encoding="utf-8"))
+
+
+def run(folder: Path, *arguments: object) -> dict[str, Any]:
+    """What the script reports, from a process in which Triton compiles."""
+    out = folder / "rows.json"
+    command = [sys.executable, str(SCRIPT), "--out", str(out), *map(str, arguments)]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=590, env=environment, check=False)
+    assert done.returncode == 0, "\n".join((done.stdout + done.stderr).splitlines()[-60:])
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("case", "pass", "kernel", "arch"))
+
+
+def words(row: dict[str, Any]) -> str:
+    return f"{row['case']}, {row['pass']}, {row['kernel']}, sm_{row['arch']}"
+
+
+def check(found: dict[str, Any], stored: dict[str, Any], cases: dict[str, Any]) -> None:
+    ceilings = {place(row): row for row in stored["kernels"]}
+    assert {row["case"] for row in found["kernels"]} == set(cases)
+    for row in found["kernels"]:
+        assert 0 < row["registers"] <= 255, words(row)
+        assert 0 < row["warps"] <= 32, words(row)
+        assert row["shared"] <= MOST_SHARED[row["arch"]], words(row)
+        if cases[row["case"]].strict(row["pass"]):
+            assert row["local"] == 0, f"{words(row)} spills {row['local']} bytes"
+        if found["versions"]["triton"] == stored["versions"]["triton"]:
+            assert place(row) in ceilings, f"{words(row)} is not in {STORED.name}; {RENEW}"
+            assert row["local"] <= ceilings[place(row)]["local"], words(row)
+    if found["versions"]["triton"] == stored["versions"]["triton"]:
+        gone = {place(row) for row in stored["kernels"] if row["case"] in cases} - set(map(place, found["kernels"]))
+        assert not gone, f"{STORED.name} names kernels that are not launched any more; {RENEW}"
+
+
+def test_the_core_of_the_kernels_compiles_within_its_ceilings(
+    tmp_path: Path, script: Any, stored: dict[str, Any]
+) -> None:
+    check(run(tmp_path, "--core"), stored, {case.name: case for case in script.cases(core=True)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kernel_compiles_within_its_ceilings(
+    tmp_path: Path, script: Any, stored: dict[str, Any], family: str
+) -> None:
+    own = {case.name: case for case in script.cases([family])}
+    check(run(tmp_path, "--family", family), stored, own)
+
+
+def test_the_file_knows_every_case_and_gives_a_reason_for_what_is_spilt(script: Any, stored: dict[str, Any]) -> None:
+    cases = {case.name: case for case in script.cases()}
+    assert set(script.FAMILIES) == set(FAMILIES)
+    assert {(row["case"], row["arch"]) for row in stored["kernels"]} == {(c, a) for c in cases for a in MOST_SHARED}
+    assert len({place(row) for row in stored["kernels"]}) == len(stored["kernels"])
+    for row in stored["kernels"]:
+        if row["local"]:
+            assert not cases[row["case"]].strict(row["pass"]), words(row)
+            assert len(row["reason"]) > 20, words(row)
+    gradients = {name for name, case in cases.items() if case.family in ("compact", "local linear")}
+    assert gradients <= {row["case"] for row in stored["kernels"] if row["pass"] == "backward"}
+
+
+def test_the_page_shows_the_file(script: Any, stored: dict[str, Any]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.split(script.BEGIN + "\n")[1].split(script.END)[0] == script.table(stored), RENEW
+    row = stored["kernels"][0]
+    cell = f"{row['registers']}, {row['local']}, {row['shared'] / 1024:.3g} KiB"
+    line = next(x for x in page.splitlines() if x.startswith(f"| {row['case']} | {row['pass']} | `{row['kernel']}` |"))
+    assert cell in line
+
+
+def test_spills_are_forbidden_where_the_cases_are_narrow(script: Any) -> None:
+    by_dim = {case.dim: case for case in script.cases(["compact"])}
+    assert {dim: (by_dim[dim].strict("forward"), by_dim[dim].strict("backward")) for dim in (64, 128, 256)} == {
+        64: (True, True),
+        128: (True, False),
+        256: (False, False),
+    }
+    assert all(case.strict("backward") for case in script.cases(["memory"]))
+
+
+def a_row(local: int, **more: Any) -> dict[str, Any]:
+    row = {"family": "compact", "case": "biweight, D 256, bfloat16", "pass": "backward", "kernel": "k", "arch": 90}
+    return {**row, "registers": 255, "local": local, "shared": 1024, "warps": 4, **more}
+
+
+def test_a_ceiling_that_would_rise_is_told_and_a_reason_stays_with_its_kernel(script: Any) -> None:
+    stored = {"versions": {}, "kernels": [a_row(40, reason="because")]}
+    assert script.raised([a_row(40)], stored) == []
+    assert script.raised([a_row(48)], stored) == ["biweight, D 256, bfloat16, backward, k, sm_90: 48 bytes"]
+    assert script.raised([a_row(8, kernel="new")], stored) != []
+    names = {"biweight, D 256, bfloat16"}
+    assert script.merged([a_row(16)], stored, names, "")["kernels"] == [a_row(16, reason="because")]
+    assert script.merged([a_row(0)], stored, names, "")["kernels"] == [a_row(0)]
+    assert script.merged([a_row(48)], stored, names, "wider")["kernels"] == [a_row(48, reason="wider")]
+    assert script.merged([], stored, set(), "")["kernels"] == stored["kernels"]

@@ -1,0 +1,115 @@
+"""Compiling for a GPU that is not there: what is reported of kernels written here for it, spilling ones among them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("compiles, and Triton interprets in this process", allow_module_level=True)
+import triton.language as tl  # noqa: E402
+
+from regard import ops  # noqa: E402
+from regard.checks import ArgumentError  # noqa: E402
+from regard.ops.triton import support  # noqa: E402
+from regard.ops.triton.compiled import SHARED, resources_of  # noqa: E402
+from regard.ops.triton.launch import launch  # noqa: E402
+from regard.ops.triton.tiles import Tiles  # noqa: E402
+
+ROWS = 64
+
+
+@triton.jit
+def squares(x, out, n, D: tl.constexpr, ROWS: tl.constexpr):
+    """Products of a block with itself, summed over blocks: an accumulator of ROWS x D float32 numbers."""
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, D)
+    whole = tl.zeros((ROWS, D), tl.float32)
+    for start in range(0, n, ROWS):
+        block = tl.load(x + (start + rows[:, None]) * D + columns[None, :])
+        scores = tl.dot(block, tl.trans(block))
+        whole += tl.dot(scores.to(block.dtype), block)
+    tl.store(out + rows[:, None] * D + columns[None, :], whole)
+
+
+@triton.jit
+def doubled(x, out, ROWS: tl.constexpr):
+    at = tl.arange(0, ROWS)
+    tl.store(out + at, 2 * tl.load(x + at))
+
+
+def run_squares(dim: int, warps: int) -> torch.Tensor:
+    x = torch.zeros(256, dim, dtype=torch.bfloat16)
+    out = torch.empty(ROWS, dim)
+    launch(squares, (1,), x, out, 256, tiles=Tiles(warps=warps), D=dim, ROWS=ROWS)
+    return out
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_what_fits_does_not_spill(arch: int) -> None:
+    (found,) = resources_of(lambda: run_squares(64, 4), arch)
+    assert (found.kernel, found.arch, found.warps, found.launches) == ("squares", arch, 4, 1)
+    # 64 x 64 float32 numbers and as many scores, among 128 threads
+    assert 64 <= found.registers <= 255
+    assert found.local == 0
+    assert 64 * 64 * 2 <= found.shared <= SHARED[arch]  # a block of bfloat16 numbers, which both products read
+
+
+def test_registers_that_are_spilt_are_seen() -> None:
+    """64 x 128 float32 numbers among 32 threads are 256 each, more than the 255 registers that there are."""
+    (found,) = resources_of(lambda: run_squares(128, 1))
+    assert found.local > 0
+
+
+def test_variants_of_a_kernel_are_one_with_the_largest_numbers() -> None:
+    def both() -> None:
+        run_squares(16, 4)
+        launch(doubled, (1,), torch.empty(64), torch.empty(64), tiles=Tiles(), ROWS=64)
+        run_squares(64, 4)
+
+    small, large = (resources_of(lambda dim=dim: run_squares(dim, 4))[0] for dim in (16, 64))
+    assert small.shared < large.shared
+    found = resources_of(both)
+    assert [(x.kernel, x.launches) for x in found] == [("squares", 2), ("doubled", 1)]
+    assert found[0].shared == large.shared
+    assert found[0].registers == max(small.registers, large.registers)
+
+
+def test_what_is_allocated_is_zero_meanwhile_and_no_longer() -> None:
+    seen: list[Any] = []
+
+    def call() -> None:
+        made = (torch.empty(5), torch.empty_like(torch.ones(5)), torch.ones(2).new_empty(5, dtype=torch.int64))
+        seen.extend(bool((x == 0).all()) for x in made)
+        seen.append(support.unsupported_device("cpu"))
+
+    before = (torch.empty, torch.Tensor.new_empty)
+    assert resources_of(call) == []
+    assert seen == [True, True, True, None]
+    assert before == (torch.empty, torch.Tensor.new_empty)
+    assert "CUDA" in str(support.unsupported_device("cpu"))
+
+
+def test_after_a_failure_all_is_as_before() -> None:
+    before = torch.empty
+    with pytest.raises(ZeroDivisionError):
+        resources_of(lambda: 1 // 0)
+    assert torch.empty is before
+    assert support.unsupported_device("cpu") is not None
+
+
+def test_an_unknown_capability_and_an_interpreting_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match=r"arch is 70, expected one of 80, 90"):
+        resources_of(lambda: None, 70)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ArgumentError, match="TRITON_INTERPRET=1 is set"):
+        resources_of(lambda: None)
+
+
+def test_calls_that_kernels_refuse_are_refused_here_too() -> None:
+    x = torch.zeros(1, 1, 16, 16, dtype=torch.float64)
+    with pytest.raises(ArgumentError, match="float64"):
+        resources_of(lambda: ops.attention(x, x, x, impl="triton"))
