@@ -300,7 +300,5 @@ def _write(args: argparse.Namespace, rows: list[Row], names: set[str], failed: l
 
 
 if __name__ == "__main__":
-    os.environ.setdefault(
-        "TRITON_DEFAULT_FP_FUSION", "1"
-    )  # what Triton does where nothing is said, without its warning
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton does by itself, without its warning
     sys.exit(main())

@@ -1,5 +1,5 @@
-"""Every kernel, as public functions launch it, compiled for sm_80 and sm_90 without a device: what may be spilt, and the
-ceilings of resources.json, which only fall.
+"""Every kernel, as public functions launch it, compiled for sm_80 and sm_90 without a device: what may be spilt, and
+the ceilings of resources.json, which only fall.
 
 With another version of Triton than the file's the ceilings are not held to, since another compiler may spill elsewhere;
 that nothing is spilt where nothing may be is.

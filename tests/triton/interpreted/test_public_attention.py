@@ -199,17 +199,17 @@ def test_hard_scores(rule: str) -> None:
     k[:, :, 8:24] = k[:, :, 8:9]  # sixteen equal keys
     q[:, :, 5] *= 1e4
     q[:, :, 6] = 0
-    k[:, :, 30] *= 100
+    k[:, :, 30] *= 8
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with tiles.forced(rows=16, keys=16):
         out = triton(leaves, RULES[rule].text, scale=1.0)
         found = torch.autograd.grad((out * weight_of(out)).sum(), leaves)
     expected = attend(*(x.detach().double() for x in leaves), seen_pairs(1, HEADS, 40, 40), RULES[rule], 1.0)
-    assert float((out - expected).abs().max()) <= 2e-3  # an eps of scores near 1e4
+    assert float((out - expected).detach().abs().max()) <= 2e-3  # an eps of scores near 1e4
     calm = [i for i in range(40) if i != 5]
     mild = (q[:, :, calm] @ k.mT).abs().amax(-1) < 40
     assert int(mild.sum()) > 10
-    assert float((out - expected)[:, :, calm][mild].abs().max()) <= 2e-5
+    assert float((out - expected).detach()[:, :, calm][mild].abs().max()) <= 2e-5
     assert all(bool(x.isfinite().all()) for x in found)
 
 
@@ -344,7 +344,8 @@ def test_no_bit_of_a_row_depends_on_what_comes_later(spec: str) -> None:
         before = triton([q, k, v], spec, is_causal=True)
         for cut in (1, 7, 16, 40):
             short = triton([x[:, :, :cut] for x in (q, k, v)], spec, is_causal=True, query_offset=0)
-            assert cut == 1 or torch.equal(short, before[:, :, :cut]), cut
+            if cut > 1:  # one query alone goes another way
+                assert torch.equal(short, before[:, :, :cut]), cut
             for factor in (0.0, 0.01, 25.0):
                 a, b, c = (x.clone() for x in (q, k, v))
                 for x in (a, b, c):
@@ -463,8 +464,14 @@ def test_elements_that_lie_far_apart(axis: int, direct: bool, monkeypatch: pytes
 # Compilers, autocast, transforms --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("spec", ["biweight", "relumax", "softmax"])
+@pytest.mark.parametrize(
+    ("spec", "backend"),
+    [
+        ("biweight", "aot_eager"),
+        *(pytest.param(s, "eager", marks=pytest.mark.slow) for s in ("biweight", "softmax", "normrelu")),
+        *(pytest.param(s, "aot_eager", marks=pytest.mark.slow) for s in ("relumax", "softmax")),
+    ],
+)
 def test_one_graph(spec: str, backend: str) -> None:
     torch._dynamo.reset()
     leaves, mask = draw(20, 20, 8), torch.rand(BATCH, 1, 1, 20) > 0.2
@@ -542,7 +549,7 @@ def test_there_is_no_second_derivative() -> None:
     leaves = draw(8, 8, 4)
     out = triton(leaves, "biweight")
     first = torch.autograd.grad((out * weight_of(out)).sum(), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match="once"):
+    with pytest.raises((RuntimeError, regard.checks.ArgumentError), match="differentiable once"):
         torch.autograd.grad(first[0].sum(), leaves)
 
 

@@ -1,36 +1,21 @@
-"""Gradients of compact attention and softmax: one kernel by blocks of queries, one by blocks of keys, no atomics.
+"""The backward pass of compact attention and softmax: lists of live blocks, then two kernels.
 
-With u = [z - theta]_+ and g = mass^(-1/r) / reach of a row, its weights are p = (u g)^r and their slope by z is
-A = r g (u g)^(r-1); for softmax A = p. Given G = dL/dp and rho = sum_j B_j G_j (grammar/weighting.py),
-
-    dL/dz_j = A_j (G_j - rho),    dL/d(margin or bias) = sum_j dL/dz_j,
-
-and keys that tie for the best take that sum away again, in equal shares, where the threshold hangs on the best. Weights
-are computed again from the row statistics; blocks without weight are not visited: lists of the others are made from
-what the forward pass marked, for blocks of queries and for blocks of keys. The kernel by queries runs first and leaves
-theta, g, rho and the shares of the best keys in tables that the kernel by keys reads in order.
-
-Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimensions; a block streams past an own one.
+Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimensions.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from .compact_backward_kernels import Form, compact_dkv_kernel, compact_dq_kernel
+from .compact_lists import Lists, lists_of
+from .compact_math import SOFTMAX
 from .launch import launch
 from .span import Span, batch_stride
 from .tiles import Tiles, TileTable
-
-SOFTMAX, ADAPTIVE, ANCHORED, FIXED = (tl.constexpr(i) for i in range(4))
-UNIFORM, ZERO, NEAREST = (tl.constexpr(i) for i in range(3))
-LOG2E = tl.constexpr(1.4426950408889634)
-NEAR = tl.constexpr(2.0**-19)  # as far from the best score, relative to it, as rounding may have moved another best
 
 DQ = TileTable(
     "compact_dq",
@@ -52,123 +37,123 @@ DKV = TileTable(
         (256, 4): Tiles(16, 16, 4, 1),
     },
 )
-CHUNK = 256
-"""Blocks that the maker of a list looks at in one go."""
 
 
-@triton.jit
-def _reach(ends, start, size, total, streamed, TILE: tl.constexpr):
-    """Of the blocks of TILE that stream past owners [start, start + size): (first to meet, first that all owners see
-    whole, end of those, end of all)."""
-    low, high = ends
-    final = tl.minimum(start + size, total) - 1
-    first = tl.load(low + start) // TILE
-    finish = tl.maximum(first, tl.cdiv(tl.load(high + final), TILE))
-    whole = tl.minimum(tl.maximum(tl.cdiv(tl.load(low + final), TILE), first), finish)
-    ended = tl.minimum(tl.maximum(tl.load(high + start) // TILE, whole), finish)
-    return first, whole, ended, finish
+class _Call(NamedTuple):
+    """A call of `backward`: what both its kernels are given."""
+
+    floats: Tensor
+    flags: Tensor
+    index: Tensor
+    matrices: tuple[tuple[Tensor, int, int, int], ...]  # grad, q, k, v
+    tilt: tuple[Tensor, int, int, int]
+    factor: Any
+    span: Span
+    live: Tensor
+    granule: tuple[int, int]
+    sizes: tuple[int, int, int, int, int]  # H, H / Hkv, Tq, Tk, all rows
+    form: Form
+
+    def by_queries(self, tiles: Tiles, table: Tensor, outs: tuple[Tensor, ...]) -> Tensor:
+        """Fill `table` and outs: dq, dfactor, dgiven. Which blocks of tiles.rows queries hold ties."""
+        lists, form = self._lists(2, tiles.rows, tiles.keys)
+        blocks = self.sizes[4] // max(1, self.sizes[2]) * -(-self.sizes[2] // tiles.rows)
+        ties = torch.empty(blocks, dtype=torch.uint8, device=table.device)
+        span = (self.span.low, self.span.high, batch_stride(self.span.low))
+        args = (self.matrices, self.tilt, self.factor, span, self._mask(), lists, (table, ties), outs, self.sizes)
+        launch(compact_dq_kernel, (blocks,), self.floats, self.flags, self.index, *args, tiles=tiles, FORM=form)
+        return ties
+
+    def by_keys(self, tiles: Tiles, table: Tensor, ties: Tensor, tied: int, outs: tuple[Tensor, ...]) -> None:
+        """Fill outs: dk, dv. `ties` are marked by blocks of `tied` queries."""
+        lists, form = self._lists(3, tiles.keys, min(tiles.rows, tied))
+        blocks = outs[0].shape[0] * outs[0].shape[1] * -(-self.sizes[3] // tiles.keys)
+        span = (self.span.first, self.span.last, batch_stride(self.span.first))
+        sizes = (*self.sizes, tied)
+        args = (self.matrices, self.factor, span, self._mask(), lists, (table, ties), outs, sizes)
+        launch(compact_dkv_kernel, (blocks,), self.floats, self.index, *args, tiles=tiles, FORM=form)
+
+    def _lists(self, axis: int, own: int, tile: int) -> tuple[Lists, Form]:
+        """What streams past blocks of `own` owners along that axis of `live`, and the form of the kernel."""
+        if self.form.rule == SOFTMAX.value:
+            return Lists(None, None, 0, 0), self.form._replace(own=own, tile=tile, listed=0, split=1)
+        own_granule, granule = self.granule if axis == 2 else self.granule[::-1]
+        listed, tile = max(own, own_granule), min(tile, granule)
+        low, high = self.span[:2] if axis == 2 else self.span[2:4]
+        owners, masked = self.sizes[axis], self.form.masked
+        lists = lists_of(self.live, low, high, masked, owners, (own_granule, granule), listed, axis)
+        return lists, self.form._replace(own=own, tile=tile, listed=listed, split=granule // tile)
+
+    def _mask(self) -> tuple[Tensor | None, int, int]:
+        mask = self.span.mask
+        if mask is None:
+            return None, 0, 0
+        return mask, *(mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 1))
 
 
-@triton.jit
-def compact_lists_kernel(
-    live, listed, counts, low, high, span_stride, heads, owners, streamed, granules, blocks, steps,
-    OWNER: tl.constexpr, MERGED: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Numbers of the live blocks past each MERGED granules of OWNER owners: those that need no mask from the front of
-    the row, the others from its back; counts of both."""
-    groups = tl.cdiv(granules, MERGED)
-    group = tl.program_id(0) % groups
-    head = (tl.program_id(0) // groups).to(tl.int64)
-    ends = (low + head // heads * span_stride, high + head // heads * span_stride)
-    _, whole_from, whole_to, _ = _reach(ends, group * MERGED * OWNER, MERGED * OWNER, owners, streamed, TILE)
-    live += head * granules * blocks
-    listed += (head * groups + group) * blocks
-    whole, part = 0, 0
-    for at in range(0, blocks, CHUNK):
-        block = at + tl.arange(0, CHUNK)
-        lives = tl.zeros((CHUNK,), tl.int32)
-        for i in tl.static_range(MERGED):
-            granule = group * MERGED + i
-            inside = (block < blocks) & (granule < granules)
-            lives |= tl.load(live + granule * steps[0] + block * steps[1], mask=inside, other=0).to(tl.int32)
-        full = (lives != 0) & (block >= whole_from) & (block < whole_to)
-        if MASKED:
-            full = full & False
-        rest = (lives != 0) & ~full
-        tl.store(listed + whole + tl.cumsum(full.to(tl.int32), 0) - 1, block, mask=full)
-        tl.store(listed + blocks - part - tl.cumsum(rest.to(tl.int32), 0), block, mask=rest)
-        whole += tl.sum(full.to(tl.int32), 0)
-        part += tl.sum(rest.to(tl.int32), 0)
-    counts += (head * groups + group) * 2
-    tl.store(counts, whole)
-    tl.store(counts + 1, part)
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: Tensor | float,
+    span: Span,
+    floats: Tensor,
+    flags: Tensor,
+    index: Tensor,
+    tilt: Tensor,
+    live: Tensor,
+    granule: tuple[int, int],
+    rule: int,
+    r: int,
+    stand: int,
+    wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of one call.
+
+    Args:
+        grad: [B, H, Tq, Dv], dL/do.
+        q, k, v: [B, H, Tq, D], [B, Hkv, Tk, D], [B, Hkv, Tk, Dv].
+        factor: of the dot products, to be scores: a number or float32 [B, H, Tq].
+        span: what each query sees.
+        floats, flags: row statistics, float32 [B, H, Tq, 6] and int32 [B, H, Tq, 3], as `block_rows` keeps them.
+        index: int32 [B, H, Tq, n]. Anchored: the first key with the best score, the last, how many there are; fixed: of
+            rows without a key in the bandwidth how many they see or, where the nearest stands in, which that is.
+        tilt: [B, H, Tq, Dv], sum_j B_j v_j: the output, for adaptive sum_j A_j v_j / sum_j A_j.
+        live: uint8 [B, H, blocks of queries, blocks of keys], whether any pair has weight; not read for softmax.
+        granule: queries and keys of these blocks, powers of two.
+        rule, r, stand: constants of `compact_math`, and the kernel's power.
+        wanted: whether the rule's number is a tensor.
+
+    Returns:
+        dq, dk, dv like q, k, v; dfactor and dgiven float32 [B, H, Tq], or [0] where they are numbers.
+
+    Cost: 7 products of all live blocks, 2 above the least, as both kernels compute scores and dL/dp; float32
+    [4, B, H, Tq] and two bytes a pair of blocks.
+    """
+    grad, q, k, v, tilt = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, tilt))
+    (batch, heads, queries, dim), (key_heads, keys, value_dim) = q.shape, v.shape[1:]
+    factors, masked, soft = isinstance(factor, Tensor), span.mask is not None, rule == SOFTMAX.value
+    wide = tuple(max(16, 1 << (x - 1).bit_length()) for x in (dim, value_dim))
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    sizes = (heads, heads // max(1, key_heads), queries, keys, batch * heads * queries)
+    form = Form(rule, r, stand, dim, value_dim, *wide, 0, 0, 0, 0, factors, masked, wanted, precision)
+    by = (factor, *factor.stride()) if isinstance(factor, Tensor) else float(factor)
+    matrices = tuple(_matrix(x) for x in (grad, q, k, v))
+    call = _Call(floats, flags, index, matrices, _matrix(tilt), by, span, live, granule, sizes, form)
+
+    own = {"device": q.device, "dtype": torch.float32}
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dfactor, dgiven = (torch.empty(q.shape[:3] if some else (0,), **own) for some in (factors, wanted))
+    table = torch.empty(2 if soft else 4, *q.shape[:3], **own)
+    key, outs = (max(dim, value_dim), q.dtype), (dq, dfactor, dgiven)
+    flags_of = (rule, r, stand, factors, masked, wanted)
+    tiles = DQ.pick(*key, lambda tiles: call.by_queries(tiles, table, outs), flags_of)
+    ties, tied = call.by_queries(tiles, table, outs), tiles.rows
+    tiles = DKV.pick(*key, lambda tiles: call.by_keys(tiles, table, ties, tied, (dk, dv)), flags_of)
+    call.by_keys(tiles, table, ties, tied, (dk, dv))
+    return dq, dk, dv, dfactor, dgiven
 
 
-@triton.jit
-def _plan(lists, ends, head, start, owners, streamed, OWN, TILE, LISTED, SPLIT, MASKED, RULE):
-    """What streams past one block of owners: (where its list is, how many blocks without mask, with mask, and three
-    numbers that say which). Of softmax all that is visible, by its range; else the blocks of a list of granules of SPLIT
-    blocks, made for LISTED owners."""
-    listed, counts, groups, blocks = lists
-    if RULE == SOFTMAX:
-        first, whole, ended, finish = _reach(ends, start, OWN, owners, streamed, TILE)
-        if MASKED:
-            ended = whole
-        return listed, ended - whole, finish - first - (ended - whole), first, whole, ended
-    own = head * groups + start // LISTED
-    return (
-        listed + own * blocks,
-        tl.load(counts + own * 2) * SPLIT,
-        tl.load(counts + own * 2 + 1) * SPLIT,
-        blocks - 1,
-        0,
-        0,
-    )
-
-
-@triton.jit
-def _block(plan, t, PART: tl.constexpr, SPLIT: tl.constexpr, RULE: tl.constexpr):
-    """The number of the t-th block without mask, or (PART) of the t-th with one."""
-    listed, _, _, first, whole, ended = plan
-    if RULE == SOFTMAX:
-        if PART:
-            return tl.where(t < whole - first, first + t, ended - (whole - first) + t)
-        return whole + t
-    if PART:
-        return tl.load(listed + first - t // SPLIT).to(tl.int32) * SPLIT + t % SPLIT
-    return tl.load(listed + t // SPLIT).to(tl.int32) * SPLIT + t % SPLIT
-
-
-@triton.jit
-def _weights(dot, c, theta, g, seen, HIDE: tl.constexpr, RULE: tl.constexpr, R: tl.constexpr):
-    """(weights, slopes / r) of a tile of dot products; 0 where HIDE and not seen."""
-    excess = tl.fma(dot, c, -theta)
-    if RULE == SOFTMAX:
-        if HIDE:
-            excess = tl.where(seen, excess, float("-inf"))
-        p = tl.exp2(excess)
-        return p, p
-    excess = tl.maximum(excess, 0.0)
-    if HIDE:
-        excess = tl.where(seen, excess, 0.0)
-    a = excess * g
-    if R == 1:
-        return a, tl.where(excess > 0, g, 0.0)
-    if R == 2:
-        return a * a, a * g
-    return a * a * a, a * a * g
-
-
-@triton.jit
-def _tile(at, rows, features, total, DIM: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows [at, at + len(rows)) of a matrix (base, step); 0 beyond DIM and, unless WHOLE, beyond `total`."""
-    base, step = at[0], at[1]
-    where = base + rows[:, None] * step + features[None, :]
-    if WHOLE and DIM == features.shape[0]:
-        return tl.load(where)
-    if WHOLE:
-        return tl.load(where, mask=(features < DIM)[None, :], other=0.0)
-    inside = (rows < total)[:, None]
-    if DIM != features.shape[0]:
-        inside = inside & (features < DIM)[None, :]
-    return tl.load(where, mask=inside, other=0.0)
+def _matrix(x: Tensor) -> tuple[Tensor, int, int, int]:
+    return x, x.stride(0), x.stride(1), x.stride(2)

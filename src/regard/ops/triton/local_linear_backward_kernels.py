@@ -20,7 +20,7 @@ NUMBER, ROW, DIMS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 @triton.jit
 def _tile(base, start, local, dims, stride, count, DIM: tl.constexpr, EDGE: tl.constexpr):
     """Rows [start + local] of a matrix [count, DIM], 0 outside it."""
-    at = base + tl.cast(start, tl.int64) * stride + local[:, None] * stride + dims[None, :]
+    at = base + tl.cast(start, tl.int64) * stride + (local[:, None] * stride + dims[None, :])
     if EDGE:
         return tl.load(at, mask=(start + local < count)[:, None] & (dims < DIM)[None, :], other=0.0)
     if DIM < dims.shape[0]:
@@ -31,7 +31,7 @@ def _tile(base, start, local, dims, stride, count, DIM: tl.constexpr, EDGE: tl.c
 @triton.jit
 def _put(base, value, start, local, dims, stride, count, DIM: tl.constexpr):
     """Store rows [start + local] of a matrix [count, DIM]."""
-    at = base + tl.cast(start, tl.int64) * stride + local[:, None] * stride + dims[None, :]
+    at = base + tl.cast(start, tl.int64) * stride + (local[:, None] * stride + dims[None, :])
     tl.store(at, value.to(base.dtype.element_ty), mask=(start + local < count)[:, None] & (dims < DIM)[None, :])
 
 
@@ -261,49 +261,56 @@ def query_kernel(
 
 @triton.jit
 def _key_tile(
-    dk, dv, start, k, v, first, last, x_ptr, g_ptr, t_ptr, plane, lse_ptr, rows_ptr, factor_ptr, own, sxt, sgt, Tq,
+    dk, dv, member, start, k, v, first_key, x_ptr, g_ptr, t_ptr, plane, lse_ptr, rows_ptr, factor_ptr, own, low_ptr,
+    high_ptr, keep, sxh, sxt, sgh, sgt, smh, Tq, Tk,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VWIDTH: tl.constexpr, ROWS: tl.constexpr,
-    FACTOR: tl.constexpr, SOLVED: tl.constexpr, SPLIT: tl.constexpr, EDGE: tl.constexpr, MASK: tl.constexpr,
-    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    KEYS: tl.constexpr, FACTOR: tl.constexpr, SOLVED: tl.constexpr, SPLIT: tl.constexpr, EDGE: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """What one tile of rows adds to dk and dv. `plane`: rows of all heads; planes as `query_kernel` writes them."""
     local, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     rows = start + local
     inside = rows < Tq
-    x = _tile(x_ptr, start, local, dims, sxt, Tq, D, EDGE)
-    g = _tile(g_ptr, start, local, tl.arange(0, VWIDTH), sgt, Tq, DV, EDGE)
+    member = tl.cast(member, tl.int64)
+    at = member * Tq
+    lse_ptr, rows_ptr, factor_ptr, t_ptr = lse_ptr + at, rows_ptr + at, factor_ptr + at, t_ptr + at * D
+    x = _tile(x_ptr + member * sxh, start, local, dims, sxt, Tq, D, EDGE)
+    g = _tile(g_ptr + member * sgh, start, local, tl.arange(0, VWIDTH), sgt, Tq, DV, EDGE)
     t = _tile(t_ptr, start, local, dims, D, Tq, D, EDGE)
     lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))
     if FACTOR:
         own = tl.load(factor_ptr + rows, mask=inside, other=0.0)
     else:
         own = tl.full([ROWS], own, tl.float32)
-    z = tl.dot(k, tl.trans(x), input_precision=PRECISION)
-    p = tl.exp2(z * (own * LOG2E)[None, :] - lse[None, :])
+    z = tl.dot(x, tl.trans(k), input_precision=PRECISION)
+    p = tl.exp2(z * (own * LOG2E)[:, None] - lse[:, None])
     if EDGE or MASK:
-        p = tl.where((rows[None, :] >= first[:, None]) & (rows[None, :] < last[:, None]), p, 0.0)
-    a = tl.dot(k, tl.trans(t), input_precision=PRECISION)
+        low, high = tl.load(low_ptr + rows, mask=inside, other=0), tl.load(high_ptr + rows, mask=inside, other=0)
+        p = _hidden(p, first_key, tl.arange(0, KEYS), low, high, keep + member * smh, Tk, MASK)
+    a = tl.dot(t, tl.trans(k), input_precision=PRECISION)
     if SPLIT:
         rest = _tile(t_ptr + 2 * plane * D, start, local, dims, D, Tq, D, EDGE)
-        a = tl.dot(k, tl.trans(rest), a, input_precision=PRECISION)
-    a = p * (a + tl.load(rows_ptr + rows, mask=inside, other=0.0)[None, :])
-    dv = tl.dot(a.to(DTYPE), g, dv, input_precision=PRECISION)
-    b = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+        a = tl.dot(rest, tl.trans(k), a, input_precision=PRECISION)
+    a = p * (a + tl.load(rows_ptr + rows, mask=inside, other=0.0)[:, None])
+    weights = tl.trans(a.to(DTYPE))
+    dv = tl.dot(weights, g, dv, input_precision=PRECISION)
+    b = tl.dot(g, tl.trans(v), input_precision=PRECISION)
     if SOLVED:
         u = _tile(t_ptr + plane * D, start, local, dims, D, Tq, D, EDGE)
-        dk = tl.dot(a.to(DTYPE), u, dk, input_precision=PRECISION)
-        b = tl.dot(k, tl.trans(u), b, input_precision=PRECISION)
-    b -= tl.load(rows_ptr + plane + rows, mask=inside, other=0.0)[None, :]
-    dk = tl.dot((p * b).to(DTYPE), t, dk, input_precision=PRECISION)
+        dk = tl.dot(weights, u, dk, input_precision=PRECISION)
+        b = tl.dot(u, tl.trans(k), b, input_precision=PRECISION)
+    b -= tl.load(rows_ptr + plane + rows, mask=inside, other=0.0)[:, None]
+    dk = tl.dot(tl.trans((p * b).to(DTYPE)), t, dk, input_precision=PRECISION)
     c = tl.load(rows_ptr + 2 * plane + rows, mask=inside, other=0.0)
-    dz = (a * b - p * c[None, :]) * own[None, :]
-    return tl.dot(dz.to(DTYPE), x, dk, input_precision=PRECISION), dv
+    dz = (a * b - p * c[:, None]) * own[:, None]
+    return tl.dot(tl.trans(dz.to(DTYPE)), x, dk, input_precision=PRECISION), dv
 
 
 @triton.jit(do_not_specialize=["Tq", "Tk"])
 def key_kernel(
-    g_ptr, x_ptr, k_ptr, v_ptr, factor_ptr, lse_ptr, slopes_ptr, rows_ptr, first_ptr, last_ptr, keep_ptr, dk_ptr, dv_ptr,
-    sgb, sgh, sgt, sxb, sxh, sxt, skb, skh, skt, svb, svh, svt, span, smb, smh, factor, blocks, B, H, G, Tq, Tk,
+    g_ptr, x_ptr, k_ptr, v_ptr, factor_ptr, lse_ptr, slopes_ptr, rows_ptr, low_ptr, high_ptr, first_ptr, last_ptr,
+    keep_ptr, dk_ptr, dv_ptr,
+    sgb, sgh, sgt, sxb, sxh, sxt, skb, skh, skt, svb, svh, svt, span, smb, smh, spank, factor, blocks, B, H, G, Tq, Tk,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VWIDTH: tl.constexpr, FACTOR: tl.constexpr,
     SOLVED: tl.constexpr, SPLIT: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -316,28 +323,26 @@ def key_kernel(
     batch, kv = batch.to(tl.int64), kv.to(tl.int64)
     k = _tile(k_ptr + batch * skb + kv * skh, start, local, dims, skt, Tk, D, True)
     v = _tile(v_ptr + batch * svb + kv * svh, start, local, vdims, svt, Tk, DV, True)
-    first, end = _range_of(first_ptr, last_ptr, span, batch, start + local, Tk)
+    first, end = _range_of(first_ptr, last_ptr, spank, batch, start + local, Tk)
     begin, left, full, last, sides = _ranges(first, end, ROWS)
+    low, high, keep = low_ptr + batch * span, high_ptr + batch * span, keep_ptr + batch * smb + kv * G * smh
+    head = batch * H + kv * G
+    x_ptr, g_ptr, slopes_ptr = x_ptr + batch * sxb + kv * G * sxh, g_ptr + batch * sgb + kv * G * sgh, slopes_ptr + head * Tq * D
+    lse_ptr, rows_ptr, factor_ptr = lse_ptr + head * Tq, rows_ptr + head * Tq, factor_ptr + head * Tq
     dk, dv = tl.zeros([KEYS, WIDTH], tl.float32), tl.zeros([KEYS, VWIDTH], tl.float32)
-    for member in range(0, G):
-        head = kv * G + member
-        at = (batch * H + head) * Tq
-        until = end
-        if MASK:
-            seen = tl.load(keep_ptr + batch * smb + head * smh + start + local, mask=start + local < Tk, other=0)
-            until = tl.where(seen != 0, end, 0)
-        x, g, t = x_ptr + batch * sxb + head * sxh, g_ptr + batch * sgb + head * sgh, slopes_ptr + at * D
-        for row in range(full, last, ROWS):
-            dk, dv = _key_tile(
-                dk, dv, row, k, v, first, until, x, g, t, plane, lse_ptr + at, rows_ptr + at, factor_ptr + at, factor,
-                sxt, sgt, Tq, D, DV, WIDTH, VWIDTH, ROWS, FACTOR, SOLVED, SPLIT, False, MASK, PRECISION, k.dtype,
-            )  # fmt: skip
-        for n in range(0, sides):
-            dk, dv = _key_tile(
-                dk, dv, _side(n, begin, left, last, ROWS), k, v, first, until, x, g, t, plane, lse_ptr + at, rows_ptr + at,
-                factor_ptr + at, factor, sxt, sgt, Tq, D, DV, WIDTH, VWIDTH, ROWS, FACTOR, SOLVED, SPLIT, True, MASK,
-                PRECISION, k.dtype,
-            )  # fmt: skip
+    whole = (last - full) // ROWS
+    for n in range(0, G * whole):
+        dk, dv = _key_tile(
+            dk, dv, n // whole, full + n % whole * ROWS, k, v, start, x_ptr, g_ptr, slopes_ptr, plane, lse_ptr, rows_ptr,
+            factor_ptr, factor, low, high, keep, sxh, sxt, sgh, sgt, smh, Tq, Tk, D, DV, WIDTH, VWIDTH, ROWS, KEYS,
+            FACTOR, SOLVED, SPLIT, False, MASK, PRECISION, k.dtype,
+        )  # fmt: skip
+    for n in range(0, G * sides):
+        dk, dv = _key_tile(
+            dk, dv, n // sides, _side(n % sides, begin, left, last, ROWS), k, v, start, x_ptr, g_ptr, slopes_ptr, plane,
+            lse_ptr, rows_ptr, factor_ptr, factor, low, high, keep, sxh, sxt, sgh, sgt, smh, Tq, Tk, D, DV, WIDTH, VWIDTH,
+            ROWS, KEYS, FACTOR, SOLVED, SPLIT, True, MASK, PRECISION, k.dtype,
+        )  # fmt: skip
     own = (batch * (H // G) + kv) * Tk
     _put(dk_ptr + own * D, dk, start, local, dims, D, Tk, D)
     _put(dv_ptr + own * DV, dv, start, local, vdims, DV, Tk, DV)

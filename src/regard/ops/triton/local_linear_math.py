@@ -15,36 +15,54 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def load_rows(ptr, rows, stride, cols, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [ROWS, BLOCK] at `rows` of a matrix [count, WIDTH], 0 outside."""
-    held = rows[:, None] < count
-    if WIDTH != BLOCK:
-        held &= cols[None, :] < WIDTH
-    return tl.load(ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :], mask=held, other=0.0)
+def _held(first, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Which numbers of a tile of rows there are."""
+    held = (first + tl.arange(0, ROWS) < count)[:, None]
+    return held & (tl.arange(0, BLOCK) < WIDTH)[None, :]
 
 
 @triton.jit
-def store_rows(ptr, value, rows, stride, cols, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_rows(ptr, first, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [ROWS, BLOCK] from `first` on of a matrix [count, WIDTH], 0 outside. Within the tile offsets are short, so
+    that no loop holds a long one for every number."""
+    at = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK)[None, :]
+    base = ptr + tl.cast(first, tl.int64) * stride
+    return tl.load(base + at, mask=_held(first, count, ROWS, WIDTH, BLOCK), other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, value, first, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """The counterpart of `load_rows`, in the dtype of `ptr`."""
-    held = rows[:, None] < count
-    if WIDTH != BLOCK:
-        held &= cols[None, :] < WIDTH
-    at = ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
-    tl.store(at, value.to(ptr.dtype.element_ty), mask=held)
+    at = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK)[None, :]
+    base = ptr + tl.cast(first, tl.int64) * stride
+    tl.store(base + at, value.to(ptr.dtype.element_ty), mask=_held(first, count, ROWS, WIDTH, BLOCK))
+
+
+@triton.jit
+def load_tile(ptr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A whole tile [ROWS, BLOCK] of scratch memory."""
+    return tl.load(ptr + tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])
+
+
+@triton.jit
+def store_tile(ptr, value, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The counterpart of `load_tile`."""
+    tl.store(ptr + tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], value)
 
 
 @triton.jit
 def load_keys(
-    ptr, first, stride, count, cols, WIDTH: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr
+    ptr, first, stride, count, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr
 ):
     """Rows [KEYS, BLOCK] from `first` on; only at an EDGE may some lie beyond `count`: they are 0."""
-    at = tl.arange(0, KEYS)
+    at, cols = tl.arange(0, KEYS), tl.arange(0, BLOCK)
     ptrs = ptr + tl.cast(first, tl.int64) * stride + (at[:, None] * stride + cols[None, :])
     if EDGE and WIDTH != BLOCK:
         return tl.load(ptrs, mask=(first + at < count)[:, None] & (cols[None, :] < WIDTH), other=0.0)
@@ -74,13 +92,12 @@ def plan(low, high, KEYS: tl.constexpr, MASKED: tl.constexpr):
     start = tl.minimum(tl.min(tl.where(some, low, FAR), 0), stop)
     tiles = (stop - start + KEYS - 1) // KEYS
     if MASKED:
-        full = 0 * tiles
+        return start, tiles, tiles, 0 * tiles
     else:
         left = (tl.maximum(tl.max(tl.where(some, low, 0), 0), start) - start + KEYS - 1) // KEYS
         shared = tl.maximum(tl.min(tl.where(some, high, FAR), 0), start) - start
         full = tl.minimum(tl.maximum(shared // KEYS - left, 0), tiles)
-    left = tl.where(full > 0, left, tiles) if not MASKED else tiles
-    return start, tiles, left, full
+        return start, tiles, tl.where(full > 0, left, tiles), full
 
 
 @triton.jit
@@ -110,16 +127,18 @@ def row_factor(factor_ptr, number, rows, count, GIVEN: tl.constexpr):
 
 @triton.jit
 def row_ridge(
-    ridge_ptr, number, rows, cols, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr
+    ridge_ptr, number, first, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr
 ):
     """The ridge of each row: RIDGE is its width in memory, WIDTH or 1, or 0 where it is a number. [ROWS, BLOCK or 1]."""
     if RIDGE == 0:
-        return tl.zeros_like(rows).to(tl.float32)[:, None] + number
+        return tl.zeros((ROWS, 1), tl.float32) + number
     elif RIDGE == 1:
+        rows = first + tl.arange(0, ROWS)
         return tl.load(ridge_ptr + rows, mask=rows < count, other=1.0)[:, None]
     else:
-        held = (rows[:, None] < count) & (cols[None, :] < WIDTH)
-        return tl.load(ridge_ptr + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :], mask=held, other=1.0)
+        at = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, BLOCK)[None, :]
+        base = ridge_ptr + tl.cast(first, tl.int64) * WIDTH
+        return tl.load(base + at, mask=_held(first, count, ROWS, WIDTH, BLOCK), other=1.0)
 
 
 @triton.jit
@@ -146,14 +165,15 @@ def parts(x, like, SPLIT: tl.constexpr):
 
 @triton.jit
 def times(w, k, total, used, SPLIT: tl.constexpr):
-    """(total + w k, used + row sums of w as it was multiplied): w in two terms where SPLIT, else rounded once."""
+    """(total + w k, used + w as it was multiplied): w in two terms where SPLIT, else rounded once. Summed over the keys
+    of a tile only after the last, `used` [ROWS, KEYS] costs no exchange between threads."""
     hi, lo = parts(w, k, SPLIT)
     total = tl.dot(hi, k, total, input_precision="ieee")
     own = hi.to(tl.float32)
     if SPLIT:
         total = tl.dot(lo, k, total, input_precision="ieee")
         own += lo.to(tl.float32)
-    return total, used + tl.sum(own, 1)
+    return total, used + own
 
 
 @triton.jit
@@ -187,7 +207,6 @@ def sweep(
     k_stride,
     mask_ptr,
     keys,
-    cols,
     start,
     tiles,
     left,
@@ -202,14 +221,34 @@ def sweep(
     """The covariance of each row times its d: (sum_j w_ij k_j, sum_j w_ij) with w_ij = p_ij (k_j - mean_i) . d_i, of
     which the second times the mean is to be taken off. `d` [ROWS, BLOCK] in the dtype of the keys."""
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    used = tl.zeros((ROWS,), tl.float32)
+    used = tl.zeros((ROWS, KEYS), tl.float32)
     for n in range(tiles - full):
         first = start + edge_tile(n, left, full) * KEYS
-        k = load_keys(k_ptr, first, k_stride, keys, cols, WIDTH, KEYS, BLOCK, True)
+        k = load_keys(k_ptr, first, k_stride, keys, KEYS, WIDTH, BLOCK, True)
         visible = seen(low, high, first, mask_ptr, keys, KEYS, MASKED)
         total, used = apply_tile(d, away, q, k, c, lse, total, used, visible, SPLIT, True)
     if not MASKED:
         for n in range(left, left + full):
-            k = load_keys(k_ptr, start + n * KEYS, k_stride, keys, cols, WIDTH, KEYS, BLOCK, False)
+            k = load_keys(k_ptr, start + n * KEYS, k_stride, keys, KEYS, WIDTH, BLOCK, False)
             total, used = apply_tile(d, away, q, k, c, lse, total, used, low, SPLIT, False)
-    return total, used
+    return total, tl.sum(used, 1)
+
+
+# On the host --------------------------------------------------------------------------------------------------
+
+
+def block_width(width: int) -> int:
+    """The block that holds so many features."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def number_or_rows(x: float | Tensor, unread: Tensor) -> tuple[Tensor, float]:
+    """A number, or a float32 tensor of rows, as kernels take it: a pointer (to `unread` for want of one) and a number."""
+    return (x.contiguous(), 0.0) if isinstance(x, Tensor) else (unread, float(x))
+
+
+def mask_strides(mask: Tensor | None) -> tuple[int, int]:
+    """Steps from one sequence, and from one head, to the next."""
+    if mask is None:
+        return 0, 0
+    return mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1) if mask.shape[1] > 1 else 0

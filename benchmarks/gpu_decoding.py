@@ -1,0 +1,93 @@
+"""Part `decoding` of `gpu.py`: one query against a cache, as CUDA graphs, beside the bytes that must be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from typing import Any
+
+import gpu_dense
+import gpu_peers
+import torch
+from cpu_measure import digits
+from gpu_compact import BARS, KINDS
+from gpu_local_linear import RIDGE
+from gpu_measure import Bench, Row, ceilings, rms_ratio, small_tiles
+from torch import Tensor
+
+import regard
+
+SPECS = ("softmax", "biweight", "relumax", "local-linear")
+KV_HEADS, GROUP = 8, 4
+"""Key heads, and query heads of each."""
+LENGTHS = {16384: 1, 32768: 8, 131072: 1}
+"""Keys to sequences."""
+
+
+@lru_cache(maxsize=1)
+def inputs(bench: Bench, length: int, batch: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A query [batch, 32, 1, dim], and keys and values [batch, 8, length, dim], in bfloat16."""
+    make = bench.generator(length)
+    kv_heads = 2 if bench.dry else KV_HEADS
+    shapes = [(batch, kv_heads * GROUP, 1, dim), (batch, kv_heads, length, dim), (batch, kv_heads, length, dim)]
+    q, k, v = (torch.randn(shape, device=bench.device, generator=make).bfloat16() for shape in shapes)
+    return q, k, v
+
+
+def decode(spec: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return regard.attention(q, k, v, spec, is_causal=True, enable_gqa=True, impl="triton")
+
+
+def rows(bench: Bench) -> Iterator[Row]:
+    dims = (16,) if bench.dry else (64, 128)
+    for spec in SPECS if bench.dry else (*SPECS, "sparsemax", "triweight", "normrelu"):
+        for dim in dims:
+            name = f"correctness, one query, {spec}, D {dim}, bfloat16"
+            yield Row(name, "correctness", 1 if spec in SPECS else 9, partial(correctness, spec, dim, bench), 12)
+    for length, batch in {96: 1}.items() if bench.dry else LENGTHS.items():
+        for dim in dims[::-1]:
+            for name in ("flash", *(f"regard {spec}" for spec in SPECS)):
+                words = f"decoding, {length} keys, B {batch}, D {dim}, {name}"
+                run = partial(timed, name, length, batch, dim, bench)
+                yield Row(words, "decoding", 5 if dim == 128 else 11, run, 6)
+
+
+def correctness(spec: str, dim: int, bench: Bench) -> dict[str, Any]:
+    """One query's output against the dense form in float64."""
+    length = 70 if bench.dry else 5000
+    q, k, v = inputs(bench, length, 2, dim)
+    with torch.no_grad(), small_tiles(bench):
+        found = decode(spec, q, k, v)
+    seen = gpu_dense.causal(1, length, bench.device)
+    wide = [x.double() for x in (q, k, v)]
+    if spec == "local-linear":
+        wanted = gpu_dense.local_linear(*wide, seen, RIDGE)
+    else:
+        wanted = gpu_dense.attention(KINDS[spec], *wide, seen)
+    error, bar = rms_ratio(found, wanted), BARS["bfloat16"][0]
+    return {"errors": {"out": error}, "bars": {"out": bar}, "right": error <= bar}
+
+
+def timed(name: str, length: int, batch: int, dim: int, bench: Bench) -> dict[str, Any]:
+    """The device's time of a step, that of a call from Python, and the rate at which keys and values come in, counting
+    each number once."""
+    q, k, v = inputs(bench, length, batch, dim)
+    spec = name.removeprefix("regard ")
+    call: Callable[[], Tensor] = (
+        partial(gpu_peers.torch_attention, q, k, v, backend="flash", causal=False)
+        if name == "flash"
+        else partial(decode, spec, q, k, v)
+    )
+    with torch.inference_mode(), small_tiles(bench):
+        eager = bench.milliseconds(call)
+        ms = bench.milliseconds(bench.graphed(call))
+    size = 2 * k.numel() * k.element_size()
+    rate = size / ms / 1e6
+    return {
+        "config": {"length": length, "batch": batch, "dim": dim, "kv_heads": k.shape[1], "heads": q.shape[1]},
+        "contestant": name,
+        "ms": digits(ms),
+        "eager_ms": digits(eager),
+        "gbps": digits(rate),
+        "of_ceiling": digits(rate / ceilings(bench)["gbps"], 3),
+    }

@@ -1,0 +1,396 @@
+"""Kernels for the gradients of compact attention and softmax: one by blocks of queries, one by blocks of keys.
+
+With g = mass^(-1/r) / reach of a row and a = [z - theta]_+ g, its weights are p = a^r and their slope by z is
+A = r g a^(r-1); for softmax A = p. Given G = dL/dp and rho = sum_j B_j G_j (`grammar.weighting`),
+
+    dL/dz_j = A_j (G_j - rho),    dL/d(margin or bias) = sum_j dL/dz_j,
+
+and where the threshold hangs on the best key, those that tie for it take that sum away again in equal shares. Weights
+are computed again from the row statistics, and blocks without weight are not visited (`compact_lists`). The kernel by
+queries runs first and leaves theta, g, rho and the shares of the best keys in tables that the kernel by keys reads.
+
+Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .compact_lists import block_of, plan_of
+from .compact_math import ANCHORED, FIXED, LOG2E, NEAREST, SOFTMAX, UNIFORM, cube_root, excess, lower_power
+
+NEAR = tl.constexpr(2.0**-19)  # relative distance from the best score within which rounding may have moved another best
+THETA, SCALE, RHO, EXTRA = (tl.constexpr(i) for i in range(4))  # tables; the last: shares of best keys, or stand-ins
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        rule, r, stand: as `backward` takes them.
+        dim, value_dim, wide, value_wide: D, Dv, and the powers of two that hold them.
+        own, tile: rows of a program's own block and of those that stream past.
+        listed, split: owners of a list, 0 of a range; blocks of a listed number.
+        factors, masked, wanted: whether there are a factor a row, a mask over keys, and a gradient of the row numbers.
+        precision: of products.
+    """
+
+    rule: int
+    r: int
+    stand: int
+    dim: int
+    value_dim: int
+    wide: int
+    value_wide: int
+    own: int
+    tile: int
+    listed: int
+    split: int
+    factors: bool
+    masked: bool
+    wanted: bool
+    precision: str
+
+
+@triton.jit
+def _tile(matrix, start, total, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows [start, start + SIZE) of a matrix (base, step); 0 beyond DIM columns and, unless WHOLE, beyond `total`."""
+    base, step = matrix
+    local, column = tl.arange(0, SIZE), tl.arange(0, WIDE)
+    where = base + tl.cast(start, tl.int64) * step + (local[:, None] * step + column[None, :])
+    inside, real = (start + local < total)[:, None], (column < DIM)[None, :]
+    if WHOLE and WIDE == DIM:
+        x = tl.load(where)
+    elif WHOLE:
+        x = tl.load(where, mask=real, other=0.0)
+    elif WIDE == DIM:
+        x = tl.load(where, mask=inside, other=0.0)
+    else:
+        x = tl.load(where, mask=inside & real, other=0.0)
+    return x
+
+
+@triton.jit
+def _picked(matrix, rows, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """Those rows of a matrix, 0 for negative numbers, in float32."""
+    column = tl.arange(0, WIDE)
+    where = matrix[0] + rows.to(tl.int64)[:, None] * matrix[1] + column[None, :]
+    return tl.load(where, mask=(rows >= 0)[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _put(out, line, x, inside, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """x into rows `line` of a contiguous matrix of DIM columns."""
+    column = tl.arange(0, WIDE)
+    where = out + line.to(tl.int64)[:, None] * DIM + column[None, :]
+    tl.store(where, x.to(out.dtype.element_ty), mask=inside[:, None] & (column < DIM)[None, :])
+
+
+@triton.jit
+def _of_head(matrix, batch, head):
+    """The matrix (base, step) of one head, of (base, strides of batch, head and row)."""
+    return matrix[0] + batch * matrix[1] + head * matrix[2], matrix[3]
+
+
+@triton.jit
+def _factors(factor, batch, head, rows, total, FORM: tl.constexpr):
+    """What the dot products of rows are multiplied with to be scores."""
+    if FORM.factors:
+        base, step = _of_head(factor, batch, head)
+        by = tl.load(base + rows.to(tl.int64) * step, mask=rows < total, other=0.0)
+    else:
+        by = tl.zeros(rows.shape, tl.float32) + factor
+    return by
+
+
+@triton.jit
+def _row_scales(floats, flags, line, inside, FORM: tl.constexpr):
+    """(theta, g) of rows, for softmax (log2 of the sum of exp z, 0). No weight where no key is in the bandwidth."""
+    mass = tl.load(floats + line * 6 + 3, mask=inside, other=1.0)
+    if FORM.rule == SOFTMAX:
+        theta = tl.load(floats + line * 6, mask=inside, other=0.0) * LOG2E + tl.log2(mass)
+        g = mass * 0
+    else:
+        theta = tl.load(floats + line * 6 + 1, mask=inside, other=0.0)
+        reach = tl.load(floats + line * 6 + 2, mask=inside, other=1.0)
+        none = tl.load(flags + line * 3, mask=inside, other=1) | tl.load(flags + line * 3 + 1, mask=inside, other=1)
+        root = mass
+        if FORM.r == 2:
+            root = tl.sqrt_rn(mass)
+        if FORM.r == 3:
+            root = cube_root(mass)
+        g = tl.where(none != 0, 0.0, 1 / (root * reach))
+    return theta, g
+
+
+@triton.jit
+def _weights(dot, factor, theta, g, seen, PART: tl.constexpr, FORM: tl.constexpr):
+    """(weights, slopes / r) of a tile of dot products; 0 where PART and not seen."""
+    if FORM.rule == SOFTMAX:
+        z = dot * (factor * LOG2E) - theta
+        if PART:
+            z = tl.where(seen, z, float("-inf"))
+        p = tl.exp2(z)
+        slope = p
+    else:
+        e = excess(dot, factor, theta)
+        if PART:
+            e = tl.where(seen, e, 0.0)
+        a = e * g
+        slope = lower_power(a, FORM.r)
+        p = slope * a
+        slope = slope * g
+    return p, slope
+
+
+@triton.jit
+def _tops(floats, index, line, inside):
+    """(first key with the best score of a row, last, how many, size of the score), of rows."""
+    first = tl.load(index + line * 3, mask=inside, other=-1)
+    last = tl.load(index + line * 3 + 1, mask=inside, other=-1)
+    count = tl.load(index + line * 3 + 2, mask=inside, other=0)
+    top = tl.load(floats + line * 6, mask=inside, other=0.0)
+    return first, last, count, top, NEAR * (tl.abs(top) + tl.load(floats + line * 6 + 2, mask=inside, other=0.0))
+
+
+@triton.jit
+def _between(key, z, first, last, count, top, near):
+    """Which keys between the first and the last also tie for the best score."""
+    return (count > 2) & (key > first) & (key < last) & (tl.abs(z - top) <= near)
+
+
+@triton.jit
+def _dq_step(state, plan, t, own, rows, kv, mask, keys, PART: tl.constexpr, FORM: tl.constexpr):
+    """One block of keys past a block of queries: state (sum of dz k, of dz)."""
+    q, grad = own
+    factor, theta, g, rho, low, high = rows
+    start = block_of(plan, t, PART, FORM.listed, FORM.split) * FORM.tile
+    k = _tile(kv[0], start, keys, FORM.dim, FORM.wide, FORM.tile, not PART)
+    v = _tile(kv[1], start, keys, FORM.value_dim, FORM.value_wide, FORM.tile, not PART)
+    seen = None
+    if PART:
+        seen = _seen_keys(start, low, high, mask, keys, FORM)
+    dot = tl.dot(q, tl.trans(k), input_precision=FORM.precision)
+    _, slope = _weights(dot, factor[:, None], theta[:, None], g[:, None], seen, PART, FORM)
+    dz = slope * (tl.dot(grad, tl.trans(v), input_precision=FORM.precision) - rho[:, None])
+    moved = state[1]
+    if FORM.wanted or FORM.rule == ANCHORED:
+        moved += tl.sum(dz, 1)
+    return tl.dot(dz.to(k.dtype), k, state[0], input_precision=FORM.precision), moved
+
+
+@triton.jit
+def _seen_keys(start, low, high, mask, keys, FORM: tl.constexpr):
+    """Which keys of a block rows see."""
+    key = start + tl.arange(0, FORM.tile)
+    seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+    if FORM.masked:
+        seen = seen & (tl.load(mask + key, mask=key < keys, other=0) != 0)[None, :]
+    return seen
+
+
+@triton.jit
+def _best_keys(plan, tops, q, rows, k_at, mask, keys, FORM: tl.constexpr):
+    """The mean of the keys that tie for the best score of each row; more than two, seldom, are looked for."""
+    first, last, count, top, near = tops
+    mean = (_picked(k_at, first, FORM.dim, FORM.wide) + _picked(k_at, last, FORM.dim, FORM.wide)) * 0.5
+    if tl.max(count, 0) > 2:
+        total = mean * 2
+        for t in range(plan[1] + plan[2]):
+            if t < plan[1]:
+                block = block_of(plan, t, False, FORM.listed, FORM.split)
+            else:
+                block = block_of(plan, t - plan[1], True, FORM.listed, FORM.split)
+            start = block * FORM.tile
+            k = _tile(k_at, start, keys, FORM.dim, FORM.wide, FORM.tile, False)
+            z = tl.dot(q, tl.trans(k), input_precision=FORM.precision) * rows[0][:, None]
+            key = (start + tl.arange(0, FORM.tile))[None, :]
+            tie = _between(key, z, first[:, None], last[:, None], count[:, None], top[:, None], near[:, None])
+            tie = tie & _seen_keys(start, rows[4], rows[5], mask, keys, FORM)
+            total = tl.dot(tie.to(k.dtype), k, total, input_precision=FORM.precision)
+        mean = tl.where((count > 2)[:, None], total / count[:, None], mean)
+    return mean
+
+
+@triton.jit
+def _leave_rows(table, ties, left, index, line, inside, lines, FORM: tl.constexpr):
+    """What the kernel by keys must know of rows."""
+    rho, theta, g, moved, count = left
+    tl.store(table + THETA * lines + line, theta, mask=inside)
+    tl.store(table + RHO * lines + line, rho, mask=inside)
+    if FORM.rule != SOFTMAX:
+        tl.store(table + SCALE * lines + line, g, mask=inside)
+    if FORM.rule == ANCHORED:
+        tl.store(table + EXTRA * lines + line, -moved / tl.maximum(count, 1), mask=inside)
+        tl.store(ties, (tl.max(count, 0) > 1).to(tl.uint8))
+    if FORM.rule == FIXED and FORM.stand == UNIFORM:
+        some = tl.load(index + line, mask=inside, other=0)
+        tl.store(table + EXTRA * lines + line, tl.where(some > 0, 1.0 / some, 0.0), mask=inside)
+
+
+@triton.jit
+def compact_dq_kernel(
+    floats, flags, index, matrices, tilt, factor, span, mask, lists, tables, outs, sizes, FORM: tl.constexpr
+):  # fmt: skip
+    """dq, and the gradients of the rows' numbers, of one block of queries; tables for the kernel by keys."""
+    heads, group, queries, keys, _ = sizes
+    blocks = tl.cdiv(queries, FORM.own)
+    block = blocks - 1 - tl.program_id(0) % blocks  # in causal order the last have most to do
+    nth = (tl.program_id(0) // blocks).to(tl.int64)
+    batch, head = nth // heads, nth % heads
+    start = block * FORM.own
+    row = start + tl.arange(0, FORM.own)
+    inside, line = row < queries, nth * queries + row
+    low, high = span[0] + batch * span[2], span[1] + batch * span[2]
+    plan = plan_of(lists, low, high, nth, start, queries, FORM.own, FORM.tile, FORM.listed, FORM.split, FORM.masked)
+    grad_at, q_at = _of_head(matrices[0], batch, head), _of_head(matrices[1], batch, head)
+    k_at, v_at = _of_head(matrices[2], batch, head // group), _of_head(matrices[3], batch, head // group)
+    mask_at = mask[0]
+    if FORM.masked:
+        mask_at = mask[0] + batch * mask[1] + head * mask[2]
+
+    tilted = _tile(_of_head(tilt, batch, head), start, queries, FORM.value_dim, FORM.value_wide, FORM.own, False)
+    grad = _tile(grad_at, start, queries, FORM.value_dim, FORM.value_wide, FORM.own, False)
+    rho = tl.sum(grad.to(tl.float32) * tilted.to(tl.float32), 1)
+    q = _tile(q_at, start, queries, FORM.dim, FORM.wide, FORM.own, False)
+    theta, g = _row_scales(floats, flags, line, inside, FORM)
+    by = _factors(factor, batch, head, row, queries, FORM)
+    seen_by = tl.load(low + row, mask=inside, other=0), tl.load(high + row, mask=inside, other=0)
+    rows = by, theta, g, rho, seen_by[0], seen_by[1]
+
+    state = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own,), tl.float32)
+    for t in range(plan[1]):
+        state = _dq_step(state, plan, t, (q, grad), rows, (k_at, v_at), mask_at, keys, False, FORM)
+    for t in range(plan[2]):
+        state = _dq_step(state, plan, t, (q, grad), rows, (k_at, v_at), mask_at, keys, True, FORM)
+    dq, moved = state
+    count = 1
+    if FORM.rule == ANCHORED:
+        tops = _tops(floats, index, line, inside)
+        dq -= moved[:, None] * _best_keys(plan, tops, q, rows, k_at, mask_at, keys, FORM)
+        count = tops[2]
+    left = rho, theta, g, moved, count
+    _leave_rows(tables[0], tables[1] + nth * blocks + block, left, index, line, inside, sizes[4], FORM)
+    if FORM.rule != SOFTMAX:
+        dq *= FORM.r
+        moved *= FORM.r
+    if FORM.wanted:
+        tl.store(outs[2] + line, moved, mask=inside)
+    if FORM.factors:
+        tl.store(outs[1] + line, tl.sum(dq * q.to(tl.float32), 1), mask=inside)
+    _put(outs[0], line, dq * by[:, None], inside, FORM.dim, FORM.wide)
+
+
+@triton.jit
+def _best_shares(dz, dot, key, seen, by, share, tied, floats, index, line, inside, PART: tl.constexpr):
+    """dz with what the best keys of each row give back; `tied`: whether some row of the block has several."""
+    first = tl.load(index + line * 3, mask=inside, other=-1)
+    dz += tl.where(key[:, None] == first[None, :], share[None, :], 0.0)
+    if tied != 0:
+        first, last, count, top, near = _tops(floats, index, line, inside)
+        other = (key[:, None] == last[None, :]) & (last > first)[None, :]
+        z = dot * by[None, :]
+        tie = _between(key[:, None], z, first[None, :], last[None, :], count[None, :], top[None, :], near[None, :])
+        if PART:
+            tie = tie & seen
+        dz += tl.where(tie | other, share[None, :], 0.0)
+    return dz
+
+
+@triton.jit
+def _dkv_step(state, plan, t, own, query, rows, factor, queries, PART: tl.constexpr, FORM: tl.constexpr):
+    """One block of queries past a block of keys: state (sum of dz q, sum of p dL/do)."""
+    k, v, key, first, last = own
+    table, ties, floats, index, base, lines, tied_by = rows
+    start = block_of(plan, t, PART, FORM.listed, FORM.split) * FORM.tile
+    row = start + tl.arange(0, FORM.tile)
+    inside, line = row < queries, base + row
+    if not PART:
+        inside = row >= 0
+    q = _tile(query[0], start, queries, FORM.dim, FORM.wide, FORM.tile, not PART)
+    grad = _tile(query[1], start, queries, FORM.value_dim, FORM.value_wide, FORM.tile, not PART)
+    seen = None
+    if PART:
+        seen = (row[None, :] >= first[:, None]) & (row[None, :] < last[:, None])
+    by = _factors(factor, query[2], query[3], row, queries, FORM)
+    theta = tl.load(table + THETA * lines + line, mask=inside, other=0.0)
+    rho = tl.load(table + RHO * lines + line, mask=inside, other=0.0)
+    g = theta
+    if FORM.rule != SOFTMAX:
+        g = tl.load(table + SCALE * lines + line, mask=inside, other=0.0)
+    dot = tl.dot(k, tl.trans(q), input_precision=FORM.precision)
+    p, slope = _weights(dot, by[None, :], theta[None, :], g[None, :], seen, PART, FORM)
+    if FORM.rule == FIXED and FORM.stand == UNIFORM:
+        p = _with_stand_ins(p, tl.load(table + EXTRA * lines + line, mask=inside, other=0.0)[None, :], seen, PART)
+    if FORM.rule == FIXED and FORM.stand == NEAREST:
+        best = tl.load(index + line, mask=inside, other=-1)
+        p = tl.where(key[:, None] == best[None, :], 1.0, p)
+    dz = slope * (tl.dot(v, tl.trans(grad), input_precision=FORM.precision) - rho[None, :])
+    if FORM.rule == ANCHORED:
+        share = tl.load(table + EXTRA * lines + line, mask=inside, other=0.0)
+        tied = tl.load(ties + start // tied_by)
+        dz = _best_shares(dz, dot, key, seen, by, share, tied, floats, index, line, inside, PART)
+    if FORM.factors:
+        dz *= by[None, :]
+    dv = tl.dot(p.to(grad.dtype), grad, state[1], input_precision=FORM.precision)
+    return tl.dot(dz.to(q.dtype), q, state[0], input_precision=FORM.precision), dv
+
+
+@triton.jit
+def _with_stand_ins(p, alike, seen, PART: tl.constexpr):
+    """Weights with those of rows that have none and give all their keys alike."""
+    if PART:
+        p += tl.where(seen, alike, 0.0)
+    else:
+        p += alike
+    return p
+
+
+@triton.jit
+def compact_dkv_kernel(
+    floats, index, matrices, factor, span, mask, lists, tables, outs, sizes, FORM: tl.constexpr
+):  # fmt: skip
+    """dk and dv of one block of keys, of all query heads that use them."""
+    heads, group, queries, keys, lines, tied_by = sizes
+    blocks = tl.cdiv(keys, FORM.own)
+    block = tl.program_id(0) % blocks
+    nth = (tl.program_id(0) // blocks).to(tl.int64)
+    key_heads = heads // group
+    batch, key_head = nth // key_heads, nth % key_heads
+    start = block * FORM.own
+    key = start + tl.arange(0, FORM.own)
+    inside = key < keys
+    first_at, last_at = span[0] + batch * span[2], span[1] + batch * span[2]
+    first, last = tl.load(first_at + key, mask=inside, other=0), tl.load(last_at + key, mask=inside, other=0)
+    k = _tile(_of_head(matrices[2], batch, key_head), start, keys, FORM.dim, FORM.wide, FORM.own, False)
+    v = _tile(_of_head(matrices[3], batch, key_head), start, keys, FORM.value_dim, FORM.value_wide, FORM.own, False)
+
+    state = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own, FORM.value_wide), tl.float32)
+    for i in range(group):
+        head = key_head * group + i
+        query_nth = batch * heads + head
+        query = _of_head(matrices[1], batch, head), _of_head(matrices[0], batch, head), batch, head
+        ties = tables[1] + query_nth * tl.cdiv(queries, tied_by)
+        rows = tables[0], ties, floats, index, query_nth * queries, lines, tied_by
+        ends = last
+        if FORM.masked:
+            shown = tl.load(mask[0] + batch * mask[1] + head * mask[2] + key, mask=inside, other=0)
+            ends = tl.where(shown != 0, last, 0)
+        own = k, v, key, first, ends
+        plan = plan_of(
+            lists, first_at, last_at, query_nth, start, keys, FORM.own, FORM.tile, FORM.listed, FORM.split, FORM.masked
+        )
+        for t in range(plan[1]):
+            state = _dkv_step(state, plan, t, own, query, rows, factor, queries, False, FORM)
+        for t in range(plan[2]):
+            state = _dkv_step(state, plan, t, own, query, rows, factor, queries, True, FORM)
+    dk, dv = state
+    if FORM.rule != SOFTMAX:
+        dk *= FORM.r
+    if not FORM.factors:
+        dk *= factor
+    _put(outs[0], nth * keys + key, dk, inside, FORM.dim, FORM.wide)
+    _put(outs[1], nth * keys + key, dv, inside, FORM.value_dim, FORM.value_wide)

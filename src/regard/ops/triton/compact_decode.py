@@ -1,0 +1,328 @@
+"""Degree 0 with few queries: programs share out the keys, and the queries of all heads that one key head serves meet
+its keys together.
+
+Softmax reads keys and values once. The compact rules read keys once and keep their scores (4 bytes a row and key beside
+the 2 D or 4 D of the key), find every row's threshold among the scores near its best, and then read the values of keys
+with weight and no others. With `KeyBounds` blocks of keys that cannot have weight are not read either.
+
+Forward only: where a gradient is needed the general kernels do it.
+
+Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...checks import ArgumentError
+from ...estimators import Diagnostics, Visibility
+from ...estimators.diagnostics import diagnose
+from ..block_rows import FLAGS, FLOATS, unpack
+from ..dispatch import Cost, Inputs, Problem
+from . import compact
+from .compact import SOFTMAX, Rule, rule_of
+from .decode_plan import ROWS, Ranges, group_of, ranges_of, row_tensor, rows_of, splits_of, strides
+from .launch import launch
+from .tiles import Tiles, TileTable
+
+TABLE = TileTable(
+    "compact_decode",
+    {(128, 2): Tiles(keys=64, stages=3), (256, 2): Tiles(keys=32), (64, 4): Tiles(keys=64), (256, 4): Tiles(keys=32)},
+    others=(Tiles(keys=64), Tiles(keys=128), Tiles(keys=128, warps=8)),
+)
+CHUNK = Tiles(keys=1024, warps=4, stages=1)
+"""Scores that one program looks at together when it solves for a threshold."""
+PARTS = 8
+"""Splits that are added up together."""
+
+
+def supports(problem: Problem) -> str | None:
+    """None where the call can be decoded here, else why not."""
+    reason = compact.supports(problem)
+    if reason is not None:
+        return reason
+    rows = problem.queries * problem.heads // max(1, problem.kv_heads)
+    if rows > ROWS:
+        return f"decodes up to {ROWS} rows (queries x query heads of a key head) at once; these are {rows}"
+    return "decodes without a gradient" if problem.gradient else None
+
+
+def cost(problem: Problem) -> Cost:
+    """Of the forward pass; the bytes are those of scores and splits."""
+    rows = problem.batch * problem.heads * problem.queries
+    return Cost(2 * rows * problem.keys * (problem.dim + problem.value_dim), 8 * rows * problem.keys)
+
+
+def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
+    """The output [B, H, Tq, Dv] in the dtype of the values, and diagnostics where they are asked for.
+
+    Raises:
+        ArgumentError: a power of the kernel, given as a number with the call, that the kernels do not know.
+    """
+    rule = rule_of(inputs.spec, inputs.params)
+    if isinstance(rule, str):
+        raise ArgumentError(f"attention: impl='triton' {rule}. Use impl='blocked'.")
+    given = inputs.params.get(rule.row)
+    given = given if isinstance(given, Tensor) else None
+    out, floats, flags, _, _ = decode(inputs.q, inputs.k, inputs.v, inputs.factor, rule, given, inputs.visible)
+    if not inputs.diagnostics:
+        return out, None
+    seen = (floats[..., 4:5], floats[..., 5:6], inputs.scale, inputs.row_params(), inputs.visible)
+    return out, diagnose(inputs.spec, unpack(floats, flags, flags[..., :0].long()), *seen)
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: float | Tensor,
+    rule: Rule,
+    given: Tensor | None,
+    visible: Visibility,
+    bounds: tuple[Tensor, Tensor, int] | None = None,
+    counted: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Attention of few queries.
+
+    Args:
+        q, k, v: [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv], of one dtype.
+        factor: of the products, a number or [B, H, Tq].
+        given: the rule's number for every row [B, H, Tq], or None.
+        bounds: (centre, radius, keys of a block) of `KeyBounds`, or None.
+        counted: whether to count what is read.
+
+    Returns:
+        (output [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags [B, H, Tq, FLAGS], and uint8 [B, Hkv, programs, n] whether a
+        tile of keys was read and one of values; n = 0 where they are not counted).
+    """
+    ranges = ranges_of(visible, q.device)
+    scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
+    given = None if given is None else row_tensor(given, q)
+    centre, radius, block = (None, None, 0) if bounds is None else bounds
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    text = (*rule[:4], scale, block, ranges.most, counted)
+    return _decode(q, k, v, by, given, ranges.low, ranges.high, ranges.mask, centre, radius, *text)
+
+
+@torch.library.custom_op("regard::triton_compact_decode", mutates_args=())
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: Tensor | None,
+    given: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    mask: Tensor | None,
+    centre: Tensor | None,
+    radius: Tensor | None,
+    code: int,
+    power: int,
+    number: float,
+    stand: int,
+    scale: float,
+    block: int,
+    most: int,
+    counted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ranges, rule = Ranges(low, high, mask, most), Rule(code, power, number, stand)
+    tiles = TABLE.pick(max(q.shape[-1], v.shape[-1]), k.dtype)
+    found = _outputs(q, k, v, most, tiles.keys, counted)
+    if q.numel() == 0 or k.shape[2] == 0:
+        return _nothing(found)
+    if code == SOFTMAX:
+        _softmax(q, k, v, factor, scale, ranges, found, tiles)
+    else:
+        bounds = None if centre is None or radius is None else (centre, radius, block)
+        _compact(q, k, v, factor, scale, rule, given, ranges, bounds, found, tiles)
+    return found
+
+
+def _outputs(
+    q: Tensor, k: Tensor, v: Tensor, most: int, keys: int, counted: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows = q.shape[:3]
+    room = _room(most, keys) if counted else 0
+    programs = -(-group_of(q, k) * q.shape[2] // rows_of(group_of(q, k) * q.shape[2], k.dtype))
+    return (
+        v.new_empty(*rows, v.shape[-1]),
+        q.new_empty(*rows, FLOATS, dtype=torch.float32),
+        q.new_empty(*rows, FLAGS, dtype=torch.int32),
+        q.new_zeros(*k.shape[:2], programs, room, dtype=torch.uint8),
+        q.new_zeros(*k.shape[:2], programs, room, dtype=torch.uint8),
+    )
+
+
+@_decode.register_fake
+def _(q, k, v, factor, given, low, high, mask, centre, radius, code, power, number, stand, scale, block, most, counted):  # type: ignore[no-untyped-def]
+    return _outputs(q, k, v, most, TABLE.pick(max(q.shape[-1], v.shape[-1]), k.dtype).keys, counted)
+
+
+def _room(most: int, keys: int) -> int:
+    """Tiles that so many keys can touch."""
+    return (most + keys - 2) // keys + 1
+
+
+def _nothing(found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The outputs of a call without keys."""
+    out, floats, flags, *counts = found
+    floats.copy_(floats.new_tensor([0.0, -1.0, 1.0, 1.0, 0.0, 0.0]))
+    flags.zero_()
+    flags[..., 0] = 1
+    return out.zero_(), floats, flags, counts[0], counts[1]
+
+
+class _Shape(NamedTuple):
+    """Sizes that every kernel of a call is given. `rows` of the `count` rows of a key head are one program's."""
+
+    heads: int
+    group: int
+    queries: int
+    count: int
+    rows: int
+    programs: int
+    most: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> _Shape:
+        from .decode_math import next_power_of_2
+
+        group, queries = group_of(q, k), q.shape[2]
+        count = group * queries
+        rows = rows_of(count, k.dtype)
+        programs = k.shape[0] * k.shape[1] * -(-count // rows)
+        return cls(k.shape[1], group, queries, count, rows, programs, next_power_of_2(queries))
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.heads, self.group, self.queries
+
+
+def _width(x: Tensor) -> int:
+    from .decode_math import next_power_of_2
+
+    return max(16, next_power_of_2(x.shape[-1]))
+
+
+def _softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: Tensor | None,
+    scale: float,
+    ranges: Ranges,
+    found: tuple[Tensor, ...],
+    tiles: Tiles,
+) -> None:
+    from .compact_decode_kernels import merge_kernel, online_kernel
+
+    out, floats, flags = found[:3]
+    shape, room = _Shape.of(q, k), _room(ranges.most, tiles.keys)
+    splits = splits_of(q.device, shape.programs, room, shape.rows)
+    part = q.new_empty(splits, *out.shape, dtype=torch.float32)
+    state = q.new_empty(splits, *out.shape[:3], 4, dtype=torch.float32)
+    grid = (shape.programs, splits)
+    widths = {"D": q.shape[-1], "WIDTH": _width(q), "DV": v.shape[-1], "WIDTH_V": _width(v)}
+    flagged = {"GIVEN": factor is not None, "MASKED": ranges.mask is not None}
+    launch(
+        online_kernel, grid, q, k, v, factor, *ranges.tensors, part, state, *shape.sizes, scale,
+        *strides(q), *strides(k), *strides(v), *ranges.strides, part.stride(0), state.stride(0),
+        tiles=tiles, **widths, ROWS=shape.rows, KEYS=tiles.keys, MOST=shape.most, **flagged,
+    )  # fmt: skip
+    launch(
+        merge_kernel, (out[..., 0].numel(),), part, state, out, floats, flags, splits, part.stride(0), state.stride(0),
+        tiles=Tiles(warps=4, stages=1), DV=v.shape[-1], WIDTH=_width(v), PARTS=PARTS,
+    )  # fmt: skip
+
+
+def _compact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: Tensor | None,
+    scale: float,
+    rule: Rule,
+    given: Tensor | None,
+    ranges: Ranges,
+    bounds: tuple[Tensor, Tensor, int] | None,
+    found: tuple[Tensor, ...],
+    tiles: Tiles,
+) -> None:
+    from .compact_decode_kernels import output_kernel, scores_kernel, sum_kernel, threshold_kernel
+
+    out, floats, flags, read_k, read_v = found
+    shape, room = _Shape.of(q, k), _room(ranges.most, tiles.keys)
+    rows, counted = q.shape[:3], read_k.shape[-1] > 0
+    z, near = q.new_empty(2, *rows, room * tiles.keys, dtype=torch.float32)
+    tops = q.new_empty(*rows, room, dtype=torch.float32)
+    best = q.new_empty(*rows, 2, dtype=torch.int32)
+    splits = splits_of(q.device, shape.programs, room, shape.rows)
+    grid = (shape.programs, splits)
+    kinds = {"RULE": rule.code, "R": rule.r, "EMPTY": rule.stand}
+    masked, most = {"MASKED": ranges.mask is not None}, {"MOST": shape.most}
+    upper = edge = None
+    block, blocks = tiles.keys, 0
+    if bounds is not None:
+        upper, edge = _edges(q, k, factor, scale, rule, given, ranges, bounds, shape)
+        block, blocks = bounds[2], upper.shape[-1]
+    launch(
+        scores_kernel, grid, q, k, factor, *ranges.tensors, upper, edge, z, tops, read_k, *shape.sizes, room, blocks,
+        scale, *strides(q), *strides(k), *ranges.strides,
+        tiles=tiles, D=q.shape[-1], WIDTH=_width(q), ROWS=shape.rows, KEYS=tiles.keys, BLOCK=block, **most, **masked,
+        GIVEN=factor is not None, BOUNDED=bounds is not None, COUNTED=counted,
+    )  # fmt: skip
+    launch(
+        threshold_kernel, (rows.numel(),), z, tops, near, given, *ranges.tensors, floats, flags, best, *shape.sizes,
+        room, rule.number, *ranges.strides,
+        tiles=CHUNK, KEYS=tiles.keys, CHUNK=min(CHUNK.keys, 16 * tiles.keys), PARAMETER=given is not None, **most,
+        **kinds, **masked,
+    )  # fmt: skip
+    part = out[None] if splits == 1 else q.new_empty(splits, *out.shape, dtype=torch.float32)
+    launch(
+        output_kernel, grid, v, z, tops, *ranges.tensors, floats, flags, best, part, read_v, *shape.sizes, room,
+        *strides(v), *ranges.strides, part.stride(0),
+        tiles=tiles, DV=v.shape[-1], WIDTH=_width(v), ROWS=shape.rows, KEYS=tiles.keys, **most, **kinds, **masked,
+        COUNTED=counted,
+    )  # fmt: skip
+    if splits > 1:
+        launch(
+            sum_kernel, (rows.numel(),), part, out, splits, part.stride(0),
+            tiles=Tiles(warps=4, stages=1), DV=v.shape[-1], WIDTH=_width(v), PARTS=PARTS,
+        )  # fmt: skip
+
+
+def _edges(
+    q: Tensor,
+    k: Tensor,
+    factor: Tensor | None,
+    scale: float,
+    rule: Rule,
+    given: Tensor | None,
+    ranges: Ranges,
+    bounds: tuple[Tensor, Tensor, int],
+    shape: _Shape,
+) -> tuple[Tensor, Tensor]:
+    """(what no score of a block exceeds [B, H, Tq, blocks], below which score no key of a row has weight [B, H, Tq])."""
+    from .compact_decode_kernels import bound_kernel, probe_kernel
+
+    centre, radius, block = bounds
+    tiles = TABLE.pick(q.shape[-1], k.dtype)
+    keys, room = min(tiles.keys, 64), _room(ranges.most, block)
+    upper = q.new_empty(*q.shape[:3], room, dtype=torch.float32)
+    edge = q.new_empty(*q.shape[:3], dtype=torch.float32)
+    shared = {"D": q.shape[-1], "WIDTH": _width(q), "MOST": shape.most, "BLOCK": block, "GIVEN": factor is not None}
+    launch(
+        bound_kernel, (shape.programs, -(-room // keys)), q, factor, centre, radius, *ranges.tensors[:2],
+        upper, *shape.sizes, room, centre.shape[2], -(-k.shape[2] // block), scale, *strides(q), ranges.strides[0],
+        tiles=tiles, **shared, ROWS=shape.rows, KEYS=keys,
+    )  # fmt: skip
+    launch(
+        probe_kernel, (edge.numel(),), q, k, factor, given, *ranges.tensors, upper, edge, *shape.sizes, room, scale,
+        rule.number, *strides(q), *strides(k), *ranges.strides,
+        tiles=tiles, **shared, KEYS=min(tiles.keys, block), PLACES=256, RULE=rule.code, R=rule.r, EMPTY=rule.stand,
+        PARAMETER=given is not None, MASKED=ranges.mask is not None,
+    )  # fmt: skip
+    return upper, edge

@@ -1,0 +1,500 @@
+"""The kernels of `compact_decode`.
+
+Softmax is one pass (`online_kernel`) and a merge. The compact rules keep their scores: `scores_kernel` writes them with
+the largest of every tile, `threshold_kernel` finds each row's threshold among those that can have weight, and
+`output_kernel` reads the values that do.
+
+Legend: heads Hkv of keys, each with `count` = group x queries rows; N = B x Hkv; tiles are counted from the first that
+a query of the sequence sees, and `room` are held for each row; U blocks of `KeyBounds`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .compact_math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, ZERO, cube_root, lower_power, power
+from .decode_math import (
+    FAR,
+    add_weighted,
+    extent,
+    load_queries,
+    load_tile,
+    place_of,
+    products,
+    row_ranges,
+    row_scale,
+    seen_keys,
+    share,
+)
+
+STEPS = tl.constexpr(24)
+"""Of Newton's method."""
+EPS = tl.constexpr(2.0**-23)
+SLACK = tl.constexpr(2.0**-13)
+"""Of a bound, in units of |q| |k|: more than a product of 256 numbers can be rounded by, whatever the order of the sum
+and if every partial sum is cut off after 23 bits."""
+
+
+# Bounds ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def ball_kernel(
+    k, centre, radius, heads, keys, capacity, first, stride_b, stride_h, stride_t,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """A ball around the keys of block `first` + program: centre [N, capacity, D], rounded to the keys' dtype, and the
+    largest distance from it as it is then, [N, capacity] float32."""
+    block, at = first + tl.program_id(0), tl.program_id(1).to(tl.int64)
+    k += (at // heads) * stride_b + (at % heads) * stride_h
+    columns, own = tl.arange(0, WIDTH), tl.arange(0, KEYS)
+    start, stop = block * BLOCK, tl.minimum(block * BLOCK + BLOCK, keys)
+    total = tl.zeros((WIDTH,), tl.float32)
+    for j in range(start, stop, KEYS):
+        total += tl.sum(load_tile(k, j, j + own < stop, stride_t, D, WIDTH, KEYS).to(tl.float32), 0)
+    middle = (total / (stop - start)).to(k.dtype.element_ty)
+    square = tl.zeros((KEYS,), tl.float32)
+    for j in range(start, stop, KEYS):
+        tile = load_tile(k, j, j + own < stop, stride_t, D, WIDTH, KEYS).to(tl.float32)
+        away = tl.where((j + own < stop)[:, None], tile - middle.to(tl.float32)[None, :], 0.0)
+        far = tl.sum(away * away, 1)
+        square = tl.where((far > square) | (far != far), far, square)
+    broken = tl.sum((square != square).to(tl.int32), 0) > 0
+    to = at * capacity + block
+    tl.store(centre + to * D + columns, middle, mask=columns < D)
+    tl.store(radius + to, tl.where(broken, float("nan"), tl.sqrt(tl.max(square, 0))))
+
+
+@triton.jit
+def bound_kernel(
+    q, factor, centre, radius, low, high, upper, heads, group, queries, room, capacity, blocks, scale,
+    stride_b, stride_h, stride_t, stride_low,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """What no score of a block of keys exceeds, upper [N, count, room], by |q . k - q . c| <= |q| |k - c|: NaN where
+    the block holds keys that are not finite."""
+    count = group * queries
+    at, batch, head, rows = place_of(heads, count, ROWS)
+    first, _, stop = extent(low + batch * stride_low, high + batch * stride_low, queries, BLOCK, MOST)
+    own = at * count + rows
+    place = tl.program_id(1) * KEYS
+    held = (place + tl.arange(0, KEYS) < room) & (first + place + tl.arange(0, KEYS) < blocks)
+    if (first + place) * BLOCK < stop:
+        a = load_queries(q + batch * stride_b, head * group, rows, count, queries, stride_h, stride_t, D, WIDTH)
+        c = load_tile(centre + at * capacity * D, first + place, held, D, D, WIDTH, KEYS)
+        far = tl.load(radius + at * capacity + first + place + tl.arange(0, KEYS), mask=held, other=0.0)
+        z = products(a, c, ROWS)
+        a, c = a.to(tl.float32), c.to(tl.float32)
+        size, norm = tl.sqrt(tl.sum(a * a, 1)), tl.sqrt(tl.sum(c * c, 1))
+        by = row_scale(factor, scale, own, rows < count, GIVEN)
+        reach = size[:, None] * (far + SLACK * (norm + far))[None, :]
+        to = upper + own[:, None] * room + (place + tl.arange(0, KEYS))[None, :]
+        tl.store(to, by[:, None] * z + tl.abs(by)[:, None] * reach, mask=(rows < count)[:, None] & held[None, :])
+
+
+@triton.jit
+def probe_kernel(
+    q, k, factor, given, low, high, mask, upper, edge, heads, group, queries, room, scale, number,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_low, stride_mb, stride_mh,
+    D: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    PLACES: tl.constexpr, RULE: tl.constexpr, R: tl.constexpr, EMPTY: tl.constexpr, GIVEN: tl.constexpr,
+    PARAMETER: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """edge [N, count]: a key whose score cannot exceed it has no weight in the row. The best score is at least the best
+    of one block, the one that promises most."""
+    row = tl.program_id(0).to(tl.int64)
+    count = group * queries
+    at, r = row // count, (row % count).to(tl.int32)
+    batch, head = at // heads, at % heads
+    first, _, _ = extent(low + batch * stride_low, high + batch * stride_low, queries, BLOCK, MOST)
+    mine = r + tl.arange(0, 1)
+    own, to = row_ranges(low + batch * stride_low, high + batch * stride_low, mine, count, queries)
+    start, stop = tl.max(own, 0), tl.max(to, 0)
+    best, where = tl.full((PLACES,), float("-inf"), tl.float32), tl.zeros((PLACES,), tl.int32)
+    for place in range(start // BLOCK - first, (stop + BLOCK - 1) // BLOCK - first, PLACES):
+        n = place + tl.arange(0, PLACES)
+        bound = tl.load(upper + row * room + n, mask=(first + n) * BLOCK < stop, other=float("-inf"))
+        where = tl.where(bound > best, n, where)
+        best = tl.where(bound > best, bound, best)
+    chosen = (first + tl.max(tl.where(best == tl.max(best, 0), where, -1), 0)) * BLOCK
+    a = load_queries(q + batch * stride_qb, head * group, mine, count, queries, stride_qh, stride_qt, D, WIDTH)
+    by = row_scale(factor, scale, row + tl.arange(0, 1), mine < count, GIVEN)
+    top = tl.full((1,), float("-inf"), tl.float32)
+    for j in range(chosen, tl.minimum(chosen + BLOCK, stop), KEYS):
+        keys = load_tile(k + batch * stride_kb + head * stride_kh, j, j + tl.arange(0, KEYS) < stop, stride_kt, D, WIDTH, KEYS)
+        z = products(a, keys, 1) * by[:, None]
+        seen = seen_keys(j, own, to, mask, batch * stride_mb + head * group * stride_mh, mine, count, queries, stride_mh, KEYS, MASKED)
+        top = tl.maximum(top, tl.max(tl.where(seen, z, float("-inf")), 1))
+    most = tl.max(top, 0)
+    value = tl.load(given + row) if PARAMETER else number
+    if RULE == ADAPTIVE:
+        ends = most - R
+    elif RULE == ANCHORED:
+        ends = most - value
+    elif EMPTY == NEAREST:  # the best key of all may be asked for, and the first of those that tie
+        ends = tl.minimum(-value, most - tl.abs(most) * 1e-5 - 1e-30)
+    else:
+        ends = most * 0 - value
+    tl.store(edge + row, ends)
+
+
+# Scores and thresholds ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scores_kernel(
+    q, k, factor, low, high, mask, upper, edge, z, tops, visited, heads, group, queries, room, blocks, scale,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_low, stride_mb, stride_mh,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr,
+    BLOCK: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Scores z [N, count, room KEYS], -inf where hidden, and the largest of every tile, tops [N, count, room]. Tiles in
+    blocks whose bound `upper` [N, count, blocks] passes no row's `edge` are not read: their tops are -inf."""
+    count = group * queries
+    at, batch, head, rows = place_of(heads, count, ROWS)
+    low, high = low + batch * stride_low, high + batch * stride_low
+    origin, tiles, stop = extent(low, high, queries, KEYS, MOST)
+    held, own = rows < count, at * count + rows
+    start, to = row_ranges(low, high, rows, count, queries)
+    a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
+    by = row_scale(factor, scale, own, held, GIVEN)
+    ends = tl.load(edge + own, mask=held, other=float("inf")) if BOUNDED else by
+    k += batch * stride_kb + head * stride_kh
+    first, last = share(tl.program_id(1), tl.num_programs(1), tiles)
+    for n in range(first, last):
+        j = (origin + n) * KEYS
+        wanted = tiles > 0
+        if BOUNDED:
+            block = j // BLOCK - origin * KEYS // BLOCK
+            bound = tl.load(upper + own * blocks + block, mask=held, other=float("-inf"))
+            wanted = tl.sum((held & ~(bound <= ends)).to(tl.int32), 0) > 0
+        if wanted:
+            keys = load_tile(k, j, j + tl.arange(0, KEYS) < stop, stride_kt, D, WIDTH, KEYS)
+            score = products(a, keys, ROWS) * by[:, None]
+            seen = seen_keys(j, start, to, mask, batch * stride_mb + head * group * stride_mh, rows, count, queries, stride_mh, KEYS, MASKED)
+            score = tl.where(seen, score, float("-inf"))
+            place = z + (own * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+            tl.store(place, score, mask=held[:, None])
+            tl.store(tops + own * room + n, tl.max(score, 1), mask=held)
+        else:
+            tl.store(tops + own * room + n, tl.full((ROWS,), float("-inf"), tl.float32), mask=held)
+        if COUNTED:
+            tl.store(visited + tl.program_id(0).to(tl.int64) * room + n, tl.where(wanted, 1, 0).to(tl.int8))
+
+
+@triton.jit
+def visible_count(low, high, mask, place, MASKED: tl.constexpr, CHUNK: tl.constexpr):
+    """How many of the keys [low, high) the mask of a row, at `place`, lets be seen."""
+    found = tl.maximum(high - low, 0)
+    if MASKED:
+        part = tl.zeros((CHUNK,), tl.int32)
+        for j in range(low, high, CHUNK):
+            n = j + tl.arange(0, CHUNK)
+            part += (tl.load(mask + place + n, mask=n < high, other=0) != 0).to(tl.int32)
+        found = tl.sum(part, 0)
+    return found
+
+
+@triton.jit
+def nearest_key(z, tops, top, tiles, CHUNK: tl.constexpr, KEYS: tl.constexpr):
+    """The first key whose score is the best."""
+    found = tl.full((CHUNK,), FAR, tl.int32)
+    for n in range(0, tiles * KEYS, CHUNK):
+        at = n + tl.arange(0, CHUNK)
+        own = tl.load(tops + at // KEYS, mask=at < tiles * KEYS, other=float("-inf"))
+        score = tl.load(z + at, mask=own == top, other=float("-inf"))
+        found = tl.minimum(found, tl.where((own == top) & (score == top), at, FAR))
+    return tl.min(found, 0)
+
+
+@triton.jit
+def gather_near(z, tops, near, top, reach, tiles, CHUNK: tl.constexpr, KEYS: tl.constexpr):
+    """Distances top - z below `reach`, in the order of the keys, to `near`; returns how many. Tiles that are out of
+    reach are not read."""
+    count = 0
+    for n in range(0, tiles * KEYS, CHUNK):
+        at = n + tl.arange(0, CHUNK)
+        own = top - tl.load(tops + at // KEYS, mask=at < tiles * KEYS, other=float("-inf"))
+        if tl.min(own, 0) < reach:
+            d = top - tl.load(z + at, mask=own < reach, other=float("-inf"))
+            inside = ((own < reach) & (d < reach)).to(tl.int32)
+            tl.store(near + count + tl.cumsum(inside, 0) - 1, d, mask=inside != 0)
+            count += tl.sum(inside, 0)
+    return count
+
+
+@triton.jit
+def norm_sums(near, count, b, R: tl.constexpr, CHUNK: tl.constexpr):
+    """(sum a^R, sum a^(R-1) over a > 0) of a = [b - d/R]_+."""
+    total, lower = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    for n in range(0, count, CHUNK):
+        at = n + tl.arange(0, CHUNK)
+        a = tl.maximum(b - tl.load(near + at, mask=at < count, other=float("inf")) / R, 0.0)
+        slope = lower_power(a, R)
+        lower += slope
+        total += slope * a
+    return tl.sum(total, 0), tl.sum(lower, 0)
+
+
+@triton.jit
+def solve_peak(near, count, R: tl.constexpr, CHUNK: tl.constexpr):
+    """b with sum_j [b - d_j/R]_+^R = 1: Newton's descent on the R-norm from b = 1."""
+    b, going, step = 1.0, count > 0, 0
+    total = 1.0
+    while going:
+        total, lower = norm_sums(near, count, b, R, CHUNK)
+        norm = total if R == 1 else (tl.sqrt(total) if R == 2 else cube_root(total))
+        new = b - (norm - 1) * (total / norm) / lower
+        step += 1
+        going = (new < b) & (norm > 1 + 2 * EPS) & (step < STEPS)
+        b = tl.where((new < b) & (norm > 1 + 2 * EPS), new, b)
+    return b
+
+
+@triton.jit
+def weight_sums(near, count, reach, R: tl.constexpr, CHUNK: tl.constexpr):
+    """(sum w, sum w^2, how many) of w = [1 - d/reach]_+^R."""
+    mass, square = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    some = tl.zeros((CHUNK,), tl.float32)
+    for n in range(0, count, CHUNK):
+        at = n + tl.arange(0, CHUNK)
+        w = power(tl.maximum(1 - tl.load(near + at, mask=at < count, other=float("inf")) / reach, 0.0), R)
+        mass += w
+        square += w * w
+        some += (w > 0).to(tl.float32)
+    return tl.sum(mass, 0), tl.sum(square, 0), tl.sum(some, 0)
+
+
+@triton.jit
+def threshold_kernel(
+    z, tops, near, given, low, high, mask, floats, flags, best, heads, group, queries, room, number,
+    stride_low, stride_mb, stride_mh,
+    KEYS: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, R: tl.constexpr,
+    EMPTY: tl.constexpr, PARAMETER: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The statistics of one row: floats [N, count, 6], flags [N, count, 3], and for rows without a key inside what
+    stands in: best [N, count, 2] = (how many keys are visible, the nearest). `near` [N, count, room KEYS] is scratch."""
+    row = tl.program_id(0).to(tl.int64)
+    count = group * queries
+    at, r = row // count, (row % count).to(tl.int32)
+    batch, head = at // heads, at % heads
+    origin, tiles, _ = extent(low + batch * stride_low, high + batch * stride_low, queries, KEYS, MOST)
+    own, to = tl.load(low + batch * stride_low + r % queries), tl.load(high + batch * stride_low + r % queries)
+    z, near, tops = z + row * room * KEYS, near + row * room * KEYS, tops + row * room
+    largest = tl.full((CHUNK,), float("-inf"), tl.float32)
+    for n in range(0, tiles, CHUNK):
+        places = n + tl.arange(0, CHUNK)
+        largest = tl.maximum(largest, tl.load(tops + places, mask=places < tiles, other=float("-inf")))
+    top = tl.max(largest, 0)
+    none, visible = top == float("-inf"), 0
+    if RULE == FIXED:  # where bounds are used, nothing may have been read of a row that sees keys
+        place = batch * stride_mb + (head * group + r // queries) * stride_mh
+        visible = visible_count(own, to, mask, place, MASKED, CHUNK)
+        none = visible == 0
+    value = tl.load(given + row) if PARAMETER else number
+    if RULE == ADAPTIVE:
+        reach = value * 0.0 + R  # no peak exceeds one
+    elif RULE == ANCHORED:
+        reach = value + 0.0
+    else:
+        reach = top + value
+    lost = (reach <= 0) & ~none
+    kept, nearest, status = 0, 0, 0
+    if ~(none | lost):
+        kept = gather_near(z, tops, near, top, reach, tiles, CHUNK, KEYS)
+        tl.debug_barrier()  # what other threads have written is read from here on
+        if RULE == ADAPTIVE:
+            reach = R * solve_peak(near, kept, R, CHUNK)
+    if EMPTY == NEAREST:
+        if lost:
+            nearest = origin * KEYS + nearest_key(z, tops, top, tiles, CHUNK, KEYS)
+    mass, square, some = weight_sums(near, kept, reach, R, CHUNK)
+    if RULE == ADAPTIVE:
+        off = tl.abs(mass * power(reach / R, R) - 1)
+        status = ((off > 512 * EPS * R) & ~none).to(tl.int32)
+    ess = tl.where(square > 0, mass * mass / tl.where(square > 0, square, 1.0), 0.0)
+    if EMPTY != ZERO:
+        alone = visible * 1.0 if EMPTY == UNIFORM else 1.0
+        some, ess = tl.where(lost, alone, some), tl.where(lost, alone, ess)
+    theta = -value if RULE == FIXED else top - reach
+    floats, flags = floats + row * 6, flags + row * 3
+    tl.store(floats, tl.where(top == float("-inf"), 0.0, top))
+    tl.store(floats + 1, tl.where(none, -1.0, theta))
+    tl.store(floats + 2, tl.where(none | lost, 1.0, reach))
+    tl.store(floats + 3, tl.where(none | lost, 1.0, mass))
+    tl.store(floats + 4, some)
+    tl.store(floats + 5, ess)
+    tl.store(flags, none.to(tl.int32))
+    tl.store(flags + 1, lost.to(tl.int32))
+    tl.store(flags + 2, status)
+    tl.store(best + row * 2, visible)
+    tl.store(best + row * 2 + 1, nearest)
+
+
+# Output ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def output_kernel(
+    v, z, tops, low, high, mask, floats, flags, best, part, visited, heads, group, queries, room,
+    stride_b, stride_h, stride_t, stride_low, stride_mb, stride_mh, stride_part,
+    DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr,
+    R: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr, MASKED: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """The sums of weighted values over a program's tiles: part [splits, N, count, DV], `stride_part` a split. A value
+    is read where a row of the tile gives it weight."""
+    count = group * queries
+    at, batch, head, rows = place_of(heads, count, ROWS)
+    low, high = low + batch * stride_low, high + batch * stride_low
+    origin, tiles, _ = extent(low, high, queries, KEYS, MOST)
+    held, own = rows < count, at * count + rows
+    start, to = row_ranges(low, high, rows, count, queries)
+    top = tl.load(floats + own * 6, mask=held, other=0.0)
+    reach = tl.load(floats + own * 6 + 2, mask=held, other=1.0)
+    mass = tl.load(floats + own * 6 + 3, mask=held, other=1.0)
+    lost = tl.load(flags + own * 3 + 1, mask=held, other=0) != 0
+    some = held & (tl.load(flags + own * 3, mask=held, other=1) == 0) & ~lost
+    visible, nearest = tl.load(best + own * 2, mask=held, other=1), tl.load(best + own * 2 + 1, mask=held, other=-1)
+    v += batch * stride_b + head * stride_h
+    columns = tl.arange(0, WIDTH)
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    first, last = share(tl.program_id(1), tl.num_programs(1), tiles)
+    for n in range(first, last):
+        j = (origin + n) * KEYS
+        near = some & (top - tl.load(tops + own * room + n, mask=held, other=float("-inf")) < reach)
+        stands = near
+        if RULE == FIXED:
+            if EMPTY == UNIFORM:
+                stands = lost & (start < j + KEYS) & (to > j)
+            elif EMPTY == NEAREST:
+                stands = lost & (nearest >= j) & (nearest < j + KEYS)
+        wanted = tl.sum((near | stands).to(tl.int32), 0) > 0
+        if wanted:
+            place = z + (own * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+            score = tl.load(place, mask=near[:, None], other=float("-inf"))
+            p = power(tl.maximum(1 - (top[:, None] - score) / reach[:, None], 0.0), R) / mass[:, None]
+            p = tl.where(near[:, None], p, 0.0)
+            if RULE == FIXED:
+                if EMPTY == UNIFORM:
+                    seen = seen_keys(
+                        j, start, to, mask, batch * stride_mb + head * group * stride_mh, rows, count, queries, stride_mh, KEYS, MASKED
+                    )
+                    p = tl.where(lost[:, None] & seen, 1 / tl.maximum(visible, 1).to(tl.float32)[:, None], p)
+                elif EMPTY == NEAREST:
+                    p = tl.where((lost & stands)[:, None] & (j + tl.arange(0, KEYS)[None, :] == nearest[:, None]), 1.0, p)
+            values = load_tile(v, j, tl.max(p, 0) > 0, stride_t, DV, WIDTH, KEYS)
+            total = add_weighted(total, p, values, ROWS)
+        if COUNTED:
+            tl.store(visited + tl.program_id(0).to(tl.int64) * room + n, tl.where(wanted, 1, 0).to(tl.int8))
+    to_part = part + tl.program_id(1).to(tl.int64) * stride_part + own[:, None] * DV + columns[None, :]
+    tl.store(to_part, total.to(part.dtype.element_ty), mask=held[:, None] & (columns < DV)[None, :])
+
+
+@triton.jit
+def sum_kernel(part, out, splits, stride_part, DV: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """One row of the output: the sum over splits."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    total = tl.zeros((PARTS, WIDTH), tl.float32)
+    for s in range(0, splits, PARTS):
+        at = s + tl.arange(0, PARTS)
+        held = (at < splits)[:, None] & (columns < DV)[None, :]
+        total += tl.load(part + at[:, None].to(tl.int64) * stride_part + row * DV + columns[None, :], mask=held, other=0.0)
+    tl.store(out + row * DV + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=columns < DV)
+
+
+# Softmax --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def online_kernel(
+    q, k, v, factor, low, high, mask, part, state, heads, group, queries, scale,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_low, stride_mb, stride_mh, stride_part, stride_state,
+    D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Softmax over a program's tiles: part [splits, N, count, DV], not divided by the mass, and state [splits, N, count,
+    4] = (m in base 2, sum w, sum w^2, how many)."""
+    count = group * queries
+    at, batch, head, rows = place_of(heads, count, ROWS)
+    low, high = low + batch * stride_low, high + batch * stride_low
+    origin, tiles, stop = extent(low, high, queries, KEYS, MOST)
+    held, own = rows < count, at * count + rows
+    start, to = row_ranges(low, high, rows, count, queries)
+    a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
+    by = row_scale(factor, scale, own, held, GIVEN) * LOG2E
+    k += batch * stride_kb + head * stride_kh
+    v += batch * stride_vb + head * stride_vh
+    columns = tl.arange(0, WIDTH_V)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    mass, square, some = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, WIDTH_V), tl.float32)
+    first, last = share(tl.program_id(1), tl.num_programs(1), tiles)
+    for n in range(first, last):
+        j = (origin + n) * KEYS
+        keys = load_tile(k, j, j + tl.arange(0, KEYS) < stop, stride_kt, D, WIDTH, KEYS)
+        score = products(a, keys, ROWS) * by[:, None]
+        seen = seen_keys(j, start, to, mask, batch * stride_mb + head * group * stride_mh, rows, count, queries, stride_mh, KEYS, MASKED)
+        score = tl.where(seen, score, float("-inf"))
+        new = tl.maximum(top, tl.max(score, 1))
+        level = tl.where(new == float("-inf"), 0.0, new)
+        w, fade = tl.exp2(score - level[:, None]), tl.exp2(top - level)
+        values = load_tile(v, j, tl.max(seen.to(tl.int32), 0) != 0, stride_vt, DV, WIDTH_V, KEYS)
+        total = add_weighted(total * fade[:, None], w, values, ROWS)
+        mass = mass * fade + tl.sum(w, 1)
+        square = square * fade * fade + tl.sum(w * w, 1)
+        some += tl.sum((w > 0).to(tl.float32), 1)
+        top = new
+    to_part = part + tl.program_id(1).to(tl.int64) * stride_part + own[:, None] * DV + columns[None, :]
+    tl.store(to_part, total, mask=held[:, None] & (columns < DV)[None, :])
+    state += tl.program_id(1).to(tl.int64) * stride_state + own * 4
+    tl.store(state, top, mask=held)
+    tl.store(state + 1, mass, mask=held)
+    tl.store(state + 2, square, mask=held)
+    tl.store(state + 3, some, mask=held)
+
+
+@triton.jit
+def merge_kernel(
+    part, state, out, floats, flags, splits, stride_part, stride_state,
+    DV: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One row of softmax from its splits: output and statistics."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    state += row * 4
+    largest = tl.full((PARTS,), float("-inf"), tl.float32)
+    for s in range(0, splits, PARTS):
+        at = s + tl.arange(0, PARTS)
+        largest = tl.maximum(largest, tl.load(state + at.to(tl.int64) * stride_state, mask=at < splits, other=float("-inf")))
+    top = tl.max(largest, 0)
+    none = top == float("-inf")
+    level = tl.where(none, 0.0, top)
+    total = tl.zeros((PARTS, WIDTH), tl.float32)
+    mass, square, some = tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS,), tl.float32)
+    for s in range(0, splits, PARTS):
+        at = s + tl.arange(0, PARTS)
+        own, held = state + at.to(tl.int64) * stride_state, at < splits
+        w = tl.exp2(tl.load(own, mask=held, other=float("-inf")) - level)
+        mass += w * tl.load(own + 1, mask=held, other=0.0)
+        square += w * w * tl.load(own + 2, mask=held, other=0.0)
+        some += tl.load(own + 3, mask=held, other=0.0)
+        inside = held[:, None] & (columns < DV)[None, :]
+        to = part + at[:, None].to(tl.int64) * stride_part + row * DV + columns[None, :]
+        total += w[:, None] * tl.load(to, mask=inside, other=0.0)
+    whole, squares = tl.sum(mass, 0), tl.sum(square, 0)
+    whole = tl.where(none, 1.0, whole)
+    tl.store(out + row * DV + columns, (tl.sum(total, 0) / whole).to(out.dtype.element_ty), mask=columns < DV)
+    floats, flags = floats + row * 6, flags + row * 3
+    tl.store(floats, level / LOG2E)
+    tl.store(floats + 1, tl.where(none, -1.0, float("-inf")))
+    tl.store(floats + 2, 1.0)
+    tl.store(floats + 3, whole)
+    tl.store(floats + 4, tl.sum(some, 0))
+    tl.store(floats + 5, tl.where(none, 0.0, whole * whole / tl.where(none, 1.0, squares)))
+    tl.store(flags, none.to(tl.int32))
+    tl.store(flags + 1, 0)
+    tl.store(flags + 2, 0)

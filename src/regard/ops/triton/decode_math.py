@@ -1,0 +1,128 @@
+"""What the decoding kernels share. A program serves one key head: the rows of its tile are the queries of all the query
+heads of that head, so that keys and values are read once for all of them, and programs share out the keys.
+
+In float32, which is no matter of tensor cores, a program has one row; what its neighbours read of the same keys is then
+in the cache that all processors share.
+
+Legend: ROWS rows of a tile (of `group` query heads x `queries`), 1 or at least 16; KEYS keys of a tile; D features in WIDTH
+columns, the next power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FAR = tl.constexpr(2**31 - 1)
+next_power_of_2 = triton.next_power_of_2
+
+
+@triton.jit
+def place_of(heads, count, ROWS: tl.constexpr):
+    """(sequence x key head, sequence, key head, rows [ROWS]) of a program; `count` rows have a key head in common."""
+    blocks = (count + ROWS - 1) // ROWS
+    at = (tl.program_id(0) // blocks).to(tl.int64)
+    return at, at // heads, at % heads, (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
+
+
+@triton.jit
+def extent(low, high, queries, KEYS: tl.constexpr, MOST: tl.constexpr):
+    """(the first tile that holds a key seen by one of the queries, how many tiles do up to the last, the key after the
+    last); tiles begin at multiples of KEYS. `low` and `high` point to the ranges of this sequence."""
+    at = tl.arange(0, MOST)
+    own, to = tl.load(low + at, mask=at < queries, other=0), tl.load(high + at, mask=at < queries, other=0)
+    stop = tl.max(tl.where(to > own, to, 0), 0)
+    start = tl.minimum(tl.min(tl.where(to > own, own, FAR), 0), stop)
+    return start // KEYS, (stop + KEYS - 1) // KEYS - start // KEYS, stop
+
+
+@triton.jit
+def share(part, parts, tiles):
+    """The tiles [first, last) of one of so many programs: none differs from another by more than one."""
+    each, more = tiles // parts, tiles % parts
+    first = part * each + tl.minimum(part, more)
+    return first, first + each + (part < more).to(tl.int32)
+
+
+@triton.jit
+def row_ranges(low, high, rows, count, queries):
+    """[low, high) of each row of the tile, empty beyond the last; rows are ordered by head, then by query."""
+    held = rows < count
+    at = rows % queries
+    return tl.load(low + at, mask=held, other=0), tl.load(high + at, mask=held, other=0)
+
+
+@triton.jit
+def load_queries(
+    q, first_head, rows, count, queries, stride_h, stride_t, D: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The queries [ROWS, WIDTH] of the heads from `first_head` on, 0 outside."""
+    columns = tl.arange(0, WIDTH)
+    at = (first_head + rows // queries).to(tl.int64) * stride_h + (rows % queries).to(tl.int64) * stride_t
+    return tl.load(q + at[:, None] + columns[None, :], mask=(rows < count)[:, None] & (columns < D)[None, :], other=0.0)
+
+
+@triton.jit
+def load_tile(x, first, held, stride, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr):
+    """Rows [KEYS, WIDTH] from number `first` on, 0 where not `held` [KEYS]: those are not read."""
+    at, columns = tl.arange(0, KEYS), tl.arange(0, WIDTH)
+    ptrs = x + first.to(tl.int64) * stride + (at[:, None] * stride + columns[None, :])
+    if D == WIDTH:
+        return tl.load(ptrs, mask=held[:, None], other=0.0)
+    else:
+        return tl.load(ptrs, mask=held[:, None] & (columns < D)[None, :], other=0.0)
+
+
+@triton.jit
+def products(a, k, ROWS: tl.constexpr):
+    """a k' [ROWS, KEYS] in float32, `a` [ROWS, WIDTH] in the dtype of the keys."""
+    if ROWS == 1:
+        return tl.sum(a.to(tl.float32) * k.to(tl.float32), 1)[None, :]
+    else:
+        return tl.dot(a, tl.trans(k))
+
+
+@triton.jit
+def fine_products(a, k, ROWS: tl.constexpr):
+    """a k' of a in float32, and what was multiplied: keys in bfloat16 meet two terms of it."""
+    if ROWS == 1:
+        return tl.sum(a * k.to(tl.float32), 1)[None, :], a
+    else:
+        large = a.to(k.dtype)
+        small = (a - large.to(tl.float32)).to(k.dtype)
+        turned = tl.trans(k)
+        return tl.dot(small, turned, tl.dot(large, turned)), large.to(tl.float32) + small.to(tl.float32)
+
+
+@triton.jit
+def add_weighted(total, p, v, ROWS: tl.constexpr):
+    """total + p v, the weights [ROWS, KEYS] in float32, or in two terms where tensor cores multiply them."""
+    if ROWS == 1:
+        column = tl.reshape(p, (p.shape[1],))[:, None]
+        return total + tl.sum(column * v.to(tl.float32), 0)[None, :]
+    else:
+        large = p.to(v.dtype)
+        small = (p - large.to(tl.float32)).to(v.dtype)
+        return tl.dot(small, v, tl.dot(large, v, total))
+
+
+@triton.jit
+def seen_keys(
+    first, low, high, mask, place, rows, count, queries, stride_h, KEYS: tl.constexpr, MASKED: tl.constexpr
+):
+    """Which keys from `first` on each row sees [ROWS, KEYS]; the first head has its mask at `place`."""
+    at = first + tl.arange(0, KEYS)
+    seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
+    if MASKED:
+        own = place + (rows // queries).to(tl.int64) * stride_h
+        seen = seen & (tl.load(mask + own[:, None] + at[None, :], mask=seen & (rows < count)[:, None], other=0) != 0)
+    return seen
+
+
+@triton.jit
+def row_scale(factor, scale, at, held, GIVEN: tl.constexpr):
+    """What products are multiplied with to be scores, [ROWS]."""
+    if GIVEN:
+        return tl.load(factor + at, mask=held, other=0.0) * scale
+    else:
+        return tl.zeros_like(at).to(tl.float32) + scale
