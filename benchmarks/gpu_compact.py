@@ -100,7 +100,9 @@ def correctness_rows(bench: Bench) -> Iterator[Row]:
                 name = f"correctness, {spec}, D {dim}, {dtype}"
                 yield Row(name, "correctness", priority, partial(correctness, spec, dim, dtype, bench), 15)
     name = "correctness, biweight, strict order and window, 777 tokens"
-    yield Row(name, "correctness", 9, partial(correctness, "biweight", 16 if bench.dry else 64, "bfloat16", bench, True))
+    yield Row(
+        name, "correctness", 9, partial(correctness, "biweight", 16 if bench.dry else 64, "bfloat16", bench, True)
+    )
 
 
 def length_rows(bench: Bench, length: int) -> Iterator[Row]:
@@ -189,9 +191,7 @@ def correctness(spec: str, dim: int, dtype: str, bench: Bench, odd: bool = False
     options: dict[str, Any] = {"exclude_self": True, "window": length // 3} if odd else {"is_causal": True}
     make = bench.generator(dim)
     shapes = [(2, 4, length, dim), (2, 2, length, dim), (2, 2, length, dim), (2, 4, length, dim)]
-    q, k, v, g = (
-        torch.randn(shape, device=bench.device, generator=make).to(getattr(torch, dtype)) for shape in shapes
-    )
+    q, k, v, g = (torch.randn(shape, device=bench.device, generator=make).to(getattr(torch, dtype)) for shape in shapes)
     seen = gpu_dense.causal(length, length, bench.device, options.get("window"), odd)
     leaves, wide = ([x.detach().to(to).requires_grad_() for x in (q, k, v)] for to in (q.dtype, torch.float64))
     with small_tiles(bench):

@@ -49,7 +49,7 @@ def rows(bench: Bench) -> Iterator[Row]:
             for name in ("flash", *(f"regard {spec}" for spec in SPECS)):
                 words = f"decoding, {length} keys, B {batch}, D {dim}, {name}"
                 run = partial(timed, name, length, batch, dim, bench)
-                yield Row(words, "decoding", 5 if dim == 128 else 11, run, 6)
+                yield Row(words, "decoding", 3 if dim == 128 else 11, run, 6)
 
 
 def correctness(spec: str, dim: int, bench: Bench) -> dict[str, Any]:

@@ -13,7 +13,7 @@ def causal(queries: int, keys: int, device: torch.device, window: int | None = N
     """Which keys queries at the end of the keys see."""
     at = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
-    high = at - strict
+    high = at - int(strict)
     seen = key <= high
     return seen if window is None else seen & (key > high - window)
 

@@ -131,9 +131,7 @@ def correctness(model: str, dim: int, dtype: str, bench: Bench) -> dict[str, Any
     length = 40 if bench.dry else 496
     make = bench.generator(dim)
     shapes = [(1, 4, length, dim), (1, 2, length, dim), (1, 2, length, dim), (1, 4, length, dim)]
-    q, k, v, g = (
-        torch.randn(shape, device=bench.device, generator=make).to(getattr(torch, dtype)) for shape in shapes
-    )
+    q, k, v, g = (torch.randn(shape, device=bench.device, generator=make).to(getattr(torch, dtype)) for shape in shapes)
     probe = 0.1 * torch.randn(shapes[0], device=bench.device, generator=make) if model == "parallax" else None
     given = [q, k, v] if probe is None else [q, k, v, probe]
     leaves, wide = [x.clone().requires_grad_() for x in given], [x.double().requires_grad_() for x in given]
@@ -194,9 +192,9 @@ def steps(length: int, dim: int, bench: Bench) -> dict[str, Any]:
 
 
 def flops(name: str, bench: Bench, length: int, dim: int, heads: int) -> dict[str, float] | None:
-    """By pass, of causal pairs: products of one query and one key, D multiply-adds each. Softmax attention 2 forward and
-    5 more backward; Parallax 4 (scores, k.r, p k, p v) and 11 more; local linear attention 5 and 3 a step forward
-    (scores again, k.d, w k), and backward 8 and 3 a step by queries, 8 by keys."""
+    """By pass, of causal pairs: products of one query and one key, D multiply-adds each. Softmax attention has 2
+    forward and 5 more backward; Parallax 4 (scores, k.r, p k, p v) and 11 more; local linear attention 5 and 3 a step
+    forward (scores again, k.d, w k), and backward 8 and 3 a step by queries, 8 by keys."""
     pairs = heads * length * (length + 1) / 2
     if name == "flash":
         counts = (2.0, 7.0)

@@ -1,5 +1,5 @@
-"""How `gpu.py` measures: medians by triton's do_bench, peaks of the allocator, the ceilings of the device, and with what
-it was done."""
+"""How `gpu.py` measures: medians by triton's do_bench, peaks of the allocator, the ceilings of the device, and with
+what it was done."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _events(call: Callable[[], Any]) -> float:
 
 
 def passes(function: Function, inputs: Sequence[Tensor], cotangent: Tensor) -> dict[str, Callable[[], Any]]:
-    """"forward" without a graph, and "both", forward and backward through autograd, as calls without arguments."""
+    """ "forward" without a graph, and "both", forward and backward through autograd, as calls without arguments."""
 
     def forward() -> Tensor:
         with torch.no_grad():

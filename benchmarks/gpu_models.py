@@ -1,5 +1,5 @@
-"""Part `models` of `gpu.py`: training steps of small language models, one for every preset, and of the hybrid model with
-memories beside the one without."""
+"""Part `models` of `gpu.py`: training steps of small language models, one for every preset, and of the hybrid model
+with memories beside the one without."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows(bench: Bench) -> Iterator[Row]:
         early = FIRST.index(name) if name in FIRST else len(FIRST)
         yield Row(f"training step, {name}", "models", 10 + early, partial(preset, name, bench), 15)
     for name in ("GDN", "GDN + FwPKM"):
-        yield Row(f"training step, {name}", "models", 7, partial(hybrid, name, bench), 40)
+        yield Row(f"training step, {name}", "models", 4, partial(hybrid, name, bench), 40)
 
 
 def preset(name: str, bench: Bench) -> dict[str, Any]:

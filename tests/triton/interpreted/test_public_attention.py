@@ -3,8 +3,10 @@ against dense float64 formulas; and what a call promises whatever it computes.""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import bounds
 import pytest
 import torch
 from dense_oracles import RULES, Rule, attend, near, ratio, scores, seen_pairs
@@ -33,6 +35,13 @@ CALLS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "offsets": (19, T, {"is_causal": True, "query_offset": torch.tensor([25, -6])}),
     "offsets, both sides": (19, T, {"window": 8, "query_offset": torch.tensor([-30, 12]), "attn_mask": KEEP}),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_illegal_access() -> Iterator[None]:
+    """Every test here fails where a kernel reads or writes outside of the tensors that it was given."""
+    with bounds.watched():
+        yield
 
 
 def draw(

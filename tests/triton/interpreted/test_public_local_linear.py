@@ -4,8 +4,10 @@ queries and keys; and what a call promises whatever it computes."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import bounds
 import pytest
 import torch
 from dense_oracles import RULES, attend, local_linear, near, ratio, scores, seen_pairs, softmax_rows, with_probe
@@ -36,6 +38,13 @@ CALLS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "offsets, both sides": (19, T, {"window": 8, "query_offset": torch.tensor([-30, 12]), "attn_mask": KEEP}),
 }
 QUICK = ("all", "causal", "window", "segments", "mask", "fewer queries", "offsets")
+
+
+@pytest.fixture(autouse=True)
+def no_illegal_access() -> Iterator[None]:
+    """Every test here fails where a kernel reads or writes outside of the tensors that it was given."""
+    with bounds.watched():
+        yield
 
 
 def draw(

@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+import bounds
 import pytest
 import torch
 from dense_oracles import Memory, near, stream
@@ -19,6 +21,13 @@ from regard.estimators.fast_weights import flush
 
 CHUNK, T = 5, 17
 """Three writes, and two tokens that wait."""
+
+
+@pytest.fixture(autouse=True)
+def no_illegal_access() -> Iterator[None]:
+    """Every test here fails where a kernel reads or writes outside of the tensors that it was given."""
+    with bounds.watched():
+        yield
 
 
 def draw(

@@ -23,7 +23,7 @@ from .compact_lists import block_of, plan_of
 from .compact_math import ANCHORED, FIXED, LOG2E, NEAREST, SOFTMAX, UNIFORM, cube_root, excess, lower_power
 
 NEAR = tl.constexpr(2.0**-19)  # relative distance from the best score within which rounding may have moved another best
-THETA, SCALE, RHO, EXTRA = (tl.constexpr(i) for i in range(4))  # tables; the last: shares of best keys, or stand-ins
+THETA, RHO, SCALE, EXTRA = (tl.constexpr(i) for i in range(4))  # tables; the last: shares of best keys, or stand-ins
 
 
 class Form(NamedTuple):

@@ -145,7 +145,7 @@ def _outputs(
     q: Tensor, k: Tensor, v: Tensor, most: int, keys: int, counted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = q.shape[:3]
-    room = _room(most, keys) if counted else 0
+    room = room_for(most, keys) if counted else 0
     programs = -(-group_of(q, k) * q.shape[2] // rows_of(group_of(q, k) * q.shape[2], k.dtype))
     return (
         v.new_empty(*rows, v.shape[-1]),
@@ -161,7 +161,7 @@ def _(q, k, v, factor, given, low, high, mask, centre, radius, code, power, numb
     return _outputs(q, k, v, most, TABLE.pick(max(q.shape[-1], v.shape[-1]), k.dtype).keys, counted)
 
 
-def _room(most: int, keys: int) -> int:
+def room_for(most: int, keys: int) -> int:
     """Tiles that so many keys can touch."""
     return (most + keys - 2) // keys + 1
 
@@ -175,7 +175,7 @@ def _nothing(found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor,
     return out.zero_(), floats, flags, counts[0], counts[1]
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
     """Sizes that every kernel of a call is given. `rows` of the `count` rows of a key head are one program's."""
 
     heads: int
@@ -187,12 +187,13 @@ class _Shape(NamedTuple):
     most: int
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor) -> _Shape:
+    def of(cls, q: Tensor, k: Tensor, one: bool = False) -> Shape:
+        """Of a call; `one`: every program has a row."""
         from .decode_math import next_power_of_2
 
         group, queries = group_of(q, k), q.shape[2]
         count = group * queries
-        rows = rows_of(count, k.dtype)
+        rows = 1 if one else rows_of(count, k.dtype)
         programs = k.shape[0] * k.shape[1] * -(-count // rows)
         return cls(k.shape[1], group, queries, count, rows, programs, next_power_of_2(queries))
 
@@ -201,7 +202,8 @@ class _Shape(NamedTuple):
         return self.heads, self.group, self.queries
 
 
-def _width(x: Tensor) -> int:
+def width_of(x: Tensor) -> int:
+    """Columns of a tile that holds its features."""
     from .decode_math import next_power_of_2
 
     return max(16, next_power_of_2(x.shape[-1]))
@@ -220,12 +222,12 @@ def _softmax(
     from .compact_decode_kernels import merge_kernel, online_kernel
 
     out, floats, flags = found[:3]
-    shape, room = _Shape.of(q, k), _room(ranges.most, tiles.keys)
+    shape, room = Shape.of(q, k), room_for(ranges.most, tiles.keys)
     splits = splits_of(q.device, shape.programs, room, shape.rows)
     part = q.new_empty(splits, *out.shape, dtype=torch.float32)
     state = q.new_empty(splits, *out.shape[:3], 4, dtype=torch.float32)
     grid = (shape.programs, splits)
-    widths = {"D": q.shape[-1], "WIDTH": _width(q), "DV": v.shape[-1], "WIDTH_V": _width(v)}
+    widths = {"D": q.shape[-1], "WIDTH": width_of(q), "DV": v.shape[-1], "WIDTH_V": width_of(v)}
     flagged = {"GIVEN": factor is not None, "MASKED": ranges.mask is not None}
     launch(
         online_kernel, grid, q, k, v, factor, *ranges.tensors, part, state, *shape.sizes, scale,
@@ -234,7 +236,7 @@ def _softmax(
     )  # fmt: skip
     launch(
         merge_kernel, (out[..., 0].numel(),), part, state, out, floats, flags, splits, part.stride(0), state.stride(0),
-        tiles=Tiles(warps=4, stages=1), DV=v.shape[-1], WIDTH=_width(v), PARTS=PARTS,
+        tiles=Tiles(warps=4, stages=1), DV=v.shape[-1], WIDTH=width_of(v), PARTS=PARTS,
     )  # fmt: skip
 
 
@@ -254,7 +256,7 @@ def _compact(
     from .compact_decode_kernels import output_kernel, scores_kernel, sum_kernel, threshold_kernel
 
     out, floats, flags, read_k, read_v = found
-    shape, room = _Shape.of(q, k), _room(ranges.most, tiles.keys)
+    shape, room = Shape.of(q, k), room_for(ranges.most, tiles.keys)
     rows, counted = q.shape[:3], read_k.shape[-1] > 0
     z, near = q.new_empty(2, *rows, room * tiles.keys, dtype=torch.float32)
     tops = q.new_empty(*rows, room, dtype=torch.float32)
@@ -271,7 +273,7 @@ def _compact(
     launch(
         scores_kernel, grid, q, k, factor, *ranges.tensors, upper, edge, z, tops, read_k, *shape.sizes, room, blocks,
         scale, *strides(q), *strides(k), *ranges.strides,
-        tiles=tiles, D=q.shape[-1], WIDTH=_width(q), ROWS=shape.rows, KEYS=tiles.keys, BLOCK=block, **most, **masked,
+        tiles=tiles, D=q.shape[-1], WIDTH=width_of(q), ROWS=shape.rows, KEYS=tiles.keys, BLOCK=block, **most, **masked,
         GIVEN=factor is not None, BOUNDED=bounds is not None, COUNTED=counted,
     )  # fmt: skip
     launch(
@@ -284,13 +286,13 @@ def _compact(
     launch(
         output_kernel, grid, v, z, tops, *ranges.tensors, floats, flags, best, part, read_v, *shape.sizes, room,
         *strides(v), *ranges.strides, part.stride(0),
-        tiles=tiles, DV=v.shape[-1], WIDTH=_width(v), ROWS=shape.rows, KEYS=tiles.keys, **most, **kinds, **masked,
+        tiles=tiles, DV=v.shape[-1], WIDTH=width_of(v), ROWS=shape.rows, KEYS=tiles.keys, **most, **kinds, **masked,
         COUNTED=counted,
     )  # fmt: skip
     if splits > 1:
         launch(
             sum_kernel, (rows.numel(),), part, out, splits, part.stride(0),
-            tiles=Tiles(warps=4, stages=1), DV=v.shape[-1], WIDTH=_width(v), PARTS=PARTS,
+            tiles=Tiles(warps=4, stages=1), DV=v.shape[-1], WIDTH=width_of(v), PARTS=PARTS,
         )  # fmt: skip
 
 
@@ -303,17 +305,17 @@ def _edges(
     given: Tensor | None,
     ranges: Ranges,
     bounds: tuple[Tensor, Tensor, int],
-    shape: _Shape,
+    shape: Shape,
 ) -> tuple[Tensor, Tensor]:
     """(what no score of a block exceeds [B, H, Tq, blocks], below which score no key of a row has weight [B, H, Tq])."""
     from .compact_decode_kernels import bound_kernel, probe_kernel
 
     centre, radius, block = bounds
     tiles = TABLE.pick(q.shape[-1], k.dtype)
-    keys, room = min(tiles.keys, 64), _room(ranges.most, block)
+    keys, room = min(tiles.keys, 64), room_for(ranges.most, block)
     upper = q.new_empty(*q.shape[:3], room, dtype=torch.float32)
     edge = q.new_empty(*q.shape[:3], dtype=torch.float32)
-    shared = {"D": q.shape[-1], "WIDTH": _width(q), "MOST": shape.most, "BLOCK": block, "GIVEN": factor is not None}
+    shared = {"D": q.shape[-1], "WIDTH": width_of(q), "MOST": shape.most, "BLOCK": block, "GIVEN": factor is not None}
     launch(
         bound_kernel, (shape.programs, -(-room // keys)), q, factor, centre, radius, *ranges.tensors[:2],
         upper, *shape.sizes, room, centre.shape[2], -(-k.shape[2] // block), scale, *strides(q), ranges.strides[0],

@@ -44,6 +44,8 @@ START = tl.constexpr(5)
 OUTPUT = tl.constexpr(255)  # the mark of the output pass
 CHUNK = tl.constexpr(256)
 FINEST = tl.constexpr(2.0**-20)
+import os
+PV = tl.constexpr(os.environ.get("PV","ieee"))
 SMALLEST = tl.constexpr(2.0**-100)
 BEYOND = tl.constexpr(2**31 - 1)
 
@@ -53,7 +55,7 @@ def scores(q, k_at, block, stride, keys, DIM: tl.constexpr, WIDTH: tl.constexpr,
     """(q.k of a key block [R, K], the numbers of its keys)."""
     columns = block * KEYS + tl.arange(0, KEYS)
     k = load_block(k_at, columns, stride, keys, DIM, WIDTH, EDGE)
-    return tl.dot(q, tl.trans(k), input_precision="ieee"), columns
+    return tl.dot(q, tl.trans(k), input_precision="tf32x3"), columns
 
 
 @triton.jit
@@ -235,14 +237,14 @@ def search(
             v = load_block(v_at, columns, v_row, keys, VALUES, VALUE_WIDTH, side == 0)
             p = power(u, R).to(v.dtype)
             w = p.to(tl.float32)  # summed as they are applied, so that they sum to one
-            acc = tl.dot(p, v, acc, input_precision="ieee")
+            acc = tl.dot(p, v, acc, input_precision=PV)
             part = tl.sum(w, 1)
             mass += part
             if KEEP:
                 tl.store(row_marks + block, OUTPUT, mask=real & (part > 0))
             if KEEP and RULE == ADAPTIVE:
                 b = lower_power(u, R).to(v.dtype)
-                tilt = tl.dot(b, v, tilt, input_precision="ieee")
+                tilt = tl.dot(b, v, tilt, input_precision=PV)
                 tilt_mass += tl.sum(b.to(tl.float32), 1)
             if KEEP and RULE == ANCHORED:
                 tie = (e > 0) & (dot >= least_top[:, None])
@@ -279,9 +281,9 @@ def search(
         tl.debug_barrier()
         for start in range(0, blocks, CHUNK):
             block = start + tl.arange(0, CHUNK)
-            for g in tl.static_range(GRANULES):
-                at = marks_at + g * blocks.to(tl.int64) + block
-                inside = (block < blocks) & (g < granules)
+            for i in tl.static_range(GRANULES):
+                at = marks_at + i * blocks.to(tl.int64) + block
+                inside = (block < blocks) & (i < granules)
                 mark = tl.load(at, mask=inside, other=0)
                 tl.store(at, (mark == OUTPUT).to(tl.uint8), mask=inside)
 
@@ -338,7 +340,7 @@ def stream(
             p = w.to(v.dtype)
             part = tl.sum(p.to(tl.float32), 1)
             mass = mass * kept + part
-            acc = tl.dot(p, v, acc * kept[:, None], input_precision="ieee")
+            acc = tl.dot(p, v, acc * kept[:, None], input_precision=PV)
             if KEEP and RULE != SOFTMAX:
                 tl.store(row_marks + block, 1, mask=real & (part > 0))
     empty = best == -float("inf")
@@ -363,7 +365,7 @@ def stream(
                 columns = (first + t) * KEYS + tl.arange(0, KEYS)
                 taken = seen(columns, low, high, mask_at, keys, MASK) & lost[:, None]
                 v = load_block(v_at, columns, v_row, keys, VALUES, VALUE_WIDTH, True)
-                acc = tl.dot(taken.to(v.dtype), v, acc, input_precision="ieee")
+                acc = tl.dot(taken.to(v.dtype), v, acc, input_precision=PV)
                 part_seen = tl.sum(taken.to(tl.int32), 1)
                 number_seen += part_seen
                 if KEEP:

@@ -90,10 +90,10 @@ def compact_lists_kernel(
         marked = tl.zeros((CHUNK,), tl.int32)
         for i in tl.static_range(MERGED):
             granule = group * MERGED + i
-            inside = (block < blocks) & (granule < granules)
-            marked |= tl.load(live + granule * along + block * across, mask=inside, other=0).to(tl.int32)
+            real = block < tl.where(granule < granules, blocks, 0)
+            marked |= tl.load(live + granule * along + block * across, mask=real, other=0).to(tl.int32)
         full = (marked != 0) & (block >= whole_from) & (block < whole_to)
-        rest = (marked != 0) & ~full
+        rest = (marked != 0) & ((block < whole_from) | (block >= whole_to))
         tl.store(listed + whole + tl.cumsum(full.to(tl.int32), 0) - 1, block, mask=full)
         tl.store(listed + blocks - part - tl.cumsum(rest.to(tl.int32), 0), block, mask=rest)
         whole += tl.sum(full.to(tl.int32), 0)

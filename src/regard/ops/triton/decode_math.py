@@ -66,7 +66,7 @@ def load_queries(
 def load_tile(x, first, held, stride, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr):
     """Rows [KEYS, WIDTH] from number `first` on, 0 where not `held` [KEYS]: those are not read."""
     at, columns = tl.arange(0, KEYS), tl.arange(0, WIDTH)
-    ptrs = x + first.to(tl.int64) * stride + (at[:, None] * stride + columns[None, :])
+    ptrs = x + tl.cast(first, tl.int64) * stride + (at[:, None] * stride + columns[None, :])
     if D == WIDTH:
         return tl.load(ptrs, mask=held[:, None], other=0.0)
     else:

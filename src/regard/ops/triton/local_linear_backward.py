@@ -30,6 +30,16 @@ from .tiles import Tiles, TileTable
 if TYPE_CHECKING:
     from .local_linear_solve import Rule
 
+RIGHT = TileTable(
+    "local_linear_backward_right",
+    {
+        (64, 2): Tiles(64, 64, 4, 3),
+        (128, 2): Tiles(64, 64, 4, 2),
+        (256, 2): Tiles(64, 32, 8, 1),
+        (256, 4): Tiles(32, 32, 4, 1),
+    },
+)
+OPERANDS = TileTable("local_linear_backward_operands", {(64, 4): Tiles(32, 16, 4, 1), (256, 4): Tiles(16, 16, 4, 1)})
 BY_ROWS = TileTable(
     "local_linear_backward_rows",
     {
@@ -76,64 +86,54 @@ class Gradients(NamedTuple):
 
 
 class _Call:
-    """One backward pass: its tensors with their strides, and the constants of all its kernels."""
+    """One backward pass as kernels read it: matrices with their steps, and the form of all kernels."""
 
     def __init__(
         self, grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, span: Span, kept: Kept
     ) -> None:
-        self.grad, self.x, self.y, self.v = (_rows(z) for z in (grad.to(v.dtype), x, y, v))
-        self.span, self.kept = span, kept
-        self.per_row = isinstance(factor, Tensor)
-        self.factor = factor.float().contiguous() if isinstance(factor, Tensor) else x.new_empty(0, dtype=torch.float32)
-        self.number = 1.0 if isinstance(factor, Tensor) else factor
-        self.batch, self.heads, self.queries, dim = x.shape
-        self.kv_heads, self.keys = y.shape[1:3]
-        width, vwidth = _block(dim), _block(v.shape[-1])
-        self.width = max(width, vwidth)
-        self.mask = x.new_empty(0, dtype=torch.uint8) if span.mask is None else span.mask
-        self.constants: dict[str, Any] = {
-            "D": dim,
-            "DV": v.shape[-1],
-            "WIDTH": width,
-            "VWIDTH": vwidth,
-            "FACTOR": self.per_row,
-            "MASK": span.mask is not None,
-            "PRECISION": "ieee",
-        }
+        from .local_linear_backward_kernels import Form
+        from .local_linear_math import block_width, mask_strides, number_or_rows
+
+        self.x, self.y, self.v, self.kept, self.span = x, y, v, kept, span
+        self.matrices = tuple(_matrix(z) for z in (grad.to(v.dtype), x, y, v))
+        self.factor = number_or_rows(factor, kept.lse)
+        self.mask = (span.low if span.mask is None else span.mask, *mask_strides(span.mask))
+        self.heads, self.queries, self.keys = x.shape[1], x.shape[2], y.shape[2]
+        self.sizes = (self.heads, self.heads // y.shape[1], self.queries, self.keys)
+        wide, value_wide = block_width(x.shape[-1]), block_width(v.shape[-1])
+        self.width = max(wide, value_wide)
+        self.form = Form(
+            dim=x.shape[-1],
+            value_dim=v.shape[-1],
+            wide=wide,
+            value_wide=value_wide,
+            own=0,
+            tile=0,
+            factors=isinstance(factor, Tensor),
+            masked=span.mask is not None,
+            ridge=0,
+            solved=True,
+            split=x.dtype == torch.bfloat16,
+            precision="ieee",
+        )
 
     def new(self, *shape: int) -> Tensor:
-        """[B, H, Tq, ...] float32, to be written by a kernel."""
-        return self.x.new_empty(self.batch, self.heads, self.queries, *shape, dtype=torch.float32)
+        """float32 [B, H, Tq, ...], to be written by a kernel."""
+        return self.kept.lse.new_empty(*self.x.shape[:3], *shape)
 
-    @property
-    def strides(self) -> tuple[int, ...]:
-        mask = () if self.span.mask is None else (_step(self.mask, 0), _step(self.mask, 1))
-        tensors = (z.stride()[:3] for z in (self.grad, self.x, self.y, self.v))
-        return *(s for three in tensors for s in three), batch_stride(self.span.low), *(mask or (0, 0))
+    def by_rows(self) -> tuple[Any, ...]:
+        """What both kernels by rows take of the call."""
+        span = (self.span.low, self.span.high, batch_stride(self.span.low))
+        return self.factor, span, self.mask, self.sizes
 
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """H, G, Tq, Tk."""
-        return self.heads, self.heads // self.kv_heads, self.queries, self.keys
-
-    def grid(self, count: int, size: int, heads: int) -> tuple[tuple[int], int]:
-        """One program a block and head, and how many blocks there are."""
-        blocks = -(-count // size)
-        return (blocks * heads * self.batch,), blocks
+    def row_blocks(self, tiles: Tiles) -> tuple[int]:
+        return (self.x.shape[0] * self.heads * -(-self.queries // tiles.rows),)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """With rows that lie in one piece."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _step(x: Tensor, axis: int) -> int:
-    return x.stride(axis) if x.shape[axis] > 1 else 0
-
-
-def _block(dim: int) -> int:
-    """The width of a tile that holds `dim` features."""
-    return max(16, 1 << (dim - 1).bit_length())
+def _matrix(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """A [B, H, T, width] whose rows lie in one piece, with the steps of the others."""
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x, *x.stride()[:3]
 
 
 def backward(
@@ -151,98 +151,98 @@ def backward(
 
     Args:
         grad: dL/do [B, H, Tq, Dv].
-        factor: z = factor * x . y, a number or [B, H, Tq].
-        ridge: relative to the kernel weight, a number or [B, H, Tq, 1 or D]; None where t was given.
+        factor: z = factor * x . y, a number or float32 [B, H, Tq].
+        ridge: relative to the kernel weight, a number or float32 [B, H, Tq, 1 or D]; None where t was given.
         rule: how systems are solved, None where t was given.
 
-    Cost: 3 products of D a pair for the right sides, those of the solve, 5 for dx and 9 for dy and dv.
+    Cost: 3 products a pair of D each for the right sides, those of the solve, 5 for dx and 9 for dy and dv.
     """
     call = _Call(grad, x, y, v, factor, span, kept)
-    right = u = None
+    u = None
     if ridge is not None:
         from .local_linear_solve import solve
 
         assert rule is not None
-        right = _right_sides(call)
-        u = solve(right, call.x, call.y, factor, ridge, kept.lse, kept.kbar, span, rule)[0]
-    dx, dfactor, dridge, dprobe, read = _by_rows(call, ridge, u, right)
-    dy, dv = _by_keys(call, read, u is not None)
+        u = solve(_right_sides(call), x, y, factor, ridge, kept.lse, kept.kbar, span, rule)[0]
+    read, dridge = _operands(call, ridge, u)
+    dx, dfactor, dprobe = _by_rows(call, read, u)
+    dy, dv = _by_keys(call, read)
     return Gradients(dx, dy, dv, dfactor, dridge, dprobe)
 
 
 def _right_sides(call: _Call) -> Tensor:
     """sum_j p_ij (gamma_ij - gammabar_i) y_j [B, H, Tq, D]."""
-    from .local_linear_backward_kernels import right_kernel
+    from .local_linear_backward_kernels import local_linear_right_kernel
 
-    right, kept, span = call.new(call.x.shape[-1]), call.kept, call.span
-    tensors = (call.grad, call.x, call.y, call.v, call.factor, kept.lse, kept.kbar, kept.vbar, span.low, span.high)
+    right = call.new(call.x.shape[-1])
 
     def run(tiles: Tiles) -> None:
-        grid, blocks = call.grid(call.queries, tiles.rows, call.heads)
-        rest = (*call.strides, call.number, blocks, *call.sizes)
-        constants = {**call.constants, "ROWS": tiles.rows, "KEYS": tiles.keys}
-        launch(right_kernel, grid, *tensors, call.mask, right, *rest, tiles=tiles, **constants)
+        form = call.form._replace(own=tiles.rows, tile=tiles.keys)
+        args = (right, call.matrices, call.kept[1:], *call.by_rows())
+        launch(local_linear_right_kernel, call.row_blocks(tiles), *args, tiles=tiles, FORM=form)
 
-    run(BY_ROWS.pick(call.width, call.x.dtype, run, ("right",)))
+    run(RIGHT.pick(call.width, call.x.dtype, run))
     return right
 
 
 class _Read(NamedTuple):
-    """What the kernel by keys reads of rows: t, -u and t's rest in the dtype of products [3, B, H, Tq, D], and
-    1 - m . t, gammabar - m . u and c [3, B, H, Tq]."""
+    """What the kernels read of rows: t, -u and t's rest as they are multiplied [2 or 3, B, H, Tq, D]; and 1 - m . t,
+    gammabar - m . u, c and 1 - m . t of t's first term [4, B, H, Tq]."""
 
-    slopes: Tensor
-    rows: Tensor
+    operands: Tensor
+    table: Tensor
+    solved: bool
 
 
-def _by_rows(
-    call: _Call, ridge: float | Tensor | None, u: Tensor | None, right: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, _Read]:
-    from .local_linear_backward_kernels import query_kernel
+def _operands(call: _Call, ridge: float | Tensor | None, u: Tensor | None) -> tuple[_Read, Tensor | None]:
+    """(what is read of rows, dridge)."""
+    from .local_linear_backward_kernels import local_linear_operands_kernel
+    from .local_linear_math import number_or_rows
 
-    kept, span, dim = call.kept, call.span, call.x.shape[-1]
-    none = call.new(0)
+    lse, width = call.kept.lse, ridge.shape[-1] if isinstance(ridge, Tensor) else 0
+    dridge = call.new(width) if width else None
+    planes, rows = 3 if call.form.split else 2, call.x.shape[:3]
+    read = _Read(call.x.new_empty(planes, *rows, call.x.shape[-1]), lse.new_empty(4, *rows), u is not None)
+    slopes = (call.kept.t, lse if u is None else u)
+    number = number_or_rows(0.0 if ridge is None else ridge, lse)
+    tiles = OPERANDS.pick(call.width, torch.float32)
+    args = (call.matrices[0], call.kept[1:], slopes, number, lse if dridge is None else dridge, *read[:2], lse.numel())
+    form = call.form._replace(own=tiles.rows, ridge=width, solved=read.solved)
+    launch(local_linear_operands_kernel, call.row_blocks(tiles), *args, call.sizes, tiles=tiles, FORM=form)
+    return read, dridge
+
+
+def _by_rows(call: _Call, read: _Read, u: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(dx, dfactor, dprobe)."""
+    from .local_linear_backward_kernels import local_linear_query_kernel
+
+    lse = call.kept.lse
     dx = torch.empty_like(call.x, memory_format=torch.contiguous_format)
-    dfactor = call.new() if call.per_row else None
-    given = ridge if isinstance(ridge, Tensor) else None
-    dridge = None if given is None else call.new(given.shape[-1])
-    dprobe = call.new(dim) if ridge is None else None
-    split = call.x.dtype == torch.bfloat16
-    shape = (call.batch, call.heads, call.queries)
-    read = _Read(call.x.new_empty(3 if split else 2, *shape, dim), none.new_empty(3, *shape))
-    tensors = (call.grad, call.x, call.y, call.v, call.factor, none if given is None else given, kept.t)
-    solved = (none if u is None else u, kept.lse, kept.kbar, kept.vbar, span.low, span.high, call.mask)
-    found = tuple(none if z is None else z for z in (dx, dfactor, dridge, dprobe))
-    number = ridge if isinstance(ridge, float) else 0.0
-    kind = 0 if given is None else 1 if given.shape[-1] == 1 else 2
-    steps = (0, 0, 0, 0) if given is None else given.expand(*shape, given.shape[-1]).stride()
+    dfactor = call.new() if call.form.factors else None
+    dprobe = None if read.solved else call.new(call.x.shape[-1])
+    outs = tuple(lse if z is None else z for z in (dx, dfactor, dprobe))
 
     def run(tiles: Tiles) -> None:
-        grid, blocks = call.grid(call.queries, tiles.rows, call.heads)
-        strides = (*call.strides[:12], *steps, *call.strides[12:])
-        rest = (*strides, call.number, number, blocks, call.batch, *call.sizes)
-        constants = {**call.constants, "RIDGE": kind, "SOLVED": u is not None, "SPLIT": split}
-        constants |= {"ROWS": tiles.rows, "KEYS": tiles.keys}
-        launch(query_kernel, grid, *tensors, *solved, *found, *read, *rest, tiles=tiles, **constants)
+        form = call.form._replace(own=tiles.rows, tile=tiles.keys, solved=read.solved)
+        args = (outs, call.matrices, call.kept[1:], lse if u is None else u, *call.by_rows(), *read[:2], lse.numel())
+        launch(local_linear_query_kernel, call.row_blocks(tiles), *args, tiles=tiles, FORM=form)
 
-    run(BY_ROWS.pick(call.width, call.x.dtype, run, ("dx", u is not None)))
-    return dx, dfactor, dridge, dprobe, read
+    run(BY_ROWS.pick(call.width, call.x.dtype, run, (read.solved,)))
+    return dx, dfactor, dprobe
 
 
-def _by_keys(call: _Call, read: _Read, solved: bool) -> tuple[Tensor, Tensor]:
-    from .local_linear_backward_kernels import key_kernel
+def _by_keys(call: _Call, read: _Read) -> tuple[Tensor, Tensor]:
+    from .local_linear_backward_kernels import local_linear_key_kernel
 
-    span = call.span
     dy, dv = (torch.empty_like(z, memory_format=torch.contiguous_format) for z in (call.y, call.v))
-    tensors = (call.grad, call.x, call.y, call.v, call.factor, call.kept.lse, *read, span.low, span.high)
-    split = read.slopes.shape[0] == 3
+    span = (call.span.first, call.span.last, batch_stride(call.span.first))
+    lse = call.kept.lse
 
     def run(tiles: Tiles) -> None:
-        grid, blocks = call.grid(call.keys, tiles.keys, call.kv_heads)
-        rest = (*call.strides, batch_stride(span.first), call.number, blocks, call.batch, *call.sizes)
-        constants = {**call.constants, "SOLVED": solved, "SPLIT": split, "ROWS": tiles.rows, "KEYS": tiles.keys}
-        ranges = (span.first, span.last, call.mask)
-        launch(key_kernel, grid, *tensors, *ranges, dy, dv, *rest, tiles=tiles, **constants)
+        form = call.form._replace(own=tiles.keys, tile=tiles.rows, solved=read.solved)
+        grid = (dy.shape[0] * dy.shape[1] * -(-call.keys // tiles.keys),)
+        args = ((dy, dv), call.matrices, lse, call.factor, span, call.mask, call.sizes, *read[:2], lse.numel())
+        launch(local_linear_key_kernel, grid, *args, tiles=tiles, FORM=form)
 
-    run(BY_KEYS.pick(call.width, call.x.dtype, run, (solved,)))
+    run(BY_KEYS.pick(call.width, call.x.dtype, run, (read.solved,)))
     return dy, dv

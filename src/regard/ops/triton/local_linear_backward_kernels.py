@@ -1,348 +1,346 @@
-"""Kernels of the backward pass of local linear attention: the formulas are those of `local_linear_backward`.
+"""Kernels of the backward pass of local linear attention, whose formulas `local_linear_backward` gives.
 
-A weight is never stored: each kernel makes p_ij = 2^(log2e factor_i x_i . y_j - lse_i) of its tiles anew. Tiles that all
-of a block's rows see whole run through a loop without masks, those at the ends of ranges through another.
+A weight is never stored: each kernel makes p_ij = 2^(c_i x_i . y_j - lse_i), c = factor log2(e), of its tiles anew. As
+in `local_linear_math`, products with keys are centred at the row's own mean by their own rounded operand.
 
-Every product with the keys is centred at the row's own mean by its own rounded operand: slopes are y_j . round(t_i) -
-m_i . round(t_i), and sums are sum_j round(w_ij) y_j - (sum_j round(w_ij)) m_i, both differences in float32.
+Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimensions. A matrix is (base, steps of batch,
+head and row), within a head (base, step).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-NUMBER, ROW, DIMS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""A ridge is a number, one a row, or one a row and coordinate."""
+from .local_linear_math import LOG2E, edge_tile, load_keys, load_rows, load_span, plan, row_factor, row_ridge, seen
+from .local_linear_math import store_rows
+
+LIFT, DROP, MEAN, FIRST = (tl.constexpr(i) for i in range(4))  # tables of rows: 1 - m . t, gammabar - m . u, c, and
+# 1 - m . t of t's first term alone
+GIVEN, SOLUTION, REST = (tl.constexpr(i) for i in range(3))  # operands: t rounded, -u rounded, what t's rounding left
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        dim, value_dim, wide, value_wide: D, Dv, and the powers of two that hold them.
+        own, tile: rows of a program's own block, and of those that stream past.
+        factors, masked: whether there are a factor a row, and a mask over keys.
+        ridge: 0 for a number, else its numbers a row, 1 or D.
+        solved: whether there is u; else t was given.
+        split: whether a has t in two terms.
+        precision: of products.
+    """
+
+    dim: int
+    value_dim: int
+    wide: int
+    value_wide: int
+    own: int
+    tile: int
+    factors: bool
+    masked: bool
+    ridge: int
+    solved: bool
+    split: bool
+    precision: str
 
 
 @triton.jit
-def _tile(base, start, local, dims, stride, count, DIM: tl.constexpr, EDGE: tl.constexpr):
-    """Rows [start + local] of a matrix [count, DIM], 0 outside it."""
-    at = base + tl.cast(start, tl.int64) * stride + (local[:, None] * stride + dims[None, :])
+def _of_head(matrix, batch, head):
+    """The matrix of one head."""
+    return matrix[0] + batch * matrix[1] + head * matrix[2], matrix[3]
+
+
+@triton.jit
+def _place(blocks, heads, group):
+    """(block, head among all [B, heads], batch, head, key head) of this program. Heads stay together, so that their
+    keys stay in the cache."""
+    nth = (tl.program_id(0) // blocks).to(tl.int64)
+    return tl.program_id(0) % blocks, nth, nth // heads, nth % heads, nth % heads // group
+
+
+@triton.jit
+def _rows_of(matrices, kept, factor, span, mask, sizes, block, FORM: tl.constexpr):
+    """What the kernels by rows read of theirs: places, operands and row numbers."""
+    heads, group, queries, keys = sizes
+    turn, nth, batch, head, key_head = _place(tl.cdiv(queries, FORM.own), heads, group)
+    first = block * FORM.own
+    grad_at, x_at = _of_head(matrices[0], batch, head), _of_head(matrices[1], batch, head)
+    g = load_rows(grad_at[0], first, grad_at[1], queries, FORM.own, FORM.value_dim, FORM.value_wide)
+    x = load_rows(x_at[0], first, x_at[1], queries, FORM.own, FORM.dim, FORM.wide)
+    rows = first + tl.arange(0, FORM.own)
+    lse = tl.load(kept[0] + nth * queries + rows, mask=rows < queries, other=float("inf"))
+    c = row_factor(factor[0] + nth * queries, factor[1], rows, queries, FORM.factors)
+    low, high = load_span(span[0] + batch * span[2], span[1] + batch * span[2], rows, queries)
+    hidden = mask[0] + batch * mask[1] + head * mask[2]
+    kv = _of_head(matrices[2], batch, key_head), _of_head(matrices[3], batch, key_head), hidden, keys
+    return nth, first, x, g, (c, lse, low, high), kv
+
+
+@triton.jit
+def _own_rows(pointer, nth, first, queries, FORM: tl.constexpr):
+    """This block's rows of a contiguous [B, H, Tq, D]."""
+    return load_rows(pointer + nth * queries * FORM.dim, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
+
+
+@triton.jit
+def _put_rows(pointer, value, nth, first, queries, FORM: tl.constexpr):
+    """The counterpart of `_own_rows`."""
+    store_rows(pointer + nth * queries * FORM.dim, value, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
+
+
+@triton.jit
+def _pair_tile(x, rows, kv, first, EDGE: tl.constexpr, FORM: tl.constexpr):
+    """(keys, values, p) of one tile of keys."""
+    c, lse, low, high = rows
+    k = load_keys(kv[0][0], first, kv[0][1], kv[3], FORM.tile, FORM.dim, FORM.wide, EDGE)
+    v = load_keys(kv[1][0], first, kv[1][1], kv[3], FORM.tile, FORM.value_dim, FORM.value_wide, EDGE)
+    p = tl.exp2(tl.dot(x, tl.trans(k), input_precision=FORM.precision) * c[:, None] - lse[:, None])
     if EDGE:
-        return tl.load(at, mask=(start + local < count)[:, None] & (dims < DIM)[None, :], other=0.0)
-    if DIM < dims.shape[0]:
-        return tl.load(at, mask=(dims < DIM)[None, :], other=0.0)
-    return tl.load(at)
+        p = tl.where(seen(low, high, first, kv[2], kv[3], FORM.tile, FORM.masked), p, 0.0)
+    return k, v, p
 
 
 @triton.jit
-def _put(base, value, start, local, dims, stride, count, DIM: tl.constexpr):
-    """Store rows [start + local] of a matrix [count, DIM]."""
-    at = base + tl.cast(start, tl.int64) * stride + (local[:, None] * stride + dims[None, :])
-    tl.store(at, value.to(base.dtype.element_ty), mask=(start + local < count)[:, None] & (dims < DIM)[None, :])
+def _add(weights, k, total, used, FORM: tl.constexpr):
+    """(total + rounded weights times keys, used + rounded weights)."""
+    rounded = weights.to(k.dtype)
+    return tl.dot(rounded, k, total, input_precision=FORM.precision), used + tl.sum(rounded.to(tl.float32), 1)
 
 
 @triton.jit
-def _ranges(low, high, SIZE: tl.constexpr):
-    """Tiles of a block whose members see [low, high): (start, tiles to the left of the full ones, the full ones' start
-    and end, tiles on both sides)."""
-    start, end = tl.min(low, 0) // SIZE * SIZE, tl.cdiv(tl.max(high, 0), SIZE) * SIZE
-    full, last = tl.cdiv(tl.max(low, 0), SIZE) * SIZE, tl.min(high, 0) // SIZE * SIZE
-    some = last > full
-    full, last = tl.where(some, full, end), tl.where(some, last, end)
-    left = (full - start) // SIZE
-    return start, left, full, last, tl.maximum(left + (end - last) // SIZE, 0)
+def _right_step(state, x, g, mean, rows, kv, first, EDGE: tl.constexpr, FORM: tl.constexpr):
+    """One tile of sum_j p_ij (gamma_ij - gammabar_i) y_j."""
+    k, v, p = _pair_tile(x, rows, kv, first, EDGE, FORM)
+    gamma = tl.dot(g, tl.trans(v), input_precision=FORM.precision)
+    return _add(p * (gamma - mean[:, None]), k, state[0], state[1], FORM)
 
 
 @triton.jit
-def _side(n, start, left, last, SIZE: tl.constexpr):
-    """Where the n-th tile beside the full ones starts."""
-    return tl.where(n < left, start + n * SIZE, last + (n - left) * SIZE)
+def local_linear_right_kernel(right, matrices, kept, factor, span, mask, sizes, FORM: tl.constexpr):
+    """The right sides [B, H, Tq, D] of the systems of u, of one block of queries."""
+    queries = sizes[2]
+    blocks = tl.cdiv(queries, FORM.own)
+    block = blocks - 1 - tl.program_id(0) % blocks  # in causal order the last have most to do
+    nth, begin, x, g, rows, kv = _rows_of(matrices, kept, factor, span, mask, sizes, block, FORM)
+    mean = kept[2] + nth * queries * FORM.value_dim
+    mean = load_rows(mean, begin, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
+    mean = tl.sum(g.to(tl.float32) * mean, 1)
+    start, tiles, left, full = plan(rows[2], rows[3], FORM.tile, FORM.masked)
+    state = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own,), tl.float32)
+    for n in range(tiles - full):
+        first = start + edge_tile(n, left, full) * FORM.tile
+        state = _right_step(state, x, g, mean, rows, kv, first, True, FORM)
+    if not FORM.masked:
+        for n in range(left, left + full):
+            state = _right_step(state, x, g, mean, rows, kv, start + n * FORM.tile, False, FORM)
+    found = state[0] - state[1][:, None] * _own_rows(kept[1], nth, begin, queries, FORM)
+    _put_rows(right, found, nth, begin, queries, FORM)
 
 
 @triton.jit
-def _hidden(p, start, keys, low, high, keep, Tk, MASK: tl.constexpr):
-    """The weights [rows, keys] with 0 where a row does not see a key."""
-    at = start + keys
-    seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
-    if MASK:
-        seen = seen & (tl.load(keep + at, mask=at < Tk, other=0) != 0)[None, :]
-    return tl.where(seen, p, 0.0)
-
-
-@triton.jit
-def _place(pid, blocks, H, G):
-    """(block, batch, query head, key head) of a program; heads stay together, that L2 may hold their keys."""
-    head = pid // blocks
-    return pid % blocks, head // H, head % H, (head % H) // G
-
-
-@triton.jit
-def _range_of(low_ptr, high_ptr, stride, batch, at, count):
-    """Ranges of the members `at`, those beyond the last as the last."""
-    at = batch.to(tl.int64) * stride + tl.minimum(at, count - 1)
-    return tl.load(low_ptr + at), tl.load(high_ptr + at)
-
-
-@triton.jit
-def _right_tile(
-    sums, total, start, x, g, mean, scale, lse, low, high, k_ptr, v_ptr, keep, skt, svt, Tk,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VWIDTH: tl.constexpr, KEYS: tl.constexpr,
-    EDGE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One tile of sum_j p_ij (gamma_ij - gammabar_i) y_j and of the rounded weights' sum."""
-    keys = tl.arange(0, KEYS)
-    k = _tile(k_ptr, start, keys, tl.arange(0, WIDTH), skt, Tk, D, EDGE)
-    v = _tile(v_ptr, start, keys, tl.arange(0, VWIDTH), svt, Tk, DV, EDGE)
-    p = tl.exp2(tl.dot(x, tl.trans(k), input_precision=PRECISION) * scale[:, None] - lse[:, None])
-    if EDGE or MASK:
-        p = _hidden(p, start, keys, low, high, keep, Tk, MASK)
-    gamma = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-    weights = (p * (gamma - mean[:, None])).to(k.dtype)
-    return tl.dot(weights, k, sums, input_precision=PRECISION), total + tl.sum(weights.to(tl.float32), 1)
-
-
-@triton.jit(do_not_specialize=["Tq", "Tk"])
-def right_kernel(
-    g_ptr, x_ptr, k_ptr, v_ptr, factor_ptr, lse_ptr, kbar_ptr, vbar_ptr, low_ptr, high_ptr, keep_ptr, right_ptr,
-    sgb, sgh, sgt, sxb, sxh, sxt, skb, skh, skt, svb, svh, svt, span, smb, smh, factor, blocks, H, G, Tq, Tk,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VWIDTH: tl.constexpr, FACTOR: tl.constexpr,
-    MASK: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """The right sides [B, H, Tq, D] of the systems of u."""
-    turn, batch, head, kv = _place(tl.program_id(0), blocks, H, G)
-    start = (blocks - 1 - turn) * ROWS  # causal blocks see the more, the later they are: those first
-    local, dims, vdims = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, VWIDTH)
-    rows, inside = start + local, start + local < Tq
-    at = (batch * H + head).to(tl.int64) * Tq
-    batch, head, kv = batch.to(tl.int64), head.to(tl.int64), kv.to(tl.int64)
-    k_ptr, v_ptr, keep = k_ptr + batch * skb + kv * skh, v_ptr + batch * svb + kv * svh, keep_ptr + batch * smb + head * smh
-    x = _tile(x_ptr + batch * sxb + head * sxh, start, local, dims, sxt, Tq, D, True)
-    g = _tile(g_ptr + batch * sgb + head * sgh, start, local, vdims, sgt, Tq, DV, True)
-    mean = tl.sum(g.to(tl.float32) * _tile(vbar_ptr + at * DV, start, local, vdims, DV, Tq, DV, True), 1)
-    lse = tl.load(lse_ptr + at + rows, mask=inside, other=float("inf"))
-    scale = (tl.load(factor_ptr + at + rows, mask=inside, other=0.0) if FACTOR else tl.full([ROWS], factor, tl.float32)) * LOG2E
-    low, high = _range_of(low_ptr, high_ptr, span, batch, rows, Tq)
-    begin, left, full, last, sides = _ranges(low, high, KEYS)
-    sums, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
-    for key in range(full, last, KEYS):
-        sums, total = _right_tile(
-            sums, total, key, x, g, mean, scale, lse, low, high, k_ptr, v_ptr, keep, skt, svt, Tk,
-            D, DV, WIDTH, VWIDTH, KEYS, False, MASK, PRECISION,
-        )  # fmt: skip
-    for n in range(0, sides):
-        sums, total = _right_tile(
-            sums, total, _side(n, begin, left, last, KEYS), x, g, mean, scale, lse, low, high, k_ptr, v_ptr, keep, skt,
-            svt, Tk, D, DV, WIDTH, VWIDTH, KEYS, True, MASK, PRECISION,
-        )  # fmt: skip
-    sums -= total[:, None] * _tile(kbar_ptr + at * D, start, local, dims, D, Tq, D, True)
-    _put(right_ptr + at * D, sums, start, local, dims, D, Tq, D)
-
-
-@triton.jit
-def _query_tile(
-    sums, total, c, right, mass, start, x, g, t, u, lift, drop, guess, scale, lse, low, high, k_ptr, v_ptr, keep, skt, svt,
-    Tk, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VWIDTH: tl.constexpr, KEYS: tl.constexpr,
-    SOLVED: tl.constexpr, EDGE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One tile of sum_j dlogit_ij y_j, of the rounded dlogits' sum, of c, and where t is given, of its gradient."""
-    keys = tl.arange(0, KEYS)
-    k = _tile(k_ptr, start, keys, tl.arange(0, WIDTH), skt, Tk, D, EDGE)
-    v = _tile(v_ptr, start, keys, tl.arange(0, VWIDTH), svt, Tk, DV, EDGE)
-    p = tl.exp2(tl.dot(x, tl.trans(k), input_precision=PRECISION) * scale[:, None] - lse[:, None])
-    if EDGE or MASK:
-        p = _hidden(p, start, keys, low, high, keep, Tk, MASK)
-    b = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-    if SOLVED:
-        b = tl.dot(u, tl.trans(k), b, input_precision=PRECISION)
-    b -= drop[:, None]
-    a = tl.dot(t, tl.trans(k), input_precision=PRECISION) + lift[:, None]
-    if SOLVED:
-        dz = p * (a * b - guess[:, None])
-    else:
-        tilted = p * b
-        rounded = tilted.to(k.dtype)
-        right, mass = tl.dot(rounded, k, right, input_precision=PRECISION), mass + tl.sum(rounded.to(tl.float32), 1)
-        dz = tilted * a
-    rounded = dz.to(k.dtype)
-    sums = tl.dot(rounded, k, sums, input_precision=PRECISION)
-    return sums, total + tl.sum(rounded.to(tl.float32), 1), c + tl.sum(dz, 1), right, mass
-
-
-@triton.jit
-def _operand(value, mean, pointer, plane, start, local, dims, Tq, D: tl.constexpr):
-    """(`value` rounded for products and stored in its plane, m_i . its rounded self)."""
+def _operand(pointer, value, mean, nth, first, queries, FORM: tl.constexpr):
+    """(value rounded for products, and stored as such; m . its rounded self)."""
     rounded = value.to(pointer.dtype.element_ty)
-    _put(pointer + plane * D, rounded, start, local, dims, D, Tq, D)
-    return rounded, tl.sum(rounded.to(tl.float32) * mean, 1)
+    _put_rows(pointer, rounded, nth, first, queries, FORM)
+    return rounded.to(tl.float32), tl.sum(rounded.to(tl.float32) * mean, 1)
 
 
 @triton.jit
-def _ridge_gradient(
-    t, u, ridge_ptr, dridge_ptr, ridge, srb, srh, srt, srd, at, batch, head, start, local, dims, Tq,
-    D: tl.constexpr, RIDGE: tl.constexpr,
-):  # fmt: skip
+def _ridge_share(t, u, ridge, dridge, nth, first, queries, FORM: tl.constexpr):
     """sum_d ridge_d t_d u_d; dL/dridge is stored where the ridge is a tensor."""
-    both, inside = t * u, start + local < Tq
-    if RIDGE == NUMBER:
-        return tl.sum(both, 1) * ridge
-    own = ridge_ptr + batch * srb + head * srh + tl.cast(start, tl.int64) * srt
-    if RIDGE == ROW:
-        share = tl.sum(both, 1)
-        tl.store(dridge_ptr + at + start + local, -share, mask=inside)
-        return share * tl.load(own + local * srt, mask=inside, other=0.0)
-    _put(dridge_ptr + at * D, -both, start, local, dims, D, Tq, D)
-    where = inside[:, None] & (dims < D)[None, :]
-    return tl.sum(both * tl.load(own + local[:, None] * srt + dims[None, :] * srd, mask=where, other=0.0), 1)
-
-
-@triton.jit(do_not_specialize=["Tq", "Tk"])
-def query_kernel(
-    g_ptr, x_ptr, k_ptr, v_ptr, factor_ptr, ridge_ptr, t_ptr, u_ptr, lse_ptr, kbar_ptr, vbar_ptr, low_ptr, high_ptr,
-    keep_ptr, dx_ptr, dfactor_ptr, dridge_ptr, right_ptr, slopes_ptr, rows_ptr,
-    sgb, sgh, sgt, sxb, sxh, sxt, skb, skh, skt, svb, svh, svt, srb, srh, srt, srd, span, smb, smh, factor, ridge,
-    blocks, B, H, G, Tq, Tk,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VWIDTH: tl.constexpr, FACTOR: tl.constexpr,
-    RIDGE: tl.constexpr, SOLVED: tl.constexpr, SPLIT: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """dx, dfactor, dridge, and the gradient of a given t; also what the kernel by keys reads of rows: t and -u rounded
-    [2 or 3, B, H, Tq, D], and 1 - m . t, gammabar - m . u and c [3, B, H, Tq]."""
-    turn, batch, head, kv = _place(tl.program_id(0), blocks, H, G)
-    start = (blocks - 1 - turn) * ROWS
-    local, dims, vdims = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, VWIDTH)
-    rows, inside = start + local, start + local < Tq
-    at = (batch * H + head).to(tl.int64) * Tq
-    plane = tl.cast(B, tl.int64) * H * Tq
-    batch, head, kv = batch.to(tl.int64), head.to(tl.int64), kv.to(tl.int64)
-    k_ptr, v_ptr, keep = k_ptr + batch * skb + kv * skh, v_ptr + batch * svb + kv * svh, keep_ptr + batch * smb + head * smh
-    x = _tile(x_ptr + batch * sxb + head * sxh, start, local, dims, sxt, Tq, D, True)
-    g = _tile(g_ptr + batch * sgb + head * sgh, start, local, vdims, sgt, Tq, DV, True)
-    drop = tl.sum(g.to(tl.float32) * _tile(vbar_ptr + at * DV, start, local, vdims, DV, Tq, DV, True), 1)
-    lse = tl.load(lse_ptr + at + rows, mask=inside, other=float("inf"))
-    own = tl.load(factor_ptr + at + rows, mask=inside, other=0.0) if FACTOR else tl.full([ROWS], factor, tl.float32)
-    mean = _tile(kbar_ptr + at * D, start, local, dims, D, Tq, D, True)
-    slope = _tile(t_ptr + at * D, start, local, dims, D, Tq, D, True)
-    t, lift = _operand(slope, mean, slopes_ptr + at * D, 0 * plane, start, local, dims, Tq, D)
-    u, guess = t, tl.zeros([ROWS], tl.float32)
-    if SOLVED:
-        solution = _tile(u_ptr + at * D, start, local, dims, D, Tq, D, True)
-        guess = _ridge_gradient(
-            slope, solution, ridge_ptr, dridge_ptr, ridge, srb, srh, srt, srd, at, batch, head, start, local, dims, Tq,
-            D, RIDGE,
-        )  # fmt: skip
-        u, away = _operand(-solution, mean, slopes_ptr + at * D, plane, start, local, dims, Tq, D)
-        drop += away
-    shared = lift
-    if SPLIT:
-        shared += _operand(slope - t.to(tl.float32), mean, slopes_ptr + at * D, 2 * plane, start, local, dims, Tq, D)[1]
-    tl.store(rows_ptr + at + rows, 1 - shared, mask=inside)
-    tl.store(rows_ptr + plane + at + rows, drop, mask=inside)
-    lift, scale = 1 - lift, own * LOG2E
-    low, high = _range_of(low_ptr, high_ptr, span, batch, rows, Tq)
-    begin, left, full, last, sides = _ranges(low, high, KEYS)
-    sums, total, c = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
-    right, mass = (tl.zeros([ROWS, 16], tl.float32), total) if SOLVED else (sums, total)
-    for key in range(full, last, KEYS):
-        sums, total, c, right, mass = _query_tile(
-            sums, total, c, right, mass, key, x, g, t, u, lift, drop, guess, scale, lse, low, high, k_ptr, v_ptr, keep,
-            skt, svt, Tk, D, DV, WIDTH, VWIDTH, KEYS, SOLVED, False, MASK, PRECISION,
-        )  # fmt: skip
-    for n in range(0, sides):
-        sums, total, c, right, mass = _query_tile(
-            sums, total, c, right, mass, _side(n, begin, left, last, KEYS), x, g, t, u, lift, drop, guess, scale, lse, low,
-            high, k_ptr, v_ptr, keep, skt, svt, Tk, D, DV, WIDTH, VWIDTH, KEYS, SOLVED, True, MASK, PRECISION,
-        )  # fmt: skip
-    mean = _tile(kbar_ptr + at * D, start, local, dims, D, Tq, D, True)
-    sums -= total[:, None] * mean
-    if FACTOR:
-        tl.store(dfactor_ptr + at + rows, tl.sum(x.to(tl.float32) * sums, 1), mask=inside)
-    sums *= own[:, None]
-    if SOLVED:
-        sums += _tile(u_ptr + at * D, start, local, dims, D, Tq, D, True)
-    else:
-        _put(right_ptr + at * D, mass[:, None] * mean - right, start, local, dims, D, Tq, D)
-    _put(dx_ptr + at * D, sums, start, local, dims, D, Tq, D)
-    tl.store(rows_ptr + 2 * plane + at + rows, guess + c, mask=inside)
+    both = t * u
+    own = row_ridge(
+        ridge[0] + nth * queries * FORM.ridge, ridge[1], first, queries, FORM.own, FORM.dim, FORM.wide, FORM.ridge
+    )
+    if FORM.ridge == 1:
+        rows = first + tl.arange(0, FORM.own)
+        tl.store(dridge + nth * queries + rows, -tl.sum(both, 1), mask=rows < queries)
+    if FORM.ridge > 1:
+        _put_rows(dridge, -both, nth, first, queries, FORM)
+    return tl.sum(both * own, 1)
 
 
 @triton.jit
-def _key_tile(
-    dk, dv, member, start, k, v, first_key, x_ptr, g_ptr, t_ptr, plane, lse_ptr, rows_ptr, factor_ptr, own, low_ptr,
-    high_ptr, keep, sxh, sxt, sgh, sgt, smh, Tq, Tk,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VWIDTH: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, FACTOR: tl.constexpr, SOLVED: tl.constexpr, SPLIT: tl.constexpr, EDGE: tl.constexpr,
-    MASK: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """What one tile of rows adds to dk and dv. `plane`: rows of all heads; planes as `query_kernel` writes them."""
-    local, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    rows = start + local
-    inside = rows < Tq
-    member = tl.cast(member, tl.int64)
-    at = member * Tq
-    lse_ptr, rows_ptr, factor_ptr, t_ptr = lse_ptr + at, rows_ptr + at, factor_ptr + at, t_ptr + at * D
-    x = _tile(x_ptr + member * sxh, start, local, dims, sxt, Tq, D, EDGE)
-    g = _tile(g_ptr + member * sgh, start, local, tl.arange(0, VWIDTH), sgt, Tq, DV, EDGE)
-    t = _tile(t_ptr, start, local, dims, D, Tq, D, EDGE)
-    lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))
-    if FACTOR:
-        own = tl.load(factor_ptr + rows, mask=inside, other=0.0)
+def local_linear_operands_kernel(
+    grad, kept, slopes, ridge, dridge, operands, table, lines, sizes, FORM: tl.constexpr
+):
+    """What the kernels by queries and by keys read of rows, of one block of these: `operands` [2 or 3, B, H, Tq, D] and
+    `table` [4, B, H, Tq], each plane of `lines` = B H Tq rows; in place of c what it is of a solution without error.
+    Also the gradient of ridges."""
+    heads, _, queries, _ = sizes
+    block, nth, batch, head, _ = _place(tl.cdiv(queries, FORM.own), heads, 1)
+    first = block * FORM.own
+    row = first + tl.arange(0, FORM.own)
+    inside, line = row < queries, nth * queries + row
+    grad_at = _of_head(grad, batch, head)
+    g = load_rows(grad_at[0], first, grad_at[1], queries, FORM.own, FORM.value_dim, FORM.value_wide).to(tl.float32)
+    vbar = kept[2] + nth * queries * FORM.value_dim
+    vbar = load_rows(vbar, first, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
+    drop, share = tl.sum(g * vbar, 1), tl.zeros((FORM.own,), tl.float32)
+    mean = _own_rows(kept[1], nth, first, queries, FORM)
+    t = _own_rows(slopes[0], nth, first, queries, FORM)
+    rounded, lift = _operand(operands, t, mean, nth, first, queries, FORM)
+    tl.store(table + FIRST * lines + line, 1 - lift, mask=inside)
+    if FORM.split:
+        lift += _operand(operands + REST * lines * FORM.dim, t - rounded, mean, nth, first, queries, FORM)[1]
+    if FORM.solved:
+        u = _own_rows(slopes[1], nth, first, queries, FORM)
+        share = _ridge_share(t, u, ridge, dridge, nth, first, queries, FORM)
+        drop += _operand(operands + SOLUTION * lines * FORM.dim, -u, mean, nth, first, queries, FORM)[1]
+    tl.store(table + LIFT * lines + line, 1 - lift, mask=inside)
+    tl.store(table + DROP * lines + line, drop, mask=inside)
+    tl.store(table + MEAN * lines + line, share, mask=inside)
+
+
+@triton.jit
+def _query_step(state, operands, scalars, rows, kv, first, EDGE: tl.constexpr, FORM: tl.constexpr):
+    """One tile of state: (sum_j dz_ij y_j and of the rounded dz, their sum unrounded; where t is given, its gradient
+    likewise)."""
+    x, g, t, u = operands
+    lift, drop, guess = scalars
+    total, used, mean, right, spent = state
+    k, v, p = _pair_tile(x, rows, kv, first, EDGE, FORM)
+    b = tl.dot(g, tl.trans(v), input_precision=FORM.precision)
+    if FORM.solved:
+        b = tl.dot(u, tl.trans(k), b, input_precision=FORM.precision)
+    b = (b - drop[:, None]) * p
+    if not FORM.solved:
+        right, spent = _add(b, k, right, spent, FORM)
+    a = tl.dot(t, tl.trans(k), input_precision=FORM.precision) + lift[:, None]
+    dz = a * b
+    if FORM.solved:
+        dz -= p * guess[:, None]
+    total, used = _add(dz, k, total, used, FORM)
+    return total, used, mean + tl.sum(dz, 1), right, spent
+
+
+@triton.jit
+def local_linear_query_kernel(
+    outs, matrices, kept, u, factor, span, mask, sizes, operands, table, lines, FORM: tl.constexpr
+):
+    """dx and the gradients of factors or of a given t, of one block of queries, and their c."""
+    queries = sizes[2]
+    blocks = tl.cdiv(queries, FORM.own)
+    block = blocks - 1 - tl.program_id(0) % blocks
+    nth, begin, x, g, rows, kv = _rows_of(matrices, kept, factor, span, mask, sizes, block, FORM)
+    row = begin + tl.arange(0, FORM.own)
+    inside, line = row < queries, nth * queries + row
+    t = _own_rows(operands, nth, begin, queries, FORM)
+    negative = t
+    if FORM.solved:
+        negative = _own_rows(operands + SOLUTION * lines * FORM.dim, nth, begin, queries, FORM)
+    lift = tl.load(table + FIRST * lines + line, mask=inside, other=0.0)
+    drop = tl.load(table + DROP * lines + line, mask=inside, other=0.0)
+    guess = tl.load(table + MEAN * lines + line, mask=inside, other=0.0)
+    start, tiles, left, full = plan(rows[2], rows[3], FORM.tile, FORM.masked)
+    sums, none = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own,), tl.float32)
+    if FORM.solved:
+        state = sums, none, none, none, none
     else:
-        own = tl.full([ROWS], own, tl.float32)
-    z = tl.dot(x, tl.trans(k), input_precision=PRECISION)
-    p = tl.exp2(z * (own * LOG2E)[:, None] - lse[:, None])
-    if EDGE or MASK:
-        low, high = tl.load(low_ptr + rows, mask=inside, other=0), tl.load(high_ptr + rows, mask=inside, other=0)
-        p = _hidden(p, first_key, tl.arange(0, KEYS), low, high, keep + member * smh, Tk, MASK)
-    a = tl.dot(t, tl.trans(k), input_precision=PRECISION)
-    if SPLIT:
-        rest = _tile(t_ptr + 2 * plane * D, start, local, dims, D, Tq, D, EDGE)
-        a = tl.dot(rest, tl.trans(k), a, input_precision=PRECISION)
-    a = p * (a + tl.load(rows_ptr + rows, mask=inside, other=0.0)[:, None])
-    weights = tl.trans(a.to(DTYPE))
-    dv = tl.dot(weights, g, dv, input_precision=PRECISION)
-    b = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-    if SOLVED:
-        u = _tile(t_ptr + plane * D, start, local, dims, D, Tq, D, EDGE)
-        dk = tl.dot(weights, u, dk, input_precision=PRECISION)
-        b = tl.dot(u, tl.trans(k), b, input_precision=PRECISION)
-    b -= tl.load(rows_ptr + plane + rows, mask=inside, other=0.0)[:, None]
-    dk = tl.dot(tl.trans((p * b).to(DTYPE)), t, dk, input_precision=PRECISION)
-    c = tl.load(rows_ptr + 2 * plane + rows, mask=inside, other=0.0)
-    dz = (a * b - p * c[:, None]) * own[:, None]
-    return tl.dot(tl.trans(dz.to(DTYPE)), x, dk, input_precision=PRECISION), dv
+        state = sums, none, none, sums, none
+    for n in range(tiles - full):
+        first = start + edge_tile(n, left, full) * FORM.tile
+        state = _query_step(state, (x, g, t, negative), (lift, drop, guess), rows, kv, first, True, FORM)
+    if not FORM.masked:
+        for n in range(left, left + full):
+            first = start + n * FORM.tile
+            state = _query_step(state, (x, g, t, negative), (lift, drop, guess), rows, kv, first, False, FORM)
+    tl.store(table + MEAN * lines + line, guess + state[2], mask=inside)
+    mean = _own_rows(kept[1], nth, begin, queries, FORM)
+    if not FORM.solved:
+        _put_rows(outs[2], state[4][:, None] * mean - state[3], nth, begin, queries, FORM)
+    sums = state[0] - state[1][:, None] * mean
+    if FORM.factors:
+        tl.store(outs[1] + line, tl.sum(x.to(tl.float32) * sums, 1), mask=inside)
+    sums *= (rows[0] / LOG2E)[:, None]
+    if FORM.solved:
+        sums += _own_rows(u, nth, begin, queries, FORM)
+    _put_rows(outs[0], sums, nth, begin, queries, FORM)
 
 
-@triton.jit(do_not_specialize=["Tq", "Tk"])
-def key_kernel(
-    g_ptr, x_ptr, k_ptr, v_ptr, factor_ptr, lse_ptr, slopes_ptr, rows_ptr, low_ptr, high_ptr, first_ptr, last_ptr,
-    keep_ptr, dk_ptr, dv_ptr,
-    sgb, sgh, sgt, sxb, sxh, sxt, skb, skh, skt, svb, svh, svt, span, smb, smh, spank, factor, blocks, B, H, G, Tq, Tk,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, VWIDTH: tl.constexpr, FACTOR: tl.constexpr,
-    SOLVED: tl.constexpr, SPLIT: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):  # fmt: skip
-    """dk and dv of a block of keys: all query heads of its key head in turn, so that nothing is added by two programs."""
-    turn, batch, kv, _ = _place(tl.program_id(0), blocks, H // G, 1)
-    start = turn * KEYS
-    local, dims, vdims = tl.arange(0, KEYS), tl.arange(0, WIDTH), tl.arange(0, VWIDTH)
-    plane = tl.cast(B, tl.int64) * H * Tq
-    batch, kv = batch.to(tl.int64), kv.to(tl.int64)
-    k = _tile(k_ptr + batch * skb + kv * skh, start, local, dims, skt, Tk, D, True)
-    v = _tile(v_ptr + batch * svb + kv * svh, start, local, vdims, svt, Tk, DV, True)
-    first, end = _range_of(first_ptr, last_ptr, spank, batch, start + local, Tk)
-    begin, left, full, last, sides = _ranges(first, end, ROWS)
-    low, high, keep = low_ptr + batch * span, high_ptr + batch * span, keep_ptr + batch * smb + kv * G * smh
-    head = batch * H + kv * G
-    x_ptr, g_ptr, slopes_ptr = x_ptr + batch * sxb + kv * G * sxh, g_ptr + batch * sgb + kv * G * sgh, slopes_ptr + head * Tq * D
-    lse_ptr, rows_ptr, factor_ptr = lse_ptr + head * Tq, rows_ptr + head * Tq, factor_ptr + head * Tq
-    dk, dv = tl.zeros([KEYS, WIDTH], tl.float32), tl.zeros([KEYS, VWIDTH], tl.float32)
-    whole = (last - full) // ROWS
-    for n in range(0, G * whole):
-        dk, dv = _key_tile(
-            dk, dv, n // whole, full + n % whole * ROWS, k, v, start, x_ptr, g_ptr, slopes_ptr, plane, lse_ptr, rows_ptr,
-            factor_ptr, factor, low, high, keep, sxh, sxt, sgh, sgt, smh, Tq, Tk, D, DV, WIDTH, VWIDTH, ROWS, KEYS,
-            FACTOR, SOLVED, SPLIT, False, MASK, PRECISION, k.dtype,
-        )  # fmt: skip
-    for n in range(0, G * sides):
-        dk, dv = _key_tile(
-            dk, dv, n // sides, _side(n % sides, begin, left, last, ROWS), k, v, start, x_ptr, g_ptr, slopes_ptr, plane,
-            lse_ptr, rows_ptr, factor_ptr, factor, low, high, keep, sxh, sxt, sgh, sgt, smh, Tq, Tk, D, DV, WIDTH, VWIDTH,
-            ROWS, KEYS, FACTOR, SOLVED, SPLIT, True, MASK, PRECISION, k.dtype,
-        )  # fmt: skip
-    own = (batch * (H // G) + kv) * Tk
-    _put(dk_ptr + own * D, dk, start, local, dims, D, Tk, D)
-    _put(dv_ptr + own * DV, dv, start, local, vdims, DV, Tk, DV)
+@triton.jit
+def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: tl.constexpr):
+    """What one tile of queries of one head adds to state: (dk, dv)."""
+    k, v, low, high, begin = own
+    x_at, grad_at, lse_at, factor, operands, table, mask, lines = read
+    queries, keys = sizes[2], sizes[3]
+    member = tl.cast(member, tl.int64)
+    base = member * queries
+    row = first + tl.arange(0, FORM.tile)
+    inside = row < queries
+    x = load_keys(x_at[0] + member * x_at[1], first, x_at[2], queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+    g = grad_at[0] + member * grad_at[1]
+    g = load_keys(g, first, grad_at[2], queries, FORM.tile, FORM.value_dim, FORM.value_wide, EDGE)
+    slopes = operands + base * FORM.dim
+    t = load_keys(slopes, first, FORM.dim, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+    lse = tl.load(lse_at + base + row, mask=inside, other=float("inf"))
+    c = row_factor(factor[0] + base, factor[1], row, queries, FORM.factors)
+    p = tl.exp2(tl.dot(k, tl.trans(x), input_precision=FORM.precision) * c[None, :] - lse[None, :])
+    if EDGE or FORM.masked:
+        visible = (row[None, :] >= low[:, None]) & (row[None, :] < high[:, None])
+        if FORM.masked:
+            key = begin + tl.arange(0, FORM.own)
+            visible &= (tl.load(mask[0] + member * mask[1] + key, mask=key < keys, other=0) != 0)[:, None]
+        p = tl.where(visible, p, 0.0)
+    a = tl.dot(k, tl.trans(t), input_precision=FORM.precision)
+    if FORM.split:
+        rest = slopes + REST * lines * FORM.dim
+        rest = load_keys(rest, first, FORM.dim, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+        a = tl.dot(k, tl.trans(rest), a, input_precision=FORM.precision)
+    a = p * (a + tl.load(table + LIFT * lines + base + row, mask=inside, other=0.0)[None, :])
+    dv = tl.dot(a.to(k.dtype), g, state[1], input_precision=FORM.precision)
+    dk = state[0]
+    b = tl.dot(v, tl.trans(g), input_precision=FORM.precision)
+    if FORM.solved:
+        u = slopes + SOLUTION * lines * FORM.dim
+        u = load_keys(u, first, FORM.dim, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+        dk = tl.dot(a.to(k.dtype), u, dk, input_precision=FORM.precision)
+        b = tl.dot(k, tl.trans(u), b, input_precision=FORM.precision)
+    b -= tl.load(table + DROP * lines + base + row, mask=inside, other=0.0)[None, :]
+    dk = tl.dot((p * b).to(k.dtype), t, dk, input_precision=FORM.precision)
+    mean = tl.load(table + MEAN * lines + base + row, mask=inside, other=0.0)
+    dz = (a * b - p * mean[None, :]) * (c / LOG2E)[None, :]
+    return tl.dot(dz.to(k.dtype), x, dk, input_precision=FORM.precision), dv
+
+
+@triton.jit
+def local_linear_key_kernel(
+    outs, matrices, lse, factor, span, mask, sizes, operands, table, lines, FORM: tl.constexpr
+):
+    """dk and dv of one block of keys: all query heads of its key head in turn, so that no two programs add to one."""
+    heads, group, queries, keys = sizes
+    block, nth, batch, key_head, _ = _place(tl.cdiv(keys, FORM.own), heads // group, 1)
+    begin = block * FORM.own
+    k_at, v_at = _of_head(matrices[2], batch, key_head), _of_head(matrices[3], batch, key_head)
+    k = load_rows(k_at[0], begin, k_at[1], keys, FORM.own, FORM.dim, FORM.wide)
+    v = load_rows(v_at[0], begin, v_at[1], keys, FORM.own, FORM.value_dim, FORM.value_wide)
+    key = begin + tl.arange(0, FORM.own)
+    low, high = load_span(span[0] + batch * span[2], span[1] + batch * span[2], key, keys)
+    start, tiles, left, full = plan(low, high, FORM.tile, False)
+    head = key_head * group
+    x_at, grad_at = _of_head(matrices[1], batch, head), _of_head(matrices[0], batch, head)
+    base = (batch * heads + head) * queries
+    read = (
+        (x_at[0], matrices[1][2], x_at[1]), (grad_at[0], matrices[0][2], grad_at[1]), lse + base,
+        (factor[0] + base, factor[1]), operands + base * FORM.dim, table + base,
+        (mask[0] + batch * mask[1] + head * mask[2], mask[2]), lines,
+    )  # fmt: skip
+    own = k, v, low, high, begin
+    state = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own, FORM.value_wide), tl.float32)
+    edges = tiles - full
+    for n in range(group * edges):  # one loop over heads and tiles, or both loops' addresses would be held at once
+        first = start + edge_tile(n % edges, left, full) * FORM.tile
+        state = _key_step(state, own, n // edges, first, read, sizes, True, FORM)
+    for n in range(group * full):
+        first = start + (left + n % full) * FORM.tile
+        state = _key_step(state, own, n // full, first, read, sizes, False, FORM)
+    there = (high > low)[:, None]  # full tiles took weights of keys that nobody sees for theirs
+    at = nth * keys
+    dk, dv = tl.where(there, state[0], 0.0), tl.where(there, state[1], 0.0)
+    store_rows(outs[0] + at * FORM.dim, dk, begin, FORM.dim, keys, FORM.own, FORM.dim, FORM.wide)
+    store_rows(outs[1] + at * FORM.value_dim, dv, begin, FORM.value_dim, keys, FORM.own, FORM.value_dim, FORM.value_wide)

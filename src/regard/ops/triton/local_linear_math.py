@@ -165,15 +165,14 @@ def parts(x, like, SPLIT: tl.constexpr):
 
 @triton.jit
 def times(w, k, total, used, SPLIT: tl.constexpr):
-    """(total + w k, used + w as it was multiplied): w in two terms where SPLIT, else rounded once. Summed over the keys
-    of a tile only after the last, `used` [ROWS, KEYS] costs no exchange between threads."""
+    """(total + w k, used + row sums of w as it was multiplied): w in two terms where SPLIT, else rounded once."""
     hi, lo = parts(w, k, SPLIT)
     total = tl.dot(hi, k, total, input_precision="ieee")
     own = hi.to(tl.float32)
     if SPLIT:
         total = tl.dot(lo, k, total, input_precision="ieee")
         own += lo.to(tl.float32)
-    return total, used + own
+    return total, used + tl.sum(own, 1)
 
 
 @triton.jit
@@ -221,7 +220,7 @@ def sweep(
     """The covariance of each row times its d: (sum_j w_ij k_j, sum_j w_ij) with w_ij = p_ij (k_j - mean_i) . d_i, of
     which the second times the mean is to be taken off. `d` [ROWS, BLOCK] in the dtype of the keys."""
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    used = tl.zeros((ROWS, KEYS), tl.float32)
+    used = tl.zeros((ROWS,), tl.float32)
     for n in range(tiles - full):
         first = start + edge_tile(n, left, full) * KEYS
         k = load_keys(k_ptr, first, k_stride, keys, KEYS, WIDTH, BLOCK, True)
@@ -231,7 +230,7 @@ def sweep(
         for n in range(left, left + full):
             k = load_keys(k_ptr, start + n * KEYS, k_stride, keys, KEYS, WIDTH, BLOCK, False)
             total, used = apply_tile(d, away, q, k, c, lse, total, used, low, SPLIT, False)
-    return total, tl.sum(used, 1)
+    return total, used
 
 
 # On the host --------------------------------------------------------------------------------------------------

@@ -80,53 +80,207 @@ TILES = TileTable(
 )
 
 
+X, R, MEAN, IMAGE, D = (tl.constexpr(i) for i in range(5))
+"""Tiles [ROWS, BLOCK] of a block's scratch memory: solution, residual, mean of the keys, what a sweep gave, direction."""
+AWAY, USED, RR, GOAL, COUNT, ACTIVE, OPEN, SIZE, TERMS, WHOLE = (tl.constexpr(i) for i in range(10))
+"""Rows [ROWS] behind them: mean . d, the sum of a sweep's weights, |r|^2, its goal, steps, whether the row is under way,
+whether it is unsettled, the unit of its right side, the size of what C sums, and |r|^2 at first."""
+TILE, ROW = tl.constexpr(5), tl.constexpr(10)
+PART = tl.constexpr(16)
+"""Rows whose vectors are in registers at a time."""
+
+
 @triton.jit
-def _advance(
-    total, used, d, active, rr, goal, count, limit, scratch, ridge_ptr, ridge_number, first, queries,
+def _tile(scratch, which: tl.constexpr, part, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a part of a tile lies."""
+    return scratch + which * (ROWS * BLOCK) + part * BLOCK
+
+
+@triton.jit
+def _rows(scratch, which: tl.constexpr, part, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a part of a row of numbers lies."""
+    return scratch + TILE * (ROWS * BLOCK) + which * ROWS + part + tl.arange(0, PART)
+
+
+@triton.jit
+def _direct(d, mean, active, scratch, part, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+    """Set the direction, which rounding makes."""
+    d = tl.where(active[:, None], d, 0.0)
+    if SPLIT:
+        d = d.to(tl.bfloat16).to(tl.float32)
+    store_tile(_tile(scratch, D, part, ROWS, BLOCK), d, PART, BLOCK)
+    tl.store(_rows(scratch, AWAY, part, ROWS, BLOCK), tl.sum(mean * d, 1))
+
+
+@triton.jit
+def _begin(
+    scratch, right_ptr, mean_ptr, low_ptr, high_ptr, first, queries, tol, limit,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """x = 0 and r = right, in its own unit. Whether any row has something to do."""
+    running = 0
+    for part in range(0, ROWS, PART):
+        rows = first + part + tl.arange(0, PART)
+        low, high = load_span(low_ptr, high_ptr, rows, queries)
+        r = load_rows(right_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK)
+        mean = load_rows(mean_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK)
+        size = norm_scale(r)
+        r = r / size[:, None]
+        rr = tl.sum(r * r, 1)
+        unsettled = (rr > 0) & (high - low > FEW)
+        active = unsettled & (limit > 0)
+        store_tile(_tile(scratch, X, part, ROWS, BLOCK), tl.zeros((PART, BLOCK), tl.float32), PART, BLOCK)
+        store_tile(_tile(scratch, R, part, ROWS, BLOCK), r, PART, BLOCK)
+        store_tile(_tile(scratch, MEAN, part, ROWS, BLOCK), mean, PART, BLOCK)
+        tl.store(_rows(scratch, RR, part, ROWS, BLOCK), rr)
+        tl.store(_rows(scratch, WHOLE, part, ROWS, BLOCK), rr)
+        tl.store(_rows(scratch, GOAL, part, ROWS, BLOCK), tol * tol * rr)
+        tl.store(_rows(scratch, COUNT, part, ROWS, BLOCK), tl.zeros((PART,), tl.float32))
+        tl.store(_rows(scratch, ACTIVE, part, ROWS, BLOCK), active.to(tl.float32))
+        tl.store(_rows(scratch, OPEN, part, ROWS, BLOCK), unsettled.to(tl.float32))
+        tl.store(_rows(scratch, SIZE, part, ROWS, BLOCK), size)
+        _direct(r, mean, active, scratch, part, ROWS, BLOCK, SPLIT)
+        running = tl.maximum(running, tl.max(active.to(tl.int32), 0))
+    return running
+
+
+@triton.jit
+def _image(
+    scratch, part, ridge_ptr, ridge_number, first, queries,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr,
 ):  # fmt: skip
-    """One step along d, whose image under C comes from a sweep. The next direction is made conjugate to d by the image
-    itself, not by a ratio of residuals, which knows nothing of rounding."""
-    mean = load_tile(scratch + 2 * ROWS * BLOCK, ROWS, BLOCK)
-    ridge = row_ridge(ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE)
-    df = d.to(tl.float32)
-    image = total - used[:, None] * mean + ridge * df
-    curve = tl.sum(df * image, 1)
-    good = active & (curve > 0)
-    curve = tl.where(good, curve, 1.0)
-    r = load_tile(scratch + ROWS * BLOCK, ROWS, BLOCK)
-    length = tl.where(good, tl.sum(r * df, 1) / curve, 0.0)
-    x = load_tile(scratch, ROWS, BLOCK) + length[:, None] * df
-    store_tile(scratch, x, ROWS, BLOCK)
-    r -= length[:, None] * image
-    store_tile(scratch + ROWS * BLOCK, r, ROWS, BLOCK)
-    rr = tl.where(good, tl.sum(r * r, 1), rr)
-    count += good.to(tl.int32)
-    turn = tl.sum(r * image, 1) / curve
-    active = good & (rr > goal) & (count < limit)
-    d = tl.where(active[:, None], r - turn[:, None] * df, 0.0).to(d.dtype)
-    return d, tl.sum(mean * d.to(tl.float32), 1), active, rr, count
+    """(A d, d, mean) of some rows, after a sweep."""
+    d = load_tile(_tile(scratch, D, part, ROWS, BLOCK), PART, BLOCK)
+    mean = load_tile(_tile(scratch, MEAN, part, ROWS, BLOCK), PART, BLOCK)
+    total = load_tile(_tile(scratch, IMAGE, part, ROWS, BLOCK), PART, BLOCK)
+    used = tl.load(_rows(scratch, USED, part, ROWS, BLOCK))
+    ridge = row_ridge(ridge_ptr, ridge_number, first + part, queries, PART, WIDTH, BLOCK, RIDGE)
+    return total - used[:, None] * mean + ridge * d, d, mean
+
+
+@triton.jit
+def _advance(
+    scratch, ridge_ptr, ridge_number, first, queries, limit,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """One step along d. The next direction is made conjugate to d by the image itself, not by a ratio of residuals,
+    which knows nothing of rounding. Whether any row goes on."""
+    running = 0
+    for part in range(0, ROWS, PART):
+        image, d, mean = _image(
+            scratch, part, ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE
+        )
+        rr = tl.load(_rows(scratch, RR, part, ROWS, BLOCK))
+        goal = tl.load(_rows(scratch, GOAL, part, ROWS, BLOCK))
+        count = tl.load(_rows(scratch, COUNT, part, ROWS, BLOCK))
+        curve = tl.sum(d * image, 1)
+        good = (tl.load(_rows(scratch, ACTIVE, part, ROWS, BLOCK)) > 0) & (curve > 0)
+        curve = tl.where(good, curve, 1.0)
+        r = load_tile(_tile(scratch, R, part, ROWS, BLOCK), PART, BLOCK)
+        length = tl.where(good, tl.sum(r * d, 1) / curve, 0.0)
+        x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK) + length[:, None] * d
+        store_tile(_tile(scratch, X, part, ROWS, BLOCK), x, PART, BLOCK)
+        r -= length[:, None] * image
+        store_tile(_tile(scratch, R, part, ROWS, BLOCK), r, PART, BLOCK)
+        rr = tl.where(good, tl.sum(r * r, 1), rr)
+        count += good.to(tl.float32)
+        active = good & (rr > goal) & (count < limit)
+        _direct(r - (tl.sum(r * image, 1) / curve)[:, None] * d, mean, active, scratch, part, ROWS, BLOCK, SPLIT)
+        tl.store(_rows(scratch, RR, part, ROWS, BLOCK), rr)
+        tl.store(_rows(scratch, COUNT, part, ROWS, BLOCK), count)
+        tl.store(_rows(scratch, ACTIVE, part, ROWS, BLOCK), active.to(tl.float32))
+        running = tl.maximum(running, tl.max(active.to(tl.int32), 0))
+    return running
+
+
+@triton.jit
+def _look(
+    scratch, right_ptr, first, queries,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Begin to look at the true residuals: r = right, from which A x is to be taken off."""
+    for part in range(0, ROWS, PART):
+        x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK)
+        mean = load_tile(_tile(scratch, MEAN, part, ROWS, BLOCK), PART, BLOCK)
+        size = tl.load(_rows(scratch, SIZE, part, ROWS, BLOCK))
+        r = load_rows(right_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK) / size[:, None]
+        store_tile(_tile(scratch, R, part, ROWS, BLOCK), r, PART, BLOCK)
+        _direct(x, mean, size > 0, scratch, part, ROWS, BLOCK, SPLIT)
+
+
+@triton.jit
+def _take_off(
+    scratch, ridge_ptr, ridge_number, first, queries,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """r -= A d, and what rounding left of x as the next d."""
+    for part in range(0, ROWS, PART):
+        image, d, mean = _image(
+            scratch, part, ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE
+        )
+        r = load_tile(_tile(scratch, R, part, ROWS, BLOCK), PART, BLOCK) - image
+        store_tile(_tile(scratch, R, part, ROWS, BLOCK), r, PART, BLOCK)
+        if SPLIT:
+            x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK)
+            whole = tl.load(_rows(scratch, SIZE, part, ROWS, BLOCK)) > 0
+            _direct(x - d, mean, whole, scratch, part, ROWS, BLOCK, SPLIT)
 
 
 @triton.jit
 def _settle(
-    image, size, terms, active, goal, rr, count, limit, right_ptr, scratch, first, queries,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    scratch, right_ptr, first, queries, limit, again,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Look at the true residuals, given A x: rows whose own is still too large go on from it."""
-    right = load_rows(right_ptr, first, WIDTH, queries, ROWS, WIDTH, BLOCK) / size[:, None]
-    x = load_tile(scratch, ROWS, BLOCK)
-    r = right - image
-    # Every step lowers x.Ax / 2 - b.x from its 0 at x = 0; where it lies above, rounding has blown x up.
-    kept = tl.sum(x * (right + r), 1) >= 0
-    x = tl.where(kept[:, None], x, 0.0)
-    r = tl.where(kept[:, None], r, right)
-    floor = 2 * EPS * (terms * tl.sqrt(tl.sum(x * x, 1)) + tl.sqrt(tl.sum(right * right, 1)))
-    rr = tl.where(active, tl.sum(r * r, 1), rr)
-    left = active & ~(rr <= tl.maximum(goal, floor * floor))
-    store_tile(scratch, x, ROWS, BLOCK)
-    store_tile(scratch + ROWS * BLOCK, r, ROWS, BLOCK)
-    return r, left, rr
+    """Rows whose true residual r is still too large go on from it. Whether any does."""
+    running = 0
+    for part in range(0, ROWS, PART):
+        x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK)
+        r = load_tile(_tile(scratch, R, part, ROWS, BLOCK), PART, BLOCK)
+        mean = load_tile(_tile(scratch, MEAN, part, ROWS, BLOCK), PART, BLOCK)
+        size = tl.load(_rows(scratch, SIZE, part, ROWS, BLOCK))
+        right = load_rows(right_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK) / size[:, None]
+        # Every step lowers x.Ax / 2 - b.x from its 0 at x = 0; where it lies above, rounding has blown x up.
+        kept = tl.sum(x * (right + r), 1) >= 0
+        x = tl.where(kept[:, None], x, 0.0)
+        r = tl.where(kept[:, None], r, right)
+        store_tile(_tile(scratch, X, part, ROWS, BLOCK), x, PART, BLOCK)
+        store_tile(_tile(scratch, R, part, ROWS, BLOCK), r, PART, BLOCK)
+        terms = tl.load(_rows(scratch, TERMS, part, ROWS, BLOCK))
+        floor = 2 * EPS * (terms * tl.sqrt(tl.sum(x * x, 1)) + tl.sqrt(tl.sum(right * right, 1)))
+        goal = tl.load(_rows(scratch, GOAL, part, ROWS, BLOCK))
+        count = tl.load(_rows(scratch, COUNT, part, ROWS, BLOCK))
+        unsettled = tl.load(_rows(scratch, OPEN, part, ROWS, BLOCK)) > 0
+        rr = tl.where(unsettled, tl.sum(r * r, 1), tl.load(_rows(scratch, RR, part, ROWS, BLOCK)))
+        unsettled &= ~(rr <= tl.maximum(goal, floor * floor))
+        active = unsettled & (count < limit) & (again > 0)
+        _direct(r, mean, active, scratch, part, ROWS, BLOCK, SPLIT)
+        tl.store(_rows(scratch, RR, part, ROWS, BLOCK), rr)
+        tl.store(_rows(scratch, OPEN, part, ROWS, BLOCK), unsettled.to(tl.float32))
+        tl.store(_rows(scratch, ACTIVE, part, ROWS, BLOCK), active.to(tl.float32))
+        running = tl.maximum(running, tl.max(active.to(tl.int32), 0))
+    return running
+
+
+@triton.jit
+def _finish(
+    scratch, value_ptr, statistics_ptr, status_ptr, first, queries,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, VERIFY: tl.constexpr,
+):  # fmt: skip
+    """Hand out the solutions."""
+    for part in range(0, ROWS, PART):
+        x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK)
+        size = tl.load(_rows(scratch, SIZE, part, ROWS, BLOCK))
+        store_rows(value_ptr, x * size[:, None], first + part, WIDTH, queries, PART, WIDTH, BLOCK)
+        rr = tl.load(_rows(scratch, RR, part, ROWS, BLOCK))
+        whole = tl.load(_rows(scratch, WHOLE, part, ROWS, BLOCK))
+        unsettled = tl.load(_rows(scratch, OPEN, part, ROWS, BLOCK)) > 0
+        if not VERIFY:
+            unsettled &= ~(rr <= tl.load(_rows(scratch, GOAL, part, ROWS, BLOCK)))
+        rows = first + part + tl.arange(0, PART)
+        there = rows < queries
+        tl.store(statistics_ptr + rows * 2, tl.load(_rows(scratch, COUNT, part, ROWS, BLOCK)), mask=there)
+        tl.store(statistics_ptr + rows * 2 + 1, tl.sqrt(rr / tl.where(whole > 0, whole, 1.0)), mask=there)
+        tl.store(status_ptr + rows, tl.where(unsettled, UNCONVERGED, 0), mask=there)
 
 
 @triton.jit
@@ -146,118 +300,131 @@ def _terms(
 
 
 @triton.jit
-def _solve(
-    right_ptr, q_ptr, k_ptr, lse_ptr, mean_ptr, factor_ptr, factor, ridge_ptr, ridge_number, low_ptr, high_ptr, mask_ptr,
-    x_ptr, scratch, statistics_ptr, status_ptr, tol, limit, heads, group, queries, keys,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, span_batch, mask_batch, mask_head,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHIP: tl.constexpr,
-    FEW: tl.constexpr, GIVEN: tl.constexpr, RIDGE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
-    VERIFY: tl.constexpr, HELD: tl.constexpr,
+def _next(
+    phase, again, scratch, right_ptr, ridge_ptr, ridge_number, first, queries, limit,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """HELD: of blocks that see no more than CHIP keys; else of the others."""
+    """What follows a sweep where true residuals are looked at: phase 0 is a step, 1 and 2 the terms of x in turn.
+    (running, phase, again)."""
+    running = 1
+    if phase == 0:
+        running = _advance(
+            scratch, ridge_ptr, ridge_number, first, queries, limit, ROWS, WIDTH, BLOCK, RIDGE, SPLIT
+        )
+        if running == 0:
+            tl.debug_barrier()
+            _look(scratch, right_ptr, first, queries, ROWS, WIDTH, BLOCK, SPLIT)
+            running = 1
+            phase = 1
+    else:
+        _take_off(scratch, ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE, SPLIT)
+        if SPLIT and phase == 1:
+            phase = 2
+        else:
+            tl.debug_barrier()
+            running = _settle(scratch, right_ptr, first, queries, limit, again, ROWS, WIDTH, BLOCK, SPLIT)
+            phase = 0
+            again -= 1
+    return running, phase, again
+
+
+@triton.jit
+def _held_tile(
+    k_ptr, at, k_row, keys, q, c, lse, low, high, mask_ptr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys, and their weights."""
+    k = load_keys(k_ptr, at, k_row, keys, KEYS, WIDTH, BLOCK, True)
+    return k, tl.where(seen(low, high, at, mask_ptr, keys, KEYS, MASKED), weights(q, k, c, lse), 0.0)
+
+
+@triton.jit
+def _solve(
+    right_ptr, q_ptr, k_ptr, lse_ptr, mean_ptr, factor_ptr, factor, ridge_ptr, ridge_number, low_ptr, high_ptr,
+    mask_ptr, value_ptr, scratch, statistics_ptr, status_ptr, tol, limit, heads, group, queries, keys,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, span_batch, mask_batch, mask_head,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
+    GIVEN: tl.constexpr, RIDGE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, VERIFY: tl.constexpr,
+    HELD: tl.constexpr,
+):  # fmt: skip
+    """HELD: of the blocks of rows whose keys and weights stay on the chip, else of the others."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # with causal order the longest first
     head = tl.program_id(1).to(tl.int64)
     batch, own = head // heads, head % heads
     first = block * ROWS
     rows = first + tl.arange(0, ROWS)
-    low, high = load_span(low_ptr + batch * span_batch, high_ptr + batch * span_batch, rows, queries)
+    low_ptr += batch * span_batch
+    high_ptr += batch * span_batch
+    low, high = load_span(low_ptr, high_ptr, rows, queries)
     start, tiles, left, full = plan(low, high, KEYS, MASKED)
-    span = tl.max(tl.where(high > low, high, 0), 0) - start
-    if (span <= CHIP) != HELD:
+    if (tiles <= 4) != HELD:
         return
     at = head * queries
-    right_ptr += at * WIDTH
-    mean_ptr += at * WIDTH
-    x_ptr += at * WIDTH
-    scratch += (head * tl.num_programs(0) + block) * (3 * ROWS * BLOCK)
-    ridge_ptr += at * RIDGE
+    scratch += (head * tl.num_programs(0) + block) * (ROWS * (TILE * BLOCK + ROW))
     k_ptr += batch * k_batch + (own // group) * k_head
     mask_ptr += batch * mask_batch + own * mask_head
+    right_ptr += at * WIDTH
+    ridge_ptr += at * RIDGE
+    running = _begin(
+        scratch, right_ptr, mean_ptr + at * WIDTH, low_ptr, high_ptr, first, queries, tol, limit,
+        ROWS, WIDTH, BLOCK, FEW, SPLIT,
+    )  # fmt: skip
+    tl.debug_barrier()
     q = load_rows(q_ptr + batch * q_batch + own * q_head, first, q_row, queries, ROWS, WIDTH, BLOCK)
     c = row_factor(factor_ptr + at, factor, rows, queries, GIVEN)
     lse = tl.load(lse_ptr + at + rows, mask=rows < queries, other=float("inf"))
-    r = load_rows(right_ptr, first, WIDTH, queries, ROWS, WIDTH, BLOCK)
-    size = norm_scale(r)
-    r = r / size[:, None]
-    mean = load_rows(mean_ptr, first, WIDTH, queries, ROWS, WIDTH, BLOCK)
-    store_tile(scratch, tl.zeros((ROWS, BLOCK), tl.float32), ROWS, BLOCK)
-    store_tile(scratch + ROWS * BLOCK, r, ROWS, BLOCK)
-    store_tile(scratch + 2 * ROWS * BLOCK, mean, ROWS, BLOCK)
-    tl.debug_barrier()
-    rr = tl.sum(r * r, 1)
-    whole, goal = rr, tol * tol * rr
-    count = tl.zeros((ROWS,), tl.int32)
-    active = (rr > 0) & (high - low > FEW) & (limit > 0)
-    unsettled = (rr > 0) & (high - low > FEW)
-    d = tl.where(active[:, None], r, 0.0).to(k_ptr.dtype.element_ty)
-    away = tl.sum(mean * d.to(tl.float32), 1)
-    if HELD:
-        k = load_keys(k_ptr, start, k_row, keys, CHIP, WIDTH, BLOCK, True)
-        visible = seen(low, high, start, mask_ptr, keys, CHIP, MASKED)
-        p = tl.where(visible, weights(q, k, c, lse), 0.0)
-    running = tl.max(active.to(tl.int32), 0)
+    phase, again = 0, RESTARTS
     if VERIFY:
-        again = RESTARTS + 1
         terms = _terms(
             q, c, lse, low, high, k_ptr, k_row, mask_ptr, keys, start, tiles, ROWS, KEYS, WIDTH, BLOCK, MASKED
         )
         ridge = row_ridge(ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE)
-        terms += tl.max(ridge, 1)
+        tl.store(scratch + ROWS * (TILE * BLOCK + TERMS) + tl.arange(0, ROWS), terms + tl.max(ridge, 1))
+    if HELD:
+        k0, p0 = _held_tile(
+            k_ptr, start, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED
+        )
+        k1, p1 = _held_tile(
+            k_ptr, start + KEYS, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED
+        )
+        k2, p2 = _held_tile(
+            k_ptr, start + 2 * KEYS, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED
+        )
+        k3, p3 = _held_tile(
+            k_ptr, start + 3 * KEYS, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED
+        )
     while running > 0:
+        d = load_tile(scratch + D * (ROWS * BLOCK), ROWS, BLOCK).to(k_ptr.dtype.element_ty)
+        away = tl.load(scratch + ROWS * (TILE * BLOCK + AWAY) + tl.arange(0, ROWS))
         if HELD:
-            total, used = times(
-                p * (product(d, tl.trans(k)) - away[:, None]),
-                k,
-                tl.zeros((ROWS, BLOCK), tl.float32),
-                tl.zeros((ROWS, CHIP), tl.float32),
-                SPLIT,
-            )
-            used = tl.sum(used, 1)
+            total = tl.zeros((ROWS, BLOCK), tl.float32)
+            used = tl.zeros((ROWS,), tl.float32)
+            total, used = times(p0 * (product(d, tl.trans(k0)) - away[:, None]), k0, total, used, SPLIT)
+            total, used = times(p1 * (product(d, tl.trans(k1)) - away[:, None]), k1, total, used, SPLIT)
+            total, used = times(p2 * (product(d, tl.trans(k2)) - away[:, None]), k2, total, used, SPLIT)
+            total, used = times(p3 * (product(d, tl.trans(k3)) - away[:, None]), k3, total, used, SPLIT)
         else:
             total, used = sweep(
                 d, away, q, c, lse, low, high, k_ptr, k_row, mask_ptr, keys, start, tiles, left, full,
                 ROWS, KEYS, WIDTH, BLOCK, MASKED, SPLIT,
             )  # fmt: skip
-        d, away, active, rr, count = _advance(
-            total, used, d, active, rr, goal, count, limit, scratch, ridge_ptr, ridge_number,
-            first, queries, ROWS, WIDTH, BLOCK, RIDGE,
-        )  # fmt: skip
+        store_tile(scratch + IMAGE * (ROWS * BLOCK), total, ROWS, BLOCK)
+        tl.store(scratch + ROWS * (TILE * BLOCK + USED) + tl.arange(0, ROWS), used)
         tl.debug_barrier()
-        running = tl.max(active.to(tl.int32), 0)
         if VERIFY:
-            if (running == 0) & (again > 0):
-                again -= 1
-                x = load_tile(scratch, ROWS, BLOCK)
-                mean = load_tile(scratch + 2 * ROWS * BLOCK, ROWS, BLOCK)
-                image = row_ridge(ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE) * x
-                rest = x
-                for _ in range(2 if SPLIT else 1):
-                    part = rest.to(k_ptr.dtype.element_ty)
-                    rest -= part.to(tl.float32)
-                    total, used = sweep(
-                        part, tl.sum(mean * part.to(tl.float32), 1), q, c, lse, low, high, k_ptr, k_row, mask_ptr,
-                        keys, start, tiles, left, full, ROWS, KEYS, WIDTH, BLOCK, MASKED, SPLIT,
-                    )  # fmt: skip
-                    image += total - used[:, None] * mean
-                tl.debug_barrier()
-                r, unsettled, rr = _settle(
-                    image, size, terms, unsettled, goal, rr, count, limit, right_ptr, scratch, first, queries,
-                    ROWS, WIDTH, BLOCK,
-                )  # fmt: skip
-                active = unsettled & (count < limit) & (again > 0)
-                d = tl.where(active[:, None], r, 0.0).to(k_ptr.dtype.element_ty)
-                away = tl.sum(mean * d.to(tl.float32), 1)
-                tl.debug_barrier()
-                running = tl.max(active.to(tl.int32), 0)
-    x = load_tile(scratch, ROWS, BLOCK) * size[:, None]
-    store_rows(x_ptr, x, first, WIDTH, queries, ROWS, WIDTH, BLOCK)
-    if not VERIFY:
-        unsettled &= rr > goal
-    residual = tl.sqrt(rr / tl.where(whole > 0, whole, 1.0))
-    there = rows < queries
-    tl.store(statistics_ptr + (at + rows) * 2, count.to(tl.float32), mask=there)
-    tl.store(statistics_ptr + (at + rows) * 2 + 1, residual, mask=there)
-    tl.store(status_ptr + at + rows, tl.where(unsettled, UNCONVERGED, 0), mask=there)
+            running, phase, again = _next(
+                phase, again, scratch, right_ptr, ridge_ptr, ridge_number, first, queries, limit,
+                ROWS, WIDTH, BLOCK, RIDGE, SPLIT,
+            )  # fmt: skip
+        else:
+            running = _advance(
+                scratch, ridge_ptr, ridge_number, first, queries, limit, ROWS, WIDTH, BLOCK, RIDGE, SPLIT
+            )
+        tl.debug_barrier()
+    _finish(
+        scratch, value_ptr + at * WIDTH, statistics_ptr + at * 2, status_ptr + at, first, queries,
+        ROWS, WIDTH, BLOCK, VERIFY,
+    )  # fmt: skip
 
 
 def solve(
@@ -292,7 +459,7 @@ def solve(
     tiles = TILES.pick(right.shape[-1], y.dtype)
     few = FEW if rule.direct else 0
     rows = triton.cdiv(right.shape[2], tiles.rows) * tiles.rows
-    scratch = right.new_empty(right.shape[0] * right.shape[1], rows, 3, block_width(right.shape[-1]))
+    scratch = right.new_empty(right.shape[0] * right.shape[1], rows, 5 * block_width(right.shape[-1]) + 10)
     tensors = (right, x, y, lse, mean)
     outputs = (value, scratch, statistics, status)
     for held in (False, True):
@@ -317,8 +484,8 @@ def _launch(
 ) -> None:
     right, x, y, lse, mean = tensors
     batch, heads, queries, width = right.shape
-    keys, chip = y.shape[2], CHIP
-    if not held and keys <= chip:
+    keys = y.shape[2]
+    if not held and keys <= 4 * tiles.keys:
         return
     if held:
         tiles = replace(tiles, warps=8, stages=1)
@@ -334,7 +501,6 @@ def _launch(
         KEYS=tiles.keys,
         WIDTH=width,
         BLOCK=block_width(width),
-        CHIP=chip,
         FEW=few,
         GIVEN=isinstance(factor, Tensor),
         RIDGE=ridge.shape[-1] if isinstance(ridge, Tensor) else 0,

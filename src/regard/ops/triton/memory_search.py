@@ -21,7 +21,7 @@ from torch import Tensor
 from .launch import launch
 from .tiles import Tiles, TileTable
 
-TABLE = TileTable("memory_search", {(1 << 20, 4): Tiles(rows=16, keys=64, warps=4, stages=3)}, (Tiles(16, 128, 4, 2),))
+TABLE = TileTable("memory_search", {(1 << 20, 4): Tiles(16, 64, 8, 3)}, (Tiles(16, 64, 4, 2), Tiles(32, 64, 8, 3)))
 GAPS = 2048
 """Numbers of differences that a program holds at once."""
 
@@ -85,19 +85,46 @@ def _rough(q_row, keys, start, n, d, square_most, DISTANCE: tl.constexpr, R: tl.
 
 
 @triton.jit
-def _survivors(q_row, keys, n, d, DISTANCE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr):
-    """The M best by rough scores: int32 [R, M], descending, a score's high bits before LOW bits of n's complement; and
-    the largest |K|^2."""
-    best = tl.full((R, M), -(2**31), tl.int32)
+def _survivors(
+    q_row, keys, n, d,
+    DISTANCE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """M of the best by rough scores: int32 [R, M], a score's high bits before LOW bits of n's complement; the best of
+    all others [R]; and the largest |K|^2. Every KT-th key meets the same four places, of which the best stay: the k
+    best of a row are hardly ever five in one."""
+    none: tl.constexpr = -(2**31)
+    a = tl.full((R, KT), none, tl.int32)
+    b, c, e, out = a, a, a, a
     most = 0.0
     for start in range(0, n, KT):
         scores, most = _rough(q_row, keys, start, n, d, most, DISTANCE, R, KT, DT)
         number = (1 << LOW) - 1 - (start + tl.arange(0, KT))
-        packed = ((_ordered(scores) >> LOW) << LOW) | number[None, :]
-        fresh = tl.topk(packed, M)
-        both = tl.reshape(tl.join(best, fresh), (R, 2 * M))
-        best = tl.topk(both, M)
-    return best, most
+        x = ((_ordered(scores) >> LOW) << LOW) | number[None, :]
+        x, a = tl.minimum(a, x), tl.maximum(a, x)
+        x, b = tl.minimum(b, x), tl.maximum(b, x)
+        x, c = tl.minimum(c, x), tl.maximum(c, x)
+        x, e = tl.minimum(e, x), tl.maximum(e, x)
+        out = tl.maximum(out, x)
+    found = tl.full((R, M), none, tl.int32)
+    for j in range(M):
+        top = tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, e)), 1)
+        found = tl.where(tl.arange(0, M)[None, :] == j, top[:, None], found)
+        a, b = tl.where(a == top[:, None], none, a), tl.where(b == top[:, None], none, b)
+        c, e = tl.where(c == top[:, None], none, c), tl.where(e == top[:, None], none, e)
+    left = tl.maximum(tl.maximum(tl.maximum(a, b), tl.maximum(c, e)), out)
+    return found, tl.max(left, 1), most
+
+
+@triton.jit
+def _least(one, other, K: tl.constexpr, R: tl.constexpr, M: tl.constexpr):
+    """The K least of [R, M] twice, ascending, in the first places of [R, M]; no number stands there twice."""
+    none: tl.constexpr = 9223372036854775807
+    best = tl.full((R, M), none, tl.int64)
+    for j in range(K):
+        top = tl.minimum(tl.min(one, 1), tl.min(other, 1))
+        best = tl.where(tl.arange(0, M)[None, :] == j, top[:, None], best)
+        one, other = tl.where(one == top[:, None], none, one), tl.where(other == top[:, None], none, other)
+    return best
 
 
 @triton.jit
@@ -117,10 +144,8 @@ def _search(
     eps,
     H: tl.constexpr,
     K: tl.constexpr,
-    KP: tl.constexpr,
     M: tl.constexpr,
     LOW: tl.constexpr,
-    CUT: tl.constexpr,
     DISTANCE: tl.constexpr,
     ROUGH: tl.constexpr,
     R: tl.constexpr,
@@ -139,22 +164,22 @@ def _search(
     whole = not ROUGH
     best = last
     if ROUGH:
-        found, most = _survivors(q_row, keys, n, d, DISTANCE, R, M, LOW, KT, DT)
+        found, left, most = _survivors(q_row, keys, n, d, DISTANCE, R, M, LOW, KT, DT)
         index = (1 << LOW) - 1 - (found & ((1 << LOW) - 1))
         measure = _measured(q_row, keys, index, index < n, n, d, DISTANCE, R, M, FINE)
-        best = tl.sort(_packed(measure, index))
+        best = _least(_packed(measure, index), last, K, R, M)
         square = tl.zeros((R,), tl.float64)
         for j in range(0, d, FINE):
             inside = j + tl.arange(0, FINE) < d
             q = tl.load(q_row[:, None] + (j + tl.arange(0, FINE))[None, :], mask=inside[None, :], other=0.0)
             square += tl.sum(q.to(tl.float64) * q.to(tl.float64), 1)
-        worst = _float((tl.min(found, 1) >> LOW) << LOW)
+        worst = _float(((left >> LOW) + 1) << LOW)  # rounded up
         kth = tl.sum(tl.where(place[None, :] == K - 1, best, 0), 1)
         kth = _float((kth >> 32).to(tl.int32))
-        # what no key that was left out can exceed: its rough score, the bits cut off it, and the error of the products
+        # what no key that was left out can exceed: its rough score and the error of the products
         grain = (d + 16) * 2.0**-21
         reach = tl.sqrt(square.to(tl.float32) * most)
-        error = tl.abs(worst) * CUT + tl.abs(kth) * 2.0**-21
+        error = tl.abs(kth) * 2.0**-21
         if DISTANCE:
             safe = (square - kth).to(tl.float32) > worst + error + grain * (2.0 * reach + most)
         else:
@@ -166,8 +191,7 @@ def _search(
             index = tl.zeros((R, M), tl.int32) + (start + place)[None, :]
             measure = _measured(q_row, keys, index, index < n, n, d, DISTANCE, R, M, FINE)
             packed = tl.where(index < n, _packed(measure, index), 9223372036854775807)
-            both = tl.reshape(tl.join(best, packed), (R, 2 * M))
-            best = tl.topk(both, M, descending=False)
+            best = _least(best, packed, K, R, M)
     index = (best & 0xFFFFFFFF).to(tl.int32)
     measure = _float((best >> 32).to(tl.int32))
     score = -measure
@@ -200,16 +224,16 @@ def best_halves(query: Tensor, keys: Tensor, k: int, eps: float, *, distance: bo
     halves = torch.empty(batch, tokens, heads, 2, k, dtype=torch.int64, device=query.device)
     scores = torch.empty(halves.shape, dtype=torch.float32, device=query.device)
     rows = batch * tokens // memories
-    kept = max(16, triton.next_power_of_2(2 * k))
+    kept = max(16, triton.next_power_of_2(k + 4))
     low = max(1, (n - 1).bit_length())
 
     def run(tiles: Tiles) -> None:
-        kt = max(tiles.keys, kept)
+        kt = tiles.keys if k <= 8 else 2 * tiles.keys
         grid = (triton.cdiv(rows, tiles.rows), heads * 2, memories)
         launch(
             _search, grid, query, keys, halves, scores, rows, tokens, n, width // 2,
             query.stride(0), query.stride(1), query.stride(2), keys.stride(0) if memories > 1 else 0, eps,
-            tiles=tiles, H=heads, K=k, KP=triton.next_power_of_2(k), M=kept, LOW=low, CUT=2.0 ** (low - 21), DISTANCE=distance,
+            tiles=tiles, H=heads, K=k, M=kept, LOW=low, DISTANCE=distance,
             ROUGH=n > kept, R=tiles.rows, KT=kt, DT=32, FINE=max(2, GAPS // (tiles.rows * kept)),
         )  # fmt: skip
 

@@ -1,0 +1,208 @@
+"""What regard's kernels do on a GPU, side by side with what else one could run: `python benchmarks/gpu.py --write`.
+
+Rows of six parts, the most important first, until the time is up:
+
+correctness: outputs and gradients on the device against dense float64 forms;
+compact: compact attention, torch's flash and cuDNN attention, both versions of AdaSplash, the plain forms;
+local_linear: local linear attention and Parallax, the naive form, flash-linear-attention's Parallax and Mesa;
+decoding: one query against a cache;
+memory: reading and writing a memory of fast weights;
+models: training steps of small language models, one for every preset, and of a hybrid model with memories.
+
+The JSON is written after every row. What a row fails with is stored in its place; where the device is lost with it, the
+run goes on in a fresh process. `--resume` measures what an earlier run had no time for. Peers are measured where they
+are installed: `pip install adasplash flash-linear-attention`.
+
+`--dry` runs every row at toy size on the CPU, in Triton's interpreter: it shows that the script runs, no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if importlib.util.find_spec("regard") is None:  # a machine with torch and these sources alone
+    sys.path.insert(0, str(ROOT / "src"))
+
+PARTS = ("compact", "local_linear", "decoding", "memory", "models")
+STORED = ROOT / "benchmarks" / "results" / "gpu.json"
+PAGE = ROOT / "docs" / "results.md"
+FIGURE = ROOT / "docs" / "results" / "gpu-attention.png"
+
+
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget-s", type=float, default=540, help="seconds that the rows may take (default 540)")
+    parser.add_argument("--row-s", type=float, default=120, help="seconds after which a row is given up (default 120)")
+    parser.add_argument("--part", nargs="*", choices=PARTS, default=PARTS, help="parts to run; with none, only --write")
+    parser.add_argument("--match", default="", help="only rows whose name holds this")
+    parser.add_argument("--list", action="store_true", help="print the rows in their order, and stop")
+    parser.add_argument("--dry", action="store_true", help="toy sizes in Triton's interpreter, stored elsewhere")
+    parser.add_argument("--resume", action="store_true", help="keep what --out holds and measure what is not in it")
+    parser.add_argument("--keep-errors", action="store_true", help="with --resume: do not try again what failed")
+    parser.add_argument("--tune-peers", action="store_true", help="let AdaSplash tune itself anew for every length")
+    parser.add_argument("--out", type=Path, help=f"the JSON (default {STORED})")
+    parser.add_argument("--write", action="store_true", help="write the tables of the JSON into --page")
+    parser.add_argument("--page", type=Path, default=PAGE, help=f"page with the markers (default {PAGE})")
+    parser.add_argument("--figure", type=Path, default=FIGURE, help=f"the figure (default {FIGURE})")
+    return parser.parse_args(arguments)
+
+
+def rows_of(bench: Any, parts: tuple[str, ...], match: str) -> list[Any]:
+    """The rows of these parts in the order in which they run."""
+    found = [row for part in PARTS if part in parts for row in importlib.import_module(f"gpu_{part}").rows(bench)]
+    names = [row.name for row in found]
+    assert len(set(names)) == len(names), "two rows of one name"
+    return sorted((row for row in found if match in row.name), key=lambda row: row.priority)
+
+
+def main() -> int:
+    args = options()
+    if args.dry:
+        os.environ["TRITON_INTERPRET"] = "1"  # which triton reads when it is imported
+        assert "triton" not in sys.modules
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton does by itself, without its warning
+    gpu_measure, gpu_table = (importlib.import_module(name) for name in ("gpu_measure", "gpu_table"))
+    import torch
+
+    bench = gpu_measure.Bench(args.dry, args.tune_peers)
+    out = args.out or (Path(tempfile.gettempdir()) / "regard-gpu-dry.json" if args.dry else STORED)
+    stored = json.loads(out.read_text(encoding="utf-8")) if out.exists() and (args.resume or not args.part) else {}
+    rows = rows_of(bench, tuple(args.part), args.match) if args.part else []
+    if args.list:
+        for row in rows:
+            print(f"{row.priority:3} {row.seconds:5.0f} s  {row.name}")
+        return 0
+    if rows and not args.dry and not torch.cuda.is_available():
+        print("no GPU here; --dry shows that the script runs, --list what it would measure.", file=sys.stderr)
+        return 1
+    if rows:
+        run(args, bench, rows, stored, out)
+    if args.write:
+        write(args, gpu_table, stored)
+    return 0
+
+
+def run(args: argparse.Namespace, bench: Any, rows: list[Any], stored: dict[str, Any], out: Path) -> None:
+    """Measure row after row and write the JSON after each."""
+    from gpu_measure import ceilings, provenance
+
+    begun = time.perf_counter()
+    stored.setdefault("runs", []).append(provenance(bench))
+    stored["ceilings"] = ceilings(bench)
+    done = stored.setdefault("rows", {})
+    for row in rows:
+        before = done.get(row.name, {}).get("status")
+        if before == "measured" or (before in ("failed", "not available") and args.keep_errors):
+            continue
+        left = args.budget_s - (time.perf_counter() - begun)
+        if left < row.seconds and not args.dry:
+            done.setdefault(row.name, {"part": row.part, "status": "no time"})
+        else:
+            done[row.name] = measured(row, min(args.row_s, max(left, 1)), len(stored["runs"]) - 1)
+            say(row.name, done[row.name], time.perf_counter() - begun)
+        save(out, stored)
+        if done[row.name]["status"] == "failed" and lost(bench):
+            again(args, out, left - done[row.name]["seconds"])
+    stored["runs"][-1]["seconds"] = round(time.perf_counter() - begun, 1)
+    save(out, stored)
+
+
+def measured(row: Any, limit: float, run: int) -> dict[str, Any]:
+    """What a row finds, or what it fails with."""
+    from gpu_peers import Missing
+
+    start, entry = time.perf_counter(), {"part": row.part, "run": run}
+    try:
+        with within(limit):
+            entry |= {"status": "measured", **row.run()}
+    except Missing as reason:
+        entry |= {"status": "not available", "reason": str(reason)}
+    except Exception as error:  # whatever it is: the other rows still count
+        entry |= {"status": "failed", "error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
+        entry["trace"] = traceback.format_exc().splitlines()[-6:]
+    entry["seconds"] = round(time.perf_counter() - start, 1)
+    return entry
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Within it a TimeoutError rises after so long, as soon as Python has its turn."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def lost(bench: Any) -> bool:
+    """Whether nothing runs on the device any more, after an illegal access say; what failed holds no memory."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if bench.dry:
+        return False
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return True
+    return False
+
+
+def again(args: argparse.Namespace, out: Path, left: float) -> None:
+    """Go on in a fresh process, with what is left of the time."""
+    print("the device is lost to this process; going on in another", flush=True)
+    command = [sys.executable, str(Path(__file__)), "--budget-s", str(max(left - 10, 0)), "--row-s", str(args.row_s)]
+    command += ["--part", *args.part, "--match", args.match, "--out", str(out), "--resume", "--keep-errors"]
+    command += ["--page", str(args.page), "--figure", str(args.figure)]
+    command += ["--write"] * args.write + ["--tune-peers"] * args.tune_peers
+    os.execv(sys.executable, command)
+
+
+def say(name: str, entry: dict[str, Any], since: float) -> None:
+    told = {k: v for k, v in entry.items() if k not in ("part", "run", "trace", "config", "contestant", "seconds")}
+    print(f"{since:6.1f} s  {name}: {json.dumps(told)[:400]}", flush=True)
+
+
+def save(out: Path, stored: dict[str, Any]) -> None:
+    """Beside the old file first: what stops this process must not cost what was measured."""
+    import gpu_table
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    beside = out.with_suffix(".part")
+    beside.write_text(gpu_table.dump(stored), encoding="utf-8")
+    beside.replace(out)
+
+
+def write(args: argparse.Namespace, gpu_table: Any, stored: dict[str, Any]) -> None:
+    drawn = gpu_table.figure(stored, args.figure)
+    page = args.page.read_text(encoding="utf-8")
+    name = os.path.relpath(args.figure, args.page.parent) if drawn else None
+    args.page.write_text(gpu_table.placed(page, gpu_table.tables(stored, name)), encoding="utf-8")
+    print(f"wrote the tables into {args.page}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Illegal accesses, which neither the interpreter nor a GPU need tell of: every address that a kernel reads or writes
+where its mask says so must lie in one of the tensors of the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from triton.runtime import interpreter
+
+
+class OutOfBounds(BaseException):
+    """No `Exception`, so that nothing on the way takes it for an ordinary failure."""
+
+
+class _Extents:
+    """Bytes [start, stop) of tensors, in order."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        found = sorted(_extent(x) for x in tensors if x.numel())
+        self.start = np.array([a for a, _ in found], dtype=np.int64)
+        self.stop = np.maximum.accumulate(np.array([b for _, b in found], dtype=np.int64)) if found else self.start
+
+    def check(self, what: str, pointers: Any, mask: Any, size: int) -> None:
+        pointers, mask = np.broadcast_arrays(pointers, mask)
+        at = pointers[mask.astype(bool)].astype(np.int64)
+        if at.size == 0:
+            return
+        place = np.searchsorted(self.start, at, side="right") - 1
+        good = (place >= 0) & (at + size <= self.stop[place]) if self.start.size else np.zeros(at.shape, dtype=bool)
+        if not good.all():
+            away = int(at[~good][0] - self.start[max(int(place[~good][0]), 0)]) if self.start.size else "no tensor"
+            raise OutOfBounds(f"{what} of {int((~good).sum())} elements outside, {away} bytes from a start")
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """Those among the arguments, in tuples, too."""
+    for x in given:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, tuple):
+            yield from _tensors(x)
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Within it an access outside raises `OutOfBounds`."""
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store = builder.create_masked_load, builder.create_masked_store
+    begin, end = executor._init_args_hst, executor._restore_args_dev
+    current: list[_Extents] = []
+
+    def begun(self: Any, args: Any, kwargs: Any) -> Any:
+        given = list(_tensors((*args, *kwargs.values())))
+        if any(x.device.type != "cpu" for x in given):
+            return begin(self, args, kwargs)
+        current[:] = [_Extents(given)]
+        return list(args), dict(kwargs)
+
+    def loaded(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        current[0].check("a load", ptrs.data, mask.data, max(1, ptrs.get_element_ty().primitive_bitwidth // 8))
+        return load(self, ptrs, mask, *rest)
+
+    def stored(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        current[0].check("a store", ptrs.data, mask.data, max(1, ptrs.get_element_ty().primitive_bitwidth // 8))
+        return store(self, ptrs, value, mask, *rest)
+
+    builder.create_masked_load, builder.create_masked_store = loaded, stored
+    executor._init_args_hst, executor._restore_args_dev = begun, lambda *_: None  # tensors are used where they lie
+    try:
+        yield
+    finally:
+        builder.create_masked_load, builder.create_masked_store = load, store
+        executor._init_args_hst, executor._restore_args_dev = begin, end
