@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checks import ArgumentError, require, shape
-from .slot_values import SlotValues, slot_values
+from .slot_values import SlotValues, preferred, slot_values
 from .states import State
 
 CALL = "FastWeightState"
@@ -204,7 +204,7 @@ class FastWeightState(State):
     ) -> FastWeightState:
         """Nothing seen yet: every memory is `keys` [H, 2, n, Dk/2] and `values` [N, Dv], through which gradients reach
         both."""
-        name = impl if impl != "auto" else "sparse" if "sparse" in slot_values else "reference"
+        name = impl if impl != "auto" else preferred(values, storage)
         start = keys.to(torch.promote_types(keys.dtype, torch.float32))
         memories = 1 if shared else batch
         held = slot_values.get(name).start(values, memories, storage)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from .chunk_schedule import Step, schedule
 from .fast_weight_rules import WriteRule, Written
 from .fast_weight_state import FastWeightState, Tokens
 from .product_key import SlotScore, search, weigh
+from .slot_values import SlotValues
 
 BLOCK = 8192
 """Tokens of the batch that are read at once, however large the chunk."""
@@ -51,6 +52,32 @@ class How:
     detach_every: int
     observer: WriteObserver | None
     sync: str | None
+
+
+class Looked(NamedTuple):
+    """What tokens [B, w] found: slots, weights [B, w, H, k]; read [B, w, Dv]; halves, half_scores [B, w, H, 2, k]; and
+    scores [B, w, H, k], or None where no write needs them."""
+
+    slots: Tensor
+    weights: Tensor
+    read: Tensor
+    halves: Tensor
+    half_scores: Tensor
+    scores: Tensor | None
+
+
+@runtime_checkable
+class Rounds(Protocol):
+    """Values that are searched, read and written at once, with the sub-keys, by kernels of their own; None where those
+    do not know what is asked."""
+
+    def looked(self, how: How, query: Tensor, keys: Tensor, good: Tensor | None) -> Looked | None:
+        """What queries [B, w, H, Dk] find with keys [M, H, 2, n, Dk/2]; they read 0 where not `good` [B, w]."""
+
+    def rewritten(
+        self, how: How, keys: Tensor, tokens: Tokens, following: dict[str, Tensor] | None
+    ) -> tuple[Tensor, SlotValues] | None:
+        """Keys and values after `tokens` were written, of which `following`, [B, 1, ...], come next."""
 
 
 def run(
@@ -131,18 +158,14 @@ class Memory:
 
     def _read(self, piece: dict[str, Tensor], kept: bool) -> Tokens:
         how, query, good = self.how, piece["query"], piece.get("good")
-        one = len(self.keys) == 1
-        found = search(query, self.keys[0] if one else self.keys, how.top_k, how.kind, how.eps)
-        weights = weigh(found.scores.flatten(-2), how.spec)
-        slots = self._by_memory(found.slots.flatten(-2))
-        read = self.values.read(self._by_memory(weights), slots).view(*query.shape[:2], self.values.width)
-        if good is not None:
-            read = torch.where(good[..., None], read, 0)
+        found = self.values.looked(how, query, self.keys, good) if isinstance(self.values, Rounds) else None
+        found = self._looked(query, good) if found is None else found
+        weights, slots = found.weights.flatten(-2), self._by_memory(found.slots.flatten(-2))
         if how.observer is not None:
             valid = torch.ones_like(piece["position"], dtype=torch.bool) if good is None else good
             told = (piece["position"], valid, self._rows(valid))
             how.observer.on_read(slots, *(self._by_memory(x.detach()) for x in (weights, *told)))
-        tokens = Tokens(found.slots, weights.view_as(found.slots), read, piece["value"], piece["position"])
+        tokens = Tokens(found.slots, found.weights, found.read, piece["value"], piece["position"])
         if not kept:
             return tokens
         tokens = replace(tokens, gate=piece.get("gate"), good=good)
@@ -150,6 +173,18 @@ class Memory:
             return tokens
         scores = found.scores if how.rule.key_update == "mse" else None
         return replace(tokens, query=query, halves=found.halves, half_scores=found.half_scores, scores=scores)
+
+    def _looked(self, query: Tensor, good: Tensor | None) -> Looked:
+        how = self.how
+        found = search(query, self.keys[0] if len(self.keys) == 1 else self.keys, how.top_k, how.kind, how.eps)
+        weights = weigh(found.scores.flatten(-2), how.spec)
+        slots = self._by_memory(found.slots.flatten(-2))
+        read = self.values.read(self._by_memory(weights), slots).view(*query.shape[:2], self.values.width)
+        if good is not None:
+            read = torch.where(good[..., None], read, 0)
+        return Looked(
+            found.slots, weights.view_as(found.slots), read, found.halves, found.half_scores, found.scores
+        )
 
     def write(self, rows: Sequence[bool], following: dict[str, Tensor] | None) -> None:
         """Write what waits of the streams `rows` (or of all, with a shared memory). `following` are the tokens that
@@ -161,13 +196,7 @@ class Memory:
             for n, hit in zip(self.writes, rows, strict=True)
         ]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not all(cut)):
-            tokens = self._paired(rows, following)
-            if how.sync is not None:
-                tokens = tokens.map(_of_all_processes)
-            steps = how.rule.steps(tokens)
-            shares = (steps[..., None, None] * tokens.weights).flatten(-2)
-            keys = how.rule.moved_keys(self.keys, self.values, tokens, how.kind, how.spec)
-            values = self.values.write(tokens.slots.flatten(-2), shares, tokens.errors, tokens.counted)
+            keys, values = self._rewritten(rows, following) or self._written(rows, following)
         if all(cut):
             keys, values = keys.detach(), values.detach()
         elif any(cut):
@@ -175,6 +204,31 @@ class Memory:
             keys, values = torch.where(flags.view(-1, 1, 1, 1, 1), keys.detach(), keys), values.detach(flags)
         self.keys, self.values = keys, values
         self.waiting = self.waiting.written(rows)
+
+    def _rewritten(
+        self, rows: Sequence[bool], following: dict[str, Tensor] | None
+    ) -> tuple[Tensor, SlotValues] | None:
+        """Keys and values after a write by the values' own kernels, if they have any that know how."""
+        how = self.how
+        if not isinstance(self.values, Rounds) or how.observer is not None or how.sync is not None:
+            return None
+        tokens = self.waiting.tokens()
+        if not all(rows):
+            tokens = tokens.marked()
+            assert tokens.good is not None
+            tokens = replace(tokens, good=tokens.good & torch.tensor(rows, device=tokens.good.device)[:, None])
+        return self.values.rewritten(how, self.keys, tokens, following)
+
+    def _written(
+        self, rows: Sequence[bool], following: dict[str, Tensor] | None
+    ) -> tuple[Tensor, SlotValues]:
+        how, tokens = self.how, self._paired(rows, following)
+        if how.sync is not None:
+            tokens = tokens.map(_of_all_processes)
+        steps = how.rule.steps(tokens)
+        shares = (steps[..., None, None] * tokens.weights).flatten(-2)
+        keys = how.rule.moved_keys(self.keys, self.values, tokens, how.kind, how.spec)
+        return keys, self.values.write(tokens.slots.flatten(-2), shares, tokens.errors, tokens.counted)
 
     def _paired(self, rows: Sequence[bool], following: dict[str, Tensor] | None) -> Written:
         """The tokens that are written now, with their errors."""

@@ -26,6 +26,7 @@ from .fast_weight_state import FastWeightState, check_state
 from .fast_weight_stream import How, Memory, WriteObserver, run
 from .precision import clean, either, full_precision
 from .product_key import require_top_k, slot_scores, weights_spec
+from .slot_values import preferred, slot_values
 
 __all__ = ["FastWeightState", "WriteObserver", "WriteRule", "fast_weight_memory", "flush"]
 
@@ -83,7 +84,8 @@ def fast_weight_memory(
             of a memory.
         storage: in which values that were written are stored, None for the dtype of `values`.
         impl: how values are stored at the start of a stream: "reference" (whole tables), "sparse" (what was written),
-            or "auto" for the sparse form where it is there.
+            "triton" (whole tables written in place, with kernels that search, read, write and move keys, on CUDA
+            devices), or "auto" for the last on CUDA devices where kernels do what is asked, else the sparse form.
         observer: who is told of every read and write.
         sync: "all_gather" makes the processes of torch.distributed write the tokens of all into every one's shared
             memory, as one process with the whole batch would; all must give equal shapes. Gradients stay in their own.
@@ -113,6 +115,7 @@ def fast_weight_memory(
     )
     if state is None:
         start = keys.to(torch.promote_types(query.dtype, keys.dtype))
+        impl = _store(impl, values, storage, query, keys, top_k, how.kind)
         state = FastWeightState.empty(start, values, batch, shared=shared, storage=storage, impl=impl)
     else:
         state = check_state(CALL, state, keys, values, batch, shared, top_k)
@@ -131,6 +134,16 @@ def fast_weight_memory(
         total = tuple(a + b for a, b in zip(state.seen, seen, strict=True))
         state = replace(after, seen=total, tokens=state.tokens + tokens)
     return out.to(value.dtype), state
+
+
+def _store(impl: str, values: Tensor, *needs: Any) -> str:
+    """The name of the store for `impl`, which can do what is needed."""
+    if impl == "auto":
+        return preferred(values, *needs)
+    refuses = getattr(slot_values.get(impl), "refuses", None)
+    reason = None if refuses is None else refuses(values, *needs)
+    require(reason is None, CALL, f"impl={impl!r} {reason}. impl='reference' can.")
+    return impl
 
 
 def flush(

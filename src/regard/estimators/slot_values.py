@@ -3,7 +3,7 @@
 A store holds M tables of N values, all of which began as the same table, the base. It is immutable: a write gives a new
 store, and what was read of the old one stays differentiable. Stores are registered by the name under which `impl=`
 chooses them: "reference" is `DenseValues`; importing `regard.ops` adds "sparse", which keeps the base once and, of each
-memory, only the rows that were written.
+memory, only the rows that were written, and "triton", whole tables that kernels write in place on CUDA devices.
 
 Legend: M memories, N slots, P tokens, K selected slots of a token (all heads), Dv width of a value.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -101,6 +101,16 @@ class SlotValues(Protocol):
 
 
 slot_values: Registry[type[SlotValues]] = Registry("slot value store", "regard.slot_values")
+
+
+def preferred(base: Tensor, *others: Any) -> str:
+    """The store that impl="auto" takes: the first whose `prefers(base, *others)` says so, if it has one; else "sparse"
+    where it is there, else "reference"."""
+    for name, store in slot_values.items():
+        prefers = getattr(store, "prefers", None)
+        if prefers is not None and prefers(base, *others):
+            return name
+    return "sparse" if "sparse" in slot_values else "reference"
 
 
 @slot_values.register("reference", "dense")

@@ -4,6 +4,7 @@ from . import blocked, cpu, interpolated, linear, overlay, reference, sdpa
 from .attention import attention, explain
 from .dispatch import Explanation, implementations, implementations_registry, register_impl
 from .triton import attention as triton_attention
+from .triton import memory_values as triton_memory
 
 __all__ = [
     "Explanation",
@@ -20,4 +21,5 @@ __all__ = [
     "register_impl",
     "sdpa",
     "triton_attention",
+    "triton_memory",
 ]

@@ -19,6 +19,26 @@ def doubled(x, out, n, ROWS: tl.constexpr):
     tl.store(out + at, 2 * tl.load(x + at, mask=at < n, other=0), mask=at < n)
 
 
+@triton.jit
+def product(a, b, out, ROWS: tl.constexpr):
+    at = tl.arange(0, ROWS)
+    place = at[:, None] * ROWS + at[None, :]
+    tl.store(out + place, tl.dot(tl.load(a + place), tl.trans(tl.load(b + place))))
+
+
+@triton.jit
+def signs(x, out, n, ROWS: tl.constexpr):
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    above = tl.load(x + at, mask=at < n, other=0) > 0
+    tl.store(out + at, above.to(tl.bfloat16), mask=at < n)
+
+
+@triton.jit
+def narrowed(x, out, n, ROWS: tl.constexpr):
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tl.store(out + at, tl.load(x + at, mask=at < n, other=0).to(tl.bfloat16), mask=at < n)
+
+
 def run(x: torch.Tensor, programs: int) -> torch.Tensor:
     out = torch.empty_like(x)
     launch(doubled, (programs,), x, out, len(x), tiles=Tiles(rows=ROWS), ROWS=ROWS)
@@ -46,3 +66,29 @@ def test_what_is_allocated_is_poisoned(poisoned: None, dtype: torch.dtype) -> No
     made = (torch.empty(3, dtype=dtype), torch.empty_like(like), like.new_empty(3), torch.empty_strided((3,), (1,)))
     assert all((x != 0).all() for x in made[:3])
     assert made[3].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_is_that_of_the_numbers_and_not_of_their_bits(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(ROWS, ROWS, generator=generator).to(dtype) for _ in range(2))
+    out = torch.empty(ROWS, ROWS)
+    launch(product, (1,), a, b, out, tiles=Tiles(), ROWS=ROWS)
+    torch.testing.assert_close(out.double(), a.double() @ b.double().T, atol=1e-5, rtol=1e-6)
+
+
+def test_numbers_are_rounded_to_the_nearest_bfloat16_and_ties_to_even() -> None:
+    """Eight bits of a number are kept: of 256 + n / 2, those with an even whole number are."""
+    ties = {257.0: 256.0, 259.0: 260.0, -257.0: -256.0, 257.5: 258.0, 256.5: 256.0, 3.4e38: torch.inf, 0.0: 0.0}
+    x = torch.tensor([*ties, torch.inf, -torch.inf, torch.nan])
+    out = torch.empty(len(x), dtype=torch.bfloat16)
+    launch(narrowed, (1,), x, out, len(x), tiles=Tiles(), ROWS=ROWS)
+    wanted = torch.tensor([*ties.values(), torch.inf, -torch.inf, torch.nan])
+    assert torch.equal(out.float().nan_to_num(7, 8, 9), wanted.nan_to_num(7, 8, 9))
+
+
+def test_a_truth_value_is_one_in_bfloat16_too() -> None:
+    x = torch.tensor([-1.0, 2.0, 0.0, 3.0])
+    out = torch.empty(4, dtype=torch.bfloat16)
+    launch(signs, (1,), x, out, 4, tiles=Tiles(), ROWS=ROWS)
+    assert torch.equal(out, torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.bfloat16))

@@ -33,29 +33,43 @@ POWERS = (1.0, 2.0, 3.0)
 GRANULE = 64
 """Rows and keys of a block of pairs that is skipped where it holds no weight; fewer where tiles are smaller."""
 
-SEARCH = TileTable(
-    "compact_search",
-    {
-        (64, 2): Tiles(128, 64, 8, 3),
-        (128, 2): Tiles(128, 64, 8, 2),
-        (256, 2): Tiles(64, 64, 8, 2),
-        (64, 4): Tiles(64, 32, 4, 2),
-        (128, 4): Tiles(64, 32, 8, 2),
-        (256, 4): Tiles(32, 32, 8, 1),
-    },
-    [Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 2)],
-)
+# Every kernel takes the same keys at a time, since marks of blocks pass from one to the other.
 STREAM = TileTable(
     "compact_stream",
     {
         (64, 2): Tiles(128, 64, 8, 3),
-        (128, 2): Tiles(128, 64, 8, 2),
+        (128, 2): Tiles(128, 64, 8, 3),
         (256, 2): Tiles(64, 64, 8, 2),
-        (64, 4): Tiles(64, 32, 4, 2),
+        (64, 4): Tiles(64, 32, 8, 2),
         (128, 4): Tiles(64, 32, 8, 2),
-        (256, 4): Tiles(32, 32, 8, 1),
+        (256, 4): Tiles(64, 32, 8, 1),
     },
-    [Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 2)],
+    [Tiles(64, 64, 4, 3)],
+)
+SEARCH = TileTable(
+    "compact_search",
+    {
+        (64, 2): Tiles(128, 64, 8, 3),
+        (128, 2): Tiles(128, 64, 8, 3),
+        (256, 2): Tiles(128, 64, 8, 3),
+        (64, 4): Tiles(64, 32, 8, 2),
+        (128, 4): Tiles(64, 32, 8, 2),
+        (256, 4): Tiles(64, 32, 8, 2),
+    },
+    [Tiles(64, 64, 4, 3)],
+)
+WEIGH = TileTable("compact_weigh", STREAM.shipped, STREAM.others)
+WEIGH_TWICE = TileTable(  # two sums of values at a time: out and tilt
+    "compact_weigh_twice",
+    {
+        (64, 2): Tiles(128, 64, 8, 3),
+        (128, 2): Tiles(64, 64, 8, 3),
+        (256, 2): Tiles(64, 64, 8, 2),
+        (64, 4): Tiles(64, 32, 8, 2),
+        (128, 4): Tiles(64, 32, 8, 2),
+        (256, 4): Tiles(64, 32, 8, 1),
+    },
+    [Tiles(64, 64, 4, 3)],
 )
 
 
@@ -142,7 +156,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     given, number = _tensor_or_number(inputs.params.get(rule.row), rule.number)
     leaves = (q, k, v, factor, given)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-    tiles = (STREAM if rule.code in (SOFTMAX, FIXED) else SEARCH).pick(max(q.shape[3], v.shape[3]), q.dtype)
+    tiles = STREAM.pick(max(q.shape[3], v.shape[3]), q.dtype)
     granule = min(GRANULE, tiles.rows), tiles.keys
     numbers = (scale, number, rule.code, rule.r, rule.stand, *granule)
     out, *kept = forward(q, k, v, factor, given, *span, *numbers, keep, inputs.diagnostics)

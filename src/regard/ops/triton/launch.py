@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .interpreting import mend
 from .tiles import Tiles
 
 Grid = tuple[int, ...]
@@ -25,6 +26,7 @@ def launch(kernel: Any, grid: Grid, *args: Any, tiles: Tiles, **constants: Any) 
     if _WATCHERS:
         _WATCHERS[-1](kernel, grid, args, options)
         return
+    mend()
     with _device(args):
         kernel[grid](*args, **options)
 

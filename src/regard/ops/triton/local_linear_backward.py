@@ -113,7 +113,7 @@ class _Call:
             masked=span.mask is not None,
             ridge=0,
             solved=True,
-            split=x.dtype == torch.bfloat16,
+            operands=3 if x.dtype == torch.bfloat16 else 2,
             precision="ieee",
         )
 
@@ -186,8 +186,8 @@ def _right_sides(call: _Call) -> Tensor:
 
 
 class _Read(NamedTuple):
-    """What the kernels read of rows: t, -u and t's rest as they are multiplied [2 or 3, B, H, Tq, D]; and 1 - m . t,
-    gammabar - m . u, c and 1 - m . t of t's first term [4, B, H, Tq]."""
+    """What the kernels read of rows: t, -u and t's rest as they are multiplied [B, H, Tq, 2 or 3, D], and numbers
+    [B, H, Tq, 8]."""
 
     operands: Tensor
     table: Tensor
@@ -201,14 +201,14 @@ def _operands(call: _Call, ridge: float | Tensor | None, u: Tensor | None) -> tu
 
     lse, width = call.kept.lse, ridge.shape[-1] if isinstance(ridge, Tensor) else 0
     dridge = call.new(width) if width else None
-    planes, rows = 3 if call.form.split else 2, call.x.shape[:3]
-    read = _Read(call.x.new_empty(planes, *rows, call.x.shape[-1]), lse.new_empty(4, *rows), u is not None)
+    operands = call.x.new_empty(*call.x.shape[:3], call.form.operands, call.x.shape[-1])
+    read = _Read(operands, call.new(8), u is not None)
     slopes = (call.kept.t, lse if u is None else u)
     number = number_or_rows(0.0 if ridge is None else ridge, lse)
     tiles = OPERANDS.pick(call.width, torch.float32)
-    args = (call.matrices[0], call.kept[1:], slopes, number, lse if dridge is None else dridge, *read[:2], lse.numel())
+    args = (call.matrices[0], call.kept[1:], slopes, number, lse if dridge is None else dridge, call.factor)
     form = call.form._replace(own=tiles.rows, ridge=width, solved=read.solved)
-    launch(local_linear_operands_kernel, call.row_blocks(tiles), *args, call.sizes, tiles=tiles, FORM=form)
+    launch(local_linear_operands_kernel, call.row_blocks(tiles), *args, *read[:2], call.sizes, tiles=tiles, FORM=form)
     return read, dridge
 
 
@@ -224,7 +224,7 @@ def _by_rows(call: _Call, read: _Read, u: Tensor | None) -> tuple[Tensor, Tensor
 
     def run(tiles: Tiles) -> None:
         form = call.form._replace(own=tiles.rows, tile=tiles.keys, solved=read.solved)
-        args = (outs, call.matrices, call.kept[1:], lse if u is None else u, *call.by_rows(), *read[:2], lse.numel())
+        args = (outs, call.matrices, call.kept[1:], lse if u is None else u, *call.by_rows(), *read[:2])
         launch(local_linear_query_kernel, call.row_blocks(tiles), *args, tiles=tiles, FORM=form)
 
     run(BY_ROWS.pick(call.width, call.x.dtype, run, (read.solved,)))
@@ -236,12 +236,11 @@ def _by_keys(call: _Call, read: _Read) -> tuple[Tensor, Tensor]:
 
     dy, dv = (torch.empty_like(z, memory_format=torch.contiguous_format) for z in (call.y, call.v))
     span = (call.span.first, call.span.last, batch_stride(call.span.first))
-    lse = call.kept.lse
 
     def run(tiles: Tiles) -> None:
         form = call.form._replace(own=tiles.keys, tile=tiles.rows, solved=read.solved)
         grid = (dy.shape[0] * dy.shape[1] * -(-call.keys // tiles.keys),)
-        args = ((dy, dv), call.matrices, lse, call.factor, span, call.mask, call.sizes, *read[:2], lse.numel())
+        args = ((dy, dv), call.matrices, call.factor[1], span, call.mask, call.sizes, *read[:2])
         launch(local_linear_key_kernel, grid, *args, tiles=tiles, FORM=form)
 
     run(BY_KEYS.pick(call.width, call.x.dtype, run, (read.solved,)))

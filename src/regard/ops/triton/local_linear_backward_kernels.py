@@ -14,12 +14,24 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .local_linear_math import LOG2E, edge_tile, load_keys, load_rows, load_span, plan, row_factor, row_ridge, seen
-from .local_linear_math import store_rows
+from .local_linear_math import (
+    LOG2E,
+    edge_tile,
+    load_keys,
+    load_rows,
+    load_span,
+    plan,
+    row_factor,
+    row_ridge,
+    seen,
+    store_rows,
+)
 
-LIFT, DROP, MEAN, FIRST = (tl.constexpr(i) for i in range(4))  # tables of rows: 1 - m . t, gammabar - m . u, c, and
-# 1 - m . t of t's first term alone
-GIVEN, SOLUTION, REST = (tl.constexpr(i) for i in range(3))  # operands: t rounded, -u rounded, what t's rounding left
+GIVEN, SOLUTION, REST = (tl.constexpr(i) for i in range(3))
+"""Operands of a row: t rounded, -u rounded, what t's rounding left."""
+LIFT, DROP, MEAN, FIRST, LSE, SCALE, NUMBERS = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 8))
+"""Numbers of a row: 1 - m . t, gammabar - m . u, c, 1 - m . t of t's first term, lse, c's factor log2(e); 8 lie in one
+sector of memory."""
 
 
 class Form(NamedTuple):
@@ -31,7 +43,7 @@ class Form(NamedTuple):
         factors, masked: whether there are a factor a row, and a mask over keys.
         ridge: 0 for a number, else its numbers a row, 1 or D.
         solved: whether there is u; else t was given.
-        split: whether a has t in two terms.
+        operands: D-wide operands a row, 3 where a has t in two terms, else 2.
         precision: of products.
     """
 
@@ -45,7 +57,7 @@ class Form(NamedTuple):
     masked: bool
     ridge: int
     solved: bool
-    split: bool
+    operands: int
     precision: str
 
 
@@ -67,7 +79,7 @@ def _place(blocks, heads, group):
 def _rows_of(matrices, kept, factor, span, mask, sizes, block, FORM: tl.constexpr):
     """What the kernels by rows read of theirs: places, operands and row numbers."""
     heads, group, queries, keys = sizes
-    turn, nth, batch, head, key_head = _place(tl.cdiv(queries, FORM.own), heads, group)
+    _, nth, batch, head, key_head = _place(tl.cdiv(queries, FORM.own), heads, group)
     first = block * FORM.own
     grad_at, x_at = _of_head(matrices[0], batch, head), _of_head(matrices[1], batch, head)
     g = load_rows(grad_at[0], first, grad_at[1], queries, FORM.own, FORM.value_dim, FORM.value_wide)
@@ -91,6 +103,14 @@ def _own_rows(pointer, nth, first, queries, FORM: tl.constexpr):
 def _put_rows(pointer, value, nth, first, queries, FORM: tl.constexpr):
     """The counterpart of `_own_rows`."""
     store_rows(pointer + nth * queries * FORM.dim, value, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
+
+
+@triton.jit
+def _own_operand(operands, WHICH: tl.constexpr, nth, first, queries, FORM: tl.constexpr):
+    """One operand of this block's rows."""
+    step: tl.constexpr = FORM.operands * FORM.dim
+    base = operands + nth * queries * step + WHICH * FORM.dim
+    return load_rows(base, first, step, queries, FORM.own, FORM.dim, FORM.wide)
 
 
 @triton.jit
@@ -143,10 +163,12 @@ def local_linear_right_kernel(right, matrices, kept, factor, span, mask, sizes, 
 
 
 @triton.jit
-def _operand(pointer, value, mean, nth, first, queries, FORM: tl.constexpr):
-    """(value rounded for products, and stored as such; m . its rounded self)."""
-    rounded = value.to(pointer.dtype.element_ty)
-    _put_rows(pointer, rounded, nth, first, queries, FORM)
+def _put_operand(operands, WHICH: tl.constexpr, value, mean, nth, first, queries, FORM: tl.constexpr):
+    """(value as it is multiplied, which is stored; m . that)."""
+    rounded = value.to(operands.dtype.element_ty)
+    step: tl.constexpr = FORM.operands * FORM.dim
+    base = operands + nth * queries * step + WHICH * FORM.dim
+    store_rows(base, rounded, first, step, queries, FORM.own, FORM.dim, FORM.wide)
     return rounded.to(tl.float32), tl.sum(rounded.to(tl.float32) * mean, 1)
 
 
@@ -167,16 +189,15 @@ def _ridge_share(t, u, ridge, dridge, nth, first, queries, FORM: tl.constexpr):
 
 @triton.jit
 def local_linear_operands_kernel(
-    grad, kept, slopes, ridge, dridge, operands, table, lines, sizes, FORM: tl.constexpr
-):
-    """What the kernels by queries and by keys read of rows, of one block of these: `operands` [2 or 3, B, H, Tq, D] and
-    `table` [4, B, H, Tq], each plane of `lines` = B H Tq rows; in place of c what it is of a solution without error.
-    Also the gradient of ridges."""
+    grad, kept, slopes, ridge, dridge, factor, operands, table, sizes, FORM: tl.constexpr
+):  # fmt: skip
+    """What the kernels by queries and by keys read of rows, of one block of these: `operands` [B, H, Tq, 2 or 3, D] and
+    `table` [B, H, Tq, NUMBERS]; in place of c what it is of a solution without error. Also the gradient of ridges."""
     heads, _, queries, _ = sizes
     block, nth, batch, head, _ = _place(tl.cdiv(queries, FORM.own), heads, 1)
     first = block * FORM.own
     row = first + tl.arange(0, FORM.own)
-    inside, line = row < queries, nth * queries + row
+    inside, line = row < queries, table + (nth * queries + row) * NUMBERS
     grad_at = _of_head(grad, batch, head)
     g = load_rows(grad_at[0], first, grad_at[1], queries, FORM.own, FORM.value_dim, FORM.value_wide).to(tl.float32)
     vbar = kept[2] + nth * queries * FORM.value_dim
@@ -184,17 +205,19 @@ def local_linear_operands_kernel(
     drop, share = tl.sum(g * vbar, 1), tl.zeros((FORM.own,), tl.float32)
     mean = _own_rows(kept[1], nth, first, queries, FORM)
     t = _own_rows(slopes[0], nth, first, queries, FORM)
-    rounded, lift = _operand(operands, t, mean, nth, first, queries, FORM)
-    tl.store(table + FIRST * lines + line, 1 - lift, mask=inside)
-    if FORM.split:
-        lift += _operand(operands + REST * lines * FORM.dim, t - rounded, mean, nth, first, queries, FORM)[1]
+    used, lift = _put_operand(operands, GIVEN, t, mean, nth, first, queries, FORM)
+    tl.store(line + FIRST, 1 - lift, mask=inside)
+    if FORM.operands == 3:
+        lift += _put_operand(operands, REST, t - used, mean, nth, first, queries, FORM)[1]
     if FORM.solved:
         u = _own_rows(slopes[1], nth, first, queries, FORM)
         share = _ridge_share(t, u, ridge, dridge, nth, first, queries, FORM)
-        drop += _operand(operands + SOLUTION * lines * FORM.dim, -u, mean, nth, first, queries, FORM)[1]
-    tl.store(table + LIFT * lines + line, 1 - lift, mask=inside)
-    tl.store(table + DROP * lines + line, drop, mask=inside)
-    tl.store(table + MEAN * lines + line, share, mask=inside)
+        drop += _put_operand(operands, SOLUTION, -u, mean, nth, first, queries, FORM)[1]
+    tl.store(line + LIFT, 1 - lift, mask=inside)
+    tl.store(line + DROP, drop, mask=inside)
+    tl.store(line + MEAN, share, mask=inside)
+    tl.store(line + LSE, tl.load(kept[0] + nth * queries + row, mask=inside, other=0.0), mask=inside)
+    tl.store(line + SCALE, row_factor(factor[0] + nth * queries, factor[1], row, queries, FORM.factors), mask=inside)
 
 
 @triton.jit
@@ -221,22 +244,22 @@ def _query_step(state, operands, scalars, rows, kv, first, EDGE: tl.constexpr, F
 
 @triton.jit
 def local_linear_query_kernel(
-    outs, matrices, kept, u, factor, span, mask, sizes, operands, table, lines, FORM: tl.constexpr
-):
+    outs, matrices, kept, u, factor, span, mask, sizes, operands, table, FORM: tl.constexpr
+):  # fmt: skip
     """dx and the gradients of factors or of a given t, of one block of queries, and their c."""
     queries = sizes[2]
     blocks = tl.cdiv(queries, FORM.own)
     block = blocks - 1 - tl.program_id(0) % blocks
     nth, begin, x, g, rows, kv = _rows_of(matrices, kept, factor, span, mask, sizes, block, FORM)
     row = begin + tl.arange(0, FORM.own)
-    inside, line = row < queries, nth * queries + row
-    t = _own_rows(operands, nth, begin, queries, FORM)
+    inside, line = row < queries, table + (nth * queries + row) * NUMBERS
+    t = _own_operand(operands, GIVEN, nth, begin, queries, FORM)
     negative = t
     if FORM.solved:
-        negative = _own_rows(operands + SOLUTION * lines * FORM.dim, nth, begin, queries, FORM)
-    lift = tl.load(table + FIRST * lines + line, mask=inside, other=0.0)
-    drop = tl.load(table + DROP * lines + line, mask=inside, other=0.0)
-    guess = tl.load(table + MEAN * lines + line, mask=inside, other=0.0)
+        negative = _own_operand(operands, SOLUTION, nth, begin, queries, FORM)
+    lift = tl.load(line + FIRST, mask=inside, other=0.0)
+    drop = tl.load(line + DROP, mask=inside, other=0.0)
+    guess = tl.load(line + MEAN, mask=inside, other=0.0)
     start, tiles, left, full = plan(rows[2], rows[3], FORM.tile, FORM.masked)
     sums, none = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own,), tl.float32)
     if FORM.solved:
@@ -250,13 +273,13 @@ def local_linear_query_kernel(
         for n in range(left, left + full):
             first = start + n * FORM.tile
             state = _query_step(state, (x, g, t, negative), (lift, drop, guess), rows, kv, first, False, FORM)
-    tl.store(table + MEAN * lines + line, guess + state[2], mask=inside)
+    tl.store(line + MEAN, guess + state[2], mask=inside)
     mean = _own_rows(kept[1], nth, begin, queries, FORM)
     if not FORM.solved:
         _put_rows(outs[2], state[4][:, None] * mean - state[3], nth, begin, queries, FORM)
     sums = state[0] - state[1][:, None] * mean
     if FORM.factors:
-        tl.store(outs[1] + line, tl.sum(x.to(tl.float32) * sums, 1), mask=inside)
+        tl.store(outs[1] + nth * queries + row, tl.sum(x.to(tl.float32) * sums, 1), mask=inside)
     sums *= (rows[0] / LOG2E)[:, None]
     if FORM.solved:
         sums += _own_rows(u, nth, begin, queries, FORM)
@@ -267,19 +290,21 @@ def local_linear_query_kernel(
 def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: tl.constexpr):
     """What one tile of queries of one head adds to state: (dk, dv)."""
     k, v, low, high, begin = own
-    x_at, grad_at, lse_at, factor, operands, table, mask, lines = read
-    queries, keys = sizes[2], sizes[3]
+    x_at, grad_at, operands, table, mask, factor = read
+    queries, keys, wide = sizes[2], sizes[3], FORM.operands * FORM.dim
     member = tl.cast(member, tl.int64)
-    base = member * queries
     row = first + tl.arange(0, FORM.tile)
     inside = row < queries
     x = load_keys(x_at[0] + member * x_at[1], first, x_at[2], queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
     g = grad_at[0] + member * grad_at[1]
     g = load_keys(g, first, grad_at[2], queries, FORM.tile, FORM.value_dim, FORM.value_wide, EDGE)
-    slopes = operands + base * FORM.dim
-    t = load_keys(slopes, first, FORM.dim, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
-    lse = tl.load(lse_at + base + row, mask=inside, other=float("inf"))
-    c = row_factor(factor[0] + base, factor[1], row, queries, FORM.factors)
+    operands += member * queries * wide
+    t = load_keys(operands, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+    line = table + (member * queries + first) * NUMBERS + tl.arange(0, FORM.tile) * NUMBERS
+    c = tl.zeros((FORM.tile,), tl.float32) + factor * LOG2E
+    if FORM.factors:
+        c = tl.load(line + SCALE, mask=inside, other=0.0)
+    lse = tl.load(line + LSE, mask=inside, other=float("inf"))
     p = tl.exp2(tl.dot(k, tl.trans(x), input_precision=FORM.precision) * c[None, :] - lse[None, :])
     if EDGE or FORM.masked:
         visible = (row[None, :] >= low[:, None]) & (row[None, :] < high[:, None])
@@ -288,30 +313,28 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
             visible &= (tl.load(mask[0] + member * mask[1] + key, mask=key < keys, other=0) != 0)[:, None]
         p = tl.where(visible, p, 0.0)
     a = tl.dot(k, tl.trans(t), input_precision=FORM.precision)
-    if FORM.split:
-        rest = slopes + REST * lines * FORM.dim
-        rest = load_keys(rest, first, FORM.dim, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+    if FORM.operands == 3:
+        rest = operands + REST * FORM.dim
+        rest = load_keys(rest, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
         a = tl.dot(k, tl.trans(rest), a, input_precision=FORM.precision)
-    a = p * (a + tl.load(table + LIFT * lines + base + row, mask=inside, other=0.0)[None, :])
+    a = p * (a + tl.load(line + LIFT, mask=inside, other=0.0)[None, :])
     dv = tl.dot(a.to(k.dtype), g, state[1], input_precision=FORM.precision)
     dk = state[0]
     b = tl.dot(v, tl.trans(g), input_precision=FORM.precision)
     if FORM.solved:
-        u = slopes + SOLUTION * lines * FORM.dim
-        u = load_keys(u, first, FORM.dim, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+        u = operands + SOLUTION * FORM.dim
+        u = load_keys(u, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
         dk = tl.dot(a.to(k.dtype), u, dk, input_precision=FORM.precision)
         b = tl.dot(k, tl.trans(u), b, input_precision=FORM.precision)
-    b -= tl.load(table + DROP * lines + base + row, mask=inside, other=0.0)[None, :]
+    b -= tl.load(line + DROP, mask=inside, other=0.0)[None, :]
     dk = tl.dot((p * b).to(k.dtype), t, dk, input_precision=FORM.precision)
-    mean = tl.load(table + MEAN * lines + base + row, mask=inside, other=0.0)
+    mean = tl.load(line + MEAN, mask=inside, other=0.0)
     dz = (a * b - p * mean[None, :]) * (c / LOG2E)[None, :]
     return tl.dot(dz.to(k.dtype), x, dk, input_precision=FORM.precision), dv
 
 
 @triton.jit
-def local_linear_key_kernel(
-    outs, matrices, lse, factor, span, mask, sizes, operands, table, lines, FORM: tl.constexpr
-):
+def local_linear_key_kernel(outs, matrices, factor, span, mask, sizes, operands, table, FORM: tl.constexpr):
     """dk and dv of one block of keys: all query heads of its key head in turn, so that no two programs add to one."""
     heads, group, queries, keys = sizes
     block, nth, batch, key_head, _ = _place(tl.cdiv(keys, FORM.own), heads // group, 1)
@@ -326,9 +349,9 @@ def local_linear_key_kernel(
     x_at, grad_at = _of_head(matrices[1], batch, head), _of_head(matrices[0], batch, head)
     base = (batch * heads + head) * queries
     read = (
-        (x_at[0], matrices[1][2], x_at[1]), (grad_at[0], matrices[0][2], grad_at[1]), lse + base,
-        (factor[0] + base, factor[1]), operands + base * FORM.dim, table + base,
-        (mask[0] + batch * mask[1] + head * mask[2], mask[2]), lines,
+        (x_at[0], matrices[1][2], x_at[1]), (grad_at[0], matrices[0][2], grad_at[1]),
+        operands + base * (FORM.operands * FORM.dim), table + base * NUMBERS,
+        (mask[0] + batch * mask[1] + head * mask[2], mask[2]), factor,
     )  # fmt: skip
     own = k, v, low, high, begin
     state = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own, FORM.value_wide), tl.float32)
@@ -343,4 +366,6 @@ def local_linear_key_kernel(
     at = nth * keys
     dk, dv = tl.where(there, state[0], 0.0), tl.where(there, state[1], 0.0)
     store_rows(outs[0] + at * FORM.dim, dk, begin, FORM.dim, keys, FORM.own, FORM.dim, FORM.wide)
-    store_rows(outs[1] + at * FORM.value_dim, dv, begin, FORM.value_dim, keys, FORM.own, FORM.value_dim, FORM.value_wide)
+    store_rows(
+        outs[1] + at * FORM.value_dim, dv, begin, FORM.value_dim, keys, FORM.own, FORM.value_dim, FORM.value_wide
+    )

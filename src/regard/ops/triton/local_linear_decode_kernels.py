@@ -306,7 +306,7 @@ def probed_kernel(
         keys = load_tile(k, j, some, stride_kt, D, WIDTH, KEYS)
         values = load_tile(v, j, some, stride_vt, DV, WIDTH_V, KEYS)
         score = tl.where(seen, products(a, keys, ROWS) * by[:, None], float("-inf"))
-        s, _ = fine_products(t, keys, ROWS)
+        s, _used = fine_products(t, keys, ROWS)
         new = tl.maximum(top, tl.max(score, 1))
         level = tl.where(new == float("-inf"), 0.0, new)
         w, fade = tl.exp2(score - level[:, None]), tl.exp2(top - level)

@@ -70,8 +70,8 @@ class Rule(NamedTuple):
 TILES = TileTable(
     "local_linear_solve",
     {
-        (64, 2): Tiles(64, 64, 4, 3),
-        (128, 2): Tiles(64, 64, 4, 2),
+        (64, 2): Tiles(64, 64, 4, 2),
+        (128, 2): Tiles(64, 32, 4, 2),
         (256, 2): Tiles(64, 32, 8, 2),
         (64, 4): Tiles(32, 32, 4, 2),
         (128, 4): Tiles(32, 32, 8, 2),
@@ -488,7 +488,7 @@ def _launch(
     if not held and keys <= 4 * tiles.keys:
         return
     if held:
-        tiles = replace(tiles, warps=8, stages=1)
+        tiles = replace(tiles, stages=1)
     mask = span.mask
     launch(
         _solve,

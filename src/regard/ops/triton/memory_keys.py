@@ -24,7 +24,7 @@ from .launch import launch
 from .tiles import Tiles, TileTable
 
 MARGINAL = TileTable("memory_marginal", {(1 << 20, 4): Tiles(rows=16, keys=32, warps=4, stages=2)})
-KEYS = TileTable("memory_keys", {(1 << 20, 4): Tiles(rows=32, keys=32, warps=4, stages=2)})
+KEYS = TileTable("memory_keys", {(1 << 20, 4): Tiles(rows=32, keys=32, warps=8, stages=2)})
 """`rows`: tokens, `keys`: sub-keys of a block."""
 FLOOR = 1e-8
 """As in `estimators.fast_weight_rules`."""

@@ -78,9 +78,9 @@ def _order(
 @triton.jit
 def _write(
     table, log, slots, entries, shares, errors, total, tokens, rows,
-    K: tl.constexpr, D: tl.constexpr, WRITE: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """The row of one slot, if this entry is its first. WRITE: as above; otherwise rows are added to: += sum share e."""
+    """The row of one slot, if this entry is its first; as above, or with ADD V_i <- V_i + sum of share e."""
     memory = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0)
     slots += memory * total
@@ -109,11 +109,12 @@ def _write(
             more = tl.min(mine.to(tl.int32), 0) > 0
         to = table + (memory * rows + key) * D + column
         old = tl.load(to, mask=inside, other=0.0)
-        if WRITE:
+        if LOG:
             tl.store(log + (memory * total + first) * D + column, old, mask=inside)
-            new = old.to(tl.float32) - moved / number.to(tl.float32)
-        else:
+        if ADD:
             new = old.to(tl.float32) + moved
+        else:
+            new = old.to(tl.float32) - moved / number.to(tl.float32)
         tl.store(to, new.to(old.dtype), mask=inside)
 
 
@@ -165,14 +166,16 @@ def _sorted(slots: Tensor, counted: Tensor | None, n: int) -> Order:
     return Order(ordered, entries.int(), torch.empty_like(count).scatter_(1, entries, count))
 
 
-def written(table: Tensor, order: Order, shares: Tensor, errors: Tensor, log: Tensor | None) -> None:
+def written(
+    table: Tensor, order: Order, shares: Tensor, errors: Tensor, log: Tensor | None = None, *, add: bool = False
+) -> None:
     """Write rows of `table` in place.
 
     Args:
         table: [M, N, Dv], contiguous; float32 or bfloat16.
         shares: float32 [M, P, K]; errors: float32 [M, P, Dv].
-        log: as `table` [M, E, Dv]: takes the rows before, each in the place of its slot's first entry. None: instead,
-            sum share e is added to the rows (what a backward pass does with gradients).
+        log: as `table` [M, E, Dv]: takes the rows before, each in the place of its slot's first entry. None: none.
+        add: instead, add sum share e to the rows (what a backward pass does with gradients).
 
     Cost: one launch; reads U rows of the table and those of the errors, writes U rows of table and log, of U slots.
     """
@@ -183,7 +186,7 @@ def written(table: Tensor, order: Order, shares: Tensor, errors: Tensor, log: Te
         launch(
             _write, (tokens * k, memories, triton.cdiv(width, wide)), table, table if log is None else log,
             order.slots, order.entries, shares.contiguous(), errors.contiguous(), tokens * k, tokens, rows,
-            tiles=tiles, K=k, D=width, WRITE=log is not None, R=tiles.rows, DT=wide,
+            tiles=tiles, K=k, D=width, ADD=add, LOG=log is not None, R=tiles.rows, DT=wide,
         )  # fmt: skip
 
     run(WRITE.pick(width, table.dtype))  # never timed: it changes what it works on

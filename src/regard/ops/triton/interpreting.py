@@ -1,0 +1,60 @@
+"""What Triton's interpreter gets wrong of bfloat16, mended.
+
+It keeps bfloat16 numbers as their bits, in uint16. Up to Triton 3.9 `tl.dot` multiplies and adds these bits, a float32
+number becomes the bfloat16 nearer to zero, and a whole number or a truth value becomes bits. Here operands are widened
+to float32 first, exactly, and numbers are rounded to the nearest, ties to even, as a GPU does all of this. Arithmetic of
+bfloat16 numbers beside products is left as it is: kernels convert to float32 first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+
+@cache
+def mend() -> None:
+    """Mend the interpreter, once in a process; nothing where kernels are compiled."""
+    if os.environ.get("TRITON_INTERPRET", "0") != "1":
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    dot = InterpreterBuilder.create_dot
+    InterpreterBuilder.create_dot = lambda own, a, b, *more: dot(own, _widened(a), _widened(b), *more)
+    for name in ("cast_impl", "create_fp_to_fp"):
+        setattr(InterpreterBuilder, name, _rounding(getattr(InterpreterBuilder, name)))
+
+
+def _rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
+    def rounding(own: Any, x: Any, to: Any, *more: Any) -> Any:
+        found = _rounded(x, to)
+        return convert(own, x, to, *more) if found is None else found
+
+    return rounding
+
+
+def _widened(x: Any) -> Any:
+    """A handle with float32 numbers where it has bfloat16 bits."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    if x.dtype.scalar != tl.bfloat16 or x.data.dtype != np.uint16:
+        return x
+    return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _rounded(x: Any, to: Any) -> Any:
+    """A handle with the nearest bfloat16 numbers, or None where it is not about these."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    if to.scalar != tl.bfloat16 or x.dtype.scalar == tl.bfloat16 or x.dtype.scalar.is_fp8():
+        return None
+    numbers = np.asarray(x.data).astype(np.float32)
+    bits = numbers.view(np.uint32)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # wraps around for some NaN alone
+    return TensorHandle(np.where(np.isnan(numbers), 0x7FC0, nearest).astype(np.uint16), tl.bfloat16)
