@@ -109,7 +109,7 @@ def run(args: argparse.Namespace, bench: Any, rows: list[Any], stored: dict[str,
         if before == "measured" or (before in ("failed", "not available") and args.keep_errors):
             continue
         left = args.budget_s - (time.perf_counter() - begun)
-        if left < row.seconds and not args.dry:
+        if left < row.seconds and not bench.dry:
             done.setdefault(row.name, {"part": row.part, "status": "no time"})
         else:
             done[row.name] = measured(row, min(args.row_s, max(left, 1)), len(stored["runs"]) - 1)
@@ -143,7 +143,7 @@ def within(seconds: float) -> Iterator[None]:
     """Within it a TimeoutError rises after so long, as soon as Python has its turn."""
 
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"took more than {seconds:.0f} s")
+        raise TimeoutError(f"took more than {seconds:.3g} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)

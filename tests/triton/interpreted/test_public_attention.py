@@ -15,25 +15,25 @@ from torch import Tensor
 import regard
 from regard.ops.triton import tiles
 
-BATCH, HEADS, KV, T = 2, 2, 1, 37
-IDS = torch.tensor([[4] * 9 + [2] * 17 + [5] + [4] * 10, [0] * 20 + [1] * 17])
+BATCH, HEADS, KV, T = 2, 2, 1, 21
+IDS = torch.tensor([[4] * 5 + [2] * 9 + [5] + [4] * 6, [0] * 12 + [1] * 9])
 KEEP = torch.rand(BATCH, 1, 1, T, generator=torch.Generator().manual_seed(5)) > 0.4
 CALLS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "all": (T, T, {}),
     "causal": (T, T, {"is_causal": True}),
     "strict": (T, T, {"exclude_self": True}),
     "window": (T, T, {"is_causal": True, "window": 6}),
-    "strict window": (T, T, {"exclude_self": True, "window": 20}),
+    "strict window": (T, T, {"exclude_self": True, "window": 12}),
     "both sides": (T, T, {"window": 5}),
     "segments": (T, T, {"segment_ids": IDS, "is_causal": True}),
     "segments, both sides": (T, T, {"segment_ids": IDS[:1]}),
     "mask": (T, T, {"attn_mask": KEEP, "is_causal": True}),
     "mask of heads": (T, T, {"attn_mask": KEEP.expand(BATCH, HEADS, 1, T) ^ torch.tensor([[[[True]], [[False]]]])}),
     "fewer queries": (11, T, {"is_causal": True}),
-    "more queries": (T, 21, {"is_causal": True}),
-    "an offset": (19, T, {"is_causal": True, "query_offset": 7, "window": 9}),
-    "offsets": (19, T, {"is_causal": True, "query_offset": torch.tensor([25, -6])}),
-    "offsets, both sides": (19, T, {"window": 8, "query_offset": torch.tensor([-30, 12]), "attn_mask": KEEP}),
+    "more queries": (T, 17, {"is_causal": True}),
+    "an offset": (17, T, {"is_causal": True, "query_offset": 7, "window": 9}),
+    "offsets": (17, T, {"is_causal": True, "query_offset": torch.tensor([15, -6])}),
+    "offsets, both sides": (17, T, {"window": 8, "query_offset": torch.tensor([-20, 12]), "attn_mask": KEEP}),
 }
 
 
@@ -78,17 +78,25 @@ def checked(leaves: list[Tensor], rule: Rule, seen: Tensor, most: tuple[float, f
     near([out, *found], [expected, *wanted], (most[0], *[most[1]] * 3), (rule.text, call.keys()))
 
 
-def case(rule: str, call: str, tiny: bool) -> Any:
-    """Every fourth pair of a rule and a call is quick; each rule and each call is in some."""
-    place = list(RULES).index(rule) + 3 * list(CALLS).index(call)
-    marks = [] if tiny == (place % 4 == 0) else [pytest.mark.slow]
-    return pytest.param(rule, call, marks=marks, id=f"{rule}, {call}")
+def some(names: Any, quick: Any) -> list[Any]:
+    """All of them, of which those that are not quick are left to `make test-slow`."""
+    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in names]
+
+
+def pairs(names: Any, quick: Any) -> list[Any]:
+    """The same of tuples, whose parts are arguments of their own."""
+    return [pytest.param(*x, marks=[] if x in quick else [pytest.mark.slow]) for x in names]
+
+
+ORDERS = [(rule, call) for rule in RULES for call in CALLS]
+QUICK = [ORDERS[call + len(CALLS) * (3 * call % len(RULES))] for call in range(len(CALLS))]
+"""Every call with a rule, so that every rule is met."""
 
 
 # Values and gradients -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rule", "call"), [case(r, c, True) for r in RULES for c in CALLS])
+@pytest.mark.parametrize(("rule", "call"), pairs(ORDERS, QUICK))
 def test_every_rule_in_every_order(rule: str, call: str, poisoned: None) -> None:
     queries, keys, how = CALLS[call]
     with tiles.forced(rows=16, keys=16):
@@ -107,14 +115,19 @@ def test_every_rule_in_every_order_in_bfloat16(rule: str, call: str, poisoned: N
 
 
 WIDTHS = [(1, 1), (16, 40), (40, 16), (64, 64), (100, 3), (128, 100), (256, 128), (64, 256)]
+QUICK_WIDTHS = [(1, 1), (100, 3), (64, 256)]
 
 
 @pytest.mark.parametrize(
     ("rule", "dim", "value_dim"),
-    [pytest.param(r, *w, marks=[] if r == "adaptive 2" else [pytest.mark.slow]) for r in RULES for w in WIDTHS],
+    [
+        pytest.param(r, *w, marks=[] if r == "adaptive 2" and w in QUICK_WIDTHS else [pytest.mark.slow])
+        for r in RULES
+        for w in WIDTHS
+    ],
 )
 def test_every_width(rule: str, dim: int, value_dim: int, poisoned: None) -> None:
-    for dtype, most in ((torch.float32, (4e-6, 4e-5)), (torch.bfloat16, (6e-3, 1.5e-2))):
+    for dtype, most in ((torch.bfloat16, (6e-3, 1.5e-2)), (torch.float32, (4e-6, 4e-5))):
         leaves = draw(20, 33, dim, value_dim, batch=1, dtype=dtype, seed=dim)
         checked(leaves, RULES[rule], seen_pairs(1, HEADS, 20, 33, is_causal=True), most, is_causal=True)
 
@@ -122,7 +135,7 @@ def test_every_width(rule: str, dim: int, value_dim: int, poisoned: None) -> Non
 @pytest.mark.parametrize(
     ("rule", "length"),
     [
-        pytest.param(r, n, marks=[] if r in ("adaptive 1", "softmax", "anchored 1") else [pytest.mark.slow])
+        pytest.param(r, n, marks=[] if (r, n) in (("adaptive 1", 5), ("anchored 1", 129)) else [pytest.mark.slow])
         for r in RULES
         for n in (1, 5, 63, 100, 129)
     ],
@@ -132,15 +145,14 @@ def test_every_length_with_the_tiles_that_are_shipped(rule: str, length: int, po
     checked(leaves, RULES[rule], seen_pairs(1, HEADS, length, length, is_causal=True), (3e-6, 3e-5), is_causal=True)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1), (8, 1)])
+@pytest.mark.parametrize("heads", some([(4, 4), (4, 2), (6, 1), (8, 1)], [(4, 2)]))
 def test_heads_share_keys(heads: tuple[int, int]) -> None:
     with tiles.forced(rows=16, keys=16):
         leaves = draw(19, 19, 4, batch=1, heads=heads[0], kv=heads[1])
-        for rule in ("adaptive 1", "anchored 2"):
-            checked(leaves, RULES[rule], seen_pairs(1, heads[0], 19, 19, window=7), (2e-6, 2e-5), window=7)
+        checked(leaves, RULES["anchored 2"], seen_pairs(1, heads[0], 19, 19, window=7), (2e-6, 2e-5), window=7)
 
 
-@pytest.mark.parametrize("name", ["anchored 1", "anchored 3", "fixed 1", "fixed 3", "softmax", "adaptive 2"])
+@pytest.mark.parametrize("name", some(RULES, ["anchored 1", "fixed 3"]))
 def test_numbers_of_rows(name: str, poisoned: None) -> None:
     """Scales, margins and biases as tensors, with their gradients."""
     rule = RULES[name]
@@ -173,7 +185,10 @@ def test_one_number_for_all_rows() -> None:
     near([out, *found], [expected, *wanted], (3e-6, *[4e-5] * 4))
 
 
-@pytest.mark.parametrize("text", ["biweight*adaptive*cosine", "epanechnikov*anchored*euclidean", "rbf"])
+TEXTS = ("biweight*adaptive*cosine", "epanechnikov*anchored*euclidean", "rbf")
+
+
+@pytest.mark.parametrize("text", some(TEXTS, TEXTS[:1]))
 def test_similarities(text: str) -> None:
     leaves = draw(23, 23, 6, batch=1)
     out = triton(leaves, text, is_causal=True)
@@ -201,7 +216,7 @@ def test_queries_that_are_the_keys_and_the_values() -> None:
     near([out, *found], [expected, *torch.autograd.grad((expected * weight.double()).sum(), exact)], (3e-6, 3e-5))
 
 
-@pytest.mark.parametrize("rule", ["softmax", "adaptive 1", "adaptive 2", "adaptive 3", "anchored 1", "fixed 1"])
+@pytest.mark.parametrize("rule", some(RULES, ["adaptive 2"]))
 def test_hard_scores(rule: str) -> None:
     """Ties, scores of 1e4, a row far above and one far below all others."""
     q, k, v = (x.detach() for x in draw(40, 40, 8, batch=1))
@@ -233,13 +248,18 @@ def test_ties_for_the_maximum_share_its_gradient() -> None:
 # One query ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "rule", [r if r in ("softmax", "adaptive 2", "fixed 3") else pytest.param(r, marks=pytest.mark.slow) for r in RULES]
-)
-@pytest.mark.parametrize("how", [{}, {"window": 30, "is_causal": True}, {"query_offset": torch.tensor([50, -1])}])
-def test_one_query(rule: str, how: dict[str, Any], poisoned: None) -> None:
+WAYS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "window": {"window": 30, "is_causal": True},
+    "offsets": {"query_offset": torch.tensor([50, -1]), "is_causal": True},
+}
+ONE = [(rule, way) for rule in RULES for way in WAYS]
+
+
+@pytest.mark.parametrize(("rule", "way"), pairs(ONE, [("adaptive 2", "all"), ("softmax", "offsets")]))
+def test_one_query(rule: str, way: str, poisoned: None) -> None:
     """Of which no gradient is asked, and of which one is."""
-    how = {**how, "is_causal": True} if "query_offset" in how else how
+    how = WAYS[way]
     for dtype, most in ((torch.float32, 4e-6), (torch.bfloat16, 6e-3)):
         leaves = draw(1, 150, 16, 24, heads=6, kv=2, dtype=dtype)
         mask = torch.rand(BATCH, 1, 1, 150, generator=torch.Generator().manual_seed(1)) > 0.2
@@ -254,6 +274,7 @@ def test_one_query(rule: str, how: dict[str, Any], poisoned: None) -> None:
 # Promises -------------------------------------------------------------------------------------------------------
 
 SPECS = ("softmax", "sparsemax", "biweight", "triweight", "relumax", "normrelu")
+QUICK_SPECS = ("biweight",)
 
 
 def both(leaves: list[Tensor], spec: str, weight: Tensor, **call: Any) -> list[Tensor]:
@@ -264,11 +285,11 @@ def both(leaves: list[Tensor], spec: str, weight: Tensor, **call: Any) -> list[T
         return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("what", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("spec", some(SPECS, QUICK_SPECS))
+@pytest.mark.parametrize("what", some([torch.nan, torch.inf, 3e38], [torch.inf]))
 def test_what_is_hidden_never_matters(spec: str, what: float) -> None:
     """To the last bit, forward and backward; and it has no gradient itself."""
-    q, k, v = (x.detach() for x in draw(34, 34, 6, batch=1))
+    q, k, v = (x.detach() for x in draw(34, 34, 6, batch=1, heads=1))
     mask = torch.ones(1, 1, 1, 34, dtype=torch.bool)
     mask[..., 7:9] = mask[..., 20] = False
     weight = weight_of(q)
@@ -281,7 +302,7 @@ def test_what_is_hidden_never_matters(spec: str, what: float) -> None:
     assert not after[3][:, :, [7, 8, 20, 33]].any()
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", some(SPECS, QUICK_SPECS))
 def test_what_is_not_finite_spoils_the_rows_that_see_it(spec: str) -> None:
     q, k, v = (x.detach() for x in draw(34, 34, 6, batch=2))
     weight = weight_of(q)
@@ -302,7 +323,7 @@ def test_what_is_not_finite_spoils_the_rows_that_see_it(spec: str) -> None:
         near([other], [one], 1e-6, spec)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", some(SPECS, QUICK_SPECS))
 def test_rows_without_a_key(spec: str, poisoned: None) -> None:
     """Are 0 and have gradient 0; so has what only they see."""
     leaves = draw(40, 25, 6)
@@ -333,10 +354,10 @@ def test_nothing_at_all(sizes: tuple[int, int]) -> None:
             assert sizes[1] == 1 or not any(bool(g.any()) for g in grads)
 
 
-@pytest.mark.parametrize("spec", ["softmax", "sparsemax", "biweight", "triweight", "relumax", "triweight*anchored"])
+@pytest.mark.parametrize("spec", some([*SPECS[:5], "triweight*anchored"], ["triweight"]))
 def test_rows_sum_to_one(spec: str, poisoned: None) -> None:
     """Also in the presence of scores that differ by hundreds, and to the last bit of a bfloat16 that does not."""
-    q, k, v = (x.detach() for x in draw(40, 100, 16, grad=False))
+    q, k, v = draw(20, 50, 16, batch=1, grad=False)
     q[:, :, ::3] *= 30
     q[:, :, 1::3] *= 0.01
     for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
@@ -345,16 +366,15 @@ def test_rows_sum_to_one(spec: str, poisoned: None) -> None:
         assert float((out.double() - 1).abs().max()) <= most
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", some(SPECS, QUICK_SPECS))
 def test_no_bit_of_a_row_depends_on_what_comes_later(spec: str) -> None:
     """Later tokens that are hard (a threshold that takes long to find), easy, or not there."""
-    q, k, v = (x.detach() for x in draw(47, 47, 8, batch=1, grad=False))
+    q, k, v = draw(21, 21, 8, batch=1, heads=1, grad=False)
     with tiles.forced(rows=16, keys=16):
         before = triton([q, k, v], spec, is_causal=True)
-        for cut in (1, 7, 16, 40):
-            short = triton([x[:, :, :cut] for x in (q, k, v)], spec, is_causal=True, query_offset=0)
-            if cut > 1:  # one query alone goes another way
-                assert torch.equal(short, before[:, :, :cut]), cut
+        for cut in (7, 18):
+            short = triton([x[:, :, :cut] for x in (q, k, v)], spec, is_causal=True)
+            assert torch.equal(short, before[:, :, :cut]), cut
             for factor in (0.0, 0.01, 25.0):
                 a, b, c = (x.clone() for x in (q, k, v))
                 for x in (a, b, c):
@@ -362,30 +382,30 @@ def test_no_bit_of_a_row_depends_on_what_comes_later(spec: str) -> None:
                 assert torch.equal(triton([a, b, c], spec, is_causal=True)[:, :, :cut], before[:, :, :cut]), cut
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", some(SPECS, QUICK_SPECS))
 def test_packed_sequences(spec: str) -> None:
     """Equal calls of their own; and no bit of one depends on another, forward or backward."""
-    leaves = draw(37, 37, 8, batch=1)
-    ids, runs = IDS[:1], [(0, 9), (9, 26), (26, 27), (27, 37)]
+    leaves = draw(batch=1)
+    ids, runs = IDS[:1], [(0, 5), (5, 14), (14, 15), (15, 21)]
     weight = weight_of(leaves[0])
     packed = both(leaves, spec, weight, segment_ids=ids, is_causal=True)
     apart = [both([x[:, :, a:b] for x in leaves], spec, weight[:, :, a:b], is_causal=True) for a, b in runs]
     near(packed, [torch.cat(x, 2) for x in zip(*apart, strict=True)], (2e-6, *[2e-5] * 3), spec)
     changed = [x.detach().clone() for x in leaves]
     for x in changed:
-        x[:, :, 9:26] *= -3
-        x[:, :, 26:27] = torch.nan
-    weight[:, :, 9:27] = 100
+        x[:, :, 5:14] *= -3
+        x[:, :, 14:15] = torch.nan
+    weight[:, :, 5:15] = 100
     other = both(changed, spec, weight, segment_ids=ids, is_causal=True)
     for one, two in zip(packed, other, strict=True):
-        assert torch.equal(one[:, :, :9], two[:, :, :9])
-        assert torch.equal(one[:, :, 27:], two[:, :, 27:])
+        assert torch.equal(one[:, :, :5], two[:, :, :5])
+        assert torch.equal(one[:, :, 15:], two[:, :, 15:])
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", some(SPECS, QUICK_SPECS))
 def test_a_batch_is_a_loop(spec: str) -> None:
     """To the last bit: no sequence and no key head depends on another."""
-    leaves = draw(21, 33, 8, heads=4, kv=2)
+    leaves = draw(18, 20, 8, heads=4, kv=2)
     weight = weight_of(leaves[0])
     whole = both(leaves, spec, weight, is_causal=True)
     for b in range(BATCH):
@@ -397,10 +417,10 @@ def test_a_batch_is_a_loop(spec: str) -> None:
                 assert torch.equal(whole[place][b : b + 1, heads], x), place
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spec", ["biweight", "softmax", "relumax"])
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], [torch.bfloat16]))
+@pytest.mark.parametrize("spec", some(["biweight", "softmax", "relumax"], ["biweight"]))
 def test_it_is_the_same_again(spec: str, dtype: torch.dtype) -> None:
-    leaves = draw(37, 37, 8, dtype=dtype)
+    leaves = draw(dtype=dtype)
     weight = weight_of(leaves[0])
     for one, other in zip(both(leaves, spec, weight), both(leaves, spec, weight), strict=True):
         assert torch.equal(one, other)
@@ -409,18 +429,18 @@ def test_it_is_the_same_again(spec: str, dtype: torch.dtype) -> None:
 # How tensors lie ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["biweight", "softmax"])
+@pytest.mark.parametrize("spec", some(["biweight", "softmax"], []))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_that_are_not_contiguous(spec: str, dtype: torch.dtype) -> None:
     """[B, T, H, D] turned, every other feature, features that step by more than one, one key for all, and a gradient
     that comes from a sum."""
-    q, k, v = (x.detach() for x in draw(33, 33, 8, heads=4, kv=2, dtype=dtype))
+    q, k, v = (x.detach() for x in draw(18, 18, 8, heads=4, kv=2, batch=1, dtype=dtype))
     expected = both([q, k, v], spec, torch.ones_like(q), is_causal=True)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     wide = [torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[..., ::2] for x in (q, k, v)]
     long = [torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., :8] for x in (q, k, v)]
     across = [x.mT.contiguous().mT for x in (q, k, v)]
-    late = [torch.stack([torch.full_like(x, torch.nan), x], 2).flatten(2, 3)[:, :, 33:] for x in (q, k, v)]
+    late = [torch.stack([torch.full_like(x, torch.nan), x], 2).flatten(2, 3)[:, :, 18:] for x in (q, k, v)]
     for how in (turned, wide, long, across, late):
         for one, other in zip(expected, both(how, spec, torch.ones_like(q), is_causal=True), strict=True):
             assert torch.equal(one, other)
@@ -431,7 +451,7 @@ def test_tensors_that_are_not_contiguous(spec: str, dtype: torch.dtype) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("spec", ["biweight", "softmax"])
+@pytest.mark.parametrize("spec", some(["biweight", "softmax"], ["biweight"]))
 def test_tensors_that_are_expanded(spec: str) -> None:
     q, k, v = (x.detach() for x in draw(20, 20, 8, batch=1, heads=2, kv=1))
     base = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -452,8 +472,7 @@ def far(x: Tensor, axis: int) -> Tensor:
     return found.copy_(x)
 
 
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize(("axis", "direct"), pairs([(a, d) for a in range(3) for d in (False, True)], [(2, True)]))
 def test_elements_that_lie_far_apart(axis: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offsets of 2^31 and more, between sequences, heads and rows; `direct`: in every kernel, not only in that which
     looks for what is not finite and leaves a copy."""
@@ -512,7 +531,7 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("spec", ["biweight", "relumax", "softmax", "normrelu"])
+@pytest.mark.parametrize("spec", some(["biweight", "relumax", "softmax", "normrelu"], ["biweight"]))
 def test_operators_are_what_they_say(spec: str) -> None:
     """opcheck: schema, fake kernels and autograd of every operator that a call makes."""
     leaves = draw(18, 18, 8)
@@ -531,7 +550,7 @@ def test_operators_are_what_they_say(spec: str) -> None:
         torch.library.opcheck(func, tuple(leaf(x) for x in args), kwargs, test_utils=checks)
 
 
-@pytest.mark.parametrize("spec", ["biweight", "softmax"])
+@pytest.mark.parametrize("spec", some(["biweight", "softmax"], ["softmax"]))
 def test_autocast_changes_nothing(spec: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         leaves = draw(20, 20, 8, dtype=dtype)
@@ -562,7 +581,7 @@ def test_there_is_no_second_derivative() -> None:
         torch.autograd.grad(first[0].sum(), leaves)
 
 
-@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)])
+@pytest.mark.parametrize("needed", some([(0,), (1,), (2,), (0, 2)], [(1,)]))
 def test_some_gradients_alone(needed: tuple[int, ...]) -> None:
     leaves = draw(20, 20, 8)
     weight = weight_of(leaves[0])
@@ -577,12 +596,10 @@ def test_some_gradients_alone(needed: tuple[int, ...]) -> None:
 # What it says ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", some(RULES, ["adaptive 3"]))
 def test_diagnostics(name: str) -> None:
     leaves = draw(37, 37, 6, grad=False)
     rule, how = RULES[name], {"is_causal": True, "window": 30}
-    seen = seen_pairs(BATCH, HEADS, 37, 37, **how)
-    seen[1, :, 3] = False
     with tiles.forced(rows=16, keys=16):
         out, told = triton(leaves, rule.text, return_diagnostics=True, **how)
         plain = triton(leaves, rule.text, **how)
@@ -632,7 +649,7 @@ def test_what_it_cannot_do(name: str) -> None:
     assert "Those that can: " in text
     able = text.split("Those that can: ")[1].rstrip(".").split(", ")
     assert "triton" not in able
-    assert {"blocked", "reference"} & set(able)
+    assert {"blocked", "reference", "trend"} & set(able)
     out = regard.attention(*leaves, spec, enable_gqa=True, **how)
     assert bool(out.isfinite().all())
     mask = "pairs" if "attn_mask" in how else None
@@ -668,6 +685,7 @@ def test_other_devices_are_refused() -> None:
         triton(meta, "biweight")
 
 
+@pytest.mark.slow
 def test_gradients_do_not_round_twice() -> None:
     """bfloat16: the gradients' own error is near that of rounding them once."""
     leaves = draw(60, 60, 32, batch=1, heads=4, kv=1, dtype=torch.bfloat16)

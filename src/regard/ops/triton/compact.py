@@ -59,8 +59,8 @@ SEARCH = TileTable(
     [Tiles(64, 64, 4, 3)],
 )
 WEIGH = TileTable("compact_weigh", STREAM.shipped, STREAM.others)
-WEIGH_TWICE = TileTable(  # two sums of values at a time: out and tilt
-    "compact_weigh_twice",
+WEIGH_KEPT = TileTable(  # what a backward pass needs besides takes registers
+    "compact_weigh_kept",
     {
         (64, 2): Tiles(128, 64, 8, 3),
         (128, 2): Tiles(64, 64, 8, 3),

@@ -5,7 +5,7 @@ Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimension
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,9 +45,8 @@ class _Call(NamedTuple):
     floats: Tensor
     flags: Tensor
     index: Tensor
-    matrices: tuple[tuple[Tensor, int, int, int], ...]  # grad, q, k, v
-    tilt: tuple[Tensor, int, int, int]
-    factor: Any
+    factor: Tensor | float
+    matrices: tuple[tuple[Tensor, int, int], ...]  # grad, q, k, v, tilt
     span: Span
     live: Tensor
     granule: tuple[int, int]
@@ -60,8 +59,8 @@ class _Call(NamedTuple):
         blocks = self.sizes[4] // max(1, self.sizes[2]) * -(-self.sizes[2] // tiles.rows)
         ties = torch.empty(blocks, dtype=torch.uint8, device=table.device)
         span = (self.span.low, self.span.high, batch_stride(self.span.low))
-        args = (self.matrices, self.tilt, self.factor, span, self._mask(), lists, (table, ties), outs, self.sizes)
-        launch(compact_dq_kernel, (blocks,), self.floats, self.flags, self.index, *args, tiles=tiles, FORM=form)
+        args = (self.index, self.factor, self.matrices, span, self._mask(), lists, (table, ties), outs, self.sizes)
+        launch(compact_dq_kernel, (blocks,), self.floats, self.flags, *args, tiles=tiles, FORM=form)
         return ties
 
     def by_keys(self, tiles: Tiles, table: Tensor, ties: Tensor, tied: int, outs: tuple[Tensor, ...]) -> None:
@@ -69,9 +68,8 @@ class _Call(NamedTuple):
         lists, form = self._lists(3, tiles.keys, min(tiles.rows, tied))
         blocks = outs[0].shape[0] * outs[0].shape[1] * -(-self.sizes[3] // tiles.keys)
         span = (self.span.first, self.span.last, batch_stride(self.span.first))
-        sizes = (*self.sizes, tied)
-        args = (self.matrices, self.factor, span, self._mask(), lists, (table, ties), outs, sizes)
-        launch(compact_dkv_kernel, (blocks,), self.floats, self.index, *args, tiles=tiles, FORM=form)
+        args = (self.index, self.factor, self.matrices, span, self._mask(), lists, (table, ties), outs, self.sizes)
+        launch(compact_dkv_kernel, (blocks,), self.floats, *args, tiles=tiles, FORM=form._replace(tied=tied))
 
     def _lists(self, axis: int, own: int, tile: int) -> tuple[Lists, Form]:
         """What streams past blocks of `own` owners along that axis of `live`, and the form of the kernel."""
@@ -134,13 +132,14 @@ def backward(
     grad, q, k, v, tilt = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, tilt))
     (batch, heads, queries, dim), (key_heads, keys, value_dim) = q.shape, v.shape[1:]
     factors, masked, soft = isinstance(factor, Tensor), span.mask is not None, rule == SOFTMAX.value
-    wide = tuple(max(16, 1 << (x - 1).bit_length()) for x in (dim, value_dim))
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     sizes = (heads, heads // max(1, key_heads), queries, keys, batch * heads * queries)
-    form = Form(rule, r, stand, dim, value_dim, *wide, 0, 0, 0, 0, factors, masked, wanted, precision)
-    by = (factor, *factor.stride()) if isinstance(factor, Tensor) else float(factor)
-    matrices = tuple(_matrix(x) for x in (grad, q, k, v))
-    call = _Call(floats, flags, index, matrices, _matrix(tilt), by, span, live, granule, sizes, form)
+    every = (grad, q, k, v, tilt)
+    kinds, steps = (_kind(dim), _kind(value_dim)), tuple(x.stride(2) for x in every)
+    form = Form(rule, r, stand, *kinds, 0, 0, 0, 0, factors, masked, wanted, precision, steps, 0)
+    matrices = tuple((x, x.stride(0), x.stride(1)) for x in every)
+    by = factor.contiguous() if isinstance(factor, Tensor) else float(factor)
+    call = _Call(floats, flags, index, by, matrices, span, live, granule, sizes, form)
 
     own = {"device": q.device, "dtype": torch.float32}
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -155,5 +154,6 @@ def backward(
     return dq, dk, dv, dfactor, dgiven
 
 
-def _matrix(x: Tensor) -> tuple[Tensor, int, int, int]:
-    return x, x.stride(0), x.stride(1), x.stride(2)
+def _kind(dim: int) -> tuple[int, int]:
+    """A number of columns and the power of two that holds them."""
+    return dim, max(16, 1 << (dim - 1).bit_length())

@@ -31,20 +31,20 @@ class Form(NamedTuple):
 
     Attributes:
         rule, r, stand: as `backward` takes them.
-        dim, value_dim, wide, value_wide: D, Dv, and the powers of two that hold them.
+        key, value: D and Dv, each with the power of two that holds it.
         own, tile: rows of a program's own block and of those that stream past.
         listed, split: owners of a list, 0 of a range; blocks of a listed number.
         factors, masked, wanted: whether there are a factor a row, a mask over keys, and a gradient of the row numbers.
         precision: of products.
+        steps: from one row to the next of grad, q, k, v, tilt; as constants they cost no registers.
+        tied: queries of a block whose ties are marked.
     """
 
     rule: int
     r: int
     stand: int
-    dim: int
-    value_dim: int
-    wide: int
-    value_wide: int
+    key: tuple[int, int]
+    value: tuple[int, int]
     own: int
     tile: int
     listed: int
@@ -53,57 +53,61 @@ class Form(NamedTuple):
     masked: bool
     wanted: bool
     precision: str
+    steps: tuple[int, int, int, int, int]
+    tied: int
 
 
 @triton.jit
-def _tile(matrix, start, total, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows [start, start + SIZE) of a matrix (base, step); 0 beyond DIM columns and, unless WHOLE, beyond `total`."""
-    base, step = matrix
+def _tile(base, start, total, STEP: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr):
+    """Rows [start, start + SIZE) of a matrix; KIND: its columns and a power of two that holds them. 0 beyond the
+    columns and, where PART, beyond `total` rows."""
+    DIM: tl.constexpr = KIND[0]
+    WIDE: tl.constexpr = KIND[1]
     local, column = tl.arange(0, SIZE), tl.arange(0, WIDE)
-    where = base + tl.cast(start, tl.int64) * step + (local[:, None] * step + column[None, :])
+    where = base + tl.cast(start, tl.int64) * STEP + (local[:, None] * STEP + column[None, :])
     inside, real = (start + local < total)[:, None], (column < DIM)[None, :]
-    if WHOLE and WIDE == DIM:
-        x = tl.load(where)
-    elif WHOLE:
-        x = tl.load(where, mask=real, other=0.0)
-    elif WIDE == DIM:
+    if PART and WIDE == DIM:
         x = tl.load(where, mask=inside, other=0.0)
-    else:
+    elif PART:
         x = tl.load(where, mask=inside & real, other=0.0)
+    elif WIDE == DIM:
+        x = tl.load(where)
+    else:
+        x = tl.load(where, mask=real, other=0.0)
     return x
 
 
 @triton.jit
-def _picked(matrix, rows, DIM: tl.constexpr, WIDE: tl.constexpr):
+def _picked(base, rows, STEP: tl.constexpr, KIND: tl.constexpr):
     """Those rows of a matrix, 0 for negative numbers, in float32."""
-    column = tl.arange(0, WIDE)
-    where = matrix[0] + rows.to(tl.int64)[:, None] * matrix[1] + column[None, :]
-    return tl.load(where, mask=(rows >= 0)[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
+    column = tl.arange(0, KIND[1])
+    where = base + rows.to(tl.int64)[:, None] * STEP + column[None, :]
+    return tl.load(where, mask=(rows >= 0)[:, None] & (column < KIND[0])[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _put(out, line, x, inside, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """x into rows `line` of a contiguous matrix of DIM columns."""
-    column = tl.arange(0, WIDE)
-    where = out + line.to(tl.int64)[:, None] * DIM + column[None, :]
-    tl.store(where, x.to(out.dtype.element_ty), mask=inside[:, None] & (column < DIM)[None, :])
+def _put(out, line, x, inside, KIND: tl.constexpr):
+    """x into rows `line` of a contiguous matrix."""
+    column = tl.arange(0, KIND[1])
+    where = out + line.to(tl.int64)[:, None] * KIND[0] + column[None, :]
+    tl.store(where, x.to(out.dtype.element_ty), mask=inside[:, None] & (column < KIND[0])[None, :])
+
+
+@triton.jit
+def _line(at, start, total, other, SIZE: tl.constexpr, PART: tl.constexpr):
+    """Numbers of rows [start, start + SIZE); `other` of those beyond `total`, which PART blocks alone have."""
+    row = start + tl.arange(0, SIZE)
+    if PART:
+        x = tl.load(at + row, mask=row < total, other=other)
+    else:
+        x = tl.load(at + row)
+    return x
 
 
 @triton.jit
 def _of_head(matrix, batch, head):
-    """The matrix (base, step) of one head, of (base, strides of batch, head and row)."""
-    return matrix[0] + batch * matrix[1] + head * matrix[2], matrix[3]
-
-
-@triton.jit
-def _factors(factor, batch, head, rows, total, FORM: tl.constexpr):
-    """What the dot products of rows are multiplied with to be scores."""
-    if FORM.factors:
-        base, step = _of_head(factor, batch, head)
-        by = tl.load(base + rows.to(tl.int64) * step, mask=rows < total, other=0.0)
-    else:
-        by = tl.zeros(rows.shape, tl.float32) + factor
-    return by
+    """Where one head lies, of (base, strides of batch and head)."""
+    return matrix[0] + batch * matrix[1] + head * matrix[2]
 
 
 @triton.jit
@@ -163,18 +167,28 @@ def _between(key, z, first, last, count, top, near):
 
 
 @triton.jit
-def _dq_step(state, plan, t, own, rows, kv, mask, keys, PART: tl.constexpr, FORM: tl.constexpr):
+def _seen_keys(start, low, high, mask, keys, FORM: tl.constexpr):
+    """Which keys of a block rows see."""
+    local = tl.arange(0, FORM.tile)
+    seen = (local[None, :] >= (low - start)[:, None]) & (local[None, :] < (high - start)[:, None])
+    if FORM.masked:
+        seen = seen & (tl.load(mask + start + local, mask=start + local < keys, other=0) != 0)[None, :]
+    return seen
+
+
+@triton.jit
+def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.constexpr):
     """One block of keys past a block of queries: state (sum of dz k, of dz)."""
     q, grad = own
     factor, theta, g, rho, low, high = rows
     start = block_of(plan, t, PART, FORM.listed, FORM.split) * FORM.tile
-    k = _tile(kv[0], start, keys, FORM.dim, FORM.wide, FORM.tile, not PART)
-    v = _tile(kv[1], start, keys, FORM.value_dim, FORM.value_wide, FORM.tile, not PART)
+    k = _tile(kv[0], start, keys, FORM.steps[2], FORM.key, FORM.tile, PART)
+    v = _tile(kv[1], start, keys, FORM.steps[3], FORM.value, FORM.tile, PART)
     seen = None
     if PART:
-        seen = _seen_keys(start, low, high, mask, keys, FORM)
+        seen = _seen_keys(start, low, high, kv[2], keys, FORM)
     dot = tl.dot(q, tl.trans(k), input_precision=FORM.precision)
-    _, slope = _weights(dot, factor[:, None], theta[:, None], g[:, None], seen, PART, FORM)
+    _, slope = _weights(dot, factor, theta[:, None], g[:, None], seen, PART, FORM)
     dz = slope * (tl.dot(grad, tl.trans(v), input_precision=FORM.precision) - rho[:, None])
     moved = state[1]
     if FORM.wanted or FORM.rule == ANCHORED:
@@ -183,36 +197,25 @@ def _dq_step(state, plan, t, own, rows, kv, mask, keys, PART: tl.constexpr, FORM
 
 
 @triton.jit
-def _seen_keys(start, low, high, mask, keys, FORM: tl.constexpr):
-    """Which keys of a block rows see."""
-    key = start + tl.arange(0, FORM.tile)
-    seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
-    if FORM.masked:
-        seen = seen & (tl.load(mask + key, mask=key < keys, other=0) != 0)[None, :]
-    return seen
-
-
-@triton.jit
-def _best_keys(plan, tops, q, rows, k_at, mask, keys, FORM: tl.constexpr):
+def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
     """The mean of the keys that tie for the best score of each row; more than two, seldom, are looked for."""
     first, last, count, top, near = tops
-    mean = (_picked(k_at, first, FORM.dim, FORM.wide) + _picked(k_at, last, FORM.dim, FORM.wide)) * 0.5
+    mean = _picked(kv[0], first, FORM.steps[2], FORM.key) + _picked(kv[0], last, FORM.steps[2], FORM.key)
+    some = tl.where(count > 2, count, 2)
     if tl.max(count, 0) > 2:
-        total = mean * 2
         for t in range(plan[1] + plan[2]):
             if t < plan[1]:
                 block = block_of(plan, t, False, FORM.listed, FORM.split)
             else:
                 block = block_of(plan, t - plan[1], True, FORM.listed, FORM.split)
             start = block * FORM.tile
-            k = _tile(k_at, start, keys, FORM.dim, FORM.wide, FORM.tile, False)
-            z = tl.dot(q, tl.trans(k), input_precision=FORM.precision) * rows[0][:, None]
+            k = _tile(kv[0], start, keys, FORM.steps[2], FORM.key, FORM.tile, True)
+            z = tl.dot(q, tl.trans(k), input_precision=FORM.precision) * rows[0]
             key = (start + tl.arange(0, FORM.tile))[None, :]
             tie = _between(key, z, first[:, None], last[:, None], count[:, None], top[:, None], near[:, None])
-            tie = tie & _seen_keys(start, rows[4], rows[5], mask, keys, FORM)
-            total = tl.dot(tie.to(k.dtype), k, total, input_precision=FORM.precision)
-        mean = tl.where((count > 2)[:, None], total / count[:, None], mean)
-    return mean
+            tie = tie & _seen_keys(start, rows[4], rows[5], kv[2], keys, FORM)
+            mean = tl.dot(tie.to(k.dtype), k, mean, input_precision=FORM.precision)
+    return mean / some[:, None]
 
 
 @triton.jit
@@ -233,10 +236,10 @@ def _leave_rows(table, ties, left, index, line, inside, lines, FORM: tl.constexp
 
 @triton.jit
 def compact_dq_kernel(
-    floats, flags, index, matrices, tilt, factor, span, mask, lists, tables, outs, sizes, FORM: tl.constexpr
+    floats, flags, index, factor, matrices, span, mask, lists, tables, outs, sizes, FORM: tl.constexpr
 ):  # fmt: skip
     """dq, and the gradients of the rows' numbers, of one block of queries; tables for the kernel by keys."""
-    heads, group, queries, keys, _ = sizes
+    heads, group, queries, keys, lines = sizes
     blocks = tl.cdiv(queries, FORM.own)
     block = blocks - 1 - tl.program_id(0) % blocks  # in causal order the last have most to do
     nth = (tl.program_id(0) // blocks).to(tl.int64)
@@ -246,34 +249,34 @@ def compact_dq_kernel(
     inside, line = row < queries, nth * queries + row
     low, high = span[0] + batch * span[2], span[1] + batch * span[2]
     plan = plan_of(lists, low, high, nth, start, queries, FORM.own, FORM.tile, FORM.listed, FORM.split, FORM.masked)
-    grad_at, q_at = _of_head(matrices[0], batch, head), _of_head(matrices[1], batch, head)
-    k_at, v_at = _of_head(matrices[2], batch, head // group), _of_head(matrices[3], batch, head // group)
-    mask_at = mask[0]
+    mask_at = low
     if FORM.masked:
         mask_at = mask[0] + batch * mask[1] + head * mask[2]
+    kv = _of_head(matrices[2], batch, head // group), _of_head(matrices[3], batch, head // group), mask_at
 
-    tilted = _tile(_of_head(tilt, batch, head), start, queries, FORM.value_dim, FORM.value_wide, FORM.own, False)
-    grad = _tile(grad_at, start, queries, FORM.value_dim, FORM.value_wide, FORM.own, False)
-    rho = tl.sum(grad.to(tl.float32) * tilted.to(tl.float32), 1)
-    q = _tile(q_at, start, queries, FORM.dim, FORM.wide, FORM.own, False)
+    tilt = _tile(_of_head(matrices[4], batch, head), start, queries, FORM.steps[4], FORM.value, FORM.own, True)
+    grad = _tile(_of_head(matrices[0], batch, head), start, queries, FORM.steps[0], FORM.value, FORM.own, True)
+    rho = tl.sum(grad.to(tl.float32) * tilt.to(tl.float32), 1)
+    q = _tile(_of_head(matrices[1], batch, head), start, queries, FORM.steps[1], FORM.key, FORM.own, True)
     theta, g = _row_scales(floats, flags, line, inside, FORM)
-    by = _factors(factor, batch, head, row, queries, FORM)
-    seen_by = tl.load(low + row, mask=inside, other=0), tl.load(high + row, mask=inside, other=0)
-    rows = by, theta, g, rho, seen_by[0], seen_by[1]
+    by = factor
+    if FORM.factors:
+        by = tl.load(factor + line, mask=inside, other=0.0)[:, None]
+    rows = by, theta, g, rho, tl.load(low + row, mask=inside, other=0), tl.load(high + row, mask=inside, other=0)
 
-    state = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own,), tl.float32)
+    state = tl.zeros((FORM.own, FORM.key[1]), tl.float32), tl.zeros((FORM.own,), tl.float32)
     for t in range(plan[1]):
-        state = _dq_step(state, plan, t, (q, grad), rows, (k_at, v_at), mask_at, keys, False, FORM)
+        state = _dq_step(state, plan, t, (q, grad), rows, kv, keys, False, FORM)
     for t in range(plan[2]):
-        state = _dq_step(state, plan, t, (q, grad), rows, (k_at, v_at), mask_at, keys, True, FORM)
+        state = _dq_step(state, plan, t, (q, grad), rows, kv, keys, True, FORM)
     dq, moved = state
     count = 1
     if FORM.rule == ANCHORED:
         tops = _tops(floats, index, line, inside)
-        dq -= moved[:, None] * _best_keys(plan, tops, q, rows, k_at, mask_at, keys, FORM)
+        dq -= moved[:, None] * _best_keys(plan, tops, q, rows, kv, keys, FORM)
         count = tops[2]
     left = rho, theta, g, moved, count
-    _leave_rows(tables[0], tables[1] + nth * blocks + block, left, index, line, inside, sizes[4], FORM)
+    _leave_rows(tables[0], tables[1] + nth * blocks + block, left, index, line, inside, lines, FORM)
     if FORM.rule != SOFTMAX:
         dq *= FORM.r
         moved *= FORM.r
@@ -281,100 +284,105 @@ def compact_dq_kernel(
         tl.store(outs[2] + line, moved, mask=inside)
     if FORM.factors:
         tl.store(outs[1] + line, tl.sum(dq * q.to(tl.float32), 1), mask=inside)
-    _put(outs[0], line, dq * by[:, None], inside, FORM.dim, FORM.wide)
+    _put(outs[0], line, dq * by, inside, FORM.key)
 
 
 @triton.jit
-def _best_shares(dz, dot, key, seen, by, share, tied, floats, index, line, inside, PART: tl.constexpr):
-    """dz with what the best keys of each row give back; `tied`: whether some row of the block has several."""
-    first = tl.load(index + line * 3, mask=inside, other=-1)
-    dz += tl.where(key[:, None] == first[None, :], share[None, :], 0.0)
-    if tied != 0:
-        first, last, count, top, near = _tops(floats, index, line, inside)
-        other = (key[:, None] == last[None, :]) & (last > first)[None, :]
-        z = dot * by[None, :]
+def _best_shares(dz, z, key, rows, start, queries, seen, PART: tl.constexpr, FORM: tl.constexpr):
+    """dz with what the best keys of each row give back."""
+    table, ties, index, floats, _, lines = rows
+    row = start + tl.arange(0, FORM.tile)
+    first = tl.load(index + row * 3, mask=row < queries, other=-1)
+    share = _line(table + EXTRA * lines, start, queries, 0.0, FORM.tile, PART)[None, :]
+    dz += tl.where(key[:, None] == first[None, :], share, 0.0)
+    if tl.load(ties + start // FORM.tied) != 0:  # some row of the block has several
+        first, last, count, top, near = _tops(floats, index, row, row < queries)
         tie = _between(key[:, None], z, first[None, :], last[None, :], count[None, :], top[None, :], near[None, :])
         if PART:
             tie = tie & seen
-        dz += tl.where(tie | other, share[None, :], 0.0)
+        tie = tie | ((key[:, None] == last[None, :]) & (last > first)[None, :])
+        dz += tl.where(tie, share, 0.0)
     return dz
 
 
 @triton.jit
-def _dkv_step(state, plan, t, own, query, rows, factor, queries, PART: tl.constexpr, FORM: tl.constexpr):
-    """One block of queries past a block of keys: state (sum of dz q, sum of p dL/do)."""
-    k, v, key, first, last = own
-    table, ties, floats, index, base, lines, tied_by = rows
-    start = block_of(plan, t, PART, FORM.listed, FORM.split) * FORM.tile
-    row = start + tl.arange(0, FORM.tile)
-    inside, line = row < queries, base + row
-    if not PART:
-        inside = row >= 0
-    q = _tile(query[0], start, queries, FORM.dim, FORM.wide, FORM.tile, not PART)
-    grad = _tile(query[1], start, queries, FORM.value_dim, FORM.value_wide, FORM.tile, not PART)
-    seen = None
-    if PART:
-        seen = (row[None, :] >= first[:, None]) & (row[None, :] < last[:, None])
-    by = _factors(factor, query[2], query[3], row, queries, FORM)
-    theta = tl.load(table + THETA * lines + line, mask=inside, other=0.0)
-    rho = tl.load(table + RHO * lines + line, mask=inside, other=0.0)
-    g = theta
-    if FORM.rule != SOFTMAX:
-        g = tl.load(table + SCALE * lines + line, mask=inside, other=0.0)
-    dot = tl.dot(k, tl.trans(q), input_precision=FORM.precision)
-    p, slope = _weights(dot, by[None, :], theta[None, :], g[None, :], seen, PART, FORM)
-    if FORM.rule == FIXED and FORM.stand == UNIFORM:
-        p = _with_stand_ins(p, tl.load(table + EXTRA * lines + line, mask=inside, other=0.0)[None, :], seen, PART)
-    if FORM.rule == FIXED and FORM.stand == NEAREST:
-        best = tl.load(index + line, mask=inside, other=-1)
-        p = tl.where(key[:, None] == best[None, :], 1.0, p)
-    dz = slope * (tl.dot(v, tl.trans(grad), input_precision=FORM.precision) - rho[None, :])
-    if FORM.rule == ANCHORED:
-        share = tl.load(table + EXTRA * lines + line, mask=inside, other=0.0)
-        tied = tl.load(ties + start // tied_by)
-        dz = _best_shares(dz, dot, key, seen, by, share, tied, floats, index, line, inside, PART)
-    if FORM.factors:
-        dz *= by[None, :]
-    dv = tl.dot(p.to(grad.dtype), grad, state[1], input_precision=FORM.precision)
-    return tl.dot(dz.to(q.dtype), q, state[0], input_precision=FORM.precision), dv
-
-
-@triton.jit
-def _with_stand_ins(p, alike, seen, PART: tl.constexpr):
-    """Weights with those of rows that have none and give all their keys alike."""
-    if PART:
-        p += tl.where(seen, alike, 0.0)
-    else:
+def _with_stand_ins(p, key, rows, start, queries, seen, PART: tl.constexpr, FORM: tl.constexpr):
+    """Weights with those of rows that have no key in the bandwidth."""
+    if FORM.stand == UNIFORM:
+        alike = _line(rows[0] + EXTRA * rows[5], start, queries, 0.0, FORM.tile, PART)[None, :]
+        if PART:
+            alike = tl.where(seen, alike, 0.0)
         p += alike
+    if FORM.stand == NEAREST:
+        best = _line(rows[2], start, queries, -1, FORM.tile, PART)
+        p = tl.where(key[:, None] == best[None, :], 1.0, p)
     return p
 
 
 @triton.jit
+def _dkv_step(state, plan, t, own, query, rows, queries, PART: tl.constexpr, FORM: tl.constexpr):
+    """One block of queries past a block of keys: state (sum of dz q, sum of p dL/do)."""
+    k, v, key, first, last = own
+    table, _, _, _, factor, lines = rows
+    start = block_of(plan, t, PART, FORM.listed, FORM.split) * FORM.tile
+    q = _tile(query[0], start, queries, FORM.steps[1], FORM.key, FORM.tile, PART)
+    grad = _tile(query[1], start, queries, FORM.steps[0], FORM.value, FORM.tile, PART)
+    seen = None
+    if PART:
+        local = tl.arange(0, FORM.tile)[None, :]
+        seen = (local >= (first - start)[:, None]) & (local < (last - start)[:, None])
+    by = factor
+    if FORM.factors:
+        by = _line(factor, start, queries, 0.0, FORM.tile, PART)[None, :]
+    theta = _line(table + THETA * lines, start, queries, 0.0, FORM.tile, PART)
+    rho = _line(table + RHO * lines, start, queries, 0.0, FORM.tile, PART)
+    g = theta
+    if FORM.rule != SOFTMAX:
+        g = _line(table + SCALE * lines, start, queries, 0.0, FORM.tile, PART)
+    dot = tl.dot(k, tl.trans(q), input_precision=FORM.precision)
+    p, slope = _weights(dot, by, theta[None, :], g[None, :], seen, PART, FORM)
+    dz = slope * (tl.dot(v, tl.trans(grad), input_precision=FORM.precision) - rho[None, :])
+    if FORM.rule == FIXED:
+        p = _with_stand_ins(p, key, rows, start, queries, seen, PART, FORM)
+    dv = tl.dot(p.to(grad.dtype), grad, state[1], input_precision=FORM.precision)
+    if FORM.rule == ANCHORED:
+        dz = _best_shares(dz, dot * by, key, rows, start, queries, seen, PART, FORM)
+    if FORM.factors:
+        dz *= by
+    return tl.dot(dz.to(q.dtype), q, state[0], input_precision=FORM.precision), dv
+
+
+@triton.jit
 def compact_dkv_kernel(
-    floats, index, matrices, factor, span, mask, lists, tables, outs, sizes, FORM: tl.constexpr
+    floats, index, factor, matrices, span, mask, lists, tables, outs, sizes, FORM: tl.constexpr
 ):  # fmt: skip
     """dk and dv of one block of keys, of all query heads that use them."""
-    heads, group, queries, keys, lines, tied_by = sizes
+    heads, group, queries, keys, lines = sizes
     blocks = tl.cdiv(keys, FORM.own)
-    block = tl.program_id(0) % blocks
+    start = tl.program_id(0) % blocks * FORM.own
     nth = (tl.program_id(0) // blocks).to(tl.int64)
-    key_heads = heads // group
-    batch, key_head = nth // key_heads, nth % key_heads
-    start = block * FORM.own
+    batch, key_head = nth // (heads // group), nth % (heads // group)
     key = start + tl.arange(0, FORM.own)
     inside = key < keys
     first_at, last_at = span[0] + batch * span[2], span[1] + batch * span[2]
     first, last = tl.load(first_at + key, mask=inside, other=0), tl.load(last_at + key, mask=inside, other=0)
-    k = _tile(_of_head(matrices[2], batch, key_head), start, keys, FORM.dim, FORM.wide, FORM.own, False)
-    v = _tile(_of_head(matrices[3], batch, key_head), start, keys, FORM.value_dim, FORM.value_wide, FORM.own, False)
+    k = _tile(_of_head(matrices[2], batch, key_head), start, keys, FORM.steps[2], FORM.key, FORM.own, True)
+    v = _tile(_of_head(matrices[3], batch, key_head), start, keys, FORM.steps[3], FORM.value, FORM.own, True)
 
-    state = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own, FORM.value_wide), tl.float32)
+    state = tl.zeros((FORM.own, FORM.key[1]), tl.float32), tl.zeros((FORM.own, FORM.value[1]), tl.float32)
     for i in range(group):
         head = key_head * group + i
+        query = _of_head(matrices[1], batch, head), _of_head(matrices[0], batch, head)
         query_nth = batch * heads + head
-        query = _of_head(matrices[1], batch, head), _of_head(matrices[0], batch, head), batch, head
-        ties = tables[1] + query_nth * tl.cdiv(queries, tied_by)
-        rows = tables[0], ties, floats, index, query_nth * queries, lines, tied_by
+        at = query_nth * queries
+        by = factor
+        if FORM.factors:
+            by = factor + at
+        rows = tables[0] + at, tables[1] + query_nth * tl.cdiv(queries, FORM.tied), index, floats + at * 6, by, lines
+        if FORM.rule == ANCHORED:
+            rows = rows[0], rows[1], index + at * 3, rows[3], by, lines
+        if FORM.rule == FIXED:
+            rows = rows[0], rows[1], index + at, rows[3], by, lines
         ends = last
         if FORM.masked:
             shown = tl.load(mask[0] + batch * mask[1] + head * mask[2] + key, mask=inside, other=0)
@@ -384,13 +392,13 @@ def compact_dkv_kernel(
             lists, first_at, last_at, query_nth, start, keys, FORM.own, FORM.tile, FORM.listed, FORM.split, FORM.masked
         )
         for t in range(plan[1]):
-            state = _dkv_step(state, plan, t, own, query, rows, factor, queries, False, FORM)
+            state = _dkv_step(state, plan, t, own, query, rows, queries, False, FORM)
         for t in range(plan[2]):
-            state = _dkv_step(state, plan, t, own, query, rows, factor, queries, True, FORM)
+            state = _dkv_step(state, plan, t, own, query, rows, queries, True, FORM)
     dk, dv = state
     if FORM.rule != SOFTMAX:
         dk *= FORM.r
     if not FORM.factors:
         dk *= factor
-    _put(outs[0], nth * keys + key, dk, inside, FORM.dim, FORM.wide)
-    _put(outs[1], nth * keys + key, dv, inside, FORM.value_dim, FORM.value_wide)
+    _put(outs[0], nth * keys + key, dk, inside, FORM.key)
+    _put(outs[1], nth * keys + key, dv, inside, FORM.value)

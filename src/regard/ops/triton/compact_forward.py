@@ -121,7 +121,7 @@ def _weigh(
             *call.range_steps, tiles=tiles, **rule, **call.scores, **call.outputs, **call.sides(tiles),
         )  # fmt: skip
 
-    table = compact.WEIGH_TWICE if call.outputs["KEEP"] and rule["RULE"] == compact.ADAPTIVE else compact.WEIGH
+    table = compact.WEIGH_KEPT if call.outputs["KEEP"] else compact.WEIGH
     run(table.pick(call.width, call.dtype, run, _flags(rule, call)))
 
 

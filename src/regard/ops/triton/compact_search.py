@@ -61,7 +61,7 @@ def collect(marks_at, list_at, blocks, granules, first, full, partial, last, mar
         block = start + tl.arange(0, CHUNK)
         hit = tl.load(marks_at + block, mask=block < last, other=0) == mark
         for i in tl.static_range(1, GRANULES):
-            inside = (block < last) & (i < granules)
+            inside = block < tl.where(granules > i, last, first)
             hit = hit | (tl.load(marks_at + i * blocks.to(tl.int64) + block, mask=inside, other=0) == mark)
         whole = (block >= full) & (block < partial)
         a = (hit & whole).to(tl.int32)
@@ -81,7 +81,8 @@ def leave(marks_at, blocks, granules, first, last, mark, GRANULES: tl.constexpr)
     for start in range(first, last, CHUNK):
         block = start + tl.arange(0, CHUNK)
         for i in tl.static_range(GRANULES):
-            at, inside = marks_at + i * blocks.to(tl.int64) + block, (block < last) & (i < granules)
+            at = marks_at + i * blocks.to(tl.int64) + block
+            inside = block < tl.where(granules > i, last, first)
             tl.store(at, (tl.load(at, mask=inside, other=0) == mark).to(tl.uint8), mask=inside)
 
 

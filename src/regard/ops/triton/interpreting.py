@@ -2,8 +2,8 @@
 
 It keeps bfloat16 numbers as their bits, in uint16. Up to Triton 3.9 `tl.dot` multiplies and adds these bits, a float32
 number becomes the bfloat16 nearer to zero, and a whole number or a truth value becomes bits. Here operands are widened
-to float32 first, exactly, and numbers are rounded to the nearest, ties to even, as a GPU does all of this. Arithmetic of
-bfloat16 numbers beside products is left as it is: kernels convert to float32 first.
+to float32 first, exactly, and numbers are rounded to the nearest, ties to even, as a GPU does all of this. Other
+arithmetic of bfloat16 numbers is left as it is: kernels convert to float32 first.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch
+from .memory_search import bytes_of
 from .tiles import Tiles, TileTable
 
 MARGINAL = TileTable("memory_marginal", {(1 << 20, 4): Tiles(rows=16, keys=32, warps=4, stages=2)})
@@ -154,7 +155,7 @@ def marginal_of(
         kp = triton.next_power_of_2(k)
         launch(
             _marginal, (triton.cdiv(n, tiles.keys), sets, memories), scores.contiguous(), halves.contiguous(),
-            halves if counted is None else counted.contiguous(), mean, slope, tokens, n, FLOOR,
+            halves if counted is None else bytes_of(counted), mean, slope, tokens, n, FLOOR,
             tiles=tiles, SETS=sets, K=k, KP=kp, COUNTED=counted is not None, RAW=raw,
             R=max(1, tiles.rows * 8 // kp), KT=tiles.keys,
         )  # fmt: skip
@@ -198,7 +199,7 @@ def moved_keys(
         grid = (triton.cdiv(n, tiles.keys), triton.cdiv(width, dt), memories * sets)
         launch(
             _moved, grid, keys, query, scores.contiguous(), halves.contiguous(),
-            halves if counted is None else counted.contiguous(), keys if slope is None else slope, out, tokens, n, rate,
+            halves if counted is None else bytes_of(counted), keys if slope is None else slope, out, tokens, n, rate,
             keys.stride(0) if memories > 1 else 0, query.stride(0), query.stride(1), query.stride(2), length,
             tiles=tiles, D=width, SETS=sets, K=k, KP=kp, COUNTED=counted is not None, RAW=slope is None,
             DISTANCE=distance, R=max(16, min(tiles.rows, tiles.rows * 8 // kp)), KT=tiles.keys, DT=dt,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch
-from .memory_search import _float, _ordered
+from .memory_search import _float, _ordered, bytes_of
 from .tiles import Tiles, TileTable
 
 JOIN = TileTable("memory_join", {(64, 4): Tiles(warps=1, stages=1), (1 << 20, 4): Tiles(warps=4, stages=1)})
@@ -66,16 +66,16 @@ def _rows(
     token = tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)
     table += tl.program_id(1).to(tl.int64) * stride_m
     column, place = tl.arange(0, DT), tl.arange(0, R)
-    fine = True
+    reach = K  # entries that are looked at
     if GOOD:
-        fine = tl.load(good + token) != 0
+        reach = tl.load(good + token).to(tl.int32) * K
     once: tl.constexpr = DT >= D
     if SUMS:
         for start in range(0, D, DT):
             inside = start + column < D
             total = tl.zeros((DT,), tl.float32)
             for j in range(0, K, R):
-                there = (j + place < K) & fine
+                there = j + place < reach
                 slot = tl.load(slots + token * K + j + place, mask=there, other=0)
                 part = slot[:, None] * D + (start + column)[None, :]
                 row = tl.load(table + part, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
@@ -87,7 +87,7 @@ def _rows(
             tl.store(sums + token * D + start + column, total, mask=inside)
     if DOTS and not (SUMS and once):
         for j in range(0, K, R):
-            there = (j + place < K) & fine
+            there = j + place < reach
             slot = tl.load(slots + token * K + j + place, mask=there, other=0)
             found = tl.zeros((R,), tl.float32)
             for start in range(0, D, DT):
@@ -152,7 +152,7 @@ def picked_rows(
         launch(
             _rows, (tokens, memories), table, slots.contiguous(),
             table if weights is None else weights.contiguous(), table if other is None else other.contiguous(),
-            table if good is None else good.contiguous(), sums, dots, tokens, table.stride(0),
+            table if good is None else bytes_of(good), sums, dots, tokens, table.stride(0),
             tiles=tiles, K=k, D=width, SUMS=weights is not None, DOTS=other is not None, GOOD=good is not None,
             R=min(tiles.rows, triton.next_power_of_2(k)), DT=min(tiles.keys, triton.next_power_of_2(width)),
         )  # fmt: skip

@@ -202,6 +202,11 @@ def _search(
     tl.store(scores + to, score, mask=(place < K)[None, :])
 
 
+def bytes_of(flags: Tensor) -> Tensor:
+    """Booleans as the bytes that they are, contiguous: kernels then read and write numbers."""
+    return flags.contiguous().view(torch.uint8)
+
+
 def best_halves(query: Tensor, keys: Tensor, k: int, eps: float, *, distance: bool) -> tuple[Tensor, Tensor]:
     """The k best sub-keys of each half.
 

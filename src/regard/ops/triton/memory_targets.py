@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch
+from .memory_search import bytes_of
 from .tiles import Tiles, TileTable
 
 ERRORS = TileTable("memory_errors", {(1 << 20, 4): Tiles(rows=16, keys=128, warps=4, stages=2)})
@@ -25,7 +26,7 @@ RULES = {"normalized": 0, "paper": 1, "reference": 2}
 @triton.jit
 def _errors(
     read, value, following, good, good_next, errors, written, place, length,
-    stride_r, stride_t, stride_n, stride_g, stride_l,
+    stride_r, stride_t, stride_n,
     D: tl.constexpr, AHEAD: tl.constexpr, BORDER: tl.constexpr, GOOD: tl.constexpr, GOOD_NEXT: tl.constexpr,
     R: tl.constexpr, OT: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
@@ -36,19 +37,19 @@ def _errors(
     inside = mine < length
     own = inside
     if GOOD:
-        own = inside & (tl.load(good + stream * stride_g + mine, mask=inside, other=0) != 0)
+        own = inside & (tl.load(good + stream * length + mine, mask=inside, other=0) != 0)
     at = mine
     there = own
     if AHEAD:
         at = tl.full((R,), 2147483647, tl.int32)
         last = True
         if GOOD_NEXT:
-            last = tl.load(good_next + stream * stride_l) != 0
+            last = tl.load(good_next + stream) != 0
         for start in range(0, length, OT):
             other = start + tl.arange(0, OT)
             fine = other < length
             if GOOD:
-                fine = fine & (tl.load(good + stream * stride_g + other, mask=fine, other=0) != 0)
+                fine = fine & (tl.load(good + stream * length + other, mask=fine, other=0) != 0)
             later = fine[None, :] & (other[None, :] > mine[:, None])
             at = tl.minimum(at, tl.min(tl.where(later, other[None, :], 2147483647), 1))
         if BORDER:
@@ -57,7 +58,7 @@ def _errors(
         at = tl.where(there, at, 0)
     to = stream * length + mine
     tl.store(place + to, at.to(tl.int64), mask=inside)
-    tl.store(written + to, there.to(tl.int8), mask=inside)
+    tl.store(written + to, there.to(tl.uint8), mask=inside)
     for start in range(0, D, DT):
         column = start + tl.arange(0, DT)
         fits = there[:, None] & (column < D)[None, :]
@@ -141,13 +142,12 @@ def errors_of(
     place = torch.empty(streams, length, dtype=torch.int64, device=read.device)
     border = following is not None
     after = value if following is None else following if following.stride(-1) == 1 else following.contiguous()
-    good = good if good is None or good.stride(-1) == 1 else good.contiguous()
 
     def run(tiles: Tiles) -> None:
         launch(
-            _errors, (triton.cdiv(length, tiles.rows), streams), read, value, after, read if good is None else good,
-            read if good_next is None else good_next, errors, written, place, length, value.stride(0), value.stride(1),
-            after.stride(0), 0 if good is None else good.stride(0), 0 if good_next is None else good_next.stride(0),
+            _errors, (triton.cdiv(length, tiles.rows), streams), read, value, after, read if good is None else bytes_of(good),
+            read if good_next is None else bytes_of(good_next), errors, bytes_of(written), place, length, value.stride(0), value.stride(1),
+            after.stride(0),
             tiles=tiles, D=width, AHEAD=look_ahead, BORDER=border, GOOD=good is not None,
             GOOD_NEXT=good_next is not None, R=tiles.rows, OT=tiles.keys, DT=min(128, triton.next_power_of_2(width)),
         )  # fmt: skip
@@ -179,7 +179,7 @@ def shares_of(
     def run(tiles: Tiles) -> None:
         launch(
             _shares, (triton.cdiv(tokens, tiles.rows), memories), weights, slots, weights if gate is None else gate,
-            written if counted is None else counted.contiguous(), written.contiguous(), shares, tokens, rate,
+            bytes_of(written if counted is None else counted), bytes_of(written), shares, tokens, rate,
             0 if gate is None else gate.stride(0),
             tiles=tiles, H=heads, K=heads * k, KP=triton.next_power_of_2(heads * k), RULE=RULES[rule],
             GATE=gate is not None, COUNTED=counted is not None, R=tiles.rows,

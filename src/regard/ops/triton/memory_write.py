@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch
+from .memory_search import bytes_of
 from .tiles import Tiles, TileTable
 
 ORDER = TileTable("memory_order", {(1 << 20, 8): Tiles(rows=32, keys=256, warps=4, stages=2)})
@@ -149,7 +150,7 @@ def order_of(slots: Tensor, counted: Tensor | None, n: int) -> Order:
     def run(tiles: Tiles) -> None:
         launch(
             _order, (triton.cdiv(total, tiles.rows), memories), slots,
-            slots if counted is None else counted.contiguous(), *found, total, n,
+            slots if counted is None else bytes_of(counted), *found, total, n,
             tiles=tiles, K=k, COUNTED=counted is not None, R=tiles.rows, OT=tiles.keys,
         )  # fmt: skip
 

@@ -1,0 +1,365 @@
+"""benchmarks/gpu.py without a GPU: every row at toy size in the interpreter, what it stores and writes, how it judges,
+and that the dense forms it checks kernels against are what they should be.
+
+Its times are worth nothing here; how they hang together is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from entmax import entmax15, entmax_bisect, sparsemax
+
+import regard
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "results.md"
+STORED = ROOT / "benchmarks" / "results" / "gpu.json"
+BEGIN, END = "<!-- benchmarks/gpu.py: begin -->\n", "<!-- benchmarks/gpu.py: end -->"
+PARTS = ("compact", "local_linear", "decoding", "memory", "models")
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Modules beside the script, by name."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def bench(module: Any, dry: bool = True) -> Any:
+    return module("gpu_measure").Bench(dry)
+
+
+# Dry runs --------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=590, env=environment, check=False)
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_every_row_runs_at_toy_size(tmp_path: Path, module: Any, part: str) -> None:
+    pytest.importorskip("triton")
+    page, out = tmp_path / "page.md", tmp_path / "gpu.json"
+    page.write_text(f"above\n{BEGIN}old\n{END}\nbelow\n", encoding="utf-8")
+    run("--dry", "--part", part, "--out", out, "--page", page, "--figure", tmp_path / "figure.png", "--write")
+    found = json.loads(out.read_text(encoding="utf-8"))
+    rows = module(f"gpu_{part}").rows(bench(module))
+    assert set(found["rows"]) == {row.name for row in rows}
+    failed = {name: row for name, row in found["rows"].items() if row["status"] not in ("measured", "not available")}
+    assert not failed
+    for name, row in found["rows"].items():
+        if row["status"] == "not available":
+            assert any(peer in name for peer in ("adasplash", "fla ", "cudnn")), name
+        elif row["part"] == "correctness":
+            assert row["right"] is True, (name, row)
+    origin = found["runs"][0]
+    assert origin["dry"] is True
+    assert origin["versions"]["torch"] == torch.__version__
+    assert set(found["ceilings"]) == {"tflops", "gbps"}
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("above\n")
+    assert text.endswith("below\n")
+    assert "Toy sizes in the interpreter" in text
+    assert (tmp_path / "figure.png").exists() == (part == "compact")
+
+
+@pytest.mark.slow
+def test_a_dry_run_can_be_taken_up_again(tmp_path: Path) -> None:
+    """A row of the models, then one more; what was measured stays as it is."""
+    out = tmp_path / "gpu.json"
+    run("--dry", "--part", "models", "--match", "step, elu", "--out", out)
+    first = json.loads(out.read_text(encoding="utf-8"))
+    assert list(first["rows"]) == ["training step, elu"]
+    assert first["rows"]["training step, elu"]["status"] == "measured"
+    run("--dry", "--part", "models", "--match", "elu", "--out", out, "--resume")
+    again = json.loads(out.read_text(encoding="utf-8"))
+    assert again["rows"]["training step, elu"] == first["rows"]["training step, elu"]
+    assert "training step, relu" in again["rows"]
+    assert [r["run"] for r in again["rows"].values()].count(0) == 1
+    assert len(again["runs"]) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    assert "no GPU here" in run("--part", "models", "--match", "elu", code=1)
+
+
+# Rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_would_be_measured(module: Any) -> None:
+    rows = module("gpu").rows_of(bench(module, dry=False), PARTS, "")
+    names = [row.name for row in rows]
+    assert [row.priority for row in rows] == sorted(row.priority for row in rows)
+    for length in (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072):
+        for dim in (64, 128):
+            for peer in ("flash", "cudnn", "adasplash 2", "regard biweight", "regard relumax"):
+                assert f"attention, T {length}, D {dim}, live 1, {peer}" in names
+            assert f"local linear, T {length}, D {dim}, regard local-linear" in names
+            assert f"local linear, T {length}, D {dim}, fla mesa" in names
+        assert f"attention, T {length}, D 64, live 1, adasplash 1" in names
+        assert (f"local linear, T {length}, D 128, naive" in names) == (length <= 8192)
+    assert {f"training step, {name}" for name in regard.presets()} <= set(names)
+    first = names[: [row.priority for row in rows].index(2)]
+    assert all("correctness" in name or "row sums" in name for name in first)
+    main = [name for name in first if name.startswith("correctness")]
+    assert {name.split(", ")[1] for name in main} >= {"biweight", "relumax", "local-linear", "one query", "memory"}
+
+
+def stored_for(module: Any, faster: float) -> dict[str, Any]:
+    """All full-size rows as if measured, regard's times `faster` times shorter than all others' but for what is said
+    below; the order of the numbers decides every criterion."""
+    rows = {}
+    for row in module("gpu").rows_of(bench(module, dry=False), PARTS, ""):
+        rows[row.name] = {"part": row.part, "status": "measured", **fake(row.name, row.part, faster)}
+    return {"rows": rows, "ceilings": {"tflops": 800.0, "gbps": 4000.0}, "runs": []}
+
+
+def fake(name: str, part: str, faster: float) -> dict[str, Any]:
+    ms = {"regard relumax": 1 / 1.4, "regard local-linear": 1.9}.get(name.split(", ")[-1], 1.0)
+    ms *= 1 / faster if "regard" in name else 1.0
+    if part == "correctness":
+        return {"errors": {"out": 1e-3}, "right": True}
+    if part == "models":
+        size = {"batch": 1, "tokens": 8}
+        slow = 1.3 if "FwPKM" in name else 1.0
+        own = {"model": name.removeprefix("training step, ")} if "GDN" in name else {"preset": name}
+        return {"ms": slow, "tokens_per_second": 1.0, "mib": 1.0, "config": size, **own}
+    if part == "memory":
+        kind = {"eager_ms": 1.0} if "forward" in name else {}
+        config = {"tokens": 1, "chunk": 1, "sub_keys": 1, "width": 1}
+        return {"impl": name.split("=")[1], "ms": 0.45, "mib": 1.0, "config": config, **kind}
+    words = name.split(", ")
+    config: dict[str, Any] = {}
+    for word in words:
+        kind, _, number = word.rpartition(" ")
+        if kind in ("T", "D", "live", "B", "ridge"):
+            config[{"T": "length", "D": "dim", "live": "share", "B": "batch"}.get(kind, kind)] = float(number)
+        elif word.endswith(" keys"):
+            config["length"] = int(word.split()[0])
+    if part == "decoding":
+        return {"config": config, "contestant": words[-1], "ms": ms, "gbps": 1.0}
+    if words[0] == "floor":
+        return {"config": {"data": words[1], **config}, "error": 2e-3, "floor": 1.8e-3, "bar": 1.5, "right": True}
+    if words[0] == "row sums":
+        return {"contestant": words[1], "config": {"length": 8192}, "from_one": {"normal": 1e-7, "flat": 2e-6}}
+    if words[-1] == "steps":
+        return {"config": config, "steps": {"local-linear": 9.0}}
+    contestant = name.split(", ", 4)[4] if part == "compact" else name.split(", ", 3)[3]
+    numbers = {"mib": 1.0, "of_ceiling": 0.5, "dense_tflops": 1.0, "tflops": 1.0}
+    both = {"forward": {"ms": ms, **numbers}, "both": {"ms": 3 * ms, **numbers}}
+    return {"config": config, "contestant": contestant, "live": {"biweight": 0.4, "relumax": 0.4}, **both}
+
+
+def test_criteria_are_met_missed_or_not_measured(module: Any) -> None:
+    judge = module("gpu_criteria").criteria
+    assert {c.verdict for c in judge({})} == {"not measured"}
+    met = judge(stored_for(module, faster=1.25))
+    assert {c.verdict for c in met} == {"met"}, [c for c in met if c.verdict != "met"]
+    found = {c.what: c.found for c in met}
+    by_words = lambda words: next(x for what, x in found.items() if words in what)  # noqa: E731
+    assert by_words("T 8192: time over AdaSplash-2's") == pytest.approx(1 / 1.25)
+    assert by_words("entmax-1.5 over ReLUmax") == pytest.approx(1.4)
+    assert by_words("ReLUmax, forward + backward, 70 %") == pytest.approx(1 / 1.25 / 1.4)
+    assert by_words("backward over forward") == pytest.approx(2.0)
+    assert by_words("one decoded token") == pytest.approx(1.9)
+    assert by_words("what bfloat16 allows") == pytest.approx(2 / 1.8 / 1.5)
+    assert by_words("a training step") == pytest.approx(1.3)
+    slow = {c.what: c.verdict for c in judge(stored_for(module, faster=0.6))}
+    missed = [what for what, verdict in slow.items() if verdict == "missed"]
+    assert sum("AdaSplash" in what for what in missed) == 4
+    assert sum("flash" in what for what in missed) == 3
+
+
+def test_a_criterion_tells_what_was_left_out_and_counts_what_failed(module: Any) -> None:
+    stored = stored_for(module, faster=1.25)
+    for name, row in stored["rows"].items():
+        if "T 8192" in name and "adasplash 2" in name and "D 128" in name:
+            row["status"] = "no time"
+    verdicts = {c.what: c.verdict for c in module("gpu_criteria").criteria(stored)}
+    words = verdicts["entmax-1.5, causal, forward + backward, T 8192: time over AdaSplash-2's"]
+    assert words == "met (3 of 6 configurations measured)"
+    stored["rows"]["correctness, biweight, D 64, bfloat16"] |= {"status": "failed", "error": "no"}
+    stored["rows"]["correctness, relumax, D 64, bfloat16"]["right"] = False
+    first = module("gpu_criteria").criteria(stored)[0]
+    assert (first.found, first.met) == (2.0, False)
+
+
+def test_the_tables_hold_the_numbers_and_what_has_none(module: Any) -> None:
+    stored = stored_for(module, faster=1.25)
+    stored["runs"] = [
+        {"command": "gpu.py", "date": "2026-01-01", "dry": False, "commit": "", "seconds": 9}
+        | {"versions": {"torch": "x"}, "hardware": {"name": "a GPU", "driver": "1"}}
+    ]
+    stored["rows"]["attention, T 1024, D 64, live 1, cudnn"] = {"part": "compact", "status": "failed", "error": "E: oh"}
+    text = module("gpu_table").tables(stored, "figure.png")
+    assert "a GPU" in text
+    assert "800 TFLOP/s" in text
+    assert "(figure.png)" in text
+    assert "- failed: E: oh: attention, T 1024, D 64, live 1, cudnn" in text
+    assert "| regard biweight | 0.8 / 2.4 (1, 1 MiB) |" in text
+    assert "Not measured" not in text
+
+
+# How it runs -------------------------------------------------------------------------------------------------------
+
+
+def options_for(out: Path, **others: Any) -> argparse.Namespace:
+    given = {"budget_s": 60.0, "row_s": 0.5, "part": PARTS, "keep_errors": False, "match": "", "out": out}
+    return argparse.Namespace(**{**given, **others})
+
+
+def test_errors_are_stored_and_time_is_kept(tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, row, missing = module("gpu"), module("gpu_measure").Row, module("gpu_peers").Missing
+    monkeypatch.setattr(module("gpu_measure"), "ceilings", lambda _: {"tflops": 1.0, "gbps": 1.0})
+    monkeypatch.setattr(module("gpu_measure"), "provenance", lambda _: {"command": "x"})
+    monkeypatch.setattr(script, "lost", lambda _: False)
+    asked: list[str] = []
+
+    def fails(error: Exception) -> Callable[[], dict[str, Any]]:
+        def call() -> dict[str, Any]:
+            asked.append(str(error))
+            raise error
+
+        return call
+
+    def slow() -> dict[str, Any]:
+        time.sleep(20)
+        return {}
+
+    rows = [
+        row("a", "compact", 0, lambda: {"ms": 1.0}, 0.1),
+        row("b", "compact", 1, fails(ValueError("out of range")), 0.1),
+        row("c", "compact", 2, fails(missing("not installed: pip install c")), 0.1),
+        row("d", "compact", 3, slow, 0.1),
+        row("e", "compact", 4, lambda: {"ms": 2.0}, 1000),
+        row("f", "compact", 5, lambda: {"ms": 3.0}, 0.1),
+    ]
+    out = tmp_path / "gpu.json"
+    stored: dict[str, Any] = {}
+    on_a_gpu = argparse.Namespace(dry=False)
+    script.run(options_for(out), on_a_gpu, rows, stored, out)
+    found = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert {name: entry["status"] for name, entry in found.items()} == {
+        "a": "measured", "b": "failed", "c": "not available", "d": "failed", "e": "no time", "f": "measured",
+    }  # fmt: skip
+    assert found["b"]["error"] == "ValueError: out of range"
+    assert found["c"]["reason"] == "not installed: pip install c"
+    assert "took more than" in found["d"]["error"]
+    assert found["f"]["ms"] == 3.0
+    again = [row("a", "compact", 0, fails(ValueError("measured already")), 0.1), *rows[1:3], rows[4]]
+    script.run(options_for(out, budget_s=2000.0, keep_errors=True), on_a_gpu, again, stored, out)
+    assert stored["rows"]["a"] == found["a"]
+    assert (stored["rows"]["e"]["ms"], stored["rows"]["e"]["run"]) == (2.0, 1)
+    assert asked == ["out of range", "not installed: pip install c"]
+    script.run(options_for(out), on_a_gpu, again, stored, out)
+    assert asked[2:] == ["out of range", "not installed: pip install c"]
+
+
+def test_the_results_page_shows_what_is_stored(module: Any) -> None:
+    table = module("gpu_table")
+    stored = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
+    figure = "results/gpu-attention.png" if (ROOT / "docs" / "results" / "gpu-attention.png").exists() else None
+    shown = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+    assert shown == table.tables(stored, figure), "run `python benchmarks/gpu.py --part --write`"
+    if not stored:
+        assert shown.count("not measured") == len(table.criteria({})) == 16
+        assert "**Not measured**" in shown
+
+
+def test_a_page_without_markers_is_refused(module: Any) -> None:
+    for page in ("no markers", f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"):
+        with pytest.raises(ValueError, match="must hold"):
+            module("gpu_table").placed(page, "table")
+
+
+# Dense forms --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [
+    ("softmax", lambda z: z.softmax(-1)),
+    ("adaptive 1", lambda z: sparsemax(z, -1)),
+    ("adaptive 2", lambda z: entmax15(z, -1)),
+    ("adaptive 3", lambda z: entmax_bisect(z, 4 / 3, -1, n_iter=60)),
+])  # fmt: skip
+def test_the_dense_weights_and_their_gradients_are_those_of_the_package(
+    module: Any, kind: str, wanted: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    z = torch.randn(2, 1, 6, 6, generator=generator, dtype=torch.float64).mul_(2).requires_grad_()
+    g = torch.randn(2, 1, 6, 6, generator=generator, dtype=torch.float64)
+    seen = torch.ones(6, 6, dtype=torch.bool).tril()
+    found = module("gpu_dense").weights(kind, z, seen)
+    own = torch.autograd.grad((found * g).sum(), z)[0]
+    for i in range(6):
+        row = z[:, :, i, : i + 1]
+        p = wanted(row)
+        torch.testing.assert_close(found[:, :, i, : i + 1], p, atol=1e-9, rtol=0)
+        assert not found[:, :, i, i + 1 :].any()
+        by_row = torch.autograd.grad((p * g[:, :, i, : i + 1]).sum(), z, retain_graph=True)[0]
+        torch.testing.assert_close(own[:, :, i], by_row[:, :, i], atol=1e-7, rtol=0)
+
+
+def test_the_other_dense_weights_by_hand(module: Any) -> None:
+    z = torch.tensor([[2.0, 1.5, 0.0, 5.0], [-1.0, -2.0, 9.0, 9.0]], dtype=torch.float64)[None, None]
+    seen = torch.tensor([[True, True, True, False], [True, True, False, False]])
+    weights = module("gpu_dense").weights
+    anchored = torch.tensor([[2 / 3, 1 / 3, 0, 0], [1, 0, 0, 0]], dtype=torch.float64)
+    fixed = torch.tensor([[2 / 3.5, 1.5 / 3.5, 0, 0], [0.5, 0.5, 0, 0]], dtype=torch.float64)
+    torch.testing.assert_close(weights("anchored", z, seen)[0, 0], anchored)
+    torch.testing.assert_close(weights("fixed", z, seen)[0, 0], fixed)
+    none = weights("softmax", z, torch.zeros(2, 4, dtype=torch.bool))
+    assert torch.equal(none, torch.zeros_like(none))
+
+
+def test_the_dense_local_linear_form_is_a_weighted_ridge_regression(module: Any) -> None:
+    """Row by row: the intercept of min sum p |v - a - W (k - q)|^2 + ridge |W|^2, by the normal equations."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, 1, 7, 3, generator=generator, dtype=torch.float64) for _ in range(3))
+    seen = module("gpu_dense").causal(7, 7, q.device)
+    found = module("gpu_dense").local_linear(q, k, v, seen, 0.3)
+    for i in range(7):
+        p = (k[0, 0, : i + 1] @ q[0, 0, i] / math.sqrt(3)).softmax(0)
+        design = torch.cat((torch.ones(i + 1, 1, dtype=torch.float64), k[0, 0, : i + 1] - q[0, 0, i]), 1)
+        penalty = 0.3 * torch.diag(torch.tensor([0.0, 1, 1, 1], dtype=torch.float64))
+        fit = torch.linalg.solve(design.T @ (p[:, None] * design) + penalty, design.T @ (p[:, None] * v[0, 0, : i + 1]))
+        torch.testing.assert_close(found[0, 0, i], fit[0], atol=1e-10, rtol=0)
+
+
+def test_the_inputs_have_weight_in_about_the_blocks_that_are_asked_for(module: Any) -> None:
+    part, dense = module("gpu_compact"), module("gpu_dense")
+    for share in (0.3, 0.4, 0.6, 1.0):
+        q, k = part.inputs(bench(module), 1024, 64, share)[:2]
+        for kind in ("adaptive 2", "anchored"):
+            assert dense.live_share(q, k, kind, 16, rows=64) == pytest.approx(share, abs=0.07)
+
+
+def test_the_share_of_live_blocks_by_hand(module: Any) -> None:
+    """Scores of a block of two queries with its own keys are high, with all others low: of 1 + 2 + 3 + 4 visible
+    blocks four are live."""
+    q = torch.eye(4).repeat_interleave(2, 0)[None, None] * 8
+    assert module("gpu_dense").live_share(q, q, "adaptive 2", 2) == pytest.approx(0.4)
+
+
+def test_windows_and_strict_order_of_the_dense_forms(module: Any) -> None:
+    seen = module("gpu_dense").causal(4, 4, torch.device("cpu"), window=2, strict=True)
+    assert seen.int().tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0]]
+    assert module("gpu_dense").causal(2, 4, torch.device("cpu")).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
