@@ -130,7 +130,8 @@ def correctness(model: str, dim: int, dtype: str, bench: Bench) -> dict[str, Any
     as the bars of plain attention suppose; `floor` looks at smaller ones."""
     length = 40 if bench.dry else 496
     make = bench.generator(dim)
-    shapes = [(1, 4, length, dim), (1, 2, length, dim), (1, 2, length, dim), (1, 4, length, dim)]
+    heads, kv_heads = (2, 1) if bench.dry else (4, 2)
+    shapes = [(1, heads, length, dim), *[(1, kv_heads, length, dim)] * 2, (1, heads, length, dim)]
     q, k, v, g = (torch.randn(shape, device=bench.device, generator=make).to(getattr(torch, dtype)) for shape in shapes)
     probe = 0.1 * torch.randn(shapes[0], device=bench.device, generator=make) if model == "parallax" else None
     given = [q, k, v] if probe is None else [q, k, v, probe]

@@ -62,12 +62,12 @@ class Bench:
         return torch.Generator(self.device).manual_seed(seed)
 
     def milliseconds(self, call: Callable[[], Any]) -> float:
-        """The median time of a call, which runs once before."""
-        call()
+        """The median time of a call, which runs once before; dry, the time of its one run."""
         if self.dry:
             start = time.perf_counter()
             call()
             return 1e3 * (time.perf_counter() - start)
+        call()
         once = _events(call)
         if once > SLOW_MS:
             return statistics.median([once, _events(call), _events(call)])
@@ -136,8 +136,8 @@ def passes(function: Function, inputs: Sequence[Tensor], cotangent: Tensor) -> d
 
 def rms_ratio(found: Tensor, wanted: Tensor) -> float:
     """|found - wanted| / |wanted| in float64; NaN anywhere gives NaN."""
-    error = (found.double() - wanted.double()).norm()
-    return digits(float(error / wanted.double().norm().clamp(min=1e-300)), 3)
+    found, wanted = found.detach().double(), wanted.detach().double()
+    return digits(float((found - wanted).norm() / wanted.norm().clamp(min=1e-300)), 3)
 
 
 def finite(x: float | None) -> float | None:

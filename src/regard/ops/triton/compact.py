@@ -46,6 +46,9 @@ STREAM = TileTable(
     },
     [Tiles(64, 64, 4, 3)],
 )
+STAND_IN = TileTable(
+    "compact_stand_in", {(256, 2): Tiles(64, 64, 8, 2), (128, 4): Tiles(64, 32, 8, 2), (256, 4): Tiles(64, 32, 8, 1)}
+)
 SEARCH = TileTable(
     "compact_search",
     {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .compact_backward_kernels import Form, compact_dkv_kernel, compact_dq_kernel
 from .compact_lists import Lists, lists_of
-from .compact_math import SOFTMAX
+from .compact_math import ANCHORED, SOFTMAX
 from .launch import launch
 from .span import Span, batch_stride
 from .tiles import Tiles, TileTable
@@ -54,33 +54,43 @@ class _Call(NamedTuple):
     form: Form
 
     def by_queries(self, tiles: Tiles, table: Tensor, outs: tuple[Tensor, ...]) -> Tensor:
-        """Fill `table` and outs: dq, dfactor, dgiven. Which blocks of tiles.rows queries hold ties."""
-        lists, form = self._lists(2, tiles.rows, tiles.keys)
-        blocks = self.sizes[4] // max(1, self.sizes[2]) * -(-self.sizes[2] // tiles.rows)
-        ties = torch.empty(blocks, dtype=torch.uint8, device=table.device)
+        """Fill `table` and outs: dq, dfactor, dgiven. Which blocks of queries have a row where keys tie for the best,
+        uint8 [B x H, blocks], as many for every granule."""
+        queries = self.sizes[2]
+        own = tiles.rows if self.soft else min(tiles.rows, self.granule[0])
+        heads, blocks = self.sizes[4] // max(1, queries), -(-queries // own)
+        padded = blocks if self.soft else -(-queries // self.granule[0]) * (self.granule[0] // own)
+        ties = torch.zeros(heads, padded, dtype=torch.uint8, device=table.device)
+        lists, form = self._lists(2, own, tiles.keys, 1)
+        tables, args = (table, ties, padded), (self.index, self.factor, self.matrices)
         span = (self.span.low, self.span.high, batch_stride(self.span.low))
-        args = (self.index, self.factor, self.matrices, span, self._mask(), lists, (table, ties), outs, self.sizes)
-        launch(compact_dq_kernel, (blocks,), self.floats, self.flags, *args, tiles=tiles, FORM=form)
+        args = (*args, span, self._mask(), lists, tables, outs, self.sizes)
+        launch(compact_dq_kernel, (heads * blocks,), self.floats, self.flags, *args, tiles=tiles, FORM=form)
         return ties
 
-    def by_keys(self, tiles: Tiles, table: Tensor, ties: Tensor, tied: int, outs: tuple[Tensor, ...]) -> None:
-        """Fill outs: dk, dv. `ties` are marked by blocks of `tied` queries."""
-        lists, form = self._lists(3, tiles.keys, min(tiles.rows, tied))
+    def by_keys(self, tiles: Tiles, table: Tensor, ties: Tensor, outs: tuple[Tensor, ...]) -> None:
+        """Fill outs: dk, dv."""
+        lists, form = self._lists(3, tiles.keys, tiles.rows, self.sizes[1], ties)
         blocks = outs[0].shape[0] * outs[0].shape[1] * -(-self.sizes[3] // tiles.keys)
         span = (self.span.first, self.span.last, batch_stride(self.span.first))
-        args = (self.index, self.factor, self.matrices, span, self._mask(), lists, (table, ties), outs, self.sizes)
-        launch(compact_dkv_kernel, (blocks,), self.floats, *args, tiles=tiles, FORM=form._replace(tied=tied))
+        tables, args = (table, ties, ties.shape[1]), (self.index, self.factor, self.matrices)
+        args = (*args, span, self._mask(), lists, tables, outs, self.sizes)
+        launch(compact_dkv_kernel, (blocks,), self.floats, *args, tiles=tiles, FORM=form)
 
-    def _lists(self, axis: int, own: int, tile: int) -> tuple[Lists, Form]:
+    @property
+    def soft(self) -> bool:
+        return self.form.rule == SOFTMAX.value
+
+    def _lists(self, axis: int, own: int, tile: int, group: int, ties: Tensor | None = None) -> tuple[Lists, Form]:
         """What streams past blocks of `own` owners along that axis of `live`, and the form of the kernel."""
-        if self.form.rule == SOFTMAX.value:
-            return Lists(None, None, 0, 0), self.form._replace(own=own, tile=tile, listed=0, split=1)
+        if self.soft:
+            return Lists(None, None, 0, 0), self.form._replace(own=own, tile=tile, listed=0, split=1, group=group)
         own_granule, granule = self.granule if axis == 2 else self.granule[::-1]
         listed, tile = max(own, own_granule), min(tile, granule)
-        low, high = self.span[:2] if axis == 2 else self.span[2:4]
-        owners, masked = self.sizes[axis], self.form.masked
-        lists = lists_of(self.live, low, high, masked, owners, (own_granule, granule), listed, axis)
-        return lists, self.form._replace(own=own, tile=tile, listed=listed, split=granule // tile)
+        ends, owners = (self.span[:2] if axis == 2 else self.span[2:4]), self.sizes[axis]
+        sizes, flags = (own_granule, granule), ties if self.form.rule == ANCHORED.value else None
+        lists = lists_of(self.live, *ends, self.form.masked, owners, sizes, listed, axis, group, flags)
+        return lists, self.form._replace(own=own, tile=tile, listed=listed, split=granule // tile, group=group)
 
     def _mask(self) -> tuple[Tensor | None, int, int]:
         mask = self.span.mask
@@ -136,7 +146,7 @@ def backward(
     sizes = (heads, heads // max(1, key_heads), queries, keys, batch * heads * queries)
     every = (grad, q, k, v, tilt)
     kinds, steps = (_kind(dim), _kind(value_dim)), tuple(x.stride(2) for x in every)
-    form = Form(rule, r, stand, *kinds, 0, 0, 0, 0, factors, masked, wanted, precision, steps, 0)
+    form = Form(rule, r, stand, *kinds, 0, 0, 0, 0, 1, factors, masked, wanted, precision, steps)
     matrices = tuple((x, x.stride(0), x.stride(1)) for x in every)
     by = factor.contiguous() if isinstance(factor, Tensor) else float(factor)
     call = _Call(floats, flags, index, by, matrices, span, live, granule, sizes, form)
@@ -148,9 +158,9 @@ def backward(
     key, outs = (max(dim, value_dim), q.dtype), (dq, dfactor, dgiven)
     flags_of = (rule, r, stand, factors, masked, wanted)
     tiles = DQ.pick(*key, lambda tiles: call.by_queries(tiles, table, outs), flags_of)
-    ties, tied = call.by_queries(tiles, table, outs), tiles.rows
-    tiles = DKV.pick(*key, lambda tiles: call.by_keys(tiles, table, ties, tied, (dk, dv)), flags_of)
-    call.by_keys(tiles, table, ties, tied, (dk, dv))
+    ties = call.by_queries(tiles, table, outs)
+    tiles = DKV.pick(*key, lambda tiles: call.by_keys(tiles, table, ties, (dk, dv)), flags_of)
+    call.by_keys(tiles, table, ties, (dk, dv))
     return dq, dk, dv, dfactor, dgiven
 
 

@@ -34,10 +34,10 @@ class Form(NamedTuple):
         key, value: D and Dv, each with the power of two that holds it.
         own, tile: rows of a program's own block and of those that stream past.
         listed, split: owners of a list, 0 of a range; blocks of a listed number.
+        group: heads that stream past an own block.
         factors, masked, wanted: whether there are a factor a row, a mask over keys, and a gradient of the row numbers.
         precision: of products.
         steps: from one row to the next of grad, q, k, v, tilt; as constants they cost no registers.
-        tied: queries of a block whose ties are marked.
     """
 
     rule: int
@@ -49,12 +49,12 @@ class Form(NamedTuple):
     tile: int
     listed: int
     split: int
+    group: int
     factors: bool
     masked: bool
     wanted: bool
     precision: str
     steps: tuple[int, int, int, int, int]
-    tied: int
 
 
 @triton.jit
@@ -97,11 +97,7 @@ def _put(out, line, x, inside, KIND: tl.constexpr):
 def _line(at, start, total, other, SIZE: tl.constexpr, PART: tl.constexpr):
     """Numbers of rows [start, start + SIZE); `other` of those beyond `total`, which PART blocks alone have."""
     row = start + tl.arange(0, SIZE)
-    if PART:
-        x = tl.load(at + row, mask=row < total, other=other)
-    else:
-        x = tl.load(at + row)
-    return x
+    return tl.load(at + row, mask=row < total, other=other) if PART else tl.load(at + row)
 
 
 @triton.jit
@@ -157,13 +153,15 @@ def _tops(floats, index, line, inside):
     last = tl.load(index + line * 3 + 1, mask=inside, other=-1)
     count = tl.load(index + line * 3 + 2, mask=inside, other=0)
     top = tl.load(floats + line * 6, mask=inside, other=0.0)
-    return first, last, count, top, NEAR * (tl.abs(top) + tl.load(floats + line * 6 + 2, mask=inside, other=0.0))
+    size = tl.abs(top) + tl.load(floats + line * 6 + 2, mask=inside, other=0.0)
+    return first, last, count, top, size * NEAR
 
 
 @triton.jit
-def _between(key, z, first, last, count, top, near):
-    """Which keys between the first and the last also tie for the best score."""
-    return (count > 2) & (key > first) & (key < last) & (tl.abs(z - top) <= near)
+def _others(key, z, first, last, count, top, near):
+    """Which keys tie for the best score of a row, beside the first: the last and, of more than two, those between."""
+    between = (count > 2) & (key < last) & (tl.abs(z - top) <= near)
+    return (key > first) & ((key == last) | between)
 
 
 @triton.jit
@@ -181,7 +179,7 @@ def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.c
     """One block of keys past a block of queries: state (sum of dz k, of dz)."""
     q, grad = own
     factor, theta, g, rho, low, high = rows
-    start = block_of(plan, t, PART, FORM.listed, FORM.split) * FORM.tile
+    start = block_of(plan, t, PART, FORM)[0] * FORM.tile
     k = _tile(kv[0], start, keys, FORM.steps[2], FORM.key, FORM.tile, PART)
     v = _tile(kv[1], start, keys, FORM.steps[3], FORM.value, FORM.tile, PART)
     seen = None
@@ -198,24 +196,22 @@ def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.c
 
 @triton.jit
 def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
-    """The mean of the keys that tie for the best score of each row; more than two, seldom, are looked for."""
+    """The mean of the keys that tie for the best score of each row; more than one, seldom, are looked for."""
     first, last, count, top, near = tops
-    mean = _picked(kv[0], first, FORM.steps[2], FORM.key) + _picked(kv[0], last, FORM.steps[2], FORM.key)
-    some = tl.where(count > 2, count, 2)
-    if tl.max(count, 0) > 2:
+    total = _picked(kv[0], first, FORM.steps[2], FORM.key)
+    if tl.max(count, 0) > 1:
         for t in range(plan[1] + plan[2]):
             if t < plan[1]:
-                block = block_of(plan, t, False, FORM.listed, FORM.split)
+                start = block_of(plan, t, False, FORM)[0] * FORM.tile
             else:
-                block = block_of(plan, t - plan[1], True, FORM.listed, FORM.split)
-            start = block * FORM.tile
+                start = block_of(plan, t - plan[1], True, FORM)[0] * FORM.tile
             k = _tile(kv[0], start, keys, FORM.steps[2], FORM.key, FORM.tile, True)
             z = tl.dot(q, tl.trans(k), input_precision=FORM.precision) * rows[0]
             key = (start + tl.arange(0, FORM.tile))[None, :]
-            tie = _between(key, z, first[:, None], last[:, None], count[:, None], top[:, None], near[:, None])
+            tie = _others(key, z, first[:, None], last[:, None], count[:, None], top[:, None], near[:, None])
             tie = tie & _seen_keys(start, rows[4], rows[5], kv[2], keys, FORM)
-            mean = tl.dot(tie.to(k.dtype), k, mean, input_precision=FORM.precision)
-    return mean / some[:, None]
+            total = tl.dot(tie.to(k.dtype), k, total, input_precision=FORM.precision)
+    return total / tl.maximum(count, 1)[:, None]
 
 
 @triton.jit
@@ -248,7 +244,7 @@ def compact_dq_kernel(
     row = start + tl.arange(0, FORM.own)
     inside, line = row < queries, nth * queries + row
     low, high = span[0] + batch * span[2], span[1] + batch * span[2]
-    plan = plan_of(lists, low, high, nth, start, queries, FORM.own, FORM.tile, FORM.listed, FORM.split, FORM.masked)
+    plan = plan_of(lists, low, high, nth, start, queries, FORM)
     mask_at = low
     if FORM.masked:
         mask_at = mask[0] + batch * mask[1] + head * mask[2]
@@ -276,7 +272,7 @@ def compact_dq_kernel(
         dq -= moved[:, None] * _best_keys(plan, tops, q, rows, kv, keys, FORM)
         count = tops[2]
     left = rho, theta, g, moved, count
-    _leave_rows(tables[0], tables[1] + nth * blocks + block, left, index, line, inside, lines, FORM)
+    _leave_rows(tables[0], tables[1] + nth * tables[2] + block, left, index, line, inside, lines, FORM)
     if FORM.rule != SOFTMAX:
         dq *= FORM.r
         moved *= FORM.r
@@ -288,68 +284,97 @@ def compact_dq_kernel(
 
 
 @triton.jit
-def _best_shares(dz, z, key, rows, start, queries, seen, PART: tl.constexpr, FORM: tl.constexpr):
-    """dz with what the best keys of each row give back."""
-    table, ties, index, floats, _, lines = rows
-    row = start + tl.arange(0, FORM.tile)
-    first = tl.load(index + row * 3, mask=row < queries, other=-1)
-    share = _line(table + EXTRA * lines, start, queries, 0.0, FORM.tile, PART)[None, :]
-    dz += tl.where(key[:, None] == first[None, :], share, 0.0)
-    if tl.load(ties + start // FORM.tied) != 0:  # some row of the block has several
-        first, last, count, top, near = _tops(floats, index, row, row < queries)
-        tie = _between(key[:, None], z, first[None, :], last[None, :], count[None, :], top[None, :], near[None, :])
-        if PART:
-            tie = tie & seen
-        tie = tie | ((key[:, None] == last[None, :]) & (last > first)[None, :])
-        dz += tl.where(tie, share, 0.0)
-    return dz
+def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constexpr):
+    """dk with what the best keys of a row give back, but the first; seldom there are any."""
+    k, _, key, first, last = own
+    queries, keys, lines = sizes
+    table, index, floats, factor = tables
+    for t in range(plan[1] + plan[2]):
+        if t < plan[1]:
+            block, head = block_of(plan, t, False, FORM)
+        else:
+            block, head = block_of(plan, t - plan[1], True, FORM)
+        start, at = block * FORM.tile, tl.cast(head, tl.int64) * queries
+        row = start + tl.arange(0, FORM.tile)
+        first_best, last_best, count, top, near = _tops(floats + at * 6, index + at * 3, row, row < queries)
+        if tl.max(count, 0) > 1:
+            q_at = matrices[1] + tl.cast(head, tl.int64) * matrices[3]
+            q = _tile(q_at, start, queries, FORM.steps[1], FORM.key, FORM.tile, True)
+            by = factor
+            if FORM.factors:
+                by = _line(factor + at, start, queries, 0.0, FORM.tile, True)[None, :]
+            z = tl.dot(k, tl.trans(q), input_precision=FORM.precision) * by
+            bests = first_best[None, :], last_best[None, :], count[None, :], top[None, :], near[None, :]
+            tie = _others(key[:, None], z, bests[0], bests[1], bests[2], bests[3], bests[4])
+            tie = tie & _seen_rows(start, key, first, last, mask, head, keys, FORM)
+            share = _line(table + EXTRA * lines + at, start, queries, 0.0, FORM.tile, True)[None, :]
+            if FORM.factors:
+                share *= by
+            dk = tl.dot(tl.where(tie, share, 0.0).to(q.dtype), q, dk, input_precision=FORM.precision)
+    return dk
 
 
 @triton.jit
-def _with_stand_ins(p, key, rows, start, queries, seen, PART: tl.constexpr, FORM: tl.constexpr):
+def _with_stand_ins(p, key, alike_at, best_at, start, queries, seen, PART: tl.constexpr, FORM: tl.constexpr):
     """Weights with those of rows that have no key in the bandwidth."""
     if FORM.stand == UNIFORM:
-        alike = _line(rows[0] + EXTRA * rows[5], start, queries, 0.0, FORM.tile, PART)[None, :]
+        alike = _line(alike_at, start, queries, 0.0, FORM.tile, PART)[None, :]
         if PART:
             alike = tl.where(seen, alike, 0.0)
         p += alike
     if FORM.stand == NEAREST:
-        best = _line(rows[2], start, queries, -1, FORM.tile, PART)
+        best = _line(best_at, start, queries, -1, FORM.tile, PART)
         p = tl.where(key[:, None] == best[None, :], 1.0, p)
     return p
 
 
 @triton.jit
-def _dkv_step(state, plan, t, own, query, rows, queries, PART: tl.constexpr, FORM: tl.constexpr):
+def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.constexpr, FORM: tl.constexpr):
     """One block of queries past a block of keys: state (sum of dz q, sum of p dL/do)."""
     k, v, key, first, last = own
-    table, _, _, _, factor, lines = rows
-    start = block_of(plan, t, PART, FORM.listed, FORM.split) * FORM.tile
-    q = _tile(query[0], start, queries, FORM.steps[1], FORM.key, FORM.tile, PART)
-    grad = _tile(query[1], start, queries, FORM.steps[0], FORM.value, FORM.tile, PART)
-    seen = None
-    if PART:
-        local = tl.arange(0, FORM.tile)[None, :]
-        seen = (local >= (first - start)[:, None]) & (local < (last - start)[:, None])
-    by = factor
-    if FORM.factors:
-        by = _line(factor, start, queries, 0.0, FORM.tile, PART)[None, :]
-    theta = _line(table + THETA * lines, start, queries, 0.0, FORM.tile, PART)
-    rho = _line(table + RHO * lines, start, queries, 0.0, FORM.tile, PART)
+    queries, keys, lines = sizes
+    block, head = block_of(plan, t, PART, FORM)
+    start = block * FORM.tile
+    row = start + tl.arange(0, FORM.tile)
+    at = tl.cast(head, tl.int64) * queries
+    table, index, _, factor = tables
+    head_at = tl.cast(head, tl.int64)
+    q = _tile(matrices[1] + head_at * matrices[3], start, queries, FORM.steps[1], FORM.key, FORM.tile, PART)
+    grad = _tile(matrices[0] + head_at * matrices[2], start, queries, FORM.steps[0], FORM.value, FORM.tile, PART)
+    theta = _line(table + THETA * lines + at, start, queries, 0.0, FORM.tile, PART)
+    rho = _line(table + RHO * lines + at, start, queries, 0.0, FORM.tile, PART)
     g = theta
     if FORM.rule != SOFTMAX:
-        g = _line(table + SCALE * lines, start, queries, 0.0, FORM.tile, PART)
+        g = _line(table + SCALE * lines + at, start, queries, 0.0, FORM.tile, PART)
+    by = factor
+    if FORM.factors:
+        by = _line(factor + at, start, queries, 0.0, FORM.tile, PART)[None, :]
     dot = tl.dot(k, tl.trans(q), input_precision=FORM.precision)
+    seen = None
+    if PART:
+        seen = _seen_rows(start, key, first, last, mask, head, keys, FORM)
     p, slope = _weights(dot, by, theta[None, :], g[None, :], seen, PART, FORM)
-    dz = slope * (tl.dot(v, tl.trans(grad), input_precision=FORM.precision) - rho[None, :])
     if FORM.rule == FIXED:
-        p = _with_stand_ins(p, key, rows, start, queries, seen, PART, FORM)
+        p = _with_stand_ins(p, key, table + EXTRA * lines + at, index + at, start, queries, seen, PART, FORM)
     dv = tl.dot(p.to(grad.dtype), grad, state[1], input_precision=FORM.precision)
+    dz = slope * (tl.dot(v, tl.trans(grad), input_precision=FORM.precision) - rho[None, :])
     if FORM.rule == ANCHORED:
-        dz = _best_shares(dz, dot * by, key, rows, start, queries, seen, PART, FORM)
+        best = tl.load(index + (at + row) * 3, mask=row < queries, other=-1)
+        share = _line(table + EXTRA * lines + at, start, queries, 0.0, FORM.tile, PART)
+        dz += tl.where(key[:, None] == best[None, :], share[None, :], 0.0)
     if FORM.factors:
         dz *= by
     return tl.dot(dz.to(q.dtype), q, state[0], input_precision=FORM.precision), dv
+
+
+@triton.jit
+def _seen_rows(start, key, first, last, mask, head, keys, FORM: tl.constexpr):
+    """Which rows of a block see own keys."""
+    if FORM.masked:
+        shown = tl.load(mask[0] + head * mask[1] + key, mask=key < keys, other=0)
+        last = tl.where(shown != 0, last, 0)
+    row = start + tl.arange(0, FORM.tile)
+    return (row[None, :] >= first[:, None]) & (row[None, :] < last[:, None])
 
 
 @triton.jit
@@ -357,45 +382,44 @@ def compact_dkv_kernel(
     floats, index, factor, matrices, span, mask, lists, tables, outs, sizes, FORM: tl.constexpr
 ):  # fmt: skip
     """dk and dv of one block of keys, of all query heads that use them."""
-    heads, group, queries, keys, lines = sizes
+    heads, _, queries, keys, lines = sizes
     blocks = tl.cdiv(keys, FORM.own)
     start = tl.program_id(0) % blocks * FORM.own
     nth = (tl.program_id(0) // blocks).to(tl.int64)
-    batch, key_head = nth // (heads // group), nth % (heads // group)
+    batch, key_head = nth // (heads // FORM.group), nth % (heads // FORM.group)
+    head = key_head * FORM.group
+    query_nth = batch * heads + head
+    at = query_nth * queries
     key = start + tl.arange(0, FORM.own)
     inside = key < keys
-    first_at, last_at = span[0] + batch * span[2], span[1] + batch * span[2]
-    first, last = tl.load(first_at + key, mask=inside, other=0), tl.load(last_at + key, mask=inside, other=0)
+    low, high = span[0] + batch * span[2], span[1] + batch * span[2]
+    first, last = tl.load(low + key, mask=inside, other=0), tl.load(high + key, mask=inside, other=0)
     k = _tile(_of_head(matrices[2], batch, key_head), start, keys, FORM.steps[2], FORM.key, FORM.own, True)
     v = _tile(_of_head(matrices[3], batch, key_head), start, keys, FORM.steps[3], FORM.value, FORM.own, True)
+    streams = _of_head(matrices[0], batch, head), _of_head(matrices[1], batch, head), matrices[0][2], matrices[1][2]
+    by = factor
+    if FORM.factors:
+        by = factor + at
+    shown = low, 0
+    if FORM.masked:
+        shown = mask[0] + batch * mask[1] + head * mask[2], mask[2]
+    numbers = index
+    if FORM.rule == ANCHORED:
+        numbers = index + at * 3
+    if FORM.rule == FIXED:
+        numbers = index + at
+    rows = tables[0] + at, numbers, floats + at * 6, by
+    own, size = (k, v, key, first, last), (queries, keys, lines)
 
+    plan = plan_of(lists, low, high, nth, start, keys, FORM)
     state = tl.zeros((FORM.own, FORM.key[1]), tl.float32), tl.zeros((FORM.own, FORM.value[1]), tl.float32)
-    for i in range(group):
-        head = key_head * group + i
-        query = _of_head(matrices[1], batch, head), _of_head(matrices[0], batch, head)
-        query_nth = batch * heads + head
-        at = query_nth * queries
-        by = factor
-        if FORM.factors:
-            by = factor + at
-        rows = tables[0] + at, tables[1] + query_nth * tl.cdiv(queries, FORM.tied), index, floats + at * 6, by, lines
-        if FORM.rule == ANCHORED:
-            rows = rows[0], rows[1], index + at * 3, rows[3], by, lines
-        if FORM.rule == FIXED:
-            rows = rows[0], rows[1], index + at, rows[3], by, lines
-        ends = last
-        if FORM.masked:
-            shown = tl.load(mask[0] + batch * mask[1] + head * mask[2] + key, mask=inside, other=0)
-            ends = tl.where(shown != 0, last, 0)
-        own = k, v, key, first, ends
-        plan = plan_of(
-            lists, first_at, last_at, query_nth, start, keys, FORM.own, FORM.tile, FORM.listed, FORM.split, FORM.masked
-        )
-        for t in range(plan[1]):
-            state = _dkv_step(state, plan, t, own, query, rows, queries, False, FORM)
-        for t in range(plan[2]):
-            state = _dkv_step(state, plan, t, own, query, rows, queries, True, FORM)
+    for t in range(plan[1]):
+        state = _dkv_step(state, plan, t, own, streams, rows, shown, size, False, FORM)
+    for t in range(plan[2]):
+        state = _dkv_step(state, plan, t, own, streams, rows, shown, size, True, FORM)
     dk, dv = state
+    if FORM.rule == ANCHORED and plan[3] > 0:
+        dk = _other_shares(dk, plan, own, streams, rows, shown, size, FORM)
     if FORM.rule != SOFTMAX:
         dk *= FORM.r
     if not FORM.factors:

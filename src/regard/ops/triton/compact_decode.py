@@ -12,6 +12,7 @@ Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -129,7 +130,7 @@ def _decode(
     counted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranges, rule = Ranges(low, high, mask, most), Rule(code, power, number, stand)
-    tiles = TABLE.pick(max(q.shape[-1], v.shape[-1]), k.dtype)
+    tiles = tiles_of(q, v, block)
     found = _outputs(q, k, v, most, tiles.keys, counted)
     if q.numel() == 0 or k.shape[2] == 0:
         return _nothing(found)
@@ -158,7 +159,13 @@ def _outputs(
 
 @_decode.register_fake
 def _(q, k, v, factor, given, low, high, mask, centre, radius, code, power, number, stand, scale, block, most, counted):  # type: ignore[no-untyped-def]
-    return _outputs(q, k, v, most, TABLE.pick(max(q.shape[-1], v.shape[-1]), k.dtype).keys, counted)
+    return _outputs(q, k, v, most, tiles_of(q, v, block).keys, counted)
+
+
+def tiles_of(q: Tensor, v: Tensor, block: int = 0) -> Tiles:
+    """The tiles of a call; none is larger than a block of bounds."""
+    tiles = TABLE.pick(max(q.shape[-1], v.shape[-1]), v.dtype)
+    return replace(tiles, keys=min(tiles.keys, block)) if block else tiles
 
 
 def room_for(most: int, keys: int) -> int:

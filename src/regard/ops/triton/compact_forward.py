@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import compact
 from .compact_search import compact_search_kernel, compact_weigh_kernel
-from .compact_stream import compact_stream_kernel
+from .compact_stream import compact_stand_in_kernel, compact_stream_kernel
 from .launch import launch
 from .span import Span, batch_stride
 from .tiles import Tiles
@@ -55,7 +55,9 @@ class _Call:
         return torch.empty(*self.grid(tiles), blocks, dtype=torch.int32, device=self.q.device)
 
     def sides(self, tiles: Tiles) -> dict[str, int]:
-        return {"ROWS": tiles.rows, "KEYS": tiles.keys, "GRANULE": self.granule[0]}
+        """Sizes of the tiles, and whether a block of keys reaches further than an int32 does."""
+        wide = max(self.k_steps[2], self.v_steps[2]) * tiles.keys >= 2**31
+        return {"ROWS": tiles.rows, "KEYS": tiles.keys, "GRANULE": self.granule[0], "WIDE": wide}
 
 
 def forward(
@@ -80,7 +82,9 @@ def forward(
     call = _Call(q, k, v, factor, given, span, keep, counted, granule)
     out, floats, flags, index, tilt, live = found
     if rule in (compact.SOFTMAX, compact.FIXED):
-        _stream(call, {"RULE": rule, "R": r, "STAND": stand}, out, floats, flags, index, live)
+        _stream(call, {"RULE": rule, "R": r}, out, floats, flags, live)
+        if rule == compact.FIXED and stand != compact.STANDS["zero"]:
+            _stand_in(call, {"STAND": stand}, out, floats, flags, index, live)
         return
     blocks = triton.cdiv(call.queries, granule[0]), triton.cdiv(call.keys, granule[1])
     marks = live if keep else torch.zeros(call.batch, call.heads, *blocks, dtype=torch.uint8, device=q.device)
@@ -97,6 +101,17 @@ def _stream(call: _Call, rule: dict[str, int], *found: Tensor) -> None:
         )  # fmt: skip
 
     run(compact.STREAM.pick(call.width, call.dtype, run, _flags(rule, call)))
+
+
+def _stand_in(call: _Call, rule: dict[str, int], *found: Tensor) -> None:
+    def run(tiles: Tiles) -> None:
+        launch(
+            compact_stand_in_kernel, call.grid(tiles), call.q, call.k, call.v, call.factor, *call.ranges, *found, call.scale,
+            1.0, *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps, *call.range_steps,
+            tiles=tiles, **rule, **call.scores, **call.outputs, **call.sides(tiles),
+        )  # fmt: skip
+
+    run(compact.STAND_IN.pick(call.width, call.dtype))
 
 
 def _search(call: _Call, rule: dict[str, int], floats: Tensor, flags: Tensor, marks: Tensor) -> None:

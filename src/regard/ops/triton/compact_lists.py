@@ -1,10 +1,10 @@
 """Which blocks stream past a block of queries, or of keys, in the backward pass of compact attention.
 
 Of softmax all that is visible, by its range; of compact weightings what the forward pass marked, by lists. Blocks that
-all owners see whole come first: they need no mask.
+all owners see whole come first: they need no mask. Past keys stream the queries of all heads that use them: number
+n of a list is block n // GROUP of head n % GROUP of them.
 
-Legend: owners are the queries (keys) of a program, `streamed` how many keys (queries) there are to stream past them;
-granules are the blocks of the marks.
+Legend: owners are the queries (keys) of a program; granules are the blocks of the marks.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ class Lists(NamedTuple):
     """Numbers of live blocks, as kernels read them.
 
     Attributes:
-        listed: [B x H x groups x blocks] int16 (int32 of many blocks); None of softmax, as `counts`.
-        counts: int32 [B x H x groups x 2]: how many need no mask, at the front of a row, and do, from its back.
-        groups: of owners.
-        blocks: streamed granules.
+        listed: int16 (int32 of many blocks) [B x owners' heads x rows x length]; None of softmax, as `counts`.
+        counts: int32 [B x owners' heads x rows x 3]: how many need no mask, at the front of a list, how many do, at its
+            end, and how many are flagged.
+        rows: lists of a head.
+        length: of a list, at most.
     """
 
     listed: Tensor | None
     counts: Tensor | None
-    groups: int
-    blocks: int
+    rows: int
+    length: int
 
 
 @triton.jit
@@ -57,6 +58,7 @@ def compact_lists_kernel(
     live,
     listed,
     counts,
+    flags,
     low,
     high,
     span_step,
@@ -66,90 +68,102 @@ def compact_lists_kernel(
     blocks,
     along,
     across,
+    GROUP: tl.constexpr,
     MERGED: tl.constexpr,
     OWNER: tl.constexpr,
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
+    FLAGS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """The list past MERGED granules of OWNER owners each; `along`, `across`: from one owner's mark to the next, and
-    from one streamed block's."""
-    groups = tl.cdiv(granules, MERGED)
-    group = tl.program_id(0) % groups
-    head = (tl.program_id(0) // groups).to(tl.int64)
-    own = head * groups + group
+    from one streamed block's; FLAGS of each of these are looked at."""
+    rows = tl.cdiv(granules, MERGED)
+    row = tl.program_id(0) % rows
+    head = (tl.program_id(0) // rows).to(tl.int64)
+    own = head * rows + row
     step = head // heads * span_step
-    _, whole_from, whole_to, _ = ranges(low + step, high + step, group * MERGED * OWNER, MERGED * OWNER, owners, TILE)
+    _, whole_from, whole_to, _ = ranges(low + step, high + step, row * MERGED * OWNER, MERGED * OWNER, owners, TILE)
     if MASKED:
         whole_to = whole_from
-    live += head * granules * blocks
-    listed += own * blocks
-    whole, part = 0, 0
-    for at in range(0, blocks, CHUNK):
-        block = at + tl.arange(0, CHUNK)
+    listed += own * blocks * GROUP
+    whole, part, flagged = 0, 0, 0
+    for n in range(tl.cdiv(blocks, CHUNK) * GROUP):
+        block = n // GROUP * CHUNK + tl.arange(0, CHUNK)
+        marks = live + (head * GROUP + n % GROUP) * granules * blocks
         marked = tl.zeros((CHUNK,), tl.int32)
         for i in tl.static_range(MERGED):
-            granule = group * MERGED + i
+            granule = row * MERGED + i
             real = block < tl.where(granule < granules, blocks, 0)
-            marked |= tl.load(live + granule * along + block * across, mask=real, other=0).to(tl.int32)
+            marked |= tl.load(marks + granule * along + block * across, mask=real, other=0).to(tl.int32)
         full = (marked != 0) & (block >= whole_from) & (block < whole_to)
         rest = (marked != 0) & ((block < whole_from) | (block >= whole_to))
-        tl.store(listed + whole + tl.cumsum(full.to(tl.int32), 0) - 1, block, mask=full)
-        tl.store(listed + blocks - part - tl.cumsum(rest.to(tl.int32), 0), block, mask=rest)
+        number = block * GROUP + n % GROUP
+        tl.store(listed + whole + tl.cumsum(full.to(tl.int32), 0) - 1, number, mask=full)
+        tl.store(listed + blocks * GROUP - part - tl.cumsum(rest.to(tl.int32), 0), number, mask=rest)
         whole += tl.sum(full.to(tl.int32), 0)
         part += tl.sum(rest.to(tl.int32), 0)
-    tl.store(counts + own * 2, whole)
-    tl.store(counts + own * 2 + 1, part)
+        for i in tl.static_range(FLAGS):
+            place = (head * GROUP + n % GROUP) * blocks * FLAGS + block * FLAGS + i
+            flagged += tl.sum(tl.load(flags + place, mask=marked != 0, other=0).to(tl.int32), 0)
+    tl.store(counts + own * 3, whole)
+    tl.store(counts + own * 3 + 1, part)
+    tl.store(counts + own * 3 + 2, flagged)
 
 
 @triton.jit
-def plan_of(
-    lists,
-    low,
-    high,
-    head,
-    start,
-    owners,
-    OWN: tl.constexpr,
-    TILE: tl.constexpr,
-    LISTED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """What streams past owners [start, start + OWN): (list, how many blocks without mask, how many with one, and what
-    `block_of` needs besides). Lists (LISTED > 0) are of granules of SPLIT blocks, past LISTED owners each."""
-    listed, counts, groups, blocks = lists
-    if LISTED == 0:
-        first, whole, ended, finish = ranges(low, high, start, OWN, owners, TILE)
-        if MASKED:
+def plan_of(lists, low, high, head, start, owners, FORM: tl.constexpr):
+    """What streams past owners [start, start + FORM.own): (list, how many blocks without mask, how many with one, how
+    many flagged, and what `block_of` needs besides). Lists are of granules of FORM.split blocks, past FORM.listed
+    owners each; of 0 owners there are none, but a range."""
+    listed, counts, rows, length = lists
+    if FORM.listed == 0:
+        first, whole, ended, finish = ranges(low, high, start, FORM.own, owners, FORM.tile)
+        if FORM.masked:
             ended = whole
-        plan = low, ended - whole, finish - first - (ended - whole), first, whole, ended
+        full = ended - whole
+        plan = low, full * FORM.group, (finish - first - full) * FORM.group, 0, first, whole, ended
     else:
-        own = head * groups + start // LISTED
-        count = counts + own * 2
-        plan = listed + own * blocks, tl.load(count) * SPLIT, tl.load(count + 1) * SPLIT, blocks - 1, 0, 0
+        own = head * rows + start // FORM.listed
+        count = counts + own * 3
+        many = tl.load(count) * FORM.split, tl.load(count + 1) * FORM.split, tl.load(count + 2)
+        plan = listed + own * length, many[0], many[1], many[2], length - 1, 0, 0
     return plan
 
 
 @triton.jit
-def block_of(plan, t, PART: tl.constexpr, LISTED: tl.constexpr, SPLIT: tl.constexpr):
-    """The number of the t-th block without mask or, PART, of the t-th with one."""
-    listed, _, _, first, whole, ended = plan
-    if LISTED > 0 and PART:
-        block = tl.load(listed + first - t // SPLIT).to(tl.int32) * SPLIT + t % SPLIT
-    elif LISTED > 0:
-        block = tl.load(listed + t // SPLIT).to(tl.int32) * SPLIT + t % SPLIT
-    elif PART:
-        block = tl.where(t < whole - first, first + t, ended - (whole - first) + t)
+def block_of(plan, t, PART: tl.constexpr, FORM: tl.constexpr):
+    """(number, head of the group) of the t-th block without mask or, PART, of the t-th with one."""
+    listed, _, _, _, first, whole, ended = plan
+    if FORM.listed > 0:
+        place = t // FORM.split
+        if PART:
+            place = first - place
+        number = tl.load(listed + place).to(tl.int32)
+        block = number // FORM.group * FORM.split + t % FORM.split
+        head = number % FORM.group
     else:
-        block = whole + t
-    return block
+        n = t // FORM.group
+        head = t % FORM.group
+        block = whole + n
+        if PART:
+            block = tl.where(n < whole - first, first + n, ended - (whole - first) + n)
+    return block, head
 
 
 def lists_of(
-    live: Tensor, low: Tensor, high: Tensor, masked: bool, owners: int, sizes: tuple[int, int], group: int, axis: int
+    live: Tensor,
+    low: Tensor,
+    high: Tensor,
+    masked: bool,
+    owners: int,
+    sizes: tuple[int, int],
+    listed: int,
+    axis: int,
+    group: int,
+    flags: Tensor | None = None,
 ) -> Lists:
-    """The lists past groups of `group` owners, a multiple of the granule.
+    """The lists past groups of `listed` owners, a multiple of the granule.
 
     Args:
         live: uint8 [B, H, queries' granules, keys' granules], contiguous.
@@ -158,17 +172,28 @@ def lists_of(
         owners: how many.
         sizes: of a granule, in owners and in what streams past.
         axis: of `live` that the owners are along, 2 or 3.
+        group: heads of `live` that share an owner.
+        flags: uint8 [B x H, streamed granules x n], of which the marked are counted.
 
     Cost: two bytes for a pair of blocks; no wait for the device.
     """
     batch, heads, granules, blocks = live.shape if axis == 2 else live.transpose(2, 3).shape
-    merged = group // sizes[0]
-    groups = triton.cdiv(granules, merged)
-    kind = torch.int16 if blocks < 2**15 else torch.int32
-    listed = torch.empty(batch * heads * groups * blocks, dtype=kind, device=live.device)
-    counts = torch.empty(batch * heads * groups * 2, dtype=torch.int32, device=live.device)
-    steps = (live.stride(axis), live.stride(5 - axis))
-    args = (live, listed, counts, low, high, batch_stride(low), heads, owners, granules, blocks, *steps)
-    constants = {"MERGED": merged, "OWNER": sizes[0], "TILE": sizes[1], "MASKED": masked, "CHUNK": CHUNK}
-    launch(compact_lists_kernel, (batch * heads * groups,), *args, tiles=Tiles(warps=1, stages=1), **constants)
-    return Lists(listed, counts, groups, blocks)
+    heads, merged = heads // group, listed // sizes[0]
+    rows, length = -(-granules // merged), blocks * group
+    kind = torch.int16 if length < 2**15 else torch.int32
+    numbers = torch.empty(batch * heads * rows * length, dtype=kind, device=live.device)
+    counts = torch.empty(batch * heads * rows * 3, dtype=torch.int32, device=live.device)
+    flagged = 0 if flags is None else flags.shape[1] // max(1, blocks)
+    own = (live, numbers, counts, counts if flags is None else flags, low, high, batch_stride(low))
+    args = (*own, heads, owners, granules, blocks, live.stride(axis), live.stride(5 - axis))
+    constants = {
+        "GROUP": group,
+        "MERGED": merged,
+        "OWNER": sizes[0],
+        "TILE": sizes[1],
+        "MASKED": masked,
+        "FLAGS": flagged,
+    }
+    grid, tiles = (batch * heads * rows,), Tiles(warps=1, stages=1)
+    launch(compact_lists_kernel, grid, *args, tiles=tiles, **constants, CHUNK=CHUNK)
+    return Lists(numbers, counts, rows, length)

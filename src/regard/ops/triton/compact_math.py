@@ -66,19 +66,34 @@ def key_blocks(low, high, MASK: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def load_block(at, rows, stride, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
-    """Rows of a matrix whose first lies at `at`, [len(rows), BLOCK]; zeros beyond its WIDTH columns and, where EDGE,
-    beyond its `count` rows."""
+def load_rows(at, rows, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of a matrix whose first lies at `at`, [len(rows), BLOCK]; zeros beyond its WIDTH columns."""
     columns = tl.arange(0, BLOCK)
-    place = at + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    return tl.load(
+        at + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=(columns < WIDTH)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def load_block(
+    at, block, stride, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, EDGE: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Block number `block` of KEYS rows of a matrix whose first lies at `at`, [KEYS, BLOCK]; zeros beyond its WIDTH columns
+    and, where EDGE, beyond its `count` rows. WIDE: a block may reach over 2^31 numbers."""
+    rows = tl.arange(0, KEYS)
+    columns = tl.arange(0, BLOCK)
+    start = (block * KEYS).to(tl.int64)
+    steps = rows.to(tl.int64) * stride if WIDE else rows * stride
+    place = at + start * stride + (steps[:, None] + columns[None, :])
     if EDGE and WIDTH == BLOCK:
-        x = tl.load(place, mask=rows[:, None] < count, other=0.0)
+        x = tl.load(place, mask=(rows < count - start)[:, None], other=0.0)
     elif EDGE:
-        x = tl.load(place, mask=(rows[:, None] < count) & (columns[None, :] < WIDTH), other=0.0)
+        x = tl.load(place, mask=(rows < count - start)[:, None] & (columns < WIDTH)[None, :], other=0.0)
     elif WIDTH == BLOCK:
         x = tl.load(place)
     else:
-        x = tl.load(place, mask=columns[None, :] < WIDTH, other=0.0)
+        x = tl.load(place, mask=(columns < WIDTH)[None, :], other=0.0)
     return x
 
 
@@ -126,13 +141,13 @@ def row_number(ptr, flat, number, ROWS: tl.constexpr, GIVEN: tl.constexpr):
 
 @triton.jit
 def key_scores(
-    q, k_at, block, stride, keys, DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, EDGE: tl.constexpr
-):
+    q, k_at, block, stride, keys, DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, EDGE: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
     """(q.k of a key block [R, K], the numbers of its keys). Where they are float32, both are split in two tf32 terms, of
     whose four products the least is left out: error 1.5 to 2.8 times that of float32 sums, for D = 64 to 256."""
-    columns = block * KEYS + tl.arange(0, KEYS)
-    k = load_block(k_at, columns, stride, keys, DIM, WIDTH, EDGE)
-    return tl.dot(q, tl.trans(k), input_precision="tf32x3"), columns
+    k = load_block(k_at, block, stride, keys, DIM, WIDTH, KEYS, EDGE, WIDE)
+    return tl.dot(q, tl.trans(k), input_precision="tf32x3"), block * KEYS + tl.arange(0, KEYS)
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from .compact_math import (
     key_blocks,
     key_scores,
     load_block,
+    load_rows,
     lower_power,
     own_rows,
     power,
@@ -121,7 +122,7 @@ def compact_search_kernel(
     scale, number, tolerance, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row,
     range_batch, mask_batch, mask_head, RULE: tl.constexpr, R: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr,
     MASK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    GRANULE: tl.constexpr,
+    GRANULE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Top, theta, reach and status of the rows, and marks: 1 where a block can have weight."""
     GRANULES: tl.constexpr = ROWS // GRANULE
@@ -132,7 +133,7 @@ def compact_search_kernel(
     low = tl.load(low_ptr + batch * range_batch + rows)
     high = tl.load(high_ptr + batch * range_batch + rows)
     factor = row_number(factor_ptr, flat, scale, ROWS, FACTOR)
-    q = load_block(q_ptr + batch * q_batch + own * q_head, rows, q_row, queries, DIM, WIDTH, False)
+    q = load_rows(q_ptr + batch * q_batch + own * q_head, rows, q_row, DIM, WIDTH)
     k_at = k_ptr + batch * k_batch + own // group * k_head
     mask_at = mask_ptr + batch * mask_batch + own * mask_head
     marks_at, granules = marks_of(marks_ptr, head, row_block, queries, blocks, GRANULE, GRANULES)
@@ -145,7 +146,7 @@ def compact_search_kernel(
     for side in tl.static_range(2):
         for t in range((full - first + last - partial) if side == 0 else (partial - full)):
             block = edge_block(t, first, full, partial, last) if side == 0 else partial - 1 - t
-            dot, columns = key_scores(q, k_at, block, k_row, keys, DIM, WIDTH, KEYS, side == 0)
+            dot, columns = key_scores(q, k_at, block, k_row, keys, DIM, WIDTH, KEYS, side == 0, WIDE)
             if side == 0:
                 dot = tl.where(seen(columns, low, high, mask_at, keys, MASK), dot, -float("inf"))
             if RULE == ADAPTIVE:
@@ -173,7 +174,7 @@ def compact_search_kernel(
             for side in tl.static_range(2):
                 for t in range(outer if side == 0 else inner):
                     block = tl.load(list_at + ((blocks - 1 - t) if side == 0 else t))
-                    dot, columns = key_scores(q, k_at, block, k_row, keys, DIM, WIDTH, KEYS, side == 0)
+                    dot, columns = key_scores(q, k_at, block, k_row, keys, DIM, WIDTH, KEYS, side == 0, WIDE)
                     e = excess(dot, factor[:, None], theta[:, None])
                     if side == 0:
                         e = tl.where(seen(columns, low, high, mask_at, keys, MASK), e, 0.0)
@@ -205,7 +206,7 @@ def compact_weigh_kernel(
     v_batch, v_head, v_row, range_batch, mask_batch, mask_head, RULE: tl.constexpr, R: tl.constexpr,
     FACTOR: tl.constexpr, MASK: tl.constexpr, KEEP: tl.constexpr, COUNTED: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, VALUES: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    GRANULE: tl.constexpr,
+    GRANULE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The output, the mass of the rows, and for a backward pass tilt or index. Of marks that are 1 those of blocks that
     have weight become 2, where the rule is anchored: its marks were made before the best scores were known."""
@@ -219,7 +220,7 @@ def compact_weigh_kernel(
     low = tl.load(low_ptr + batch * range_batch + rows)
     high = tl.load(high_ptr + batch * range_batch + rows)
     factor = row_number(factor_ptr, flat, scale, ROWS, FACTOR)
-    q = load_block(q_ptr + batch * q_batch + own * q_head, rows, q_row, queries, DIM, WIDTH, False)
+    q = load_rows(q_ptr + batch * q_batch + own * q_head, rows, q_row, DIM, WIDTH)
     k_at = k_ptr + batch * k_batch + own // group * k_head
     v_at = v_ptr + batch * v_batch + own // group * v_head
     mask_at = mask_ptr + batch * mask_batch + own * mask_head
@@ -248,12 +249,12 @@ def compact_weigh_kernel(
     for side in tl.static_range(2):
         for t in range(outer if side == 0 else inner):
             block = tl.load(list_at + ((blocks - 1 - t) if side == 0 else t))
-            dot, columns = key_scores(q, k_at, block, k_row, keys, DIM, WIDTH, KEYS, side == 0)
+            dot, columns = key_scores(q, k_at, block, k_row, keys, DIM, WIDTH, KEYS, side == 0, WIDE)
             e = excess(dot, factor[:, None], theta[:, None])
             if side == 0:
                 e = tl.where(seen(columns, low, high, mask_at, keys, MASK), e, 0.0)
             u = e * g[:, None]
-            v = load_block(v_at, columns, v_row, keys, VALUES, VALUE_WIDTH, side == 0)
+            v = load_block(v_at, block, v_row, keys, VALUES, VALUE_WIDTH, KEYS, side == 0, WIDE)
             p = power(u, R).to(v.dtype)
             w = p.to(tl.float32)  # summed as they are applied, so that they sum to one
             acc = add_weighted(acc, p, v, ones)

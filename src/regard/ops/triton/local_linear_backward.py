@@ -35,31 +35,34 @@ RIGHT = TileTable(
     {
         (64, 2): Tiles(64, 64, 4, 3),
         (128, 2): Tiles(64, 64, 4, 2),
-        (256, 2): Tiles(64, 32, 8, 1),
-        (256, 4): Tiles(32, 32, 4, 1),
+        (256, 2): Tiles(32, 32, 8, 1),
+        (256, 4): Tiles(16, 16, 8, 1),
     },
+    (Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 3)),
 )
 OPERANDS = TileTable("local_linear_backward_operands", {(64, 4): Tiles(32, 16, 4, 1), (256, 4): Tiles(16, 16, 4, 1)})
 BY_ROWS = TileTable(
     "local_linear_backward_rows",
     {
-        (64, 2): Tiles(64, 64, 4, 3),
-        (128, 2): Tiles(64, 64, 8, 2),
-        (256, 2): Tiles(64, 32, 8, 1),
-        (256, 4): Tiles(32, 32, 4, 1),
+        (64, 2): Tiles(64, 32, 4, 3),
+        (128, 2): Tiles(64, 32, 4, 2),
+        (256, 2): Tiles(32, 32, 8, 1),
+        (256, 4): Tiles(16, 16, 8, 1),
     },
-    (Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(64, 64, 8, 3)),
+    (Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 2)),
 )
 BY_KEYS = TileTable(
     "local_linear_backward_keys",
     {
-        (64, 2): Tiles(64, 64, 8, 2),
-        (128, 2): Tiles(32, 64, 8, 2),
-        (256, 2): Tiles(32, 32, 8, 1),
-        (256, 4): Tiles(32, 32, 4, 1),
+        (64, 2): Tiles(32, 128, 8, 3),
+        (128, 2): Tiles(32, 128, 8, 2),
+        (256, 2): Tiles(16, 32, 8, 1),
+        (256, 4): Tiles(16, 16, 8, 1),
     },
-    (Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2), Tiles(64, 128, 8, 2)),
+    (Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2), Tiles(16, 64, 4, 2)),
 )
+"""On wgmma 64 rows a warp group are needed on the program's own axis: 4 warps for 64, 8 for 128. Beside 64 features and
+two accumulators as wide, 32 rows at a time are what registers hold, and 16 in float32."""
 
 
 class Kept(NamedTuple):

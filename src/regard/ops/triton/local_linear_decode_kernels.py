@@ -209,6 +209,10 @@ def solve_kernel(
     matrix += tl.where(i[:, None] == i[None, :], added[None, :], 0.0)
     x = load_queries(q + batch * stride_b, head * group, rows, count, queries, stride_h, stride_t, D, WIDTH)
     b = tl.sum(x.to(tl.float32), 0) - tl.load(mean + row * D + i, mask=i < D, other=0.0)
+    unit = tl.sum(tl.where(i[:, None] == i[None, :], matrix, 0.0), 1)
+    unit = tl.where(unit > 0, 1 / tl.sqrt(tl.where(unit > 0, unit, 1.0)), 1.0)
+    matrix = matrix * unit[:, None] * unit[None, :]  # no coordinate hangs on the size of another
+    b = b * unit
     size = tl.max(tl.abs(b), 0)  # squares of huge numbers stay in range
     size = tl.where(size > 0, size, 1.0)
     b = b / size
@@ -218,7 +222,7 @@ def solve_kernel(
     if DIRECT:
         if (left > tol * tol * tl.sum(b * b, 0)) | (left != left):
             t = eliminated(matrix, b, D, WIDTH)
-    tl.store(slope + row * D + i, t * size, mask=i < D)
+    tl.store(slope + row * D + i, t * (size * unit), mask=i < D)
 
 
 @triton.jit

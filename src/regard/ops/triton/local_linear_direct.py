@@ -7,12 +7,16 @@ With a_j = sqrt(p_j) (k_j - mean) for the n keys of a row, the push-through iden
 Its matrix has no eigenvalue below 1, however small the ridge and however few the keys, which is where conjugate
 gradients take the most steps and lose the most to rounding.
 
+In float64, and without a tile of features: a small ridge makes t long, most of it where no key reaches, and what counts
+is the rest.
+
 Legend: as in `local_linear_math`; ROWS rows of a program, one after another; KEYS keys a row at most.
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,88 +24,109 @@ from torch import Tensor
 from ...grammar import SolveStatus
 from .launch import launch
 from .local_linear_math import (
-    block_width,
-    load_keys,
+    LOG2E,
     load_span,
     mask_strides,
     number_or_rows,
-    product,
-    row_factor,
-    row_ridge,
-    seen,
 )
 from .span import Span, batch_stride
 from .tiles import Tiles
 
-TILES = {16: 1, 32: 2, 64: 4}
-"""Warps of a program by the width up to which they are enough; 8 beyond."""
-ROWS = 8
+TILES = Tiles(rows=4, keys=32, warps=2, stages=1)
 LEAST = tl.constexpr(1e-30)
 """A ridge below it is raised to it."""
 RAISED = tl.constexpr(int(SolveStatus.JITTER))
 
 
 @triton.jit
-def _eliminate(matrix, z, KEYS: tl.constexpr):
-    """matrix^-1 z for a positive definite matrix [KEYS, KEYS], by Gauss and Jordan."""
+def _inverse(matrix, KEYS: tl.constexpr):
+    """Of a positive definite matrix [KEYS, KEYS], by Gauss and Jordan, in place."""
     at = tl.arange(0, KEYS)
     for j in range(KEYS):
         here = at == j
         row = tl.sum(tl.where(here[:, None], matrix, 0.0), 0)
         column = tl.sum(tl.where(here[None, :], matrix, 0.0), 1)
         pivot = tl.sum(tl.where(here, row, 0.0), 0)
-        share = tl.where(here, 0.0, column / pivot)
-        matrix -= share[:, None] * row[None, :]
-        z -= share * tl.sum(tl.where(here, z, 0.0), 0)
-    return z / tl.sum(tl.where(at[:, None] == at[None, :], matrix, 0.0), 1)
+        row = tl.where(here, 1.0, row) / pivot
+        rest = tl.where(here[None, :], 0.0, matrix) - column[:, None] * row[None, :]
+        matrix = tl.where(here[:, None], row[None, :], rest)
+    return matrix
+
+
+@triton.jit
+def _away(k_ptr, k_row, at, there, p, root, d):
+    """Feature d of the a_j [KEYS], float64: from the mean of these very weights, which no rounding takes out of the
+    keys' span."""
+    k = tl.load(k_ptr + at * k_row + d, mask=there, other=0.0).to(tl.float32).to(tl.float64)
+    return root * (k - tl.sum(p * k, 0))
+
+
+@triton.jit
+def _ridge(ridge_ptr, number, row, d, WIDTH: tl.constexpr, RIDGE: tl.constexpr):
+    """The ridge of one feature of a row, float32."""
+    if RIDGE == 0:
+        return number
+    elif RIDGE == 1:
+        return tl.load(ridge_ptr + row)
+    else:
+        return tl.load(ridge_ptr + row * WIDTH + d)
 
 
 @triton.jit
 def _one(
-    row, low, high, right_ptr, q_ptr, k_ptr, lse_ptr, mean_ptr, factor_ptr, factor, ridge_ptr, ridge_number, mask_ptr,
-    value_ptr, statistics_ptr, status_ptr, queries, keys, q_row, k_row,
-    KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GIVEN: tl.constexpr, RIDGE: tl.constexpr,
-    MASKED: tl.constexpr,
+    row, low, high, right_ptr, q_ptr, k_ptr, lse_ptr, factor_ptr, factor, ridge_ptr, ridge_number, mask_ptr,
+    value_ptr, statistics_ptr, status_ptr, q_row, k_row,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, GIVEN: tl.constexpr, RIDGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Solve one row."""
-    cols = tl.arange(0, BLOCK)
-    held = cols < WIDTH
-    at = tl.cast(row, tl.int64)
-    q = tl.load(q_ptr + at * q_row + cols, mask=held, other=0.0).to(tl.float32)
-    mean = tl.load(mean_ptr + at * WIDTH + cols, mask=held, other=0.0)
-    right = tl.load(right_ptr + at * WIDTH + cols, mask=held, other=0.0)
-    k = load_keys(k_ptr, low, k_row, keys, KEYS, WIDTH, BLOCK, True).to(tl.float32)
-    rows = row + tl.arange(0, 1)
-    c = row_factor(factor_ptr, factor, rows, queries, GIVEN)
-    z = tl.sum(k * q[None, :], 1) * tl.sum(c, 0) - tl.load(lse_ptr + row)
-    visible = seen(low + tl.zeros((1,), tl.int32), high + tl.zeros((1,), tl.int32), low, mask_ptr, keys, KEYS, MASKED)
-    p = tl.where(tl.sum(visible.to(tl.int32), 0) > 0, tl.exp2(z), 0.0)
-    a = tl.where(p[:, None] > 0, tl.sqrt(p)[:, None] * (k - mean[None, :]), 0.0)
-    own = row_ridge(ridge_ptr, ridge_number, row, queries, 1, WIDTH, BLOCK, RIDGE)
-    ridge = tl.maximum(own, LEAST)
+    row = tl.cast(row, tl.int64)
+    at = low.to(tl.int64) + tl.arange(0, KEYS)
+    there = at < high
+    if MASKED:
+        there &= tl.load(mask_ptr + at, mask=there, other=0) != 0
+    z = tl.zeros((KEYS,), tl.float32)
+    for d in range(WIDTH):
+        k = tl.load(k_ptr + at * k_row + d, mask=there, other=0.0).to(tl.float32)
+        z += tl.load(q_ptr + row * q_row + d).to(tl.float32) * k
+    c = (tl.load(factor_ptr + row) if GIVEN else factor) * LOG2E
+    p = tl.where(there, tl.exp2(z * c - tl.load(lse_ptr + row)), 0.0).to(tl.float64)
+    mass = tl.sum(p, 0)
+    p = p / tl.where(mass > 0, mass, 1.0)
+    root = tl.sqrt(p)
     inner = tl.arange(0, KEYS)
-    scaled = a / ridge
-    matrix = product(scaled, tl.trans(a)) + (inner[:, None] == inner[None, :]).to(tl.float32)
-    z = _eliminate(matrix, tl.sum(scaled * right[None, :], 1), KEYS)
-    ridge = tl.sum(ridge + tl.zeros((1, BLOCK), tl.float32), 0)
-    value = (right - tl.sum(a * z[:, None], 0)) / ridge
-    left = right - tl.sum(a * tl.sum(a * value[None, :], 1)[:, None], 0) - ridge * value
-    size = tl.sum(right * right, 0)
-    residual = tl.where(size > 0, tl.sqrt(tl.sum(left * left, 0) / tl.where(size > 0, size, 1.0)), 0.0)
-    least = tl.min(tl.where(held[None, :], own + tl.zeros((1, BLOCK), tl.float32), LEAST), 1)
-    tl.store(value_ptr + at * WIDTH + cols, value, mask=held)
-    tl.store(statistics_ptr + at * 2, 0.0)
-    tl.store(statistics_ptr + at * 2 + 1, residual)
-    tl.store(status_ptr + at, tl.where(tl.min(least, 0) < LEAST, RAISED, 0))
+    matrix = (inner[:, None] == inner[None, :]).to(tl.float64)
+    h = tl.zeros((KEYS,), tl.float64)
+    least = tl.load(lse_ptr + row) * 0.0 + 1.0
+    for d in range(WIDTH):
+        own = _ridge(ridge_ptr, ridge_number, row, d, WIDTH, RIDGE)
+        least = tl.minimum(least, own)
+        a = _away(k_ptr, k_row, at, there, p, root, d)
+        scaled = a / tl.maximum(own, LEAST).to(tl.float64)
+        matrix += a[:, None] * scaled[None, :]
+        h += scaled * tl.load(right_ptr + row * WIDTH + d).to(tl.float64)
+    z = tl.sum(_inverse(matrix, KEYS) * h[None, :], 1)
+    slope = tl.zeros((KEYS,), tl.float64)
+    for d in range(WIDTH):
+        own = tl.maximum(_ridge(ridge_ptr, ridge_number, row, d, WIDTH, RIDGE), LEAST).to(tl.float64)
+        a = _away(k_ptr, k_row, at, there, p, root, d)
+        value = ((tl.load(right_ptr + row * WIDTH + d).to(tl.float64) - tl.sum(a * z, 0)) / own).to(tl.float32)
+        tl.store(value_ptr + row * WIDTH + d, value)
+        slope += a * value.to(tl.float64)
+    tl.store(statistics_ptr + row * 2, 0.0)
+    size = tl.sum(h * z, 0)
+    # |A^T (slope - z)| is what rounding t to float32 leaves; in the metric of the keys, to which alone t matters.
+    left = tl.sum((slope - z) * (slope - z), 0)
+    tl.store(statistics_ptr + row * 2 + 1, tl.sqrt(left / tl.where(size > 0, size, 1.0)).to(tl.float32))
+    tl.store(status_ptr + row, tl.where(least < LEAST, RAISED, 0))
 
 
 @triton.jit
 def _few(
-    right_ptr, q_ptr, k_ptr, lse_ptr, mean_ptr, factor_ptr, factor, ridge_ptr, ridge_number, low_ptr, high_ptr, mask_ptr,
-    value_ptr, statistics_ptr, status_ptr, heads, group, queries, keys,
+    right_ptr, q_ptr, k_ptr, lse_ptr, factor_ptr, factor, ridge_ptr, ridge_number, low_ptr, high_ptr, mask_ptr,
+    value_ptr, statistics_ptr, status_ptr, heads, group, queries,
     q_batch, q_head, q_row, k_batch, k_head, k_row, span_batch, mask_batch, mask_head,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GIVEN: tl.constexpr,
-    RIDGE: tl.constexpr, MASKED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, GIVEN: tl.constexpr, RIDGE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """The rows among ROWS that see from 1 to KEYS keys."""
     first = tl.program_id(0) * ROWS
@@ -109,8 +134,8 @@ def _few(
     batch, own = head // heads, head % heads
     low_ptr += batch * span_batch
     high_ptr += batch * span_batch
-    low, high = load_span(low_ptr, high_ptr, first + tl.arange(0, ROWS), queries)
-    if tl.max(((high > low) & (high - low <= KEYS)).to(tl.int32), 0) == 0:
+    lows, highs = load_span(low_ptr, high_ptr, first + tl.arange(0, ROWS), queries)
+    if tl.max(((highs > lows) & (highs - lows <= KEYS)).to(tl.int32), 0) == 0:
         return
     at = head * queries
     for n in range(ROWS):
@@ -120,10 +145,10 @@ def _few(
             if (high > low) & (high - low <= KEYS):
                 _one(
                     row, low, high, right_ptr + at * WIDTH, q_ptr + batch * q_batch + own * q_head,
-                    k_ptr + batch * k_batch + (own // group) * k_head, lse_ptr + at, mean_ptr + at * WIDTH,
-                    factor_ptr + at, factor, ridge_ptr + at * RIDGE, ridge_number,
-                    mask_ptr + batch * mask_batch + own * mask_head, value_ptr + at * WIDTH, statistics_ptr + at * 2,
-                    status_ptr + at, queries, keys, q_row, k_row, KEYS, WIDTH, BLOCK, GIVEN, RIDGE, MASKED,
+                    k_ptr + batch * k_batch + (own // group) * k_head, lse_ptr + at, factor_ptr + at, factor,
+                    ridge_ptr + at * RIDGE, ridge_number, mask_ptr + batch * mask_batch + own * mask_head,
+                    value_ptr + at * WIDTH, statistics_ptr + at * 2, status_ptr + at, q_row, k_row,
+                    KEYS, WIDTH, GIVEN, RIDGE, MASKED,
                 )  # fmt: skip
 
 
@@ -134,7 +159,6 @@ def solve_few(
     factor: float | Tensor,
     ridge: float | Tensor,
     lse: Tensor,
-    mean: Tensor,
     span: Span,
     found: tuple[Tensor, Tensor, Tensor],
     most: int,
@@ -142,18 +166,17 @@ def solve_few(
     """Solve, into `found` (as `local_linear_solve.solve` returns it), the rows that see from 1 to `most` keys."""
     batch, heads, queries, width = right.shape
     mask = span.mask
-    warps = next((warps for widest, warps in TILES.items() if width <= widest), 8)
+    tiles = replace(TILES, keys=most)
     launch(
         _few,
-        (triton.cdiv(queries, ROWS), batch * heads),
-        right, x, y, lse, mean, *number_or_rows(factor, lse), *number_or_rows(ridge, lse), span.low, span.high,
-        span.low if mask is None else mask, *found, heads, heads // y.shape[1], queries, y.shape[2],
+        (triton.cdiv(queries, tiles.rows), batch * heads),
+        right, x, y, lse, *number_or_rows(factor, lse), *number_or_rows(ridge, lse), span.low, span.high,
+        span.low if mask is None else mask, *found, heads, heads // y.shape[1], queries,
         *x.stride()[:3], *y.stride()[:3], batch_stride(span.low), *mask_strides(mask),
-        tiles=Tiles(ROWS, most, warps, 1),
-        ROWS=ROWS,
-        KEYS=most,
+        tiles=tiles,
+        ROWS=tiles.rows,
+        KEYS=tiles.keys,
         WIDTH=width,
-        BLOCK=block_width(width),
         GIVEN=isinstance(factor, Tensor),
         RIDGE=ridge.shape[-1] if isinstance(ridge, Tensor) else 0,
         MASKED=mask is not None,

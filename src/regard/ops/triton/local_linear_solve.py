@@ -467,7 +467,7 @@ def solve(
     if few:
         from .local_linear_direct import solve_few
 
-        solve_few(right, x, y, factor, ridge, lse, mean, span, (value, statistics, status), few)
+        solve_few(right, x, y, factor, ridge, lse, span, (value, statistics, status), few)
     return value, statistics, status
 
 

@@ -32,7 +32,8 @@ FLOOR = 1e-8
 
 
 @triton.jit
-def _softmax(s):
+def _softmax(s, among):
+    s = tl.where(among, s, -float("inf"))
     e = tl.exp(s - tl.max(s, 1)[:, None])
     return e / tl.sum(e, 1)[:, None]
 
@@ -68,7 +69,7 @@ def _marginal(
         if RAW:
             p = tl.load(scores + part, mask=fits, other=0.0)
         else:
-            p = _softmax(tl.load(scores + part, mask=fits, other=-float("inf") if KP != K else 0.0))
+            p = _softmax(tl.load(scores + part, mask=fits, other=0.0), (place < K)[None, :])
         fine = fits
         if COUNTED and not RAW:
             fine = fits & (tl.load(counted + row, mask=row < tokens, other=0) != 0)[:, None]
@@ -110,8 +111,8 @@ def _moved(
         if RAW:
             c = tl.load(scores + part, mask=fits, other=0.0)
         else:
-            s = tl.load(scores + part, mask=fits, other=-float("inf") if KP != K else 0.0)
-            p = _softmax(s)
+            s = tl.load(scores + part, mask=fits, other=0.0)
+            p = _softmax(s, (place < K)[None, :])
             a = tl.load(slope + set_ * n + index, mask=fits, other=0.0)
             c = p * (a - tl.sum(p * a, 1)[:, None])
             if DISTANCE:
@@ -147,7 +148,7 @@ def marginal_of(
         both float32 [M * H * 2, n]. One launch.
     """
     batch, length, heads, _, k = halves.shape
-    tokens, sets = batch * length // memories, heads * 2
+    tokens, sets = batch * length // max(1, memories), heads * 2
     mean = torch.empty(memories * sets, n, dtype=torch.float32, device=halves.device)
     slope = mean if raw else torch.empty_like(mean)
 
@@ -189,7 +190,7 @@ def moved_keys(
         One launch.
     """
     (batch, length), (memories, heads, _, n, width) = query.shape[:2], keys.shape
-    tokens, sets, k = batch * length // memories, heads * 2, halves.shape[-1]
+    tokens, sets, k = batch * length // max(1, memories), heads * 2, halves.shape[-1]
     query = query if query.stride(-1) == 1 else query.contiguous()
     keys = keys if keys[0].is_contiguous() else keys.contiguous()
     out = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)

@@ -66,9 +66,10 @@ def _rows(
     token = tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)
     table += tl.program_id(1).to(tl.int64) * stride_m
     column, place = tl.arange(0, DT), tl.arange(0, R)
-    reach = K  # entries that are looked at
+    reach, wide = K, D  # what is looked at
     if GOOD:
         reach = tl.load(good + token).to(tl.int32) * K
+        wide = tl.load(good + token).to(tl.int32) * D
     once: tl.constexpr = DT >= D
     if SUMS:
         for start in range(0, D, DT):
@@ -82,7 +83,7 @@ def _rows(
                 weight = tl.load(weights + token * K + j + place, mask=there, other=0.0)
                 total += tl.sum(weight[:, None] * row, 0)
                 if DOTS and once:
-                    given = tl.load(other + token * D + column, mask=inside, other=0.0)
+                    given = tl.load(other + token * D + column, mask=column < wide, other=0.0)
                     tl.store(dots + token * K + j + place, tl.sum(row * given[None, :], 1), mask=j + place < K)
             tl.store(sums + token * D + start + column, total, mask=inside)
     if DOTS and not (SUMS and once):
@@ -94,7 +95,7 @@ def _rows(
                 inside = start + column < D
                 part = slot[:, None] * D + (start + column)[None, :]
                 row = tl.load(table + part, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
-                given = tl.load(other + token * D + start + column, mask=inside, other=0.0)
+                given = tl.load(other + token * D + start + column, mask=start + column < wide, other=0.0)
                 found += tl.sum(row * given[None, :], 1)
             tl.store(dots + token * K + j + place, found, mask=j + place < K)
 

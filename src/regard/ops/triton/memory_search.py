@@ -228,7 +228,7 @@ def best_halves(query: Tensor, keys: Tensor, k: int, eps: float, *, distance: bo
         keys = keys.contiguous()
     halves = torch.empty(batch, tokens, heads, 2, k, dtype=torch.int64, device=query.device)
     scores = torch.empty(halves.shape, dtype=torch.float32, device=query.device)
-    rows = batch * tokens // memories
+    rows = batch * tokens // max(1, memories)
     kept = max(16, triton.next_power_of_2(k + 4))
     low = max(1, (n - 1).bit_length())
 

@@ -88,7 +88,7 @@ def _shares(
     step = tl.zeros((R,), tl.float32) + rate
     if RULE == NORMALIZED:
         if H == 1:
-            step = rate / tl.sum(weight * weight, 1)
+            step = rate / tl.where(inside, tl.sum(weight * weight, 1), 1.0)
         else:  # the weight that all heads together give a slot, for each of its entries
             slot = tl.load(slots + part, mask=fits, other=-1)
             own = tl.zeros((R,), tl.float32)
@@ -98,7 +98,7 @@ def _shares(
                 total = tl.sum(tl.where(same, weight, 0.0), 1)
                 alone = tl.load(weights + token * K + j, mask=inside, other=0.0)
                 own += alone * total / tl.maximum(tl.sum(same.to(tl.float32), 1), 1.0)
-            step = rate / own
+            step = rate / tl.where(inside, own, 1.0)
     if RULE == REFERENCE:
         pairs, read = 0, 0
         for start in range(0, tokens, 1024):

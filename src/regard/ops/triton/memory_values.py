@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -47,13 +48,17 @@ class Version:
         link: None where the table holds this version now; otherwise another version, nearer to that one, with slots
             [M, E] and a log [M, E, Dv] of the rows by which the two differ, as this version has them.
         borrowed: the table is somebody else's, and not written.
+        older: the version from which this one was written, as long as anybody keeps that.
+        logged: the bytes of the logs that lead here, of older versions that were kept.
     """
 
-    __slots__ = ("_gradient", "_pass", "borrowed", "link", "table")
+    __slots__ = ("__weakref__", "_gradient", "_pass", "borrowed", "link", "logged", "older", "table")
 
     def __init__(self, table: Tensor, *, borrowed: bool = False) -> None:
         self.table, self.borrowed = table, borrowed
         self.link: tuple[Version, Tensor, Tensor] | None = None
+        self.older: ref[Version] | None = None
+        self.logged = 0
         self._gradient: Tensor | None = None
         self._pass = -1
 
@@ -70,6 +75,33 @@ class Version:
             swapped(self.table, slots, log)
             newer.link, version.link = (version, slots, log), None
         return self.table
+
+    def follow(self, newer: Version, slots: Tensor, log: Tensor) -> None:
+        """Lead to a version that was just written from this one, over this one's table. The oldest version gets a table
+        of its own when the logs on the way to it are larger than that."""
+        self.link, newer.older = (newer, slots, log), ref(self)
+        newer.logged = self.logged + log.numel() * log.element_size()
+        if newer.logged > self.table.numel() * self.table.element_size():
+            oldest = self
+            while (older := oldest.older and oldest.older()) is not None and older.table is self.table:
+                oldest = older
+            oldest.settle()
+            newer.logged = 0
+
+    def settle(self) -> None:
+        """Go on in a table of its own."""
+        from .memory_write import swapped
+
+        path: list[Version] = [self]
+        while (link := path[-1].link) is not None:
+            path.append(link[0])
+        table = self.table.clone()
+        for version in reversed(path[:-1]):
+            assert version.link is not None
+            _, slots, log = version.link
+            swapped(table, slots, log, keep=True)
+        self.table, self.link = table, None
+        path[1].older = None
 
     def gradient(self) -> Tensor:
         """The gradients of this version [M, N, Dv], float32, of the backward pass that is under way."""
@@ -251,7 +283,7 @@ class TableValues:
         written(table, order, shares, errors, log)
         after = Version(table)
         if log is not None:
-            before.link = (after, order.slots, log)
+            before.follow(after, order.slots, log)
         return after, order.count.view(slots.shape)
 
     def looked(self, how: How, query: Tensor, keys: Tensor, good: Tensor | None) -> Looked | None:

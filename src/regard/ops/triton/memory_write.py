@@ -120,8 +120,8 @@ def _write(
 
 
 @triton.jit
-def _swap(table, log, slots, total, rows, D: tl.constexpr, DT: tl.constexpr):
-    """The row of one slot and what the log has of it change places, if this entry is its first."""
+def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, DT: tl.constexpr):
+    """The row of one slot and what the log has of it change places, if this entry is its first; KEEP: the log stays."""
     memory = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0)
     slots += memory * total
@@ -134,7 +134,8 @@ def _swap(table, log, slots, total, rows, D: tl.constexpr, DT: tl.constexpr):
         other = log + (memory * total + first) * D + column
         held = tl.load(one, mask=inside)
         tl.store(one, tl.load(other, mask=inside), mask=inside)
-        tl.store(other, held, mask=inside)
+        if not KEEP:
+            tl.store(other, held, mask=inside)
 
 
 def order_of(slots: Tensor, counted: Tensor | None, n: int) -> Order:
@@ -193,10 +194,11 @@ def written(
     run(WRITE.pick(width, table.dtype))  # never timed: it changes what it works on
 
 
-def swapped(table: Tensor, slots: Tensor, log: Tensor) -> None:
-    """Let the rows of a write and its log change places: back before it, or there again. One launch."""
+def swapped(table: Tensor, slots: Tensor, log: Tensor, *, keep: bool = False) -> None:
+    """Let the rows of a write and its log change places: back before it, or there again. `keep`: the log stays as it
+    is. One launch."""
     memories, rows, width = table.shape
     tiles = WRITE.pick(width, table.dtype)
     wide = min(tiles.keys, triton.next_power_of_2(width))
     grid = (slots.shape[1], memories, triton.cdiv(width, wide))
-    launch(_swap, grid, table, log, slots, slots.shape[1], rows, tiles=tiles, D=width, DT=wide)
+    launch(_swap, grid, table, log, slots, slots.shape[1], rows, tiles=tiles, D=width, KEEP=keep, DT=wide)
