@@ -182,9 +182,7 @@ class Memory:
         read = self.values.read(self._by_memory(weights), slots).view(*query.shape[:2], self.values.width)
         if good is not None:
             read = torch.where(good[..., None], read, 0)
-        return Looked(
-            found.slots, weights.view_as(found.slots), read, found.halves, found.half_scores, found.scores
-        )
+        return Looked(found.slots, weights.view_as(found.slots), read, found.halves, found.half_scores, found.scores)
 
     def write(self, rows: Sequence[bool], following: dict[str, Tensor] | None) -> None:
         """Write what waits of the streams `rows` (or of all, with a shared memory). `following` are the tokens that
@@ -205,9 +203,7 @@ class Memory:
         self.keys, self.values = keys, values
         self.waiting = self.waiting.written(rows)
 
-    def _rewritten(
-        self, rows: Sequence[bool], following: dict[str, Tensor] | None
-    ) -> tuple[Tensor, SlotValues] | None:
+    def _rewritten(self, rows: Sequence[bool], following: dict[str, Tensor] | None) -> tuple[Tensor, SlotValues] | None:
         """Keys and values after a write by the values' own kernels, if they have any that know how."""
         how = self.how
         if not isinstance(self.values, Rounds) or how.observer is not None or how.sync is not None:
@@ -219,9 +215,7 @@ class Memory:
             tokens = replace(tokens, good=tokens.good & torch.tensor(rows, device=tokens.good.device)[:, None])
         return self.values.rewritten(how, self.keys, tokens, following)
 
-    def _written(
-        self, rows: Sequence[bool], following: dict[str, Tensor] | None
-    ) -> tuple[Tensor, SlotValues]:
+    def _written(self, rows: Sequence[bool], following: dict[str, Tensor] | None) -> tuple[Tensor, SlotValues]:
         how, tokens = self.how, self._paired(rows, following)
         if how.sync is not None:
             tokens = tokens.map(_of_all_processes)

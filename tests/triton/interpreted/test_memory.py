@@ -158,9 +158,7 @@ def a_write(tokens: int, k: int, rows: int, width: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("sort", [False, True], ids=["counted", "sorted"])
 @pytest.mark.parametrize(("tokens", "k", "rows", "width"), [(9, 3, 12, 5), (1, 2, 5, 17), (13, 1, 40, 1)])
-def test_writing_rows(
-    tokens: int, k: int, rows: int, width: int, sort: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writing_rows(tokens: int, k: int, rows: int, width: int, sort: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place, with a log that takes it back and does it again, to the bit."""
     monkeypatch.setattr(memory_write, "COUNTED", 0 if sort else 1 << 20)
     slots, shares, errors, counted = a_write(tokens, k, rows, width)
@@ -363,27 +361,33 @@ def check_streams(
     assert isinstance(state.values, TableValues)
     found = read, state.keys, state.values.dense()
     for a, b in zip(found, outs, strict=True):
-        assert gap(a, b.detach()) < 2e-6
+        assert gap(a.detach(), b.detach()) < 2e-6
     loss = sum((x * f).sum() for x, f in zip(found, factors, strict=True))
-    for name, a, b in zip("query value gate keys values".split(), torch.autograd.grad(loss, own), grads, strict=True):
+    for name, a, b in zip(
+        ["query", "value", "gate", "keys", "values"], torch.autograd.grad(loss, own), grads, strict=True
+    ):
         if bad is not None and name in ("query", "value", "gate"):
             assert not a[bad].any(), name
         assert gap(a, b) < 2e-5, name
 
 
+def sizes(*numbers: int) -> dict[str, int]:
+    return dict(zip(("rows", "tokens", "heads", "n", "d", "width"), numbers, strict=True))
+
+
 CASES = {
-    "one": (dict(rows=1, tokens=6, heads=1, n=20, d=3, width=3), regard.WriteRule(address_weight=0.5), "idw", False),
-    "dot": (dict(rows=1, tokens=5, heads=1, n=6, d=3, width=2), regard.WriteRule(address_weight=0.2), "dot", False),
-    "heads": (dict(rows=1, tokens=5, heads=2, n=5, d=2, width=2), regard.WriteRule(address_weight=0.3), "idw", False),
+    "one": (sizes(1, 6, 1, 20, 3, 3), regard.WriteRule(address_weight=0.5), "idw", False),
+    "dot": (sizes(1, 5, 1, 6, 3, 2), regard.WriteRule(address_weight=0.2), "dot", False),
+    "heads": (sizes(1, 5, 2, 5, 2, 2), regard.WriteRule(address_weight=0.3), "idw", False),
     "own": (
-        dict(rows=2, tokens=5, heads=1, n=5, d=2, width=2), regard.WriteRule("paper", address_weight=0.3), "idw", False
+        sizes(2, 5, 1, 5, 2, 2), regard.WriteRule("paper", address_weight=0.3), "idw", False
     ),
     "shared": (
-        dict(rows=2, tokens=5, heads=1, n=5, d=2, width=2),
+        sizes(2, 5, 1, 5, 2, 2),
         regard.WriteRule("reference", learning_rate=0.2, border=False), "idw", True,
     ),
     "still": (
-        dict(rows=1, tokens=5, heads=1, n=5, d=2, width=2),
+        sizes(1, 5, 1, 5, 2, 2),
         regard.WriteRule(key_update="none", look_ahead=False, gate_loss=True), "idw", False,
     ),
 }  # fmt: skip
@@ -394,8 +398,8 @@ SLOW = ("dot", "own", "still")
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES])
 def test_three_chunks_and_their_gradients(case: str) -> None:
-    sizes, rule, score, shared = CASES[case]
-    check_streams(inputs(**sizes), (sizes["tokens"] + 2) // 3, 3, rule, score, shared)
+    given, rule, score, shared = CASES[case]
+    check_streams(inputs(**given), (given["tokens"] + 2) // 3, 3, rule, score, shared)
 
 
 def test_what_is_not_finite_is_not_there() -> None:
@@ -497,7 +501,9 @@ def read_by_hand(chunks: Chunks, table: Tensor) -> Tensor:
 WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor, Tensor], Tensor]]] = {
     "clone": (lambda x: x.clone(), lambda t, base: t),
     "detach": (lambda x: x.detach(), lambda t, base: t.detach()),
-    "one detached": (lambda x: x.detach(torch.tensor([True, False])), lambda t, base: torch.stack([t[0].detach(), t[1]])),
+    "one detached": (
+        lambda x: x.detach(torch.tensor([True, False])), lambda t, base: torch.stack([t[0].detach(), t[1]])
+    ),
     "turned": (lambda x: x.select(torch.tensor([1, 0])), lambda t, base: t.flip(0)),
     "twice the second": (lambda x: x.select(torch.tensor([1, 1])), lambda t, base: t[[1, 1]]),
     "chosen and repeated": (
@@ -529,13 +535,10 @@ def test_what_becomes_of_a_store_and_its_gradients(way: str) -> None:
     factors = [drawn(*x.shape, seed=30 + i) for i, x in enumerate(wanted)]
     for a, b in zip(outs, wanted, strict=True):
         assert gap(a.detach(), b.detach()) < 1e-6
-    found = torch.autograd.grad(
-        sum((x * f).sum() for x, f in zip(outs, factors, strict=True)), mine, materialize_grads=True, allow_unused=True
-    )
-    expected = torch.autograd.grad(
-        sum((x * f).sum() for x, f in zip(wanted, factors, strict=True)), wide, materialize_grads=True, allow_unused=True
-    )
-    for a, b in zip(found, expected, strict=True):
+    losses = (sum((x * f).sum() for x, f in zip(xs, factors, strict=True)) for xs in (outs, wanted))
+    some = {"materialize_grads": True, "allow_unused": True}
+    grads = (torch.autograd.grad(loss, x, **some) for loss, x in zip(losses, (mine, wide), strict=True))
+    for a, b in zip(*grads, strict=True):
         assert float((a - b).abs().max()) < 1e-5 * (1 + float(b.abs().max()))
 
 
@@ -600,9 +603,9 @@ def test_what_kernels_do_not_do_is_said() -> None:
         regard.fast_weight_memory(
             *given[:3], drawn(1, 2, 66, 2), drawn(66**2, 3), impl="triton", **{**HOW, "top_k": 65}
         )
+    leaf = given[1].clone().requires_grad_()
+    read, _ = regard.fast_weight_memory(given[0], leaf, *given[2:], impl="triton", **HOW)
     with pytest.raises(ArgumentError, match="create_graph"):
-        leaf = given[1].clone().requires_grad_()
-        read, _ = regard.fast_weight_memory(given[0], leaf, *given[2:], impl="triton", **HOW)
         torch.autograd.grad(read.sum(), leaf, create_graph=True)
     _, state = regard.fast_weight_memory(*given, **HOW)
     assert not isinstance(state.values, TableValues)  # "auto" on a CPU

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ...estimators import Diagnostics
 from ..dispatch import Cost, Inputs, Problem, register_impl
-from . import support
+from . import compact, compact_decode, local_linear, local_linear_decode, support
 
 FEW = 64
 """Query heads of a key head up to which one query's keys are split among programs."""
@@ -50,8 +49,8 @@ class Triton:
 
 def _kernels(degree: int, decoding: bool = False) -> Any:
     """The module whose kernels do it: one that `supports` a problem decodes all that it supports, too."""
-    name = ("compact", "local_linear")[degree] + ("_decode" if decoding else "")
-    return import_module(f".{name}", __package__)
+    general, decode = (compact, compact_decode) if degree == 0 else (local_linear, local_linear_decode)
+    return decode if decoding else general
 
 
 def _decoding(inputs: Inputs) -> bool:

@@ -121,8 +121,9 @@ def _moved(
                 c = tl.where((tl.load(counted + row, mask=row < tokens, other=0) != 0)[:, None], c, 0.0)
         spread = tl.sum(tl.where(index[None, :, :] == own[:, None, None], c[None, :, :], 0.0), 2)
         inside = (row < tokens)[:, None] & (column < D)[None, :]
-        at = query + (token // length) * stride_q + (token % length) * stride_t + (member // 2) * stride_h + (member % 2) * D
-        q = tl.load(at[:, None] + column[None, :], mask=inside, other=0.0)
+        from_ = query + (token // length) * stride_q + (token % length) * stride_t
+        from_ += (member // 2) * stride_h + (member % 2) * D
+        q = tl.load(from_[:, None] + column[None, :], mask=inside, other=0.0)
         pulled = tl.dot(spread, q, pulled, input_precision="tf32x3")
         weight += tl.sum(spread, 1)
     fits = (own < n)[:, None] & (column < D)[None, :]

@@ -38,8 +38,8 @@ def looked(store: TableValues, how: How, query: Tensor, keys: Tensor, good: Tens
     else:
         slots, scores = _joined(half_scores, halves, n)
         weights = weigh(scores.flatten(-2), how.spec).view_as(scores)
-    own = (_by_memory(x.flatten(-2), memories) for x in (weights, slots))
-    read = store.picked(*own, None if good is None else _by_memory(good, memories))
+    weight, slot = (_by_memory(x.flatten(-2), memories) for x in (weights, slots))
+    read = store.picked(weight, slot, None if good is None else _by_memory(good, memories))
     return Looked(slots, weights, read.view(*query.shape[:2], store.width), halves, half_scores, scores)
 
 
@@ -98,9 +98,7 @@ class _Search(torch.autograd.Function):
     """Scores of the best sub-keys of each half [B, T, H, 2, k], and which those are."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, keys: Tensor, k: int, eps: float, distance: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, query: Tensor, keys: Tensor, k: int, eps: float, distance: bool) -> tuple[Tensor, Tensor]:
         scores, halves = best_halves(query, keys, k, eps, distance=distance)
         ctx.save_for_backward(query, keys, scores, halves)
         ctx.distance = distance

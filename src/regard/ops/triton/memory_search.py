@@ -40,7 +40,9 @@ def _float(bits):
 
 
 @triton.jit
-def _measured(q_row, keys, index, there, n, d, DISTANCE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, FINE: tl.constexpr):
+def _measured(
+    q_row, keys, index, there, d, DISTANCE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, FINE: tl.constexpr
+):  # fmt: skip
     """Of keys `index` [R, M]: squared distances, or minus products, in float64, infinite where not `there`."""
     total = tl.zeros((R, M), tl.float64)
     at = tl.arange(0, FINE)
@@ -67,21 +69,21 @@ def _packed(measure, index):
 
 
 @triton.jit
-def _rough(q_row, keys, start, n, d, square_most, DISTANCE: tl.constexpr, R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr):
+def _rough(
+    q_row, keys, start, n, d, most, DISTANCE: tl.constexpr, R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr
+):  # fmt: skip
     """Scores [R, KT] of the keys from `start` on, larger being nearer, up to their error; the largest |K|^2 so far."""
     at, own = tl.arange(0, DT), start + tl.arange(0, KT)
     dots, squares = tl.zeros((R, KT), tl.float32), tl.zeros((KT,), tl.float32)
     for j in range(0, d, DT):
         inside = j + at < d
         q = tl.load(q_row[:, None] + (j + at)[None, :], mask=inside[None, :], other=0.0)
-        key = tl.load(
-            keys + own[:, None] * d + (j + at)[None, :], mask=(own < n)[:, None] & inside[None, :], other=0.0
-        )
+        key = tl.load(keys + own[:, None] * d + (j + at)[None, :], mask=(own < n)[:, None] & inside[None, :], other=0.0)
         dots = tl.dot(q, tl.trans(key), dots, input_precision="tf32x3")
         squares += tl.sum(key * key, 1)
     if DISTANCE:
         dots = 2.0 * dots - squares[None, :]
-    return tl.where((own < n)[None, :], dots, -float("inf")), tl.maximum(square_most, tl.max(squares, 0))
+    return tl.where((own < n)[None, :], dots, -float("inf")), tl.maximum(most, tl.max(squares, 0))
 
 
 @triton.jit
@@ -129,35 +131,16 @@ def _least(one, other, K: tl.constexpr, R: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _search(
-    query,
-    keys,
-    halves,
-    scores,
-    rows,
-    tokens,
-    n,
-    d,
-    stride_b,
-    stride_t,
-    stride_h,
-    stride_m,
-    eps,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    M: tl.constexpr,
-    LOW: tl.constexpr,
-    DISTANCE: tl.constexpr,
-    ROUGH: tl.constexpr,
-    R: tl.constexpr,
-    KT: tl.constexpr,
-    DT: tl.constexpr,
-    FINE: tl.constexpr,
-):
+    query, keys, halves, scores, rows, tokens, n, d, stride_b, stride_t, stride_h, stride_m, eps,
+    H: tl.constexpr, K: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, DISTANCE: tl.constexpr, ROUGH: tl.constexpr,
+    R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
     member, memory = tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * R + tl.arange(0, R)
     row = tl.minimum(row, rows - 1)  # those past the end do the last one again
     token = memory * rows + row
-    q_row = query + (token // tokens) * stride_b + (token % tokens) * stride_t + (member // 2) * stride_h + (member % 2) * d
+    q_row = query + (token // tokens) * stride_b + (token % tokens) * stride_t
+    q_row += (member // 2) * stride_h + (member % 2) * d
     keys += memory * stride_m + member.to(tl.int64) * n * d
     place = tl.arange(0, M)
     last = tl.full((R, M), 9223372036854775807, tl.int64)
@@ -166,7 +149,7 @@ def _search(
     if ROUGH:
         found, left, most = _survivors(q_row, keys, n, d, DISTANCE, R, M, LOW, KT, DT)
         index = (1 << LOW) - 1 - (found & ((1 << LOW) - 1))
-        measure = _measured(q_row, keys, index, index < n, n, d, DISTANCE, R, M, FINE)
+        measure = _measured(q_row, keys, index, index < n, d, DISTANCE, R, M, FINE)
         best = _least(_packed(measure, index), last, K, R, M)
         square = tl.zeros((R,), tl.float64)
         for j in range(0, d, FINE):
@@ -189,7 +172,7 @@ def _search(
         best = last
         for start in range(0, n, M):
             index = tl.zeros((R, M), tl.int32) + (start + place)[None, :]
-            measure = _measured(q_row, keys, index, index < n, n, d, DISTANCE, R, M, FINE)
+            measure = _measured(q_row, keys, index, index < n, d, DISTANCE, R, M, FINE)
             packed = tl.where(index < n, _packed(measure, index), 9223372036854775807)
             best = _least(best, packed, K, R, M)
     index = (best & 0xFFFFFFFF).to(tl.int32)

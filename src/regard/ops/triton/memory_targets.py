@@ -67,8 +67,10 @@ def _errors(
         from_chunk = value + stream * stride_r + at[:, None] * stride_t + column[None, :]
         target = tl.load(from_chunk, mask=fits & here, other=0.0)
         if AHEAD and BORDER:
-            target += tl.load(following + stream * stride_n + column[None, :] + at[:, None] * 0, mask=fits & ~here, other=0.0)
-        tl.store(errors + to[:, None] * D + column[None, :], seen - target, mask=inside[:, None] & (column < D)[None, :])
+            from_next = following + stream * stride_n + column[None, :] + at[:, None] * 0
+            target += tl.load(from_next, mask=fits & ~here, other=0.0)
+        all_ = inside[:, None] & (column < D)[None, :]
+        tl.store(errors + to[:, None] * D + column[None, :], seen - target, mask=all_)
 
 
 @triton.jit
@@ -108,7 +110,7 @@ def _shares(
                 read += tl.sum(tl.load(counted + memory * tokens + at, mask=at < tokens, other=0).to(tl.int32), 0)
         if not COUNTED:
             read = tokens
-        step = rate * K * read.to(tl.float32) / tl.maximum(pairs, 1).to(tl.float32) + tl.zeros((R,), tl.float32)
+        step += rate * (K * tl.cast(read, tl.float32) / tl.maximum(pairs, 1).to(tl.float32) - 1.0)
     if GATE:
         step = step * tl.load(gate + memory * stride_g + row, mask=inside, other=0.0)
     fine = tl.load(written + token, mask=inside, other=0) != 0
@@ -145,9 +147,9 @@ def errors_of(
 
     def run(tiles: Tiles) -> None:
         launch(
-            _errors, (triton.cdiv(length, tiles.rows), streams), read, value, after, read if good is None else bytes_of(good),
-            read if good_next is None else bytes_of(good_next), errors, bytes_of(written), place, length, value.stride(0), value.stride(1),
-            after.stride(0),
+            _errors, (triton.cdiv(length, tiles.rows), streams), read, value, after,
+            read if good is None else bytes_of(good), read if good_next is None else bytes_of(good_next), errors,
+            bytes_of(written), place, length, value.stride(0), value.stride(1), after.stride(0),
             tiles=tiles, D=width, AHEAD=look_ahead, BORDER=border, GOOD=good is not None,
             GOOD_NEXT=good_next is not None, R=tiles.rows, OT=tiles.keys, DT=min(128, triton.next_power_of_2(width)),
         )  # fmt: skip

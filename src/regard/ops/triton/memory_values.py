@@ -82,10 +82,10 @@ class Version:
         self.link, newer.older = (newer, slots, log), ref(self)
         newer.logged = self.logged + log.numel() * log.element_size()
         if newer.logged > self.table.numel() * self.table.element_size():
-            oldest = self
-            while (older := oldest.older and oldest.older()) is not None and older.table is self.table:
-                oldest = older
-            oldest.settle()
+            oldest: Version | None = self
+            while oldest is not None and oldest.table is self.table:
+                last, oldest = oldest, None if oldest.older is None else oldest.older()
+            last.settle()
             newer.logged = 0
 
     def settle(self) -> None:
@@ -268,9 +268,7 @@ class TableValues:
         return replace(self, version=new, token=token)
 
     @torch.no_grad()
-    def _write(
-        self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None
-    ) -> tuple[Version, Tensor]:
+    def _write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None) -> tuple[Version, Tensor]:
         """The version after the write, and N_i of every entry [M, P, K]."""
         from .memory_write import order_of, written
 
@@ -362,7 +360,8 @@ class TableValues:
             f"got {', '.join(sorted(tensors)) or 'nothing'}, expected base, values; give what to_tensors() wrote.",
         )
         values, base = tensors["values"], tensors["base"]
-        if values.dim() != 3 or values.shape[1:] != base.shape or values.dtype != base.dtype or base.dtype not in DTYPES:
+        fit = values.dim() == 3 and values.shape[1:] == base.shape
+        if not (fit and values.dtype == base.dtype and base.dtype in DTYPES):
             raise ArgumentError(
                 f"{call}: values {shape(values)} ({values.dtype}) and base {shape(base)} ({base.dtype}), expected "
                 f"[M, N, Dv] and [N, Dv] of one dtype, torch.float32 or torch.bfloat16."
@@ -466,7 +465,8 @@ class _Rows(torch.autograd.Function):
 
         slots = ctx.slots.flatten(1)[..., None]  # every entry a token of its own
         order = order_of(slots, None, ctx.version.table.shape[1])
-        written(ctx.version.gradient(), order, torch.ones_like(slots, dtype=torch.float32), upstream.flatten(1, 2), add=True)
+        ones = torch.ones_like(slots, dtype=torch.float32)
+        written(ctx.version.gradient(), order, ones, upstream.flatten(1, 2), add=True)
         return upstream.new_zeros(()), None, None
 
 

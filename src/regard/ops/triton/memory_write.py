@@ -115,7 +115,7 @@ def _write(
         if ADD:
             new = old.to(tl.float32) + moved
         else:
-            new = old.to(tl.float32) - moved / number.to(tl.float32)
+            new = old.to(tl.float32) - moved / tl.cast(number, tl.float32)
         tl.store(to, new.to(old.dtype), mask=inside)
 
 
