@@ -112,7 +112,8 @@ def run(args: argparse.Namespace, bench: Any, rows: list[Any], stored: dict[str,
         if left < row.seconds and not bench.dry:
             done.setdefault(row.name, {"part": row.part, "status": "no time"})
         else:
-            done[row.name] = measured(row, min(args.row_s, max(left, 1)), len(stored["runs"]) - 1)
+            limit = 3600 if bench.dry else min(args.row_s, max(left, 1))
+            done[row.name] = measured(row, limit, len(stored["runs"]) - 1)
             say(row.name, done[row.name], time.perf_counter() - begun)
         save(out, stored)
         if done[row.name]["status"] == "failed" and lost(bench):

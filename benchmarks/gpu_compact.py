@@ -11,7 +11,7 @@ import gpu_dense
 import gpu_peers
 import torch
 from cpu_measure import digits
-from gpu_measure import Bench, Function, Row, ceilings, passes, rms_ratio, small_tiles
+from gpu_measure import Bench, Function, Row, passed, passes, rms_ratio, small_tiles
 from torch import Tensor
 
 import regard
@@ -162,19 +162,11 @@ def flops(length: int, dim: int, batch: int | None = None, heads: int | None = N
 def timed(name: str, length: int, dim: int, share: float, bench: Bench) -> dict[str, Any]:
     """Times and peaks of both passes, and the rates they amount to if all visible pairs are counted."""
     q, k, v, g = inputs(bench, length, dim, share)
-    function, found = contestant(name, bench), {}
+    function = contestant(name, bench)
     config = {"length": length, "dim": dim, "batch": q.shape[0], "heads": q.shape[1], "share": share}
     work = flops(length, dim, q.shape[0], q.shape[1])
     with small_tiles(bench):
-        for which, call in passes(function, (q, k, v), g).items():
-            ms = bench.milliseconds(call)
-            rate = work[which] / ms / 1e9
-            found[which] = {
-                "ms": digits(ms),
-                "mib": bench.peak(call),
-                "dense_tflops": digits(rate),
-                "of_ceiling": digits(rate / ceilings(bench)["tflops"], 3),
-            }
+        found = passed(bench, passes(function, (q, k, v), g), work, "dense_tflops")
     live = {spec: digits(live_share(bench, length, dim, share, spec), 3) for spec in ("biweight", "relumax")}
     return {"config": config, "contestant": name, "live": live, **found}
 

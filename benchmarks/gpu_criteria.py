@@ -90,7 +90,7 @@ def ratio(
     if a is None or b is None:
         return None
     get = number or (lambda row: row[which]["ms"])
-    return get(a) / get(b)
+    return get(a) / get(b) if get(a) and get(b) else None  # a pass that did not fit has no time
 
 
 def compact(stored: Entry) -> Iterator[Criterion]:
@@ -133,9 +133,10 @@ def local_linear(stored: Entry) -> Iterator[Criterion]:
     yield at_least(
         "local linear attention, forward, T 8192: share of the measured matrix ceiling",
         0.35,
-        [None if row is None else row["forward"]["of_ceiling"] for row in own],
+        [None if row is None else row["forward"].get("of_ceiling") for row in own],
     )
-    backward = [None if row is None else row["both"]["ms"] / row["forward"]["ms"] - 1 for row in own]
+    timed = [None if row is None or None in (row["both"]["ms"], row["forward"]["ms"]) else row for row in own]
+    backward = [None if row is None else row["both"]["ms"] / row["forward"]["ms"] - 1 for row in timed]
     yield at_most("local linear attention, T 8192: backward over forward time", 2.5, backward)
     floors = [row for row in rows if "floor" in row]
     found: list[float | None] = [row["error"] / row["floor"] / row["bar"] for row in floors]

@@ -3,7 +3,7 @@ D x D systems at once) and flash-linear-attention's kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import gpu_peers
 import torch
 from cpu_measure import digits
 from gpu_compact import BARS, judged
-from gpu_measure import Bench, Function, Row, ceilings, passes, rms_ratio, small_tiles
+from gpu_measure import Bench, Function, Row, passed, passes, rms_ratio, small_tiles
 from torch import Tensor
 
 import regard
@@ -45,11 +45,11 @@ def inputs(bench: Bench, length: int, dim: int) -> list[Tensor]:
 
 
 def family(name: str, bench: Bench, length: int, dim: int) -> list[Tensor]:
-    """Queries, keys and values [1, 2, length, dim] of a kind of data, rounded to bfloat16: normal ones; the same of
+    """Queries, keys and values [1, heads, length, dim] of a kind of data, rounded to bfloat16: normal ones; the same of
     length one; keys whose deviations fall from 2 to 1/5, all moved by a vector of norm near 2 sqrt(D); queries that are
     keys they see, moved by N(0, 1/100)."""
-    make = bench.generator(7)
-    q, k, v, one = (torch.randn(1, 2, length, dim, device=bench.device, generator=make) for _ in range(4))
+    make, heads = bench.generator(7), 1 if bench.dry else 4
+    q, k, v, one = (torch.randn(1, heads, length, dim, device=bench.device, generator=make) for _ in range(4))
     if name == "normalised":
         q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     elif name == "anisotropic":
@@ -128,7 +128,7 @@ def length_rows(bench: Bench, length: int, dim: int) -> Iterator[Row]:
 def correctness(model: str, dim: int, dtype: str, bench: Bench) -> dict[str, Any]:
     """Outputs and gradients against the dense form in float64. The ridge is 1, so that systems are conditioned as well
     as the bars of plain attention suppose; `floor` looks at smaller ones."""
-    length = 40 if bench.dry else 496
+    length = 36 if bench.dry else 496
     make = bench.generator(dim)
     heads, kv_heads = (2, 1) if bench.dry else (4, 2)
     shapes = [(1, heads, length, dim), *[(1, kv_heads, length, dim)] * 2, (1, heads, length, dim)]
@@ -150,7 +150,7 @@ def correctness(model: str, dim: int, dtype: str, bench: Bench) -> dict[str, Any
 def floor(data: str, ridge: float, bench: Bench) -> dict[str, Any]:
     """The error of bfloat16 inputs against float64, beside the floor: the exact slope, and only the weights
     p (1 + e), the values and the output rounded to bfloat16."""
-    length, dim = (40, 16) if bench.dry else (1024, 64)
+    length, dim = (36, 16) if bench.dry else (1024, 64)
     q, k, v = family(data, bench, length, dim)
     seen = gpu_dense.causal(length, length, bench.device)
     wide = [x.double() for x in (q, k, v)]
@@ -213,16 +213,9 @@ def timed(name: str, length: int, dim: int, bench: Bench) -> dict[str, Any]:
     """Times, peaks and rates of both passes."""
     q, k, v, g, probe = inputs(bench, length, dim)
     given = (q, k, v, probe) if "parallax" in name else (q, k, v)
-    function, found = contestant(name), {}
-    if bench.dry and name.startswith("fla"):
+    if bench.dry and name.startswith("fla "):
         raise gpu_peers.Missing("flash-linear-attention needs a GPU")
     work = flops(name, bench, length, dim, q.shape[1])
-    calls: dict[str, Callable[[], Any]] = passes(function, given, g)
     with small_tiles(bench):
-        for which, call in calls.items():
-            ms = bench.milliseconds(call)
-            found[which] = {"ms": digits(ms), "mib": bench.peak(call)}
-            if work is not None:
-                rate = work[which] / ms / 1e9
-                found[which] |= {"tflops": digits(rate), "of_ceiling": digits(rate / ceilings(bench)["tflops"], 3)}
+        found = passed(bench, passes(contestant(name), given, g), work, "tflops")
     return {"config": {"length": length, "dim": dim, "heads": q.shape[1]}, "contestant": name, **found}

@@ -134,6 +134,26 @@ def passes(function: Function, inputs: Sequence[Tensor], cotangent: Tensor) -> d
     return {"forward": forward, "both": both}
 
 
+def passed(
+    bench: Bench, calls: dict[str, Callable[[], Any]], work: dict[str, float] | None, rate: str
+) -> dict[str, dict[str, Any]]:
+    """Time, peak and, of what is multiplied, `rate` in TFLOP/s of every pass. One that does not fit into the device's
+    memory has no time."""
+    found: dict[str, dict[str, Any]] = {}
+    for which, call in calls.items():
+        try:
+            ms = bench.milliseconds(call)
+            found[which] = {"ms": digits(ms), "mib": bench.peak(call)}
+        except torch.cuda.OutOfMemoryError:
+            found[which] = {"ms": None, "mib": None, "error": "out of memory"}
+            torch.cuda.empty_cache()
+            continue
+        if work is not None:
+            speed = work[which] / ms / 1e9
+            found[which] |= {rate: digits(speed), "of_ceiling": digits(speed / ceilings(bench)["tflops"], 3)}
+    return found
+
+
 def rms_ratio(found: Tensor, wanted: Tensor) -> float:
     """|found - wanted| / |wanted| in float64; NaN anywhere gives NaN."""
     found, wanted = found.detach().double(), wanted.detach().double()

@@ -113,7 +113,7 @@ def by_length(rows: list[Entry], lengths: list[int], show: Any) -> str:
 
 
 def cell(row: Entry, rate: str) -> str:
-    ms = " / ".join(number(row[which]["ms"]) for which in PASSES)
+    ms = " / ".join(row[which].get("error") or number(row[which]["ms"]) for which in PASSES)
     more = [number(row["both"][rate])] if rate in row["both"] else []
     more += [f"{number(row['both']['mib'])} MiB"] if row["both"]["mib"] is not None else []
     return f"{ms} ({', '.join(more)})" if more else ms
@@ -252,4 +252,6 @@ def figure(stored: Entry, path: Path) -> bool:
 def curves(rows: list[Entry]) -> Iterable[tuple[str, list[tuple[float, float]]]]:
     for name in dict.fromkeys(row["contestant"] for row in rows):
         own = [row for row in rows if row["contestant"] == name]
-        yield name, sorted((row["config"]["length"], row["both"]["ms"]) for row in own)
+        points = sorted((row["config"]["length"], row["both"]["ms"]) for row in own if row["both"]["ms"])
+        if points:
+            yield name, points

@@ -32,7 +32,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "program": {"step_rule": "reference", "learning_rate": 1.0, "address_weight": 1.0, "border": False},
 }
 """How paper and released program write. Sharing a memory and keeping it between calls are options of their own."""
-IMPLS = ("auto", "reference", "sparse")
+IMPLS = ("auto", "reference", "sparse", "triton")
 
 
 @memory_layers.register("fwpkm")
@@ -64,7 +64,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         shared: one memory for the batch, whose tokens are one chunk; else one for each row.
         learn_initial: `keys` and `values` are parameters, learned from the gradient through reads and writes.
         storage: dtype of what is written, None for that of `values`; arithmetic is float32 at least.
-        norm_eps: of the RMS norms. idw_eps: added to squared distances. impl: "auto", "reference" or "sparse".
+        norm_eps: of the RMS norms. idw_eps: added to squared distances. impl: "auto", "reference", "sparse" or "triton".
         sync: "all_gather" (with `shared`): every process writes the tokens of all, so that memories stay the same.
         resident: (with `shared`) keep the memory in the module, in training and evaluation, as the released program
             does: a call without a state goes on in what the last call left, after its waiting pairs are written.

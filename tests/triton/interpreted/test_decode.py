@@ -1,5 +1,5 @@
-"""Decoding with split keys, against dense formulas in float64: every rule, local linear attention, balls around blocks of
-keys that leave them unread. Tiles of 16 keys, so that short caches have many, and several splits."""
+"""Decoding with split keys, against dense formulas in float64: every rule, local linear attention, balls around blocks
+of keys that leave them unread. Tiles of 16 keys, so that short caches have many, and several splits."""
 
 from __future__ import annotations
 
@@ -202,9 +202,11 @@ def test_blocks_that_cannot_count_are_not_read(name: str, dtype: torch.dtype) ->
     bounds = KeyBounds.of(k, 16)
     z = scores(q.double(), k.double(), 1.0).unflatten(1, (-1, 2))
     spread = torch.nn.functional.pad(z, (0, 5), value=-torch.inf).unflatten(-1, (13, 16)).amax((2, 3, 5))
-    far = (spread < spread.amax(-1, keepdim=True) - 8) & (spread < -8)  # [1, heads, 13], out of reach of every rule here
+    far = (spread < spread.amax(-1, keepdim=True) - 8) & (
+        spread < -8
+    )  # [1, heads, 13], out of reach of every rule here
     lost = far.repeat_interleave(16, -1)[..., :203, None]
-    assert far.sum() >= 6
+    assert far.sum(-1).amin() >= 4
     assert weights[lost[..., 0]].abs().max() == 0
     k, v = torch.where(lost, torch.nan, k), torch.where(lost, torch.nan, v)
     found, read = decode_attention(q, k, v, rule.text, scale=1.0, key_bounds=bounds, return_visited=True)
@@ -308,17 +310,19 @@ def test_local_linear_lengths(keys: int) -> None:
     near([found], [local_linear(*(x.double() for x in (q, k, v)), seen_by(q, k), 0.1)], LOOSE[torch.float32])
 
 
-def test_local_linear_by_elimination() -> None:
-    q, k, v = tensors(60)
-    visible = Visibility(queries=1, keys=60, causal=True, offset=59)
-    found = local_linear_decode.decode(q, k, v, 0.5, 0.01, None, visible, how=2)
+@pytest.mark.parametrize(("how", "limit"), [(2, 0), (3, 1)])
+def test_local_linear_by_elimination(how: int, limit: int) -> None:
+    """From the start, or after a step of conjugate gradients that did not get there."""
+    q, k, v = tensors(40)
+    visible = Visibility(queries=1, keys=40, causal=True, offset=39)
+    found = local_linear_decode.decode(q, k, v, 0.5, 0.01, None, visible, how=how, limit=limit)
     expected = local_linear(*(x.double() for x in (q, k, v)), seen_by(q, k), 0.01, 0.5)
     near([found], [expected], LOOSE[torch.float32])
 
 
 @pytest.mark.parametrize("dtype", LOOSE)
 def test_local_linear_far_keys_window_mask_and_ridges(dtype: torch.dtype) -> None:
-    """Keys twelve standard deviations from 0, so that nothing may be lost to their mean; a ridge for every coordinate."""
+    """Keys twelve standard deviations from 0, whose mean must cost nothing; a ridge for every coordinate."""
     q, k, v = tensors(100, dtype, batch=2)
     q, k = q + 12, k + 12
     g = torch.Generator().manual_seed(3)
@@ -331,14 +335,13 @@ def test_local_linear_far_keys_window_mask_and_ridges(dtype: torch.dtype) -> Non
     near([found], [expected], LOOSE[dtype])
 
 
-def test_local_linear_sharp_rows_and_a_small_ridge() -> None:
-    """Where conjugate gradients do not get to the tolerance elimination takes over."""
+def test_local_linear_a_wide_coordinate_and_a_small_ridge() -> None:
     q, k, v = tensors(60, heads=1)
-    k[..., 0] *= 100
-    q[..., 0] *= 100
+    k[..., 0] *= 30
+    q[..., 0] *= 30
     found = linear(q, k, v, "gaussian*fixed*linear(ridge=1e-3)", scale=1e-3)
-    expected = local_linear(q.double(), k.double(), v.double(), seen_by(q, k), 1e-3, 1e-3)
-    near([found], [expected], 1e-3)
+    expected = local_linear(*(x.double() for x in (q, k, v)), seen_by(q, k), 1e-3, 1e-3)
+    near([found], [expected], LOOSE[torch.float32])
 
 
 @pytest.mark.parametrize("dtype", LOOSE)

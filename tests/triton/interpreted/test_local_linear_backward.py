@@ -162,7 +162,9 @@ def solved(data: Data, seen: Tensor) -> Any:
         away = y[:, :, None] - (p @ y)[:, :, :, None]
         ridge = ridge.double() if isinstance(ridge, Tensor) else torch.tensor(ridge, dtype=torch.float64)
         spread = torch.einsum("bhqk,bhqkd,bhqke->bhqde", p, away, away)
-        return (torch.linalg.solve(spread + ridge[..., None] * torch.eye(x.shape[-1]), right.double()).float(),)
+        return (
+            torch.linalg.solve(spread + ridge[..., None] * torch.eye(x.shape[-1]), right.double()).float().contiguous(),
+        )
 
     return solve
 

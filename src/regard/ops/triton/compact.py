@@ -33,46 +33,41 @@ POWERS = (1.0, 2.0, 3.0)
 GRANULE = 64
 """Rows and keys of a block of pairs that is skipped where it holds no weight; fewer where tiles are smaller."""
 
-# Every kernel takes the same keys at a time, since marks of blocks pass from one to the other.
-STREAM = TileTable(
+
+def _tables(name: str, narrow: list[Tiles], wide: list[Tiles]) -> dict[int, TileTable]:
+    """The tables of a kernel by bytes of a number, 2 and 4, from the tiles for widths up to 64, 128 and 256. The same keys
+    at a time in every kernel, also while tuning: marks of blocks pass from one to the other."""
+
+    def table(size: int, tiles: list[Tiles], other: Tiles) -> TileTable:
+        return TileTable(f"{name}_{size}", {(64 << i, size): own for i, own in enumerate(tiles)}, [other])
+
+    return {2: table(2, narrow, Tiles(64, 64, 4, 3)), 4: table(4, wide, Tiles(32, 32, 4, 2))}
+
+
+STREAM = _tables(
     "compact_stream",
-    {
-        (64, 2): Tiles(128, 64, 8, 3),
-        (128, 2): Tiles(128, 64, 8, 3),
-        (256, 2): Tiles(64, 64, 8, 2),
-        (64, 4): Tiles(64, 32, 8, 2),
-        (128, 4): Tiles(64, 32, 8, 2),
-        (256, 4): Tiles(64, 32, 8, 1),
-    },
-    [Tiles(64, 64, 4, 3)],
+    [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)],
+    [Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1)],
 )
-STAND_IN = TileTable(
-    "compact_stand_in", {(256, 2): Tiles(64, 64, 8, 2), (128, 4): Tiles(64, 32, 8, 2), (256, 4): Tiles(64, 32, 8, 1)}
+STAND_IN = _tables(
+    "compact_stand_in",
+    [Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)],
+    [Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1)],
 )
-SEARCH = TileTable(
+SEARCH = _tables(
     "compact_search",
-    {
-        (64, 2): Tiles(128, 64, 8, 3),
-        (128, 2): Tiles(128, 64, 8, 3),
-        (256, 2): Tiles(128, 64, 8, 3),
-        (64, 4): Tiles(64, 32, 8, 2),
-        (128, 4): Tiles(64, 32, 8, 2),
-        (256, 4): Tiles(64, 32, 8, 2),
-    },
-    [Tiles(64, 64, 4, 3)],
+    [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)],
+    [Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 1)],
 )
-WEIGH = TileTable("compact_weigh", STREAM.shipped, STREAM.others)
-WEIGH_KEPT = TileTable(  # what a backward pass needs besides takes registers
+WEIGH = _tables(
+    "compact_weigh",
+    [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)],
+    [Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1)],
+)
+WEIGH_KEPT = _tables(  # what a backward pass needs besides takes registers
     "compact_weigh_kept",
-    {
-        (64, 2): Tiles(128, 64, 8, 3),
-        (128, 2): Tiles(64, 64, 8, 3),
-        (256, 2): Tiles(64, 64, 8, 2),
-        (64, 4): Tiles(64, 32, 8, 2),
-        (128, 4): Tiles(64, 32, 8, 2),
-        (256, 4): Tiles(64, 32, 8, 1),
-    },
-    [Tiles(64, 64, 4, 3)],
+    [Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 3), Tiles(64, 64, 8, 2)],
+    [Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1)],
 )
 
 
@@ -159,7 +154,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     given, number = _tensor_or_number(inputs.params.get(rule.row), rule.number)
     leaves = (q, k, v, factor, given)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-    tiles = STREAM.pick(max(q.shape[3], v.shape[3]), q.dtype)
+    tiles = STREAM[q.dtype.itemsize].pick(max(q.shape[3], v.shape[3]), q.dtype)
     granule = min(GRANULE, tiles.rows), tiles.keys
     numbers = (scale, number, rule.code, rule.r, rule.stand, *granule)
     out, *kept = forward(q, k, v, factor, given, *span, *numbers, keep, inputs.diagnostics)

@@ -63,9 +63,11 @@ def _tile(base, start, total, STEP: tl.constexpr, KIND: tl.constexpr, SIZE: tl.c
     columns and, where PART, beyond `total` rows."""
     DIM: tl.constexpr = KIND[0]
     WIDE: tl.constexpr = KIND[1]
-    local, column = tl.arange(0, SIZE), tl.arange(0, WIDE)
-    where = base + tl.cast(start, tl.int64) * STEP + (local[:, None] * STEP + column[None, :])
-    inside, real = (start + local < total)[:, None], (column < DIM)[None, :]
+    row, column = tl.arange(0, SIZE), tl.arange(0, WIDE)
+    inside, real = (start + row < total)[:, None], (column < DIM)[None, :]
+    if STEP * SIZE >= 2**31:
+        row = row.to(tl.int64)
+    where = base + tl.cast(start, tl.int64) * STEP + (row[:, None] * STEP + column[None, :])
     if PART and WIDE == DIM:
         x = tl.load(where, mask=inside, other=0.0)
     elif PART:

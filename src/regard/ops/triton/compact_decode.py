@@ -96,8 +96,8 @@ def decode(
         counted: whether to count what is read.
 
     Returns:
-        (output [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags [B, H, Tq, FLAGS], and uint8 [B, Hkv, programs, n] whether a
-        tile of keys was read and one of values; n = 0 where they are not counted).
+        (output [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags [B, H, Tq, FLAGS], and uint8 [B, Hkv, programs, n]
+        whether a tile of keys was read and one of values; n = 0 where they are not counted).
     """
     ranges = ranges_of(visible, q.device)
     scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
@@ -158,7 +158,7 @@ def _outputs(
 
 
 @_decode.register_fake
-def _(q, k, v, factor, given, low, high, mask, centre, radius, code, power, number, stand, scale, block, most, counted):  # type: ignore[no-untyped-def]
+def _(q, k, v, factor, given, low, high, mask, centre, radius, code, power, number, stand, scale, block, most, counted):
     return _outputs(q, k, v, most, tiles_of(q, v, block).keys, counted)
 
 
@@ -183,12 +183,11 @@ def _nothing(found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor,
 
 
 class Shape(NamedTuple):
-    """Sizes that every kernel of a call is given. `rows` of the `count` rows of a key head are one program's."""
+    """Sizes that every kernel of a call is given; `rows` of a key head are one program's."""
 
     heads: int
     group: int
     queries: int
-    count: int
     rows: int
     programs: int
     most: int
@@ -202,7 +201,7 @@ class Shape(NamedTuple):
         count = group * queries
         rows = 1 if one else rows_of(count, k.dtype)
         programs = k.shape[0] * k.shape[1] * -(-count // rows)
-        return cls(k.shape[1], group, queries, count, rows, programs, next_power_of_2(queries))
+        return cls(k.shape[1], group, queries, rows, programs, next_power_of_2(queries))
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -314,8 +313,8 @@ def _edges(
     bounds: tuple[Tensor, Tensor, int],
     shape: Shape,
 ) -> tuple[Tensor, Tensor]:
-    """(what no score of a block exceeds [B, H, Tq, blocks], below which score no key of a row has weight [B, H, Tq])."""
-    from .compact_decode_kernels import bound_kernel, probe_kernel
+    """(what no score of a block exceeds [B, H, Tq, blocks], up to which score a key has no weight [B, H, Tq])."""
+    from .key_bounds_kernels import bound_kernel, probe_kernel
 
     centre, radius, block = bounds
     tiles = TABLE.pick(q.shape[-1], k.dtype)

@@ -96,22 +96,22 @@ def _stream(call: _Call, rule: dict[str, int], *found: Tensor) -> None:
     def run(tiles: Tiles) -> None:
         launch(
             compact_stream_kernel, call.grid(tiles), call.q, call.k, call.v, call.factor, call.given, *call.ranges, *found,
-            call.scale, call.number, 1.0, *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps, *call.range_steps,
+            call.scale, call.number, *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps, *call.range_steps,
             tiles=tiles, **rule, **call.scores, **call.given_flag, **call.outputs, **call.sides(tiles),
         )  # fmt: skip
 
-    run(compact.STREAM.pick(call.width, call.dtype, run, _flags(rule, call)))
+    run(compact.STREAM[call.dtype.itemsize].pick(call.width, call.dtype, run, _flags(rule, call)))
 
 
 def _stand_in(call: _Call, rule: dict[str, int], *found: Tensor) -> None:
     def run(tiles: Tiles) -> None:
         launch(
             compact_stand_in_kernel, call.grid(tiles), call.q, call.k, call.v, call.factor, *call.ranges, *found, call.scale,
-            1.0, *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps, *call.range_steps,
+            *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps, *call.range_steps,
             tiles=tiles, **rule, **call.scores, **call.outputs, **call.sides(tiles),
         )  # fmt: skip
 
-    run(compact.STAND_IN.pick(call.width, call.dtype))
+    run(compact.STAND_IN[call.dtype.itemsize].pick(call.width, call.dtype))
 
 
 def _search(call: _Call, rule: dict[str, int], floats: Tensor, flags: Tensor, marks: Tensor) -> None:
@@ -122,7 +122,7 @@ def _search(call: _Call, rule: dict[str, int], floats: Tensor, flags: Tensor, ma
             *call.k_steps, *call.range_steps, tiles=tiles, **rule, **call.scores, **call.given_flag, **call.sides(tiles),
         )  # fmt: skip
 
-    run(compact.SEARCH.pick(call.scores["DIM"], call.dtype, run, _flags(rule, call)))
+    run(compact.SEARCH[call.dtype.itemsize].pick(call.scores["DIM"], call.dtype, run, _flags(rule, call)))
 
 
 def _weigh(
@@ -132,12 +132,12 @@ def _weigh(
     def run(tiles: Tiles) -> None:
         launch(
             compact_weigh_kernel, call.grid(tiles), call.q, call.k, call.v, call.factor, *call.ranges, floats, flags, marks,
-            call.lists(tiles), out, index, tilt, call.scale, 1.0, *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps,
+            call.lists(tiles), out, index, tilt, call.scale, *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps,
             *call.range_steps, tiles=tiles, **rule, **call.scores, **call.outputs, **call.sides(tiles),
         )  # fmt: skip
 
     table = compact.WEIGH_KEPT if call.outputs["KEEP"] else compact.WEIGH
-    run(table.pick(call.width, call.dtype, run, _flags(rule, call)))
+    run(table[call.dtype.itemsize].pick(call.width, call.dtype, run, _flags(rule, call)))
 
 
 def _flags(rule: dict[str, int], call: _Call) -> tuple[Any, ...]:

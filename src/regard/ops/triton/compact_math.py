@@ -144,21 +144,9 @@ def key_scores(
     q, k_at, block, stride, keys, DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, EDGE: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(q.k of a key block [R, K], the numbers of its keys). Where they are float32, both are split in two tf32 terms, of
-    whose four products the least is left out: error 1.5 to 2.8 times that of float32 sums, for D = 64 to 256."""
+    """(q.k of a key block [R, K], the numbers of its keys)."""
     k = load_block(k_at, block, stride, keys, DIM, WIDTH, KEYS, EDGE, WIDE)
-    return tl.dot(q, tl.trans(k), input_precision="tf32x3"), block * KEYS + tl.arange(0, KEYS)
-
-
-@triton.jit
-def add_weighted(acc, p, v, one):
-    """acc + p v. Tensor cores cut off what does not fit in a float32 sum, which over many keys adds up: float32 values
-    are summed a block at a time, and `one` [R] = 1 keeps the compiler from making that one sum again."""
-    if v.dtype == tl.float32:
-        acc = tl.fma(tl.dot(p, v, input_precision="tf32x3"), one[:, None], acc)
-    else:
-        acc = tl.dot(p, v, acc)
-    return acc
+    return tl.dot(q, tl.trans(k), input_precision="ieee"), block * KEYS + tl.arange(0, KEYS)
 
 
 @triton.jit

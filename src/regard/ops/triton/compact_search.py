@@ -19,7 +19,6 @@ import triton.language as tl
 from .compact_math import (
     ADAPTIVE,
     ANCHORED,
-    add_weighted,
     block_of_rows,
     cube_root,
     edge_block,
@@ -202,7 +201,7 @@ def compact_search_kernel(
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_weigh_kernel(
     q_ptr, k_ptr, v_ptr, factor_ptr, low_ptr, high_ptr, mask_ptr, floats_ptr, flags_ptr, marks_ptr, list_ptr,
-    out_ptr, index_ptr, tilt_ptr, scale, one, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row,
+    out_ptr, index_ptr, tilt_ptr, scale, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row,
     v_batch, v_head, v_row, range_batch, mask_batch, mask_head, RULE: tl.constexpr, R: tl.constexpr,
     FACTOR: tl.constexpr, MASK: tl.constexpr, KEEP: tl.constexpr, COUNTED: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, VALUES: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -231,7 +230,6 @@ def compact_weigh_kernel(
     inner, outer = collect(marks_at, list_at, blocks, granules, first, full, partial, last, 1, GRANULES)
     theta = tl.load(floats_ptr + flat * 6 + 1)
     g = 1.0 / tl.load(floats_ptr + flat * 6 + 2)
-    ones = tl.full((ROWS,), 1.0, tl.float32) * one
 
     acc = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
     mass = tl.zeros((ROWS,), tl.float32)
@@ -257,12 +255,12 @@ def compact_weigh_kernel(
             v = load_block(v_at, block, v_row, keys, VALUES, VALUE_WIDTH, KEYS, side == 0, WIDE)
             p = power(u, R).to(v.dtype)
             w = p.to(tl.float32)  # summed as they are applied, so that they sum to one
-            acc = add_weighted(acc, p, v, ones)
+            acc = tl.dot(p, v, acc, input_precision="ieee")
             part = tl.sum(w, 1)
             mass += part
             if TILT:
                 b = lower_power(u, R).to(v.dtype)
-                tilt = add_weighted(tilt, b, v, ones)
+                tilt = tl.dot(b, v, tilt, input_precision="ieee")
                 tilt_mass += tl.sum(b.to(tl.float32), 1)
             if TIES:
                 tl.store(row_marks + block, 2, mask=real & (part > 0))

@@ -13,7 +13,6 @@ from .compact_math import (
     LOG2E,
     SOFTMAX,
     UNIFORM,
-    add_weighted,
     block_of_rows,
     edge_block,
     key_blocks,
@@ -70,7 +69,7 @@ def count_weights(
 def compact_stream_kernel(
     q_ptr, k_ptr, v_ptr, factor_ptr, given_ptr, low_ptr, high_ptr, mask_ptr,
     out_ptr, floats_ptr, flags_ptr, marks_ptr,
-    scale, number, one, heads, group, queries, keys,
+    scale, number, heads, group, queries, keys,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, range_batch, mask_batch, mask_head,
     RULE: tl.constexpr, R: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr,
     MASK: tl.constexpr, KEEP: tl.constexpr, COUNTED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
@@ -93,7 +92,6 @@ def compact_stream_kernel(
     mask_at = mask_ptr + batch * mask_batch + own * mask_head
     row_marks = marks_ptr + (head.to(tl.int64) * ((queries + GRANULE - 1) // GRANULE) + rows // GRANULE) * blocks
     first, full, partial, last = key_blocks(low, high, MASK, KEYS)
-    ones = tl.full((ROWS,), 1.0, tl.float32) * one
     if RULE == SOFTMAX:
         factor = factor * LOG2E
 
@@ -113,7 +111,7 @@ def compact_stream_kernel(
             p = w.to(v.dtype)
             part = tl.sum(p.to(tl.float32), 1)
             mass = mass * kept + part
-            acc = add_weighted(acc * kept[:, None], p, v, ones)
+            acc = tl.dot(p, v, acc * kept[:, None], input_precision="ieee")
             if KEEP and RULE != SOFTMAX:
                 tl.store(row_marks + block, 1, mask=real & (part > 0))
     empty = best == -float("inf")
@@ -149,7 +147,7 @@ def compact_stream_kernel(
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_stand_in_kernel(
     q_ptr, k_ptr, v_ptr, factor_ptr, low_ptr, high_ptr, mask_ptr, out_ptr, floats_ptr, flags_ptr, index_ptr, marks_ptr,
-    scale, one, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    scale, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     range_batch, mask_batch, mask_head, STAND: tl.constexpr, FACTOR: tl.constexpr, MASK: tl.constexpr,
     KEEP: tl.constexpr, COUNTED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, GRANULE: tl.constexpr, WIDE: tl.constexpr,
@@ -174,12 +172,11 @@ def compact_stand_in_kernel(
         if STAND == UNIFORM:
             acc = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
             stand_in = tl.zeros((ROWS,), tl.int32)
-            ones = tl.full((ROWS,), 1.0, tl.float32) * one
             for t in range(last - first):
                 block = first + t
                 taken = seen(block * KEYS + tl.arange(0, KEYS), low, high, mask_at, keys, MASK) & lost[:, None]
                 v = load_block(v_at, block, v_row, keys, VALUES, VALUE_WIDTH, KEYS, True, WIDE)
-                acc = add_weighted(acc, taken.to(v.dtype), v, ones)
+                acc = tl.dot(taken.to(v.dtype), v, acc, input_precision="ieee")
                 part = tl.sum(taken.to(tl.int32), 1)
                 stand_in += part
                 if KEEP:

@@ -1,5 +1,5 @@
-"""Decoding with a cache of keys and values: few queries, many keys, no gradient; and balls around blocks of keys, by which
-whole blocks are left unread.
+"""Decoding with a cache of keys and values: few queries, many keys, no gradient; and balls around blocks of keys, by
+which whole blocks are left unread.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, D and Dv features of keys and values.
 """
@@ -59,8 +59,8 @@ class KeyBounds:
     """A ball around every block of keys: |k - centre| <= radius for each key k of it.
 
     No score of a block is above scale (q . centre + |q| radius), so that a compact weighting need not read a block
-    where this is below the threshold of its row: `decode_attention(..., key_bounds=bounds)`. How much is skipped hangs on
-    how near to each other the keys of a block are. Keys of a document often are; independent random ones never.
+    where this is below the threshold of its row: `decode_attention(..., key_bounds=bounds)`. How much is skipped hangs
+    on how near to each other the keys of a block are: nothing where they are independent of each other.
 
         bounds = KeyBounds.of(key)              # [B, Hkv, Tk, D]
         bounds = bounds.extended(key)           # after the cache has grown
@@ -69,10 +69,10 @@ class KeyBounds:
         length: keys that are bounded, Tk.
         block: keys of a block; the last may be partly filled.
         centre: [B, Hkv, ceil(Tk / block), D], means of the blocks, in the dtype of the keys.
-        radius: [B, Hkv, ceil(Tk / block)] float32; NaN where a block holds a key that is not finite, which is then read.
+        radius: [B, Hkv, ceil(Tk / block)] float32; NaN where a key is not finite: that block is always read.
 
-    Memory: 1 / block of that of the keys, and 4 bytes a block and head. Source: the ball bound q . k <= q . c + |q| r of
-    maximum inner product search (Ram and Gray, 2012); notes on sparse kernels, section 6.
+    Memory: 1 / block of that of the keys, and 4 bytes a block and head. Source: the bound q . k <= q . c + |q| r of
+    maximum inner product search (Ram and Gray, 2012).
     """
 
     def __init__(self, room: _Room, length: int, block: int) -> None:
@@ -152,7 +152,7 @@ def _moved(room: _Room, kept: int, needed: int) -> _Room:
 @torch.library.custom_op("regard::triton_key_bounds", mutates_args=("centre", "radius"))
 def _bound(key: Tensor, centre: Tensor, radius: Tensor, first: int, block: int) -> None:
     """The balls of the blocks from number `first` on."""
-    from .compact_decode_kernels import ball_kernel
+    from .key_bounds_kernels import ball_kernel
 
     batch, heads, keys, dim = key.shape
     tiles = TABLE.pick(dim, key.dtype)
@@ -164,7 +164,7 @@ def _bound(key: Tensor, centre: Tensor, radius: Tensor, first: int, block: int) 
 
 
 @_bound.register_fake
-def _(key, centre, radius, first, block):  # type: ignore[no-untyped-def]
+def _(key, centre, radius, first, block):
     return None
 
 
@@ -207,16 +207,16 @@ def decode_attention(
         return_visited: also return a `Visited`.
 
     Returns:
-        [B, H, Tq, Dv] in the dtype of `query`, or (output, Visited). A query that sees no key gets 0. What no query of the
-        call sees never matters, NaN included; what one sees has to be finite. No gradient.
+        [B, H, Tq, Dv] in the dtype of `query`, or (output, Visited). A query that sees no key gets 0. What no query of
+        the call sees never matters, NaN included; what one sees has to be finite. No gradient.
 
     Raises:
         ArgumentError: shapes, dtypes or names that do not fit; a sentence or a device without kernels; tensors that
             need a gradient; bounds of other keys.
 
-    Precision: scores, thresholds and sums in float32. Cost: reads keys once, of values those with weight (softmax: all);
-    compact rules write and read their scores too, 8 bytes a query and key. Source: notes on sparse kernels, section 6;
-    split keys as in Flash-Decoding (Dao et al., 2023).
+    Precision: scores, thresholds and sums in float32. Cost: reads keys once, of values those with weight (softmax:
+    all); compact rules write and read their scores too, 8 bytes a query and key. Source: the rules are those of the
+    sparse-attention paper, section 2; split keys as in Flash-Decoding (Dao et al., 2023).
     """
     spec = as_spec(spec)
     _check_tensors(query, key, value, True)
@@ -235,7 +235,9 @@ def decode_attention(
     )
     tensors = (query, key, value, scale, *(params or {}).values())
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
-        raise ArgumentError(f"{CALL}: forward only, and a tensor requires a gradient; use torch.no_grad() or attention.")
+        raise ArgumentError(
+            f"{CALL}: forward only, and a tensor requires a gradient; use torch.no_grad() or attention."
+        )
     given = {n: row_number(CALL, n, p, rows, torch.float32, query.device) for n, p in (params or {}).items()}
     if scale is not None:
         in_range(CALL, "scale", scale, low=0.0, strict=True)

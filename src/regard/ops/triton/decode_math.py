@@ -4,8 +4,8 @@ heads of that head, so that keys and values are read once for all of them, and p
 In float32, which is no matter of tensor cores, a program has one row; what its neighbours read of the same keys is then
 in the cache that all processors share.
 
-Legend: ROWS rows of a tile (of `group` query heads x `queries`), 1 or at least 16; KEYS keys of a tile; D features in WIDTH
-columns, the next power of two.
+Legend: ROWS rows of a tile (of `group` query heads x `queries`), 1 or at least 16; KEYS keys of a tile; D features in
+WIDTH columns, the next power of two.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def row_ranges(low, high, rows, count, queries):
 
 
 @triton.jit
-def load_queries(
-    q, first_head, rows, count, queries, stride_h, stride_t, D: tl.constexpr, WIDTH: tl.constexpr
-):
+def load_queries(q, first_head, rows, count, queries, stride_h, stride_t, D: tl.constexpr, WIDTH: tl.constexpr):
     """The queries [ROWS, WIDTH] of the heads from `first_head` on, 0 outside."""
     columns = tl.arange(0, WIDTH)
     at = (first_head + rows // queries).to(tl.int64) * stride_h + (rows % queries).to(tl.int64) * stride_t
@@ -107,9 +105,7 @@ def add_weighted(total, p, v, ROWS: tl.constexpr):
 
 
 @triton.jit
-def seen_keys(
-    first, low, high, mask, place, rows, count, queries, stride_h, KEYS: tl.constexpr, MASKED: tl.constexpr
-):
+def seen_keys(first, low, high, mask, place, rows, count, queries, stride_h, KEYS: tl.constexpr, MASKED: tl.constexpr):
     """Which keys from `first` on each row sees [ROWS, KEYS]; the first head has its mask at `place`."""
     at = first + tl.arange(0, KEYS)
     seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])

@@ -72,7 +72,7 @@ def cost(problem: Problem) -> Cost:
 
 class _Numbers(NamedTuple):
     """What of a call is no tensor: the factor and the ridge where these are numbers, how systems are solved (`Rule` of
-    `local_linear_solve`), whether t is given, what is kept for a backward pass, and whether weights are counted."""
+    `local_linear_solve`), whether t is given, and whether weights are counted."""
 
     factor: float
     ridge: float
@@ -81,7 +81,6 @@ class _Numbers(NamedTuple):
     direct: bool
     verify: bool
     given: bool
-    keep: bool
     counted: bool
 
 
@@ -96,8 +95,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     ridge, number = (None, 1.0) if given else _tensor_or_number(inputs.ridge)
     probe = None if inputs.probe is None else _rows_together(inputs.probe.to(torch.float32))
     leaves = (x, y, v, factor, ridge, probe)
-    keep = torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in leaves)
-    numbers = _Numbers(scale, number, *_rule(inputs.spec, x), given, keep, inputs.diagnostics)
+    numbers = _Numbers(scale, number, *_rule(inputs.spec, x), given, inputs.diagnostics)
     out, *kept = forward(*leaves, *span, *numbers)
     return out, _diagnose(inputs, kept) if inputs.diagnostics else None
 
@@ -162,7 +160,6 @@ def forward(
     direct: bool,
     verify: bool,
     given: bool,
-    keep: bool,
     counted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out [B, H, Tq, Dv], t [B, H, Tq, D], lse [B, H, Tq], means of keys [B, H, Tq, D] and of values [B, H, Tq, Dv],
@@ -174,7 +171,8 @@ def forward(
     from .local_linear_solve import Rule, solve
 
     span, own = Span(low, high, first, last, mask), scale if factor is None else factor
-    lse, mean, right = moments(x, y, own, span, not given)
+    found = moments(x, y, v, own, span, not given)
+    lse, mean, vmean, right = found
     if given:
         assert probe is not None
         t = probe
@@ -182,7 +180,7 @@ def forward(
     else:
         rule = Rule(tol, limit, direct, verify)
         t, statistics, status = solve(right, x, y, own, number if ridge is None else ridge, lse, mean, span, rule)
-    out, vmean, counts = output(t, x, y, v, own, lse, mean, span, negated=given, keep=keep, counted=counted)
+    out, counts = output(t, x, y, v, own, found, span, negated=given, counted=counted)
     return out, lse.new_empty(0) if given else t, lse, mean, vmean, statistics, status, counts
 
 
@@ -196,7 +194,7 @@ def _(x, y, v, factor, ridge, probe, low, high, first, last, mask, *numbers):  #
         new(0) if own.given else new(*rows, features),
         new(*rows),
         new(*rows, features),
-        new(*rows, values) if own.keep else new(0),
+        new(*rows, values),
         new(*rows, 2),
         x.new_empty(rows, dtype=torch.int32),
         new(*rows, 4) if own.counted else new(0),
@@ -261,11 +259,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 20
+        return (None,) * 19
     saved = ctx.saved_tensors
     *found, dfactor, dridge, dprobe = backward(grad, *saved, *ctx.numbers)
     optional = [None if z is None else dz for z, dz in zip(saved[3:6], (dfactor, dridge, dprobe), strict=True)]
-    return *found, *optional, *(None,) * 14
+    return *found, *optional, *(None,) * 13
 
 
 forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,13 +1,14 @@
 """Local linear attention with few queries: programs share out the keys.
 
-A solved t takes keys twice and values once, where softmax takes each once: with D = Dv the bytes are 3/2 of softmax's,
-and 8 D^2 a row and split for second moments besides (splits hold at least 16 D keys, so that these are at most a quarter
-of what a row's keys take; with G query heads of a key head G rows leave theirs). First pass: every row gathers mass,
-mean and covariance of its weighted keys. Then one program a row solves its system, by conjugate gradients where these
-get to the tolerance, else by elimination. Second pass: p (1 + e) of all heads of a key head meet its values together.
-The learned solver (Parallax) solves nothing and takes one pass, softmax's bytes.
+A solved t takes keys twice and values once, where softmax takes each once: with D = Dv 6 D bytes a key in bfloat16 for
+softmax's 4 D, and 8 D^2 bytes a row and split for second moments. A split holds at least 16 D keys, 4 G D where G > 4
+query heads have a key head in common, so that moments take 2 D bytes a key at most, all together twice softmax's; where
+rows keep the device busy there is one split of all keys, and moments take next to nothing. First pass: every row gathers
+mass, mean and covariance of its weighted keys. Then one program a row solves its system, by conjugate gradients where
+these get to the tolerance, else by elimination. Second pass: p (1 + e) of all heads of a key head meet its values
+together. The learned solver (Parallax) solves nothing and takes one pass, softmax's bytes.
 
-Note `covariance form`: t = (C + ridge)^-1 (q - mean), e_j = (k_j - mean) . t, o = sum_j p_j (1 + e_j) v_j (Local Linear
+The covariance form: t = (C + ridge)^-1 (q - mean), e_j = (k_j - mean) . t, o = sum_j p_j (1 + e_j) v_j (Local Linear
 Attention, equations 7 and 8; Parallax, arXiv 2605.29157). The second moments of a pass with D features take 4 n D^2
 operations a row on bfloat16 keys (two terms).
 
@@ -37,7 +38,12 @@ FULL = 16
 
 MOMENTS = TileTable(
     "local_linear_moments",
-    {(64, 2): Tiles(keys=64), (128, 2): Tiles(keys=64, warps=8), (64, 4): Tiles(keys=32), (128, 4): Tiles(keys=16, warps=8)},
+    {
+        (64, 2): Tiles(keys=64),
+        (128, 2): Tiles(keys=64, warps=8),
+        (64, 4): Tiles(keys=32),
+        (128, 4): Tiles(keys=16, warps=8),
+    },
     others=(Tiles(keys=128, warps=8), Tiles(keys=32)),
 )
 TABLE = TileTable(
@@ -82,7 +88,9 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     tol, limit = getattr(solver, "tol", None), getattr(solver, "max_iter", None)
     how = {"learned": 0, "cg": 1, "cholesky": 2}.get(solver.name, 3)
     steps = (TOLERANCE if tol is None else tol, 4 * inputs.x.shape[-1] if limit is None else limit)
-    return decode(inputs.x, inputs.y, inputs.v, inputs.scale, inputs.ridge, inputs.probe, inputs.visible, how, *steps), None
+    return decode(
+        inputs.x, inputs.y, inputs.v, inputs.scale, inputs.ridge, inputs.probe, inputs.visible, how, *steps
+    ), None
 
 
 def decode(
@@ -158,16 +166,14 @@ def _decode(
 
 
 @_decode.register_fake
-def _(q, k, v, factor, ridge, probe, low, high, mask, scale, number, how, tol, limit, most):  # type: ignore[no-untyped-def]
+def _(q, k, v, factor, ridge, probe, low, high, mask, scale, number, how, tol, limit, most):
     return v.new_empty(*q.shape[:3], v.shape[-1])
 
 
 class _Call:
     """What the kernels of one call have in common, and their launches."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, scale: float, ranges: Ranges
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, scale: float, ranges: Ranges) -> None:
         self.q, self.k, self.v, self.factor, self.scale, self.ranges = q, k, v, factor, scale, ranges
         self.rows, self.dim = q.shape[:3], q.shape[-1]
         self.flags = {"GIVEN": factor is not None, "MASKED": ranges.mask is not None}
@@ -184,7 +190,7 @@ class _Call:
 
         q, k, ranges, shape = self.q, self.k, self.ranges, self._shape(one=True)
         tiles = MOMENTS.pick(self.dim, k.dtype)
-        total, least = self.rows.numel(), max(1, FULL * self.dim // tiles.keys)
+        total, least = self.rows.numel(), max(1, max(FULL, 4 * shape.group) * self.dim // tiles.keys)
         splits = splits_of(q.device, shape.programs, room_for(ranges.most, tiles.keys), 1, least)
         moment, mean = self._new(splits, total, self.dim, self.dim), self._new(splits, total, self.dim)
         state = self._new(splits, total, 2)
@@ -198,7 +204,8 @@ class _Call:
             return mean[0], state[0], moment[0]
         spread, centre, whole = self._new(*moment.shape[1:]), self._new(*mean.shape[1:]), self._new(total, 2)
         launch(
-            merge_moments_kernel, (total, -(-self.dim // 16)), moment, mean, state, spread, centre, whole, splits, total,
+            merge_moments_kernel, (total, -(-self.dim // 16)), moment, mean, state, spread, centre, whole, splits,
+            total,
             tiles=Tiles(warps=4, stages=1), **widths, PANEL=16,
         )  # fmt: skip
         return centre, whole, spread

@@ -42,9 +42,9 @@ def moments_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One row and a program's tiles: covariance [splits, N, D, D] and mean [splits, N, D] of the weighted keys, and state
-    [splits, N, 2] = (m, sum w). Keys are moved to the mean of the first ones that are seen, o, which no result depends
-    on: sum w (k - o)(k - o)' = sum a k' - (sum a) o' with the very a = w (k - o) that was multiplied, in two terms."""
+    """One row and a program's tiles: covariance [splits, N, D, D] and mean [splits, N, D] of the weighted keys, and
+    state [splits, N, 2] = (m, sum w). Keys are moved to the mean o of the first ones that are seen, which no result
+    hangs on: sum w (k - o)(k - o)' = sum a k' - (sum a) o' with the a = w (k - o) that was multiplied, in two terms."""
     count = group * queries
     at, batch, head, rows = place_of(heads, count, 1)
     low, high = low + batch * stride_low, high + batch * stride_low
@@ -101,8 +101,8 @@ def merge_moments_kernel(
     moment, mean, state, spread, centre, total, splits, total_rows,
     D: tl.constexpr, WIDTH: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
-    """PANEL rows of the covariance of one row from its splits (Chan, Golub and LeVeque): spread [N, D, D], centre [N, D]
-    and total [N, 2] as a single split would have left them."""
+    """PANEL rows of the covariance of one row from its splits (Chan, Golub and LeVeque): spread [N, D, D], centre
+    [N, D] and total [N, 2] as a single split would have left them."""
     row = tl.program_id(0).to(tl.int64)
     i, columns = tl.program_id(1) * PANEL + tl.arange(0, PANEL), tl.arange(0, WIDTH)
     top = float("-inf")
@@ -192,7 +192,7 @@ def solve_kernel(
     """t [N, D] of one row: (spread + ridge) t = q - mean. RIDGE: how many numbers a row has, 0 where it is `number`.
     GRADIENTS: try conjugate gradients; DIRECT: else, or where they do not get there, elimination."""
     count = group * queries
-    at, batch, head, rows = place_of(heads, count, 1)
+    _, batch, head, rows = place_of(heads, count, 1)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     inside = (i < D)[:, None] & (i < D)[None, :]
@@ -219,7 +219,7 @@ def solve_kernel(
     t, left = b, 1.0
     if GRADIENTS:
         t, left = gradients(matrix, b, tol, limit)
-    if DIRECT:
+    if DIRECT:  # noqa: SIM102 (known when the kernel is compiled, the next is not)
         if (left > tol * tol * tl.sum(b * b, 0)) | (left != left):
             t = eliminated(matrix, b, D, WIDTH)
     tl.store(slope + row * D + i, t * (size * unit), mask=i < D)
@@ -262,7 +262,17 @@ def tilted_kernel(
     for n in range(first, last):
         j = (origin + n) * KEYS
         seen = seen_keys(
-            j, start, to, mask, batch * stride_mb + head * group * stride_mh, rows, count, queries, stride_mh, KEYS, MASKED
+            j,
+            start,
+            to,
+            mask,
+            batch * stride_mb + head * group * stride_mh,
+            rows,
+            count,
+            queries,
+            stride_mh,
+            KEYS,
+            MASKED,
         )
         some = tl.max(seen.to(tl.int32), 0) != 0
         keys = load_tile(k, j, some, stride_kt, D, WIDTH, KEYS)
@@ -304,7 +314,17 @@ def probed_kernel(
     for n in range(first, last):
         j = (origin + n) * KEYS
         seen = seen_keys(
-            j, start, to, mask, batch * stride_mb + head * group * stride_mh, rows, count, queries, stride_mh, KEYS, MASKED
+            j,
+            start,
+            to,
+            mask,
+            batch * stride_mb + head * group * stride_mh,
+            rows,
+            count,
+            queries,
+            stride_mh,
+            KEYS,
+            MASKED,
         )
         some = tl.max(seen.to(tl.int32), 0) != 0
         keys = load_tile(k, j, some, stride_kt, D, WIDTH, KEYS)

@@ -2,7 +2,7 @@
 
     C_i d = sum_j p_ij ((k_j - mean_i) . d) (k_j - mean_i)
 
-is never formed. A step streams the keys once; where a block of rows sees no more than `CHIP` keys, these and the
+is never formed. A step streams the keys once; where a block of rows sees no more than CHIP keys, these and the
 weights stay on the chip for all steps. A row ends when its residual is small, and then does not change by a bit; a
 block, when all its rows have. Rows with no more than `FEW` keys are solved by themselves (`local_linear_direct`).
 
@@ -47,8 +47,6 @@ from .local_linear_math import (
 from .span import Span, batch_stride
 from .tiles import Tiles, TileTable
 
-CHIP = 256
-"""Keys that stay on the chip, weights and all."""
 FEW = 32
 """Keys a row up to which it is solved by itself."""
 RESTARTS = tl.constexpr(3)
@@ -343,8 +341,8 @@ def _solve(
     right_ptr, q_ptr, k_ptr, lse_ptr, mean_ptr, factor_ptr, factor, ridge_ptr, ridge_number, low_ptr, high_ptr,
     mask_ptr, value_ptr, scratch, statistics_ptr, status_ptr, tol, limit, heads, group, queries, keys,
     q_batch, q_head, q_row, k_batch, k_head, k_row, span_batch, mask_batch, mask_head,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
-    GIVEN: tl.constexpr, RIDGE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, VERIFY: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHIP: tl.constexpr,
+    FEW: tl.constexpr, GIVEN: tl.constexpr, RIDGE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, VERIFY: tl.constexpr,
     HELD: tl.constexpr,
 ):  # fmt: skip
     """HELD: of the blocks of rows whose keys and weights stay on the chip, else of the others."""
@@ -357,7 +355,7 @@ def _solve(
     high_ptr += batch * span_batch
     low, high = load_span(low_ptr, high_ptr, rows, queries)
     start, tiles, left, full = plan(low, high, KEYS, MASKED)
-    if (tiles <= 4) != HELD:
+    if (tl.max(tl.where(high > low, high, 0), 0) - start <= CHIP) != HELD:
         return
     at = head * queries
     scratch += (head * tl.num_programs(0) + block) * (ROWS * (TILE * BLOCK + ROW))
@@ -387,12 +385,6 @@ def _solve(
         k1, p1 = _held_tile(
             k_ptr, start + KEYS, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED
         )
-        k2, p2 = _held_tile(
-            k_ptr, start + 2 * KEYS, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED
-        )
-        k3, p3 = _held_tile(
-            k_ptr, start + 3 * KEYS, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED
-        )
     while running > 0:
         d = load_tile(scratch + D * (ROWS * BLOCK), ROWS, BLOCK).to(k_ptr.dtype.element_ty)
         away = tl.load(scratch + ROWS * (TILE * BLOCK + AWAY) + tl.arange(0, ROWS))
@@ -401,8 +393,6 @@ def _solve(
             used = tl.zeros((ROWS,), tl.float32)
             total, used = times(p0 * (product(d, tl.trans(k0)) - away[:, None]), k0, total, used, SPLIT)
             total, used = times(p1 * (product(d, tl.trans(k1)) - away[:, None]), k1, total, used, SPLIT)
-            total, used = times(p2 * (product(d, tl.trans(k2)) - away[:, None]), k2, total, used, SPLIT)
-            total, used = times(p3 * (product(d, tl.trans(k3)) - away[:, None]), k3, total, used, SPLIT)
         else:
             total, used = sweep(
                 d, away, q, c, lse, low, high, k_ptr, k_row, mask_ptr, keys, start, tiles, left, full,
@@ -471,6 +461,11 @@ def solve(
     return value, statistics, status
 
 
+def chip_keys(width: int) -> int:
+    """Half of the keys that stay on the chip, weights and all: as many as leave no register spilt."""
+    return 64 if width <= 64 else 32
+
+
 def _launch(
     tensors: tuple[Tensor, ...],
     factor: float | Tensor,
@@ -484,11 +479,11 @@ def _launch(
 ) -> None:
     right, x, y, lse, mean = tensors
     batch, heads, queries, width = right.shape
-    keys = y.shape[2]
-    if not held and keys <= 4 * tiles.keys:
-        return
+    keys, chip = y.shape[2], 2 * chip_keys(width)
     if held:
-        tiles = replace(tiles, stages=1)
+        tiles = replace(tiles, keys=chip // 2, stages=1)
+    elif keys <= chip:
+        return
     mask = span.mask
     launch(
         _solve,
@@ -501,6 +496,7 @@ def _launch(
         KEYS=tiles.keys,
         WIDTH=width,
         BLOCK=block_width(width),
+        CHIP=chip,
         FEW=few,
         GIVEN=isinstance(factor, Tensor),
         RIDGE=ridge.shape[-1] if isinstance(ridge, Tensor) else 0,

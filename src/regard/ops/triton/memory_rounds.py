@@ -20,7 +20,8 @@ from .memory_keys import FLOOR, marginal_of, moved_keys
 from .memory_read import join, picked_rows
 from .memory_search import best_halves
 from .memory_targets import RULES, errors_of, shares_of
-from .memory_values import TableValues, first_order
+from .memory_values import TableValues
+from .memory_versions import first_order
 
 if TYPE_CHECKING:
     from ...estimators.fast_weight_state import Tokens

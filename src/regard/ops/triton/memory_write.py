@@ -112,11 +112,9 @@ def _write(
         old = tl.load(to, mask=inside, other=0.0)
         if LOG:
             tl.store(log + (memory * total + first) * D + column, old, mask=inside)
-        if ADD:
-            new = old.to(tl.float32) + moved
-        else:
-            new = old.to(tl.float32) - moved / tl.cast(number, tl.float32)
-        tl.store(to, new.to(old.dtype), mask=inside)
+        if not ADD:
+            moved = -moved / tl.cast(number, tl.float32)
+        tl.store(to, (old.to(tl.float32) + moved).to(old.dtype), mask=inside)
 
 
 @triton.jit
