@@ -101,13 +101,13 @@ def rows(bench: Bench) -> Iterator[Row]:
         for ridge in FLOOR_BARS:
             words = f"floor, {data}, ridge {ridge:g}"
             yield Row(words, "local_linear", 3 if ridge == RIDGE else 9, partial(floor, data, ridge, bench), 10)
-    for length in (48,) if bench.dry else LENGTHS:
+    for length in (32,) if bench.dry else LENGTHS:
         for dim in (16,) if bench.dry else (64, 128):
             yield from length_rows(bench, length, dim)
 
 
 def length_rows(bench: Bench, length: int, dim: int) -> Iterator[Row]:
-    judged_here = length in (48, 8192)
+    judged_here = length in (32, 8192)
     base = 2 if judged_here else 12
     names = {"flash": 1, "regard local-linear": 0, "regard local-linear, tol 0.001": 0, "regard parallax": 6}
     names |= {"fla parallax": 9, "fla mesa": 10}

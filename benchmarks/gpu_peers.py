@@ -65,7 +65,7 @@ def keep_best(package: str) -> int:
 
     cut = 0
     for name, module in list(sys.modules.items()):
-        if name.split(".")[0] == package:
+        if name.split(".")[0] == package and module is not None:
             for kernel in vars(module).values():
                 best = getattr(kernel, "best_config", None)
                 if isinstance(kernel, Autotuner) and best is not None and len(kernel.configs) > 1:

@@ -158,8 +158,7 @@ class Memory:
 
     def _read(self, piece: dict[str, Tensor], kept: bool) -> Tokens:
         how, query, good = self.how, piece["query"], piece.get("good")
-        found = self.values.looked(how, query, self.keys, good) if isinstance(self.values, Rounds) else None
-        found = self._looked(query, good) if found is None else found
+        found = self._looked(query, good)
         weights, slots = found.weights.flatten(-2), self._by_memory(found.slots.flatten(-2))
         if how.observer is not None:
             valid = torch.ones_like(piece["position"], dtype=torch.bool) if good is None else good
@@ -176,6 +175,10 @@ class Memory:
 
     def _looked(self, query: Tensor, good: Tensor | None) -> Looked:
         how = self.how
+        if not torch.compiler.is_compiling() and isinstance(self.values, Rounds):
+            looked = self.values.looked(how, query, self.keys, good)
+            if looked is not None:
+                return looked
         found = search(query, self.keys[0] if len(self.keys) == 1 else self.keys, how.top_k, how.kind, how.eps)
         weights = weigh(found.scores.flatten(-2), how.spec)
         slots = self._by_memory(found.slots.flatten(-2))

@@ -64,7 +64,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
         shared: one memory for the batch, whose tokens are one chunk; else one for each row.
         learn_initial: `keys` and `values` are parameters, learned from the gradient through reads and writes.
         storage: dtype of what is written, None for that of `values`; arithmetic is float32 at least.
-        norm_eps: of the RMS norms. idw_eps: added to squared distances. impl: "auto", "reference", "sparse" or "triton".
+        norm_eps: of the RMS norms. idw_eps: added to squared distances. impl: "auto", "reference",
+            "sparse" or "triton".
         sync: "all_gather" (with `shared`): every process writes the tokens of all, so that memories stay the same.
         resident: (with `shared`) keep the memory in the module, in training and evaluation, as the released program
             does: a call without a state goes on in what the last call left, after its waiting pairs are written.

@@ -46,6 +46,7 @@ class Case:
     ridge: str = "number"
     spread: float = 1.0  # of the longest coordinate of keys against the shortest
     away: float = 0.0
+    penalty: float = 0.3
 
     @property
     def offset(self) -> int:
@@ -100,7 +101,7 @@ def draw(case: Case, seed: int = 0) -> Data:
     factor: float | Tensor = 0.5 / math.sqrt(case.dim)
     if case.factor == "rows":
         factor = factor * (0.5 + torch.rand(*rows, generator=generator))
-    ridge: float | Tensor | None = 0.3
+    ridge: float | Tensor | None = case.penalty
     probe = None
     if case.ridge == "rows":
         ridge = 0.2 + torch.rand(*rows, 1, generator=generator)
@@ -202,26 +203,26 @@ def compare(
 
 CASES = {
     "causal": Case(),
-    "all": Case(causal=False, queries=21, keys=45, heads=4, key_heads=2, dim=5, value_dim=19),
+    "all": Case(causal=False, queries=21, keys=37, heads=4, key_heads=2, dim=5, value_dim=19),
     "strict": Case(strict=True, heads=2, key_heads=2, value_dim=3),
-    "window": Case(window=7, heads=3, queries=41, keys=41),
-    "window of several blocks": Case(window=37, queries=63, keys=63),
+    "window": Case(window=7, heads=3),
+    "window of several blocks": Case(window=37, queries=63, keys=63, heads=1),
     "both sides": Case(causal=False, window=9, dim=9),
     "fewer queries": Case(queries=19, keys=50, window=30),
     "more queries": Case(queries=50, keys=19),
     "segments": Case(segments=(9, 20, 1, 17), queries=47, keys=47),
     "segments, all": Case(segments=(30, 17), queries=47, keys=47, causal=False),
-    "mask": Case(masked=True, batch=2),
-    "mask of heads": Case(masked=True, per_head=True, heads=4, key_heads=2, causal=False, window=20, batch=2),
+    "mask": Case(masked=True, batch=2, heads=1, queries=21),
+    "mask of heads": Case(masked=True, per_head=True, heads=4, key_heads=2, causal=False, window=20, queries=21),
     "wide": Case(dim=33, value_dim=17, heads=1),
 }
 RIDGES = ("number", "rows", "dims", "probe")
 
 
-@pytest.mark.parametrize("turn", range(len(CASES)))
+@pytest.mark.parametrize("turn", range(len(CASES)), ids=list(CASES))
 def test_gradients_are_those_of_the_dense_formulas(turn: int, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
     case = list(CASES.values())[turn]
-    ridges = (RIDGES[turn % 3], "probe") if turn % 3 else (RIDGES[turn % 3],)
+    ridges = (RIDGES[turn % 3], "probe") if turn % 4 == 1 else (RIDGES[turn % 3],)
     for n, ridge in enumerate(ridges):
         compare(replace(case, ridge=ridge, factor=("rows", "number")[(turn + n) % 2]), 1e-4, monkeypatch, turn)
 
@@ -254,16 +255,110 @@ def test_u_comes_from_the_solver_in_every_order(name: str, ridge: str, poisoned:
     compare(replace(CASES[name], ridge=ridge), 1e-4, None)
 
 
-@pytest.mark.parametrize("ridge", ["rows", "probe"])
-@pytest.mark.parametrize("spread", [1.0, 10.0])
+@pytest.mark.parametrize(
+    ("ridge", "spread", "most"), [("rows", 1.0, 1e-2), ("probe", 1.0, 1e-2), ("number", 10.0, 2.5e-2)]
+)
 def test_bfloat16_is_as_near_as_its_operands_allow(
-    ridge: str, spread: float, monkeypatch: pytest.MonkeyPatch, poisoned: None
+    ridge: str, spread: float, most: float, monkeypatch: pytest.MonkeyPatch, poisoned: None
 ) -> None:
-    case = Case(dtype=torch.bfloat16, ridge=ridge, queries=45, keys=45, dim=16, spread=spread)
-    compare(case, 1.2e-2, monkeypatch)
+    case = Case(dtype=torch.bfloat16, ridge=ridge, queries=37, keys=37, dim=16, spread=spread, heads=1)
+    compare(case, most, monkeypatch)
+
+
+def test_slopes_of_long_t_in_bfloat16_are_those_of_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch, poisoned: None
+) -> None:
+    """Where keys hardly vary along some coordinates, t is long there, and rounding it would bend a_ij, all of dv."""
+    case = Case(dtype=torch.bfloat16, queries=37, keys=37, dim=16, spread=30.0, heads=1, penalty=0.01)
+    data = draw(case)
+    expected, kept = dense(data, case.seen(None))
+    monkeypatch.setattr(local_linear_solve, "solve", solved(data, case.seen(None)))
+    found = run(case, data, kept)["v"]
+    assert (found.double() - expected["v"]).norm() < 4e-3 * expected["v"].norm()
 
 
 def test_far_keys_in_bfloat16_cost_nothing(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
     """Keys that share a mean as long as 30 deviations: products are centred at each row's own."""
-    case = Case(dtype=torch.bfloat16, queries=45, keys=45, dim=16, away=30.0)
+    case = Case(dtype=torch.bfloat16, queries=37, keys=37, dim=16, away=30.0, heads=1)
     compare(case, 2e-2, monkeypatch)
+
+
+def test_no_bit_depends_on_what_a_query_does_not_see(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    case = Case(queries=37, keys=37, ridge="dims", factor="rows", heads=1)
+    data = draw(case)
+    kept = dense(data, case.seen(None))[1]
+    other = draw(case, 1)
+    cut = 21
+    late = replace(
+        data, **{n: torch.cat([getattr(data, n)[:, :, :cut], getattr(other, n)[:, :, cut:]], 2) for n in "xyv"}
+    )
+    late = replace(late, grad=torch.cat([data.grad[:, :, :cut], 5 * other.grad[:, :, cut:]], 2))
+    assert not late.y.equal(data.y)
+    kept_late = dense(late, case.seen(None))[1]
+    kept_late = Kept(
+        *(torch.cat([a[:, :, :cut], b[:, :, cut:]], 2).contiguous() for a, b in zip(kept, kept_late, strict=True))
+    )
+    first, second = run(case, data, kept), run(case, late, kept_late)
+    for name in ("x", "factor", "ridge"):
+        assert first[name][:, :, :cut].equal(second[name][:, :, :cut]), name
+        assert not first[name][:, :, cut:].equal(second[name][:, :, cut:])
+
+
+def test_documents_packed_together_know_nothing_of_each_other(poisoned: None) -> None:
+    case = Case(queries=37, keys=37, segments=(17, 20), ridge="rows", heads=2)
+    data, other = draw(case), draw(case, 1)
+    cut = 17
+    mixed = replace(
+        data,
+        **{
+            n: torch.cat([getattr(data, n)[:, :, :cut], getattr(other, n)[:, :, cut:]], 2)
+            for n in ("x", "y", "v", "grad")
+        },
+    )
+    seen = case.seen(None)
+    kept, kept_mixed = dense(data, seen)[1], dense(mixed, seen)[1]
+    kept_mixed = Kept(
+        *(torch.cat([a[:, :, :cut], b[:, :, cut:]], 2).contiguous() for a, b in zip(kept, kept_mixed, strict=True))
+    )
+    first, second = run(case, data, kept), run(case, mixed, kept_mixed)
+    for name in first:
+        assert first[name][:, :, :cut].equal(second[name][:, :, :cut]), name
+
+
+def test_any_strides_do(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    """Heads beside features, keys broadcast over sequences, a gradient that is one number."""
+    case = Case(batch=2, heads=2, queries=21, keys=21, ridge="rows", value_dim=6)
+    data = draw(case)
+    y, v = data.y[:1].expand_as(data.y), data.v.transpose(2, 3).contiguous().transpose(2, 3)
+    data = replace(data, y=y, v=v, grad=torch.ones(()).expand_as(data.grad))
+    data = replace(data, x=data.x.transpose(1, 2).contiguous().transpose(1, 2))
+    expected, kept = dense(data, case.seen(None))
+    monkeypatch.setattr(local_linear_solve, "solve", solved(data, case.seen(None)))
+    for name, value in run(case, data, kept).items():
+        assert (value - expected[name]).norm() < 1e-4 * expected[name].norm(), name
+
+
+def test_rows_and_keys_without_partners_get_zeros(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+    case = Case(queries=37, keys=37, causal=False, masked=True, per_head=True, ridge="rows", batch=2, heads=1)
+    data = draw(case)
+    assert data.mask is not None
+    data.mask[0] = False
+    data.mask[1, :, :, 5:25] = False
+    seen = case.seen(data.mask)
+    expected, kept = dense(data, seen)
+    monkeypatch.setattr(local_linear_solve, "solve", solved(data, seen))
+    found = run(case, data, kept)
+    for name in "xyv":
+        assert not found[name][0].any(), name
+        assert (found[name][1] - expected[name][1]).norm() < 1e-4 * expected[name][1].norm()
+    assert not found["y"][1, :, 5:25].any()
+    assert not found["v"][1, :, 5:25].any()
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 20), (20, 0)])
+def test_nothing_is_no_gradient(queries: int, keys: int, poisoned: None) -> None:
+    case = Case(queries=queries, keys=keys, causal=False, ridge="probe")
+    data = draw(case)
+    kept = Kept(*(torch.zeros(1, 2, queries, *width) for width in ((8,), (), (8,), (12,))))
+    kept.lse.fill_(torch.inf)
+    assert not any(z.any() for z in run(case, data, kept).values())

@@ -391,7 +391,7 @@ CASES = {
 }  # fmt: skip
 
 
-SLOW = ("dot", "own", "still")
+SLOW = ("dot", "heads", "own", "still")
 
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES])
@@ -433,6 +433,7 @@ def test_other_weights_and_keys_that_follow_the_error() -> None:
         assert gap(outs[0][1].keys, outs[1][1].keys) < 2e-6
 
 
+@pytest.mark.slow
 def test_calls_of_any_length_and_padding() -> None:
     given = inputs(**SMALL)
     whole, end = regard.fast_weight_memory(*given, impl="triton", **HOW)

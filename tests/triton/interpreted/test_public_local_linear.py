@@ -17,27 +17,27 @@ import regard
 from regard.grammar import SolveStatus
 from regard.ops.triton import tiles
 
-BATCH, HEADS, KV, T = 2, 2, 1, 37
-IDS = torch.tensor([[4] * 9 + [2] * 17 + [5] + [4] * 10, [0] * 20 + [1] * 17])
+BATCH, HEADS, KV, T = 2, 2, 1, 19
+IDS = torch.tensor([[4] * 5 + [2] * 7 + [5] + [4] * 6, [0] * 10 + [1] * 9])
 KEEP = torch.rand(BATCH, 1, 1, T, generator=torch.Generator().manual_seed(5)) > 0.4
 CALLS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "all": (T, T, {}),
     "causal": (T, T, {"is_causal": True}),
     "strict": (T, T, {"exclude_self": True}),
     "window": (T, T, {"is_causal": True, "window": 6}),
-    "strict window": (T, T, {"exclude_self": True, "window": 20}),
+    "strict window": (T, T, {"exclude_self": True, "window": 12}),
     "both sides": (T, T, {"window": 5}),
     "segments": (T, T, {"segment_ids": IDS, "is_causal": True}),
     "segments, both sides": (T, T, {"segment_ids": IDS[:1]}),
     "mask": (T, T, {"attn_mask": KEEP, "is_causal": True}),
     "mask of heads": (T, T, {"attn_mask": KEEP.expand(BATCH, HEADS, 1, T) ^ torch.tensor([[[[True]], [[False]]]])}),
     "fewer queries": (11, T, {"is_causal": True}),
-    "more queries": (T, 21, {"is_causal": True}),
-    "an offset": (19, T, {"is_causal": True, "query_offset": 7, "window": 9}),
-    "offsets": (19, T, {"is_causal": True, "query_offset": torch.tensor([25, -6])}),
-    "offsets, both sides": (19, T, {"window": 8, "query_offset": torch.tensor([-30, 12]), "attn_mask": KEEP}),
+    "more queries": (T, 17, {"is_causal": True}),
+    "an offset": (17, T, {"is_causal": True, "query_offset": 7, "window": 9}),
+    "offsets": (17, T, {"is_causal": True, "query_offset": torch.tensor([15, -6])}),
+    "offsets, both sides": (17, T, {"window": 8, "query_offset": torch.tensor([-20, 12]), "attn_mask": KEEP}),
 }
-QUICK = ("all", "causal", "window", "segments", "mask", "fewer queries", "offsets")
+QUICK = ("all", "segments")
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,9 @@ def test_every_order_of_wide_heads(call: str, poisoned: None) -> None:
         compared(out, local_linear(*exact[:3], seen, exact[3]), leaves, exact, (1e-5, 1e-4), call)
 
 
-@pytest.mark.parametrize("call", [c if c in QUICK[:3] else pytest.param(c, marks=pytest.mark.slow) for c in CALLS])
+@pytest.mark.parametrize(
+    "call", [c if c in ("fewer queries",) else pytest.param(c, marks=pytest.mark.slow) for c in CALLS]
+)
 def test_every_order_in_bfloat16(call: str, poisoned: None) -> None:
     queries, keys, how = CALLS[call]
     leaves = draw(queries, keys, 16, 24, dtype=torch.bfloat16)
@@ -118,7 +120,7 @@ WIDTHS = [(1, 1), (16, 40), (40, 16), (64, 64), (100, 3), (128, 100), (256, 128)
 
 
 @pytest.mark.parametrize(
-    ("dim", "value_dim"), [w if max(w) <= 64 else pytest.param(*w, marks=pytest.mark.slow) for w in WIDTHS]
+    ("dim", "value_dim"), [w if w == (16, 40) else pytest.param(*w, marks=pytest.mark.slow) for w in WIDTHS]
 )
 def test_every_width(dim: int, value_dim: int, poisoned: None) -> None:
     seen = seen_pairs(1, HEADS, 20, 33, is_causal=True)
@@ -130,7 +132,7 @@ def test_every_width(dim: int, value_dim: int, poisoned: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "length", [n if n in (1, 5, 63) else pytest.param(n, marks=pytest.mark.slow) for n in (1, 5, 63, 100, 129)]
+    "length", [n if n in (1, 5) else pytest.param(n, marks=pytest.mark.slow) for n in (1, 5, 63, 100, 129)]
 )
 def test_every_length_with_the_tiles_that_are_shipped(length: int, poisoned: None) -> None:
     leaves = draw(length, length, 16, batch=1)
@@ -139,7 +141,8 @@ def test_every_length_with_the_tiles_that_are_shipped(length: int, poisoned: Non
     compared(out, local_linear(*exact, seen, 0.1), leaves, exact, (1e-5, 1e-4))
 
 
-@pytest.mark.parametrize("window", [3, 20, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [3, 20, 90])
 def test_windows_with_the_tiles_that_are_shipped(window: int, poisoned: None) -> None:
     how = {"is_causal": True, "window": window}
     leaves = draw(100, 100, 8, batch=1)
@@ -147,7 +150,8 @@ def test_windows_with_the_tiles_that_are_shipped(window: int, poisoned: None) ->
     compared(triton(leaves, ridge=0.1, **how), local_linear(*exact, seen, 0.1), leaves, exact, (1e-5, 1e-4))
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), pytest.param((6, 1), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 def test_heads_share_keys(heads: tuple[int, int]) -> None:
     leaves = draw(19, 19, 4, batch=1, heads=heads[0], kv=heads[1])
     exact, seen = wide(leaves), seen_pairs(1, heads[0], 19, 19)
@@ -155,6 +159,7 @@ def test_heads_share_keys(heads: tuple[int, int]) -> None:
         compared(triton(leaves), local_linear(*exact, seen, 0.1), leaves, exact, (1e-5, 1e-4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ridge", [1.0, 0.01, 1e-3])
 def test_ridges(ridge: float) -> None:
     """More keys than coordinates, so that a small ridge leaves a regular system."""
@@ -164,7 +169,10 @@ def test_ridges(ridge: float) -> None:
         compared(triton(leaves, ridge=ridge, **how), local_linear(*exact, seen, ridge), leaves, exact, (1e-5, 2e-4))
 
 
-@pytest.mark.parametrize("shape", [(), (HEADS, 1), (BATCH, HEADS, T), (HEADS, 1, 5), (BATCH, HEADS, T, 5)])
+SHAPES = [(), (HEADS, 1), (BATCH, HEADS, T), (HEADS, 1, 5), (BATCH, HEADS, T, 5)]
+
+
+@pytest.mark.parametrize("shape", [*(pytest.param(x, marks=pytest.mark.slow) for x in SHAPES[:4]), SHAPES[4]])
 def test_ridges_that_are_tensors(shape: tuple[int, ...], poisoned: None) -> None:
     """One for all, for heads, for rows, for coordinates; with their gradients."""
     ridge = (torch.rand(shape, generator=torch.Generator().manual_seed(2)) + 0.05).requires_grad_()
@@ -182,6 +190,7 @@ def test_ridges_that_are_tensors(shape: tuple[int, ...], poisoned: None) -> None
         compared(out, expected, leaves, exact, (1e-5, 1e-4), shape)
 
 
+@pytest.mark.slow
 def test_scales_of_rows() -> None:
     """A tensor of scales, with its gradient."""
     scale = (torch.rand(BATCH, HEADS, T, generator=torch.Generator().manual_seed(2)) + 0.2).requires_grad_()
@@ -243,10 +252,10 @@ def steps_of(leaves: list[Tensor], seen: Tensor, ridge: float, count: int) -> tu
     return (p * (1 + slopes)) @ v, r.norm(dim=-1) / right.norm(dim=-1)
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("count", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1))])
 def test_a_budget_of_steps(count: int) -> None:
     """As many steps as allowed, from 0, and a residual and a status that own up to it; none at all is softmax."""
-    leaves, seen = draw(24, 60, 12, batch=1, grad=False), seen_pairs(1, HEADS, 24, 60, is_causal=True)
+    leaves, seen = draw(17, 40, 12, batch=1, grad=False), seen_pairs(1, HEADS, 17, 40, is_causal=True)
     expected, residual = steps_of(leaves, seen, 0.05, count)
     with warnings.catch_warnings(), tiles.forced(rows=16, keys=16):
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -262,6 +271,7 @@ def test_a_budget_of_steps(count: int) -> None:
     assert bool((told.solver["status"] == int(SolveStatus.UNCONVERGED)).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_ends_where_its_true_residual_is_small(dtype: torch.dtype) -> None:
     """What diagnostics say of the tolerance is true of the output: 4 times it at the most, beyond the dtype's floor."""
@@ -280,6 +290,7 @@ def test_a_row_ends_where_its_true_residual_is_small(dtype: torch.dtype) -> None
         assert not told.solver["status"].any()
 
 
+@pytest.mark.slow
 def test_affine_functions_are_reproduced() -> None:
     """v = W k + b, by a ridge of nearly nothing, wherever a row sees enough keys to know it."""
     make = torch.Generator().manual_seed(0)
@@ -341,6 +352,7 @@ def test_bfloat16_gradients_of_four_kinds(name: str) -> None:
         assert ratio(a, b) <= 5e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["zero keys", "one key many times", "on a line", "scores of 1e4", "far from zero", "small"]
 )
@@ -374,8 +386,9 @@ def test_hard_keys(kind: str, dtype: torch.dtype) -> None:
 # One query ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"window": 30, "is_causal": True}, {"query_offset": torch.tensor([50, -1])}])
-@pytest.mark.parametrize("dim", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dim", [8, 64])
 def test_one_query(how: dict[str, Any], dim: int, poisoned: None) -> None:
     """Of which no gradient is asked, and of which one is; ridges of rows and of coordinates; a probe."""
     how = {**how, "is_causal": True} if "query_offset" in how else how
@@ -398,6 +411,7 @@ def test_one_query(how: dict[str, Any], dim: int, poisoned: None) -> None:
             compared(out, local_linear(*exact, seen, 0.1), leaves, exact, (most, 1e-4))
 
 
+@pytest.mark.slow
 def test_one_query_at_a_time_is_the_whole() -> None:
     """With keys far from zero, too."""
     q, k, v = draw(24, 24, 6, batch=1, kv=HEADS, grad=False)
@@ -419,6 +433,7 @@ def both(leaves: list[Tensor], weight: Tensor, **call: Any) -> list[Tensor]:
         return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
+QUICK_KINDS = ("loosely",)
 KINDS: dict[str, dict[str, Any]] = {
     "solved": {"ridge": 0.05},
     "loosely": {"ridge": 0.05, "solver": "cg", "tol": 1e-2},
@@ -433,14 +448,14 @@ def with_kind(kind: str, rows: int, dim: int, heads: int = HEADS, batch: int = 1
     return how
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("what", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("kind", [k if k in QUICK_KINDS else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize("what", [torch.inf, *(pytest.param(x, marks=pytest.mark.slow) for x in (torch.nan, 3e38))])
 def test_what_is_hidden_never_matters(kind: str, what: float) -> None:
     """To the last bit, forward and backward; and it has no gradient itself."""
-    q, k, v = (x.detach() for x in draw(34, 34, 6, batch=1))
+    q, k, v = (x.detach() for x in draw(34, 34, 6, batch=1, heads=1))
     mask = torch.ones(1, 1, 1, 34, dtype=torch.bool)
     mask[..., 7:9] = mask[..., 20] = False
-    weight, how = weight_of(q), {"attn_mask": mask, "exclude_self": True, **with_kind(kind, 34, 6)}
+    weight, how = weight_of(q), {"attn_mask": mask, "exclude_self": True, **with_kind(kind, 34, 6, 1)}
     before = both([q, k, v], weight, **how)
     k[:, :, 7], v[:, :, 8], k[:, :, 20], v[:, :, 33] = what, what, -what, what
     k[:, :, 33] = 1e6
@@ -451,7 +466,7 @@ def test_what_is_hidden_never_matters(kind: str, what: float) -> None:
     assert not after[3][:, :, [7, 8, 20, 33]].any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k if k in QUICK_KINDS else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_what_is_not_finite_spoils_the_rows_that_see_it(kind: str) -> None:
     q, k, v = (x.detach() for x in draw(34, 34, 6, batch=2))
     weight, how = weight_of(q), {"is_causal": True, **with_kind(kind, 34, 6, batch=2)}
@@ -472,13 +487,13 @@ def test_what_is_not_finite_spoils_the_rows_that_see_it(kind: str) -> None:
         near([other], [one], 1e-6, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k if k in QUICK_KINDS else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_rows_without_a_key(kind: str, poisoned: None) -> None:
     """Are 0 and have gradient 0; so has what only they see."""
-    leaves = draw(40, 25, 6)
-    mask = torch.ones(BATCH, 1, 1, 25, dtype=torch.bool)
+    leaves = draw(24, 9, 6)
+    mask = torch.ones(BATCH, 1, 1, 9, dtype=torch.bool)
     mask[1] = False
-    how = {"attn_mask": mask, "is_causal": True, **with_kind(kind, 40, 6, batch=BATCH)}
+    how = {"attn_mask": mask, "is_causal": True, **with_kind(kind, 24, 6, batch=BATCH)}
     out, dq, dk, dv = both(leaves, weight_of(leaves[0]), **how)
     assert not out[:, :, :15].any()
     assert not out[1].any()
@@ -500,25 +515,25 @@ def test_nothing_at_all(sizes: tuple[int, int]) -> None:
         assert sizes[1] == 1 or not any(bool(g.any()) for g in grads)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k if k in QUICK_KINDS else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_weights_sum_to_one(kind: str, poisoned: None) -> None:
     """Values of one give one, whatever is solved and however well."""
-    q, k, v = draw(40, 60, 16, grad=False)
-    how = with_kind(kind, 40, 16, batch=BATCH)
+    q, k, v = draw(17, 40, 16, batch=1, grad=False)
+    how = with_kind(kind, 17, 16)
     for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
         with tiles.forced(rows=16, keys=16):
             out = triton([q.to(dtype), k.to(dtype), torch.ones_like(v).to(dtype)], is_causal=True, **how)
         assert float((out.double() - 1).abs().max()) <= most
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k if k in QUICK_KINDS else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_no_bit_of_a_row_depends_on_what_comes_later(kind: str) -> None:
     """Later tokens whose systems take many steps, few, or that are not there; keys far away from all others."""
-    q, k, v = draw(47, 47, 8, batch=1, grad=False)
-    how = {"is_causal": True, **with_kind(kind, 47, 8)}
+    q, k, v = draw(21, 21, 4, batch=1, heads=1, grad=False)
+    how = {"is_causal": True, **with_kind(kind, 21, 4, 1)}
     with tiles.forced(rows=16, keys=16):
         before = triton([q, k, v], **how)
-        for cut in (7, 16, 40):
+        for cut in (7, 18):
             part = {**how, "probe": how["probe"][:, :, :cut]} if kind == "probe" else how
             short = triton([x[:, :, :cut] for x in (q, k, v)], **part)
             assert torch.equal(short, before[:, :, :cut]), cut
@@ -529,11 +544,11 @@ def test_no_bit_of_a_row_depends_on_what_comes_later(kind: str) -> None:
                 assert torch.equal(triton([a, b, c], **how)[:, :, :cut], before[:, :, :cut]), (cut, factor)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k if k in QUICK_KINDS else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_packed_sequences(kind: str) -> None:
     """Equal calls of their own; and no bit of one depends on another, forward or backward."""
-    leaves = draw(37, 37, 8, batch=1)
-    runs, how = [(0, 9), (9, 26), (26, 27), (27, 37)], with_kind(kind, 37, 8)
+    leaves = draw(T, T, 4, batch=1)
+    runs, how = [(0, 5), (5, 12), (12, 13), (13, 19)], with_kind(kind, T, 4)
     weight = weight_of(leaves[0])
     packed = both(leaves, weight, segment_ids=IDS[:1], is_causal=True, **how)
     apart = []
@@ -544,19 +559,19 @@ def test_packed_sequences(kind: str) -> None:
     near(packed, [torch.cat(x, 2) for x in zip(*apart, strict=True)], (most[0], *[most[1]] * 3), kind)
     changed = [x.detach().clone() for x in leaves]
     for x in changed:
-        x[:, :, 9:26] = x[:, :, 9:26] * -3 + 50
-        x[:, :, 26:27] = torch.nan
-    weight[:, :, 9:27] = 100
+        x[:, :, 5:12] = x[:, :, 5:12] * -3 + 50
+        x[:, :, 12:13] = torch.nan
+    weight[:, :, 5:13] = 100
     other = both(changed, weight, segment_ids=IDS[:1], is_causal=True, **how)
     for one, two in zip(packed, other, strict=True):
-        assert torch.equal(one[:, :, :9], two[:, :, :9])
-        assert torch.equal(one[:, :, 27:], two[:, :, 27:])
+        assert torch.equal(one[:, :, :5], two[:, :, :5])
+        assert torch.equal(one[:, :, 13:], two[:, :, 13:])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k if k in QUICK_KINDS else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_a_batch_is_a_loop(kind: str) -> None:
     """To the last bit."""
-    leaves, how = draw(21, 33, 8, heads=4, kv=2), with_kind(kind, 21, 8, heads=4, batch=BATCH)
+    leaves, how = draw(5, 18, 4, heads=4, kv=2), with_kind(kind, 5, 4, heads=4, batch=BATCH)
     weight = weight_of(leaves[0])
     whole = both(leaves, weight, is_causal=True, **how)
     for b in range(BATCH):
@@ -569,6 +584,7 @@ def test_a_batch_is_a_loop(kind: str) -> None:
                 assert torch.equal(whole[place][at], x), place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_that_are_not_contiguous(dtype: torch.dtype) -> None:
     """And the same again: [B, T, H, D] turned, every other feature, parts of longer rows, one key for all."""
@@ -595,6 +611,7 @@ def far(x: Tensor, axis: int) -> Tensor:
     return torch.empty_strided(x.shape, stride, dtype=x.dtype).copy_(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_elements_that_lie_far_apart(axis: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -652,6 +669,7 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["solved", "probe"])
 def test_operators_are_what_they_say(kind: str) -> None:
     """opcheck: schema, fake kernels and autograd of every operator that a call makes."""
@@ -672,6 +690,7 @@ def test_operators_are_what_they_say(kind: str) -> None:
         torch.library.opcheck(func, tuple(leaf(x) for x in args), kwargs, test_utils=checks)
 
 
+@pytest.mark.slow
 def test_autocast_changes_nothing() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         leaves = draw(20, 20, 8, dtype=dtype)
@@ -725,11 +744,13 @@ def test_what_it_cannot_do(name: str) -> None:
 def test_explain() -> None:
     """On a GPU it is chosen; a solver or a weight that it does not know is a reason."""
     shape = (2, 8, 4096, 64)
-    told = regard.explain("local-linear", shape, dtype=torch.bfloat16, device="cuda", is_causal=True)
-    assert told.chosen == "triton"
-    cost = {name: cost for name, _, cost in told.rows}["triton"]
-    assert cost is not None
-    assert cost.bytes < 2 * 8 * 4096 * 4096 // 8
+    memory = []
+    for length in (4096, 8192):
+        known = (*shape[:2], length, shape[3])
+        told = regard.explain("local-linear", known, dtype=torch.bfloat16, device="cuda", is_causal=True)
+        assert told.chosen == "triton"
+        memory += [cost.bytes for name, _, cost in told.rows if name == "triton" and cost is not None]
+    assert 0 < memory[1] <= 2.1 * memory[0]  # linear in the length
     for spec in (
         "local-linear[biweight]", "gaussian*fixed*linear(ridge=0.1,solver=block-diagonal)",
         "gaussian*fixed*linear(ridge=0.1,ridge_mode=absolute)",
@@ -739,6 +760,7 @@ def test_explain() -> None:
         assert told.chosen not in ("triton", "nothing")
 
 
+@pytest.mark.slow
 def test_diagnostics() -> None:
     """Of softmax and of the solver; where weights are negative is counted or not said, never said wrongly."""
     leaves, seen = draw(30, 30, 6, batch=1, grad=False), seen_pairs(1, HEADS, 30, 30, is_causal=True)

@@ -41,7 +41,7 @@ def _tables(name: str, narrow: list[Tiles], wide: list[Tiles]) -> dict[int, Tile
     def table(size: int, tiles: list[Tiles], other: Tiles) -> TileTable:
         return TileTable(f"{name}_{size}", {(64 << i, size): own for i, own in enumerate(tiles)}, [other])
 
-    return {2: table(2, narrow, Tiles(64, 64, 4, 3)), 4: table(4, wide, Tiles(32, 32, 4, 2))}
+    return {2: table(2, narrow, Tiles(64, 64, 4, 3)), 4: table(4, wide, Tiles(64, 32, 4, 2))}
 
 
 STREAM = _tables(

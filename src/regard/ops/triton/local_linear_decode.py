@@ -40,16 +40,14 @@ MOMENTS = TileTable(
     "local_linear_moments",
     {
         (64, 2): Tiles(keys=64),
-        (128, 2): Tiles(keys=64, warps=8),
+        (128, 2): Tiles(keys=32, warps=8),
         (64, 4): Tiles(keys=32),
         (128, 4): Tiles(keys=16, warps=8),
     },
     others=(Tiles(keys=128, warps=8), Tiles(keys=32)),
 )
 TABLE = TileTable(
-    "local_linear_decode",
-    {(128, 2): Tiles(keys=64), (256, 4): Tiles(keys=32)},
-    others=(Tiles(keys=32), Tiles(keys=64, stages=3)),
+    "local_linear_decode", {(256, 4): Tiles(keys=32, stages=3)}, others=(Tiles(keys=32), Tiles(keys=64, stages=3))
 )
 SOLVE = TileTable("local_linear_decode_solve", {(64, 4): Tiles(warps=4, stages=1), (128, 4): Tiles(warps=8, stages=1)})
 

@@ -193,7 +193,7 @@ def moved_keys(
     (batch, length), (memories, heads, _, n, width) = query.shape[:2], keys.shape
     tokens, sets, k = batch * length // max(1, memories), heads * 2, halves.shape[-1]
     query = query if query.stride(-1) == 1 else query.contiguous()
-    keys = keys if keys[0].is_contiguous() else keys.contiguous()
+    keys = keys if keys[:1].is_contiguous() else keys.contiguous()
     out = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
 
     def run(tiles: Tiles) -> None:

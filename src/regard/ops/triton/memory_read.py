@@ -1,5 +1,5 @@
-"""Slots of sorted halves and their weights (equations 5 and 30 of the fast-weight product-key-memory paper), and sums of
-picked rows of a table.
+"""Slots of sorted halves and their weights (equations 5 and 30 of the fast-weight product-key-memory paper), and sums
+of picked rows of a table.
 
 Legend: B batch, T tokens, H heads, k slots a head, K = H k; M tables of N rows of Dv numbers, P tokens of each.
 """

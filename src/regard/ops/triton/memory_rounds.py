@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def looked(store: TableValues, how: How, query: Tensor, keys: Tensor, good: Tensor | None) -> Looked | None:
     """As `Rounds.looked`."""
-    if torch.compiler.is_compiling() or store.refuses(store.base, None, query, keys, how.top_k, how.kind) is not None:
+    if store.refuses(store.base, None, query, keys, how.top_k, how.kind) is not None:
         return None
     memories, n = len(keys), keys.shape[-2]
     half_scores, halves = _Search.apply(query, keys, how.top_k, how.eps, isinstance(how.kind, InverseDistance))
@@ -73,7 +73,7 @@ def rewritten(
 
 def _by_memory(x: Tensor, memories: int) -> Tensor:
     """[B, T, ...] as [M, P, ...]."""
-    return x.reshape(memories, -1, *x.shape[2:])
+    return x if len(x) == memories else x.reshape(memories, -1, *x.shape[2:])
 
 
 def _at(numbers: Tensor, halves: Tensor) -> Tensor:

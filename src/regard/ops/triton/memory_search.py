@@ -207,7 +207,7 @@ def best_halves(query: Tensor, keys: Tensor, k: int, eps: float, *, distance: bo
     (batch, tokens, heads, width), (memories, n) = query.shape, (keys.shape[0], keys.shape[3])
     if query.stride(-1) != 1:
         query = query.contiguous()
-    if not keys[0].is_contiguous():
+    if not keys[:1].is_contiguous():
         keys = keys.contiguous()
     halves = torch.empty(batch, tokens, heads, 2, k, dtype=torch.int64, device=query.device)
     scores = torch.empty(halves.shape, dtype=torch.float32, device=query.device)

@@ -42,9 +42,6 @@ def _errors(
     there = own
     if AHEAD:
         at = tl.full((R,), 2147483647, tl.int32)
-        last = True
-        if GOOD_NEXT:
-            last = tl.load(good_next + stream) != 0
         for start in range(0, length, OT):
             other = start + tl.arange(0, OT)
             fine = other < length
@@ -53,7 +50,10 @@ def _errors(
             later = fine[None, :] & (other[None, :] > mine[:, None])
             at = tl.minimum(at, tl.min(tl.where(later, other[None, :], 2147483647), 1))
         if BORDER:
-            at = tl.where((at > length) & last, length, at)
+            end = length
+            if GOOD_NEXT:
+                end = tl.where(tl.load(good_next + stream) != 0, length, 2147483647)
+            at = tl.minimum(at, end)
         there = own & (at <= length)
         at = tl.where(there, at, 0)
     to = stream * length + mine
@@ -64,7 +64,7 @@ def _errors(
         fits = there[:, None] & (column < D)[None, :]
         seen = tl.load(read + to[:, None] * D + column[None, :], mask=fits, other=0.0)
         here = (at < length)[:, None]
-        from_chunk = value + stream * stride_r + at[:, None] * stride_t + column[None, :]
+        from_chunk = value + stream * stride_r + at[:, None].to(tl.int64) * stride_t + column[None, :]
         target = tl.load(from_chunk, mask=fits & here, other=0.0)
         if AHEAD and BORDER:
             from_next = following + stream * stride_n + column[None, :] + at[:, None] * 0

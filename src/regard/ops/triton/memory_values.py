@@ -1,5 +1,5 @@
-"""Values of memories as whole tables that are written in place, for kernels: a `SlotValues`. A store is a version of its
-table (`memory_versions`), so that it stays what it was when another one goes on from it.
+"""Values of memories as whole tables that are written in place, for kernels: a `SlotValues`. A store is a version of
+its table (`memory_versions`), so that it stays what it was when another one goes on from it.
 
 Legend: as in `estimators.slot_values`.
 """
