@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,14 @@ def attend(spec: str, dim: int, dtype: str, queries: int = 256, **options: Any) 
     return call
 
 
+def bounded(dim: int) -> Tensor:
+    """A step of decoding that leaves blocks of keys unread."""
+    from regard.ops.triton import KeyBounds, decode_attention
+
+    q, k, v = tensors(dim, torch.bfloat16, queries=1)
+    return decode_attention(q, k, v, "biweight", is_causal=True, key_bounds=KeyBounds.of(k))
+
+
 def remember(dtype: str, score: str = "idw", sub_keys: int = 64, width: int = 512, grad: bool = True) -> Any:
     """A memory of fast weights: two chunks of tokens, read and written."""
 
@@ -134,6 +143,8 @@ def decoding_cases() -> Iterator[Case]:
                 core = (spec, dtype, dim) == ("biweight", "bfloat16", 64)
                 call = attend(spec, dim, dtype, queries=1)
                 yield Case("decoding", f"{spec}, one query, D {dim}, {dtype}", dim, call, core)
+    for dim in (64, 128):
+        yield Case("decoding", f"biweight, one query, key bounds, D {dim}, bfloat16", dim, partial(bounded, dim))
 
 
 def memory_cases() -> Iterator[Case]:

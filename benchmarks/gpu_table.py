@@ -163,17 +163,20 @@ def decoding(stored: Entry) -> Iterator[str]:
     if rows:
         yield (
             "One decoded token against a cache, bfloat16: microseconds on the device (a CUDA graph), and GB/s if keys "
-            "and values are read once."
+            "and values are read once; with bounds of key blocks, which share of the keys is read."
         )
         places = list(dict.fromkeys((r["config"]["length"], r["config"]["batch"], r["config"]["dim"]) for r in rows))
         names = list(dict.fromkeys(row["contestant"] for row in rows))
         table = []
         for name in names:
             found = [select(rows, name, length=t, batch=b, dim=d) for t, b, d in places]
-            table.append(
-                [name, *("–" if r is None else f"{number(1e3 * r['ms'])} ({number(r['gbps'])})" for r in found)]
-            )
+            table.append([name, *("–" if row is None else decoded(row) for row in found)])
         yield markdown(["", *(f"{t} keys, B {b}, D {d}" for t, b, d in places)], table)
+
+
+def decoded(row: Entry) -> str:
+    read = f"; {row['keys_read']:.0%}" if "keys_read" in row else ""
+    return f"{number(1e3 * row['ms'])} ({number(row['gbps'])}{read})"
 
 
 def memory(stored: Entry) -> Iterator[str]:

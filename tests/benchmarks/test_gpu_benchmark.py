@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,37 @@ def test_a_page_without_markers_is_refused(module: Any) -> None:
     for page in ("no markers", f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"):
         with pytest.raises(ValueError, match="must hold"):
             module("gpu_table").placed(page, "table")
+
+
+# Peers --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tuned_kernel_keeps_the_configuration_it_chose(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner = pytest.importorskip("triton.runtime.autotuner")
+    tuned, new, single = (object.__new__(tuner.Autotuner) for _ in range(3))
+    tuned.configs, tuned.best_config = ["a", "b", "c"], "b"
+    new.configs = ["a", "b"]
+    single.configs, single.best_config = ["a"], "a"
+    inside = types.ModuleType("splash.kernels")
+    inside.tuned, inside.new, inside.single = tuned, new, single
+    outside = types.ModuleType("splash_kernels")
+    outside.other = other = object.__new__(tuner.Autotuner)
+    other.configs, other.best_config = ["a", "b"], "a"
+    monkeypatch.setitem(sys.modules, "splash.kernels", inside)
+    monkeypatch.setitem(sys.modules, "splash_kernels", outside)
+    assert module("gpu_peers").keep_best("splash") == 1
+    assert [x.configs for x in (tuned, new, single, other)] == [["b"], ["a", "b"], ["a"], ["a", "b"]]
+
+
+def test_peers_that_are_not_there_are_missing_and_no_error(module: Any) -> None:
+    peers = module("gpu_peers")
+    with pytest.raises(peers.Missing, match="not installed: pip install nothing"):
+        peers.require("no_such_module_at_all", "pip install nothing")
+    x = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(peers.Missing, match="cuDNN"):
+        peers.torch_attention(x, x, x, backend="cudnn")
+    dense = (x @ x.mT / 2).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf).softmax(-1) @ x
+    torch.testing.assert_close(peers.torch_attention(x, x, x, backend="flash"), dense)
 
 
 # Dense forms --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from regard.ops.triton.span import Span
 from regard.ops.triton.tiles import forced
 
 EXACT = Rule(tol=1e-7, limit=400, direct=False, verify=True)
+ROUGH = Rule(tol=1e-2, limit=20, direct=False, verify=False)
 
 
 @dataclass
@@ -109,7 +110,7 @@ def draw(case: Case, seed: int = 0) -> Data:
         ridge = 0.2 + torch.rand(*rows, case.dim, generator=generator)
     elif case.ridge == "probe":
         ridge, probe = None, torch.randn(*rows, case.dim, generator=generator) * 0.5
-    scale = torch.logspace(0.0, math.log10(case.spread), case.dim)
+    scale = torch.logspace(-math.log10(case.spread), 0.0, case.dim)
     return Data(
         normal(*rows, case.dim) + case.away,
         (normal(case.batch, case.key_heads, case.keys, case.dim).float() * scale + case.away).to(case.dtype),
@@ -217,19 +218,19 @@ CASES = {
     "wide": Case(dim=33, value_dim=17, heads=1),
 }
 RIDGES = ("number", "rows", "dims", "probe")
+QUICK = ("causal", "all", "strict", "window", "fewer queries", "segments", "mask of heads", "wide")
 
 
-@pytest.mark.parametrize("turn", range(len(CASES)), ids=list(CASES))
+@pytest.mark.parametrize("turn", range(len(QUICK)), ids=QUICK)
 def test_gradients_are_those_of_the_dense_formulas(turn: int, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
-    case = list(CASES.values())[turn]
+    case = CASES[QUICK[turn]]
     ridges = (RIDGES[turn % 3], "probe") if turn % 4 == 1 else (RIDGES[turn % 3],)
     for n, ridge in enumerate(ridges):
         compare(replace(case, ridge=ridge, factor=("rows", "number")[(turn + n) % 2]), 1e-4, monkeypatch, turn)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factor", ["number", "rows"])
-@pytest.mark.parametrize("ridge", RIDGES)
+@pytest.mark.parametrize(("ridge", "factor"), list(zip(RIDGES, ("rows", "number", "rows", "number"), strict=True)))
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_with_every_ridge(
     name: str, ridge: str, factor: str, monkeypatch: pytest.MonkeyPatch, poisoned: None
@@ -249,14 +250,13 @@ def test_u_comes_from_the_solver(poisoned: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ridge", ["number", "dims"])
 @pytest.mark.parametrize("name", ["causal", "window", "segments", "mask of heads", "more queries"])
-def test_u_comes_from_the_solver_in_every_order(name: str, ridge: str, poisoned: None) -> None:
-    compare(replace(CASES[name], ridge=ridge), 1e-4, None)
+def test_u_comes_from_the_solver_in_every_order(name: str, poisoned: None) -> None:
+    compare(replace(CASES[name], ridge="dims"), 1e-4, None)
 
 
 @pytest.mark.parametrize(
-    ("ridge", "spread", "most"), [("rows", 1.0, 1e-2), ("probe", 1.0, 1e-2), ("number", 10.0, 2.5e-2)]
+    ("ridge", "spread", "most"), [("rows", 1.0, 1e-2), ("probe", 1.0, 1e-2), ("number", 10.0, 1e-2)]
 )
 def test_bfloat16_is_as_near_as_its_operands_allow(
     ridge: str, spread: float, most: float, monkeypatch: pytest.MonkeyPatch, poisoned: None
@@ -280,7 +280,7 @@ def test_slopes_of_long_t_in_bfloat16_are_those_of_the_forward_pass(
 def test_far_keys_in_bfloat16_cost_nothing(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
     """Keys that share a mean as long as 30 deviations: products are centred at each row's own."""
     case = Case(dtype=torch.bfloat16, queries=37, keys=37, dim=16, away=30.0, heads=1)
-    compare(case, 2e-2, monkeypatch)
+    compare(case, 4e-2, monkeypatch)
 
 
 def test_no_bit_depends_on_what_a_query_does_not_see(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
@@ -298,14 +298,14 @@ def test_no_bit_depends_on_what_a_query_does_not_see(monkeypatch: pytest.MonkeyP
     kept_late = Kept(
         *(torch.cat([a[:, :, :cut], b[:, :, cut:]], 2).contiguous() for a, b in zip(kept, kept_late, strict=True))
     )
-    first, second = run(case, data, kept), run(case, late, kept_late)
+    first, second = run(case, data, kept, ROUGH), run(case, late, kept_late, ROUGH)
     for name in ("x", "factor", "ridge"):
         assert first[name][:, :, :cut].equal(second[name][:, :, :cut]), name
         assert not first[name][:, :, cut:].equal(second[name][:, :, cut:])
 
 
 def test_documents_packed_together_know_nothing_of_each_other(poisoned: None) -> None:
-    case = Case(queries=37, keys=37, segments=(17, 20), ridge="rows", heads=2)
+    case = Case(queries=37, keys=37, segments=(17, 20), ridge="rows", heads=1)
     data, other = draw(case), draw(case, 1)
     cut = 17
     mixed = replace(
@@ -320,7 +320,7 @@ def test_documents_packed_together_know_nothing_of_each_other(poisoned: None) ->
     kept_mixed = Kept(
         *(torch.cat([a[:, :, :cut], b[:, :, cut:]], 2).contiguous() for a, b in zip(kept, kept_mixed, strict=True))
     )
-    first, second = run(case, data, kept), run(case, mixed, kept_mixed)
+    first, second = run(case, data, kept, ROUGH), run(case, mixed, kept_mixed, ROUGH)
     for name in first:
         assert first[name][:, :, :cut].equal(second[name][:, :, :cut]), name
 

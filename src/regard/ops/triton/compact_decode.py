@@ -25,13 +25,13 @@ from ..block_rows import FLAGS, FLOATS, unpack
 from ..dispatch import Cost, Inputs, Problem
 from . import compact
 from .compact import SOFTMAX, Rule, rule_of
-from .decode_plan import ROWS, Ranges, group_of, ranges_of, row_tensor, rows_of, splits_of, strides
+from .decode_plan import ROWS, Ranges, group_of, masked, ranges_of, row_tensor, rows_of, splits_of, strides
 from .launch import launch
 from .tiles import Tiles, TileTable
 
 TABLE = TileTable(
     "compact_decode",
-    {(128, 2): Tiles(keys=64, stages=3), (256, 2): Tiles(keys=32), (64, 4): Tiles(keys=64), (256, 4): Tiles(keys=32)},
+    {(64, 2): Tiles(keys=64, stages=3), (256, 2): Tiles(keys=32, stages=3), (256, 4): Tiles(keys=32)},
     others=(Tiles(keys=64), Tiles(keys=128), Tiles(keys=128, warps=8)),
 )
 CHUNK = Tiles(keys=1024, warps=4, stages=1)
@@ -234,7 +234,7 @@ def _softmax(
     state = q.new_empty(splits, *out.shape[:3], 4, dtype=torch.float32)
     grid = (shape.programs, splits)
     widths = {"D": q.shape[-1], "WIDTH": width_of(q), "DV": v.shape[-1], "WIDTH_V": width_of(v)}
-    flagged = {"GIVEN": factor is not None, "MASKED": ranges.mask is not None}
+    flagged = {"GIVEN": factor is not None, "MASKED": masked(ranges)}
     launch(
         online_kernel, grid, q, k, v, factor, *ranges.tensors, part, state, *shape.sizes, scale,
         *strides(q), *strides(k), *strides(v), *ranges.strides, part.stride(0), state.stride(0),
@@ -270,7 +270,7 @@ def _compact(
     splits = splits_of(q.device, shape.programs, room, shape.rows)
     grid = (shape.programs, splits)
     kinds = {"RULE": rule.code, "R": rule.r, "EMPTY": rule.stand}
-    masked, most = {"MASKED": ranges.mask is not None}, {"MOST": shape.most}
+    seen = {"MASKED": masked(ranges), "MOST": shape.most}
     upper = edge = None
     block, blocks = tiles.keys, 0
     if bounds is not None:
@@ -279,20 +279,20 @@ def _compact(
     launch(
         scores_kernel, grid, q, k, factor, *ranges.tensors, upper, edge, z, tops, read_k, *shape.sizes, room, blocks,
         scale, *strides(q), *strides(k), *ranges.strides,
-        tiles=tiles, D=q.shape[-1], WIDTH=width_of(q), ROWS=shape.rows, KEYS=tiles.keys, BLOCK=block, **most, **masked,
+        tiles=tiles, D=q.shape[-1], WIDTH=width_of(q), ROWS=shape.rows, KEYS=tiles.keys, BLOCK=block, **seen,
         GIVEN=factor is not None, BOUNDED=bounds is not None, COUNTED=counted,
     )  # fmt: skip
     launch(
         threshold_kernel, (rows.numel(),), z, tops, near, given, *ranges.tensors, floats, flags, best, *shape.sizes,
         room, rule.number, *ranges.strides,
-        tiles=CHUNK, KEYS=tiles.keys, CHUNK=min(CHUNK.keys, 16 * tiles.keys), PARAMETER=given is not None, **most,
-        **kinds, **masked,
+        tiles=CHUNK, KEYS=tiles.keys, CHUNK=min(CHUNK.keys, 16 * tiles.keys), PARAMETER=given is not None, **seen,
+        **kinds,
     )  # fmt: skip
     part = out[None] if splits == 1 else q.new_empty(splits, *out.shape, dtype=torch.float32)
     launch(
         output_kernel, grid, v, z, tops, *ranges.tensors, floats, flags, best, part, read_v, *shape.sizes, room,
         *strides(v), *ranges.strides, part.stride(0),
-        tiles=tiles, DV=v.shape[-1], WIDTH=width_of(v), ROWS=shape.rows, KEYS=tiles.keys, **most, **kinds, **masked,
+        tiles=tiles, DV=v.shape[-1], WIDTH=width_of(v), ROWS=shape.rows, KEYS=tiles.keys, **seen, **kinds,
         COUNTED=counted,
     )  # fmt: skip
     if splits > 1:
@@ -331,6 +331,6 @@ def _edges(
         probe_kernel, (edge.numel(),), q, k, factor, given, *ranges.tensors, upper, edge, *shape.sizes, room, scale,
         rule.number, *strides(q), *strides(k), *ranges.strides,
         tiles=tiles, **shared, KEYS=min(tiles.keys, block), PLACES=256, RULE=rule.code, R=rule.r, EMPTY=rule.stand,
-        PARAMETER=given is not None, MASKED=ranges.mask is not None,
+        PARAMETER=given is not None, MASKED=masked(ranges),
     )  # fmt: skip
     return upper, edge

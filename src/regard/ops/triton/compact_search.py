@@ -152,7 +152,8 @@ def compact_search_kernel(
                 tops = tl.maximum(tops, dot)
             here = tl.max(dot, 1)
             best = tl.maximum(best, here)
-            tl.store(row_marks + block, 1, mask=real & (here * factor > best * factor - within))
+            near = tl.maximum(within, tl.abs(best * factor) * FINEST)
+            tl.store(row_marks + block, 1, mask=real & (here * factor > best * factor - near))
     empty = best == -float("inf")
     best = tl.where(empty, 0.0, best)
     top = best * factor
@@ -163,11 +164,12 @@ def compact_search_kernel(
     if RULE == ADAPTIVE:
         list_at = list_ptr + (head.to(tl.int64) * ((queries + ROWS - 1) // ROWS) + row_block) * blocks
         inner, outer = collect(marks_at, list_at, blocks, granules, first, full, partial, last, 1, GRANULES)
-        peak = first_peak(tops, best, factor, R)
+        least = finest * (1.0 / R)
+        peak = tl.maximum(first_peak(tops, best, factor, R), least)
         active = real & (empty == 0)
         step = 0
         while (tl.max(active.to(tl.int32), 0) > 0) & (step < STEPS):
-            theta = top - tl.maximum(R * peak, finest)
+            theta = top - R * peak
             total = tl.zeros((ROWS,), tl.float32)
             lower = tl.zeros((ROWS,), tl.float32)
             for side in tl.static_range(2):
@@ -181,13 +183,13 @@ def compact_search_kernel(
                     lower += part
                     total += tl.sum(power(e, R), 1)
                     tl.store(row_marks + block, step + 2, mask=real & (part > 0))
-            new = descend(peak, total, lower, R)
+            new = tl.maximum(descend(peak, total, lower, R), least)
             moved = active & (new < peak)
             active = moved & (peak - new > tolerance * new)
             peak = tl.where(moved, new, peak)
             step += 1
             inner, outer = collect(marks_at, list_at, blocks, granules, first, full, partial, last, step + 1, GRANULES)
-        reach = tl.maximum(R * peak, finest)
+        reach = R * peak
         status = active.to(tl.int32)
         leave(marks_at, blocks, granules, first, last, step + 1, GRANULES)
 

@@ -106,10 +106,14 @@ def add_weighted(total, p, v, ROWS: tl.constexpr):
 
 @triton.jit
 def seen_keys(first, low, high, mask, place, rows, count, queries, stride_h, KEYS: tl.constexpr, MASKED: tl.constexpr):
-    """Which keys from `first` on each row sees [ROWS, KEYS]; the first head has its mask at `place`."""
+    """Which keys from `first` on each row sees [ROWS, KEYS]; the first head has its mask at `place`. MASKED: 0 without
+    one, 1 where all heads have the same, else 2."""
     at = first + tl.arange(0, KEYS)
     seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
-    if MASKED:
+    if MASKED == 1:
+        inside = tl.max(seen.to(tl.int32), 0) != 0
+        seen = seen & (tl.load(mask + place + at, mask=inside, other=0) != 0)[None, :]
+    elif MASKED == 2:
         own = place + (rows // queries).to(tl.int64) * stride_h
         seen = seen & (tl.load(mask + own[:, None] + at[None, :], mask=seen & (rows < count)[:, None], other=0) != 0)
     return seen

@@ -14,7 +14,9 @@ from ...estimators import Visibility
 from .span import batch_stride
 
 ROWS = 64
-"""Rows of a tile at most: queries x query heads of a key head."""
+"""Rows of a key head at most: queries x query heads."""
+TILE = 32
+"""Rows of a program at most: with more, sums leave no registers for keys."""
 LEAST = 4
 """Tiles of keys that a program should have, so that what it leaves behind is little beside what it reads."""
 PROCESSORS = 132
@@ -64,14 +66,19 @@ def ranges_of(visible: Visibility, device: torch.device) -> Ranges:
     return Ranges(low, high, mask, max(most, 1))
 
 
+def masked(ranges: Ranges) -> int:
+    """As kernels are told: 0 without a mask, 1 where all heads have the same, else 2."""
+    return 0 if ranges.mask is None else 1 if ranges.mask.shape[1] == 1 else 2
+
+
 def group_of(q: Tensor, k: Tensor) -> int:
     """Query heads of a key head."""
     return q.shape[1] // k.shape[1] if k.shape[1] else 1
 
 
 def rows_of(count: int, dtype: torch.dtype) -> int:
-    """How many of the `count` rows of a key head a program has: all on tensor cores, else one."""
-    return 1 if count == 1 or dtype == torch.float32 else max(16, 1 << (count - 1).bit_length())
+    """How many of the `count` rows of a key head a program has: up to 32 on tensor cores, else one."""
+    return 1 if count == 1 or dtype == torch.float32 else min(max(16, 1 << (count - 1).bit_length()), TILE)
 
 
 def splits_of(device: torch.device, programs: int, tiles: int, rows: int, least: int = LEAST) -> int:

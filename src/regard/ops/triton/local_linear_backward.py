@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 RIGHT = TileTable(
     "local_linear_backward_right",
     {
-        (64, 2): Tiles(64, 64, 4, 3),
+        (64, 2): Tiles(64, 32, 4, 3),
         (128, 2): Tiles(64, 64, 4, 2),
         (256, 2): Tiles(32, 32, 8, 1),
         (64, 4): Tiles(32, 32, 8, 1),
         (256, 4): Tiles(16, 16, 8, 1),
     },
-    (Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 3)),
+    (Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 2)),
 )
 OPERANDS = TileTable("local_linear_backward_operands", {(64, 4): Tiles(32, 16, 4, 1), (256, 4): Tiles(16, 16, 4, 1)})
 BY_ROWS = TileTable(

@@ -262,9 +262,8 @@ def local_linear_query_kernel(
     guess = tl.load(line + MEAN, mask=inside, other=0.0)
     start, tiles, left, full = plan(rows[2], rows[3], FORM.tile, FORM.masked)
     sums, none = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own,), tl.float32)
-    if FORM.solved:
-        state = sums, none, none, none, none
-    else:
+    state = sums, none, none, none, none
+    if not FORM.solved:
         state = sums, none, none, sums, none
     for n in range(tiles - full):
         first = start + edge_tile(n, left, full) * FORM.tile

@@ -25,7 +25,7 @@ from ...estimators import Diagnostics, Visibility
 from ..dispatch import Cost, Inputs, Problem
 from . import local_linear
 from .compact_decode import PARTS, Shape, room_for, width_of
-from .decode_plan import ROWS, Ranges, ranges_of, row_tensor, splits_of, strides
+from .decode_plan import ROWS, Ranges, masked, ranges_of, row_tensor, splits_of, strides
 from .launch import launch
 from .tiles import Tiles, TileTable
 
@@ -174,7 +174,7 @@ class _Call:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, scale: float, ranges: Ranges) -> None:
         self.q, self.k, self.v, self.factor, self.scale, self.ranges = q, k, v, factor, scale, ranges
         self.rows, self.dim = q.shape[:3], q.shape[-1]
-        self.flags = {"GIVEN": factor is not None, "MASKED": ranges.mask is not None}
+        self.flags = {"GIVEN": factor is not None, "MASKED": masked(ranges)}
 
     def _shape(self, one: bool = False) -> Shape:
         return Shape.of(self.q, self.k, one)

@@ -1,9 +1,12 @@
 """What stands before and behind the systems in the forward pass of local linear attention.
 
-`moments`: of every row the logarithm of its total weight and the means of its keys and values, in one pass with an online
-maximum. `output`: from the solutions t, o_i = vmean_i + sum_j p_ij e_ij (v_j - vmean_i), e_ij = (k_j - mean_i) . t_i, in
-another; the subtraction is done by the weights as they were multiplied, so that the effective weights p (1 + e) sum to
-one whatever was rounded.
+`moments`: of every row the logarithm of its total weight and the means of its keys and values, in one pass with an
+online maximum. `output`: from the solutions t, in another, with e_ij = (k_j - mean_i) . t_i,
+
+    o_i = vmean_i + sum_j p_ij e_ij (v_j - vmean_i)
+
+where vmean is taken off by the weights as they were multiplied, so that the effective weights p (1 + e) sum to one
+whatever was rounded.
 
 Legend: as in `local_linear_math`; Dv features of a value in blocks of VBLOCK.
 """
@@ -41,8 +44,8 @@ from .tiles import Tiles, TileTable
 MOMENTS = TileTable(
     "local_linear_moments",
     {
-        (64, 2): Tiles(64, 64, 4, 2),
-        (128, 2): Tiles(64, 32, 4, 2),
+        (64, 2): Tiles(64, 32, 4, 2),
+        (128, 2): Tiles(64, 32, 8, 2),
         (256, 2): Tiles(64, 32, 8, 2),
         (64, 4): Tiles(32, 32, 4, 2),
         (128, 4): Tiles(32, 32, 8, 2),
@@ -190,8 +193,8 @@ def _slopes(
 @triton.jit
 def _output(
     t_ptr, terms_ptr, slopes_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, mean_ptr, factor_ptr, factor, low_ptr, high_ptr,
-    mask_ptr, out_ptr, vmean_ptr, counts_ptr, heads, group, queries, keys, t_batch, t_head, t_row, q_batch, q_head, q_row,
-    k_batch, k_head, k_row, v_batch, v_head, v_row, span_batch, mask_batch, mask_head,
+    mask_ptr, out_ptr, vmean_ptr, counts_ptr, heads, group, queries, keys, t_batch, t_head, t_row,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, span_batch, mask_batch, mask_head,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, VWIDTH: tl.constexpr,
     VBLOCK: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, SIGN: tl.constexpr,
     COUNTED: tl.constexpr,
@@ -321,7 +324,8 @@ def output(
         _output,
         (triton.cdiv(queries, tiles.rows), batch * heads),
         t, terms, slopes, x, y, v, found.lse, found.mean, *number_or_rows(factor, slopes), span.low, span.high,
-        span.low if mask is None else mask, out, found.vmean, counts, heads, heads // y.shape[1], queries, y.shape[2], *t.stride()[:3], *x.stride()[:3],
+        span.low if mask is None else mask, out, found.vmean, counts,
+        heads, heads // y.shape[1], queries, y.shape[2], *t.stride()[:3], *x.stride()[:3],
         *y.stride()[:3], *v.stride()[:3], batch_stride(span.low), *mask_strides(mask),
         tiles=tiles,
         ROWS=tiles.rows,

@@ -2,7 +2,7 @@
 
     C_i d = sum_j p_ij ((k_j - mean_i) . d) (k_j - mean_i)
 
-is never formed. A step streams the keys once; where a block of rows sees no more than CHIP keys, these and the
+is never formed. A step streams the keys once; where a block of rows sees no more than four tiles of CHIP keys, these and the
 weights stay on the chip for all steps. A row ends when its residual is small, and then does not change by a bit; a
 block, when all its rows have. Rows with no more than `FEW` keys are solved by themselves (`local_linear_direct`).
 
@@ -14,7 +14,6 @@ Legend: as in `local_linear_math`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from ...grammar import SolveStatus
 from .launch import launch
 from .local_linear_math import (
+    FAR,
     block_width,
     load_keys,
     load_rows,
@@ -47,6 +47,8 @@ from .local_linear_math import (
 from .span import Span, batch_stride
 from .tiles import Tiles, TileTable
 
+CHIP = 64
+"""Keys of a tile, four of which stay on the chip with their weights, for all steps."""
 FEW = 32
 """Keys a row up to which it is solved by itself."""
 RESTARTS = tl.constexpr(3)
@@ -68,7 +70,7 @@ class Rule(NamedTuple):
 TILES = TileTable(
     "local_linear_solve",
     {
-        (64, 2): Tiles(64, 64, 4, 2),
+        (64, 2): Tiles(64, 32, 4, 2),
         (128, 2): Tiles(64, 32, 4, 2),
         (256, 2): Tiles(64, 32, 8, 2),
         (64, 4): Tiles(32, 32, 4, 2),
@@ -327,8 +329,16 @@ def _next(
 
 
 @triton.jit
+def _fits(low_ptr, high_ptr, rows, queries, most):
+    """Whether these rows see no more than `most` keys."""
+    low, high = load_span(low_ptr, high_ptr, rows, queries)
+    some = high > low
+    return tl.max(tl.where(some, high, 0), 0) - tl.min(tl.where(some, low, FAR), 0) <= most
+
+
+@triton.jit
 def _held_tile(
-    k_ptr, at, k_row, keys, q, c, lse, low, high, mask_ptr,
+    at, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys, and their weights."""
@@ -341,11 +351,12 @@ def _solve(
     right_ptr, q_ptr, k_ptr, lse_ptr, mean_ptr, factor_ptr, factor, ridge_ptr, ridge_number, low_ptr, high_ptr,
     mask_ptr, value_ptr, scratch, statistics_ptr, status_ptr, tol, limit, heads, group, queries, keys,
     q_batch, q_head, q_row, k_batch, k_head, k_row, span_batch, mask_batch, mask_head,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHIP: tl.constexpr,
-    FEW: tl.constexpr, GIVEN: tl.constexpr, RIDGE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, VERIFY: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    CHIP: tl.constexpr, FEW: tl.constexpr, GIVEN: tl.constexpr, RIDGE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, VERIFY: tl.constexpr,
     HELD: tl.constexpr,
 ):  # fmt: skip
-    """HELD: of the blocks of rows whose keys and weights stay on the chip, else of the others."""
+    """HELD: of the blocks of WHOLE rows whose keys, 4 CHIP at most, stay on the chip with their weights; else of the
+    others."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # with causal order the longest first
     head = tl.program_id(1).to(tl.int64)
     batch, own = head // heads, head % heads
@@ -355,7 +366,8 @@ def _solve(
     high_ptr += batch * span_batch
     low, high = load_span(low_ptr, high_ptr, rows, queries)
     start, tiles, left, full = plan(low, high, KEYS, MASKED)
-    if (tl.max(tl.where(high > low, high, 0), 0) - start <= CHIP) != HELD:
+    around = first // WHOLE * WHOLE + tl.arange(0, WHOLE)
+    if _fits(low_ptr, high_ptr, around, queries, 4 * CHIP) != HELD:
         return
     at = head * queries
     scratch += (head * tl.num_programs(0) + block) * (ROWS * (TILE * BLOCK + ROW))
@@ -379,12 +391,10 @@ def _solve(
         ridge = row_ridge(ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE)
         tl.store(scratch + ROWS * (TILE * BLOCK + TERMS) + tl.arange(0, ROWS), terms + tl.max(ridge, 1))
     if HELD:
-        k0, p0 = _held_tile(
-            k_ptr, start, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED
-        )
-        k1, p1 = _held_tile(
-            k_ptr, start + KEYS, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED
-        )
+        k0, p0 = _held_tile(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
+        k1, p1 = _held_tile(start + KEYS, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
+        k2, p2 = _held_tile(start + 2 * KEYS, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
+        k3, p3 = _held_tile(start + 3 * KEYS, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
     while running > 0:
         d = load_tile(scratch + D * (ROWS * BLOCK), ROWS, BLOCK).to(k_ptr.dtype.element_ty)
         away = tl.load(scratch + ROWS * (TILE * BLOCK + AWAY) + tl.arange(0, ROWS))
@@ -393,6 +403,8 @@ def _solve(
             used = tl.zeros((ROWS,), tl.float32)
             total, used = times(p0 * (product(d, tl.trans(k0)) - away[:, None]), k0, total, used, SPLIT)
             total, used = times(p1 * (product(d, tl.trans(k1)) - away[:, None]), k1, total, used, SPLIT)
+            total, used = times(p2 * (product(d, tl.trans(k2)) - away[:, None]), k2, total, used, SPLIT)
+            total, used = times(p3 * (product(d, tl.trans(k3)) - away[:, None]), k3, total, used, SPLIT)
         else:
             total, used = sweep(
                 d, away, q, c, lse, low, high, k_ptr, k_row, mask_ptr, keys, start, tiles, left, full,
@@ -461,11 +473,6 @@ def solve(
     return value, statistics, status
 
 
-def chip_keys(width: int) -> int:
-    """Half of the keys that stay on the chip, weights and all: as many as leave no register spilt."""
-    return 64 if width <= 64 else 32
-
-
 def _launch(
     tensors: tuple[Tensor, ...],
     factor: float | Tensor,
@@ -479,10 +486,11 @@ def _launch(
 ) -> None:
     right, x, y, lse, mean = tensors
     batch, heads, queries, width = right.shape
-    keys, chip = y.shape[2], 2 * chip_keys(width)
+    keys, whole = y.shape[2], tiles.rows
+    chip = min(CHIP, 2 * tiles.keys)
     if held:
-        tiles = replace(tiles, keys=chip // 2, stages=1)
-    elif keys <= chip:
+        tiles = Tiles(min(32, whole), chip, 4, 1)
+    elif keys <= 4 * chip:
         return
     mask = span.mask
     launch(
@@ -496,6 +504,7 @@ def _launch(
         KEYS=tiles.keys,
         WIDTH=width,
         BLOCK=block_width(width),
+        WHOLE=whole,
         CHIP=chip,
         FEW=few,
         GIVEN=isinstance(factor, Tensor),
