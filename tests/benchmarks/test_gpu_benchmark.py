@@ -154,7 +154,7 @@ def fake(name: str, part: str, faster: float) -> dict[str, Any]:
         kind, _, number = word.rpartition(" ")
         if kind in ("T", "D", "live", "B", "ridge"):
             config[{"T": "length", "D": "dim", "live": "share", "B": "batch"}.get(kind, kind)] = float(number)
-        elif word.endswith(" keys"):
+        elif word.endswith(" keys") and word[0].isdigit():
             config["length"] = int(word.split()[0])
     if part == "decoding":
         return {"config": config, "contestant": words[-1], "ms": ms, "gbps": 1.0}

@@ -68,7 +68,7 @@ def test_rules_with_a_mask_and_offsets_of_their_own(name: str) -> None:
 @pytest.mark.parametrize("keys", [1, 2, 17, 100, 257])
 @pytest.mark.parametrize("name", ["softmax", "adaptive 1"])
 def test_lengths(name: str, keys: int) -> None:
-    check(RULES[name], *tensors(keys, torch.bfloat16, heads=4, kv_heads=2), is_causal=True)
+    check(RULES[name], *tensors(keys, torch.bfloat16), is_causal=True)
 
 
 @pytest.mark.parametrize("name", ["softmax", "fixed 1"])
@@ -79,13 +79,13 @@ def test_several_splits_in_float32(name: str) -> None:
 @pytest.mark.parametrize("name", ["softmax", "adaptive 2", "anchored 1", "fixed 3"])
 def test_rows_of_a_tile_in_bfloat16(name: str) -> None:
     """Three queries of each of two query heads meet the keys together, each within a window of its own."""
-    q, k, v = tensors(100, torch.bfloat16, heads=4, kv_heads=2, queries=3)
+    q, k, v = tensors(60, torch.bfloat16, heads=4, kv_heads=2, queries=3)
     check(RULES[name], q, k, v, hidden=torch.nan, window=37, is_causal=True)
 
 
 @pytest.mark.parametrize("name", ["softmax", "adaptive 3", "fixed 1"])
 def test_one_head_a_key_head_in_bfloat16_and_a_wide_value(name: str) -> None:
-    check(RULES[name], *tensors(70, torch.bfloat16, kv_heads=2, dim=5, value_dim=20), exclude_self=True)
+    check(RULES[name], *tensors(50, torch.bfloat16, kv_heads=2, dim=5, value_dim=20), exclude_self=True)
 
 
 @pytest.mark.parametrize("name", ["softmax", "adaptive 2", "anchored 2", "fixed 2"])
@@ -151,7 +151,7 @@ def test_scores_far_from_zero_lose_nothing() -> None:
 
 
 def test_strides_of_a_cache_laid_out_by_tokens() -> None:
-    q, k, v = tensors(40, torch.bfloat16, batch=2, heads=4, kv_heads=2)
+    q, k, v = tensors(40, torch.bfloat16, heads=4, kv_heads=2)
     moved = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     assert not moved[1].is_contiguous()
     same = [decode_attention(*x, "biweight") for x in ((q, k, v), moved)]
@@ -174,12 +174,12 @@ def test_no_token_changes_an_earlier_row() -> None:
 
 
 def clustered(dtype: torch.dtype = torch.float32, heads: int = 1, queries: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """13 blocks of 16 keys that are near to each other, the last not full, and queries near block 2."""
+    """9 blocks of 16 keys that are near to each other, the last not full, and queries near block 2."""
     g = torch.Generator().manual_seed(2)
-    k = torch.randn(1, heads, 13, 1, 8, generator=g) * 3 + 0.1 * torch.randn(1, heads, 13, 16, 8, generator=g)
-    k = k.flatten(2, 3)[:, :, :203].contiguous()
+    k = torch.randn(1, heads, 9, 1, 8, generator=g) * 3 + 0.1 * torch.randn(1, heads, 9, 16, 8, generator=g)
+    k = k.flatten(2, 3)[:, :, :139].contiguous()
     q = k[:, :, 40:41].repeat_interleave(2, 1) + 0.1 * torch.randn(1, 2 * heads, queries, 8, generator=g)
-    return q.to(dtype), k.to(dtype), torch.randn(1, heads, 203, 5, generator=g).to(dtype)
+    return q.to(dtype), k.to(dtype), torch.randn(1, heads, 139, 5, generator=g).to(dtype)
 
 
 @pytest.mark.parametrize(
@@ -201,28 +201,27 @@ def test_blocks_that_cannot_count_are_not_read(name: str, dtype: torch.dtype) ->
     plain = decode_attention(q, k, v, rule.text, scale=1.0)
     bounds = KeyBounds.of(k, 16)
     z = scores(q.double(), k.double(), 1.0).unflatten(1, (-1, 2))
-    spread = torch.nn.functional.pad(z, (0, 5), value=-torch.inf).unflatten(-1, (13, 16)).amax((2, 3, 5))
-    far = (spread < spread.amax(-1, keepdim=True) - 8) & (
-        spread < -8
-    )  # [1, heads, 13], out of reach of every rule here
-    lost = far.repeat_interleave(16, -1)[..., :203, None]
-    assert far.sum(-1).amin() >= 4
+    spread = torch.nn.functional.pad(z, (0, 5), value=-torch.inf).unflatten(-1, (9, 16)).amax((2, 3, 5))
+    # out of reach of every rule here, [1, heads, 9]
+    far = (spread < spread.amax(-1, keepdim=True) - 8) & (spread < -8)
+    lost = far.repeat_interleave(16, -1)[..., :139, None]
+    assert far.sum(-1).amin() >= 2
     assert weights[lost[..., 0]].abs().max() == 0
     k, v = torch.where(lost, torch.nan, k), torch.where(lost, torch.nan, v)
     found, read = decode_attention(q, k, v, rule.text, scale=1.0, key_bounds=bounds, return_visited=True)
     near([found], [expected], TOLERANCE[dtype], name)
     assert torch.equal(found, plain)
-    assert (read.keys <= 13 - far.sum(-1)).all()
+    assert (read.keys <= 9 - far.sum(-1)).all()
     assert (read.values <= read.keys).all()
-    assert (read.total == 13).all()
+    assert (read.total == 9).all()
 
 
 def test_bounds_with_a_mask_a_window_and_larger_blocks() -> None:
     """The block that promises most may be hidden, and blocks of bounds may hold several tiles."""
     q, k, v = clustered(torch.bfloat16, queries=2)
-    mask = torch.ones(1, 1, 1, 203, dtype=torch.bool)
+    mask = torch.ones(1, 1, 1, 139, dtype=torch.bool)
     mask[..., 32:48] = False
-    options = {"attn_mask": mask, "is_causal": True, "window": 180}
+    options = {"attn_mask": mask, "is_causal": True, "window": 120}
     for name, block in (("adaptive 2", 16), ("anchored 1", 64)):
         expected = attend(*(x.double() for x in (q, k, v)), seen_by(q, k, **options), RULES[name], 1.0)
         bounds = KeyBounds.of(k, block)
@@ -235,12 +234,12 @@ def test_softmax_reads_everything() -> None:
     bounds = KeyBounds.of(k, 16)
     found, read = decode_attention(q, k, v, key_bounds=bounds, return_visited=True)
     assert torch.equal(found, decode_attention(q, k, v))
-    assert (read.keys == 13).all()
+    assert (read.keys == 9).all()
     assert read.size == 16
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("keys", [1, 31, 203])
+@pytest.mark.parametrize("keys", [1, 31, 70])
 def test_balls_hold_their_keys(dtype: torch.dtype, keys: int) -> None:
     k = tensors(keys, dtype, batch=2, heads=4, kv_heads=2, dim=7)[1] + 2
     bounds = KeyBounds.of(k, 32)
@@ -258,7 +257,7 @@ def test_a_block_with_a_key_that_is_not_finite_is_always_read() -> None:
     bounds = KeyBounds.of(k, 16)
     assert bounds.radius[:, :, 0].isnan().all()
     assert bounds.radius[:, :, 1:].isfinite().all()
-    mask = torch.ones(1, 1, 1, 203, dtype=torch.bool)
+    mask = torch.ones(1, 1, 1, 139, dtype=torch.bool)
     mask[..., 3] = False
     found, read = decode_attention(q, k, v, "relumax", attn_mask=mask, key_bounds=bounds, return_visited=True)
     k[:, :, 3] = 0.0
@@ -269,9 +268,9 @@ def test_a_block_with_a_key_that_is_not_finite_is_always_read() -> None:
 
 def test_a_cache_that_grows() -> None:
     """Full blocks are not looked at again, the last one is; every ball holds its keys at every length."""
-    k = tensors(90, batch=2, dim=6)[1]
+    k = tensors(70, dim=6)[1]
     bounds = KeyBounds.of(k[:, :, :20], 16)
-    for length in (21, 32, 33, 90):
+    for length in (21, 32, 70):
         shown = k[:, :, :length].clone()
         shown[:, :, : bounds.length // 16 * 16] = torch.nan
         bounds = bounds.extended(shown)
@@ -282,7 +281,7 @@ def test_a_cache_that_grows() -> None:
 
 
 def test_two_continuations_and_a_crop_do_not_meet() -> None:
-    k = tensors(60, heads=4, kv_heads=2, dim=6)[1]
+    k = tensors(50, dim=6)[1]
     first = KeyBounds.of(k[:, :, :20], 16)
     one, two = k[:, :, :40].clone(), k[:, :, :40].clone()
     two[:, :, 20:] += 50

@@ -177,12 +177,12 @@ def run(case: Case, data: Data, kept: Kept, rule: Rule | None = EXACT, **sizes: 
     rule = None if data.ridge is None else rule
     with forced(**{"rows": 16, "keys": 16, **sizes}):
         dx, dy, dv, *rest = backward(data.grad, data.x, data.y, data.v, data.factor, data.ridge, span, kept, rule)
-    rest = {name: z for name, z in zip(("factor", "ridge", "probe"), rest, strict=True) if z is not None}
-    return {"x": dx, "y": dy, "v": dv, **rest}
+    given = {name: z for name, z in zip(("factor", "ridge", "probe"), rest, strict=True) if z is not None}
+    return {"x": dx, "y": dy, "v": dv, **given}
 
 
 def compare(
-    case: Case, most: float, patch: pytest.MonkeyPatch | None, seed: int = 0, **sizes: int
+    case: Case, most: float, patch: pytest.MonkeyPatch | None, seed: int = 0, rule: Rule = EXACT, **sizes: int
 ) -> dict[str, Tensor]:
     """Every gradient against the dense ones; with a `patch`, u comes from a dense solve too."""
     data = draw(case, seed)
@@ -190,7 +190,7 @@ def compare(
     expected, kept = dense(data, seen)
     if patch is not None:
         patch.setattr(local_linear_solve, "solve", solved(data, seen))
-    found = run(case, data, kept, **sizes)
+    found = run(case, data, kept, rule, **sizes)
     assert set(found) == set(expected)
     for name, value in found.items():
         like = getattr(data, name)
@@ -245,8 +245,10 @@ def test_rows_and_keys_of_a_block_need_not_be_as_many(
     compare(replace(CASES["window"], ridge="dims"), 1e-4, monkeypatch, rows=rows, keys=keys)
 
 
-def test_u_comes_from_the_solver(poisoned: None) -> None:
-    compare(Case(heads=1, queries=23, keys=23, ridge="rows", factor="rows"), 1e-4, None)
+@pytest.mark.parametrize("direct", [False, True], ids=["iterated", "rows with few keys by themselves"])
+def test_u_comes_from_the_solver(direct: bool, poisoned: None) -> None:
+    case = Case(heads=1, queries=35, keys=35, dim=6, ridge="rows", factor="rows")
+    compare(case, 1e-4, None, rule=EXACT._replace(direct=direct))
 
 
 @pytest.mark.slow

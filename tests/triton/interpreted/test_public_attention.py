@@ -115,7 +115,7 @@ def test_every_rule_in_every_order_in_bfloat16(rule: str, call: str, poisoned: N
 
 
 WIDTHS = [(1, 1), (16, 40), (40, 16), (64, 64), (100, 3), (128, 100), (256, 128), (64, 256)]
-QUICK_WIDTHS = [(1, 1), (100, 3), (64, 256)]
+QUICK_WIDTHS = [(1, 1), (100, 3)]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_every_width(rule: str, dim: int, value_dim: int, poisoned: None) -> Non
 @pytest.mark.parametrize(
     ("rule", "length"),
     [
-        pytest.param(r, n, marks=[] if (r, n) in (("adaptive 1", 5), ("anchored 1", 129)) else [pytest.mark.slow])
+        pytest.param(r, n, marks=[] if (r, n) == ("anchored 1", 129) else [pytest.mark.slow])
         for r in RULES
         for n in (1, 5, 63, 100, 129)
     ],
@@ -145,6 +145,7 @@ def test_every_length_with_the_tiles_that_are_shipped(rule: str, length: int, po
     checked(leaves, RULES[rule], seen_pairs(1, HEADS, length, length, is_causal=True), (3e-6, 3e-5), is_causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", some([(4, 4), (4, 2), (6, 1), (8, 1)], [(4, 2)]))
 def test_heads_share_keys(heads: tuple[int, int]) -> None:
     with tiles.forced(rows=16, keys=16):
@@ -172,6 +173,7 @@ def test_numbers_of_rows(name: str, poisoned: None) -> None:
     near([out, *found], [expected, *wanted], (3e-6, *[4e-5] * len(found)), name)
 
 
+@pytest.mark.slow
 def test_one_number_for_all_rows() -> None:
     leaves = draw()
     margin = torch.tensor(0.4, requires_grad=True)
@@ -182,7 +184,7 @@ def test_one_number_for_all_rows() -> None:
     weight = weight_of(out)
     found = torch.autograd.grad((out * weight).sum(), [*leaves, margin])
     wanted = torch.autograd.grad((expected * weight.double()).sum(), exact)
-    near([out, *found], [expected, *wanted], (3e-6, *[4e-5] * 4))
+    near([out, *found], [expected, *wanted], (3e-6, *[4e-5] * 3, 2e-4))
 
 
 TEXTS = ("biweight*adaptive*cosine", "epanechnikov*anchored*euclidean", "rbf")
@@ -206,6 +208,7 @@ def test_similarities(text: str) -> None:
     near([out, *found], [expected, *wanted], (1e-5, *[1e-4] * 3), text)
 
 
+@pytest.mark.slow
 def test_queries_that_are_the_keys_and_the_values() -> None:
     x = draw(29, 29, 8, kv=HEADS, grad=True)[1]
     out = regard.attention(x, x, x, "biweight", is_causal=True, impl="triton")
@@ -216,6 +219,7 @@ def test_queries_that_are_the_keys_and_the_values() -> None:
     near([out, *found], [expected, *torch.autograd.grad((expected * weight.double()).sum(), exact)], (3e-6, 3e-5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", some(RULES, ["adaptive 2"]))
 def test_hard_scores(rule: str) -> None:
     """Ties, scores of 1e4, a row far above and one far below all others."""
@@ -256,14 +260,14 @@ WAYS: dict[str, dict[str, Any]] = {
 ONE = [(rule, way) for rule in RULES for way in WAYS]
 
 
-@pytest.mark.parametrize(("rule", "way"), pairs(ONE, [("adaptive 2", "all"), ("softmax", "offsets")]))
+@pytest.mark.parametrize(("rule", "way"), pairs(ONE, [("adaptive 2", "offsets")]))
 def test_one_query(rule: str, way: str, poisoned: None) -> None:
     """Of which no gradient is asked, and of which one is."""
     how = WAYS[way]
     for dtype, most in ((torch.float32, 4e-6), (torch.bfloat16, 6e-3)):
-        leaves = draw(1, 150, 16, 24, heads=6, kv=2, dtype=dtype)
-        mask = torch.rand(BATCH, 1, 1, 150, generator=torch.Generator().manual_seed(1)) > 0.2
-        seen = seen_pairs(BATCH, 6, 1, 150, attn_mask=mask, **how)
+        leaves = draw(1, 70, 16, 24, heads=4, kv=2, dtype=dtype)
+        mask = torch.rand(BATCH, 1, 1, 70, generator=torch.Generator().manual_seed(1)) > 0.2
+        seen = seen_pairs(BATCH, 4, 1, 70, attn_mask=mask, **how)
         expected = attend(*(x.detach().double() for x in leaves), seen, RULES[rule])
         with torch.no_grad(), tiles.forced(rows=16, keys=32):
             near([triton(leaves, RULES[rule].text, attn_mask=mask, **how)], [expected], most, dtype)
@@ -417,6 +421,7 @@ def test_a_batch_is_a_loop(spec: str) -> None:
                 assert torch.equal(whole[place][b : b + 1, heads], x), place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], [torch.bfloat16]))
 @pytest.mark.parametrize("spec", some(["biweight", "softmax", "relumax"], ["biweight"]))
 def test_it_is_the_same_again(spec: str, dtype: torch.dtype) -> None:
@@ -451,6 +456,7 @@ def test_tensors_that_are_not_contiguous(spec: str, dtype: torch.dtype) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", some(["biweight", "softmax"], ["biweight"]))
 def test_tensors_that_are_expanded(spec: str) -> None:
     q, k, v = (x.detach() for x in draw(20, 20, 8, batch=1, heads=2, kv=1))
@@ -550,6 +556,7 @@ def test_operators_are_what_they_say(spec: str) -> None:
         torch.library.opcheck(func, tuple(leaf(x) for x in args), kwargs, test_utils=checks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", some(["biweight", "softmax"], ["softmax"]))
 def test_autocast_changes_nothing(spec: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
@@ -581,6 +588,7 @@ def test_there_is_no_second_derivative() -> None:
         torch.autograd.grad(first[0].sum(), leaves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("needed", some([(0,), (1,), (2,), (0, 2)], [(1,)]))
 def test_some_gradients_alone(needed: tuple[int, ...]) -> None:
     leaves = draw(20, 20, 8)
@@ -596,6 +604,7 @@ def test_some_gradients_alone(needed: tuple[int, ...]) -> None:
 # What it says ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(RULES, ["adaptive 3"]))
 def test_diagnostics(name: str) -> None:
     leaves = draw(37, 37, 6, grad=False)

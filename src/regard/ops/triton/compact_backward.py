@@ -15,28 +15,30 @@ from .compact_lists import Lists, lists_of
 from .compact_math import ANCHORED, SOFTMAX
 from .launch import launch
 from .span import Span, batch_stride
+from .support import interpreted
 from .tiles import Tiles, TileTable
 
-DQ = TileTable(
-    "compact_dq",
-    {
-        (64, 2): Tiles(64, 64, 4, 3),
-        (128, 2): Tiles(64, 64, 4, 2),
-        (256, 2): Tiles(64, 64, 8, 1),
-        (64, 4): Tiles(32, 32, 4, 1),
-        (256, 4): Tiles(16, 16, 4, 1),
-    },
-)
-DKV = TileTable(
-    "compact_dkv",
-    {
-        (64, 2): Tiles(64, 64, 4, 3),
-        (128, 2): Tiles(64, 64, 8, 2),
-        (256, 2): Tiles(32, 64, 8, 1),
-        (64, 4): Tiles(32, 32, 4, 1),
-        (256, 4): Tiles(16, 16, 4, 1),
-    },
-)
+SHIPPED = {
+    (64, 2): Tiles(64, 64, 4, 3),
+    (256, 2): Tiles(32, 32, 8, 1),
+    (64, 4): Tiles(32, 32, 8, 1),
+    (128, 4): Tiles(16, 32, 8, 1),
+    (256, 4): Tiles(16, 16, 8, 1),
+}
+DQ = TileTable("compact_dq", {**SHIPPED, (128, 2): Tiles(64, 64, 4, 2)}, [Tiles(64, 64, 8, 2), Tiles(64, 32, 4, 2)])
+DKV = TileTable("compact_dkv", {**SHIPPED, (128, 2): Tiles(64, 64, 8, 2)}, [Tiles(32, 64, 4, 3), Tiles(32, 64, 8, 2)])
+NARROW = 32
+"""What streams past at most where products take their operands from registers: a wider block needs too many."""
+
+
+def _streamed(size: int) -> int:
+    """The rows of a streamed block on the current device."""
+    if interpreted():
+        return size
+    from triton.runtime import driver
+
+    arch = driver.active.get_current_target().arch
+    return min(size, NARROW) if isinstance(arch, int) and arch < 90 else size
 
 
 class _Call(NamedTuple):
@@ -61,20 +63,20 @@ class _Call(NamedTuple):
         heads, blocks = self.sizes[4] // max(1, queries), -(-queries // own)
         padded = blocks if self.soft else -(-queries // self.granule[0]) * (self.granule[0] // own)
         ties = torch.zeros(heads, padded, dtype=torch.uint8, device=table.device)
-        lists, form = self._lists(2, own, tiles.keys, 1)
-        tables, args = (table, ties, padded), (self.index, self.factor, self.matrices)
+        lists, form = self._lists(2, own, _streamed(tiles.keys), 1)
+        tables, given = (table, ties, padded), (self.index, self.factor, self.matrices)
         span = (self.span.low, self.span.high, batch_stride(self.span.low))
-        args = (*args, span, self._mask(), lists, tables, outs, self.sizes)
+        args = (*given, span, self._mask(), lists, tables, outs, self.sizes)
         launch(compact_dq_kernel, (heads * blocks,), self.floats, self.flags, *args, tiles=tiles, FORM=form)
         return ties
 
     def by_keys(self, tiles: Tiles, table: Tensor, ties: Tensor, outs: tuple[Tensor, ...]) -> None:
         """Fill outs: dk, dv."""
-        lists, form = self._lists(3, tiles.keys, tiles.rows, self.sizes[1], ties)
+        lists, form = self._lists(3, tiles.keys, _streamed(tiles.rows), self.sizes[1], ties)
         blocks = outs[0].shape[0] * outs[0].shape[1] * -(-self.sizes[3] // tiles.keys)
         span = (self.span.first, self.span.last, batch_stride(self.span.first))
-        tables, args = (table, ties, ties.shape[1]), (self.index, self.factor, self.matrices)
-        args = (*args, span, self._mask(), lists, tables, outs, self.sizes)
+        tables, given = (table, ties, ties.shape[1]), (self.index, self.factor, self.matrices)
+        args = (*given, span, self._mask(), lists, tables, outs, self.sizes)
         launch(compact_dkv_kernel, (blocks,), self.floats, *args, tiles=tiles, FORM=form)
 
     @property

@@ -3,10 +3,11 @@
 A solved t takes keys twice and values once, where softmax takes each once: with D = Dv 6 D bytes a key in bfloat16 for
 softmax's 4 D, and 8 D^2 bytes a row and split for second moments. A split holds at least 16 D keys, 4 G D where G > 4
 query heads have a key head in common, so that moments take 2 D bytes a key at most, all together twice softmax's; where
-rows keep the device busy there is one split of all keys, and moments take next to nothing. First pass: every row gathers
-mass, mean and covariance of its weighted keys. Then one program a row solves its system, by conjugate gradients where
-these get to the tolerance, else by elimination. Second pass: p (1 + e) of all heads of a key head meet its values
-together. The learned solver (Parallax) solves nothing and takes one pass, softmax's bytes.
+rows keep the device busy there is one split of all keys, and moments take next to nothing.
+
+First pass: every row gathers mass, mean and covariance of its weighted keys. Then one program a row solves its system,
+by conjugate gradients where these get to the tolerance, else by elimination. Second pass: p (1 + e) of all heads of a
+key head meet its values together. The learned solver (Parallax) solves nothing and takes one pass, softmax's bytes.
 
 The covariance form: t = (C + ridge)^-1 (q - mean), e_j = (k_j - mean) . t, o = sum_j p_j (1 + e_j) v_j (Local Linear
 Attention, equations 7 and 8; Parallax, arXiv 2605.29157). The second moments of a pass with D features take 4 n D^2

@@ -45,7 +45,7 @@ MOMENTS = TileTable(
     "local_linear_moments",
     {
         (64, 2): Tiles(64, 32, 4, 2),
-        (128, 2): Tiles(64, 32, 8, 2),
+        (128, 2): Tiles(64, 16, 8, 2),
         (256, 2): Tiles(64, 32, 8, 2),
         (64, 4): Tiles(32, 32, 4, 2),
         (128, 4): Tiles(32, 32, 8, 2),

@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
+EDGES = tl.constexpr(1)
+"""Stages of the loops over boundary tiles, which are short."""
 FAR = tl.constexpr(2**31 - 1)
 
 
@@ -221,7 +223,7 @@ def sweep(
     which the second times the mean is to be taken off. `d` [ROWS, BLOCK] in the dtype of the keys."""
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     used = tl.zeros((ROWS,), tl.float32)
-    for n in range(tiles - full):
+    for n in tl.range(0, tiles - full, num_stages=EDGES):
         first = start + edge_tile(n, left, full) * KEYS
         k = load_keys(k_ptr, first, k_stride, keys, KEYS, WIDTH, BLOCK, True)
         visible = seen(low, high, first, mask_ptr, keys, KEYS, MASKED)

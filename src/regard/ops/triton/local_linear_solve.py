@@ -489,7 +489,7 @@ def _launch(
     keys, whole = y.shape[2], tiles.rows
     chip = min(CHIP, 2 * tiles.keys)
     if held:
-        tiles = Tiles(min(32, whole), chip, 4, 1)
+        tiles = Tiles(min(32, whole), chip, 8, 1)
     elif keys <= 4 * chip:
         return
     mask = span.mask
