@@ -205,20 +205,21 @@ def expected(case: Case, x: Made, drop: Tensor | None = None) -> tuple[list[Tens
     return found, kept, tilt
 
 
-def run(case: Case, x: Made, kept: tuple[Tensor, ...], tilt: Tensor) -> tuple[Tensor, ...]:
+def run(
+    case: Case, x: Made, kept: tuple[Tensor, ...], tilt: Tensor, tile: tuple[int, int] = (BLOCK, BLOCK)
+) -> tuple[Tensor, ...]:
+    """Blocks of `tile` queries and keys; marks of the size they have."""
     floats, flags, index, live = kept
     tilt = tilt.float() if case.rule == ADAPTIVE else tilt.to(case.dtype)
-    with forced(rows=BLOCK, keys=BLOCK):
+    granule = (BLOCK, BLOCK) if live.shape[2] == -(-case.queries // BLOCK) else (2 * BLOCK, 2 * BLOCK)
+    with forced(rows=tile[0], keys=tile[1]):
         return backward(
-            x.grad, x.q, x.k, x.v, x.factor, x.span, floats, flags, index, tilt, live, (BLOCK, BLOCK),
+            x.grad, x.q, x.k, x.v, x.factor, x.span, floats, flags, index, tilt, live, granule,
             case.rule, case.r, case.stand, case.given,
         )  # fmt: skip
 
 
-def check(case: Case) -> list[Tensor]:
-    x = made(case)
-    want, kept, tilt = expected(case, x)
-    found = run(case, x, kept, tilt)
+def compare(case: Case, found: tuple[Tensor, ...], want: list[Tensor]) -> None:
     for name, mine, right in zip(("q", "k", "v", "factor", "number"), found, want, strict=True):
         if (name == "factor" and not case.factors) or (name == "number" and not case.given):
             assert mine.shape == (0,)
@@ -228,7 +229,12 @@ def check(case: Case) -> list[Tensor]:
         assert mine.isfinite().all(), name
         bad = rms > 0.01 if case.dtype == torch.bfloat16 else error > 1e-5
         assert not bad, f"{name}: {error:.2e} {rms:.2e}"
-    return list(want)
+
+
+def check(case: Case) -> None:
+    x = made(case)
+    want, kept, tilt = expected(case, x)
+    compare(case, run(case, x, kept, tilt), want)
 
 
 RULES = [
@@ -273,3 +279,46 @@ def test_keys_that_tie_for_the_best_share_its_gradient(r: int, order: str) -> No
     counts = expected(case, x)[1][2][..., 2]
     assert {1, 2, 3} <= set(counts.unique().tolist())
     check(case)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("case", [RULES[0], RULES[2], RULES[4]], ids=[NAMES[0], NAMES[2], NAMES[4]])
+def test_bfloat16(case: Case) -> None:
+    check(replace(case, dtype=torch.bfloat16, queries=33, keys=33, dim=24))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("tile", "coarse"), [((16, 32), False), ((16, 16), True), ((32, 64), True)])
+def test_blocks_of_another_size_than_the_marks(tile: tuple[int, int], coarse: bool) -> None:
+    case = Case(ANCHORED, 2, order="window", queries=40, keys=50, heads=2, kv_heads=1, ties=True)
+    x = made(case)
+    want, (floats, flags, index, live), tilt = expected(case, x)
+    if coarse:
+        padded = torch.nn.functional.pad(live, (0, live.shape[3] % 2, 0, live.shape[2] % 2))
+        live = padded.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).amax((3, 5)).contiguous()
+    compare(case, run(case, x, (floats, flags, index, live), tilt, tile), want)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_blocks_without_a_mark_are_not_visited() -> None:
+    case = Case(ADAPTIVE, 2)
+    x = made(case)
+    _, (*kept, live), tilt = expected(case, x)
+    found = run(case, x, (*kept, torch.zeros_like(live)), tilt)
+    assert all(bool((g == 0).all()) for g in found[:3])
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("sizes", [(0, 20), (20, 0)])
+@pytest.mark.parametrize("rule", [SOFTMAX, ADAPTIVE])
+def test_nothing_to_attend_to_or_nobody_who_does(rule: int, sizes: tuple[int, int]) -> None:
+    case = Case(rule, order="both", queries=sizes[0], keys=sizes[1])
+    q, k, grad = torch.randn(1, 2, sizes[0], 16), torch.randn(1, 1, sizes[1], 16), torch.randn(1, 2, sizes[0], 16)
+    low, first = (torch.zeros(1, n, dtype=torch.int32) for n in sizes)
+    floats = torch.tensor([0.0, -1, 1, 1, 0, 0]).expand(1, 2, sizes[0], 6).contiguous()
+    flags = torch.tensor([1, 0, 0], dtype=torch.int32).expand(1, 2, sizes[0], 3).contiguous()
+    x = Made(q, k, k, grad, 1.0, floats, Span(low, low, first, first, None), low.bool())
+    live = torch.zeros(1, 2, -(-sizes[0] // BLOCK), -(-sizes[1] // BLOCK), dtype=torch.uint8)
+    found = run(case, x, (floats, flags, flags[..., :0], live), torch.zeros_like(grad))
+    assert [g.shape for g in found[:3]] == [q.shape, k.shape, k.shape]
+    assert all(bool((g == 0).all()) for g in found[:3])

@@ -340,6 +340,19 @@ def test_any_strides_do(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None
         assert (value - expected[name]).norm() < 1e-4 * expected[name].norm(), name
 
 
+@pytest.mark.parametrize("name", ["y", "grad"])
+def test_rows_may_lie_far_apart(name: str) -> None:
+    """A tile of 16 rows spans 2^31 numbers: int32 offsets would wrap. Pages that nobody touches take no memory."""
+    case = Case(queries=21, keys=21, heads=1, ridge="probe", value_dim=6, dtype=torch.bfloat16)
+    data = draw(case)
+    near = getattr(data, name)
+    step = 2**27 + 8
+    far = torch.empty(21 * step, dtype=torch.bfloat16).as_strided(near.shape, (1, 1, step, 1)).copy_(near)
+    expected, kept = dense(data, case.seen(None))
+    for leaf, value in run(case, replace(data, **{name: far}), kept).items():
+        assert (value.double() - expected[leaf]).norm() < 1e-2 * expected[leaf].norm(), leaf
+
+
 def test_rows_and_keys_without_partners_get_zeros(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
     case = Case(queries=37, keys=37, causal=False, masked=True, per_head=True, ridge="rows", batch=2, heads=1)
     data = draw(case)

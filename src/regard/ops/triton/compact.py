@@ -8,6 +8,7 @@ Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, D and Dv fea
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -89,8 +90,9 @@ class Rule(NamedTuple):
     row: str = ""
 
 
-def rule_of(spec: Spec, numbers: dict[str, Any] | None = None) -> Rule | str:
-    """The rule of a sentence with these numbers in place of its own, or why the kernels do not know it."""
+def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Sequence[str] = ()) -> Rule | str:
+    """The rule of a sentence with these numbers in place of its own, or why the kernels do not know it. What is named in
+    `tensors` is given as one, as are tensors among the numbers."""
     kernel, rule, numbers = spec.kernel, spec.bandwidth, numbers or {}
     if type(spec.weighting) is not Ratio or type(rule) not in (Adaptive, Anchored, Fixed):
         return f"knows normalised kernels under the rules adaptive, anchored and fixed; this is {spec}"
@@ -98,9 +100,9 @@ def rule_of(spec: Spec, numbers: dict[str, Any] | None = None) -> Rule | str:
         return Rule(SOFTMAX, 1)
     if type(kernel) is not Polynomial:
         return f"knows polynomial kernels, and the gaussian one under the rule fixed; this is {spec}"
-    learned = {name for name in ("r", "alpha") if isinstance(numbers.get(name), Tensor)}
-    if learned:
-        return f"takes {learned.pop()} as a number, not as a tensor"
+    for name in ("r", "alpha"):
+        if name in tensors or isinstance(numbers.get(name), Tensor):
+            return f"takes {name} as a number, not as a tensor"
     power = rule.kernel_params(numbers).get("r", kernel.r)
     r = min(POWERS, key=lambda whole: abs(whole - power))
     if abs(r - power) > 1e-9 * r:  # alpha = 4/3 is rounded, and so its power
@@ -118,7 +120,7 @@ def _number(given: Any, default: float) -> float:
 
 def supports(problem: Problem) -> str | None:
     """None where the kernels do it, else why not."""
-    found = rule_of(problem.spec, dict.fromkeys(problem.params, torch.empty(0)))
+    found = rule_of(problem.spec, tensors=problem.params)
     return found if isinstance(found, str) else None
 
 

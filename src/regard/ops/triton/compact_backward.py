@@ -147,8 +147,8 @@ def backward(
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     sizes = (heads, heads // max(1, key_heads), queries, keys, batch * heads * queries)
     every = (grad, q, k, v, tilt)
-    kinds, steps = (_kind(dim), _kind(value_dim)), tuple(x.stride(2) for x in every)
-    form = Form(rule, r, stand, *kinds, 0, 0, 0, 0, 1, factors, masked, wanted, precision, steps)
+    widths, steps = (*_width(dim), *_width(value_dim)), tuple(x.stride(2) for x in every)
+    form = Form(rule, r, stand, *widths, 0, 0, 0, 0, 1, factors, masked, wanted, precision, steps)
     matrices = tuple((x, x.stride(0), x.stride(1)) for x in every)
     by = factor.contiguous() if isinstance(factor, Tensor) else float(factor)
     call = _Call(floats, flags, index, by, matrices, span, live, granule, sizes, form)
@@ -166,6 +166,6 @@ def backward(
     return dq, dk, dv, dfactor, dgiven
 
 
-def _kind(dim: int) -> tuple[int, int]:
+def _width(dim: int) -> tuple[int, int]:
     """A number of columns and the power of two that holds them."""
     return dim, max(16, 1 << (dim - 1).bit_length())

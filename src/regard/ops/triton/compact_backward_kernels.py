@@ -31,7 +31,7 @@ class Form(NamedTuple):
 
     Attributes:
         rule, r, stand: as `backward` takes them.
-        key, value: D and Dv, each with the power of two that holds it.
+        dim, wide, value_dim, value_wide: D and Dv, each with the power of two that holds it.
         own, tile: rows of a program's own block and of those that stream past.
         listed, split: owners of a list, 0 of a range; blocks of a listed number.
         group: heads that stream past an own block.
@@ -43,8 +43,10 @@ class Form(NamedTuple):
     rule: int
     r: int
     stand: int
-    key: tuple[int, int]
-    value: tuple[int, int]
+    dim: int
+    wide: int
+    value_dim: int
+    value_wide: int
     own: int
     tile: int
     listed: int
@@ -58,11 +60,12 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def _tile(base, start, total, STEP: tl.constexpr, KIND: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr):
-    """Rows [start, start + SIZE) of a matrix; KIND: its columns and a power of two that holds them. 0 beyond the
-    columns and, where PART, beyond `total` rows."""
-    DIM: tl.constexpr = KIND[0]
-    WIDE: tl.constexpr = KIND[1]
+def _tile(
+    base, start, total,
+    STEP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Rows [start, start + SIZE) of a matrix of DIM columns, which WIDE hold; 0 beyond the columns and, where PART,
+    beyond `total` rows."""
     row, column = tl.arange(0, SIZE), tl.arange(0, WIDE)
     inside, real = (start + row < total)[:, None], (column < DIM)[None, :]
     if STEP * SIZE >= 2**31:
@@ -80,19 +83,19 @@ def _tile(base, start, total, STEP: tl.constexpr, KIND: tl.constexpr, SIZE: tl.c
 
 
 @triton.jit
-def _picked(base, rows, STEP: tl.constexpr, KIND: tl.constexpr):
+def _picked(base, rows, STEP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
     """Those rows of a matrix, 0 for negative numbers, in float32."""
-    column = tl.arange(0, KIND[1])
+    column = tl.arange(0, WIDE)
     where = base + rows.to(tl.int64)[:, None] * STEP + column[None, :]
-    return tl.load(where, mask=(rows >= 0)[:, None] & (column < KIND[0])[None, :], other=0.0).to(tl.float32)
+    return tl.load(where, mask=(rows >= 0)[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _put(out, line, x, inside, KIND: tl.constexpr):
+def _put(out, line, x, inside, DIM: tl.constexpr, WIDE: tl.constexpr):
     """x into rows `line` of a contiguous matrix."""
-    column = tl.arange(0, KIND[1])
-    where = out + line.to(tl.int64)[:, None] * KIND[0] + column[None, :]
-    tl.store(where, x.to(out.dtype.element_ty), mask=inside[:, None] & (column < KIND[0])[None, :])
+    column = tl.arange(0, WIDE)
+    where = out + line.to(tl.int64)[:, None] * DIM + column[None, :]
+    tl.store(where, x.to(out.dtype.element_ty), mask=inside[:, None] & (column < DIM)[None, :])
 
 
 @triton.jit
@@ -182,8 +185,8 @@ def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.c
     q, grad = own
     factor, theta, g, rho, low, high = rows
     start = block_of(plan, t, PART, FORM)[0] * FORM.tile
-    k = _tile(kv[0], start, keys, FORM.steps[2], FORM.key, FORM.tile, PART)
-    v = _tile(kv[1], start, keys, FORM.steps[3], FORM.value, FORM.tile, PART)
+    k = _tile(kv[0], start, keys, FORM.steps[2], FORM.dim, FORM.wide, FORM.tile, PART)
+    v = _tile(kv[1], start, keys, FORM.steps[3], FORM.value_dim, FORM.value_wide, FORM.tile, PART)
     seen = None
     if PART:
         seen = _seen_keys(start, low, high, kv[2], keys, FORM)
@@ -200,14 +203,14 @@ def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.c
 def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
     """The mean of the keys that tie for the best score of each row; more than one, seldom, are looked for."""
     first, last, count, top, near = tops
-    total = _picked(kv[0], first, FORM.steps[2], FORM.key)
+    total = _picked(kv[0], first, FORM.steps[2], FORM.dim, FORM.wide)
     if tl.max(count, 0) > 1:
         for t in range(plan[1] + plan[2]):
             if t < plan[1]:
                 start = block_of(plan, t, False, FORM)[0] * FORM.tile
             else:
                 start = block_of(plan, t - plan[1], True, FORM)[0] * FORM.tile
-            k = _tile(kv[0], start, keys, FORM.steps[2], FORM.key, FORM.tile, True)
+            k = _tile(kv[0], start, keys, FORM.steps[2], FORM.dim, FORM.wide, FORM.tile, True)
             z = tl.dot(q, tl.trans(k), input_precision=FORM.precision) * rows[0]
             key = (start + tl.arange(0, FORM.tile))[None, :]
             tie = _others(key, z, first[:, None], last[:, None], count[:, None], top[:, None], near[:, None])
@@ -252,17 +255,35 @@ def compact_dq_kernel(
         mask_at = mask[0] + batch * mask[1] + head * mask[2]
     kv = _of_head(matrices[2], batch, head // group), _of_head(matrices[3], batch, head // group), mask_at
 
-    tilt = _tile(_of_head(matrices[4], batch, head), start, queries, FORM.steps[4], FORM.value, FORM.own, True)
-    grad = _tile(_of_head(matrices[0], batch, head), start, queries, FORM.steps[0], FORM.value, FORM.own, True)
+    tilt = _tile(
+        _of_head(matrices[4], batch, head),
+        start,
+        queries,
+        FORM.steps[4],
+        FORM.value_dim,
+        FORM.value_wide,
+        FORM.own,
+        True,
+    )
+    grad = _tile(
+        _of_head(matrices[0], batch, head),
+        start,
+        queries,
+        FORM.steps[0],
+        FORM.value_dim,
+        FORM.value_wide,
+        FORM.own,
+        True,
+    )
     rho = tl.sum(grad.to(tl.float32) * tilt.to(tl.float32), 1)
-    q = _tile(_of_head(matrices[1], batch, head), start, queries, FORM.steps[1], FORM.key, FORM.own, True)
+    q = _tile(_of_head(matrices[1], batch, head), start, queries, FORM.steps[1], FORM.dim, FORM.wide, FORM.own, True)
     theta, g = _row_scales(floats, flags, line, inside, FORM)
     by = factor
     if FORM.factors:
         by = tl.load(factor + line, mask=inside, other=0.0)[:, None]
     rows = by, theta, g, rho, tl.load(low + row, mask=inside, other=0), tl.load(high + row, mask=inside, other=0)
 
-    state = tl.zeros((FORM.own, FORM.key[1]), tl.float32), tl.zeros((FORM.own,), tl.float32)
+    state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     for t in range(plan[1]):
         state = _dq_step(state, plan, t, (q, grad), rows, kv, keys, False, FORM)
     for t in range(plan[2]):
@@ -282,7 +303,7 @@ def compact_dq_kernel(
         tl.store(outs[2] + line, moved, mask=inside)
     if FORM.factors:
         tl.store(outs[1] + line, tl.sum(dq * q.to(tl.float32), 1), mask=inside)
-    _put(outs[0], line, dq * by, inside, FORM.key)
+    _put(outs[0], line, dq * by, inside, FORM.dim, FORM.wide)
 
 
 @triton.jit
@@ -301,7 +322,7 @@ def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constex
         first_best, last_best, count, top, near = _tops(floats + at * 6, index + at * 3, row, row < queries)
         if tl.max(count, 0) > 1:
             q_at = matrices[1] + tl.cast(head, tl.int64) * matrices[3]
-            q = _tile(q_at, start, queries, FORM.steps[1], FORM.key, FORM.tile, True)
+            q = _tile(q_at, start, queries, FORM.steps[1], FORM.dim, FORM.wide, FORM.tile, True)
             by = factor
             if FORM.factors:
                 by = _line(factor + at, start, queries, 0.0, FORM.tile, True)[None, :]
@@ -341,8 +362,17 @@ def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.const
     at = tl.cast(head, tl.int64) * queries
     table, index, _, factor = tables
     head_at = tl.cast(head, tl.int64)
-    q = _tile(matrices[1] + head_at * matrices[3], start, queries, FORM.steps[1], FORM.key, FORM.tile, PART)
-    grad = _tile(matrices[0] + head_at * matrices[2], start, queries, FORM.steps[0], FORM.value, FORM.tile, PART)
+    q = _tile(matrices[1] + head_at * matrices[3], start, queries, FORM.steps[1], FORM.dim, FORM.wide, FORM.tile, PART)
+    grad = _tile(
+        matrices[0] + head_at * matrices[2],
+        start,
+        queries,
+        FORM.steps[0],
+        FORM.value_dim,
+        FORM.value_wide,
+        FORM.tile,
+        PART,
+    )
     theta = _line(table + THETA * lines + at, start, queries, 0.0, FORM.tile, PART)
     rho = _line(table + RHO * lines + at, start, queries, 0.0, FORM.tile, PART)
     g = theta
@@ -396,8 +426,17 @@ def compact_dkv_kernel(
     inside = key < keys
     low, high = span[0] + batch * span[2], span[1] + batch * span[2]
     first, last = tl.load(low + key, mask=inside, other=0), tl.load(high + key, mask=inside, other=0)
-    k = _tile(_of_head(matrices[2], batch, key_head), start, keys, FORM.steps[2], FORM.key, FORM.own, True)
-    v = _tile(_of_head(matrices[3], batch, key_head), start, keys, FORM.steps[3], FORM.value, FORM.own, True)
+    k = _tile(_of_head(matrices[2], batch, key_head), start, keys, FORM.steps[2], FORM.dim, FORM.wide, FORM.own, True)
+    v = _tile(
+        _of_head(matrices[3], batch, key_head),
+        start,
+        keys,
+        FORM.steps[3],
+        FORM.value_dim,
+        FORM.value_wide,
+        FORM.own,
+        True,
+    )
     streams = _of_head(matrices[0], batch, head), _of_head(matrices[1], batch, head), matrices[0][2], matrices[1][2]
     by = factor
     if FORM.factors:
@@ -414,7 +453,7 @@ def compact_dkv_kernel(
     own, size = (k, v, key, first, last), (queries, keys, lines)
 
     plan = plan_of(lists, low, high, nth, start, keys, FORM)
-    state = tl.zeros((FORM.own, FORM.key[1]), tl.float32), tl.zeros((FORM.own, FORM.value[1]), tl.float32)
+    state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for t in range(plan[1]):
         state = _dkv_step(state, plan, t, own, streams, rows, shown, size, False, FORM)
     for t in range(plan[2]):
@@ -426,5 +465,5 @@ def compact_dkv_kernel(
         dk *= FORM.r
     if not FORM.factors:
         dk *= factor
-    _put(outs[0], nth * keys + key, dk, inside, FORM.key)
-    _put(outs[1], nth * keys + key, dv, inside, FORM.value)
+    _put(outs[0], nth * keys + key, dk, inside, FORM.dim, FORM.wide)
+    _put(outs[1], nth * keys + key, dv, inside, FORM.value_dim, FORM.value_wide)

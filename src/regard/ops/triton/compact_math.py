@@ -141,12 +141,23 @@ def row_number(ptr, flat, number, ROWS: tl.constexpr, GIVEN: tl.constexpr):
 
 @triton.jit
 def key_scores(
-    q, k_at, block, stride, keys, DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, EDGE: tl.constexpr,
-    WIDE: tl.constexpr,
+    q, k_at, block, stride, keys, factor, FACTOR: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    KEYS: tl.constexpr, EDGE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(q.k of a key block [R, K], the numbers of its keys)."""
+    """(q.k of a key block [R, K], the numbers of its keys); times `factor` [R] where rows have their own, of any sign."""
     k = load_block(k_at, block, stride, keys, DIM, WIDTH, KEYS, EDGE, WIDE)
-    return tl.dot(q, tl.trans(k), input_precision="ieee"), block * KEYS + tl.arange(0, KEYS)
+    dot = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if FACTOR:
+        dot = dot * factor[:, None]
+    return dot, block * KEYS + tl.arange(0, KEYS)
+
+
+@triton.jit
+def factors(ptr, flat, scale, ROWS: tl.constexpr, FACTOR: tl.constexpr):
+    """(what `key_scores` multiplies with, what makes scores of that), [R]. A number is left for later, since it is > 0:
+    the best score is that of the largest q.k."""
+    given = row_number(ptr, flat, scale, ROWS, FACTOR)
+    return given, tl.full((ROWS,), 1.0, tl.float32) if FACTOR else given
 
 
 @triton.jit

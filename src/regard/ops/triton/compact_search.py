@@ -23,6 +23,7 @@ from .compact_math import (
     cube_root,
     edge_block,
     excess,
+    factors,
     key_blocks,
     key_scores,
     load_block,
@@ -131,7 +132,7 @@ def compact_search_kernel(
     flat = head.to(tl.int64) * queries + rows
     low = tl.load(low_ptr + batch * range_batch + rows)
     high = tl.load(high_ptr + batch * range_batch + rows)
-    factor = row_number(factor_ptr, flat, scale, ROWS, FACTOR)
+    factor, by = factors(factor_ptr, flat, scale, ROWS, FACTOR)
     q = load_rows(q_ptr + batch * q_batch + own * q_head, rows, q_row, DIM, WIDTH)
     k_at = k_ptr + batch * k_batch + own // group * k_head
     mask_at = mask_ptr + batch * mask_batch + own * mask_head
@@ -145,18 +146,18 @@ def compact_search_kernel(
     for side in tl.static_range(2):
         for t in range((full - first + last - partial) if side == 0 else (partial - full)):
             block = edge_block(t, first, full, partial, last) if side == 0 else partial - 1 - t
-            dot, columns = key_scores(q, k_at, block, k_row, keys, DIM, WIDTH, KEYS, side == 0, WIDE)
+            dot, columns = key_scores(q, k_at, block, k_row, keys, factor, FACTOR, DIM, WIDTH, KEYS, side == 0, WIDE)
             if side == 0:
                 dot = tl.where(seen(columns, low, high, mask_at, keys, MASK), dot, -float("inf"))
             if RULE == ADAPTIVE:
                 tops = tl.maximum(tops, dot)
             here = tl.max(dot, 1)
             best = tl.maximum(best, here)
-            near = tl.maximum(within, tl.abs(best * factor) * FINEST)
-            tl.store(row_marks + block, 1, mask=real & (here * factor > best * factor - near))
+            near = tl.maximum(within, tl.abs(best * by) * FINEST)
+            tl.store(row_marks + block, 1, mask=real & (here * by > best * by - near))
     empty = best == -float("inf")
     best = tl.where(empty, 0.0, best)
-    top = best * factor
+    top = best * by
     finest = tl.abs(top) * FINEST  # below it rounding alone says which keys are near enough
     reach = tl.maximum(within, finest)
     status = tl.zeros((ROWS,), tl.int32)
@@ -165,7 +166,7 @@ def compact_search_kernel(
         list_at = list_ptr + (head.to(tl.int64) * ((queries + ROWS - 1) // ROWS) + row_block) * blocks
         inner, outer = collect(marks_at, list_at, blocks, granules, first, full, partial, last, 1, GRANULES)
         least = finest * (1.0 / R)
-        peak = tl.maximum(first_peak(tops, best, factor, R), least)
+        peak = tl.maximum(first_peak(tops, best, by, R), least)
         active = real & (empty == 0)
         step = 0
         while (tl.max(active.to(tl.int32), 0) > 0) & (step < STEPS):
@@ -175,8 +176,8 @@ def compact_search_kernel(
             for side in tl.static_range(2):
                 for t in range(outer if side == 0 else inner):
                     block = tl.load(list_at + ((blocks - 1 - t) if side == 0 else t))
-                    dot, columns = key_scores(q, k_at, block, k_row, keys, DIM, WIDTH, KEYS, side == 0, WIDE)
-                    e = excess(dot, factor[:, None], theta[:, None])
+                    dot, columns = key_scores(q, k_at, block, k_row, keys, factor, FACTOR, DIM, WIDTH, KEYS, side == 0, WIDE)
+                    e = excess(dot, by[:, None], theta[:, None])
                     if side == 0:
                         e = tl.where(seen(columns, low, high, mask_at, keys, MASK), e, 0.0)
                     part = tl.sum(lower_power(e, R), 1)
@@ -220,7 +221,7 @@ def compact_weigh_kernel(
     flat = head.to(tl.int64) * queries + rows
     low = tl.load(low_ptr + batch * range_batch + rows)
     high = tl.load(high_ptr + batch * range_batch + rows)
-    factor = row_number(factor_ptr, flat, scale, ROWS, FACTOR)
+    factor, by = factors(factor_ptr, flat, scale, ROWS, FACTOR)
     q = load_rows(q_ptr + batch * q_batch + own * q_head, rows, q_row, DIM, WIDTH)
     k_at = k_ptr + batch * k_batch + own // group * k_head
     v_at = v_ptr + batch * v_batch + own // group * v_head
@@ -249,8 +250,8 @@ def compact_weigh_kernel(
     for side in tl.static_range(2):
         for t in range(outer if side == 0 else inner):
             block = tl.load(list_at + ((blocks - 1 - t) if side == 0 else t))
-            dot, columns = key_scores(q, k_at, block, k_row, keys, DIM, WIDTH, KEYS, side == 0, WIDE)
-            e = excess(dot, factor[:, None], theta[:, None])
+            dot, columns = key_scores(q, k_at, block, k_row, keys, factor, FACTOR, DIM, WIDTH, KEYS, side == 0, WIDE)
+            e = excess(dot, by[:, None], theta[:, None])
             if side == 0:
                 e = tl.where(seen(columns, low, high, mask_at, keys, MASK), e, 0.0)
             u = e * g[:, None]
@@ -266,7 +267,7 @@ def compact_weigh_kernel(
                 tilt_mass += tl.sum(b.to(tl.float32), 1)
             if TIES:
                 tl.store(row_marks + block, 2, mask=real & (part > 0))
-                tie = (e > 0) & (dot * factor[:, None] >= nearly[:, None])
+                tie = (e > 0) & (dot * by[:, None] >= nearly[:, None])
                 ties += tl.sum(tie.to(tl.int32), 1)
                 first_tie = tl.minimum(first_tie, tl.min(tl.where(tie, columns[None, :], BEYOND), 1))
                 last_tie = tl.maximum(last_tie, tl.max(tl.where(tie, columns[None, :], -1), 1))

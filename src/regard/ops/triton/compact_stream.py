@@ -15,6 +15,7 @@ from .compact_math import (
     UNIFORM,
     block_of_rows,
     edge_block,
+    factors,
     key_blocks,
     key_scores,
     load_block,
@@ -49,7 +50,7 @@ def relative(dot, before, best, factor, bias, RULE: tl.constexpr, R: tl.constexp
 
 @triton.jit
 def count_weights(
-    q, k_at, mask_at, best, factor, bias, low, high, first, last, k_row, keys, RULE: tl.constexpr, R: tl.constexpr,
+    q, k_at, mask_at, best, factor, by, bias, low, high, first, last, k_row, keys, FACTOR: tl.constexpr, RULE: tl.constexpr, R: tl.constexpr,
     MASK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """(how many weights are not 0, sum of their squares), over the weight at the best score."""
@@ -57,9 +58,9 @@ def count_weights(
     square = tl.zeros(best.shape, tl.float32)
     for t in range(last - first):
         block = first + t
-        dot, columns = key_scores(q, k_at, block, k_row, keys, DIM, WIDTH, KEYS, True, WIDE)
+        dot, columns = key_scores(q, k_at, block, k_row, keys, factor, FACTOR, DIM, WIDTH, KEYS, True, WIDE)
         dot = tl.where(seen(columns, low, high, mask_at, keys, MASK), dot, -float("inf"))
-        w, _ = relative(dot, best, best, factor, bias, RULE, R)
+        w, _ = relative(dot, best, best, by, bias, RULE, R)
         support += tl.sum(tl.where(w > 0, 1.0, 0.0), 1)
         square += tl.sum(w * w, 1)
     return support, square
@@ -84,7 +85,7 @@ def compact_stream_kernel(
     flat = head.to(tl.int64) * queries + rows
     low = tl.load(low_ptr + batch * range_batch + rows)
     high = tl.load(high_ptr + batch * range_batch + rows)
-    factor = row_number(factor_ptr, flat, scale, ROWS, FACTOR)
+    factor, by = factors(factor_ptr, flat, scale, ROWS, FACTOR)
     bias = row_number(given_ptr, flat, number, ROWS, GIVEN)
     q = load_rows(q_ptr + batch * q_batch + own * q_head, rows, q_row, DIM, WIDTH)
     k_at = k_ptr + batch * k_batch + own // group * k_head
@@ -93,7 +94,7 @@ def compact_stream_kernel(
     row_marks = marks_ptr + (head.to(tl.int64) * ((queries + GRANULE - 1) // GRANULE) + rows // GRANULE) * blocks
     first, full, partial, last = key_blocks(low, high, MASK, KEYS)
     if RULE == SOFTMAX:
-        factor = factor * LOG2E
+        by = by * LOG2E
 
     best = tl.full((ROWS,), -float("inf"), tl.float32)
     mass = tl.zeros((ROWS,), tl.float32)
@@ -101,12 +102,12 @@ def compact_stream_kernel(
     for side in tl.static_range(2):
         for t in range((full - first + last - partial) if side == 0 else (partial - full)):
             block = edge_block(t, first, full, partial, last) if side == 0 else partial - 1 - t
-            dot, columns = key_scores(q, k_at, block, k_row, keys, DIM, WIDTH, KEYS, side == 0, WIDE)
+            dot, columns = key_scores(q, k_at, block, k_row, keys, factor, FACTOR, DIM, WIDTH, KEYS, side == 0, WIDE)
             if side == 0:
                 dot = tl.where(seen(columns, low, high, mask_at, keys, MASK), dot, -float("inf"))
             before = best
             best = tl.maximum(best, tl.max(dot, 1))
-            w, kept = relative(dot, before, best, factor, bias, RULE, R)
+            w, kept = relative(dot, before, best, by, bias, RULE, R)
             v = load_block(v_at, block, v_row, keys, VALUES, VALUE_WIDTH, KEYS, side == 0, WIDE)
             p = w.to(v.dtype)
             part = tl.sum(p.to(tl.float32), 1)
@@ -121,7 +122,7 @@ def compact_stream_kernel(
     square = tl.zeros((ROWS,), tl.float32)
     if COUNTED:
         support, square = count_weights(
-            q, k_at, mask_at, best, factor, bias, low, high, first, last, k_row, keys, RULE, R, MASK, DIM, WIDTH, KEYS, WIDE
+            q, k_at, mask_at, best, factor, by, bias, low, high, first, last, k_row, keys, FACTOR, RULE, R, MASK, DIM, WIDTH, KEYS, WIDE
         )
     ess = tl.where(square > 0, mass * mass / tl.where(square > 0, square, 1.0), 0.0)
     some = mass > 0
@@ -131,11 +132,11 @@ def compact_stream_kernel(
     place = flat[:, None] * VALUES + columns[None, :]
     tl.store(out_ptr + place, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=stored)
     if RULE == SOFTMAX:
-        top = best * row_number(factor_ptr, flat, scale, ROWS, FACTOR)
+        top = best if FACTOR else best * factor
         theta = tl.full((ROWS,), -float("inf"), tl.float32)
         reach = tl.full((ROWS,), 1.0, tl.float32)
     else:
-        top = best * factor
+        top = best * by
         theta = -bias
         reach = tl.where(some, top + bias, 1.0)
     top = tl.where(empty, 0.0, top)
@@ -183,14 +184,14 @@ def compact_stand_in_kernel(
                     tl.store(row_marks + block, 1, mask=part > 0)
             count = tl.maximum(stand_in, 1).to(tl.float32)
         else:
-            factor = row_number(factor_ptr, flat, scale, ROWS, FACTOR)
+            factor, by = factors(factor_ptr, flat, scale, ROWS, FACTOR)
             top = tl.load(floats_ptr + flat * 6)
             q = load_rows(q_ptr + batch * q_batch + own * q_head, rows, q_row, DIM, WIDTH)
             stand_in = tl.full((ROWS,), BEYOND, tl.int32)
             for t in range(last - first):
                 block = first + t
-                dot, columns = key_scores(q, k_at, block, k_row, keys, DIM, WIDTH, KEYS, True, WIDE)
-                same = seen(columns, low, high, mask_at, keys, MASK) & (dot * factor[:, None] >= top[:, None])
+                dot, columns = key_scores(q, k_at, block, k_row, keys, factor, FACTOR, DIM, WIDTH, KEYS, True, WIDE)
+                same = seen(columns, low, high, mask_at, keys, MASK) & (dot * by[:, None] >= top[:, None])
                 stand_in = tl.minimum(stand_in, tl.min(tl.where(same, columns[None, :], BEYOND), 1))
             stand_in = tl.minimum(stand_in, keys - 1)
             acc = load_rows(v_at, stand_in, v_row, VALUES, VALUE_WIDTH).to(tl.float32)

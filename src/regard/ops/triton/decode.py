@@ -155,10 +155,10 @@ def _bound(key: Tensor, centre: Tensor, radius: Tensor, first: int, block: int) 
     from .key_bounds_kernels import ball_kernel
 
     batch, heads, keys, dim = key.shape
-    tiles = TABLE.pick(dim, key.dtype)
+    tiles, blocks = TABLE.pick(dim, key.dtype), -(-keys // block) - first
     launch(
-        ball_kernel, (-(-keys // block) - first, batch * heads), key, centre, radius, heads, keys, centre.shape[2],
-        first, key.stride(0), key.stride(1), key.stride(2),
+        ball_kernel, (blocks * batch * heads,), key, centre, radius, heads, keys, centre.shape[2],
+        first, blocks, key.stride(0), key.stride(1), key.stride(2),
         tiles=tiles, D=dim, WIDTH=compact_decode.width_of(key), BLOCK=block, KEYS=min(tiles.keys, block),
     )  # fmt: skip
 
@@ -171,7 +171,7 @@ def _(key, centre, radius, first, block):
 def _check_key(call: str, key: object) -> None:
     floating(call, "key", key)
     assert isinstance(key, Tensor)
-    form = key.dim() == 4 and key.dtype in support.DTYPES and 1 <= key.shape[-1] <= support.DIMS[1]
+    form = key.dim() == 4 and key.dtype in support.DTYPES and 1 <= key.shape[-1] <= support.WIDEST
     require(form, call, f"key is {key.dtype} {shape(key)}, expected float32 or bfloat16 [B, Hkv, Tk, D], D <= 256.")
     reason = support.MISSING or support.unsupported_device(key.device.type)
     require(reason is None, call, f"{reason}.")
@@ -260,8 +260,8 @@ def _unsupported(spec: Spec, query: Tensor, value: Tensor, rows: int) -> str | N
         return support.MISSING
     if query.dtype not in support.DTYPES:
         return f"computes in float32 and bfloat16; the inputs are {query.dtype}"
-    if max(query.shape[-1], value.shape[-1]) > support.DIMS[1]:
-        return f"holds at most {support.DIMS[1]} features; these are {query.shape[-1]} and {value.shape[-1]}"
+    if max(query.shape[-1], value.shape[-1]) > support.WIDEST:
+        return f"holds at most {support.WIDEST} features; these are {query.shape[-1]} and {value.shape[-1]}"
     if spec.degree or spec.trend is not None or spec.similarity.name != "dot":
         return f"takes averages (degree 0, no trend) by the dot product; this is {spec}"
     if rows > ROWS:

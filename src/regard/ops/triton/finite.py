@@ -43,7 +43,7 @@ def _clean(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @_clean.register_fake
-def _(x):  # type: ignore[no-untyped-def]
+def _(x):
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.bool)
 
 

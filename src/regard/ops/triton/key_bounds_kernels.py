@@ -19,12 +19,12 @@ and if every partial sum is cut off after 23 bits."""
 
 @triton.jit
 def ball_kernel(
-    k, centre, radius, heads, keys, capacity, first, stride_b, stride_h, stride_t,
+    k, centre, radius, heads, keys, capacity, first, blocks, stride_b, stride_h, stride_t,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A ball around the keys of block `first` + program: centre [N, capacity, D], rounded to the keys' dtype, and the
-    largest distance from it as it is then, [N, capacity] float32."""
-    block, at = first + tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """A ball around the keys of one of the `blocks` of a head from `first` on: centre [N, capacity, D], rounded to the
+    keys' dtype, and the largest distance from it as it is then, [N, capacity] float32."""
+    block, at = first + tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     k += (at // heads) * stride_b + (at % heads) * stride_h
     columns, own = tl.arange(0, WIDTH), tl.arange(0, KEYS)
     start, stop = block * BLOCK, tl.minimum(block * BLOCK + BLOCK, keys)

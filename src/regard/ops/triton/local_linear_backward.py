@@ -67,6 +67,10 @@ BY_KEYS = TileTable(
 two accumulators as wide, 32 rows at a time are what registers hold, and 16 in float32."""
 
 
+MOST_ROWS = 256
+"""Of a tile."""
+
+
 class Kept(NamedTuple):
     """What the forward pass saves: t [B, H, Tq, D], lse [B, H, Tq], and the means of coordinates [B, H, Tq, D] and of
     values [B, H, Tq, Dv], all float32 and contiguous. lse is in base 2: p_ij = 2^(log2(e) z_ij - lse_i); it is +inf,
@@ -136,8 +140,10 @@ class _Call:
 
 
 def _matrix(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """A [B, H, T, width] whose rows lie in one piece, with the steps of the others."""
-    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """A [B, H, T, width] whose rows lie in one piece, with the steps of the others. Offsets within a tile are int32, so
+    that rows which lie very far apart are copied."""
+    together = x.stride(-1) == 1 or x.shape[-1] == 1
+    x = x if together and x.stride(-2) * MOST_ROWS < 2**31 else x.contiguous()
     return x, *x.stride()[:3]
 
 

@@ -151,7 +151,7 @@ def local_linear_right_kernel(right, matrices, kept, factor, span, mask, sizes, 
     mean = load_rows(mean, begin, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
     mean = tl.sum(g.to(tl.float32) * mean, 1)
     start, tiles, left, full = plan(rows[2], rows[3], FORM.tile, FORM.masked)
-    state = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own,), tl.float32)
+    state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     for n in range(tiles - full):
         first = start + edge_tile(n, left, full) * FORM.tile
         state = _right_step(state, x, g, mean, rows, kv, first, True, FORM)
@@ -202,7 +202,7 @@ def local_linear_operands_kernel(
     g = load_rows(grad_at[0], first, grad_at[1], queries, FORM.own, FORM.value_dim, FORM.value_wide).to(tl.float32)
     vbar = kept[2] + nth * queries * FORM.value_dim
     vbar = load_rows(vbar, first, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
-    drop, share = tl.sum(g * vbar, 1), tl.zeros((FORM.own,), tl.float32)
+    drop, share = tl.sum(g * vbar, 1), tl.full((FORM.own,), 0.0, tl.float32)
     mean = _own_rows(kept[1], nth, first, queries, FORM)
     t = _own_rows(slopes[0], nth, first, queries, FORM)
     used, lift = _put_operand(operands, GIVEN, t, mean, nth, first, queries, FORM)
@@ -261,7 +261,7 @@ def local_linear_query_kernel(
     drop = tl.load(line + DROP, mask=inside, other=0.0)
     guess = tl.load(line + MEAN, mask=inside, other=0.0)
     start, tiles, left, full = plan(rows[2], rows[3], FORM.tile, FORM.masked)
-    sums, none = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own,), tl.float32)
+    sums, none = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     state = sums, none, none, none, none
     if not FORM.solved:
         state = sums, none, none, sums, none
@@ -300,7 +300,7 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
     operands += member * queries * wide
     t = load_keys(operands, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
     line = table + (member * queries + first) * NUMBERS + tl.arange(0, FORM.tile) * NUMBERS
-    c = tl.zeros((FORM.tile,), tl.float32) + factor * LOG2E
+    c = tl.full((FORM.tile,), 0.0, tl.float32) + factor * LOG2E
     if FORM.factors:
         c = tl.load(line + SCALE, mask=inside, other=0.0)
     lse = tl.load(line + LSE, mask=inside, other=float("inf"))
@@ -353,7 +353,7 @@ def local_linear_key_kernel(outs, matrices, factor, span, mask, sizes, operands,
         (mask[0] + batch * mask[1] + head * mask[2], mask[2]), factor,
     )  # fmt: skip
     own = k, v, low, high, begin
-    state = tl.zeros((FORM.own, FORM.wide), tl.float32), tl.zeros((FORM.own, FORM.value_wide), tl.float32)
+    state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     edges = tiles - full
     for n in range(group * edges):  # one loop over heads and tiles, or both loops' addresses would be held at once
         first = start + edge_tile(n % edges, left, full) * FORM.tile

@@ -366,9 +366,10 @@ def _solve(
     high_ptr += batch * span_batch
     low, high = load_span(low_ptr, high_ptr, rows, queries)
     start, tiles, left, full = plan(low, high, KEYS, MASKED)
-    around = first // WHOLE * WHOLE + tl.arange(0, WHOLE)
-    if _fits(low_ptr, high_ptr, around, queries, 4 * CHIP) != HELD:
-        return
+    if CHIP > 0:
+        around = first // WHOLE * WHOLE + tl.arange(0, WHOLE)
+        if _fits(low_ptr, high_ptr, around, queries, 4 * CHIP) != HELD:
+            return
     at = head * queries
     scratch += (head * tl.num_programs(0) + block) * (ROWS * (TILE * BLOCK + ROW))
     k_ptr += batch * k_batch + (own // group) * k_head
@@ -487,10 +488,10 @@ def _launch(
     right, x, y, lse, mean = tensors
     batch, heads, queries, width = right.shape
     keys, whole = y.shape[2], tiles.rows
-    chip = min(CHIP, 2 * tiles.keys)
+    chip = min(CHIP, 2 * tiles.keys) if y.dtype == torch.bfloat16 else 0
     if held:
         tiles = Tiles(min(32, whole), chip, 8, 1)
-    elif keys <= 4 * chip:
+    if (chip == 0 and held) or (keys <= 4 * chip and not held):
         return
     mask = span.mask
     launch(

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ...estimators.fast_weight_stream import How, Looked
 from ...estimators.product_key import SOFTMAX, InverseDistance, _joined, by_set, weigh
-from .memory_keys import FLOOR, marginal_of, moved_keys
-from .memory_read import join, picked_rows
-from .memory_search import best_halves
-from .memory_targets import RULES, errors_of, shares_of
+from .memory_keys import FLOOR
+from .memory_ops import best_halves, errors_of, join, marginal_of, moved_keys, picked_rows, shares_of
+from .memory_targets import RULES
 from .memory_values import TableValues
 from .memory_versions import first_order
 

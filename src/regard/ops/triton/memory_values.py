@@ -16,6 +16,7 @@ from torch import Tensor
 from ...checks import ArgumentError, require, shape
 from ...estimators.product_key import Dot, InverseDistance, SlotScore
 from ...estimators.slot_values import slot_values
+from .memory_ops import order_of, written
 from .memory_versions import Anchor, Dense, Read, Rows, Version, Write
 from .support import DTYPES, MISSING, unsupported_device
 
@@ -173,19 +174,18 @@ class TableValues:
     @torch.no_grad()
     def _write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None) -> tuple[Version, Tensor]:
         """The version after the write, and N_i of every entry [M, P, K]."""
-        from .memory_write import order_of, written
-
         order, before = order_of(slots, counted, self.slots), self.version
+        ordered, _, count = order
         table, log = before.rooted(), None
         if before.borrowed:
             table = table.clone(memory_format=torch.contiguous_format)
         else:
-            log = torch.empty(len(table), order.slots.shape[1], self.width, dtype=table.dtype, device=table.device)
+            log = torch.empty(len(table), ordered.shape[1], self.width, dtype=table.dtype, device=table.device)
         written(table, order, shares, errors, log)
         after = Version(table)
         if log is not None:
-            before.follow(after, order.slots, log)
-        return after, order.count.view(slots.shape)
+            before.follow(after, ordered, log)
+        return after, count.view(slots.shape)
 
     def looked(self, how: How, query: Tensor, keys: Tensor, good: Tensor | None) -> Looked | None:
         """What tokens find and read, by kernels: `estimators.fast_weight_stream.Rounds`."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...checks import ArgumentError
+from .memory_ops import order_of, picked_rows, swapped, written
 
 
 class Version:
@@ -52,8 +53,6 @@ class Version:
 
     def rooted(self) -> Tensor:
         """The table, holding this version."""
-        from .memory_write import swapped
-
         path: list[Version] = [self]
         while (link := path[-1].link) is not None:
             path.append(link[0])
@@ -78,8 +77,6 @@ class Version:
 
     def settle(self) -> None:
         """Go on in a table of its own."""
-        from .memory_write import swapped
-
         path: list[Version] = [self]
         while (link := path[-1].link) is not None:
             path.append(link[0])
@@ -150,8 +147,6 @@ class Read(torch.autograd.Function):
     def forward(
         ctx: Any, weights: Tensor, token: Tensor | None, version: Version, slots: Tensor, good: Tensor | None
     ) -> Tensor:
-        from .memory_read import picked_rows
-
         ctx.save_for_backward(weights, slots, good)
         ctx.version = version
         out = picked_rows(version.rooted(), slots, weights, good=good)[0]
@@ -161,9 +156,6 @@ class Read(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        from .memory_read import picked_rows
-        from .memory_write import order_of, written
-
         (weights, slots, good), version = ctx.saved_tensors, ctx.version
         own = token = None
         if ctx.needs_input_grad[0]:
@@ -187,8 +179,6 @@ class Rows(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        from .memory_write import order_of, written
-
         slots = ctx.slots.flatten(1)[..., None]  # every entry a token of its own
         order = order_of(slots, None, ctx.version.table.shape[1])
         ones = torch.ones_like(slots, dtype=torch.float32)
@@ -219,8 +209,6 @@ class Write(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        from .memory_read import picked_rows
-
         shares, errors, slots, count, counted = ctx.saved_tensors
         found = ctx.after.take()
         none = (None,) * 5

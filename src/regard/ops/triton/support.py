@@ -13,8 +13,10 @@ from .launch import watching
 MISSING = None if find_spec("triton") else "needs triton, which is not installed: pip install 'regard[gpu]'"
 """None where triton is installed, else how to get it."""
 DTYPES = (torch.float32, torch.bfloat16)
-DIMS = (1, 256)
-"""The narrowest and widest keys and values."""
+WIDEST = 256
+"""Features of keys and of values."""
+GRID = 65535
+"""Programs along the second and third axis of a grid, where kernels put heads: CUDA's limit."""
 
 
 def interpreted() -> bool:
@@ -36,8 +38,10 @@ def unsupported(problem: Problem) -> str | None:
         return device
     if problem.dtype not in DTYPES:
         return f"computes in float32 and bfloat16; the inputs are {problem.dtype}"
-    if max(problem.dim, problem.value_dim) > DIMS[1]:
-        return f"holds rows of at most {DIMS[1]} features; these have {problem.dim} and {problem.value_dim}"
+    if max(problem.dim, problem.value_dim) > WIDEST:
+        return f"holds rows of at most {WIDEST} features; these have {problem.dim} and {problem.value_dim}"
+    if problem.batch * problem.heads > GRID:
+        return f"takes at most {GRID} heads of all sequences together; there are {problem.batch * problem.heads}"
     if problem.transformed:
         return "is differentiable once, backward: no forward mode, no torch.func transforms"
     if problem.mask == "pairs":
