@@ -53,6 +53,8 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dry", action="store_true", help="toy sizes in Triton's interpreter, stored elsewhere")
     parser.add_argument("--resume", action="store_true", help="keep what --out holds and measure what is not in it")
     parser.add_argument("--keep-errors", action="store_true", help="with --resume: do not try again what failed")
+    parser.add_argument("--cold", action="store_true", help="do not compile in several processes first")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
     parser.add_argument("--tune-peers", action="store_true", help="let AdaSplash tune itself anew for every length")
     parser.add_argument("--out", type=Path, help=f"the JSON (default {STORED})")
     parser.add_argument("--write", action="store_true", help="write the tables of the JSON into --page")
@@ -82,6 +84,12 @@ def main() -> int:
     out = args.out or (Path(tempfile.gettempdir()) / "regard-gpu-dry.json" if args.dry else STORED)
     stored = json.loads(out.read_text(encoding="utf-8")) if out.exists() and (args.resume or not args.part) else {}
     rows = rows_of(bench, tuple(args.part), args.match) if args.part else []
+    if args.compile:
+        number, of, arch = map(int, args.compile.split("/"))
+        compiling = rows_of(gpu_measure.Bench(False, compiling=True), tuple(args.part), args.match)
+        left = [row for row in compiling if stored.get("rows", {}).get(row.name, {}).get("status") != "measured"]
+        importlib.import_module("gpu_warm").compile_share(left, number, of, arch)
+        return 0
     if args.list:
         for row in rows:
             print(f"{row.priority:3} {row.seconds:5.0f} s  {row.name}")
@@ -102,6 +110,9 @@ def run(args: argparse.Namespace, bench: Any, rows: list[Any], stored: dict[str,
 
     begun = time.perf_counter()
     stored.setdefault("runs", []).append(provenance(bench))
+    if not bench.dry and not args.cold:
+        save(out, stored)
+        warm_up(args, out, begun)
     stored["ceilings"] = ceilings(bench)
     done = stored.setdefault("rows", {})
     for row in rows:
@@ -117,9 +128,22 @@ def run(args: argparse.Namespace, bench: Any, rows: list[Any], stored: dict[str,
             say(row.name, done[row.name], time.perf_counter() - begun)
         save(out, stored)
         if done[row.name]["status"] == "failed" and lost(bench):
+            leave_out(row, rows, done)
+            save(out, stored)
             again(args, out, left - done[row.name]["seconds"])
     stored["runs"][-1]["seconds"] = round(time.perf_counter() - begun, 1)
     save(out, stored)
+
+
+def warm_up(args: argparse.Namespace, out: Path, begun: float) -> None:
+    """A quarter of the time at most, which the rows then save."""
+    import gpu_warm
+    import torch
+
+    chosen = ["--part", *args.part, "--match", args.match, "--out", str(out), "--resume"]
+    capability = 90 if torch.cuda.get_device_capability()[0] >= 9 else 80
+    done = gpu_warm.warm(chosen, args.budget_s / 4, capability)
+    print(f"{time.perf_counter() - begun:6.1f} s  compiled ahead; {done} processes had done their share", flush=True)
 
 
 def measured(row: Any, limit: float, run: int) -> dict[str, Any]:
@@ -172,13 +196,24 @@ def lost(bench: Any) -> bool:
     return False
 
 
+def leave_out(row: Any, rows: list[Any], done: dict[str, Any]) -> None:
+    """What runs the same kernels as a row with which the device was lost is not tried: each such row would cost a start
+    of the process."""
+    place = 1 if row.part == "correctness" else -1
+    for other in rows:
+        same = other.part == row.part and other.name.split(", ")[place] == row.name.split(", ")[place]
+        if same and done.get(other.name, {}).get("status") != "measured" and other.name != row.name:
+            error = f"left out: the device was lost with {row.name!r}"
+            done[other.name] = {"part": other.part, "status": "failed", "error": error, "seconds": 0.0}
+
+
 def again(args: argparse.Namespace, out: Path, left: float) -> None:
     """Go on in a fresh process, with what is left of the time."""
     print("the device is lost to this process; going on in another", flush=True)
     command = [sys.executable, str(Path(__file__)), "--budget-s", str(max(left - 10, 0)), "--row-s", str(args.row_s)]
     command += ["--part", *args.part, "--match", args.match, "--out", str(out), "--resume", "--keep-errors"]
     command += ["--page", str(args.page), "--figure", str(args.figure)]
-    command += ["--write"] * args.write + ["--tune-peers"] * args.tune_peers
+    command += ["--cold"] + ["--write"] * args.write + ["--tune-peers"] * args.tune_peers
     os.execv(sys.executable, command)
 
 

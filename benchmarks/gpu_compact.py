@@ -173,6 +173,8 @@ def timed(name: str, length: int, dim: int, share: float, bench: Bench) -> dict[
 
 @lru_cache(maxsize=8)
 def live_share(bench: Bench, length: int, dim: int, share: float, spec: str) -> float:
+    if bench.compiling:
+        return 1.0
     q, k = inputs(bench, length, dim, share)[:2]
     return gpu_dense.live_share(q, k, KINDS[spec], 16 if bench.dry else 64)
 
@@ -190,6 +192,8 @@ def correctness(spec: str, dim: int, dtype: str, bench: Bench, odd: bool = False
     with small_tiles(bench):
         out = regard.attention(*leaves, spec, enable_gqa=True, impl="triton", **options)
         grads = torch.autograd.grad(out, leaves, g)
+    if bench.compiling:
+        return {}
     wanted = gpu_dense.attention(KINDS[spec], *wide, seen)
     wanted_grads = torch.autograd.grad(wanted, wide, g.double())
     return judged(out, wanted, dict(zip(("dq", "dk", "dv"), zip(grads, wanted_grads, strict=True), strict=True)), dtype)
@@ -204,8 +208,8 @@ def judged(out: Tensor, wanted: Tensor, grads: dict[str, tuple[Tensor, Tensor]],
 
 
 def row_sums(name: str, bench: Bench) -> dict[str, Any]:
-    """How far a row's weights are from a sum of one, at most: outputs for values of one, in float32, since bfloat16
-    outputs would round it away; of normal queries and keys, and of nearly equal scores (deviation 0.3)."""
+    """How far a row's weights are from a sum of one, at most: outputs for values of one, by the float32 kernels, since
+    bfloat16 outputs would round it away; of normal queries and keys, and of nearly equal scores (deviation 0.3)."""
     length, dim = (48, 16) if bench.dry else (8192, 64)
     function, found = contestant(name, bench), {}
     if bench.dry and name in gpu_peers.ADASPLASH:

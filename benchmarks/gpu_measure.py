@@ -49,21 +49,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where rows run: on the GPU at full size, or dry, at toy size, in Triton's interpreter on the CPU."""
+    """Where rows run: on the GPU at full size; dry, at toy size, in Triton's interpreter on the CPU; or compiling, at
+    full size, with tensors on the CPU and nothing launched."""
 
     dry: bool
     tune_peers: bool = False
+    compiling: bool = False
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu" if self.dry else "cuda")
+        return torch.device("cpu" if self.dry or self.compiling else "cuda")
 
     def generator(self, seed: int = 0) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
 
     def milliseconds(self, call: Callable[[], Any]) -> float:
         """The median time of a call, which runs once before; dry, the time of its one run."""
-        if self.dry:
+        if self.dry or self.compiling:
             start = time.perf_counter()
             call()
             return 1e3 * (time.perf_counter() - start)
@@ -77,7 +79,7 @@ class Bench:
 
     def peak(self, call: Callable[[], Any]) -> float | None:
         """MiB that a call holds at most beyond what was held before it; None on the CPU."""
-        if self.dry:
+        if self.dry or self.compiling:
             return None
         gc.collect()
         torch.cuda.synchronize()
@@ -91,7 +93,7 @@ class Bench:
 
     def graphed(self, call: Callable[[], Any]) -> Callable[[], Any]:
         """The call as a CUDA graph: what is left is the device's own time. On the CPU the call itself."""
-        if self.dry:
+        if self.dry or self.compiling:
             return call
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -172,7 +174,7 @@ def finite(x: float | None) -> float | None:
 def ceilings(bench: Bench) -> dict[str, float]:
     """What this device reaches: TFLOP/s of a large bfloat16 product of random matrices by torch, and GB/s of a large
     copy, bytes read and written counted."""
-    n, size = (64, 2**12) if bench.dry else (8192, 2**31)
+    n, size = (64, 2**12) if bench.dry or bench.compiling else (8192, 2**31)
     a, b = (torch.randn(n, n, device=bench.device, generator=bench.generator(i)).bfloat16() for i in range(2))
     product = bench.milliseconds(lambda: a @ b)
     source = torch.empty(size // 4, device=bench.device, dtype=torch.int32).random_()

@@ -49,6 +49,8 @@ def correctness(bench: Bench) -> dict[str, Any]:
     given = inputs(bench, *sizes)
     chunk, k = sizes[0] // 3, 4
     out, _ = regard.fast_weight_memory(**given, rule=RULE, chunk_size=chunk, top_k=k, impl="triton")
+    if bench.compiling:
+        return {}
     error = rms_ratio(out, dense({name: x.double() for name, x in given.items()}, chunk, k))
     return {"errors": {"out": error}, "bars": {"out": BARS["read"]}, "right": error <= BARS["read"]}
 
@@ -90,7 +92,8 @@ def sizes_of(bench: Bench) -> tuple[int, int, int, int]:
 
 def forward(impl: str, bench: Bench) -> dict[str, Any]:
     """Reading and writing 4096 tokens, eight chunks in turn, along a stream: every call goes on where the last one
-    ended. The device's own time as a CUDA graph, where one can be captured, and that of a call from Python."""
+    ended. The device's own time as a CUDA graph, where one can be captured (whose replays go on with the values, but
+    search among the sub-keys of the capture first), and that of a call from Python."""
     tokens, chunk, sub_keys, width = sizes_of(bench)
     given = inputs(bench, tokens, sub_keys, width)
     how: dict[str, Any] = {"chunk_size": chunk, "top_k": min(TOP_K, sub_keys), "eps": EPS}

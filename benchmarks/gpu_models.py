@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import gpu_peers
 import torch
 from cpu_measure import digits
 from gpu_measure import Bench, Row, small_tiles
@@ -28,6 +29,7 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 def preset(name: str, bench: Bench) -> dict[str, Any]:
     """A hybrid model all of whose layers have this preset: 4 layers of 512 features, 8 heads, windows of 2048."""
+    gpu_peers.require("transformers", "pip install transformers")
     from regard.models import HybridConfig
 
     size = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096}
@@ -44,6 +46,7 @@ def preset(name: str, bench: Bench) -> dict[str, Any]:
 
 def hybrid(name: str, bench: Bench) -> dict[str, Any]:
     """The paper's Gated DeltaNet model, 12 layers of 768 features, without memories and with three of fast weights."""
+    gpu_peers.require("transformers", "pip install transformers")
     from regard.models import HybridConfig
 
     size: dict[str, Any] = {}

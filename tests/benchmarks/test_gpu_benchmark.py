@@ -224,7 +224,7 @@ def test_the_tables_hold_the_numbers_and_what_has_none(module: Any) -> None:
 
 
 def options_for(out: Path, **others: Any) -> argparse.Namespace:
-    given = {"budget_s": 60.0, "row_s": 0.5, "part": PARTS, "keep_errors": False, "match": "", "out": out}
+    given = {"budget_s": 60.0, "row_s": 0.5, "part": PARTS, "keep_errors": False, "match": "", "out": out, "cold": True}
     return argparse.Namespace(**{**given, **others})
 
 
@@ -290,6 +290,48 @@ def test_a_page_without_markers_is_refused(module: Any) -> None:
     for page in ("no markers", f"{END}{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"):
         with pytest.raises(ValueError, match="must hold"):
             module("gpu_table").placed(page, "table")
+
+
+def test_what_loses_the_device_is_not_tried_again(module: Any) -> None:
+    """Of the rows of that contestant, or of that sentence where it was correctness, none; all others are."""
+    script, row = module("gpu"), module("gpu_measure").Row
+    names = [f"attention, T {n}, D 64, live 1, {who}" for n in (1024, 2048) for who in ("flash", "regard biweight")]
+    rows = [row(name, "compact", 0, dict) for name in names]
+    rows += [row(f"correctness, {s}, D {d}, bfloat16", "correctness", 0, dict) for s in ("a", "b") for d in (64, 128)]
+    done: dict[str, Any] = {names[3]: {"status": "no time"}, names[1]: {"status": "failed", "error": "E"}}
+    script.leave_out(rows[1], rows, done)
+    script.leave_out(rows[4], rows, done)
+    assert {name for name, entry in done.items() if "left out" in entry.get("error", "")} == {names[3], rows[5].name}
+    assert names[0] not in done
+    assert done[names[1]]["error"] == "E"
+
+
+def test_the_kernels_of_every_kind_of_row_are_compiled_ahead_once(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm = module("gpu_warm")
+    rows = module("gpu").rows_of(bench(module, dry=False), PARTS, "")
+    kinds = [row.name for row in warm.kinds(rows)]
+    ours = "attention, T {}, D 64, live {}, regard biweight"
+    assert ours.format(8192, 0.4) in kinds
+    assert ours.format(65536, 0.4) not in kinds  # as 32768: one sequence
+    assert ours.format(8192, 0.3) not in kinds
+    assert not [name for name in kinds if "adasplash" in name or "flash" in name or "impl=sparse" in name]
+    assert {"memory, forward, impl=triton", "correctness, biweight, D 64, float32"} <= set(kinds)
+    ran: list[str] = []
+    monkeypatch.setattr("regard.ops.triton.compiled.resources_of", lambda call, arch: ran.append((call(), arch)))
+
+    def row(name: str, error: bool = False) -> Any:
+        def call() -> str:
+            if error:
+                raise ValueError
+            return name
+
+        return module("gpu_measure").Row(name, "compact", 0, call)
+
+    some = [row("regard a"), row("regard b", error=True), row("regard c"), row("regard d"), row("flash")]
+    warm.compile_share(some, 0, 2, 90)
+    assert ran == [("regard a", 90), ("regard c", 90)]
+    warm.compile_share(some, 1, 2, 90)
+    assert ran[2:] == [("regard d", 90)]
 
 
 # Peers --------------------------------------------------------------------------------------------------------------

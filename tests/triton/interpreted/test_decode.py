@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dense_oracles import RULES, Rule, attend, local_linear, near, ratio, scores, seen_pairs, with_probe
@@ -159,6 +160,28 @@ def test_strides_of_a_cache_laid_out_by_tokens() -> None:
     assert not moved[1].is_contiguous()
     same = [decode_attention(*x, "biweight") for x in ((q, k, v), moved)]
     assert torch.equal(*same)
+
+
+@pytest.mark.parametrize("name", ["softmax", "adaptive 2", "linear"])
+def test_keys_of_a_tile_may_lie_more_than_2_31_numbers_apart(name: str) -> None:
+    """As those of a very wide cache laid out by tokens do. Of the memory only the pages that are met are there."""
+    q, k, v = tensors(35, torch.bfloat16)
+    step = 2**26 + 16
+    room = torch.from_numpy(np.empty(35 * step, np.int16)).view(torch.bfloat16)
+    far = [room.as_strided((1, 1, 35, x.shape[-1]), (1, 1, step, 1), at).copy_(x) for x, at in ((k, 0), (v, 8))]
+    wide, seen = [x.double() for x in (q, k, v)], seen_by(q, k)
+    with forced(keys=64):
+        if name == "linear":
+            near([linear_decode(q, *far)], [local_linear(*wide, seen, 0.1, 1.0)], LOOSE[torch.bfloat16])
+        else:
+            found = decode_attention(q, *far, RULES[name].text, scale=1.0)
+            near([found], [attend(*wide, seen, RULES[name], 1.0)], TOLERANCE[torch.bfloat16])
+
+
+def linear_decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Local linear attention with the tensors as they lie."""
+    visible = Visibility(queries=1, keys=k.shape[2], causal=True, offset=k.shape[2] - 1)
+    return local_linear_decode.decode(q, k, v, 1.0, 0.1, None, visible)
 
 
 def test_no_token_changes_an_earlier_row() -> None:

@@ -89,8 +89,8 @@ def pairs(names: Any, quick: Any) -> list[Any]:
 
 
 ORDERS = [(rule, call) for rule in RULES for call in CALLS]
-QUICK = [ORDERS[call + len(CALLS) * (3 * call % len(RULES))] for call in range(len(CALLS))]
-"""Every call with a rule, so that every rule is met."""
+QUICK = [ORDERS[call + len(CALLS) * (3 * call % len(RULES))] for call in range(0, len(CALLS), 2)]
+"""Every other call, each with another rule."""
 
 
 # Values and gradients -------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_every_rule_in_every_order_in_bfloat16(rule: str, call: str, poisoned: N
 
 
 WIDTHS = [(1, 1), (16, 40), (40, 16), (64, 64), (100, 3), (128, 100), (256, 128), (64, 256)]
-QUICK_WIDTHS = [(1, 1), (100, 3)]
+QUICK_WIDTHS = [(100, 3)]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_heads_share_keys(heads: tuple[int, int]) -> None:
         checked(leaves, RULES["anchored 2"], seen_pairs(1, heads[0], 19, 19, window=7), (2e-6, 2e-5), window=7)
 
 
-@pytest.mark.parametrize("name", some(RULES, ["anchored 1", "fixed 3"]))
+@pytest.mark.parametrize("name", some(RULES, ["anchored 1"]))
 def test_numbers_of_rows(name: str, poisoned: None) -> None:
     """Scales, margins and biases as tensors, with their gradients."""
     rule = RULES[name]
@@ -190,6 +190,7 @@ def test_one_number_for_all_rows() -> None:
 TEXTS = ("biweight*adaptive*cosine", "epanechnikov*anchored*euclidean", "rbf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", some(TEXTS, TEXTS[:1]))
 def test_similarities(text: str) -> None:
     leaves = draw(23, 23, 6, batch=1)
@@ -306,6 +307,7 @@ def test_what_is_hidden_never_matters(spec: str, what: float) -> None:
     assert not after[3][:, :, [7, 8, 20, 33]].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", some(SPECS, QUICK_SPECS))
 def test_what_is_not_finite_spoils_the_rows_that_see_it(spec: str) -> None:
     q, k, v = (x.detach() for x in draw(34, 34, 6, batch=2))
@@ -406,6 +408,7 @@ def test_packed_sequences(spec: str) -> None:
         assert torch.equal(one[:, :, 15:], two[:, :, 15:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", some(SPECS, QUICK_SPECS))
 def test_a_batch_is_a_loop(spec: str) -> None:
     """To the last bit: no sequence and no key head depends on another."""
@@ -537,6 +540,7 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", some(["biweight", "relumax", "softmax", "normrelu"], ["biweight"]))
 def test_operators_are_what_they_say(spec: str) -> None:
     """opcheck: schema, fake kernels and autograd of every operator that a call makes."""

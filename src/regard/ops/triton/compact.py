@@ -36,8 +36,8 @@ GRANULE = 64
 
 
 def _tables(name: str, narrow: list[Tiles], wide: list[Tiles]) -> dict[int, TileTable]:
-    """The tables of a kernel by bytes of a number, 2 and 4, from the tiles for widths up to 64, 128 and 256. The same keys
-    at a time in every kernel, also while tuning: marks of blocks pass from one to the other."""
+    """The tables of a kernel by bytes of a number, 2 and 4, from the tiles for widths up to 64, 128 and 256. Every
+    kernel takes the same keys at a time, also while tuning: marks of blocks pass from one to the other."""
 
     def table(size: int, tiles: list[Tiles], other: Tiles) -> TileTable:
         return TileTable(f"{name}_{size}", {(64 << i, size): own for i, own in enumerate(tiles)}, [other])
@@ -91,8 +91,8 @@ class Rule(NamedTuple):
 
 
 def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Sequence[str] = ()) -> Rule | str:
-    """The rule of a sentence with these numbers in place of its own, or why the kernels do not know it. What is named in
-    `tensors` is given as one, as are tensors among the numbers."""
+    """The rule of a sentence with these numbers in place of its own, or why the kernels do not know it. What is named
+    in `tensors` is given as one, as are tensors among the numbers."""
     kernel, rule, numbers = spec.kernel, spec.bandwidth, numbers or {}
     if type(spec.weighting) is not Ratio or type(rule) not in (Adaptive, Anchored, Fixed):
         return f"knows normalised kernels under the rules adaptive, anchored and fixed; this is {spec}"
@@ -205,8 +205,8 @@ def forward(
     """(out [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags int32 [B, H, Tq, FLAGS], index int32 [B, H, Tq, n],
     tilt float32 [B, H, Tq, Dv], live uint8 [B, H, ceil(Tq / live_rows), ceil(Tk / live_keys)]).
 
-    `factor` and `given` (margin or bias), [B, H, Tq], stand in the place of `scale` and `number`. Without `keep` nothing
-    is kept for a backward pass; `counted` says whether support and effective sample size are.
+    `factor` and `given` (margin or bias), [B, H, Tq], stand in the place of `scale` and `number`. Without `keep`
+    nothing is kept for a backward pass; `counted` says whether support and effective sample size are.
     """
     from . import compact_forward
 
@@ -235,7 +235,7 @@ def _outputs(
 
 
 @forward.register_fake
-def _(q, k, v, factor, given, low, high, first, last, mask, scale, number, rule, r, stand, *rest):  # type: ignore[no-untyped-def]
+def _(q, k, v, factor, given, low, high, first, last, mask, scale, number, rule, r, stand, *rest):
     return _outputs(q, k, v, rule, stand, *rest[:3])
 
 
@@ -274,7 +274,7 @@ def backward(
 
 
 @backward.register_fake
-def _(grad, q, k, v, factor, given, *rest):  # type: ignore[no-untyped-def]
+def _(grad, q, k, v, factor, given, *rest):
     rows = [(0,) if x is None else q.shape[:3] for x in (factor, given)]
     return (*map(torch.empty_like, (q, k, v)), *(q.new_empty(shape, dtype=torch.float32) for shape in rows))
 

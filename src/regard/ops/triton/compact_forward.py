@@ -1,7 +1,7 @@
 """Compact attention, forward: what is launched.
 
-Softmax and a fixed threshold take one pass (`compact_stream`); rules that rank keys below the best one take a search for
-the threshold and the blocks with weight, and then the output from those blocks (`compact_search`).
+Softmax and a fixed threshold take one pass (`compact_stream`); rules that rank keys below the best one take a search
+for the threshold and the blocks with weight, and then the output from those blocks (`compact_search`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ TOLERANCE = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-12}
 """The last step of a threshold, over the peak: what is left after it is about its square."""
 
 
+SMALLEST = torch.finfo(torch.float32).tiny
+"""The least scale, since one that float32 takes for 0 would make NaN of what is hidden."""
+
+
 class _Call:
     """What the launches of one call have in common."""
 
@@ -36,7 +40,8 @@ class _Call:
         nothing = torch.empty(1, device=q.device)  # stands where a flag says that nothing is read
         self.q, self.k, self.v = q, k, v
         self.factor, self.given = (x if isinstance(x, Tensor) else nothing for x in (factor, given))
-        self.scale, self.number = (1.0 if isinstance(x, Tensor) else x for x in (factor, given))
+        self.scale = 1.0 if isinstance(factor, Tensor) else max(factor, SMALLEST)
+        self.number = 0.0 if isinstance(given, Tensor) else given
         self.ranges = span.low, span.high, span.low if mask is None else mask
         self.sizes = self.heads, self.heads // max(1, k.shape[1]), self.queries, self.keys
         self.q_steps, self.k_steps, self.v_steps = (x.stride()[:3] for x in (q, k, v))
@@ -89,15 +94,16 @@ def forward(
     blocks = triton.cdiv(call.queries, granule[0]), triton.cdiv(call.keys, granule[1])
     marks = live if keep else torch.zeros(call.batch, call.heads, *blocks, dtype=torch.uint8, device=q.device)
     _search(call, {"RULE": rule, "R": r}, floats, flags, marks)
-    _weigh(call, {"RULE": rule, "R": r}, floats, flags, marks, out, index, tilt)
+    _weigh(call, {"RULE": rule, "R": r}, (floats, flags, marks), out, index, tilt)
 
 
 def _stream(call: _Call, rule: dict[str, int], *found: Tensor) -> None:
     def run(tiles: Tiles) -> None:
         launch(
-            compact_stream_kernel, call.grid(tiles), call.q, call.k, call.v, call.factor, call.given, *call.ranges, *found,
-            call.scale, call.number, *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps, *call.range_steps,
-            tiles=tiles, **rule, **call.scores, **call.given_flag, **call.outputs, **call.sides(tiles),
+            compact_stream_kernel, call.grid(tiles), call.q, call.k, call.v, call.factor, call.given, *call.ranges,
+            *found, call.scale, call.number, *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps,
+            *call.range_steps, tiles=tiles, **rule, **call.scores, **call.given_flag, **call.outputs,
+            **call.sides(tiles),
         )  # fmt: skip
 
     run(compact.STREAM[call.dtype.itemsize].pick(call.width, call.dtype, run, _flags(rule, call)))
@@ -106,33 +112,31 @@ def _stream(call: _Call, rule: dict[str, int], *found: Tensor) -> None:
 def _stand_in(call: _Call, rule: dict[str, int], *found: Tensor) -> None:
     def run(tiles: Tiles) -> None:
         launch(
-            compact_stand_in_kernel, call.grid(tiles), call.q, call.k, call.v, call.factor, *call.ranges, *found, call.scale,
-            *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps, *call.range_steps,
+            compact_stand_in_kernel, call.grid(tiles), call.q, call.k, call.v, call.factor, *call.ranges, *found,
+            call.scale, *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps, *call.range_steps,
             tiles=tiles, **rule, **call.scores, **call.outputs, **call.sides(tiles),
         )  # fmt: skip
 
     run(compact.STAND_IN[call.dtype.itemsize].pick(call.width, call.dtype))
 
 
-def _search(call: _Call, rule: dict[str, int], floats: Tensor, flags: Tensor, marks: Tensor) -> None:
+def _search(call: _Call, rule: dict[str, int], *found: Tensor) -> None:
     def run(tiles: Tiles) -> None:
         launch(
-            compact_search_kernel, call.grid(tiles), call.q, call.k, call.factor, call.given, *call.ranges, floats, flags,
-            marks, call.lists(tiles), call.scale, call.number, TOLERANCE[call.dtype], *call.sizes, *call.q_steps,
-            *call.k_steps, *call.range_steps, tiles=tiles, **rule, **call.scores, **call.given_flag, **call.sides(tiles),
+            compact_search_kernel, call.grid(tiles), call.q, call.k, call.factor, call.given, *call.ranges, *found,
+            call.lists(tiles), call.scale, call.number, TOLERANCE[call.dtype], *call.sizes, *call.q_steps,
+            *call.k_steps, *call.range_steps, tiles=tiles, **rule, **call.scores, **call.given_flag,
+            **call.sides(tiles),
         )  # fmt: skip
 
     run(compact.SEARCH[call.dtype.itemsize].pick(call.scores["DIM"], call.dtype, run, _flags(rule, call)))
 
 
-def _weigh(
-    call: _Call, rule: dict[str, int], floats: Tensor, flags: Tensor, marks: Tensor, out: Tensor, index: Tensor,
-    tilt: Tensor,
-) -> None:  # fmt: skip
+def _weigh(call: _Call, rule: dict[str, int], statistics: tuple[Tensor, ...], *found: Tensor) -> None:
     def run(tiles: Tiles) -> None:
         launch(
-            compact_weigh_kernel, call.grid(tiles), call.q, call.k, call.v, call.factor, *call.ranges, floats, flags, marks,
-            call.lists(tiles), out, index, tilt, call.scale, *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps,
+            compact_weigh_kernel, call.grid(tiles), call.q, call.k, call.v, call.factor, *call.ranges, *statistics,
+            call.lists(tiles), *found, call.scale, *call.sizes, *call.q_steps, *call.k_steps, *call.v_steps,
             *call.range_steps, tiles=tiles, **rule, **call.scores, **call.outputs, **call.sides(tiles),
         )  # fmt: skip
 

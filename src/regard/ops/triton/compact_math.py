@@ -79,8 +79,8 @@ def load_block(
     at, block, stride, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, EDGE: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Block number `block` of KEYS rows of a matrix whose first lies at `at`, [KEYS, BLOCK]; zeros beyond its WIDTH columns
-    and, where EDGE, beyond its `count` rows. WIDE: a block may reach over 2^31 numbers."""
+    """Block number `block` of KEYS rows of a matrix whose first lies at `at`, [KEYS, BLOCK]; zeros beyond its WIDTH
+    columns and, where EDGE, beyond its `count` rows. WIDE: a block may reach over 2^31 numbers."""
     rows = tl.arange(0, KEYS)
     columns = tl.arange(0, BLOCK)
     start = (block * KEYS).to(tl.int64)
@@ -115,11 +115,12 @@ def cube_root(x):
 
 @triton.jit
 def block_of_rows(queries, heads, ROWS: tl.constexpr):
-    """Of a program: (its head among those of all batches, its block of rows, the batch, the head within it). The last rows
-    begin first: where order is causal, they see most."""
+    """Of a program: (its head among those of all batches, its block of rows, the batch, the head within it). The last
+    rows begin first: where order is causal, they see most."""
     row_blocks = (queries + ROWS - 1) // ROWS
     head = tl.program_id(0) // row_blocks
-    return head, row_blocks - 1 - tl.program_id(0) % row_blocks, (head // heads).to(tl.int64), (head % heads).to(tl.int64)
+    row_block = row_blocks - 1 - tl.program_id(0) % row_blocks
+    return head, row_block, (head // heads).to(tl.int64), (head % heads).to(tl.int64)
 
 
 @triton.jit
@@ -132,11 +133,7 @@ def own_rows(row_block, queries, ROWS: tl.constexpr):
 @triton.jit
 def row_number(ptr, flat, number, ROWS: tl.constexpr, GIVEN: tl.constexpr):
     """What rows number `flat` [R] were given, or the number of all."""
-    if GIVEN:
-        found = tl.load(ptr + flat)
-    else:
-        found = tl.full((ROWS,), 1.0, tl.float32) * number
-    return found
+    return tl.load(ptr + flat) if GIVEN else tl.full((ROWS,), 1.0, tl.float32) * number
 
 
 @triton.jit
@@ -144,7 +141,8 @@ def key_scores(
     q, k_at, block, stride, keys, factor, FACTOR: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     KEYS: tl.constexpr, EDGE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(q.k of a key block [R, K], the numbers of its keys); times `factor` [R] where rows have their own, of any sign."""
+    """(q.k of a key block [R, K], times `factor` [R], of any sign, where rows have their own; the numbers of its
+    keys)."""
     k = load_block(k_at, block, stride, keys, DIM, WIDTH, KEYS, EDGE, WIDE)
     dot = tl.dot(q, tl.trans(k), input_precision="ieee")
     if FACTOR:
@@ -162,15 +160,13 @@ def factors(ptr, flat, scale, ROWS: tl.constexpr, FACTOR: tl.constexpr):
 
 @triton.jit
 def edge_block(t, first, full, partial, last):
-    """The t-th of blocks [partial, last) from the last, then [first, full): those near the diagonal hold high scores, and
-    the sooner they are seen, the fewer blocks look near enough to the best."""
+    """The t-th of blocks [partial, last) from the last, then [first, full): those near the diagonal hold high scores,
+    and the sooner they are seen, the fewer blocks look near enough to the best."""
     return tl.where(t < last - partial, last - 1 - t, first + t - (last - partial))
 
 
 @triton.jit
-def store_row(
-    floats_ptr, flags_ptr, flat, real, top, theta, reach, mass, support, ess, empty, fallback, status
-):
+def store_row(floats_ptr, flags_ptr, flat, real, top, theta, reach, mass, support, ess, empty, fallback, status):
     """The statistics of rows, as `block_rows` has them."""
     tl.store(floats_ptr + flat * 6, top, mask=real)
     tl.store(floats_ptr + flat * 6 + 1, theta, mask=real)

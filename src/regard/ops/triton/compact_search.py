@@ -1,14 +1,14 @@
-"""Compact attention, forward, for rules that rank keys below the best one (adaptive, anchored): first `search`, which finds
-every row's threshold and marks the key blocks that can have weight, then `weigh`, which makes the output from those.
+"""Compact attention, forward, for rules that rank keys below the best one (adaptive, anchored): first the search, which
+finds every row's threshold and marks the key blocks that can have weight, then the output from those.
 
 A program serves a block of queries of one head. The first pass of the search makes the largest score of every row and
 marks the key blocks that come near enough to it; each later pass visits the blocks still marked, and marks again.
 Newton's method (`grammar.threshold`) starts from the threshold of a few keys of each row, the best of those in every
-KEYS-th place: fewer keys have a lower threshold, so that the descent of the peak stays monotone, and most of it needs no
-further pass. A row that has converged is left alone, whatever others of its block still do.
+KEYS-th place: fewer keys have a lower threshold, so that the descent of the peak stays monotone, and most of it needs
+no further pass. A row that has converged is left alone, whatever others of its block still do.
 
-Legend: R = ROWS queries of a program, K = KEYS keys of a block; e excess; marks: uint8 [granules of rows, key blocks] of
-one head, the number of the pass that made them.
+Legend: R = ROWS queries of a program, K = KEYS keys of a block; e excess; marks: uint8 [granules of rows, key blocks]
+of one head, the number of the pass that made them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def marks_of(marks_ptr, head, row_block, queries, blocks, GRANULE: tl.constexpr,
 
 @triton.jit
 def collect(marks_at, list_at, blocks, granules, first, full, partial, last, mark, GRANULES: tl.constexpr):
-    """List the blocks that have this mark: (how many lie in [full, partial), at the front of the list; how many outside,
-    at its back)."""
+    """List the blocks that have this mark: (how many lie in [full, partial), at the front of the list; how many
+    outside, at its back)."""
     tl.debug_barrier()  # other threads made the marks
     inner = 0
     outer = 0
@@ -142,7 +142,9 @@ def compact_search_kernel(
 
     best = tl.full((ROWS,), -float("inf"), tl.float32)
     tops = tl.full((ROWS, KEYS), -float("inf"), tl.float32)
-    within = tl.full((ROWS,), 1.0, tl.float32) * R if RULE == ADAPTIVE else row_number(given_ptr, flat, number, ROWS, GIVEN)
+    within = row_number(given_ptr, flat, number, ROWS, GIVEN)  # a key further below the best has no weight
+    if RULE == ADAPTIVE:
+        within = within * 0 + R
     for side in tl.static_range(2):
         for t in range((full - first + last - partial) if side == 0 else (partial - full)):
             block = edge_block(t, first, full, partial, last) if side == 0 else partial - 1 - t
@@ -167,7 +169,7 @@ def compact_search_kernel(
         inner, outer = collect(marks_at, list_at, blocks, granules, first, full, partial, last, 1, GRANULES)
         least = finest * (1.0 / R)
         peak = tl.maximum(first_peak(tops, best, by, R), least)
-        active = real & (empty == 0)
+        active = real & (empty == 0) & (least < 1)  # beyond, rounding alone sets the peak
         step = 0
         while (tl.max(active.to(tl.int32), 0) > 0) & (step < STEPS):
             theta = top - R * peak
@@ -176,7 +178,9 @@ def compact_search_kernel(
             for side in tl.static_range(2):
                 for t in range(outer if side == 0 else inner):
                     block = tl.load(list_at + ((blocks - 1 - t) if side == 0 else t))
-                    dot, columns = key_scores(q, k_at, block, k_row, keys, factor, FACTOR, DIM, WIDTH, KEYS, side == 0, WIDE)
+                    dot, columns = key_scores(
+                        q, k_at, block, k_row, keys, factor, FACTOR, DIM, WIDTH, KEYS, side == 0, WIDE
+                    )
                     e = excess(dot, by[:, None], theta[:, None])
                     if side == 0:
                         e = tl.where(seen(columns, low, high, mask_at, keys, MASK), e, 0.0)
@@ -204,8 +208,8 @@ def compact_search_kernel(
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_weigh_kernel(
     q_ptr, k_ptr, v_ptr, factor_ptr, low_ptr, high_ptr, mask_ptr, floats_ptr, flags_ptr, marks_ptr, list_ptr,
-    out_ptr, index_ptr, tilt_ptr, scale, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row,
-    v_batch, v_head, v_row, range_batch, mask_batch, mask_head, RULE: tl.constexpr, R: tl.constexpr,
+    out_ptr, index_ptr, tilt_ptr, scale, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head,
+    k_row, v_batch, v_head, v_row, range_batch, mask_batch, mask_head, RULE: tl.constexpr, R: tl.constexpr,
     FACTOR: tl.constexpr, MASK: tl.constexpr, KEEP: tl.constexpr, COUNTED: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, VALUES: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     GRANULE: tl.constexpr, WIDE: tl.constexpr,

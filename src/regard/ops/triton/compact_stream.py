@@ -1,5 +1,6 @@
-"""Compact attention, forward, for rules that need no search: softmax, and a fixed threshold. One pass over the keys of a
-block of queries, rescaled as better keys turn up; and under a fixed threshold what stands in where no key is near enough.
+"""Compact attention, forward, for rules that need no search: softmax, and a fixed threshold. One pass over the keys of
+a block of queries, rescaled as better keys turn up; and under a fixed threshold what stands in where no key is near
+enough.
 
 Legend: R = ROWS queries of a program, K = KEYS keys of a block.
 """
@@ -50,8 +51,9 @@ def relative(dot, before, best, factor, bias, RULE: tl.constexpr, R: tl.constexp
 
 @triton.jit
 def count_weights(
-    q, k_at, mask_at, best, factor, by, bias, low, high, first, last, k_row, keys, FACTOR: tl.constexpr, RULE: tl.constexpr, R: tl.constexpr,
-    MASK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
+    q, k_at, mask_at, best, factor, by, bias, low, high, first, last, k_row, keys, FACTOR: tl.constexpr,
+    RULE: tl.constexpr, R: tl.constexpr, MASK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    KEYS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """(how many weights are not 0, sum of their squares), over the weight at the best score."""
     support = tl.zeros(best.shape, tl.float32)
@@ -122,7 +124,27 @@ def compact_stream_kernel(
     square = tl.zeros((ROWS,), tl.float32)
     if COUNTED:
         support, square = count_weights(
-            q, k_at, mask_at, best, factor, by, bias, low, high, first, last, k_row, keys, FACTOR, RULE, R, MASK, DIM, WIDTH, KEYS, WIDE
+            q,
+            k_at,
+            mask_at,
+            best,
+            factor,
+            by,
+            bias,
+            low,
+            high,
+            first,
+            last,
+            k_row,
+            keys,
+            FACTOR,
+            RULE,
+            R,
+            MASK,
+            DIM,
+            WIDTH,
+            KEYS,
+            WIDE,
         )
     ess = tl.where(square > 0, mass * mass / tl.where(square > 0, square, 1.0), 0.0)
     some = mass > 0
@@ -153,8 +175,8 @@ def compact_stand_in_kernel(
     KEEP: tl.constexpr, COUNTED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, GRANULE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The output of rows that are flagged: the mean of the values that they see, or the value of the best key alone; and
-    for a backward pass how many they see or which is the best, and marks of those blocks."""
+    """The output of rows that are flagged: the mean of the values that they see, or the value of the best key alone;
+    and for a backward pass how many they see or which is the best, and marks of those blocks."""
     blocks = (keys + KEYS - 1) // KEYS
     head, row_block, batch, own = block_of_rows(queries, heads, ROWS)
     rows, real = own_rows(row_block, queries, ROWS)

@@ -64,7 +64,8 @@ def load_queries(q, first_head, rows, count, queries, stride_h, stride_t, D: tl.
 def load_tile(x, first, held, stride, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr):
     """Rows [KEYS, WIDTH] from number `first` on, 0 where not `held` [KEYS]: those are not read."""
     at, columns = tl.arange(0, KEYS), tl.arange(0, WIDTH)
-    ptrs = x + tl.cast(first, tl.int64) * stride + (at[:, None] * stride + columns[None, :])
+    far = (first + at).to(tl.int64) * stride  # a tile of a cache laid out by tokens may span more than 2^31 numbers
+    ptrs = (x + far)[:, None] + columns[None, :]
     if D == WIDTH:
         return tl.load(ptrs, mask=held[:, None], other=0.0)
     else:

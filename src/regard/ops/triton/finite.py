@@ -15,7 +15,9 @@ from .tiles import Tiles, TileTable
 
 LIMIT = 2.0**56
 """As in `precision.clean`."""
-TABLE = TileTable("finite", {(64, 4): Tiles(rows=32, warps=4), (256, 4): Tiles(rows=16, warps=4)})
+TABLE = TileTable(
+    "finite", {(64, 4): Tiles(rows=32), (128, 4): Tiles(rows=16, warps=8), (256, 4): Tiles(rows=8, warps=8)}
+)
 
 
 def clean(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,8 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
 """Relative residual where the solver names none: below what the dtype leaves of the output."""
 CARRIED = 2e-4
 """Below this the residuals that steps carry along are not trusted with keys in bfloat16, and true ones looked at."""
+FARTHEST = 2**31 // 256
+"""Numbers from one row to the next beyond which rows are copied: 256 rows of a tile then have 32-bit offsets."""
 STEPS = 10
 """Of conjugate gradients, assumed where a cost is asked for."""
 
@@ -131,8 +133,9 @@ def _diagnose(inputs: Inputs, kept: list[Tensor]) -> Diagnostics:
 
 
 def _rows_together(x: Tensor) -> Tensor:
-    """x with its features side by side, as kernels load them."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """x with its features side by side, and rows so near each other that offsets within a tile are short."""
+    together = x.stride(-1) == 1 or x.shape[-1] == 1
+    return x if together and x.stride(-2) < FARTHEST else x.contiguous()
 
 
 def _tensor_or_number(x: float | Tensor) -> tuple[Tensor | None, float]:

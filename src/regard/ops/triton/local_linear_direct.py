@@ -15,8 +15,6 @@ Legend: as in `local_linear_math`; ROWS rows of a program, one after another; KE
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,9 +28,9 @@ from .local_linear_math import (
     number_or_rows,
 )
 from .span import Span, batch_stride
-from .tiles import Tiles
+from .tiles import Tiles, TileTable
 
-TILES = Tiles(rows=4, keys=32, warps=2, stages=1)
+TILES = TileTable("local_linear_direct", {(256, 4): Tiles(rows=4, keys=32, warps=2, stages=1)})
 LEAST = tl.constexpr(1e-30)
 """A ridge below it is raised to it."""
 RAISED = tl.constexpr(int(SolveStatus.JITTER))
@@ -161,17 +159,16 @@ def solve_few(
     lse: Tensor,
     span: Span,
     found: tuple[Tensor, Tensor, Tensor],
-    most: int,
+    tiles: Tiles,
 ) -> None:
-    """Solve, into `found` (as `local_linear_solve.solve` returns it), the rows that see from 1 to `most` keys."""
+    """Solve, into `found` (as `local_linear_solve.solve` returns it), the rows that see from 1 to `tiles.keys` keys."""
     batch, heads, queries, width = right.shape
     mask = span.mask
-    tiles = replace(TILES, keys=most)
     launch(
         _few,
         (triton.cdiv(queries, tiles.rows), batch * heads),
         right, x, y, lse, *number_or_rows(factor, lse), *number_or_rows(ridge, lse), span.low, span.high,
-        span.low if mask is None else mask, *found, heads, heads // y.shape[1], queries,
+        span.low if mask is None else mask, *found, heads, heads // max(1, y.shape[1]), queries,
         *x.stride()[:3], *y.stride()[:3], batch_stride(span.low), *mask_strides(mask),
         tiles=tiles,
         ROWS=tiles.rows,

@@ -48,8 +48,8 @@ MOMENTS = TileTable(
         (128, 2): Tiles(64, 16, 8, 2),
         (256, 2): Tiles(64, 32, 8, 2),
         (64, 4): Tiles(32, 32, 4, 2),
-        (128, 4): Tiles(32, 32, 8, 2),
-        (256, 4): Tiles(16, 32, 8, 1),
+        (128, 4): Tiles(32, 16, 8, 2),
+        (256, 4): Tiles(16, 16, 8, 1),
     },
 )
 OUTPUT = TileTable(
@@ -59,8 +59,8 @@ OUTPUT = TileTable(
         (128, 2): Tiles(64, 32, 4, 2),
         (256, 2): Tiles(64, 32, 8, 2),
         (64, 4): Tiles(32, 32, 4, 2),
-        (128, 4): Tiles(32, 32, 8, 2),
-        (256, 4): Tiles(16, 32, 8, 1),
+        (128, 4): Tiles(32, 16, 8, 2),
+        (256, 4): Tiles(16, 16, 8, 1),
     },
 )
 PART = tl.constexpr(16)
@@ -70,9 +70,7 @@ COUNTS = 4
 
 
 @triton.jit
-def _moment_tile(
-    q, c, k, v, visible, top, mass, total, vmass, vtotal, SPLIT: tl.constexpr, EDGE: tl.constexpr
-):
+def _moment_tile(q, c, k, v, visible, top, mass, total, vmass, vtotal, SPLIT: tl.constexpr, EDGE: tl.constexpr):
     """One tile of the online sums: the largest score in base 2, and the sums of 2^(z - top), of these times k, and of
     these, rounded once, times v."""
     z = product(q, tl.trans(k)) * c[:, None]
@@ -281,8 +279,8 @@ def moments(x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, span: Span,
         _moments,
         (triton.cdiv(queries, tiles.rows), batch * heads),
         x, y, v, *number_or_rows(factor, lse), span.low, span.high, span.low if mask is None else mask,
-        lse, mean, vmean, right, heads, heads // y.shape[1], queries, y.shape[2], *x.stride()[:3], *y.stride()[:3],
-        *v.stride()[:3], batch_stride(span.low), *mask_strides(mask),
+        lse, mean, vmean, right, heads, heads // max(1, y.shape[1]), queries, y.shape[2],
+        *x.stride()[:3], *y.stride()[:3], *v.stride()[:3], batch_stride(span.low), *mask_strides(mask),
         tiles=tiles,
         ROWS=tiles.rows,
         KEYS=tiles.keys,
@@ -325,7 +323,7 @@ def output(
         (triton.cdiv(queries, tiles.rows), batch * heads),
         t, terms, slopes, x, y, v, found.lse, found.mean, *number_or_rows(factor, slopes), span.low, span.high,
         span.low if mask is None else mask, out, found.vmean, counts,
-        heads, heads // y.shape[1], queries, y.shape[2], *t.stride()[:3], *x.stride()[:3],
+        heads, heads // max(1, y.shape[1]), queries, y.shape[2], *t.stride()[:3], *x.stride()[:3],
         *y.stride()[:3], *v.stride()[:3], batch_stride(span.low), *mask_strides(mask),
         tiles=tiles,
         ROWS=tiles.rows,

@@ -33,7 +33,7 @@ def _held(first, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.const
 @triton.jit
 def load_rows(ptr, first, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Rows [ROWS, BLOCK] from `first` on of a matrix [count, WIDTH], 0 outside. Within the tile offsets are short, so
-    that no loop holds a long one for every number."""
+    that no loop holds a long one for every number; the host sees to it that they are."""
     at = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK)[None, :]
     base = ptr + tl.cast(first, tl.int64) * stride
     return tl.load(base + at, mask=_held(first, count, ROWS, WIDTH, BLOCK), other=0.0)
@@ -131,7 +131,7 @@ def row_factor(factor_ptr, number, rows, count, GIVEN: tl.constexpr):
 def row_ridge(
     ridge_ptr, number, first, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr
 ):
-    """The ridge of each row: RIDGE is its width in memory, WIDTH or 1, or 0 where it is a number. [ROWS, BLOCK or 1]."""
+    """The ridge of each row [ROWS, BLOCK or 1]: RIDGE is its width in memory, WIDTH or 1, or 0 where it is a number."""
     if RIDGE == 0:
         return tl.zeros((ROWS, 1), tl.float32) + number
     elif RIDGE == 1:
@@ -244,7 +244,7 @@ def block_width(width: int) -> int:
 
 
 def number_or_rows(x: float | Tensor, unread: Tensor) -> tuple[Tensor, float]:
-    """A number, or a float32 tensor of rows, as kernels take it: a pointer (to `unread` for want of one) and a number."""
+    """A number, or a float32 tensor of rows, as kernels take it: a pointer (to `unread` for want of one), a number."""
     return (x.contiguous(), 0.0) if isinstance(x, Tensor) else (unread, float(x))
 
 

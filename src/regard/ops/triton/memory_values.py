@@ -18,7 +18,7 @@ from ...estimators.product_key import Dot, InverseDistance, SlotScore
 from ...estimators.slot_values import slot_values
 from .memory_ops import order_of, written
 from .memory_versions import Anchor, Dense, Read, Rows, Version, Write
-from .support import DTYPES, MISSING, unsupported_device
+from .support import DTYPES, GRID, MISSING, unsupported_device
 
 if TYPE_CHECKING:
     from ...estimators.fast_weight_state import Tokens
@@ -93,6 +93,9 @@ class TableValues:
         pairs = (1 << (heads - 1).bit_length()) * 4 ** (top_k - 1).bit_length()
         if pairs > MOST_PAIRS:
             return f"joins at most {MOST_PAIRS} pairs of a token; top_k={top_k} with {heads} heads makes {pairs}"
+        sets = 2 * heads * (1 if query is None else len(query))
+        if sets > GRID:
+            return f"takes at most {GRID} sets of sub-keys at once; two halves of {heads} heads of every row are {sets}"
         return None
 
     @classmethod
