@@ -97,8 +97,10 @@ def made(case: Case) -> Made:
         k[:, :, 0], k[:, :, 3] = k[:, :, 1], k[:, :, 2]
     q = q * (case.spread / case.dim**0.25)
     k = k * (case.spread / case.dim**0.25)
-    if case.rule == FIXED:  # exact scores: a key on the edge is there for everyone, and none is a hair inside
-        q, k = ((x * 4).round() / 4 for x in (q, k))
+    if (
+        case.rule == FIXED
+    ):  # exact scores: a key on the edge is there for everyone, and none a hair inside, where slopes are steep
+        q, k = ((x * 2).round() / 2 for x in (q, k))
     q, k, v, grad = (x.to(case.dtype) for x in (q, k, v, grad))
     line = (case.batch, case.heads, case.queries)
     factor = torch.randint(4, 12, line) / 8 if case.factors else 1.25

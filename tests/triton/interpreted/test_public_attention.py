@@ -174,6 +174,23 @@ def test_numbers_of_rows(name: str, poisoned: None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("spec", ["softmax", "sparsemax", "biweight", "triweight", "relumax", "normrelu"])
+def test_scales_of_any_sign(spec: str) -> None:
+    """A tensor of scales is not looked at: 0 makes all scores equal, less turns them over."""
+    leaves = draw(batch=1)
+    scale = torch.tensor([0.5, 0.0, -0.7, 1e-30, 1.5, -2.0, 0.0])[torch.arange(T) % 7].expand(1, HEADS, T)
+    rule = next(rule for rule in RULES.values() if rule.text == spec)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    expected = attend(*exact, seen_pairs(1, HEADS, T, T, is_causal=True), rule, scale.double())
+    with tiles.forced(rows=16, keys=16):
+        out = triton(leaves, spec, is_causal=True, scale=scale)
+    weight = weight_of(out)
+    found = torch.autograd.grad((out * weight).sum(), leaves)
+    wanted = torch.autograd.grad((expected * weight.double()).sum(), exact)
+    near([out, *found], [expected, *wanted], (3e-6, *[4e-5] * 3), spec)
+
+
+@pytest.mark.slow
 def test_one_number_for_all_rows() -> None:
     leaves = draw()
     margin = torch.tensor(0.4, requires_grad=True)
@@ -496,6 +513,24 @@ def test_elements_that_lie_far_apart(axis: int, direct: bool, monkeypatch: pytes
         for one, other in zip(*(both(x, "biweight", torch.ones_like(q)) for x in (near_by, spread)), strict=True):
             assert torch.equal(one, other)
         assert torch.equal(triton(spread, "biweight"), triton(near_by, "biweight"))  # no gradient is asked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("spec", ["biweight", "softmax"])
+def test_rows_of_a_block_that_lie_far_apart(spec: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that fit in 32 bits, of which those of one block together do not."""
+    from regard.ops.triton.attention import Triton
+
+    monkeypatch.setattr(Triton, "clean", lambda self, x: (x, None))
+    tensors = [x.detach() for x in draw(18, 18, 8, batch=1, heads=1, dtype=torch.bfloat16)]
+    spread = torch.empty_strided((1, 1, 18, 8), (8, 8, 2**28, 1), dtype=torch.bfloat16).copy_(tensors[place])
+    apart = [spread if n == place else x for n, x in enumerate(tensors)]
+    weight = torch.ones_like(tensors[0])
+    for one, other in zip(both(tensors, spec, weight), both(apart, spec, weight), strict=True):
+        assert torch.equal(one, other)
+    apart[0], tensors[0] = (x[:, :, -1:] for x in (apart[0], tensors[0]))  # one query, of which no gradient is asked
+    assert torch.equal(triton(apart, spec), triton(tensors, spec))
 
 
 # Compilers, autocast, transforms --------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def forward(
 
 
 @forward.register_fake
-def _(x, y, v, factor, ridge, probe, low, high, first, last, mask, *numbers):  # type: ignore[no-untyped-def]
+def _(x, y, v, factor, ridge, probe, low, high, first, last, mask, *numbers):
     own = _Numbers(*numbers)
     rows, features, values = x.shape[:3], x.shape[-1], v.shape[-1]
     new = lambda *shape: x.new_empty(shape, dtype=torch.float32)  # noqa: E731
@@ -247,7 +247,7 @@ def backward(
 
 
 @backward.register_fake
-def _(grad, x, y, v, factor, ridge, probe, *rest):  # type: ignore[no-untyped-def]
+def _(grad, x, y, v, factor, ridge, probe, *rest):
     new = lambda z: x.new_empty((0,) if z is None else z.shape, dtype=torch.float32)  # noqa: E731
     same = [z.new_empty(z.shape) for z in (x, y, v)]
     return *same, new(factor), new(ridge), new(probe)

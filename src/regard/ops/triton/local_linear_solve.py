@@ -3,8 +3,8 @@
     C_i d = sum_j p_ij ((k_j - mean_i) . d) (k_j - mean_i)
 
 is never formed. A step streams the keys once; where a block of rows sees no more than four tiles of CHIP keys, these
-and the weights stay on the chip for all steps. A row ends when its residual is small, and then does not change by a bit; a
-block, when all its rows have. Rows with few keys are solved by themselves (`local_linear_direct`).
+and the weights stay on the chip for all steps. A row ends when its residual is small, and then does not change by a
+bit; a block, when all its rows have. Rows with few keys are solved by themselves (`local_linear_direct`).
 
 With keys in bfloat16, the direction is rounded before it is used, and is then the direction: its image is exact but for
 the weights, which are split in two terms. What is left of x and r lies in memory while keys stream by.
@@ -265,7 +265,8 @@ def _launch(
         (triton.cdiv(queries, tiles.rows), batch * heads),
         right, x, y, lse, mean, *number_or_rows(factor, lse), *number_or_rows(ridge, lse), span.low, span.high,
         span.low if mask is None else mask, *outputs, rule.tol, rule.limit,
-        heads, heads // max(1, y.shape[1]), queries, keys, *x.stride()[:3], *y.stride()[:3], batch_stride(span.low), *mask_strides(mask),
+        heads, heads // max(1, y.shape[1]), queries, keys,
+        *x.stride()[:3], *y.stride()[:3], batch_stride(span.low), *mask_strides(mask),
         tiles=tiles,
         ROWS=tiles.rows,
         KEYS=tiles.keys,

@@ -1,5 +1,5 @@
-"""Conjugate gradients for a block of rows between two sweeps over its keys: the vectors of all rows lie in scratch memory
-and pass through the registers a few rows at a time, which leaves these to the sweeps.
+"""Conjugate gradients for a block of rows between two sweeps over its keys: the vectors of all rows lie in scratch
+memory and pass through the registers a few rows at a time, which leaves these to the sweeps.
 
 Legend: as in `local_linear_math`; x, r, d: solution, residual and direction of a row; A = C + ridge.
 """
