@@ -31,6 +31,7 @@ class Problem:
         offset: the int offset, or None where it is a tensor.
         mask: None, "keys" (the same keys for every query) or "pairs".
         params: names of numbers given as tensors.
+        numbers: (name, value) of those given as numbers.
         scale: "number" or "tensor".
         gradient: whether a backward pass may follow.
         diagnostics: whether row statistics are asked for.
@@ -54,6 +55,7 @@ class Problem:
     offset: int | None = 0
     mask: str | None = None
     params: tuple[str, ...] = ()
+    numbers: tuple[tuple[str, float], ...] = ()
     scale: str = "number"
     gradient: bool = False
     diagnostics: bool = False

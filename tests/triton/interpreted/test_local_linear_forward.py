@@ -143,7 +143,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("causal", "window", "mask")
+
+
+@pytest.mark.parametrize("name", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_every_stage(name: str, poisoned: None) -> None:
     case = CASES[name]
     x, y, v = case.draw()
@@ -161,7 +164,7 @@ def test_every_stage(name: str, poisoned: None) -> None:
         assert (one[~some] == 0).all()
 
 
-@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_ridges_of_rows_and_of_coordinates(width: int, poisoned: None) -> None:
     case = Case(queries=21)
     x, y, v = case.draw()
@@ -176,14 +179,14 @@ def test_ridges_of_rows_and_of_coordinates(width: int, poisoned: None) -> None:
 
 def test_the_first_rows_are_exact() -> None:
     """A row with one key is its value to the last bit, whatever t is, and its effective weights sum to one."""
-    case = Case(dim=16, value_dim=3)
+    case = Case(12, 12, (1, 1), 16, 3)
     for dtype, rule in ((torch.float32, EXACT), (torch.bfloat16, ROUNDED), (torch.bfloat16, ALONE)):
         x, y, v = case.draw(dtype)
         x, y = 4 * x, y + 20
         found = run(x, y, v, 0.01, case.visibility(), rule)
-        assert torch.equal(found.out[:, :, 0], v[:, :, 0].expand(1, 2, 3))
+        assert torch.equal(found.out[:, :, 0], v[:, :, 0])
         ones = run(x, y, torch.ones_like(v), 0.01, case.visibility(), rule)
-        assert (ones.out.float() - 1).abs().max() <= (1e-6 if dtype == torch.float32 else 0)
+        assert (ones.out.float() - 1).abs().max() <= (1e-5 if dtype == torch.float32 else 0)
 
 
 @pytest.mark.parametrize("ridge", [1e-2, 1e-4])
@@ -200,7 +203,7 @@ def test_few_keys_and_a_small_ridge(ridge: float) -> None:
 def test_true_residuals_steps_and_an_early_exit(poisoned: None) -> None:
     """Rows end when they have converged: with a looser tolerance sooner, and then do not change. The residual that is
     told is that of the solution that is given."""
-    case = Case(48, 48, (1, 1), 12)
+    case = Case(32, 32, (1, 1), 10)
     x, y, v = case.draw()
     expected, before = Dense.of(x, y, v, 0.05, case.pairs()), None
     for tol in (1e-6, 1e-3, 1e-1):
@@ -209,7 +212,7 @@ def test_true_residuals_steps_and_an_early_exit(poisoned: None) -> None:
         true = left / expected.right.norm(dim=-1)
         assert (true < tol + 3e-5).all()
         assert ((true - found.residual).abs() < 3e-5).all()
-        assert found.steps.max() <= 24
+        assert found.steps.max() <= 20
         assert before is None or (found.steps <= before).all()
         assert before is None or found.steps.sum() < 0.8 * before.sum()
         assert found.steps.unique().numel() > 3  # every row by itself
@@ -224,23 +227,22 @@ def test_true_residuals_steps_and_an_early_exit(poisoned: None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_row_hangs_on_what_it_does_not_see(dtype: torch.dtype) -> None:
     """Not by a bit: neither on later keys, which prolong the iteration of their block, nor on another document's."""
-    case, rule = Case(40, 40, (1, 1), 8), EXACT if dtype == torch.float32 else ROUNDED
-    ids = torch.repeat_interleave(torch.arange(2), torch.tensor([23, 17]))
+    case, rule = Case(24, 24, (1, 1), 5), (EXACT if dtype == torch.float32 else ROUNDED)._replace(direct=True)
+    ids = torch.repeat_interleave(torch.arange(2), torch.tensor([20, 4]))
     x, y, v = case.draw(dtype)
     for visible in (case.visibility(), case.visibility(runs=runs_of(ids[None]))):
-        for rule in (rule, rule._replace(direct=True)):
-            one = run(x, y, v, 0.1, visible, rule, rows=32)
-            others = [torch.cat([z[:, :, :23], 5 * z[:, :, 23:].flip(2) + 1], 2) for z in (x, y, v)]
-            two = run(*others, 0.1, visible, rule, rows=32)
-            assert torch.equal(one.out[:, :, :23], two.out[:, :, :23])
-            assert torch.equal(one.steps[..., :23], two.steps[..., :23])
-            assert not torch.equal(one.out[:, :, 23:], two.out[:, :, 23:])
-    front = [torch.cat([5 * z[:, :, :23].flip(2) + 1, z[:, :, 23:]], 2) for z in (x, y, v)]
+        one = run(x, y, v, 0.1, visible, rule, rows=32)
+        others = [torch.cat([z[:, :, :20], 5 * z[:, :, 20:].flip(2) + 1], 2) for z in (x, y, v)]
+        two = run(*others, 0.1, visible, rule, rows=32)
+        assert torch.equal(one.out[:, :, :20], two.out[:, :, :20])
+        assert torch.equal(one.steps[..., :20], two.steps[..., :20])
+        assert not torch.equal(one.out[:, :, 20:], two.out[:, :, 20:])
+    front = [torch.cat([5 * z[:, :, :20].flip(2) + 1, z[:, :, 20:]], 2) for z in (x, y, v)]
     two = run(*front, 0.1, visible, rule, rows=32)
-    assert torch.equal(one.out[:, :, 23:], two.out[:, :, 23:])
+    assert torch.equal(one.out[:, :, 20:], two.out[:, :, 20:])
 
 
-@pytest.mark.parametrize("window", [5, 40])
+@pytest.mark.parametrize("window", [pytest.param(5, marks=pytest.mark.slow), 40])
 def test_windows_on_the_chip_and_off_it(window: int, poisoned: None) -> None:
     """Blocks whose keys fit into four tiles of twice 16 keys, and blocks whose keys do not."""
     case = Case(170, 170, (1, 1), 6, 6, {"causal": True, "window": 100 + window})
@@ -270,7 +272,15 @@ def family(name: str, length: int, dim: int) -> tuple[Tensor, Tensor]:
     return x.bfloat16(), y.bfloat16()
 
 
-@pytest.mark.parametrize("name", ["normal", "unit", "anisotropic", "recall"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "normal",
+        pytest.param("unit", marks=pytest.mark.slow),
+        "anisotropic",
+        pytest.param("recall", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("ridge", [0.1, pytest.param(0.01, marks=pytest.mark.slow)])
 def test_bfloat16_reaches_its_floor(name: str, ridge: float) -> None:
     """Beside an exact solve in float64 whose weights p (1 + e) are rounded to bfloat16 once, and the output."""

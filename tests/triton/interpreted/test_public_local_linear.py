@@ -37,7 +37,7 @@ CALLS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "offsets": (17, T, {"is_causal": True, "query_offset": torch.tensor([15, -6])}),
     "offsets, both sides": (17, T, {"window": 8, "query_offset": torch.tensor([-20, 12]), "attn_mask": KEEP}),
 }
-QUICK = ("segments",)
+QUICK = ("fewer queries",)
 
 
 @pytest.fixture(autouse=True)

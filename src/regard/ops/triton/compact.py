@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import ArgumentError
 from ...estimators import Diagnostics
 from ...estimators.diagnostics import diagnose
 from ...grammar import Spec
@@ -48,7 +47,7 @@ def _tables(name: str, narrow: list[Tiles], wide: list[Tiles]) -> dict[int, Tile
 STREAM = _tables(
     "compact_stream",
     [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)],
-    [Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1)],
+    [Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)],
 )
 STAND_IN = _tables(
     "compact_stand_in",
@@ -120,7 +119,7 @@ def _number(given: Any, default: float) -> float:
 
 def supports(problem: Problem) -> str | None:
     """None where the kernels do it, else why not."""
-    found = rule_of(problem.spec, tensors=problem.params)
+    found = rule_of(problem.spec, dict(problem.numbers), tensors=problem.params)
     return found if isinstance(found, str) else None
 
 
@@ -142,14 +141,9 @@ def cost(problem: Problem) -> Cost:
 
 
 def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-    """Output [B, H, Tq, Dv] in the dtype of the values, and diagnostics where they are asked for.
-
-    Raises:
-        ArgumentError: a power of the kernel, given as a number with the call, that the kernels do not know.
-    """
+    """Output [B, H, Tq, Dv] in the dtype of the values, and diagnostics where they are asked for."""
     rule = rule_of(inputs.spec, inputs.params)
-    if isinstance(rule, str):
-        raise ArgumentError(f"attention: impl='triton' {rule}. Use impl='blocked'.")
+    assert isinstance(rule, Rule), rule  # `supports` has refused what it does not know
     q, k, v = (_rows_together(x) for x in (inputs.q, inputs.k, inputs.v))
     span = Span.of(inputs.visible, q.device)
     factor, scale = _tensor_or_number(inputs.factor, 1.0)

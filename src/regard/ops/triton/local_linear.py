@@ -47,16 +47,16 @@ def supports(problem: Problem) -> str | None:
         return None
     if spec.ridge_mode != "relative":
         return f"takes a ridge relative to the total kernel weight, not an {spec.ridge_mode} one"
-    return _unsolved(spec, "ridge" in problem.params)
+    return _unsolved(spec, "ridge" in problem.params, dict(problem.numbers).get("ridge", spec.ridge))
 
 
-def _unsolved(spec: Spec, tensor: bool) -> str | None:
-    """What is not solved here, where ridge is not a `tensor`."""
+def _unsolved(spec: Spec, tensor: bool, ridge: float | None) -> str | None:
+    """What is not solved here, with this ridge where it is not a `tensor`."""
     if type(spec.solver) not in (Auto, ConjugateGradient):
         return f"solves by 'auto' or 'cg', or takes t from the caller ('learned'); this is {spec.solver.name!r}"
     if getattr(spec.solver, "precondition", False):
         return "does not precondition"
-    if spec.ridge == 0 and not tensor:
+    if ridge == 0 and not tensor:
         return "needs a ridge above 0"
     return None
 

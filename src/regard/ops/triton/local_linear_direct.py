@@ -94,7 +94,7 @@ def _one(
     inner = tl.arange(0, KEYS)
     matrix = (inner[:, None] == inner[None, :]).to(tl.float64)
     h = tl.zeros((KEYS,), tl.float64)
-    least = tl.load(lse_ptr + row) * 0.0 + 1.0
+    least = tl.full((), 1.0, tl.float32)
     for d in range(WIDTH):
         own = _ridge(ridge_ptr, ridge_number, row, d, WIDTH, RIDGE)
         least = tl.minimum(least, own)
