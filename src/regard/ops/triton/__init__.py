@@ -13,7 +13,7 @@ _DECODING = ("KeyBounds", "decode_attention")
 
 
 def __getattr__(name: str) -> Any:
-    """`decode` checks its arguments as `regard.attention` does, which is not there yet when this package is imported."""
+    """`decode` checks arguments as `regard.attention` does, which is not there yet when this package is imported."""
     if name in _DECODING:
         from . import decode
 

@@ -257,7 +257,7 @@ def _launch(
     chip = min(CHIP, 2 * tiles.keys) if y.dtype == torch.bfloat16 else 0
     if held:
         tiles = Tiles(min(32, whole), chip, 8, 1)
-    if (chip == 0 and held) or (keys <= 4 * chip and not held):
+    if (held and not chip) or (chip and not held and keys <= 4 * chip):
         return
     mask = span.mask
     launch(
