@@ -105,8 +105,7 @@ def test_every_rule_in_every_order(rule: str, call: str, poisoned: None) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule", "call"), ORDERS[::4])
 def test_every_rule_in_every_order_in_bfloat16(rule: str, call: str, poisoned: None) -> None:
     queries, keys, how = CALLS[call]
     with tiles.forced(rows=16, keys=16):
@@ -115,17 +114,10 @@ def test_every_rule_in_every_order_in_bfloat16(rule: str, call: str, poisoned: N
 
 
 WIDTHS = [(1, 1), (16, 40), (40, 16), (64, 64), (100, 3), (128, 100), (256, 128), (64, 256)]
-QUICK_WIDTHS = [(100, 3)]
+WIDE = [(rule, *w) for rule in RULES for w in (WIDTHS if rule in ("softmax", "adaptive 2") else WIDTHS[::3])]
 
 
-@pytest.mark.parametrize(
-    ("rule", "dim", "value_dim"),
-    [
-        pytest.param(r, *w, marks=[] if r == "adaptive 2" and w in QUICK_WIDTHS else [pytest.mark.slow])
-        for r in RULES
-        for w in WIDTHS
-    ],
-)
+@pytest.mark.parametrize(("rule", "dim", "value_dim"), pairs(WIDE, [("adaptive 2", 100, 3)]))
 def test_every_width(rule: str, dim: int, value_dim: int, poisoned: None) -> None:
     for dtype, most in ((torch.bfloat16, (6e-3, 1.5e-2)), (torch.float32, (4e-6, 4e-5))):
         leaves = draw(20, 33, dim, value_dim, batch=1, dtype=dtype, seed=dim)

@@ -91,12 +91,12 @@ def test_every_order(call: str, poisoned: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", ["causal", "segments", "mask", "offsets"])
 def test_every_order_of_wide_heads(call: str, poisoned: None) -> None:
     """More coordinates than many a row has keys; ridges of rows, with their gradients."""
     queries, keys, how = CALLS[call]
     ridge = (torch.rand(BATCH, HEADS, queries, generator=torch.Generator().manual_seed(2)) + 0.05).requires_grad_()
-    leaves = [*draw(queries, keys, 24, 20), ridge]
+    leaves = [*draw(queries, keys, 20, 12), ridge]
     seen, exact = seen_pairs(BATCH, HEADS, queries, keys, **how), wide(leaves)
     with tiles.forced(rows=16, keys=16):
         out = triton(leaves[:3], ridge=ridge, **how)
@@ -104,9 +104,7 @@ def test_every_order_of_wide_heads(call: str, poisoned: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "call", [c if c in ("fewer queries",) else pytest.param(c, marks=pytest.mark.slow) for c in CALLS]
-)
+@pytest.mark.parametrize("call", ["all", "strict", "window", "segments, both sides", "offsets, both sides"])
 def test_every_order_in_bfloat16(call: str, poisoned: None) -> None:
     queries, keys, how = CALLS[call]
     leaves = draw(queries, keys, 4, 6, dtype=torch.bfloat16)
@@ -299,7 +297,7 @@ def test_a_row_ends_where_its_true_residual_is_small(dtype: torch.dtype) -> None
 def test_affine_functions_are_reproduced() -> None:
     """v = W k + b, by a ridge of nearly nothing, wherever a row sees enough keys to know it."""
     make = torch.Generator().manual_seed(0)
-    q, k, _ = (x.detach() for x in draw(60, 60, 6, batch=1, kv=HEADS))
+    q, k, _ = (x.detach() for x in draw(40, 40, 6, batch=1, heads=1))
     slope, start = torch.randn(6, 4, generator=make), torch.randn(4, generator=make)
     with tiles.forced(rows=16, keys=16):
         out = triton([q, k, k @ slope + start], is_causal=True, ridge=1e-5)
@@ -331,23 +329,25 @@ FLOOR = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ridge"), FLOOR)
+@pytest.mark.parametrize(
+    ("name", "ridge"), [("normal", 0.1), ("anisotropic", 0.1), ("anisotropic", 0.01), ("recall", 0.1)]
+)
 def test_bfloat16_keys_of_four_kinds(name: str, ridge: float) -> None:
     """Within 1.5 times that floor at ridge .1, twice at .01 (and the rounding of the output)."""
-    leaves = family(name, 320, 64)
-    scale = 8.0 if name == "unit" else 0.125
-    seen = seen_pairs(1, 1, 320, 320, is_causal=True)
+    leaves = family(name, 160, 32)
+    scale = 8.0 if name == "unit" else 32**-0.5
+    seen = seen_pairs(1, 1, 160, 160, is_causal=True)
     expected = local_linear(*(x.double() for x in leaves), seen, ridge, scale)
     out = triton(leaves, ridge=ridge, scale=scale, is_causal=True)
     assert ratio(out, expected) <= (1.5 if ridge == 0.1 else 2.0) * FLOOR[name, ridge] + 1.5e-3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["normal", "unit", "anisotropic", "recall"])
+@pytest.mark.parametrize("name", ["normal", "anisotropic"])
 def test_bfloat16_gradients_of_four_kinds(name: str) -> None:
-    leaves = [x.requires_grad_() for x in family(name, 200, 32)]
-    scale = 8.0 if name == "unit" else 32**-0.5
-    exact, seen = wide(leaves), seen_pairs(1, 1, 200, 200, is_causal=True)
+    leaves = [x.requires_grad_() for x in family(name, 80, 16)]
+    scale = 8.0 if name == "unit" else 16**-0.5
+    exact, seen = wide(leaves), seen_pairs(1, 1, 80, 80, is_causal=True)
     out = triton(leaves, ridge=0.1, scale=scale, is_causal=True)
     expected = local_linear(*exact, seen, 0.1, scale)
     weight = weight_of(out)
@@ -364,7 +364,7 @@ def test_bfloat16_gradients_of_four_kinds(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_hard_keys(kind: str, dtype: torch.dtype) -> None:
     """Finite, forward and backward, and right where arithmetic allows it."""
-    q, k, v = (x.detach().float() for x in draw(40, 40, 8, batch=1, dtype=dtype))
+    q, k, v = (x.detach().float() for x in draw(20, 20, 6, batch=1, heads=1, dtype=dtype))
     if kind == "zero keys":
         k = torch.zeros_like(k)
     elif kind == "one key many times":
@@ -384,7 +384,7 @@ def test_hard_keys(kind: str, dtype: torch.dtype) -> None:
     assert bool(out.isfinite().all())
     assert all(bool(g.isfinite().all()) for g in grads)
     if kind != "scores of 1e4":
-        expected = local_linear(*wide(leaves), seen_pairs(1, HEADS, 40, 40, is_causal=True), 0.1)
+        expected = local_linear(*wide(leaves), seen_pairs(1, 1, 20, 20, is_causal=True), 0.1)
         assert ratio(out, expected) <= (2e-4 if dtype == torch.float32 else 3e-2)
 
 
@@ -393,16 +393,16 @@ def test_hard_keys(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"window": 30, "is_causal": True}, {"query_offset": torch.tensor([50, -1])}])
-@pytest.mark.parametrize("dim", [8, 64])
+@pytest.mark.parametrize("dim", [8, 40])
 def test_one_query(how: dict[str, Any], dim: int, poisoned: None) -> None:
     """Of which no gradient is asked, and of which one is; ridges of rows and of coordinates; a probe."""
     how = {**how, "is_causal": True} if "query_offset" in how else how
     make = torch.Generator().manual_seed(1)
-    mask = torch.rand(BATCH, 1, 1, 150, generator=make) > 0.2
-    seen = seen_pairs(BATCH, 6, 1, 150, attn_mask=mask, **how)
-    own = torch.rand(BATCH, 6, 1, dim, generator=make) + 0.1
+    mask = torch.rand(BATCH, 1, 1, 70, generator=make) > 0.2
+    seen = seen_pairs(BATCH, 4, 1, 70, attn_mask=mask, **how)
+    own = torch.rand(BATCH, 4, 1, dim, generator=make) + 0.1
     for dtype, most in ((torch.float32, 2e-5), (torch.bfloat16, 1.5e-2)):
-        leaves = draw(1, 150, dim, 24, heads=6, kv=2, dtype=dtype)
+        leaves = draw(1, 70, dim, 12, heads=4, kv=2, dtype=dtype)
         exact = wide(leaves)
         with torch.no_grad(), tiles.forced(rows=16, keys=32):
             for ridge in (0.1, own[..., 0], own):

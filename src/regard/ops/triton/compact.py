@@ -57,7 +57,7 @@ STAND_IN = _tables(
 SEARCH = _tables(
     "compact_search",
     [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)],
-    [Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 1)],
+    [Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1)],
 )
 WEIGH = _tables(
     "compact_weigh",
@@ -66,7 +66,7 @@ WEIGH = _tables(
 )
 WEIGH_KEPT = _tables(  # what a backward pass needs besides takes registers
     "compact_weigh_kept",
-    [Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 3), Tiles(64, 64, 8, 2)],
+    [Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)],
     [Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1)],
 )
 
