@@ -115,6 +115,9 @@ def compact_cases() -> Iterator[Case]:
                 core = (spec, dtype, dim) in {("biweight", "bfloat16", 64), ("relumax", "bfloat16", 128)}
                 whole = dim == 64 or dtype == "bfloat16" or spec == "biweight"
                 yield Case("compact", f"{spec}, D {dim}, {dtype}", dim, attend(spec, dim, dtype), core, whole)
+    for dim in (64, 128):
+        frozen = torch.no_grad()(attend("biweight", dim, "bfloat16"))
+        yield Case("compact", f"biweight, D {dim}, bfloat16, without gradients", dim, frozen)
     for dim in (16, 256):
         yield Case("compact", f"biweight, D {dim}, bfloat16", dim, attend("biweight", dim, "bfloat16"))
     few = {"masked keys": {"masked": True}, "window": {"window": 100}, "both ways": {"is_causal": False}}

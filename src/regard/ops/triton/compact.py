@@ -36,7 +36,8 @@ GRANULE = 64
 
 def _tables(name: str, narrow: list[Tiles], wide: list[Tiles]) -> dict[int, TileTable]:
     """The tables of a kernel by bytes of a number, 2 and 4, from the tiles for widths up to 64, 128 and 256. Every
-    kernel takes the same keys at a time, also while tuning: marks of blocks pass from one to the other."""
+    kernel takes the same keys at a time, also while tuning: marks of blocks pass from one to the other. A mark is of as
+    many rows as STREAM takes, GRANULE at most; SEARCH and WEIGH take a multiple of these."""
 
     def table(size: int, tiles: list[Tiles], other: Tiles) -> TileTable:
         return TileTable(f"{name}_{size}", {(64 << i, size): own for i, own in enumerate(tiles)}, [other])
@@ -47,7 +48,7 @@ def _tables(name: str, narrow: list[Tiles], wide: list[Tiles]) -> dict[int, Tile
 STREAM = _tables(
     "compact_stream",
     [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)],
-    [Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)],
+    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(32, 32, 8, 1)],
 )
 STAND_IN = _tables(
     "compact_stand_in",
@@ -62,12 +63,12 @@ SEARCH = _tables(
 WEIGH = _tables(
     "compact_weigh",
     [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)],
-    [Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1)],
+    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(32, 32, 8, 1)],
 )
 WEIGH_KEPT = _tables(  # what a backward pass needs besides takes registers
     "compact_weigh_kept",
     [Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)],
-    [Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1)],
+    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(32, 32, 8, 1)],
 )
 
 
