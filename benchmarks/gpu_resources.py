@@ -252,7 +252,10 @@ def table(stored: dict[str, Any]) -> str:
     used = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
     reasons = sorted({row["reason"] for row in stored["kernels"] if row.get("reason")})
     said = "".join(f"\n- {reason}" for reason in reasons) or " nothing is spilt."
-    return f"\nCompiled with {used}.\n\n" + "\n".join(text) + f"\n\nWhere local memory is not 0:{said}\n\n"
+    there = {row["case"] for row in stored["kernels"]}
+    open_ = [case.name for case in cases() if case.name not in there]
+    left = f"\n\nNot in the file yet: {'; '.join(open_)}." if open_ else ""
+    return f"\nCompiled with {used}.\n\n" + "\n".join(text) + left + f"\n\nWhere local memory is not 0:{said}\n\n"
 
 
 def numbers(row: Row | None) -> str:

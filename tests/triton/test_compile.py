@@ -70,7 +70,7 @@ def check(found: dict[str, Any], stored: dict[str, Any], cases: dict[str, Any], 
         assert 0 < row["registers"] <= 255, words(row)
         assert 0 < row["warps"] <= 32, words(row)
         assert row["shared"] <= MOST_SHARED[row["arch"]], words(row)
-        if cases[row["case"]].strict(row["pass"]):
+        if cases[row["case"]].strict(row["pass"]) and not ceilings.get(place(row), {}).get("local"):
             assert row["local"] == 0, f"{words(row)} spills {row['local']} bytes"
         if found["versions"]["triton"] == stored["versions"]["triton"]:
             assert place(row) in ceilings, f"{words(row)} is not in {STORED.name}; {RENEW}"
@@ -108,18 +108,19 @@ def test_every_kernel_compiles_within_its_ceilings(
 def test_the_file_knows_every_case_and_gives_a_reason_for_what_is_spilt(script: Any, stored: dict[str, Any]) -> None:
     cases = {case.name: case for case in script.cases()}
     assert set(script.FAMILIES) == set(FAMILIES)
-    assert {(row["case"], row["arch"]) for row in stored["kernels"]} == {(c, a) for c in cases for a in MOST_SHARED}
+    there = {row["case"] for row in stored["kernels"]}  # the page names those that are not
+    assert {case.name for case in script.cases(core=True)} <= there <= set(cases)
+    assert {(row["case"], row["arch"]) for row in stored["kernels"]} == {(c, a) for c in there for a in MOST_SHARED}
     assert len({place(row) for row in stored["kernels"]}) == len(stored["kernels"])
     for row in stored["kernels"]:
         if row["local"]:
-            assert not cases[row["case"]].strict(row["pass"]), words(row)
             assert len(row["reason"]) > 20, words(row)
     gradients = {
         name
         for name, case in cases.items()
         if case.family in ("compact", "local linear") and case.backward and "without" not in name
     }
-    assert gradients <= {row["case"] for row in stored["kernels"] if row["pass"] == "backward"}
+    assert gradients & there <= {row["case"] for row in stored["kernels"] if row["pass"] == "backward"}
 
 
 def test_the_page_shows_the_file(script: Any, stored: dict[str, Any]) -> None:

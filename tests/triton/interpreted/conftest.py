@@ -4,7 +4,7 @@ processes of their own: `tests/triton/test_interpreter.py` starts one for every 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,15 @@ from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
+
+
+@pytest.fixture
+def in_bounds() -> Iterator[None]:
+    """The test fails where a kernel reads or writes outside of the tensors that it was given."""
+    from bounds import watched
+
+    with watched():
+        yield
 
 
 @pytest.fixture

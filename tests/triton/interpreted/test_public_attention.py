@@ -14,6 +14,8 @@ from torch import Tensor
 import regard
 from regard.ops.triton import tiles
 
+pytestmark = pytest.mark.usefixtures("in_bounds")
+
 KEEP = torch.rand(BATCH, 1, 1, T, generator=torch.Generator().manual_seed(5)) > 0.4
 
 

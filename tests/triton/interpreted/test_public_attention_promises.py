@@ -1,5 +1,5 @@
-"""What `regard.attention(..., impl="triton")` promises at degree 0 whatever it computes: which numbers never matter, which
-bits never change, how tensors may lie, what compilers see and what it says of itself."""
+"""What `regard.attention(..., impl="triton")` promises at degree 0 whatever it computes: which numbers never
+matter, which bits never change, how tensors may lie, what compilers see and what it says of itself."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 import regard
 from regard.ops.triton import tiles
+
+pytestmark = pytest.mark.usefixtures("in_bounds")
 
 SPECS = ("softmax", "sparsemax", "biweight", "triweight", "relumax", "normrelu")
 

@@ -16,6 +16,8 @@ import regard
 from regard.grammar import SolveStatus
 from regard.ops.triton import tiles
 
+pytestmark = pytest.mark.usefixtures("in_bounds")
+
 KEEP = torch.rand(BATCH, 1, 1, T, generator=torch.Generator().manual_seed(5)) > 0.4
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 import regard
 from regard.estimators.fast_weights import flush
 
+pytestmark = pytest.mark.usefixtures("in_bounds")
+
 
 def wide(leaves: list[Tensor]) -> list[Tensor]:
     return [x.detach().double().requires_grad_() for x in leaves]

@@ -1,5 +1,5 @@
-"""What `regard.fast_weight_memory(..., impl="triton")` promises whatever it computes, the layer that calls it, and where it
-does not run."""
+"""What `regard.fast_weight_memory(..., impl="triton")` promises whatever it computes, the layer that calls it, and
+where it does not run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from torch import Tensor
 
 import regard
 from regard import nn
+
+pytestmark = pytest.mark.usefixtures("in_bounds")
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
