@@ -48,7 +48,7 @@ def _tables(name: str, narrow: list[Tiles], wide: list[Tiles]) -> dict[int, Tile
 STREAM = _tables(
     "compact_stream",
     [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)],
-    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(32, 32, 8, 1)],
+    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)],
 )
 STAND_IN = _tables(
     "compact_stand_in",
@@ -58,17 +58,17 @@ STAND_IN = _tables(
 SEARCH = _tables(
     "compact_search",
     [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)],
-    [Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1)],
+    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)],
 )
 WEIGH = _tables(
     "compact_weigh",
     [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)],
-    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(32, 32, 8, 1)],
+    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)],
 )
 WEIGH_KEPT = _tables(  # what a backward pass needs besides takes registers
     "compact_weigh_kept",
     [Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)],
-    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(32, 32, 8, 1)],
+    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)],
 )
 
 
