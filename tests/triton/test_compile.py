@@ -8,6 +8,7 @@ that nothing is spilt where nothing may be is.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,6 +28,8 @@ PAGE = ROOT / "docs" / "gpu.md"
 FAMILIES = ("compact", "local linear", "decoding", "memory")
 MOST_SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of a program, by NVIDIA's tables of compute capabilities."""
+EXCEPTED = 80
+"""Bytes at most that kernels in float32, and those that look up a mask, spill where nothing should be spilt."""
 RENEW = "renew it: python benchmarks/gpu_resources.py --write"
 
 
@@ -62,6 +65,13 @@ def words(row: dict[str, Any]) -> str:
     return f"{row['case']}, {row['pass']}, {row['kernel']}, sm_{row['arch']}"
 
 
+def allowed(case: Any, row: dict[str, Any]) -> float:
+    """Bytes that a kernel may spill, whatever the file says."""
+    if not case.strict(row["pass"]):
+        return math.inf
+    return EXCEPTED if "float32" in case.name or "masked" in case.name else 0
+
+
 def check(found: dict[str, Any], stored: dict[str, Any], cases: dict[str, Any], archs: tuple[int, ...]) -> None:
     ceilings = {place(row): row for row in stored["kernels"]}
     wanted = {(case, arch) for case in cases for arch in archs}
@@ -70,8 +80,7 @@ def check(found: dict[str, Any], stored: dict[str, Any], cases: dict[str, Any], 
         assert 0 < row["registers"] <= 255, words(row)
         assert 0 < row["warps"] <= 32, words(row)
         assert row["shared"] <= MOST_SHARED[row["arch"]], words(row)
-        if cases[row["case"]].strict(row["pass"]) and not ceilings.get(place(row), {}).get("local"):
-            assert row["local"] == 0, f"{words(row)} spills {row['local']} bytes"
+        assert row["local"] <= allowed(cases[row["case"]], row), f"{words(row)} spills {row['local']} bytes"
         if found["versions"]["triton"] == stored["versions"]["triton"]:
             assert place(row) in ceilings, f"{words(row)} is not in {STORED.name}; {RENEW}"
             assert row["local"] <= ceilings[place(row)]["local"], words(row)
@@ -108,11 +117,10 @@ def test_every_kernel_compiles_within_its_ceilings(
 def test_the_file_knows_every_case_and_gives_a_reason_for_what_is_spilt(script: Any, stored: dict[str, Any]) -> None:
     cases = {case.name: case for case in script.cases()}
     assert set(script.FAMILIES) == set(FAMILIES)
-    there = {row["case"] for row in stored["kernels"]}  # the page names those that are not
-    assert {case.name for case in script.cases(core=True)} <= there <= set(cases)
-    assert {(row["case"], row["arch"]) for row in stored["kernels"]} == {(c, a) for c in there for a in MOST_SHARED}
+    assert {(row["case"], row["arch"]) for row in stored["kernels"]} == {(c, a) for c in cases for a in MOST_SHARED}
     assert len({place(row) for row in stored["kernels"]}) == len(stored["kernels"])
     for row in stored["kernels"]:
+        assert row["local"] <= allowed(cases[row["case"]], row), words(row)
         if row["local"]:
             assert len(row["reason"]) > 20, words(row)
     gradients = {
@@ -120,7 +128,7 @@ def test_the_file_knows_every_case_and_gives_a_reason_for_what_is_spilt(script: 
         for name, case in cases.items()
         if case.family in ("compact", "local linear") and case.backward and "without" not in name
     }
-    assert gradients & there <= {row["case"] for row in stored["kernels"] if row["pass"] == "backward"}
+    assert gradients <= {row["case"] for row in stored["kernels"] if row["pass"] == "backward"}
 
 
 def test_the_page_shows_the_file(script: Any, stored: dict[str, Any]) -> None:

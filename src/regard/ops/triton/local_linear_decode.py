@@ -38,7 +38,7 @@ FULL = 16
 """Keys of a split at least, in units of D: a split leaves D^2 numbers behind."""
 
 MOMENTS = TileTable(
-    "local_linear_moments",
+    "local_linear_decode_moments",
     {
         (64, 2): Tiles(keys=64),
         (128, 2): Tiles(keys=32, warps=8),
