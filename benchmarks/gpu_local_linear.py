@@ -55,7 +55,7 @@ def family(name: str, bench: Bench, length: int, dim: int) -> list[Tensor]:
     elif name == "anisotropic":
         k = k * torch.logspace(0.3, -0.7, dim, device=bench.device) + 2 * one[:, :, :1]
     elif name == "recall":
-        at = torch.rand(1, 2, length, 1, device=bench.device, generator=make)
+        at = torch.rand(1, heads, length, 1, device=bench.device, generator=make)
         seen = (at * torch.arange(1, length + 1, device=bench.device)[:, None]).long()
         q = k.gather(2, seen.expand_as(k)) + 0.1 * q
     return [x.bfloat16() for x in (q, k, v)]
