@@ -59,7 +59,7 @@ def decode(spec: str, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
 
 
 def attend(spec: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The public call, which looks through keys and values for numbers that are not finite, and copies them, first."""
+    """The public call, whose kernels look for numbers that are not finite, too: compact ones in every value."""
     return regard.attention(q, k, v, spec, is_causal=True, enable_gqa=True, impl="triton")
 
 

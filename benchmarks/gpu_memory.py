@@ -44,14 +44,18 @@ def rows(bench: Bench) -> Iterator[Row]:
 
 
 def correctness(bench: Bench) -> dict[str, Any]:
-    """What three chunks read, the first of which read the table as it was, against the dense form in float64."""
+    """What three chunks read, the first of which read the table as it was, and its mix with the tokens' values, against
+    the dense form in float64."""
     sizes = (24, 8, 16) if bench.dry else (384, 64, 64)
     given = inputs(bench, *sizes)
     chunk, k = sizes[0] // 3, 4
-    out, _ = regard.fast_weight_memory(**given, rule=RULE, chunk_size=chunk, top_k=k, impl="triton")
+    how: dict[str, Any] = {"rule": RULE, "chunk_size": chunk, "top_k": k, "impl": "triton"}
+    read, mixed = (regard.fast_weight_memory(**given, **how, mix=mix)[0] for mix in (False, True))
     if bench.compiling:
         return {}
-    error = rms_ratio(out, dense({name: x.double() for name, x in given.items()}, chunk, k))
+    wide = {name: x.double() for name, x in given.items()}
+    exact, own = dense(wide, chunk, k), (1 - wide["gate"][..., None]) * wide["value"]
+    error = max(rms_ratio(read, exact), rms_ratio(mixed - own, wide["gate"][..., None] * exact))
     return {"errors": {"out": error}, "bars": {"out": BARS["read"]}, "right": error <= BARS["read"]}
 
 
@@ -91,12 +95,12 @@ def sizes_of(bench: Bench) -> tuple[int, int, int, int]:
 
 
 def forward(impl: str, bench: Bench) -> dict[str, Any]:
-    """Reading and writing 4096 tokens, eight chunks in turn, along a stream: every call goes on where the last one
-    ended. The device's own time as a CUDA graph, where one can be captured (whose replays go on with the values, but
-    search among the sub-keys of the capture first), and that of a call from Python."""
+    """Reading 4096 tokens, mixed with their values, and writing them, eight chunks in turn, along a stream: every call
+    goes on where the last one ended. The device's own time as a CUDA graph, where one can be captured (whose replays go
+    on with the values, but search among the sub-keys of the capture first), and that of a call from Python."""
     tokens, chunk, sub_keys, width = sizes_of(bench)
     given = inputs(bench, tokens, sub_keys, width)
-    how: dict[str, Any] = {"chunk_size": chunk, "top_k": min(TOP_K, sub_keys), "eps": EPS}
+    how: dict[str, Any] = {"chunk_size": chunk, "top_k": min(TOP_K, sub_keys), "eps": EPS, "mix": True}
     found: dict[str, Any] = {"config": {"tokens": tokens, "chunk": chunk, "sub_keys": sub_keys, "width": width}}
     with torch.no_grad():
         _, state = regard.fast_weight_memory(**given, impl=impl, **how)
@@ -124,7 +128,7 @@ def both(impl: str, bench: Bench) -> dict[str, Any]:
     """The same forward and backward, through the writes, from a fresh memory, as in training."""
     tokens, chunk, sub_keys, width = sizes_of(bench)
     given = inputs(bench, tokens, sub_keys, width)
-    how: dict[str, Any] = {"chunk_size": chunk, "top_k": min(TOP_K, sub_keys), "eps": EPS, "impl": impl}
+    how: dict[str, Any] = {"chunk_size": chunk, "top_k": min(TOP_K, sub_keys), "eps": EPS, "mix": True, "impl": impl}
     names = ("query", "value", "gate")
 
     def step() -> tuple[Tensor, ...]:

@@ -93,7 +93,9 @@ def bounded(dim: int) -> Tensor:
     return decode_attention(q, k, v, "biweight", is_causal=True, key_bounds=KeyBounds.of(k))
 
 
-def remember(dtype: str, score: str = "idw", sub_keys: int = 64, width: int = 512, grad: bool = True) -> Any:
+def remember(
+    dtype: str, score: str = "idw", sub_keys: int = 64, width: int = 512, grad: bool = True, mix: bool = True
+) -> Any:
     """A memory of fast weights: two chunks of tokens, read and written."""
 
     def call() -> Tensor:
@@ -102,7 +104,7 @@ def remember(dtype: str, score: str = "idw", sub_keys: int = 64, width: int = 51
         gate = torch.zeros(2, 128, requires_grad=grad)
         keys = torch.zeros(1, 2, sub_keys, width // 2, requires_grad=grad)
         values = torch.zeros(sub_keys**2, width, dtype=DTYPES[dtype], requires_grad=grad)
-        how: dict[str, Any] = {"chunk_size": 64, "top_k": 8, "score": score, "impl": "triton"}
+        how: dict[str, Any] = {"chunk_size": 64, "top_k": 8, "score": score, "mix": mix, "impl": "triton"}
         return regard.fast_weight_memory(query, value, gate, keys, values, **how)[0]
 
     return call
@@ -157,7 +159,7 @@ def memory_cases() -> Iterator[Case]:
             words = "with gradients" if grad else "without gradients"
             call = remember(dtype, grad=grad)
             yield Case("memory", f"values {dtype}, {words}", 0, call, core=dtype == "float32" and not grad)
-    yield Case("memory", "dot scores", 0, remember("float32", score="dot"))
+    yield Case("memory", "dot scores, not mixed", 0, remember("float32", score="dot", mix=False))
 
 
 FAMILIES: dict[str, Callable[[], Iterable[Case]]] = {

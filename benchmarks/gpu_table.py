@@ -164,7 +164,7 @@ def decoding(stored: Entry) -> Iterator[str]:
         yield (
             "One decoded token against a cache, bfloat16: microseconds on the device (a CUDA graph), and GB/s if keys "
             "and values are read once; with bounds of key blocks, which share of the keys is read. A whole call of "
-            "`regard.attention` looks for numbers that are not finite first, and copies the cache for it."
+            "`regard.attention` also looks for numbers that are not finite, by compact rules in every value."
         )
         places = list(dict.fromkeys((r["config"]["length"], r["config"]["batch"], r["config"]["dim"]) for r in rows))
         names = list(dict.fromkeys(row["contestant"] for row in rows))

@@ -1,4 +1,4 @@
-"""Every file of `interpreted/` in a process of its own, with Triton's interpreter on: the kernels run on the CPU,
+"""The files of `interpreted/` in processes of their own, with Triton's interpreter on: the kernels run on the CPU,
 statement by statement, and are compared with dense float64 formulas there."""
 
 from __future__ import annotations
@@ -15,17 +15,23 @@ pytest.importorskip("triton")
 
 HERE = Path(__file__).resolve().parent
 FILES = sorted(path.name for path in (HERE / "interpreted").glob("test_*.py"))
+KINDS = ("compact", "public_attention", "local_linear", "public_local_linear", "memory", "public_memory", "others")
+GROUPS: dict[str, list[str]] = {kind: [] for kind in KINDS}
+for file in FILES:
+    GROUPS[next((kind for kind in KINDS if file.startswith(f"test_{kind}")), "others")].append(file)
+"""Files that share a process where they are not run at length: every start takes seconds."""
 NO_TESTS = 5
 """What pytest returns where nothing was chosen."""
 
 
-def run(name: str, marks: str) -> tuple[int, str]:
-    """(exit code, output) of the tests of a file that have these marks."""
-    command = [sys.executable, "-m", "pytest", str(HERE / "interpreted" / name), "-q", "-m", marks]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", "560", "--durations", "3"]
-    # what the process that asks was told (by pytest-xdist, for one) is not for this one
+def run(names: list[str], marks: str) -> tuple[int, str]:
+    """(exit code, output) of the tests of files that have these marks."""
+    command = [sys.executable, "-m", "pytest", *(str(HERE / "interpreted" / name) for name in names), "-q", "-m", marks]
+    command += ["-p", "no:cacheprovider", "-p", "pytest_timeout", "--timeout", "560", "--durations", "3"]
+    # what the process that asks was told (by pytest-xdist, for one) is not for this one, and plugins take seconds
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    environment = {**inherited, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    more = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = {**inherited, **more}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=590, env=environment, cwd=HERE.parents[1], check=False
     )
@@ -42,12 +48,12 @@ def tail(output: str) -> str:
 
 
 def test_there_are_files_to_run() -> None:
-    assert FILES
+    assert all(GROUPS.values())
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_kernels_in_the_interpreter(name: str) -> None:
-    code, output = run(name, "not slow")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_in_the_interpreter(kind: str) -> None:
+    code, output = run(GROUPS[kind], "not slow")
     assert code == 0, tail(output)
     assert passed(output) > 0, tail(output)
 
@@ -55,7 +61,7 @@ def test_kernels_in_the_interpreter(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_kernels_in_the_interpreter_at_length(name: str) -> None:
-    code, output = run(name, "slow")
+    code, output = run([name], "slow")
     assert code in (0, NO_TESTS), tail(output)
     assert passed(output) > 0 or code == NO_TESTS, tail(output)
 

@@ -52,15 +52,18 @@ class How:
     detach_every: int
     observer: WriteObserver | None
     sync: str | None
+    mix: bool = False
 
 
 class Looked(NamedTuple):
-    """What tokens [B, w] found: slots, weights [B, w, H, k]; read [B, w, Dv]; halves, half_scores [B, w, H, 2, k]; and
-    scores [B, w, H, k], or None where no write needs them."""
+    """What tokens [B, w] found: slots, weights [B, w, H, k]; read [B, w, Dv], and out [B, w, Dv], which is that or its
+    mix with the tokens' values (`How.mix`); halves, half_scores [B, w, H, 2, k]; and scores [B, w, H, k], or None where
+    no write needs them."""
 
     slots: Tensor
     weights: Tensor
     read: Tensor
+    out: Tensor
     halves: Tensor
     half_scores: Tensor
     scores: Tensor | None
@@ -71,8 +74,12 @@ class Rounds(Protocol):
     """Values that are searched, read and written at once, with the sub-keys, by kernels of their own; None where those
     do not know what is asked."""
 
-    def looked(self, how: How, query: Tensor, keys: Tensor, good: Tensor | None) -> Looked | None:
-        """What queries [B, w, H, Dk] find with keys [M, H, 2, n, Dk/2]; they read 0 where not `good` [B, w]."""
+    def clean(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`precision.clean` of tokens."""
+
+    def looked(self, how: How, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
+        """What tokens [B, w, ...] find with keys [M, H, 2, n, Dk/2]; what is read, and its mix, is 0 where they are not
+        good."""
 
     def rewritten(
         self, how: How, keys: Tensor, tokens: Tokens, following: dict[str, Tensor] | None
@@ -89,26 +96,37 @@ def run(
     frozen: bool,
     rows: Tensor | None,
 ) -> tuple[Tensor, FastWeightState]:
-    """What streams [R, W, ...] of so many tokens read [R, W, Dv], and the state after."""
+    """What comes out for streams [R, W, ...] of so many tokens, [R, W, Dv], and the state after."""
     memory = Memory(how, state, rows)
     if frozen:
-        return memory.read(new, kept=False).read, state
+        return memory.read(new, kept=False)[1], state
     parts, places, reach = [], [], 0
     for step in schedule(state.waiting.counts, counts, chunk):
         piece = _piece(new, step)
         if any(step.flush):
             memory.write(step.flush, {name: x[:, :1] for name, x in piece.items()})
-        found = memory.read(piece, kept=True)
+        found, given = memory.read(piece, kept=True)
         memory.waiting = memory.waiting.append(found, [b - a for a, b in zip(step.start, step.stop, strict=True)])
-        parts.append(found.read)
+        parts.append(given)
         places.append((step, reach))
         reach += step.width
     if not parts:
-        parts = [memory.read(new, kept=False).read]  # of no token, but a part of the graph
+        parts = [memory.read(new, kept=False)[1]]  # of no token, but a part of the graph
     out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     if not all(step.uniform for step, _ in places):
         out = _in_order(out, places, new["value"].shape[1])
     return out, memory.state()
+
+
+def mixed(read: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
+    """g read + (1 - g) v of tokens [..., Dv] and their gates [...], or read + v without gates (equation 24)."""
+    value = value.to(read.dtype)
+    return read + value if gate is None else torch.lerp(value, read, gate[..., None].to(read.dtype))
+
+
+def _shown(x: Tensor, good: Tensor | None) -> Tensor:
+    """x [B, w, Dv], 0 where not good."""
+    return x if good is None else torch.where(good[..., None], x, 0)
 
 
 def _piece(new: dict[str, Tensor], step: Step) -> dict[str, Tensor]:
@@ -147,45 +165,48 @@ class Memory:
         """What it is now."""
         return replace(self.begun, keys=self.keys, values=self.values, waiting=self.waiting, writes=self.writes)
 
-    def read(self, piece: dict[str, Tensor], *, kept: bool) -> Tokens:
-        """The tokens [R, w, ...], read; `kept` with all that a write of them needs."""
+    def read(self, piece: dict[str, Tensor], *, kept: bool) -> tuple[Tokens, Tensor]:
+        """The tokens [R, w, ...], read, `kept` with all that a write of them needs; and what comes out, [R, w, Dv]."""
         streams, width = piece["value"].shape[:2]
         size = max(1, BLOCK // max(1, streams))
         if width <= size:
             return self._read(piece, kept)
         starts = range(0, width, size)
-        return Tokens.joined([self._read({n: x[:, i : i + size] for n, x in piece.items()}, kept) for i in starts])
+        parts = [self._read({n: x[:, i : i + size] for n, x in piece.items()}, kept) for i in starts]
+        found, outs = zip(*parts, strict=True)
+        return Tokens.joined(found), torch.cat(outs, 1)
 
-    def _read(self, piece: dict[str, Tensor], kept: bool) -> Tokens:
-        how, query, good = self.how, piece["query"], piece.get("good")
-        found = self._looked(query, good)
+    def _read(self, piece: dict[str, Tensor], kept: bool) -> tuple[Tokens, Tensor]:
+        how, good = self.how, piece.get("good")
+        found = self._looked(piece)
         weights, slots = found.weights.flatten(-2), self._by_memory(found.slots.flatten(-2))
         if how.observer is not None:
             valid = torch.ones_like(piece["position"], dtype=torch.bool) if good is None else good
             told = (piece["position"], valid, self._rows(valid))
             how.observer.on_read(slots, *(self._by_memory(x.detach()) for x in (weights, *told)))
         tokens = Tokens(found.slots, found.weights, found.read, piece["value"], piece["position"])
-        if not kept:
-            return tokens
-        tokens = replace(tokens, gate=piece.get("gate"), good=good)
-        if how.rule.key_update == "none":
-            return tokens
-        scores = found.scores if how.rule.key_update == "mse" else None
-        return replace(tokens, query=query, halves=found.halves, half_scores=found.half_scores, scores=scores)
+        if kept:
+            tokens = replace(tokens, gate=piece.get("gate"), good=good)
+            if how.rule.key_update != "none":
+                scores = found.scores if how.rule.key_update == "mse" else None
+                parts = {"halves": found.halves, "half_scores": found.half_scores, "scores": scores}
+                tokens = replace(tokens, query=piece["query"], **parts)
+        return tokens, found.out
 
-    def _looked(self, query: Tensor, good: Tensor | None) -> Looked:
-        how = self.how
+    def _looked(self, piece: dict[str, Tensor]) -> Looked:
+        how, query, good = self.how, piece["query"], piece.get("good")
         if not torch.compiler.is_compiling() and isinstance(self.values, Rounds):
-            looked = self.values.looked(how, query, self.keys, good)
+            looked = self.values.looked(how, self.keys, piece)
             if looked is not None:
                 return looked
         found = search(query, self.keys[0] if len(self.keys) == 1 else self.keys, how.top_k, how.kind, how.eps)
         weights = weigh(found.scores.flatten(-2), how.spec)
         slots = self._by_memory(found.slots.flatten(-2))
         read = self.values.read(self._by_memory(weights), slots).view(*query.shape[:2], self.values.width)
-        if good is not None:
-            read = torch.where(good[..., None], read, 0)
-        return Looked(found.slots, weights.view_as(found.slots), read, found.halves, found.half_scores, found.scores)
+        read = _shown(read, good)
+        out = _shown(mixed(read, piece["value"], piece.get("gate")), good) if how.mix else read
+        halves = (found.halves, found.half_scores, found.scores)
+        return Looked(found.slots, weights.view_as(found.slots), read, out, *halves)
 
     def write(self, rows: Sequence[bool], following: dict[str, Tensor] | None) -> None:
         """Write what waits of the streams `rows` (or of all, with a shared memory). `following` are the tokens that

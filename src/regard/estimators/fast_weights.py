@@ -23,10 +23,10 @@ from ..grammar import Spec
 from .chunk_stream import Streams, check_chunk, check_meta_grad, check_segments
 from .fast_weight_rules import WriteRule
 from .fast_weight_state import FastWeightState, check_state
-from .fast_weight_stream import How, Memory, WriteObserver, run
+from .fast_weight_stream import How, Memory, Rounds, WriteObserver, run
 from .precision import clean, either, full_precision
 from .product_key import require_top_k, slot_scores, weights_spec
-from .slot_values import preferred, slot_values
+from .slot_values import SlotValues, preferred, slot_values
 
 __all__ = ["FastWeightState", "WriteObserver", "WriteRule", "fast_weight_memory", "flush"]
 
@@ -51,6 +51,7 @@ def fast_weight_memory(
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     frozen: bool = False,
+    mix: bool = False,
     meta_grad: bool | int = True,
     storage: torch.dtype | None = None,
     impl: str = "auto",
@@ -64,7 +65,7 @@ def fast_weight_memory(
     Args:
         query: [B, T, H, Dk].
         value: [B, T, Dv]; that of a token is the target of the one before it.
-        gate: [B, T], the weight of a token's error (and what it reads is returned without it); None for 1.
+        gate: [B, T], the weight of a token's error, and of what it reads where that is mixed; None for 1.
         keys: [H, 2, n, Dk/2], with which every memory begins that begins in this call.
         values: [N, Dv], likewise; with a state, those that it began with (the same tensor, as a rule).
         rule: how a chunk is written, or the name of its step: "normalized", "paper", "reference".
@@ -80,6 +81,7 @@ def fast_weight_memory(
         segment_ids: integers [B or 1, T]: where they change between real tokens, a new document begins, with a memory
             of its own as at the beginning. The first goes on from `state`, the last one leaves the state.
         frozen: only read; the state comes back as it was.
+        mix: return g v^ + (1 - g) v (equation 24), without gates v^ + v, in the place of v^.
         meta_grad: gradients flow through the writes: True, False, or through at most m - 1, being cut after every m-th
             of a memory.
         storage: in which values that were written are stored, None for the dtype of `values`.
@@ -91,9 +93,9 @@ def fast_weight_memory(
             memory, as one process with the whole batch would; all must give equal shapes. Gradients stay in their own.
 
     Returns:
-        (what was read, v^ [B, T, Dv] in the dtype of `value`, without gate; the state). A token with a query, value or
-        gate that is not finite keeps its place in the chunk but reads 0, is nobody's target, and is neither written nor
-        counted; so does a masked one, which keeps no place either.
+        (what was read, v^ [B, T, Dv] in the dtype of `value`, or its mix; the state). A token with a query, value or
+        gate that is not finite keeps its place in the chunk but reads 0, and 0 comes out for it, is nobody's target,
+        and is neither written nor counted; so does a masked one, which keeps no place either.
 
     Raises:
         ArgumentError: shapes or dtypes that do not fit, numbers out of range, or a state of another memory.
@@ -103,7 +105,7 @@ def fast_weight_memory(
     Cost: per token O(H n Dk) for the search and O(K Dv) for reading and writing. Without mask and segment_ids no device
     is waited for, but for what the store of the values does (the sparse one counts the rows that it touches).
     """
-    how = _how(rule, top_k, spec, score, eps, meta_grad, observer, sync, shared)
+    how = replace(_how(rule, top_k, spec, score, eps, meta_grad, observer, sync, shared), mix=mix)
     chunk = check_chunk(CALL, chunk_size, 2 if how.rule.look_ahead else 1)
     _check_tensors(query, value, gate, keys, values, mask, top_k)
     batch, tokens = query.shape[:2]
@@ -120,7 +122,7 @@ def fast_weight_memory(
     else:
         state = check_state(CALL, state, keys, values, batch, shared, top_k)
     with full_precision(query.device.type):
-        new = _finite_tokens(query.to(state.keys.dtype), value, gate)
+        new = _finite_tokens(query.to(state.keys.dtype), value, gate, state.values)
         if mask is None and segment_ids is None:
             new["position"] = _positions(state.seen, tokens, query.device)
             out, after = run(how, new, (tokens,) * len(state.waiting.counts), state, chunk, frozen, None)
@@ -227,15 +229,16 @@ def _check_tensors(
 # What comes in ------------------------------------------------------------------------------------------------
 
 
-def _finite_tokens(query: Tensor, value: Tensor, gate: Tensor | None) -> dict[str, Tensor]:
+def _finite_tokens(query: Tensor, value: Tensor, gate: Tensor | None, values: SlotValues) -> dict[str, Tensor]:
     """The tokens' tensors [B, T, ...] in float32 at least, 0 at tokens that are not finite, and, where there may be
-    some, `good` [B, T]: which are."""
+    some, `good` [B, T]: which are. Kernels of `values` look for them, where it has any."""
     wide = {"query": query.flatten(2), "value": value}
     if gate is not None:
         wide["gate"] = gate[..., None]
     bad = None
+    look = values.clean if not torch.compiler.is_compiling() and isinstance(values, Rounds) else clean
     for name, x in wide.items():
-        wide[name], own = clean(x.to(torch.promote_types(x.dtype, torch.float32)))
+        wide[name], own = look(x.to(torch.promote_types(x.dtype, torch.float32)))
         bad = either(bad, own)
     wide["query"] = wide["query"].view(query.shape)
     if gate is not None:

@@ -243,8 +243,9 @@ class FastWeightProductKeyMemory(MemoryLayer):
         own: Projected = self.projections(tokens.hidden)
         if own.gate is not None:
             own = own._replace(gate=self.hook_gate(own.gate))
-        read, state = self._remember(tokens, own, mask, state, segment_ids)
-        out = self.projections.output(self.hook_read(read), own)
+        apart = self.hook_read.active  # somebody looks at what was read, before the mix
+        found, state = self._remember(tokens, own, mask, state, segment_ids, mix=not apart)
+        out = self.projections.output(self.hook_read(found), own) if apart else self.projections.back(found)
         return tokens.shown(out).to(hidden.dtype), state
 
     def _remember(
@@ -254,8 +255,9 @@ class FastWeightProductKeyMemory(MemoryLayer):
         mask: Tensor | None,
         state: FastWeightState | None,
         segment_ids: Tensor | None,
+        mix: bool,
     ) -> tuple[Tensor, FastWeightState]:
-        """What was read [B, T, Dv], and the state after it."""
+        """What was read [B, T, Dv], or its mix, and the state after it."""
         # what a checkpointed layer does again in the backward pass was told and kept in the forward pass
         again = (self.resident or self.observer is not None) and torch._C._current_graph_task_id() != -1
         observer = None if again else self.observer
@@ -272,7 +274,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         if torch.compiler.is_compiling() and not self.frozen:
             # what is done depends on how many tokens wait, so that a compiler would begin anew with every call
             run = torch.compiler.disable(fast_weight_memory)
-        read, after = run(
+        found, after = run(
             query.unflatten(-1, (self.heads, -1)),
             own.value,
             own.gate,
@@ -282,6 +284,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
             mask=mask,
             segment_ids=segment_ids,
             frozen=self.frozen,
+            mix=mix,
             meta_grad=self.meta_grad,
             observer=observer,
             **self._options(),
@@ -290,7 +293,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
             self._held = after.detach()
             if self.sync is not None:  # now, since all processes are here; one alone may save
                 self._held = self._flushed(self._held, observer)
-        return read, after
+        return found, after
 
     def _options(self) -> dict[str, Any]:
         """How this memory reads and writes."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import ArgumentError, boolean_mask, finite, floating, in_range, on_device, require, shape
+from ..estimators.fast_weight_stream import mixed
 from ..estimators.precision import clean
 from .attention import positive_int
 from .norm import HeadRMSNorm
@@ -144,7 +145,10 @@ class MemoryProjections(nn.Module):
 
     def output(self, read: Tensor, own: Projected) -> Tensor:
         """What was read [B, T, Dv], mixed with the tokens' own values, as [B, T, C] for the residual stream."""
-        mixed = read + own.value if own.gate is None else torch.lerp(own.value, read, own.gate[..., None])
+        return self.back(mixed(read, own.value, own.gate))
+
+    def back(self, mixed: Tensor) -> Tensor:
+        """Mixes [B, T, Dv] as [B, T, C] for the residual stream."""
         return _linear(self.out_proj, self.out_norm(mixed))
 
 

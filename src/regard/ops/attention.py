@@ -104,9 +104,7 @@ def attention(
     problem = _problem(spec, query, key, value, visible, scale, {**numbers, **local}, return_diagnostics)
     implementation = choose(problem, impl)
     with full_precision(query.device.type):
-        native = getattr(implementation, "native", _never)(problem)
-        how = (return_diagnostics, native, getattr(implementation, "clean", clean))
-        inputs, poisoned = _prepare(query, key, value, spec, visible, scale, numbers, *how)
+        inputs, poisoned = _prepare(query, key, value, problem, visible, scale, numbers, implementation)
         if spec.degree:
             inputs, lost = _with_local(inputs, local)
             poisoned = either(poisoned, lost)
@@ -118,6 +116,11 @@ def attention(
 
 def _never(problem: Problem) -> bool:
     return False
+
+
+def _as_it_came(x: Tensor) -> tuple[Tensor, None]:
+    """In the place of `clean` where the implementation takes tensors raw."""
+    return x, None
 
 
 def _problem(
@@ -162,31 +165,33 @@ def _prepare(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    spec: Spec,
+    problem: Problem,
     visible: Visibility,
     scale: float | Tensor,
     numbers: dict[str, float | Tensor],
-    diagnostics: bool,
-    native: bool,
-    clean: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+    implementation: Any,
 ) -> tuple[Inputs, Tensor | None]:
-    """Features in the computing dtype, and which rows [B, H, Tq] see something that is not finite, None for none.
-    `native`: the queries and keys themselves instead, in their own dtype.
+    """Features in the computing dtype, or for a `native` implementation queries and keys themselves in their own; and
+    which rows [B, H, Tq] see something that is not finite, None for none.
 
     Vectors that are not finite become 0 here, so that a zero weight never meets a NaN, forward or backward;
-    the rows that see them are marked, and the caller turns those rows, and no others, into NaN.
+    the rows that see them are marked, and the caller turns those rows, and no others, into NaN. Where the
+    implementation takes tensors `raw`, it does all that itself.
     """
+    native = getattr(implementation, "native", _never)(problem)
+    raw = native and getattr(implementation, "raw", _never)(problem)
+    look: Callable[..., Any] = _as_it_came if raw else getattr(implementation, "clean", clean)
+    spec, shared = problem.spec, key is query
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         finite(CALL, name, tensor)
     dtype = query.dtype if native else torch.promote_types(query.dtype, torch.float32)
-    shared = key is query
-    query, query_bad = clean(query.to(dtype))
-    key, key_bad = (query, query_bad) if shared else clean(key.to(dtype))
-    value, value_bad = clean(value.to(dtype))
+    query, query_bad = look(query.to(dtype))
+    key, key_bad = (query, query_bad) if shared else look(key.to(dtype))
+    value, value_bad = look(value.to(dtype))
     poisoned = _poisoned(query_bad, either(key_bad, value_bad), visible, query.shape[1])
     if native:
         x, y = (query, key) if spec.degree else (None, None)
-        return Inputs(query, key, value, x, y, visible, spec, scale, numbers, diagnostics, factor=scale), poisoned
+        return Inputs(query, key, value, x, y, visible, problem, scale, numbers, factor=scale, raw=raw), poisoned
     q, k = spec.similarity.features(query, key)
     if isinstance(scale, Tensor):
         q = q * scale[..., None]
@@ -198,7 +203,7 @@ def _prepare(
     else:
         q = q * scale
     x, y = (query, key) if spec.degree or spec.trend is not None else (None, None)
-    return Inputs(q, k, value, x, y, visible, spec, scale, numbers, diagnostics), poisoned
+    return Inputs(q, k, value, x, y, visible, problem, scale, numbers), poisoned
 
 
 def _number(

@@ -75,7 +75,8 @@ class Inputs:
     q [B, H, Tq, F] and k [B, Hkv, Tk, F] are features with factor * q . k = z; x and y the raw queries and keys, for
     degree 1 alone; v [B, Hkv, Tk, Dv]. All are finite and in float32 or float64, with the scale in q and `factor` 1.
     An implementation that says `native` of a problem gets the queries and keys themselves instead, in the dtype that
-    they came in, and the scale, a number or [B, H, Tq], as `factor`.
+    they came in, and the scale, a number or [B, H, Tq], as `factor`; one that says `raw`, too, gets them, and values,
+    with numbers that are not finite in them.
     `params` hold the weighting's numbers, or tensors [B, H, Tq]; `ridge`, for degree 1, is a number or [B, H, Tq, 1 or
     D], and `probe` None or [B, H, Tq, D].
     """
@@ -86,13 +87,21 @@ class Inputs:
     x: Tensor | None
     y: Tensor | None
     visible: Visibility
-    spec: Spec
+    problem: Problem
     scale: float | Tensor
     params: dict[str, float | Tensor]
-    diagnostics: bool = False
     ridge: float | Tensor = 0.0
     probe: Tensor | None = None
     factor: float | Tensor = 1.0
+    raw: bool = False
+
+    @property
+    def spec(self) -> Spec:
+        return self.problem.spec
+
+    @property
+    def diagnostics(self) -> bool:
+        return self.problem.diagnostics
 
     def row_params(self) -> dict[str, float | Tensor]:
         """`params` of the weighting, with tensors as [B, H, Tq, 1]."""
@@ -124,6 +133,8 @@ class Implementation(Protocol):
     # Where they matter, also
     #   trends: ClassVar[bool], whether it knows the trend whose residuals some sentences average;
     #   native(problem) -> bool, whether it takes queries and keys as they came (`Inputs`);
+    #   raw(problem) -> bool, whether it also takes them, and values, with whatever is not finite in them, and itself
+    #       answers NaN in the rows that see such numbers, and in no other;
     #   clean(x), in the place of `estimators.precision.clean`;
     #   hesitates(problem) -> str | None, why "auto" is not to choose it though it could.
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from ..checks import ArgumentError
 from ..estimators import Diagnostics
 from ..estimators.arguments import order
-from ..estimators.precision import transformed
 from ..estimators.trends import predict_from
 from ..grammar import Spec, as_spec
 from ..grammar.spec import as_trend
@@ -183,8 +182,9 @@ class Interpolated:
         assert inputs.x is not None
         assert inputs.y is not None
         visible, mask, keys = inputs.visible, inputs.visible.mask, inputs.y
-        inner = replace(inputs, spec=inputs.spec.local, v=torch.cat([inputs.v, keys], -1), x=None, y=None)
-        both, diagnostics = choose(_asked(inner), "auto").run(inner)
+        asked = replace(_local(inputs.problem), dim=inputs.q.shape[3], dtype=inputs.q.dtype)
+        inner = replace(inputs, problem=asked, v=torch.cat([inputs.v, keys], -1), x=None, y=None)
+        both, diagnostics = choose(asked, "auto").run(inner)
         mean, centre = both.split([inputs.v.shape[3], keys.shape[3]], -1)
         q, values, heads = inputs.x - centre, inputs.v, inputs.x.shape[1]
         how: dict[str, Any] = {"is_causal": visible.causal, "exclude_self": visible.strict, "offset": visible.offset}
@@ -203,30 +203,3 @@ class Interpolated:
 def _local(problem: Problem) -> Problem:
     """What is asked of the implementation of the weights."""
     return replace(problem, spec=problem.spec.local, value_dim=problem.value_dim + problem.dim)
-
-
-def _asked(inputs: Inputs) -> Problem:
-    """The problem that inputs are of."""
-    visible, mask = inputs.visible, inputs.visible.mask
-    return Problem(
-        spec=inputs.spec,
-        batch=inputs.q.shape[0],
-        heads=inputs.q.shape[1],
-        kv_heads=inputs.k.shape[1],
-        queries=visible.queries,
-        keys=visible.keys,
-        dim=inputs.q.shape[3],
-        value_dim=inputs.v.shape[3],
-        dtype=inputs.q.dtype,
-        device=inputs.q.device.type,
-        causal=visible.causal,
-        strict=visible.strict,
-        window=visible.window,
-        offset=None if isinstance(visible.offset, Tensor) else visible.offset,
-        mask=None if mask is None else ("keys" if mask.shape[-2] == 1 else "pairs"),
-        params=tuple(n for n, p in inputs.params.items() if isinstance(p, Tensor)),
-        scale="tensor" if isinstance(inputs.scale, Tensor) else "number",
-        gradient=any(x.requires_grad for x in (inputs.q, inputs.k, inputs.v)),
-        diagnostics=inputs.diagnostics,
-        transformed=transformed(),
-    )

@@ -221,8 +221,8 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(ctx: Any, *upstream: Tensor) -> Any:
         if torch.is_grad_enabled():  # on in a backward pass that makes a graph of its own
             raise ArgumentError(
-                "OverlayValues: a backward pass with create_graph=True goes through reads or writes of the sparse "
-                "store, which has first derivatives only; choose impl='reference'."
+                "fast_weight_memory: a backward pass with create_graph=True goes through impl='sparse' or 'triton', "
+                "which have first derivatives only; choose impl='reference'."
             )
         return plain(ctx, *upstream)
 

@@ -14,6 +14,11 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
 
+if INTERPRETED:
+    import shortcuts
+
+    shortcuts.take()
+
 
 @pytest.fixture
 def in_bounds() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Calls of `regard.fast_weight_memory(..., impl="triton")` for tests, and what they have in common."""
+"""Calls of `regard.fast_weight_memory(..., impl="triton")` for tests, and what tests of its kernels have in common."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ def dense(leaves: list[Tensor], chunk: int = CHUNK, **how: Any) -> Tensor:
     return torch.stack([stream(Memory(keys, values, **{"address": 0.5, **how}), *row, chunk) for row in rows])
 
 
+def blend(read: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
+    """What was read, mixed with the tokens' own values."""
+    return read + value if gate is None else gate[..., None] * read + (1 - gate[..., None]) * value
+
+
 def weight_of(out: Tensor, seed: int = 9) -> Tensor:
     return torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
 
@@ -53,3 +58,26 @@ def weight_of(out: Tensor, seed: int = 9) -> Tensor:
 def grads(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gap(found: Tensor, wanted: Tensor) -> float:
+    """The largest error, for numbers of the size of the largest."""
+    assert found.shape == wanted.shape
+    assert found.isfinite().all()
+    return float((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
+
+
+def written_by_hand(table: Tensor, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor) -> Tensor:
+    """V_i - (1 / N_i) sum over entries of slot i of share e, one entry after another, in float64."""
+    table, number = table.double().clone(), torch.zeros(table.shape[:2])
+    for m, p, j in torch.cartesian_prod(*(torch.arange(x) for x in slots.shape)).tolist():
+        number[m, slots[m, p, j]] += float(counted[m, p])
+    for m, p, j in torch.cartesian_prod(*(torch.arange(x) for x in slots.shape)).tolist():
+        if counted[m, p]:
+            i = slots[m, p, j]
+            table[m, i] -= shares[m, p, j].double() * errors[m, p].double() / number[m, i]
+    return table

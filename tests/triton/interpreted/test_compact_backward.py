@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from attention_calls import draw, triton, weight_of
+from dense_oracles import RULES as RULES_OF
+from dense_oracles import attend, near, seen_pairs
 from torch import Tensor
 
 from regard.ops.triton.compact_backward import backward
@@ -324,3 +327,19 @@ def test_nothing_to_attend_to_or_nobody_who_does(rule: int, sizes: tuple[int, in
     found = run(case, x, (floats, flags, flags[..., :0], live), torch.zeros_like(grad))
     assert [g.shape for g in found[:3]] == [q.shape, k.shape, k.shape]
     assert all(bool((g == 0).all()) for g in found[:3])
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("size", [1e-30, 1e-5])
+def test_above_a_threshold_of_zero_scores_of_any_size_weigh_alike(size: float) -> None:
+    """Their factor [B, H, Tq] cancels, so that it has no gradient, although each key's share of that is 1 / factor."""
+    leaves = draw(33, 33, 8)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    factor = torch.full((2, 2, 33), size).requires_grad_()
+    with forced(rows=16, keys=16):
+        out = triton(leaves, "normrelu", scale=factor, is_causal=True)
+        found = torch.autograd.grad((out * weight_of(out)).sum(), [*leaves, factor])
+    right = attend(*exact, seen_pairs(2, 2, 33, 33, is_causal=True), RULES_OF["fixed 1"], 1.0)
+    wanted = torch.autograd.grad((right * weight_of(out).double()).sum(), exact)
+    near([out, *found[:3]], [right, *wanted], (1e-5, 1e-4, 1e-4, 1e-4))
+    assert (found[3] == 0).all()

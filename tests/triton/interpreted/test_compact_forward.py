@@ -13,7 +13,7 @@ from torch import Tensor
 import regard
 from regard.checks import ArgumentError
 from regard.estimators import Visibility
-from regard.ops.dispatch import Inputs
+from regard.ops.dispatch import Inputs, Problem
 from regard.ops.triton import compact, tiles
 
 ADAPTIVE = {"sparsemax": 1, "biweight": 2, "triweight": 3}
@@ -59,7 +59,9 @@ def kept(
 
     spec = regard.Spec.parse(sentence)
     numbers = spec.resolve(DIM, 1.0, {})[1] | params
-    inputs = Inputs(q, k, v, None, None, visible, spec, factor, numbers, True, factor=factor)
+    sizes_of = (*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    asked = Problem(spec, *sizes_of, diagnostics=True)
+    inputs = Inputs(q, k, v, None, None, visible, asked, factor, numbers, factor=factor)
     with pytest.MonkeyPatch.context() as patch, tiles.forced(**(sizes or SMALL)), bounds.watched():
         patch.setattr(compact, "forward", spied)
         compact.run(inputs)
@@ -144,8 +146,14 @@ SIGHTS: dict[str, Visibility] = {
 }
 
 
-@pytest.mark.parametrize("sight", SIGHTS)
-@pytest.mark.parametrize("sentence", SENTENCES)
+SEEN = [
+    pytest.param(sentence, sight, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+    for i, sentence in enumerate(SENTENCES)
+    for j, sight in enumerate(SIGHTS)
+]
+
+
+@pytest.mark.parametrize(("sentence", "sight"), SEEN)
 def test_what_is_kept(sentence: str, sight: str, poisoned: None) -> None:
     found, visible = kept(*(x := leaves()), sentence, SIGHTS[sight]), SIGHTS[sight]
     block = visible.block(0, QUERIES, 0, KEYS, torch.device("cpu"))
@@ -214,8 +222,14 @@ def test_equal_keys_share(r: int) -> None:
         assert found["flags"].sum() == 0
 
 
-@pytest.mark.parametrize("r", [1, 2, 3])
-@pytest.mark.parametrize("spread", [0.02, 0.3, 3.0])
+LONG = [
+    pytest.param(r, spread, marks=() if i == r else pytest.mark.slow)
+    for r in (1, 2, 3)
+    for i, spread in enumerate((0.02, 0.3, 3.0), start=1)
+]
+
+
+@pytest.mark.parametrize(("r", "spread"), LONG)
 def test_thresholds_of_long_rows(r: int, spread: float) -> None:
     z = draw(700, seed=7, spread=spread)
     found = line(z, r, {"rows": 16, "keys": 64})
@@ -266,7 +280,10 @@ def test_several_granules_of_rows(sentence: str, poisoned: None) -> None:
     torch.testing.assert_close(found["floats"][0, 0, :, 2].double(), reach, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("sentence", SENTENCES)
+@pytest.mark.parametrize(
+    "sentence",
+    [s if i in (0, 2, 5, 9) else pytest.param(s, marks=pytest.mark.slow) for i, s in enumerate(SENTENCES)],
+)
 def test_rows_do_not_hear_of_what_they_do_not_see(sentence: str) -> None:
     """Not one bit of a row changes with later keys, nor with other rows of its block that take longer to solve."""
     visible, (q, k, v) = Visibility(QUERIES, QUERIES, causal=True), leaves()

@@ -135,9 +135,9 @@ CASES = {
     "all": Case(seen={}),
     "fewer queries": Case(queries=21),
     "strict": Case(seen={"causal": True, "strict": True}),
-    "window": Case(seen={"causal": True, "window": 7}, dim=3),
+    "window": Case(seen={"causal": True, "window": 7}, heads=(1, 1), dim=3),
     "segments": Case(seen={"causal": True, "runs": runs_of(IDS[None])}),
-    "mask": Case(seen={"causal": True, "mask": KEEP}),
+    "mask": Case(seen={"causal": True, "mask": KEEP}, heads=(1, 1)),
     "masks of heads": Case(seen={"causal": False, "mask": torch.cat([KEEP, ~KEEP], 1)}),
     "heads": Case(heads=(4, 2), queries=19, keys=19),
 }
@@ -179,7 +179,7 @@ def test_ridges_of_rows_and_of_coordinates(width: int, poisoned: None) -> None:
 
 def test_the_first_rows_are_exact() -> None:
     """A row with one key is its value to the last bit, whatever t is, and its effective weights sum to one."""
-    case = Case(12, 12, (1, 1), 16, 3)
+    case = Case(12, 12, (1, 1), 6, 3)
     for dtype, rule in ((torch.float32, EXACT), (torch.bfloat16, ROUNDED), (torch.bfloat16, ALONE)):
         x, y, v = case.draw(dtype)
         x, y = 4 * x, y + 20
@@ -198,6 +198,10 @@ def test_few_keys_and_a_small_ridge(ridge: float) -> None:
     assert (found.steps == 0).all()
     assert ratio(found.t, expected.t) < 1e-6
     assert ratio(found.out, expected.out) < 1e-6 / ridge
+    left = (expected.right - (expected.matrix @ found.t.double()[..., None])[..., 0]).norm(dim=-1)
+    true = left / expected.right.norm(dim=-1)
+    assert true.max() > 2e-6  # as a long t is rounded
+    assert ((found.residual - true).abs() <= 0.02 * true + 1e-6).all()
 
 
 def test_true_residuals_steps_and_an_early_exit(poisoned: None) -> None:
@@ -224,10 +228,10 @@ def test_true_residuals_steps_and_an_early_exit(poisoned: None) -> None:
     assert ratio(found.out, expected.vmean) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_no_row_hangs_on_what_it_does_not_see(dtype: torch.dtype) -> None:
     """Not by a bit: neither on later keys, which prolong the iteration of their block, nor on another document's."""
-    case, rule = Case(24, 24, (1, 1), 5), (EXACT if dtype == torch.float32 else ROUNDED)._replace(direct=True)
+    case, rule = Case(24, 24, (1, 1), 3), (EXACT if dtype == torch.float32 else ROUNDED)._replace(direct=True)
     ids = torch.repeat_interleave(torch.arange(2), torch.tensor([20, 4]))
     x, y, v = case.draw(dtype)
     for visible in (case.visibility(), case.visibility(runs=runs_of(ids[None]))):
@@ -275,7 +279,7 @@ def family(name: str, length: int, dim: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "name",
     [
-        "normal",
+        pytest.param("normal", marks=pytest.mark.slow),
         pytest.param("unit", marks=pytest.mark.slow),
         "anisotropic",
         pytest.param("recall", marks=pytest.mark.slow),
@@ -284,7 +288,7 @@ def family(name: str, length: int, dim: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("ridge", [0.1, pytest.param(0.01, marks=pytest.mark.slow)])
 def test_bfloat16_reaches_its_floor(name: str, ridge: float) -> None:
     """Beside an exact solve in float64 whose weights p (1 + e) are rounded to bfloat16 once, and the output."""
-    length, dim = 96, 16
+    length, dim = 64, 16
     x, y = family(name, length, dim)
     v = torch.randn(1, 1, length, dim, generator=torch.Generator().manual_seed(8)).bfloat16()
     case = Case(length, length, (1, 1), dim, dim)

@@ -92,3 +92,34 @@ def test_a_truth_value_is_one_in_bfloat16_too() -> None:
     out = torch.empty(4, dtype=torch.bfloat16)
     launch(signs, (1,), x, out, 4, tiles=Tiles(), ROWS=ROWS)
     assert torch.equal(out, torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.bfloat16))
+
+
+@triton.jit
+def raised(x, step):
+    return x + step
+
+
+@triton.jit
+def at_a_step(out, step, ROWS: tl.constexpr):
+    at = tl.arange(0, ROWS)
+    tl.store(out + at, raised(at * step, step))
+
+
+def test_whole_numbers_that_overflow_are_told_and_no_others() -> None:
+    """Of 32 bits: what offsets of tensors with 2^31 elements may not be computed in."""
+    out = torch.empty(ROWS, dtype=torch.int64)
+    for step in (2**27 - 1, -(2**27)):
+        launch(at_a_step, (1,), out, step, tiles=Tiles(), ROWS=ROWS)
+        assert out.tolist() == [step * (n + 1) for n in range(ROWS)]
+    for step in (2**27, -(2**27) - 1, 2**28):
+        with pytest.raises(Exception, match="int32 overflow"):
+            launch(at_a_step, (1,), out, step, tiles=Tiles(), ROWS=ROWS)
+    launch(at_a_step, (1,), out, 2**40, tiles=Tiles(), ROWS=ROWS)
+    assert out.tolist() == [2**40 * (n + 1) for n in range(ROWS)]
+
+
+def test_after_a_launch_the_language_is_as_before() -> None:
+    before = (tl.load, tl.tensor.__add__, tl.range, tl.dtype.to_ir)
+    for _ in range(2):
+        launch(at_a_step, (1,), torch.empty(ROWS, dtype=torch.int64), 2, tiles=Tiles(), ROWS=ROWS)
+        assert (tl.load, tl.tensor.__add__, tl.range, tl.dtype.to_ir) == before

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_calls import drawn, gap, written_by_hand
 from torch import Tensor
 
 import regard
@@ -15,24 +16,14 @@ from regard.checks import ArgumentError
 from regard.estimators.fast_weights import flush
 from regard.ops.triton import memory_write
 from regard.ops.triton.memory_keys import marginal_of, moved_keys
-from regard.ops.triton.memory_read import join, picked_rows
+from regard.ops.triton.memory_read import join, mixed_rows, picked_rows, pulled_rows
 from regard.ops.triton.memory_search import best_halves
 from regard.ops.triton.memory_targets import errors_of, shares_of
 from regard.ops.triton.memory_values import TableValues
+from regard.ops.triton.tiles import forced
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 EPS = 1e-3
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def gap(found: Tensor, wanted: Tensor) -> float:
-    """The largest error, for numbers of the size of the largest."""
-    assert found.shape == wanted.shape
-    assert found.isfinite().all()
-    return float((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
 
 
 # Search -------------------------------------------------------------------------------------------------------
@@ -44,16 +35,22 @@ def half_measures(query: Tensor, keys: Tensor, distance: bool) -> Tensor:
     return ((q - own).square().sum(-1) if distance else -(q * own).sum(-1)).float()
 
 
-@pytest.mark.parametrize("distance", [True, False], ids=["idw", "dot"])
+SEARCHES = [
+    ("plain", 2, 2, 2, 41, 5, 3, 2),
+    ("plain", 2, 3, 1, 300, 17, 8, 1),
+    ("plain", 1, 3, 1, 7, 3, 7, 1),
+    ("close", 1, 3, 1, 53, 6, 5, 1),
+    ("twice", 1, 5, 1, 44, 5, 4, 1),
+    ("lanes", 1, 2, 1, 330, 3, 6, 1),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "batch", "tokens", "heads", "n", "d", "k", "memories"),
+    ("kind", "batch", "tokens", "heads", "n", "d", "k", "memories", "distance"),
     [
-        ("plain", 2, 2, 2, 41, 5, 3, 2),
-        ("plain", 2, 3, 1, 300, 17, 8, 1),
-        ("plain", 1, 3, 1, 7, 3, 7, 1),
-        ("twice", 1, 5, 1, 44, 5, 4, 1),
-        ("close", 1, 3, 1, 53, 6, 5, 1),
-        ("lanes", 1, 2, 1, 330, 3, 6, 1),
+        pytest.param(*case, distance, marks=() if (i + distance) % 2 == 0 else pytest.mark.slow)
+        for i, case in enumerate(SEARCHES)
+        for distance in (True, False)
     ],
 )
 def test_search_is_exact(
@@ -128,19 +125,47 @@ def test_sums_and_products_of_picked_rows(k: int, width: int, dtype: torch.dtype
         assert gap(found[1], dots) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("gated", "marked", "memories", "dtype"),
+    [
+        (True, True, 2, torch.float32),
+        (True, False, 1, torch.bfloat16),
+        (False, True, 1, torch.float32),
+        (False, False, 2, torch.bfloat16),
+    ],
+)
+def test_mixes_of_sums_and_their_gradients(gated: bool, marked: bool, memories: int, dtype: torch.dtype) -> None:
+    """Against autograd of the formula; rows of several tiles, tensors that are parts of others, tokens that are not
+    there."""
+    table, weights, by_sum = drawn(memories, 30, 19).to(dtype), drawn(2, 4, 9, seed=2), drawn(2, 4, 19, seed=7)
+    slots = torch.randint(0, 30, (2, 4, 9), generator=torch.Generator().manual_seed(3))
+    value, by_mix, gate = drawn(2, 9, 19, seed=4)[:, 2:6], drawn(2, 9, 19, seed=5)[:, 3:7], drawn(2, 9, seed=6)[:, 1:5]
+    there = torch.tensor([[True, True, False, True], [False, True, True, True]]) | (not marked)
+    leaves = [x.double().requires_grad_() for x in (weights, value, gate)]
+    g, rest = (leaves[2][..., None], 1 - leaves[2][..., None]) if gated else (torch.ones(()), 1)
+    rows = table.double().expand(2, -1, -1)[torch.arange(2)[:, None, None], slots]
+    exact = (leaves[0][..., None] * rows).sum(-2) * there[..., None]
+    mix = (g * exact + rest * leaves[1]) * there[..., None]
+    pull = ((by_sum.double() + g * by_mix) * there[..., None]).detach()
+    loss = (mix * by_mix).sum() + (exact * by_sum).sum()
+    wanted = torch.autograd.grad(loss, leaves, allow_unused=True)
+    for x in (weights, value, by_sum, by_mix, gate):
+        x[~there] = math.nan
+    slots, weights, by_sum, flags = (x.reshape(memories, -1, *x.shape[2:]) for x in (slots, weights, by_sum, there))
+    good, share = flags if marked else None, gate if gated else None
+    with forced(rows=8, keys=16):
+        sums, mixed = mixed_rows(table, slots, weights, good, value, share)
+        dots, whole, *own = pulled_rows(table, slots, good, by_sum, by_mix, sums, value, share)
+        _, part, *_ = pulled_rows(table, slots, good, None, by_mix, sums, value, share)
+    assert gap(sums.view(2, 4, 19), exact.detach()) < 1e-6
+    assert gap(mixed, mix.detach()) < 1e-6
+    assert gap(whole.view(2, 4, 19), pull) < 1e-6
+    assert gap(part.view(2, 4, 19), (g * by_mix.double().nan_to_num() * there[..., None]).detach()) < 1e-6
+    for found, exact_one in zip((dots.view(2, 4, 9), *own[: 1 + gated]), wanted, strict=False):
+        assert gap(found, exact_one) < 1e-6
+
+
 # Writing ------------------------------------------------------------------------------------------------------
-
-
-def written_by_hand(table: Tensor, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor) -> Tensor:
-    """V_i - (1 / N_i) sum over entries of slot i of share e, one entry after another, in float64."""
-    table, number = table.double().clone(), torch.zeros(table.shape[:2])
-    for m, p, j in torch.cartesian_prod(*(torch.arange(x) for x in slots.shape)).tolist():
-        number[m, slots[m, p, j]] += float(counted[m, p])
-    for m, p, j in torch.cartesian_prod(*(torch.arange(x) for x in slots.shape)).tolist():
-        if counted[m, p]:
-            i = slots[m, p, j]
-            table[m, i] -= shares[m, p, j].double() * errors[m, p].double() / number[m, i]
-    return table
 
 
 def a_write(tokens: int, k: int, rows: int, width: int) -> tuple[Tensor, ...]:
@@ -163,7 +188,7 @@ def test_writing_rows(tokens: int, k: int, rows: int, width: int, sort: bool, mo
     before = drawn(2, rows, width)
     order = memory_write.order_of(slots, counted, rows)
     table, log = before.clone(), torch.empty(2, tokens * k, width)
-    memory_write.written(table, order, shares, errors, log)
+    memory_write.written(table, order.slots, order.entries, shares, errors, log)
     after = table.clone()
     assert gap(table, written_by_hand(before, slots, shares, errors, counted)) < 1e-6
     memory_write.swapped(table, order.slots, log)
@@ -171,7 +196,7 @@ def test_writing_rows(tokens: int, k: int, rows: int, width: int, sort: bool, mo
     memory_write.swapped(table, order.slots, log)
     assert torch.equal(table, after)
     again = before.clone()
-    memory_write.written(again, order, shares, errors)
+    memory_write.written(again, order.slots, order.entries, shares, errors)
     assert torch.equal(again, after)
     hit = torch.zeros(2, rows, dtype=torch.bool)
     for m in range(2):
@@ -183,7 +208,8 @@ def test_rows_in_bfloat16_are_rounded_once() -> None:
     slots, shares, errors, counted = a_write(9, 3, 12, 5)
     table = drawn(2, 12, 5).bfloat16()
     wanted = written_by_hand(table, slots, shares, errors, counted)
-    memory_write.written(table, memory_write.order_of(slots, counted, 12), shares, errors)
+    order = memory_write.order_of(slots, counted, 12)
+    memory_write.written(table, order.slots, order.entries, shares, errors)
     assert ((table.double() - wanted).abs() <= 2**-8 * wanted.abs() + 1e-6).all()
 
 

@@ -33,33 +33,46 @@ def given() -> dict[str, Tensor]:
     }
 
 
-def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     x = given()
     slots, weights = x["slots"].view(2, P, H, K), x["weights"].view(2, P, H, K)
     order = memory_ops.order_of(x["slots"], x["flags"], N * N)
     log = torch.zeros(2, P * H * K, WIDTH)
-    write = (x["table"].clone(), log, *order, x["weights"], x["values"], False)
+    write = (x["table"].clone(), *order[:2], x["weights"], x["values"])
+    halves, flags = x["halves"], x["flags"]
+    pick = (x["table"], x["slots"])
     return {
-        "search": (memory_ops._search, (x["query"], x["keys"], K, 1e-3, True)),
-        "join": (memory_ops.join, (x["half_scores"], x["halves"], N)),
-        "rows": (memory_ops._rows, (x["table"], x["slots"], x["weights"], x["values"], x["flags"])),
-        "sums alone": (memory_ops._rows, (x["table"], x["slots"], x["weights"], None, None)),
-        "errors": (memory_ops.errors_of, (x["values"], x["values"] + 1, None, x["flags"], None, True)),
-        "shares": (memory_ops.shares_of, (weights, slots, x["gate"], None, x["flags"], "normalized", 1.0)),
-        "marginal": (memory_ops._marginal, (x["half_scores"], x["halves"], x["flags"], 2, N, False)),
-        "sums by key": (memory_ops._marginal, (x["half_scores"], x["halves"], None, 2, N, True)),
-        "keys": (
-            memory_ops._moved,
-            (x["keys"], x["query"], x["half_scores"], x["halves"], None, torch.zeros(2 * H * 2, N), 1.0, True),
+        "search": (memory_ops.best_halves, (x["query"], x["keys"], K, 1e-3), {"distance": True}),
+        "join": (memory_ops.join, (x["half_scores"], halves, N), {}),
+        "rows": (memory_ops.picked_rows, (*pick, x["weights"], x["values"], flags), {}),
+        "sums alone": (memory_ops.picked_rows, (*pick, x["weights"], None, None), {}),
+        "mixed": (memory_ops.mixed_rows, (*pick, x["weights"], flags, x["values"], x["gate"]), {}),
+        "mixed without gates": (memory_ops.mixed_rows, (*pick, x["weights"], None, x["values"], None), {}),
+        "pulled": (
+            memory_ops.pulled_rows,
+            (*pick, flags, x["values"] + 1, x["values"] + 2, x["values"] + 3, x["values"], x["gate"]),
+            {},
         ),
-        "order": (memory_ops.order_of, (x["slots"], x["flags"], N * N)),
-        "write": (memory_ops._write, write),
-        "write without a log": (memory_ops._write, (write[0], None, *write[2:])),
-        "swap": (memory_ops._swap, (x["table"].clone(), order[0], log, False)),
-    }
+        "pulled without gates": (
+            memory_ops.pulled_rows, (*pick, None, None, x["values"] + 2, x["values"] + 3, x["values"], None), {}
+        ),
+        "errors": (memory_ops.errors_of, (x["values"], x["values"] + 1, None, flags, None, True), {}),
+        "shares": (memory_ops.shares_of, (weights, slots, x["gate"], None, flags, "normalized", 1.0), {}),
+        "marginal": (memory_ops.marginal_of, (x["half_scores"], halves, flags, 2, N), {}),
+        "sums by key": (memory_ops.marginal_of, (x["half_scores"], halves, None, 2, N), {"raw": True}),
+        "keys": (
+            memory_ops.moved_keys,
+            (x["keys"], x["query"], x["half_scores"], halves, None, torch.zeros(2 * H * 2, N), 1.0),
+            {"distance": True},
+        ),
+        "order": (memory_ops.order_of, (x["slots"], flags, N * N), {}),
+        "write": (memory_ops.written, (*write, log), {}),
+        "write without a log": (memory_ops.written, write, {"add": True}),
+        "swap": (memory_ops.swapped, (x["table"].clone(), order[0], log), {"keep": True}),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(calls()))
 def test_operators_keep_their_word(name: str) -> None:
-    operator, arguments = calls()[name]
-    torch.library.opcheck(operator, arguments, test_utils=UTILITIES)
+    operator, arguments, options = calls()[name]
+    torch.library.opcheck(operator, arguments, options, test_utils=UTILITIES)

@@ -9,35 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from memory_calls import drawn, gap, written_by_hand
 from torch import Tensor
 
 from regard.checks import ArgumentError
 from regard.ops.triton.memory_values import TableValues
+from regard.ops.triton.memory_versions import Version
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def gap(found: Tensor, wanted: Tensor) -> float:
-    """The largest error, for numbers of the size of the largest."""
-    assert found.shape == wanted.shape
-    assert found.isfinite().all()
-    return float((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
-
-
-def written_by_hand(table: Tensor, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor) -> Tensor:
-    """V_i - (1 / N_i) sum over entries of slot i of share e, one entry after another, in float64."""
-    table, number = table.double().clone(), torch.zeros(table.shape[:2])
-    for m, p, j in torch.cartesian_prod(*(torch.arange(x) for x in slots.shape)).tolist():
-        number[m, slots[m, p, j]] += float(counted[m, p])
-    for m, p, j in torch.cartesian_prod(*(torch.arange(x) for x in slots.shape)).tolist():
-        if counted[m, p]:
-            i = slots[m, p, j]
-            table[m, i] -= shares[m, p, j].double() * errors[m, p].double() / number[m, i]
-    return table
 
 
 class Chunks:
@@ -152,6 +131,17 @@ def test_old_versions_do_not_outgrow_the_table() -> None:
     assert kept.version.table.data_ptr() != newest.version.table.data_ptr()
     assert gap(kept.dense(), chunks.after(0)) < 1e-6
     assert gap(newest.dense(), chunks.after(0, 1, 2, 0, 1, 2, 0)) < 1e-6
+
+
+def test_a_stream_of_which_nothing_is_kept_copies_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    settled: list[Version] = []
+    monkeypatch.setattr(Version, "settle", settled.append)
+    chunks = Chunks()
+    store = TableValues.start(chunks.base, 2)
+    for i in (0, 1, 2, 0, 1, 2):  # whose logs would fill the table
+        store = store.write(*chunks.of(i))
+    assert not settled
+    assert gap(store.dense(), chunks.after(0, 1, 2, 0, 1, 2)) < 1e-6
 
 
 def test_files_and_copies() -> None:

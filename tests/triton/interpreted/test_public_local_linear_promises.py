@@ -128,6 +128,20 @@ def test_nothing_at_all(sizes: tuple[int, int]) -> None:
         assert sizes[1] == 1 or not any(bool(g.any()) for g in grads)
 
 
+@pytest.mark.parametrize("kv", [0, 2])
+@pytest.mark.parametrize("kind", ["solved", "probe"])
+def test_no_heads(kind: str, kv: int) -> None:
+    """Nobody looks at the keys: their gradients are 0, and those of queries empty."""
+    leaves = draw(5, 7, 6, batch=1, heads=0, kv=kv)
+    how = {"solver": "learned", "probe": torch.zeros(1, 0, 5, 6, requires_grad=True)} if kind == "probe" else {}
+    out = triton(leaves, **how)
+    assert out.shape == (1, 0, 5, 6)
+    every = [*leaves, *(x for x in how.values() if isinstance(x, torch.Tensor))]
+    grads = torch.autograd.grad(out.sum(), every)
+    assert [g.shape for g in grads] == [x.shape for x in every]
+    assert not any(bool(g.any()) for g in grads)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [k if k in QUICK_KINDS else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_weights_sum_to_one(kind: str, poisoned: None) -> None:

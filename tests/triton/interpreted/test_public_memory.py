@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dense_oracles import Memory, near, stream
-from memory_calls import CHUNK, T, dense, draw, grads, rule, triton, weight_of
+from memory_calls import CHUNK, T, blend, dense, draw, grads, rule, triton, weight_of
 from torch import Tensor
 
 import regard
@@ -65,6 +65,47 @@ def test_streams(step: str, update: str, score: str, heads: int, poisoned: None)
     compared(out, expected, leaves, exact, (2e-5, 5e-4))
 
 
+@pytest.mark.parametrize(
+    ("heads", "more"),
+    [
+        (1, {}),
+        pytest.param(3, {"step": "paper", "key_update": "none", "score": "dot"}, marks=pytest.mark.slow),
+        pytest.param(2, {"step": "paper"}, marks=pytest.mark.slow),
+    ],
+)
+def test_mixed_with_the_tokens_own_values(heads: int, more: dict[str, str], poisoned: None) -> None:
+    leaves = draw(2, heads=heads)
+    exact = wide(leaves)
+    own = rule(more.get("step", "normalized"), more.get("key_update", "entropy"))
+    out, _ = triton(leaves, rule=own, score=more.get("score", "idw"), mix=True)
+    compared(out, blend(dense(exact, **more), *exact[1:3]), leaves, exact, (2e-5, 5e-4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cuts", [[T], [3, 2, 5], [1] * T])
+def test_mixed_without_gates_in_calls_of_any_length(cuts: list[int], poisoned: None) -> None:
+    leaves = draw()
+    exact = wide(leaves)
+    exact[2] = torch.ones_like(exact[2])
+    state, parts = None, []
+    for query, value in zip(*(x.split(cuts, 1) for x in leaves[:2]), strict=True):
+        out, state = triton([query, value, None, *leaves[3:]], rule=rule(), state=state, mix=True)
+        parts.append(out)
+    expected = blend(dense(exact), exact[1], None)
+    at = [0, 1, 3, 4]
+    compared(torch.cat(parts, 1), expected, [leaves[i] for i in at], [exact[i] for i in at], (1e-5, 5e-4))
+
+
+@pytest.mark.slow
+def test_mixed_in_wide_rows_of_many_slots(poisoned: None) -> None:
+    """Of more numbers than a program holds at once."""
+    leaves = draw(1, 5, 2, 17, 4, 1100)
+    exact = wide(leaves)
+    out, _ = triton(leaves, rule=rule(update="none"), top_k=9, mix=True)
+    expected = blend(dense(exact, k=9, key_update="none"), *exact[1:3])
+    compared(out, expected, leaves, exact, (3e-5, 1e-3))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "half", "width", "k"),
@@ -97,13 +138,16 @@ def test_bfloat16() -> None:
     """Of tokens and of what is stored: scores and sums stay in float32."""
     leaves = draw(dtype=torch.bfloat16)
     exact = wide(leaves)
-    out, _ = triton(leaves, rule=rule())
-    assert out.dtype == torch.bfloat16
-    compared(out, dense(exact), leaves, exact, (4e-3, 1e-2))
+    for mix, expected in ((False, dense(exact)), (True, blend(dense(exact), *exact[1:3]))):
+        out, _ = triton(leaves, rule=rule(), mix=mix)
+        assert out.dtype == torch.bfloat16
+        compared(out, expected, leaves, exact, (4e-3, 1e-2))
     leaves = draw(grad=False)
-    out, state = triton(leaves, rule=rule(), storage=torch.bfloat16)
-    near([out], [dense([x.double() for x in leaves])], 2e-2)
-    assert state.values.dense().dtype == torch.bfloat16
+    exact = wide(leaves)
+    for mix, expected in ((False, dense(exact)), (True, blend(dense(exact), *exact[1:3]))):
+        out, state = triton(leaves, rule=rule(), storage=torch.bfloat16, mix=mix)
+        near([out], [expected], 2e-2)
+        assert state.values.dense().dtype == torch.bfloat16
 
 
 @pytest.mark.slow
@@ -299,10 +343,11 @@ def test_flush_writes_what_waits() -> None:
 
 
 @pytest.mark.slow
-def test_one_memory_for_the_batch() -> None:
+@pytest.mark.parametrize("mix", [False, True])
+def test_one_memory_for_the_batch(mix: bool) -> None:
     """Whose rows are written together: equal to one row with the tokens of both in a chunk."""
     leaves = draw(2, 2 * CHUNK + 3)
-    out, _ = triton(leaves, rule=rule(), shared=True)
+    out, _ = triton(leaves, rule=rule(), shared=True, mix=mix)
     q, v, g, keys, values = exact = wide(leaves)
     memory, parts = Memory(keys, values, address=0.5), []
     for start in range(0, 2 * CHUNK + 3, CHUNK):
@@ -311,4 +356,5 @@ def test_one_memory_for_the_batch() -> None:
             after = slice(start - CHUNK + 1, start + 1)
             memory.write(q[:, span].flatten(0, 1), v[:, after].flatten(0, 1), g[:, span].flatten())
         parts.append(memory.read(q[:, start : start + CHUNK].flatten(0, 1)).unflatten(0, (2, -1)))
-    compared(out, torch.cat(parts, 1), leaves, exact, (2e-5, 5e-4))
+    read = torch.cat(parts, 1)
+    compared(out, blend(read, v, g) if mix else read, leaves, exact, (2e-5, 5e-4))

@@ -3,6 +3,7 @@ where it does not run."""
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from dense_oracles import Memory, near, stream
-from memory_calls import CHUNK, T, dense, draw, grads, rule, triton, weight_of
+from memory_calls import CHUNK, T, blend, dense, draw, grads, rule, triton, weight_of
 from torch import Tensor
 
 import regard
 from regard import nn
+from regard.ops.triton.launch import watched
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
 
@@ -66,14 +68,22 @@ assert told.chosen != "triton" and "CUDA" in reasons["triton"], told
 for spec in ("biweight", "softmax", "local-linear"):
     out = regard.attention(x, x, x, spec)
     assert out.isfinite().all()
-regard.fast_weight_memory(
-    torch.randn(1, 3, 1, 4), torch.randn(1, 3, 5), None, torch.randn(1, 2, 3, 2), torch.randn(9, 5), top_k=2
-)
+given = torch.randn(1, 3, 1, 4), torch.randn(1, 3, 5), None, torch.randn(1, 2, 3, 2), torch.randn(9, 5)
+regard.fast_weight_memory(*given, top_k=2)
+_, state = regard.fast_weight_memory(*given, top_k=2, impl="reference")
+saved = {**state.to_tensors(), "store": torch.tensor(list(b"triton"), dtype=torch.uint8)}
+try:
+    regard.fast_weight_memory(*given, top_k=2, state=type(state).from_tensors(saved))
+except regard.checks.ArgumentError as error:
+    assert "move the state" in str(error)
+else:
+    raise AssertionError("a state of kernels was read without them")
 print("fine")
 """
 
 
-def test_padding_is_as_if_it_were_removed() -> None:
+@pytest.mark.parametrize("mix", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_padding_is_as_if_it_were_removed(mix: bool) -> None:
     """NaN in it, too: to the last bit, and with gradient 0."""
     leaves = draw(2, 12)
     mask = torch.rand(2, 12, generator=torch.Generator().manual_seed(1)) > 0.3
@@ -84,7 +94,7 @@ def test_padding_is_as_if_it_were_removed() -> None:
         for x in given[:3]:
             x[~mask] = what
         given = [x.requires_grad_() for x in given]
-        out, _ = triton(given, rule=rule(), mask=mask)
+        out, _ = triton(given, rule=rule(), mask=mask, mix=mix)
         found.append([out.detach(), *grads((out * weight_of(out)).sum(), given)])
     assert not found[0][0][~mask].any()
     for x in found[0][1:4]:
@@ -97,22 +107,28 @@ def test_padding_is_as_if_it_were_removed() -> None:
         memory = Memory(leaves[3].detach().double(), leaves[4].detach().double(), address=0.5)
         expected = stream(memory, *own, CHUNK)
         assert len(expected) == count
+        if mix:
+            expected = blend(expected, *own[1:])
         near([found[0][0][row][mask[row]]], [expected], 2e-5)
 
 
-def test_a_token_that_is_not_finite_is_not_written() -> None:
+@pytest.mark.parametrize("mix", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_token_that_is_not_finite_is_not_written(mix: bool) -> None:
     """It keeps its place, reads 0, and is nobody's target; all else is finite."""
     leaves = [x.detach() for x in draw(1)]
     leaves[0][0, 3, 0, 2], leaves[1][0, 5, 1], leaves[2][0, 7] = torch.nan, torch.inf, torch.nan
     leaves = [x.requires_grad_() for x in leaves]
-    out, state = triton(leaves, rule=rule())
+    out, state = triton(leaves, rule=rule(), mix=mix)
+    found = grads(out.sum(), leaves)
     for t in (3, 5, 7):
         assert not out[0, t].any()
+        assert not any(g[0, t].any() for g in found[:3])
     assert bool(out.isfinite().all())
-    assert all(bool(g.isfinite().all()) for g in grads(out.sum(), leaves))
+    assert all(bool(g.isfinite().all()) for g in found)
     assert bool(state.values.dense().isfinite().all())
-    query, keys, values = (leaves[i].detach().double() for i in (0, 3, 4))
-    near([out[0, :3]], [Memory(keys, values).read(query[0, :3])], 2e-5)
+    query, value, gate, keys, values = (x.detach().double() for x in leaves)
+    read = Memory(keys, values).read(query[0, :3])
+    near([out[0, :3]], [blend(read, value[0, :3], gate[0, :3]) if mix else read], 2e-5)
 
 
 @pytest.mark.slow
@@ -219,9 +235,10 @@ def test_autocast_changes_nothing() -> None:
 @pytest.mark.parametrize("sizes", [(0, 5), (2, 0)])
 def test_nothing_at_all(sizes: tuple[int, int]) -> None:
     leaves = draw(*sizes)
-    out, _ = triton(leaves)
-    assert out.shape == (*sizes, 7)
-    assert [g.shape for g in grads(out.sum(), leaves)] == [x.shape for x in leaves]
+    for mix in (False, True):
+        out, _ = triton(leaves, mix=mix)
+        assert out.shape == (*sizes, 7)
+        assert [g.shape for g in grads(out.sum(), leaves)] == [x.shape for x in leaves]
 
 
 def test_operators_are_what_they_say() -> None:
@@ -236,15 +253,21 @@ def test_operators_are_what_they_say() -> None:
             torch.library.opcheck(func, args, kwargs, test_utils=checks)
 
 
+def a_layer(impl: str, **options: Any) -> nn.FastWeightProductKeyMemory:
+    torch.manual_seed(0)
+    sizes = {"sub_keys": 5, "key_dim": 6, "value_dim": 8, "top_k": 3, "chunk_size": 4, "address_weight": 0.5}
+    made = nn.FastWeightProductKeyMemory(12, **{**sizes, **options}, impl=impl)
+    for number in made.parameters():  # so that queries and gates differ
+        number.data += 0.3 * torch.randn_like(number)
+    return made
+
+
 @pytest.mark.parametrize("heads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_layer(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`nn.FastWeightProductKeyMemory(impl="triton")` reads what plain sums read of its projections, and learns."""
+    """`nn.FastWeightProductKeyMemory(impl="triton")` gives mixes of what plain sums read of its projections."""
     from regard.nn import fast_weight_product_key_memory as module
 
-    torch.manual_seed(0)
-    layer = nn.FastWeightProductKeyMemory(
-        12, sub_keys=5, key_dim=6, value_dim=8, heads=heads, top_k=3, chunk_size=4, address_weight=0.5, impl="triton"
-    )
+    layer = a_layer("triton", heads=heads)
     seen: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] = []
     real = module.fast_weight_memory
 
@@ -254,17 +277,73 @@ def test_the_layer(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(module, "fast_weight_memory", watch)
-    x = torch.randn(1, 7, 12, requires_grad=True)
-    out = layer(x)
-    out = out[0] if isinstance(out, tuple) else out
-    (args, how, read), *_ = seen
+    layer(torch.randn(1, 7, 12))
+    (args, how, found), *_ = seen
     assert how["impl"] == "triton"
-    expected = dense([y.detach().double() for y in args], 4, k=3)
-    near([read], [expected], 3e-5)
-    out.square().sum().backward()
-    assert x.grad is not None
-    assert bool(x.grad.isfinite().all())
-    assert all(p.grad is not None and bool(p.grad.any()) for p in layer.parameters())
+    exact = [y.detach().double() for y in args]
+    near([found], [blend(dense(exact, 4, k=3), *exact[1:3])], 3e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learn_initial": True},
+        pytest.param({"gating": False}, marks=pytest.mark.slow),
+        pytest.param({"step_rule": "reference", "learning_rate": 0.2, "shared": True}, marks=pytest.mark.slow),
+        pytest.param({"step_rule": "paper", "gate_loss": False, "heads": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_layer_with_either_store(options: dict[str, Any]) -> None:
+    """Outputs, and gradients of parameters and hidden states, with padding and a token that is not finite."""
+    x, weight = torch.randn(2, 11, 12), torch.randn(2, 11, 12)
+    mask = torch.ones(2, 11, dtype=torch.bool)
+    mask[0, 3], mask[1, 8:], x[0, 3], x[1, 5, 2] = False, False, torch.nan, torch.inf
+    found = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        layer, hidden = a_layer(impl, **options).to(dtype), x.to(dtype).requires_grad_()
+        out, _ = layer(hidden, mask)
+        spoilt = out.isnan()
+        assert spoilt[1, 5].all()
+        assert spoilt.sum() == 12
+        loss = (torch.where(spoilt, 0, out) * weight).sum()
+        own = torch.autograd.grad(loss, [hidden, *layer.parameters()])
+        assert all(bool(g.any()) for g in own)
+        found.append([torch.where(spoilt, 0, out), *own])
+    near(*found, [2e-5, *[1e-3] * (len(found[0]) - 1)])
+
+
+def test_what_was_read_can_be_listened_to_and_changed() -> None:
+    """Before the mix, which is then made apart."""
+    layer, x, heard = a_layer("triton"), torch.randn(1, 7, 12), []
+    own, exact = layer.projections(x), copy.deepcopy(layer.projections).double()
+    value, gate = own.value.detach().double(), None if own.gate is None else own.gate.detach().double()
+
+    def given(read: Tensor) -> Tensor:
+        mixed = blend(read, value, gate)
+        normed = mixed / (mixed.square().mean(-1, keepdim=True) + 1e-5).sqrt() * exact.out_norm.weight
+        return normed @ exact.out_proj.weight.T + exact.out_proj.bias
+
+    query = own.query.detach().double().unflatten(-1, (1, -1))
+    read = dense([query, value, gate, layer.keys.double(), layer.values.double()], 4, k=3)
+    near([layer(x)[0]], [given(read)], 3e-5)
+    handle = layer.hook_read.register_forward_hook(lambda module, args, out: heard.append(out))
+    near([layer(x)[0], *heard], [given(read), read], 3e-5)
+    handle.remove()
+    layer.hook_read.register_forward_hook(lambda module, args, out: -out)
+    near([layer(x)[0]], [given(-read)], 3e-5)
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_launches_of_a_chunk(mix: bool) -> None:
+    """Nine, mixed or not, after three that look through the tokens."""
+    names: list[str] = []
+    leaves = draw(1, 2 * CHUNK + 1, grad=False)
+    with watched(lambda kernel, *_: names.append(kernel.fn.__name__)):
+        triton(leaves, rule=rule(), mix=mix)
+    found = ["_search", "_join", "_rows"]
+    write = ["_errors", "_shares", "_marginal", "_moved", "_order", "_write"]
+    assert names == ["clean_kernel"] * 3 + found + (write + found) * 2
 
 
 def test_a_store_of_another_kind_is_not_taken_for_it() -> None:

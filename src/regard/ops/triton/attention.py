@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ...estimators import Diagnostics
 from ..dispatch import Cost, Inputs, Problem, register_impl
 from . import compact, compact_decode, local_linear, local_linear_decode, support
-
-FEW = 64
-"""Query heads of a key head up to which one query's keys are split among programs."""
+from .decode_plan import ROWS
 
 
 @register_impl("triton", priority=35)
@@ -34,6 +31,10 @@ class Triton:
     def native(self, problem: Problem) -> bool:
         return bool(problem.spec.similarity.name == "dot")
 
+    def raw(self, problem: Problem) -> bool:
+        """Where one query decodes: a copy of the cache would be twice the bytes that are read."""
+        return self.native(problem) and _decodes(problem)
+
     def clean(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`estimators.precision.clean` in one pass over the numbers."""
         from .finite import clean
@@ -41,22 +42,20 @@ class Triton:
         return clean(x)
 
     def cost(self, problem: Problem) -> Cost:
-        return _kernels(problem.spec.degree).cost(problem)
+        return _kernels(problem.spec.degree, _decodes(problem)).cost(problem)
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-        return _kernels(inputs.spec.degree, decoding=_decoding(inputs)).run(inputs)
+        return _kernels(inputs.spec.degree, _decodes(inputs.problem)).run(inputs)
 
 
 def _kernels(degree: int, decoding: bool = False) -> Any:
-    """The module whose kernels do it: one that `supports` a problem decodes all that it supports, too."""
+    """The module whose kernels do it."""
     general, decode = (compact, compact_decode) if degree == 0 else (local_linear, local_linear_decode)
     return decode if decoding else general
 
 
-def _decoding(inputs: Inputs) -> bool:
-    """Whether there are so few queries that programs must share out the keys, and nothing but the output is asked."""
-    group = inputs.q.shape[1] // max(1, inputs.k.shape[1])
-    if inputs.q.shape[2] != 1 or group > FEW or inputs.diagnostics:
-        return False
-    given = (inputs.q, inputs.k, inputs.v, inputs.factor, inputs.ridge, inputs.probe, *inputs.params.values())
-    return not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given))
+def _decodes(problem: Problem) -> bool:
+    """Whether there is one query, for which programs must share out the keys, and nothing but the output is asked."""
+    one = problem.queries == 1 and problem.heads <= ROWS * problem.kv_heads
+    more = problem.gradient or problem.diagnostics
+    return one and not more and (problem.spec.degree == 0 or local_linear_decode.fits(problem))

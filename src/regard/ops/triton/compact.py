@@ -31,13 +31,12 @@ SOFTMAX, ADAPTIVE, ANCHORED, FIXED = range(4)  # as in compact_math, which is no
 STANDS = {"uniform": 0, "zero": 1, "nearest": 2}
 POWERS = (1.0, 2.0, 3.0)
 GRANULE = 64
-"""Rows and keys of a block of pairs that is skipped where it holds no weight; fewer where tiles are smaller."""
+"""Rows at most of a block of pairs that is skipped where it holds no weight; fewer where tiles are smaller."""
 
 
 def _tables(name: str, narrow: list[Tiles], wide: list[Tiles]) -> dict[int, TileTable]:
-    """The tables of a kernel by bytes of a number, 2 and 4, from the tiles for widths up to 64, 128 and 256. Every
-    kernel takes the same keys at a time, also while tuning: marks of blocks pass from one to the other. A mark is of as
-    many rows as STREAM takes, GRANULE at most; SEARCH and WEIGH take a multiple of these."""
+    """The tables of a kernel by bytes of a number, 2 and 4, from the tiles for widths up to 64, 128 and 256. As marks
+    of blocks pass from kernel to kernel, what does not fit `granule_of` is brought to fit before a launch."""
 
     def table(size: int, tiles: list[Tiles], other: Tiles) -> TileTable:
         return TileTable(f"{name}_{size}", {(64 << i, size): own for i, own in enumerate(tiles)}, [other])
@@ -68,8 +67,15 @@ WEIGH = _tables(
 WEIGH_KEPT = _tables(  # what a backward pass needs besides takes registers
     "compact_weigh_kept",
     [Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)],
-    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)],
+    [Tiles(32, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 8, 1)],
 )
+
+
+def granule_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Rows and keys of a block of pairs that a mark is for, which a call decides once, for all its kernels and for its
+    backward pass: those of the shipped STREAM, GRANULE rows at most. `width`: the larger of D and Dv."""
+    tiles = STREAM[dtype.itemsize].pick(width, dtype)
+    return min(GRANULE, tiles.rows), tiles.keys
 
 
 class Rule(NamedTuple):
@@ -151,8 +157,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     given, number = _tensor_or_number(inputs.params.get(rule.row), rule.number)
     leaves = (q, k, v, factor, given)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-    tiles = STREAM[q.dtype.itemsize].pick(max(q.shape[3], v.shape[3]), q.dtype)
-    granule = min(GRANULE, tiles.rows), tiles.keys
+    granule = granule_of(max(q.shape[3], v.shape[3]), q.dtype)
     numbers = (scale, number, rule.code, rule.r, rule.stand, *granule)
     out, *kept = forward(q, k, v, factor, given, *span, *numbers, keep, inputs.diagnostics)
     if not inputs.diagnostics:

@@ -13,6 +13,7 @@ from torch import Tensor
 from .compact_backward_kernels import Form, compact_dkv_kernel, compact_dq_kernel
 from .compact_lists import Lists, lists_of
 from .compact_math import ANCHORED, SOFTMAX
+from .compact_rows import padded
 from .launch import launch
 from .span import Span, batch_stride
 from .support import interpreted
@@ -147,7 +148,7 @@ def backward(
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     sizes = (heads, heads // max(1, key_heads), queries, keys, batch * heads * queries)
     every = (grad, q, k, v, tilt)
-    widths, steps = (*_width(dim), *_width(value_dim)), tuple(x.stride(2) for x in every)
+    widths, steps = (*padded(dim), *padded(value_dim)), tuple(x.stride(2) for x in every)
     form = Form(rule, r, stand, *widths, 0, 0, 0, 0, 1, factors, masked, wanted, precision, steps)
     matrices = tuple((x, x.stride(0), x.stride(1)) for x in every)
     by = factor.contiguous() if isinstance(factor, Tensor) else float(factor)
@@ -164,8 +165,3 @@ def backward(
     tiles = DKV.pick(*key, lambda tiles: call.by_keys(tiles, table, ties, (dk, dv)), flags_of)
     call.by_keys(tiles, table, ties, (dk, dv))
     return dq, dk, dv, dfactor, dgiven
-
-
-def _width(dim: int) -> tuple[int, int]:
-    """A number of columns and the power of two that holds them."""
-    return dim, max(16, 1 << (dim - 1).bit_length())

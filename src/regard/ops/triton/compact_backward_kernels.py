@@ -19,10 +19,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .blocks import load, load_block, load_span, seen, store_block
 from .compact_lists import block_of, plan_of
 from .compact_math import ANCHORED, FIXED, LOG2E, NEAREST, SOFTMAX, UNIFORM, cube_root, excess, lower_power
 
 NEAR = tl.constexpr(2.0**-19)  # relative distance from the best score within which rounding may have moved another best
+GRAD, Q, K, V, TILT = (tl.constexpr(i) for i in range(5))  # matrices, in the order of their steps
 THETA, RHO, SCALE, EXTRA = (tl.constexpr(i) for i in range(4))  # tables; the last: shares of best keys, or stand-ins
 
 
@@ -60,42 +62,13 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def _tile(
-    base, start, total,
-    STEP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """Rows [start, start + SIZE) of a matrix of DIM columns, which WIDE hold; 0 beyond the columns and, where PART,
-    beyond `total` rows."""
-    row, column = tl.arange(0, SIZE), tl.arange(0, WIDE)
-    inside, real = (start + row < total)[:, None], (column < DIM)[None, :]
-    if STEP * SIZE >= 2**31:
-        row = row.to(tl.int64)
-    where = base + tl.cast(start, tl.int64) * STEP + (row[:, None] * STEP + column[None, :])
-    if PART and WIDE == DIM:
-        x = tl.load(where, mask=inside, other=0.0)
-    elif PART:
-        x = tl.load(where, mask=inside & real, other=0.0)
-    elif WIDE == DIM:
-        x = tl.load(where)
+def _tile(at, start, total, OF: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr, FORM: tl.constexpr):
+    """Rows [start, start + SIZE) of one of the matrices; 0 beyond `total` rows, which PART blocks alone reach."""
+    STEP: tl.constexpr = FORM.steps[OF]
+    if OF == Q or OF == K:  # noqa: SIM109 - kernels have no "in"
+        return load_block(at, start, STEP, total, SIZE, FORM.dim, FORM.wide, PART, STEP * SIZE >= 2**31)
     else:
-        x = tl.load(where, mask=real, other=0.0)
-    return x
-
-
-@triton.jit
-def _picked(base, rows, STEP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """Those rows of a matrix, 0 for negative numbers, in float32."""
-    column = tl.arange(0, WIDE)
-    where = base + rows.to(tl.int64)[:, None] * STEP + column[None, :]
-    return tl.load(where, mask=(rows >= 0)[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _put(out, line, x, inside, DIM: tl.constexpr, WIDE: tl.constexpr):
-    """x into rows `line` of a contiguous matrix."""
-    column = tl.arange(0, WIDE)
-    where = out + line.to(tl.int64)[:, None] * DIM + column[None, :]
-    tl.store(where, x.to(out.dtype.element_ty), mask=inside[:, None] & (column < DIM)[None, :])
+        return load_block(at, start, STEP, total, SIZE, FORM.value_dim, FORM.value_wide, PART, STEP * SIZE >= 2**31)
 
 
 @triton.jit
@@ -113,11 +86,11 @@ def _of_head(matrix, batch, head):
 
 @triton.jit
 def _row_scales(floats, flags, line, inside, FORM: tl.constexpr):
-    """(theta, g) of rows, for softmax (log2 of the sum of exp z, 0). No weight where no key is in the bandwidth."""
+    """(theta, g) of rows, for softmax (log2 of the sum of exp z, 1). No weight where no key is in the bandwidth."""
     mass = tl.load(floats + line * 6 + 3, mask=inside, other=1.0)
     if FORM.rule == SOFTMAX:
         theta = tl.load(floats + line * 6, mask=inside, other=0.0) * LOG2E + tl.log2(mass)
-        g = mass * 0
+        g = tl.full((FORM.own,), 1.0, tl.float32)
     else:
         theta = tl.load(floats + line * 6 + 1, mask=inside, other=0.0)
         reach = tl.load(floats + line * 6 + 2, mask=inside, other=1.0)
@@ -133,7 +106,7 @@ def _row_scales(floats, flags, line, inside, FORM: tl.constexpr):
 
 @triton.jit
 def _weights(dot, factor, theta, g, seen, PART: tl.constexpr, FORM: tl.constexpr):
-    """(weights, slopes / r) of a tile of dot products; 0 where PART and not seen."""
+    """(weights, slopes / (r g)) of a tile of dot products; 0 where PART and not seen."""
     if FORM.rule == SOFTMAX:
         z = dot * (factor * LOG2E) - theta
         if PART:
@@ -147,7 +120,6 @@ def _weights(dot, factor, theta, g, seen, PART: tl.constexpr, FORM: tl.constexpr
         a = e * g
         slope = lower_power(a, FORM.r)
         p = slope * a
-        slope = slope * g
     return p, slope
 
 
@@ -170,28 +142,18 @@ def _others(key, z, first, last, count, top, near):
 
 
 @triton.jit
-def _seen_keys(start, low, high, mask, keys, FORM: tl.constexpr):
-    """Which keys of a block rows see."""
-    local = tl.arange(0, FORM.tile)
-    seen = (local[None, :] >= (low - start)[:, None]) & (local[None, :] < (high - start)[:, None])
-    if FORM.masked:
-        seen = seen & (tl.load(mask + start + local, mask=start + local < keys, other=0) != 0)[None, :]
-    return seen
-
-
-@triton.jit
 def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.constexpr):
     """One block of keys past a block of queries: state (sum of dz k, of dz)."""
     q, grad = own
     factor, theta, g, rho, low, high = rows
     start = block_of(plan, t, PART, FORM)[0] * FORM.tile
-    k = _tile(kv[0], start, keys, FORM.steps[2], FORM.dim, FORM.wide, FORM.tile, PART)
-    v = _tile(kv[1], start, keys, FORM.steps[3], FORM.value_dim, FORM.value_wide, FORM.tile, PART)
-    seen = None
+    k = _tile(kv[0], start, keys, K, FORM.tile, PART, FORM)
+    v = _tile(kv[1], start, keys, V, FORM.tile, PART, FORM)
+    shown = None
     if PART:
-        seen = _seen_keys(start, low, high, kv[2], keys, FORM)
+        shown = seen(start + tl.arange(0, FORM.tile), low, high, kv[2], keys, FORM.masked)
     dot = tl.dot(q, tl.trans(k), input_precision=FORM.precision)
-    _, slope = _weights(dot, factor, theta[:, None], g[:, None], seen, PART, FORM)
+    _, slope = _weights(dot, factor, theta[:, None], g[:, None], shown, PART, FORM)
     dz = slope * (tl.dot(grad, tl.trans(v), input_precision=FORM.precision) - rho[:, None])
     moved = state[1]
     if FORM.wanted or FORM.rule == ANCHORED:
@@ -203,18 +165,19 @@ def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.c
 def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
     """The mean of the keys that tie for the best score of each row; more than one, seldom, are looked for."""
     first, last, count, top, near = tops
-    total = _picked(kv[0], first, FORM.steps[2], FORM.dim, FORM.wide)
+    places = kv[0] + first.to(tl.int64)[:, None] * FORM.steps[2] + tl.arange(0, FORM.wide)[None, :]
+    total = load(places, first >= 0, FORM.dim, FORM.wide, True).to(tl.float32)
     if tl.max(count, 0) > 1:
         for t in range(plan[1] + plan[2]):
             if t < plan[1]:
                 start = block_of(plan, t, False, FORM)[0] * FORM.tile
             else:
                 start = block_of(plan, t - plan[1], True, FORM)[0] * FORM.tile
-            k = _tile(kv[0], start, keys, FORM.steps[2], FORM.dim, FORM.wide, FORM.tile, True)
+            k = _tile(kv[0], start, keys, K, FORM.tile, True, FORM)
             z = tl.dot(q, tl.trans(k), input_precision=FORM.precision) * rows[0]
-            key = (start + tl.arange(0, FORM.tile))[None, :]
-            tie = _others(key, z, first[:, None], last[:, None], count[:, None], top[:, None], near[:, None])
-            tie = tie & _seen_keys(start, rows[4], rows[5], kv[2], keys, FORM)
+            key = start + tl.arange(0, FORM.tile)
+            tie = _others(key[None, :], z, first[:, None], last[:, None], count[:, None], top[:, None], near[:, None])
+            tie = tie & seen(key, rows[4], rows[5], kv[2], keys, FORM.masked)
             total = tl.dot(tie.to(k.dtype), k, total, input_precision=FORM.precision)
     return total / tl.maximum(count, 1)[:, None]
 
@@ -255,33 +218,16 @@ def compact_dq_kernel(
         mask_at = mask[0] + batch * mask[1] + head * mask[2]
     kv = _of_head(matrices[2], batch, head // group), _of_head(matrices[3], batch, head // group), mask_at
 
-    tilt = _tile(
-        _of_head(matrices[4], batch, head),
-        start,
-        queries,
-        FORM.steps[4],
-        FORM.value_dim,
-        FORM.value_wide,
-        FORM.own,
-        True,
-    )
-    grad = _tile(
-        _of_head(matrices[0], batch, head),
-        start,
-        queries,
-        FORM.steps[0],
-        FORM.value_dim,
-        FORM.value_wide,
-        FORM.own,
-        True,
-    )
+    tilt = _tile(_of_head(matrices[4], batch, head), start, queries, TILT, FORM.own, True, FORM)
+    grad = _tile(_of_head(matrices[0], batch, head), start, queries, GRAD, FORM.own, True, FORM)
     rho = tl.sum(grad.to(tl.float32) * tilt.to(tl.float32), 1)
-    q = _tile(_of_head(matrices[1], batch, head), start, queries, FORM.steps[1], FORM.dim, FORM.wide, FORM.own, True)
+    q = _tile(_of_head(matrices[1], batch, head), start, queries, Q, FORM.own, True, FORM)
     theta, g = _row_scales(floats, flags, line, inside, FORM)
     by = factor
     if FORM.factors:
         by = tl.load(factor + line, mask=inside, other=0.0)[:, None]
-    rows = by, theta, g, rho, tl.load(low + row, mask=inside, other=0), tl.load(high + row, mask=inside, other=0)
+    low_of, high_of = load_span(low, high, row, inside)
+    rows = by, theta, g, rho, low_of, high_of
 
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
     for t in range(plan[1]):
@@ -296,14 +242,16 @@ def compact_dq_kernel(
         count = tops[2]
     left = rho, theta, g, moved, count
     _leave_rows(tables[0], tables[1] + nth * tables[2] + block, left, index, line, inside, lines, FORM)
-    if FORM.rule != SOFTMAX:
-        dq *= FORM.r
-        moved *= FORM.r
+    slope = FORM.r * g
     if FORM.wanted:
-        tl.store(outs[2] + line, moved, mask=inside)
+        tl.store(outs[2] + line, moved * slope, mask=inside)
     if FORM.factors:
-        tl.store(outs[1] + line, tl.sum(dq * q.to(tl.float32), 1), mask=inside)
-    _put(outs[0], line, dq * by, inside, FORM.dim, FORM.wide)
+        dfactor = tl.sum(dq * q.to(tl.float32), 1) * slope
+        if FORM.rule == FIXED:  # a factor of scores above a threshold of 0 cancels, and so would terms of any size
+            dfactor = tl.where(theta == 0, 0.0, dfactor)
+        tl.store(outs[1] + line, dfactor, mask=inside)
+    at = outs[0] + nth * queries * FORM.dim
+    store_block(at, dq * (slope[:, None] * by), start, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
 
 
 @triton.jit
@@ -322,7 +270,7 @@ def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constex
         first_best, last_best, count, top, near = _tops(floats + at * 6, index + at * 3, row, row < queries)
         if tl.max(count, 0) > 1:
             q_at = matrices[1] + tl.cast(head, tl.int64) * matrices[3]
-            q = _tile(q_at, start, queries, FORM.steps[1], FORM.dim, FORM.wide, FORM.tile, True)
+            q = _tile(q_at, start, queries, Q, FORM.tile, True, FORM)
             by = factor
             if FORM.factors:
                 by = _line(factor + at, start, queries, 0.0, FORM.tile, True)[None, :]
@@ -331,9 +279,8 @@ def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constex
             tie = _others(key[:, None], z, bests[0], bests[1], bests[2], bests[3], bests[4])
             tie = tie & _seen_rows(start, key, first, last, mask, head, keys, FORM)
             share = _line(table + EXTRA * lines + at, start, queries, 0.0, FORM.tile, True)[None, :]
-            if FORM.factors:
-                share *= by
-            dk = tl.dot(tl.where(tie, share, 0.0).to(q.dtype), q, dk, input_precision=FORM.precision)
+            g = _line(table + SCALE * lines + at, start, queries, 0.0, FORM.tile, True)[None, :]
+            dk = tl.dot(tl.where(tie, share * (by * g), 0.0).to(q.dtype), q, dk, input_precision=FORM.precision)
     return dk
 
 
@@ -362,17 +309,8 @@ def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.const
     at = tl.cast(head, tl.int64) * queries
     table, index, _, factor = tables
     head_at = tl.cast(head, tl.int64)
-    q = _tile(matrices[1] + head_at * matrices[3], start, queries, FORM.steps[1], FORM.dim, FORM.wide, FORM.tile, PART)
-    grad = _tile(
-        matrices[0] + head_at * matrices[2],
-        start,
-        queries,
-        FORM.steps[0],
-        FORM.value_dim,
-        FORM.value_wide,
-        FORM.tile,
-        PART,
-    )
+    q = _tile(matrices[1] + head_at * matrices[3], start, queries, Q, FORM.tile, PART, FORM)
+    grad = _tile(matrices[0] + head_at * matrices[2], start, queries, GRAD, FORM.tile, PART, FORM)
     theta = _line(table + THETA * lines + at, start, queries, 0.0, FORM.tile, PART)
     rho = _line(table + RHO * lines + at, start, queries, 0.0, FORM.tile, PART)
     g = theta
@@ -394,7 +332,9 @@ def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.const
         best = tl.load(index + (at + row) * 3, mask=row < queries, other=-1)
         share = _line(table + EXTRA * lines + at, start, queries, 0.0, FORM.tile, PART)
         dz += tl.where(key[:, None] == best[None, :], share[None, :], 0.0)
-    if FORM.factors:
+    if FORM.rule != SOFTMAX:
+        by *= g[None, :]
+    if FORM.rule != SOFTMAX or FORM.factors:
         dz *= by
     return tl.dot(dz.to(q.dtype), q, state[0], input_precision=FORM.precision), dv
 
@@ -425,18 +365,9 @@ def compact_dkv_kernel(
     key = start + tl.arange(0, FORM.own)
     inside = key < keys
     low, high = span[0] + batch * span[2], span[1] + batch * span[2]
-    first, last = tl.load(low + key, mask=inside, other=0), tl.load(high + key, mask=inside, other=0)
-    k = _tile(_of_head(matrices[2], batch, key_head), start, keys, FORM.steps[2], FORM.dim, FORM.wide, FORM.own, True)
-    v = _tile(
-        _of_head(matrices[3], batch, key_head),
-        start,
-        keys,
-        FORM.steps[3],
-        FORM.value_dim,
-        FORM.value_wide,
-        FORM.own,
-        True,
-    )
+    first, last = load_span(low, high, key, inside)
+    k = _tile(_of_head(matrices[2], batch, key_head), start, keys, K, FORM.own, True, FORM)
+    v = _tile(_of_head(matrices[3], batch, key_head), start, keys, V, FORM.own, True, FORM)
     streams = _of_head(matrices[0], batch, head), _of_head(matrices[1], batch, head), matrices[0][2], matrices[1][2]
     by = factor
     if FORM.factors:
@@ -463,7 +394,8 @@ def compact_dkv_kernel(
         dk = _other_shares(dk, plan, own, streams, rows, shown, size, FORM)
     if FORM.rule != SOFTMAX:
         dk *= FORM.r
-    if not FORM.factors:
+    elif not FORM.factors:
         dk *= factor
-    _put(outs[0], nth * keys + key, dk, inside, FORM.dim, FORM.wide)
-    _put(outs[1], nth * keys + key, dv, inside, FORM.value_dim, FORM.value_wide)
+    dk_at, dv_at = outs[0] + nth * keys * FORM.dim, outs[1] + nth * keys * FORM.value_dim
+    store_block(dk_at, dk, start, FORM.dim, keys, FORM.own, FORM.dim, FORM.wide)
+    store_block(dv_at, dv, start, FORM.value_dim, keys, FORM.own, FORM.value_dim, FORM.value_wide)

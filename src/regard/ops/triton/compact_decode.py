@@ -3,7 +3,8 @@ its keys together.
 
 Softmax reads keys and values once. The compact rules read keys once and keep their scores (4 bytes a row and key beside
 the 2 D or 4 D of the key), find every row's threshold among the scores near its best, and then read the values of keys
-with weight and no others. With `KeyBounds` blocks of keys that cannot have weight are not read either.
+with weight and no others. With `KeyBounds` blocks of keys that cannot have weight are not read either. Where tensors
+are `raw`, rows that see what is not finite are NaN: softmax meets it as it reads, compact rules read all values.
 
 Forward only: where a gradient is needed the general kernels do it.
 
@@ -20,12 +21,9 @@ from torch import Tensor
 
 from ...checks import ArgumentError
 from ...estimators import Diagnostics, Visibility
-from ...estimators.diagnostics import diagnose
-from ..block_rows import FLAGS, FLOATS, unpack
 from ..dispatch import Cost, Inputs, Problem
-from . import compact
 from .compact import SOFTMAX, Rule, rule_of
-from .decode_plan import ROWS, Ranges, group_of, masked, ranges_of, row_tensor, rows_of, splits_of, strides
+from .decode_plan import Ranges, group_of, masked, ranges_of, row_tensor, rows_of, splits_of, strides
 from .launch import launch
 from .tiles import Tiles, TileTable
 
@@ -40,17 +38,6 @@ PARTS = 8
 """Splits that are added up together."""
 
 
-def supports(problem: Problem) -> str | None:
-    """None where the call can be decoded here, else why not."""
-    reason = compact.supports(problem)
-    if reason is not None:
-        return reason
-    rows = problem.queries * problem.heads // max(1, problem.kv_heads)
-    if rows > ROWS:
-        return f"decodes up to {ROWS} rows (queries x query heads of a key head) at once; these are {rows}"
-    return "decodes without a gradient" if problem.gradient else None
-
-
 def cost(problem: Problem) -> Cost:
     """Of the forward pass; the bytes are those of scores and splits."""
     rows = problem.batch * problem.heads * problem.queries
@@ -58,7 +45,7 @@ def cost(problem: Problem) -> Cost:
 
 
 def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-    """The output [B, H, Tq, Dv] in the dtype of the values, and diagnostics where they are asked for.
+    """The output [B, H, Tq, Dv] in the dtype of the values; no diagnostics.
 
     Raises:
         ArgumentError: a power of the kernel, given as a number with the call, that the kernels do not know.
@@ -68,11 +55,8 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
         raise ArgumentError(f"attention: impl='triton' {rule}. Use impl='blocked'.")
     given = inputs.params.get(rule.row)
     given = given if isinstance(given, Tensor) else None
-    out, floats, flags, _, _ = decode(inputs.q, inputs.k, inputs.v, inputs.factor, rule, given, inputs.visible)
-    if not inputs.diagnostics:
-        return out, None
-    seen = (floats[..., 4:5], floats[..., 5:6], inputs.scale, inputs.row_params(), inputs.visible)
-    return out, diagnose(inputs.spec, unpack(floats, flags, flags[..., :0].long()), *seen)
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.factor)
+    return decode(*tensors, rule, given, inputs.visible, raw=inputs.raw)[0], None
 
 
 def decode(
@@ -85,7 +69,8 @@ def decode(
     visible: Visibility,
     bounds: tuple[Tensor, Tensor, int] | None = None,
     counted: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    raw: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of few queries.
 
     Args:
@@ -94,17 +79,19 @@ def decode(
         given: the rule's number for every row [B, H, Tq], or None.
         bounds: (centre, radius, keys of a block) of `KeyBounds`, or None.
         counted: whether to count what is read.
+        raw: whether rows that see a vector that is not finite (or beyond 2^56) are to be NaN; not with bounds, by which
+            not all is read. Else such vectors may be where no row sees them, and nowhere else.
 
     Returns:
-        (output [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags [B, H, Tq, FLAGS], and uint8 [B, Hkv, programs, n]
-        whether a tile of keys was read and one of values; n = 0 where they are not counted).
+        (output [B, H, Tq, Dv], and uint8 [B, Hkv, programs, n] whether a tile of keys was read and one of values; n = 0
+        where they are not counted).
     """
     ranges = ranges_of(visible, q.device)
     scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
     given = None if given is None else row_tensor(given, q)
     centre, radius, block = (None, None, 0) if bounds is None else bounds
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    text = (*rule[:4], scale, block, ranges.most, counted)
+    text = (*rule[:4], scale, block, ranges.most, counted, raw)
     return _decode(q, k, v, by, given, ranges.low, ranges.high, ranges.mask, centre, radius, *text)
 
 
@@ -128,37 +115,38 @@ def _decode(
     block: int,
     most: int,
     counted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    raw: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     ranges, rule = Ranges(low, high, mask, most), Rule(code, power, number, stand)
     tiles = tiles_of(q, v, block)
     found = _outputs(q, k, v, most, tiles.keys, counted)
     if q.numel() == 0 or k.shape[2] == 0:
-        return _nothing(found)
+        found[0].zero_()
+        return found
     if code == SOFTMAX:
-        _softmax(q, k, v, factor, scale, ranges, found, tiles)
+        _softmax(q, k, v, factor, scale, ranges, found[0], tiles, raw)
     else:
         bounds = None if centre is None or radius is None else (centre, radius, block)
-        _compact(q, k, v, factor, scale, rule, given, ranges, bounds, found, tiles)
+        _compact(q, k, v, factor, scale, rule, given, ranges, bounds, found, tiles, raw)
     return found
 
 
-def _outputs(
-    q: Tensor, k: Tensor, v: Tensor, most: int, keys: int, counted: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _outputs(q: Tensor, k: Tensor, v: Tensor, most: int, keys: int, counted: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows = q.shape[:3]
     room = room_for(most, keys) if counted else 0
     programs = -(-group_of(q, k) * q.shape[2] // rows_of(group_of(q, k) * q.shape[2], k.dtype))
     return (
         v.new_empty(*rows, v.shape[-1]),
-        q.new_empty(*rows, FLOATS, dtype=torch.float32),
-        q.new_empty(*rows, FLAGS, dtype=torch.int32),
         q.new_zeros(*k.shape[:2], programs, room, dtype=torch.uint8),
         q.new_zeros(*k.shape[:2], programs, room, dtype=torch.uint8),
     )
 
 
 @_decode.register_fake
-def _(q, k, v, factor, given, low, high, mask, centre, radius, code, power, number, stand, scale, block, most, counted):
+def _(
+    q, k, v, factor, given, low, high, mask, centre, radius, code, power, number, stand, scale, block, most, counted,
+    raw,
+):  # fmt: skip
     return _outputs(q, k, v, most, tiles_of(q, v, block).keys, counted)
 
 
@@ -171,15 +159,6 @@ def tiles_of(q: Tensor, v: Tensor, block: int = 0) -> Tiles:
 def room_for(most: int, keys: int) -> int:
     """Tiles that so many keys can touch."""
     return (most + keys - 2) // keys + 1
-
-
-def _nothing(found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The outputs of a call without keys."""
-    out, floats, flags, *counts = found
-    floats.copy_(floats.new_tensor([0.0, -1.0, 1.0, 1.0, 0.0, 0.0]))
-    flags.zero_()
-    flags[..., 0] = 1
-    return out.zero_(), floats, flags, counts[0], counts[1]
 
 
 class Shape(NamedTuple):
@@ -222,26 +201,26 @@ def _softmax(
     factor: Tensor | None,
     scale: float,
     ranges: Ranges,
-    found: tuple[Tensor, ...],
+    out: Tensor,
     tiles: Tiles,
+    raw: bool,
 ) -> None:
     from .compact_decode_kernels import merge_kernel, online_kernel
 
-    out, floats, flags = found[:3]
     shape, room = Shape.of(q, k), room_for(ranges.most, tiles.keys)
     splits = splits_of(q.device, shape.programs, room, shape.rows)
     part = q.new_empty(splits, *out.shape, dtype=torch.float32)
-    state = q.new_empty(splits, *out.shape[:3], 4, dtype=torch.float32)
+    state = q.new_empty(splits, *out.shape[:3], 2, dtype=torch.float32)
     grid = (shape.programs, splits)
     widths = {"D": q.shape[-1], "WIDTH": width_of(q), "DV": v.shape[-1], "WIDTH_V": width_of(v)}
-    flagged = {"GIVEN": factor is not None, "MASKED": masked(ranges)}
+    flagged = {"GIVEN": factor is not None, "MASKED": masked(ranges), "RAW": raw}
     launch(
         online_kernel, grid, q, k, v, factor, *ranges.tensors, part, state, *shape.sizes, scale,
         *strides(q), *strides(k), *strides(v), *ranges.strides, part.stride(0), state.stride(0),
         tiles=tiles, **widths, ROWS=shape.rows, KEYS=tiles.keys, MOST=shape.most, **flagged,
     )  # fmt: skip
     launch(
-        merge_kernel, (out[..., 0].numel(),), part, state, out, floats, flags, splits, part.stride(0), state.stride(0),
+        merge_kernel, (out[..., 0].numel(),), part, state, out, splits, part.stride(0), state.stride(0),
         tiles=Tiles(warps=4, stages=1), DV=v.shape[-1], WIDTH=width_of(v), PARTS=PARTS,
     )  # fmt: skip
 
@@ -256,41 +235,44 @@ def _compact(
     given: Tensor | None,
     ranges: Ranges,
     bounds: tuple[Tensor, Tensor, int] | None,
-    found: tuple[Tensor, ...],
+    into: tuple[Tensor, Tensor, Tensor],
     tiles: Tiles,
+    raw: bool,
 ) -> None:
     from .compact_decode_kernels import output_kernel, scores_kernel, sum_kernel, threshold_kernel
 
-    out, floats, flags, read_k, read_v = found
+    out, read_k, read_v = into
     shape, room = Shape.of(q, k), room_for(ranges.most, tiles.keys)
     rows, counted = q.shape[:3], read_k.shape[-1] > 0
     z, near = q.new_empty(2, *rows, room * tiles.keys, dtype=torch.float32)
     tops = q.new_empty(*rows, room, dtype=torch.float32)
+    found = q.new_empty(*rows, 3, dtype=torch.float32)
     best = q.new_empty(*rows, 2, dtype=torch.int32)
     splits = splits_of(q.device, shape.programs, room, shape.rows)
     grid = (shape.programs, splits)
     kinds = {"RULE": rule.code, "R": rule.r, "EMPTY": rule.stand}
     seen = {"MASKED": masked(ranges), "MOST": shape.most}
+    widths = {"D": q.shape[-1], "WIDTH": width_of(q), "DV": v.shape[-1], "WIDTH_V": width_of(v)}
     upper = edge = None
     block, blocks = tiles.keys, 0
     if bounds is not None:
         upper, edge = _edges(q, k, factor, scale, rule, given, ranges, bounds, shape)
         block, blocks = bounds[2], upper.shape[-1]
     launch(
-        scores_kernel, grid, q, k, factor, *ranges.tensors, upper, edge, z, tops, read_k, *shape.sizes, room, blocks,
-        scale, *strides(q), *strides(k), *ranges.strides,
-        tiles=tiles, D=q.shape[-1], WIDTH=width_of(q), ROWS=shape.rows, KEYS=tiles.keys, BLOCK=block, **seen,
-        GIVEN=factor is not None, BOUNDED=bounds is not None, COUNTED=counted,
+        scores_kernel, grid, q, k, v, factor, *ranges.tensors, upper, edge, z, tops, read_k, *shape.sizes, room,
+        blocks, scale, *strides(q), *strides(k), *strides(v), *ranges.strides,
+        tiles=tiles, **widths, ROWS=shape.rows, KEYS=tiles.keys, BLOCK=block, **seen,
+        GIVEN=factor is not None, BOUNDED=bounds is not None, COUNTED=counted, RAW=raw,
     )  # fmt: skip
     launch(
-        threshold_kernel, (rows.numel(),), z, tops, near, given, *ranges.tensors, floats, flags, best, *shape.sizes,
-        room, rule.number, *ranges.strides,
+        threshold_kernel, (rows.numel(),), z, tops, near, given, *ranges.tensors, found, best, *shape.sizes, room,
+        rule.number, *ranges.strides,
         tiles=CHUNK, KEYS=tiles.keys, CHUNK=min(CHUNK.keys, 16 * tiles.keys), PARAMETER=given is not None, **seen,
         **kinds,
     )  # fmt: skip
     part = out[None] if splits == 1 else q.new_empty(splits, *out.shape, dtype=torch.float32)
     launch(
-        output_kernel, grid, v, z, tops, *ranges.tensors, floats, flags, best, part, read_v, *shape.sizes, room,
+        output_kernel, grid, v, z, tops, *ranges.tensors, found, best, part, read_v, *shape.sizes, room,
         *strides(v), *ranges.strides, part.stride(0),
         tiles=tiles, DV=v.shape[-1], WIDTH=width_of(v), ROWS=shape.rows, KEYS=tiles.keys, **seen, **kinds,
         COUNTED=counted,

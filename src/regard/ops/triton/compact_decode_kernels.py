@@ -13,20 +13,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .compact_math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, ZERO, cube_root, lower_power, power
+from .blocks import FAR, row_scale
+from .compact_math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, cube_root, lower_power, power
 from .decode_math import (
-    FAR,
     add_weighted,
     extent,
+    guarded,
     load_queries,
     load_tile,
-    place_of,
+    part_of,
     products,
-    row_ranges,
-    row_scale,
     seen_keys,
-    share,
+    store_part,
 )
+from .finite_kernel import broken
 
 STEPS = tl.constexpr(24)
 """Of Newton's method."""
@@ -38,50 +38,47 @@ EPS = tl.constexpr(2.0**-23)
 
 @triton.jit
 def scores_kernel(
-    q, k, factor, low, high, mask, upper, edge, z, tops, visited, heads, group, queries, room, blocks, scale,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_low, stride_mb, stride_mh,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr,
-    BLOCK: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, BOUNDED: tl.constexpr, COUNTED: tl.constexpr,
+    q, k, v, factor, low, high, mask, upper, edge, z, tops, visited, heads, group, queries, room, blocks, scale,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_low, stride_mb, stride_mh,
+    D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr,
+    BOUNDED: tl.constexpr, COUNTED: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """Scores z [N, count, room KEYS], -inf where hidden, and the largest of every tile, tops [N, count, room]. Tiles in
-    blocks whose bound `upper` [N, count, blocks] passes no row's `edge` are not read: their tops are -inf."""
+    blocks whose bound `upper` [N, count, blocks] passes no row's `edge` are not read: their tops are -inf. RAW: values
+    are looked at, too, and what is not finite has the score inf, so that its row has no weights."""
     count = group * queries
-    at, batch, head, rows = place_of(heads, count, ROWS)
-    low, high = low + batch * stride_low, high + batch * stride_low
-    origin, tiles, stop = extent(low, high, queries, KEYS, MOST)
-    held, own = rows < count, at * count + rows
-    start, to = row_ranges(low, high, rows, count, queries)
+    batch, head, rows, held, own, start, to, origin, first, last, stop = part_of(
+        low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
+    )
+    place = batch * stride_mb + head * group * stride_mh
     a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
     by = row_scale(factor, scale, own, held, GIVEN)
     ends = tl.load(edge + own, mask=held, other=float("inf")) if BOUNDED else by
     k += batch * stride_kb + head * stride_kh
-    first, last = share(tl.program_id(1), tl.num_programs(1), tiles)
+    v += batch * stride_vb + head * stride_vh
+    wrong = broken(a)
     for n in range(first, last):
         j = (origin + n) * KEYS
-        wanted = tiles > 0
+        wanted = last > 0
         if BOUNDED:
             block = j // BLOCK - origin * KEYS // BLOCK
             bound = tl.load(upper + own * blocks + block, mask=held, other=float("-inf"))
             wanted = tl.sum((held & ~(bound <= ends)).to(tl.int32), 0) > 0
         if wanted:
-            keys = load_tile(k, j, j + tl.arange(0, KEYS) < stop, stride_kt, D, WIDTH, KEYS)
+            real = j + tl.arange(0, KEYS) < stop
+            keys = load_tile(k, j, real, stride_kt, D, WIDTH, KEYS)
+            lost = broken(keys)
+            if RAW:  # loaded before anything waits for the keys
+                lost |= broken(load_tile(v, j, real, stride_vt, DV, WIDTH_V, KEYS))
             score = products(a, keys, ROWS) * by[:, None]
-            seen = seen_keys(
-                j,
-                start,
-                to,
-                mask,
-                batch * stride_mb + head * group * stride_mh,
-                rows,
-                count,
-                queries,
-                stride_mh,
-                KEYS,
-                MASKED,
-            )
+            seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
             score = tl.where(seen, score, float("-inf"))
-            place = z + (own * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
-            tl.store(place, score, mask=held[:, None])
+            if RAW:
+                score = tl.where(seen & (wrong[:, None] | lost[None, :]), float("inf"), score)
+            into = z + (own * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+            tl.store(into, score, mask=held[:, None])
             tl.store(tops + own * room + n, tl.max(score, 1), mask=held)
         else:
             tl.store(tops + own * room + n, tl.full((ROWS,), float("-inf"), tl.float32), mask=held)
@@ -159,28 +156,25 @@ def solve_peak(near, count, R: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def weight_sums(near, count, reach, R: tl.constexpr, CHUNK: tl.constexpr):
-    """(sum w, sum w^2, how many) of w = [1 - d/reach]_+^R."""
-    mass, square = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
-    some = tl.zeros((CHUNK,), tl.float32)
+def total_weight(near, count, reach, R: tl.constexpr, CHUNK: tl.constexpr):
+    """sum w of w = [1 - d/reach]_+^R."""
+    mass = tl.zeros((CHUNK,), tl.float32)
     for n in range(0, count, CHUNK):
         at = n + tl.arange(0, CHUNK)
-        w = power(tl.maximum(1 - tl.load(near + at, mask=at < count, other=float("inf")) / reach, 0.0), R)
-        mass += w
-        square += w * w
-        some += (w > 0).to(tl.float32)
-    return tl.sum(mass, 0), tl.sum(square, 0), tl.sum(some, 0)
+        mass += power(tl.maximum(1 - tl.load(near + at, mask=at < count, other=float("inf")) / reach, 0.0), R)
+    return tl.sum(mass, 0)
 
 
 @triton.jit
 def threshold_kernel(
-    z, tops, near, given, low, high, mask, floats, flags, best, heads, group, queries, room, number,
+    z, tops, near, given, low, high, mask, found, best, heads, group, queries, room, number,
     stride_low, stride_mb, stride_mh,
     KEYS: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, R: tl.constexpr,
     EMPTY: tl.constexpr, PARAMETER: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one row: floats [N, count, 6], flags [N, count, 3], and for rows without a key inside what
-    stands in: best [N, count, 2] = (how many keys are visible, the nearest). `near`, of the shape of z, is scratch."""
+    """Of one row: found [N, count, 3] = (the best score, how far below it weights end, their sum) and, for rows without
+    a key inside, whose reach is 0, what stands in: best [N, count, 2] = (how many keys are visible, the nearest).
+    `near`, of the shape of z, is scratch."""
     row = tl.program_id(0).to(tl.int64)
     count = group * queries
     at, r = row // count, (row % count).to(tl.int32)
@@ -206,7 +200,7 @@ def threshold_kernel(
     else:
         reach = top + value
     lost = (reach <= 0) & ~none
-    kept, nearest, status = 0, 0, 0
+    kept, nearest = 0, 0
     if ~(none | lost):
         kept = gather_near(z, tops, near, top, reach, tiles, CHUNK, KEYS)
         tl.debug_barrier()  # what other threads have written is read from here on
@@ -215,25 +209,11 @@ def threshold_kernel(
     if EMPTY == NEAREST:  # noqa: SIM102 (known when the kernel is compiled, the next is not)
         if lost:
             nearest = origin * KEYS + nearest_key(z, tops, top, tiles, CHUNK, KEYS)
-    mass, square, some = weight_sums(near, kept, reach, R, CHUNK)
-    if RULE == ADAPTIVE:
-        off = tl.abs(mass * power(reach / R, R) - 1)
-        status = ((off > 512 * EPS * R) & ~none).to(tl.int32)
-    ess = tl.where(square > 0, mass * mass / tl.where(square > 0, square, 1.0), 0.0)
-    if EMPTY != ZERO:
-        alone = visible * 1.0 if EMPTY == UNIFORM else 1.0
-        some, ess = tl.where(lost, alone, some), tl.where(lost, alone, ess)
-    theta = -value if RULE == FIXED else top - reach
-    floats, flags = floats + row * 6, flags + row * 3
-    tl.store(floats, tl.where(top == float("-inf"), 0.0, top))
-    tl.store(floats + 1, tl.where(none, -1.0, theta))
-    tl.store(floats + 2, tl.where(none | lost, 1.0, reach))
-    tl.store(floats + 3, tl.where(none | lost, 1.0, mass))
-    tl.store(floats + 4, some)
-    tl.store(floats + 5, ess)
-    tl.store(flags, none.to(tl.int32))
-    tl.store(flags + 1, lost.to(tl.int32))
-    tl.store(flags + 2, status)
+    mass = total_weight(near, kept, reach, R, CHUNK)
+    found += row * 3
+    tl.store(found, tl.where(top == float("-inf"), 0.0, top))
+    tl.store(found + 1, tl.where(lost, 0.0, tl.where(none, 1.0, reach)))
+    tl.store(found + 2, tl.where(none | lost, 1.0, mass))
     tl.store(best + row * 2, visible)
     tl.store(best + row * 2 + 1, nearest)
 
@@ -243,32 +223,28 @@ def threshold_kernel(
 
 @triton.jit
 def output_kernel(
-    v, z, tops, low, high, mask, floats, flags, best, part, visited, heads, group, queries, room,
+    v, z, tops, low, high, mask, found, best, part, visited, heads, group, queries, room,
     stride_b, stride_h, stride_t, stride_low, stride_mb, stride_mh, stride_part,
     DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr,
     R: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr, MASKED: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """The sums of weighted values over a program's tiles: part [splits, N, count, DV], `stride_part` a split. A value
-    is read where a row of the tile gives it weight."""
+    is read where a row of the tile gives it weight. A row whose best score is inf is NaN."""
     count = group * queries
-    at, batch, head, rows = place_of(heads, count, ROWS)
-    low, high = low + batch * stride_low, high + batch * stride_low
-    origin, tiles, _ = extent(low, high, queries, KEYS, MOST)
-    held, own = rows < count, at * count + rows
-    start, to = row_ranges(low, high, rows, count, queries)
-    top = tl.load(floats + own * 6, mask=held, other=0.0)
-    reach = tl.load(floats + own * 6 + 2, mask=held, other=1.0)
-    mass = tl.load(floats + own * 6 + 3, mask=held, other=1.0)
-    lost = tl.load(flags + own * 3 + 1, mask=held, other=0) != 0
-    some = held & (tl.load(flags + own * 3, mask=held, other=1) == 0) & ~lost
+    batch, head, rows, held, own, start, to, origin, first, last, _ = part_of(
+        low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
+    )
+    place = batch * stride_mb + head * group * stride_mh
+    top = tl.load(found + own * 3, mask=held, other=0.0)
+    reach = tl.load(found + own * 3 + 1, mask=held, other=1.0)
+    mass = tl.load(found + own * 3 + 2, mask=held, other=1.0)
+    lost = reach == 0
     visible, nearest = tl.load(best + own * 2, mask=held, other=1), tl.load(best + own * 2 + 1, mask=held, other=-1)
     v += batch * stride_b + head * stride_h
-    columns = tl.arange(0, WIDTH)
     total = tl.zeros((ROWS, WIDTH), tl.float32)
-    first, last = share(tl.program_id(1), tl.num_programs(1), tiles)
     for n in range(first, last):
         j = (origin + n) * KEYS
-        near = some & (top - tl.load(tops + own * room + n, mask=held, other=float("-inf")) < reach)
+        near = held & (top - tl.load(tops + own * room + n, mask=held, other=float("-inf")) < reach)
         stands = near
         if RULE == FIXED:
             if EMPTY == UNIFORM:
@@ -277,25 +253,13 @@ def output_kernel(
                 stands = lost & (nearest >= j) & (nearest < j + KEYS)
         wanted = tl.sum((near | stands).to(tl.int32), 0) > 0
         if wanted:
-            place = z + (own * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
-            score = tl.load(place, mask=near[:, None], other=float("-inf"))
+            score = z + (own * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+            score = tl.load(score, mask=near[:, None], other=float("-inf"))
             p = power(tl.maximum(1 - (top[:, None] - score) / reach[:, None], 0.0), R) / mass[:, None]
             p = tl.where(near[:, None], p, 0.0)
             if RULE == FIXED:
                 if EMPTY == UNIFORM:
-                    seen = seen_keys(
-                        j,
-                        start,
-                        to,
-                        mask,
-                        batch * stride_mb + head * group * stride_mh,
-                        rows,
-                        count,
-                        queries,
-                        stride_mh,
-                        KEYS,
-                        MASKED,
-                    )
+                    seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
                     p = tl.where(lost[:, None] & seen, 1 / tl.maximum(visible, 1).to(tl.float32)[:, None], p)
                 elif EMPTY == NEAREST:
                     p = tl.where(
@@ -305,8 +269,7 @@ def output_kernel(
             total = add_weighted(total, p, values, ROWS)
         if COUNTED:
             tl.store(visited + tl.program_id(0).to(tl.int64) * room + n, tl.where(wanted, 1, 0).to(tl.int8))
-    to_part = part + tl.program_id(1).to(tl.int64) * stride_part + own[:, None] * DV + columns[None, :]
-    tl.store(to_part, total.to(part.dtype.element_ty), mask=held[:, None] & (columns < DV)[None, :])
+    store_part(part, stride_part, own, held, tl.where((top == float("inf"))[:, None], float("nan"), total), DV, WIDTH)
 
 
 @triton.jit
@@ -333,70 +296,53 @@ def online_kernel(
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_low, stride_mb, stride_mh, stride_part, stride_state,
     D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr,
+    KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """Softmax over a program's tiles: part [splits, N, count, DV], not divided by the mass, and state [splits, N,
-    count, 4] = (m in base 2, sum w, sum w^2, how many)."""
+    count, 2] = (m in base 2, sum w). RAW: sums are NaN in rows that see what is not finite."""
     count = group * queries
-    at, batch, head, rows = place_of(heads, count, ROWS)
-    low, high = low + batch * stride_low, high + batch * stride_low
-    origin, tiles, stop = extent(low, high, queries, KEYS, MOST)
-    held, own = rows < count, at * count + rows
-    start, to = row_ranges(low, high, rows, count, queries)
+    batch, head, rows, held, own, start, to, origin, first, last, stop = part_of(
+        low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
+    )
+    place = batch * stride_mb + head * group * stride_mh
     a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
     by = row_scale(factor, scale, own, held, GIVEN) * LOG2E
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
-    columns = tl.arange(0, WIDTH_V)
+    wrong = broken(a)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
-    mass, square, some = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    total = tl.zeros((ROWS, WIDTH_V), tl.float32)
-    first, last = share(tl.program_id(1), tl.num_programs(1), tiles)
+    mass, total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH_V), tl.float32)
     for n in range(first, last):
         j = (origin + n) * KEYS
         keys = load_tile(k, j, j + tl.arange(0, KEYS) < stop, stride_kt, D, WIDTH, KEYS)
+        lost = broken(keys)
         score = products(a, keys, ROWS) * by[:, None]
-        seen = seen_keys(
-            j,
-            start,
-            to,
-            mask,
-            batch * stride_mb + head * group * stride_mh,
-            rows,
-            count,
-            queries,
-            stride_mh,
-            KEYS,
-            MASKED,
-        )
+        seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
         score = tl.where(seen, score, float("-inf"))
         new = tl.maximum(top, tl.max(score, 1))
         level = tl.where(new == float("-inf"), 0.0, new)
         w, fade = tl.exp2(score - level[:, None]), tl.exp2(top - level)
         values = load_tile(v, j, tl.max(seen.to(tl.int32), 0) != 0, stride_vt, DV, WIDTH_V, KEYS)
+        if RAW:
+            w, values = guarded(w, lost, values, seen, wrong, MOST == 1 and MASKED != 2)
         total = add_weighted(total * fade[:, None], w, values, ROWS)
         mass = mass * fade + tl.sum(w, 1)
-        square = square * fade * fade + tl.sum(w * w, 1)
-        some += tl.sum((w > 0).to(tl.float32), 1)
         top = new
-    to_part = part + tl.program_id(1).to(tl.int64) * stride_part + own[:, None] * DV + columns[None, :]
-    tl.store(to_part, total, mask=held[:, None] & (columns < DV)[None, :])
-    state += tl.program_id(1).to(tl.int64) * stride_state + own * 4
+    store_part(part, stride_part, own, held, total, DV, WIDTH_V)
+    state += tl.program_id(1).to(tl.int64) * stride_state + own * 2
     tl.store(state, top, mask=held)
     tl.store(state + 1, mass, mask=held)
-    tl.store(state + 2, square, mask=held)
-    tl.store(state + 3, some, mask=held)
 
 
 @triton.jit
 def merge_kernel(
-    part, state, out, floats, flags, splits, stride_part, stride_state,
+    part, state, out, splits, stride_part, stride_state,
     DV: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One row of softmax from its splits: output and statistics."""
+    """One row of softmax from its splits."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
-    state += row * 4
+    state += row * 2
     largest = tl.full((PARTS,), float("-inf"), tl.float32)
     for s in range(0, splits, PARTS):
         at = s + tl.arange(0, PARTS)
@@ -406,28 +352,14 @@ def merge_kernel(
     top = tl.max(largest, 0)
     none = top == float("-inf")
     level = tl.where(none, 0.0, top)
-    total = tl.zeros((PARTS, WIDTH), tl.float32)
-    mass, square, some = tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS,), tl.float32)
+    mass, total = tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS, WIDTH), tl.float32)
     for s in range(0, splits, PARTS):
         at = s + tl.arange(0, PARTS)
         own, held = state + at.to(tl.int64) * stride_state, at < splits
         w = tl.exp2(tl.load(own, mask=held, other=float("-inf")) - level)
         mass += w * tl.load(own + 1, mask=held, other=0.0)
-        square += w * w * tl.load(own + 2, mask=held, other=0.0)
-        some += tl.load(own + 3, mask=held, other=0.0)
         inside = held[:, None] & (columns < DV)[None, :]
         to = part + at[:, None].to(tl.int64) * stride_part + row * DV + columns[None, :]
         total += w[:, None] * tl.load(to, mask=inside, other=0.0)
-    whole, squares = tl.sum(mass, 0), tl.sum(square, 0)
-    whole = tl.where(none, 1.0, whole)
+    whole = tl.where(none, 1.0, tl.sum(mass, 0))
     tl.store(out + row * DV + columns, (tl.sum(total, 0) / whole).to(out.dtype.element_ty), mask=columns < DV)
-    floats, flags = floats + row * 6, flags + row * 3
-    tl.store(floats, level / LOG2E)
-    tl.store(floats + 1, tl.where(none, -1.0, float("-inf")))
-    tl.store(floats + 2, 1.0)
-    tl.store(floats + 3, whole)
-    tl.store(floats + 4, tl.sum(some, 0))
-    tl.store(floats + 5, tl.where(none, 0.0, whole * whole / tl.where(none, 1.0, squares)))
-    tl.store(flags, none.to(tl.int32))
-    tl.store(flags + 1, 0)
-    tl.store(flags + 2, 0)

@@ -55,27 +55,10 @@ def ranges(low, high, start, size, total, TILE: tl.constexpr):
 
 @triton.jit
 def compact_lists_kernel(
-    live,
-    listed,
-    counts,
-    flags,
-    low,
-    high,
-    span_step,
-    heads,
-    owners,
-    granules,
-    blocks,
-    along,
-    across,
-    GROUP: tl.constexpr,
-    MERGED: tl.constexpr,
-    OWNER: tl.constexpr,
-    TILE: tl.constexpr,
-    MASKED: tl.constexpr,
-    FLAGS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    live, listed, counts, flags, low, high, span_step, heads, owners, granules, blocks, along, across,
+    GROUP: tl.constexpr, MERGED: tl.constexpr, OWNER: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+    FLAGS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """The list past MERGED granules of OWNER owners each; `along`, `across`: from one owner's mark to the next, and
     from one streamed block's; FLAGS of each of these are looked at."""
     rows = tl.cdiv(granules, MERGED)
@@ -186,14 +169,8 @@ def lists_of(
     flagged = 0 if flags is None else flags.shape[1] // max(1, blocks)
     own = (live, numbers, counts, counts if flags is None else flags, low, high, batch_stride(low))
     args = (*own, heads, owners, granules, blocks, live.stride(axis), live.stride(5 - axis))
-    constants = {
-        "GROUP": group,
-        "MERGED": merged,
-        "OWNER": sizes[0],
-        "TILE": sizes[1],
-        "MASKED": masked,
-        "FLAGS": flagged,
-    }
-    grid, tiles = (batch * heads * rows,), Tiles(warps=1, stages=1)
-    launch(compact_lists_kernel, grid, *args, tiles=tiles, **constants, CHUNK=CHUNK)
+    launch(
+        compact_lists_kernel, (batch * heads * rows,), *args, tiles=Tiles(warps=1, stages=1), GROUP=group,
+        MERGED=merged, OWNER=sizes[0], TILE=sizes[1], MASKED=masked, FLAGS=flagged, CHUNK=CHUNK,
+    )  # fmt: skip
     return Lists(numbers, counts, rows, length)

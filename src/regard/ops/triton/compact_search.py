@@ -16,24 +16,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .compact_math import (
-    ADAPTIVE,
-    ANCHORED,
-    block_of_rows,
-    cube_root,
-    edge_block,
-    excess,
+from .blocks import load_rows
+from .compact_math import ADAPTIVE, ANCHORED, cube_root, excess, lower_power, power
+from .compact_rows import (
+    applied,
+    block_of,
+    count_of,
+    counted,
     factors,
     key_blocks,
     key_scores,
-    load_block,
-    load_rows,
-    lower_power,
+    load_values,
+    marks_of,
     own_rows,
-    power,
+    place_of,
+    row_marks,
     row_number,
-    seen,
+    sight_of,
     store_row,
+    store_values,
 )
 
 STEPS = tl.constexpr(24)  # passes at most, each marking with its number
@@ -43,25 +44,32 @@ FINEST = tl.constexpr(2.0**-20)
 BEYOND = tl.constexpr(2**31 - 1)
 
 
-@triton.jit
-def marks_of(marks_ptr, head, row_block, queries, blocks, GRANULE: tl.constexpr, GRANULES: tl.constexpr):
-    """(the first mark of these rows, how many granules of rows they have)."""
-    most = (queries + GRANULE - 1) // GRANULE
-    at = marks_ptr + (head.to(tl.int64) * most + row_block * GRANULES) * blocks
-    return at, tl.minimum(most - row_block * GRANULES, GRANULES)
+# Marks ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def collect(marks_at, list_at, blocks, granules, first, full, partial, last, mark, GRANULES: tl.constexpr):
+def lists_of(marks_at, list_ptr, place, queries, keys, FORM: tl.constexpr):
+    """Of a program: (its first mark, its list of key blocks, how many key blocks there are, how many granules of rows
+    it has)."""
+    GRANULES: tl.constexpr = FORM.rows // FORM.granule
+    blocks = tl.cdiv(keys, FORM.keys)
+    list_at = list_ptr + (place[0].to(tl.int64) * tl.cdiv(queries, FORM.rows) + place[1]) * blocks
+    return marks_at, list_at, blocks, tl.minimum(tl.cdiv(queries, FORM.granule) - place[1] * GRANULES, GRANULES)
+
+
+@triton.jit
+def collect(marks, run, mark, FORM: tl.constexpr):
     """List the blocks that have this mark: (how many lie in [full, partial), at the front of the list; how many
     outside, at its back)."""
+    marks_at, list_at, blocks, granules = marks
+    first, full, partial, last = run
     tl.debug_barrier()  # other threads made the marks
     inner = 0
     outer = 0
     for start in range(first, last, CHUNK):
         block = start + tl.arange(0, CHUNK)
         hit = tl.load(marks_at + block, mask=block < last, other=0) == mark
-        for i in tl.static_range(1, GRANULES):
+        for i in tl.static_range(1, FORM.rows // FORM.granule):
             inside = block < tl.where(granules > i, last, first)
             hit = hit | (tl.load(marks_at + i * blocks.to(tl.int64) + block, mask=inside, other=0) == mark)
         whole = (block >= full) & (block < partial)
@@ -76,15 +84,26 @@ def collect(marks_at, list_at, blocks, granules, first, full, partial, last, mar
 
 
 @triton.jit
-def leave(marks_at, blocks, granules, first, last, mark, GRANULES: tl.constexpr):
+def listed(marks, t, EDGE: tl.constexpr):
+    """The t-th block from the front of the list or, EDGE, from its back."""
+    return tl.load(marks[1] + (marks[2] - 1 - t if EDGE else t))
+
+
+@triton.jit
+def leave(marks, run, mark, FORM: tl.constexpr):
     """Put 1 where this mark is, and 0 elsewhere."""
+    marks_at, _, blocks, granules = marks
+    first, _, _, last = run
     tl.debug_barrier()
     for start in range(first, last, CHUNK):
         block = start + tl.arange(0, CHUNK)
-        for i in tl.static_range(GRANULES):
+        for i in tl.static_range(FORM.rows // FORM.granule):
             at = marks_at + i * blocks.to(tl.int64) + block
             inside = block < tl.where(granules > i, last, first)
             tl.store(at, (tl.load(at, mask=inside, other=0) == mark).to(tl.uint8), mask=inside)
+
+
+# The search -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -116,183 +135,190 @@ def first_peak(tops, best, factor, R: tl.constexpr):
     return peak
 
 
-@triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
-def compact_search_kernel(
-    q_ptr, k_ptr, factor_ptr, given_ptr, low_ptr, high_ptr, mask_ptr, floats_ptr, flags_ptr, marks_ptr, list_ptr,
-    scale, number, tolerance, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row,
-    range_batch, mask_batch, mask_head, RULE: tl.constexpr, R: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr,
-    MASK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    GRANULE: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Top, theta, reach and status of the rows, and marks: 1 where a block can have weight."""
-    GRANULES: tl.constexpr = ROWS // GRANULE
-    blocks = (keys + KEYS - 1) // KEYS
-    head, row_block, batch, own = block_of_rows(queries, heads, ROWS)
-    rows, real = own_rows(row_block, queries, ROWS)
-    flat = head.to(tl.int64) * queries + rows
-    low = tl.load(low_ptr + batch * range_batch + rows)
-    high = tl.load(high_ptr + batch * range_batch + rows)
-    factor, by = factors(factor_ptr, flat, scale, ROWS, FACTOR)
-    q = load_rows(q_ptr + batch * q_batch + own * q_head, rows, q_row, DIM, WIDTH)
-    k_at = k_ptr + batch * k_batch + own // group * k_head
-    mask_at = mask_ptr + batch * mask_batch + own * mask_head
-    marks_at, granules = marks_of(marks_ptr, head, row_block, queries, blocks, GRANULE, GRANULES)
-    row_marks = marks_at + (tl.arange(0, ROWS) // GRANULE).to(tl.int64) * blocks
-    first, full, partial, last = key_blocks(low, high, MASK, KEYS)
-
-    best = tl.full((ROWS,), -float("inf"), tl.float32)
-    tops = tl.full((ROWS, KEYS), -float("inf"), tl.float32)
-    within = row_number(given_ptr, flat, number, ROWS, GIVEN)  # a key further below the best has no weight
-    if RULE == ADAPTIVE:
-        within = within * 0 + R
+@triton.jit
+def look(q, k, run, sight, scales, within, marked, real, FORM: tl.constexpr):
+    """(the best q.k of each row, for the adaptive rule that in every K-th place [R, K]). Marks 1 where a block has a
+    key that is not further than `within` below the best so far: further below, it has no weight."""
+    factor, by = scales
+    best = tl.full((FORM.rows,), -float("inf"), tl.float32)
+    tops = tl.full((FORM.rows, FORM.keys), -float("inf"), tl.float32)
     for side in tl.static_range(2):
-        for t in range((full - first + last - partial) if side == 0 else (partial - full)):
-            block = edge_block(t, first, full, partial, last) if side == 0 else partial - 1 - t
-            dot, columns = key_scores(q, k_at, block, k_row, keys, factor, FACTOR, DIM, WIDTH, KEYS, side == 0, WIDE)
-            if side == 0:
-                dot = tl.where(seen(columns, low, high, mask_at, keys, MASK), dot, -float("inf"))
-            if RULE == ADAPTIVE:
+        for t in range(count_of(run, side == 0)):
+            block = block_of(run, t, side == 0)
+            dot, _ = key_scores(q, k, block, factor, sight, side == 0, FORM)
+            if FORM.rule == ADAPTIVE:
                 tops = tl.maximum(tops, dot)
             here = tl.max(dot, 1)
             best = tl.maximum(best, here)
             near = tl.maximum(within, tl.abs(best * by) * FINEST)
-            tl.store(row_marks + block, 1, mask=real & (here * by > best * by - near))
+            tl.store(marked + block, 1, mask=real & (here * by > best * by - near))
+    return best, tops
+
+
+@triton.jit
+def sums_above(q, k, theta, counts, sight, scales, marks, marked, mark, FORM: tl.constexpr):
+    """(sum of e^r, sum of e^(r - 1)) [R] over the listed blocks, with a mark where there is any."""
+    factor, by = scales
+    total = tl.zeros((FORM.rows,), tl.float32)
+    lower = tl.zeros((FORM.rows,), tl.float32)
+    for side in tl.static_range(2):
+        for t in range(counts[1 - side]):
+            block = listed(marks, t, side == 0)
+            dot, _ = key_scores(q, k, block, factor, sight, side == 0, FORM)
+            e = excess(dot, by[:, None], theta[:, None])
+            part = tl.sum(lower_power(e, FORM.r), 1)
+            lower += part
+            total += tl.sum(power(e, FORM.r), 1)
+            tl.store(marked[0] + block, mark, mask=marked[1] & (part > 0))
+    return total, lower
+
+
+@triton.jit
+def settle(q, k, run, sight, scales, marks, counts, marked, top, peak, least, active, tolerance, FORM: tl.constexpr):
+    """Newton's method from a peak that is too high, if anything: (the peak, which rows have not converged). Of blocks
+    marked 1 those that the last pass found above the threshold keep that."""
+    step = 0
+    while (tl.max(active.to(tl.int32), 0) > 0) & (step < STEPS):
+        theta = top - FORM.r * peak
+        total, lower = sums_above(q, k, theta, counts, sight, scales, marks, marked, step + 2, FORM)
+        new = tl.maximum(descend(peak, total, lower, FORM.r), least)
+        moved = active & (new < peak)
+        active = moved & (peak - new > tolerance * new)
+        peak = tl.where(moved, new, peak)
+        step += 1
+        counts = collect(marks, run, step + 1, FORM)
+    leave(marks, run, step + 1, FORM)
+    return peak, active
+
+
+@triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
+def compact_search_kernel(
+    q_ptr, k_ptr, factor_ptr, given_ptr, low_ptr, high_ptr, mask_ptr, floats_ptr, flags_ptr, marks_ptr, list_ptr,
+    scale, number, tolerance, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row,
+    range_batch, mask_batch, mask_head, FORM: tl.constexpr,
+):  # fmt: skip
+    """Top, theta, reach and status of the rows, and marks: 1 where a block can have weight."""
+    place = place_of(queries, heads, FORM)
+    rows, real, flat = own_rows(place, queries, FORM)
+    sight = sight_of(low_ptr, high_ptr, mask_ptr, place, rows, range_batch, mask_batch, mask_head)
+    scales = factors(factor_ptr, flat, scale, FORM)
+    q = load_rows(q_ptr + place[2] * q_batch + place[3] * q_head, rows, q_row, FORM.dim, FORM.wide)
+    k = k_ptr + place[2] * k_batch + place[3] // group * k_head, k_row, keys
+    marks_at = marks_of(marks_ptr, place, queries, keys, FORM)
+    marked = row_marks(marks_at, keys, FORM)
+    run = key_blocks(sight, FORM)
+
+    within = row_number(given_ptr, flat, number, FORM.given, FORM)
+    if FORM.rule == ADAPTIVE:
+        within = within * 0 + FORM.r
+    best, tops = look(q, k, run, sight, scales, within, marked, real, FORM)
     empty = best == -float("inf")
     best = tl.where(empty, 0.0, best)
-    top = best * by
+    top = best * scales[1]
     finest = tl.abs(top) * FINEST  # below it rounding alone says which keys are near enough
     reach = tl.maximum(within, finest)
-    status = tl.zeros((ROWS,), tl.int32)
-
-    if RULE == ADAPTIVE:
-        list_at = list_ptr + (head.to(tl.int64) * ((queries + ROWS - 1) // ROWS) + row_block) * blocks
-        inner, outer = collect(marks_at, list_at, blocks, granules, first, full, partial, last, 1, GRANULES)
-        least = finest * (1.0 / R)
-        peak = tl.maximum(first_peak(tops, best, by, R), least)
+    status = tl.zeros((FORM.rows,), tl.int32)
+    if FORM.rule == ADAPTIVE:
+        marks = lists_of(marks_at, list_ptr, place, queries, keys, FORM)
+        counts = collect(marks, run, 1, FORM)
+        least = finest * (1.0 / FORM.r)
+        peak = tl.maximum(first_peak(tops, best, scales[1], FORM.r), least)
         active = real & (empty == 0) & (least < 1)  # beyond, rounding alone sets the peak
-        step = 0
-        while (tl.max(active.to(tl.int32), 0) > 0) & (step < STEPS):
-            theta = top - R * peak
-            total = tl.zeros((ROWS,), tl.float32)
-            lower = tl.zeros((ROWS,), tl.float32)
-            for side in tl.static_range(2):
-                for t in range(outer if side == 0 else inner):
-                    block = tl.load(list_at + ((blocks - 1 - t) if side == 0 else t))
-                    dot, columns = key_scores(
-                        q, k_at, block, k_row, keys, factor, FACTOR, DIM, WIDTH, KEYS, side == 0, WIDE
-                    )
-                    e = excess(dot, by[:, None], theta[:, None])
-                    if side == 0:
-                        e = tl.where(seen(columns, low, high, mask_at, keys, MASK), e, 0.0)
-                    part = tl.sum(lower_power(e, R), 1)
-                    lower += part
-                    total += tl.sum(power(e, R), 1)
-                    tl.store(row_marks + block, step + 2, mask=real & (part > 0))
-            new = tl.maximum(descend(peak, total, lower, R), least)
-            moved = active & (new < peak)
-            active = moved & (peak - new > tolerance * new)
-            peak = tl.where(moved, new, peak)
-            step += 1
-            inner, outer = collect(marks_at, list_at, blocks, granules, first, full, partial, last, step + 1, GRANULES)
-        reach = R * peak
+        own = marked, real
+        peak, active = settle(q, k, run, sight, scales, marks, counts, own, top, peak, least, active, tolerance, FORM)
+        reach = FORM.r * peak
         status = active.to(tl.int32)
-        leave(marks_at, blocks, granules, first, last, step + 1, GRANULES)
-
     reach = tl.where(empty, 1.0, reach)
-    one = tl.full((ROWS,), 1.0, tl.float32)
-    store_row(
-        floats_ptr, flags_ptr, flat, real, top, top - reach, reach, one, one * 0, one * 0, empty, empty & False, status
-    )
+    one, none = tl.full((FORM.rows,), 1.0, tl.float32), tl.zeros((FORM.rows,), tl.float32)
+    store_row(floats_ptr, flags_ptr, flat, real, top, top - reach, reach, one, none, none, empty, empty & False, status)
+
+
+# The output -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def tied(ties, z, e, nearly, columns):
+    """(first key with the best score of a row, last, how many), with those of a block of scores z [R, K]."""
+    first, last, count = ties
+    tie = (e > 0) & (z >= nearly[:, None])
+    count += tl.sum(tie.to(tl.int32), 1)
+    first = tl.minimum(first, tl.min(tl.where(tie, columns[None, :], BEYOND), 1))
+    last = tl.maximum(last, tl.max(tl.where(tie, columns[None, :], -1), 1))
+    return first, last, count
+
+
+@triton.jit
+def store_ties(index_ptr, flat, ties, real):
+    """Key 0 where there is none."""
+    first, last, count = ties
+    tl.store(index_ptr + flat * 3, tl.where(count > 0, first, 0), mask=real)
+    tl.store(index_ptr + flat * 3 + 1, tl.where(count > 0, last, 0), mask=real)
+    tl.store(index_ptr + flat * 3 + 2, count, mask=real)
 
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_weigh_kernel(
     q_ptr, k_ptr, v_ptr, factor_ptr, low_ptr, high_ptr, mask_ptr, floats_ptr, flags_ptr, marks_ptr, list_ptr,
     out_ptr, index_ptr, tilt_ptr, scale, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head,
-    k_row, v_batch, v_head, v_row, range_batch, mask_batch, mask_head, RULE: tl.constexpr, R: tl.constexpr,
-    FACTOR: tl.constexpr, MASK: tl.constexpr, KEEP: tl.constexpr, COUNTED: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, VALUES: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    GRANULE: tl.constexpr, WIDE: tl.constexpr,
+    k_row, v_batch, v_head, v_row, range_batch, mask_batch, mask_head, FORM: tl.constexpr,
 ):  # fmt: skip
     """The output, the mass of the rows, and for a backward pass tilt or index. Of marks that are 1 those of blocks that
     have weight become 2, where the rule is anchored: its marks were made before the best scores were known."""
-    GRANULES: tl.constexpr = ROWS // GRANULE
-    TILT: tl.constexpr = KEEP and RULE == ADAPTIVE
-    TIES: tl.constexpr = KEEP and RULE == ANCHORED
-    blocks = (keys + KEYS - 1) // KEYS
-    head, row_block, batch, own = block_of_rows(queries, heads, ROWS)
-    rows, real = own_rows(row_block, queries, ROWS)
-    flat = head.to(tl.int64) * queries + rows
-    low = tl.load(low_ptr + batch * range_batch + rows)
-    high = tl.load(high_ptr + batch * range_batch + rows)
-    factor, by = factors(factor_ptr, flat, scale, ROWS, FACTOR)
-    q = load_rows(q_ptr + batch * q_batch + own * q_head, rows, q_row, DIM, WIDTH)
-    k_at = k_ptr + batch * k_batch + own // group * k_head
-    v_at = v_ptr + batch * v_batch + own // group * v_head
-    mask_at = mask_ptr + batch * mask_batch + own * mask_head
-    marks_at, granules = marks_of(marks_ptr, head, row_block, queries, blocks, GRANULE, GRANULES)
-    row_marks = marks_at + (tl.arange(0, ROWS) // GRANULE).to(tl.int64) * blocks
-    first, full, partial, last = key_blocks(low, high, MASK, KEYS)
-    list_at = list_ptr + (head.to(tl.int64) * ((queries + ROWS - 1) // ROWS) + row_block) * blocks
-    inner, outer = collect(marks_at, list_at, blocks, granules, first, full, partial, last, 1, GRANULES)
+    TILT: tl.constexpr = FORM.keep and FORM.rule == ADAPTIVE
+    TIES: tl.constexpr = FORM.keep and FORM.rule == ANCHORED
+    place = place_of(queries, heads, FORM)
+    rows, real, flat = own_rows(place, queries, FORM)
+    sight = sight_of(low_ptr, high_ptr, mask_ptr, place, rows, range_batch, mask_batch, mask_head)
+    factor, by = factors(factor_ptr, flat, scale, FORM)
+    q = load_rows(q_ptr + place[2] * q_batch + place[3] * q_head, rows, q_row, FORM.dim, FORM.wide)
+    k = k_ptr + place[2] * k_batch + place[3] // group * k_head, k_row, keys
+    v = v_ptr + place[2] * v_batch + place[3] // group * v_head, v_row, keys
+    marks_at = marks_of(marks_ptr, place, queries, keys, FORM)
+    marked, marks = row_marks(marks_at, keys, FORM), lists_of(marks_at, list_ptr, place, queries, keys, FORM)
+    run = key_blocks(sight, FORM)
+    counts = collect(marks, run, 1, FORM)
     theta = tl.load(floats_ptr + flat * 6 + 1)
     g = 1.0 / tl.load(floats_ptr + flat * 6 + 2)
 
-    acc = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
-    mass = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
+    mass = tl.zeros((FORM.rows,), tl.float32)
     if TILT:
-        tilt = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
-        tilt_mass = tl.zeros((ROWS,), tl.float32)
+        tilt = tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
+        tilt_mass = tl.zeros((FORM.rows,), tl.float32)
     if TIES:
         top = tl.load(floats_ptr + flat * 6)
         nearly = top - tl.abs(top) * (FINEST * 0.25)
-        first_tie = tl.full((ROWS,), BEYOND, tl.int32)
-        last_tie = tl.full((ROWS,), -1, tl.int32)
-        ties = tl.zeros((ROWS,), tl.int32)
-    support = tl.zeros((ROWS,), tl.float32)
-    square = tl.zeros((ROWS,), tl.float32)
+        none = tl.zeros((FORM.rows,), tl.int32)
+        ties = none + BEYOND, none - 1, none
+    seen_weights = tl.zeros((FORM.rows,), tl.float32), tl.zeros((FORM.rows,), tl.float32)
     for side in tl.static_range(2):
-        for t in range(outer if side == 0 else inner):
-            block = tl.load(list_at + ((blocks - 1 - t) if side == 0 else t))
-            dot, columns = key_scores(q, k_at, block, k_row, keys, factor, FACTOR, DIM, WIDTH, KEYS, side == 0, WIDE)
+        for t in range(counts[1 - side]):
+            block = listed(marks, t, side == 0)
+            dot, columns = key_scores(q, k, block, factor, sight, side == 0, FORM)
             e = excess(dot, by[:, None], theta[:, None])
-            if side == 0:
-                e = tl.where(seen(columns, low, high, mask_at, keys, MASK), e, 0.0)
             u = e * g[:, None]
-            v = load_block(v_at, block, v_row, keys, VALUES, VALUE_WIDTH, KEYS, side == 0, WIDE)
-            p = power(u, R).to(v.dtype)
-            w = p.to(tl.float32)  # summed as they are applied, so that they sum to one
-            acc = tl.dot(p, v, acc, input_precision="ieee")
-            part = tl.sum(w, 1)
+            x = load_values(v, block, side == 0, FORM)
+            acc, part, w = applied(acc, power(u, FORM.r), x)
             mass += part
             if TILT:
-                b = lower_power(u, R).to(v.dtype)
-                tilt = tl.dot(b, v, tilt, input_precision="ieee")
-                tilt_mass += tl.sum(b.to(tl.float32), 1)
+                tilt, slope, _ = applied(tilt, lower_power(u, FORM.r), x)
+                tilt_mass += slope
             if TIES:
-                tl.store(row_marks + block, 2, mask=real & (part > 0))
-                tie = (e > 0) & (dot * by[:, None] >= nearly[:, None])
-                ties += tl.sum(tie.to(tl.int32), 1)
-                first_tie = tl.minimum(first_tie, tl.min(tl.where(tie, columns[None, :], BEYOND), 1))
-                last_tie = tl.maximum(last_tie, tl.max(tl.where(tie, columns[None, :], -1), 1))
-            if COUNTED:
-                support += tl.sum(tl.where(w > 0, 1.0, 0.0), 1)
-                square += tl.sum(w * w, 1)
+                tl.store(marked + block, 2, mask=real & (part > 0))
+                ties = tied(ties, dot * by[:, None], e, nearly, columns)
+            if FORM.counted:
+                seen_weights = counted(seen_weights, w)
 
     some = mass > 0
     mass = tl.where(some, mass, 1.0)
-    columns = tl.arange(0, VALUE_WIDTH)
-    stored = real[:, None] & (columns < VALUES)[None, :]
-    place = flat[:, None] * VALUES + columns[None, :]
-    tl.store(out_ptr + place, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=stored)
+    store_values(out_ptr, flat, acc / mass[:, None], real, FORM)
     tl.store(floats_ptr + flat * 6 + 3, mass, mask=real)
-    if COUNTED:
+    if FORM.counted:
+        support, square = seen_weights
         tl.store(floats_ptr + flat * 6 + 4, support, mask=real)
         tl.store(floats_ptr + flat * 6 + 5, tl.where(some, mass * mass / tl.where(some, square, 1.0), 0.0), mask=real)
     if TILT:
-        tl.store(tilt_ptr + place, tilt / tl.where(tilt_mass > 0, tilt_mass, 1.0)[:, None], mask=stored)
+        store_values(tilt_ptr, flat, tilt / tl.where(tilt_mass > 0, tilt_mass, 1.0)[:, None], real, FORM)
     if TIES:
-        tl.store(index_ptr + flat * 3, tl.where(ties > 0, first_tie, 0), mask=real)
-        tl.store(index_ptr + flat * 3 + 1, tl.where(ties > 0, last_tie, 0), mask=real)
-        tl.store(index_ptr + flat * 3 + 2, ties, mask=real)
-        leave(marks_at, blocks, granules, first, last, 2, GRANULES)
+        store_ties(index_ptr, flat, ties, real)
+        leave(marks, run, 2, FORM)

@@ -10,26 +10,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .compact_math import (
-    LOG2E,
-    SOFTMAX,
-    UNIFORM,
-    block_of_rows,
-    edge_block,
+from .blocks import load_rows, seen
+from .compact_math import LOG2E, SOFTMAX, UNIFORM, power
+from .compact_rows import (
+    applied,
+    block_of,
+    count_of,
+    counted,
     factors,
     key_blocks,
     key_scores,
-    load_block,
-    load_rows,
+    load_values,
+    marks_of,
     own_rows,
-    power,
+    place_of,
+    row_marks,
     row_number,
-    seen,
+    sight_of,
     store_row,
+    store_values,
 )
 
 SMALLEST = tl.constexpr(2.0**-100)
 BEYOND = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def reach_of(best, factor, bias):
+    """How far the best score lies above the threshold -bias; not so little that one over it is too much."""
+    return tl.maximum(best * factor + bias, SMALLEST)
 
 
 @triton.jit
@@ -41,191 +50,146 @@ def relative(dot, before, best, factor, bias, RULE: tl.constexpr, R: tl.constexp
         w = tl.exp2(dot * factor[:, None] - level[:, None])
         kept = tl.exp2(before * factor - level)
     else:
-        reach = best * factor + bias
-        inside = reach > SMALLEST
-        g = tl.where(inside, 1.0 / tl.where(inside, reach, 1.0), 0.0)
+        g = 1.0 / reach_of(best, factor, bias)
         w = power(tl.maximum(dot * factor[:, None] + bias[:, None], 0.0) * g[:, None], R)
-        kept = power(tl.maximum(before * factor + bias, 0.0) * g, R)
+        kept = power(reach_of(before, factor, bias) * g, R)
     return w, kept
 
 
 @triton.jit
-def count_weights(
-    q, k_at, mask_at, best, factor, by, bias, low, high, first, last, k_row, keys, FACTOR: tl.constexpr,
-    RULE: tl.constexpr, R: tl.constexpr, MASK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    KEYS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+def count_weights(q, k, run, sight, best, scales, bias, FORM: tl.constexpr):
     """(how many weights are not 0, sum of their squares), over the weight at the best score."""
-    support = tl.zeros(best.shape, tl.float32)
-    square = tl.zeros(best.shape, tl.float32)
-    for t in range(last - first):
-        block = first + t
-        dot, columns = key_scores(q, k_at, block, k_row, keys, factor, FACTOR, DIM, WIDTH, KEYS, True, WIDE)
-        dot = tl.where(seen(columns, low, high, mask_at, keys, MASK), dot, -float("inf"))
-        w, _ = relative(dot, best, best, by, bias, RULE, R)
-        support += tl.sum(tl.where(w > 0, 1.0, 0.0), 1)
-        square += tl.sum(w * w, 1)
-    return support, square
+    factor, by = scales
+    counts = tl.zeros(best.shape, tl.float32), tl.zeros(best.shape, tl.float32)
+    for block in range(run[0], run[3]):
+        dot, _ = key_scores(q, k, block, factor, sight, True, FORM)
+        w, _ = relative(dot, best, best, by, bias, FORM.rule, FORM.r)
+        counts = counted(counts, w)
+    return counts
 
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_stream_kernel(
     q_ptr, k_ptr, v_ptr, factor_ptr, given_ptr, low_ptr, high_ptr, mask_ptr,
-    out_ptr, floats_ptr, flags_ptr, marks_ptr,
-    scale, number, heads, group, queries, keys,
+    out_ptr, floats_ptr, flags_ptr, marks_ptr, scale, number, heads, group, queries, keys,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, range_batch, mask_batch, mask_head,
-    RULE: tl.constexpr, R: tl.constexpr, FACTOR: tl.constexpr, GIVEN: tl.constexpr,
-    MASK: tl.constexpr, KEEP: tl.constexpr, COUNTED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    VALUES: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, GRANULE: tl.constexpr,
-    WIDE: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """The output and the statistics of rows; for a backward pass, under a fixed threshold, marks of the key blocks with
     weight. Rows that no key is near enough to are flagged, and get 0."""
-    blocks = (keys + KEYS - 1) // KEYS
-    head, row_block, batch, own = block_of_rows(queries, heads, ROWS)
-    rows, real = own_rows(row_block, queries, ROWS)
-    flat = head.to(tl.int64) * queries + rows
-    low = tl.load(low_ptr + batch * range_batch + rows)
-    high = tl.load(high_ptr + batch * range_batch + rows)
-    factor, by = factors(factor_ptr, flat, scale, ROWS, FACTOR)
-    bias = row_number(given_ptr, flat, number, ROWS, GIVEN)
-    q = load_rows(q_ptr + batch * q_batch + own * q_head, rows, q_row, DIM, WIDTH)
-    k_at = k_ptr + batch * k_batch + own // group * k_head
-    v_at = v_ptr + batch * v_batch + own // group * v_head
-    mask_at = mask_ptr + batch * mask_batch + own * mask_head
-    row_marks = marks_ptr + (head.to(tl.int64) * ((queries + GRANULE - 1) // GRANULE) + rows // GRANULE) * blocks
-    first, full, partial, last = key_blocks(low, high, MASK, KEYS)
-    if RULE == SOFTMAX:
+    place = place_of(queries, heads, FORM)
+    rows, real, flat = own_rows(place, queries, FORM)
+    sight = sight_of(low_ptr, high_ptr, mask_ptr, place, rows, range_batch, mask_batch, mask_head)
+    factor, by = factors(factor_ptr, flat, scale, FORM)
+    bias = row_number(given_ptr, flat, number, FORM.given, FORM)
+    q = load_rows(q_ptr + place[2] * q_batch + place[3] * q_head, rows, q_row, FORM.dim, FORM.wide)
+    k = k_ptr + place[2] * k_batch + place[3] // group * k_head, k_row, keys
+    v = v_ptr + place[2] * v_batch + place[3] // group * v_head, v_row, keys
+    marked = row_marks(marks_of(marks_ptr, place, queries, keys, FORM), keys, FORM)
+    run = key_blocks(sight, FORM)
+    if FORM.rule == SOFTMAX:
         by = by * LOG2E
 
-    best = tl.full((ROWS,), -float("inf"), tl.float32)
-    mass = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
+    best = tl.full((FORM.rows,), -float("inf"), tl.float32)
+    mass = tl.zeros((FORM.rows,), tl.float32)
+    acc = tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
     for side in tl.static_range(2):
-        for t in range((full - first + last - partial) if side == 0 else (partial - full)):
-            block = edge_block(t, first, full, partial, last) if side == 0 else partial - 1 - t
-            dot, columns = key_scores(q, k_at, block, k_row, keys, factor, FACTOR, DIM, WIDTH, KEYS, side == 0, WIDE)
-            if side == 0:
-                dot = tl.where(seen(columns, low, high, mask_at, keys, MASK), dot, -float("inf"))
+        for t in range(count_of(run, side == 0)):
+            block = block_of(run, t, side == 0)
+            dot, _ = key_scores(q, k, block, factor, sight, side == 0, FORM)
             before = best
             best = tl.maximum(best, tl.max(dot, 1))
-            w, kept = relative(dot, before, best, by, bias, RULE, R)
-            v = load_block(v_at, block, v_row, keys, VALUES, VALUE_WIDTH, KEYS, side == 0, WIDE)
-            p = w.to(v.dtype)
-            part = tl.sum(p.to(tl.float32), 1)
+            w, kept = relative(dot, before, best, by, bias, FORM.rule, FORM.r)
+            x = load_values(v, block, side == 0, FORM)
+            acc, part, _ = applied(acc * kept[:, None], w, x)
             mass = mass * kept + part
-            acc = tl.dot(p, v, acc * kept[:, None], input_precision="ieee")
-            if KEEP and RULE != SOFTMAX:
-                tl.store(row_marks + block, 1, mask=real & (part > 0))
+            if FORM.keep and FORM.rule != SOFTMAX:
+                tl.store(marked + block, 1, mask=real & (part > 0))
     empty = best == -float("inf")
     lost = real & (mass == 0) & (best > -float("inf"))  # keys are seen, but none lies inside
 
-    support = tl.zeros((ROWS,), tl.float32)
-    square = tl.zeros((ROWS,), tl.float32)
-    if COUNTED:
-        support, square = count_weights(
-            q,
-            k_at,
-            mask_at,
-            best,
-            factor,
-            by,
-            bias,
-            low,
-            high,
-            first,
-            last,
-            k_row,
-            keys,
-            FACTOR,
-            RULE,
-            R,
-            MASK,
-            DIM,
-            WIDTH,
-            KEYS,
-            WIDE,
-        )
+    support, square = tl.zeros((FORM.rows,), tl.float32), tl.zeros((FORM.rows,), tl.float32)
+    if FORM.counted:
+        support, square = count_weights(q, k, run, sight, best, (factor, by), bias, FORM)
     ess = tl.where(square > 0, mass * mass / tl.where(square > 0, square, 1.0), 0.0)
     some = mass > 0
     mass = tl.where(some, mass, 1.0)
-    columns = tl.arange(0, VALUE_WIDTH)
-    stored = real[:, None] & (columns < VALUES)[None, :]
-    place = flat[:, None] * VALUES + columns[None, :]
-    tl.store(out_ptr + place, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=stored)
-    if RULE == SOFTMAX:
-        top = best if FACTOR else best * factor
-        theta = tl.full((ROWS,), -float("inf"), tl.float32)
-        reach = tl.full((ROWS,), 1.0, tl.float32)
+    store_values(out_ptr, flat, acc / mass[:, None], real, FORM)
+    if FORM.rule == SOFTMAX:
+        top = best if FORM.factors else best * factor
+        theta = tl.full((FORM.rows,), -float("inf"), tl.float32)
+        reach = tl.full((FORM.rows,), 1.0, tl.float32)
     else:
         top = best * by
         theta = -bias
-        reach = tl.where(some, top + bias, 1.0)
+        reach = tl.where(some, reach_of(best, by, bias), 1.0)
     top = tl.where(empty, 0.0, top)
     theta = tl.where(empty, -1.0, theta)
-    status = tl.zeros((ROWS,), tl.int32)
+    status = tl.zeros((FORM.rows,), tl.int32)
     store_row(floats_ptr, flags_ptr, flat, real, top, theta, reach, mass, support, ess, empty, lost, status)
+
+
+@triton.jit
+def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
+    """(sum of the values [R, Dv] that lost rows see, how many these are)."""
+    acc = tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
+    count = tl.zeros((FORM.rows,), tl.int32)
+    for block in range(run[0], run[3]):
+        columns = block * FORM.keys + tl.arange(0, FORM.keys)
+        taken = seen(columns, sight[0], sight[1], sight[2], v[2], FORM.masked) & lost[:, None]
+        x = load_values(v, block, True, FORM)
+        acc = tl.dot(taken.to(x.dtype), x, acc, input_precision="ieee")
+        part = tl.sum(taken.to(tl.int32), 1)
+        count += part
+        if FORM.keep:
+            tl.store(marked + block, 1, mask=part > 0)
+    return acc, count
+
+
+@triton.jit
+def nearest(q, k, run, sight, scales, top, FORM: tl.constexpr):
+    """The first key with the best score of each row."""
+    first = tl.full((FORM.rows,), BEYOND, tl.int32)
+    for block in range(run[0], run[3]):
+        dot, columns = key_scores(q, k, block, scales[0], sight, True, FORM)
+        same = dot * scales[1][:, None] >= top[:, None]
+        first = tl.minimum(first, tl.min(tl.where(same, columns[None, :], BEYOND), 1))
+    return tl.minimum(first, k[2] - 1)
 
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
 def compact_stand_in_kernel(
     q_ptr, k_ptr, v_ptr, factor_ptr, low_ptr, high_ptr, mask_ptr, out_ptr, floats_ptr, flags_ptr, index_ptr, marks_ptr,
     scale, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    range_batch, mask_batch, mask_head, STAND: tl.constexpr, FACTOR: tl.constexpr, MASK: tl.constexpr,
-    KEEP: tl.constexpr, COUNTED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, GRANULE: tl.constexpr, WIDE: tl.constexpr,
+    range_batch, mask_batch, mask_head, FORM: tl.constexpr,
 ):  # fmt: skip
     """The output of rows that are flagged: the mean of the values that they see, or the value of the best key alone;
     and for a backward pass how many they see or which is the best, and marks of those blocks."""
-    blocks = (keys + KEYS - 1) // KEYS
-    head, row_block, batch, own = block_of_rows(queries, heads, ROWS)
-    rows, real = own_rows(row_block, queries, ROWS)
-    flat = head.to(tl.int64) * queries + rows
+    place = place_of(queries, heads, FORM)
+    rows, real, flat = own_rows(place, queries, FORM)
     lost = real & (tl.load(flags_ptr + flat * 3 + 1) != 0)
-    if KEEP:
-        tl.store(index_ptr + flat, tl.full((ROWS,), -1, tl.int32), mask=real)
+    if FORM.keep:
+        tl.store(index_ptr + flat, tl.full((FORM.rows,), -1, tl.int32), mask=real)
     if tl.max(lost.to(tl.int32), 0) > 0:
-        low = tl.load(low_ptr + batch * range_batch + rows)
-        high = tl.load(high_ptr + batch * range_batch + rows)
-        k_at = k_ptr + batch * k_batch + own // group * k_head
-        v_at = v_ptr + batch * v_batch + own // group * v_head
-        mask_at = mask_ptr + batch * mask_batch + own * mask_head
-        row_marks = marks_ptr + (head.to(tl.int64) * ((queries + GRANULE - 1) // GRANULE) + rows // GRANULE) * blocks
-        first, _, _, last = key_blocks(low, high, MASK, KEYS)
-        if STAND == UNIFORM:
-            acc = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
-            stand_in = tl.zeros((ROWS,), tl.int32)
-            for t in range(last - first):
-                block = first + t
-                taken = seen(block * KEYS + tl.arange(0, KEYS), low, high, mask_at, keys, MASK) & lost[:, None]
-                v = load_block(v_at, block, v_row, keys, VALUES, VALUE_WIDTH, KEYS, True, WIDE)
-                acc = tl.dot(taken.to(v.dtype), v, acc, input_precision="ieee")
-                part = tl.sum(taken.to(tl.int32), 1)
-                stand_in += part
-                if KEEP:
-                    tl.store(row_marks + block, 1, mask=part > 0)
+        sight = sight_of(low_ptr, high_ptr, mask_ptr, place, rows, range_batch, mask_batch, mask_head)
+        k = k_ptr + place[2] * k_batch + place[3] // group * k_head, k_row, keys
+        v = v_ptr + place[2] * v_batch + place[3] // group * v_head, v_row, keys
+        marked = row_marks(marks_of(marks_ptr, place, queries, keys, FORM), keys, FORM)
+        run = key_blocks(sight, FORM)
+        if FORM.stand == UNIFORM:
+            acc, stand_in = alike(v, run, sight, lost, marked, FORM)
             count = tl.maximum(stand_in, 1).to(tl.float32)
         else:
-            factor, by = factors(factor_ptr, flat, scale, ROWS, FACTOR)
-            top = tl.load(floats_ptr + flat * 6)
-            q = load_rows(q_ptr + batch * q_batch + own * q_head, rows, q_row, DIM, WIDTH)
-            stand_in = tl.full((ROWS,), BEYOND, tl.int32)
-            for t in range(last - first):
-                block = first + t
-                dot, columns = key_scores(q, k_at, block, k_row, keys, factor, FACTOR, DIM, WIDTH, KEYS, True, WIDE)
-                same = seen(columns, low, high, mask_at, keys, MASK) & (dot * by[:, None] >= top[:, None])
-                stand_in = tl.minimum(stand_in, tl.min(tl.where(same, columns[None, :], BEYOND), 1))
-            stand_in = tl.minimum(stand_in, keys - 1)
-            acc = load_rows(v_at, stand_in, v_row, VALUES, VALUE_WIDTH).to(tl.float32)
-            count = tl.full((ROWS,), 1.0, tl.float32)
-            if KEEP:
-                tl.store(row_marks + stand_in // KEYS, 1, mask=lost)
-        columns = tl.arange(0, VALUE_WIDTH)
-        place = flat[:, None] * VALUES + columns[None, :]
-        mean = (acc / count[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + place, mean, mask=lost[:, None] & (columns < VALUES)[None, :])
-        if KEEP:
+            scales = factors(factor_ptr, flat, scale, FORM)
+            q = load_rows(q_ptr + place[2] * q_batch + place[3] * q_head, rows, q_row, FORM.dim, FORM.wide)
+            stand_in = nearest(q, k, run, sight, scales, tl.load(floats_ptr + flat * 6), FORM)
+            acc = load_rows(v[0], stand_in, v_row, FORM.value_dim, FORM.value_wide).to(tl.float32)
+            count = tl.full((FORM.rows,), 1.0, tl.float32)
+            if FORM.keep:
+                tl.store(marked + stand_in // FORM.keys, 1, mask=lost)
+        store_values(out_ptr, flat, acc / count[:, None], lost, FORM)
+        if FORM.keep:
             tl.store(index_ptr + flat, stand_in, mask=lost)
-        if COUNTED:
+        if FORM.counted:
             tl.store(floats_ptr + flat * 6 + 4, count, mask=lost)
             tl.store(floats_ptr + flat * 6 + 5, count, mask=lost)

@@ -285,12 +285,12 @@ def _check_bounds(bounds: KeyBounds | None, key: Tensor, rule: Rule) -> tuple[Te
 
 
 def _visited(found: tuple[Tensor, ...], rule: Rule, visible: Visibility, size: int) -> Visited:
-    ranges, rows = ranges_of(visible, found[0].device), found[3].shape[:2]
+    ranges, rows = ranges_of(visible, found[0].device), found[1].shape[:2]
     some = ranges.high > ranges.low
     stop = torch.where(some, ranges.high, 0).amax(1)
     start = torch.minimum(torch.where(some, ranges.low, visible.keys).amin(1), stop)
     total = ((stop + size - 1) // size - start // size).long()[:, None].expand(rows)
     if rule.code == SOFTMAX:
         return Visited(total, total, total, size)
-    read = [x.amax(2).long().sum(-1) if x.numel() else total * 0 for x in found[3:]]
+    read = [x.amax(2).long().sum(-1) if x.numel() else total * 0 for x in found[1:]]
     return Visited(read[0], read[1], total, size)

@@ -13,7 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FAR = tl.constexpr(2**31 - 1)
+from .blocks import FAR, load, load_span, places_of, seen
+from .finite_kernel import broken
+
 next_power_of_2 = triton.next_power_of_2
 
 
@@ -47,29 +49,45 @@ def share(part, parts, tiles):
 @triton.jit
 def row_ranges(low, high, rows, count, queries):
     """[low, high) of each row of the tile, empty beyond the last; rows are ordered by head, then by query."""
-    held = rows < count
-    at = rows % queries
-    return tl.load(low + at, mask=held, other=0), tl.load(high + at, mask=held, other=0)
+    return load_span(low, high, rows % queries, rows < count)
+
+
+@triton.jit
+def part_of(
+    low, high, heads, group, queries, stride, ROWS: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr
+):  # fmt: skip
+    """What program (i, part) works on: (sequence, key head, rows [ROWS] of it, which of them there are, their numbers
+    among all, the keys [start, to) that each sees, the first tile in sight, the tiles [first, last) of the part,
+    counted from that one, the key after the last in sight)."""
+    count = group * queries
+    at, batch, head, rows = place_of(heads, count, ROWS)
+    low, high = low + batch * stride, high + batch * stride
+    origin, tiles, stop = extent(low, high, queries, KEYS, MOST)
+    start, to = row_ranges(low, high, rows, count, queries)
+    first, last = share(tl.program_id(1), tl.num_programs(1), tiles)
+    return batch, head, rows, rows < count, at * count + rows, start, to, origin, first, last, stop
+
+
+@triton.jit
+def store_part(part, stride, own, held, x, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """What a part of the keys comes to in the rows of these numbers: x [ROWS, WIDTH] to part [parts, N, DIM]."""
+    columns = tl.arange(0, WIDTH)
+    to = part + tl.program_id(1).to(tl.int64) * stride + own[:, None] * DIM + columns[None, :]
+    tl.store(to, x.to(part.dtype.element_ty), mask=held[:, None] & (columns < DIM)[None, :])
 
 
 @triton.jit
 def load_queries(q, first_head, rows, count, queries, stride_h, stride_t, D: tl.constexpr, WIDTH: tl.constexpr):
     """The queries [ROWS, WIDTH] of the heads from `first_head` on, 0 outside."""
-    columns = tl.arange(0, WIDTH)
     at = (first_head + rows // queries).to(tl.int64) * stride_h + (rows % queries).to(tl.int64) * stride_t
-    return tl.load(q + at[:, None] + columns[None, :], mask=(rows < count)[:, None] & (columns < D)[None, :], other=0.0)
+    return load(q + at[:, None] + tl.arange(0, WIDTH)[None, :], rows < count, D, WIDTH, True)
 
 
 @triton.jit
 def load_tile(x, first, held, stride, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr):
-    """Rows [KEYS, WIDTH] from number `first` on, 0 where not `held` [KEYS]: those are not read."""
-    at, columns = tl.arange(0, KEYS), tl.arange(0, WIDTH)
-    far = (first + at).to(tl.int64) * stride  # a tile of a cache laid out by tokens may span more than 2^31 numbers
-    ptrs = (x + far)[:, None] + columns[None, :]
-    if D == WIDTH:
-        return tl.load(ptrs, mask=held[:, None], other=0.0)
-    else:
-        return tl.load(ptrs, mask=held[:, None] & (columns < D)[None, :], other=0.0)
+    """Rows [KEYS, WIDTH] from number `first` on, 0 where not `held` [KEYS]: those are not read. A tile of a cache laid
+    out by tokens may span more than 2^31 numbers."""
+    return load(places_of(x, first, stride, KEYS, WIDTH, True), held, D, WIDTH, True)
 
 
 @triton.jit
@@ -110,20 +128,22 @@ def seen_keys(first, low, high, mask, place, rows, count, queries, stride_h, KEY
     """Which keys from `first` on each row sees [ROWS, KEYS]; the first head has its mask at `place`. MASKED: 0 without
     one, 1 where all heads have the same, else 2."""
     at = first + tl.arange(0, KEYS)
-    seen = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
+    found = seen(at, low, high, mask, 0, False)
     if MASKED == 1:
-        inside = tl.max(seen.to(tl.int32), 0) != 0
-        seen = seen & (tl.load(mask + place + at, mask=inside, other=0) != 0)[None, :]
+        inside = tl.max(found.to(tl.int32), 0) != 0
+        found &= (tl.load(mask + place + at, mask=inside, other=0) != 0)[None, :]
     elif MASKED == 2:
         own = place + (rows // queries).to(tl.int64) * stride_h
-        seen = seen & (tl.load(mask + own[:, None] + at[None, :], mask=seen & (rows < count)[:, None], other=0) != 0)
-    return seen
+        found &= tl.load(mask + own[:, None] + at[None, :], mask=found & (rows < count)[:, None], other=0) != 0
+    return found
 
 
 @triton.jit
-def row_scale(factor, scale, at, held, GIVEN: tl.constexpr):
-    """What products are multiplied with to be scores, [ROWS]."""
-    if GIVEN:
-        return tl.load(factor + at, mask=held, other=0.0) * scale
-    else:
-        return tl.zeros_like(at).to(tl.float32) + scale
+def guarded(w, lost, values, seen, wrong, ALIKE: tl.constexpr):
+    """(w [ROWS, KEYS] with NaN where a row sees a `lost` key [KEYS] or a value that is not finite, or sees anything
+    and is `wrong` [ROWS] itself; the values, which are mended unless all rows see ALIKE: those that do not see one that
+    is not finite multiply it with 0)."""
+    bad = broken(values)
+    if not ALIKE:
+        values = tl.where(bad[:, None], 0.0, values)
+    return tl.where(seen & (wrong[:, None] | (lost | bad)[None, :]), float("nan"), w), values

@@ -13,10 +13,14 @@ from torch import Tensor
 from .launch import launch
 from .tiles import Tiles, TileTable
 
-LIMIT = 2.0**56
-"""As in `precision.clean`."""
 TABLE = TileTable(
-    "finite", {(64, 4): Tiles(rows=32), (128, 4): Tiles(rows=16, warps=8), (256, 4): Tiles(rows=8, warps=8)}
+    "finite",
+    {
+        (64, 4): Tiles(rows=32),
+        (128, 4): Tiles(rows=16, warps=8),
+        (256, 4): Tiles(rows=8, warps=8),
+        (1 << 20, 4): Tiles(rows=2, warps=8),
+    },
 )
 
 
@@ -38,7 +42,7 @@ def _clean(x: Tensor) -> tuple[Tensor, Tensor]:
     grid = (-(-length // tiles.rows), batch * heads)
     shape = (heads, length, *x.stride()[:3])
     launch(
-        clean_kernel, grid, x, good, bad, *shape, LIMIT,
+        clean_kernel, grid, x, good, bad, *shape,
         tiles=tiles, D=dim, WIDTH=next_power_of_2(dim), ROWS=tiles.rows,
     )  # fmt: skip
     return good, bad

@@ -8,9 +8,20 @@ import triton.language as tl
 next_power_of_2 = triton.next_power_of_2
 
 
+LIMIT = tl.constexpr((127 + 56) << 23)
+"""The bits of 2^56 in float32; as in `precision.clean`."""
+
+
+@triton.jit
+def broken(x):
+    """Which vectors [N, WIDTH] hold a number that is not finite, or beyond 2^56: without the sign, the bits of larger
+    numbers are larger, and those of infinity and NaN larger still."""
+    return tl.max(x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) > LIMIT
+
+
 @triton.jit
 def clean_kernel(
-    x, good, bad, heads, length, stride_b, stride_h, stride_t, limit,
+    x, good, bad, heads, length, stride_b, stride_h, stride_t,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One block of vectors of one head: x [B, H, T, D] of any strides but the last into good and bad, contiguous."""
@@ -21,8 +32,7 @@ def clean_kernel(
     inside = there[:, None] & (columns < D)[None, :]
     head = (at // heads).to(tl.int64) * stride_b + (at % heads).to(tl.int64) * stride_h
     values = tl.load(x + head + rows[:, None].to(tl.int64) * stride_t + columns[None, :], mask=inside, other=0.0)
-    fine = tl.abs(values.to(tl.float32)) <= limit  # false for NaN
-    lost = tl.sum((~fine).to(tl.int32), 1) > 0
+    lost = broken(values)
     to = at.to(tl.int64) * length + rows
     tl.store(good + to[:, None] * D + columns[None, :], tl.where(lost[:, None], 0.0, values), mask=inside)
     tl.store(bad + to, lost.to(tl.int8), mask=there)

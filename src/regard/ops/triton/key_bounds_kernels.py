@@ -9,8 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .blocks import row_scale
 from .compact_math import ADAPTIVE, ANCHORED, NEAREST
-from .decode_math import extent, load_queries, load_tile, place_of, products, row_ranges, row_scale, seen_keys
+from .decode_math import extent, load_queries, load_tile, place_of, products, row_ranges, seen_keys
 
 SLACK = tl.constexpr(2.0**-13)
 """Of a bound, in units of |q| |k|: more than a product of 256 numbers can be rounded by, whatever the order of the sum
@@ -99,25 +100,13 @@ def probe_kernel(
     chosen = (first + tl.max(tl.where(best == tl.max(best, 0), where, -1), 0)) * BLOCK
     a = load_queries(q + batch * stride_qb, head * group, mine, count, queries, stride_qh, stride_qt, D, WIDTH)
     by = row_scale(factor, scale, row + tl.arange(0, 1), mine < count, GIVEN)
+    k += batch * stride_kb + head * stride_kh
+    shown = batch * stride_mb + head * group * stride_mh
     top = tl.full((1,), float("-inf"), tl.float32)
     for j in range(chosen, tl.minimum(chosen + BLOCK, stop), KEYS):
-        keys = load_tile(
-            k + batch * stride_kb + head * stride_kh, j, j + tl.arange(0, KEYS) < stop, stride_kt, D, WIDTH, KEYS
-        )
+        keys = load_tile(k, j, j + tl.arange(0, KEYS) < stop, stride_kt, D, WIDTH, KEYS)
         z = products(a, keys, 1) * by[:, None]
-        seen = seen_keys(
-            j,
-            own,
-            to,
-            mask,
-            batch * stride_mb + head * group * stride_mh,
-            mine,
-            count,
-            queries,
-            stride_mh,
-            KEYS,
-            MASKED,
-        )
+        seen = seen_keys(j, own, to, mask, shown, mine, count, queries, stride_mh, KEYS, MASKED)
         top = tl.maximum(top, tl.max(tl.where(seen, z, float("-inf")), 1))
     most = tl.max(top, 0)
     value = tl.load(given + row) if PARAMETER else number

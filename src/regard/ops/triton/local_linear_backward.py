@@ -48,7 +48,7 @@ BY_ROWS = TileTable(
         (64, 2): Tiles(64, 32, 4, 3),
         (128, 2): Tiles(64, 32, 4, 2),
         (256, 2): Tiles(32, 32, 8, 1),
-        (64, 4): Tiles(32, 32, 8, 1),
+        (64, 4): Tiles(32, 16, 8, 2),
         (256, 4): Tiles(16, 16, 8, 1),
     },
     (Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 2)),
@@ -106,7 +106,7 @@ class _Call:
         self.x, self.y, self.v, self.kept, self.span = x, y, v, kept, span
         self.matrices = tuple(_matrix(z) for z in (grad.to(v.dtype), x, y, v))
         self.factor = number_or_rows(factor, kept.lse)
-        self.mask = (span.low if span.mask is None else span.mask, *mask_strides(span.mask))
+        self.mask, self.mask_steps = span.low if span.mask is None else span.mask, mask_strides(span.mask)
         self.heads, self.queries, self.keys = x.shape[1], x.shape[2], y.shape[2]
         self.sizes = (self.heads, self.heads // y.shape[1], self.queries, self.keys)
         wide, value_wide = block_width(x.shape[-1]), block_width(v.shape[-1])
@@ -132,8 +132,8 @@ class _Call:
 
     def by_rows(self) -> tuple[Any, ...]:
         """What both kernels by rows take of the call."""
-        span = (self.span.low, self.span.high, batch_stride(self.span.low))
-        return self.factor, span, self.mask, self.sizes
+        span = self.span.low, self.span.high
+        return self.factor, span, self.mask, batch_stride(self.span.low), *self.mask_steps, *self.sizes
 
     def row_blocks(self, tiles: Tiles) -> tuple[int]:
         return (self.x.shape[0] * self.heads * -(-self.queries // tiles.rows),)
@@ -168,6 +168,9 @@ def backward(
 
     Cost: 3 products a pair of D each for the right sides, those of the solve, 5 for dx and 9 for dy and dv.
     """
+    if not kept.lse.numel():
+        optional = (z if isinstance(z, Tensor) else None for z in (factor, ridge, kept.t if ridge is None else None))
+        return Gradients(*(None if z is None else z.new_zeros(z.shape) for z in (x, y, v, *optional)))
     call = _Call(grad, x, y, v, factor, span, kept)
     u = None
     if ridge is not None:
@@ -219,7 +222,8 @@ def _operands(call: _Call, ridge: float | Tensor | None, u: Tensor | None) -> tu
     tiles = OPERANDS.pick(call.width, torch.float32)
     args = (call.matrices[0], call.kept[1:], slopes, number, lse if dridge is None else dridge, call.factor)
     form = call.form._replace(own=tiles.rows, ridge=width, solved=read.solved)
-    launch(local_linear_operands_kernel, call.row_blocks(tiles), *args, *read[:2], call.sizes, tiles=tiles, FORM=form)
+    sizes = call.heads, call.queries
+    launch(local_linear_operands_kernel, call.row_blocks(tiles), *args, *read[:2], *sizes, tiles=tiles, FORM=form)
     return read, dridge
 
 
@@ -235,7 +239,7 @@ def _by_rows(call: _Call, read: _Read, u: Tensor | None) -> tuple[Tensor, Tensor
 
     def run(tiles: Tiles) -> None:
         form = call.form._replace(own=tiles.rows, tile=tiles.keys, solved=read.solved)
-        args = (outs, call.matrices, call.kept[1:], lse if u is None else u, *call.by_rows(), *read[:2])
+        args = (outs, call.matrices, call.kept[1:], lse if u is None else u, *read[:2], *call.by_rows())
         launch(local_linear_query_kernel, call.row_blocks(tiles), *args, tiles=tiles, FORM=form)
 
     run(BY_ROWS.pick(call.width, call.x.dtype, run, (read.solved,)))
@@ -246,12 +250,13 @@ def _by_keys(call: _Call, read: _Read) -> tuple[Tensor, Tensor]:
     from .local_linear_backward_kernels import local_linear_key_kernel
 
     dy, dv = (torch.empty_like(z, memory_format=torch.contiguous_format) for z in (call.y, call.v))
-    span = (call.span.first, call.span.last, batch_stride(call.span.first))
+    span = call.span.first, call.span.last
 
     def run(tiles: Tiles) -> None:
         form = call.form._replace(own=tiles.keys, tile=tiles.rows, solved=read.solved)
         grid = (dy.shape[0] * dy.shape[1] * -(-call.keys // tiles.keys),)
-        args = ((dy, dv), call.matrices, call.factor[1], span, call.mask, call.sizes, *read[:2])
+        steps = batch_stride(call.span.first), *call.mask_steps
+        args = ((dy, dv), call.matrices, *read[:2], call.factor[1], span, call.mask, *steps, *call.sizes)
         launch(local_linear_key_kernel, grid, *args, tiles=tiles, FORM=form)
 
     run(BY_KEYS.pick(call.width, call.x.dtype, run, (read.solved,)))

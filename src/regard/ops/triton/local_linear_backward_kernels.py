@@ -14,17 +14,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .blocks import LENGTHS, load_block, load_span, seen, store_block
 from .local_linear_math import (
     LOG2E,
     edge_tile,
-    load_keys,
-    load_rows,
-    load_span,
     plan,
     row_factor,
     row_ridge,
-    seen,
-    store_rows,
 )
 
 GIVEN, SOLUTION, REST = (tl.constexpr(i) for i in range(3))
@@ -76,19 +72,19 @@ def _place(blocks, heads, group):
 
 
 @triton.jit
-def _rows_of(matrices, kept, factor, span, mask, sizes, block, FORM: tl.constexpr):
+def _rows_of(matrices, kept, factor, span, mask, steps, sizes, block, FORM: tl.constexpr):
     """What the kernels by rows read of theirs: places, operands and row numbers."""
     heads, group, queries, keys = sizes
     _, nth, batch, head, key_head = _place(tl.cdiv(queries, FORM.own), heads, group)
     first = block * FORM.own
     grad_at, x_at = _of_head(matrices[0], batch, head), _of_head(matrices[1], batch, head)
-    g = load_rows(grad_at[0], first, grad_at[1], queries, FORM.own, FORM.value_dim, FORM.value_wide)
-    x = load_rows(x_at[0], first, x_at[1], queries, FORM.own, FORM.dim, FORM.wide)
+    g = load_block(grad_at[0], first, grad_at[1], queries, FORM.own, FORM.value_dim, FORM.value_wide)
+    x = load_block(x_at[0], first, x_at[1], queries, FORM.own, FORM.dim, FORM.wide)
     rows = first + tl.arange(0, FORM.own)
     lse = tl.load(kept[0] + nth * queries + rows, mask=rows < queries, other=float("inf"))
     c = row_factor(factor[0] + nth * queries, factor[1], rows, queries, FORM.factors)
-    low, high = load_span(span[0] + batch * span[2], span[1] + batch * span[2], rows, queries)
-    hidden = mask[0] + batch * mask[1] + head * mask[2]
+    low, high = load_span(span[0] + batch * steps[0], span[1] + batch * steps[0], rows, rows < queries)
+    hidden = mask + batch * steps[1] + head * steps[2]
     kv = _of_head(matrices[2], batch, key_head), _of_head(matrices[3], batch, key_head), hidden, keys
     return nth, first, x, g, (c, lse, low, high), kv
 
@@ -96,13 +92,13 @@ def _rows_of(matrices, kept, factor, span, mask, sizes, block, FORM: tl.constexp
 @triton.jit
 def _own_rows(pointer, nth, first, queries, FORM: tl.constexpr):
     """This block's rows of a contiguous [B, H, Tq, D]."""
-    return load_rows(pointer + nth * queries * FORM.dim, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
+    return load_block(pointer + nth * queries * FORM.dim, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
 
 
 @triton.jit
 def _put_rows(pointer, value, nth, first, queries, FORM: tl.constexpr):
     """The counterpart of `_own_rows`."""
-    store_rows(pointer + nth * queries * FORM.dim, value, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
+    store_block(pointer + nth * queries * FORM.dim, value, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
 
 
 @triton.jit
@@ -110,18 +106,18 @@ def _own_operand(operands, WHICH: tl.constexpr, nth, first, queries, FORM: tl.co
     """One operand of this block's rows."""
     step: tl.constexpr = FORM.operands * FORM.dim
     base = operands + nth * queries * step + WHICH * FORM.dim
-    return load_rows(base, first, step, queries, FORM.own, FORM.dim, FORM.wide)
+    return load_block(base, first, step, queries, FORM.own, FORM.dim, FORM.wide)
 
 
 @triton.jit
 def _pair_tile(x, rows, kv, first, EDGE: tl.constexpr, FORM: tl.constexpr):
     """(keys, values, p) of one tile of keys."""
     c, lse, low, high = rows
-    k = load_keys(kv[0][0], first, kv[0][1], kv[3], FORM.tile, FORM.dim, FORM.wide, EDGE)
-    v = load_keys(kv[1][0], first, kv[1][1], kv[3], FORM.tile, FORM.value_dim, FORM.value_wide, EDGE)
+    k = load_block(kv[0][0], first, kv[0][1], kv[3], FORM.tile, FORM.dim, FORM.wide, EDGE)
+    v = load_block(kv[1][0], first, kv[1][1], kv[3], FORM.tile, FORM.value_dim, FORM.value_wide, EDGE)
     p = tl.exp2(tl.dot(x, tl.trans(k), input_precision=FORM.precision) * c[:, None] - lse[:, None])
     if EDGE:
-        p = tl.where(seen(low, high, first, kv[2], kv[3], FORM.tile, FORM.masked), p, 0.0)
+        p = tl.where(seen(first + tl.arange(0, FORM.tile), low, high, kv[2], kv[3], FORM.masked), p, 0.0)
     return k, v, p
 
 
@@ -140,15 +136,18 @@ def _right_step(state, x, g, mean, rows, kv, first, EDGE: tl.constexpr, FORM: tl
     return _add(p * (gamma - mean[:, None]), k, state[0], state[1], FORM)
 
 
-@triton.jit
-def local_linear_right_kernel(right, matrices, kept, factor, span, mask, sizes, FORM: tl.constexpr):
+@triton.jit(do_not_specialize=LENGTHS)
+def local_linear_right_kernel(
+    right, matrices, kept, factor, span, mask, span_batch, mask_batch, mask_head, heads, group, queries, keys,
+    FORM: tl.constexpr,
+):  # fmt: skip
     """The right sides [B, H, Tq, D] of the systems of u, of one block of queries."""
-    queries = sizes[2]
+    sizes, steps = (heads, group, queries, keys), (span_batch, mask_batch, mask_head)
     blocks = tl.cdiv(queries, FORM.own)
     block = blocks - 1 - tl.program_id(0) % blocks  # in causal order the last have most to do
-    nth, begin, x, g, rows, kv = _rows_of(matrices, kept, factor, span, mask, sizes, block, FORM)
+    nth, begin, x, g, rows, kv = _rows_of(matrices, kept, factor, span, mask, steps, sizes, block, FORM)
     mean = kept[2] + nth * queries * FORM.value_dim
-    mean = load_rows(mean, begin, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
+    mean = load_block(mean, begin, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
     mean = tl.sum(g.to(tl.float32) * mean, 1)
     start, tiles, left, full = plan(rows[2], rows[3], FORM.tile, FORM.masked)
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
@@ -168,7 +167,7 @@ def _put_operand(operands, WHICH: tl.constexpr, value, mean, nth, first, queries
     rounded = value.to(operands.dtype.element_ty)
     step: tl.constexpr = FORM.operands * FORM.dim
     base = operands + nth * queries * step + WHICH * FORM.dim
-    store_rows(base, rounded, first, step, queries, FORM.own, FORM.dim, FORM.wide)
+    store_block(base, rounded, first, step, queries, FORM.own, FORM.dim, FORM.wide)
     return rounded.to(tl.float32), tl.sum(rounded.to(tl.float32) * mean, 1)
 
 
@@ -187,21 +186,20 @@ def _ridge_share(t, u, ridge, dridge, nth, first, queries, FORM: tl.constexpr):
     return tl.sum(both * own, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def local_linear_operands_kernel(
-    grad, kept, slopes, ridge, dridge, factor, operands, table, sizes, FORM: tl.constexpr
+    grad, kept, slopes, ridge, dridge, factor, operands, table, heads, queries, FORM: tl.constexpr
 ):  # fmt: skip
     """What the kernels by queries and by keys read of rows, of one block of these: `operands` [B, H, Tq, 2 or 3, D] and
     `table` [B, H, Tq, NUMBERS]; in place of c what it is of a solution without error. Also the gradient of ridges."""
-    heads, _, queries, _ = sizes
     block, nth, batch, head, _ = _place(tl.cdiv(queries, FORM.own), heads, 1)
     first = block * FORM.own
     row = first + tl.arange(0, FORM.own)
     inside, line = row < queries, table + (nth * queries + row) * NUMBERS
     grad_at = _of_head(grad, batch, head)
-    g = load_rows(grad_at[0], first, grad_at[1], queries, FORM.own, FORM.value_dim, FORM.value_wide).to(tl.float32)
+    g = load_block(grad_at[0], first, grad_at[1], queries, FORM.own, FORM.value_dim, FORM.value_wide).to(tl.float32)
     vbar = kept[2] + nth * queries * FORM.value_dim
-    vbar = load_rows(vbar, first, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
+    vbar = load_block(vbar, first, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
     drop, share = tl.sum(g * vbar, 1), tl.full((FORM.own,), 0.0, tl.float32)
     mean = _own_rows(kept[1], nth, first, queries, FORM)
     t = _own_rows(slopes[0], nth, first, queries, FORM)
@@ -242,15 +240,16 @@ def _query_step(state, operands, scalars, rows, kv, first, EDGE: tl.constexpr, F
     return total, used, mean + tl.sum(dz, 1), right, spent
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def local_linear_query_kernel(
-    outs, matrices, kept, u, factor, span, mask, sizes, operands, table, FORM: tl.constexpr
+    outs, matrices, kept, u, operands, table, factor, span, mask, span_batch, mask_batch, mask_head,
+    heads, group, queries, keys, FORM: tl.constexpr,
 ):  # fmt: skip
     """dx and the gradients of factors or of a given t, of one block of queries, and their c."""
-    queries = sizes[2]
+    sizes, steps = (heads, group, queries, keys), (span_batch, mask_batch, mask_head)
     blocks = tl.cdiv(queries, FORM.own)
     block = blocks - 1 - tl.program_id(0) % blocks
-    nth, begin, x, g, rows, kv = _rows_of(matrices, kept, factor, span, mask, sizes, block, FORM)
+    nth, begin, x, g, rows, kv = _rows_of(matrices, kept, factor, span, mask, steps, sizes, block, FORM)
     row = begin + tl.arange(0, FORM.own)
     inside, line = row < queries, table + (nth * queries + row) * NUMBERS
     t = _own_operand(operands, GIVEN, nth, begin, queries, FORM)
@@ -294,11 +293,11 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
     member = tl.cast(member, tl.int64)
     row = first + tl.arange(0, FORM.tile)
     inside = row < queries
-    x = load_keys(x_at[0] + member * x_at[1], first, x_at[2], queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+    x = load_block(x_at[0] + member * x_at[1], first, x_at[2], queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
     g = grad_at[0] + member * grad_at[1]
-    g = load_keys(g, first, grad_at[2], queries, FORM.tile, FORM.value_dim, FORM.value_wide, EDGE)
+    g = load_block(g, first, grad_at[2], queries, FORM.tile, FORM.value_dim, FORM.value_wide, EDGE)
     operands += member * queries * wide
-    t = load_keys(operands, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+    t = load_block(operands, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
     line = table + (member * queries + first) * NUMBERS + tl.arange(0, FORM.tile) * NUMBERS
     c = tl.full((FORM.tile,), 0.0, tl.float32) + factor * LOG2E
     if FORM.factors:
@@ -306,7 +305,7 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
     lse = tl.load(line + LSE, mask=inside, other=float("inf"))
     p = tl.exp2(tl.dot(k, tl.trans(x), input_precision=FORM.precision) * c[None, :] - lse[None, :])
     if EDGE or FORM.masked:
-        visible = (row[None, :] >= low[:, None]) & (row[None, :] < high[:, None])
+        visible = seen(row, low, high, mask[0], queries, False)
         if FORM.masked:
             key = begin + tl.arange(0, FORM.own)
             visible &= (tl.load(mask[0] + member * mask[1] + key, mask=key < keys, other=0) != 0)[:, None]
@@ -314,7 +313,7 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
     a = tl.dot(k, tl.trans(t), input_precision=FORM.precision)
     if FORM.operands == 3:
         rest = operands + REST * FORM.dim
-        rest = load_keys(rest, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+        rest = load_block(rest, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
         a = tl.dot(k, tl.trans(rest), a, input_precision=FORM.precision)
     a = p * (a + tl.load(line + LIFT, mask=inside, other=0.0)[None, :])
     dv = tl.dot(a.to(k.dtype), g, state[1], input_precision=FORM.precision)
@@ -322,7 +321,7 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
     b = tl.dot(v, tl.trans(g), input_precision=FORM.precision)
     if FORM.solved:
         u = operands + SOLUTION * FORM.dim
-        u = load_keys(u, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+        u = load_block(u, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
         dk = tl.dot(a.to(k.dtype), u, dk, input_precision=FORM.precision)
         b = tl.dot(k, tl.trans(u), b, input_precision=FORM.precision)
     b -= tl.load(line + DROP, mask=inside, other=0.0)[None, :]
@@ -332,17 +331,20 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
     return tl.dot(dz.to(k.dtype), x, dk, input_precision=FORM.precision), dv
 
 
-@triton.jit
-def local_linear_key_kernel(outs, matrices, factor, span, mask, sizes, operands, table, FORM: tl.constexpr):
+@triton.jit(do_not_specialize=LENGTHS)
+def local_linear_key_kernel(
+    outs, matrices, operands, table, factor, span, mask, span_batch, mask_batch, mask_head,
+    heads, group, queries, keys, FORM: tl.constexpr,
+):  # fmt: skip
     """dk and dv of one block of keys: all query heads of its key head in turn, so that no two programs add to one."""
-    heads, group, queries, keys = sizes
+    sizes = heads, group, queries, keys
     block, nth, batch, key_head, _ = _place(tl.cdiv(keys, FORM.own), heads // group, 1)
     begin = block * FORM.own
     k_at, v_at = _of_head(matrices[2], batch, key_head), _of_head(matrices[3], batch, key_head)
-    k = load_rows(k_at[0], begin, k_at[1], keys, FORM.own, FORM.dim, FORM.wide)
-    v = load_rows(v_at[0], begin, v_at[1], keys, FORM.own, FORM.value_dim, FORM.value_wide)
+    k = load_block(k_at[0], begin, k_at[1], keys, FORM.own, FORM.dim, FORM.wide)
+    v = load_block(v_at[0], begin, v_at[1], keys, FORM.own, FORM.value_dim, FORM.value_wide)
     key = begin + tl.arange(0, FORM.own)
-    low, high = load_span(span[0] + batch * span[2], span[1] + batch * span[2], key, keys)
+    low, high = load_span(span[0] + batch * span_batch, span[1] + batch * span_batch, key, key < keys)
     start, tiles, left, full = plan(low, high, FORM.tile, False)
     head = key_head * group
     x_at, grad_at = _of_head(matrices[1], batch, head), _of_head(matrices[0], batch, head)
@@ -350,7 +352,7 @@ def local_linear_key_kernel(outs, matrices, factor, span, mask, sizes, operands,
     read = (
         (x_at[0], matrices[1][2], x_at[1]), (grad_at[0], matrices[0][2], grad_at[1]),
         operands + base * (FORM.operands * FORM.dim), table + base * NUMBERS,
-        (mask[0] + batch * mask[1] + head * mask[2], mask[2]), factor,
+        (mask + batch * mask_batch + head * mask_head, mask_head), factor,
     )  # fmt: skip
     own = k, v, low, high, begin
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
@@ -364,7 +366,7 @@ def local_linear_key_kernel(outs, matrices, factor, span, mask, sizes, operands,
     there = (high > low)[:, None]  # full tiles took weights of keys that nobody sees for theirs
     at = nth * keys
     dk, dv = tl.where(there, state[0], 0.0), tl.where(there, state[1], 0.0)
-    store_rows(outs[0] + at * FORM.dim, dk, begin, FORM.dim, keys, FORM.own, FORM.dim, FORM.wide)
-    store_rows(
+    store_block(outs[0] + at * FORM.dim, dk, begin, FORM.dim, keys, FORM.own, FORM.dim, FORM.wide)
+    store_block(
         outs[1] + at * FORM.value_dim, dv, begin, FORM.value_dim, keys, FORM.own, FORM.value_dim, FORM.value_wide
     )

@@ -24,9 +24,8 @@ from torch import Tensor
 from ...checks import ArgumentError
 from ...estimators import Diagnostics, Visibility
 from ..dispatch import Cost, Inputs, Problem
-from . import local_linear
 from .compact_decode import PARTS, Shape, room_for, width_of
-from .decode_plan import ROWS, Ranges, masked, ranges_of, row_tensor, splits_of, strides
+from .decode_plan import Ranges, masked, ranges_of, row_tensor, splits_of, strides
 from .launch import launch
 from .tiles import Tiles, TileTable
 
@@ -53,19 +52,9 @@ TABLE = TileTable(
 SOLVE = TileTable("local_linear_decode_solve", {(64, 4): Tiles(warps=4, stages=1), (128, 4): Tiles(warps=8, stages=1)})
 
 
-def supports(problem: Problem) -> str | None:
-    """None where the call can be decoded here, else why not."""
-    reason = local_linear.supports(problem)
-    if reason is not None:
-        return reason
-    rows = problem.queries * problem.heads // max(1, problem.kv_heads)
-    if rows > ROWS:
-        return f"decodes up to {ROWS} rows (queries x query heads of a key head) at once; these are {rows}"
-    if problem.dim > WIDEST and problem.spec.solver.name != "learned":
-        return f"solves systems of at most {WIDEST} features while decoding; these have {problem.dim}"
-    if problem.diagnostics:
-        return "decodes without diagnostics"
-    return "decodes without a gradient" if problem.gradient else None
+def fits(problem: Problem) -> bool:
+    """Whether a system, if one is solved, is narrow enough."""
+    return problem.dim <= WIDEST or problem.spec.solver.name == "learned"
 
 
 def cost(problem: Problem) -> Cost:
@@ -77,19 +66,15 @@ def cost(problem: Problem) -> Cost:
 
 
 def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-    """The output [B, H, Tq, Dv] in the dtype of the values; no diagnostics. Wider systems than are solved here are
-    those of the general kernels."""
+    """The output [B, H, Tq, Dv] in the dtype of the values; no diagnostics."""
     assert inputs.x is not None
     assert inputs.y is not None
     solver = inputs.spec.solver
-    if inputs.diagnostics or (inputs.x.shape[-1] > WIDEST and solver.name != "learned"):
-        return local_linear.run(inputs)
     tol, limit = getattr(solver, "tol", None), getattr(solver, "max_iter", None)
     how = {"learned": 0, "cg": 1, "cholesky": 2}.get(solver.name, 3)
     steps = (TOLERANCE if tol is None else tol, 4 * inputs.x.shape[-1] if limit is None else limit)
-    return decode(
-        inputs.x, inputs.y, inputs.v, inputs.scale, inputs.ridge, inputs.probe, inputs.visible, how, *steps
-    ), None
+    tensors = (inputs.x, inputs.y, inputs.v, inputs.scale, inputs.ridge, inputs.probe)
+    return decode(*tensors, inputs.visible, how, *steps, raw=inputs.raw), None
 
 
 def decode(
@@ -103,6 +88,7 @@ def decode(
     how: int = 3,
     tol: float = TOLERANCE,
     limit: int = 4 * WIDEST,
+    raw: bool = False,
 ) -> Tensor:
     """Local linear attention of few queries, [B, H, Tq, Dv].
 
@@ -113,6 +99,8 @@ def decode(
         probe: [B, H, Tq, D], -t where it is not solved for, else None.
         how: 1 + 2: conjugate gradients (1), elimination (2), or the one after the other; with a probe, neither.
         tol, limit: of conjugate gradients.
+        raw: whether rows that see a vector that is not finite (or beyond 2^56) are to be NaN. Else such vectors may be
+            where no row sees them, and nowhere else.
 
     Raises:
         ArgumentError: neither a probe nor a way to solve.
@@ -124,7 +112,7 @@ def decode(
     number, own = (0.0, _vectors(ridge, q)) if isinstance(ridge, Tensor) else (float(ridge), None)
     probe = None if probe is None else _vectors(probe, q)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    numbers = (scale, number, how, tol, limit, ranges.most)
+    numbers = (scale, number, how, tol, limit, ranges.most, raw)
     return _decode(q, k, v, by, own, probe, ranges.low, ranges.high, ranges.mask, *numbers)
 
 
@@ -150,22 +138,23 @@ def _decode(
     tol: float,
     limit: int,
     most: int,
+    raw: bool,
 ) -> Tensor:
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     if q.numel() == 0 or k.shape[2] == 0:
         return out.zero_()
     call = _Call(q, k, v, factor, scale, Ranges(low, high, mask, most))
     if probe is not None:
-        call.probed(probe, out)
+        call.probed(probe, out, raw)
     else:
         mean, state, spread = call.moments()
         slope = call.solved(spread, mean, ridge, number, how, tol, limit)
-        call.tilted(slope, mean, state, out)
+        call.tilted(slope, mean, state, out, raw)
     return out
 
 
 @_decode.register_fake
-def _(q, k, v, factor, ridge, probe, low, high, mask, scale, number, how, tol, limit, most):
+def _(q, k, v, factor, ridge, probe, low, high, mask, scale, number, how, tol, limit, most, raw):
     return v.new_empty(*q.shape[:3], v.shape[-1])
 
 
@@ -235,7 +224,7 @@ class _Call:
     def _strides(self) -> tuple[int, ...]:
         return (*strides(self.q), *strides(self.k), *strides(self.v), *self.ranges.strides)
 
-    def tilted(self, slope: Tensor, mean: Tensor, state: Tensor, out: Tensor) -> None:
+    def tilted(self, slope: Tensor, mean: Tensor, state: Tensor, out: Tensor, raw: bool) -> None:
         """The output of solved rows."""
         from .compact_decode_kernels import sum_kernel
         from .local_linear_decode_kernels import tilted_kernel
@@ -245,7 +234,7 @@ class _Call:
         launch(
             tilted_kernel, (shape.programs, splits), self.q, self.k, self.v, self.factor, *self.ranges.tensors, slope,
             mean, state, part, *shape.sizes, self.scale, *self._strides(), part.stride(0),
-            tiles=tiles, **widths, **self.flags,
+            tiles=tiles, **widths, **self.flags, RAW=raw,
         )  # fmt: skip
         if splits > 1:
             launch(
@@ -253,7 +242,7 @@ class _Call:
                 tiles=Tiles(warps=4, stages=1), DV=out.shape[-1], WIDTH=width_of(out), PARTS=PARTS,
             )  # fmt: skip
 
-    def probed(self, probe: Tensor, out: Tensor) -> None:
+    def probed(self, probe: Tensor, out: Tensor, raw: bool) -> None:
         """The output of rows whose t is given."""
         from .local_linear_decode_kernels import merge_probed_kernel, probed_kernel
 
@@ -263,7 +252,7 @@ class _Call:
         launch(
             probed_kernel, (shape.programs, splits), self.q, self.k, self.v, self.factor, *self.ranges.tensors, probe,
             part, state, *shape.sizes, self.scale, *self._strides(), total,
-            tiles=tiles, **widths, **self.flags,
+            tiles=tiles, **widths, **self.flags, RAW=raw,
         )  # fmt: skip
         launch(
             merge_probed_kernel, (total,), part, state, out, splits, total,

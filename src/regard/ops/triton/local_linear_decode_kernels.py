@@ -14,20 +14,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .blocks import load, row_scale
 from .compact_math import LOG2E
 from .decode_math import (
     add_weighted,
-    extent,
     fine_products,
+    guarded,
     load_queries,
     load_tile,
+    part_of,
     place_of,
     products,
-    row_ranges,
-    row_scale,
     seen_keys,
-    share,
+    store_part,
 )
+from .finite_kernel import broken
 
 SINGULAR = tl.constexpr(2.0**-20)
 """A pivot below this share of its diagonal is rounding: the coordinate is left out."""
@@ -46,18 +47,16 @@ def moments_kernel(
     state [splits, N, 2] = (m, sum w). Keys are moved to the mean o of the first ones that are seen, which no result
     hangs on: sum w (k - o)(k - o)' = sum a k' - (sum a) o' with the a = w (k - o) that was multiplied, in two terms."""
     count = group * queries
-    at, batch, head, rows = place_of(heads, count, 1)
-    low, high = low + batch * stride_low, high + batch * stride_low
-    origin, tiles, _ = extent(low, high, queries, KEYS, MOST)
-    start, to = row_ranges(low, high, rows, count, queries)
-    a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
-    by = tl.max(row_scale(factor, scale, at * count + rows, rows < count, GIVEN), 0) * LOG2E
-    k += batch * stride_kb + head * stride_kh
+    batch, head, rows, there, row, start, to, origin, first, last, _ = part_of(
+        low, high, heads, group, queries, stride_low, 1, KEYS, MOST
+    )
     place = batch * stride_mb + head * group * stride_mh
+    a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
+    by = tl.max(row_scale(factor, scale, row, there, GIVEN), 0) * LOG2E
+    k += batch * stride_kb + head * stride_kh
     top, mass = float("-inf"), 0.0
     centre, first_sum = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.float32)
     second, used = tl.zeros((WIDTH, WIDTH), tl.float32), tl.zeros((WIDTH,), tl.float32)
-    first, last = share(tl.program_id(1), tl.num_programs(1), tiles)
     for n in range(first, last):
         j = (origin + n) * KEYS
         seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
@@ -228,8 +227,7 @@ def solve_kernel(
 @triton.jit
 def load_vectors(x, own, held, D: tl.constexpr, WIDTH: tl.constexpr):
     """Float32 vectors [ROWS, WIDTH] of the rows with these numbers, from [N, D]."""
-    columns = tl.arange(0, WIDTH)
-    return tl.load(x + own[:, None] * D + columns[None, :], mask=held[:, None] & (columns < D)[None, :], other=0.0)
+    return load(x + own[:, None] * D + tl.arange(0, WIDTH)[None, :], held, D, WIDTH, True)
 
 
 @triton.jit
@@ -238,16 +236,15 @@ def tilted_kernel(
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_low, stride_mb, stride_mh, stride_part,
     D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr,
+    KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """Sums of p (1 + (k - mean) . t) v over a program's tiles: part [splits, N, DV]. What is taken off for the mean is
-    its product with t as it was multiplied."""
+    its product with t as it was multiplied. RAW: NaN in rows that see what is not finite."""
     count = group * queries
-    at, batch, head, rows = place_of(heads, count, ROWS)
-    low, high = low + batch * stride_low, high + batch * stride_low
-    origin, tiles, _ = extent(low, high, queries, KEYS, MOST)
-    held, own = rows < count, at * count + rows
-    start, to = row_ranges(low, high, rows, count, queries)
+    batch, head, rows, held, own, start, to, origin, first, last, _ = part_of(
+        low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
+    )
+    place = batch * stride_mb + head * group * stride_mh
     a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
     by = row_scale(factor, scale, own, held, GIVEN) * LOG2E
     t, middle = load_vectors(slope, own, held, D, WIDTH), load_vectors(mean, own, held, D, WIDTH)
@@ -256,33 +253,22 @@ def tilted_kernel(
     lse = tl.where(mass > 0, lse, 0.0)
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
-    columns = tl.arange(0, WIDTH_V)
+    wrong = broken(a)
     total = tl.zeros((ROWS, WIDTH_V), tl.float32)
-    first, last = share(tl.program_id(1), tl.num_programs(1), tiles)
     for n in range(first, last):
         j = (origin + n) * KEYS
-        seen = seen_keys(
-            j,
-            start,
-            to,
-            mask,
-            batch * stride_mb + head * group * stride_mh,
-            rows,
-            count,
-            queries,
-            stride_mh,
-            KEYS,
-            MASKED,
-        )
+        seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
         some = tl.max(seen.to(tl.int32), 0) != 0
         keys = load_tile(k, j, some, stride_kt, D, WIDTH, KEYS)
+        lost = broken(keys)
         values = load_tile(v, j, some, stride_vt, DV, WIDTH_V, KEYS)
         p = tl.exp2(products(a, keys, ROWS) * by[:, None] - lse[:, None])
         e, multiplied = fine_products(t, keys, ROWS)
         w = tl.where(seen, p * (1 + (e - tl.sum(middle * multiplied, 1)[:, None])), 0.0)
+        if RAW:
+            w, values = guarded(w, lost, values, seen, wrong, MOST == 1 and MASKED != 2)
         total = add_weighted(total, w, values, ROWS)
-    to_part = part + tl.program_id(1).to(tl.int64) * stride_part + own[:, None] * DV + columns[None, :]
-    tl.store(to_part, total.to(part.dtype.element_ty), mask=held[:, None] & (columns < DV)[None, :])
+    store_part(part, stride_part, own, held, total, DV, WIDTH_V)
 
 
 @triton.jit
@@ -291,43 +277,30 @@ def probed_kernel(
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_low, stride_mb, stride_mh, total_rows,
     D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr,
+    KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """Over a program's tiles, for t = -probe: part [splits, N, 2, DV] = (sum w v, sum w (s_j - s) v) and state [splits,
-    N, 4] = (m, sum w, sum w (s_j - s), s)."""
+    N, 4] = (m, sum w, sum w (s_j - s), s). RAW: all NaN in rows that see what is not finite."""
     count = group * queries
-    at, batch, head, rows = place_of(heads, count, ROWS)
-    low, high = low + batch * stride_low, high + batch * stride_low
-    origin, tiles, _ = extent(low, high, queries, KEYS, MOST)
-    held, own = rows < count, at * count + rows
-    start, to = row_ranges(low, high, rows, count, queries)
+    batch, head, rows, held, own, start, to, origin, first, last, _ = part_of(
+        low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
+    )
+    place = batch * stride_mb + head * group * stride_mh
     a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
     by = row_scale(factor, scale, own, held, GIVEN) * LOG2E
     t = -load_vectors(probe, own, held, D, WIDTH)
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
-    columns = tl.arange(0, WIDTH_V)
+    columns, wrong = tl.arange(0, WIDTH_V), broken(a)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     mass, tilt, level_s = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     plain, tilted = tl.zeros((ROWS, WIDTH_V), tl.float32), tl.zeros((ROWS, WIDTH_V), tl.float32)
-    first, last = share(tl.program_id(1), tl.num_programs(1), tiles)
     for n in range(first, last):
         j = (origin + n) * KEYS
-        seen = seen_keys(
-            j,
-            start,
-            to,
-            mask,
-            batch * stride_mb + head * group * stride_mh,
-            rows,
-            count,
-            queries,
-            stride_mh,
-            KEYS,
-            MASKED,
-        )
+        seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
         some = tl.max(seen.to(tl.int32), 0) != 0
         keys = load_tile(k, j, some, stride_kt, D, WIDTH, KEYS)
+        lost = broken(keys)
         values = load_tile(v, j, some, stride_vt, DV, WIDTH_V, KEYS)
         score = tl.where(seen, products(a, keys, ROWS) * by[:, None], float("-inf"))
         s, _used = fine_products(t, keys, ROWS)
@@ -338,6 +311,8 @@ def probed_kernel(
         near = tl.sum(tl.where(seen, s, 0.0), 1) / tl.maximum(number, 1.0)
         level_s = tl.where(mass > 0, level_s, near)
         ws = w * tl.where(seen, s - level_s[:, None], 0.0)
+        if RAW:
+            w, values = guarded(w, lost, values, seen, wrong, MOST == 1 and MASKED != 2)
         plain = add_weighted(plain * fade[:, None], w, values, ROWS)
         tilted = add_weighted(tilted * fade[:, None], ws, values, ROWS)
         mass, tilt = mass * fade + tl.sum(w, 1), tilt * fade + tl.sum(ws, 1)

@@ -8,7 +8,8 @@ Its matrix has no eigenvalue below 1, however small the ridge and however few th
 gradients take the most steps and lose the most to rounding.
 
 In float64, and without a tile of features: a small ridge makes t long, most of it where no key reaches, and what counts
-is the rest.
+is the rest. The residual that is told is |b - A t| / |b| of the t that is left, as of all other rows: rounding a long t
+to float32 alone may make it large.
 
 Legend: as in `local_linear_math`; ROWS rows of a program, one after another; KEYS keys a row at most.
 """
@@ -20,10 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...grammar import SolveStatus
+from .blocks import LENGTHS, load_span
 from .launch import launch
 from .local_linear_math import (
     LOG2E,
-    load_span,
     mask_strides,
     number_or_rows,
 )
@@ -110,15 +111,21 @@ def _one(
         value = ((tl.load(right_ptr + row * WIDTH + d).to(tl.float64) - tl.sum(a * z, 0)) / own).to(tl.float32)
         tl.store(value_ptr + row * WIDTH + d, value)
         slope += a * value.to(tl.float64)
+    tl.debug_barrier()  # other threads made the value
+    left, size = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
+    for d in range(WIDTH):
+        own = tl.maximum(_ridge(ridge_ptr, ridge_number, row, d, WIDTH, RIDGE), LEAST).to(tl.float64)
+        a = _away(k_ptr, k_row, at, there, p, root, d)
+        b = tl.load(right_ptr + row * WIDTH + d).to(tl.float64)
+        rest = b - tl.sum(a * slope, 0) - own * tl.load(value_ptr + row * WIDTH + d).to(tl.float64)
+        left += rest * rest
+        size += b * b
     tl.store(statistics_ptr + row * 2, 0.0)
-    size = tl.sum(h * z, 0)
-    # |A^T (slope - z)| is what rounding t to float32 leaves; in the metric of the keys, to which alone t matters.
-    left = tl.sum((slope - z) * (slope - z), 0)
     tl.store(statistics_ptr + row * 2 + 1, tl.sqrt(left / tl.where(size > 0, size, 1.0)).to(tl.float32))
     tl.store(status_ptr + row, tl.where(least < LEAST, RAISED, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _few(
     right_ptr, q_ptr, k_ptr, lse_ptr, factor_ptr, factor, ridge_ptr, ridge_number, low_ptr, high_ptr, mask_ptr,
     value_ptr, statistics_ptr, status_ptr, heads, group, queries,
@@ -132,7 +139,8 @@ def _few(
     batch, own = head // heads, head % heads
     low_ptr += batch * span_batch
     high_ptr += batch * span_batch
-    lows, highs = load_span(low_ptr, high_ptr, first + tl.arange(0, ROWS), queries)
+    rows = first + tl.arange(0, ROWS)
+    lows, highs = load_span(low_ptr, high_ptr, rows, rows < queries)
     if tl.max(((highs > lows) & (highs - lows <= KEYS)).to(tl.int32), 0) == 0:
         return
     at = head * queries

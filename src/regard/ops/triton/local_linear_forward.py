@@ -20,22 +20,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .blocks import LENGTHS, load_block, load_span, seen, store_block
 from .launch import launch
 from .local_linear_math import (
     LOG2E,
     block_width,
     edge_tile,
-    load_keys,
-    load_rows,
-    load_span,
     mask_strides,
     norm_scale,
     number_or_rows,
     plan,
     product,
     row_factor,
-    seen,
-    store_rows,
     times,
 )
 from .span import Span, batch_stride
@@ -44,7 +40,7 @@ from .tiles import Tiles, TileTable
 MOMENTS = TileTable(
     "local_linear_moments",
     {
-        (64, 2): Tiles(64, 32, 4, 2),
+        (64, 2): Tiles(64, 32, 4, 3),
         (128, 2): Tiles(64, 16, 8, 2),
         (256, 2): Tiles(64, 32, 8, 2),
         (64, 4): Tiles(32, 32, 4, 2),
@@ -63,6 +59,8 @@ OUTPUT = TileTable(
         (256, 4): Tiles(16, 16, 8, 1),
     },
 )
+OUTPUT_MASKED = TileTable("local_linear_output_masked", {**OUTPUT.shipped, (64, 2): Tiles(64, 32, 4, 2)})
+"""A mask takes a register for every key of a tile."""
 PART = tl.constexpr(16)
 """Rows whose float32 vectors are in registers at a time."""
 COUNTS = 4
@@ -85,7 +83,7 @@ def _moment_tile(q, c, k, v, visible, top, mass, total, vmass, vtotal, SPLIT: tl
     return best, mass, total, vmass, vtotal
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _moments(
     q_ptr, k_ptr, v_ptr, factor_ptr, factor, low_ptr, high_ptr, mask_ptr, lse_ptr, mean_ptr, vmean_ptr, right_ptr,
     heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -99,29 +97,29 @@ def _moments(
     batch, own = head // heads, head % heads
     first = block * ROWS
     rows = first + tl.arange(0, ROWS)
-    low, high = load_span(low_ptr + batch * span_batch, high_ptr + batch * span_batch, rows, queries)
+    low, high = load_span(low_ptr + batch * span_batch, high_ptr + batch * span_batch, rows, rows < queries)
     start, tiles, left, full = plan(low, high, KEYS, MASKED)
     at = head * queries
     k_ptr += batch * k_batch + (own // group) * k_head
     v_ptr += batch * v_batch + (own // group) * v_head
     mask_ptr += batch * mask_batch + own * mask_head
-    q = load_rows(q_ptr + batch * q_batch + own * q_head, first, q_row, queries, ROWS, WIDTH, BLOCK)
+    q = load_block(q_ptr + batch * q_batch + own * q_head, first, q_row, queries, ROWS, WIDTH, BLOCK)
     c = row_factor(factor_ptr + at, factor, rows, queries, GIVEN)
     top = tl.zeros((ROWS,), tl.float32) + float("-inf")
     mass, vmass = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     total, vtotal = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, VBLOCK), tl.float32)
     for n in range(tiles - full):
         here = start + edge_tile(n, left, full) * KEYS
-        k = load_keys(k_ptr, here, k_row, keys, KEYS, WIDTH, BLOCK, True)
-        v = load_keys(v_ptr, here, v_row, keys, KEYS, VWIDTH, VBLOCK, True)
-        visible = seen(low, high, here, mask_ptr, keys, KEYS, MASKED)
+        k = load_block(k_ptr, here, k_row, keys, KEYS, WIDTH, BLOCK)
+        v = load_block(v_ptr, here, v_row, keys, KEYS, VWIDTH, VBLOCK)
+        visible = seen(here + tl.arange(0, KEYS), low, high, mask_ptr, keys, MASKED)
         top, mass, total, vmass, vtotal = _moment_tile(
             q, c, k, v, visible, top, mass, total, vmass, vtotal, SPLIT, True
         )
     if not MASKED:
         for n in range(left, left + full):
-            k = load_keys(k_ptr, start + n * KEYS, k_row, keys, KEYS, WIDTH, BLOCK, False)
-            v = load_keys(v_ptr, start + n * KEYS, v_row, keys, KEYS, VWIDTH, VBLOCK, False)
+            k = load_block(k_ptr, start + n * KEYS, k_row, keys, KEYS, WIDTH, BLOCK, False)
+            v = load_block(v_ptr, start + n * KEYS, v_row, keys, KEYS, VWIDTH, VBLOCK, False)
             top, mass, total, vmass, vtotal = _moment_tile(
                 q, c, k, v, low, top, mass, total, vmass, vtotal, SPLIT, False
             )
@@ -129,13 +127,13 @@ def _moments(
     mean = tl.where(some[:, None], total / tl.where(some, mass, 1.0)[:, None], 0.0)
     lse = tl.where(some, top + tl.log2(tl.where(some, mass, 1.0)), float("inf"))
     tl.store(lse_ptr + at + rows, lse, mask=rows < queries)
-    store_rows(mean_ptr + at * WIDTH, mean, first, WIDTH, queries, ROWS, WIDTH, BLOCK)
+    store_block(mean_ptr + at * WIDTH, mean, first, WIDTH, queries, ROWS, WIDTH, BLOCK)
     vmean = tl.where(some[:, None], vtotal / tl.where(some, vmass, 1.0)[:, None], 0.0)
-    store_rows(vmean_ptr + at * VWIDTH, vmean, first, VWIDTH, queries, ROWS, VWIDTH, VBLOCK)
+    store_block(vmean_ptr + at * VWIDTH, vmean, first, VWIDTH, queries, ROWS, VWIDTH, VBLOCK)
     if SOLVED:
-        q = load_rows(q_ptr + batch * q_batch + own * q_head, first, q_row, queries, ROWS, WIDTH, BLOCK)
+        q = load_block(q_ptr + batch * q_batch + own * q_head, first, q_row, queries, ROWS, WIDTH, BLOCK)
         right = tl.where(some[:, None], q.to(tl.float32) - mean, 0.0)
-        store_rows(right_ptr + at * WIDTH, right, first, WIDTH, queries, ROWS, WIDTH, BLOCK)
+        store_block(right_ptr + at * WIDTH, right, first, WIDTH, queries, ROWS, WIDTH, BLOCK)
 
 
 @triton.jit
@@ -172,23 +170,23 @@ def _slopes(
     tiles would take the registers of the sums."""
     for part in range(0, ROWS, PART):
         here = first + part
-        t = SIGN * load_rows(t_ptr, here, t_row, queries, PART, WIDTH, BLOCK)
-        mean = load_rows(mean_ptr, here, WIDTH, queries, PART, WIDTH, BLOCK)
+        t = SIGN * load_block(t_ptr, here, t_row, queries, PART, WIDTH, BLOCK)
+        mean = load_block(mean_ptr, here, WIDTH, queries, PART, WIDTH, BLOCK)
         unit = norm_scale(t)
         t = t / unit[:, None]
         hi = t.to(terms.dtype.element_ty)
         away = tl.sum(mean * hi.to(tl.float32), 1)
-        store_rows(terms, hi, here, WIDTH, queries, PART, WIDTH, BLOCK)
+        store_block(terms, hi, here, WIDTH, queries, PART, WIDTH, BLOCK)
         if SPLIT:
             lo = (t - hi.to(tl.float32)).to(terms.dtype.element_ty)
             away += tl.sum(mean * lo.to(tl.float32), 1)
-            store_rows(rest, lo, here, WIDTH, queries, PART, WIDTH, BLOCK)
+            store_block(rest, lo, here, WIDTH, queries, PART, WIDTH, BLOCK)
         rows = here + tl.arange(0, PART)
         tl.store(away_ptr + rows, away, mask=rows < queries)
         tl.store(unit_ptr + rows, unit, mask=rows < queries)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _output(
     t_ptr, terms_ptr, slopes_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, mean_ptr, factor_ptr, factor, low_ptr, high_ptr,
     mask_ptr, out_ptr, vmean_ptr, counts_ptr, heads, group, queries, keys, t_batch, t_head, t_row,
@@ -203,13 +201,13 @@ def _output(
     batch, own = head // heads, head % heads
     first = block * ROWS
     rows = first + tl.arange(0, ROWS)
-    low, high = load_span(low_ptr + batch * span_batch, high_ptr + batch * span_batch, rows, queries)
+    low, high = load_span(low_ptr + batch * span_batch, high_ptr + batch * span_batch, rows, rows < queries)
     start, tiles, left, full = plan(low, high, KEYS, MASKED)
     at = head * queries
     k_ptr += batch * k_batch + (own // group) * k_head
     v_ptr += batch * v_batch + (own // group) * v_head
     mask_ptr += batch * mask_batch + own * mask_head
-    q = load_rows(q_ptr + batch * q_batch + own * q_head, first, q_row, queries, ROWS, WIDTH, BLOCK)
+    q = load_block(q_ptr + batch * q_batch + own * q_head, first, q_row, queries, ROWS, WIDTH, BLOCK)
     c = row_factor(factor_ptr + at, factor, rows, queries, GIVEN)
     lse = tl.load(lse_ptr + at + rows, mask=rows < queries, other=float("inf"))
     plane = tl.num_programs(1).to(tl.int64) * queries
@@ -220,8 +218,8 @@ def _output(
         first, t_row, queries, ROWS, WIDTH, BLOCK, SPLIT, SIGN,
     )  # fmt: skip
     tl.debug_barrier()
-    hi = load_rows(terms, first, WIDTH, queries, ROWS, WIDTH, BLOCK)
-    lo = load_rows(rest_ptr, first, WIDTH, queries, ROWS, WIDTH, BLOCK) if SPLIT else hi
+    hi = load_block(terms, first, WIDTH, queries, ROWS, WIDTH, BLOCK)
+    lo = load_block(rest_ptr, first, WIDTH, queries, ROWS, WIDTH, BLOCK) if SPLIT else hi
     away = tl.load(slopes_ptr + rows, mask=rows < queries, other=0.0)
     unit = tl.load(slopes_ptr + plane + rows, mask=rows < queries, other=1.0)
     rest, used = tl.zeros((ROWS, VBLOCK), tl.float32), tl.zeros((ROWS,), tl.float32)
@@ -229,24 +227,24 @@ def _output(
     square, negative = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     for n in range(tiles - full):
         here = start + edge_tile(n, left, full) * KEYS
-        k = load_keys(k_ptr, here, k_row, keys, KEYS, WIDTH, BLOCK, True)
-        v = load_keys(v_ptr, here, v_row, keys, KEYS, VWIDTH, VBLOCK, True)
-        visible = seen(low, high, here, mask_ptr, keys, KEYS, MASKED)
+        k = load_block(k_ptr, here, k_row, keys, KEYS, WIDTH, BLOCK)
+        v = load_block(v_ptr, here, v_row, keys, KEYS, VWIDTH, VBLOCK)
+        visible = seen(here + tl.arange(0, KEYS), low, high, mask_ptr, keys, MASKED)
         rest, used, top, support, square, negative = _output_tile(
             q, c, lse, hi, lo, away, unit, k, v, visible, rest, used, top, support, square, negative,
             SPLIT, True, COUNTED,
         )  # fmt: skip
     if not MASKED:
         for n in range(left, left + full):
-            k = load_keys(k_ptr, start + n * KEYS, k_row, keys, KEYS, WIDTH, BLOCK, False)
-            v = load_keys(v_ptr, start + n * KEYS, v_row, keys, KEYS, VWIDTH, VBLOCK, False)
+            k = load_block(k_ptr, start + n * KEYS, k_row, keys, KEYS, WIDTH, BLOCK, False)
+            v = load_block(v_ptr, start + n * KEYS, v_row, keys, KEYS, VWIDTH, VBLOCK, False)
             rest, used, top, support, square, negative = _output_tile(
                 q, c, lse, hi, lo, away, unit, k, v, low, rest, used, top, support, square, negative,
                 SPLIT, False, COUNTED,
             )  # fmt: skip
-    vmean = load_rows(vmean_ptr + at * VWIDTH, first, VWIDTH, queries, ROWS, VWIDTH, VBLOCK)
+    vmean = load_block(vmean_ptr + at * VWIDTH, first, VWIDTH, queries, ROWS, VWIDTH, VBLOCK)
     out = vmean + (rest - used[:, None] * vmean)
-    store_rows(out_ptr + at * VWIDTH, out, first, VWIDTH, queries, ROWS, VWIDTH, VBLOCK)
+    store_block(out_ptr + at * VWIDTH, out, first, VWIDTH, queries, ROWS, VWIDTH, VBLOCK)
     if COUNTED:
         there = rows < queries
         tl.store(counts_ptr + (at + rows) * 4, top / LOG2E, mask=there)
@@ -317,7 +315,8 @@ def output(
     split = y.dtype == torch.bfloat16
     terms = torch.empty((1 + split, batch, heads, queries, width), dtype=y.dtype, device=v.device)
     slopes = torch.empty((2, batch, heads, queries), dtype=torch.float32, device=v.device)
-    tiles, mask = OUTPUT.pick(max(width, wide), y.dtype), span.mask
+    mask = span.mask
+    tiles = (OUTPUT if mask is None else OUTPUT_MASKED).pick(max(width, wide), y.dtype)
     launch(
         _output,
         (triton.cdiv(queries, tiles.rows), batch * heads),

@@ -17,34 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .blocks import FAR, load_block, row_scale, seen
+
 LOG2E = tl.constexpr(1.4426950408889634)
 EDGES = tl.constexpr(1)
 """Stages of the loops over boundary tiles, which are short."""
-FAR = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def _held(first, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Which numbers of a tile of rows there are."""
-    held = (first + tl.arange(0, ROWS) < count)[:, None]
-    return held & (tl.arange(0, BLOCK) < WIDTH)[None, :]
-
-
-@triton.jit
-def load_rows(ptr, first, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [ROWS, BLOCK] from `first` on of a matrix [count, WIDTH], 0 outside. Within the tile offsets are short, so
-    that no loop holds a long one for every number; the host sees to it that they are."""
-    at = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK)[None, :]
-    base = ptr + tl.cast(first, tl.int64) * stride
-    return tl.load(base + at, mask=_held(first, count, ROWS, WIDTH, BLOCK), other=0.0)
-
-
-@triton.jit
-def store_rows(ptr, value, first, stride, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The counterpart of `load_rows`, in the dtype of `ptr`."""
-    at = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK)[None, :]
-    base = ptr + tl.cast(first, tl.int64) * stride
-    tl.store(base + at, value.to(ptr.dtype.element_ty), mask=_held(first, count, ROWS, WIDTH, BLOCK))
 
 
 @triton.jit
@@ -57,31 +34,6 @@ def load_tile(ptr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 def store_tile(ptr, value, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The counterpart of `load_tile`."""
     tl.store(ptr + tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], value)
-
-
-@triton.jit
-def load_keys(
-    ptr, first, stride, count, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr
-):
-    """Rows [KEYS, BLOCK] from `first` on; only at an EDGE may some lie beyond `count`: they are 0."""
-    at, cols = tl.arange(0, KEYS), tl.arange(0, BLOCK)
-    ptrs = ptr + tl.cast(first, tl.int64) * stride + (at[:, None] * stride + cols[None, :])
-    if EDGE and WIDTH != BLOCK:
-        return tl.load(ptrs, mask=(first + at < count)[:, None] & (cols[None, :] < WIDTH), other=0.0)
-    elif EDGE:
-        return tl.load(ptrs, mask=(first + at < count)[:, None], other=0.0)
-    elif WIDTH != BLOCK:
-        return tl.load(ptrs, mask=cols[None, :] < WIDTH, other=0.0)
-    else:
-        return tl.load(ptrs)
-
-
-@triton.jit
-def load_span(low_ptr, high_ptr, rows, count):
-    """The range of keys [low, high) of each row, empty beyond the last."""
-    low = tl.load(low_ptr + rows, mask=rows < count, other=0)
-    high = tl.load(high_ptr + rows, mask=rows < count, other=0)
-    return low, high
 
 
 @triton.jit
@@ -109,22 +61,9 @@ def edge_tile(n, left, full):
 
 
 @triton.jit
-def seen(low, high, first, mask_ptr, count, KEYS: tl.constexpr, MASKED: tl.constexpr):
-    """Which keys from `first` on each row sees, [ROWS, KEYS]."""
-    at = first + tl.arange(0, KEYS)
-    visible = (at[None, :] >= low[:, None]) & (at[None, :] < high[:, None])
-    if MASKED:
-        visible &= (tl.load(mask_ptr + at, mask=at < count, other=0) != 0)[None, :]
-    return visible
-
-
-@triton.jit
 def row_factor(factor_ptr, number, rows, count, GIVEN: tl.constexpr):
     """c [ROWS]: the factor of the scores, a number or one a row, in base 2."""
-    if GIVEN:
-        return tl.load(factor_ptr + rows, mask=rows < count, other=0.0) * LOG2E
-    else:
-        return tl.zeros_like(rows).to(tl.float32) + number * LOG2E
+    return row_scale(factor_ptr, number, rows, rows < count, GIVEN) * LOG2E
 
 
 @triton.jit
@@ -136,11 +75,9 @@ def row_ridge(
         return tl.zeros((ROWS, 1), tl.float32) + number
     elif RIDGE == 1:
         rows = first + tl.arange(0, ROWS)
-        return tl.load(ridge_ptr + rows, mask=rows < count, other=1.0)[:, None]
+        return tl.load(ridge_ptr + rows, mask=rows < count, other=0.0)[:, None]
     else:
-        at = tl.arange(0, ROWS)[:, None] * WIDTH + tl.arange(0, BLOCK)[None, :]
-        base = ridge_ptr + tl.cast(first, tl.int64) * WIDTH
-        return tl.load(base + at, mask=_held(first, count, ROWS, WIDTH, BLOCK), other=1.0)
+        return load_block(ridge_ptr, first, WIDTH, count, ROWS, WIDTH, BLOCK)
 
 
 @triton.jit
@@ -166,14 +103,21 @@ def parts(x, like, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def times(w, k, total, used, SPLIT: tl.constexpr):
-    """(total + w k, used + row sums of w as it was multiplied): w in two terms where SPLIT, else rounded once."""
+def multiplied(w, k, total, SPLIT: tl.constexpr):
+    """(total + w k, w as it was multiplied, in float32): w in two terms where SPLIT, else rounded once."""
     hi, lo = parts(w, k, SPLIT)
     total = tl.dot(hi, k, total, input_precision="ieee")
     own = hi.to(tl.float32)
     if SPLIT:
         total = tl.dot(lo, k, total, input_precision="ieee")
         own += lo.to(tl.float32)
+    return total, own
+
+
+@triton.jit
+def times(w, k, total, used, SPLIT: tl.constexpr):
+    """(total + w k, used + row sums of w as it was `multiplied`)."""
+    total, own = multiplied(w, k, total, SPLIT)
     return total, used + tl.sum(own, 1)
 
 
@@ -225,12 +169,12 @@ def sweep(
     used = tl.zeros((ROWS,), tl.float32)
     for n in tl.range(0, tiles - full, num_stages=EDGES):
         first = start + edge_tile(n, left, full) * KEYS
-        k = load_keys(k_ptr, first, k_stride, keys, KEYS, WIDTH, BLOCK, True)
-        visible = seen(low, high, first, mask_ptr, keys, KEYS, MASKED)
+        k = load_block(k_ptr, first, k_stride, keys, KEYS, WIDTH, BLOCK)
+        visible = seen(first + tl.arange(0, KEYS), low, high, mask_ptr, keys, MASKED)
         total, used = apply_tile(d, away, q, k, c, lse, total, used, visible, SPLIT, True)
     if not MASKED:
         for n in range(left, left + full):
-            k = load_keys(k_ptr, start + n * KEYS, k_stride, keys, KEYS, WIDTH, BLOCK, False)
+            k = load_block(k_ptr, start + n * KEYS, k_stride, keys, KEYS, WIDTH, BLOCK, False)
             total, used = apply_tile(d, away, q, k, c, lse, total, used, low, SPLIT, False)
     return total, used
 

@@ -21,26 +21,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .blocks import FAR, LENGTHS, load_block, load_span, seen
 from .launch import launch
 from .local_linear_direct import TILES as DIRECT
 from .local_linear_direct import solve_few
 from .local_linear_math import (
-    FAR,
     block_width,
-    load_keys,
-    load_rows,
-    load_span,
     load_tile,
     mask_strides,
+    multiplied,
     number_or_rows,
     plan,
     product,
     row_factor,
     row_ridge,
-    seen,
     store_tile,
     sweep,
-    times,
     weights,
 )
 from .local_linear_steps import AWAY, IMAGE, ROW, TERMS, TILE, USED, D, advance, begin, finish, follow
@@ -69,7 +65,7 @@ TILES = TileTable(
         (64, 2): Tiles(64, 32, 4, 2),
         (128, 2): Tiles(64, 32, 4, 2),
         (256, 2): Tiles(64, 32, 8, 2),
-        (64, 4): Tiles(32, 32, 4, 2),
+        (64, 4): Tiles(32, 32, 4, 1),
         (128, 4): Tiles(32, 16, 8, 2),
         (256, 4): Tiles(16, 16, 8, 1),
     },
@@ -85,8 +81,8 @@ def _terms(
     found = tl.zeros((ROWS,), tl.float32)
     for n in range(tiles):
         at = start + n * KEYS
-        k = load_keys(k_ptr, at, k_stride, keys, KEYS, WIDTH, BLOCK, True)
-        p = tl.where(seen(low, high, at, mask_ptr, keys, KEYS, MASKED), weights(q, k, c, lse), 0.0)
+        k = load_block(k_ptr, at, k_stride, keys, KEYS, WIDTH, BLOCK)
+        p = tl.where(seen(at + tl.arange(0, KEYS), low, high, mask_ptr, keys, MASKED), weights(q, k, c, lse), 0.0)
         kf = k.to(tl.float32)
         found += tl.sum(p * tl.sum(kf * kf, 1)[None, :], 1)
     return found
@@ -95,7 +91,7 @@ def _terms(
 @triton.jit
 def _fits(low_ptr, high_ptr, rows, queries, most):
     """Whether these rows see no more than `most` keys."""
-    low, high = load_span(low_ptr, high_ptr, rows, queries)
+    low, high = load_span(low_ptr, high_ptr, rows, rows < queries)
     some = high > low
     return tl.max(tl.where(some, high, 0), 0) - tl.min(tl.where(some, low, FAR), 0) <= most
 
@@ -106,11 +102,11 @@ def _held_tile(
     KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys, and their weights."""
-    k = load_keys(k_ptr, at, k_row, keys, KEYS, WIDTH, BLOCK, True)
-    return k, tl.where(seen(low, high, at, mask_ptr, keys, KEYS, MASKED), weights(q, k, c, lse), 0.0)
+    k = load_block(k_ptr, at, k_row, keys, KEYS, WIDTH, BLOCK)
+    return k, tl.where(seen(at + tl.arange(0, KEYS), low, high, mask_ptr, keys, MASKED), weights(q, k, c, lse), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _solve(
     right_ptr, q_ptr, k_ptr, lse_ptr, mean_ptr, factor_ptr, factor, ridge_ptr, ridge_number, low_ptr, high_ptr,
     mask_ptr, value_ptr, scratch, statistics_ptr, status_ptr, tol, limit, heads, group, queries, keys,
@@ -128,7 +124,7 @@ def _solve(
     rows = first + tl.arange(0, ROWS)
     low_ptr += batch * span_batch
     high_ptr += batch * span_batch
-    low, high = load_span(low_ptr, high_ptr, rows, queries)
+    low, high = load_span(low_ptr, high_ptr, rows, rows < queries)
     start, tiles, left, full = plan(low, high, KEYS, MASKED)
     if CHIP > 0:
         around = first // GROUP * GROUP + tl.arange(0, GROUP)
@@ -145,7 +141,7 @@ def _solve(
         ROWS, WIDTH, BLOCK, FEW, SPLIT,
     )  # fmt: skip
     tl.debug_barrier()
-    q = load_rows(q_ptr + batch * q_batch + own * q_head, first, q_row, queries, ROWS, WIDTH, BLOCK)
+    q = load_block(q_ptr + batch * q_batch + own * q_head, first, q_row, queries, ROWS, WIDTH, BLOCK)
     c = row_factor(factor_ptr + at, factor, rows, queries, GIVEN)
     lse = tl.load(lse_ptr + at + rows, mask=rows < queries, other=float("inf"))
     phase, again = 0, RESTARTS
@@ -171,11 +167,11 @@ def _solve(
         away = tl.load(scratch + ROWS * (TILE * BLOCK + AWAY) + tl.arange(0, ROWS))
         if HELD:
             total = tl.zeros((ROWS, BLOCK), tl.float32)
-            used = tl.zeros((ROWS,), tl.float32)
-            total, used = times(p0 * (product(d, tl.trans(k0)) - away[:, None]), k0, total, used, SPLIT)
-            total, used = times(p1 * (product(d, tl.trans(k1)) - away[:, None]), k1, total, used, SPLIT)
-            total, used = times(p2 * (product(d, tl.trans(k2)) - away[:, None]), k2, total, used, SPLIT)
-            total, used = times(p3 * (product(d, tl.trans(k3)) - away[:, None]), k3, total, used, SPLIT)
+            total, w0 = multiplied(p0 * (product(d, tl.trans(k0)) - away[:, None]), k0, total, SPLIT)
+            total, w1 = multiplied(p1 * (product(d, tl.trans(k1)) - away[:, None]), k1, total, SPLIT)
+            total, w2 = multiplied(p2 * (product(d, tl.trans(k2)) - away[:, None]), k2, total, SPLIT)
+            total, w3 = multiplied(p3 * (product(d, tl.trans(k3)) - away[:, None]), k3, total, SPLIT)
+            used = tl.sum(w0 + w1 + w2 + w3, 1)
         else:
             total, used = sweep(
                 d, away, q, c, lse, low, high, k_ptr, k_row, mask_ptr, keys, start, tiles, left, full,

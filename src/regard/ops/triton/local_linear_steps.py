@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from ...grammar import SolveStatus
-from .local_linear_math import load_rows, load_span, load_tile, norm_scale, row_ridge, store_rows, store_tile
+from .blocks import load_block, load_span, store_block
+from .local_linear_math import load_tile, norm_scale, row_ridge, store_tile
 
 UNCONVERGED = tl.constexpr(int(SolveStatus.UNCONVERGED))
 EPS = tl.constexpr(2.0**-23)
@@ -55,9 +56,9 @@ def begin(
     running = 0
     for part in range(0, ROWS, PART):
         rows = first + part + tl.arange(0, PART)
-        low, high = load_span(low_ptr, high_ptr, rows, queries)
-        r = load_rows(right_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK)
-        mean = load_rows(mean_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK)
+        low, high = load_span(low_ptr, high_ptr, rows, rows < queries)
+        r = load_block(right_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK)
+        mean = load_block(mean_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK)
         size = norm_scale(r)
         r = r / size[:, None]
         rr = tl.sum(r * r, 1)
@@ -135,7 +136,7 @@ def _look(
         x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK)
         mean = load_tile(_tile(scratch, MEAN, part, ROWS, BLOCK), PART, BLOCK)
         size = tl.load(_rows(scratch, SIZE, part, ROWS, BLOCK))
-        r = load_rows(right_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK) / size[:, None]
+        r = load_block(right_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK) / size[:, None]
         store_tile(_tile(scratch, R, part, ROWS, BLOCK), r, PART, BLOCK)
         _direct(x, mean, size > 0, scratch, part, ROWS, BLOCK, SPLIT)
 
@@ -168,7 +169,7 @@ def _settle(
         r = load_tile(_tile(scratch, R, part, ROWS, BLOCK), PART, BLOCK)
         mean = load_tile(_tile(scratch, MEAN, part, ROWS, BLOCK), PART, BLOCK)
         size = tl.load(_rows(scratch, SIZE, part, ROWS, BLOCK))
-        right = load_rows(right_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK) / size[:, None]
+        right = load_block(right_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK) / size[:, None]
         # Every step lowers x.Ax / 2 - b.x from its 0 at x = 0; where it lies above, rounding has blown x up.
         kept = tl.sum(x * (right + r), 1) >= 0
         x = tl.where(kept[:, None], x, 0.0)
@@ -200,7 +201,7 @@ def finish(
     for part in range(0, ROWS, PART):
         x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK)
         size = tl.load(_rows(scratch, SIZE, part, ROWS, BLOCK))
-        store_rows(value_ptr, x * size[:, None], first + part, WIDTH, queries, PART, WIDTH, BLOCK)
+        store_block(value_ptr, x * size[:, None], first + part, WIDTH, queries, PART, WIDTH, BLOCK)
         rr = tl.load(_rows(scratch, RR, part, ROWS, BLOCK))
         whole = tl.load(_rows(scratch, WHOLE, part, ROWS, BLOCK))
         unsettled = tl.load(_rows(scratch, OPEN, part, ROWS, BLOCK)) > 0

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...estimators.fast_weight_rules import FLOOR
 from .launch import launch
 from .memory_search import bytes_of
 from .tiles import Tiles, TileTable
@@ -27,8 +28,6 @@ from .tiles import Tiles, TileTable
 MARGINAL = TileTable("memory_marginal", {(1 << 20, 4): Tiles(rows=16, keys=32, warps=4, stages=2)})
 KEYS = TileTable("memory_keys", {(1 << 20, 4): Tiles(rows=32, keys=32, warps=8, stages=2)})
 """`rows`: tokens, `keys`: sub-keys of a block."""
-FLOOR = 1e-8
-"""As in `estimators.fast_weight_rules`."""
 
 
 @triton.jit
@@ -143,15 +142,15 @@ def marginal_of(
 
     Args:
         scores: float32 [B, T, H, 2, k], halves: int64, likewise; contiguous. counted: bool [M, P] or None for all.
-        memories: M; P = B T / M. raw: sums of `scores` by key instead; the slope means nothing.
+        memories: M; P = B T / M. raw: sums of `scores` by key instead.
 
     Returns:
-        both float32 [M * H * 2, n]. One launch.
+        both float32 [M * H * 2, n]; with `raw` no slope, an empty one. One launch.
     """
     batch, length, heads, _, k = halves.shape
     tokens, sets = batch * length // max(1, memories), heads * 2
     mean = torch.empty(memories * sets, n, dtype=torch.float32, device=halves.device)
-    slope = mean if raw else torch.empty_like(mean)
+    slope = torch.empty((0,) if raw else mean.shape, dtype=torch.float32, device=halves.device)
 
     def run(tiles: Tiles) -> None:
         kp = triton.next_power_of_2(k)

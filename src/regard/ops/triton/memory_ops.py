@@ -7,238 +7,138 @@ read or a write works on belong to versions of a table and are no tensors of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
 import torch
 from torch import Tensor
+
+RULES = {"normalized": 0, "paper": 1, "reference": 2}
+"""The steps that kernels know."""
+
+
+def _operator(function: str, schema: str, fake: Callable[..., Any], mutated: tuple[str, ...] = ()) -> Any:
+    """The operator regard::triton_memory_<name> for a `function` of this folder, "module.name"."""
+    module, name = function.split(".")
+
+    def run(*args: Any, **options: Any) -> Any:
+        return getattr(import_module(f".{module}", __package__), name)(*args, **options)
+
+    made = torch.library.custom_op(f"regard::triton_memory_{name}", run, mutates_args=mutated, schema=schema)
+    made.register_fake(fake)
+    return made
 
 
 def _like(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return x.new_empty(shape, dtype=dtype)
 
 
-@torch.library.custom_op("regard::triton_memory_search", mutates_args=())
-def _search(query: Tensor, keys: Tensor, k: int, eps: float, distance: bool) -> tuple[Tensor, Tensor]:
-    from .memory_search import best_halves
-
-    return best_halves(query, keys, k, eps, distance=distance)
-
-
-@_search.register_fake
-def _(query, keys, k, eps, distance):
+def _found(query: Tensor, keys: Tensor, k: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     shape = (*query.shape[:3], 2, k)
     return _like(query, *shape), _like(query, *shape, dtype=torch.int64)
 
 
-def best_halves(query: Tensor, keys: Tensor, k: int, eps: float, *, distance: bool) -> tuple[Tensor, Tensor]:
-    """`memory_search.best_halves`."""
-    return _search(query, keys, k, eps, distance)
+best_halves = _operator(
+    "memory_search.best_halves",
+    "(Tensor query, Tensor keys, int k, float eps, *, bool distance) -> (Tensor, Tensor)",
+    _found,
+)
 
 
-@torch.library.custom_op("regard::triton_memory_join", mutates_args=())
-def join(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """`memory_read.join`."""
-    from .memory_read import join as run
-
-    return run(half_scores, halves, n)
-
-
-@join.register_fake
-def _(half_scores, halves, n):
+def _joined(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
     shape = (*halves.shape[:3], halves.shape[-1])
     return _like(halves, *shape, dtype=torch.int64), _like(halves, *shape)
 
 
-@torch.library.custom_op("regard::triton_memory_rows", mutates_args=())
-def _rows(
-    table: Tensor, slots: Tensor, weights: Tensor | None, other: Tensor | None, good: Tensor | None
+join = _operator("memory_read.join", "(Tensor half_scores, Tensor halves, int n) -> (Tensor, Tensor)", _joined)
+
+
+def _picked(
+    table: Tensor, slots: Tensor, weights: Tensor | None, other: Tensor | None = None, good: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    from .memory_read import picked_rows
-
-    found = picked_rows(table, slots, weights, other, good)
-    sums, dots = (_like(table, 0) if x is None else x for x in found)
-    return sums, dots
+    sums = (0,) if weights is None else (*slots.shape[:2], table.shape[-1])
+    return _like(table, *sums), _like(table, *((0,) if other is None else slots.shape))
 
 
-@_rows.register_fake
-def _(table, slots, weights, other, good):
-    sums = _like(table, 0) if weights is None else _like(table, *slots.shape[:2], table.shape[-1])
-    return sums, _like(table, 0) if other is None else _like(table, *slots.shape)
+picked_rows = _operator(
+    "memory_read.picked_rows",
+    "(Tensor table, Tensor slots, Tensor? weights, Tensor? other=None, Tensor? good=None) -> (Tensor, Tensor)",
+    _picked,
+)
+mixed_rows = _operator(
+    "memory_read.mixed_rows",
+    "(Tensor table, Tensor slots, Tensor weights, Tensor? good, Tensor value, Tensor? gate) -> (Tensor, Tensor)",
+    lambda table, slots, weights, good, value, gate: (
+        _like(table, *slots.shape[:2], table.shape[-1]), _like(table, *value.shape)
+    ),
+)  # fmt: skip
+pulled_rows = _operator(
+    "memory_read.pulled_rows",
+    "(Tensor table, Tensor slots, Tensor? good, Tensor? by_sum, Tensor by_mix, Tensor sums, Tensor value, Tensor? gate)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda table, slots, good, by_sum, by_mix, sums, value, gate: tuple(
+        _like(table, *shape) for shape in (slots.shape, sums.shape, value.shape, value.shape[:2])
+    ),
+)
 
 
-def picked_rows(
-    table: Tensor,
-    slots: Tensor,
-    weights: Tensor | None,
-    other: Tensor | None = None,
-    good: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """`memory_read.picked_rows`."""
-    sums, dots = _rows(table, slots, weights, other, good)
-    return None if weights is None else sums, None if other is None else dots
-
-
-@torch.library.custom_op("regard::triton_memory_errors", mutates_args=())
-def errors_of(
-    read: Tensor,
-    value: Tensor,
-    following: Tensor | None,
-    good: Tensor | None,
-    good_next: Tensor | None,
-    look_ahead: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`memory_targets.errors_of`."""
-    from .memory_targets import errors_of as run
-
-    return run(read, value, following, good, good_next, look_ahead)
-
-
-@errors_of.register_fake
-def _(read, value, following, good, good_next, look_ahead):
+def _errors(read: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     tokens = read.shape[:2]
     return _like(read, *read.shape), _like(read, *tokens, dtype=torch.bool), _like(read, *tokens, dtype=torch.int64)
 
 
-@torch.library.custom_op("regard::triton_memory_shares", mutates_args=())
-def shares_of(
-    weights: Tensor,
-    slots: Tensor,
-    gate: Tensor | None,
-    counted: Tensor | None,
-    written: Tensor,
-    rule: str,
-    rate: float,
-) -> Tensor:
-    """`memory_targets.shares_of`."""
-    from .memory_targets import shares_of as run
-
-    return run(weights, slots, gate, counted, written, rule, rate)
+errors_of = _operator(
+    "memory_targets.errors_of",
+    "(Tensor read, Tensor value, Tensor? following, Tensor? good, Tensor? good_next, bool look_ahead)"
+    " -> (Tensor, Tensor, Tensor)",
+    _errors,
+)
+shares_of = _operator(
+    "memory_targets.shares_of",
+    "(Tensor weights, Tensor slots, Tensor? gate, Tensor? counted, Tensor written, str rule, float rate) -> Tensor",
+    lambda weights, *_: _like(weights, *weights.shape),
+)
 
 
-@shares_of.register_fake
-def _(weights, slots, gate, counted, written, rule, rate):
-    return _like(weights, *weights.shape)
-
-
-@torch.library.custom_op("regard::triton_memory_marginal", mutates_args=())
 def _marginal(
-    scores: Tensor, halves: Tensor, counted: Tensor | None, memories: int, n: int, raw: bool
-) -> tuple[Tensor, Tensor]:
-    from .memory_keys import marginal_of
-
-    mean, slope = marginal_of(scores, halves, counted, memories, n, raw=raw)
-    return mean, _like(mean, 0) if raw else slope  # no two outputs may be one tensor
-
-
-@_marginal.register_fake
-def _(scores, halves, counted, memories, n, raw):
-    sets = memories * halves.shape[2] * 2
-    return _like(scores, sets, n), _like(scores, 0) if raw else _like(scores, sets, n)
-
-
-def marginal_of(
     scores: Tensor, halves: Tensor, counted: Tensor | None, memories: int, n: int, *, raw: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`memory_keys.marginal_of`; with `raw` there is no slope."""
-    return _marginal(scores, halves, counted, memories, n, raw)
+    shape = (memories * halves.shape[2] * 2, n)
+    return _like(scores, *shape), _like(scores, *((0,) if raw else shape))
 
 
-@torch.library.custom_op("regard::triton_memory_keys", mutates_args=())
-def _moved(
-    keys: Tensor,
-    query: Tensor,
-    scores: Tensor,
-    halves: Tensor,
-    counted: Tensor | None,
-    slope: Tensor | None,
-    rate: float,
-    distance: bool,
-) -> Tensor:
-    from .memory_keys import moved_keys
-
-    return moved_keys(keys, query, scores, halves, counted, slope, rate, distance=distance)
+marginal_of = _operator(
+    "memory_keys.marginal_of",
+    "(Tensor scores, Tensor halves, Tensor? counted, int memories, int n, *, bool raw=False) -> (Tensor, Tensor)",
+    _marginal,
+)
+moved_keys = _operator(
+    "memory_keys.moved_keys",
+    "(Tensor keys, Tensor query, Tensor scores, Tensor halves, Tensor? counted, Tensor? slope, float rate, *,"
+    " bool distance) -> Tensor",
+    lambda keys, *_, **__: _like(keys, *keys.shape),
+)
 
 
-@_moved.register_fake
-def _(keys, query, scores, halves, counted, slope, rate, distance):
-    return _like(keys, *keys.shape)
-
-
-def moved_keys(
-    keys: Tensor,
-    query: Tensor,
-    scores: Tensor,
-    halves: Tensor,
-    counted: Tensor | None,
-    slope: Tensor | None,
-    rate: float,
-    *,
-    distance: bool,
-) -> Tensor:
-    """`memory_keys.moved_keys`."""
-    return _moved(keys, query, scores, halves, counted, slope, rate, distance)
-
-
-@torch.library.custom_op("regard::triton_memory_order", mutates_args=())
-def order_of(slots: Tensor, counted: Tensor | None, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`memory_write.order_of`: slots, entries and count of an `Order`."""
-    from .memory_write import order_of as run
-
-    ordered, entries, count = run(slots, counted, n)
-    return ordered, entries, count
-
-
-@order_of.register_fake
-def _(slots, counted, n):
+def _ordered(slots: Tensor, *_: Any) -> tuple[Tensor, ...]:
     shape = slots.shape[0], slots.shape[1] * slots.shape[2]
-    ordered, entries, count = (_like(slots, *shape, dtype=torch.int32) for _ in range(3))
-    return ordered, entries, count
+    return tuple(_like(slots, *shape, dtype=torch.int32) for _ in range(3))
 
 
-@torch.library.custom_op("regard::triton_memory_write", mutates_args=("table", "log"))
-def _write(
-    table: Tensor,
-    log: Tensor | None,
-    slots: Tensor,
-    entries: Tensor,
-    count: Tensor,
-    shares: Tensor,
-    errors: Tensor,
-    add: bool,
-) -> None:
-    from .memory_write import Order, written
-
-    written(table, Order(slots, entries, count), shares, errors, log, add=add)
-
-
-@_write.register_fake
-def _(table, log, slots, entries, count, shares, errors, add):
-    return None
-
-
-def written(
-    table: Tensor,
-    order: tuple[Tensor, Tensor, Tensor],
-    shares: Tensor,
-    errors: Tensor,
-    log: Tensor | None = None,
-    *,
-    add: bool = False,
-) -> None:
-    """`memory_write.written`."""
-    _write(table, log, *order, shares, errors, add)
-
-
-@torch.library.custom_op("regard::triton_memory_swap", mutates_args=("table", "log"))
-def _swap(table: Tensor, slots: Tensor, log: Tensor, keep: bool) -> None:
-    from .memory_write import swapped
-
-    swapped(table, slots, log, keep=keep)
-
-
-@_swap.register_fake
-def _(table, slots, log, keep):
-    return None
-
-
-def swapped(table: Tensor, slots: Tensor, log: Tensor, *, keep: bool = False) -> None:
-    """`memory_write.swapped`."""
-    _swap(table, slots, log, keep)
+order_of = _operator(
+    "memory_write.order_of", "(Tensor slots, Tensor? counted, int n) -> (Tensor, Tensor, Tensor)", _ordered
+)
+written = _operator(
+    "memory_write.written",
+    "(Tensor(a!) table, Tensor slots, Tensor entries, Tensor shares, Tensor errors, Tensor(b!)? log=None, *,"
+    " bool add=False) -> ()",
+    lambda *_, **__: None,
+    ("table", "log"),
+)
+swapped = _operator(
+    "memory_write.swapped",
+    "(Tensor(a!) table, Tensor slots, Tensor(b!) log, *, bool keep=False) -> ()",
+    lambda *_, **__: None,
+    ("table", "log"),
+)

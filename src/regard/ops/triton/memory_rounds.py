@@ -1,7 +1,8 @@
 """Rounds of a memory of fast weights by kernels: what tokens find and read, and how they are written, each step with a
 derivative of its own. `TableValues` hands `estimators.fast_weight_stream` the two functions `looked` and `rewritten`.
 
-A chunk takes nine launches: search, join, rows; errors, shares, order, write, marginal, keys.
+A chunk takes nine launches: search, join, rows (mixed with the tokens' values at once); errors, shares, order, write,
+marginal, keys.
 
 Legend: B batch, T tokens, M memories (B, or 1 for all), P = B T / M, H heads, n sub-keys of a half, k slots a head, d
 width of a half, Dv of a value.
@@ -14,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...estimators.fast_weight_rules import FLOOR
 from ...estimators.fast_weight_stream import How, Looked
 from ...estimators.product_key import SOFTMAX, InverseDistance, _joined, by_set, weigh
-from .memory_keys import FLOOR
-from .memory_ops import best_halves, errors_of, join, marginal_of, moved_keys, picked_rows, shares_of
-from .memory_targets import RULES
+from ..overlay_pool import first_order
+from .memory_ops import RULES, best_halves, errors_of, join, marginal_of, moved_keys, picked_rows, shares_of
 from .memory_values import TableValues
-from .memory_versions import first_order
 
 if TYPE_CHECKING:
     from ...estimators.fast_weight_state import Tokens
 
 
-def looked(store: TableValues, how: How, query: Tensor, keys: Tensor, good: Tensor | None) -> Looked | None:
+def looked(store: TableValues, how: How, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
     """As `Rounds.looked`."""
+    query, good = tokens["query"], tokens.get("good")
     if store.refuses(store.base, None, query, keys, how.top_k, how.kind) is not None:
         return None
     memories, n = len(keys), keys.shape[-2]
@@ -39,8 +40,10 @@ def looked(store: TableValues, how: How, query: Tensor, keys: Tensor, good: Tens
         slots, scores = _joined(half_scores, halves, n)
         weights = weigh(scores.flatten(-2), how.spec).view_as(scores)
     weight, slot = (_by_memory(x.flatten(-2), memories) for x in (weights, slots))
-    read = store.picked(weight, slot, None if good is None else _by_memory(good, memories))
-    return Looked(slots, weights, read.view(*query.shape[:2], store.width), halves, half_scores, scores)
+    mix = (tokens["value"], tokens.get("gate")) if how.mix else ()
+    read, mixed = store.mixed(weight, slot, None if good is None else _by_memory(good, memories), *mix)
+    read = read.view(*query.shape[:2], store.width)
+    return Looked(slots, weights, read, read if mixed is None else mixed, halves, half_scores, scores)
 
 
 def rewritten(
@@ -89,8 +92,6 @@ def _pulled(table: Tensor, halves: Tensor, weights: Tensor, query: Tensor) -> tu
     own, given = by_set(weights, one)[0], by_set(query.unflatten(-1, (2, -1)), one)[0]
     rows = table.reshape(-1, *table.shape[-2:]).contiguous()
     sums, dots = picked_rows(rows, index, own, given)
-    assert sums is not None
-    assert dots is not None
     return back(sums), back(dots)
 
 

@@ -13,14 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch
+from .memory_ops import RULES
 from .memory_search import bytes_of
 from .tiles import Tiles, TileTable
 
 ERRORS = TileTable("memory_errors", {(1 << 20, 4): Tiles(rows=16, keys=128, warps=4, stages=2)})
 SHARES = TileTable("memory_shares", {(1 << 20, 4): Tiles(rows=32, warps=4, stages=1)})
-NORMALIZED, PAPER, REFERENCE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-RULES = {"normalized": 0, "paper": 1, "reference": 2}
-"""The steps that kernels know."""
+NORMALIZED, REFERENCE = tl.constexpr(RULES["normalized"]), tl.constexpr(RULES["reference"])
 
 
 @triton.jit

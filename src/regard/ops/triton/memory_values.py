@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ...checks import ArgumentError, require, shape
+from ...estimators import precision
 from ...estimators.product_key import Dot, InverseDistance, SlotScore
 from ...estimators.slot_values import slot_values
+from .finite import clean
 from .memory_ops import order_of, written
 from .memory_versions import Anchor, Dense, Read, Rows, Version, Write
 from .support import DTYPES, GRID, MISSING, unsupported_device
@@ -144,12 +146,20 @@ class TableValues:
         """sum over j of weights_pj V[slots_pj], [M, P, Dv], of weights and slots [M, P, K]."""
         if torch.compiler.is_compiling():
             return (weights[..., None] * self._plain(slots)).sum(-2)
-        return self.picked(weights.float(), slots, None)
+        return self.mixed(weights.float(), slots, None)[0]
 
-    def picked(self, weights: Tensor, slots: Tensor, good: Tensor | None) -> Tensor:
-        """`read`, 0 for tokens that are not `good` (bool [M, P]); weights float32."""
+    def mixed(
+        self,
+        weights: Tensor,
+        slots: Tensor,
+        good: Tensor | None,
+        value: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`read`, and its mix with `value` [B, T, Dv] by `gate` [B, T] (None: the sum), None without a value; both 0
+        for tokens that are not `good` (bool [M, P]). Weights are float32."""
         self._require_device()
-        return Read.apply(weights, self.token, self.version, slots, good)
+        return Read.apply(weights, self.token, self.version, slots, good, value, gate)
 
     def rows(self, slots: Tensor) -> Tensor:
         """V[slots] [M, P, K, Dv]."""
@@ -177,24 +187,28 @@ class TableValues:
     @torch.no_grad()
     def _write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None) -> tuple[Version, Tensor]:
         """The version after the write, and N_i of every entry [M, P, K]."""
-        order, before = order_of(slots, counted, self.slots), self.version
-        ordered, _, count = order
+        (ordered, entries, count), before = order_of(slots, counted, self.slots), self.version
         table, log = before.rooted(), None
         if before.borrowed:
             table = table.clone(memory_format=torch.contiguous_format)
         else:
             log = torch.empty(len(table), ordered.shape[1], self.width, dtype=table.dtype, device=table.device)
-        written(table, order, shares, errors, log)
+        written(table, ordered, entries, shares, errors, log)
         after = Version(table)
         if log is not None:
             before.follow(after, ordered, log)
         return after, count.view(slots.shape)
 
-    def looked(self, how: How, query: Tensor, keys: Tensor, good: Tensor | None) -> Looked | None:
+    def clean(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`estimators.precision.clean` by a kernel: `estimators.fast_weight_stream.Rounds`."""
+        kernel = x.dtype == torch.float32 and unsupported_device(x.device.type) is None
+        return clean(x) if kernel else precision.clean(x)
+
+    def looked(self, how: How, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
         """What tokens find and read, by kernels: `estimators.fast_weight_stream.Rounds`."""
         from .memory_rounds import looked
 
-        return looked(self, how, query, keys, good)
+        return looked(self, how, keys, tokens)
 
     def rewritten(
         self, how: How, keys: Tensor, tokens: Tokens, following: dict[str, Tensor] | None

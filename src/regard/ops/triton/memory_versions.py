@@ -17,16 +17,14 @@ Legend: as in `estimators.slot_values`; E = P K entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ...checks import ArgumentError
-from .memory_ops import order_of, picked_rows, swapped, written
+from ..overlay_pool import first_order
+from .memory_ops import mixed_rows, order_of, picked_rows, pulled_rows, swapped, written
 
 
 class Version:
@@ -67,7 +65,8 @@ class Version:
         """Lead to a version that was just written from this one, over this one's table. The oldest version gets a table
         of its own when the logs on the way to it are larger than that."""
         self.link, newer.older = (newer, slots, log), ref(self)
-        newer.logged = self.logged + log.numel() * log.element_size()
+        kept = self.older is not None and self.older() is not None  # else the logs before this one are gone, too
+        newer.logged = kept * self.logged + log.numel() * log.element_size()
         if newer.logged > self.table.numel() * self.table.element_size():
             oldest: Version | None = self
             while oldest is not None and oldest.table is self.table:
@@ -110,21 +109,6 @@ class Version:
         return found
 
 
-def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A `backward` that refuses to be differentiated, instead of giving a part of the derivative."""
-    plain = once_differentiable(backward)
-
-    def checked(ctx: Any, *upstream: Tensor) -> Any:
-        if torch.is_grad_enabled():  # on in a backward pass that makes a graph of its own
-            raise ArgumentError(
-                "fast_weight_memory: a backward pass with create_graph=True goes through impl='triton', which has "
-                "first derivatives only; choose impl='reference'."
-            )
-        return plain(ctx, *upstream)
-
-    return checked
-
-
 class Anchor(torch.autograd.Function):
     """The token of stores whose tables came from a tensor [M, N, Dv] that wants a gradient."""
 
@@ -141,30 +125,43 @@ class Anchor(torch.autograd.Function):
 
 
 class Read(torch.autograd.Function):
-    """Weighted sums of rows."""
+    """Weighted sums of rows [M, P, Dv] and, where there are values [B, T, Dv], their mixes with those, else None."""
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, token: Tensor | None, version: Version, slots: Tensor, good: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(weights, slots, good)
-        ctx.version = version
-        out = picked_rows(version.rooted(), slots, weights, good=good)[0]
-        assert out is not None
-        return out
+        ctx: Any,
+        weights: Tensor,
+        token: Tensor | None,
+        version: Version,
+        slots: Tensor,
+        good: Tensor | None,
+        value: Tensor | None,
+        gate: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.version, mixed = version, None
+        ctx.set_materialize_grads(False)
+        if value is None:
+            read, _ = picked_rows(version.rooted(), slots, weights, None, good)
+        else:
+            read, mixed = mixed_rows(version.rooted(), slots, weights, good, value, gate)
+        ctx.save_for_backward(weights, slots, good, None if value is None else read, value, gate)
+        return read, mixed
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        (weights, slots, good), version = ctx.saved_tensors, ctx.version
-        own = token = None
-        if ctx.needs_input_grad[0]:
+    def backward(ctx: Any, upstream: Tensor | None, by_mix: Tensor | None) -> tuple[Tensor | None, ...]:
+        (weights, slots, good, read, value, gate), version = ctx.saved_tensors, ctx.version
+        own = token = by_value = by_gate = None
+        if by_mix is not None:
+            table = version.rooted()
+            own, upstream, by_value, by_gate = pulled_rows(table, slots, good, upstream, by_mix, read, value, gate)
+        elif upstream is not None and ctx.needs_input_grad[0]:
             own = picked_rows(version.rooted(), slots, None, upstream, good)[1]
-        if ctx.needs_input_grad[1]:
+        if upstream is not None and ctx.needs_input_grad[1]:
             token = upstream.new_zeros(())
-            order = order_of(slots, good, version.table.shape[1])
-            written(version.gradient(), order, weights, upstream, add=True)
-        return own, token, None, None, None
+            ordered, entries, _ = order_of(slots, good, version.table.shape[1])
+            written(version.gradient(), ordered, entries, weights, upstream, add=True)
+        return own, token, None, None, None, by_value, None if gate is None else by_gate
 
 
 class Rows(torch.autograd.Function):
@@ -180,9 +177,9 @@ class Rows(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         slots = ctx.slots.flatten(1)[..., None]  # every entry a token of its own
-        order = order_of(slots, None, ctx.version.table.shape[1])
+        ordered, entries, _ = order_of(slots, None, ctx.version.table.shape[1])
         ones = torch.ones_like(slots, dtype=torch.float32)
-        written(ctx.version.gradient(), order, ones, upstream.flatten(1, 2), add=True)
+        written(ctx.version.gradient(), ordered, entries, ones, upstream.flatten(1, 2), add=True)
         return upstream.new_zeros(()), None, None
 
 
@@ -216,7 +213,6 @@ class Write(torch.autograd.Function):
         if found is None:
             return torch.zeros_like(shares), torch.zeros_like(errors), token, *none
         own, dots = picked_rows(found, slots, -shares / count, errors, counted)
-        assert dots is not None
         if token is not None:
             ctx.before.give(found)
         return -dots / count, own, token, *none

@@ -167,12 +167,20 @@ def _sorted(slots: Tensor, counted: Tensor | None, n: int) -> Order:
 
 
 def written(
-    table: Tensor, order: Order, shares: Tensor, errors: Tensor, log: Tensor | None = None, *, add: bool = False
+    table: Tensor,
+    slots: Tensor,
+    entries: Tensor,
+    shares: Tensor,
+    errors: Tensor,
+    log: Tensor | None = None,
+    *,
+    add: bool = False,
 ) -> None:
     """Write rows of `table` in place.
 
     Args:
         table: [M, N, Dv], contiguous; float32 or bfloat16.
+        slots, entries: of an `Order`.
         shares: float32 [M, P, K]; errors: float32 [M, P, Dv].
         log: as `table` [M, E, Dv]: takes the rows before, each in the place of its slot's first entry. None: none.
         add: instead, add sum share e to the rows (what a backward pass does with gradients).
@@ -185,7 +193,7 @@ def written(
         wide = min(tiles.keys, triton.next_power_of_2(width))
         launch(
             _write, (tokens * k, memories, triton.cdiv(width, wide)), table, table if log is None else log,
-            order.slots, order.entries, shares.contiguous(), errors.contiguous(), tokens * k, tokens, rows,
+            slots, entries, shares.contiguous(), errors.contiguous(), tokens * k, tokens, rows,
             tiles=tiles, K=k, D=width, ADD=add, LOG=log is not None, R=tiles.rows, DT=wide,
         )  # fmt: skip
 

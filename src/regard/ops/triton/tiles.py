@@ -30,6 +30,11 @@ class Tiles:
     warps: int = 4
     stages: int = 2
 
+    def fitted(self, rows: int, keys: int) -> Tiles:
+        """These with `keys` keys and a multiple of `rows` rows: what kernels take that hand each other blocks of pairs
+        of these sizes, whatever was shipped, tuned or forced."""
+        return replace(self, rows=max(self.rows, rows), keys=keys)
+
 
 class TileTable:
     """The tiles of one kernel.
@@ -77,7 +82,7 @@ class TileTable:
                 times[tiles] = do_bench(lambda tiles=tiles: run(tiles), warmup=5, rep=20, return_mode="median")
             except OutOfResources:
                 continue
-        return min(times, key=lambda tiles: times[tiles])
+        return min(times, key=lambda tiles: times[tiles], default=among[0])
 
 
 _FORCED: list[dict[str, int]] = []
