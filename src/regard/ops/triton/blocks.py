@@ -11,7 +11,22 @@ import triton.language as tl
 
 FAR = tl.constexpr(2**31 - 1)
 """A number that no row and no key has."""
-LENGTHS = ("heads", "group", "queries", "keys", "span_batch", "mask_batch", "mask_head")
+LENGTHS = (
+    *("heads", "group", "queries", "keys", "span_batch", "mask_batch", "mask_head"),
+    *(
+        "room",
+        "blocks",
+        "splits",
+        "total_rows",
+        "capacity",
+        "first",
+        "stride_low",
+        "stride_mb",
+        "stride_mh",
+        "stride_state",
+    ),
+    *("tokens", "length", "total", "rows", "stride_g"),
+)
 """Parameters of which a kernel knows nothing when it is compiled (`do_not_specialize`; what stands in tuples cannot be
 left out), or it would be compiled anew where one is a multiple of 16 or 1."""
 

@@ -67,7 +67,7 @@ WEIGH = _tables(
 WEIGH_KEPT = _tables(  # what a backward pass needs besides takes registers
     "compact_weigh_kept",
     [Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)],
-    [Tiles(32, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 8, 1)],
+    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)],
 )
 
 

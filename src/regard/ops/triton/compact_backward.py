@@ -65,20 +65,25 @@ class _Call(NamedTuple):
         padded = blocks if self.soft else -(-queries // self.granule[0]) * (self.granule[0] // own)
         ties = torch.zeros(heads, padded, dtype=torch.uint8, device=table.device)
         lists, form = self._lists(2, own, _streamed(tiles.keys), 1)
-        tables, given = (table, ties, padded), (self.index, self.factor, self.matrices)
-        span = (self.span.low, self.span.high, batch_stride(self.span.low))
-        args = (*given, span, self._mask(), lists, tables, outs, self.sizes)
-        launch(compact_dq_kernel, (heads * blocks,), self.floats, self.flags, *args, tiles=tiles, FORM=form)
+        mask, *steps = self._mask()
+        launch(
+            compact_dq_kernel, (heads * blocks,), self.floats, self.flags, self.index, self.factor, self.matrices,
+            self.span.low, self.span.high, mask, lists.listed, lists.counts, table, ties, outs, *self.sizes,
+            batch_stride(self.span.low), *steps, lists.rows, lists.length, padded, tiles=tiles, FORM=form,
+        )  # fmt: skip
         return ties
 
     def by_keys(self, tiles: Tiles, table: Tensor, ties: Tensor, outs: tuple[Tensor, ...]) -> None:
         """Fill outs: dk, dv."""
         lists, form = self._lists(3, tiles.keys, _streamed(tiles.rows), self.sizes[1], ties)
         blocks = outs[0].shape[0] * outs[0].shape[1] * -(-self.sizes[3] // tiles.keys)
-        span = (self.span.first, self.span.last, batch_stride(self.span.first))
-        tables, given = (table, ties, ties.shape[1]), (self.index, self.factor, self.matrices)
-        args = (*given, span, self._mask(), lists, tables, outs, self.sizes)
-        launch(compact_dkv_kernel, (blocks,), self.floats, *args, tiles=tiles, FORM=form)
+        mask, *steps = self._mask()
+        heads, _, *lengths = self.sizes
+        launch(
+            compact_dkv_kernel, (blocks,), self.floats, self.index, self.factor, self.matrices, self.span.first,
+            self.span.last, mask, lists.listed, lists.counts, table, outs, heads, *lengths,
+            batch_stride(self.span.first), *steps, lists.rows, lists.length, tiles=tiles, FORM=form,
+        )  # fmt: skip
 
     @property
     def soft(self) -> bool:

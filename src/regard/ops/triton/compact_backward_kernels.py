@@ -26,6 +26,11 @@ from .compact_math import ANCHORED, FIXED, LOG2E, NEAREST, SOFTMAX, UNIFORM, cub
 NEAR = tl.constexpr(2.0**-19)  # relative distance from the best score within which rounding may have moved another best
 GRAD, Q, K, V, TILT = (tl.constexpr(i) for i in range(5))  # matrices, in the order of their steps
 THETA, RHO, SCALE, EXTRA = (tl.constexpr(i) for i in range(4))  # tables; the last: shares of best keys, or stand-ins
+LENGTHS = [
+    "heads", "group", "queries", "keys", "lines", "range_step", "mask_batch", "mask_head", "list_rows", "list_length",
+    "padded",
+]  # fmt: skip
+"""What nothing is compiled for; of what stands in a tuple, Triton would compile for 1 and for multiples of 16."""
 
 
 class Form(NamedTuple):
@@ -198,12 +203,13 @@ def _leave_rows(table, ties, left, index, line, inside, lines, FORM: tl.constexp
         tl.store(table + EXTRA * lines + line, tl.where(some > 0, 1.0 / some, 0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def compact_dq_kernel(
-    floats, flags, index, factor, matrices, span, mask, lists, tables, outs, sizes, FORM: tl.constexpr
+    floats, flags, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, table, ties, outs,
+    heads, group, queries, keys, lines, range_step, mask_batch, mask_head, list_rows, list_length, padded,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """dq, and the gradients of the rows' numbers, of one block of queries; tables for the kernel by keys."""
-    heads, group, queries, keys, lines = sizes
     blocks = tl.cdiv(queries, FORM.own)
     block = blocks - 1 - tl.program_id(0) % blocks  # in causal order the last have most to do
     nth = (tl.program_id(0) // blocks).to(tl.int64)
@@ -211,11 +217,11 @@ def compact_dq_kernel(
     start = block * FORM.own
     row = start + tl.arange(0, FORM.own)
     inside, line = row < queries, nth * queries + row
-    low, high = span[0] + batch * span[2], span[1] + batch * span[2]
-    plan = plan_of(lists, low, high, nth, start, queries, FORM)
+    low, high = low_ptr + batch * range_step, high_ptr + batch * range_step
+    plan = plan_of((listed, counts, list_rows, list_length), low, high, nth, start, queries, FORM)
     mask_at = low
     if FORM.masked:
-        mask_at = mask[0] + batch * mask[1] + head * mask[2]
+        mask_at = mask_ptr + batch * mask_batch + head * mask_head
     kv = _of_head(matrices[2], batch, head // group), _of_head(matrices[3], batch, head // group), mask_at
 
     tilt = _tile(_of_head(matrices[4], batch, head), start, queries, TILT, FORM.own, True, FORM)
@@ -241,7 +247,7 @@ def compact_dq_kernel(
         dq -= moved[:, None] * _best_keys(plan, tops, q, rows, kv, keys, FORM)
         count = tops[2]
     left = rho, theta, g, moved, count
-    _leave_rows(tables[0], tables[1] + nth * tables[2] + block, left, index, line, inside, lines, FORM)
+    _leave_rows(table, ties + nth * padded + block, left, index, line, inside, lines, FORM)
     slope = FORM.r * g
     if FORM.wanted:
         tl.store(outs[2] + line, moved * slope, mask=inside)
@@ -349,12 +355,12 @@ def _seen_rows(start, key, first, last, mask, head, keys, FORM: tl.constexpr):
     return (row[None, :] >= first[:, None]) & (row[None, :] < last[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def compact_dkv_kernel(
-    floats, index, factor, matrices, span, mask, lists, tables, outs, sizes, FORM: tl.constexpr
+    floats, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, table, outs,
+    heads, queries, keys, lines, range_step, mask_batch, mask_head, list_rows, list_length, FORM: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of keys, of all query heads that use them."""
-    heads, _, queries, keys, lines = sizes
     blocks = tl.cdiv(keys, FORM.own)
     start = tl.program_id(0) % blocks * FORM.own
     nth = (tl.program_id(0) // blocks).to(tl.int64)
@@ -364,7 +370,7 @@ def compact_dkv_kernel(
     at = query_nth * queries
     key = start + tl.arange(0, FORM.own)
     inside = key < keys
-    low, high = span[0] + batch * span[2], span[1] + batch * span[2]
+    low, high = low_ptr + batch * range_step, high_ptr + batch * range_step
     first, last = load_span(low, high, key, inside)
     k = _tile(_of_head(matrices[2], batch, key_head), start, keys, K, FORM.own, True, FORM)
     v = _tile(_of_head(matrices[3], batch, key_head), start, keys, V, FORM.own, True, FORM)
@@ -374,16 +380,16 @@ def compact_dkv_kernel(
         by = factor + at
     shown = low, 0
     if FORM.masked:
-        shown = mask[0] + batch * mask[1] + head * mask[2], mask[2]
+        shown = mask_ptr + batch * mask_batch + head * mask_head, mask_head
     numbers = index
     if FORM.rule == ANCHORED:
         numbers = index + at * 3
     if FORM.rule == FIXED:
         numbers = index + at
-    rows = tables[0] + at, numbers, floats + at * 6, by
+    rows = table + at, numbers, floats + at * 6, by
     own, size = (k, v, key, first, last), (queries, keys, lines)
 
-    plan = plan_of(lists, low, high, nth, start, keys, FORM)
+    plan = plan_of((listed, counts, list_rows, list_length), low, high, nth, start, keys, FORM)
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     for t in range(plan[1]):
         state = _dkv_step(state, plan, t, own, streams, rows, shown, size, False, FORM)

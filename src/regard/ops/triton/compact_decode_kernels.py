@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import FAR, row_scale
+from .blocks import FAR, LENGTHS, row_scale
 from .compact_math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, cube_root, lower_power, power
 from .decode_math import (
     add_weighted,
@@ -36,7 +36,7 @@ EPS = tl.constexpr(2.0**-23)
 # Scores and thresholds ------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def scores_kernel(
     q, k, v, factor, low, high, mask, upper, edge, z, tops, visited, heads, group, queries, room, blocks, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
@@ -61,7 +61,7 @@ def scores_kernel(
     wrong = broken(a)
     for n in range(first, last):
         j = (origin + n) * KEYS
-        wanted = last > 0
+        wanted = True  # a constant unless BOUNDED: loads within a branch are not pipelined
         if BOUNDED:
             block = j // BLOCK - origin * KEYS // BLOCK
             bound = tl.load(upper + own * blocks + block, mask=held, other=float("-inf"))
@@ -165,7 +165,7 @@ def total_weight(near, count, reach, R: tl.constexpr, CHUNK: tl.constexpr):
     return tl.sum(mass, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def threshold_kernel(
     z, tops, near, given, low, high, mask, found, best, heads, group, queries, room, number,
     stride_low, stride_mb, stride_mh,
@@ -221,7 +221,7 @@ def threshold_kernel(
 # Output ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def output_kernel(
     v, z, tops, low, high, mask, found, best, part, visited, heads, group, queries, room,
     stride_b, stride_h, stride_t, stride_low, stride_mb, stride_mh, stride_part,
@@ -272,7 +272,7 @@ def output_kernel(
     store_part(part, stride_part, own, held, tl.where((top == float("inf"))[:, None], float("nan"), total), DV, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def sum_kernel(part, out, splits, stride_part, DV: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
     """One row of the output: the sum over splits."""
     row = tl.program_id(0).to(tl.int64)
@@ -290,7 +290,7 @@ def sum_kernel(part, out, splits, stride_part, DV: tl.constexpr, WIDTH: tl.const
 # Softmax --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def online_kernel(
     q, k, v, factor, low, high, mask, part, state, heads, group, queries, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
@@ -334,7 +334,7 @@ def online_kernel(
     tl.store(state + 1, mass, mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def merge_kernel(
     part, state, out, splits, stride_part, stride_state,
     DV: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,

@@ -53,7 +53,7 @@ def ranges(low, high, start, size, total, TILE: tl.constexpr):
     return first, whole, ended, finish
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["span_step", "heads", "owners", "granules", "blocks", "along", "across"])
 def compact_lists_kernel(
     live, listed, counts, flags, low, high, span_step, heads, owners, granules, blocks, along, across,
     GROUP: tl.constexpr, MERGED: tl.constexpr, OWNER: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,

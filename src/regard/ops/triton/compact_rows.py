@@ -96,8 +96,8 @@ def factors(ptr, flat, scale, FORM: tl.constexpr):
 
 
 @triton.jit
-def store_row(floats_ptr, flags_ptr, flat, real, top, theta, reach, mass, support, ess, empty, fallback, status):
-    """The statistics of rows, as `block_rows` has them."""
+def store_row(floats_ptr, flags_ptr, flat, real, top, theta, reach, mass, support, ess, empty, fallback):
+    """The statistics of rows, as `block_rows` has them, with status 0."""
     tl.store(floats_ptr + flat * 6, top, mask=real)
     tl.store(floats_ptr + flat * 6 + 1, theta, mask=real)
     tl.store(floats_ptr + flat * 6 + 2, reach, mask=real)
@@ -106,7 +106,7 @@ def store_row(floats_ptr, flags_ptr, flat, real, top, theta, reach, mass, suppor
     tl.store(floats_ptr + flat * 6 + 5, ess, mask=real)
     tl.store(flags_ptr + flat * 3, empty.to(tl.int32), mask=real)
     tl.store(flags_ptr + flat * 3 + 1, fallback.to(tl.int32), mask=real)
-    tl.store(flags_ptr + flat * 3 + 2, status, mask=real)
+    tl.store(flags_ptr + flat * 3 + 2, tl.zeros_like(empty.to(tl.int32)), mask=real)
 
 
 @triton.jit

@@ -174,9 +174,11 @@ def sums_above(q, k, theta, counts, sight, scales, marks, marked, mark, FORM: tl
 
 
 @triton.jit
-def settle(q, k, run, sight, scales, marks, counts, marked, top, peak, least, active, tolerance, FORM: tl.constexpr):
-    """Newton's method from a peak that is too high, if anything: (the peak, which rows have not converged). Of blocks
-    marked 1 those that the last pass found above the threshold keep that."""
+def settle(q, k, run, sight, scales, marks, counts, marked, state, tolerance, FORM: tl.constexpr):
+    """Newton's method from state (top, a peak that is too high if anything, the least peak, which rows to solve): (the
+    peak, which rows have not converged). Of the listed blocks those stay marked, by 1, that the last pass found above
+    the threshold. `marked`: the marks of rows, and which rows mark."""
+    top, peak, least, active = state
     step = 0
     while (tl.max(active.to(tl.int32), 0) > 0) & (step < STEPS):
         theta = top - FORM.r * peak
@@ -216,21 +218,20 @@ def compact_search_kernel(
     best = tl.where(empty, 0.0, best)
     top = best * scales[1]
     finest = tl.abs(top) * FINEST  # below it rounding alone says which keys are near enough
-    reach = tl.maximum(within, finest)
-    status = tl.zeros((FORM.rows,), tl.int32)
+    reach = tl.where(empty, 1.0, tl.maximum(within, finest))
+    one, none = tl.full((FORM.rows,), 1.0, tl.float32), tl.zeros((FORM.rows,), tl.float32)
+    store_row(floats_ptr, flags_ptr, flat, real, top, top - reach, reach, one, none, none, empty, empty & False)
     if FORM.rule == ADAPTIVE:
         marks = lists_of(marks_at, list_ptr, place, queries, keys, FORM)
         counts = collect(marks, run, 1, FORM)
         least = finest * (1.0 / FORM.r)
         peak = tl.maximum(first_peak(tops, best, scales[1], FORM.r), least)
-        active = real & (empty == 0) & (least < 1)  # beyond, rounding alone sets the peak
-        own = marked, real
-        peak, active = settle(q, k, run, sight, scales, marks, counts, own, top, peak, least, active, tolerance, FORM)
-        reach = FORM.r * peak
-        status = active.to(tl.int32)
-    reach = tl.where(empty, 1.0, reach)
-    one, none = tl.full((FORM.rows,), 1.0, tl.float32), tl.zeros((FORM.rows,), tl.float32)
-    store_row(floats_ptr, flags_ptr, flat, real, top, top - reach, reach, one, none, none, empty, empty & False, status)
+        solved = real & (empty == 0)
+        state = top, peak, least, solved & (least < 1)  # beyond, rounding alone sets the peak
+        peak, active = settle(q, k, run, sight, scales, marks, counts, (marked, solved), state, tolerance, FORM)
+        tl.store(floats_ptr + flat * 6 + 1, top - FORM.r * peak, mask=solved)
+        tl.store(floats_ptr + flat * 6 + 2, FORM.r * peak, mask=solved)
+        tl.store(flags_ptr + flat * 3 + 2, active.to(tl.int32), mask=solved)
 
 
 # The output -----------------------------------------------------------------------------------------------------

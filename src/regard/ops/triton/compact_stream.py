@@ -125,8 +125,7 @@ def compact_stream_kernel(
         reach = tl.where(some, reach_of(best, by, bias), 1.0)
     top = tl.where(empty, 0.0, top)
     theta = tl.where(empty, -1.0, theta)
-    status = tl.zeros((FORM.rows,), tl.int32)
-    store_row(floats_ptr, flags_ptr, flat, real, top, theta, reach, mass, support, ess, empty, lost, status)
+    store_row(floats_ptr, flags_ptr, flat, real, top, theta, reach, mass, support, ess, empty, lost)
 
 
 @triton.jit
@@ -147,14 +146,17 @@ def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
 
 
 @triton.jit
-def nearest(q, k, run, sight, scales, top, FORM: tl.constexpr):
-    """The first key with the best score of each row."""
-    first = tl.full((FORM.rows,), BEYOND, tl.int32)
+def nearest(q, k, run, sight, scales, FORM: tl.constexpr):
+    """The first key with the best score of each row that sees any."""
+    best = tl.full((FORM.rows,), -float("inf"), tl.float32)
+    found = tl.zeros((FORM.rows,), tl.int32)
     for block in range(run[0], run[3]):
         dot, columns = key_scores(q, k, block, scales[0], sight, True, FORM)
-        same = dot * scales[1][:, None] >= top[:, None]
-        first = tl.minimum(first, tl.min(tl.where(same, columns[None, :], BEYOND), 1))
-    return tl.minimum(first, k[2] - 1)
+        here = tl.max(dot, 1)
+        at = tl.min(tl.where(dot == here[:, None], columns[None, :], BEYOND), 1)
+        found = tl.where(here > best, at, found)
+        best = tl.maximum(best, here)
+    return found
 
 
 @triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
@@ -182,7 +184,7 @@ def compact_stand_in_kernel(
         else:
             scales = factors(factor_ptr, flat, scale, FORM)
             q = load_rows(q_ptr + place[2] * q_batch + place[3] * q_head, rows, q_row, FORM.dim, FORM.wide)
-            stand_in = nearest(q, k, run, sight, scales, tl.load(floats_ptr + flat * 6), FORM)
+            stand_in = nearest(q, k, run, sight, scales, FORM)
             acc = load_rows(v[0], stand_in, v_row, FORM.value_dim, FORM.value_wide).to(tl.float32)
             count = tl.full((FORM.rows,), 1.0, tl.float32)
             if FORM.keep:

@@ -40,9 +40,9 @@ def _clean(x: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, length, dim = x.shape
     tiles = TABLE.pick(dim, x.dtype)
     grid = (-(-length // tiles.rows), batch * heads)
-    shape = (heads, length, *x.stride()[:3])
+    steps = [x.stride(i) if x.shape[i] > 1 else 0 for i in (0, 1)]  # of one head these would be its length
     launch(
-        clean_kernel, grid, x, good, bad, *shape,
+        clean_kernel, grid, x, good, bad, heads, length, *steps, x.stride(2),
         tiles=tiles, D=dim, WIDTH=next_power_of_2(dim), ROWS=tiles.rows,
     )  # fmt: skip
     return good, bad

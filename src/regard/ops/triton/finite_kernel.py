@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .blocks import LENGTHS
+
 next_power_of_2 = triton.next_power_of_2
 
 
@@ -19,7 +21,7 @@ def broken(x):
     return tl.max(x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) > LIMIT
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def clean_kernel(
     x, good, bad, heads, length, stride_b, stride_h, stride_t,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import row_scale
+from .blocks import LENGTHS, row_scale
 from .compact_math import ADAPTIVE, ANCHORED, NEAREST
 from .decode_math import extent, load_queries, load_tile, place_of, products, row_ranges, seen_keys
 
@@ -18,7 +18,7 @@ SLACK = tl.constexpr(2.0**-13)
 and if every partial sum is cut off after 23 bits."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def ball_kernel(
     k, centre, radius, heads, keys, capacity, first, blocks, stride_b, stride_h, stride_t,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
@@ -45,7 +45,7 @@ def ball_kernel(
     tl.store(radius + to, tl.where(broken, float("nan"), tl.sqrt(tl.max(square, 0))))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def bound_kernel(
     q, factor, centre, radius, low, high, upper, heads, group, queries, room, capacity, blocks, scale,
     stride_b, stride_h, stride_t, stride_low,
@@ -73,7 +73,7 @@ def bound_kernel(
         tl.store(to, by[:, None] * z + tl.abs(by)[:, None] * reach, mask=(rows < count)[:, None] & held[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def probe_kernel(
     q, k, factor, given, low, high, mask, upper, edge, heads, group, queries, room, scale, number,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_low, stride_mb, stride_mh,

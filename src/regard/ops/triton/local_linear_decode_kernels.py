@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import load, row_scale
+from .blocks import LENGTHS, load, row_scale
 from .compact_math import LOG2E
 from .decode_math import (
     add_weighted,
@@ -36,7 +36,7 @@ RESTARTS = tl.constexpr(2)
 """How often conjugate gradients begin again from the true residual."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def moments_kernel(
     q, k, factor, low, high, mask, moment, mean, state, heads, group, queries, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_low, stride_mb, stride_mh, total_rows,
@@ -95,7 +95,7 @@ def moments_kernel(
     tl.store(state + own * 2 + 1, mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def merge_moments_kernel(
     moment, mean, state, spread, centre, total, splits, total_rows,
     D: tl.constexpr, WIDTH: tl.constexpr, PANEL: tl.constexpr,
@@ -183,7 +183,7 @@ def eliminated(matrix, b, D: tl.constexpr, WIDTH: tl.constexpr):
     return b / pivots
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def solve_kernel(
     q, spread, mean, ridge, slope, heads, group, queries, number, tol, limit, stride_b, stride_h, stride_t,
     D: tl.constexpr, WIDTH: tl.constexpr, RIDGE: tl.constexpr, GRADIENTS: tl.constexpr, DIRECT: tl.constexpr,
@@ -230,7 +230,7 @@ def load_vectors(x, own, held, D: tl.constexpr, WIDTH: tl.constexpr):
     return load(x + own[:, None] * D + tl.arange(0, WIDTH)[None, :], held, D, WIDTH, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def tilted_kernel(
     q, k, v, factor, low, high, mask, slope, mean, state, part, heads, group, queries, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
@@ -271,7 +271,7 @@ def tilted_kernel(
     store_part(part, stride_part, own, held, total, DV, WIDTH_V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def probed_kernel(
     q, k, v, factor, low, high, mask, probe, part, state, heads, group, queries, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
@@ -327,7 +327,7 @@ def probed_kernel(
     tl.store(state + split * 4 + 3, level_s, mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def merge_probed_kernel(part, state, out, splits, total_rows, DV: tl.constexpr, WIDTH: tl.constexpr):
     """One row of the output from its splits. The level of the slopes is their mean, so that what is subtracted at the
     end is nearly 0."""

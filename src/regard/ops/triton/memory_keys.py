@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...estimators.fast_weight_rules import FLOOR
+from .blocks import LENGTHS
 from .launch import launch
 from .memory_search import bytes_of
 from .tiles import Tiles, TileTable
@@ -49,7 +50,7 @@ def _counts(counted, tokens, COUNTED: tl.constexpr):
     return tl.maximum(number, 1).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _marginal(
     scores, halves, counted, out, slope, tokens, n, floor,
     SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, COUNTED: tl.constexpr, RAW: tl.constexpr,
@@ -85,7 +86,7 @@ def _marginal(
         tl.store(slope + to, tl.log(mean + floor) + mean / (mean + floor), mask=own < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _moved(
     keys, query, scores, halves, counted, slope, out, tokens, n, rate,
     stride_m, stride_q, stride_t, stride_h, length,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .blocks import LENGTHS
 from .launch import launch
 from .memory_search import _float, _ordered, bytes_of
 from .tiles import Tiles, TileTable
@@ -27,7 +28,7 @@ PULLS = TileTable("memory_pulls", ROWS.shipped, ROWS.others)
 """Likewise."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _join(
     scores, halves, slots, weights, n,
     H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr,
@@ -59,7 +60,7 @@ def _join(
     tl.store(weights + to, weight, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _rows(
     table, slots, weights, other, good, sums, dots, value, gate, mixed, tokens, length,
     stride_m, stride_v, stride_vt, stride_g, stride_gt,
@@ -114,7 +115,7 @@ def _rows(
             tl.store(dots + token * K + j + place, found, mask=j + place < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _pulls(
     table, slots, good, by_sum, by_mix, sums, value, gate, dots, pull, by_value, by_gate, tokens, length,
     stride_m, stride_b, stride_t, stride_v, stride_vt, stride_g, stride_gt,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .blocks import LENGTHS
 from .launch import launch
 from .tiles import Tiles, TileTable
 
@@ -129,7 +130,7 @@ def _least(one, other, K: tl.constexpr, R: tl.constexpr, M: tl.constexpr):
     return best
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _search(
     query, keys, halves, scores, rows, tokens, n, d, stride_b, stride_t, stride_h, stride_m, eps,
     H: tl.constexpr, K: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, DISTANCE: tl.constexpr, ROUGH: tl.constexpr,

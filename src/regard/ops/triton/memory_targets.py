@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .blocks import LENGTHS
 from .launch import launch
 from .memory_ops import RULES
 from .memory_search import bytes_of
@@ -22,7 +23,7 @@ SHARES = TileTable("memory_shares", {(1 << 20, 4): Tiles(rows=32, warps=4, stage
 NORMALIZED, REFERENCE = tl.constexpr(RULES["normalized"]), tl.constexpr(RULES["reference"])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _errors(
     read, value, following, good, good_next, errors, written, place, length,
     stride_r, stride_t, stride_n,
@@ -72,7 +73,7 @@ def _errors(
         tl.store(errors + to[:, None] * D + column[None, :], seen - target, mask=all_)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _shares(
     weights, slots, gate, counted, written, shares, tokens, rate, stride_g,
     H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RULE: tl.constexpr, GATE: tl.constexpr, COUNTED: tl.constexpr,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .blocks import LENGTHS
 from .launch import launch
 from .memory_search import bytes_of
 from .tiles import Tiles, TileTable
@@ -46,7 +47,7 @@ class Order(NamedTuple):
     count: Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _order(
     slots, counted, ordered, entries, count, total, n,
     K: tl.constexpr, COUNTED: tl.constexpr, R: tl.constexpr, OT: tl.constexpr,
@@ -76,7 +77,7 @@ def _order(
     tl.store(count + to + mine, same, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _write(
     table, log, slots, entries, shares, errors, total, tokens, rows,
     K: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
@@ -117,7 +118,7 @@ def _write(
         tl.store(to, (old.to(tl.float32) + moved).to(old.dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, DT: tl.constexpr):
     """The row of one slot and what the log has of it change places, if this entry is its first; KEEP: the log stays."""
     memory = tl.program_id(1).to(tl.int64)
