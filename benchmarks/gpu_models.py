@@ -3,6 +3,7 @@ with memories beside the one without."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,6 +18,9 @@ import regard
 FIRST = ("softmax", "biweight", "relumax", "local-linear")
 BAR = 1.35
 """A step of the hybrid model with three memories against the same without, at most."""
+DELTA_RULE = "fla.ops.gated_delta_rule"
+"""Where it is installed transformers takes its kernels, else loops of PyTorch operations, beside which memories look
+cheap."""
 
 
 def rows(bench: Bench) -> Iterator[Row]:
@@ -59,7 +63,8 @@ def hybrid(name: str, bench: Bench) -> dict[str, Any]:
         places = "FwPKM@1,2,3" if bench.dry else "FwPKM@2,6,10"
         if bench.dry:
             size["memory_options"] = {"fwpkm": {"sub_keys": 8, "key_dim": 8, "value_dim": 8, "chunk_size": 16}}
-    return {**stepped(HybridConfig.layout("GDN", places, **size), batch, tokens, bench), "model": name}
+    found = stepped(HybridConfig.layout("GDN", places, **size), batch, tokens, bench)
+    return {**found, "model": name, "delta_rule": "fla" if DELTA_RULE in sys.modules else "torch"}
 
 
 def stepped(config: Any, batch: int, tokens: int, bench: Bench) -> dict[str, Any]:

@@ -206,7 +206,8 @@ def models(stored: Entry) -> Iterator[str]:
         for row in rows:
             size = f"B {row['config']['batch']}, T {row['config']['tokens']}"
             mib = "–" if row["mib"] is None else number(row["mib"])
-            name = row.get("preset") or row["model"]
+            by = {"fla": " by fla's kernels", "torch": " by PyTorch operations"}.get(row.get("delta_rule"), "")
+            name = row.get("preset") or row["model"] + by
             cells = [number(row["ms"]), f"{row['tokens_per_second']:,.0f}", mib]
             table.append([f"{name}, {size}", row.get("runs", ""), *cells])
         yield markdown(["", "impl", "ms", "tokens/s", "MiB"], table)

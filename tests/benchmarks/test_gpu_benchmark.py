@@ -142,7 +142,8 @@ def fake(name: str, part: str, faster: float) -> dict[str, Any]:
     if part == "models":
         size = {"batch": 1, "tokens": 8}
         slow = 1.3 if "FwPKM" in name else 1.0
-        own = {"model": name.removeprefix("training step, ")} if "GDN" in name else {"preset": name}
+        hybrid = {"model": name.removeprefix("training step, "), "delta_rule": "fla"}
+        own = hybrid if "GDN" in name else {"preset": name}
         return {"ms": slow, "tokens_per_second": 1.0, "mib": 1.0, "config": size, **own}
     if part == "memory":
         kind = {"eager_ms": 1.0} if "forward" in name else {}
@@ -202,6 +203,9 @@ def test_a_criterion_tells_what_was_left_out_and_counts_what_failed(module: Any)
     stored["rows"]["correctness, relumax, D 64, bfloat16"]["right"] = False
     first = module("gpu_criteria").criteria(stored)[0]
     assert (first.found, first.met) == (2.0, False)
+    stored["rows"]["training step, GDN"]["delta_rule"] = "torch"  # as slow as the memories would have to be
+    assert module("gpu_criteria").criteria(stored)[-1].verdict == "not measured"
+    assert "GDN by PyTorch operations" in module("gpu_table").tables(stored, None)
 
 
 def test_the_tables_hold_the_numbers_and_what_has_none(module: Any) -> None:

@@ -159,8 +159,8 @@ def look(q, k, run, sight, scales, within, marked, real, FORM: tl.constexpr):
 def sums_above(q, k, theta, counts, sight, scales, marks, marked, mark, FORM: tl.constexpr):
     """(sum of e^r, sum of e^(r - 1)) [R] over the listed blocks, with a mark where there is any."""
     factor, by = scales
-    total = tl.zeros((FORM.rows,), tl.float32)
-    lower = tl.zeros((FORM.rows,), tl.float32)
+    total = tl.full((FORM.rows,), 0.0, tl.float32)
+    lower = tl.full((FORM.rows,), 0.0, tl.float32)
     for side in tl.static_range(2):
         for t in range(counts[1 - side]):
             block = listed(marks, t, side == 0)
@@ -219,7 +219,7 @@ def compact_search_kernel(
     top = best * scales[1]
     finest = tl.abs(top) * FINEST  # below it rounding alone says which keys are near enough
     reach = tl.where(empty, 1.0, tl.maximum(within, finest))
-    one, none = tl.full((FORM.rows,), 1.0, tl.float32), tl.zeros((FORM.rows,), tl.float32)
+    one, none = tl.full((FORM.rows,), 1.0, tl.float32), tl.full((FORM.rows,), 0.0, tl.float32)
     store_row(floats_ptr, flags_ptr, flat, real, top, top - reach, reach, one, none, none, empty, empty & False)
     if FORM.rule == ADAPTIVE:
         marks = lists_of(marks_at, list_ptr, place, queries, keys, FORM)
@@ -281,17 +281,17 @@ def compact_weigh_kernel(
     theta = tl.load(floats_ptr + flat * 6 + 1)
     g = 1.0 / tl.load(floats_ptr + flat * 6 + 2)
 
-    acc = tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
-    mass = tl.zeros((FORM.rows,), tl.float32)
+    acc = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
+    mass = tl.full((FORM.rows,), 0.0, tl.float32)
     if TILT:
-        tilt = tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
-        tilt_mass = tl.zeros((FORM.rows,), tl.float32)
+        tilt = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
+        tilt_mass = tl.full((FORM.rows,), 0.0, tl.float32)
     if TIES:
         top = tl.load(floats_ptr + flat * 6)
         nearly = top - tl.abs(top) * (FINEST * 0.25)
-        none = tl.zeros((FORM.rows,), tl.int32)
+        none = tl.full((FORM.rows,), 0, tl.int32)
         ties = none + BEYOND, none - 1, none
-    seen_weights = tl.zeros((FORM.rows,), tl.float32), tl.zeros((FORM.rows,), tl.float32)
+    seen_weights = tl.full((FORM.rows,), 0.0, tl.float32), tl.full((FORM.rows,), 0.0, tl.float32)
     for side in tl.static_range(2):
         for t in range(counts[1 - side]):
             block = listed(marks, t, side == 0)

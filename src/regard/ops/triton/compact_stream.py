@@ -91,8 +91,8 @@ def compact_stream_kernel(
         by = by * LOG2E
 
     best = tl.full((FORM.rows,), -float("inf"), tl.float32)
-    mass = tl.zeros((FORM.rows,), tl.float32)
-    acc = tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
+    mass = tl.full((FORM.rows,), 0.0, tl.float32)
+    acc = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
     for side in tl.static_range(2):
         for t in range(count_of(run, side == 0)):
             block = block_of(run, t, side == 0)
@@ -108,7 +108,7 @@ def compact_stream_kernel(
     empty = best == -float("inf")
     lost = real & (mass == 0) & (best > -float("inf"))  # keys are seen, but none lies inside
 
-    support, square = tl.zeros((FORM.rows,), tl.float32), tl.zeros((FORM.rows,), tl.float32)
+    support, square = tl.full((FORM.rows,), 0.0, tl.float32), tl.full((FORM.rows,), 0.0, tl.float32)
     if FORM.counted:
         support, square = count_weights(q, k, run, sight, best, (factor, by), bias, FORM)
     ess = tl.where(square > 0, mass * mass / tl.where(square > 0, square, 1.0), 0.0)
@@ -131,8 +131,8 @@ def compact_stream_kernel(
 @triton.jit
 def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
     """(sum of the values [R, Dv] that lost rows see, how many these are)."""
-    acc = tl.zeros((FORM.rows, FORM.value_wide), tl.float32)
-    count = tl.zeros((FORM.rows,), tl.int32)
+    acc = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
+    count = tl.full((FORM.rows,), 0, tl.int32)
     for block in range(run[0], run[3]):
         columns = block * FORM.keys + tl.arange(0, FORM.keys)
         taken = seen(columns, sight[0], sight[1], sight[2], v[2], FORM.masked) & lost[:, None]
@@ -149,7 +149,7 @@ def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
 def nearest(q, k, run, sight, scales, FORM: tl.constexpr):
     """The first key with the best score of each row that sees any."""
     best = tl.full((FORM.rows,), -float("inf"), tl.float32)
-    found = tl.zeros((FORM.rows,), tl.int32)
+    found = tl.full((FORM.rows,), 0, tl.int32)
     for block in range(run[0], run[3]):
         dot, columns = key_scores(q, k, block, scales[0], sight, True, FORM)
         here = tl.max(dot, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
@@ -10,8 +11,24 @@ import torch
 from ..dispatch import Problem
 from .launch import watching
 
-MISSING = None if find_spec("triton") else "needs triton, which is not installed: pip install 'regard[gpu]'"
-"""None where triton is installed, else how to get it."""
+OLDEST = (3, 6)
+"""The first Triton whose compiler takes the kernels."""
+
+
+def _missing() -> str | None:
+    if not find_spec("triton"):
+        return "needs triton, which is not installed: pip install 'regard[gpu]'"
+    try:
+        found = version("triton")
+    except PackageNotFoundError:  # under another name: whoever put it there knows which it is
+        return None
+    if tuple(map(int, found.split(".")[:2])) < OLDEST:
+        return f"needs triton >= {OLDEST[0]}.{OLDEST[1]}, installed is {found}: pip install 'regard[gpu]'"
+    return None
+
+
+MISSING = _missing()
+"""None where triton is installed, else what to do."""
 DTYPES = (torch.float32, torch.bfloat16)
 WIDEST = 256
 """Features of keys and of values."""
