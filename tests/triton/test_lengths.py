@@ -1,5 +1,5 @@
-"""What Triton compiles a kernel for: never for a length, or each new one would stall a training step or a decoded token
-for seconds."""
+"""What Triton compiles a kernel for: not for a length, or each new one would stall a training step or a decoded token
+for seconds. The backward kernels of compact attention may know whether a length is a multiple of 16."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from regard.ops.triton.compiled import _pretended, _zeros
 from regard.ops.triton.launch import watched
 
 LENGTHS = (512, 1000, 777, 2048, 513)
+MULTIPLES, OTHERS = (512, 2048, 1040), (777, 1000, 513)
 CACHED = (4096, 601, 1024, 1999, 2050)
 
 
@@ -92,9 +93,10 @@ def memory(length: int) -> None:
     )
 
 
+COMPACT = {**{spec: attention(spec) for spec in ("softmax", "biweight", "relumax")}, "hidden": hidden}
 CALLS: dict[str, tuple[Callable[[int], Any], tuple[int, ...]]] = {
-    **{f"train {spec}": (trained(attention(spec)), LENGTHS) for spec in ("softmax", "biweight", "relumax")},
-    "train hidden": (trained(hidden), LENGTHS),
+    **{f"train {name}, multiples of 16": (trained(call), MULTIPLES) for name, call in COMPACT.items()},
+    **{f"train {name}, others": (trained(call), OTHERS) for name, call in COMPACT.items()},
     "train local linear": (trained(local_linear), LENGTHS),
     **{f"decode {spec}": (decoded(attention(spec)), CACHED) for spec in ("softmax", "biweight", "normrelu")},
     "decode hidden": (decoded(hidden), CACHED),

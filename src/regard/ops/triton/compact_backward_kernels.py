@@ -27,10 +27,11 @@ NEAR = tl.constexpr(2.0**-19)  # relative distance from the best score within wh
 GRAD, Q, K, V, TILT = (tl.constexpr(i) for i in range(5))  # matrices, in the order of their steps
 THETA, RHO, SCALE, EXTRA = (tl.constexpr(i) for i in range(4))  # tables; the last: shares of best keys, or stand-ins
 LENGTHS = [
-    "heads", "group", "queries", "keys", "lines", "range_step", "mask_batch", "mask_head", "list_rows", "list_length",
-    "padded",
+    "heads", "group", "lines", "range_step", "mask_batch", "mask_head", "list_rows", "list_length", "padded",
 ]  # fmt: skip
-"""What nothing is compiled for; of what stands in a tuple, Triton would compile for 1 and for multiples of 16."""
+"""What nothing is compiled for; of what stands in a tuple, Triton would compile for 1 and for multiples of 16. It does
+so for the numbers of queries and keys: knowing that they are such multiples saves registers, which at 128 features are
+short."""
 
 
 class Form(NamedTuple):

@@ -46,7 +46,7 @@ BY_ROWS = TileTable(
     "local_linear_backward_rows",
     {
         (64, 2): Tiles(64, 32, 4, 3),
-        (128, 2): Tiles(64, 32, 4, 1),
+        (128, 2): Tiles(64, 32, 8, 2),
         (256, 2): Tiles(32, 32, 8, 1),
         (64, 4): Tiles(32, 16, 8, 2),
         (256, 4): Tiles(16, 16, 8, 1),
