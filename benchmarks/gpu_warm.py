@@ -21,8 +21,8 @@ MOST = 8
 
 
 def kinds(rows: Sequence[Any]) -> list[Any]:
-    """Of rows of regard's own kernels that differ in lengths and inputs alone, the first: lengths are no part of what
-    is compiled, but for whether there is one sequence or several."""
+    """Of rows of regard's own kernels that differ in lengths and inputs alone, the first: nothing is compiled for
+    lengths, which are all multiples of 16 (`tests/triton/test_lengths.py`)."""
     found: dict[str, Any] = {}
     for row in rows:
         own = "regard" in row.name or row.part == "correctness" or row.name.startswith(("memory", "floor"))
@@ -32,8 +32,7 @@ def kinds(rows: Sequence[Any]) -> list[Any]:
 
 
 def kind(name: str) -> str:
-    name = re.sub(r"T (\d+)", lambda found: "one" if int(found[1]) >= 32768 else "several", name)
-    return re.sub(r"live [\d.]+, |floor, \w+, ", "", name)
+    return re.sub(r"T \d+|\d+ keys, B \d+|live [\d.]+, |floor, \w+, ", "", name)
 
 
 def compile_share(rows: Sequence[Any], number: int, of: int, arch: int) -> None:

@@ -15,7 +15,9 @@ pytest.importorskip("triton")
 
 HERE = Path(__file__).resolve().parent
 FILES = sorted(path.name for path in (HERE / "interpreted").glob("test_*.py"))
-KINDS = ("compact", "public_attention", "local_linear", "public_local_linear", "memory", "public_memory", "others")
+KINDS = (
+    "compact", "decode", "local_linear", "memory", "public_attention", "public_local_linear", "public_memory", "others"
+)  # fmt: skip
 GROUPS: dict[str, list[str]] = {kind: [] for kind in KINDS}
 for file in FILES:
     GROUPS[next((kind for kind in KINDS if file.startswith(f"test_{kind}")), "others")].append(file)

@@ -248,7 +248,7 @@ def compact_dq_kernel(
         dq -= moved[:, None] * _best_keys(plan, tops, q, rows, kv, keys, FORM)
         count = tops[2]
     left = rho, theta, g, moved, count
-    _leave_rows(table, ties + nth * padded + block, left, index, line, inside, lines, FORM)
+    _leave_rows(table, ties + nth * padded + block, left, index, line, inside, tl.cast(lines, tl.int64), FORM)
     slope = FORM.r * g
     if FORM.wanted:
         tl.store(outs[2] + line, moved * slope, mask=inside)
@@ -388,7 +388,7 @@ def compact_dkv_kernel(
     if FORM.rule == FIXED:
         numbers = index + at
     rows = table + at, numbers, floats + at * 6, by
-    own, size = (k, v, key, first, last), (queries, keys, lines)
+    own, size = (k, v, key, first, last), (queries, keys, tl.cast(lines, tl.int64))
 
     plan = plan_of((listed, counts, list_rows, list_length), low, high, nth, start, keys, FORM)
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
