@@ -68,7 +68,7 @@ class _Call(NamedTuple):
         mask, *steps = self._mask()
         launch(
             compact_dq_kernel, (heads * blocks,), self.floats, self.flags, self.index, self.factor, self.matrices,
-            self.span.low, self.span.high, mask, lists.listed, lists.counts, table, ties, outs, *self.sizes,
+            self.span.low, self.span.high, mask, lists.listed, lists.counts, table, ties, outs, *self.sizes[:4],
             batch_stride(self.span.low), *steps, lists.rows, lists.length, padded, tiles=tiles, FORM=form,
         )  # fmt: skip
         return ties
@@ -78,10 +78,10 @@ class _Call(NamedTuple):
         lists, form = self._lists(3, tiles.keys, _streamed(tiles.rows), self.sizes[1], ties)
         blocks = outs[0].shape[0] * outs[0].shape[1] * -(-self.sizes[3] // tiles.keys)
         mask, *steps = self._mask()
-        heads, _, *lengths = self.sizes
+        heads, _, queries, keys, _ = self.sizes
         launch(
             compact_dkv_kernel, (blocks,), self.floats, self.index, self.factor, self.matrices, self.span.first,
-            self.span.last, mask, lists.listed, lists.counts, table, outs, heads, *lengths,
+            self.span.last, mask, lists.listed, lists.counts, table, outs, heads, queries, keys,
             batch_stride(self.span.first), *steps, lists.rows, lists.length, tiles=tiles, FORM=form,
         )  # fmt: skip
 
@@ -162,7 +162,7 @@ def backward(
     own = {"device": q.device, "dtype": torch.float32}
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dfactor, dgiven = (torch.empty(q.shape[:3] if some else (0,), **own) for some in (factors, wanted))
-    table = torch.empty(2 if soft else 4, *q.shape[:3], **own)
+    table = torch.empty(*q.shape[:2], 2 if soft else 4, queries, **own)
     key, outs = (max(dim, value_dim), q.dtype), (dq, dfactor, dgiven)
     flags_of = (rule, r, stand, factors, masked, wanted)
     tiles = DQ.pick(*key, lambda tiles: call.by_queries(tiles, table, outs), flags_of)

@@ -27,7 +27,7 @@ NEAR = tl.constexpr(2.0**-19)  # relative distance from the best score within wh
 GRAD, Q, K, V, TILT = (tl.constexpr(i) for i in range(5))  # matrices, in the order of their steps
 THETA, RHO, SCALE, EXTRA = (tl.constexpr(i) for i in range(4))  # tables; the last: shares of best keys, or stand-ins
 LENGTHS = [
-    "heads", "group", "lines", "range_step", "mask_batch", "mask_head", "list_rows", "list_length", "padded",
+    "heads", "group", "range_step", "mask_batch", "mask_head", "list_rows", "list_length", "padded",
 ]  # fmt: skip
 """What nothing is compiled for; of what stands in a tuple, Triton would compile for 1 and for multiples of 16. It does
 so for the numbers of queries and keys: knowing that they are such multiples saves registers, which at 128 features are
@@ -88,6 +88,13 @@ def _line(at, start, total, other, SIZE: tl.constexpr, PART: tl.constexpr):
 def _of_head(matrix, batch, head):
     """Where one head lies, of (base, strides of batch and head)."""
     return matrix[0] + batch * matrix[1] + head * matrix[2]
+
+
+@triton.jit
+def _tables_of(table, head, queries, FORM: tl.constexpr):
+    """Where the tables of a head lie, one behind the other."""
+    COUNT: tl.constexpr = 2 if FORM.rule == SOFTMAX else 4
+    return table + head * queries * COUNT
 
 
 @triton.jit
@@ -189,25 +196,25 @@ def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
 
 
 @triton.jit
-def _leave_rows(table, ties, left, index, line, inside, lines, FORM: tl.constexpr):
-    """What the kernel by keys must know of rows."""
+def _leave_rows(table, ties, left, index, row, inside, queries, FORM: tl.constexpr):
+    """What the kernel by keys must know of rows of a head."""
     rho, theta, g, moved, count = left
-    tl.store(table + THETA * lines + line, theta, mask=inside)
-    tl.store(table + RHO * lines + line, rho, mask=inside)
+    tl.store(table + THETA * queries + row, theta, mask=inside)
+    tl.store(table + RHO * queries + row, rho, mask=inside)
     if FORM.rule != SOFTMAX:
-        tl.store(table + SCALE * lines + line, g, mask=inside)
+        tl.store(table + SCALE * queries + row, g, mask=inside)
     if FORM.rule == ANCHORED:
-        tl.store(table + EXTRA * lines + line, -moved / tl.maximum(count, 1), mask=inside)
+        tl.store(table + EXTRA * queries + row, -moved / tl.maximum(count, 1), mask=inside)
         tl.store(ties, (tl.max(count, 0) > 1).to(tl.uint8))
     if FORM.rule == FIXED and FORM.stand == UNIFORM:
-        some = tl.load(index + line, mask=inside, other=0)
-        tl.store(table + EXTRA * lines + line, tl.where(some > 0, 1.0 / some, 0.0), mask=inside)
+        some = tl.load(index + row, mask=inside, other=0)
+        tl.store(table + EXTRA * queries + row, tl.where(some > 0, 1.0 / some, 0.0), mask=inside)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def compact_dq_kernel(
     floats, flags, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, table, ties, outs,
-    heads, group, queries, keys, lines, range_step, mask_batch, mask_head, list_rows, list_length, padded,
+    heads, group, queries, keys, range_step, mask_batch, mask_head, list_rows, list_length, padded,
     FORM: tl.constexpr,
 ):  # fmt: skip
     """dq, and the gradients of the rows' numbers, of one block of queries; tables for the kernel by keys."""
@@ -248,7 +255,8 @@ def compact_dq_kernel(
         dq -= moved[:, None] * _best_keys(plan, tops, q, rows, kv, keys, FORM)
         count = tops[2]
     left = rho, theta, g, moved, count
-    _leave_rows(table, ties + nth * padded + block, left, index, line, inside, tl.cast(lines, tl.int64), FORM)
+    table, ties = _tables_of(table, nth, queries, FORM), ties + nth * padded + block
+    _leave_rows(table, ties, left, index + nth * queries, row, inside, queries, FORM)
     slope = FORM.r * g
     if FORM.wanted:
         tl.store(outs[2] + line, moved * slope, mask=inside)
@@ -265,7 +273,7 @@ def compact_dq_kernel(
 def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constexpr):
     """dk with what the best keys of a row give back, but the first; seldom there are any."""
     k, _, key, first, last = own
-    queries, keys, lines = sizes
+    queries, keys = sizes
     table, index, floats, factor = tables
     for t in range(plan[1] + plan[2]):
         if t < plan[1]:
@@ -285,8 +293,9 @@ def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constex
             bests = first_best[None, :], last_best[None, :], count[None, :], top[None, :], near[None, :]
             tie = _others(key[:, None], z, bests[0], bests[1], bests[2], bests[3], bests[4])
             tie = tie & _seen_rows(start, key, first, last, mask, head, keys, FORM)
-            share = _line(table + EXTRA * lines + at, start, queries, 0.0, FORM.tile, True)[None, :]
-            g = _line(table + SCALE * lines + at, start, queries, 0.0, FORM.tile, True)[None, :]
+            rows = _tables_of(table, tl.cast(head, tl.int64), queries, FORM)
+            share = _line(rows + EXTRA * queries, start, queries, 0.0, FORM.tile, True)[None, :]
+            g = _line(rows + SCALE * queries, start, queries, 0.0, FORM.tile, True)[None, :]
             dk = tl.dot(tl.where(tie, share * (by * g), 0.0).to(q.dtype), q, dk, input_precision=FORM.precision)
     return dk
 
@@ -309,7 +318,7 @@ def _with_stand_ins(p, key, alike_at, best_at, start, queries, seen, PART: tl.co
 def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.constexpr, FORM: tl.constexpr):
     """One block of queries past a block of keys: state (sum of dz q, sum of p dL/do)."""
     k, v, key, first, last = own
-    queries, keys, lines = sizes
+    queries, keys = sizes
     block, head = block_of(plan, t, PART, FORM)
     start = block * FORM.tile
     row = start + tl.arange(0, FORM.tile)
@@ -318,11 +327,12 @@ def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.const
     head_at = tl.cast(head, tl.int64)
     q = _tile(matrices[1] + head_at * matrices[3], start, queries, Q, FORM.tile, PART, FORM)
     grad = _tile(matrices[0] + head_at * matrices[2], start, queries, GRAD, FORM.tile, PART, FORM)
-    theta = _line(table + THETA * lines + at, start, queries, 0.0, FORM.tile, PART)
-    rho = _line(table + RHO * lines + at, start, queries, 0.0, FORM.tile, PART)
+    table = _tables_of(table, head_at, queries, FORM)
+    theta = _line(table + THETA * queries, start, queries, 0.0, FORM.tile, PART)
+    rho = _line(table + RHO * queries, start, queries, 0.0, FORM.tile, PART)
     g = theta
     if FORM.rule != SOFTMAX:
-        g = _line(table + SCALE * lines + at, start, queries, 0.0, FORM.tile, PART)
+        g = _line(table + SCALE * queries, start, queries, 0.0, FORM.tile, PART)
     by = factor
     if FORM.factors:
         by = _line(factor + at, start, queries, 0.0, FORM.tile, PART)[None, :]
@@ -332,12 +342,12 @@ def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.const
         seen = _seen_rows(start, key, first, last, mask, head, keys, FORM)
     p, slope = _weights(dot, by, theta[None, :], g[None, :], seen, PART, FORM)
     if FORM.rule == FIXED:
-        p = _with_stand_ins(p, key, table + EXTRA * lines + at, index + at, start, queries, seen, PART, FORM)
+        p = _with_stand_ins(p, key, table + EXTRA * queries, index + at, start, queries, seen, PART, FORM)
     dv = tl.dot(p.to(grad.dtype), grad, state[1], input_precision=FORM.precision)
     dz = slope * (tl.dot(v, tl.trans(grad), input_precision=FORM.precision) - rho[None, :])
     if FORM.rule == ANCHORED:
         best = tl.load(index + (at + row) * 3, mask=row < queries, other=-1)
-        share = _line(table + EXTRA * lines + at, start, queries, 0.0, FORM.tile, PART)
+        share = _line(table + EXTRA * queries, start, queries, 0.0, FORM.tile, PART)
         dz += tl.where(key[:, None] == best[None, :], share[None, :], 0.0)
     if FORM.rule != SOFTMAX:
         by *= g[None, :]
@@ -359,7 +369,7 @@ def _seen_rows(start, key, first, last, mask, head, keys, FORM: tl.constexpr):
 @triton.jit(do_not_specialize=LENGTHS)
 def compact_dkv_kernel(
     floats, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, table, outs,
-    heads, queries, keys, lines, range_step, mask_batch, mask_head, list_rows, list_length, FORM: tl.constexpr,
+    heads, queries, keys, range_step, mask_batch, mask_head, list_rows, list_length, FORM: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of keys, of all query heads that use them."""
     blocks = tl.cdiv(keys, FORM.own)
@@ -387,8 +397,8 @@ def compact_dkv_kernel(
         numbers = index + at * 3
     if FORM.rule == FIXED:
         numbers = index + at
-    rows = table + at, numbers, floats + at * 6, by
-    own, size = (k, v, key, first, last), (queries, keys, tl.cast(lines, tl.int64))
+    rows = _tables_of(table, query_nth, queries, FORM), numbers, floats + at * 6, by
+    own, size = (k, v, key, first, last), (queries, keys)
 
     plan = plan_of((listed, counts, list_rows, list_length), low, high, nth, start, keys, FORM)
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)

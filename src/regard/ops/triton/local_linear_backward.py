@@ -119,7 +119,7 @@ class _Call:
             own=0,
             tile=0,
             factors=isinstance(factor, Tensor),
-            masked=span.mask is not None,
+            masked=0 if span.mask is None else 1 if span.mask.shape[1] == 1 or self.sizes[1] == 1 else 2,
             ridge=0,
             solved=True,
             operands=3 if x.dtype == torch.bfloat16 else 2,

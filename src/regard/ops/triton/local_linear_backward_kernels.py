@@ -36,7 +36,8 @@ class Form(NamedTuple):
     Attributes:
         dim, value_dim, wide, value_wide: D, Dv, and the powers of two that hold them.
         own, tile: rows of a program's own block, and of those that stream past.
-        factors, masked: whether there are a factor a row, and a mask over keys.
+        factors: whether there is a factor a row.
+        masked: 0 without a mask over keys, 1 where the heads of a key head share theirs, else 2.
         ridge: 0 for a number, else its numbers a row, 1 or D.
         solved: whether there is u; else t was given.
         operands: D-wide operands a row, 3 where a has t in two terms, else 2.
@@ -50,7 +51,7 @@ class Form(NamedTuple):
     own: int
     tile: int
     factors: bool
-    masked: bool
+    masked: int
     ridge: int
     solved: bool
     operands: int
@@ -304,12 +305,11 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
         c = tl.load(line + SCALE, mask=inside, other=0.0)
     lse = tl.load(line + LSE, mask=inside, other=float("inf"))
     p = tl.exp2(tl.dot(k, tl.trans(x), input_precision=FORM.precision) * c[None, :] - lse[None, :])
-    if EDGE or FORM.masked:
-        visible = seen(row, low, high, mask[0], queries, False)
-        if FORM.masked:
-            key = begin + tl.arange(0, FORM.own)
-            visible &= (tl.load(mask[0] + member * mask[1] + key, mask=key < keys, other=0) != 0)[:, None]
-        p = tl.where(visible, p, 0.0)
+    if FORM.masked == 2:  # what hidden keys gather of the heads is left out at the end, where it is all of them
+        key = begin + tl.arange(0, FORM.own)
+        high = tl.where(tl.load(mask[0] + member * mask[1] + key, mask=key < keys, other=0) != 0, high, 0)
+    if EDGE or FORM.masked == 2:
+        p = tl.where(seen(row, low, high, mask[0], queries, False), p, 0.0)
     a = tl.dot(k, tl.trans(t), input_precision=FORM.precision)
     if FORM.operands == 3:
         rest = operands + REST * FORM.dim
@@ -363,9 +363,11 @@ def local_linear_key_kernel(
     for n in range(group * full):
         first = start + (left + n % full) * FORM.tile
         state = _key_step(state, own, n // full, first, read, sizes, False, FORM)
-    there = (high > low)[:, None]  # full tiles took weights of keys that nobody sees for theirs
+    there = high > low  # full tiles took weights of keys that nobody sees for theirs
+    if FORM.masked == 1:
+        there &= tl.load(mask + batch * mask_batch + head * mask_head + key, mask=key < keys, other=0) != 0
     at = nth * keys
-    dk, dv = tl.where(there, state[0], 0.0), tl.where(there, state[1], 0.0)
+    dk, dv = tl.where(there[:, None], state[0], 0.0), tl.where(there[:, None], state[1], 0.0)
     store_block(outs[0] + at * FORM.dim, dk, begin, FORM.dim, keys, FORM.own, FORM.dim, FORM.wide)
     store_block(
         outs[1] + at * FORM.value_dim, dv, begin, FORM.value_dim, keys, FORM.own, FORM.value_dim, FORM.value_wide
