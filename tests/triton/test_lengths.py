@@ -43,6 +43,8 @@ def variants(call: Callable[[int], Any], length: int) -> dict[str, set[Any]]:
     found: dict[str, set[Any]] = defaultdict(set)
 
     def see(kernel: Any, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        for x, p in zip(args, kernel.params, strict=False):
+            assert not (isinstance(x, Tensor) and p.do_not_specialize), f"{kernel.__name__}: of {p.name} it knows less"
         kinds = tuple(kind(x, p.do_not_specialize) for x, p in zip(args, kernel.params, strict=False))
         found[kernel.__name__].add((kinds, tuple(sorted((name, str(x)) for name, x in options.items()))))
 

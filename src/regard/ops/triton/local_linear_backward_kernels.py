@@ -347,6 +347,9 @@ def local_linear_key_kernel(
     low, high = load_span(span[0] + batch * span_batch, span[1] + batch * span_batch, key, key < keys)
     start, tiles, left, full = plan(low, high, FORM.tile, False)
     head = key_head * group
+    there = high > low  # full tiles take weights of keys that nobody sees for theirs
+    if FORM.masked == 1:
+        there &= tl.load(mask + batch * mask_batch + head * mask_head + key, mask=key < keys, other=0) != 0
     x_at, grad_at = _of_head(matrices[1], batch, head), _of_head(matrices[0], batch, head)
     base = (batch * heads + head) * queries
     read = (
@@ -363,9 +366,6 @@ def local_linear_key_kernel(
     for n in range(group * full):
         first = start + (left + n % full) * FORM.tile
         state = _key_step(state, own, n // full, first, read, sizes, False, FORM)
-    there = high > low  # full tiles took weights of keys that nobody sees for theirs
-    if FORM.masked == 1:
-        there &= tl.load(mask + batch * mask_batch + head * mask_head + key, mask=key < keys, other=0) != 0
     at = nth * keys
     dk, dv = tl.where(there[:, None], state[0], 0.0), tl.where(there[:, None], state[1], 0.0)
     store_block(outs[0] + at * FORM.dim, dk, begin, FORM.dim, keys, FORM.own, FORM.dim, FORM.wide)

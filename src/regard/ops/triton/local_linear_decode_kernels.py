@@ -97,11 +97,11 @@ def moments_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def merge_moments_kernel(
-    moment, mean, state, spread, centre, total, splits, total_rows,
+    moment, mean, state, spread, centre, merged, splits, total_rows,
     D: tl.constexpr, WIDTH: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
     """PANEL rows of the covariance of one row from its splits (Chan, Golub and LeVeque): spread [N, D, D], centre
-    [N, D] and total [N, 2] as a single split would have left them."""
+    [N, D] and merged [N, 2] as a single split would have left them."""
     row = tl.program_id(0).to(tl.int64)
     i, columns = tl.program_id(1) * PANEL + tl.arange(0, PANEL), tl.arange(0, WIDTH)
     top = float("-inf")
@@ -128,8 +128,8 @@ def merge_moments_kernel(
         own_spread = tl.load(moment + own * D * D + i[:, None] * D + columns[None, :], mask=inside, other=0.0)
         found += w * (own_spread + mine[:, None] * away[None, :])
     tl.store(spread + row * D * D + i[:, None] * D + columns[None, :], found, mask=inside)
-    tl.store(total + row * 2, top)
-    tl.store(total + row * 2 + 1, mass)
+    tl.store(merged + row * 2, top)
+    tl.store(merged + row * 2 + 1, mass)
 
 
 @triton.jit

@@ -88,7 +88,7 @@ def _marginal(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _moved(
-    keys, query, scores, halves, counted, slope, out, tokens, n, rate,
+    sub_keys, query, scores, halves, counted, slope, out, tokens, n, rate,
     stride_m, stride_q, stride_t, stride_h, length,
     D: tl.constexpr, SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, COUNTED: tl.constexpr, RAW: tl.constexpr,
     DISTANCE: tl.constexpr, R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr,
@@ -127,7 +127,8 @@ def _moved(
         pulled = tl.dot(spread, q, pulled, input_precision="tf32x3")
         weight += tl.sum(spread, 1)
     fits = (own < n)[:, None] & (column < D)[None, :]
-    key = tl.load(keys + memory * stride_m + (member * n + own)[:, None] * D + column[None, :], mask=fits, other=0.0)
+    at = sub_keys + memory * stride_m + (member * n + own)[:, None] * D + column[None, :]
+    key = tl.load(at, mask=fits, other=0.0)
     gradient = pulled
     if DISTANCE:
         gradient = 2.0 * (key * weight[:, None] - pulled)

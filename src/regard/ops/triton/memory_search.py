@@ -132,7 +132,7 @@ def _least(one, other, K: tl.constexpr, R: tl.constexpr, M: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _search(
-    query, keys, halves, scores, rows, tokens, n, d, stride_b, stride_t, stride_h, stride_m, eps,
+    query, sub_keys, halves, scores, rows, tokens, n, d, stride_b, stride_t, stride_h, stride_m, eps,
     H: tl.constexpr, K: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, DISTANCE: tl.constexpr, ROUGH: tl.constexpr,
     R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
@@ -142,15 +142,15 @@ def _search(
     token = memory * rows + row
     q_row = query + (token // tokens) * stride_b + (token % tokens) * stride_t
     q_row += (member // 2) * stride_h + (member % 2) * d
-    keys += memory * stride_m + member.to(tl.int64) * n * d
+    sub_keys += memory * stride_m + member.to(tl.int64) * n * d
     place = tl.arange(0, M)
     last = tl.full((R, M), 9223372036854775807, tl.int64)
     whole = not ROUGH
     best = last
     if ROUGH:
-        found, left, most = _survivors(q_row, keys, n, d, DISTANCE, R, M, LOW, KT, DT)
+        found, left, most = _survivors(q_row, sub_keys, n, d, DISTANCE, R, M, LOW, KT, DT)
         index = (1 << LOW) - 1 - (found & ((1 << LOW) - 1))
-        measure = _measured(q_row, keys, index, index < n, d, DISTANCE, R, M, FINE)
+        measure = _measured(q_row, sub_keys, index, index < n, d, DISTANCE, R, M, FINE)
         best = _least(_packed(measure, index), last, K, R, M)
         square = tl.zeros((R,), tl.float64)
         for j in range(0, d, FINE):
@@ -173,7 +173,7 @@ def _search(
         best = last
         for start in range(0, n, M):
             index = tl.zeros((R, M), tl.int32) + (start + place)[None, :]
-            measure = _measured(q_row, keys, index, index < n, d, DISTANCE, R, M, FINE)
+            measure = _measured(q_row, sub_keys, index, index < n, d, DISTANCE, R, M, FINE)
             packed = tl.where(index < n, _packed(measure, index), 9223372036854775807)
             best = _least(best, packed, K, R, M)
     index = (best & 0xFFFFFFFF).to(tl.int32)
