@@ -65,19 +65,23 @@ class Case:
 # Cases ---------------------------------------------------------------------------------------------------------
 
 
-def tensors(dim: int, dtype: torch.dtype, queries: int = 256, heads: int = 4, value_dim: int | None = None) -> Any:
-    """Queries [2, 4, queries, dim], keys and values [2, 2, 256, .] that ask for gradients where queries are many."""
+def tensors(dim: int, dtype: torch.dtype, queries: int = 256, keys: int = 256) -> Any:
+    """Queries [2, 4, queries, dim], keys and values [2, 2, keys, dim] that ask for gradients where queries are many."""
     grad = queries > 1
-    keys = [torch.zeros(2, 2, 256, n, dtype=dtype, requires_grad=grad) for n in (dim, value_dim or dim)]
-    return torch.zeros(2, heads, queries, dim, dtype=dtype, requires_grad=grad), *keys
+    pairs = [torch.zeros(2, 2, keys, dim, dtype=dtype, requires_grad=grad) for _ in range(2)]
+    return torch.zeros(2, 4, queries, dim, dtype=dtype, requires_grad=grad), *pairs
 
 
-def attend(spec: str, dim: int, dtype: str, queries: int = 256, **options: Any) -> Callable[[], Tensor]:
+def attend(
+    spec: str, dim: int, dtype: str, queries: int = 256, keys: int = 256, masks: int = 0, **options: Any
+) -> Callable[[], Tensor]:
+    """A call with as many masks of a sequence: 0, 1 or one a head."""
+
     def call() -> Tensor:
-        q, k, v = tensors(dim, DTYPES[dtype], queries)
+        q, k, v = tensors(dim, DTYPES[dtype], queries, keys)
         more = {"is_causal": True, **options}
-        if more.pop("masked", False):
-            more["attn_mask"] = torch.ones(2, 1, 1, 256, dtype=torch.bool)
+        if masks:
+            more["attn_mask"] = torch.ones(2, masks, 1, keys, dtype=torch.bool)
         if spec.endswith("solver=learned)"):
             more["params"] = {"probe": torch.zeros(2, 4, queries, dim, dtype=torch.float32, requires_grad=queries > 1)}
         return regard.attention(q, k, v, spec, enable_gqa=True, impl="triton", **more)
@@ -122,7 +126,7 @@ def compact_cases() -> Iterator[Case]:
         yield Case("compact", f"biweight, D {dim}, bfloat16, without gradients", dim, frozen)
     for dim in (16, 256):
         yield Case("compact", f"biweight, D {dim}, bfloat16", dim, attend("biweight", dim, "bfloat16"))
-    few = {"masked keys": {"masked": True}, "window": {"window": 100}, "both ways": {"is_causal": False}}
+    few: dict[str, Any] = {"masked keys": {"masks": 1}, "window": {"window": 100}, "both ways": {"is_causal": False}}
     for words, options in few.items():
         call = attend("biweight", 64, "bfloat16", **options)
         yield Case("compact", f"biweight, D 64, bfloat16, {words}", 64, call)
@@ -136,7 +140,8 @@ def local_linear_cases() -> Iterator[Case]:
             yield Case("local linear", name, dim, attend("local-linear", dim, dtype), core)
             learned = "gaussian*fixed*linear(ridge=0.1,solver=learned)"
             yield Case("local linear", f"learned solver, D {dim}, {dtype}", dim, attend(learned, dim, dtype))
-    for words, options in {"masked keys": {"masked": True}, "window 128": {"window": 128}}.items():
+    few: dict[str, Any] = {"masked keys": {"masks": 1}, "window 128": {"window": 128}, "1024 keys": {"keys": 1024}}
+    for words, options in few.items():
         call = attend("local-linear", 64, "bfloat16", **options)
         yield Case("local linear", f"local-linear, D 64, bfloat16, {words}", 64, call)
 
@@ -148,6 +153,10 @@ def decoding_cases() -> Iterator[Case]:
                 core = (spec, dtype, dim) == ("biweight", "bfloat16", 64)
                 call = attend(spec, dim, dtype, queries=1)
                 yield Case("decoding", f"{spec}, one query, D {dim}, {dtype}", dim, call, core)
+    for spec in ("softmax", "biweight", "local-linear"):
+        for dim in (64, 128):
+            call = attend(spec, dim, "bfloat16", queries=1, masks=4)
+            yield Case("decoding", f"{spec}, one query, a mask a head, D {dim}, bfloat16", dim, call)
     for dim in (64, 128):
         yield Case("decoding", f"biweight, one query, key bounds, D {dim}, bfloat16", dim, partial(bounded, dim))
 

@@ -217,12 +217,12 @@ def test_a_batch_is_a_loop(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_that_are_not_contiguous(dtype: torch.dtype) -> None:
     """And the same again: [B, T, H, D] turned, every other feature, parts of longer rows, one key for all."""
-    q, k, v = (x.detach() for x in draw(33, 33, 8, heads=4, kv=2, dtype=dtype))
+    q, k, v = (x.detach() for x in draw(18, 18, 4, heads=2, kv=2, batch=1, dtype=dtype))
     expected = both([q, k, v], torch.ones_like(q), is_causal=True)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     every = [torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[..., ::2] for x in (q, k, v)]
     across = [x.mT.contiguous().mT for x in (q, k, v)]
-    late = [torch.stack([torch.full_like(x, torch.nan), x], 2).flatten(2, 3)[:, :, 33:] for x in (q, k, v)]
+    late = [torch.stack([torch.full_like(x, torch.nan), x], 2).flatten(2, 3)[:, :, 18:] for x in (q, k, v)]
     for how in ([q, k, v], turned, every, across, late):
         for one, other in zip(expected, both(how, torch.ones_like(q), is_causal=True), strict=True):
             assert torch.equal(one, other)
@@ -259,8 +259,8 @@ def test_rows_of_a_block_that_lie_far_apart(place: int, monkeypatch: pytest.Monk
     from regard.ops.triton.attention import Triton
 
     monkeypatch.setattr(Triton, "clean", lambda self, x: (x, None))
-    tensors = [x.detach() for x in draw(18, 18, 8, batch=1, heads=1, dtype=torch.bfloat16)]
-    spread = torch.empty_strided((1, 1, 18, 8), (8, 8, 2**28, 1), dtype=torch.bfloat16).copy_(tensors[place])
+    tensors = [x.detach() for x in draw(18, 18, 4, batch=1, heads=1, dtype=torch.bfloat16)]
+    spread = torch.empty_strided((1, 1, 18, 4), (4, 4, 2**28, 1), dtype=torch.bfloat16).copy_(tensors[place])
     apart = [spread if n == place else x for n, x in enumerate(tensors)]
     weight = torch.ones_like(tensors[0])
     for one, other in zip(both(tensors, weight), both(apart, weight), strict=True):
@@ -276,9 +276,9 @@ def test_rows_of_a_block_that_lie_far_apart(place: int, monkeypatch: pytest.Monk
 )
 def test_one_graph(kind: str, backend: str) -> None:
     torch._dynamo.reset()
-    how = with_kind(kind, 20, 8, batch=BATCH)
+    how = with_kind(kind, 18, 4)
     probe = how.pop("probe", None)
-    leaves = draw(20, 20, 8)
+    leaves = draw(18, 18, 4, batch=1)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return regard.local_linear_attention(
@@ -297,7 +297,7 @@ def test_one_graph(kind: str, backend: str) -> None:
 @pytest.mark.parametrize("kind", ["solved", "probe"])
 def test_operators_are_what_they_say(kind: str) -> None:
     """opcheck: schema, fake kernels and autograd of every operator that a call makes."""
-    leaves, how = draw(18, 18, 8), with_kind(kind, 18, 8, batch=BATCH)
+    leaves, how = draw(18, 18, 4, batch=1), with_kind(kind, 18, 4)
     calls = Calls()
     with calls:
         triton(leaves, is_causal=True, **how).sum().backward()
@@ -317,7 +317,7 @@ def test_operators_are_what_they_say(kind: str) -> None:
 @pytest.mark.slow
 def test_autocast_changes_nothing() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        leaves = draw(20, 20, 8, dtype=dtype)
+        leaves = draw(18, 18, 4, batch=1, dtype=dtype)
         weight = weight_of(leaves[0])
         plain = both(leaves, weight)
         with torch.autocast("cpu", dtype=torch.bfloat16):

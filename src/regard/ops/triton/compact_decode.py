@@ -214,6 +214,8 @@ def _softmax(
     grid = (shape.programs, splits)
     widths = {"D": q.shape[-1], "WIDTH": width_of(q), "DV": v.shape[-1], "WIDTH_V": width_of(v)}
     flagged = {"GIVEN": factor is not None, "MASKED": masked(ranges), "RAW": raw}
+    if flagged["MASKED"] == 2:  # a mask a head takes registers of every pair
+        tiles = replace(tiles, warps=8)
     launch(
         online_kernel, grid, q, k, v, factor, *ranges.tensors, part, state, *shape.sizes, scale,
         *strides(q), *strides(k), *strides(v), *ranges.strides, part.stride(0), state.stride(0),

@@ -18,6 +18,8 @@ Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, N = B H Tq r
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -178,6 +180,8 @@ class _Call:
 
         q, k, ranges, shape = self.q, self.k, self.ranges, self._shape(one=True)
         tiles = MOMENTS.pick(self.dim, k.dtype)
+        if self.flags["MASKED"]:  # registers are short beside so large a matrix
+            tiles = replace(tiles, keys=max(16, tiles.keys // 2))
         total, least = self.rows.numel(), max(1, max(FULL, 4 * shape.group) * self.dim // tiles.keys)
         splits = splits_of(q.device, shape.programs, room_for(ranges.most, tiles.keys), 1, least)
         moment, mean = self._new(splits, total, self.dim, self.dim), self._new(splits, total, self.dim)

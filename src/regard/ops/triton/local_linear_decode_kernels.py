@@ -50,7 +50,8 @@ def moments_kernel(
     batch, head, rows, there, row, start, to, origin, first, last, _ = part_of(
         low, high, heads, group, queries, stride_low, 1, KEYS, MOST
     )
-    place = batch * stride_mb + head * group * stride_mh
+    place = batch * stride_mb + (head * group + tl.max(rows, 0) // queries).to(tl.int64) * stride_mh
+    ONE: tl.constexpr = min(MASKED, 1)  # mask, as there is one row
     a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
     by = tl.max(row_scale(factor, scale, row, there, GIVEN), 0) * LOG2E
     k += batch * stride_kb + head * stride_kh
@@ -59,7 +60,7 @@ def moments_kernel(
     second, used = tl.zeros((WIDTH, WIDTH), tl.float32), tl.zeros((WIDTH,), tl.float32)
     for n in range(first, last):
         j = (origin + n) * KEYS
-        seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
+        seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, ONE)
         held = tl.reshape(seen, (KEYS,))
         keys = load_tile(k, j, held, stride_kt, D, WIDTH, KEYS)
         exact = keys.to(tl.float32)
