@@ -1,4 +1,5 @@
-"""benchmarks/cpu.py at tiny sizes: what it stores, what it writes, and that its measures see what they should.
+"""benchmarks/cpu.py at tiny sizes: what it stores, what it writes, and that its measures see what they should. A quick
+run of everything takes a minute and a half: what looks at it is slow.
 
 Its numbers are worth nothing here; how they hang together is.
 """
@@ -66,6 +67,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [*CONTESTANTS, "models", "fast_weights"])
 def test_every_part_says_where_it_comes_from(found: dict[str, Any], part: str) -> None:
     origin = found[part]["provenance"]
@@ -88,6 +90,7 @@ def cells(found: dict[str, Any], part: str) -> list[tuple[str, dict[str, Any]]]:
     return pairs + [(d.get("baseline", "sdpa, a cache"), d["contestants"]) for d in own.get("decoding", [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [*CONTESTANTS, "models", "fast_weights"])
 def test_medians_and_ratios_are_those_of_the_stored_samples(found: dict[str, Any], part: str) -> None:
     for baseline, contestants in cells(found, part):
@@ -103,6 +106,7 @@ def test_medians_and_ratios_are_those_of_the_stored_samples(found: dict[str, Any
             assert cell["spread"] == pytest.approx((high - low) / statistics.median(raw), rel=0.06, abs=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", CONTESTANTS)
 def test_every_contestant_ran_in_every_configuration(found: dict[str, Any], part: str) -> None:
     times = found[part]["times"]
@@ -123,6 +127,7 @@ def test_every_contestant_ran_in_every_configuration(found: dict[str, Any], part
     assert {tuple(t["config"][n] for n in names) for t in times} == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["attention", "linear"])
 def test_exponents_are_the_slopes_of_the_stored_medians(found: dict[str, Any], part: str) -> None:
     for fit in found[part]["growth"]:
@@ -141,6 +146,7 @@ def test_exponents_are_the_slopes_of_the_stored_medians(found: dict[str, Any], p
             assert exponents["last"] == pytest.approx((y[2] - y[1]) / (x[2] - x[1]), rel=1e-2, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_exponents_of_local_linear_attention_are_those_of_a_head(found: dict[str, Any]) -> None:
     for fit in found["local_linear"]["growth"]:
         assert set(fit["contestants"]) == CONTESTANTS["local_linear"]
@@ -155,6 +161,7 @@ def test_exponents_of_local_linear_attention_are_those_of_a_head(found: dict[str
             assert exponents["fitted"] == pytest.approx(np.polyfit(x, y, 1)[0], rel=1e-2, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_solver_of_local_linear_attention_is_reported(found: dict[str, Any]) -> None:
     part = found["local_linear"]
     assert [s["config"] for s in part["solver"]] == [t["config"] for t in part["times"] if t["pass"] == "both"]
@@ -169,6 +176,7 @@ def test_the_solver_of_local_linear_attention_is_reported(found: dict[str, Any])
     assert memory["bar_mib"] == pytest.approx(12 * memory["queries_mib"] + 64e6 / 2**20, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_a_float32_and_of_a_bfloat16(found: dict[str, Any]) -> None:
     errors = {a["name"]: a for a in found["normalisers"]["accuracy"]}
     assert set(errors) == CONTESTANTS["normalisers"]
@@ -179,6 +187,7 @@ def test_errors_are_those_of_a_float32_and_of_a_bfloat16(found: dict[str, Any]) 
         assert 0 < errors[name]["bfloat16"]["sum"] <= 4e-3, name
 
 
+@pytest.mark.slow
 def test_memory_holds_what_a_pass_returns(found: dict[str, Any]) -> None:
     mine = found["normalisers"]["memory"][0]
     assert mine["name"] in OURS
@@ -192,6 +201,7 @@ def test_memory_holds_what_a_pass_returns(found: dict[str, Any]) -> None:
         assert all(m["mib"]["both"] >= 0 for m in found[part]["memory"])
 
 
+@pytest.mark.slow
 def test_progress_is_printed_before_each_configuration(found: dict[str, Any], folder: Path) -> None:
     printed = (folder / "printed").read_text(encoding="utf-8")
     for line in (
@@ -203,6 +213,7 @@ def test_progress_is_printed_before_each_configuration(found: dict[str, Any], fo
         assert line in printed
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_stored_numbers_between_its_markers(found: dict[str, Any], folder: Path) -> None:
     page = (folder / "page.md").read_text(encoding="utf-8")
     assert page.startswith(f"above\n{BEGIN}")
@@ -227,6 +238,7 @@ MOSAIC = ["memory-mosaic softmax", "memory-mosaic biweight", "memory-mosaic biwe
 EQUAL = ["transformer softmax", "iclm full", "iclm wv"]
 
 
+@pytest.mark.slow
 def test_the_models_that_are_compared(found: dict[str, Any]) -> None:
     part = found["models"]
     assert [(t["baseline"], list(t["contestants"])) for t in part["times"]] == [(MOSAIC[0], MOSAIC), (EQUAL[0], EQUAL)]
@@ -244,6 +256,7 @@ def test_the_models_that_are_compared(found: dict[str, Any]) -> None:
     assert part["bars"] == {"memory-mosaic biweight": 2.0, "decoding": 5.0}
 
 
+@pytest.mark.slow
 def test_every_registered_model_decodes_with_and_without_a_cache(module: Any, found: dict[str, Any]) -> None:
     from regard.models import language_models
 
@@ -265,6 +278,7 @@ def test_every_registered_model_decodes_with_and_without_a_cache(module: Any, fo
         calls.clear()
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_models(found: dict[str, Any], folder: Path) -> None:
     page = (folder / "page.md").read_text(encoding="utf-8").split("### Language models")[1]
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")]
@@ -299,6 +313,7 @@ def test_the_contestants_of_fast_weights_compute_the_same(module: Any, monkeypat
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_numbers_of_fast_weights(found: dict[str, Any], folder: Path) -> None:
     part = found["fast_weights"]
     names = {"regard", "dense autograd"} | ({PACKAGE_NAME} if part["package"] != "not installed" else set())
@@ -325,6 +340,7 @@ def test_the_numbers_of_fast_weights(found: dict[str, Any], folder: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_in_the_table(module: Any, found: dict[str, Any]) -> None:
     """Memory of all heads by proportion from one: 8 x 3328 MiB = 26 GiB."""
     config = {"length": 8192, "heads": 1, "causal": False}
@@ -343,6 +359,7 @@ def test_the_results_page_shows_what_is_stored(module: Any) -> None:
     assert tables.count("### ") == len(stored) >= 3
 
 
+@pytest.mark.slow
 def test_writing_again_changes_nothing_and_a_page_without_markers_is_refused(module: Any, folder: Path) -> None:
     before = (folder / "page.md").read_text(encoding="utf-8")
     done = run("--part", "--out", folder / "cpu.json", "--page", folder / "page.md", "--write")
@@ -400,6 +417,7 @@ def test_the_contestants_of_local_linear_attention_compute_the_same(module: Any)
     torch.testing.assert_close(steps["regard local-linear"](), dense[:, :, -1:], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_table_of_local_linear_attention(found: dict[str, Any], folder: Path) -> None:
     """Ratios and bars are shown, and a dash where the dense form did not run."""
     page = (folder / "page.md").read_text(encoding="utf-8").split("### Local linear attention")[1]
