@@ -68,6 +68,7 @@ def test_one_graph_for_all_lengths_reference(name: str) -> None:
     every_length(name, "reference", "aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "relumax" else pytest.mark.slow) for n in INDUCTOR])
 def test_one_graph_for_all_lengths_inductor(name: str) -> None:
     every_length(name, "auto", "inductor")

@@ -193,6 +193,7 @@ def test_states_at_any_cut(fading: bool, form: str, solver: str) -> None:
     close(last.values, state.values, 1e-12)
 
 
+@pytest.mark.slow
 def test_derivatives() -> None:
     """Against finite differences, with a state; second ones too where they exist, and refused where not."""
     q, k, v, g, beta = draw(5)

@@ -141,6 +141,7 @@ def test_checkpointing_gives_the_same_gradients(options):
         torch.testing.assert_close(p.grad, want[name], rtol=1e-6, atol=1e-9, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "masked"), [("softmax", False), ("biweight", True), (FIXED, False)])
 def test_a_training_step_compiles_without_a_break(spec, masked):
     model, ids = make(mixers=spec, num_hidden_layers=1).train(), text(2, 10)
