@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention_calls import BATCH, HEADS, IDS, both, draw, far, pairs, some, triton, weight_of
 from dense_oracles import RULES, attend, near, ratio, scores, seen_pairs
+from operator_calls import Calls
 from torch import Tensor
 
 import regard
@@ -20,19 +21,6 @@ SPECS = ("softmax", "sparsemax", "biweight", "triweight", "relumax", "normrelu")
 
 
 QUICK_SPECS = ("biweight",)
-
-
-class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """The operators of regard that were called, with their arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[Any, tuple[Any, Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "regard":
-            self.made.setdefault(func, (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from dense_oracles import local_linear, near, scores, seen_pairs, softmax_rows
 from linear_calls import BATCH, HEADS, IDS, T, both, draw, far, triton, weight_of
+from operator_calls import Calls
 from torch import Tensor
 
 import regard
@@ -31,19 +32,6 @@ def with_kind(kind: str, rows: int, dim: int, heads: int = HEADS, batch: int = 1
     if kind == "probe":
         how["probe"] = torch.randn(batch, heads, rows, dim, generator=torch.Generator().manual_seed(7))
     return how
-
-
-class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """The operators of regard that were called, with their arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[Any, tuple[Any, Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "regard":
-            self.made.setdefault(func, (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 BAD: dict[str, dict[str, Any]] = {

@@ -13,6 +13,7 @@ import pytest
 import torch
 from dense_oracles import Memory, near, stream
 from memory_calls import CHUNK, T, blend, dense, draw, grads, rule, triton, weight_of
+from operator_calls import Calls
 from torch import Tensor
 
 import regard
@@ -20,22 +21,6 @@ from regard import nn
 from regard.ops.triton.launch import watched
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
-
-
-class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """The operators of regard that were called, with their arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[Any, tuple[Any, Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "regard" and func not in self.made:
-            copied = tuple(
-                x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in args
-            )
-            self.made[func] = (copied, kwargs or {})
-        return func(*args, **(kwargs or {}))
 
 
 ALONE = """

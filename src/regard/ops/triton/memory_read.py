@@ -60,6 +60,16 @@ def _join(
     tl.store(weights + to, weight, mask=inside)
 
 
+@triton.jit
+def _looked_at(good, token, K: tl.constexpr, D: tl.constexpr, GOOD: tl.constexpr):
+    """(entries, numbers) of a token that are looked at: all, or none where it is not good."""
+    reach, wide = K, D
+    if GOOD:
+        some = tl.load(good + token).to(tl.int32)
+        reach, wide = some * K, some * D
+    return reach, wide
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def _rows(
     table, slots, weights, other, good, sums, dots, value, gate, mixed, tokens, length,
@@ -71,10 +81,7 @@ def _rows(
     token = tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)
     table += tl.program_id(1).to(tl.int64) * stride_m
     column, place = tl.arange(0, DT), tl.arange(0, R)
-    reach, wide = K, D  # what is looked at
-    if GOOD:
-        reach = tl.load(good + token).to(tl.int32) * K
-        wide = tl.load(good + token).to(tl.int32) * D
+    reach, wide = _looked_at(good, token, K, D, GOOD)
     share = 1.0
     if MIX:
         value += (token // length) * stride_v + (token % length) * stride_vt
@@ -130,10 +137,7 @@ def _pulls(
     by_mix += row * stride_b + at * stride_t
     value += row * stride_v + at * stride_vt
     column, place = tl.arange(0, DT), tl.arange(0, R)
-    reach, wide = K, D  # what is looked at
-    if GOOD:
-        reach = tl.load(good + token).to(tl.int32) * K
-        wide = tl.load(good + token).to(tl.int32) * D
+    reach, wide = _looked_at(good, token, K, D, GOOD)
     share = 1.0
     if GATE:
         share = tl.load(gate + row * stride_g + at * stride_gt, mask=wide > 0, other=0.0).to(tl.float32)
