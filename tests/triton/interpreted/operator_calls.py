@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """The operators of regard that were called, with copies of the arguments of the first call: some write into them."""
+    """The operators of regard that were called, with copies of their first arguments: some write into these."""
 
     def __init__(self) -> None:
         super().__init__()
