@@ -26,8 +26,9 @@ NO_TESTS = 5
 """What pytest returns where nothing was chosen."""
 
 
-def run(names: list[str], marks: str) -> tuple[int, str]:
-    """(exit code, output) of the tests of files that have these marks."""
+def run(names: list[str], marks: str, seconds: int = 590) -> tuple[int, str]:
+    """(exit code, output) of the tests of files that have these marks; none may take more than some minutes, nor all
+    of them so many seconds."""
     command = [sys.executable, "-m", "pytest", *(str(HERE / "interpreted" / name) for name in names), "-q", "-m", marks]
     command += ["-p", "no:cacheprovider", "-p", "pytest_timeout", "--timeout", "560", "--durations", "3"]
     # what the process that asks was told (by pytest-xdist, for one) is not for this one, and plugins take seconds
@@ -35,7 +36,7 @@ def run(names: list[str], marks: str) -> tuple[int, str]:
     more = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment = {**inherited, **more}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=590, env=environment, cwd=HERE.parents[1], check=False
+        command, capture_output=True, text=True, timeout=seconds, env=environment, cwd=HERE.parents[1], check=False
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -61,9 +62,10 @@ def test_kernels_in_the_interpreter(kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", FILES)
 def test_kernels_in_the_interpreter_at_length(name: str) -> None:
-    code, output = run([name], "slow")
+    code, output = run([name], "slow", 1780)
     assert code in (0, NO_TESTS), tail(output)
     assert passed(output) > 0 or code == NO_TESTS, tail(output)
 

@@ -256,7 +256,7 @@ def test_u_comes_from_the_solver_in_every_order(name: str, poisoned: None) -> No
 
 
 @pytest.mark.parametrize(
-    ("ridge", "spread", "most"), [("rows", 1.0, 1e-2), ("probe", 1.0, 1e-2), ("number", 10.0, 1e-2)]
+    ("ridge", "spread", "most"), [("rows", 1.0, 5e-3), ("probe", 1.0, 5e-3), ("number", 10.0, 5e-3)]
 )
 def test_bfloat16_is_as_near_as_its_operands_allow(
     ridge: str, spread: float, most: float, monkeypatch: pytest.MonkeyPatch, poisoned: None
@@ -280,7 +280,7 @@ def test_slopes_of_long_t_in_bfloat16_are_those_of_the_forward_pass(
 def test_far_keys_in_bfloat16_cost_nothing(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
     """Keys that share a mean as long as 30 deviations: products are centred at each row's own."""
     case = Case(dtype=torch.bfloat16, queries=37, keys=37, dim=16, away=30.0, heads=1)
-    compare(case, 4e-2, monkeypatch)
+    compare(case, 1.5e-2, monkeypatch)
 
 
 def test_no_bit_depends_on_what_a_query_does_not_see(monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:

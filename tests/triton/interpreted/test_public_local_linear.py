@@ -58,7 +58,7 @@ def compared(
 
 
 WIDTHS = [(1, 1), (16, 40), (40, 16), (64, 64), (100, 3), (128, 100), (256, 128), (64, 256)]
-MOST = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (1.5e-2, 4e-2)}
+MOST = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (4e-3, 6e-3)}
 """Of outputs and of gradients."""
 
 
@@ -143,7 +143,14 @@ def test_every_order_in_bfloat16(call: str, poisoned: None) -> None:
     with tiles.forced(rows=16, keys=16):
         out = triton(leaves, ridge=0.1, **how)
         assert out.dtype == torch.bfloat16
-        compared(out, local_linear(*exact, seen, 0.1), leaves, exact, (1.5e-2, 4e-2), call)
+        compared(out, local_linear(*exact, seen, 0.1), leaves, exact, (4e-3, 6e-3), call)
+
+
+def test_gradients_of_a_close_fit_in_bfloat16(poisoned: None) -> None:
+    """With fewer keys than coordinates little is left of gamma: of it dk is made, beside which u is large."""
+    leaves = draw(12, 16, 40, 3, batch=1, dtype=torch.bfloat16)
+    seen, exact = seen_pairs(1, HEADS, 12, 16), wide(leaves)
+    compared(triton(leaves, ridge=0.2), local_linear(*exact, seen, 0.2), leaves, exact, (4e-3, 4e-3))
 
 
 @pytest.mark.slow

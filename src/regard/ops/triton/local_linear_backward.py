@@ -9,8 +9,9 @@ With the saved t and means m of a row, g = dL/do, gamma_ij = g_i . v_j and its m
 
 by three kernels and one solve: the right sides by rows; u; dx by rows; dy and dv by keys, all query heads of a key head
 in one program. Where t is given, u is 0, and one kernel by rows gives dx and -dL/dt. All but p is saved or made in
-Theta(n d). Products with x, y: 3 and 4 by rows, 4 and 4 by keys; t is split in two bfloat16 terms for a, which its
-length would otherwise carry away from the forward pass's.
+Theta(n d). In bfloat16 what b and a of the kernel by keys are made of is multiplied in two terms: the weights of the
+right sides and u, because b is what the regression leaves of gamma, which may be little beside what rounding changes,
+and t, because its length would carry a away from the forward pass's.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys; x [B, H, Tq, D], y [B, Hkv, Tk, D],
 v [B, Hkv, Tk, Dv].
@@ -34,7 +35,7 @@ RIGHT = TileTable(
     "local_linear_backward_right",
     {
         (64, 2): Tiles(64, 32, 4, 3),
-        (128, 2): Tiles(64, 32, 4, 2),
+        (128, 2): Tiles(64, 16, 4, 2),
         (256, 2): Tiles(32, 32, 8, 1),
         (64, 4): Tiles(32, 32, 8, 1),
         (256, 4): Tiles(16, 16, 8, 1),
@@ -98,7 +99,15 @@ class _Call:
     """One backward pass as kernels read it: matrices with their steps, and the form of all kernels."""
 
     def __init__(
-        self, grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: float | Tensor, span: Span, kept: Kept
+        self,
+        grad: Tensor,
+        x: Tensor,
+        y: Tensor,
+        v: Tensor,
+        factor: float | Tensor,
+        ridge: float | Tensor | None,
+        span: Span,
+        kept: Kept,
     ) -> None:
         from .local_linear_backward_kernels import Form
         from .local_linear_math import block_width, mask_strides, number_or_rows
@@ -121,8 +130,8 @@ class _Call:
             factors=isinstance(factor, Tensor),
             masked=0 if span.mask is None else 1 if span.mask.shape[1] == 1 or self.sizes[1] == 1 else 2,
             ridge=0,
-            solved=True,
-            operands=3 if x.dtype == torch.bfloat16 else 2,
+            solved=ridge is not None,
+            operands=2 if x.dtype == torch.float32 else 3 if ridge is None else 4,
             precision="ieee",
         )
 
@@ -166,49 +175,52 @@ def backward(
         ridge: relative to the kernel weight, a number or float32 [B, H, Tq, 1 or D]; None where t was given.
         rule: how systems are solved, None where t was given.
 
-    Cost: 3 products a pair of D each for the right sides, those of the solve, 5 for dx and 9 for dy and dv.
+    Cost: 3 products a pair of D each for the right sides, those of the solve, 5 for dx and 8 for dy and dv; of bfloat16
+    4, 5 and 10.
     """
     if not kept.lse.numel():
         optional = (z if isinstance(z, Tensor) else None for z in (factor, ridge, kept.t if ridge is None else None))
         return Gradients(*(None if z is None else z.new_zeros(z.shape) for z in (x, y, v, *optional)))
-    call = _Call(grad, x, y, v, factor, span, kept)
-    u = None
+    call = _Call(grad, x, y, v, factor, ridge, span, kept)
+    u = means = None
     if ridge is not None:
         from .local_linear_solve import solve
 
         assert rule is not None
-        u = solve(_right_sides(call), x, y, factor, ridge, kept.lse, kept.kbar, span, rule)[0]
-    read, dridge = _operands(call, ridge, u)
+        right, means = _right_sides(call)
+        u = solve(right, x, y, factor, ridge, kept.lse, kept.kbar, span, rule)[0]
+    read, dridge = _operands(call, ridge, u, means)
     dx, dfactor, dprobe = _by_rows(call, read, u)
     dy, dv = _by_keys(call, read)
     return Gradients(dx, dy, dv, dfactor, dridge, dprobe)
 
 
-def _right_sides(call: _Call) -> Tensor:
-    """sum_j p_ij (gamma_ij - gammabar_i) y_j [B, H, Tq, D]."""
+def _right_sides(call: _Call) -> tuple[Tensor, Tensor]:
+    """(sum_j p_ij (gamma_ij - gammabar_i) y_j [B, H, Tq, D], gammabar [B, H, Tq])."""
     from .local_linear_backward_kernels import local_linear_right_kernel
 
-    right = call.new(call.x.shape[-1])
+    outs = call.new(call.x.shape[-1]), call.new()
 
     def run(tiles: Tiles) -> None:
         form = call.form._replace(own=tiles.rows, tile=tiles.keys)
-        args = (right, call.matrices, call.kept[1:], *call.by_rows())
+        args = (outs, call.matrices, call.kept[1:], *call.by_rows())
         launch(local_linear_right_kernel, call.row_blocks(tiles), *args, tiles=tiles, FORM=form)
 
     run(RIGHT.pick(call.width, call.x.dtype, run))
-    return right
+    return outs
 
 
 class _Read(NamedTuple):
-    """What the kernels read of rows: t, -u and t's rest as they are multiplied [B, H, Tq, 2 or 3, D], and numbers
+    """What the kernels read of rows: t, -u and their rests as they are multiplied [B, H, Tq, 2 to 4, D], and numbers
     [B, H, Tq, 8]."""
 
     operands: Tensor
     table: Tensor
-    solved: bool
 
 
-def _operands(call: _Call, ridge: float | Tensor | None, u: Tensor | None) -> tuple[_Read, Tensor | None]:
+def _operands(
+    call: _Call, ridge: float | Tensor | None, u: Tensor | None, means: Tensor | None
+) -> tuple[_Read, Tensor | None]:
     """(what is read of rows, dridge)."""
     from .local_linear_backward_kernels import local_linear_operands_kernel
     from .local_linear_math import number_or_rows
@@ -216,14 +228,14 @@ def _operands(call: _Call, ridge: float | Tensor | None, u: Tensor | None) -> tu
     lse, width = call.kept.lse, ridge.shape[-1] if isinstance(ridge, Tensor) else 0
     dridge = call.new(width) if width else None
     operands = call.x.new_empty(*call.x.shape[:3], call.form.operands, call.x.shape[-1])
-    read = _Read(operands, call.new(8), u is not None)
-    slopes = (call.kept.t, lse if u is None else u)
+    read = _Read(operands, call.new(8))
+    slopes, means = (call.kept.t, lse if u is None else u), lse if means is None else means
     number = number_or_rows(0.0 if ridge is None else ridge, lse)
     tiles = OPERANDS.pick(call.width, torch.float32)
-    args = (call.matrices[0], call.kept[1:], slopes, number, lse if dridge is None else dridge, call.factor)
-    form = call.form._replace(own=tiles.rows, ridge=width, solved=read.solved)
+    args = (call.matrices[0], call.kept[1:], slopes, means, number, lse if dridge is None else dridge, call.factor)
+    form = call.form._replace(own=tiles.rows, ridge=width)
     sizes = call.heads, call.queries
-    launch(local_linear_operands_kernel, call.row_blocks(tiles), *args, *read[:2], *sizes, tiles=tiles, FORM=form)
+    launch(local_linear_operands_kernel, call.row_blocks(tiles), *args, *read, *sizes, tiles=tiles, FORM=form)
     return read, dridge
 
 
@@ -234,15 +246,15 @@ def _by_rows(call: _Call, read: _Read, u: Tensor | None) -> tuple[Tensor, Tensor
     lse = call.kept.lse
     dx = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     dfactor = call.new() if call.form.factors else None
-    dprobe = None if read.solved else call.new(call.x.shape[-1])
+    dprobe = None if call.form.solved else call.new(call.x.shape[-1])
     outs = tuple(lse if z is None else z for z in (dx, dfactor, dprobe))
 
     def run(tiles: Tiles) -> None:
-        form = call.form._replace(own=tiles.rows, tile=tiles.keys, solved=read.solved)
-        args = (outs, call.matrices, call.kept[1:], lse if u is None else u, *read[:2], *call.by_rows())
+        form = call.form._replace(own=tiles.rows, tile=tiles.keys)
+        args = (outs, call.matrices, call.kept[1:], lse if u is None else u, *read, *call.by_rows())
         launch(local_linear_query_kernel, call.row_blocks(tiles), *args, tiles=tiles, FORM=form)
 
-    run(BY_ROWS.pick(call.width, call.x.dtype, run, (read.solved,)))
+    run(BY_ROWS.pick(call.width, call.x.dtype, run, (call.form.solved,)))
     return dx, dfactor, dprobe
 
 
@@ -253,11 +265,11 @@ def _by_keys(call: _Call, read: _Read) -> tuple[Tensor, Tensor]:
     span = call.span.first, call.span.last
 
     def run(tiles: Tiles) -> None:
-        form = call.form._replace(own=tiles.keys, tile=tiles.rows, solved=read.solved)
+        form = call.form._replace(own=tiles.keys, tile=tiles.rows)
         grid = (dy.shape[0] * dy.shape[1] * -(-call.keys // tiles.keys),)
         steps = batch_stride(call.span.first), *call.mask_steps
-        args = ((dy, dv), call.matrices, *read[:2], call.factor[1], span, call.mask, *steps, *call.sizes)
+        args = ((dy, dv), call.matrices, *read, call.factor[1], span, call.mask, *steps, *call.sizes)
         launch(local_linear_key_kernel, grid, *args, tiles=tiles, FORM=form)
 
-    run(BY_KEYS.pick(call.width, call.x.dtype, run, (read.solved,)))
+    run(BY_KEYS.pick(call.width, call.x.dtype, run, (call.form.solved,)))
     return dy, dv

@@ -21,13 +21,14 @@ from .local_linear_math import (
     plan,
     row_factor,
     row_ridge,
+    times,
 )
 
-GIVEN, SOLUTION, REST = (tl.constexpr(i) for i in range(3))
-"""Operands of a row: t rounded, -u rounded, what t's rounding left."""
-LIFT, DROP, MEAN, FIRST, LSE, SCALE, NUMBERS = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 5, 8))
-"""Numbers of a row: 1 - m . t, gammabar - m . u, c, 1 - m . t of t's first term, lse, c's factor log2(e); 8 lie in one
-sector of memory."""
+GIVEN, SOLUTION, REST, LAST = (tl.constexpr(i) for i in range(4))
+"""Operands of a row: t rounded, -u rounded, what t's rounding left, what u's left."""
+LIFT, DROP, MEAN, FIRST, LSE, SCALE, FALL, NUMBERS = (tl.constexpr(i) for i in (*range(7), 8))
+"""Numbers of a row: 1 - m . t, gammabar - m . u, c, 1 - m . t of t's first term, lse, c's factor log2(e), and
+gammabar - m . u of u's first term; 8 lie in one sector of memory."""
 
 
 class Form(NamedTuple):
@@ -40,7 +41,7 @@ class Form(NamedTuple):
         masked: 0 without a mask over keys, 1 where the heads of a key head share theirs, else 2.
         ridge: 0 for a number, else its numbers a row, 1 or D.
         solved: whether there is u; else t was given.
-        operands: D-wide operands a row, 3 where a has t in two terms, else 2.
+        operands: D-wide operands a row: 2, or with terms of what rounding left 4, where t was given 3.
         precision: of products.
     """
 
@@ -131,18 +132,22 @@ def _add(weights, k, total, used, FORM: tl.constexpr):
 
 @triton.jit
 def _right_step(state, x, g, mean, rows, kv, first, EDGE: tl.constexpr, FORM: tl.constexpr):
-    """One tile of sum_j p_ij (gamma_ij - gammabar_i) y_j."""
+    """One tile of sum_j p_ij (gamma_ij - gammabar_i) y_j, and of the sums of these weights as they were multiplied and
+    unrounded. What rounding changes in u and gammabar it changes in b, and b is what the regression leaves of gamma:
+    little, where the model fits."""
     k, v, p = _pair_tile(x, rows, kv, first, EDGE, FORM)
-    gamma = tl.dot(g, tl.trans(v), input_precision=FORM.precision)
-    return _add(p * (gamma - mean[:, None]), k, state[0], state[1], FORM)
+    w = p * (tl.dot(g, tl.trans(v), input_precision=FORM.precision) - mean[:, None])
+    total, used = times(w, k, state[0], state[1], FORM.operands > 2)
+    return total, used, state[2] + tl.sum(w, 1)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def local_linear_right_kernel(
-    right, matrices, kept, factor, span, mask, span_batch, mask_batch, mask_head, heads, group, queries, keys,
+    outs, matrices, kept, factor, span, mask, span_batch, mask_batch, mask_head, heads, group, queries, keys,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """The right sides [B, H, Tq, D] of the systems of u, of one block of queries."""
+    """Of one block of queries the right sides [B, H, Tq, D] of the systems of u, and gammabar [B, H, Tq]: g . vbar,
+    whose weights the forward pass rounded once, put right."""
     sizes, steps = (heads, group, queries, keys), (span_batch, mask_batch, mask_head)
     blocks = tl.cdiv(queries, FORM.own)
     block = blocks - 1 - tl.program_id(0) % blocks  # in causal order the last have most to do
@@ -151,7 +156,8 @@ def local_linear_right_kernel(
     mean = load_block(mean, begin, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
     mean = tl.sum(g.to(tl.float32) * mean, 1)
     start, tiles, left, full = plan(rows[2], rows[3], FORM.tile, FORM.masked)
-    state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
+    none = tl.full((FORM.own,), 0.0, tl.float32)
+    state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), none, none
     for n in range(tiles - full):
         first = start + edge_tile(n, left, full) * FORM.tile
         state = _right_step(state, x, g, mean, rows, kv, first, True, FORM)
@@ -159,7 +165,9 @@ def local_linear_right_kernel(
         for n in range(left, left + full):
             state = _right_step(state, x, g, mean, rows, kv, start + n * FORM.tile, False, FORM)
     found = state[0] - state[1][:, None] * _own_rows(kept[1], nth, begin, queries, FORM)
-    _put_rows(right, found, nth, begin, queries, FORM)
+    _put_rows(outs[0], found, nth, begin, queries, FORM)
+    row = begin + tl.arange(0, FORM.own)
+    tl.store(outs[1] + nth * queries + row, mean + state[2], mask=row < queries)
 
 
 @triton.jit
@@ -189,29 +197,37 @@ def _ridge_share(t, u, ridge, dridge, nth, first, queries, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def local_linear_operands_kernel(
-    grad, kept, slopes, ridge, dridge, factor, operands, table, heads, queries, FORM: tl.constexpr
+    grad, kept, slopes, means, ridge, dridge, factor, operands, table, heads, queries, FORM: tl.constexpr
 ):  # fmt: skip
-    """What the kernels by queries and by keys read of rows, of one block of these: `operands` [B, H, Tq, 2 or 3, D] and
+    """What the kernels by queries and by keys read of rows, of one block of these: `operands` [B, H, Tq, 2 to 4, D] and
     `table` [B, H, Tq, NUMBERS]; in place of c what it is of a solution without error. Also the gradient of ridges."""
     block, nth, batch, head, _ = _place(tl.cdiv(queries, FORM.own), heads, 1)
     first = block * FORM.own
     row = first + tl.arange(0, FORM.own)
     inside, line = row < queries, table + (nth * queries + row) * NUMBERS
-    grad_at = _of_head(grad, batch, head)
-    g = load_block(grad_at[0], first, grad_at[1], queries, FORM.own, FORM.value_dim, FORM.value_wide).to(tl.float32)
-    vbar = kept[2] + nth * queries * FORM.value_dim
-    vbar = load_block(vbar, first, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
-    drop, share = tl.sum(g * vbar, 1), tl.full((FORM.own,), 0.0, tl.float32)
+    share = tl.full((FORM.own,), 0.0, tl.float32)
+    if FORM.solved:
+        drop = tl.load(means + nth * queries + row, mask=inside, other=0.0)
+    else:
+        grad_at = _of_head(grad, batch, head)
+        g = load_block(grad_at[0], first, grad_at[1], queries, FORM.own, FORM.value_dim, FORM.value_wide)
+        vbar = kept[2] + nth * queries * FORM.value_dim
+        vbar = load_block(vbar, first, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
+        drop = tl.sum(g.to(tl.float32) * vbar, 1)
     mean = _own_rows(kept[1], nth, first, queries, FORM)
     t = _own_rows(slopes[0], nth, first, queries, FORM)
     used, lift = _put_operand(operands, GIVEN, t, mean, nth, first, queries, FORM)
     tl.store(line + FIRST, 1 - lift, mask=inside)
-    if FORM.operands == 3:
+    if FORM.operands > 2:
         lift += _put_operand(operands, REST, t - used, mean, nth, first, queries, FORM)[1]
     if FORM.solved:
         u = _own_rows(slopes[1], nth, first, queries, FORM)
         share = _ridge_share(t, u, ridge, dridge, nth, first, queries, FORM)
-        drop += _put_operand(operands, SOLUTION, -u, mean, nth, first, queries, FORM)[1]
+        used, own = _put_operand(operands, SOLUTION, -u, mean, nth, first, queries, FORM)
+        drop += own
+        tl.store(line + FALL, drop, mask=inside)
+        if FORM.operands > 2:
+            drop += _put_operand(operands, LAST, -u - used, mean, nth, first, queries, FORM)[1]
     tl.store(line + LIFT, 1 - lift, mask=inside)
     tl.store(line + DROP, drop, mask=inside)
     tl.store(line + MEAN, share, mask=inside)
@@ -258,7 +274,7 @@ def local_linear_query_kernel(
     if FORM.solved:
         negative = _own_operand(operands, SOLUTION, nth, begin, queries, FORM)
     lift = tl.load(line + FIRST, mask=inside, other=0.0)
-    drop = tl.load(line + DROP, mask=inside, other=0.0)
+    drop = tl.load(line + (FALL if FORM.solved else DROP), mask=inside, other=0.0)
     guess = tl.load(line + MEAN, mask=inside, other=0.0)
     start, tiles, left, full = plan(rows[2], rows[3], FORM.tile, FORM.masked)
     sums, none = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
@@ -311,7 +327,7 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
     if EDGE or FORM.masked == 2:
         p = tl.where(seen(row, low, high, mask[0], queries, False), p, 0.0)
     a = tl.dot(k, tl.trans(t), input_precision=FORM.precision)
-    if FORM.operands == 3:
+    if FORM.operands > 2:
         rest = operands + REST * FORM.dim
         rest = load_block(rest, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
         a = tl.dot(k, tl.trans(rest), a, input_precision=FORM.precision)
@@ -324,6 +340,10 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
         u = load_block(u, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
         dk = tl.dot(a.to(k.dtype), u, dk, input_precision=FORM.precision)
         b = tl.dot(k, tl.trans(u), b, input_precision=FORM.precision)
+        if FORM.operands > 2:
+            last = operands + LAST * FORM.dim
+            last = load_block(last, first, wide, queries, FORM.tile, FORM.dim, FORM.wide, EDGE)
+            b = tl.dot(k, tl.trans(last), b, input_precision=FORM.precision)
     b -= tl.load(line + DROP, mask=inside, other=0.0)[None, :]
     dk = tl.dot((p * b).to(k.dtype), t, dk, input_precision=FORM.precision)
     mean = tl.load(line + MEAN, mask=inside, other=0.0)
