@@ -262,7 +262,8 @@ def local_linear_query_kernel(
     outs, matrices, kept, u, operands, table, factor, span, mask, span_batch, mask_batch, mask_head,
     heads, group, queries, keys, FORM: tl.constexpr,
 ):  # fmt: skip
-    """dx and the gradients of factors or of a given t, of one block of queries, and their c."""
+    """dx and the gradients of factors or of a given t, of one block of queries, and their c: of t and u in one term
+    each, as all that this kernel makes."""
     sizes, steps = (heads, group, queries, keys), (span_batch, mask_batch, mask_head)
     blocks = tl.cdiv(queries, FORM.own)
     block = blocks - 1 - tl.program_id(0) % blocks
