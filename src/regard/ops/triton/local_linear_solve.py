@@ -106,6 +106,33 @@ def _held_tile(
     return k, tl.where(seen(at + tl.arange(0, KEYS), low, high, mask_ptr, keys, MASKED), weights(q, k, c, lse), 0.0)
 
 
+@triton.jit
+def _held_tiles(
+    start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Four of them."""
+    k0, p0 = _held_tile(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
+    start += KEYS
+    k1, p1 = _held_tile(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
+    start += KEYS
+    k2, p2 = _held_tile(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
+    start += KEYS
+    k3, p3 = _held_tile(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
+    return k0, p0, k1, p1, k2, p2, k3, p3
+
+
+@triton.jit
+def _held_sweep(d, away, held, total, SPLIT: tl.constexpr):
+    """`sweep` of four tiles that are held."""
+    k0, p0, k1, p1, k2, p2, k3, p3 = held
+    total, w0 = multiplied(p0 * (product(d, tl.trans(k0)) - away[:, None]), k0, total, SPLIT)
+    total, w1 = multiplied(p1 * (product(d, tl.trans(k1)) - away[:, None]), k1, total, SPLIT)
+    total, w2 = multiplied(p2 * (product(d, tl.trans(k2)) - away[:, None]), k2, total, SPLIT)
+    total, w3 = multiplied(p3 * (product(d, tl.trans(k3)) - away[:, None]), k3, total, SPLIT)
+    return total, tl.sum(w0 + w1 + w2 + w3, 1)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def _solve(
     right_ptr, q_ptr, k_ptr, lse_ptr, mean_ptr, factor_ptr, factor, ridge_ptr, ridge_number, low_ptr, high_ptr,
@@ -152,26 +179,12 @@ def _solve(
         ridge = row_ridge(ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE)
         tl.store(scratch + ROWS * (TILE * BLOCK + TERMS) + tl.arange(0, ROWS), terms + tl.max(ridge, 1))
     if HELD:
-        k0, p0 = _held_tile(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
-        k1, p1 = _held_tile(
-            start + KEYS, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED
-        )
-        k2, p2 = _held_tile(
-            start + 2 * KEYS, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED
-        )
-        k3, p3 = _held_tile(
-            start + 3 * KEYS, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED
-        )
+        held = _held_tiles(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
     while running > 0:
         d = load_tile(scratch + D * (ROWS * BLOCK), ROWS, BLOCK).to(k_ptr.dtype.element_ty)
         away = tl.load(scratch + ROWS * (TILE * BLOCK + AWAY) + tl.arange(0, ROWS))
         if HELD:
-            total = tl.zeros((ROWS, BLOCK), tl.float32)
-            total, w0 = multiplied(p0 * (product(d, tl.trans(k0)) - away[:, None]), k0, total, SPLIT)
-            total, w1 = multiplied(p1 * (product(d, tl.trans(k1)) - away[:, None]), k1, total, SPLIT)
-            total, w2 = multiplied(p2 * (product(d, tl.trans(k2)) - away[:, None]), k2, total, SPLIT)
-            total, w3 = multiplied(p3 * (product(d, tl.trans(k3)) - away[:, None]), k3, total, SPLIT)
-            used = tl.sum(w0 + w1 + w2 + w3, 1)
+            total, used = _held_sweep(d, away, held, tl.zeros((ROWS, BLOCK), tl.float32), SPLIT)
         else:
             total, used = sweep(
                 d, away, q, c, lse, low, high, k_ptr, k_row, mask_ptr, keys, start, tiles, left, full,
