@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_fast_weight_product_key_memory import N, close, layer, tokens
+from fwpkm_layers import N, close, layer, tokens
 
 from regard.checks import ArgumentError
 
@@ -104,7 +104,7 @@ import sys, torch
 from torch.distributed import destroy_process_group, get_rank, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, sys.argv[2])
-from test_fast_weight_product_key_memory import layer, tokens
+from fwpkm_layers import layer, tokens
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
