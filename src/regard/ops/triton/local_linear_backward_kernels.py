@@ -124,13 +124,6 @@ def _pair_tile(x, rows, kv, first, EDGE: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def _add(weights, k, total, used, FORM: tl.constexpr):
-    """(total + rounded weights times keys, used + rounded weights)."""
-    rounded = weights.to(k.dtype)
-    return tl.dot(rounded, k, total, input_precision=FORM.precision), used + tl.sum(rounded.to(tl.float32), 1)
-
-
-@triton.jit
 def _right_step(state, x, g, mean, rows, kv, first, EDGE: tl.constexpr, FORM: tl.constexpr):
     """One tile of sum_j p_ij (gamma_ij - gammabar_i) y_j, and of the sums of these weights as they were multiplied and
     unrounded. What rounding changes in u and gammabar it changes in b, and b is what the regression leaves of gamma:
@@ -248,12 +241,12 @@ def _query_step(state, operands, scalars, rows, kv, first, EDGE: tl.constexpr, F
         b = tl.dot(u, tl.trans(k), b, input_precision=FORM.precision)
     b = (b - drop[:, None]) * p
     if not FORM.solved:
-        right, spent = _add(b, k, right, spent, FORM)
+        right, spent = times(b, k, right, spent, False)
     a = tl.dot(t, tl.trans(k), input_precision=FORM.precision) + lift[:, None]
     dz = a * b
     if FORM.solved:
         dz -= p * guess[:, None]
-    total, used = _add(dz, k, total, used, FORM)
+    total, used = times(dz, k, total, used, False)
     return total, used, mean + tl.sum(dz, 1), right, spent
 
 
