@@ -98,8 +98,10 @@ class Documents:
         after = None if states[0] is None else joined(states, order)
         return tree_map(lambda *x: self._scatter(x), *rows), after
 
-    def _scatter(self, parts: tuple[Tensor, ...]) -> Tensor:
-        """Rows [n, H, L, ...] of all buckets as [B, H, T, ...]."""
+    def _scatter(self, parts: tuple[Any, ...]) -> Any:
+        """Rows [n, H, L, ...] of all buckets as [B, H, T, ...]; None as it is."""
+        if parts[0] is None:
+            return None
         flat = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in parts])
         return flat[self._place].unflatten(0, (self.batch, self.length)).transpose(1, 2)
 
