@@ -54,8 +54,8 @@ def interpolated_attention(
         value: [B, Hkv, Tk, Dv].
         trend: the global linear model W_i: a name, text or object of `regard.grammar.trends` ("linear-attention",
             "mesa", "mesa(ridge=0.5)", "delta", "gated-delta"), or, for learned numbers, a function of (query, key,
-            value, attn_mask=, is_causal=, exclude_self=, and segment_ids= where given) that gives W_i q_i for any queries, as
-            lambda q, k, v, **how: regard.mesa_attention(q, k, v, ridge=ridge, **how)[0].
+            value, attn_mask=, is_causal=, exclude_self=, and where given segment_ids=) that gives W_i q_i for any queries,
+            as lambda q, k, v, **how: regard.mesa_attention(q, k, v, ridge=ridge, **how)[0].
         spec: the weights s: a sentence whose weights sum to one, or its text.
         attn_mask: boolean over the keys, broadcastable to [B, 1, 1, Tk]; True where a key may be attended.
         is_causal, exclude_self: as in `regard.attention`; the model sees what the weights see.
