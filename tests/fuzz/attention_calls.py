@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import regression
 import torch
 from contracts import oracle
 from contracts.cases import SPECS
@@ -180,8 +181,8 @@ def local_linear(draw: Draw) -> Call:
     spec, rows = draw.one(*LOCAL), _rows(given)
     ridge = draw.one(0.1, 0.5, draw.uniform(0.2, 1.0, *rows), draw.uniform(0.2, 1.0, *rows, given["query"].shape[3]))
     solver = draw.one("auto", "cholesky", "cg", "block-diagonal")
-    mass = spec.kernel.name == "gaussian" or spec.bandwidth.name in ("fixed", "anchored")
-    mode = draw.one("relative", "absolute") if mass and spec.kernel.ranked else "relative"
+    mass = spec.kernel.ranked and spec.bandwidth.name in ("fixed", "anchored")
+    mode = draw.one("relative", "absolute") if mass else "relative"
     cg = solver in ("auto", "cg")
     given |= {
         "ridge": ridge, "spec": draw.one(spec, str(spec)), "solver": solver, "ridge_mode": mode,
@@ -191,7 +192,7 @@ def local_linear(draw: Draw) -> Call:
     kinds = _kinds(given, spec) | {
         "ridge": Real(low=0.0, strict=cg, rows=(rows, tuple(given["query"].shape))),
         "solver": Word(words=("auto", "cholesky", "cg", "block-diagonal"), also=("learned",)),
-        "ridge_mode": Word(words=("relative", "absolute") if mass and spec.kernel.ranked else ("relative",)),
+        "ridge_mode": Word(words=("relative", "absolute") if mass or spec.kernel.name == "gaussian" else ("relative",)),
         "max_iter": Whole(low=0, none=True) if cg else Refused(none=True),
         "tol": Real(low=0.0, strict=True, none=True) if cg else Refused(none=True),
         "probe": Refused(none=True),
@@ -199,19 +200,27 @@ def local_linear(draw: Draw) -> Call:
     }
     call = Call("local_linear_attention", regard.local_linear_attention, given, kinds)
     if solver != "block-diagonal" and given["max_iter"] is None:
-        whole = oracle.read(regard.Spec(spec.kernel, spec.bandwidth, 1, 0.1, None, spec.similarity, ridge_mode=mode))
-        call.tolerance = 1e-4 if cg else 1e-6
-
-        def truth(**wide: Any) -> Tensor:
-            amount = wide["ridge"]
-            amount = amount[..., None] if isinstance(amount, Tensor) and amount.dim() == 3 else amount
-            if not isinstance(amount, Tensor):
-                amount = torch.full((*rows, 1), amount, dtype=torch.float64)
-            q, k, v = wide["query"], wide["key"], wide["value"]
-            return oracle.attention(whole, q, k, v, _visible(given), None, {"ridge": amount})[0]
-
-        call.truth = truth
+        call.truth, call.tolerance = _fitted(given, spec, mode), 1e-4 if cg else 1e-6
     return call
+
+
+def _fitted(given: dict[str, Any], spec: regard.Spec, mode: str) -> Any:
+    """Local linear regression by its normal equations."""
+    s, rows = oracle.read(spec), _rows(given)
+
+    def truth(**wide: Any) -> Tensor:
+        q, k, v, ridge = wide["query"], wide["key"], wide["value"], wide["ridge"]
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        seen = _visible(given)
+        p = oracle.attention(s, q, k, v, seen)[1]
+        ridge = ridge if isinstance(ridge, Tensor) else torch.full(rows, ridge, dtype=torch.float64)
+        if mode == "absolute":
+            z, bias = oracle._scores(s, q, k, None, {})
+            mass = oracle._mass(s, z, seen, bias, {})
+            ridge = ridge / (mass if ridge.dim() == 3 else mass[..., None])
+        return regression.fit(p, q, k, v, ridge)
+
+    return truth
 
 
 def explain(draw: Draw) -> Call:
@@ -322,6 +331,8 @@ def entmax(draw: Draw) -> Call:
     given, kinds = _scores(draw)
     given["alpha"] = draw.one(1.0, _number(draw, 1.2, 2.0, given["scores"], given["dim"]))
     alpha = given["alpha"]
+    if alpha == 1.0 if not isinstance(alpha, Tensor) else False:
+        given["impl"], kinds["impl"] = "auto", Anything()
     kinds["alpha"] = _number_kind(given, 1.0, False)
     s = oracle.Sentence("gaussian", "fixed")
     if isinstance(alpha, Tensor) or alpha > 1:

@@ -87,6 +87,16 @@ class Whole(Kind):
 
 
 @dataclass(frozen=True)
+class Among(Kind):
+    """One of a few whole numbers."""
+
+    these: tuple[int, ...] = ()
+
+    def own(self, value: Any) -> bool:
+        return type(value) is int and value in self.these
+
+
+@dataclass(frozen=True)
 class Real(Kind):
     """A finite number from `low` to `high`; with `rows`, also a tensor that broadcasts to one of these shapes."""
 
