@@ -8,15 +8,18 @@ path (that would wait for the device and break compiled graphs) unless `debug()`
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+R = TypeVar("R")
+_CALL = re.compile(r"[\w.]+: ")
 _DEBUG: ContextVar[bool] = ContextVar("regard_debug", default=False)
 
 
@@ -53,6 +56,21 @@ def require(condition: bool, call: str, message: str) -> None:
     """Raise `ArgumentError("call: message")` unless `condition` holds."""
     if not condition:
         raise ArgumentError(f"{call}: {message}")
+
+
+def within(call: str, argument: str | None, make: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    """Return make(*args, **kwargs); an `ArgumentError` from inside it names `call`, and `argument` where one is given.
+
+    Without an argument the name of `call` takes the place of the inner call's, whose arguments have the same names.
+    """
+    try:
+        return make(*args, **kwargs)
+    except ArgumentError as error:
+        text = str(error)
+    if argument is not None:
+        raise ArgumentError(f"{call}: {argument}: {text.removeprefix(f'{call}: ')}")
+    inner = _CALL.match(text)
+    raise ArgumentError(f"{call}: {text[inner.end() :] if inner else text}")
 
 
 def refuse(call: str, name: str, value: object, expected: str) -> ArgumentError:
@@ -148,14 +166,18 @@ def tensor(call: str, name: str, value: Any, *axes: int | str, like: Tensor | No
     return value
 
 
-def integers(call: str, name: str, value: Any, *axes: int | str, like: Tensor | None = None) -> Tensor:
-    """Return `value` after checking that it is an integer tensor with these axes, on the device of `like`."""
-    whole_kind = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-    if not whole_kind or value.dtype == torch.bool:
-        raise refuse(call, name, value, f"an integer tensor {sizes(axes)}")
+def is_integer(value: Any) -> bool:
+    """Return whether `value` is a tensor of whole numbers."""
+    return isinstance(value, Tensor) and not (
+        value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+    )
+
+
+def integers(call: str, name: str, value: Any, *axes: int | str) -> Tensor:
+    """Return `value` after checking that it is an integer tensor with these axes."""
+    if not is_integer(value):
+        raise refuse(call, name, value, f"integers {sizes(axes)}")
     _has_axes(call, name, value, axes, "")
-    if like is not None:
-        on_device(call, name, value, like.device)
     return value
 
 
@@ -167,10 +189,11 @@ def token_mask(call: str, name: str, value: Any, *axes: int | str, like: Tensor)
         on_device(call, name, value, like.device)
 
 
-def segments(call: str, ids: Any, batch: int, tokens: int, like: Tensor) -> None:
+def segments(call: str, ids: Any, batch: int, tokens: int, device: torch.device) -> None:
     """Check that `segment_ids` is None or an integer tensor [B or 1, T]."""
     if ids is not None:
-        integers(call, "segment_ids", ids, f"{batch} or 1", tokens, like=like)
+        integers(call, "segment_ids", ids, f"{batch} or 1", tokens)
+        on_device(call, "segment_ids", ids, device)
         if ids.shape[0] not in (1, batch):
             raise ArgumentError(f"{call}: segment_ids has shape {shape(ids)}, expected [{batch} or 1, {tokens}].")
 

@@ -113,6 +113,13 @@ class Offset(Kind):
         return whole and (room is None or 0 <= value <= room)
 
 
+class Tolerance(Real):
+    """A number above 0."""
+
+    def own(self, value: Any) -> bool:
+        return super().own(value) and value != 0
+
+
 class Refused(Kind):
     """An argument that has no meaning in this call."""
 
@@ -143,11 +150,15 @@ def attention(draw: Draw) -> Call:
         spec, s = KNOWN[0], oracle.read(KNOWN[0])
     given["spec"] = draw.one(spec, str(spec))
     dtype, rows = given["query"].dtype, _rows(given)
-    scale = draw.often(draw.one(0.7, draw.uniform(0.5, 1.5, *rows, dtype=dtype), draw.uniform(0.5, 1.5, 1, dtype=dtype)))
+    scale = draw.often(
+        draw.one(0.7, draw.uniform(0.5, 1.5, *rows, dtype=dtype), draw.uniform(0.5, 1.5, 1, dtype=dtype))
+    )
     given["scale"] = scale if spec.takes_scale else None
     given["params"] = draw.one(None, {}, _numbers(draw, spec, rows, dtype))
     able = [n for n, reason, _ in regard.explain(spec, (2, 2, 8, 3)).rows if reason is None]
-    given["impl"] = "auto" if given["return_diagnostics"] or given["segment_ids"] is not None else draw.one("auto", "reference")
+    given["impl"] = (
+        "auto" if given["return_diagnostics"] or given["segment_ids"] is not None else draw.one("auto", "reference")
+    )
     assert able
 
     def truth(**wide: Any) -> Tensor:
@@ -185,16 +196,27 @@ def local_linear(draw: Draw) -> Call:
     mode = draw.one("relative", "absolute") if mass else "relative"
     cg = solver in ("auto", "cg")
     given |= {
-        "ridge": ridge, "spec": draw.one(spec, str(spec)), "solver": solver, "ridge_mode": mode,
-        "max_iter": draw.often(200) if cg else None, "tol": draw.often(1e-12) if cg else None,
-        "probe": None, "params": None, "scale": None, "impl": "auto",
-    }  # fmt: skip
+        "ridge": ridge,
+        "spec": draw.one(spec, str(spec)),
+        "solver": solver,
+        "ridge_mode": mode,
+        "max_iter": draw.often(200) if cg else None,
+        "tol": draw.often(1e-12) if cg else None,
+        "probe": None,
+        "params": None,
+        "scale": None,
+        "impl": "auto",
+    }
     kinds = _kinds(given, spec) | {
-        "ridge": Real(low=0.0, strict=cg, rows=(rows, tuple(given["query"].shape))),
+        "ridge": Real(
+            low=0.0,
+            strict=solver == "cg" or given["max_iter"] is not None or given["tol"] is not None,
+            rows=(rows, tuple(given["query"].shape)),
+        ),
         "solver": Word(words=("auto", "cholesky", "cg", "block-diagonal"), also=("learned",)),
         "ridge_mode": Word(words=("relative", "absolute") if mass or spec.kernel.name == "gaussian" else ("relative",)),
-        "max_iter": Whole(low=0, none=True) if cg else Refused(none=True),
-        "tol": Real(low=0.0, strict=True, none=True) if cg else Refused(none=True),
+        "max_iter": Whole(low=0, high=2**31, none=True) if cg else Refused(none=True),
+        "tol": Tolerance(low=0.0, high=1.0, none=True) if cg else Refused(none=True),
         "probe": Refused(none=True),
         "spec": Sentence(also=("linear", "geometric*fixed*cosine*unnormalised", "interpolated[mesa]")),
     }
@@ -245,7 +267,7 @@ def explain(draw: Draw) -> Call:
         "spec": Sentence(),
         "query_shape": Other(also=shapes),
         "key_shape": Other(none=True, also=(*shapes, (3, 2, 5, 8), (2, 2, 5, 9), (2, 3, 5, 8), (2, 0, 5, 8))),
-        "value_dim": Whole(low=1, none=True),
+        "value_dim": Whole(low=1, high=2**48, none=True),
         "dtype": Other(also=("float32", torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)),
         "device": Other(test=lambda v: isinstance(v, (str, torch.device)) and v in devices, also=("gpu", "cuda:x")),
         "is_causal": Flag(),
@@ -267,7 +289,12 @@ def _scores(draw: Draw) -> tuple[dict[str, Any], dict[str, Kind]]:
     dtype = draw.one(torch.float64, torch.float64, torch.float32)
     scores = draw.normal(*size, dtype=dtype, scale=draw.one(0.1, 1.0, 5.0))
     dim = draw.whole(-len(size), len(size) - 1)
-    given = {"scores": scores, "dim": dim, "mask": draw.often(draw.mask(*size)), "impl": draw.one("auto", "reference", "cpu")}
+    given = {
+        "scores": scores,
+        "dim": dim,
+        "mask": draw.often(draw.mask(*size)),
+        "impl": draw.one("auto", "reference", "cpu"),
+    }
     kinds: dict[str, Kind] = {
         "scores": Floats(fixed=(), dtype=False),
         "dim": Whole(low=-len(size), high=len(size) - 1),
@@ -321,10 +348,10 @@ def _number(draw: Draw, low: float, high: float, scores: Tensor, dim: int) -> An
     return draw.one(low + (high - low) / 3, draw.uniform(low, high, *size, dtype=scores.dtype))
 
 
-def _number_kind(given: dict[str, Any], low: float | None, strict: bool) -> Real:
+def _number_kind(given: dict[str, Any], low: float | None, strict: bool, high: float | None = None) -> Real:
     size = list(given["scores"].shape)
     size[given["dim"]] = 1
-    return Real(low=low, strict=strict, rows=(tuple(size),), also=(torch.ones(7, 9),))
+    return Real(low=low, high=high, strict=strict, rows=(tuple(size),), also=(torch.ones(7, 9),))
 
 
 def entmax(draw: Draw) -> Call:
@@ -333,7 +360,7 @@ def entmax(draw: Draw) -> Call:
     alpha = given["alpha"]
     if alpha == 1.0 if not isinstance(alpha, Tensor) else False:
         given["impl"], kinds["impl"] = "auto", Anything()
-    kinds["alpha"] = _number_kind(given, 1.0, False)
+    kinds["alpha"] = _number_kind(given, 1.0, False, 1001.0)
     s = oracle.Sentence("gaussian", "fixed")
     if isinstance(alpha, Tensor) or alpha > 1:
         s = oracle.Sentence("polynomial", "adaptive", r=1.0 if isinstance(alpha, Tensor) else 1 / (alpha - 1))
@@ -355,7 +382,10 @@ def relumax(draw: Draw) -> Call:
 
 def normrelu(draw: Draw) -> Call:
     given, kinds = _scores(draw)
-    given |= {"bias": _number(draw, -0.5, 1.0, given["scores"], given["dim"]), "empty": draw.one("uniform", "zero", "nearest")}
+    given |= {
+        "bias": _number(draw, -0.5, 1.0, given["scores"], given["dim"]),
+        "empty": draw.one("uniform", "zero", "nearest"),
+    }
     kinds |= {"bias": _number_kind(given, None, False), "empty": Word(words=("uniform", "zero", "nearest"))}
     bias = given["bias"]
     s = oracle.Sentence("polynomial", "fixed", bias=0.0 if isinstance(bias, Tensor) else bias, empty=given["empty"])
@@ -400,10 +430,16 @@ def topk_uniform(draw: Draw) -> Call:
 
 def spec(draw: Draw) -> Call:
     given = {
-        "kernel": draw.one("gaussian", "epanechnikov", "biweight"), "bandwidth": draw.one(None, "fixed"),
-        "degree": 1, "ridge": 0.3, "solver": draw.one("auto", "cholesky", None), "similarity": draw.one("dot", "euclidean"),
-        "normalise": draw.one(None, True), "ridge_mode": "relative", "trend": None,
-    }  # fmt: skip
+        "kernel": draw.one("gaussian", "epanechnikov", "biweight"),
+        "bandwidth": draw.one(None, "fixed"),
+        "degree": 1,
+        "ridge": 0.3,
+        "solver": draw.one("auto", "cholesky", None),
+        "similarity": draw.one("dot", "euclidean"),
+        "normalise": draw.one(None, True),
+        "ridge_mode": "relative",
+        "trend": None,
+    }
     ranked = ("fixed", "anchored", "nearest")
     kinds: dict[str, Kind] = {
         "kernel": Word(also=("softmax", "fixed", "dot")),
@@ -455,13 +491,28 @@ class _Texts(Kind):
 def from_json(draw: Draw) -> Call:
     text = regard.Spec.parse(draw.one("biweight", "local-linear", "interpolated[mesa]")).to_json()
     changed = (
-        text.replace("name", "nam"), text.replace(":", ": [", 1), text.replace("null", "{}"), text.replace("null", "[]"),
-        text.replace("null", "3"), text.replace("true", "3"), text.replace('"', "'"), "[]", "null", "{}", "[" * 100_000,
-        '{"kernel": 3}', '{"kernel": {"name": []}}', '{"kernel": "softmax"}', '{"kernel": {"name": "gaussian", "x": 1}}',
-        '{"kernel": "gaussian", "degree": []}', '{"kernel": "gaussian", "ridge_mode": []}',
-    )  # fmt: skip
+        text.replace("name", "nam"),
+        text.replace(":", ": [", 1),
+        text.replace("null", "{}"),
+        text.replace("null", "[]"),
+        text.replace("null", "3"),
+        text.replace("true", "3"),
+        text.replace('"', "'"),
+        "[]",
+        "null",
+        "{}",
+        "[" * 100_000,
+        '{"kernel": 3}',
+        '{"kernel": {"name": []}}',
+        '{"kernel": "softmax"}',
+        '{"kernel": {"name": "gaussian", "x": 1}}',
+        '{"kernel": "gaussian", "degree": []}',
+        '{"kernel": "gaussian", "ridge_mode": []}',
+    )
 
-    return Call("Spec.from_json", regard.Spec.from_json, {"text": text}, {"text": _Json(tuple(c for c in changed if c != text))})
+    return Call(
+        "Spec.from_json", regard.Spec.from_json, {"text": text}, {"text": _Json(tuple(c for c in changed if c != text))}
+    )
 
 
 class _Json(_Texts):

@@ -23,7 +23,24 @@ class Strange:
 
 
 HUGE = 10**5000  # its repr is an error of its own
-NUMBERS: tuple[Any, ...] = (0, 1, -1, 2, 7, 0.5, 1.5, -0.5, 1e300, math.nan, math.inf, -math.inf, 10**30, HUGE, True, False)
+NUMBERS: tuple[Any, ...] = (
+    0,
+    1,
+    -1,
+    2,
+    7,
+    0.5,
+    1.5,
+    -0.5,
+    1e300,
+    math.nan,
+    math.inf,
+    -math.inf,
+    10**30,
+    HUGE,
+    True,
+    False,
+)
 OBJECTS: tuple[Any, ...] = ("nonsense", "", b"bytes", None, (), [], {}, [1], {"a": 1}, object, Strange(), len, 2j)
 TENSORS: tuple[Tensor, ...] = (
     torch.tensor(1.0),
@@ -54,7 +71,9 @@ class Kind:
     def accepts(self, value: Any) -> bool:
         if value is None:
             return self.none
-        return any(value is each or (type(value) is type(each) and value == each) for each in self.fine) or self.own(value)
+        return any(value is each or (type(value) is type(each) and value == each) for each in self.fine) or self.own(
+            value
+        )
 
     def own(self, value: Any) -> bool:
         return False
@@ -109,7 +128,11 @@ class Real(Kind):
         if isinstance(value, Tensor):
             known = value.is_floating_point() and value.device.type == "cpu"
             return known and any(broadcasts(value.shape, rows) for rows in self.rows)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or (isinstance(value, int) and abs(value) > 1e300):
+        if (
+            not isinstance(value, (int, float))
+            or isinstance(value, bool)
+            or (isinstance(value, int) and abs(value) > 1e300)
+        ):
             return False
         if not math.isfinite(value):
             return False
@@ -127,7 +150,9 @@ class Word(Kind):
         return isinstance(value, str) and value in self.words
 
     def values(self, given: Any) -> list[Any]:
-        near = [word[:-1] for word in self.words] + [word.upper() for word in self.words] + [f" {w}*" for w in self.words]
+        near = (
+            [word[:-1] for word in self.words] + [word.upper() for word in self.words] + [f" {w}*" for w in self.words]
+        )
         return [*super().values(given), *near]
 
 
@@ -140,7 +165,13 @@ class Sentence(Kind):
 
     def values(self, given: Any) -> list[Any]:
         broken = ("softmx", "softmax*", "*", "gaussian*adaptive", "biweight(", "nearest(k=0)", "gaussian*nearest(k=-1)")
-        more = ("gaussian*nearest(k=1e400)", "polynomial(r=nan)", "softmax*softmax", "linear(ridge=-1)", "local-linear[x]")
+        more = (
+            "gaussian*nearest(k=1e400)",
+            "polynomial(r=nan)",
+            "softmax*softmax",
+            "linear(ridge=-1)",
+            "local-linear[x]",
+        )
         last = ("interpolated[x]", "gaussian*fixed(h=1)", "a" * 10_000, "\x00", "gaussian*fixed(bias=(((((")
         return [*super().values(given), *broken, *more, *last]
 
@@ -163,7 +194,7 @@ class Floats(Kind):
     def values(self, given: Any) -> list[Any]:
         if not isinstance(given, Tensor):
             return [v for v in [*NUMBERS, *OBJECTS] if v is not None]
-        bad: list[Any] = [v for v in (*NUMBERS, *OBJECTS, *self.also)]
+        bad: list[Any] = [*NUMBERS, *OBJECTS, *self.also]
         bad += [given.to("meta"), given.to(torch.complex64), given.tolist()]
         if self.kind == "float":
             bad += [given.long(), given > 0, given.to(torch.float8_e4m3fn)]

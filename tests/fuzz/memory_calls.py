@@ -29,12 +29,21 @@ SIGNED = Sentence(also=("linear", "local-linear", "rbf", "interpolated[mesa]"))
 def associative(draw: Draw) -> Call:
     slots = draw.one(0, 3)
     given = {
-        "spec": draw.one("softmax", "biweight", "linear"), "scale": draw.one(None, 0.7), "params": draw.one(None, {}),
-        "store": "pairs", "capacity": draw.one(None, 4), "overflow": draw.one("oldest", "error"), "slots": slots,
-        "heads": draw.one(1, 2), "dim": 3 if slots else draw.one(None, 3), "value_dim": 3 if slots else None,
-        "tied": draw.flag() if slots else False, "combine": draw.one("shared", "separate"), "impl": "auto",
+        "spec": draw.one("softmax", "biweight", "linear"),
+        "scale": draw.one(None, 0.7),
+        "params": draw.one(None, {}),
+        "store": "pairs",
+        "capacity": draw.one(None, 4),
+        "overflow": draw.one("oldest", "error"),
+        "slots": slots,
+        "heads": draw.one(1, 2),
+        "dim": 3 if slots else draw.one(None, 3),
+        "value_dim": 3 if slots else None,
+        "tied": draw.flag() if slots else False,
+        "combine": draw.one("shared", "separate"),
+        "impl": "auto",
         "generator": draw.one(None, torch.Generator()),
-    }  # fmt: skip
+    }
     trends = tuple(regard.registries()["trend"].names()) if given["spec"] == "linear" and not given["capacity"] else ()
     sums = ("sums",) if given["spec"] == "linear" and not given["capacity"] else ()
     kinds: dict[str, Kind] = {
@@ -102,10 +111,14 @@ def read(draw: Draw) -> Call:
     queries = draw.normal(*keys.shape[:2], draw.whole(1, 4), keys.shape[3])
     rows = tuple(queries.shape[:3])
     given = {
-        "queries": queries, "steps": draw.whole(1, 3), "scale": draw.one(None, 0.8, draw.uniform(0.5, 1.0, *rows)),
-        "params": draw.one(None, {}), "return_trajectory": draw.flag(), "return_energy": tied and draw.flag(),
+        "queries": queries,
+        "steps": draw.whole(1, 3),
+        "scale": draw.one(None, 0.8, draw.uniform(0.5, 1.0, *rows)),
+        "params": draw.one(None, {}),
+        "return_trajectory": draw.flag(),
+        "return_energy": tied and draw.flag(),
         "return_diagnostics": draw.flag(),
-    }  # fmt: skip
+    }
     kinds: dict[str, Kind] = {
         "queries": Floats(fixed=(0, 1, 3) if keys.shape[0] > 1 else (1, 3)),
         "steps": Whole(low=1, high=1000),
@@ -188,7 +201,9 @@ def forget_pairs(draw: Draw) -> Call:
         memory.write(keys, values)
         return memory.forget(**arguments)
 
-    pair = Other(also=((keys,), (keys, values, values), (keys, values[:, :, :, :1]), (keys[:, :1], 3), keys, (None, None)))
+    pair = Other(
+        also=((keys,), (keys, values, values), (keys, values[:, :, :, :1]), (keys[:, :1], 3), keys, (None, None))
+    )
     return Call("AssociativeMemory.forget", run, {"pairs": (keys, values)}, {"pairs": pair})
 
 
@@ -248,8 +263,9 @@ def product_key_read(draw: Draw) -> Call:
     n = given["keys"].shape[-2]
     given |= {
         "values": draw.normal(n * n, draw.whole(1, 3), dtype=given["query"].dtype),
-        "spec": draw.one(*WEIGHTS), "joint": draw.flag(),
-    }  # fmt: skip
+        "spec": draw.one(*WEIGHTS),
+        "joint": draw.flag(),
+    }
     kinds |= {"values": Floats(fixed=(0,), dtype=False), "spec": SIGNED, "joint": Flag()}
     return Call("product_key_read", product_key.product_key_read, given, kinds)
 
@@ -258,7 +274,9 @@ def slot_weights(draw: Draw) -> Call:
     given, _ = _search(draw)
     found = product_key.product_key_search(**given)
     arguments = {"found": found, "spec": draw.one(*WEIGHTS), "joint": draw.flag()}
-    return Call("slot_weights", product_key.slot_weights, arguments, {"found": Other(), "spec": SIGNED, "joint": Flag()})
+    return Call(
+        "slot_weights", product_key.slot_weights, arguments, {"found": Other(), "spec": SIGNED, "joint": Flag()}
+    )
 
 
 # Fast weights ------------------------------------------------------------------------------------------------------
@@ -272,14 +290,29 @@ def fast_weight_memory(draw: Draw) -> Call:
     segments = draw.often(draw.integers(2, draw.one(1, batch), tokens).sort(1).values)
     shared = segments is None and batch == 1 and draw.flag()
     given = {
-        "query": draw.normal(batch, tokens, heads, 2 * half), "value": draw.normal(batch, tokens, width),
-        "gate": draw.one(gate, gate, None), "keys": draw.normal(heads, 2, n, half), "values": draw.normal(n * n, width),
-        "rule": rule, "top_k": draw.whole(1, n), "chunk_size": chunk, "spec": "softmax", "score": draw.one("idw", "dot"),
-        "eps": draw.one(1e-3, 0.1), "shared": shared, "state": None, "mask": draw.often(draw.mask(batch, tokens)),
-        "segment_ids": segments, "frozen": draw.often(True, False), "mix": draw.often(True, False),
-        "meta_grad": draw.one(True, False, 2), "storage": None, "impl": draw.one("auto", "reference", "sparse"),
-        "observer": None, "sync": None,
-    }  # fmt: skip
+        "query": draw.normal(batch, tokens, heads, 2 * half),
+        "value": draw.normal(batch, tokens, width),
+        "gate": draw.one(gate, gate, None),
+        "keys": draw.normal(heads, 2, n, half),
+        "values": draw.normal(n * n, width),
+        "rule": rule,
+        "top_k": draw.whole(1, n),
+        "chunk_size": chunk,
+        "spec": "softmax",
+        "score": draw.one("idw", "dot"),
+        "eps": draw.one(1e-3, 0.1),
+        "shared": shared,
+        "state": None,
+        "mask": draw.often(draw.mask(batch, tokens)),
+        "segment_ids": segments,
+        "frozen": draw.often(True, False),
+        "mix": draw.often(True, False),
+        "meta_grad": draw.one(True, False, 2),
+        "storage": None,
+        "impl": draw.one("auto", "reference", "sparse"),
+        "observer": None,
+        "sync": None,
+    }
     states = _states(given)
     kinds: dict[str, Kind] = {
         "query": Floats(fixed=(0, 1, 2, 3) if batch > 1 else (1, 2, 3), dtype=False),
@@ -299,7 +332,7 @@ def fast_weight_memory(draw: Draw) -> Call:
         "segment_ids": Integers(none=True, fixed=(1,)) if not shared else Refused(none=True),
         "frozen": Flag(),
         "mix": Flag(),
-        "meta_grad": Other(test=lambda v: isinstance(v, int) and v >= 1 or v is False),
+        "meta_grad": Other(test=lambda v: (isinstance(v, int) and v >= 1) or v is False),
         "storage": Other(none=True, also=("float32", torch.int8, torch.bool, torch.float8_e4m3fn)),
         "impl": Word(words=("auto", "reference", "dense", "sparse"), also=("triton",)),
         "sync": Refused(none=True),
@@ -322,17 +355,25 @@ def fast_weight_memory(draw: Draw) -> Call:
 def _states(given: dict[str, Any]) -> tuple[Any, ...]:
     """States of other memories."""
     one = {n: given[n] for n in ("query", "value", "keys", "values", "chunk_size", "rule")} | {"gate": None, "top_k": 1}
-    other = regard.fast_weight_memory(**{**one, "values": torch.cat([one["values"]] * 2, 1), "value": torch.cat([one["value"]] * 2, 2)})[1]
-    many = regard.fast_weight_memory(**{**one, "query": one["query"].repeat(3, 1, 1, 1), "value": one["value"].repeat(3, 1, 1)})[1]
+    other = regard.fast_weight_memory(
+        **{**one, "values": torch.cat([one["values"]] * 2, 1), "value": torch.cat([one["value"]] * 2, 2)}
+    )[1]
+    many = regard.fast_weight_memory(
+        **{**one, "query": one["query"].repeat(3, 1, 1, 1), "value": one["value"].repeat(3, 1, 1)}
+    )[1]
     return other, many, regard.LinearState.empty("elu", 1, 1, 2, 2)
 
 
 def write_rule(draw: Draw) -> Call:
     given = {
-        "name": draw.one("normalized", "paper", "reference"), "learning_rate": 0.5, "address_weight": 2.0,
-        "key_update": draw.one("entropy", "mse", "none"), "look_ahead": draw.flag(), "border": draw.flag(),
+        "name": draw.one("normalized", "paper", "reference"),
+        "learning_rate": 0.5,
+        "address_weight": 2.0,
+        "key_update": draw.one("entropy", "mse", "none"),
+        "look_ahead": draw.flag(),
+        "border": draw.flag(),
         "gate_loss": draw.flag(),
-    }  # fmt: skip
+    }
     kinds: dict[str, Kind] = {
         "name": Word(words=tuple(step_rules.names(aliases=True))),
         "learning_rate": Real(low=0.0),
@@ -361,15 +402,18 @@ def flush_memory(draw: Draw) -> Call:
 
 def _chunked(draw: Draw, batch: int, tokens: int) -> tuple[dict[str, Any], dict[str, Kind]]:
     given = {
-        "state": None, "mask": draw.often(draw.mask(batch, tokens)), "frozen": draw.often(True, False),
-        "segment_ids": draw.often(draw.integers(2, batch, tokens).sort(1).values), "meta_grad": draw.one(True, False, 2),
-    }  # fmt: skip
+        "state": None,
+        "mask": draw.often(draw.mask(batch, tokens)),
+        "frozen": draw.often(True, False),
+        "segment_ids": draw.often(draw.integers(2, batch, tokens).sort(1).values),
+        "meta_grad": draw.one(True, False, 2),
+    }
     kinds: dict[str, Kind] = {
         "state": Other(none=True, also=(regard.LinearState.empty("elu", 1, 1, 2, 2),)),
         "mask": Mask(none=True, fixed=(0, 1)),
         "segment_ids": Integers(none=True, fixed=(1,)),
         "frozen": Flag(),
-        "meta_grad": Other(test=lambda v: isinstance(v, int) and v >= 1 or v is False),
+        "meta_grad": Other(test=lambda v: (isinstance(v, int) and v >= 1) or v is False),
     }
     return given, kinds
 
@@ -378,20 +422,42 @@ def _networks(weights: tuple[Tensor, ...]) -> Other:
     """Weights of networks, which may be wrong in many ways."""
     a, b, c = weights
     return Other(
-        also=((a, b), (a, b, c, c), (a, b, None), (a, b, 3), (a.long(), b, c), (a, b[:1, ...], c[..., :-1]), (a[None], b, c),
-              (a.to("meta"), b, c), (a, b, c.to(torch.complex64)), a, "abc")
-    )  # fmt: skip
+        also=(
+            (a, b),
+            (a, b, c, c),
+            (a, b, None),
+            (a, b, 3),
+            (a.long(), b, c),
+            (a, b[:1, ...], c[..., :-1]),
+            (a[None], b, c),
+            (a.to("meta"), b, c),
+            (a, b, c.to(torch.complex64)),
+            a,
+            "abc",
+        )
+    )
 
 
 def fast_weight_mlp(draw: Draw) -> Call:
-    batch, tokens, wide, inner, out = draw.one(1, 2), draw.whole(1, 9), draw.whole(1, 3), draw.whole(1, 4), draw.whole(1, 3)
+    batch, tokens, wide, inner, out = (
+        draw.one(1, 2),
+        draw.whole(1, 9),
+        draw.whole(1, 3),
+        draw.whole(1, 4),
+        draw.whole(1, 3),
+    )
     chunk = draw.whole(2, 4)
     weights = tuple(draw.normal(*s, scale=0.5) for s in ((inner, wide + 1), (inner, wide + 1), (out, inner + 1)))
     given, kinds = _chunked(draw, batch, tokens)
     given |= {
-        "query": draw.normal(batch, tokens, wide), "value": draw.normal(batch, tokens, out), "weights": weights,
-        "chunk_size": chunk, "learning_rate": 0.1, "target": draw.one("mean", "look-ahead"), "shared": False,
-    }  # fmt: skip
+        "query": draw.normal(batch, tokens, wide),
+        "value": draw.normal(batch, tokens, out),
+        "weights": weights,
+        "chunk_size": chunk,
+        "learning_rate": 0.1,
+        "target": draw.one("mean", "look-ahead"),
+        "shared": False,
+    }
     kinds |= {
         "query": Floats(fixed=(0, 1, 2), dtype=False),
         "value": Floats(fixed=(0, 1, 2), dtype=False),
@@ -421,29 +487,51 @@ class _NotHuge(Real):
 
 
 def large_chunk_ttt(draw: Draw) -> Call:
-    batch, tokens, heads, dim, inner = draw.one(1, 2), draw.whole(1, 9), draw.one(1, 2), draw.whole(2, 3), draw.whole(1, 4)
+    batch, tokens, heads, dim, inner = (
+        draw.one(1, 2),
+        draw.whole(1, 9),
+        draw.one(1, 2),
+        draw.whole(2, 3),
+        draw.whole(1, 4),
+    )
     size = (batch, tokens, heads)
     weights = tuple(draw.normal(heads, *s, scale=0.5) for s in ((inner, dim), (inner, dim), (dim, inner)))
     given, kinds = _chunked(draw, batch, tokens)
     optimizer = draw.one("sgd", "momentum", "muon", "momentum-muon")
     given |= {
-        "query": draw.normal(*size, dim), "key": draw.normal(*size, dim), "value": draw.normal(*size, dim),
-        "rates": draw.uniform(0.0, 0.1, *size, 3), "weights": weights, "share": draw.uniform(0.1, 0.9, *size),
-        "chunk_size": draw.whole(1, 4), "optimizer": optimizer,
-    }  # fmt: skip
+        "query": draw.normal(*size, dim),
+        "key": draw.normal(*size, dim),
+        "value": draw.normal(*size, dim),
+        "rates": draw.uniform(0.0, 0.1, *size, 3),
+        "weights": weights,
+        "share": draw.uniform(0.1, 0.9, *size),
+        "chunk_size": draw.whole(1, 4),
+        "optimizer": optimizer,
+    }
     all_axes = Floats(fixed=(0, 1, 2, 3), dtype=False)
     kinds |= {
-        "query": all_axes, "key": all_axes, "value": all_axes, "rates": all_axes, "weights": _networks(weights),
-        "share": Floats(none="momentum" not in optimizer, fixed=(0, 1, 2), dtype=False), "chunk_size": Whole(low=1),
+        "query": all_axes,
+        "key": all_axes,
+        "value": all_axes,
+        "rates": all_axes,
+        "weights": _networks(weights),
+        "share": Floats(none="momentum" not in optimizer, fixed=(0, 1, 2), dtype=False),
+        "chunk_size": Whole(low=1),
         "optimizer": Word(words=("sgd", "momentum", "muon", "momentum-muon")),
-    }  # fmt: skip
+    }
     call = Call("large_chunk_ttt", large_chunk.large_chunk_ttt, given, kinds)
     if given["mask"] is None and given["segment_ids"] is None and not given["frozen"]:
         names = ("query", "key", "value", "rates", "share")
 
         def truth(**w: Any) -> Tensor:
             rows = [
-                torch.stack([_lact(given, {n: w[n][b, :, h] for n in names}, tuple(x[h] for x in w["weights"])) for h in range(heads)], 1)
+                torch.stack(
+                    [
+                        _lact(given, {n: w[n][b, :, h] for n in names}, tuple(x[h] for x in w["weights"]))
+                        for h in range(heads)
+                    ],
+                    1,
+                )
                 for b in range(batch)
             ]
             return torch.stack(rows)
@@ -469,8 +557,11 @@ def leaky_average(draw: Draw) -> Call:
     given = {
         "x": draw.normal(batch, heads, tokens, dim, dtype=dtype),
         "rate": draw.one(0.0, 0.3, draw.uniform(0.0, 1.0, heads, dtype=dtype)),
-        "mask": draw.often(draw.mask(batch, tokens)), "state": None, "average": draw.flag(), "chunk_size": draw.one(None, 2),
-    }  # fmt: skip
+        "mask": draw.often(draw.mask(batch, tokens)),
+        "state": None,
+        "average": draw.flag(),
+        "chunk_size": draw.one(None, 2),
+    }
     wrong = leaky.leaky_average(given["x"].repeat(3, 1, 1, 1), 0.1)[1]
     kinds: dict[str, Kind] = {
         "x": Floats(fixed=(), dtype=False),
