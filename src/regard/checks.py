@@ -192,7 +192,7 @@ def token_mask(call: str, name: str, value: Any, *axes: int | str, like: Tensor)
 def segments(call: str, ids: Any, batch: int, tokens: int, device: torch.device) -> None:
     """Check that `segment_ids` is None or an integer tensor [B or 1, T]."""
     if ids is not None:
-        integers(call, "segment_ids", ids, f"{batch} or 1", tokens)
+        integers(call, "segment_ids", ids, "B or 1", tokens)
         on_device(call, "segment_ids", ids, device)
         if ids.shape[0] not in (1, batch):
             raise ArgumentError(f"{call}: segment_ids has shape {shape(ids)}, expected [{batch} or 1, {tokens}].")

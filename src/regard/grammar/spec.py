@@ -113,7 +113,7 @@ class Spec:
             able = ", ".join(n for n, s in presets_registry.items() if s.degree == 0 and s.convex)
             raise ArgumentError(
                 f"Spec: the local linear model needs non-negative weights that sum to one; {self.kernel.name} with "
-                f"these choices has none. Presets that do: {able}."
+                f"these choices (normalise={self.normalise}) has none. Presets that do: {able}."
             )
 
     def _check_trend(self, weighting: Weighting) -> None:
@@ -132,7 +132,8 @@ class Spec:
         if self.degree == 0:
             raise ArgumentError("Spec: ridge_mode belongs to the local linear model; give degree=1 or leave it out.")
         has_mass = self.kernel.name == "gaussian" or self.bandwidth.name in ("fixed", "anchored")
-        if not (self.kernel.ranked and has_mass):
+        smooth = getattr(self.bandwidth, "gradient", "hard") != "hard"  # these weights are no sums of kernel values
+        if smooth or not (self.kernel.ranked and has_mass):
             raise ArgumentError(
                 f"Spec: an absolute ridge is weighed against the total kernel weight, which {self.kernel.name} under "
                 f"{self.bandwidth.name} does not have; use ridge_mode='relative', a Gaussian, or the rules fixed and "

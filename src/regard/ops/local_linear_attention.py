@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, choice, floating, in_range, mapping, shown, within
+from ..checks import ArgumentError, floating, in_range, mapping, refuse, shown, within
 from ..grammar import Spec, as_spec
 from ..grammar.solvers import Auto, ConjugateGradient, Solver
 from ..grammar.spec import RIDGE_MODES, axis_object
@@ -74,7 +74,8 @@ def local_linear_attention(
             ridge = torch.full((), ridge, dtype=torch.float64, device=query.device)  # one graph for all numbers
         else:
             number = float(ridge)
-    choice(CALL, "ridge_mode", ridge_mode, RIDGE_MODES)
+    if not isinstance(ridge_mode, str) or ridge_mode not in RIDGE_MODES:
+        raise refuse(CALL, "ridge_mode", ridge_mode, "'relative' or 'absolute'")
     sentence = _MADE[_make(spec, number, solver, ridge_mode, max_iter, tol)]
     given = mapping(CALL, "params", params)
     if isinstance(ridge, Tensor):

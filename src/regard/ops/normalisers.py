@@ -30,6 +30,7 @@ from ..checks import (
     in_range,
     on_device,
     shape,
+    shown,
     whole,
 )
 from ..grammar import Spec
@@ -168,7 +169,8 @@ def _normalise(
     floating(call, "scores", scores)
     if scores.dim() == 0:
         raise ArgumentError(f"{call}: scores is a scalar, expected at least one axis.")
-    whole(call, "dim", dim, -scores.dim(), scores.dim() - 1, why=f", an axis of scores {shape(scores)}")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -scores.dim() <= dim < scores.dim():
+        raise ArgumentError(f"{call}: dim is {shown(dim)}, but scores has shape {shape(scores)}.")
     if debugging():
         finite(call, "scores", torch.where(scores == -torch.inf, 0, scores))  # -inf is how a score is hidden
     if mask is not None:
