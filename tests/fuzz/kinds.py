@@ -184,11 +184,14 @@ class Floats(Kind):
         fixed: axes whose size other arguments decide; None: all.
         dtype: whether the dtype must be that of the others.
         broadcast: whether an axis of 1 (or fewer axes) will do.
+        short: whether a first axis of 1 may be left out.
+        kind: "float", "bool" or "integer".
     """
 
     fixed: tuple[int, ...] | None = None
     dtype: bool = True
     broadcast: bool = False
+    short: bool = False
     kind: str = "float"
 
     def values(self, given: Any) -> list[Any]:
@@ -205,7 +208,8 @@ class Floats(Kind):
             bad += [given.float(), given > 0]
         bad += [given.expand(2, 1, 1, *given.shape), given[None, None, None, None, None]]
         if not self.broadcast:
-            bad += [given[None], *([given[0]] if given.dim() and len(given) else [])]
+            bad += [given[None]]
+            bad += [given[0]] if given.dim() and len(given) and not (self.short and len(given) == 1) else []
         for axis in range(given.dim()) if self.fixed is None else self.fixed:
             bad += [torch.cat([given] * 3, axis)]
             if given.shape[axis] > 2 or not self.broadcast:
