@@ -135,6 +135,13 @@ def choice(call: str, name: str, value: Any, choices: Iterable[Any]) -> Any:
     return value
 
 
+def one_of(call: str, name: str, value: Any, words: Iterable[str]) -> Any:
+    """Return `value` after checking that it is one of two or three words, which the message lists."""
+    if not isinstance(value, str) or value not in words:
+        raise refuse(call, name, value, " or ".join(map(repr, words)))
+    return value
+
+
 def instance(call: str, name: str, value: Any, kinds: type | tuple[type, ...], expected: str) -> Any:
     """Return `value` after checking its type."""
     if not isinstance(value, kinds):

@@ -185,6 +185,7 @@ class Floats(Kind):
         dtype: whether the dtype must be that of the others.
         broadcast: whether an axis of 1 (or fewer axes) will do.
         short: whether a first axis of 1 may be left out.
+        alone: whether no other tensor says where it must be.
         kind: "float", "bool" or "integer".
     """
 
@@ -192,13 +193,14 @@ class Floats(Kind):
     dtype: bool = True
     broadcast: bool = False
     short: bool = False
+    alone: bool = False
     kind: str = "float"
 
     def values(self, given: Any) -> list[Any]:
         if not isinstance(given, Tensor):
             return [v for v in [*NUMBERS, *OBJECTS] if v is not None]
         bad: list[Any] = [*NUMBERS, *OBJECTS, *self.also]
-        bad += [given.to("meta"), given.to(torch.complex64), given.tolist()]
+        bad += [given.to(torch.complex64), given.tolist(), *([] if self.alone else [given.to("meta")])]
         if self.kind == "float":
             bad += [given.long(), given > 0, given.to(torch.float8_e4m3fn)]
             bad += [given.half() if given.dtype != torch.float16 else given.float()] if self.dtype else []

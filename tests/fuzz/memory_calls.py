@@ -238,10 +238,10 @@ def _search(draw: Draw) -> tuple[dict[str, Any], dict[str, Kind]]:
     axes = tuple(range(1 if own and batch == 1 else 0, 3 + len(own))) if own else (0, 1, 3)
     kinds: dict[str, Kind] = {
         "query": Floats(fixed=(2, 3), dtype=False),
-        "keys": Floats(fixed=axes[:-1] if own else axes, dtype=False),
+        "keys": Floats(fixed=axes[:-1] if own else axes, dtype=False, broadcast=batch == 1),
         "top_k": Whole(low=1, high=n),
         "score": Word(words=("idw", "dot", "inverse-distance")),
-        "eps": Real(low=0.0, strict=True),
+        "eps": Real(low=0.0, high=1e30, strict=True),
     }
     if own:
         kinds["keys"] = Floats(fixed=(0, 1, 2, 4), dtype=False, broadcast=True)
@@ -332,7 +332,7 @@ def fast_weight_memory(draw: Draw) -> Call:
         "chunk_size": Whole(low=2),
         "spec": SIGNED,
         "score": Word(words=("idw", "dot", "inverse-distance")),
-        "eps": Real(low=0.0, strict=True),
+        "eps": Real(low=0.0, high=1e30, strict=True),
         "shared": Flag() if segments is None else _NeverTrue(),
         "state": Other(none=True, also=states),
         "mask": Mask(none=True, fixed=(0, 1)),
@@ -571,7 +571,7 @@ def leaky_average(draw: Draw) -> Call:
     }
     wrong = leaky.leaky_average(given["x"].repeat(3, 1, 1, 1), 0.1)[1]
     kinds: dict[str, Kind] = {
-        "x": Floats(fixed=(), dtype=False),
+        "x": Floats(fixed=(), dtype=False, alone=True),
         "rate": Real(low=0.0, rows=((heads,),)),
         "mask": Mask(none=True, fixed=(0, 1)),
         "state": Other(none=True, also=(wrong, regard.LinearState.empty("elu", 1, 1, 2, 2))),
