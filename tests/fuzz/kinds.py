@@ -134,6 +134,7 @@ class Real(Kind):
             or (isinstance(value, int) and abs(value) > 1e300)
         ):
             return False
+        value = float(value)
         if not math.isfinite(value):
             return False
         above = self.low is None or (value > self.low if self.strict else value >= self.low)

@@ -236,7 +236,7 @@ def fwpkm(draw: Draw) -> Call:
         "value_dim": _Small(low=2 if given["value_norm"] else 1),
         "heads": SIZE,
         "top_k": Whole(low=1, high=4),
-        "chunk_size": Whole(low=2),
+        "chunk_size": Whole(low=2, high=2**48),
         "step_rule": Word(words=("normalized", "paper", "reference", "program")),
         "learning_rate": rates,
         "address_weight": rates,

@@ -269,7 +269,9 @@ class Attention(nn.Module):
     def _sums(self, cache: KeyValueCache) -> SumsLayer | None:
         """This layer's sums, or None where the cache holds pairs."""
         if self.layer_idx is None:
-            raise ArgumentError("nn.Attention: a cache was given to a layer without layer_idx; set it.")
+            raise ArgumentError(
+                "nn.Attention: past_key_values: a cache was given to a layer without layer_idx; set it."
+            )
         require_growing(cache, CALL)
         layers = getattr(cache, "layers", ())
         layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
