@@ -444,34 +444,41 @@ def check_shared(call: str, share_query_key: bool, num_heads: int, num_kv_heads:
     )
 
 
-def check_heads(call: str, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
+def check_heads(
+    call: str,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int | None,
+    names: tuple[str, str, str] = ("hidden_size", "num_heads", "num_kv_heads"),
+) -> int:
     """The channels of a head, after checking that the sizes fit together.
 
     Raises:
         ArgumentError: a size that is not a positive integer, or one that does not divide another.
     """
-    sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    for name, size in {**sizes, "head_dim": 1 if head_dim is None else head_dim}.items():
+    sizes = zip(names, (hidden_size, num_heads, num_kv_heads), strict=True)
+    for name, size in {**dict(sizes), "head_dim": 1 if head_dim is None else head_dim}.items():
         positive_int(call, name, size)
     if num_heads % num_kv_heads:
         raise ArgumentError(
-            f"{call}: {num_heads} query heads (num_heads) do not divide among {num_kv_heads} key/value heads "
-            f"(num_kv_heads); choose a divisor of {num_heads}."
+            f"{call}: {num_heads} query heads ({names[1]}) do not divide among {num_kv_heads} key/value heads "
+            f"({names[2]}); choose a divisor of {num_heads}."
         )
     if head_dim is not None:
         return head_dim
     if hidden_size % num_heads:
         raise ArgumentError(
-            f"{call}: hidden_size {hidden_size} is not a multiple of {num_heads} heads (num_heads); change one, or "
+            f"{call}: hidden_size {hidden_size} is not a multiple of {num_heads} heads ({names[1]}); change one, or "
             f"give head_dim."
         )
     return hidden_size // num_heads
 
 
-def check_window(call: str, window: int | None) -> int | None:
+def check_window(call: str, window: int | None, name: str = "window") -> int | None:
     """Return `window`, after checking that it is None or a positive integer."""
     if window is not None and not (type(window) is int and window > 0):
-        positive_int(call, "window", window)
+        positive_int(call, name, window)
     return window
 
 

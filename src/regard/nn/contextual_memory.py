@@ -428,7 +428,7 @@ def contextual_spec(call: str, given: str | Spec, uniform_gradient: str) -> Spec
     return spec
 
 
-def check_learned(call: str, names: object, start: str) -> None:
+def check_learned(call: str, names: object, start: str, argument: str = "start") -> None:
     """Names of numbers that can be learned, and where they start.
 
     Raises:
@@ -437,4 +437,4 @@ def check_learned(call: str, names: object, start: str) -> None:
     known = isinstance(names, (list, tuple)) and all(isinstance(n, str) and n in LEARNABLE for n in names)
     if not known:
         raise refuse(call, "learned", names, f"a list of names among {', '.join(LEARNABLE)}")
-    one_of(call, "start", start, STARTS)
+    one_of(call, argument, start, STARTS)

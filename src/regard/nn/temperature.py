@@ -133,8 +133,8 @@ class Temperature(Rule):
             return
         able = ", ".join(name for name, preset in presets().items() if preset.takes_scale)
         raise ArgumentError(
-            f"{call}: temperature {self} needs scores that have a scale, and the spec {spec} has none; leave it out or choose "
-            f"one of: {able}, or a fixed(h=...)."
+            f"{call}: temperature {self} needs scores that have a scale, and the spec {spec} has none; leave it out or "
+            f"choose one of: {able}, or a fixed(h=...)."
         )
 
 
