@@ -135,6 +135,13 @@ def choice(call: str, name: str, value: Any, choices: Iterable[Any]) -> Any:
     return value
 
 
+def one_of(call: str, name: str, value: Any, words: Iterable[str]) -> Any:
+    """Return `value` after checking that it is one of two or three words, which the message lists."""
+    if not isinstance(value, str) or value not in words:
+        raise refuse(call, name, value, " or ".join(map(repr, words)))
+    return value
+
+
 def instance(call: str, name: str, value: Any, kinds: type | tuple[type, ...], expected: str) -> Any:
     """Return `value` after checking its type."""
     if not isinstance(value, kinds):
@@ -151,18 +158,20 @@ def mapping(call: str, name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def tensor(call: str, name: str, value: Any, *axes: int | str, like: Tensor | None = None, why: str = "") -> Tensor:
+def tensor(
+    call: str, name: str, value: Any, *axes: int | str, like: Tensor | None = None, of: str = "query", why: str = ""
+) -> Tensor:
     """Return `value` after checking that it is a floating-point tensor.
 
     Args:
         axes: the size of every axis, or its name where any size will do; none: any shape.
-        like: a tensor on whose device it must be.
+        like, of: a tensor on whose device it must be, and its name.
         why: ends the message about a shape.
     """
     floating(call, name, value)
     _has_axes(call, name, value, axes, why)
     if like is not None:
-        on_device(call, name, value, like.device)
+        on_device(call, name, value, like.device, of)
     return value
 
 
@@ -181,12 +190,12 @@ def integers(call: str, name: str, value: Any, *axes: int | str) -> Tensor:
     return value
 
 
-def token_mask(call: str, name: str, value: Any, *axes: int | str, like: Tensor) -> None:
+def token_mask(call: str, name: str, value: Any, *axes: int | str, like: Tensor, of: str = "query") -> None:
     """Check that `value` is None or a boolean tensor with these axes, on the device of `like`."""
     if value is not None:
         boolean_mask(call, name, value)
         _has_axes(call, name, value, axes, "")
-        on_device(call, name, value, like.device)
+        on_device(call, name, value, like.device, of)
 
 
 def segments(call: str, ids: Any, batch: int, tokens: int, device: torch.device) -> None:
@@ -239,10 +248,10 @@ def broadcastable(call: str, name: str, tensor: Tensor, target: tuple[int, ...])
         )
 
 
-def on_device(call: str, name: str, tensor: Tensor, device: torch.device) -> None:
-    """Check that `tensor` is on `device`."""
+def on_device(call: str, name: str, tensor: Tensor, device: torch.device, of: str = "the rest") -> None:
+    """Check that `tensor` is on `device`, where `of` is."""
     if tensor.device != device:
-        raise ArgumentError(f"{call}: {name} is on {tensor.device}, but the rest is on {device}; move it with .to().")
+        raise ArgumentError(f"{call}: {name} is on {tensor.device}, but {of} is on {device}; move it with .to().")
 
 
 def in_range(

@@ -134,6 +134,7 @@ class Real(Kind):
             or (isinstance(value, int) and abs(value) > 1e300)
         ):
             return False
+        value = float(value)
         if not math.isfinite(value):
             return False
         above = self.low is None or (value > self.low if self.strict else value >= self.low)
@@ -184,18 +185,23 @@ class Floats(Kind):
         fixed: axes whose size other arguments decide; None: all.
         dtype: whether the dtype must be that of the others.
         broadcast: whether an axis of 1 (or fewer axes) will do.
+        short: whether a first axis of 1 may be left out.
+        alone: whether no other tensor says where it must be.
+        kind: "float", "bool" or "integer".
     """
 
     fixed: tuple[int, ...] | None = None
     dtype: bool = True
     broadcast: bool = False
+    short: bool = False
+    alone: bool = False
     kind: str = "float"
 
     def values(self, given: Any) -> list[Any]:
         if not isinstance(given, Tensor):
             return [v for v in [*NUMBERS, *OBJECTS] if v is not None]
         bad: list[Any] = [*NUMBERS, *OBJECTS, *self.also]
-        bad += [given.to("meta"), given.to(torch.complex64), given.tolist()]
+        bad += [given.to(torch.complex64), given.tolist(), *([] if self.alone else [given.to("meta")])]
         if self.kind == "float":
             bad += [given.long(), given > 0, given.to(torch.float8_e4m3fn)]
             bad += [given.half() if given.dtype != torch.float16 else given.float()] if self.dtype else []
@@ -205,7 +211,8 @@ class Floats(Kind):
             bad += [given.float(), given > 0]
         bad += [given.expand(2, 1, 1, *given.shape), given[None, None, None, None, None]]
         if not self.broadcast:
-            bad += [given[None], *([given[0]] if given.dim() and len(given) else [])]
+            bad += [given[None]]
+            bad += [given[0]] if given.dim() and len(given) and not (self.short and len(given) == 1) else []
         for axis in range(given.dim()) if self.fixed is None else self.fixed:
             bad += [torch.cat([given] * 3, axis)]
             if given.shape[axis] > 2 or not self.broadcast:

@@ -57,7 +57,7 @@ def attention(draw: Draw) -> Call:
         "hidden_size": SIZE,
         "num_heads": SIZE,
         "num_kv_heads": Whole(none=True, low=heads, high=heads),
-        "head_dim": SIZE,
+        "head_dim": _Small(low=1, none=True),
         "spec": Sentence(also=("elu",) if given["temperature"] == "log" else ()),
         "layer_idx": LAYER,
         "window": Whole(none=True, low=1),
@@ -94,7 +94,7 @@ def contextual(draw: Draw) -> Call:
     kinds: dict[str, Kind] = {
         "hidden_size": SIZE,
         "num_heads": SIZE,
-        "head_dim": SIZE,
+        "head_dim": _Small(low=1, none=True),
         "spec": Sentence(),
         "layer_idx": LAYER,
         "bias": Flag(),
@@ -127,7 +127,7 @@ def persistent(draw: Draw) -> Call:
         "hidden_size": SIZE,
         "num_heads": SIZE,
         "slots": SIZE,
-        "head_dim": SIZE,
+        "head_dim": _Small(low=1, none=True),
         "spec": Sentence(also=("linear",)),
         "copies": SIZE,
         "own_keys": Flag(),
@@ -236,7 +236,7 @@ def fwpkm(draw: Draw) -> Call:
         "value_dim": _Small(low=2 if given["value_norm"] else 1),
         "heads": SIZE,
         "top_k": Whole(low=1, high=4),
-        "chunk_size": Whole(low=2),
+        "chunk_size": Whole(low=2, high=2**48),
         "step_rule": Word(words=("normalized", "paper", "reference", "program")),
         "learning_rate": rates,
         "address_weight": rates,
@@ -253,7 +253,7 @@ def fwpkm(draw: Draw) -> Call:
         "meta_grad": Other(test=lambda v: (isinstance(v, int) and v >= 1) or v is False),
         "storage": Other(none=True, also=("float33", "int8", "Tensor", torch.int8, torch.float8_e4m3fn)),
         "norm_eps": EPS,
-        "idw_eps": EPS,
+        "idw_eps": Real(low=0.0, high=1e30, strict=True),
         "impl": Word(words=("auto", "reference", "dense", "sparse", "triton")),
         "sync": Other(none=True, also=("gather",)),
         "resident": Flag() if given["shared"] and not given["learn_initial"] else _NeverTrue(),
@@ -316,7 +316,7 @@ def lact(draw: Draw) -> Call:
         "num_heads": divides,
         "fast_heads": divides,
         "inner": _Width(low=0.1, strict=True),
-        "window": Whole(low=1),
+        "window": Whole(low=1, high=2**48),
         "chunk_size": Whole(low=1),
         "optimizer": Word(words=("sgd", "momentum", "muon", "momentum-muon")),
         "layer_idx": LAYER,
@@ -442,7 +442,7 @@ def memory_forward(draw: Draw) -> Call:
     hidden, batch, tokens = _tokens(draw, 6)
     given = {"hidden": hidden, "mask": draw.one(None, draw.mask(batch, tokens)), "state": None, "segment_ids": None}
     kinds: dict[str, Kind] = {
-        "hidden": Floats(fixed=(2,)),
+        "hidden": Floats(fixed=(2,), dtype=name == "nn.ProductKeyMemory"),
         "mask": Mask(none=True, fixed=(0, 1)),
         "state": Other(none=True, also=(_stranger(),)),
     }
@@ -545,7 +545,7 @@ class _Rank(Floats):
 def rotary_angles(draw: Draw) -> Call:
     given = {"position_ids": draw.integers(9, 1, 3), "head_dim": 4, "theta": 1e4, "dtype": torch.float64}
     kinds: dict[str, Kind] = {
-        "position_ids": Integers(fixed=()),
+        "position_ids": Anything(),
         "head_dim": _Small(low=2, even=True),
         "theta": _Theta(low=0.0, strict=True),
         "dtype": Other(also=("float32", torch.int64, torch.bool)),
@@ -561,7 +561,8 @@ class _Theta(Real):
 
 class _Ids(Floats):
     def values(self, given: Any) -> list[Any]:
-        return [v for v in super().values(given) if not (isinstance(v, Tensor) and v.device.type == "meta")]
+        fine = lambda v: isinstance(v, Tensor) and (v.is_meta or v.dtype == torch.int64)  # noqa: E731
+        return [v for v in super().values(given) if not fine(v)]
 
 
 def rotate(draw: Draw) -> Call:

@@ -55,7 +55,7 @@ def associative(draw: Draw) -> Call:
         "overflow": Word(words=("oldest", "error")),
         "slots": _Small(low=0) if given["dim"] and not given["tied"] else Anything(),
         "heads": _Small(low=1),
-        "dim": _Small(low=1) if not given["tied"] and not slots else Anything(),
+        "dim": _Small(low=1, none=True) if not given["tied"] and not slots else Anything(),
         "tied": Flag() if slots else Flag(also=()),
         "combine": Word(words=("shared", "separate")),
         "impl": Word(words=("auto", "reference", "blocked", "cpu", "sdpa")),
@@ -92,9 +92,9 @@ def write(draw: Draw) -> Call:
     given = {"keys": keys, "values": values, "mask": draw.one(None, draw.mask(keys.shape[0], keys.shape[2]))}
     many = keys.shape[0] > 1
     kinds: dict[str, Kind] = {
-        "keys": Floats(fixed=(1, 3) if not many else (0, 1, 3)),
-        "values": Floats(none=True, fixed=(2, 3)),
-        "mask": Mask(none=True, fixed=(1,)),
+        "keys": Floats(fixed=(1, 3) if not many else (0, 1, 3), short=True),
+        "values": Floats(none=True, fixed=(2, 3), short=True),
+        "mask": Mask(none=True, fixed=(1,), short=True),
     }
     return Call("AssociativeMemory.write", memory.write, given, kinds)
 
@@ -120,7 +120,7 @@ def read(draw: Draw) -> Call:
         "return_diagnostics": draw.flag(),
     }
     kinds: dict[str, Kind] = {
-        "queries": Floats(fixed=(0, 1, 3) if keys.shape[0] > 1 else (1, 3)),
+        "queries": Floats(fixed=(0, 1, 3) if keys.shape[0] > 1 else (1, 3), short=True),
         "steps": Whole(low=1, high=1000),
         "scale": Real(low=0.0, strict=True, none=True, rows=(rows,)),
         "params": Params(none=True, names=tuple(memory.spec.params)),
@@ -161,7 +161,7 @@ def energy(draw: Draw) -> Call:
     rows = tuple(queries.shape[:3])
     given = {"queries": queries, "scale": draw.one(None, 0.8), "params": draw.one(None, {})}
     kinds: dict[str, Kind] = {
-        "queries": Floats(fixed=(0, 1, 3) if keys.shape[0] > 1 else (1, 3)),
+        "queries": Floats(fixed=(0, 1, 3) if keys.shape[0] > 1 else (1, 3), short=True),
         "scale": Real(low=0.0, strict=True, none=True, rows=(rows,)),
         "params": Params(none=True, names=tuple(memory.spec.params)),
     }
@@ -211,7 +211,14 @@ def transform(draw: Draw) -> Call:
     memory, keys, values = _memory(draw)
     memory.write(keys, values)
     bad = (lambda t: t[:, :, :1, :1, None], lambda t: t.half(), lambda t: None, lambda t: t.to("meta"))
-    return Call("AssociativeMemory.transform", memory.transform, {"fn": lambda t: 0.5 * t}, {"fn": Other(also=bad)})
+    return Call("AssociativeMemory.transform", memory.transform, {"fn": lambda t: 0.5 * t}, {"fn": _Function(also=bad)})
+
+
+class _Function(Other):
+    """A function of a tensor; what raises by itself is left out."""
+
+    def values(self, given: Any) -> list[Any]:
+        return [v for v in super().values(given) if v is not object]
 
 
 # Product keys ------------------------------------------------------------------------------------------------------
@@ -231,10 +238,10 @@ def _search(draw: Draw) -> tuple[dict[str, Any], dict[str, Kind]]:
     axes = tuple(range(1 if own and batch == 1 else 0, 3 + len(own))) if own else (0, 1, 3)
     kinds: dict[str, Kind] = {
         "query": Floats(fixed=(2, 3), dtype=False),
-        "keys": Floats(fixed=axes[:-1] if own else axes, dtype=False),
+        "keys": Floats(fixed=axes[:-1] if own else axes, dtype=False, broadcast=batch == 1),
         "top_k": Whole(low=1, high=n),
         "score": Word(words=("idw", "dot", "inverse-distance")),
-        "eps": Real(low=0.0, strict=True),
+        "eps": Real(low=0.0, high=1e30, strict=True),
     }
     if own:
         kinds["keys"] = Floats(fixed=(0, 1, 2, 4), dtype=False, broadcast=True)
@@ -325,7 +332,7 @@ def fast_weight_memory(draw: Draw) -> Call:
         "chunk_size": Whole(low=2),
         "spec": SIGNED,
         "score": Word(words=("idw", "dot", "inverse-distance")),
-        "eps": Real(low=0.0, strict=True),
+        "eps": Real(low=0.0, high=1e30, strict=True),
         "shared": Flag() if segments is None else _NeverTrue(),
         "state": Other(none=True, also=states),
         "mask": Mask(none=True, fixed=(0, 1)),
@@ -564,7 +571,7 @@ def leaky_average(draw: Draw) -> Call:
     }
     wrong = leaky.leaky_average(given["x"].repeat(3, 1, 1, 1), 0.1)[1]
     kinds: dict[str, Kind] = {
-        "x": Floats(fixed=(), dtype=False),
+        "x": Floats(fixed=(), dtype=False, alone=True),
         "rate": Real(low=0.0, rows=((heads,),)),
         "mask": Mask(none=True, fixed=(0, 1)),
         "state": Other(none=True, also=(wrong, regard.LinearState.empty("elu", 1, 1, 2, 2))),

@@ -23,7 +23,9 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
+from ..checks import number
 from ..estimators.states import State
+from ..nn.arguments import check_layer_idx
 from ..nn.attention import positive_int
 from .cache_layers import StateCacheLayer
 from .masks import all_real
@@ -90,12 +92,14 @@ class GatedDeltaNet(TokenMixer):
         super().__init__()
         for name, value in {"num_heads": num_heads, "head_dim": head_dim, "conv_size": conv_size}.items():
             positive_int("GatedDeltaNet", name, value)
+        positive_int("GatedDeltaNet", "hidden_size", hidden_size)
+        norm_eps = number("GatedDeltaNet", "norm_eps", norm_eps, low=0.0, strict=True)
         config = Qwen3NextConfig(
             hidden_size=hidden_size, num_hidden_layers=1, layer_types=["linear_attention"], rms_norm_eps=norm_eps,
             linear_num_key_heads=num_heads, linear_num_value_heads=num_heads, linear_key_head_dim=head_dim,
             linear_value_head_dim=head_dim, linear_conv_kernel_dim=conv_size,
         )  # fmt: skip
-        self.layer_idx = layer_idx
+        self.layer_idx = check_layer_idx("GatedDeltaNet", layer_idx)
         self.net = qwen.Qwen3NextGatedDeltaNet(config, 0)
 
     @staticmethod

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, in_range, require, shape, suggestion
+from ..checks import ArgumentError, flag, flags, require, shape, shown, suggestion, within
 from ..estimators.chunk_stream import check_meta_grad
 from ..estimators.fast_weight_rules import KeyUpdate
-from ..estimators.fast_weights import FastWeightState, WriteRule, fast_weight_memory, flush
-from ..estimators.product_key import require_top_k, slot_scores, weights_spec
+from ..estimators.fast_weights import FastWeightState, WriteRule, check_storage, check_sync, fast_weight_memory, flush
+from ..estimators.product_key import check_eps, require_top_k, slot_scores, weights_spec
 from ..estimators.slot_values import slot_values
 from ..grammar import Spec
 from .attention import positive_int
@@ -130,16 +130,20 @@ class FastWeightProductKeyMemory(MemoryLayer):
     ) -> None:
         super().__init__()
         _check_sizes(sub_keys, key_dim, heads, top_k, chunk_size, look_ahead)
-        _check_flags(
-            value_norm=value_norm, gating=gating, shared=shared, learn_initial=learn_initial, resident=resident
-        )
+        flags(CALL, value_norm=value_norm, gating=gating, shared=shared, learn_initial=learn_initial, resident=resident)
         _check_kinds(shared, learn_initial, sync, resident)
-        slot_scores.get(score)
+        slot_scores.given(CALL, "score", score)
         weights_spec(CALL, spec)
-        in_range(CALL, "idw_eps", idw_eps, low=0.0, strict=True)
-        require(impl == "auto" or impl in slot_values, CALL, f"unknown impl {impl!r}.{suggestion(str(impl), IMPLS)}")
+        idw_eps = check_eps(CALL, "idw_eps", idw_eps)
+        require(
+            impl in ("auto", *slot_values.names(aliases=True)),
+            CALL,
+            f"unknown impl {shown(impl)}.{suggestion(shown(impl), IMPLS)}",
+        )
         check_meta_grad(CALL, meta_grad)
-        self.rule = WriteRule(step_rule, learning_rate, address_weight, key_update, look_ahead, border, gate_loss)
+        within(CALL, "step_rule", WriteRule, step_rule)
+        rates = (learning_rate, address_weight, key_update, look_ahead, border, gate_loss)
+        self.rule = within(CALL, None, WriteRule, step_rule, *rates)
         self.hidden_size, self.heads, self.slots, self.top_k = hidden_size, heads, sub_keys**2, top_k
         self.score, self.spec, self.idw_eps, self.impl = score, spec, idw_eps, impl
         self.chunk_size, self.meta_grad = chunk_size, meta_grad
@@ -147,7 +151,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
         self.storage = _dtype(storage)
         self.frozen, self.observer = False, None
         options = {"value_norm": value_norm, "gating": gating, "norm_eps": norm_eps}
-        self.projections = MemoryProjections(hidden_size, heads * key_dim, value_dim, **options)  # type: ignore[arg-type]
+        positive_int(CALL, "hidden_size", hidden_size)
+        self.projections = within(CALL, None, MemoryProjections, hidden_size, heads * key_dim, value_dim, **options)
         for name, table in (("keys", (heads, 2, sub_keys, key_dim // 2)), ("values", (self.slots, value_dim))):
             if learn_initial:
                 self.register_parameter(name, nn.Parameter(torch.empty(table)))
@@ -274,7 +279,10 @@ class FastWeightProductKeyMemory(MemoryLayer):
         if torch.compiler.is_compiling() and not self.frozen:
             # what is done depends on how many tokens wait, so that a compiler would begin anew with every call
             run = torch.compiler.disable(fast_weight_memory)
-        found, after = run(
+        found, after = within(
+            CALL,
+            None,
+            run,
             query.unflatten(-1, (self.heads, -1)),
             own.value,
             own.gate,
@@ -382,8 +390,9 @@ def _check_sizes(sub_keys: int, key_dim: int, heads: int, top_k: int, chunk_size
     sizes = {"sub_keys": sub_keys, "key_dim": key_dim, "heads": heads, "chunk_size": chunk_size}
     for name, size in sizes.items():
         positive_int(CALL, name, size)
-    require(key_dim % 2 == 0, CALL, f"key_dim is {key_dim}, expected an even number: a query has two halves.")
-    require_top_k(CALL, top_k, sub_keys)
+    flag(CALL, "look_ahead", look_ahead)
+    require(key_dim % 2 == 0, CALL, f"key_dim is {shown(key_dim)}, expected an even number: a query has two halves.")
+    within(CALL, f"sub_keys is {shown(sub_keys)}", require_top_k, CALL, top_k, sub_keys)
     require(
         chunk_size >= 2 or not look_ahead,
         CALL,
@@ -392,13 +401,9 @@ def _check_sizes(sub_keys: int, key_dim: int, heads: int, top_k: int, chunk_size
     )
 
 
-def _check_flags(**flags: object) -> None:
-    for name, flag in flags.items():
-        require(isinstance(flag, bool), CALL, f"{name} is {flag!r}, expected True or False.")
-
-
 def _check_kinds(shared: bool, learn_initial: bool, sync: str | None, resident: bool) -> None:
     """Options that need or exclude each other."""
+    check_sync(CALL, sync, True)
     require(
         shared or not (resident or sync),
         CALL,
@@ -409,15 +414,10 @@ def _check_kinds(shared: bool, learn_initial: bool, sync: str | None, resident: 
         CALL,
         "learn_initial learns what a stream begins with, and a resident memory begins with what it wrote; choose one.",
     )
-    require(sync in (None, "all_gather"), CALL, f"sync is {sync!r}, expected None or 'all_gather'.")
 
 
 def _dtype(storage: torch.dtype | str | None) -> torch.dtype | None:
     """A dtype, or the name of one, as configurations have it."""
-    found = getattr(torch, storage, None) if isinstance(storage, str) else storage
-    require(
-        storage is None or (isinstance(found, torch.dtype) and found.is_floating_point),
-        CALL,
-        f"storage is {storage!r}, expected None, 'float32' or 'bfloat16'.",
-    )
-    return found
+    found = getattr(torch, storage, storage) if isinstance(storage, str) else storage
+    check_storage(CALL, found)
+    return found  # type: ignore[return-value]
