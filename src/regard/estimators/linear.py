@@ -249,7 +249,8 @@ def _read(
     """(output in the computing dtype, the state after all pairs); mask [B, 1, Tk]."""
     q, k, v, bias, fade, query_bad, pair_bad = inputs
     if state is None:
-        state = LinearState.zeros(spec, *k.shape[:2], k.shape[3] + 1, v.shape[3], dtype=k.dtype, device=k.device)
+        sizes = (k.shape[0], k.shape[1], k.shape[3] + 1, v.shape[3])
+        state = LinearState.zeros(spec, *sizes, dtype=k.dtype, device=k.device)
     visible = Visibility(q.shape[2], k.shape[2], causal, strict, mask=None if mask is None else mask[:, :, None])
     counts = visible.counts(q.device) + repeat_heads(state.keys[..., -1:].detach(), q.shape[1])
     poisoned = repeat_heads(visible.any_seen(pair_bad) | state.poisoned[..., None], q.shape[1]) | (

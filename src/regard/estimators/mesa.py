@@ -319,7 +319,7 @@ def _judged(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> 
 
 def _warn(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> None:
     """Say that systems are unconverged, where that can be seen without waiting."""
-    residual = found.get("residual")
+    residual = found.get("residual", torch.empty(0))
     if torch.compiler.is_compiling() or transformed() or type(residual) is not Tensor or residual.device.type != "cpu":
         return
     bad = ~(residual <= _limit(tol, dtype))
