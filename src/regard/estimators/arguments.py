@@ -51,7 +51,6 @@ def check(
                 f"{call}: {name} is a {tensor.layout} tensor {shape(tensor)}, expected a dense one [batch, heads, "
                 f"length, dim]."
             )
-    shapes = ", ".join(f"{name} {shape(tensor)}" for name, tensor in named.items())
     if any(x.dtype != query.dtype or x.device != query.device for x in named.values()):
         kinds = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in named.items())
         raise ArgumentError(f"{call}: dtypes or devices differ: {kinds}; convert with .to().")
@@ -71,7 +70,7 @@ def check(
         ),
     ):
         if not fits:
-            raise ArgumentError(f"{call}: {what}: {shapes}.")
+            raise ArgumentError(f"{call}: {what}: query {shape(query)}, key {shape(key)}, value {shape(value)}.")
     choice(call, "form", form, get_args(Form))
     optional_whole(call, "chunk_size", chunk_size, 1)
     if mask is None:

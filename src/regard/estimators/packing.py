@@ -46,7 +46,8 @@ class _Bucket(NamedTuple):
             return x
         if x.shape[2] != length:
             return x[self.rows]
-        return x.transpose(1, 2).flatten(0, 1)[self.source].transpose(1, 2)
+        flat = x.transpose(1, 2).flatten(0, 1).index_select(0, self.source.flatten())
+        return flat.unflatten(0, self.source.shape).transpose(1, 2)
 
 
 class Documents:
@@ -104,7 +105,7 @@ class Documents:
         if parts[0] is None:
             return None
         flat = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in parts])
-        return flat[self._place].unflatten(0, (self.batch, self.length)).transpose(1, 2)
+        return flat.index_select(0, self._place).unflatten(0, (self.batch, self.length)).transpose(1, 2)
 
 
 Call = Callable[[Any, "Tensor | None", Any], tuple[Any, Any]]

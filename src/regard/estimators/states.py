@@ -115,8 +115,7 @@ def require_state(
     """
     if not isinstance(state, kind):
         raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a {kind.__name__} or None.")
-    names = {f.name for f in fields(kind)}
-    if "poisoned" in names:
+    if hasattr(state, "poisoned"):
         sizes = {**sizes, "poisoned": next(size for size in sizes.values() if size is not None)[:2]}
     for name, size in sizes.items():
         held = getattr(state, name)
