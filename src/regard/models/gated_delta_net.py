@@ -132,7 +132,7 @@ class GatedDeltaNet(TokenMixer):
         kept = None
         if segment_ids is not None:
             require(past_key_values is None, "GatedDeltaNet", "segment_ids were given with a cache; leave one out.")
-            check_segments("GatedDeltaNet", segment_ids, *hidden_states.shape[:2], False)
+            check_segments("GatedDeltaNet", segment_ids, hidden_states.shape[0], hidden_states.shape[1], False)
         if past_key_values is not None:
             kept = own_layer("GatedDeltaNet", past_key_values, self.layer_idx or 0, GatedDeltaCacheLayer)
         mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]

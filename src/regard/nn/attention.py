@@ -207,7 +207,7 @@ class Attention(nn.Module):
                 raise ArgumentError(
                     "nn.Attention: segment_ids were given with a cache, which holds one document a row; leave one out."
                 )
-            check_segments("nn.Attention", segment_ids, *hidden_states.shape[:2], False)
+            check_segments("nn.Attention", segment_ids, hidden_states.shape[0], hidden_states.shape[1], False)
         query, key, value = self._project(hidden_states, position_embeddings)
         sums = None if past_key_values is None else self._sums(past_key_values)
         if sums is not None:
