@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
-from ..checks import ArgumentError, on_device, shape
+from ..checks import ArgumentError, segments
 from .states import State, joined
 
 
@@ -137,13 +137,8 @@ def documents(call: str, segment_ids: Any, query: Tensor, key: Tensor) -> Docume
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # how many documents there are is in no graph
 def _documents(call: str, ids: Any, query: Tensor, key: Tensor) -> Documents:
-    plain = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if not plain or ids.dim() != 2:
-        raise ArgumentError(f"{call}: segment_ids is {ids!r:.60}, expected integers [B, T], one for every position.")
-    on_device(call, "segment_ids", ids, query.device)
     (batch, _, queries, _), keys = query.shape, key.shape[2]
-    if ids.shape[1] != keys or ids.shape[0] not in (1, batch):
-        raise ArgumentError(f"{call}: segment_ids has shape {shape(ids)}, expected [{batch} or 1, {keys}].")
+    segments(call, ids, batch, keys, query.device)
     if queries != keys:
         raise ArgumentError(
             f"{call}: segment_ids say of every query and of every key at once where they belong, but there are "
