@@ -274,3 +274,34 @@ def test_bad_arguments(options, message):
 def test_bad_calls(x, arguments, message):
     with pytest.raises(ArgumentError, match=message):
         layer()(**{"hidden_states": x, **arguments})
+
+
+# ----------------------------------------------------------------------------- packed documents
+
+
+@pytest.mark.parametrize("spec", ["softmax", "biweight", "elu", "local-linear"])
+def test_segments_are_sequences_of_their_own(spec, x):
+    module = layer(spec=spec, temperature="fixed" if spec == "elu" or spec == "local-linear" else "log")
+    ids = torch.tensor([[4, 4, 4, 1, 1, 1, 1, 4, 4]])
+    found = module(x, segment_ids=ids)[0]
+    for part in (slice(0, 3), slice(3, 7), slice(7, 9)):
+        torch.testing.assert_close(found[:, part], module(x[:, part])[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(1, 4, dtype=torch.long), r"nn.Attention: segment_ids has shape \[1, 4\]"),
+        (torch.zeros(1, T), "nn.Attention: segment_ids is torch.float32"),
+    ],
+)
+def test_segments_that_do_not_fit(ids, message, x):
+    with pytest.raises(ArgumentError, match=message):
+        layer()(x, segment_ids=ids)
+
+
+def test_segments_and_a_cache_are_refused(x):
+    from transformers import DynamicCache
+
+    with pytest.raises(ArgumentError, match="segment_ids were given with a cache"):
+        layer(layer_idx=0)(x, past_key_values=DynamicCache(), segment_ids=torch.zeros(1, T, dtype=torch.long))
