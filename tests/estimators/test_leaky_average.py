@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from packed_documents import documents
 
 from regard.checks import ArgumentError
 from regard.estimators.leaky import LeakyState, leaky_average
@@ -207,13 +208,6 @@ def test_compiles_without_a_break():
 
 PACKED = torch.tensor([[4] * 7 + [9] + [4] * 20 + [0] * 12, [1] * 1 + [2] * 31 + [3] * 8])
 """Documents of two rows of 40 tokens; an id that comes back begins another document."""
-
-
-def documents(ids):
-    """(row, slice) of every run of equal ids."""
-    for row, line in enumerate(ids.tolist()):
-        edges = [0, *(t for t in range(1, len(line)) if line[t] != line[t - 1]), len(line)]
-        yield from ((row, slice(a, b)) for a, b in zip(edges[:-1], edges[1:], strict=True))
 
 
 @pytest.mark.parametrize("masked", [False, True])
