@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from packed_documents import documents
+from packed import runs
 
 from regard.checks import ArgumentError
 from regard.estimators.leaky import LeakyState, leaky_average
@@ -219,7 +219,7 @@ def test_every_document_is_alone(masked, size):
     mask = torch.rand(2, 40, generator=torch.Generator().manual_seed(2)) < 0.7 if masked else None
     out, after = leaky_average(x, rates, mask=mask, segment_ids=PACKED, chunk_size=size)
     parts = []
-    for row, span in documents(PACKED):
+    for row, span in runs(PACKED):
         seen = None if mask is None else mask[row, span][None]
         parts.append((out[row, :, span], dense(x[row, :, span][None], rates, seen)[0]))
     for got, want in parts:
@@ -227,7 +227,7 @@ def test_every_document_is_alone(masked, size):
     torch.testing.assert_close(after.sums, out[:, :, -1], rtol=0, atol=1e-12)
     weigh = torch.randn_like(out)
     got = torch.autograd.grad((out * weigh).sum(), (x, rates), retain_graph=True)
-    total = sum((want * weigh[row, :, span]).sum() for (row, span), (_, want) in zip(documents(PACKED), parts, strict=True))
+    total = sum((want * weigh[row, :, span]).sum() for (row, span), (_, want) in zip(runs(PACKED), parts, strict=True))
     for ours, theirs in zip(got, torch.autograd.grad(total, (x, rates)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
@@ -237,7 +237,7 @@ def test_a_row_of_ids_serves_the_batch_and_the_state_belongs_to_the_first_docume
     state = LeakyState(start, torch.zeros(2, 4, dtype=torch.bool), tokens=5)
     for ids in (PACKED[:1], PACKED):
         out, after = leaky_average(x, RATES, segment_ids=ids, state=state)
-        for row, span in documents(ids.expand(2, -1)):
+        for row, span in runs(ids.expand(2, -1)):
             begin = start[row][None] if span.start == 0 else None
             want = dense(x[row, :, span][None], RATES, None, begin)[0]
             torch.testing.assert_close(out[row, :, span], want, rtol=0, atol=1e-12)

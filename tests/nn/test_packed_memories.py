@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from packed_documents import documents
+from packed import runs
 
 from regard import presets
 from regard.checks import ArgumentError
@@ -36,7 +36,7 @@ def compare(layer, run, mask, atol=1e-9):
     real = torch.ones(2, T, dtype=torch.bool) if mask is None else mask
     packed = run(x, mask, IDS)[real]
     alone = torch.zeros(2, T, C, dtype=torch.float64)
-    for row, span in documents(IDS):
+    for row, span in runs(IDS):
         alone[row, span] = run(x[row, span][None], None if mask is None else mask[row, span][None], None)[0]
     torch.testing.assert_close(packed, alone[real], rtol=0, atol=atol)
     wanted = [x, *layer.parameters()]
@@ -82,7 +82,7 @@ def test_the_dense_weights(spec, masked):
     assert weights.shape == (2, H, T, T)
     torch.testing.assert_close(shown[real], out[real])
     together = (IDS[:, :, None] == IDS[:, None]).double()
-    for row, span in documents(IDS):
+    for row, span in runs(IDS):
         together[row, span] *= torch.zeros(T).index_fill(0, torch.arange(T)[span], 1)
         _, _, alone = layer(x[row, span][None], None if mask is None else mask[row, span][None], output_attentions=True)
         assert alone.shape[2:] == (span.stop - span.start,) * 2
@@ -100,7 +100,7 @@ def test_no_bit_and_no_nan_crosses_an_edge(spec):
     """Other numbers, NaN too, in one document: no bit of the others changes, and no gradient of theirs."""
     layer = contextual(spec).float()
     x = tokens().float()
-    spans = list(documents(IDS))
+    spans = list(runs(IDS))
     keep = torch.ones(2, T, dtype=torch.bool)
     row, span = spans[2]
     keep[row, span] = False
