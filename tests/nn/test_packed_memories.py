@@ -17,7 +17,13 @@ IDS = torch.tensor([[3] * 6 + [1] * 1 + [3] * 8 + [0] * 4, [0] * 1 + [1] * 2 + [
 MASK = torch.ones(2, T, dtype=torch.bool)
 MASK[0, [0, 1, 4, 6, 7, 8, 14, 18]] = False  # at the start of documents, inside, at their end, and a whole document
 MASK[1, [0, 3, 10]] = False
-EVERY = [*presets(), "local-linear", "epanechnikov*fixed(h=1)*cosine", "biweight*anchored", "gaussian*linear(solver=cg)"]
+EVERY = [
+    *presets(),
+    "local-linear",
+    "epanechnikov*fixed(h=1)*cosine",
+    "biweight*anchored",
+    "gaussian*linear(solver=cg)",
+]
 
 
 def contextual(spec="softmax", seed=0, **options):
@@ -121,7 +127,9 @@ def test_a_row_of_ids_serves_the_batch():
     layer, x = contextual("biweight"), tokens()
     both = layer(x, segment_ids=IDS[:1].expand(2, -1))[0]
     torch.testing.assert_close(layer(x, segment_ids=IDS[:1])[0], both)
-    torch.testing.assert_close(layer(x, MASK, segment_ids=IDS[:1])[0], layer(x, MASK, segment_ids=IDS[:1].expand(2, -1))[0])
+    torch.testing.assert_close(
+        layer(x, MASK, segment_ids=IDS[:1])[0], layer(x, MASK, segment_ids=IDS[:1].expand(2, -1))[0]
+    )
 
 
 def test_bad_arguments():

@@ -158,9 +158,7 @@ def _spoilt(bad: Tensor | None, poisoned: Tensor, begins: Tensor | None) -> Tens
     return earlier | (torch.where(bad, place, -1).cummax(-1).values >= begins[:, None])
 
 
-def _chunks(
-    x: Tensor, rates: Tensor, mask: Tensor | None, begins: Tensor | None, start: Tensor, chunk: int
-) -> Tensor:
+def _chunks(x: Tensor, rates: Tensor, mask: Tensor | None, begins: Tensor | None, start: Tensor, chunk: int) -> Tensor:
     """h [B, H, T, D] of x [B, H, T, D], after `start` [B, H, D]; `begins` as in `_spoilt`."""
     tokens = x.shape[2]
     size = min(chunk, tokens)

@@ -187,9 +187,7 @@ def trace(
     chosen = _positions(positions, input_ids)
     seen = _Seen(model, input_ids.shape[1])
     with seen:
-        model.model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, segment_ids=segment_ids
-        )
+        model.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, segment_ids=segment_ids)
     inner = model.model
     attns = [block.attn for block in inner.f]
     # rows and columns of all slots but the first, which has no pair

@@ -109,6 +109,7 @@ def _packed(positions: Tensor, mask: Tensor | None, segments: Tensor, start: boo
     at = torch.arange(tokens, device=positions.device)
     starts = (runs_of(segments)[0] == at).cumsum(1)
     places, rows = at + starts, tokens + int(starts[:, -1].max())
+
     # a token's values go to its slot and the one before it: that of the token before, put right by it, or the start
     def spread(start: Tensor, token: Tensor, left: int) -> Tensor:
         return start.new_full((batch, rows), left).scatter(1, places - 1, start).scatter(1, places, token)
