@@ -8,7 +8,6 @@ Shapes: B batch, T tokens given now, N tokens so far (those in the cache and T),
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -22,7 +21,7 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ..checks import ArgumentError, require, shape
+from ..checks import ArgumentError, closest, require, shape
 from ..nn.attention import require_growing
 from ..nn.hooks import HookPoint
 from .base_config import RegardConfig
@@ -383,7 +382,7 @@ def refuse_misspelt(call: str, extra: dict[str, Any]) -> None:
         ArgumentError: one is: handed on to the loss, it would be lost, and another thing computed than was asked for.
     """
     for name in () if torch.compiler.is_compiling() else extra:
-        close = difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.85)
+        close = closest(name, _ARGUMENTS, 0.85)[:1]
         require(not close, call, f"unknown argument {name!r}. Did you mean {', '.join(map(repr, close))}?")
 
 
