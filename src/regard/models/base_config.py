@@ -37,7 +37,7 @@ LOADING_KEYS = HUB_KEYS | {
     *("state_dict", "tp_plan", "tp_size", "tqdm_class", "use_auth_token", "use_kernels", "use_safetensors", "variant"),
     "weights_only",
 }
-"""What transformers' `from_pretrained` takes, now or in earlier versions, and a configuration does not look at; programs
+"""What `from_pretrained` takes, now or in earlier versions, and a configuration does not look at: programs
 hand the same keywords to the configuration and to the model."""
 
 
