@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(shell printf '%s' '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format typecheck clean
+.PHONY: help setup demo test test-slow test-peers lint format typecheck clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,10 @@ test: setup lint typecheck ## lint, types and the tests (minutes)
 test-slow: setup ## the long tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n $(WORKERS) -q $(ARGS)
 
+test-peers: ## check regard with TRL, PEFT, lm-eval and others, in an environment of their own
+	$(MAKE) setup VENV=.venv-peers EXTRAS='$(EXTRAS),peers'
+	OMP_NUM_THREADS=1 .venv-peers/bin/python -m pytest tests/peers -q $(ARGS)
+
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,4 +49,4 @@ format: setup ## let ruff mend what it can
 	$(BIN)/ruff format .
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist build
+	rm -rf $(VENV) .venv-peers .pytest_cache .mypy_cache .ruff_cache dist build

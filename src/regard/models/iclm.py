@@ -325,10 +325,6 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
 
     model_class = ICLMModel
 
-    def __init__(self, config: ICLMConfig) -> None:
-        super().__init__(config)
-        self.unembed = nn.ModuleDict({"hook_out": HookPoint("unembed.hook_out")})
-
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """transformers' own; refused where there are two tables.
 
@@ -341,10 +337,6 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
                 f"covariates, which would stay as it is; build a model with another vocab_size."
             )
         return super().resize_token_embeddings(*args, **kwargs)
-
-    def readout(self, hidden: Tensor) -> Tensor:
-        """Hidden states [B, T, E] to logits [B, T, V]."""
-        return self.unembed["hook_out"](self.lm_head(hidden))
 
     @torch.no_grad()
     def contributions(

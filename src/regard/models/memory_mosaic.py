@@ -163,7 +163,11 @@ class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
         return memory_mosaic_cache(self.config.num_hidden_layers)
 
     def decode(self, embedded: Tensor, context: Context) -> Decoded:
-        """The blocks, then the last norm."""
+        """Run the blocks and the last norm, and divide by sqrt(C) where logits are scaled.
+
+        The factor is applied here, before the output matrix, because fused losses multiply what this returns by that
+        matrix themselves.
+        """
         if context.cache is not None:
             check_depth(self.call, context.cache, len(self.layers))
         mask = None if all_real(context.mask) else context.mask
@@ -180,7 +184,10 @@ class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
                 segment_ids=context.segments,
             )
             attentions.append(weights)
-        return Decoded(self.norm(hidden), states, attentions)
+        normed = self.norm(hidden)
+        if self.config.scale_logits:
+            normed = normed * self.config.hidden_size**-0.5
+        return Decoded(normed, states, attentions)
 
 
 class MemoryMosaicForCausalLM(MemoryMosaicPreTrainedModel, RegardForCausalLM):
@@ -196,10 +203,6 @@ class MemoryMosaicForCausalLM(MemoryMosaicPreTrainedModel, RegardForCausalLM):
     """
 
     model_class = MemoryMosaicModel
-
-    def readout(self, hidden: Tensor) -> Tensor:
-        """Logits [B, T, V], those of the tied matrix over sqrt(C) unless told otherwise."""
-        return self.lm_head(hidden * self.config.hidden_size**-0.5 if self.config.scale_logits else hidden)
 
 
 language_models.register("memory-mosaic")(

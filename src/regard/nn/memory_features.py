@@ -97,7 +97,8 @@ class Sharpness(nn.Module):
 
     def forward(self) -> Tensor:
         """beta^2, [H]."""
-        return (2 * GAIN * self.scale).clamp(max=self.limit).exp()
+        scale = self.scale.to(torch.promote_types(self.scale.dtype, torch.float32))  # float16 ends at e^11
+        return (2 * GAIN * scale).clamp(max=self.limit).exp()
 
 
 class KeyFeatures(nn.Module):
