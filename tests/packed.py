@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 LENGTHS = ((5, 1, 7), (2, 3, 8))
@@ -35,4 +37,4 @@ def runs(ids):
     """(row, slice) of every run of equal ids [B, T]."""
     for row, line in enumerate(ids.tolist()):
         edges = [0, *(t for t in range(1, len(line)) if line[t] != line[t - 1]), len(line)]
-        yield from ((row, slice(a, b)) for a, b in zip(edges[:-1], edges[1:], strict=True))
+        yield from ((row, slice(a, b)) for a, b in pairwise(edges))

@@ -33,7 +33,7 @@ def steps(model, rows, count):
     model, losses = deepcopy(model).train(), []
     for _ in range(count):
         model.zero_grad()
-        each = [F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none") for ids in rows if ids.shape[1] > 1]
+        each = [F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none") for ids in rows]
         loss = torch.cat(each).mean()
         loss.backward()
         losses.append(loss.item())

@@ -69,6 +69,26 @@ def test_each_document_gives_what_it_gives_alone(spec, family, kind, training):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["plain", "ones", "cache"])
+@pytest.mark.parametrize("family", CAUSAL)
+def test_rows_that_are_packed_differently(family, kind):
+    """Two rows with documents and padding of their own; and one row of position ids for both."""
+    model, ids = tiny(family, "regard_biweight"), tokens(2, 12)
+    counted = torch.tensor([[*range(7), *range(5)], [*range(3), *range(9)]])
+    packed = {"input_ids": ids, "position_ids": counted}
+    found = model(**packed, **drops(kind, model, packed)).logits
+    want = torch.cat([alone(model, [ids[0, :7], ids[0, 7:]]), alone(model, [ids[1, :3], ids[1, 3:]])])
+    assert (found - want).abs().max() < 1e-5
+    one = model(ids, position_ids=counted[:1], **drops(kind, model, packed)).logits
+    assert (one - torch.cat([want[:1], alone(model, [ids[1, :7], ids[1, 7:]])])).abs().max() < 1e-5
+    mask = torch.ones_like(ids)
+    mask[0, 10:], mask[1, 8:] = 0, 0
+    counted = counted.masked_fill(mask == 0, 1)
+    padded = model(ids, attention_mask=mask, position_ids=counted, use_cache=kind == "cache").logits
+    assert (padded - want)[mask.bool()].abs().max() < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["plain", "ones", "cache"])
 @pytest.mark.parametrize("family", DECODERS)
 def test_more_families(family, kind):
     model, documents = made(family, "regard_biweight"), texts()
@@ -104,7 +124,7 @@ def test_weights_and_local_linear_models(family):
 @torch.no_grad()
 @pytest.mark.parametrize("family", CAUSAL)
 def test_padding_is_no_document(family):
-    """Positions as `generate` and others count them for padding, before and inside; the rest of a prompt with a cache."""
+    """Positions of padding as `generate` and others count them, before and inside; a prompt in pieces."""
     model, ids = tiny(family, "regard_biweight"), tokens()
     mask = torch.ones_like(ids)
     mask[0, :4] = 0

@@ -1,5 +1,5 @@
-"""TRL packs documents into rows, or lays a batch side by side without padding: each still has the loss that it has alone,
-step by step, in every model of ours and in stock models with regard attention."""
+"""TRL packs documents into rows, or lays a batch side by side without padding. Every document has the loss that it has
+alone, step after step, in all models of ours and in stock models with regard attention."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model_of(name):
 
 def alone(model, rows):
     """The mean cross entropy over the documents' tokens but their first ones, each document by itself."""
-    losses = [F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none") for ids in rows if ids.shape[1] > 1]
+    losses = [F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none") for ids in rows]
     return torch.cat(losses).mean()
 
 

@@ -13,9 +13,9 @@ who sees whom (`visible_keys`). Between the two a mask is one of five things:
     boolean 4-D          [B or 1, H or 1, Tq or 1, Tk or 1], causal order and windows included
     additive 4-D         the same from older callers: 0 where a key may be attended, else the lowest number
 
-A mask of one's own in four axes says all there is to say. In masks that are made here packed documents may be missing:
-with a padding mask, be it of ones, and with a cache, be it empty, transformers does not look for them. So `attend` looks
-for itself, at what layers hand on: position ids that begin again, `cu_seq_lens_q`, `seq_idx`, `segment_ids`.
+A caller's own mask of four axes says all there is to say. A mask that is made here may lack packed documents: where
+there is a padding mask, even one of ones, or a cache, even an empty one, transformers does not look for them. `attend`
+looks for them in what layers hand on: position ids that begin again, `cu_seq_lens_q`, `seq_idx`, `segment_ids`.
 
 Legend: B batch, H query heads, Hkv key heads, Tq and Tk queries and keys, D and Dv channels of a head.
 """
@@ -206,7 +206,8 @@ def _packed(mask_function: Callable[..., Any]) -> Tensor | None:
     """Read the documents [B, T] out of transformers' mask function for packed sequences; None for every other function,
     and for one that says more than causal order inside documents.
 
-    What it closes over is no public name. Where it is not found, the mask is computed pair by pair, as transformers does.
+    The variables that it closes over have no public names. Where they are not found, the mask is computed pair by pair,
+    as transformers does it.
     """
     if torch.compiler.is_compiling():
         return None
@@ -436,8 +437,8 @@ def _look(
     faults = dict(found.faults)
     if told is not None and begun is not None:
         faults[
-            f"position_ids do not begin again where the documents of {' and '.join(packing)} do; give position_ids that "
-            f"count from the same number in every document"
+            f"position_ids do not begin again where the documents of {' and '.join(packing)} do; give position_ids "
+            f"that count from the same number in every document"
         ] = (told.begins != begun.begins).any()
     blind = torch.compiler.is_compiling() and not _of_pairs(mask)  # segments for all calls would cost those without
     for wrong, why in (

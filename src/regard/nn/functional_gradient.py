@@ -48,7 +48,8 @@ class Pairs:
         last: int64 [B, 1], the place there of the covariate that waits for the next value.
         visible: boolean [B, n], the pairs whose value is real and has a covariate.
         real: boolean [B, R], the rows given now that are real.
-        segments: integers [B or 1, R], the documents of the rows, which have no earlier ones then; None for one document.
+        segments: integers [B or 1, R], the documents of the rows, before which there are no others then; None for one
+            document a row.
     """
 
     index: Tensor
