@@ -188,6 +188,8 @@ def test_what_transformers_closes_over_is_still_known():
 @torch.no_grad()
 def test_the_same_position_ids_with_other_masks():
     """What was found for a tensor of position ids holds for as long as nothing changes."""
+    gc.collect()
+    before = len(integration._FOUND)
     model, ids = tiny("llama", "regard_biweight"), tokens(1)
     counted = torch.tensor([[0, 1, 2, 3, 4, 1, 5, 6, 7, 8, 9, 10]])
     hole = torch.ones(1, 12, dtype=torch.long)
@@ -207,7 +209,7 @@ def test_the_same_position_ids_with_other_masks():
         torch.testing.assert_close(model(ids, attention_mask=torch.ones(1, 12), position_ids=inside).logits, plain)
     del inside, counted
     gc.collect()
-    assert len(integration._FOUND) == 0
+    assert len(integration._FOUND) <= before
 
 
 @torch.no_grad()

@@ -252,7 +252,7 @@ class ContextualMemory(nn.Module):
         Cost: that of `regard.attention`, beside O(T C^2); the state holds 2 N C numbers.
         """
         check_tokens(CALL, hidden_states, attention_mask, 0 if state is None else state.tokens)
-        check_segments(CALL, segment_ids, *hidden_states.shape[:2], False)
+        check_segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], False)
         mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
         x = without_hidden(hidden_states, mask)
         keys, leaky = self.keys(x, mask, None if state is None else state.leaky, segment_ids)
