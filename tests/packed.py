@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 LENGTHS = ((5, 1, 7), (2, 3, 8))
@@ -29,3 +31,10 @@ def positions(rows):
 def alone(run, rows):
     """`run` of each document as a row of its own, [1, n, ...], laid side by side again: [B, T, ...]."""
     return torch.stack([torch.cat([run(text[None])[0] for text in row]) for row in rows])
+
+
+def runs(ids):
+    """(row, slice) of every run of equal ids [B, T]."""
+    for row, line in enumerate(ids.tolist()):
+        edges = [0, *(t for t in range(1, len(line)) if line[t] != line[t - 1]), len(line)]
+        yield from ((row, slice(a, b)) for a, b in pairwise(edges))

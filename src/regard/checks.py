@@ -43,10 +43,15 @@ def debugging() -> bool:
     return not torch.compiler.is_compiling() and _DEBUG.get()
 
 
+def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return those of `choices` for which `name` may be a misspelling, two at most; with a higher cutoff, fewer."""
+    return difflib.get_close_matches(name, sorted(set(choices)), n=2, cutoff=cutoff)
+
+
 def suggestion(name: str, choices: Iterable[str]) -> str:
     """' Did you mean ...?' for the closest of `choices`, or the list of all of them."""
     known = sorted(set(choices))
-    close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+    close = closest(name, known)
     if close:
         return f" Did you mean {' or '.join(repr(c) for c in close)}?"
     return f" Choose from: {', '.join(known)}."

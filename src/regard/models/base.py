@@ -8,7 +8,6 @@ Shapes: B batch, T tokens given now, N tokens so far (those in the cache and T),
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -22,8 +21,9 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ..checks import ArgumentError, require, shape
+from ..checks import ArgumentError, closest, require, shape
 from ..nn.attention import require_growing
+from ..nn.hooks import HookPoint
 from . import packing
 from .base_config import RegardConfig
 from .loading import CheckedLoading
@@ -230,7 +230,8 @@ class RegardModel(RegardPreTrainedModel):
 
 
 class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
-    """A causal language model. What it is called with:
+    """A causal language model. Its logits are `lm_head(base_model(...).last_hidden_state)`, since fused losses compute
+    just that; the hook point `unembed.hook_out` sees them. What it is called with:
 
     - input_ids: tokens [B, T]; or inputs_embeds [B, T, C] in their place.
     - attention_mask: [B, N] over all tokens so far, boolean or integer, true where a token is real. Hidden
@@ -256,11 +257,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = self.model_class(config)
         self.lm_head = nn.Linear(self.model.embed_tokens.embedding_dim, config.vocab_size, bias=False)
+        self.unembed = nn.ModuleDict({"hook_out": HookPoint("unembed.hook_out")})
         self.post_init()
-
-    def readout(self, hidden: Tensor) -> Tensor:
-        """Hidden states [B, T, C] to logits [B, T, V]."""
-        return self.lm_head(hidden)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -365,7 +363,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             **packed,
         )
         kept = positions_kept(type(self).__name__, logits_to_keep, labels)
-        logits = self.readout(outputs.last_hidden_state[:, kept])
+        logits = self.unembed["hook_out"](self.lm_head(outputs.last_hidden_state[:, kept]))
         loss = None
         if labels is not None:
             labels = visible_labels(type(self).__name__, labels, attention_mask, logits)
@@ -416,7 +414,7 @@ def refuse_misspelt(call: str, extra: dict[str, Any]) -> None:
         ArgumentError: one is: handed on to the loss, it would be lost, and another thing computed than was asked for.
     """
     for name in () if torch.compiler.is_compiling() else extra:
-        close = difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.85)
+        close = closest(name, _ARGUMENTS, 0.85)[:1]
         require(not close, call, f"unknown argument {name!r}. Did you mean {', '.join(map(repr, close))}?")
 
 
