@@ -69,7 +69,7 @@ class Decoded:
     Attributes:
         hidden: [B, T, C], after the last norm: what the output matrix reads.
         states: the hidden states before each layer.
-        attentions: the weights of every layer [B, H, T, N], where they were asked for.
+        attentions: the weights of every layer [B, H, T, N], where they were asked for; None where a layer has none.
     """
 
     hidden: Tensor
@@ -144,7 +144,7 @@ class RegardModel(RegardPreTrainedModel):
             last_hidden_state=found.hidden,
             past_key_values=cache,
             hidden_states=(*found.states, found.hidden) if wanted else None,
-            attentions=tuple(found.attentions) if output_attentions else None,
+            attentions=tuple(w for w in found.attentions if w is not None) if output_attentions else None,
         )
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -221,8 +221,9 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
       Hidden tokens are neither predicted nor predicted from. Where no token is to be predicted the loss is 0.
     - use_cache: fill a new cache; default the configuration's, and not in training.
     - logits_to_keep: only the last so many positions (0: all), or, without labels, those in a tensor of positions.
-    - output_attentions: also every layer's weights, by the dense reference.
-    - output_hidden_states: also the hidden states before each layer and after the last norm.
+    - output_attentions: also the weights of the layers that have some, in their order, by the dense reference and with
+      gradients. Layers without weights, such as Gated DeltaNet, are left out, as transformers does in hybrid models.
+    - output_hidden_states: also the hidden states before each layer, and what the output matrix reads.
     - further keywords (`num_items_in_batch`) go to the loss; `return_dict=False` gives a tuple.
     """
 

@@ -23,6 +23,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
+from ..estimators.one_node import one_node
 from ..estimators.states import State
 from ..nn.attention import positive_int
 from .cache_layers import StateCacheLayer
@@ -165,17 +166,38 @@ class GatedDeltaNet(TokenMixer):
         beta, decay = b.sigmoid(), -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
         if real is not None:  # a memory that neither fades nor is written
             beta, decay = beta * real[..., None], decay * real[..., None]
-        rule = qwen.torch_recurrent_gated_delta_rule if tokens == 1 else qwen.torch_chunk_gated_delta_rule
-        out, memory = rule(
-            query, key, value, g=decay, beta=beta, initial_state=None if state is None else state.memory,
-            output_final_state=remember, use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
+        out, memory = _rule(query, key, value, decay, beta, None if state is None else state.memory)
         heads = net.norm(out.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim)).view_as(z)
         after = None
         if remember:
             past = 0 if state is None else state.tokens
             after = GatedDeltaState(_latest(inputs, real, reach), memory, tokens=past + tokens)
         return net.out_proj(heads.flatten(2)), after
+
+
+def _like(query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return empty tensors of the shapes that `_rule` gives."""
+    state = value.new_empty(value.shape[0], value.shape[2], key.shape[3], value.shape[3], dtype=torch.float32)
+    return value.new_empty(value.shape), state
+
+
+@one_node("gated_delta_rule", _like)
+def _rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What the queries read [B, T, H, D], and the state [B, H, D, D] after all tokens."""
+    rule = qwen.torch_recurrent_gated_delta_rule if query.shape[1] == 1 else qwen.torch_chunk_gated_delta_rule
+    out, after = rule(
+        query,
+        key,
+        value,
+        g=decay,
+        beta=beta,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    return out, after
 
 
 def _latest(inputs: Tensor, real: Tensor | None, reach: int) -> Tensor:

@@ -16,7 +16,7 @@ from ..checks import ArgumentError, boolean_mask, broadcastable, floating, in_ra
 from ..estimators import Visibility
 from ..estimators.linear import LinearState, finite_features, linear_attention
 from ..grammar import Spec, as_spec
-from ..ops import attention
+from ..ops import attention, diagnosed_attention
 from .hooks import HookPoint
 from .norm import HeadRMSNorm, check_qk_norm
 from .ridge import Ridge, RidgeProjection, as_ridge
@@ -365,9 +365,9 @@ class Attention(nn.Module):
             arguments["params"] = {**arguments.get("params", {}), **local}
         if not dense and self.observer is None:
             return attention(query, key, value, self.spec, **arguments), None
-        out, diagnostics = attention(query, key, value, self.spec, return_diagnostics=True, **arguments)
+        out, diagnostics = diagnosed_attention(query, key, value, self.spec, **arguments)
         if self.observer is not None:
-            self.observer(self.layer_idx, diagnostics)
+            self.observer(self.layer_idx, diagnostics.detached())
         weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
         if hooked:
             shown = self.hook_pattern(weights)

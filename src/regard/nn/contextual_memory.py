@@ -25,7 +25,7 @@ from ..checks import ArgumentError, boolean_mask, floating, require, shape
 from ..estimators.leaky import LeakyState
 from ..estimators.states import State
 from ..grammar import Spec, as_spec
-from ..ops import attention
+from ..ops import attention, diagnosed_attention
 from .attention import Observer, check_heads
 from .hooks import HookPoint
 from .memory_features import (
@@ -305,12 +305,12 @@ class ContextualMemory(nn.Module):
                 out = attention(query[:, :, 1:], key, value, self.spec, **arguments)
                 return pad(out, (0, 0, 1, 0)), None
             return attention(query, key, value, self.spec, **arguments), None
-        out, found = attention(query, key, value, self.spec, return_diagnostics=True, **arguments)
+        out, found = diagnosed_attention(query, key, value, self.spec, **arguments)
         # the last token's pair, which nobody sees yet, so that weights have a column for every token
         whole = {n: pad(w, (0, 1)) for n in ("weights", "effective_weights") if (w := getattr(found, n)) is not None}
         found = replace(found, **whole)
         if self.observer is not None:
-            self.observer(self.layer_idx, found)
+            self.observer(self.layer_idx, found.detached())
         weights = found.weights if found.effective_weights is None else found.effective_weights
         if hooked:
             shown = self.hook_pattern(weights)
