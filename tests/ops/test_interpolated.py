@@ -243,12 +243,50 @@ def test_a_sentence_with_a_trend_is_run_by_attention() -> None:
     close(tangent, (ends[0] - ends[1]) / 2e-6, 1e-6)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("trend", TRENDS)
+def test_packed_is_every_document_alone(trend: str, order: str) -> None:
+    """Weights and model see one document: outputs and gradients against equation 9, document by document."""
+    ids = torch.tensor([[1, 1, 1, 0, 0, 0, 0], [4, 4, 5, 5, 5, 5, 4]])
+    runs = (((0, 3), (3, 7)), ((0, 2), (2, 6), (6, 7)))
+    for mask in (None, key_mask()):
+        inputs = draw()
+        rows = []
+        for b, row in enumerate(runs):
+            parts = [
+                dense(
+                    *(x[b : b + 1, :, a:z] for x in inputs),
+                    trend,
+                    order=order,
+                    mask=None if mask is None else mask[b : b + 1, a:z],
+                )
+                for a, z in row
+            ]
+            rows.append(torch.cat(parts, 2))
+        expected = torch.cat(rows)
+        how: dict[str, Any] = {"attn_mask": mask, "segment_ids": ids, "enable_gqa": True, **ORDERS[order]}
+        out = regard.interpolated_attention(*inputs, trend, **how)
+        close(out, expected, 1e-11)
+        wanted = torch.autograd.grad(expected.sin().sum(), inputs)
+        for got, grad in zip(torch.autograd.grad(out.sin().sum(), inputs), wanted, strict=True):
+            close(got, grad, 1e-10)
+        if trend == "mesa":
+            model = lambda q, k, v, **more: regard.mesa_attention(q, k, v, ridge=1.0, **more)[0]  # noqa: E731
+            close(regard.interpolated_attention(*inputs, model, **how), expected, 1e-11)
+
+
+def test_packing_needs_a_query_at_every_key() -> None:
+    q, k, v = (x.detach() for x in draw())
+    how: dict[str, Any] = {"segment_ids": torch.zeros(1, 7, dtype=torch.int64), "enable_gqa": True}
+    with pytest.raises(ArgumentError, match="takes segments only with a query at every key"):
+        regard.interpolated_attention(q[:, :, 5:], k, v, **how)
+
+
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
         ({"window": 3}, "the state of a trend cannot forget the oldest pairs"),
         ({"attn_mask": torch.ones(7, 7, dtype=torch.bool)}, "a mask may depend on the key alone"),
-        ({"segment_ids": torch.zeros(1, 7, dtype=torch.int64)}, "not one for each of its segments"),
         ({"query_offset": torch.zeros(2, dtype=torch.int64)}, "needs one query_offset for all sequences"),
         ({"impl": "reference"}, "computes weights, not the trend whose residuals they average"),
     ],

@@ -128,3 +128,35 @@ def test_every_order_over_many_chunks(
         for got, grad in zip(torch.autograd.grad(out, inputs, weight), wanted, strict=True):
             gap = (got - grad).abs().max().item()
             assert gap <= 1e-11 * loose * max(1, grad.abs().max().item()), how
+
+
+@pytest.mark.parametrize("text", ["linear", "elu", "linear*fixed*normalised"])
+def test_segments_are_sequences_of_their_own(text: str) -> None:
+    """Packed sequences of odd lengths, masks of keys and of heads: outputs and gradients against all pairs."""
+    assert reason(text, segments=True) is None
+    assert regard.explain(text, SHAPE, segments=True).chosen == "linear"
+    ids = torch.tensor([[0] * 70 + [1] * 5 + [0] * 24 + [2], [3] * 9 + [4] * 30 + [5] * 61])
+    run = torch.cat([torch.zeros(2, 1, dtype=torch.int64), (ids[:, 1:] != ids[:, :-1]).cumsum(-1)], 1)
+    own = (run[:, :, None] == run[:, None, :])[:, None]
+    for how, (call, seen) in limits(100, 100).items():
+        if how.endswith(("offset 0", "causal", "strict", "padding", "all", "a mask a head")):
+            inputs = draw(100, 100)
+            call = {**call, "segment_ids": ids, "enable_gqa": True}
+            out = regard.attention(*inputs, text, impl="linear", **call)
+            expected = dense(text, *inputs, seen & own)
+            gap = (out - expected).abs().max().item()
+            assert gap <= 1e-8 * max(1, expected.abs().max().item()), how
+            weight = torch.arange(1.0, out.numel() + 1, dtype=out.dtype).view(out.shape).cos()
+            wanted = torch.autograd.grad(expected, inputs, weight)
+            for got, grad in zip(torch.autograd.grad(out, inputs, weight), wanted, strict=True):
+                assert (got - grad).abs().max().item() <= 1e-7 * max(1, grad.abs().max().item()), how
+
+
+def test_segments_whose_ids_are_out_of_reach_go_elsewhere() -> None:
+    """A graph and the meta device hold no ids: another implementation computes the same."""
+    assert regard.explain("elu", SHAPE, segments=True, device="meta").chosen != "linear"
+    ids = (torch.arange(9) > 3).long()[None]
+    q, k, v = (x.detach() for x in draw(9, 9))
+    run = lambda q: regard.attention(q, k, v, "elu", segment_ids=ids, enable_gqa=True)  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q), run(q), rtol=1e-12, atol=1e-12)

@@ -87,16 +87,21 @@ def order(call: str, is_causal: Any, exclude_self: Any) -> bool:
 
 
 class PerKey(NamedTuple):
-    """A number for every pair, and which pairs [B, Hkv, T] came with one that is not a number."""
+    """A number for every pair [B, Hkv, T, ...], and which pairs [B, Hkv, T] came with one that is not a number."""
 
     value: Tensor
     bad: Tensor
 
+    def kept(self, mask: Tensor | None) -> PerKey:
+        """Return the same with 0 where `mask` [B, 1, T] is False, whatever the number there was."""
+        if mask is None:
+            return self
+        value = torch.where(mask if self.value.dim() == 3 else mask[..., None], self.value, 0)
+        return PerKey(value, self.bad & mask)
 
-def log_decays(
-    call: str, log_decay: Any, key: Tensor, features: int | None, dtype: torch.dtype, mask: Tensor | None
-) -> PerKey | None:
-    """log_decay as [B, Hkv, T, 1 or F], 0 at masked places; None for None.
+
+def log_decays(call: str, log_decay: Any, key: Tensor, features: int | None, dtype: torch.dtype) -> PerKey | None:
+    """Return log_decay as [B, Hkv, T, 1 or F]; None for None.
 
     Args:
         features: F, or None where a decay per feature has no meaning here.
@@ -126,20 +131,16 @@ def log_decays(
     else:
         broadcastable(call, "log_decay", g, (*rows, features or 1))
     g = g.to(dtype).expand(*rows, g.shape[-1])
-    if mask is not None:
-        g = torch.where(mask[:, None, :, None], g, 0)
     bad = ~(g.detach() < torch.inf)  # NaN too; -inf forgets everything
     return PerKey(torch.where(bad, 0, g), bad.any(-1))
 
 
-def per_key(call: str, name: str, value: Any, key: Tensor, dtype: torch.dtype, mask: Tensor | None) -> PerKey:
-    """A number >= 0 or a tensor broadcastable to [B, Hkv, T] as a tensor of that shape, 0 at masked places."""
+def per_key(call: str, name: str, value: Any, key: Tensor, dtype: torch.dtype) -> PerKey:
+    """Return a number >= 0 or a tensor broadcastable to [B, Hkv, T] as a tensor of that shape."""
     in_range(call, name, value, low=0.0, strict=False)
     number = row_number(call, name, value, (key.shape[0], key.shape[1], key.shape[2]), dtype, key.device)
     if not isinstance(number, Tensor):
         number = torch.full(key.shape[:3], number, dtype=dtype, device=key.device)
-    if mask is not None:
-        number = torch.where(mask[:, None], number, 0)
     bad = ~number.detach().isfinite()
     return PerKey(torch.where(bad, 0, number), bad)
 

@@ -19,6 +19,7 @@ positions of a chunk. State W^T [B, Hkv, D, Dv].
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import in_range
-from .arguments import Form, check, cleaned, log_decays, order, per_key
+from .arguments import Form, PerKey, check, cleaned, log_decays, order, per_key
 from .decay import CHUNK, Chunks, pairs, prefix, read, shifted, suffix
+from .packing import by_document, documents
 from .precision import full_precision, row_number
 from .scan import scan
 from .states import State, require_state
@@ -85,6 +87,7 @@ def delta_rule(
     attn_mask: Tensor | None = None,
     is_causal: bool = True,
     exclude_self: bool = False,
+    segment_ids: Tensor | None = None,
     scale: float | Tensor | None = None,
 ) -> tuple[Tensor, DeltaState]:
     """The linear model that the delta rule makes of all pairs so far, read at the query, with a state to go on from.
@@ -106,6 +109,10 @@ def delta_rule(
             Masked positions neither write nor fade.
         is_causal: query i reads W_i; Tq must equal Tk. Otherwise every query reads the state after all pairs.
         exclude_self: query i reads W_{i-1}; implies `is_causal`.
+        segment_ids: integers [B or 1, T] of packed sequences, T = Tq = Tk: a document begins wherever the id changes,
+            so that an id that comes back begins another one. Every document is computed as if it were alone, and the
+            states that come in and go out hold one entry a document on the batch axis, ordered row by row (their
+            `tokens` is that of the longest document). Padding with an id of its own counts as a document.
         scale: factor of the query, a number or broadcastable to [B, H, Tq]; 1 where None.
 
     Returns:
@@ -119,29 +126,55 @@ def delta_rule(
     of autocast, where torch wants it. Derivatives: to any order.
     Cost: a head, O(T D (D + Dv + c)) for "chunked" with O(T (D + Dv + c) + (T / c) D (D + Dv)) memory; "parallel"
     O(T^2) memory and O(T^2 (T + D)) time; "recurrent" O(T D Dv).
+    With segment_ids, documents of similar lengths are computed as one batch: fewer than T / 3 positions are added, and
+    there are O(log T) batches, one after the other (`packing`). The ids are read on the host, so that a GPU is waited
+    for, and torch.compile leaves packed calls out of its graphs.
     """
     causal = order(CALL, is_causal, exclude_self)
     mask = check(CALL, query, key, value, attn_mask, form, chunk_size, causal)
+    packed = documents(CALL, segment_ids, query, key)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    (batch, _, queries, dim), (_, kv_heads, keys, _), value_dim = query.shape, key.shape, value.shape[3]
-    fade = log_decays(CALL, log_decay, key, dim, dtype, mask)
-    step = per_key(CALL, "beta", beta, key, dtype, mask)
+    (batch, _, queries, dim), kv_heads, value_dim = query.shape, key.shape[1], value.shape[3]
+    fade = log_decays(CALL, log_decay, key, dim, dtype)
+    step = per_key(CALL, "beta", beta, key, dtype)
     factor: float | Tensor = 1.0
     if scale is not None:
         in_range(CALL, "scale", scale, low=0.0, strict=True)
         factor = row_number(CALL, "scale", scale, (batch, query.shape[1], queries), dtype, query.device)
-    if state is None:
-        state = DeltaState.empty(batch, kv_heads, dim, value_dim, dtype=dtype, device=query.device)
-    wanted = {"values": (batch, kv_heads, dim, value_dim)}
-    require_state(CALL, state, DeltaState, wanted, query.new_empty(0, dtype=dtype))
-    visible = Visibility(queries, keys, causal, exclude_self, mask=None if mask is None else mask[:, None, None])
+    if state is not None:
+        sequences = batch if packed is None else packed.count
+        wanted = {"values": (sequences, kv_heads, dim, value_dim)}
+        require_state(CALL, state, DeltaState, wanted, query.new_empty(0, dtype=dtype))
+    how: dict[str, Any] = {"causal": causal, "strict": exclude_self, "form": form, "chunk": chunk_size}
+    learn = partial(_learn, dtype=dtype, **how)
+    inputs, mask = (query, key, value, step, fade, factor), None if mask is None else mask[:, None]
     with full_precision(query.device.type):
-        held = (state.values.detach() != 0).flatten(2).any(-1)
-        own = cleaned(CALL, query, key, value, dtype, visible, held, state.poisoned, fade, step)
-        q = own.query * (factor[..., None] if isinstance(factor, Tensor) else factor)
-        how: dict[str, Any] = {"causal": causal, "strict": exclude_self, "form": form, "chunk": chunk_size}
-        out, after = corrected(q, own.key, own.value, step.value, fade and fade.value, state.values, **how)
-        out = torch.where(own.poisoned[..., None], torch.nan, out).to(query.dtype)
+        return by_document(packed, learn, inputs, mask, state)
+
+
+def _learn(
+    inputs: tuple[Tensor, Tensor, Tensor, PerKey, PerKey | None, float | Tensor],
+    mask: Tensor | None,
+    state: DeltaState | None,
+    *,
+    dtype: torch.dtype,
+    causal: bool,
+    strict: bool,
+    **how: Any,
+) -> tuple[Tensor, DeltaState]:
+    """`delta_rule` of checked inputs: query, key, value, beta, log_decay and the factor; mask [B, 1, T]."""
+    query, key, value, step, fade, factor = inputs
+    queries, (batch, kv_heads, keys, dim) = query.shape[2], key.shape
+    if state is None:
+        state = DeltaState.empty(batch, kv_heads, dim, value.shape[3], dtype=dtype, device=query.device)
+    step, fade = step.kept(mask), fade and fade.kept(mask)
+    visible = Visibility(queries, keys, causal, strict, mask=None if mask is None else mask[:, :, None])
+    held = (state.values.detach() != 0).flatten(2).any(-1)
+    own = cleaned(CALL, query, key, value, dtype, visible, held, state.poisoned, fade, step)
+    q = own.query * (factor[..., None] if isinstance(factor, Tensor) else factor)
+    how |= {"causal": causal, "strict": strict}
+    out, after = corrected(q, own.key, own.value, step.value, fade and fade.value, state.values, **how)
+    out = torch.where(own.poisoned[..., None], torch.nan, out).to(query.dtype)
     return out, DeltaState(after, state.poisoned | own.spoilt, tokens=state.tokens + keys)
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +26,11 @@ from ..checks import ArgumentError, finite, in_range, shape
 from ..grammar import Spec, as_spec, presets
 from ..grammar.weighting import GUARD, Plain
 from . import sums as forms
-from .arguments import Form, check, log_decays, order
+from .arguments import Form, PerKey, check, log_decays, order
 from .chunks import CHUNK, chunked
 from .decay import decayed
 from .local import repeat_heads
+from .packing import by_document, documents
 from .precision import clean, either, full_precision, row_number, transformed
 from .states import State
 from .sums import Sums
@@ -84,9 +86,26 @@ class LinearState(State):
         dtype = torch.promote_types(dtype, torch.float32)
         none = torch.zeros(batch, kv_heads, 0, dim, dtype=dtype, device=device)
         width = spec.similarity.features(none, none)[1].shape[-1] + 1
+        return cls.zeros(
+            spec, batch, kv_heads, width, dim if value_dim is None else value_dim, dtype=dtype, device=device
+        )
+
+    @classmethod
+    def zeros(
+        cls,
+        spec: Spec,
+        batch: int,
+        kv_heads: int,
+        width: int,
+        value_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> LinearState:
+        """Return `empty` for F = `width`, in this very dtype."""
         zeros = lambda *sizes: torch.zeros(batch, kv_heads, *sizes, dtype=dtype, device=device)  # noqa: E731
         return cls(
-            values=zeros(width, dim if value_dim is None else value_dim),
+            values=zeros(width, value_dim),
             keys=zeros(width),
             squares=zeros(width, width) if signed(spec) else None,
             poisoned=torch.zeros(batch, kv_heads, dtype=torch.bool, device=device),
@@ -135,6 +154,7 @@ def linear_attention(
     attn_mask: Tensor | None = None,
     is_causal: bool = True,
     exclude_self: bool = False,
+    segment_ids: Tensor | None = None,
     scale: float | Tensor | None = None,
     params: Mapping[str, float | Tensor] | None = None,
 ) -> tuple[Tensor, LinearState]:
@@ -159,6 +179,10 @@ def linear_attention(
         is_causal: query i sees the state and the keys j <= i; Tq must equal Tk. Otherwise every query sees the
             state and all keys.
         exclude_self: j < i; implies `is_causal`. Query i reads what the pairs before it left, not yet faded by g_i.
+        segment_ids: integers [B or 1, T] of packed sequences, T = Tq = Tk: a document begins wherever the id changes,
+            so that an id that comes back begins another one. Every document is computed as if it were alone, and the
+            states that come in and go out hold one entry a document on the batch axis, ordered row by row (their
+            `tokens` is that of the longest document). Padding with an id of its own counts as a document.
         scale, params: as in `regard.attention`.
 
     Returns:
@@ -173,46 +197,80 @@ def linear_attention(
     and with log_decay all of them.
     Cost: O(T F Dv) time; "chunked" adds O(T chunk_size) pairs and O(T) memory, forward and backward; "parallel" O(T^2)
     both; the state O(F Dv) a head, with squares O(F^2) more.
+    With segment_ids, documents of similar lengths are computed as one batch: fewer than T / 3 positions are added, and
+    there are O(log T) batches, one after the other (`packing`). The ids are read on the host, so that a GPU is waited
+    for, and torch.compile leaves packed calls out of its graphs.
     """
     spec = _require_features(as_spec(spec))
     causal = order(CALL, is_causal, exclude_self)
     mask = check(CALL, query, key, value, attn_mask, form, chunk_size, causal)
     dtype = torch.promote_types(query.dtype, torch.float32)
     scale, bias = _numbers(query, spec, scale, params or {}, dtype)
-    if state is None:
-        sizes = (query.shape[0], key.shape[1], query.shape[3], value.shape[3])
-        state = LinearState.empty(spec, *sizes, dtype=dtype, device=query.device)
-    keys = None if mask is None else mask[:, None, None]
-    visible = Visibility(query.shape[2], key.shape[2], causal, exclude_self, mask=keys)
+    packed = documents(CALL, segment_ids, query, key)
     with full_precision(query.device.type):
         (q, k, v), query_bad, pair_bad = _features(query, key, value, spec, scale, dtype)
-        _check_state(state, k, v, spec)
-        fade = log_decays(CALL, log_decay, key, k.shape[-1], dtype, mask)
+        if state is not None:
+            _check_state(state, query.shape[0] if packed is None else packed.count, k, v, spec)
+        fade = log_decays(CALL, log_decay, key, k.shape[-1], dtype)
         if fade is not None:
             _require_fading(spec, fade.value, bias)
             pair_bad = pair_bad | fade.bad
-        counts = visible.counts(q.device) + repeat_heads(state.keys[..., -1:].detach(), query.shape[1])
-        poisoned = repeat_heads(visible.any_seen(pair_bad) | state.poisoned[..., None], query.shape[1]) | (
-            query_bad & (counts > 0)
-        )
+        read = partial(_read, spec=spec, causal=causal, strict=exclude_self, form=form, chunk_size=chunk_size)
+        inputs = _Inputs(q, k, v, bias, fade, query_bad, pair_bad)
+        out, after = by_document(packed, read, inputs, None if mask is None else mask[:, None], state)
+        return out.to(query.dtype), after
 
-        def sum_keys(q: Tensor, bias: float | Tensor) -> Sums:
-            if fade is not None:
-                return _fading(q, k, v, bias, fade.value, mask, visible, state, form, chunk_size)
-            return _sum_keys(q, k, v, bias, mask, visible, state, form, chunk_size)
 
-        out, found = estimate(q, bias, counts, spec, sum_keys)
-        out = torch.where(poisoned[..., None], torch.nan, out).to(query.dtype)
-        seen_bad = pair_bad if mask is None else pair_bad & mask[:, None]
+class _Inputs(NamedTuple):
+    """Features, values and numbers of one call, and what was not finite [B, H, Tq], [B, Hkv, Tk]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: float | Tensor
+    fade: PerKey | None
+    query_bad: Tensor
+    pair_bad: Tensor
+
+
+def _read(
+    inputs: _Inputs,
+    mask: Tensor | None,
+    state: LinearState | None,
+    *,
+    spec: Spec,
+    causal: bool,
+    strict: bool,
+    form: str,
+    chunk_size: int | None,
+) -> tuple[Tensor, LinearState]:
+    """(output in the computing dtype, the state after all pairs); mask [B, 1, Tk]."""
+    q, k, v, bias, fade, query_bad, pair_bad = inputs
+    if state is None:
+        state = LinearState.zeros(spec, *k.shape[:2], k.shape[3] + 1, v.shape[3], dtype=k.dtype, device=k.device)
+    visible = Visibility(q.shape[2], k.shape[2], causal, strict, mask=None if mask is None else mask[:, :, None])
+    counts = visible.counts(q.device) + repeat_heads(state.keys[..., -1:].detach(), q.shape[1])
+    poisoned = repeat_heads(visible.any_seen(pair_bad) | state.poisoned[..., None], q.shape[1]) | (
+        query_bad & (counts > 0)
+    )
+    g = None if fade is None else fade.kept(mask).value
+
+    def sum_keys(q: Tensor, bias: float | Tensor) -> Sums:
+        if g is not None:
+            return _fading(q, k, v, bias, g, mask, visible, state, form, chunk_size)
+        return _sum_keys(q, k, v, bias, mask, visible, state, form, chunk_size)
+
+    out, found = estimate(q, bias, counts, spec, sum_keys)
+    seen_bad = pair_bad if mask is None else pair_bad & mask
     assert found.sums is not None
     after = LinearState(
         values=found.sums[..., :-1],
         keys=found.sums[..., -1],
         squares=found.squares,
         poisoned=state.poisoned | seen_bad.any(-1),
-        tokens=state.tokens + key.shape[2],
+        tokens=state.tokens + k.shape[2],
     )
-    return out, after
+    return torch.where(poisoned[..., None], torch.nan, out), after
 
 
 def estimate(
@@ -259,14 +317,13 @@ def _sum_keys(
     """The sums of this call's keys on top of the state, in the form that was asked for."""
     start = torch.cat([state.values, state.keys[..., None]], -1)
     order = (visible.causal, -int(visible.strict))
-    kept = None if mask is None else mask[:, None]
     if form == "chunked" and q.shape[2] == k.shape[2] == 1:
         form = "recurrent"
     elif form == "chunked" and transformed():  # which would not see the derivative that `chunked` brings along
         form = "parallel"
     if form == "chunked":
-        return chunked(q, k, v, bias, kept, start, state.squares, *order, chunk_size or CHUNK)
-    augmented = forms.augment(q, k, v, bias, kept)
+        return chunked(q, k, v, bias, mask, start, state.squares, *order, chunk_size or CHUNK)
+    augmented = forms.augment(q, k, v, bias, mask)
     make = forms.parallel if form == "parallel" else forms.recurrent
     return make(*augmented, start, state.squares, *order)
 
@@ -288,7 +345,7 @@ def _fading(
     if g.shape[-1] > 1:  # the bias is zero, and its key goes on counting the pairs
         g = torch.nn.functional.pad(g, (0, 1))
     rows, after = decayed(
-        *forms.augment(q, k, v, bias, None if mask is None else mask[:, None]), g, start,
+        *forms.augment(q, k, v, bias, mask), g, start,
         causal=visible.causal, strict=visible.strict, form=form, chunk=chunk_size,
     )  # fmt: skip
     return Sums(rows[..., :-1], rows[..., -1], None, after, None)
@@ -353,11 +410,11 @@ def _require_features(spec: Spec) -> Spec:
     return spec
 
 
-def _check_state(state: LinearState, k: Tensor, v: Tensor, spec: Spec) -> None:
-    """The state is of this sentence and of these heads."""
+def _check_state(state: LinearState, sequences: int, k: Tensor, v: Tensor, spec: Spec) -> None:
+    """Check that the state is of this sentence, of so many sequences and of these heads."""
     if not isinstance(state, LinearState):
         raise ArgumentError(f"{CALL}: state is a {type(state).__name__}, expected a LinearState or None.")
-    sizes = (*k.shape[:2], k.shape[3] + 1, v.shape[3])
+    sizes = (sequences, k.shape[1], k.shape[3] + 1, v.shape[3])
     if tuple(state.values.shape) != sizes or (state.squares is not None) != signed(spec):
         have, need = ("with" if x else "without" for x in (state.squares is not None, signed(spec)))
         raise ArgumentError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,10 +23,11 @@ from torch.nn.functional import pad
 
 from ..checks import ArgumentError, broadcastable, floating, in_range, on_device, shape, suggestion
 from ..grammar import SolveStatus
-from .arguments import Form, check, cleaned, log_decays, order, per_key
+from .arguments import Form, PerKey, check, cleaned, log_decays, order, per_key
 from .decay import CHUNK, decayed, final, read, shifted
 from .local import repeat_heads
 from .mesa_solve import How, Systems, every_gram, method, solved
+from .packing import by_document, documents
 from .precision import full_precision, row_number, transformed
 from .states import State, require_state
 from .visibility import Visibility
@@ -95,6 +97,7 @@ def mesa_attention(
     attn_mask: Tensor | None = None,
     is_causal: bool = True,
     exclude_self: bool = False,
+    segment_ids: Tensor | None = None,
     scale: float | Tensor | None = None,
     return_diagnostics: bool = False,
 ) -> Any:
@@ -124,6 +127,10 @@ def mesa_attention(
         is_causal: query i sees the state and the keys j <= i; Tq must equal Tk. Otherwise every query reads the
             state after all pairs.
         exclude_self: query i reads the state before pair i; implies `is_causal`.
+        segment_ids: integers [B or 1, T] of packed sequences, T = Tq = Tk: a document begins wherever the id changes,
+            so that an id that comes back begins another one. Every document is computed as if it were alone, and the
+            states that come in and go out hold one entry a document on the batch axis, ordered row by row (their
+            `tokens` is that of the longest document). Padding with an id of its own counts as a document.
         scale: factor of the query, a number or broadcastable to [B, H, Tq]; 1 where None.
         return_diagnostics: also return a dict of [B, H, Tq]: "status" (`regard.grammar.SolveStatus`),
             "residual" (|b - A t| / |b|, the true one) and "iterations" (of conjugate gradients).
@@ -147,31 +154,60 @@ def mesa_attention(
     Cost: a head, with chunks of c: O(T D (D + c) + (T / c) (D^3 + c^3)) by two factors a chunk, O(T D^3) by a matrix
     for every query, O(T D (D + c)) a step of conjugate gradients; memory O(T (D + c) + D^2 T / c), with c >= D that of
     the inputs. "parallel" and (for gradients) "recurrent" O(T D^2).
+    With segment_ids, documents of similar lengths are computed as one batch: fewer than T / 3 positions are added, and
+    there are O(log T) batches, one after the other (`packing`). The ids are read on the host, so that a GPU is waited
+    for, and torch.compile leaves packed calls out of its graphs.
     """
     causal = order(CALL, is_causal, exclude_self)
     mask = check(CALL, query, key, value, attn_mask, form, chunk_size, causal)
+    packed = documents(CALL, segment_ids, query, key)
     dtype = torch.promote_types(query.dtype, torch.float32)
     how = _how(query, form, chunk_size, solver, tol, max_iter, dtype)
     ridge = _ridge(ridge, query, dtype)
-    fade = log_decays(CALL, log_decay, key, None, dtype, mask)
-    weight = None if beta is None else per_key(CALL, "beta", beta, key, dtype, mask)
-    (batch, _, queries, dim), (_, kv_heads, keys, _), value_dim = query.shape, key.shape, value.shape[3]
-    if state is None:
-        state = MesaState.empty(batch, kv_heads, dim, value_dim, dtype=dtype, device=query.device)
-    sizes = {"values": (batch, kv_heads, dim, value_dim), "gram": (batch, kv_heads, dim, dim)}
-    require_state(CALL, state, MesaState, sizes, query.new_empty(0, dtype=dtype))
-    visible = Visibility(queries, keys, causal, exclude_self, mask=None if mask is None else mask[:, None, None])
+    fade = log_decays(CALL, log_decay, key, None, dtype)
+    weight = None if beta is None else per_key(CALL, "beta", beta, key, dtype)
+    if state is not None:
+        heads = (query.shape[0] if packed is None else packed.count, key.shape[1])
+        sizes = {"values": (*heads, key.shape[3], value.shape[3]), "gram": (*heads, key.shape[3], key.shape[3])}
+        require_state(CALL, state, MesaState, sizes, query.new_empty(0, dtype=dtype))
+    inputs = (query, key, value, weight, fade, ridge, _scale(scale, query, dtype))
+    fit = partial(
+        _fit, dtype=dtype, causal=causal, strict=exclude_self, form=form, how=how, residuals=return_diagnostics
+    )
     with full_precision(query.device.type):
-        held = state.gram.detach().diagonal(dim1=-2, dim2=-1).sum(-1) > 0
-        own = cleaned(CALL, query, key, value, dtype, visible, held, state.poisoned, fade, weight)
-        q = own.query * _scale(scale, query, dtype)
-        systems = Systems(own.key, weight and weight.value, fade and fade.value, state.gram, ridge)
-        out, gram, values, found = _predict(q, own.value, systems, state.values, visible, form, how, return_diagnostics)
-        out = torch.where(own.poisoned[..., None], torch.nan, out).to(query.dtype)
-    after = MesaState(values, gram, state.poisoned | own.spoilt, tokens=state.tokens + keys)
-    found = {name: x[:, :, :queries] for name, x in found.items()}
+        (out, found), after = by_document(packed, fit, inputs, None if mask is None else mask[:, None], state)
     _warn(found, tol, dtype)
     return (out, after, _judged(found, tol, dtype)) if return_diagnostics else (out, after)
+
+
+def _fit(
+    inputs: tuple[Tensor, Tensor, Tensor, PerKey | None, PerKey | None, Tensor, float | Tensor],
+    mask: Tensor | None,
+    state: MesaState | None,
+    *,
+    dtype: torch.dtype,
+    causal: bool,
+    strict: bool,
+    form: str,
+    how: How,
+    residuals: bool,
+) -> tuple[tuple[Tensor, dict[str, Tensor]], MesaState]:
+    """`mesa_attention` of checked inputs: query, key, value, beta, log_decay, ridge and scale; mask [B, 1, T]."""
+    query, key, value, weight, fade, ridge, scale = inputs
+    queries, (batch, kv_heads, keys, dim) = query.shape[2], key.shape
+    if state is None:
+        state = MesaState.empty(batch, kv_heads, dim, value.shape[3], dtype=dtype, device=query.device)
+    weight, fade = weight and weight.kept(mask), fade and fade.kept(mask)
+    visible = Visibility(queries, keys, causal, strict, mask=None if mask is None else mask[:, :, None])
+    held = state.gram.detach().diagonal(dim1=-2, dim2=-1).sum(-1) > 0
+    own = cleaned(CALL, query, key, value, dtype, visible, held, state.poisoned, fade, weight)
+    systems = Systems(own.key, weight and weight.value, fade and fade.value, state.gram, ridge)
+    out, gram, values, found = _predict(
+        own.query * scale, own.value, systems, state.values, visible, form, how, residuals
+    )
+    out = torch.where(own.poisoned[..., None], torch.nan, out).to(query.dtype)
+    found = {name: x[:, :, :queries] for name, x in found.items()}
+    return (out, found), MesaState(values, gram, state.poisoned | own.spoilt, tokens=state.tokens + keys)
 
 
 def _predict(
@@ -193,8 +229,8 @@ def _predict(
         gram = final(systems.key, systems.written, systems.g, systems.gram)
         values = final(systems.key, v, systems.g, values)
         t = _all(gram, systems.ridge, q)
-        left = q - (read(t, gram) + systems.ridge * t) if residuals else q[:, :, :0]
-        return read(t, values), gram, values, _statistics(left.detach(), q)
+        left = (q - (read(t, gram) + systems.ridge * t)).detach() if residuals else None
+        return read(t, values), gram, values, _statistics(left, q)
     if form == "chunked" and not transformed():
         done = solved(q, systems, how._replace(method=method(how.method, systems)))
         out, values = decayed(done.value, systems.key, v, systems.g, values, chunk=how.chunk)
@@ -202,9 +238,7 @@ def _predict(
         return out[:, :, :queries], done.gram, values, found
     make = _recurrent if form == "recurrent" else _parallel
     t, out, gram, values = make(q, v, systems, values)
-    left = q[:, :, :0]
-    if residuals:
-        left = (q - systems.times(t, how.chunk)[0]).detach()
+    left = (q - systems.times(t, how.chunk)[0]).detach() if residuals else None
     return out[:, :, :queries], gram, values, _statistics(left, q)
 
 
@@ -251,9 +285,11 @@ def _recurrent(q: Tensor, v: Tensor, systems: Systems, values: Tensor) -> tuple[
     return torch.cat(solutions, 2), torch.cat(rows, 2), gram, values
 
 
-def _statistics(left: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """Of a direct solve that left b - A t [B, H, T, D]."""
-    size = q.detach().norm(dim=-1)[:, :, : left.shape[2]]
+def _statistics(left: Tensor | None, q: Tensor) -> dict[str, Tensor]:
+    """Return those of a direct solve that left b - A t [B, H, T, D]; nothing for None."""
+    if left is None:
+        return {}
+    size = q.detach().norm(dim=-1)
     residual = left.norm(dim=-1) / torch.where(size > 0, size, 1)
     return {"residual": residual, "iterations": torch.zeros_like(residual, dtype=torch.int32)}
 
@@ -272,7 +308,7 @@ def _judged(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> 
 
 def _warn(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> None:
     """Say that systems are unconverged, where that can be seen without waiting."""
-    residual = found["residual"]
+    residual = found.get("residual")
     if torch.compiler.is_compiling() or transformed() or type(residual) is not Tensor or residual.device.type != "cpu":
         return
     bad = ~(residual <= _limit(tol, dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, TypeVar
 
@@ -95,6 +95,13 @@ class State:
         )
         own = {name: tensors.get(name) for name in known - {"tokens"}}
         return cls(**own, tokens=int(tensors["tokens"]))
+
+
+def joined(states: Sequence[S], order: Tensor) -> S:
+    """Return the sequences of all states as one state, in the order of the indices `order`; `tokens` is the largest."""
+    own = [state._tensors() for state in states]
+    tensors = {name: torch.cat([x[name] for x in own])[order] for name in own[0]}
+    return replace(states[0], **tensors, tokens=max(state.tokens for state in states))
 
 
 def require_state(

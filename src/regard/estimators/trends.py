@@ -25,7 +25,8 @@ def predict(trend: Any, query: Tensor, key: Tensor, value: Tensor, **how: Any) -
     Args:
         trend: an object of `regard.grammar.trends`.
         query: [B, H, Tq, D]; key: [B, Hkv, Tk, D]; value: [B, Hkv, Tk, Dv].
-        how: state, attn_mask, is_causal, exclude_self as in `regard.linear_attention`.
+        how: state, attn_mask, is_causal, exclude_self as in `regard.linear_attention`; segment_ids only where a call
+            has them.
 
     Raises:
         ArgumentError: nothing is registered for the trend.
@@ -76,16 +77,21 @@ def predict_from(
     attn_mask: Tensor | None = None,
     is_causal: bool = True,
     exclude_self: bool = False,
+    segment_ids: Tensor | None = None,
 ) -> Tensor:
     """W_i q_i where query i stands at key position i + offset: the keys before are read into a state first.
 
     Args:
         offset: may be negative (queries that see nothing yet give 0) or beyond the keys.
         attn_mask: boolean [B, Tk], or None.
+        segment_ids: integers [B or 1, Tk], with offset 0 and Tq = Tk alone, or None.
 
     Cost: that of the trend for max(Tq, Tk) tokens.
     """
     rows, keys = query.shape[2], key.shape[2]
+    if segment_ids is not None:
+        order: dict[str, Any] = {"is_causal": is_causal, "exclude_self": exclude_self, "segment_ids": segment_ids}
+        return predict(trend, query, key, value, attn_mask=attn_mask, **order)[0]
     if not (is_causal or exclude_self):
         return predict(trend, query, key, value, attn_mask=attn_mask, is_causal=False)[0]
     lead = min(max(-offset, 0), rows)

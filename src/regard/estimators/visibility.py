@@ -112,7 +112,7 @@ class Visibility:
         if mask is None:
             return high - low
         upto = torch.nn.functional.pad(mask[..., 0, :].expand(*mask.shape[:2], self.keys).cumsum(-1), (1, 0))
-        shape = (max(upto.shape[0], low.shape[0]), upto.shape[1], self.keys + 1)
+        shape = (*torch.broadcast_shapes(upto.shape[:1], low.shape[:1]), upto.shape[1], self.keys + 1)
         upto, rows = upto.expand(shape), (*shape[:2], self.queries)
         return upto.gather(-1, high.expand(rows)) - upto.gather(-1, low.expand(rows))
 

@@ -15,11 +15,9 @@ slot), n pairs so far (S - 1), C width of the covariates, E width of f, H heads,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -33,6 +31,7 @@ from .catalogue import LanguageModel, language_models
 from .configuration_iclm import ICLMConfig
 from .iclm_cache import ICLMCache, PairLayer
 from .iclm_contributions import Contributions, trace
+from .iclm_slots import Slots, place
 
 Angles = tuple[Tensor, Tensor]
 
@@ -70,9 +69,10 @@ class CovariateBlock(GradientCheckpointingLayer):
         mask: Tensor | None = None,
         past_key_values: ICLMCache | None = None,
         output_attentions: bool = False,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, R, C] -> ([B, R, C], weights [B, H, R, S] or None)."""
-        attended, weights = self.attn(self.norm(phi), angles, mask, past_key_values, output_attentions)
+        attended, weights = self.attn(self.norm(phi), angles, mask, past_key_values, output_attentions, segment_ids)
         phi = phi + attended
         return phi if self.mlp is None else phi + self.mlp(phi), weights
 
@@ -155,48 +155,12 @@ class StartVector(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size))
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """The vector before rows [B, T, C]: [B, T + 1, C]."""
-        return torch.cat((self.weight.to(rows.dtype).expand(rows.shape[0], 1, -1), rows), 1)
-
-
-@dataclass(frozen=True)
-class Slots:
-    """The slots of a call.
-
-    Attributes:
-        positions: integers [B or 1, R].
-        mask: boolean [B, S], true where a slot is real; None where all are.
-        pairs: which slots go with which values; None where all are real.
-    """
-
-    positions: Tensor
-    mask: Tensor | None
-    pairs: Pairs | None
-
-    @classmethod
-    def of(cls, context: Context, start: bool) -> Slots:
-        """The slots of tokens; with `start`, one more before the first token."""
-        positions, mask = context.positions, context.mask
-        tokens = positions.shape[1]
-        if not start:
-            return cls(positions, mask, None if mask is None else Pairs.of(mask, tokens))
-        # the start slot stands right before the first real token, whatever the positions of padding
-        following, rows = positions + 1, tokens
-        if context.past == 0:
-            rows += 1
-            if mask is None:
-                first = positions[:, :1]
-            else:
-                far = torch.iinfo(positions.dtype).max
-                first = torch.where(mask, positions, far).amin(-1, keepdim=True)
-                first = torch.where(first == far, 0, first)
-                following = following.expand(mask.shape[0], -1)
-            following = torch.cat((first, following), 1)
-        if mask is None:
-            return cls(following, None, None)
-        mask = F.pad(mask, (1, 0), value=True)
-        return cls(following, mask, Pairs.of(mask, rows))
+    def forward(self, rows: Tensor, slots: Slots) -> Tensor:
+        """The vector in the slots [B, R, C] that have no token, rows [B, T, C] in the others."""
+        start = self.weight.to(rows.dtype)
+        if slots.places is None:
+            return torch.cat((start.expand(rows.shape[0], 1, -1), rows), 1)
+        return place(start.expand(rows.shape[0], slots.positions.shape[1], -1), rows, slots.places)
 
 
 class ICLMPreTrainedModel(RegardPreTrainedModel):
@@ -217,6 +181,8 @@ class ICLMPreTrainedModel(RegardPreTrainedModel):
 class ICLMModel(ICLMPreTrainedModel, RegardModel):
     """Both streams, without the output matrix. Layer numbers of observers and the order of `attentions`: covariate
     blocks first, then f blocks. `hidden_states` are f before each f block, and what the output matrix reads."""
+
+    honours_segments = True
 
     def __init__(self, config: ICLMConfig) -> None:
         config.normalise()
@@ -254,7 +220,7 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
         phi = words[..., : config.d_phi] if self.embed_covariates is None else embedded[..., config.hidden_size :]
         slots = Slots.of(context, self.start is not None)
         if self.start is not None and context.past == 0:
-            phi = self.start(phi)
+            phi = self.start(phi, slots)
         steps = _Steps(self, words, slots, cache, context.past)
         shown = context.output_attentions
         turned = self._angles(slots.positions, config.num_attention_heads, phi.dtype)
@@ -264,20 +230,20 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
             angles = turned if alike else self._angles(slots.positions, config.f_attention_heads, phi.dtype)
         f, side = phi.new_zeros(*phi.shape[:2], config.hidden_size), None
         states, seen, weighed = [], [], []
-        first = phi.shape[1] - words.shape[1]
+        tokens = words.shape[1]
         for layer, block in enumerate(self.f):
             read = phi
             if layer < len(self.phi):
-                phi, weights = self.phi[layer](phi, turned, slots.mask, cache, shown)
+                phi, weights = self.phi[layer](phi, turned, slots.mask, cache, shown, slots.segments)
                 weighed.append(weights)
             read = phi if config.f_reads == "post" else read
-            states.append(f[:, first:])
+            states.append(slots.of_tokens(f, tokens))
             values = steps.values(layer, f)
             own = None if cache is None else cache.function_layer(layer)
             f, side, weights = block(f, side, read, values, angles, slots.pairs, own, shown)
             seen.append(weights)
         hidden = f if side is None else f + side
-        return Decoded(self.ln_final(hidden[:, first:]), states, weighed + seen)
+        return Decoded(self.ln_final(slots.of_tokens(hidden, tokens)), states, weighed + seen)
 
     def _own(self, cache: object, batch: int) -> ICLMCache | None:
         """The cache, which must be this model's kind."""
@@ -304,7 +270,7 @@ class _Steps:
         self.config, self.table, self.pairs = model.config, model.embed_tokens.weight, slots.pairs
         self.cache = None if cache is None else cache.shared
         # the value of the first slot's pair is the token of the second slot
-        followers = words if model.start is not None or past else words[:, 1:]
+        followers = slots.completing(words) if model.start is not None or past else words[:, 1:]
         self.words = followers if model.norm_values is None else model.norm_values(followers)
         self.known = {} if self.cache is None else {n: x[:, 0] for n, x in self.cache.grown.items()}
         self.new: dict[str, Tensor] = {"value": self.words}
@@ -378,6 +344,7 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
         attention_mask: Tensor | None = None,
         *,
         positions: Sequence[int] | Tensor | None = None,
+        segment_ids: Tensor | None = None,
     ) -> Contributions:
         """Logits as sums over context tokens, layers and heads; see `Contributions`.
 
@@ -385,11 +352,13 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
             input_ids: [B, T].
             attention_mask: [B, T], true where a token is real.
             positions: those whose logits are explained, from the end where negative; None for all T.
+            segment_ids: [B or 1, T], the number of each token's document where several are packed into a row; tokens of
+                other documents add 0.
 
         Raises:
             ArgumentError: as `forward`, or positions outside the text.
         """
-        return trace(self, input_ids, attention_mask, positions)
+        return trace(self, input_ids, attention_mask, positions, segment_ids)
 
 
 language_models.register("iclm")(

@@ -93,6 +93,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
 
     replaces_feed_forward: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
+    honours_segments: ClassVar[bool] = True
     keys: Tensor
     values: Tensor
     seed: Tensor

@@ -39,6 +39,7 @@ def interpolated_attention(
     is_causal: bool = True,
     exclude_self: bool = False,
     query_offset: int | None = None,
+    segment_ids: Tensor | None = None,
     scale: float | Tensor | None = None,
     params: Mapping[str, float | Tensor] | None = None,
     enable_gqa: bool = False,
@@ -53,13 +54,15 @@ def interpolated_attention(
         value: [B, Hkv, Tk, Dv].
         trend: the global linear model W_i: a name, text or object of `regard.grammar.trends` ("linear-attention",
             "mesa", "mesa(ridge=0.5)", "delta", "gated-delta"), or, for learned numbers, a function of (query, key,
-            value, attn_mask=, is_causal=, exclude_self=) that gives W_i q_i for any queries, as
+            value, attn_mask=, is_causal=, exclude_self=, and segment_ids= where given) that gives W_i q_i for any queries, as
             lambda q, k, v, **how: regard.mesa_attention(q, k, v, ridge=ridge, **how)[0].
         spec: the weights s: a sentence whose weights sum to one, or its text.
         attn_mask: boolean over the keys, broadcastable to [B, 1, 1, Tk]; True where a key may be attended.
         is_causal, exclude_self: as in `regard.attention`; the model sees what the weights see.
         query_offset: the key position of query 0, a whole number; Tk - Tq (end-aligned) by default. A function as
             trend needs 0.
+        segment_ids: integers [B or 1, T] of packed sequences, T = Tq = Tk, as in `regard.linear_attention`: weights and
+            model see a document alone.
         scale, params, enable_gqa: as in `regard.attention`.
 
     Returns:
@@ -79,7 +82,8 @@ def interpolated_attention(
     mask = _key_mask(attn_mask, key)
     how: dict[str, Any] = {
         "attn_mask": None if mask is None else mask[:, None, None], "is_causal": causal, "exclude_self": exclude_self,
-        "query_offset": query_offset, "scale": scale, "params": params, "enable_gqa": enable_gqa,
+        "query_offset": query_offset, "segment_ids": segment_ids, "scale": scale, "params": params,
+        "enable_gqa": enable_gqa,
     }  # fmt: skip
     if not callable(trend) or hasattr(trend, "name"):
         found: Tensor = attention(query, key, value, _joined(spec, trend), **how)
@@ -88,7 +92,8 @@ def interpolated_attention(
         raise ArgumentError(f"{CALL}: a function as trend needs query_offset 0, as many queries as keys.")
     q, k, v = (x.to(torch.promote_types(query.dtype, torch.float32)) for x in (query, key, value))
     mean, centre = attention(q, k, torch.cat([v, k], -1), weights, **how).split([value.shape[3], key.shape[3]], -1)
-    slope = trend(q - centre, k, v, attn_mask=mask, is_causal=causal, exclude_self=exclude_self)
+    order_of: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "exclude_self": exclude_self}
+    slope = trend(q - centre, k, v, **order_of, **({} if segment_ids is None else {"segment_ids": segment_ids}))
     return (mean + slope).to(query.dtype)
 
 
@@ -165,8 +170,8 @@ class Interpolated:
             return "has no window: the state of a trend cannot forget the oldest pairs"
         if problem.mask == "pairs":
             return "makes one state for all queries, so that a mask may depend on the key alone"
-        if problem.segments:
-            return "makes one state of a sequence, not one for each of its segments"
+        if problem.segments and problem.queries != problem.keys:
+            return "takes segments only with a query at every key: each document then has a state of its own"
         if problem.offset is None:
             return "needs one query_offset for all sequences, an int"
         return None
@@ -188,6 +193,7 @@ class Interpolated:
         mean, centre = both.split([inputs.v.shape[3], keys.shape[3]], -1)
         q, values, heads = inputs.x - centre, inputs.v, inputs.x.shape[1]
         how: dict[str, Any] = {"is_causal": visible.causal, "exclude_self": visible.strict, "offset": visible.offset}
+        how["segment_ids"] = None if visible.runs is None else visible.runs[0]
         if mask is None or mask.shape[1] == 1:
             kept = None if mask is None else mask[:, 0, 0].expand(keys.shape[0], -1)
             return mean + predict_from(inputs.spec.trend, q, keys, values, attn_mask=kept, **how), diagnostics

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from ..estimators import Diagnostics
 from ..estimators.chunks import CHUNK, chunked
 from ..estimators.linear import bias_of, estimate, finite_features, signed
 from ..estimators.local import repeat_heads
+from ..estimators.packing import Documents, by_document
 from ..estimators.sums import Sums
 from .dispatch import Cost, Inputs, Problem, register_impl
 
@@ -28,8 +32,10 @@ class Linear:
             return "has no row statistics to report: a sum over keys does not know how many have weight"
         if problem.window is not None:
             return "has no window: a sum over keys cannot forget the oldest"
-        if problem.segments:
-            return "has no segments: one sum serves all queries"
+        if problem.segments and problem.queries != problem.keys:
+            return "takes segments only with a query at every key: each document then is a sequence of its own"
+        if problem.segments and (problem.device == "meta" or torch.compiler.is_compiling()):
+            return "reads the segments on the host, which no graph and no tensor without numbers allows"
         if problem.mask == "pairs":
             return "makes one sum for all queries, so that a mask may depend on the key alone"
         if problem.causal and problem.offset is None:
@@ -57,11 +63,16 @@ class Linear:
             mask = mask[..., 0, :].expand(*mask.shape[:2], visible.keys)
             if mask.shape[1] != 1:  # heads of a group may then see different keys
                 k, v = repeat_heads(k, inputs.q.shape[1]), repeat_heads(v, inputs.q.shape[1])
+        packed = None if visible.runs is None else Documents(visible.runs[0].expand(k.shape[0], -1))
         offset = 0 if isinstance(visible.offset, Tensor) else visible.offset - int(visible.strict)
+        order = (visible.causal, offset, CHUNK)
 
         def sum_keys(q: Tensor, bias: float | Tensor) -> Sums:
-            how = (visible.causal, offset, CHUNK)
-            return chunked(q, k, v, bias, mask, None, None, *how, keep=False, guarded=signed(spec))
+            return by_document(packed, add, (q, k, v, bias), mask)[0]
+
+        def add(x: tuple[Any, ...], mask: Tensor | None, _: None) -> tuple[Sums, None]:
+            q, k, v, bias = x
+            return chunked(q, k, v, bias, mask, None, None, *order, keep=False, guarded=signed(spec)), None
 
         bias = bias_of(spec, inputs.params)
         return estimate(inputs.q, bias, visible.counts(k.device), spec, sum_keys)[0], None
