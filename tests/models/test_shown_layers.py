@@ -113,3 +113,21 @@ def test_the_maps_of_iclm(fields):
         else:  # a token has the weight of the pair that it completed; without a start slot the first completes none
             torch.testing.assert_close(found[..., T - pairs :, T - pairs :], whole[..., -pairs:, :], atol=1e-10, rtol=0)
             assert not found[..., : T - pairs].any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["transformer", "memory-mosaic", "iclm"])
+def test_the_maps_of_packed_documents_are_those_of_the_documents(name):
+    model, tokens = make(name, "biweight"), text(1)
+    documents = (slice(0, 5), slice(5, 6), slice(6, T))
+    numbers = torch.cat([torch.full((1, d.stop - d.start), i) for i, d in enumerate(documents)], 1)
+    packed = shown(model, tokens, segment_ids=numbers)
+    within = numbers[0] == numbers[0][:, None]
+    for weights in packed.attentions:
+        assert (weights[..., ~within] == 0).all()
+    for document in documents:
+        alone = shown(model, tokens[:, document])
+        for whole, own in zip(packed.attentions, alone.attentions, strict=True):
+            torch.testing.assert_close(whole[..., document, document], own, atol=1e-10, rtol=0)
+        for whole, own in zip(packed.hidden_states, alone.hidden_states, strict=True):
+            torch.testing.assert_close(whole[:, document], own, atol=1e-10, rtol=0)

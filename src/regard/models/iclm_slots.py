@@ -65,6 +65,11 @@ class Slots:
         """Take what the slots of T tokens have, [B, T, C], of x [B, R, C]."""
         return of_tokens(x, self.places, tokens, 1)
 
+    def maps(self, weights: Tensor, past: int, tokens: int) -> Tensor:
+        """Take of weights [B, H, R, S] between slots those between tokens, [B, H, T, N]; the start slots are no tokens."""
+        rows = of_tokens(weights, self.places, tokens, 2)
+        return of_tokens(rows, self.places, past + tokens, 3)
+
     def completing(self, words: Tensor) -> Tensor:
         """What completes the pairs of the slots, [B, R - 1, E], of words [B, T, E] where there are start slots: zeros
         where a document begins, for its start slot completes none."""
