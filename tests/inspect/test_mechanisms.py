@@ -372,7 +372,7 @@ def test_the_lens_ends_with_the_prediction():
     found = mechanisms.logit_lens(model, ids)
     assert found.shape == (2, 2, 7, 23)
     assert torch.allclose(found[-1], model(ids).logits, atol=1e-5)
-    f = model(ids, output_hidden_states=True).hidden_states[1].double()  # before the second block
+    f = model(ids, output_hidden_states=True).hidden_states[3].double()  # before the second f block
     norm = model.model.ln_final
     centred = f - f.mean(-1, keepdim=True)
     read = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias

@@ -35,6 +35,7 @@ from ..checks import (
     token_mask,
 )
 from .chunk_stream import check_segments
+from .one_node import one_node
 from .precision import clean, full_precision
 from .scan import scan
 from .states import State, require_state
@@ -110,7 +111,7 @@ def leaky_average(
     """
     flag(CALL, "average", average)
     _check(x, rate, mask, chunk_size)
-    check_segments(CALL, segment_ids, x.shape[0], x.shape[2], False)
+    check_segments(CALL, segment_ids, x.shape[0], x.shape[2], False, x.device)
     batch, heads, tokens, dim = x.shape
     dtype = torch.promote_types(x.dtype, torch.float32)
     given = rate if isinstance(rate, Tensor) else torch.full((), min(float(rate), 1e30), dtype=dtype, device=x.device)
@@ -170,6 +171,7 @@ def _spoilt(bad: Tensor | None, poisoned: Tensor, begins: Tensor | None) -> Tens
     return earlier | (torch.where(bad, place, -1).cummax(-1).values >= begins[:, None])
 
 
+@one_node("leaky_chunks", lambda x, *_: x.new_empty(x.shape))
 def _chunks(x: Tensor, rates: Tensor, mask: Tensor | None, begins: Tensor | None, start: Tensor, chunk: int) -> Tensor:
     """h [B, H, T, D] of x [B, H, T, D], after `start` [B, H, D]; `begins` as in `_spoilt`."""
     tokens = x.shape[2]

@@ -40,6 +40,7 @@ from .. import Spec, attention, presets
 from ..checks import ArgumentError, shape
 from ..grammar import as_spec
 from ..models.packing import ARGUMENTS, Documents
+from ..ops import diagnosed_attention
 
 try:  # how a model says that it collects weights, where a layer does not hand `output_attentions` on (GPT-2)
     from transformers.utils.output_capturing import _active_collector
@@ -325,24 +326,20 @@ def _dense(
 ) -> tuple[Tensor, Tensor]:
     """Output [B, H, Tq, Dv] and weights [B, H, Tq, Tk], with gradients.
 
-    Every estimate is linear in the values, so that the identity as values gives the weights, of degree 1 too. The
-    values themselves ride along: rows that see one that is not finite become NaN, and no others.
+    For dropout: every estimate is linear in the values, so that the identity as values gives the weights, of degree 1
+    too. The values themselves ride along: rows that see one that is not finite become NaN, and no others.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
-    if not (dropout or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad))):
-        out, rows = attention(query, key, value, spec, impl="reference", return_diagnostics=True, **seen)
-        # without a gradient, and therefore cheaper
+    if not dropout:
+        out, rows = diagnosed_attention(query, key, value, spec, impl="reference", **seen)
         return out, rows.weights if rows.effective_weights is None else rows.effective_weights
-    keys, width = key.shape[2], value.shape[3]
+    keys = key.shape[2]
     eye = torch.eye(keys, dtype=wide, device=value.device).expand(*value.shape[:2], keys, keys)
     both = attention(query, key, torch.cat((eye, value), -1), spec, impl="reference", **seen)
-    weights, out = both.split((keys, width), -1)
-    if dropout:
-        weights = drop(weights, dropout)
-        finite = torch.where(value.isfinite(), value, 0)
-        out = weights @ finite.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    return out, weights
+    weights = drop(both[..., :keys], dropout)
+    finite = torch.where(value.isfinite(), value, 0)
+    return weights @ finite.repeat_interleave(query.shape[1] // value.shape[1], dim=1), weights
 
 
 def _weights_wanted(kwargs: dict[str, Any]) -> bool:

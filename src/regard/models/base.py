@@ -75,7 +75,7 @@ class Decoded:
     Attributes:
         hidden: [B, T, C], after the last norm: what the output matrix reads.
         states: the hidden states before each layer.
-        attentions: the weights of every layer [B, H, T, N], where they were asked for.
+        attentions: the weights of every layer [B, H, T, N], where they were asked for; None where a layer has none.
     """
 
     hidden: Tensor
@@ -165,7 +165,7 @@ class RegardModel(RegardPreTrainedModel):
             last_hidden_state=found.hidden,
             past_key_values=cache,
             hidden_states=(*found.states, found.hidden) if wanted else None,
-            attentions=tuple(found.attentions) if output_attentions else None,
+            attentions=tuple(w for w in found.attentions if w is not None) if output_attentions else None,
         )
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -242,8 +242,9 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
       Hidden tokens are neither predicted nor predicted from. Where no token is to be predicted the loss is 0.
     - use_cache: fill a new cache; default the configuration's, and not in training.
     - logits_to_keep: only the last so many positions (0: all), or, without labels, those in a tensor of positions.
-    - output_attentions: also every layer's weights, by the dense reference.
-    - output_hidden_states: also the hidden states before each layer and after the last norm.
+    - output_attentions: also the weights of the layers that have some, in their order, by the dense reference and with
+      gradients. Layers without weights, such as Gated DeltaNet, are left out, as transformers does in hybrid models.
+    - output_hidden_states: also the hidden states before each layer, and what the output matrix reads.
     - segment_ids: [B or 1, T], the number of each token's document where several are packed into a row: nothing of one
       reaches another, and its first token is not predicted. The same is made of position_ids that begin again, of
       `cu_seq_lens_q` and `cu_seq_lens_k` [documents + 1] of a single row, and of `seq_idx`. No cache is then kept.

@@ -27,6 +27,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 from ..checks import number, require
 from ..estimators.chunk_stream import check_segments
 from ..estimators.delta import delta_rule
+from ..estimators.one_node import one_node
 from ..estimators.states import State
 from ..nn.arguments import check_layer_idx
 from ..nn.attention import positive_int
@@ -135,7 +136,14 @@ class GatedDeltaNet(TokenMixer):
         kept = None
         if segment_ids is not None:
             require(past_key_values is None, "GatedDeltaNet", "segment_ids were given with a cache; leave one out.")
-            check_segments("GatedDeltaNet", segment_ids, hidden_states.shape[0], hidden_states.shape[1], False)
+            check_segments(
+                "GatedDeltaNet",
+                segment_ids,
+                hidden_states.shape[0],
+                hidden_states.shape[1],
+                False,
+                hidden_states.device,
+            )
         if past_key_values is not None:
             kept = own_layer("GatedDeltaNet", past_key_values, self.layer_idx or 0, GatedDeltaCacheLayer)
         mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
@@ -200,11 +208,7 @@ class GatedDeltaNet(TokenMixer):
         if segment_ids is not None:
             out = _by_document(query, key, value, beta, decay, real, segment_ids)
         else:
-            rule = qwen.torch_recurrent_gated_delta_rule if tokens == 1 else qwen.torch_chunk_gated_delta_rule
-            out, memory = rule(
-                query, key, value, g=decay, beta=beta, initial_state=None if state is None else state.memory,
-                output_final_state=remember, use_qk_l2norm_in_kernel=True,
-            )  # fmt: skip
+            out, memory = _rule(query, key, value, decay, beta, None if state is None else state.memory)
         heads = net.norm(out.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim)).view_as(z)
         after = None
         if remember:
@@ -212,6 +216,31 @@ class GatedDeltaNet(TokenMixer):
             past = 0 if state is None else state.tokens
             after = GatedDeltaState(_latest(inputs, real, reach), memory, tokens=past + tokens)
         return net.out_proj(heads.flatten(2)), after
+
+
+def _like(query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return empty tensors of the shapes that `_rule` gives."""
+    state = value.new_empty(value.shape[0], value.shape[2], key.shape[3], value.shape[3], dtype=torch.float32)
+    return value.new_empty(value.shape), state
+
+
+@one_node("gated_delta_rule", _like)
+def _rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What the queries read [B, T, H, D], and the state [B, H, D, D] after all tokens."""
+    rule = qwen.torch_recurrent_gated_delta_rule if query.shape[1] == 1 else qwen.torch_chunk_gated_delta_rule
+    out, after = rule(
+        query,
+        key,
+        value,
+        g=decay,
+        beta=beta,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    return out, after
 
 
 def _convolved(inputs: Tensor, weight: Tensor, segment_ids: Tensor | None) -> Tensor:

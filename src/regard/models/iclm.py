@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -179,8 +180,14 @@ class ICLMPreTrainedModel(RegardPreTrainedModel):
 
 
 class ICLMModel(ICLMPreTrainedModel, RegardModel):
-    """Both streams, without the output matrix. Layer numbers of observers and the order of `attentions`: covariate
-    blocks first, then f blocks. `hidden_states` are f before each f block, and what the output matrix reads."""
+    """Both streams, without the output matrix. Observers number the covariate blocks first, then the f blocks, and so do:
+
+    - `attentions`: a map [B, H, T, N] of each, between tokens. A column of a covariate block is the token that was read
+      last, one of an f block the token whose value is averaged. Weights of the start slot are left out; they are under
+      the names of the hook points.
+    - `hidden_states`: [B, T, C], the covariates that each pair of blocks begins with; then [B, T, E], f before each f
+      block; then what the output matrix reads. That is one more than `num_hidden_layers`.
+    """
 
     honours_segments = True
 
@@ -229,21 +236,24 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
             alike = config.f_attention_heads == config.num_attention_heads
             angles = turned if alike else self._angles(slots.positions, config.f_attention_heads, phi.dtype)
         f, side = phi.new_zeros(*phi.shape[:2], config.hidden_size), None
-        states, seen, weighed = [], [], []
+        covariates, functions, weighed, seen = [], [], [], []
         tokens = words.shape[1]
         for layer, block in enumerate(self.f):
             read = phi
+            covariates.append(slots.of_tokens(phi, tokens))
             if layer < len(self.phi):
                 phi, weights = self.phi[layer](phi, turned, slots.mask, cache, shown, slots.segments)
                 weighed.append(weights)
             read = phi if config.f_reads == "post" else read
-            states.append(slots.of_tokens(f, tokens))
+            functions.append(slots.of_tokens(f, tokens))
             values = steps.values(layer, f)
             own = None if cache is None else cache.function_layer(layer)
             f, side, weights = block(f, side, read, values, angles, slots.pairs, own, shown)
-            seen.append(weights)
+            # the first slot has no pair: neither a column nor, where it is given now, a row
+            seen.append(None if weights is None else F.pad(weights, (1, 0, phi.shape[1] - weights.shape[2], 0)))
         hidden = f if side is None else f + side
-        return Decoded(self.ln_final(slots.of_tokens(hidden, tokens)), states, weighed + seen)
+        maps = [None if w is None else slots.maps(w, context.past, tokens) for w in weighed + seen]
+        return Decoded(self.ln_final(slots.of_tokens(hidden, tokens)), covariates + functions, maps)
 
     def _own(self, cache: object, batch: int) -> ICLMCache | None:
         """The cache, which must be this model's kind."""

@@ -65,6 +65,11 @@ class Slots:
         """Take what the slots of T tokens have, [B, T, C], of x [B, R, C]."""
         return of_tokens(x, self.places, tokens, 1)
 
+    def maps(self, weights: Tensor, past: int, tokens: int) -> Tensor:
+        """Return the weights between tokens [B, H, T, N], of weights between slots [B, H, R, S]."""
+        rows = of_tokens(weights, self.places, tokens, 2)
+        return of_tokens(rows, self.places, past + tokens, 3)
+
     def completing(self, words: Tensor) -> Tensor:
         """What completes the pairs of the slots, [B, R - 1, E], of words [B, T, E] where there are start slots: zeros
         where a document begins, for its start slot completes none."""

@@ -30,7 +30,7 @@ from ..estimators.chunk_stream import check_segments
 from ..estimators.linear import LinearState, finite_features, linear_attention
 from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
-from ..ops import attention
+from ..ops import attention, diagnosed_attention
 from .arguments import check_hidden, check_layer_idx, check_positions
 from .hooks import HookPoint
 from .norm import HeadRMSNorm, check_qk_norm
@@ -227,7 +227,9 @@ class Attention(nn.Module):
                 raise ArgumentError(
                     "nn.Attention: segment_ids were given with a cache, which holds one document a row; leave one out."
                 )
-            check_segments("nn.Attention", segment_ids, hidden_states.shape[0], hidden_states.shape[1], False)
+            check_segments(
+                "nn.Attention", segment_ids, hidden_states.shape[0], hidden_states.shape[1], False, hidden_states.device
+            )
         query, key, value = self._project(hidden_states, position_embeddings)
         sums = None if past_key_values is None else self._sums(past_key_values)
         if sums is not None:
@@ -402,9 +404,9 @@ class Attention(nn.Module):
             arguments["params"] = {**arguments.get("params", {}), **local}
         if not dense and self.observer is None:
             return attention(query, key, value, self.spec, **arguments), None
-        out, diagnostics = attention(query, key, value, self.spec, return_diagnostics=True, **arguments)
+        out, diagnostics = diagnosed_attention(query, key, value, self.spec, **arguments)
         if self.observer is not None:
-            self.observer(self.layer_idx, diagnostics)
+            self.observer(self.layer_idx, diagnostics.detached())
         weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
         if hooked:
             shown = self.hook_pattern(weights)

@@ -38,7 +38,7 @@ from ..estimators.leaky import LeakyState
 from ..estimators.states import State
 from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
-from ..ops import attention
+from ..ops import attention, diagnosed_attention
 from .arguments import check_hidden, check_layer_idx
 from .attention import Observer, check_heads
 from .hooks import HookPoint
@@ -271,7 +271,7 @@ class ContextualMemory(nn.Module):
         if state is not None:
             instance(CALL, "state", state, ContextualState, "a ContextualState or None")
         check_tokens(CALL, hidden_states, attention_mask, 0 if state is None else state.tokens, self.keys)
-        check_segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], False)
+        check_segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], False, hidden_states.device)
         mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
         x = without_hidden(hidden_states, mask)
         keys, leaky = self.keys(x, mask, None if state is None else state.leaky, segment_ids)
@@ -352,14 +352,14 @@ class ContextualMemory(nn.Module):
                 out = attention(query[:, :, 1:], key, value, self.spec, **arguments)
                 return pad(out, (0, 0, 1, 0)), None
             return attention(query, key, value, self.spec, **arguments), None
-        out, found = attention(query, key, value, self.spec, return_diagnostics=True, **arguments)
+        out, found = diagnosed_attention(query, key, value, self.spec, **arguments)
         # the last token's pair, which nobody sees yet, so that weights have a column for every token
         columns = key.shape[2] + (segment_ids is None)
         shown = {"weights": found.weights, "effective_weights": found.effective_weights}
         whole = {n: pad(w, (0, columns - w.shape[-1])) for n, w in shown.items() if w is not None}
         found = replace(found, **whole)
         if self.observer is not None:
-            self.observer(self.layer_idx, found)
+            self.observer(self.layer_idx, found.detached())
         weights = found.weights if found.effective_weights is None else found.effective_weights
         if hooked:
             shown = self.hook_pattern(weights)
