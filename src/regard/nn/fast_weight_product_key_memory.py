@@ -420,4 +420,4 @@ def _dtype(storage: torch.dtype | str | None) -> torch.dtype | None:
     """A dtype, or the name of one, as configurations have it."""
     found = getattr(torch, storage, storage) if isinstance(storage, str) else storage
     check_storage(CALL, found)
-    return found  # type: ignore[return-value]
+    return found
