@@ -121,7 +121,8 @@ def whole(call: str, name: str, value: Any, low: int | None = None, high: int | 
     """Return `value` after checking that it is a whole number from `low` to `high`; `why` ends the message."""
     ok = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
     if not ok or (low is not None and value < low) or (high is not None and value > high):
-        span = f" from {low} to {high}" if high is not None else "" if low is None else f" >= {low}"
+        bounded = high is not None and (high < 2**31 or (ok and value > high))  # a bound for safety is not spelt out
+        span = f" from {low} to {high}" if bounded else "" if low is None else f" >= {low}"
         raise refuse(call, name, value, f"a whole number{span}{why}")
     return value
 

@@ -241,7 +241,7 @@ def test_without_itself_a_cache_continues_where_it_stopped(x, window):
     ("options", "message"),
     [
         ({"hidden_size": 30}, "hidden_size 30 is not a multiple of 4 heads"),
-        ({"num_kv_heads": 3}, "4 query heads do not divide among 3 key/value heads"),
+        ({"num_kv_heads": 3}, "4 query heads \\(num_heads\\) do not divide among 3 key/value heads"),
         ({"num_heads": 0}, "num_heads is 0, expected a positive integer"),
         ({"head_dim": 2.0}, "head_dim is 2.0, expected a positive integer"),
         ({"num_kv_heads": 2, "share_query_key": True}, "4 query heads need 4 key/value heads, not 2; leave num_kv"),
@@ -261,7 +261,7 @@ def test_bad_arguments(options, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"hidden_states": torch.ones(T, C)}, r"hidden_states has shape \[9, 32\], expected \[B, T, C\]"),
+        ({"hidden_states": torch.ones(T, C)}, r"hidden_states has shape \[9, 32\], expected \[B, T, 32\]"),
         ({"hidden_states": torch.ones(B, 0, C)}, "T >= 1"),
         ({"hidden_states": torch.ones(B, T, C, dtype=torch.long)}, "expected a floating-point dtype"),
         ({"attention_mask": torch.ones(B, T)}, "expected torch.bool"),
