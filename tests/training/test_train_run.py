@@ -244,7 +244,7 @@ def test_models_that_cannot_be_loaded(tiny: Callable, tmp_path: Path, silent: Co
     train(config, console=silent)
     path = config.out / "model" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ArgumentError, match="is damaged: model.safetensors differs from what was written"):
+    with pytest.raises(ArgumentError, match=r"is damaged: model.safetensors differs from what was written"):
         load_model(config.out, call="eval")
     (config.out / "model" / "COMPLETE.json").unlink()
     with pytest.raises(ArgumentError, match="cannot load the model in"):

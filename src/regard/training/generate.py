@@ -27,6 +27,7 @@ from transformers import (
 from ..checks import ArgumentError
 from .config import check_seed
 from .quiet import quiet_transformers
+from .saved_tokenizer import one_error
 
 
 class SeededSampling(LogitsProcessor):
@@ -86,7 +87,8 @@ def generate_text(
     # quiet: it reminds of the context, beyond which one may go
     with quiet_transformers(), _without_settings(model):
         output = model.generate(**inputs, generation_config=settings, logits_processor=LogitsProcessorList([sampling]))
-    return prompt + tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    with one_error("generate: the tokenizer cannot write the text"):
+        return prompt + tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @contextmanager
@@ -106,7 +108,8 @@ def _prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: 
     Raises:
         ArgumentError: it has no tokens, or more than the model's context.
     """
-    inputs = tokenizer(prompt, return_tensors="pt")
+    with one_error("generate: the tokenizer cannot read the prompt"):
+        inputs = tokenizer(prompt, return_tensors="pt")
     tokens, context = inputs["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)
     if not tokens:
         raise ArgumentError("generate: the prompt is empty; give at least one character.")
