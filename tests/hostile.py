@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
 GENERATE = ("--prompt", "line ", "--max-new-tokens", 12, "--temperature", 0, "--device", "cpu")
 COMMANDS = {
     "generate": lambda run: ("generate", run, *GENERATE),

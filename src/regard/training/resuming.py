@@ -201,9 +201,8 @@ def _check_state(saved: dict[str, Any], step: int) -> None:
         kinds = (int, float) if isinstance(usual, int) else type(usual)
         _require(usual is None or isinstance(value, kinds), f"{name} is {value!r}")
         _require(not isinstance(value, float) or isfinite(value), f"{name} is {value!r}")
-    _require(
-        _plain(saved.get("global_step")) == _plain(step), f"global_step is {saved.get('global_step')!r}, not {step}"
-    )
+    reached = saved.get("global_step")
+    _require(_plain(reached) == _plain(step), f"global_step is {reached!r}, expected {step}")
 
 
 def _plain(value: Any) -> Any:
