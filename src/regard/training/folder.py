@@ -97,8 +97,8 @@ def saved_config(out: Path, *, call: str) -> TrainConfig:
         ArgumentError: there is no run, or its config cannot be read, is not valid, or differs from what was written.
     """
     if not (out / "config.json").is_file() or not (out / "run.json").is_file():
-        found = [str(path.parent) for path in out.parent.glob("*/run.json")]
-        hint = f" Runs beside it: {', '.join(sorted(found))}." if found else ""
+        others = [str(path.parent) for path in out.parent.glob("*/run.json")]
+        hint = f" Runs beside it: {', '.join(sorted(others))}." if others else ""
         raise ArgumentError(f"{call}: {out} holds no run.{hint}")
     listed = _read_run(out, call=call).get("files", {})
     if "config.json" in listed:
