@@ -181,6 +181,14 @@ def test_the_commands_say_it_in_one_line(run_folder: Path, command: Callable, re
     assert "tokenizer.json holds no tokenizer that can be used" in regard(*command(run_folder)).error
 
 
+def test_a_run_needs_the_settings_of_its_tokenizer(run_folder: Path, regard: Callable) -> None:
+    (run_folder / "tokenizer" / "tokenizer_config.json").unlink()
+    words = ("train", "--resume", "--out", run_folder, "--steps", 6)
+    assert "tokenizer_config.json: No such file or directory" in regard(*words).error
+    reseal(run_folder)
+    assert "has no pad_token, which Trainer needs" in regard(*words).error
+
+
 def test_a_tokenizer_with_a_chat_template_is_read_without_it(
     run_folder: Path, command: Callable, regard: Callable, right_answer: Callable
 ) -> None:

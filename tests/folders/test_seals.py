@@ -117,7 +117,7 @@ def test_what_a_run_began_with_does_not_change(run_folder: Path, regard: Callabl
 def shards(run_folder: Path) -> Path:
     """The model without a seal, in two files."""
     model = run_folder / "model"
-    (model / "COMPLETE.json").unlink()
+    (model / "COMPLETE.json").unlink(missing_ok=True)
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
     names = sorted(tensors)

@@ -196,7 +196,10 @@ def saved_tokenizer(out: Path, *, call: str) -> PreTrainedTokenizerBase:
     for name in listed:
         if name.startswith("tokenizer/") and is_plain_name(name.removeprefix("tokenizer/")):
             _check_unchanged(out, name, listed, call)
-    return load_tokenizer(out / "tokenizer", call=call)
+    tokenizer = load_tokenizer(out / "tokenizer", call=call)
+    if tokenizer.pad_token is None:
+        raise ArgumentError(f"{call}: the tokenizer in {out / 'tokenizer'} has no pad_token, which Trainer needs.")
+    return tokenizer
 
 
 def save_model(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
