@@ -43,10 +43,15 @@ def debugging() -> bool:
     return not torch.compiler.is_compiling() and _DEBUG.get()
 
 
+def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return those of `choices` for which `name` may be a misspelling, two at most; with a higher cutoff, fewer."""
+    return difflib.get_close_matches(name, sorted(set(choices)), n=2, cutoff=cutoff)
+
+
 def suggestion(name: str, choices: Iterable[str]) -> str:
     """' Did you mean ...?' for the closest of `choices`, or the list of all of them."""
     known = sorted(set(choices))
-    close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+    close = closest(name, known)
     if close:
         return f" Did you mean {' or '.join(repr(c) for c in close)}?"
     return f" Choose from: {', '.join(known)}."
@@ -116,7 +121,8 @@ def whole(call: str, name: str, value: Any, low: int | None = None, high: int | 
     """Return `value` after checking that it is a whole number from `low` to `high`; `why` ends the message."""
     ok = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
     if not ok or (low is not None and value < low) or (high is not None and value > high):
-        span = f" from {low} to {high}" if high is not None else "" if low is None else f" >= {low}"
+        bounded = high is not None and (high < 2**31 or (ok and value > high))  # a bound for safety is not spelt out
+        span = f" from {low} to {high}" if bounded else "" if low is None else f" >= {low}"
         raise refuse(call, name, value, f"a whole number{span}{why}")
     return value
 

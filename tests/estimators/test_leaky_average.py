@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from packed import runs
 
 from regard.checks import ArgumentError
 from regard.estimators.leaky import LeakyState, leaky_average
@@ -183,6 +184,8 @@ def test_low_precision_is_summed_in_float32():
         ({"rate": -1.0}, ">= 0"),
         ({"mask": torch.ones(2, 4, dtype=torch.bool)}, "mask has shape"),
         ({"mask": torch.ones(2, 3)}, "torch.bool"),
+        ({"segment_ids": torch.zeros(2, 4, dtype=torch.long)}, "segment_ids has shape"),
+        ({"segment_ids": torch.zeros(2, 3)}, "integer tensor"),
         ({"chunk_size": 0}, "chunk_size"),
         ({"state": LeakyState.empty(1, 4, 2)}, "state holds sums"),
         ({"state": 3}, "expected a LeakyState"),
@@ -198,6 +201,75 @@ def test_compiles_without_a_break():
     compiled = torch.compile(lambda x, r: leaky_average(x, r)[0], fullgraph=True, backend="aot_eager")
     x, rates = sample(70).float(), RATES.float()
     torch.testing.assert_close(compiled(x, rates), leaky_average(x, rates)[0])
+    packed = torch.compile(lambda x, r, s: leaky_average(x, r, segment_ids=s)[0], fullgraph=True, backend="aot_eager")
+    x = x[:, :, :40]
+    torch.testing.assert_close(packed(x, rates, PACKED), leaky_average(x, rates, segment_ids=PACKED)[0])
+
+
+PACKED = torch.tensor([[4] * 7 + [9] + [4] * 20 + [0] * 12, [1] * 1 + [2] * 31 + [3] * 8])
+"""Documents of two rows of 40 tokens; an id that comes back begins another document."""
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("size", [None, 1, 5, 64])
+def test_every_document_is_alone(masked, size):
+    """Against the dense form of each document; gradients too."""
+    x = sample(40).requires_grad_()
+    rates = RATES.clone().requires_grad_()
+    mask = torch.rand(2, 40, generator=torch.Generator().manual_seed(2)) < 0.7 if masked else None
+    out, after = leaky_average(x, rates, mask=mask, segment_ids=PACKED, chunk_size=size)
+    parts = []
+    for row, span in runs(PACKED):
+        seen = None if mask is None else mask[row, span][None]
+        parts.append((out[row, :, span], dense(x[row, :, span][None], rates, seen)[0]))
+    for got, want in parts:
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(after.sums, out[:, :, -1], rtol=0, atol=1e-12)
+    weigh = torch.randn_like(out)
+    got = torch.autograd.grad((out * weigh).sum(), (x, rates), retain_graph=True)
+    total = sum((want * weigh[row, :, span]).sum() for (row, span), (_, want) in zip(runs(PACKED), parts, strict=True))
+    for ours, theirs in zip(got, torch.autograd.grad(total, (x, rates)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+def test_a_row_of_ids_serves_the_batch_and_the_state_belongs_to_the_first_document():
+    x, start = sample(40), sample(1, seed=3)[:, :, 0]
+    state = LeakyState(start, torch.zeros(2, 4, dtype=torch.bool), tokens=5)
+    for ids in (PACKED[:1], PACKED):
+        out, after = leaky_average(x, RATES, segment_ids=ids, state=state)
+        for row, span in runs(ids.expand(2, -1)):
+            begin = start[row][None] if span.start == 0 else None
+            want = dense(x[row, :, span][None], RATES, None, begin)[0]
+            torch.testing.assert_close(out[row, :, span], want, rtol=0, atol=1e-12)
+        assert after.tokens == 45
+    one, _ = leaky_average(x[:, :, :1], RATES, segment_ids=PACKED[:, :1], state=state)
+    torch.testing.assert_close(one, leaky_average(x[:, :, :1], RATES, state=state)[0])
+    none, kept = leaky_average(x[:, :, :0], RATES, segment_ids=PACKED[:, :0], state=state)
+    assert none.shape == (2, 4, 0, 3)
+    assert torch.equal(kept.sums, start)
+
+
+def test_documents_hear_nothing_of_one_another():
+    """Large numbers, NaN and infinity in one document do not move a bit of the next."""
+    x, rates = sample(40).float(), RATES.float()
+    out, _ = leaky_average(x, rates, segment_ids=PACKED)
+    for junk in (1e16, -torch.inf, torch.nan):
+        dirty = x.clone()
+        dirty[0, :, :7] = junk
+        dirty[1, :, 0] = junk
+        dirty.requires_grad_()
+        got, after = leaky_average(dirty, rates, segment_ids=PACKED)
+        assert torch.equal(got[0, :, 7:], out[0, :, 7:])
+        assert torch.equal(got[1, :, 1:], out[1, :, 1:])
+        assert not after.poisoned.any()
+        (got[0, :, 7:].sum() + got[1, :, 1:].sum()).backward()
+        assert torch.equal(dirty.grad[0, :, :7], torch.zeros(4, 7, 3))
+        assert dirty.grad.isfinite().all()
+    spoilt = LeakyState(torch.zeros(2, 4, 3), torch.ones(2, 4, dtype=torch.bool), tokens=1)
+    got, after = leaky_average(x, rates, segment_ids=PACKED, state=spoilt)
+    assert got[0, :, :7].isnan().all()
+    assert torch.equal(got[0, :, 7:], out[0, :, 7:])
+    assert not after.poisoned.any()
 
 
 MEMORY = """
@@ -206,16 +278,18 @@ from regard.estimators.leaky import leaky_average
 torch.set_num_threads(1)
 x = torch.randn(1, 2, {tokens}, 32, requires_grad=True)
 rates = torch.tensor([0.1, 1.0], requires_grad=True)
+ids = torch.arange({tokens})[None] // 100 if {packed} else None
 leaky_average(x[:, :, :64], rates)[0].sum().backward()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-leaky_average(x, rates)[0].sum().backward()
+leaky_average(x, rates, segment_ids=ids)[0].sum().backward()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def test_memory_is_linear():
+@pytest.mark.parametrize("packed", [False, True])
+def test_memory_is_linear(packed):
     """Forward and backward of 16384 tokens: their T x T matrices alone would take 2 GiB."""
-    command = [sys.executable, "-c", MEMORY.format(tokens=16384)]
+    command = [sys.executable, "-c", MEMORY.format(tokens=16384, packed=packed)]
     environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert int(done.stdout) < 100 * 1024  # KiB: 25 times the 4 MiB of x

@@ -446,7 +446,9 @@ def memory_forward(draw: Draw) -> Call:
         "mask": Mask(none=True, fixed=(0, 1)),
         "state": Other(none=True, also=(_stranger(),)),
     }
-    if name != "nn.ProductKeyMemory":
+    if name == "nn.ProductKeyMemory":
+        kinds["state"] = Anything()
+    else:
         given["segment_ids"] = draw.one(None, draw.integers(2, batch, tokens).sort(1).values)
         kinds["segment_ids"] = Integers(none=True, fixed=(1,))
     return Call(name, layer, given, kinds)

@@ -8,6 +8,7 @@ from . import attention_calls as a
 from . import layer_calls as y
 from . import memory_calls as m
 from . import other_calls as o
+from . import recurrent_calls as r
 from .draw import Call, Draw
 
 CALLS: dict[str, Callable[[Draw], Call]] = {
@@ -88,3 +89,10 @@ CALLS: dict[str, Callable[[Draw], Call]] = {
     "register": o.register,
     "convert": o.convert,
 }
+
+VALID_ONLY: dict[str, Callable[[Draw], Call]] = {
+    "linear_attention": r.linear,
+    "mesa_attention": r.mesa,
+    "delta_rule": r.delta,
+}
+"""Calls that are drawn without bad arguments, which tests of their own try."""

@@ -192,7 +192,12 @@ def test_induction_of_even_weights_is_chance():
     assert found.item() < 0.1
 
 
-@pytest.mark.parametrize("period", [0, 8, 20])
+def test_induction_needs_a_period():
+    with pytest.raises(ArgumentError, match="induction: period is 0, expected a whole number >= 1"):
+        induction(even(8), ROLES["f"], 0)
+
+
+@pytest.mark.parametrize("period", [8, 20])
 def test_induction_needs_a_repetition(period):
     with pytest.raises(ArgumentError, match=f"8 rows repeats nothing with period {period}"):
         induction(even(8), ROLES["f"], period)
@@ -372,7 +377,7 @@ def test_the_lens_ends_with_the_prediction():
     found = mechanisms.logit_lens(model, ids)
     assert found.shape == (2, 2, 7, 23)
     assert torch.allclose(found[-1], model(ids).logits, atol=1e-5)
-    f = model(ids, output_hidden_states=True).hidden_states[1].double()  # before the second block
+    f = model(ids, output_hidden_states=True).hidden_states[3].double()  # before the second f block
     norm = model.model.ln_final
     centred = f - f.mean(-1, keepdim=True)
     read = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias

@@ -164,7 +164,7 @@ def test_it_is_the_equations(changes):
     model, ids = make(**changes), text()
     with torch.no_grad():
         logits = model(ids).logits
-        states = model(ids, output_hidden_states=True).hidden_states
+        states = model(ids, output_hidden_states=True).hidden_states[2:]  # those of the covariates stand in front
     for row in range(2):
         stages, wanted = slots(model, ids[row])
         torch.testing.assert_close(logits[row], wanted, atol=1e-10, rtol=0)
@@ -464,9 +464,10 @@ def test_what_hooks_return_is_used():
 def test_capture_sees_covariate_layers_then_f_layers():
     model, ids = make(), text()
     weights = model(ids, output_attentions=True).attentions
-    assert [tuple(w.shape[1:]) for w in weights] == [(2, 10, 10)] * 2 + [(2, 9, 9)] * 2
+    assert [tuple(w.shape[1:]) for w in weights] == [(2, 9, 9)] * 4
     with capture(model, weights=True) as seen, torch.no_grad():
         model(ids)
     assert sorted(seen.layers) == [0, 1, 2, 3]
-    for layer, w in enumerate(weights):
-        torch.testing.assert_close(seen.layers[layer].weights, w.detach(), atol=1e-12, rtol=0)
+    assert [tuple(seen.layers[layer].weights.shape[1:]) for layer in range(4)] == [(2, 10, 10)] * 2 + [(2, 9, 9)] * 2
+    for layer, w in enumerate(weights):  # the start slot is no token
+        torch.testing.assert_close(seen.layers[layer].weights[..., -9:, -9:], w.detach(), atol=1e-12, rtol=0)

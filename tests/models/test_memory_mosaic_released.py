@@ -106,7 +106,7 @@ def computed(w, program, ids):
     def contextual(x, at):
         matrix, values, last = (at + name for name in MATRICES[program][:3])
         rate, scale, coef, length = (at + name for name in NUMBERS[program][:4])
-        k = keys(x, matrix, rate) * (10 * head(scale)).clamp(max=5).exp()
+        k = keys(x, matrix, rate) * (10 * head(scale)).clamp(max=math.log(65535) if nano else 5).exp()
         v = heads(project(x, values))
         v = head(coef) * v + (1 - head(coef)) * F.pad(v, (0, 0, -1, 1))
         v = v / v.norm(dim=-1, keepdim=True) * (10 * head(length)).exp()
@@ -116,7 +116,10 @@ def computed(w, program, ids):
     def persistent(x, at):
         matrix, last = (at + name for name in MATRICES[program][3:])
         rate, scale, length = (at + name for name in NUMBERS[program][4:])
-        beta2 = (20 * head(scale)).clamp(max=5).exp() if nano else (10 * head(scale)).clamp(max=5).exp() ** 2
+        # nano clamps log beta^2 as it stands, the Library log beta, at 5
+        beta2 = (
+            (20 * head(scale)).clamp(max=math.log(65535)).exp() if nano else (10 * head(scale)).clamp(max=5).exp() ** 2
+        )
         q = keys(x, matrix, rate) * beta2
         if nano:
             slots = list(zip(w[at + "mlp.P_k"][:, 0], w[at + "mlp.P_v"][:, 0], strict=True))
@@ -148,17 +151,35 @@ def test_computes_what_the_program_computes(program, copies, bias):
         torch.testing.assert_close(model(row[None]).logits[0], computed(rounded, program, row), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("contextual", [0.4, 0.6, 1.2])
+@pytest.mark.parametrize("persistent", [0.2, 0.3, 0.4, 0.6, 1.2])
 @pytest.mark.parametrize("program", ["nano", "library"])
-def test_large_scales_end_where_they_end_there(program):
+def test_large_scales_end_where_they_end_there(program, contextual, persistent):
+    """nano: log beta of the contextual and log beta^2 of the persistent memory at log 65535, where its keys would
+    overflow in float16; the Library: log beta of both at 5."""
     weights = released(program)
     for i in range(BLOCKS):
         at = f"mosaic.h.{i}." if program == "nano" else f"blocks.{i}."
-        for name in (NUMBERS[program][1], NUMBERS[program][5]):
-            weights[at + name] = torch.full_like(weights[at + name], 0.4)
-    row = torch.arange(9)
+        for number, scale in ((1, contextual), (5, persistent)):
+            name = at + NUMBERS[program][number]
+            weights[name] = torch.full_like(weights[name], scale)
+    # runs of one token have keys so close to one another that even these scales do not single one out; times 4e9 the
+    # rounding of a cosine is 1e-6 in float64, too
+    row = torch.tensor([1, 2, 2, 2, 3, 2, 2, 2, 2, 4, 2, 2, 2, 5, 2, 2, 2, 2])
     got = from_released(weights).double()(row[None]).logits[0]
     rounded = {name: x.float().double() for name, x in weights.items()}
-    torch.testing.assert_close(got, computed(rounded, program, row), rtol=0, atol=1e-9)
+    torch.testing.assert_close(got, computed(rounded, program, row), rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_scales_beyond_float16_are_finite_in_a_model_of_float16():
+    weights = released("nano")
+    for i in range(BLOCKS):
+        weights[f"mosaic.h.{i}.attn.k_featurizer.key_scale"] = torch.full((1, H, 1, 1), 0.7)  # beta^2 = e^14
+    row = torch.arange(9)[None]
+    expected = from_released(weights)(row).logits
+    found = from_released(weights).half()(row).logits
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.3)
 
 
 def test_saved_and_loaded_as_any_other(tmp_path):

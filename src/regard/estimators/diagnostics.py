@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,6 +50,11 @@ class Diagnostics:
     solver: dict[str, Tensor] | None = None
     effective_weights: Tensor | None = None
     negative_mass: Tensor | None = None
+
+    def detached(self) -> Diagnostics:
+        """Return the same without the gradients that an implementation leaves on the weights."""
+        named = {"weights": self.weights, "effective_weights": self.effective_weights}
+        return replace(self, **{name: None if x is None else x.detach() for name, x in named.items()})
 
 
 def negative_part(w: Tensor) -> Tensor:

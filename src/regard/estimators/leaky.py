@@ -5,6 +5,9 @@
 the key features of Memory Mosaics (sparse-attention paper, equation 10, with lambda = e^{-rate}). Masked tokens are
 not there: they add nothing and nothing fades while they pass.
 
+Documents that are packed into one row (`segment_ids`) each begin with nothing: no sum crosses an edge, and none is
+taken back.
+
 Whole sequences are cut into chunks: a triangular matrix of c x c decays inside each, the same for all of them where
 nothing is masked, and the sum so far carried from one to the next. Every exponent is -rate times a count >= 0.
 
@@ -31,9 +34,12 @@ from ..checks import (
     tensor,
     token_mask,
 )
-from .precision import clean, either, full_precision
+from .chunk_stream import check_segments
+from .one_node import one_node
+from .precision import clean, full_precision
 from .scan import scan
 from .states import State, require_state
+from .visibility import runs_of
 
 CALL = "leaky_average"
 CHUNK = 32
@@ -74,6 +80,7 @@ def leaky_average(
     rate: float | Tensor,
     *,
     mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
     state: LeakyState | None = None,
     average: bool = False,
     chunk_size: int | None = None,
@@ -84,23 +91,27 @@ def leaky_average(
         x: [B, H, T, D].
         rate: >= 0, decay a token in nats: a number or a tensor [H]. 0 keeps everything.
         mask: boolean [B, T], True where a token is real; hidden ones change nothing, NaN included.
-        state: of the tokens before these; None for none.
+        segment_ids: integers [B or 1, T] of packed documents: where the id changes a document begins, which hears
+            nothing of those before it.
+        state: of the tokens before these; None for none. It belongs to the first document.
         average: times 1 - e^-rate, which makes a constant its own average in the limit; else the plain sum of the
             paper. Both point the same way.
         chunk_size: positions of a chunk; changes rounding and speed alone.
 
     Returns:
-        (h [B, H, T, D] in the dtype of x, `LeakyState`). At a hidden position h is that of the real token before. A
-        real token that is not finite makes its row and all later ones NaN, and passes no gradient on.
+        (h [B, H, T, D] in the dtype of x, `LeakyState` of the last document). At a hidden position h is that of the
+        real token before. A real token that is not finite makes its row and all later ones of its document NaN, and
+        passes no gradient on.
 
     Raises:
         ArgumentError: shapes or dtypes that do not fit; a negative rate (tensors only under `regard.checks.debug`).
 
     Parallel, chunks and single steps are one function's views. In float32 at least; differentiable to any order in x,
-    rate and state. Cost: O(T c D) time and O(T D) memory a head, with a mask O(T c) besides.
+    rate and state. Cost: O(T c D) time and O(T D) memory a head, with a mask or documents O(T c) besides.
     """
     flag(CALL, "average", average)
     _check(x, rate, mask, chunk_size)
+    check_segments(CALL, segment_ids, x.shape[0], x.shape[2], False, x.device)
     batch, heads, tokens, dim = x.shape
     dtype = torch.promote_types(x.dtype, torch.float32)
     given = rate if isinstance(rate, Tensor) else torch.full((), min(float(rate), 1e30), dtype=dtype, device=x.device)
@@ -111,18 +122,20 @@ def leaky_average(
         state = LeakyState.empty(batch, heads, dim, dtype=dtype, device=x.device)
     else:
         require_state(CALL, state, LeakyState, {"sums": (batch, heads, dim)}, wide)
+    begins = None  # the first position of every token's document [B or 1, T]
+    if segment_ids is not None:
+        on_device(CALL, "segment_ids", segment_ids, x.device)
+        begins = runs_of(segment_ids)[0] if tokens > 1 else None
     with full_precision(x.device.type):
         wide, bad = clean(wide)
         if mask is not None:
             wide = torch.where(mask[:, None, :, None], wide, 0)
             bad = None if bad is None else bad & mask[:, None]
         if tokens > 1:
-            sums = _chunks(wide, rates, mask, state.sums, chunk_size or CHUNK)
+            sums = _chunks(wide, rates, mask, begins, state.sums, chunk_size or CHUNK)
         else:
             sums = _step(wide, rates, mask, state.sums)
-        spoilt = state.poisoned[..., None]
-        if bad is not None:
-            spoilt = either(bad.cumsum(-1) > 0, spoilt)
+        spoilt = _spoilt(bad, state.poisoned, begins)
         after = sums[:, :, -1].clone() if tokens else state.sums  # a view would keep all of them alive
         poisoned = spoilt.expand(batch, heads, max(tokens, 1))[..., -1]
         if average:
@@ -140,23 +153,49 @@ def _step(x: Tensor, rates: Tensor, mask: Tensor | None, start: Tensor) -> Tenso
     return x + faded[:, :, None]
 
 
-def _chunks(x: Tensor, rates: Tensor, mask: Tensor | None, start: Tensor, chunk: int) -> Tensor:
-    """h [B, H, T, D] of x [B, H, T, D], after `start` [B, H, D]."""
+def _spoilt(bad: Tensor | None, poisoned: Tensor, begins: Tensor | None) -> Tensor:
+    """Which rows [B, H, T or 1] come after a token of their document that is not finite.
+
+    Args:
+        bad: those tokens [B, H, T].
+        poisoned: whether there was one before these tokens [B, H].
+        begins: the first position of every token's document [B or 1, T]; None for one document.
+    """
+    earlier = poisoned[..., None]
+    if begins is None:
+        return earlier if bad is None else earlier | (bad.cumsum(-1) > 0)
+    earlier = earlier & (begins == 0)[:, None]
+    if bad is None:
+        return earlier
+    place = torch.arange(bad.shape[-1], device=bad.device)
+    return earlier | (torch.where(bad, place, -1).cummax(-1).values >= begins[:, None])
+
+
+@one_node("leaky_chunks", lambda x, *_: x.new_empty(x.shape))
+def _chunks(x: Tensor, rates: Tensor, mask: Tensor | None, begins: Tensor | None, start: Tensor, chunk: int) -> Tensor:
+    """h [B, H, T, D] of x [B, H, T, D], after `start` [B, H, D]; `begins` as in `_spoilt`."""
     tokens = x.shape[2]
     size = min(chunk, tokens)
     count = -(-tokens // size)
-    x = pad(x, (0, 0, 0, count * size - tokens)).unflatten(2, (count, size))
-    if mask is None:  # one matrix a head serves every chunk
+    spare = count * size - tokens
+    x = pad(x, (0, 0, 0, spare)).unflatten(2, (count, size))
+    if mask is None and begins is None:  # one matrix a head serves every chunk
         real = torch.arange(1, size + 1, device=x.device, dtype=x.dtype)[None]
         decays = _decays(rates[:, None, None], real)
         inside = torch.einsum("hij,bhnjd->bhnid", decays, x)
-        upto = torch.exp(-rates[:, None, None] * real)[..., None]  # [H, 1, c, 1]
-        fades = upto[None, :, :, -1].expand(x.shape[0], -1, count, 1)
+        upto = torch.exp(-rates[:, None, None] * real)[None, ..., None]  # [1, H, 1, c, 1]
     else:
-        real = pad(mask, (0, count * size - tokens)).unflatten(1, (count, size)).cumsum(-1)[:, None].to(x.dtype)
-        inside = _decays(rates[:, None, None, None], real) @ x
-        upto = torch.exp(-rates[:, None, None] * real)[..., None]  # [B, H, n, c, 1]
-        fades = upto[..., -1, :]
+        place = torch.arange(count * size, device=x.device).view(count, size)
+        real = pad(x.new_ones(1, tokens) if mask is None else mask, (0, spare))
+        real = real.unflatten(1, (count, size)).cumsum(-1)[:, None].to(x.dtype)
+        decays = _decays(rates[:, None, None, None], real)
+        upto = torch.exp(-rates[:, None, None] * real)[..., None]  # [B or 1, H, n, c, 1]
+        if begins is not None:  # zeros in the products, so that nothing has to be taken back
+            begins = pad(begins, (0, spare)).unflatten(1, (count, size))[:, None, ..., None]
+            decays = decays * (place[:, None] >= begins)
+            upto = upto * (begins < place[:, :1, None].clamp(min=1))
+        inside = decays @ x
+    fades = upto[..., -1, :].expand(x.shape[0], -1, count, 1)
     before, _ = scan(fades, inside[..., -1:, :], start[:, :, None])
     return (inside + upto * before).flatten(2, 3)[:, :, :tokens]
 

@@ -125,7 +125,7 @@ def require_state(
                 f"{call}: state has a {given} as {name}, but these arguments need {needed}; give each layer its own "
                 f"state."
             )
-        if held is None:
+        if held is None or size is None:
             continue
         if tuple(held.shape) != size:
             raise ArgumentError(

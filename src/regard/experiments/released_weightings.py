@@ -122,11 +122,19 @@ class ReleasedMemory(ContextualMemory):
         return made
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output_attentions: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        output_attentions: bool,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As the memory's own, for texts without hidden tokens and outside generation."""
-        if mask is not None or output_attentions:
-            raise ArgumentError("ReleasedMemory: takes no attention mask and no output_attentions; leave them out.")
+        if mask is not None or output_attentions or segment_ids is not None:
+            raise ArgumentError(
+                "ReleasedMemory: takes no attention mask, no packed documents and no output_attentions; leave them out."
+            )
         assert self.sharpness is not None  # of() saw to it
         cosines = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32))
         weights, fallen = self.released.weigh(cosines, self.sharpness())

@@ -434,7 +434,7 @@ def logit_lens(model: Any, input_ids: Tensor) -> Tensor:
     if not cache:
         raise ArgumentError(f"logit_lens: {type(model).__name__} has no f blocks; ICLMForCausalLM has.")
     tokens = input_ids.shape[1]
-    return torch.stack([model.readout(model.model.ln_final(f[:, -tokens:])) for f in cache.values()])
+    return torch.stack([model.lm_head(model.model.ln_final(f[:, -tokens:])) for f in cache.values()])
 
 
 def head_projections(layer: Any) -> Tensor:

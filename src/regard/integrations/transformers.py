@@ -5,12 +5,17 @@
     model.set_attn_implementation("regard_biweight")      # or attn_implementation= when a model is made
 
 An attention implementation is two functions under one name: one that computes (`attend`), one that says beforehand
-who sees whom (`visible_keys`). Between the two a mask is one of four things, and each says all there is to say:
+who sees whom (`visible_keys`). Between the two a mask is one of five things:
 
     None                 no key is hidden; causal order if the layer is causal, queries at the end of the keys
     boolean [B, Tk]      keys that are hidden from every query of a causal layer; queries at the end of the keys
+    integers [B, Tk]     causal order inside the runs of equal numbers: documents that are packed into a row
     boolean 4-D          [B or 1, H or 1, Tq or 1, Tk or 1], causal order and windows included
     additive 4-D         the same from older callers: 0 where a key may be attended, else the lowest number
+
+A caller's own mask of four axes says all there is to say. A mask that is made here may lack packed documents: where
+there is a padding mask, even one of ones, or a cache, even an empty one, transformers does not look for them. `attend`
+looks for them in what layers hand on: position ids that begin again, `cu_seq_lens_q`, `seq_idx`, `segment_ids`.
 
 Legend: B batch, H query heads, Hkv key heads, Tq and Tk queries and keys, D and Dv channels of a head.
 """
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,12 +32,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import pad
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from .. import Spec, attention, presets
 from ..checks import ArgumentError, shape
 from ..grammar import as_spec
+from ..models.packing import ARGUMENTS, Documents
+from ..ops import diagnosed_attention
 
 try:  # how a model says that it collects weights, where a layer does not hand `output_attentions` on (GPT-2)
     from transformers.utils.output_capturing import _active_collector
@@ -57,6 +66,10 @@ REFUSED = {
 """Arguments of other attention functions that would change the result, and what they do."""
 
 _SPECS: dict[str, Spec] = {}
+_ROWS = "_regard_rows"
+"""The attribute of 4-D masks made here: which queries are real, boolean [B, Tq], or None for all."""
+_FOUND = WeakIdKeyDictionary()
+"""Position ids to what `_documents` found in them last, since all layers of a model ask the same."""
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -164,17 +177,22 @@ def visible_keys(
         kwargs: what transformers' `sdpa_mask` takes besides.
 
     Returns:
-        None, boolean [B, Tk], [B, 1, 1, Tk] or [B, 1, Tq, Tk]. Only windows, chunks, packed sequences and caches of
-        a fixed length need the last, which takes B Tq Tk bytes.
+        None, boolean [B, Tk], [B, 1, 1, Tk] or [B, 1, Tq, Tk], or the documents of packed rows, integers [B, Tk]. Only
+        windows, chunks and caches of a fixed length need pairs, which take B Tq Tk bytes.
     """
     aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     causal = mask_function is causal_mask_function and allow_is_causal_skip and aligned
     if causal or (mask_function is bidirectional_mask_function and allow_is_bidirectional_skip):
         keys = _real_keys(attention_mask, kv_length, kv_offset)
-        return keys if keys is None or causal else keys[:, None, None, :]
+        return (
+            keys if keys is None or causal else _made_here(keys[:, None, None, :], attention_mask, q_offset, q_length)
+        )
+    documents = _packed(mask_function)
+    if documents is not None and aligned and attention_mask is None:
+        return documents
     # transformers leaves the mask out of a first pass over a fixed-length cache too, where None would mean that the
     # queries stand at the first keys; here it means the last.
-    return sdpa_mask(
+    made = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -187,6 +205,40 @@ def visible_keys(
         allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         **kwargs,
     )
+    return None if made is None else _made_here(made, attention_mask, q_offset, q_length)
+
+
+def _packed(mask_function: Callable[..., Any]) -> Tensor | None:
+    """Read the documents [B, T] out of transformers' mask function for packed sequences; None for every other function,
+    and for one that says more than causal order inside documents.
+
+    The variables that it closes over have no public names. Where they are not found, the mask is computed pair by pair,
+    as transformers does it.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    both = _closed_over(mask_function).get("mask_functions", ())
+    if len(both) != 2:
+        return None
+    documents, order = map(_closed_over, both)
+    alone = documents.keys() == {"packed_sequence_mask"} and order.get("mask_function") is causal_mask_function
+    return documents["packed_sequence_mask"] if alone else None
+
+
+def _closed_over(function: Callable[..., Any]) -> dict[str, Any]:
+    """The variables that a function has from where it was made, by name."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    return {} if code is None else {n: cell.cell_contents for n, cell in zip(code.co_freevars, cells, strict=True)}
+
+
+def _made_here(made: Tensor, mask: Tensor | None, offset: int | Tensor, queries: int) -> Tensor:
+    """The mask `made`, marked with the queries that are real by a mask over all positions so far."""
+    rows = None
+    if mask is not None:
+        at = offset + torch.arange(queries, device=mask.device)
+        rows = mask.bool().index_select(1, at.clamp(max=mask.shape[1] - 1))
+    setattr(made, _ROWS, rows)
+    return made
 
 
 def _real_keys(mask: Tensor | None, length: int, offset: int) -> Tensor | None:
@@ -228,7 +280,9 @@ def attend(
         is_causal: causal order where the mask does not say it.
         sliding_window: where the mask is None, the last so many positions (to both sides, the query's own
             included, if the layer is not causal). Elsewhere the mask holds it.
-        kwargs: `output_attentions`; what would change the result is refused; the rest is for other functions.
+        kwargs: `output_attentions`; `position_ids` [B or 1, Tq] and the keywords of `regard.models.packing.ARGUMENTS`,
+            which say where packed documents begin; what would change the result is refused; the rest is for other
+            functions.
 
     Returns:
         The output [B, Tq, H, Dv] in the dtype of `value`, and the weights [B, H, Tq, Tk] or None. The weights, after
@@ -236,7 +290,8 @@ def attend(
         see no key are 0.
 
     Raises:
-        ArgumentError: soft caps, sinks, biases, head masks, paged caches; masks of other kinds.
+        ArgumentError: soft caps, sinks, biases, head masks, paged caches; masks of other kinds; packed documents in a
+            layer that is not causal, after tokens in a cache, or whose positions go on from one to the next.
 
     Cost: that of `regard.attention`. With dropout or weights, its dense reference in Theta(Tq Tk) memory; where these
     need a gradient or dropout, Tk / Dv + 1 times the work of the weighted sum.
@@ -246,6 +301,11 @@ def attend(
             raise ArgumentError(f"{CALL}: {name} {what}, which {spec} has no place for; use a model without it.")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     seen = _seen(attention_mask, causal, sliding_window, query.shape[2])
+    if not _says_all(attention_mask):
+        tokens = (query.shape[0], query.shape[2])
+        documents = _documents(module, tokens, key.shape[2], causal, attention_mask, kwargs)
+        if documents is not None:
+            _keep_apart(seen, documents)
     if scaling is not None and spec.takes_scale:
         seen["scale"] = _number(scaling)
     if query.shape[1] != key.shape[1]:
@@ -266,24 +326,20 @@ def _dense(
 ) -> tuple[Tensor, Tensor]:
     """Output [B, H, Tq, Dv] and weights [B, H, Tq, Tk], with gradients.
 
-    Every estimate is linear in the values, so that the identity as values gives the weights, of degree 1 too. The
-    values themselves ride along: rows that see one that is not finite become NaN, and no others.
+    For dropout: every estimate is linear in the values, so that the identity as values gives the weights, of degree 1
+    too. The values themselves ride along: rows that see one that is not finite become NaN, and no others.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
-    if not (dropout or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad))):
-        out, rows = attention(query, key, value, spec, impl="reference", return_diagnostics=True, **seen)
-        # without a gradient, and therefore cheaper
+    if not dropout:
+        out, rows = diagnosed_attention(query, key, value, spec, impl="reference", **seen)
         return out, rows.weights if rows.effective_weights is None else rows.effective_weights
-    keys, width = key.shape[2], value.shape[3]
+    keys = key.shape[2]
     eye = torch.eye(keys, dtype=wide, device=value.device).expand(*value.shape[:2], keys, keys)
     both = attention(query, key, torch.cat((eye, value), -1), spec, impl="reference", **seen)
-    weights, out = both.split((keys, width), -1)
-    if dropout:
-        weights = drop(weights, dropout)
-        finite = torch.where(value.isfinite(), value, 0)
-        out = weights @ finite.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    return out, weights
+    weights = drop(both[..., :keys], dropout)
+    finite = torch.where(value.isfinite(), value, 0)
+    return weights @ finite.repeat_interleave(query.shape[1] // value.shape[1], dim=1), weights
 
 
 def _weights_wanted(kwargs: dict[str, Any]) -> bool:
@@ -311,6 +367,8 @@ def _seen(mask: Tensor | None, causal: bool, window: int | None, queries: int) -
         raise ArgumentError(
             f"{CALL}: attention_mask is {what}, expected [B, Tk] or [B, H or 1, Tq, Tk]; add axes with unsqueeze."
         )
+    if mask.dim() == 2 and mask.dtype in (torch.int32, torch.int64):
+        return {"is_causal": True, "window": window, "segment_ids": mask}
     mask = _boolean(mask)
     if mask.dim() == 4:
         return {"attn_mask": mask}
@@ -320,6 +378,93 @@ def _seen(mask: Tensor | None, causal: bool, window: int | None, queries: int) -
             f"mask[:, None, None, :]."
         )
     return {"attn_mask": mask[:, None, None, :], "is_causal": queries > 1}
+
+
+def _says_all(mask: Tensor | None) -> bool:
+    """Whether packed documents cannot be missing in a mask: transformers found them, or it is the caller's own."""
+    return mask is not None and (not hasattr(mask, _ROWS) if mask.dim() == 4 else mask.dtype != torch.bool)
+
+
+def _documents(
+    module: nn.Module, tokens: tuple[int, int], keys: int, causal: bool, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor | None:
+    """Number the documents that are packed into the rows, integers [B or 1, T]; None where each row is one.
+
+    Looks at the position ids of a call once for all layers, which waits for a device. A graph that is being compiled
+    cannot look: where there is no mask of pairs, it asserts that each row is one document.
+    """
+    positions, packing = kwargs.get("position_ids"), {n: kwargs[n] for n in ARGUMENTS if kwargs.get(n) is not None}
+    fits = isinstance(positions, Tensor) and tuple(positions.shape) in (tokens, (1, tokens[1]))
+    crossed = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
+    if not fits or crossed:  # those of images have more axes; those of other keys say nothing of these
+        positions = None
+    if positions is None and not packing:
+        return None
+    if positions is None or torch.compiler.is_compiling():
+        return _look(tokens, keys, causal, mask, positions, packing)
+    held = (mask, *packing.values())
+    asked = [tokens, keys, causal, *packing, *map(_stamp, (positions, *held))]
+    known = _FOUND.get(positions)
+    if known is None or known[0] != asked:
+        known = asked, held, _look(tokens, keys, causal, mask, positions, packing)
+        _FOUND[positions] = known
+    return known[2]
+
+
+def _stamp(x: object) -> object:
+    """Something that stays equal while x, which is held, stays the same; a tensor that keeps no count of its changes
+    never does."""
+    if not isinstance(x, Tensor):
+        return id(x)
+    return object() if x.is_inference() else (id(x), x._version)
+
+
+def _look(
+    tokens: tuple[int, int],
+    keys: int,
+    causal: bool,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    packing: dict[str, Any],
+) -> Tensor | None:
+    """As `_documents`, of the arguments that count."""
+    rows = getattr(mask, _ROWS, None)
+    if mask is not None and mask.dim() == 2:
+        rows = mask[:, mask.shape[1] - tokens[1] :]
+    told = Documents.of(CALL, tokens, rows, None, packing) if packing else None
+    begun = None if positions is None else Documents.of(CALL, tokens, rows, positions, {})
+    found = begun if told is None else told
+    if found is None:
+        return None
+    faults = dict(found.faults)
+    if told is not None and begun is not None:
+        faults[
+            f"position_ids do not begin again where the documents of {' and '.join(packing)} do; give position_ids "
+            f"that count from the same number in every document"
+        ] = (told.begins != begun.begins).any()
+    blind = torch.compiler.is_compiling() and not _of_pairs(mask)  # segments for all calls would cost those without
+    for wrong, why in (
+        (not causal, "but this layer is not causal; give each document a row of its own, or a 4-D mask"),
+        (keys != tokens[1], "but keys come from a cache, which holds one document a row; call with use_cache=False"),
+        (blind, "which a compiled model keeps apart only if called without attention_mask and with use_cache=False"),
+    ):
+        if wrong:
+            faults[f"the rows hold several documents, {why}"] = found.begins.any()
+    segments = replace(found, faults=faults).segments(CALL, cache_kept=False, cache_asked=False)
+    return None if blind else segments
+
+
+def _keep_apart(seen: dict[str, Any], documents: Tensor) -> None:
+    """Add documents to the arguments of `regard.attention`: to the pairs of a mask where there are some."""
+    if _of_pairs(seen.get("attn_mask")):
+        seen["attn_mask"] = seen["attn_mask"] & (documents[:, None, :, None] == documents[:, None, None, :])
+    else:
+        seen["segment_ids"] = documents
+
+
+def _of_pairs(mask: Tensor | None) -> bool:
+    """Whether a mask has an entry for every query and key."""
+    return mask is not None and mask.dim() == 4 and mask.shape[2] > 1
 
 
 def _boolean(mask: Tensor) -> Tensor:

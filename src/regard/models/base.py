@@ -8,7 +8,6 @@ Shapes: B batch, T tokens given now, N tokens so far (those in the cache and T),
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -22,10 +21,13 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ..checks import ArgumentError, require, shape
+from ..checks import ArgumentError, closest, require, shape
 from ..nn.attention import require_growing
+from ..nn.hooks import HookPoint
+from . import packing
 from .base_config import RegardConfig
 from .loading import CheckedLoading
+from .packing import Documents
 
 IGNORED = -100  # the label that the loss leaves out
 _ARGUMENTS = (
@@ -40,6 +42,7 @@ _ARGUMENTS = (
     "output_attentions",
     "output_hidden_states",
     "return_dict",
+    *packing.ARGUMENTS,
 )
 
 
@@ -53,6 +56,8 @@ class Context:
         cache: to be read and extended, or None.
         past: tokens in the cache, padding included.
         output_attentions: also return the weights.
+        segments: integers [B or 1, T] that grow by one where a document begins; None where every row is one document.
+            Comes to models that say `honours_segments` alone, and never with a cache.
     """
 
     mask: Tensor | None
@@ -60,6 +65,7 @@ class Context:
     cache: Cache | None
     past: int
     output_attentions: bool
+    segments: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Decoded:
     Attributes:
         hidden: [B, T, C], after the last norm: what the output matrix reads.
         states: the hidden states before each layer.
-        attentions: the weights of every layer [B, H, T, N], where they were asked for.
+        attentions: the weights of every layer [B, H, T, N], where they were asked for; None where a layer has none.
     """
 
     hidden: Tensor
@@ -101,8 +107,11 @@ class RegardModel(RegardPreTrainedModel):
         embed_tokens: the embeddings of tokens.
         decode: [B, T, C] embeddings and their context to what the output matrix reads.
         new_cache: an empty cache.
+        honours_segments: whether `decode` keeps the documents of `Context.segments` apart; where it does not, packed
+            documents are refused.
     """
 
+    honours_segments: ClassVar[bool] = False
     embed_tokens: nn.Embedding
     decode: Callable[[Tensor, Context], Decoded]
     new_cache: NewCache
@@ -124,6 +133,8 @@ class RegardModel(RegardPreTrainedModel):
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        segment_ids: Tensor | None = None,
+        **packed: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states [B, T, C] after the last norm; arguments as `RegardForCausalLM`.
 
@@ -137,14 +148,24 @@ class RegardModel(RegardPreTrainedModel):
         past = 0 if cache is None else cache.get_seq_length()
         mask = key_mask(self.call, attention_mask, embedded.shape[0], past + embedded.shape[1])
         positions = token_positions(self.call, position_ids, mask, past, embedded)
+        real = None if mask is None else mask[:, past:]
+        packed["segment_ids"] = segment_ids
+        documents = Documents.of(self.call, tuple(embedded.shape[:2]), real, position_ids, packed)
+        segments = None
+        if documents is not None:
+            asked = past_key_values is not None or bool(use_cache)
+            segments = documents.segments(self.call, cache_kept=cache is not None, cache_asked=asked)
+        if documents is not None and segments is not None:
+            require(self.honours_segments, self.call, f"{documents.packed}, which this model does not keep apart.")
+            cache, positions = None, documents.positions(positions) if position_ids is None else positions
         if mask is not None:  # what is hidden enters as zeros, so that no product of it, forward or back, can matter
             embedded = embedded.masked_fill(~mask[:, past:, None], 0)
-        found = self.decode(embedded, Context(mask, positions, cache, past, bool(output_attentions)))
+        found = self.decode(embedded, Context(mask, positions, cache, past, bool(output_attentions), segments))
         return BaseModelOutputWithPast(
             last_hidden_state=found.hidden,
             past_key_values=cache,
             hidden_states=(*found.states, found.hidden) if wanted else None,
-            attentions=tuple(found.attentions) if output_attentions else None,
+            attentions=tuple(w for w in found.attentions if w is not None) if output_attentions else None,
         )
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -209,7 +230,8 @@ class RegardModel(RegardPreTrainedModel):
 
 
 class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
-    """A causal language model. What it is called with:
+    """A causal language model. Its logits are `lm_head(base_model(...).last_hidden_state)`, since fused losses compute
+    just that; the hook point `unembed.hook_out` sees them. What it is called with:
 
     - input_ids: tokens [B, T]; or inputs_embeds [B, T, C] in their place.
     - attention_mask: [B, N] over all tokens so far, boolean or integer, true where a token is real. Hidden
@@ -220,8 +242,12 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
       Hidden tokens are neither predicted nor predicted from. Where no token is to be predicted the loss is 0.
     - use_cache: fill a new cache; default the configuration's, and not in training.
     - logits_to_keep: only the last so many positions (0: all), or, without labels, those in a tensor of positions.
-    - output_attentions: also every layer's weights, by the dense reference.
-    - output_hidden_states: also the hidden states before each layer and after the last norm.
+    - output_attentions: also the weights of the layers that have some, in their order, by the dense reference and with
+      gradients. Layers without weights, such as Gated DeltaNet, are left out, as transformers does in hybrid models.
+    - output_hidden_states: also the hidden states before each layer, and what the output matrix reads.
+    - segment_ids: [B or 1, T], the number of each token's document where several are packed into a row: nothing of one
+      reaches another, and its first token is not predicted. The same is made of position_ids that begin again, of
+      `cu_seq_lens_q` and `cu_seq_lens_k` [documents + 1] of a single row, and of `seq_idx`. No cache is then kept.
     - further keywords (`num_items_in_batch`) go to the loss; `return_dict=False` gives a tuple.
     """
 
@@ -232,11 +258,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = self.model_class(config)
         self.lm_head = nn.Linear(self.model.embed_tokens.embedding_dim, config.vocab_size, bias=False)
+        self.unembed = nn.ModuleDict({"hook_out": HookPoint("unembed.hook_out")})
         self.post_init()
-
-    def readout(self, hidden: Tensor) -> Tensor:
-        """Hidden states [B, T, C] to logits [B, T, V]."""
-        return self.lm_head(hidden)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -317,6 +340,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        segment_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, V] of the next token, and the loss where labels are given; arguments as the class.
@@ -325,6 +349,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             ArgumentError: wrong rank, dtype or shape, an empty sequence, a static cache, and on a CPU tokens out of the
                 vocabulary (elsewhere they are torch's own error).
         """
+        packed = packing.take({"segment_ids": segment_ids}, kwargs)
         refuse_misspelt(type(self).__name__, kwargs)
         outputs = self.model(
             input_ids=input_ids,
@@ -336,12 +361,18 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             return_dict=True,
+            **packed,
         )
         kept = positions_kept(type(self).__name__, logits_to_keep, labels)
-        logits = self.readout(outputs.last_hidden_state[:, kept])
+        logits = self.unembed["hook_out"](self.lm_head(outputs.last_hidden_state[:, kept]))
         loss = None
         if labels is not None:
             labels = visible_labels(type(self).__name__, labels, attention_mask, logits)
+            tokens = tuple(outputs.last_hidden_state.shape[:2])
+            real = None if attention_mask is None else attention_mask[:, -tokens[1] :] != 0
+            documents = Documents.of(type(self).__name__, tokens, real, position_ids, packed)
+            if documents is not None:
+                labels = labels.masked_fill(documents.begins[:, -labels.shape[1] :], IGNORED)
             # a mean over no token is not a number; a sum over none is 0
             kwargs.setdefault("num_items_in_batch", (labels[:, 1:] != IGNORED).sum().clamp_min(1))
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -384,7 +415,7 @@ def refuse_misspelt(call: str, extra: dict[str, Any]) -> None:
         ArgumentError: one is: handed on to the loss, it would be lost, and another thing computed than was asked for.
     """
     for name in () if torch.compiler.is_compiling() else extra:
-        close = difflib.get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.85)
+        close = closest(name, _ARGUMENTS, 0.85)[:1]
         require(not close, call, f"unknown argument {name!r}. Did you mean {', '.join(map(repr, close))}?")
 
 

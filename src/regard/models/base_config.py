@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from transformers import GenerationConfig, PreTrainedConfig
 
 from .. import Spec
-from ..checks import ArgumentError, flags, number, refuse, require, shown, suggestion
+from ..checks import ArgumentError, closest, flags, number, refuse, require, shown, suggestion
 from ..grammar import as_spec
 from ..nn.attention import positive_int
 
@@ -28,8 +28,18 @@ _TRANSFORMERS_KEYS = {
 }
 
 
-# Where a saved model lies, in the words of `from_pretrained`.
 HUB_KEYS = {"cache_dir", "force_download", "local_files_only", "revision", "token", "subfolder", "trust_remote_code"}
+"""Where a saved model lies, in the words of `from_pretrained`."""
+LOADING_KEYS = HUB_KEYS | {
+    *("adapter_kwargs", "adapter_name", "allow_all_kernels", "code_revision", "config", "device_map", "device_mesh"),
+    *("disable_mmap", "distributed_config", "from_flax", "from_tf", "fusion_config", "generation_config", "gguf_file"),
+    *("ignore_mismatched_sizes", "kernel_config", "key_mapping", "low_cpu_mem_usage", "max_memory", "mirror"),
+    *("offload_buffers", "offload_folder", "offload_state_dict", "output_loading_info", "proxies", "resume_download"),
+    *("state_dict", "tp_plan", "tp_size", "tqdm_class", "use_auth_token", "use_kernels", "use_safetensors", "variant"),
+    "weights_only",
+}
+"""What `from_pretrained` takes, now or in earlier versions, and a configuration does not look at: programs
+hand the same keywords to the configuration and to the model."""
 
 
 class RegardConfig(PreTrainedConfig):
@@ -98,13 +108,13 @@ class RegardConfig(PreTrainedConfig):
                 f"{cls.__name__}: the configuration is of model type {given!r}, expected {cls.model_type!r}; "
                 f"transformers.AutoModelForCausalLM finds the class by itself."
             )
-        handed_on = kwargs.pop("return_unused_kwargs", False)  # a model's from_pretrained, whose constructor sees them
+        handed_on = kwargs.pop("return_unused_kwargs", False)  # the caller looks at what was not used
         config, unused = super().from_dict(config_dict, return_unused_kwargs=True, **kwargs)
         config.normalise()
-        if handed_on:
-            return config, unused
-        config._refuse_unknown({name: value for name, value in unused.items() if name not in HUB_KEYS})
-        return config
+        own = own_fields(cls)
+        unknown = {name: value for name, value in unused.items() if name not in LOADING_KEYS}
+        config._refuse_unknown({n: v for n, v in unknown.items() if not handed_on or closest(n, own, 0.85)})
+        return (config, unused) if handed_on else config
 
     @property
     def call(self) -> str:

@@ -2,8 +2,9 @@
 recurrence are those of transformers' Qwen3-Next, in plain PyTorch on a CPU and by flash-linear-attention's kernels
 where it is installed and there is a GPU.
 
-What transformers leaves open is settled here: padding anywhere in a row is as if it were not there, and the state goes
-on from any call to the next, whatever their lengths.
+What transformers leaves open is settled here: padding anywhere in a row is as if it were not there, the state goes on
+from any call to the next, whatever their lengths, and documents packed into a row are kept apart (transformers does so
+in kernels for GPUs alone), by `regard.delta_rule`.
 
 Shapes: B batch, T tokens given now, N tokens so far, C model width, H heads, D channels of a head, W the convolution's
 width, G its channels (3 H D).
@@ -23,7 +24,10 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from ..checks import number
+from ..checks import number, require
+from ..estimators.chunk_stream import check_segments
+from ..estimators.delta import delta_rule
+from ..estimators.one_node import one_node
 from ..estimators.states import State
 from ..nn.arguments import check_layer_idx
 from ..nn.attention import positive_int
@@ -76,6 +80,7 @@ class GatedDeltaNet(TokenMixer):
         layer_idx: the layer's place in a cache.
     """
 
+    honours_segments = True
     defaults: ClassVar[Mapping[str, Any]] = {"num_heads": 8, "head_dim": 64, "conv_size": 4}
     cache_layer = GatedDeltaCacheLayer
 
@@ -119,19 +124,43 @@ class GatedDeltaNet(TokenMixer):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """[B, T, C] -> ([B, T, C], None); positions are not looked at, and there are no weights to show."""
+        """[B, T, C] -> ([B, T, C], None); positions are not looked at, and there are no weights to show.
+
+        `segment_ids` are integers [B or 1, T]: a change begins a new document. Not with a cache.
+
+        Raises:
+            ArgumentError: a cache without this layer's state, or with `segment_ids`.
+        """
         kept = None
+        if segment_ids is not None:
+            require(past_key_values is None, "GatedDeltaNet", "segment_ids were given with a cache; leave one out.")
+            check_segments(
+                "GatedDeltaNet",
+                segment_ids,
+                hidden_states.shape[0],
+                hidden_states.shape[1],
+                False,
+                hidden_states.device,
+            )
         if past_key_values is not None:
             kept = own_layer("GatedDeltaNet", past_key_values, self.layer_idx or 0, GatedDeltaCacheLayer)
         mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
-        out, state = self.mix(hidden_states, mask, None if kept is None else kept.delta, remember=kept is not None)
+        state = None if kept is None else kept.delta
+        out, state = self.mix(hidden_states, mask, state, remember=kept is not None, segment_ids=segment_ids)
         if kept is not None:
             kept.delta = state
         return out, None
 
     def mix(
-        self, hidden: Tensor, mask: Tensor | None, state: GatedDeltaState | None, *, remember: bool = True
+        self,
+        hidden: Tensor,
+        mask: Tensor | None,
+        state: GatedDeltaState | None,
+        *,
+        remember: bool = True,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, GatedDeltaState | None]:
         """[B, T, C] and the state of the tokens before -> ([B, T, C], the state of all).
 
@@ -140,21 +169,27 @@ class GatedDeltaNet(TokenMixer):
             mask: boolean [B, T], true where a token is real; the others give 0 and change nothing.
             state: of an earlier call; None for none.
             remember: whether a state is wanted.
+            segment_ids: integers [B or 1, T], of which a change begins a new document; without a state before or after.
         """
         if all_real(mask):
-            return self._mix(hidden, None, state, remember)
+            return self._mix(hidden, None, state, remember, segment_ids)
         assert mask is not None
         # Real tokens first, each row's in their order: padding then stands behind all that could see it.
         order = (~mask).to(torch.int8).argsort(dim=1, stable=True)
         place = order[..., None].expand_as(hidden)
         real = mask.gather(1, order)
-        out, state = self._mix(
-            hidden.gather(1, place).masked_fill(~real[..., None], 0), real, state, remember, seen=hidden.shape[1]
-        )
+        hidden = hidden.gather(1, place).masked_fill(~real[..., None], 0)
+        segment_ids = None if segment_ids is None else segment_ids.expand_as(order).gather(1, order)
+        out, state = self._mix(hidden, real, state, remember, segment_ids)
         return torch.zeros_like(out).scatter(1, place, out.masked_fill(~real[..., None], 0)), state
 
     def _mix(
-        self, hidden: Tensor, real: Tensor | None, state: GatedDeltaState | None, remember: bool, seen: int = 0
+        self,
+        hidden: Tensor,
+        real: Tensor | None,
+        state: GatedDeltaState | None,
+        remember: bool,
+        segment_ids: Tensor | None,
     ) -> tuple[Tensor, GatedDeltaState | None]:
         """As `mix`, for rows whose real tokens stand first."""
         net, tokens = self.net, hidden.shape[1]
@@ -163,23 +198,83 @@ class GatedDeltaNet(TokenMixer):
         reach = net.conv_kernel_size - 1
         before = mixed.new_zeros(*mixed.shape[:2], reach) if state is None else state.conv.to(mixed.dtype)
         inputs = torch.cat((before, mixed), dim=-1)
-        convolved = F.silu(F.conv1d(inputs, net.conv1d.weight, groups=net.conv_dim)).transpose(1, 2)
+        convolved = F.silu(_convolved(inputs, net.conv1d.weight[:, 0], segment_ids)).transpose(1, 2)
         sizes = [net.key_dim, net.key_dim, net.value_dim]
         query, key, value = (x.unflatten(-1, (net.num_v_heads, -1)) for x in convolved.split(sizes, dim=-1))
         beta, decay = b.sigmoid(), -net.A_log.float().exp() * F.softplus(a.float() + net.dt_bias)
         if real is not None:  # a memory that neither fades nor is written
             beta, decay = beta * real[..., None], decay * real[..., None]
-        rule = qwen.torch_recurrent_gated_delta_rule if tokens == 1 else qwen.torch_chunk_gated_delta_rule
-        out, memory = rule(
-            query, key, value, g=decay, beta=beta, initial_state=None if state is None else state.memory,
-            output_final_state=remember, use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
+        memory = None
+        if segment_ids is not None:
+            out = _by_document(query, key, value, beta, decay, real, segment_ids)
+        else:
+            out, memory = _rule(query, key, value, decay, beta, None if state is None else state.memory)
         heads = net.norm(out.reshape(-1, net.head_v_dim), z.reshape(-1, net.head_v_dim)).view_as(z)
         after = None
         if remember:
+            assert memory is not None
             past = 0 if state is None else state.tokens
             after = GatedDeltaState(_latest(inputs, real, reach), memory, tokens=past + tokens)
         return net.out_proj(heads.flatten(2)), after
+
+
+def _like(query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return empty tensors of the shapes that `_rule` gives."""
+    state = value.new_empty(value.shape[0], value.shape[2], key.shape[3], value.shape[3], dtype=torch.float32)
+    return value.new_empty(value.shape), state
+
+
+@one_node("gated_delta_rule", _like)
+def _rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What the queries read [B, T, H, D], and the state [B, H, D, D] after all tokens."""
+    rule = qwen.torch_recurrent_gated_delta_rule if query.shape[1] == 1 else qwen.torch_chunk_gated_delta_rule
+    out, after = rule(
+        query,
+        key,
+        value,
+        g=decay,
+        beta=beta,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    return out, after
+
+
+def _convolved(inputs: Tensor, weight: Tensor, segment_ids: Tensor | None) -> Tensor:
+    """Convolve [B, G, W - 1 + T] with [G, W], channel by channel, to [B, G, T]; no document sees the one before."""
+    if segment_ids is None:
+        return F.conv1d(inputs, weight[:, None], groups=len(weight))
+    reach, tokens = weight.shape[1] - 1, segment_ids.shape[1]
+    before = F.pad(segment_ids, (reach, 0))
+    out = inputs[..., reach:] * weight[:, reach:]
+    for lag in range(1, reach + 1):
+        place = slice(reach - lag, reach - lag + tokens)
+        same = (before[:, place] == segment_ids) & (torch.arange(tokens, device=before.device) >= lag)
+        out = out + torch.where(same[:, None], inputs[..., place], 0) * weight[:, reach - lag, None]
+    return out
+
+
+def _by_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    decay: Tensor,
+    real: Tensor | None,
+    segment_ids: Tensor,
+) -> Tensor:
+    """The gated delta rule [B, T, H, D] with a memory of its own for every document, in float32 as transformers has it:
+    unit keys and queries, the latter over sqrt(D)."""
+    given = value.dtype
+    units = (qwen.l2norm(x.float()) for x in (query, key))
+    query, key, value = (x.transpose(1, 2) for x in (*units, value.float()))
+    steps = {"beta": beta.float().transpose(1, 2), "log_decay": decay.transpose(1, 2)}
+    scale = query.shape[-1] ** -0.5
+    out, _ = delta_rule(query, key, value, **steps, attn_mask=real, scale=scale, segment_ids=segment_ids)
+    return out.transpose(1, 2).to(given)
 
 
 def _latest(inputs: Tensor, real: Tensor | None, reach: int) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..checks import ArgumentError
 from ..nn import Attention, HookPoint, feed_forwards, rotary_angles
 from ..nn.memories import MemoryLayer, memory_layers
 from ..nn.norm import make_norm
@@ -28,7 +29,7 @@ from .configuration_hybrid import HybridConfig
 from .gated_delta_net import init_delta
 from .large_chunk import init_large_chunk
 from .masks import all_real
-from .token_mixers import own_layer, token_mixers
+from .token_mixers import TokenMixer, own_layer, token_mixers
 
 
 class HybridDecoderLayer(GradientCheckpointingLayer):
@@ -70,38 +71,54 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
         tokens_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, T, C] -> ([B, T, C], attention weights or None); arguments as `regard.nn.Attention`, and the boolean mask
         [B, T] of the tokens given now, where not all are real."""
+        packed = {} if segment_ids is None else {"segment_ids": segment_ids}
         if self.memory_first:
-            hidden_states = self._recall(hidden_states, tokens_mask, past_key_values)
+            hidden_states = self._recall(hidden_states, tokens_mask, past_key_values, packed)
         attended, weights = self.self_attn(
             self.input_layernorm(hidden_states),
             position_embeddings,
             attention_mask,
             past_key_values,
             output_attentions,
+            **packed,
         )
         hidden_states = hidden_states + attended
         if not self.memory_first:
-            hidden_states = self._recall(hidden_states, tokens_mask, past_key_values)
+            hidden_states = self._recall(hidden_states, tokens_mask, past_key_values, packed)
         if self.mlp is None:
             return hidden_states, weights
         normed = self.post_attention_layernorm(hidden_states)
         if isinstance(self.mlp, MemoryLayer):
-            given, _ = self.mlp(normed, tokens_mask)
+            given, _ = self.mlp(normed, tokens_mask, **packed)
         else:
             given = self.mlp(normed)
         return hidden_states + self.hook_mlp_out(given), weights
 
-    def _recall(self, hidden: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+    def require_segments(self, call: str, depth: int) -> None:
+        """Raise where a part of this layer, at that depth, would mix the documents of a row.
+
+        Raises:
+            ArgumentError: the mixer or a memory does not say that it honours segments.
+        """
+        for part in (self.self_attn, self.memory, self.mlp):
+            if isinstance(part, (TokenMixer, MemoryLayer)) and not part.honours_segments:
+                raise ArgumentError(
+                    f"{call}: the rows hold several documents, which {type(part).__name__} at layer {depth} does not "
+                    f"keep apart; give each document a row of its own."
+                )
+
+    def _recall(self, hidden: Tensor, mask: Tensor | None, cache: Cache | None, packed: dict[str, Tensor]) -> Tensor:
         """The residual stream [B, T, C] with what the memory adds to it."""
         if self.memory is None:
             return hidden
         kept = None
         if cache is not None and self.memory.remembers:
             kept = own_layer("HybridForCausalLM", cache, self.memory_index, MemoryCacheLayer)
-        recalled, state = self.memory(hidden, mask, state=None if kept is None else kept.memory)
+        recalled, state = self.memory(hidden, mask, state=None if kept is None else kept.memory, **packed)
         if kept is not None:
             kept.memory = state
         return hidden + recalled
@@ -164,6 +181,8 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         training_step: the number of the optimiser's step, as `tell_step` says it; None where nobody does.
     """
 
+    honours_segments = True
+
     def __init__(self, config: HybridConfig) -> None:
         config.normalise()
         super().__init__(config)
@@ -188,6 +207,9 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         assert self.config.head_dim is not None  # filled in by config.normalise
         if context.cache is not None:
             check_depth(self.call, context.cache, self.cached_layers)
+        if context.segments is not None:
+            for depth, layer in enumerate(self.layers):
+                layer.require_segments(self.call, depth)
         tokens = None if context.mask is None else context.mask[:, context.past :]
         tokens = None if all_real(tokens) else tokens
         narrow = self._training_mask(context, embedded)
@@ -203,6 +225,7 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
                 past_key_values=context.cache,
                 output_attentions=context.output_attentions,
                 tokens_mask=tokens,
+                segment_ids=context.segments,
             )
             attentions.append(weights)
         return Decoded(self.norm(hidden), states, attentions)

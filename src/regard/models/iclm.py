@@ -15,7 +15,6 @@ slot), n pairs so far (S - 1), C width of the covariates, E width of f, H heads,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from .catalogue import LanguageModel, language_models
 from .configuration_iclm import ICLMConfig
 from .iclm_cache import ICLMCache, PairLayer
 from .iclm_contributions import Contributions, trace
+from .iclm_slots import Slots, place
 
 Angles = tuple[Tensor, Tensor]
 
@@ -70,9 +70,10 @@ class CovariateBlock(GradientCheckpointingLayer):
         mask: Tensor | None = None,
         past_key_values: ICLMCache | None = None,
         output_attentions: bool = False,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, R, C] -> ([B, R, C], weights [B, H, R, S] or None)."""
-        attended, weights = self.attn(self.norm(phi), angles, mask, past_key_values, output_attentions)
+        attended, weights = self.attn(self.norm(phi), angles, mask, past_key_values, output_attentions, segment_ids)
         phi = phi + attended
         return phi if self.mlp is None else phi + self.mlp(phi), weights
 
@@ -155,48 +156,12 @@ class StartVector(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size))
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """The vector before rows [B, T, C]: [B, T + 1, C]."""
-        return torch.cat((self.weight.to(rows.dtype).expand(rows.shape[0], 1, -1), rows), 1)
-
-
-@dataclass(frozen=True)
-class Slots:
-    """The slots of a call.
-
-    Attributes:
-        positions: integers [B or 1, R].
-        mask: boolean [B, S], true where a slot is real; None where all are.
-        pairs: which slots go with which values; None where all are real.
-    """
-
-    positions: Tensor
-    mask: Tensor | None
-    pairs: Pairs | None
-
-    @classmethod
-    def of(cls, context: Context, start: bool) -> Slots:
-        """The slots of tokens; with `start`, one more before the first token."""
-        positions, mask = context.positions, context.mask
-        tokens = positions.shape[1]
-        if not start:
-            return cls(positions, mask, None if mask is None else Pairs.of(mask, tokens))
-        # the start slot stands right before the first real token, whatever the positions of padding
-        following, rows = positions + 1, tokens
-        if context.past == 0:
-            rows += 1
-            if mask is None:
-                first = positions[:, :1]
-            else:
-                far = torch.iinfo(positions.dtype).max
-                first = torch.where(mask, positions, far).amin(-1, keepdim=True)
-                first = torch.where(first == far, 0, first)
-                following = following.expand(mask.shape[0], -1)
-            following = torch.cat((first, following), 1)
-        if mask is None:
-            return cls(following, None, None)
-        mask = F.pad(mask, (1, 0), value=True)
-        return cls(following, mask, Pairs.of(mask, rows))
+    def forward(self, rows: Tensor, slots: Slots) -> Tensor:
+        """The vector in the slots [B, R, C] that have no token, rows [B, T, C] in the others."""
+        start = self.weight.to(rows.dtype)
+        if slots.places is None:
+            return torch.cat((start.expand(rows.shape[0], 1, -1), rows), 1)
+        return place(start.expand(rows.shape[0], slots.positions.shape[1], -1), rows, slots.places)
 
 
 class ICLMPreTrainedModel(RegardPreTrainedModel):
@@ -215,8 +180,18 @@ class ICLMPreTrainedModel(RegardPreTrainedModel):
 
 
 class ICLMModel(ICLMPreTrainedModel, RegardModel):
-    """Both streams, without the output matrix. Layer numbers of observers and the order of `attentions`: covariate
-    blocks first, then f blocks. `hidden_states` are f before each f block, and what the output matrix reads."""
+    """Both streams, without the output matrix.
+
+    Observers number the covariate blocks first, then the f blocks, and so do:
+
+    - `attentions`: a map [B, H, T, N] of each, between tokens. A column of a covariate block is the token that was read
+      last, one of an f block the token whose value is averaged. Weights of the start slot are left out; they are under
+      the names of the hook points.
+    - `hidden_states`: [B, T, C], the covariates that each pair of blocks begins with; then [B, T, E], f before each f
+      block; then what the output matrix reads. That is one more than `num_hidden_layers`.
+    """
+
+    honours_segments = True
 
     def __init__(self, config: ICLMConfig) -> None:
         config.normalise()
@@ -254,7 +229,7 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
         phi = words[..., : config.d_phi] if self.embed_covariates is None else embedded[..., config.hidden_size :]
         slots = Slots.of(context, self.start is not None)
         if self.start is not None and context.past == 0:
-            phi = self.start(phi)
+            phi = self.start(phi, slots)
         steps = _Steps(self, words, slots, cache, context.past)
         shown = context.output_attentions
         turned = self._angles(slots.positions, config.num_attention_heads, phi.dtype)
@@ -263,21 +238,24 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
             alike = config.f_attention_heads == config.num_attention_heads
             angles = turned if alike else self._angles(slots.positions, config.f_attention_heads, phi.dtype)
         f, side = phi.new_zeros(*phi.shape[:2], config.hidden_size), None
-        states, seen, weighed = [], [], []
-        first = phi.shape[1] - words.shape[1]
+        covariates, functions, weighed, seen = [], [], [], []
+        tokens = words.shape[1]
         for layer, block in enumerate(self.f):
             read = phi
+            covariates.append(slots.of_tokens(phi, tokens))
             if layer < len(self.phi):
-                phi, weights = self.phi[layer](phi, turned, slots.mask, cache, shown)
+                phi, weights = self.phi[layer](phi, turned, slots.mask, cache, shown, slots.segments)
                 weighed.append(weights)
             read = phi if config.f_reads == "post" else read
-            states.append(f[:, first:])
+            functions.append(slots.of_tokens(f, tokens))
             values = steps.values(layer, f)
             own = None if cache is None else cache.function_layer(layer)
             f, side, weights = block(f, side, read, values, angles, slots.pairs, own, shown)
-            seen.append(weights)
+            # the first slot has no pair: neither a column nor, where it is given now, a row
+            seen.append(None if weights is None else F.pad(weights, (1, 0, phi.shape[1] - weights.shape[2], 0)))
         hidden = f if side is None else f + side
-        return Decoded(self.ln_final(hidden[:, first:]), states, weighed + seen)
+        maps = [None if w is None else slots.maps(w, context.past, tokens) for w in weighed + seen]
+        return Decoded(self.ln_final(slots.of_tokens(hidden, tokens)), covariates + functions, maps)
 
     def _own(self, cache: object, batch: int) -> ICLMCache | None:
         """The cache, which must be this model's kind."""
@@ -304,7 +282,7 @@ class _Steps:
         self.config, self.table, self.pairs = model.config, model.embed_tokens.weight, slots.pairs
         self.cache = None if cache is None else cache.shared
         # the value of the first slot's pair is the token of the second slot
-        followers = words if model.start is not None or past else words[:, 1:]
+        followers = slots.completing(words) if model.start is not None or past else words[:, 1:]
         self.words = followers if model.norm_values is None else model.norm_values(followers)
         self.known = {} if self.cache is None else {n: x[:, 0] for n, x in self.cache.grown.items()}
         self.new: dict[str, Tensor] = {"value": self.words}
@@ -358,10 +336,6 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
 
     model_class = ICLMModel
 
-    def __init__(self, config: ICLMConfig) -> None:
-        super().__init__(config)
-        self.unembed = nn.ModuleDict({"hook_out": HookPoint("unembed.hook_out")})
-
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """transformers' own; refused where there are two tables.
 
@@ -375,10 +349,6 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
             )
         return super().resize_token_embeddings(*args, **kwargs)
 
-    def readout(self, hidden: Tensor) -> Tensor:
-        """Hidden states [B, T, E] to logits [B, T, V]."""
-        return self.unembed["hook_out"](self.lm_head(hidden))
-
     @torch.no_grad()
     def contributions(
         self,
@@ -386,6 +356,7 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
         attention_mask: Tensor | None = None,
         *,
         positions: Sequence[int] | Tensor | None = None,
+        segment_ids: Tensor | None = None,
     ) -> Contributions:
         """Logits as sums over context tokens, layers and heads; see `Contributions`.
 
@@ -393,11 +364,13 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
             input_ids: [B, T].
             attention_mask: [B, T], true where a token is real.
             positions: those whose logits are explained, from the end where negative; None for all T.
+            segment_ids: [B or 1, T], the number of each token's document where several are packed into a row; tokens of
+                other documents add 0.
 
         Raises:
             ArgumentError: as `forward`, or positions outside the text.
         """
-        return trace(self, input_ids, attention_mask, positions)
+        return trace(self, input_ids, attention_mask, positions, segment_ids)
 
 
 language_models.register("iclm")(

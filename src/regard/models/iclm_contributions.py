@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import ArgumentError, shape
+from .iclm_slots import Slots, of_tokens
 
 if TYPE_CHECKING:
     from .iclm import ICLMForCausalLM
@@ -173,6 +174,7 @@ def trace(
     input_ids: Tensor,
     attention_mask: Tensor | None,
     positions: Sequence[int] | Tensor | None,
+    segment_ids: Tensor | None = None,
 ) -> Contributions:
     """Run the model on a text and keep what its logits are sums of.
 
@@ -183,14 +185,15 @@ def trace(
         came = shape(input_ids) if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise ArgumentError(f"ICLMForCausalLM.contributions: input_ids is {came}, expected an integer tensor [B, T].")
     chosen = _positions(positions, input_ids)
-    seen = _Seen(model)
+    seen = _Seen(model, input_ids.shape[1])
     with seen:
-        model.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-    tokens, inner = input_ids.shape[1], model.model
-    late = tokens - seen.weights[0].shape[-1] if seen.weights else 0  # 1 where the first token is no value
-    weights = [F.pad(w, (late, 0, late, 0))[:, :, chosen] for w in seen.weights]
+        model.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, segment_ids=segment_ids)
+    inner = model.model
     attns = [block.attn for block in inner.f]
-    values = [F.pad(a._values(v, v.shape[1]), (0, 0, late, 0)) for a, v in zip(attns, seen.values, strict=True)]
+    # rows and columns of all slots but the first, which has no pair
+    weights = [seen.of_tokens(seen.of_tokens(F.pad(w, (1, 0, 1, 0)), 3), 2)[:, :, chosen] for w in seen.weights]
+    averaged = [F.pad(a._values(v, v.shape[1]), (0, 0, 1, 0)) for a, v in zip(attns, seen.values, strict=True)]
+    values = [seen.of_tokens(v, 2) for v in averaged]
     _, scale = inner.ln_final.split(seen.hidden[:, chosen])
     plain: Any = lambda x: x.detach().to(scale.dtype)  # noqa: E731
     wide: Any = lambda parts: tuple(map(plain, parts))  # noqa: E731
@@ -200,7 +203,7 @@ def trace(
         weights=wide(weights),
         values=wide(values),
         outputs=wide(a.o_proj.weight.unflatten(1, (a.num_heads, -1)).transpose(0, 1) for a in attns),
-        added=wide(x[:, x.shape[1] - tokens :][:, chosen] for x in seen.added),
+        added=wide(seen.of_tokens(x, 1)[:, chosen] for x in seen.added),
         scale=scale,
         gain=plain(inner.ln_final.weight),
         offset=plain(inner.ln_final.bias),
@@ -211,8 +214,9 @@ def trace(
 class _Seen:
     """Listens to the f blocks of a model while it is open."""
 
-    def __init__(self, model: ICLMForCausalLM) -> None:
-        self.model = model.model
+    def __init__(self, model: ICLMForCausalLM, tokens: int) -> None:
+        self.model, self.tokens = model.model, tokens
+        self.places: Tensor | None = None
         self.weights: list[Tensor] = []
         self.values: list[Tensor] = []
         self.added: list[Tensor] = []
@@ -226,8 +230,17 @@ class _Seen:
             self.handles.append(block.attn.hook_pattern.register_forward_hook(hold(self.weights)))
             if block.mlp is not None:
                 self.handles.append(block.mlp.hook_out.register_forward_hook(hold(self.added)))
+        if self.model.start is not None:
+            self.handles.append(self.model.start.register_forward_pre_hook(self._find))
         self.handles.append(self.model.ln_final.register_forward_pre_hook(self._keep))
         return self
+
+    def of_tokens(self, x: Tensor, axis: int) -> Tensor:
+        """Take what the slots of the tokens have of x, which has an axis of slots."""
+        return of_tokens(x, self.places, self.tokens, axis)
+
+    def _find(self, _module: Any, args: tuple[Tensor, Slots]) -> None:
+        self.places = args[1].places
 
     def _keep(self, _module: Any, args: tuple[Tensor, ...]) -> None:
         self.hidden = args[0]

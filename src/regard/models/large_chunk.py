@@ -39,6 +39,7 @@ class LargeChunkCacheLayer(StateCacheLayer):
 class LargeChunkMixer(LargeChunkTTT, TokenMixer):
     """Attention to a window, and fast weights that learn each chunk of the text: `regard.nn.LargeChunkTTT`."""
 
+    honours_segments = True
     defaults: ClassVar[Mapping[str, Any]] = {
         "fast_heads": 4,
         "inner": 1.0,

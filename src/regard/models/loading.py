@@ -29,6 +29,7 @@ class CheckedLoading(PreTrainedModel):
             ArgumentError: the checkpoint is of another model type, or a tensor is missing, unknown, of another shape,
                 or not finite.
         """
+        kwargs.setdefault("trust_remote_code", False)  # otherwise transformers may ask, and run what lies in a folder
         if kwargs.pop("output_loading_info", False):
             return super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         config_class = cls.config_class

@@ -62,8 +62,10 @@ class MemoryMosaicBlock(GradientCheckpointingLayer):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, T, C] -> ([B, T, C], the contextual memory's weights or None); the mask is over all tokens so far."""
+        """[B, T, C] -> ([B, T, C], the contextual memory's weights or None); the mask is over all tokens so far,
+        `segment_ids` [B or 1, T] are of packed documents."""
         kept = None if past_key_values is None else _layer(past_key_values, self.layer_idx)
         state = None if kept is None else kept.contextual
         normed = self.contextual_norm(hidden_states)
@@ -71,17 +73,19 @@ class MemoryMosaicBlock(GradientCheckpointingLayer):
             "state": state,
             "remember": kept is not None,
             "output_attentions": output_attentions,
+            "segment_ids": segment_ids,
         }
         if self.shared:
             mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
             normed = without_hidden(normed, mask)
-            keys, leaky = self.contextual.keys(normed, mask, None if state is None else state.leaky)
+            keys, leaky = self.contextual.keys(normed, mask, None if state is None else state.leaky, segment_ids)
             recalled, after, weights = self.contextual.recall(keys, leaky, normed, attention_mask, **arguments)
             known = self.persistent.read(keys)
         else:
             recalled, after, weights = self.contextual(normed, attention_mask, **arguments)
             asked = self.persistent_norm(hidden_states if self.parallel else hidden_states + recalled)
-            known, leaky = self.persistent(asked, attention_mask, None if kept is None else kept.persistent)
+            held = None if kept is None else kept.persistent
+            known, leaky = self.persistent(asked, attention_mask, held, segment_ids=segment_ids)
         if kept is not None:
             kept.contextual, kept.persistent = after, None if self.shared else leaky
         return hidden_states + recalled + known, weights
@@ -143,6 +147,8 @@ def _init_numbers(module: nn.Module) -> None:
 class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
     """The decoder without the output matrix."""
 
+    honours_segments = True
+
     def __init__(self, config: MemoryMosaicConfig) -> None:
         config.normalise()
         super().__init__(config)
@@ -157,7 +163,11 @@ class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
         return memory_mosaic_cache(self.config.num_hidden_layers)
 
     def decode(self, embedded: Tensor, context: Context) -> Decoded:
-        """The blocks, then the last norm."""
+        """Run the blocks and the last norm, and divide by sqrt(C) where logits are scaled.
+
+        The factor is applied here, before the output matrix, because fused losses multiply what this returns by that
+        matrix themselves.
+        """
         if context.cache is not None:
             check_depth(self.call, context.cache, len(self.layers))
         mask = None if all_real(context.mask) else context.mask
@@ -171,9 +181,13 @@ class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
                 attention_mask=mask,
                 past_key_values=context.cache,
                 output_attentions=context.output_attentions,
+                segment_ids=context.segments,
             )
             attentions.append(weights)
-        return Decoded(self.norm(hidden), states, attentions)
+        normed = self.norm(hidden)
+        if self.config.scale_logits:
+            normed = normed * self.config.hidden_size**-0.5
+        return Decoded(normed, states, attentions)
 
 
 class MemoryMosaicForCausalLM(MemoryMosaicPreTrainedModel, RegardForCausalLM):
@@ -189,10 +203,6 @@ class MemoryMosaicForCausalLM(MemoryMosaicPreTrainedModel, RegardForCausalLM):
     """
 
     model_class = MemoryMosaicModel
-
-    def readout(self, hidden: Tensor) -> Tensor:
-        """Logits [B, T, V], those of the tied matrix over sqrt(C) unless told otherwise."""
-        return self.lm_head(hidden * self.config.hidden_size**-0.5 if self.config.scale_logits else hidden)
 
 
 language_models.register("memory-mosaic")(

@@ -8,6 +8,7 @@ Shapes: V vocabulary, C model width, H heads, D = C / H, S slots.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,10 @@ from .configuration_memory_mosaic import MemoryMosaicConfig
 from .memory_mosaic import MemoryMosaicForCausalLM
 
 CALL = "from_released"
+NANO_LIMIT = math.log(2**16 - 1)
+"""nanoMosaics multiplies unit keys by a factor whose logarithm ends here, so that float16 holds it. In the contextual
+memory, which compares such keys with one another, the factor is beta; in the persistent memory, whose slots have none,
+it is beta^2."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ NANO = _Names(
     options={
         "look_ahead": "convex",
         "key_eps": 1e-10,
-        "persistent_scale_limit": 5.0,
+        "scale_limit": 2 * NANO_LIMIT,
+        "persistent_scale_limit": NANO_LIMIT,
         "scale_logits": False,
         "initializer": "gpt2",
     },

@@ -33,11 +33,17 @@ class TokenMixer(nn.Module, ABC):
     Called as `regard.nn.Attention` is: hidden states [B, T, C], (cos, sin) of the positions, a boolean mask [B, N], a
     cache and `output_attentions`; it gives (output [B, T, C], weights or None).
 
+    Where documents are packed into rows, a mixer that says `honours_segments` is also called with `segment_ids`,
+    integers [B or 1, T] that grow by one where a document begins. Each document must then give what it gives alone.
+    There is no cache in such a call.
+
     Attributes:
+        honours_segments: whether it takes `segment_ids`; where it does not, packed documents are refused.
         defaults: the options, and what they are when nothing is said.
         cache_layer: the class of what it keeps in a cache.
     """
 
+    honours_segments: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}
     cache_layer: ClassVar[type[StateCacheLayer]]
     forward: Callable[..., tuple[Tensor, Tensor | None]]

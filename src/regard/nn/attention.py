@@ -26,9 +26,11 @@ from ..checks import (
     whole,
 )
 from ..estimators import Visibility
+from ..estimators.chunk_stream import check_segments
 from ..estimators.linear import LinearState, finite_features, linear_attention
+from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
-from ..ops import attention
+from ..ops import attention, diagnosed_attention
 from .arguments import check_hidden, check_layer_idx, check_positions
 from .hooks import HookPoint
 from .norm import HeadRMSNorm, check_qk_norm
@@ -185,6 +187,7 @@ class Attention(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: KeyValueCache | None = None,
         output_attentions: bool = False,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from the tokens given to all tokens so far.
 
@@ -200,14 +203,17 @@ class Attention(nn.Module):
                 read, since a pair cannot be taken out of a sum.
             output_attentions: also return the weights, by the dense reference implementation: those with weights
                 times values = output, which a local linear spec makes negative too.
+            segment_ids: integers [B or 1, T] of documents packed into a row: a token attends to those of its own run of
+                equal numbers alone. Not with a cache.
 
         Returns:
             (output [B, T, C], weights [B, H, T, Tk] or None). With a window and a cache, Tk counts the tokens
             that the cache still holds.
 
         Raises:
-            ArgumentError: wrong rank, dtype or shape; a padded (static) cache; a cache without `layer_idx`; a
-                cache of sums for a spec without finite features, or asked for the weights of pairs it forgot.
+            ArgumentError: wrong rank, dtype or shape; a padded (static) cache; a cache without `layer_idx`, or with
+                `segment_ids`; a cache of sums for a spec without finite features, or asked for the weights of pairs it
+                forgot.
         """
         check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.k_proj)
         check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
@@ -215,6 +221,14 @@ class Attention(nn.Module):
         if past_key_values is not None and not callable(getattr(past_key_values, "update", None)):
             raise refuse(
                 CALL, "past_key_values", past_key_values, "a cache with update(key, value, layer_idx), or None"
+            )
+        if segment_ids is not None:
+            if past_key_values is not None:
+                raise ArgumentError(
+                    "nn.Attention: segment_ids were given with a cache, which holds one document a row; leave one out."
+                )
+            check_segments(
+                "nn.Attention", segment_ids, hidden_states.shape[0], hidden_states.shape[1], False, hidden_states.device
             )
         query, key, value = self._project(hidden_states, position_embeddings)
         sums = None if past_key_values is None else self._sums(past_key_values)
@@ -225,7 +239,7 @@ class Attention(nn.Module):
                 key, value = self._remember(past_key_values, key, value)
             mask = self._mask(attention_mask, query, key)
             local = self._local(hidden_states, position_embeddings)
-            out, weights = self._attend(query, key, value, mask, output_attentions, local)
+            out, weights = self._attend(query, key, value, mask, output_attentions, local, segment_ids)
         heads = out.transpose(1, 2).flatten(2)
         if self.gate_proj is not None:
             heads = heads * self.gate_proj(hidden_states).sigmoid()
@@ -371,6 +385,7 @@ class Attention(nn.Module):
         mask: Tensor | None,
         output_attentions: bool,
         local: dict[str, float | Tensor],
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """`regard.attention` with this layer's numbers: ([B, H, T, D], weights or None)."""
         hooked = self.hook_pattern.active
@@ -380,17 +395,18 @@ class Attention(nn.Module):
             "is_causal": True,
             "exclude_self": self.exclude_self,
             "window": self.window,
+            "segment_ids": segment_ids,
             "enable_gqa": self.num_kv_heads != self.num_heads,
             "impl": "reference" if dense else "auto",
-            **self._sharpness(query, key, mask),
+            **self._sharpness(query, key, mask, segment_ids),
         }
         if local:
             arguments["params"] = {**arguments.get("params", {}), **local}
         if not dense and self.observer is None:
             return attention(query, key, value, self.spec, **arguments), None
-        out, diagnostics = attention(query, key, value, self.spec, return_diagnostics=True, **arguments)
+        out, diagnostics = diagnosed_attention(query, key, value, self.spec, **arguments)
         if self.observer is not None:
-            self.observer(self.layer_idx, diagnostics)
+            self.observer(self.layer_idx, diagnostics.detached())
         weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
         if hooked:
             shown = self.hook_pattern(weights)
@@ -405,7 +421,7 @@ class Attention(nn.Module):
             weights = weights.masked_fill(~mask, 0)
         return weights.to(value.dtype) @ value.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
 
-    def _sharpness(self, query: Tensor, key: Tensor, mask: Tensor | None) -> dict[str, Any]:
+    def _sharpness(self, query: Tensor, key: Tensor, mask: Tensor | None, segment_ids: Tensor | None) -> dict[str, Any]:
         """The temperature as arguments of `regard.attention`."""
         n = None
         if self.temperature.counted:
@@ -418,6 +434,7 @@ class Attention(nn.Module):
                 window=self.window,
                 offset=keys - queries,
                 mask=mask,
+                runs=None if segment_ids is None else runs_of(segment_ids),
             ).counts(query.device)
         return self._temper(n)
 

@@ -33,10 +33,12 @@ from ..checks import (
     require,
     shape,
 )
+from ..estimators.chunk_stream import check_segments
 from ..estimators.leaky import LeakyState
 from ..estimators.states import State
+from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
-from ..ops import attention
+from ..ops import attention, diagnosed_attention
 from .arguments import check_hidden, check_layer_idx
 from .attention import Observer, check_heads
 from .hooks import HookPoint
@@ -242,6 +244,7 @@ class ContextualMemory(nn.Module):
         *,
         remember: bool = False,
         output_attentions: bool = False,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, ContextualState | None, Tensor | None]:
         """Predict at every token from the pairs before it.
 
@@ -252,6 +255,8 @@ class ContextualMemory(nn.Module):
             state: of the tokens before these.
             remember: also return the state after these.
             output_attentions: also return the weights, by the dense reference.
+            segment_ids: integers [B or 1, T] of packed documents: where the id changes a document begins, whose first
+                token has no key and completes no pair. Not with a state, which holds one document a row.
 
         Returns:
             (output [B, T, C], the state or None, weights [B, H, T, N] or None). Column j of the weights belongs to the
@@ -266,11 +271,11 @@ class ContextualMemory(nn.Module):
         if state is not None:
             instance(CALL, "state", state, ContextualState, "a ContextualState or None")
         check_tokens(CALL, hidden_states, attention_mask, 0 if state is None else state.tokens, self.keys)
+        check_segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], False, hidden_states.device)
         mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
         x = without_hidden(hidden_states, mask)
-        keys, leaky = self.keys(x, mask, None if state is None else state.leaky)
-        out, after, weights = self.recall(keys, leaky, x, attention_mask, state, remember, output_attentions)
-        return out, after, weights
+        keys, leaky = self.keys(x, mask, None if state is None else state.leaky, segment_ids)
+        return self.recall(keys, leaky, x, attention_mask, state, remember, output_attentions, segment_ids)
 
     def recall(
         self,
@@ -281,19 +286,32 @@ class ContextualMemory(nn.Module):
         state: ContextualState | None = None,
         remember: bool = False,
         output_attentions: bool = False,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, ContextualState | None, Tensor | None]:
         """As `forward`, with the keys [B, H, T, D] of x at hand; x has zeros at hidden tokens."""
+        require(
+            segment_ids is None or (state is None and not remember),
+            CALL,
+            "segment_ids were given with a state, which holds one document a row; leave one of them out.",
+        )
         tokens = x.shape[1]
         mask = None if attention_mask is None else attention_mask[:, -tokens:]
         keys, made = self.hook_k(keys), self.values(x)
         before_key, last_key = _previous(keys, None if state is None else state.key, mask)
         before, last = _previous(made, None if state is None else state.value, mask)
-        values = self.hook_v(self.values.combine(before, made[:, :, tokens - before.shape[2] :]))
+        following, pairs = made[:, :, tokens - before.shape[2] :], None
+        if attention_mask is not None or segment_ids is not None:
+            pairs = _completed(x.new_ones(1, tokens).bool() if attention_mask is None else attention_mask, segment_ids)
+        if segment_ids is not None:  # no number of one document meets one of another, not even where nobody looks
+            assert pairs is not None
+            joined = ~pairs[:, None, :, None]
+            before_key, before, following = (part.masked_fill(joined, 0) for part in (before_key, before, following))
+        values = self.hook_v(self.values.combine(before, following))
         if state is not None:
             before_key = torch.cat([state.keys, before_key], 2)
             values = torch.cat([state.values, values], 2)
-        pairs = None if attention_mask is None else _completed(attention_mask)
-        out, weights = self._attend(keys, before_key, values, pairs, output_attentions)
+        pairs = None if attention_mask is None else pairs
+        out, weights = self._attend(keys, before_key, values, pairs, output_attentions, segment_ids)
         after = None
         if remember:
             held = (leaky.sums, leaky.poisoned, last_key, last, before_key, values)
@@ -301,12 +319,22 @@ class ContextualMemory(nn.Module):
         return self.hook_out(self.out_proj(out.transpose(1, 2).flatten(2))), after, weights
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output_attentions: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        output_attentions: bool,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """([B, H, T, D], weights or None). Query i sees the pairs up to the one that its token completed."""
         hooked = self.hook_pattern.active
         dense = output_attentions or hooked or (self.observer is not None and self.observe_weights)
         arguments: dict[str, Any] = {"is_causal": True, "impl": "reference" if dense else "auto"}
+        if segment_ids is not None:  # by key, with a pair for the last token: query i sees earlier keys of its document
+            key, value = pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1))
+            mask = None if mask is None else pad(mask, (0, 1))
+            arguments.update(exclude_self=True, segment_ids=segment_ids)
         arguments["attn_mask"] = None if mask is None else mask[:, None, None]
         params = self.numbers()
         if params:
@@ -324,12 +352,14 @@ class ContextualMemory(nn.Module):
                 out = attention(query[:, :, 1:], key, value, self.spec, **arguments)
                 return pad(out, (0, 0, 1, 0)), None
             return attention(query, key, value, self.spec, **arguments), None
-        out, found = attention(query, key, value, self.spec, return_diagnostics=True, **arguments)
+        out, found = diagnosed_attention(query, key, value, self.spec, **arguments)
         # the last token's pair, which nobody sees yet, so that weights have a column for every token
-        whole = {n: pad(w, (0, 1)) for n in ("weights", "effective_weights") if (w := getattr(found, n)) is not None}
+        columns = key.shape[2] + (segment_ids is None)
+        shown = {"weights": found.weights, "effective_weights": found.effective_weights}
+        whole = {n: pad(w, (0, columns - w.shape[-1])) for n, w in shown.items() if w is not None}
         found = replace(found, **whole)
         if self.observer is not None:
-            self.observer(self.layer_idx, found)
+            self.observer(self.layer_idx, found.detached())
         weights = found.weights if found.effective_weights is None else found.effective_weights
         if hooked:
             shown = self.hook_pattern(weights)
@@ -339,8 +369,8 @@ class ContextualMemory(nn.Module):
 
 
 def _mix(weights: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Weights [B, H, T, n + 1] that a hook put in place, times values [B, H, n, D]; what is hidden has none."""
-    weights = weights[..., :-1]
+    """Weights [B, H, T, n or n + 1] that a hook put in place, times values [B, H, n, D]; what is hidden has none."""
+    weights = weights[..., : value.shape[2]]
     if mask is not None:
         weights = weights.masked_fill(~mask[:, None, None], 0)
     return weights.to(value.dtype) @ value
@@ -372,9 +402,15 @@ def _take(line: Tensor, at: Tensor) -> Tensor:
     return line.gather(2, at[:, None, :, None].expand(-1, line.shape[1], -1, line.shape[3]))
 
 
-def _completed(mask: Tensor) -> Tensor:
-    """Which tokens but the first complete a pair: real ones with a real one before; [B, N] to [B, N - 1]."""
-    return (mask & (mask.cumsum(-1) > 1))[:, 1:]
+def _completed(mask: Tensor, segment_ids: Tensor | None) -> Tensor:
+    """Which tokens but the first complete a pair: real ones with a real one before them in their document; [B, N] to
+    [B, N - 1]."""
+    earlier = mask.cumsum(-1) - mask.long()
+    if segment_ids is not None:
+        begins = runs_of(segment_ids)[0]
+        mask, earlier, begins = torch.broadcast_tensors(mask, earlier, begins)
+        earlier = earlier - earlier.gather(1, begins)
+    return (mask & (earlier > 0))[:, 1:]
 
 
 def check_features(call: str, key_eps: Any, *limits: Any) -> None:

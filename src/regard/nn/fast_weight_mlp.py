@@ -63,6 +63,7 @@ class FastWeightMLP(MemoryLayer):
 
     replaces_feed_forward: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
+    honours_segments: ClassVar[bool] = True
     gate: Tensor
     up: Tensor
     down: Tensor

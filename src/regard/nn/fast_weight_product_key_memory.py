@@ -93,6 +93,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
 
     replaces_feed_forward: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
+    honours_segments: ClassVar[bool] = True
     keys: Tensor
     values: Tensor
     seed: Tensor
@@ -420,4 +421,4 @@ def _dtype(storage: torch.dtype | str | None) -> torch.dtype | None:
     """A dtype, or the name of one, as configurations have it."""
     found = getattr(torch, storage, storage) if isinstance(storage, str) else storage
     check_storage(CALL, found)
-    return found  # type: ignore[return-value]
+    return found

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from ..checks import ArgumentError, flag, flags, floating, instance, refuse, require, shape, tensor
 from ..estimators import Visibility
 from ..estimators.precision import autocast, full_precision
+from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
 from ..ops import attention
 from .arguments import check_hidden, check_layer_idx, check_positions
@@ -40,32 +41,46 @@ VARIANTS = ("full", "wv", "slice")
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which covariate goes with which value where some rows are padding: that of the last real row before it.
+    """Which covariate goes with which value where some rows are padding, or belong to several documents: that of the
+    last real row before it. Where a document begins there is none.
 
     Attributes:
         index: int64 [B, new], the place of each new pair's covariate among (the pending one, the rows given).
         last: int64 [B, 1], the place there of the covariate that waits for the next value.
         visible: boolean [B, n], the pairs whose value is real and has a covariate.
         real: boolean [B, R], the rows given now that are real.
+        segments: integers [B or 1, R], the documents of the rows, before which there are no others then; None for one
+            document a row.
     """
 
     index: Tensor
     last: Tensor
     visible: Tensor
     real: Tensor
+    segments: Tensor | None = None
 
     @classmethod
-    def of(cls, real: Tensor, rows: int) -> Pairs:
+    def of(cls, real: Tensor, rows: int, segments: Tensor | None = None) -> Pairs:
         """From booleans [B, S], true where a row is real, over all rows so far, of which the last `rows` are given
-        now."""
+        now; and the documents of the rows, integers [B or 1, S], where all are given now.
+
+        Raises:
+            ArgumentError: documents with rows before those given now.
+        """
         size = real.shape[1]
+        require(
+            segments is None or rows == size,
+            f"{CALL} (Pairs.of)",
+            f"segments come with {size} rows of which {rows} are given now, expected all: a cache holds one document.",
+        )
         earlier = size - rows
         places = torch.arange(size, device=real.device).expand(real.shape)
         latest = torch.where(real, places, -1).cummax(1).values
-        visible = real[:, 1:] & (latest[:, :-1] >= 0)
+        begins = torch.zeros_like(places) if segments is None else runs_of(segments)[0]
+        visible = real[:, 1:] & (latest[:, :-1] >= begins[:, 1:])
         # with earlier rows, the pending covariate is candidate 0 and the first row given candidate 1
         found = (latest - earlier + int(earlier > 0)).clamp_min(0)
-        return cls(found[:, max(earlier - 1, 0) : -1], found[:, -1:], visible, real[:, earlier:])
+        return cls(found[:, max(earlier - 1, 0) : -1], found[:, -1:], visible, real[:, earlier:], segments)
 
 
 def pair_rows(rows: Tensor, pending: Tensor | None, pairs: Pairs | None) -> tuple[Tensor, Tensor]:
@@ -74,7 +89,7 @@ def pair_rows(rows: Tensor, pending: Tensor | None, pairs: Pairs | None) -> tupl
     Args:
         rows: [B, H, R, D], of the rows given now.
         pending: [B, H, 1, D], of the row before them that had no value yet; None where they are the first.
-        pairs: of a text with padding; None where every row is real.
+        pairs: of a text with padding or several documents; None where every row is real.
 
     Returns:
         ([B, H, R, D], or [B, H, R - 1, D] without `pending`; the new pending one [B, H, 1, D]).
@@ -196,11 +211,12 @@ class FunctionalGradient(nn.Module):
             values: [B, n, E], of all pairs so far: n = R - 1 without a cache, else as many as rows so far less one.
                 Value j goes with covariate j.
             position_embeddings: (cos, sin) of `rotary_angles` for the covariates, each [B or 1, R, D/2]; None for none.
-            pairs: of a text with padding, whose hidden rows change nothing; None where every row is real.
+            pairs: of a text with padding, whose hidden rows change nothing, or of several documents, none of which
+                changes another; None where every row is real and all are one document.
             cache: of this layer's keys; it is extended.
             output_attentions: also return the weights, computed densely.
             is_causal: False: every covariate sees all n <= R pairs, those of the first n covariates, as in plain
-                functional gradient descent on a fixed set of pairs (equations 16 and 17). No cache, no padding.
+                functional gradient descent on a fixed set of pairs (equations 16 and 17). No cache, no `pairs`.
 
         Returns:
             (update [B, R, E], weights [B, H, rows, n] or None). A row without a pair is 0. The very first row never has
@@ -230,8 +246,7 @@ class FunctionalGradient(nn.Module):
                 value = found["value"] if own else self._values(values, values.shape[1])
         else:
             key, value = key[:, :, : values.shape[1]], self._values(values, values.shape[1])
-        mask = None if pairs is None else pairs.visible[:, None, None]
-        out, weights = self._attend(query[:, :, first:], key, value, mask, output_attentions, is_causal)
+        out, weights = self._attend(query[:, :, first:], key, value, pairs, output_attentions, is_causal)
         update = self.o_proj(out.transpose(1, 2).flatten(2))
         return self.hook_out(F.pad(update, (0, 0, first, 0)) if first else update), weights
 
@@ -258,6 +273,11 @@ class FunctionalGradient(nn.Module):
                 f"{CALL}: is_causal=False takes no cache and no padding, and at most as many values ({n}) as "
                 f"covariates ({rows})."
             )
+        require(
+            cache is None or pairs is None or pairs.segments is None,
+            CALL,
+            "pairs are of several documents, but a cache was given, which holds one a row; leave one of them out.",
+        )
         if is_causal and cache is None and n != rows - 1:
             raise ArgumentError(
                 f"{CALL}: {n} values for {rows} covariates, expected one less: value j follows covariate j, and the "
@@ -279,7 +299,13 @@ class FunctionalGradient(nn.Module):
         return values.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output_attentions: bool, is_causal: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pairs: Pairs | None,
+        output_attentions: bool,
+        is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """The weighted sums of values: ([B, H, rows, Dv], weights [B, H, rows, n] or None)."""
         (batch, heads, rows, _), n = query.shape, key.shape[2]
@@ -287,8 +313,11 @@ class FunctionalGradient(nn.Module):
             empty = self.hook_pattern(query.new_zeros(batch, heads, rows, n))
             return query.new_zeros(batch, heads, rows, value.shape[3]), empty if output_attentions else None
         value = value.to(query.dtype)  # under autocast projections are narrower than embeddings
-        share = self._share(rows, n, mask, is_causal, query)
-        arguments: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal}
+        mask = None if pairs is None else pairs.visible[:, None, None]
+        # the query of row i stands at the pair that the row completes
+        segments = None if pairs is None or pairs.segments is None else pairs.segments[:, 1:]
+        share = self._share(rows, n, mask, segments, is_causal, query)
+        arguments: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "segment_ids": segments}
         dense = output_attentions or self.hook_pattern.active
         if self.observer is None and not dense:
             out = attention(query, key, value.expand(-1, heads, -1, -1), self.spec, **arguments)
@@ -328,11 +357,14 @@ class FunctionalGradient(nn.Module):
                 self.observer(self.layer_idx, seen)
         return weights if share is None else weights * share
 
-    def _share(self, rows: int, n: int, mask: Tensor | None, is_causal: bool, like: Tensor) -> Tensor | None:
+    def _share(
+        self, rows: int, n: int, mask: Tensor | None, segments: Tensor | None, is_causal: bool, like: Tensor
+    ) -> Tensor | None:
         """1 / the number of pairs that a row sees, [B or 1, 1, rows, 1], where weights do not sum to one."""
         if self.spec.weighting.normalised or not self.average:
             return None
-        visible = Visibility(rows, n, causal=is_causal, offset=n - rows, mask=mask)
+        runs = None if segments is None else runs_of(segments)
+        visible = Visibility(rows, n, causal=is_causal, offset=n - rows, mask=mask, runs=runs)
         return 1 / visible.counts(like.device).clamp_min(1).to(like.dtype)[..., None]
 
 

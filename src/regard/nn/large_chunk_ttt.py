@@ -19,7 +19,7 @@ from ..checks import ArgumentError, boolean_mask, flag, flags, number, on_device
 from ..estimators.chunk_stream import check_chunk, check_meta_grad, check_segments
 from ..estimators.large_chunk import LargeChunkState, as_optimizer, flush, large_chunk_ttt
 from ..estimators.states import State, require_state
-from ..ops import attention
+from ..ops import attention, diagnosed_attention
 from .arguments import check_hidden, check_layer_idx, check_positions
 from .attention import check_heads, positive_int
 from .hooks import HookPoint
@@ -299,7 +299,7 @@ class LargeChunkTTT(nn.Module):
         arguments: dict[str, Any] = {"is_causal": True, "window": self.window, "segment_ids": runs}
         arguments["attn_mask"] = None if valid.all() else valid[:, None, None]
         if output_attentions:
-            out, diagnostics = attention(query, key, value, impl="reference", return_diagnostics=True, **arguments)
+            out, diagnostics = diagnosed_attention(query, key, value, "softmax", impl="reference", **arguments)
             weights = diagnostics.weights
         else:
             out = attention(query, key, value, **arguments)

@@ -22,8 +22,9 @@ class MemoryLayer(nn.Module):
     """A module `cls(hidden_size, **options)` whose output is added to the residual stream.
 
     Called with hidden [B, T, C], `mask` (bool [B, T], true where a token is real; None: all), `state` (of an earlier
-    call, or None) and `segment_ids` (int [B, T], documents packed into a row; None: one), it gives
-    (output [B, T, C], state), the state None where `remembers` is False.
+    call, or None) and `segment_ids` (int [B or 1, T], documents packed into a row; None: one), it gives
+    (output [B, T, C], state), the state None where `remembers` is False. `segment_ids` come only to a memory that says
+    `honours_segments`.
 
     Those that remember have, besides:
 
@@ -35,10 +36,13 @@ class MemoryLayer(nn.Module):
         replaces_feed_forward: it stands in the place of a feed-forward layer (and reads the normed stream), not beside
             one (and norms the raw stream itself).
         remembers: it is written while it reads, and carries a state.
+        honours_segments: each document of a packed row gives what it gives alone; where that does not hold, models
+            refuse packed documents.
     """
 
     replaces_feed_forward: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
+    honours_segments: ClassVar[bool] = False
     forward: Callable[..., tuple[Tensor, Any]]
 
     def fast_numbers(self) -> int:

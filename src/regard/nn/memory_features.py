@@ -97,7 +97,8 @@ class Sharpness(nn.Module):
 
     def forward(self) -> Tensor:
         """beta^2, [H]."""
-        return (2 * GAIN * self.scale).clamp(max=self.limit).exp()
+        scale = self.scale.to(torch.promote_types(self.scale.dtype, torch.float32))  # float16 ends at e^11
+        return (2 * GAIN * scale).clamp(max=self.limit).exp()
 
 
 class KeyFeatures(nn.Module):
@@ -136,16 +137,23 @@ class KeyFeatures(nn.Module):
         return {"rate": torch.linspace(*RATES, self.num_heads) / GAIN}
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, state: LeakyState | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        state: LeakyState | None = None,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, LeakyState]:
         """Unit keys [B, H, T, D] of x [B, T, C], and the state after them; zero where nothing but zeros was seen.
 
         Args:
             mask: boolean [B, T], True where a token is real. Hidden tokens must have been put to zero.
+            segment_ids: integers [B or 1, T] of packed documents; the averages of each begin with its first token.
         """
         projected = split_heads(self.proj(x), self.num_heads)
         rates = (GAIN * self.rate).abs()
-        leaky, after = leaky_average(projected, rates, mask=mask, state=state, average=self.average)
+        leaky, after = leaky_average(
+            projected, rates, mask=mask, segment_ids=segment_ids, state=state, average=self.average
+        )
         return unit(leaky, self.eps), after
 
 

@@ -102,7 +102,12 @@ class PersistentMemory(nn.Module):
         return f"slots={slots}, copies={copies}, spec={str(self.spec)!r}"
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, state: LeakyState | None = None
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        state: LeakyState | None = None,
+        *,
+        segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, LeakyState]:
         """What the slots say to every token.
 
@@ -110,7 +115,8 @@ class PersistentMemory(nn.Module):
             hidden_states: [B, T, C].
             attention_mask: boolean [B, N] over all tokens so far, True where a token is real; hidden ones change
                 nothing.
-            state: of the leaky average over the tokens before these.
+            state: of the leaky average over the tokens before these, which belong to the first document.
+            segment_ids: integers [B or 1, T] of packed documents, whose leaky averages are their own.
 
         Returns:
             (output [B, T, C], the state after these tokens).
@@ -126,7 +132,7 @@ class PersistentMemory(nn.Module):
             instance(CALL, "state", state, LeakyState, "a LeakyState or None")
         check_tokens(CALL, hidden_states, attention_mask, 0 if state is None else state.tokens, self.keys)
         mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
-        keys, after = self.keys(without_hidden(hidden_states, mask), mask, state)
+        keys, after = self.keys(without_hidden(hidden_states, mask), mask, state, segment_ids)
         return self.read(keys), after
 
     def read(self, keys: Tensor) -> Tensor:

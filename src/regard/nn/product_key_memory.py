@@ -66,6 +66,7 @@ class ProductKeyMemory(MemoryLayer):
 
     replaces_feed_forward = True
     remembers = False
+    honours_segments = True
 
     def __init__(
         self,

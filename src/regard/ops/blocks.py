@@ -228,6 +228,10 @@ class Block:
 
 
 def new_marks(q: Tensor, k: Tensor) -> Tensor:
-    """No key marked: bool [B, H, ceil(Tq / ROWS), ceil(Tk / COLUMNS)]."""
-    rows, columns = (q.shape[2] + ROWS - 1) // ROWS, (k.shape[2] + COLUMNS - 1) // COLUMNS
+    """No key marked: bool [B, H, ceil(Tq / ROWS) + 1, ceil(Tk / COLUMNS) + 1].
+
+    One more than there are, so that no axis has length one: whether a tensor is contiguous depends on that, and a
+    traced graph would hold for up to 128 queries only.
+    """
+    rows, columns = (q.shape[2] + ROWS - 1) // ROWS + 1, (k.shape[2] + COLUMNS - 1) // COLUMNS + 1
     return q.new_zeros(*q.shape[:2], rows, columns, dtype=torch.bool)

@@ -64,11 +64,9 @@ class Reference:
             )
         if not inputs.diagnostics:
             return found.output, None
-        p = found.weights.detach()
-        stats = found.stats.map(Tensor.detach)
-        signed = None if found.effective is None else found.effective.detach()
-        row = (*counts(p), inputs.scale, rows, inputs.visible)
-        return found.output, diagnose(spec, stats, *row, weights=p, solver=found.solver, effective=signed)
+        stats, p = found.stats.map(Tensor.detach), found.weights
+        row = (*counts(p.detach()), inputs.scale, rows, inputs.visible)
+        return found.output, diagnose(spec, stats, *row, weights=p, solver=found.solver, effective=found.effective)
 
 
 def _with_hidden_key(inputs: Inputs) -> Inputs:

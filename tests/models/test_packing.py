@@ -1,0 +1,386 @@
+"""Documents packed into rows give what they give alone, in every model, mixer and memory that takes them.
+
+The registries are walked through: a model, mixer or memory that is registered later is tested with no other edit.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from any_model import SIZES, make
+from packed import alone, documents, packed_rows, positions
+
+from regard.checks import ArgumentError
+from regard.models import HybridConfig, HybridForCausalLM, TokenMixer, language_models, token_mixers
+from regard.nn.memories import MemoryLayer, memory_layers
+
+OPTIONS = {
+    "gated-deltanet": {"num_heads": 2, "head_dim": 8},
+    "lact": {"fast_heads": 2, "window": 4, "chunk_size": 3},
+    "fwpkm": {"sub_keys": 8, "key_dim": 8, "value_dim": 8, "top_k": 4, "chunk_size": 3},
+    "fwmlp": {"in_dim": 8, "hidden_dim": 12, "value_dim": 8, "chunk_size": 3},
+    "pkm": {"sub_keys": 8, "key_dim": 8, "top_k": 4},
+}
+"""Options that make mixers and memories small; those that are not named here are tested with what they have."""
+ATTENTION = {
+    **{name: {"mixers": name} for name in ("softmax", "biweight", "relumax", "topk-softmax", "normrelu")},
+    **{name: {"mixers": name} for name in ("elu", "linear", "shift-cosine", "rbf", "exponential", "sparsemax")},
+    "local-linear": {"mixers": "local-linear", "ridges": "learned"},
+    "window": {"mixers": ["softmax", "elu", "biweight", "local-linear"], "window": 3},
+    "qk_norm": {"mixers": ["softmax", "biweight"], "num_hidden_layers": 2, "qk_norm": "rms"},
+    "log": {"mixers": ["softmax", "biweight"], "num_hidden_layers": 2, "temperatures": "log"},
+    "power": {"mixers": ["elu", "softmax"], "num_hidden_layers": 2, "temperatures": ["fixed", "power"], "window": 4},
+    "shared": {"mixers": ["softmax", "biweight"], "num_hidden_layers": 2, "share_query_key": True,
+               "exclude_self": True, "output_gate": True},
+}  # fmt: skip
+"""Hybrid models of attention alone."""
+
+
+def cases():
+    """Name to (registered model, fields)."""
+    found = {name: (name, {}) for name in language_models.names()}
+    found |= {f"attention-{name}": ("transformer", fields) for name, fields in ATTENTION.items()}
+    for name in token_mixers.names():
+        fields = {"mixers": [name, "biweight"], "mixer_options": {name: OPTIONS.get(name, {})}, "num_hidden_layers": 2}
+        found[f"mixer-{name}"] = ("transformer", fields)
+    for name in memory_layers.names():
+        for place in ("before-mixer", "after-mixer"):
+            fields = {"memories": f"{name}@1", "memory_options": {name: OPTIONS.get(name, {})}, "num_hidden_layers": 2}
+            found[f"memory-{name}-{place}"] = ("transformer", {**fields, "memory_place": place})
+    return found
+
+
+CASES = cases()
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def model_of(case, dtype=torch.float64, **fields):
+    name, own = CASES[case]
+    model = make(name, dtype=dtype, **{"mixers": "softmax", **own, **fields})
+    if not model.model.honours_segments:
+        tokens, ids = packed_rows(documents())
+        with pytest.raises(ArgumentError, match="several documents"):
+            model(tokens, segment_ids=ids)
+        pytest.skip("refuses packed documents")
+    return model
+
+
+def hybrid(**fields):
+    return make("transformer", **fields)
+
+
+def close(found, expected, tolerance=1e-5):
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def gradients(model, logits):
+    """Of a fixed weighting of the logits, by parameter."""
+    model.zero_grad()
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5), dtype=logits.dtype)
+    (logits * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same_gradients(found, expected):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        size = float(gradient.abs().amax().clamp_min(1))
+        torch.testing.assert_close(
+            found[name], gradient, atol=1e-5 * size, rtol=1e-5, msg=lambda words, name=name: f"{name}: {words}"
+        )
+
+
+# ------------------------------------------------------------- document by document
+
+
+@every_case
+def test_each_document_gives_what_it_gives_alone(case):
+    model, rows = model_of(case), documents()
+    tokens, ids = packed_rows(rows)
+    expected = alone(lambda text: model(text).logits, rows)
+    wanted = gradients(model, expected)
+    for said in ({"segment_ids": ids}, {"position_ids": positions(rows)}, {"seq_idx": ids.int()}):
+        found = model(tokens, **said)
+        assert found.past_key_values is None
+        close(found.logits, expected)
+        same_gradients(gradients(model, found.logits), wanted)
+    for row, text in enumerate(tokens):
+        ends = torch.tensor([0, *torch.tensor([len(one) for one in rows[row]]).cumsum(0)], dtype=torch.int32)
+        said = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
+        close(model(text[None], **said).logits[0], expected[row])
+        close(model.model(text[None], **said, use_cache=False).last_hidden_state[0],
+              alone(lambda one: model.model(one).last_hidden_state, [rows[row]])[0])  # fmt: skip
+
+
+@torch.no_grad()
+@every_case
+def test_another_document_changes_no_bit(case):
+    model, rows = model_of(case, torch.float32), documents()
+    tokens, ids = packed_rows(rows)
+    before = model(tokens, segment_ids=ids).logits
+    for number in range(3):
+        other = torch.where(ids == number, tokens % 28 + 1, tokens)
+        after = model(other, segment_ids=ids).logits
+        assert torch.equal(after[ids != number], before[ids != number])
+        assert not torch.equal(after[ids == number], before[ids == number])
+
+
+@torch.no_grad()
+@every_case
+def test_another_document_that_is_not_numbers_changes_no_bit(case):
+    model, rows = model_of(case, torch.float32), documents()
+    if case == "iclm" and model.model.embed_covariates is not None:
+        pytest.skip("takes tokens alone")
+    tokens, ids = packed_rows(rows)
+    embedded = model.get_input_embeddings()(tokens)
+    before = model(inputs_embeds=embedded, segment_ids=ids).logits
+    for poison in (torch.nan, torch.inf):
+        other = torch.where(ids[..., None] == 1, poison, embedded)
+        after = model(inputs_embeds=other, segment_ids=ids).logits
+        assert torch.equal(after[ids != 1], before[ids != 1])
+
+
+@torch.no_grad()
+@every_case
+def test_padding_before_between_inside_and_after_documents(case):
+    """Hidden tokens belong to no document, whatever their numbers and positions are."""
+    model, rows = model_of(case), documents()
+    tokens, ids = packed_rows(rows)
+    inside = 0 if "window" in case or CASES[case][1].get("window") or "lact" in case else 2  # windows count padding
+    cuts = {0: 2, 5: 1, 8: inside, tokens.shape[1]: 3}
+
+    def padded(x, value):
+        parts = [x[:, a:b] for a, b in pairwise([*cuts, None])]
+        gaps = [x.new_full((len(x), n), value) for n in cuts.values()]
+        return torch.cat([piece for pair in zip(gaps, parts, strict=False) for piece in pair] + gaps[len(parts) :], 1)
+
+    real, wide = padded(torch.ones_like(tokens), 0), padded(tokens, 7)
+    numbers, ones, zeros = padded(ids, 9), padded(positions(rows), 1), padded(positions(rows), 0)
+    expected = alone(lambda text: model(text).logits, rows).flatten(0, 1)
+    for said in (
+        {"segment_ids": numbers},
+        {"position_ids": ones},
+        {"position_ids": zeros},
+        {"segment_ids": numbers, "position_ids": ones},
+    ):
+        close(model(wide, attention_mask=real, **said).logits[real.bool()], expected)
+
+
+def compiled_is_eager(model, said, tokens, **how):
+    torch._dynamo.reset()
+    expected = model(tokens, **said, labels=tokens)
+    wanted = gradients(model, expected.logits)
+    found = torch.compile(model, **how)(tokens, **said, labels=tokens)
+    assert found.past_key_values is None
+    close(found.logits, expected.logits)
+    close(found.loss, expected.loss)
+    same_gradients(gradients(model, found.logits), wanted)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model_keeps_documents_apart():
+    """In training in one graph; elsewhere it looks whether there are several documents, since it may keep a cache."""
+    model, rows = hybrid(mixers=["biweight"], num_hidden_layers=1), documents()
+    tokens = packed_rows(rows)[0]
+    compiled_is_eager(model, {"position_ids": positions(rows)}, tokens, backend="eager")
+    compiled_is_eager(model.train(), {"position_ids": positions(rows)}, tokens, backend="eager", fullgraph=True)
+
+
+@pytest.mark.slow
+@every_case
+def test_compiled_is_eager(case):
+    fields = {"num_hidden_layers": 2} if set(CASES[case][1]) == {"mixers"} else {}
+    model, rows = model_of(case, **fields).train(), documents()
+    tokens = packed_rows(rows)[0]
+    compiled_is_eager(model, {"position_ids": positions(rows)}, tokens, backend="aot_eager")
+
+
+@every_case
+def test_recomputation_keeps_documents_apart(case):
+    model, rows = model_of(case).train(), documents()
+    tokens, ids = packed_rows(rows)
+    wanted = gradients(model, model(tokens, segment_ids=ids).logits)
+    model.gradient_checkpointing_enable()
+    same_gradients(gradients(model, model(tokens, segment_ids=ids).logits), wanted)
+
+
+def test_a_window_of_training_stays_inside_documents():
+    model, rows = hybrid(training_window=3, training_window_share=1.0).train(), documents()
+    tokens, ids = packed_rows(rows)
+    close(model(tokens, segment_ids=ids).logits, alone(lambda text: model(text).logits, rows))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixers", ["softmax", "biweight", "elu", "local-linear", "lact"])
+def test_weights_of_other_documents_are_zero(mixers):
+    fields = {"mixer_options": {"lact": OPTIONS["lact"]}} if mixers == "lact" else {}
+    model, rows = hybrid(mixers=mixers, num_hidden_layers=2, **fields), documents()
+    tokens, ids = packed_rows(rows)
+    found = model(tokens, segment_ids=ids, output_attentions=True)
+    close(found.logits, model(tokens, segment_ids=ids).logits)
+    for weights, *own in zip(
+        found.attentions, *[model(text[None], output_attentions=True).attentions for text in rows[0]], strict=True
+    ):
+        close(weights[0], torch.stack([torch.block_diag(*[each[0, h] for each in own]) for h in range(2)]))
+
+
+# --------------------------------------------------------------------------- the loss
+
+
+def mean_loss(model, texts):
+    """Over all tokens of the documents but their first ones."""
+    terms = [F.cross_entropy(model(text[None]).logits[0, :-1], text[1:], reduction="sum") for text in texts]
+    return sum(terms) / sum(len(text) - 1 for text in texts)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", language_models.names())
+def test_first_tokens_are_not_predicted(name):
+    model, rows = model_of(name), documents()
+    tokens, ids = packed_rows(rows)
+    expected = mean_loss(model, [text for row in rows for text in row])
+    for said in ({"segment_ids": ids}, {"position_ids": positions(rows)}):
+        close(model(tokens, labels=tokens, **said).loss.double(), expected)
+    kept = model(tokens[:1], labels=tokens[:1, -8:], logits_to_keep=8, segment_ids=ids[:1]).loss
+    last = rows[0][2]
+    close(kept.double(), F.cross_entropy(model(last[None]).logits[0, :-1], last[1:]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", language_models.names())
+@pytest.mark.parametrize("flash", [False, True])
+def test_the_collator_that_flattens_gives_the_loss_of_the_documents(name, flash):
+    from transformers import DataCollatorWithFlattening
+
+    model, rows = model_of(name), documents()
+    texts = [text for row in rows for text in row]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=flash, return_seq_idx=flash)
+    batch = collate([{"input_ids": text.tolist()} for text in texts])
+    close(model(**batch).loss.double(), mean_loss(model, texts))
+    for position in (0, 2):  # some models count positions from another number
+        collate = DataCollatorWithFlattening(position_ids_start=position)
+        close(model(**collate([{"input_ids": text.tolist()} for text in texts])).loss.double(), mean_loss(model, texts))
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@torch.no_grad()
+def test_a_cache_that_is_asked_for_is_refused():
+    model, (tokens, ids) = hybrid(num_hidden_layers=1), packed_rows(documents())
+    for asked in ({"use_cache": True}, {"past_key_values": model.model.new_cache()}):
+        for said in ({"segment_ids": ids}, {"position_ids": positions(documents())}):
+            with pytest.raises(ArgumentError, match=r"a cache was asked for; .* call with use_cache=False"):
+                model(tokens, **asked, **said)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        with pytest.raises(RuntimeError, match="a cache was asked for"):
+            compiled(tokens, **asked, position_ids=positions(documents()))
+    assert model(tokens, position_ids=torch.arange(tokens.shape[1])[None], use_cache=True).past_key_values is not None
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_rows_of_one_document_are_ordinary_rows():
+    model, tokens = hybrid(mixers=["softmax", "elu", "biweight", "linear"]), packed_rows(documents())[0]
+    before = model(tokens)
+    assert before.past_key_values is not None
+    for said in (
+        {"segment_ids": torch.full_like(tokens, 4)},
+        {"position_ids": torch.arange(tokens.shape[1])[None]},
+        {"seq_idx": torch.zeros(1, tokens.shape[1], dtype=torch.int32)},
+    ):
+        found = model(tokens, **said)
+        assert torch.equal(found.logits, before.logits)
+        assert found.past_key_values is not None
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"segment_ids": torch.zeros(1, 4)}, r"segment_ids has dtype torch.float32"),
+        ({"segment_ids": [0, 0, 1]}, r"segment_ids is a list"),
+        (
+            {"segment_ids": torch.zeros(1, 5, dtype=torch.long)},
+            r"segment_ids has shape \[1, 5\], expected \[B or 1, 4\]",
+        ),
+        ({"seq_idx": torch.zeros(2, 4, dtype=torch.long)}, r"seq_idx has shape \[2, 4\]"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3])}, "cu_seq_lens_q must begin with 0, end with the number of tokens"),
+        ({"cu_seq_lens_q": torch.tensor([1, 4])}, "cu_seq_lens_q must begin with 0"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 2, 4])}, "never fall"),
+        ({"cu_seq_lens_q": torch.tensor([[0, 4]])}, r"cu_seq_lens_q has shape \[1, 2\], expected \[documents \+ 1\]"),
+        ({"cu_seq_lens_q": torch.tensor([0.0, 4.0])}, "cu_seq_lens_q has dtype"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 4]), "cu_seq_lens_k": torch.tensor([0, 1, 4])}, "differ"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 4]), "cu_seq_lens_k": torch.tensor([0, 4])}, "cu_seq_lens_k"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 4]), "segment_ids": torch.tensor([[0, 1, 1, 1]])}, "do not begin"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 4]), "position_ids": torch.tensor([[0, 0, 1, 2]])}, "do not grow"),
+        ({"segment_ids": torch.tensor([[1, 1, 2, 2]]), "seq_idx": torch.tensor([[0, 1, 1, 1]])}, "do not begin"),
+        ({"cu_seqlens_q": torch.tensor([0, 2, 4])}, "unknown argument 'cu_seqlens_q'. Did you mean 'cu_seq_lens_q'"),
+        ({"segment_id": torch.tensor([[1, 1, 2, 2]])}, "unknown argument 'segment_id'. Did you mean 'segment_ids'"),
+    ],
+)
+def test_one_clear_line_for_bad_documents(said, message):
+    model, tokens = hybrid(num_hidden_layers=1), torch.tensor([[1, 2, 3, 4]])
+    with pytest.raises(ArgumentError, match=message) as caught:
+        model(tokens, **said)
+    assert "\n" not in str(caught.value)
+    assert "HybridForCausalLM" in str(caught.value)
+
+
+def test_lengths_speak_of_one_row():
+    tokens, _ = packed_rows(documents())
+    with pytest.raises(ArgumentError, match="how one row is packed, but 2 rows are given; give segment_ids"):
+        hybrid()(tokens, cu_seq_lens_q=torch.tensor([0, 5, 13]))
+
+
+def test_one_memory_for_the_batch_is_refused():
+    tokens, ids = packed_rows(documents())
+    for name in ("fwpkm", "fwmlp"):
+        model = hybrid(
+            num_hidden_layers=1, memories=f"{name}@0", memory_options={name: {**OPTIONS[name], "shared": True}}
+        )
+        with pytest.raises(ArgumentError, match="segment_ids need a memory per document, but shared=True"):
+            model(tokens, segment_ids=ids)
+
+
+class Careless(TokenMixer):
+    """A running mean of all tokens so far, which knows nothing of documents."""
+
+    cache_layer = token_mixers.get("lact").cache_layer
+
+    def forward(self, hidden, position_embeddings=None, mask=None, cache=None, output_attentions=False):
+        return hidden.cumsum(1) / torch.arange(1, hidden.shape[1] + 1)[:, None], None
+
+    @staticmethod
+    def build(config, layer_idx, options):
+        return Careless()
+
+
+class CarelessMemory(MemoryLayer):
+    """One that carries nothing, and mixes tokens."""
+
+    remembers = False
+
+    def __init__(self, hidden_size):
+        super().__init__()
+
+    def forward(self, hidden, mask=None, state=None):
+        return hidden.cumsum(1), None
+
+
+@pytest.mark.parametrize(
+    ("registry", "kind", "fields"),
+    [
+        (token_mixers, Careless, {"mixers": ["softmax", "careless"]}),
+        (memory_layers, CarelessMemory, {"mixers": "softmax", "memories": "careless@1"}),
+    ],
+)
+def test_a_part_that_does_not_say_that_it_honours_documents_is_refused(monkeypatch, registry, kind, fields):
+    monkeypatch.setitem(registry._objects, "careless", kind)
+    config = HybridConfig(**{**SIZES, "num_hidden_layers": 2, **fields})
+    model, (tokens, ids) = HybridForCausalLM(config).eval(), packed_rows(documents())
+    model(tokens, use_cache=False)
+    with pytest.raises(ArgumentError, match=rf"{kind.__name__} at layer 1 does not keep apart"):
+        model(tokens, use_cache=False, segment_ids=ids)

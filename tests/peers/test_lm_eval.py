@@ -1,0 +1,100 @@
+"""lm-eval loads a saved model by its path, measures the log-likelihoods that the model itself gives, and generates."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from any_model import make, text
+from small_words import tokenizer
+
+from regard.models import language_models
+
+lm_eval = pytest.importorskip("lm_eval", reason="the extra `peers` brings it")
+pytestmark = pytest.mark.peers
+MIXERS = "biweight"
+
+
+def words(ids):
+    return " ".join(f"w{i}" for i in ids)
+
+
+def tokens(length, seed):
+    """Tokens that the tokenizer has words for."""
+    return text(1, length, seed)[0].clamp(min=2)
+
+
+@pytest.fixture(scope="module", params=language_models.names())
+def saved(request, tmp_path_factory):
+    """(model, folder) of a saved model with its tokenizer."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make(request.param, MIXERS, torch.float32, num_hidden_layers=2)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return model, str(folder)
+
+
+@torch.no_grad()
+def score(model, context, continuation):
+    """(log-likelihood, whether greedy) of a continuation, one text alone."""
+    whole = torch.cat([context, continuation])
+    predicted = model(whole[None]).logits[0, len(context) - 1 : -1].log_softmax(-1)
+    total = predicted.gather(1, continuation[:, None]).sum().item()
+    return total, bool((predicted.argmax(-1) == continuation).all())
+
+
+def test_log_likelihoods_of_a_padded_batch(saved):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model, folder = saved
+    judge = HFLM(pretrained=folder, device="cpu", dtype="float32", batch_size=4)
+    pairs = [(tokens(n, n), tokens(m, 50 + n)) for n, m in ((9, 2), (3, 1), (6, 4), (1, 1), (12, 3))]
+    asked = [
+        Instance("loglikelihood", {}, (words(a.tolist()), " " + words(b.tolist())), i) for i, (a, b) in enumerate(pairs)
+    ]
+    for (found, greedy), (a, b) in zip(judge.loglikelihood(asked, disable_tqdm=True), pairs, strict=True):
+        expected, is_greedy = score(model, a, b)
+        assert found == pytest.approx(expected, abs=1e-3)
+        assert greedy == is_greedy
+
+
+def test_a_task_from_a_local_file(saved, tmp_path):
+    model, folder = saved
+    rows, right, file = [], [], tmp_path / "rows.jsonl"
+    for i in range(6):
+        context, choices = tokens(7, i), [tokens(2, 10 * i + k) for k in range(3)]
+        scores = [score(model, context, choice)[0] for choice in choices]
+        gold = i % 3
+        right.append(scores.index(max(scores)) == gold)
+        rows.append(
+            {"question": words(context.tolist()), "choices": [words(c.tolist()) for c in choices], "gold": gold}
+        )
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = {
+        "task": "local", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}},
+        "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}", "doc_to_target": "gold", "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    found = lm_eval.simple_evaluate(
+        model="hf", model_args={"pretrained": folder, "dtype": "float32"}, tasks=[task], device="cpu", batch_size=2,
+        bootstrap_iters=0, cache_requests=False,
+    )  # fmt: skip
+    assert found["results"]["local"]["acc,none"] == pytest.approx(sum(right) / len(right))
+
+
+def test_generation_until_a_word(saved):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model, folder = saved
+    judge = HFLM(pretrained=folder, device="cpu", dtype="float32", batch_size=2)
+    prompts = [tokens(n, n) for n in (4, 9)]
+    asked = [
+        Instance("generate_until", {}, (words(p.tolist()), {"until": ["</s>"], "max_gen_toks": 5}), i)
+        for i, p in enumerate(prompts)
+    ]
+    for found, prompt in zip(judge.generate_until(asked, disable_tqdm=True), prompts, strict=True):
+        made = model.generate(prompt[None], max_new_tokens=5, do_sample=False, eos_token_id=1, pad_token_id=0)
+        assert found.strip() == tokenizer().decode(made[0, len(prompt) :]).split("</s>")[0].strip()

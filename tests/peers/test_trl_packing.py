@@ -1,0 +1,83 @@
+"""TRL packs documents into rows, or lays a batch side by side without padding. Every document has the loss that it has
+alone, step after step, in all models of ours and in stock models with regard attention."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from any_model import SIZES, make, text
+from small_words import tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from regard.integrations.transformers import register
+from regard.models import language_models
+
+trl = pytest.importorskip("trl", reason="the extra `peers` brings it")
+datasets = pytest.importorskip("datasets", reason="trl brings it")
+pytestmark = pytest.mark.peers
+LENGTHS = (11, 7, 5, 11, 1, 2)
+RATE = 0.1
+WAYS = {
+    "packing": {"packing": True, "max_length": 16},
+    "packing-recomputed": {"packing": True, "max_length": 16, "gradient_checkpointing": True},
+    "padding-free": {"padding_free": True, "max_length": None, "pad_to_multiple_of": 8},
+}
+
+
+def model_of(name):
+    if name in language_models.names():
+        return make(name, "biweight", torch.float32).train()
+    torch.manual_seed(0)
+    register()
+    kinds = {
+        "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, intermediate_size=24, initializer_range=0.3)),
+        "gpt2": (GPT2LMHeadModel, GPT2Config(**SIZES, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)),
+    }
+    kind, config = kinds[name]
+    return kind._from_config(config, attn_implementation="regard_biweight").train()
+
+
+def alone(model, rows):
+    """The mean cross entropy over the documents' tokens but their first ones, each document by itself."""
+    losses = [F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none") for ids in rows]
+    return torch.cat(losses).mean()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [*language_models.names(), "llama", "gpt2"])
+def test_losses_are_those_of_the_documents(name, way, tmp_path):
+    model, rows = model_of(name), [text(1, n, seed=n + i) for i, n in enumerate(LENGTHS)]
+    plain, wanted = deepcopy(model), []
+    for _ in range(3):
+        plain.zero_grad()
+        loss = alone(plain, rows)
+        loss.backward()
+        wanted.append(loss.item())
+        with torch.no_grad():
+            for p in plain.parameters():
+                if p.grad is not None:
+                    p -= RATE * p.grad
+    arguments = {
+        "output_dir": str(tmp_path), "per_device_train_batch_size": len(rows), "max_steps": 3, "learning_rate": RATE,
+        "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": [],
+        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "save_strategy": "no", "disable_tqdm": True,
+        "per_device_eval_batch_size": len(rows),
+    }  # fmt: skip
+    data = datasets.Dataset.from_dict({"input_ids": [ids[0].tolist() for ids in rows]})
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=trl.SFTConfig(**{**arguments, **WAYS[way]}),
+        train_dataset=data,
+        eval_dataset=data,
+        processing_class=tokenizer(),
+    )
+    first = trainer.evaluate()["eval_loss"]
+    assert first == pytest.approx(wanted[0], abs=1e-4)
+    trainer.train()
+    logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert logged == pytest.approx(wanted, abs=2e-4)
+    for (path, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), atol=2e-5, rtol=1e-4, msg=path)
