@@ -292,7 +292,7 @@ def test_segments_are_sequences_of_their_own(spec, x):
     ("ids", "message"),
     [
         (torch.zeros(1, 4, dtype=torch.long), r"nn.Attention: segment_ids has shape \[1, 4\]"),
-        (torch.zeros(1, T), "nn.Attention: segment_ids is torch.float32"),
+        (torch.zeros(1, T), "nn.Attention: segment_ids is a torch.float32 tensor"),
     ],
 )
 def test_segments_that_do_not_fit(ids, message, x):
