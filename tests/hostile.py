@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 GENERATE = ("--prompt", "line ", "--max-new-tokens", 12, "--temperature", 0, "--device", "cpu")
 COMMANDS = {
@@ -20,6 +22,11 @@ COMMANDS = {
 def answer(result: Any) -> list[str]:
     """What a command says, without the lines that name a speed or a folder."""
     return [line for line in result.out.splitlines() if not line.startswith(("speed", "run folder", "Try:"))]
+
+
+def some(cases: Iterable[str], *quick: str) -> list[Any]:
+    """The names of cases for `parametrize`; those that are not among `quick` are slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in cases]
 
 
 def digest(path: Path) -> list[int | str]:

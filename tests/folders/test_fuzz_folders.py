@@ -278,9 +278,6 @@ def test_every_file_in_every_way(server: Server, trained: Path, tmp_path: Path, 
         ("run.json", "value"),
         ("config.json", "pipe"),
         ("model/config.json", "nested"),
-        ("model/model.safetensors", "flip"),
-        ("tokenizer/tokenizer.json", "cut"),
-        ("checkpoint-4/optimizer.pt", "swap"),
     ],
 )
 def test_some_files_in_some_ways(server: Server, trained: Path, tmp_path: Path, name: str, how: str) -> None:

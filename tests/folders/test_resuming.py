@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hostile import change_json, reseal
+from hostile import change_json, reseal, some
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -81,7 +81,9 @@ OPTIMIZER = {
 }
 
 
-@pytest.mark.parametrize("which", OPTIMIZER)
+@pytest.mark.parametrize(
+    "which", some(OPTIMIZER, "smaller", "one number for all", "no state at all", "rate nan", "betas")
+)
 def test_states_of_the_optimiser(run_folder: Path, regard: Callable, which: str) -> None:
     change, reason = OPTIMIZER[which]
     spoil(run_folder, "optimizer.pt", change)
@@ -103,7 +105,7 @@ SCHEDULER = {
 }
 
 
-@pytest.mark.parametrize("which", SCHEDULER)
+@pytest.mark.parametrize("which", some(SCHEDULER, "other rates", "later"))
 def test_states_of_the_schedule(run_folder: Path, regard: Callable, which: str) -> None:
     change, reason = SCHEDULER[which]
     spoil(run_folder, "scheduler.pt", change)
@@ -129,7 +131,7 @@ GENERATORS = {
 }
 
 
-@pytest.mark.parametrize("which", GENERATORS)
+@pytest.mark.parametrize("which", some(GENERATORS, "a position outside", "python"))
 def test_states_of_generators(run_folder: Path, regard: Callable, which: str) -> None:
     change, reason = GENERATORS[which]
     spoil(run_folder, "rng_state.pth", change)
