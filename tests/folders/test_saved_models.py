@@ -1,0 +1,65 @@
+"""Models of transformers itself, read by `load_model`: what AutoModelForCausalLM reads, without the folder's say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hostile import change_json
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen3Config
+
+from regard.checks import ArgumentError
+from regard.training import char_tokenizer, load_model
+
+TOKENIZER = char_tokenizer("abcdefgh ")
+SIZES = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, intermediate_size=32),
+    "half": LlamaConfig(**SIZES, intermediate_size=32, dtype="bfloat16", tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, intermediate_size=32, num_key_value_heads=1, head_dim=8),
+    "gpt2": GPT2Config(vocab_size=12, n_embd=16, n_layer=2, n_head=2, n_positions=64),
+    "experts": MixtralConfig(**SIZES, intermediate_size=32, num_local_experts=4, num_key_value_heads=1),
+}
+
+
+def save(config: PreTrainedConfig, folder: Path, **options: object) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=config.dtype).save_pretrained(folder, **options)
+    TOKENIZER.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": 2000}], ids=["one file", "shards"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_of_transformers(name: str, options: dict, tmp_path: Path) -> None:
+    save(CONFIGS[name], tmp_path, **options)
+    assert (tmp_path / "model.safetensors.index.json").exists() == bool(options)
+    ours, _ = load_model(tmp_path, call="test")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=False)
+    assert type(ours) is type(theirs)
+    assert ours.dtype == theirs.dtype
+    assert not ours.training
+    expected = theirs.state_dict()
+    assert ours.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in ours.state_dict().items())
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_hidden_layers": 10**9}, "more layers than its weights hold"),
+        ({"vocab_size": 10**10}, "its config describes a model of"),
+        ({"intermediate_size": 10**12}, "its config describes a model of"),
+        ({"num_hidden_layers": "2"}, "cannot load the model in"),
+        ({"rope_parameters": {"rope_type": "wild"}}, "cannot load the model in"),
+        ({"rope_parameters": {"num_hidden_layers": 10**9}}, "more layers than its weights hold"),
+    ],
+)
+def test_configs_that_do_not_fit(fields: dict, reason: str, tmp_path: Path) -> None:
+    save(CONFIGS["llama"], tmp_path)
+    change_json(tmp_path / "config.json", lambda table: {**table, **fields})
+    with pytest.raises(ArgumentError, match=reason) as caught:
+        load_model(tmp_path, call="test")
+    assert "\n" not in str(caught.value)
