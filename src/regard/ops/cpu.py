@@ -84,9 +84,10 @@ class NumbaRows:
     spec: Spec
     marks: ClassVar[bool] = True
 
-    @property
-    def exact(self) -> bool:
-        return not self.spec.kernel.vanishes
+    def exact(self, params: Params) -> bool:
+        """Kernels with a jump at the threshold, or with infinite slope there."""
+        power = self.spec.bandwidth.kernel_params(params).get("r", getattr(self.spec.kernel, "r", 1.0))
+        return not self.spec.kernel.vanishes or bool(torch.as_tensor(power < 1).any())
 
     elements: ClassVar[int] = 2 * ELEMENTS  # two blocks of pairs live at a time, where torch's rows need more
 

@@ -125,9 +125,10 @@ def _slope3(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rh
 @jit
 def weigh_and_slope(
     x: Any, g: Any, w: Any, s: Any, kernel: int, r: Any, top: Any, reach: Any, share: Any, rho: Any, start: int,
-    theta: Any, cut: int,
+    theta: Any, cut: int, base: Any,
 ) -> None:  # fmt: skip
-    """share K into w as `_weigh`, and share dK/dz (g - rho) into s; where that is 0, whatever g."""
+    """share K into w as `_weigh`, and share dK/dz (g - rho) into s; where that is 0, whatever g. `base` is taken from g
+    first (0 for whole powers)."""
     if kernel == POWER1:
         _slope1(x, g, w, s, top, reach, share, rho)
     elif kernel == POWER2:
@@ -141,7 +142,7 @@ def weigh_and_slope(
             if cut < 0 or chosen(x[j], start + j, theta, cut):
                 value, slope = weigh_one(x[j], kernel, r, top, reach, one)
             w[j] = value * share
-            s[j] = slope * share * (g[j] - rho) if slope > zero else zero
+            s[j] = slope * share * ((g[j] - base) - rho) if slope > zero else zero
 
 
 @sums
@@ -182,7 +183,7 @@ def _dots3(u: Any, g: Any) -> Any:
 
 @jit
 def _moments_one_by_one(
-    x: Any, g: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int
+    x: Any, g: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int, base: Any
 ) -> Any:
     zero, one = x.dtype.type(0), x.dtype.type(1)
     live, slope, slope_g, weight_g = False, 0.0, 0.0, 0.0
@@ -192,17 +193,20 @@ def _moments_one_by_one(
             if value > zero:
                 live = True
                 slope += steep
-                slope_g += steep * g[j]
-                weight_g += value * g[j]
+                slope_g += steep * (g[j] - base)
+                weight_g += value * (g[j] - base)
     return live, (slope, slope_g, weight_g)
 
 
 @jit
-def moments(x: Any, g: Any, u: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int) -> Any:
+def moments(
+    x: Any, g: Any, u: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int, base: Any
+) -> Any:
     """Whether a span has any weight, and (sum dK/dz, sum g dK/dz, sum g K) in float64, K relative to its value at the
-    top; what weighs nothing is left out, whatever its g. u is room for as many numbers."""
+    top and g less `base` (0 for whole powers); what weighs nothing is left out, whatever its g. u is room for as many
+    numbers."""
     if kernel != POWER1 and kernel != POWER2 and kernel != POWER3:
-        return _moments_one_by_one(x, g, kernel, r, top, reach, start, theta, cut)
+        return _moments_one_by_one(x, g, kernel, r, top, reach, start, theta, cut, base)
     _weigh1(x, u, top, reach, x.dtype.type(1))
     if not sum_up(u) > 0:
         return False, (0.0, 0.0, 0.0)
