@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import elu
 
 from ..checks import ArgumentError, number
 from ..registry import Registry
@@ -180,4 +179,9 @@ class ELU(_Mapped):
     name: ClassVar[str] = "elu"
 
     def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return elu(query) + 1, elu(key) + 1
+        return self._map(query), self._map(key)
+
+    @staticmethod
+    def _map(x: Tensor) -> Tensor:
+        """elu(x) + 1, which is exp(x) for x <= 0: as a sum it would lose all digits of exp(x) there."""
+        return torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0)))

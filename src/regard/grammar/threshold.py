@@ -100,18 +100,19 @@ def implicit_reach(d: Tensor, r: Number, reach: Tensor) -> Tensor:
     found = reach
     for _ in range(2):
         step = _newton_step(d, r, found)
-        found = found - (step - step.detach())
+        found = found - step
     return found
 
 
 def _newton_step(d: Tensor, r: Number, reach: Tensor) -> Tensor:
-    """(sum a^r - 1) / sum a^(r-1), differentiable, with a = [(reach - d)/r]_+."""
+    """(sum a^r - 1) / sum a^(r-1), differentiable, with a = [(reach - d)/r]_+. Its value is 0, as at the root: what
+    rounding leaves of sum a^r - 1 would meet the slope of the slope, which has no bound for r < 1."""
     inside = d < reach.detach()
     a = torch.where(inside, (reach - torch.where(inside, d, 0)) / r, 1)  # > 0 inside, whatever the rounding
     total = torch.where(inside, a**r, 0).sum(-1, keepdim=True)
     slope = torch.where(inside, a ** (r - 1), 0).sum(-1, keepdim=True)
     some = slope > 0
-    return torch.where(some, (total - 1) / torch.where(some, slope, 1), 0)
+    return torch.where(some, (total - total.detach()) / torch.where(some, slope, 1), 0)
 
 
 def _newton(d: Tensor, r: float, steps: int, *, early_exit: bool) -> Tensor:
