@@ -51,7 +51,7 @@ def solve_gap(z: Tensor, peak: Tensor, top: Tensor, r: Number, *, fast: bool = F
     wide = z.double()
     r = r.double() if isinstance(r, Tensor) else r
     pivot, below = _pivot(wide, top.double() - peak.double() * r, top.double(), r)
-    away = (wide - pivot).clamp_(min=0) / r
+    away = (wide - pivot).relu() / r
     inside = wide >= pivot
     ties = (wide == pivot).sum(-1, keepdim=True).clamp(min=1)
     t = (1 - torch.where(inside, away**r, 0).sum(-1, keepdim=True)) / ties
@@ -83,7 +83,7 @@ def _pivot(z: Tensor, theta: Tensor, top: Tensor, r: Number) -> tuple[Tensor, Te
 
     def has_weight(edge: Tensor) -> Tensor:
         finite = edge > -torch.inf
-        return finite & (((z - torch.where(finite, edge, 0)).clamp_(min=0) / r) ** r).sum(-1, keepdim=True).lt(1)
+        return finite & (((z - torch.where(finite, edge, 0)).relu() / r) ** r).sum(-1, keepdim=True).lt(1)
 
     pivot = torch.minimum(above(theta), top)
     for _ in range(CROSSINGS):

@@ -32,6 +32,8 @@ class Reference:
                     f"builds a [B, H, Tq, Tk, D] tensor for the local linear model, of {size:,} numbers here (limit "
                     f"{LIMIT:,}); give fewer queries, heads or sequences at a time"
                 )
+            if problem.transformed and not problem.spec.solver.exact:
+                return "iterates until residuals are small, which no transform can look at; take solver=cholesky"
         return None
 
     def cost(self, problem: Problem) -> Cost:
