@@ -63,6 +63,12 @@ class Kernel(Protocol):
         """dK/da."""
 
 
+def least_reach(dtype: torch.dtype) -> float:
+    """The least `reach` by which slopes are divided: quotients of numbers below it would overflow."""
+    info = torch.finfo(dtype)
+    return info.tiny / info.eps
+
+
 class _Ranked:
     """Kernels that are a function of the distance to the best score."""
 

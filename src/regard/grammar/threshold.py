@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import Number
+from .kernels import Number, least_reach
 
 NEWTON_STEPS = 16
 FAST_STEPS = 64
@@ -66,8 +66,8 @@ def solve_gap(z: Tensor, peak: Tensor, top: Tensor, r: Number, *, fast: bool = F
         if fast and not bool(active.any()):
             break
     gap = torch.minimum(r * t ** (1 / r), pivot - below) + 0 * top  # 0 * keeps a row's NaN
-    info = torch.finfo(z.dtype)
-    return pivot.to(z.dtype), gap.to(z.dtype).clamp(min=info.tiny / info.eps), (total - 1).abs() <= 512 * info.eps
+    exact = (total - 1).abs() <= 512 * torch.finfo(z.dtype).eps
+    return pivot.to(z.dtype), gap.to(z.dtype).clamp(min=least_reach(z.dtype)), exact
 
 
 def _pivot(z: Tensor, theta: Tensor, top: Tensor, r: Number) -> tuple[Tensor, Tensor]:

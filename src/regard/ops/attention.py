@@ -99,8 +99,8 @@ def attention(
         are 0, with gradient 0. A row that sees a key, value or query which is not finite, or too large for its products
         to stay in range, is NaN and passes no gradient on; what a row cannot see never matters, NaN included. Too large
         is an entry beyond 2^56 (2^500 in float64), or beyond 2^28 (2^250) for similarities that square it (relu2,
-        euclidean), and a query whose entries times the scale sum to more than 2^70 (2^522) in size. An output that its
-        dtype cannot hold is infinite, as that of any sum in torch.
+        euclidean), and a query whose entries times the scale sum to more than 2^70 (2^522) in size. An output or
+        gradient that its dtype cannot hold is infinite, as that of any sum in torch: in float16 beyond 65504.
 
     Raises:
         ArgumentError: shapes, dtypes or names that do not fit.

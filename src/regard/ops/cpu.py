@@ -144,7 +144,7 @@ class NumbaRows:
         with _entry(rows.forward, rows.forward_part, z) as forward:
             forward(
                 *_arrays(z, _bits(z), p, *bounds), start, self._kernel(params), self._rule,
-                *_arrays(*self._numbers(z, params)), getattr(rule, "k", 0), stand[getattr(rule, "empty", "uniform")],
+                *_arrays(*self._numbers(z, params)), min(getattr(rule, "k", 0), z.shape[1]), stand[getattr(rule, "empty", "uniform")],
                 p is z, counted, *_arrays(*found, index, marks.view(torch.uint8)),
                 max(1, z.shape[0] // max(1, marks.shape[0])),
             )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...checks import ArgumentError, choice, number, whole
-from ..kernels import Params
+from ..kernels import Params, least_reach
 from ..weighting import Ratio, RowStats, Weighting, distance, row_top
 from .base import RuleBase, bandwidths, positions, require_ranked
 
@@ -80,7 +80,7 @@ class Nearest(RuleBase):
         edge, below = z.gather(-1, pivot), (~more).to(z.dtype)
         reach = (top - edge) + below
         index = torch.cat([cut, pivot, kept], -1)
-        return {"theta": edge - below, "reach": reach, "fallback": reach.detach() <= 0, "index": index}
+        return {"theta": edge - below, "reach": reach, "fallback": reach.detach() < least_reach(z.dtype), "index": index}
 
     def members(self, z: Tensor, stats: RowStats, kernel: Any, start: int) -> Tensor | None:
         if kernel.vanishes:
@@ -103,6 +103,7 @@ class Nearest(RuleBase):
 def _kth(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(the min(k+1, n) best scores, the k-th, the index of the last kept key that ties with it, how many keys
     are kept)."""
+    k = min(k, scores.shape[-1])  # a larger k may be no machine integer
     best = scores.topk(min(k + 1, scores.shape[-1]), dim=-1).values
     kept = (scores != -torch.inf).sum(-1, keepdim=True).clamp(max=k)
     kth = best.gather(-1, (kept - 1).clamp(min=0))

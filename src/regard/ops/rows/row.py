@@ -148,7 +148,7 @@ def forward_row(
         theta, reach = find_nearest(x, k, vanishes(kernel), tops, top, kept, found)
         cut = -1 if vanishes(kernel) else found[0]
     floats[0], floats[1] = top, theta
-    if not reach > 0:
+    if not reach > 0 or ((rule == FIXED or rule == NEAREST) and reach < np.finfo(x.dtype).tiny / np.finfo(x.dtype).eps):
         flags[1] = 1
         if rule == FIXED:
             _note_stand_in(x, stand, top, found)
