@@ -48,9 +48,9 @@ def solve_gap(z: Tensor, peak: Tensor, top: Tensor, r: Number, *, fast: bool = F
     """(pivot, gap, converged), each [..., 1], for r < 1: the lowest score that has weight, and how far the threshold
     lies below it; `peak` is the solution of `solve_peak`. No gradient. Sums are made in float64, since a rounding
     error decides whether the lowest key has weight at all."""
-    wide = z.double()
-    r = r.double() if isinstance(r, Tensor) else r
-    pivot, below = _pivot(wide, top.double() - peak.double() * r, top.double(), r)
+    wide, top, peak = widest(z), widest(top), widest(peak)
+    r = widest(r) if isinstance(r, Tensor) else r
+    pivot, below = _pivot(wide, top - peak * r, top, r)
     away = (wide - pivot).relu() / r
     inside = wide >= pivot
     ties = (wide == pivot).sum(-1, keepdim=True).clamp(min=1)
@@ -68,6 +68,11 @@ def solve_gap(z: Tensor, peak: Tensor, top: Tensor, r: Number, *, fast: bool = F
     gap = torch.minimum(r * t ** (1 / r), pivot - below) + 0 * top  # 0 * keeps a row's NaN
     exact = (total - 1).abs() <= 512 * torch.finfo(z.dtype).eps
     return pivot.to(z.dtype), gap.to(z.dtype).clamp(min=least_reach(z.dtype)), exact
+
+
+def widest(x: Tensor) -> Tensor:
+    """x in float64 where the device has it."""
+    return x if x.device.type == "mps" else x.double()
 
 
 def _pivot(z: Tensor, theta: Tensor, top: Tensor, r: Number) -> tuple[Tensor, Tensor]:

@@ -141,10 +141,11 @@ class NumbaRows:
         found = z.new_empty(z.shape[0], FLOATS), z.new_empty(z.shape[0], FLAGS, dtype=torch.int32)
         index = z.new_empty(z.shape[0], 3, dtype=torch.int64)
         stand = {"uniform": rows.STAND_UNIFORM, "zero": rows.STAND_ZERO, "nearest": rows.STAND_NEAREST}
+        k = min(getattr(rule, "k", 0), z.shape[1])
         with _entry(rows.forward, rows.forward_part, z) as forward:
             forward(
                 *_arrays(z, _bits(z), p, *bounds), start, self._kernel(params), self._rule,
-                *_arrays(*self._numbers(z, params)), min(getattr(rule, "k", 0), z.shape[1]), stand[getattr(rule, "empty", "uniform")],
+                *_arrays(*self._numbers(z, params)), k, stand[getattr(rule, "empty", "uniform")],
                 p is z, counted, *_arrays(*found, index, marks.view(torch.uint8)),
                 max(1, z.shape[0] // max(1, marks.shape[0])),
             )  # fmt: skip

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from ..estimators import Diagnostics, local
 from ..estimators.diagnostics import counts, diagnose
 from ..estimators.local import repeat_heads
+from ..grammar.threshold import widest
 from .dispatch import Cost, Inputs, Problem, register_impl
 
 LIMIT = 2**28
@@ -45,9 +46,13 @@ class Reference:
         if inputs.k.shape[2] == 0:
             inputs = _with_hidden_key(inputs)
         spec, heads = inputs.spec, inputs.q.shape[1]
-        k, v = repeat_heads(inputs.k, heads), repeat_heads(inputs.v, heads)
+        q, k, v = inputs.q, repeat_heads(inputs.k, heads), repeat_heads(inputs.v, heads)
         rows = inputs.row_params()
-        args = (inputs.q, k, v, inputs.visible, spec.weighting, rows)
+        alpha = rows.get("alpha")
+        if spec.degree == 0 and isinstance(alpha, Tensor) and alpha.requires_grad:
+            # dL/dalpha is r^2 times what cancels in the plain form
+            q, k, v, rows = widest(q), widest(k), widest(v), {**rows, "alpha": widest(alpha)}
+        args = (q, k, v, inputs.visible, spec.weighting, rows)
         if spec.degree == 0:
             found = local.constant(*args)
         else:

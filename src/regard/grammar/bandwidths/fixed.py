@@ -111,7 +111,12 @@ class Fixed(RuleBase):
         index = (scores != -torch.inf).sum(-1, keepdim=True)
         if self.empty == "nearest":
             index = scores.argmax(-1, keepdim=True)
-        return {"theta": 0 * top - bias, "reach": reach, "fallback": reach.detach() < least_reach(z.dtype), "index": index}
+        return {
+            "theta": 0 * top - bias,
+            "reach": reach,
+            "fallback": reach.detach() < least_reach(z.dtype),
+            "index": index,
+        }
 
     def stand_in(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
         assert stats.index is not None

@@ -80,7 +80,12 @@ class Nearest(RuleBase):
         edge, below = z.gather(-1, pivot), (~more).to(z.dtype)
         reach = (top - edge) + below
         index = torch.cat([cut, pivot, kept], -1)
-        return {"theta": edge - below, "reach": reach, "fallback": reach.detach() < least_reach(z.dtype), "index": index}
+        return {
+            "theta": edge - below,
+            "reach": reach,
+            "fallback": reach.detach() < least_reach(z.dtype),
+            "index": index,
+        }
 
     def members(self, z: Tensor, stats: RowStats, kernel: Any, start: int) -> Tensor | None:
         if kernel.vanishes:

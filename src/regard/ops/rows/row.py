@@ -148,7 +148,9 @@ def forward_row(
         theta, reach = find_nearest(x, k, vanishes(kernel), tops, top, kept, found)
         cut = -1 if vanishes(kernel) else found[0]
     floats[0], floats[1] = top, theta
-    if not reach > 0 or ((rule == FIXED or rule == NEAREST) and reach < np.finfo(x.dtype).tiny / np.finfo(x.dtype).eps):
+    info = np.finfo(x.dtype)
+    least = info.tiny / info.eps if rule in (FIXED, NEAREST) else 0  # `kernels.least_reach`
+    if not (reach > 0 and reach >= least):
         flags[1] = 1
         if rule == FIXED:
             _note_stand_in(x, stand, top, found)
@@ -193,7 +195,7 @@ def mark(p: Any, start: int, pivot: int, active: Any) -> None:
 
 @jit
 def _tilt(log_a: float, r: Any) -> float:
-    """d log p / dr of the adaptive rule at a fixed threshold, up to what cancels in the sum (`Adaptive.power_grads`)."""
+    """d log p / dr of the adaptive rule at a fixed threshold, but for what cancels in the sum (`power_grads`)."""
     if r < 1:
         return log_a - 1.0
     if abs(log_a) < 1e-2:
