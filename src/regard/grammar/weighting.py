@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from .kernels import Number, ParamInfo, Params
+from .kernels import Number, ParamInfo, Params, least_reach
 
 
 class Status(IntEnum):
@@ -341,13 +341,14 @@ class Plain:
         w = self._values(z, params)
         mass = w.sum(-1, keepdim=True)
         status = torch.where(mass < 0, int(Status.NEGATIVE), 0)
+        least = least_reach(z.dtype)  # nothing can be divided by less, and such weights count as none
         if self.nonnegative:
-            return replace(stats, mass=torch.where(mass == 0, 1, mass), status=status.int())
+            return replace(stats, mass=torch.where(mass < least, 1, mass), status=status.int())
         size = self._size(w, z)
         near = mass.abs() < GUARD * size
         mass = torch.where(near, torch.where(mass < 0, -size, size) * GUARD, mass)
         status = torch.where(near, int(Status.NEAR_ZERO), status)
-        return replace(stats, mass=torch.where(size == 0, 1, mass), status=status.int())
+        return replace(stats, mass=torch.where(size < least, 1, mass), status=status.int())
 
     def _size(self, w: Tensor, z: Tensor) -> Tensor:
         """sqrt(n sum w^2) over the visible keys, 0 with gradient 0 where all weights are."""

@@ -65,22 +65,22 @@ class Adaptive(RuleBase):
             top, reach = torch.where(below, pivot, top), torch.where(below, gap, reach)
             converged = torch.where(below, exact, converged)
         if torch.is_grad_enabled():
-            at = _first(z.detach() == top) if _steep(r) else None
-            top = top if at is None else z.gather(-1, at)
+            at = _first(z.detach() == top)
+            top = z.gather(-1, at)
             reach = implicit_reach(_from(z, top, at), r, reach)
         status = torch.where(converged, int(Status.OK), int(Status.UNCONVERGED)).int()
         return {"top": top, "theta": top - reach, "reach": reach, "status": status}
 
     def distance(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> tuple[Tensor, Tensor]:
-        if not torch.is_grad_enabled() or not _steep(self._power(kernel, params)):
+        if not torch.is_grad_enabled():
             return super().distance(z, stats, kernel, params)
-        # The sum of weights that they are divided by moves with the slope of the pivot, and so would all weights: as a
-        # power of (reach - d) over a constant they do not, and what they are divided by does not matter to them.
+        # Weights are a power of (reach - d) over anything that does not move with the scores. Over the reach they would
+        # all move with it, as the sum does that they are divided by, and the difference would be rounding.
         fixed = stats.reach.detach()
         return _from(z, stats.top, _first(z.detach() == stats.top.detach())) - (stats.reach - fixed), fixed
 
     def pivot(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> Tensor | None:
-        return _first(z == stats.top) if _steep(self._power(kernel, params)) else None
+        return _first(z == stats.top)
 
     def _power(self, kernel: Any, params: Params) -> Number:
         return self.kernel_params(params).get("r", kernel.r)
@@ -124,10 +124,11 @@ def _first(marked: Tensor) -> Tensor:
     return marked.int().argmax(-1, keepdim=True)
 
 
-def _from(z: Tensor, top: Tensor, at: Tensor | None) -> Tensor:
-    """`distance`, 0 whatever happens at the place `at`, so that no derivative of that key is the difference of two."""
+def _from(z: Tensor, top: Tensor, at: Tensor) -> Tensor:
+    """`distance`, and 0 whatever happens at the place `at`: the derivative of that key, which may outweigh all others,
+    is then the sum of theirs, and not a small difference of two large ones."""
     d = distance(z, top)
-    return d if at is None else torch.where((positions(z, 0) == at) & (d < torch.inf), 0, d)
+    return torch.where((positions(z, 0) == at) & (d < torch.inf), 0, d)
 
 
 def _near_one(log_a: Tensor) -> Tensor:

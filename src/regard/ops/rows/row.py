@@ -307,7 +307,7 @@ def backward_row(
     cut = found[0] if rule == NEAREST and not vanishes(kernel) else -1
     edge = reach if cut < 0 else kind(np.inf)
     base = kind(0)
-    if rule == ADAPTIVE and r < 1:  # G - rho must be exact at the pivot, whose slope may outweigh all others
+    if rule == ADAPTIVE:  # G - rho must be exact at the key whose slope may outweigh all others
         base = g[max(0, find_first(x, top, -1))]
     slope, slope_g, weight_g = _row_moments(x, g, w, live, kernel, r, top, edge, theta, cut, base)
     share = kind(1) / mass
