@@ -306,7 +306,7 @@ class ClippedGeometric(_Pointwise):
         number("clipped-geometric", "eps", self.eps, low=0.0, strict=True)
 
     def value(self, a: Tensor, params: Params) -> Tensor:
-        return 1 / (1 + self.eps - a.clamp(max=self.limit) / self.limit)
+        return 1 / (self.eps + (self.limit - a.clamp(max=self.limit)) / self.limit)  # 1 + eps would round eps
 
     def slope(self, a: Tensor, params: Params) -> Tensor:
         return torch.where(a < self.limit, self.value(a, params).square() / self.limit, 0)
