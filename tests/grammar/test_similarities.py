@@ -149,7 +149,7 @@ def test_a_normalised_gaussian_on_distances_is_softmax_on_unit_keys() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_elu_keeps_the_digits_of_small_features(dtype: torch.dtype) -> None:
-    """exp(x) below zero, in value and in both derivatives, for inputs of every dtype; as elu(x) + 1 they are 0 in float32
+    """exp(x) below zero, in value and both derivatives, for inputs of every dtype; as elu(x) + 1 they are 0 in float32
     from -17 on."""
     narrow = torch.tensor([-80.0, -30.0, -17.5, -3.0, -0.25, 0.0, 0.5, 40.0], dtype=dtype)
     x = narrow.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
