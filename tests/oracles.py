@@ -96,3 +96,29 @@ def visible_pairs(
             else:
                 seen[i, j] = window is None or abs(at - j) < window
     return seen
+
+
+def entmax_derivatives(z: np.ndarray, alpha: float, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(p, dL/dz, dL/dalpha [rows]) of entmax for rows [rows, n] and L = sum g p, by p = a^r and the implicit threshold:
+    dp_i/dz_j = s_i (delta_ij - s_j / S) with s = p^(2 - alpha) and S = sum s. The threshold is found from the lowest
+    score with weight, by 120 bisections."""
+    z, g, less = z.astype(WIDE), g.astype(WIDE), WIDE(alpha) - 1
+    r, x = 1 / less, z.astype(WIDE) * less
+    ranked = -np.sort(-x, -1)
+    held = np.stack([power(x - ranked[:, j : j + 1], r).sum(-1) < 1 for j in range(x.shape[-1])], -1)
+    lowest = np.where(held, ranked, np.inf).min(-1, keepdims=True)
+    inside = x >= lowest
+    above = np.where(inside, x - lowest, 0)
+    bend = max(less, 1)  # the unknown is the lowest weight where r < 1, else its root
+    low, high = np.zeros_like(lowest), np.ones_like(lowest)
+    for _ in range(120):
+        middle = (low + high) / 2
+        enough = np.where(inside, (above + middle**bend) ** r, 0).sum(-1, keepdims=True) >= 1
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    a = np.where(inside, above + high**bend, 0)
+    p = a**r
+    s = np.where(inside, np.where(inside, p, 1) ** (1 - less), 0)
+    g = g - np.take_along_axis(g, s.argmax(-1)[:, None], -1)
+    away = g - (s * g).sum(-1, keepdims=True) / s.sum(-1, keepdims=True)
+    log = np.log(np.where(a > 0, a, 1))
+    return p, s * away, -r * r * (p * (log - 1) * away).sum(-1)

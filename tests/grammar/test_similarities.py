@@ -145,3 +145,40 @@ def test_a_normalised_gaussian_on_distances_is_softmax_on_unit_keys() -> None:
     for text in ("rbf", "softmax", "gaussian*fixed*cosine(eps=0)"):
         out = regard.attention(batched(q), batched(k), eye, text, scale=3.0)[0, 0]
         np.testing.assert_allclose(out.numpy(), w / w.sum(-1, keepdims=True), rtol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_elu_keeps_the_digits_of_small_features(dtype: torch.dtype) -> None:
+    """exp(x) below zero, in value and both derivatives, for inputs of every dtype; as elu(x) + 1 they are 0 in float32
+    from -17 on."""
+    narrow = torch.tensor([-80.0, -30.0, -17.5, -3.0, -0.25, 0.0, 0.5, 40.0], dtype=dtype)
+    x = narrow.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    feature = similarities.get("elu")().features(x[None], x[None])[0][0]
+    slope = torch.autograd.grad(feature.sum(), x, create_graph=True)[0]
+    bend = torch.autograd.grad(slope.sum(), x)[0]
+    for j, number in enumerate(narrow.tolist()):
+        below = number <= 0
+        expected = [math.exp(number) if below else number + 1, math.exp(number) if below else 1.0]
+        assert feature[j].item() == pytest.approx(expected[0], rel=1e-6)
+        assert slope[j].item() == pytest.approx(expected[1], rel=1e-6)
+        assert bend[j].item() == pytest.approx(math.exp(number) if below else 0.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference", "blocked", "linear"])
+def test_elu_attention_far_below_zero(impl: str) -> None:
+    """Keys and queries around -25: weights exp(q).exp(k), whose ratios are those of float64."""
+    q, k = (torch.tensor(x, dtype=torch.float32)[None, None] - 25 for x in (Q, K))
+    v = torch.eye(7)[None, None]
+    w = q.double().exp() @ k.double().exp().transpose(-1, -2)
+    out = regard.attention(q, k, v, "elu", impl=impl)
+    np.testing.assert_allclose(out.numpy(), (w / w.sum(-1, keepdim=True)).numpy(), rtol=1e-5)
+
+
+def test_the_clipped_geometric_kernel_keeps_its_eps_in_float32() -> None:
+    """1 / (1 + eps - z / limit) is 1 / eps at the limit: 1 + eps would round eps to 3.7 digits."""
+    kernel = Spec.parse("clipped-geometric").kernel
+    z = torch.tensor([299.99, 300.0, 400.0, 1.0, -50.0])
+    wide = z.double()
+    exact = 1 / (kernel.eps + (kernel.limit - wide.clamp(max=kernel.limit)) / kernel.limit)
+    np.testing.assert_allclose(kernel.value(z, {}).numpy(), exact.numpy(), rtol=2e-6)
+    np.testing.assert_allclose(kernel.slope(z, {})[3:].numpy(), (exact.square() / kernel.limit)[3:].numpy(), rtol=2e-6)

@@ -95,8 +95,10 @@ def test_statistics(text: str) -> None:
     weighting = Spec.parse(text).weighting
     for fast in (False, True):
         stats = weighting.fit(z, {}, fast=fast)
-        top = torch.where(stats.empty, 0, z.amax(-1, keepdim=True))
-        assert torch.equal(stats.top, top)
+        kept = weighting.weights(z, stats, {}) > 0
+        lowest = "r=0.5)*adaptive" in text  # whose arithmetic is anchored at the lowest key with weight
+        best = torch.where(kept, z, torch.inf).amin(-1, keepdim=True) if lowest else z.amax(-1, keepdim=True)
+        assert torch.equal(stats.top, torch.where(stats.empty, 0, best))
         for name in ("top", "theta", "reach", "mass", "empty", "fallback", "status"):
             assert getattr(stats, name).shape == (2, 6, 1), name
         assert not bool((stats.empty & stats.fallback).any())

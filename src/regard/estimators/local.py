@@ -103,6 +103,9 @@ def linear(
         ridge = relative(ridge, weighting.log_mass(fit.stats, params))  # type: ignore[attr-defined]
     mean = p @ local.y
     away = local.y[..., None, :, :] - mean[..., :, None, :]  # [B, H, Tq, Tk, D]
+    seen = visible.block(0, visible.queries, 0, visible.keys, away.device)
+    if seen is not None:  # a large hidden key would have infinite derivatives, which a weight of 0 would not undo
+        away = torch.where(seen[..., None], away, 0)
     spread = (p[..., None] * away).transpose(-1, -2) @ away
     solved = solve(local.solver, spread, ridge, local.x - mean, local.probe)
     slope = (away @ solved.value[..., None])[..., 0]

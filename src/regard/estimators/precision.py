@@ -35,11 +35,27 @@ def clean(x: Tensor) -> tuple[Tensor, Tensor | None]:
     """x with vectors that are not finite put to zero, and which those are; x itself and None where it can be seen, at
     no device's waiting and in no graph, that there are none. Entries so large that a product of two of them could
     overflow count as not finite: infinity would come out of what is hidden, times zero."""
-    limit = 2.0**500 if x.dtype == torch.float64 else 2.0**56
+    limit = 2.0 ** _largest(x.dtype)[0]
     if _at_hand(x) and _within(x.detach(), limit):
         return x.contiguous(), None  # laid out as the copy below, so that not a bit depends on which it was
     bad = ~(x.detach().abs().amax(-1) <= limit)
     return torch.where(bad[..., None], 0, x), bad
+
+
+def _largest(dtype: torch.dtype) -> tuple[int, int]:
+    """As powers of two: the largest entry of a vector, and the largest score, half of what the dtype can hold."""
+    return (500, 1022) if dtype == torch.float64 else (56, 126)
+
+
+def overflowing(query: Tensor, scale: float | Tensor) -> Tensor | None:
+    """Which queries [..., Tq] are so large, times the scale, that the score of a key that `clean` lets pass could
+    overflow; None where none can. A usual scale costs no look at the queries."""
+    entry, score = _largest(query.dtype)
+    if isinstance(scale, float) and query.shape[-1] * scale <= 2.0 ** (score - 2 * entry):
+        return None
+    size = query.detach().to(torch.promote_types(query.dtype, torch.float32)).abs().sum(-1)
+    bad = ~(size * scale <= 2.0 ** (score - entry))
+    return None if _at_hand(bad) and not bool(bad.any()) else bad
 
 
 def _within(x: Tensor, limit: float) -> bool:

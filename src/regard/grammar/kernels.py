@@ -63,6 +63,12 @@ class Kernel(Protocol):
         """dK/da."""
 
 
+def least_reach(dtype: torch.dtype) -> float:
+    """The least `reach` by which slopes are divided: quotients of numbers below it would overflow."""
+    info = torch.finfo(dtype)
+    return info.tiny / info.eps
+
+
 class _Ranked:
     """Kernels that are a function of the distance to the best score."""
 
@@ -300,7 +306,7 @@ class ClippedGeometric(_Pointwise):
         number("clipped-geometric", "eps", self.eps, low=0.0, strict=True)
 
     def value(self, a: Tensor, params: Params) -> Tensor:
-        return 1 / (1 + self.eps - a.clamp(max=self.limit) / self.limit)
+        return 1 / (self.eps + (self.limit - a.clamp(max=self.limit)) / self.limit)  # 1 + eps would round eps
 
     def slope(self, a: Tensor, params: Params) -> Tensor:
         return torch.where(a < self.limit, self.value(a, params).square() / self.limit, 0)

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import elu
 
 from ..checks import ArgumentError, number
 from ..registry import Registry
@@ -30,6 +29,7 @@ class Similarity(Protocol):
     lower: float  # s is never below
     upper: float  # s is never above (1 for a cosine)
     scaled: ClassVar[bool]  # whether z = scale * s takes a scale
+    # grows: ClassVar[bool], whether features can be larger than 1 and the largest entry; taken to be so where not said
 
     def default_scale(self, dim: int) -> float:
         """The scale used where none is given."""
@@ -51,6 +51,7 @@ class _Features:
     upper: float = math.inf
     scaled: ClassVar[bool] = False
     symmetric: ClassVar[bool] = True  # phi = psi, so that q = k need be kept once
+    grows: ClassVar[bool] = False
     name: ClassVar[str]
 
     def default_scale(self, dim: int) -> float:
@@ -123,6 +124,7 @@ class Euclidean(_Features):
     name: ClassVar[str] = "euclidean"
     scaled: ClassVar[bool] = True
     symmetric: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
     upper: ClassVar[float] = 0.0  # type: ignore[misc]
 
     def default_scale(self, dim: int) -> float:
@@ -167,6 +169,7 @@ class ReLU2(_Mapped):
     """s = relu(q)^2 . relu(k)^2. Kernel-selection paper, Table 1."""
 
     name: ClassVar[str] = "relu2"
+    grows: ClassVar[bool] = True
 
     def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return query.relu().square(), key.relu().square()
@@ -180,4 +183,9 @@ class ELU(_Mapped):
     name: ClassVar[str] = "elu"
 
     def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return elu(query) + 1, elu(key) + 1
+        return self._map(query), self._map(key)
+
+    @staticmethod
+    def _map(x: Tensor) -> Tensor:
+        """elu(x) + 1, which is exp(x) for x <= 0: as a sum it would lose all digits of exp(x) there."""
+        return torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0)))

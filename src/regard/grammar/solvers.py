@@ -17,7 +17,7 @@ from torch import Tensor
 from ..checks import ArgumentError, flag, number, optional_whole, whole
 from ..registry import Registry
 from .conjugate import conjugate_gradients
-from .systems import Solved, SolveStatus, System
+from .systems import Solved, SolveStatus, System, unreadable
 
 solvers: Registry[Any] = Registry("solver", "regard.solvers")
 
@@ -76,7 +76,7 @@ class Cholesky:
         singular = self._meaningless(factor.detach(), info, sound.detach(), penalised)
         status = torch.where(finite, 0, int(SolveStatus.NOT_FINITE))
         jitter = torch.zeros_like(right[..., 0])
-        if not (torch.compiler.is_compiling() or bool(singular.any())):
+        if not (unreadable(singular) or bool(singular.any())):
             solution = torch.cholesky_solve(right[..., None], factor)
         else:
             jitter, left = self._jitter(sound.detach(), singular & penalised)
@@ -168,6 +168,11 @@ class ConjugateGradient:
     def solve(self, system: System, right: Tensor) -> Solved:
         tol = self.tol if self.tol is not None else (1e-10 if right.dtype == torch.float64 else 1e-6)
         limit = 4 * right.shape[-1] if self.max_iter is None else self.max_iter
+        if right.is_meta:  # no residual to look at
+            none = torch.zeros_like(right[..., 0])
+            return Solved(
+                torch.zeros_like(right), none.int(), dict.fromkeys(("iterations", "residual", "jitter"), none)
+            )
         return conjugate_gradients(system, right, tol, limit, self.precondition, self.RESTARTS)
 
 

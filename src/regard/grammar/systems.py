@@ -110,6 +110,12 @@ class Dense:
         raise ArgumentError("Dense: matrices do not know the weights they came from; solve them by cholesky or cg.")
 
 
+def unreadable(x: Tensor) -> bool:
+    """Whether nothing may be decided by the numbers in x: it is drawn into a graph, a torch.func transform looks on, or
+    it is a meta tensor, which has none."""
+    return torch.compiler.is_compiling() or x.is_meta or torch._C._functorch.maybe_current_level() is not None
+
+
 def unit(right: Tensor) -> Tensor:
     """The power of two [..., 1] next to the largest number of each right side, 1 where that is 0: dividing by it rounds
     nothing, and squares of very large or small numbers stay in range."""

@@ -8,7 +8,12 @@ the norm is not convex and b is bracketed.
 Every row is masked once it has converged, so that no row depends on the others; `fast` ends the loop when all
 have.
 
-Legend: d [..., n], +inf at hidden keys; b, r [..., 1] or r a number.
+For r < 1 the weight a^r has infinite slope at the threshold: an error of eps in b makes one of eps^r in a weight. The
+threshold is then measured from the lowest key that has weight, the pivot: theta = pivot - gap. The differences
+z_j - pivot are exact near the threshold, and the pivot's own weight t = (gap/r)^r is the root of an increasing convex
+function, sum_j ((z_j - pivot)/r + t^(1/r))^r = 1, so that Newton's method descends to it from the right.
+
+Legend: z scores [..., n], -inf at hidden keys; d [..., n], +inf at hidden keys; b, r [..., 1] or r a number.
 """
 
 from __future__ import annotations
@@ -16,11 +21,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kernels import Number
+from .kernels import Number, least_reach
 
 NEWTON_STEPS = 16
 FAST_STEPS = 64
 BISECTIONS = 64
+CROSSINGS = 2
+"""Scores that rounding may put on the wrong side of a threshold found by bisection."""
 
 
 def solve_peak(d: Tensor, r: Number, *, fast: bool = False) -> tuple[Tensor, Tensor]:
@@ -37,25 +44,80 @@ def solve_peak(d: Tensor, r: Number, *, fast: bool = False) -> tuple[Tensor, Ten
     return torch.where(empty, 1, b), empty | ((total - 1).abs() <= tolerance) | total.isnan()
 
 
-def implicit_peak(d: Tensor, r: Number, peak: Tensor) -> Tensor:
-    """`peak` with its derivatives by d and r: Newton steps whose value is pinned to zero. The first step
-    carries the first derivative, the second the second."""
-    b = peak
+def solve_gap(z: Tensor, peak: Tensor, top: Tensor, r: Number, *, fast: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """(pivot, gap, converged), each [..., 1], for r < 1: the lowest score that has weight, and how far the threshold
+    lies below it; `peak` is the solution of `solve_peak`. No gradient. Sums are made in float64, since a rounding
+    error decides whether the lowest key has weight at all."""
+    wide, top, peak = widest(z), widest(top), widest(peak)
+    r = widest(r) if isinstance(r, Tensor) else r
+    pivot, below = _pivot(wide, top - peak * r, top, r)
+    away = (wide - pivot).relu() / r
+    inside = wide >= pivot
+    ties = (wide == pivot).sum(-1, keepdim=True).clamp(min=1)
+    t = (1 - torch.where(inside, away**r, 0).sum(-1, keepdim=True)) / ties
+    total = torch.ones_like(t)
+    for _ in range(FAST_STEPS if fast else NEWTON_STEPS):
+        a = away + t ** (1 / r)
+        total = torch.where(inside, a**r, 0).sum(-1, keepdim=True)
+        slope = torch.where(inside, (t ** (1 / r) / a) ** (1 - r), 0).sum(-1, keepdim=True)
+        new = t - (total - 1) / slope
+        active = (new < t) & (new > 0)
+        t = torch.where(active, new, t)
+        if fast and not bool(active.any()):
+            break
+    gap = torch.minimum(r * t ** (1 / r), pivot - below) + 0 * top  # 0 * keeps a row's NaN
+    exact = (total - 1).abs() <= 512 * torch.finfo(z.dtype).eps
+    return pivot.to(z.dtype), gap.to(z.dtype).clamp(min=least_reach(z.dtype)), exact
+
+
+def widest(x: Tensor) -> Tensor:
+    """x in float64 where the device has it."""
+    return x if x.device.type == "mps" else x.double()
+
+
+def _pivot(z: Tensor, theta: Tensor, top: Tensor, r: Number) -> tuple[Tensor, Tensor]:
+    """(the lowest score with weight, the next score below it), given a threshold that rounding may have put on the
+    wrong side of a score or two: a score has weight where the sum of weights at a threshold in its place is below one.
+    """
+
+    def above(edge: Tensor) -> Tensor:
+        return torch.where(z > edge, z, torch.inf).amin(-1, keepdim=True)
+
+    def under(edge: Tensor) -> Tensor:
+        return torch.where(z < edge, z, -torch.inf).amax(-1, keepdim=True)
+
+    def has_weight(edge: Tensor) -> Tensor:
+        finite = edge > -torch.inf
+        return finite & (((z - torch.where(finite, edge, 0)).relu() / r) ** r).sum(-1, keepdim=True).lt(1)
+
+    pivot = torch.minimum(above(theta), top)
+    for _ in range(CROSSINGS):
+        pivot = torch.where(has_weight(pivot), pivot, torch.minimum(above(pivot), top))
+    for _ in range(CROSSINGS):
+        lower = under(pivot)
+        pivot = torch.where(has_weight(lower), lower, pivot)
+    return pivot, under(pivot)
+
+
+def implicit_reach(d: Tensor, r: Number, reach: Tensor) -> Tensor:
+    """`reach` with its derivatives by d and r, where sum [(reach - d)/r]_+^r = 1: Newton steps whose value is pinned to
+    zero. The first step carries the first derivative, the second the second."""
+    found = reach
     for _ in range(2):
-        step = _newton_step(d, r, b)
-        b = b - (step - step.detach())
-    return b
+        step = _newton_step(d, r, found)
+        found = found - step
+    return found
 
 
-def _newton_step(d: Tensor, r: Number, b: Tensor) -> Tensor:
-    """(sum a^r - 1) / (r sum a^(r-1)), differentiable, with a = [b - d/r]_+."""
-    reach = r * b
+def _newton_step(d: Tensor, r: Number, reach: Tensor) -> Tensor:
+    """(sum a^r - 1) / sum a^(r-1), differentiable, with a = [(reach - d)/r]_+. Its value is 0, as at the root: what
+    rounding leaves of sum a^r - 1 would meet the slope of the slope, which has no bound for r < 1."""
     inside = d < reach.detach()
     a = torch.where(inside, (reach - torch.where(inside, d, 0)) / r, 1)  # > 0 inside, whatever the rounding
     total = torch.where(inside, a**r, 0).sum(-1, keepdim=True)
-    slope = torch.where(inside, a ** (r - 1), 0).sum(-1, keepdim=True) * r
+    slope = torch.where(inside, a ** (r - 1), 0).sum(-1, keepdim=True)
     some = slope > 0
-    return torch.where(some, (total - 1) / torch.where(some, slope, 1), 0)
+    return torch.where(some, (total - total.detach()) / torch.where(some, slope, 1), 0)
 
 
 def _newton(d: Tensor, r: float, steps: int, *, early_exit: bool) -> Tensor:

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from .kernels import Number, ParamInfo, Params
+from .kernels import Number, ParamInfo, Params, least_reach
 
 
 class Status(IntEnum):
@@ -43,9 +43,10 @@ class RowStats:
     """What is known of each row once its scores were seen: enough to weigh any block of its keys.
 
     Attributes:
-        top: the largest score of a visible key (0 in an empty row).
+        top: the score that the row's arithmetic is anchored at (0 in an empty row): the largest of a visible key, but
+            for the adaptive rule with r < 1 the lowest that has weight (`threshold.solve_gap`).
         theta: the threshold on z; -inf where the kernel has no edge.
-        reach: top - theta, how far below the best score a key still counts, kept apart because the
+        reach: top - theta, how far below `top` a key still counts, kept apart because the
             difference of two large numbers would round it away; 1 where it decides nothing.
         mass: the sum of the kernel's values, relative to the value at `top` for ranked kernels.
         empty: no key is visible.
@@ -108,6 +109,9 @@ class Weighting(Protocol):
     ) -> dict[str, Tensor]:
         """dL/dparameter per row [..., Tq, 1]; `dz` is A (G - rho), before `finish`."""
 
+    # Where it matters, also `centred(g, z, stats, params)`: G less one number a row, which changes no derivative and
+    # keeps G - rho exact at a key whose A outweighs that of all others.
+
 
 def fit_weights(weighting: Weighting, z: Tensor, params: Params, *, fast: bool = False) -> tuple[RowStats, Tensor]:
     """Statistics and weights of whole rows, in one go where the weighting has a method of this name."""
@@ -139,13 +143,20 @@ class Rule(Protocol):
         """How many positions `locate` notes a row."""
 
     def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
-        """`theta` and `reach`, and where they apply `fallback`, `status`, `index`. `top` is a constant."""
+        """`theta` and `reach`, and where they apply `top` (another anchor than the best score), `fallback`, `status`,
+        `index`. The `top` given is a constant."""
+
+    def distance(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> tuple[Tensor, Tensor]:
+        """(`distance` to `stats.top`, reach): what `Kernel.relative` is given."""
 
     def members(self, z: Tensor, stats: RowStats, kernel: Any, start: int) -> Tensor | None:
         """Which keys may have weight, where the threshold alone does not decide; None for all."""
 
     def stand_in(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
         """The weights of rows in `stats.fallback`."""
+
+    def pivot(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> Tensor | None:
+        """The place of a key whose A may outweigh that of all others, int64 [..., 1]; None where there is none."""
 
     def mix(self, slope: Tensor, p: Tensor) -> Tensor:
         """B, given A = slope."""
@@ -215,7 +226,7 @@ class Ratio:
         status = found.get("status")
         fallback = found["fallback"] & ~empty if "fallback" in found else torch.zeros_like(empty)
         stats = RowStats(
-            top=top,
+            top=torch.where(empty, 0, found["top"]) if "top" in found else top,
             theta=torch.where(empty, -1, found["theta"]),
             reach=torch.where(empty | fallback, 1, found["reach"]),
             mass=torch.ones_like(top),
@@ -238,8 +249,9 @@ class Ratio:
         return torch.where(stats.fallback, self.rule.stand_in(z.detach(), stats, start), p)
 
     def _relative(self, z: Tensor, stats: RowStats, params: Params, start: int) -> Tensor:
-        own = self.rule.kernel_params(params)
-        w = self.kernel.relative(distance(z, stats.top), self._reach(stats), own)
+        d, reach = self.rule.distance(z, stats, self.kernel, params)
+        edge = reach if self.rule.bounded(self.kernel) else float("inf")
+        w = self.kernel.relative(d, edge, self.rule.kernel_params(params))
         members = self.rule.members(z, stats, self.kernel, start)
         return w if members is None else torch.where(members, w, 0 * stats.top)  # 0 * keeps a row's NaN
 
@@ -264,6 +276,10 @@ class Ratio:
         if self.rule.may_miss(self.kernel):
             slope = torch.where(stats.fallback, 0, slope)
         return slope, self.rule.mix(slope, p)
+
+    def centred(self, g: Tensor, z: Tensor, stats: RowStats, params: Params) -> Tensor:
+        pivot = self.rule.pivot(z, stats, self.kernel, params)
+        return g if pivot is None else g - g.gather(-1, pivot)
 
     def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
         pull = self.rule.pull(z, stats, self.kernel)
@@ -325,13 +341,14 @@ class Plain:
         w = self._values(z, params)
         mass = w.sum(-1, keepdim=True)
         status = torch.where(mass < 0, int(Status.NEGATIVE), 0)
+        least = least_reach(z.dtype)  # nothing can be divided by less, and such weights count as none
         if self.nonnegative:
-            return replace(stats, mass=torch.where(mass == 0, 1, mass), status=status.int())
+            return replace(stats, mass=torch.where(mass < least, 1, mass), status=status.int())
         size = self._size(w, z)
         near = mass.abs() < GUARD * size
         mass = torch.where(near, torch.where(mass < 0, -size, size) * GUARD, mass)
         status = torch.where(near, int(Status.NEAR_ZERO), status)
-        return replace(stats, mass=torch.where(size == 0, 1, mass), status=status.int())
+        return replace(stats, mass=torch.where(size < least, 1, mass), status=status.int())
 
     def _size(self, w: Tensor, z: Tensor) -> Tensor:
         """sqrt(n sum w^2) over the visible keys, 0 with gradient 0 where all weights are."""

@@ -30,7 +30,7 @@ from ..checks import (
 )
 from ..estimators import Visibility
 from ..estimators.local import LARGEST, repeat_heads
-from ..estimators.precision import clean, either, full_precision, row_number, transformed
+from ..estimators.precision import clean, either, full_precision, overflowing, row_number, transformed
 from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
 from ..grammar.spec import LOCAL_LINEAR
@@ -96,9 +96,11 @@ def attention(
 
     Returns:
         The output [B, H, Tq, Dv] in the dtype of `query`, or (output, Diagnostics). Rows without a visible key
-        are 0, with gradient 0. A row that sees a key, value or query which is not finite (or beyond 2^56, 2^500
-        in float64, where products overflow) is NaN, and passes no gradient on; what a row cannot see never
-        matters, NaN included.
+        are 0, with gradient 0. A row that sees a key, value or query which is not finite, or too large for its products
+        to stay in range, is NaN and passes no gradient on; what a row cannot see never matters, NaN included. Too large
+        is an entry beyond 2^56 (2^500 in float64), or beyond 2^28 (2^250) for similarities that square it (relu2,
+        euclidean), and a query whose entries times the scale sum to more than 2^70 (2^522) in size. An output or
+        gradient that its dtype cannot hold is infinite, as that of any sum in torch: in float16 beyond 65504.
 
     Raises:
         ArgumentError: shapes, dtypes or names that do not fit.
@@ -223,11 +225,17 @@ def _prepare(
     query, query_bad = look(query.to(dtype))
     key, key_bad = (query, query_bad) if shared else look(key.to(dtype))
     value, value_bad = look(value.to(dtype))
+    q, k = (query, key) if native else spec.similarity.features(query, key)
+    if not native and getattr(spec.similarity, "grows", True):
+        (q, q_bad), (k, k_bad) = clean(q), clean(k)
+        query_bad, key_bad = either(query_bad, q_bad), either(key_bad, k_bad)
+    over = overflowing(q, scale)
+    if over is not None:
+        shared, query_bad, q = False, either(query_bad, over), torch.where(over[..., None], 0, q)
     poisoned = _poisoned(query_bad, either(key_bad, value_bad), visible, query.shape[1])
     if native:
         x, y = (query, key) if spec.degree else (None, None)
-        return Inputs(query, key, value, x, y, visible, problem, scale, numbers, factor=scale, raw=raw), poisoned
-    q, k = spec.similarity.features(query, key)
+        return Inputs(q, key, value, x, y, visible, problem, scale, numbers, factor=scale, raw=raw), poisoned
     if isinstance(scale, Tensor):
         q = q * scale[..., None]
     elif shared and getattr(spec.similarity, "symmetric", False):

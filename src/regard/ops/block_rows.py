@@ -42,10 +42,9 @@ class Rows(Protocol):
     def marks(self) -> bool:
         """Whether `weigh` marks keys."""
 
-    @property
-    def exact(self) -> bool:
+    def exact(self, params: Params) -> bool:
         """Whether `derive` must be given the very scores that `weigh` saw, and not such as differ by a rounding error
-        because they were made from fewer keys: where a key has weight or none, and nothing between."""
+        because they were made from fewer keys: where a rounding error at the threshold is no small thing."""
 
     @property
     def elements(self) -> int:
@@ -81,12 +80,14 @@ class TorchRows:
 
     weighting: Weighting
     marks: ClassVar[bool] = False
-    exact: ClassVar[bool] = True
     elements: ClassVar[int] = ELEMENTS
 
     @property
     def indices(self) -> int:
         return self.weighting.indices
+
+    def exact(self, params: Params) -> bool:
+        return True
 
     def weigh(
         self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor
@@ -112,6 +113,8 @@ class TorchRows:
         stats, weighting = unpack(*kept), self.weighting
         p = self.again(block, z, kept, params) if p is None else p
         a, b = weighting.jacobian(z, p, stats, params)
+        centred = getattr(weighting, "centred", None)
+        g = g if centred is None else centred(g, z, stats, params)
         rho = (b * g).sum(-1, keepdim=True)
         rho = rho if share is None else rho - share  # as dL/dz of log sum K is A, but for what `finish` adds
         del b  # a block of pairs, like all of these: what is not needed must not stand beside what is

@@ -141,8 +141,8 @@ class Block:
         """q . k [n, q, w], nothing hidden yet."""
         return self.rows(q) @ self.columns(k).transpose(-1, -2)
 
-    def hide(self, z: Tensor, *, positional: bool = True) -> Tensor:
-        """z with -inf where a key is hidden, in place; by the mask alone where position is seen to by `bounds`."""
+    def hide(self, z: Tensor, *, positional: bool = True, fill: float = -torch.inf) -> Tensor:
+        """z with `fill` where a key is hidden, in place; by the mask alone where position is seen to by `bounds`."""
         visible = self.work.visible
         if not positional:
             visible = replace(visible, causal=False, strict=False, window=None, runs=None)
@@ -150,7 +150,7 @@ class Block:
         if low is not None:
             seen = visible.block(self.first, self.last, low, self.high, z.device)
             assert seen is not None
-            z[..., low - self.low :].masked_fill_(~seen[0], -torch.inf)
+            z[..., low - self.low :].masked_fill_(~seen[0], fill)
             return z
         seen = visible.block(self.first, self.last, self.low, self.high, z.device)
         if seen is None:
@@ -158,10 +158,10 @@ class Block:
         if self.kept is not None and seen.shape[-1] > 1:
             seen = seen[..., self.kept]
         if seen.shape[0] == 1 and seen.shape[1] == 1:
-            return z.masked_fill_(~seen[0], -torch.inf)
+            return z.masked_fill_(~seen[0], fill)
         full = seen.expand(self.work.total // self.work.heads, self.work.heads, *seen.shape[-2:])
         n = torch.arange(self.at.start, self.at.stop, device=z.device)
-        return z.masked_fill_(~full[n // self.work.heads, n % self.work.heads], -torch.inf)
+        return z.masked_fill_(~full[n // self.work.heads, n % self.work.heads], fill)
 
     def _edge(self, visible: Visibility) -> int | None:
         """The first key that causal order hides from some query; None where something else hides keys."""

@@ -84,9 +84,10 @@ class NumbaRows:
     spec: Spec
     marks: ClassVar[bool] = True
 
-    @property
-    def exact(self) -> bool:
-        return not self.spec.kernel.vanishes
+    def exact(self, params: Params) -> bool:
+        """Kernels with a jump at the threshold, or with infinite slope there."""
+        power = self.spec.bandwidth.kernel_params(params).get("r", getattr(self.spec.kernel, "r", 1.0))
+        return not self.spec.kernel.vanishes or bool(torch.as_tensor(power < 1).any())
 
     elements: ClassVar[int] = 2 * ELEMENTS  # two blocks of pairs live at a time, where torch's rows need more
 
@@ -140,10 +141,11 @@ class NumbaRows:
         found = z.new_empty(z.shape[0], FLOATS), z.new_empty(z.shape[0], FLAGS, dtype=torch.int32)
         index = z.new_empty(z.shape[0], 3, dtype=torch.int64)
         stand = {"uniform": rows.STAND_UNIFORM, "zero": rows.STAND_ZERO, "nearest": rows.STAND_NEAREST}
+        k = min(getattr(rule, "k", 0), z.shape[1])
         with _entry(rows.forward, rows.forward_part, z) as forward:
             forward(
                 *_arrays(z, _bits(z), p, *bounds), start, self._kernel(params), self._rule,
-                *_arrays(*self._numbers(z, params)), getattr(rule, "k", 0), stand[getattr(rule, "empty", "uniform")],
+                *_arrays(*self._numbers(z, params)), k, stand[getattr(rule, "empty", "uniform")],
                 p is z, counted, *_arrays(*found, index, marks.view(torch.uint8)),
                 max(1, z.shape[0] // max(1, marks.shape[0])),
             )  # fmt: skip

@@ -112,7 +112,7 @@ def _backward_blocks(
     dgiven = found[3].flatten(1, 2)
     q, k, v, grad, given = flat(q), flat(k), flat(v), flat(grad), flat_params(given)
     for block in work.blocks():
-        if rows.marks and not rows.exact:
+        if rows.marks and not rows.exact(block.params(given)):
             block = block.narrowed(block.marks(active))
         own = tuple(block.rows(x) for x in kept)
         g = block.rows(grad) @ block.columns(v).transpose(-1, -2)

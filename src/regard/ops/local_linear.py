@@ -294,6 +294,7 @@ def _backward_blocks(
             u = torch.zeros_like(t)
             block.rows(dprobe).copy_(-right)
         dp = _weight_gradient(block, model, system, (t, u), (a, gamma), dy).to(p.dtype)
+        dp = block.hide(dp, fill=0.0)  # a large hidden key may have made it infinite, which a slope of 0 would not undo
         lost, share = t * u, None
         if model.spec.ridge_mode == "absolute":
             lost = lost if system.raised is None else torch.where(system.raised, 0, lost)

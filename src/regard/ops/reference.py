@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from ..estimators import Diagnostics, local
 from ..estimators.diagnostics import counts, diagnose
 from ..estimators.local import repeat_heads
+from ..grammar.threshold import widest
 from .dispatch import Cost, Inputs, Problem, register_impl
 
 LIMIT = 2**28
@@ -32,6 +33,8 @@ class Reference:
                     f"builds a [B, H, Tq, Tk, D] tensor for the local linear model, of {size:,} numbers here (limit "
                     f"{LIMIT:,}); give fewer queries, heads or sequences at a time"
                 )
+            if problem.transformed and not problem.spec.solver.exact:
+                return "iterates until residuals are small, which no transform can look at; take solver=cholesky"
         return None
 
     def cost(self, problem: Problem) -> Cost:
@@ -43,9 +46,13 @@ class Reference:
         if inputs.k.shape[2] == 0:
             inputs = _with_hidden_key(inputs)
         spec, heads = inputs.spec, inputs.q.shape[1]
-        k, v = repeat_heads(inputs.k, heads), repeat_heads(inputs.v, heads)
+        q, k, v = inputs.q, repeat_heads(inputs.k, heads), repeat_heads(inputs.v, heads)
         rows = inputs.row_params()
-        args = (inputs.q, k, v, inputs.visible, spec.weighting, rows)
+        alpha = rows.get("alpha")
+        if spec.degree == 0 and isinstance(alpha, Tensor) and alpha.requires_grad:
+            # dL/dalpha is r^2 times what cancels in the plain form
+            q, k, v, rows = widest(q), widest(k), widest(v), {**rows, "alpha": widest(alpha)}
+        args = (q, k, v, inputs.visible, spec.weighting, rows)
         if spec.degree == 0:
             found = local.constant(*args)
         else:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...checks import ArgumentError
 from ..kernels import Number, ParamInfo, Params
-from ..threshold import implicit_peak, solve_peak
+from ..threshold import implicit_reach, solve_gap, solve_peak
 from ..weighting import Ratio, RowStats, Status, Weighting, distance
-from .base import RuleBase, bandwidths, require_ranked
+from .base import RuleBase, bandwidths, positions, require_ranked
 
 
 @bandwidths.register("adaptive")
@@ -25,7 +25,7 @@ class Adaptive(RuleBase):
     scores s / gamma these are Nadaraya-Watson weights of bandwidth H = sqrt(2 - 2 r gamma tau), which always
     exceeds the distance to the nearest key (sparse-attention paper, Proposition 1; true for every r > 0).
 
-    Learned number: `alpha` > 1, per head or per row, in place of the kernel's r.
+    Learned number: `alpha` >= 1, per head or per row, in place of the kernel's r; 1 is softmax.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -45,23 +45,45 @@ class Adaptive(RuleBase):
         return Ratio(kernel, self)
 
     def param_info(self, kernel: Any) -> Mapping[str, ParamInfo]:
-        return {"alpha": ParamInfo(1 + 1 / kernel.r, low=1.0, strict=True)}
+        return {"alpha": ParamInfo(1 + 1 / kernel.r, low=1.0)}
 
     def kernel_params(self, params: Params) -> Params:
-        return {"r": 1 / (params["alpha"] - 1)} if "alpha" in params else {}
+        return {"r": power_of(params["alpha"])} if "alpha" in params else {}
 
     def bounded(self, kernel: Any) -> bool:
         return True
 
     def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
-        r: Number = self.kernel_params(params).get("r", kernel.r)
-        d = distance(z, top)
+        r = self._power(kernel, params)
         # detach drops forward-mode tangents too: no derivative goes through the search
-        peak, converged = solve_peak(d.detach(), r.detach() if isinstance(r, Tensor) else r, fast=fast)
+        number = r.detach() if isinstance(r, Tensor) else r
+        peak, converged = solve_peak(distance(z, top).detach(), number, fast=fast)
+        reach = number * peak
+        if _steep(r):
+            pivot, gap, exact = solve_gap(z.detach(), peak, top, number, fast=fast)
+            below = number < torch.ones_like(reach)
+            top, reach = torch.where(below, pivot, top), torch.where(below, gap, reach)
+            converged = torch.where(below, exact, converged)
         if torch.is_grad_enabled():
-            peak = implicit_peak(d, r, peak)
+            at = _first(z.detach() == top)
+            top = z.gather(-1, at)
+            reach = implicit_reach(_from(z, top, at), r, reach)
         status = torch.where(converged, int(Status.OK), int(Status.UNCONVERGED)).int()
-        return {"theta": top - r * peak, "reach": r * peak, "status": status}
+        return {"top": top, "theta": top - reach, "reach": reach, "status": status}
+
+    def distance(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> tuple[Tensor, Tensor]:
+        if not torch.is_grad_enabled():
+            return super().distance(z, stats, kernel, params)
+        # Weights are a power of (reach - d) over anything that does not move with the scores. Over the reach they would
+        # all move with it, as the sum does that they are divided by, and the difference would be rounding.
+        fixed = stats.reach.detach()
+        return _from(z, stats.top, _first(z.detach() == stats.top.detach())) - (stats.reach - fixed), fixed
+
+    def pivot(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> Tensor | None:
+        return _first(z == stats.top)
+
+    def _power(self, kernel: Any, params: Params) -> Number:
+        return self.kernel_params(params).get("r", kernel.r)
 
     def mix(self, slope: Tensor, p: Tensor) -> Tensor:
         total = slope.sum(-1, keepdim=True)
@@ -70,8 +92,46 @@ class Adaptive(RuleBase):
     def power_grads(
         self, log_u: Tensor, drift: Tensor, stats: RowStats, kernel: Any, params: Params
     ) -> dict[str, Tensor]:
-        r = self.kernel_params(params).get("r", kernel.r)
+        r = self._power(kernel, params)
         # p = a^r with a = (z - theta)/r: d log p / dr at fixed theta is log a - 1. Since sum p (G - rho) / a = 0,
         # 1/a may be added, which leaves nothing to cancel near a = 1, where large r has all its weights.
-        log_a = log_u + torch.log(stats.reach / r)
-        return {"alpha": -r * r * ((torch.expm1(-log_a) + log_a) * drift).sum(-1, keepdim=True)}
+        log_a = log_u - torch.log(stats.mass) / r
+        tilt = _near_one(log_a)
+        if _steep(r):
+            tilt = torch.where(r < torch.ones_like(stats.reach), log_a - 1, tilt)
+        return {"alpha": -r * r * (tilt * drift).sum(-1, keepdim=True)}
+
+
+LEAST = 1e-12
+"""The least alpha - 1 that is not rounded up: weights are softmax's to the last bit there."""
+
+
+def power_of(alpha: Number) -> Number:
+    """r = 1 / (alpha - 1), bounded at alpha = 1; NaN below, so that it shows."""
+    less = alpha - 1
+    if isinstance(less, Tensor):
+        return 1 / torch.where(less < 0, torch.nan, less.clamp(min=LEAST))
+    return 1 / max(less, LEAST)
+
+
+def _steep(r: Number) -> bool:
+    """Whether r may be below one, where the slope of a weight at the threshold is infinite."""
+    return isinstance(r, Tensor) or r < 1
+
+
+def _first(marked: Tensor) -> Tensor:
+    """The first marked place of every row, [..., 1]."""
+    return marked.int().argmax(-1, keepdim=True)
+
+
+def _from(z: Tensor, top: Tensor, at: Tensor) -> Tensor:
+    """`distance`, and 0 whatever happens at the place `at`: the derivative of that key, which may outweigh all others,
+    is then the sum of theirs, and not a small difference of two large ones."""
+    d = distance(z, top)
+    return torch.where((positions(z, 0) == at) & (d < torch.inf), 0, d)
+
+
+def _near_one(log_a: Tensor) -> Tensor:
+    """1/a + log a - 1, exact near a = 1."""
+    series = log_a.square() * (0.5 - log_a / 6 + log_a.square() / 24)
+    return torch.where(log_a.abs() < 1e-2, series, torch.expm1(-log_a) + log_a)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...checks import ArgumentError
 from ...registry import Registry
 from ..kernels import Number, ParamInfo, Params
-from ..weighting import RowStats, Weighting
+from ..weighting import RowStats, Weighting, distance
 
 bandwidths: Registry[Any] = Registry("bandwidth rule", "regard.bandwidths")
 
@@ -55,6 +55,12 @@ class RuleBase:
 
     def kernel_params(self, params: Params) -> Params:
         return params
+
+    def distance(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> tuple[Tensor, Tensor]:
+        return distance(z, stats.top), stats.reach
+
+    def pivot(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> Tensor | None:
+        return None
 
     def members(self, z: Tensor, stats: RowStats, kernel: Any, start: int) -> Tensor | None:
         return None

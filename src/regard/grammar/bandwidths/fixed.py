@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...checks import ArgumentError, choice, number
-from ..kernels import Number, ParamInfo, Params
+from ..kernels import Number, ParamInfo, Params, least_reach
 from ..weighting import Plain, Ratio, RowStats, Weighting
 from .base import RuleBase, bandwidths, positions
 
@@ -111,7 +111,12 @@ class Fixed(RuleBase):
         index = (scores != -torch.inf).sum(-1, keepdim=True)
         if self.empty == "nearest":
             index = scores.argmax(-1, keepdim=True)
-        return {"theta": 0 * top - bias, "reach": reach, "fallback": reach.detach() <= 0, "index": index}
+        return {
+            "theta": 0 * top - bias,
+            "reach": reach,
+            "fallback": reach.detach() < least_reach(z.dtype),
+            "index": index,
+        }
 
     def stand_in(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
         assert stats.index is not None

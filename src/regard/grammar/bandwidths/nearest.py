@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...checks import ArgumentError, choice, number, whole
-from ..kernels import Params
+from ..kernels import Params, least_reach
 from ..weighting import Ratio, RowStats, Weighting, distance, row_top
 from .base import RuleBase, bandwidths, positions, require_ranked
 
@@ -80,7 +80,12 @@ class Nearest(RuleBase):
         edge, below = z.gather(-1, pivot), (~more).to(z.dtype)
         reach = (top - edge) + below
         index = torch.cat([cut, pivot, kept], -1)
-        return {"theta": edge - below, "reach": reach, "fallback": reach.detach() <= 0, "index": index}
+        return {
+            "theta": edge - below,
+            "reach": reach,
+            "fallback": reach.detach() < least_reach(z.dtype),
+            "index": index,
+        }
 
     def members(self, z: Tensor, stats: RowStats, kernel: Any, start: int) -> Tensor | None:
         if kernel.vanishes:
@@ -103,6 +108,7 @@ class Nearest(RuleBase):
 def _kth(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(the min(k+1, n) best scores, the k-th, the index of the last kept key that ties with it, how many keys
     are kept)."""
+    k = min(k, scores.shape[-1])  # a larger k may be no machine integer
     best = scores.topk(min(k + 1, scores.shape[-1]), dim=-1).values
     kept = (scores != -torch.inf).sum(-1, keepdim=True).clamp(max=k)
     kth = best.gather(-1, (kept - 1).clamp(min=0))
@@ -186,14 +192,15 @@ class SoftNearest:
         mass = self._values(z, stats)[0].sum(-1, keepdim=True)
         return replace(stats, mass=torch.where(empty, 1, mass))
 
-    def _values(self, z: Tensor, stats: RowStats) -> tuple[Tensor, Tensor]:
+    def _values(self, z: Tensor, stats: RowStats) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights before their division by their sum, the gate, and 1 - gate."""
         gated = stats.theta > -torch.inf
         hidden = z == -torch.inf
         centre = torch.where(gated, stats.theta, 0)
         a = (torch.where(hidden, 0, z) - centre) / self.rule.temperature
-        gate = torch.where(gated, torch.sigmoid(a), 1)
+        gate, shut = torch.where(gated, torch.sigmoid(a), 1), torch.where(gated, torch.sigmoid(-a), 0)
         w = self.kernel.relative(distance(z, stats.top), float("inf"), {}) * gate
-        return torch.where(hidden, 0, w), gate
+        return torch.where(hidden, 0, w), gate, shut
 
     def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
         return torch.where(stats.empty, 0, self._values(z, stats)[0] / stats.mass)
@@ -203,9 +210,9 @@ class SoftNearest:
         return through_kernel + through_gate, p
 
     def _slopes(self, z: Tensor, p: Tensor, stats: RowStats) -> tuple[Tensor, Tensor]:
-        _, gate = self._values(z, stats)
+        _, gate, shut = self._values(z, stats)
         slope = self.kernel.relative_slope(distance(z, stats.top), float("inf"), {})
-        return slope * gate / stats.mass, p * (1 - gate) / self.rule.temperature
+        return slope * gate / stats.mass, p * shut / self.rule.temperature
 
     def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
         # The centre c moves every gate the other way: dL/dc = -(the gates' share of sum dz).

@@ -93,47 +93,48 @@ def sum_up(w: Any) -> Any:
 
 
 @jit
-def _slope1(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any) -> None:
+def _slope1(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any, base: Any) -> None:
     zero, inverse = x.dtype.type(0), _inverse(x, reach)
     steep = share * inverse
     for j in range(x.shape[0]):
         u = (reach - (top - x[j])) * inverse
         w[j] = u * share if u > zero else zero
-        s[j] = steep * (g[j] - rho) if u > zero else zero
+        s[j] = steep * ((g[j] - base) - rho) if u > zero else zero
 
 
 @jit
-def _slope2(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any) -> None:
+def _slope2(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any, base: Any) -> None:
     zero, inverse = x.dtype.type(0), _inverse(x, reach)
     steep = (share + share) * inverse
     for j in range(x.shape[0]):
         u = (reach - (top - x[j])) * inverse
         w[j] = u * u * share if u > zero else zero
-        s[j] = steep * u * (g[j] - rho) if u > zero else zero
+        s[j] = steep * u * ((g[j] - base) - rho) if u > zero else zero
 
 
 @jit
-def _slope3(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any) -> None:
+def _slope3(x: Any, g: Any, w: Any, s: Any, top: Any, reach: Any, share: Any, rho: Any, base: Any) -> None:
     zero, inverse = x.dtype.type(0), _inverse(x, reach)
     steep = (share + share + share) * inverse
     for j in range(x.shape[0]):
         u = (reach - (top - x[j])) * inverse
         w[j] = u * u * u * share if u > zero else zero
-        s[j] = steep * u * u * (g[j] - rho) if u > zero else zero
+        s[j] = steep * u * u * ((g[j] - base) - rho) if u > zero else zero
 
 
 @jit
 def weigh_and_slope(
     x: Any, g: Any, w: Any, s: Any, kernel: int, r: Any, top: Any, reach: Any, share: Any, rho: Any, start: int,
-    theta: Any, cut: int,
+    theta: Any, cut: int, base: Any,
 ) -> None:  # fmt: skip
-    """share K into w as `_weigh`, and share dK/dz (g - rho) into s; where that is 0, whatever g."""
+    """share K into w as `_weigh`, and share dK/dz (g - rho) into s; where that is 0, whatever g. `base` is taken from g
+    first."""
     if kernel == POWER1:
-        _slope1(x, g, w, s, top, reach, share, rho)
+        _slope1(x, g, w, s, top, reach, share, rho, base)
     elif kernel == POWER2:
-        _slope2(x, g, w, s, top, reach, share, rho)
+        _slope2(x, g, w, s, top, reach, share, rho, base)
     elif kernel == POWER3:
-        _slope3(x, g, w, s, top, reach, share, rho)
+        _slope3(x, g, w, s, top, reach, share, rho, base)
     else:
         zero, one = x.dtype.type(0), x.dtype.type(1)
         for j in range(x.shape[0]):
@@ -141,26 +142,26 @@ def weigh_and_slope(
             if cut < 0 or chosen(x[j], start + j, theta, cut):
                 value, slope = weigh_one(x[j], kernel, r, top, reach, one)
             w[j] = value * share
-            s[j] = slope * share * (g[j] - rho) if slope > zero else zero
+            s[j] = slope * share * ((g[j] - base) - rho) if slope > zero else zero
 
 
 @sums
-def _dots1(u: Any, g: Any) -> Any:
+def _dots1(u: Any, g: Any, base: Any) -> Any:
     zero = u.dtype.type(0)
     inside, slope_g, weight_g = np.int32(0), zero, zero
     for j in range(u.shape[0]):
         inside += np.int32(u[j] > zero)
-        slope_g += g[j] if u[j] > zero else zero
-        weight_g += u[j] * g[j] if u[j] > zero else zero
+        slope_g += g[j] - base if u[j] > zero else zero
+        weight_g += u[j] * (g[j] - base) if u[j] > zero else zero
     return inside, slope_g, weight_g
 
 
 @sums
-def _dots2(u: Any, g: Any) -> Any:
+def _dots2(u: Any, g: Any, base: Any) -> Any:
     zero = u.dtype.type(0)
     slope, slope_g, weight_g = zero, zero, zero
     for j in range(u.shape[0]):
-        ug = u[j] * g[j] if u[j] > zero else zero
+        ug = u[j] * (g[j] - base) if u[j] > zero else zero
         slope += u[j]
         slope_g += ug
         weight_g += u[j] * ug if u[j] > zero else zero
@@ -168,12 +169,12 @@ def _dots2(u: Any, g: Any) -> Any:
 
 
 @sums
-def _dots3(u: Any, g: Any) -> Any:
+def _dots3(u: Any, g: Any, base: Any) -> Any:
     zero = u.dtype.type(0)
     slope, slope_g, weight_g = zero, zero, zero
     for j in range(u.shape[0]):
         u2 = u[j] * u[j]
-        ug = u2 * g[j] if u[j] > zero else zero
+        ug = u2 * (g[j] - base) if u[j] > zero else zero
         slope += u2
         slope_g += ug
         weight_g += u[j] * ug if u[j] > zero else zero
@@ -182,7 +183,7 @@ def _dots3(u: Any, g: Any) -> Any:
 
 @jit
 def _moments_one_by_one(
-    x: Any, g: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int
+    x: Any, g: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int, base: Any
 ) -> Any:
     zero, one = x.dtype.type(0), x.dtype.type(1)
     live, slope, slope_g, weight_g = False, 0.0, 0.0, 0.0
@@ -192,28 +193,31 @@ def _moments_one_by_one(
             if value > zero:
                 live = True
                 slope += steep
-                slope_g += steep * g[j]
-                weight_g += value * g[j]
+                slope_g += steep * (g[j] - base)
+                weight_g += value * (g[j] - base)
     return live, (slope, slope_g, weight_g)
 
 
 @jit
-def moments(x: Any, g: Any, u: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int) -> Any:
+def moments(
+    x: Any, g: Any, u: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int, base: Any
+) -> Any:
     """Whether a span has any weight, and (sum dK/dz, sum g dK/dz, sum g K) in float64, K relative to its value at the
-    top; what weighs nothing is left out, whatever its g. u is room for as many numbers."""
+    top and g less `base`; what weighs nothing is left out, whatever its g. u is room for as many
+    numbers."""
     if kernel != POWER1 and kernel != POWER2 and kernel != POWER3:
-        return _moments_one_by_one(x, g, kernel, r, top, reach, start, theta, cut)
+        return _moments_one_by_one(x, g, kernel, r, top, reach, start, theta, cut, base)
     _weigh1(x, u, top, reach, x.dtype.type(1))
     if not sum_up(u) > 0:
         return False, (0.0, 0.0, 0.0)
     if kernel == POWER1:
-        inside, slope_g, weight_g = _dots1(u, g)
+        inside, slope_g, weight_g = _dots1(u, g, base)
         slope = np.float64(inside)
     elif kernel == POWER2:
-        sloped, slope_g, weight_g = _dots2(u, g)
+        sloped, slope_g, weight_g = _dots2(u, g, base)
         slope = np.float64(sloped)
     else:
-        sloped, slope_g, weight_g = _dots3(u, g)
+        sloped, slope_g, weight_g = _dots3(u, g, base)
         slope = np.float64(sloped)
     steep = np.float64(r) * np.float64(_inverse(x, reach))
     return True, (slope * steep, slope_g * steep, np.float64(weight_g))

@@ -27,7 +27,7 @@ from .base import (
     sums,
 )
 from .loops import moments, sum_up, weigh, weigh_and_slope
-from .search import chosen, find_first, find_nearest, find_peak, find_tops, next_run
+from .search import chosen, find_first, find_gap, find_nearest, find_peak, find_tops, next_run
 
 LARGE = 1e30
 """Where a margin or bias ends: beyond, it includes whatever there is, and products with it would overflow."""
@@ -133,6 +133,8 @@ def forward_row(
     if rule == ADAPTIVE:
         b, total = find_peak(x, kernel, r, tops, top, kept, flags)
         reach = r * b
+        if r < 1:
+            top, reach = find_gap(x, r, top, b, kept, flags)
         theta = top - reach
         if kernel != POWER:  # whose sum and whose weights round differently where r is large
             mass = kind(total / np.float64(b) ** np.float64(r))
@@ -146,7 +148,9 @@ def forward_row(
         theta, reach = find_nearest(x, k, vanishes(kernel), tops, top, kept, found)
         cut = -1 if vanishes(kernel) else found[0]
     floats[0], floats[1] = top, theta
-    if not reach > 0:
+    info = np.finfo(x.dtype)
+    least = info.tiny / info.eps if rule in (FIXED, NEAREST) else 0  # `kernels.least_reach`
+    if not (reach > 0 and reach >= least):
         flags[1] = 1
         if rule == FIXED:
             _note_stand_in(x, stand, top, found)
@@ -190,18 +194,27 @@ def mark(p: Any, start: int, pivot: int, active: Any) -> None:
 
 
 @jit
-def _power_grad(x: Any, g: Any, rule: int, r: Any, top: Any, reach: Any, share: Any, rho: Any) -> Any:
+def _tilt(log_a: float, r: Any) -> float:
+    """d log p / dr of the adaptive rule at a fixed threshold, but for what cancels in the sum (`power_grads`)."""
+    if r < 1:
+        return log_a - 1.0
+    if abs(log_a) < 1e-2:
+        return log_a * log_a * (0.5 - log_a / 6.0 + log_a * log_a / 24.0)
+    return math.expm1(-log_a) + log_a
+
+
+@jit
+def _power_grad(x: Any, g: Any, rule: int, r: Any, top: Any, reach: Any, share: Any, rho: Any, base: Any) -> Any:
     """dL/dr, or dL/dalpha for the adaptive rule (`power_grads` of the bandwidth rules)."""
-    total = 0.0
-    shift = math.log(reach / r)
+    total, power = 0.0, np.float64(r)
+    shift = math.log(np.float64(share)) / power
     for j in range(x.shape[0]):
         d = top - x[j]
         if d < reach:
-            log_u = math.log1p(-d / reach)
-            drift = math.exp(r * log_u) * share * (g[j] - rho)
+            log_u = np.float64(math.log1p(-d / reach))
+            drift = math.exp(power * log_u) * np.float64(share) * np.float64((g[j] - base) - rho)
             if rule == ADAPTIVE:
-                log_a = log_u + shift
-                total -= r * r * (math.expm1(-log_a) + log_a) * drift
+                total -= power * power * _tilt(log_u + shift, power) * drift
             else:
                 total += log_u * drift
     return total
@@ -225,13 +238,13 @@ def _pull(x: Any, s: Any, best: Any, pull: Any) -> None:
 
 @jit
 def _row_moments(
-    x: Any, g: Any, u: Any, live: Any, kernel: int, r: Any, top: Any, edge: Any, theta: Any, cut: int
+    x: Any, g: Any, u: Any, live: Any, kernel: int, r: Any, top: Any, edge: Any, theta: Any, cut: int, base: Any
 ) -> Any:
     """`moments` of a row, and which of its spans have any weight into `live`."""
     slope, slope_g, weight_g = 0.0, 0.0, 0.0
     for t in range((x.shape[0] + SPAN - 1) // SPAN):
         a, b = t * SPAN, min(x.shape[0], (t + 1) * SPAN)
-        live[t], found = moments(x[a:b], g[a:b], u[: b - a], kernel, r, top, edge, a, theta, cut)
+        live[t], found = moments(x[a:b], g[a:b], u[: b - a], kernel, r, top, edge, a, theta, cut, base)
         slope += found[0]
         slope_g += found[1]
         weight_g += found[2]
@@ -241,7 +254,7 @@ def _row_moments(
 @jit
 def _fill_slopes(
     x: Any, g: Any, p: Any, dz: Any, live: Any, kernel: int, r: Any, top: Any, edge: Any, share: Any, rho: Any,
-    theta: Any, cut: int, best: Any, pull: Any, place: bool, w: Any, s: Any,
+    theta: Any, cut: int, best: Any, pull: Any, place: bool, w: Any, s: Any, base: Any,
 ) -> None:  # fmt: skip
     """p and dz of a row, which may be x and g themselves (`place`)."""
     for t in range((x.shape[0] + SPAN - 1) // SPAN):
@@ -253,7 +266,7 @@ def _fill_slopes(
         part = x[a:b]
         weights = p[a:b] if p.shape[0] > 0 and not place else w[: b - a]
         slopes = s[: b - a] if place else dz[a:b]
-        weigh_and_slope(part, g[a:b], weights, slopes, kernel, r, top, edge, share, rho, a, theta, cut)
+        weigh_and_slope(part, g[a:b], weights, slopes, kernel, r, top, edge, share, rho, a, theta, cut, base)
         if pull != 0:
             _pull(part, slopes, best, pull)
         if place:
@@ -293,7 +306,10 @@ def backward_row(
         return
     cut = found[0] if rule == NEAREST and not vanishes(kernel) else -1
     edge = reach if cut < 0 else kind(np.inf)
-    slope, slope_g, weight_g = _row_moments(x, g, w, live, kernel, r, top, edge, theta, cut)
+    base = kind(0)
+    if rule == ADAPTIVE:  # G - rho must be exact at the key whose slope may outweigh all others
+        base = g[max(0, find_first(x, top, -1))]
+    slope, slope_g, weight_g = _row_moments(x, g, w, live, kernel, r, top, edge, theta, cut, base)
     share = kind(1) / mass
     rho = kind(weight_g / mass)
     if rule == ADAPTIVE:
@@ -301,11 +317,11 @@ def backward_row(
     total = kind((slope_g - rho * slope) * share)
     grads[1] = total
     if learned:
-        grads[0] = _power_grad(x, g, rule, r, top, reach, share, rho)
+        grads[0] = _power_grad(x, g, rule, r, top, reach, share, rho, base)
     best, pull = top, kind(0)
     if rule == ANCHORED and vanishes(kernel):
         best, ties = _best(x, bits, top, tops, top_bits)
         pull = total / kind(ties)
-    _fill_slopes(x, g, p, dz, live, kernel, r, top, edge, share, rho, theta, cut, best, pull, place, w, s)
+    _fill_slopes(x, g, p, dz, live, kernel, r, top, edge, share, rho, theta, cut, best, pull, place, w, s, base)
     if rule == NEAREST and vanishes(kernel):
         dz[found[1]] -= total

@@ -235,6 +235,87 @@ def find_peak(x: Any, kernel: int, r: Any, tops: Any, top: Any, kept: Any, flags
     return b, total
 
 
+# The threshold from the lowest key with weight, for r < 1 (`grammar.threshold`) ---------------------------------
+
+
+@jit
+def _sum_above(z: Any, r: float, edge: float) -> float:
+    """The sum of weights at a threshold in the place of `edge`."""
+    total = 0.0
+    for j in range(z.shape[0]):
+        a = np.float64(z[j]) - edge
+        if a > 0:
+            total += (a / r) ** r
+    return total
+
+
+@jit
+def _neighbour(z: Any, edge: float, up: bool) -> float:
+    """The next score above or below `edge`; infinite where there is none."""
+    found = np.inf if up else -np.inf
+    for j in range(z.shape[0]):
+        if up and z[j] > edge:
+            found = min(found, np.float64(z[j]))
+        elif not up and z[j] < edge:
+            found = max(found, np.float64(z[j]))
+    return found
+
+
+@jit
+def _find_pivot(z: Any, r: float, theta: float, top: float) -> float:
+    """The lowest score that has weight, given a threshold that is right but for rounding."""
+    pivot = min(_neighbour(z, theta, True), top)
+    while pivot < top and not _sum_above(z, r, pivot) < 1:
+        pivot = _neighbour(z, pivot, True)
+    while True:
+        lower = _neighbour(z, pivot, False)
+        if not (lower > -np.inf and _sum_above(z, r, lower) < 1):
+            return pivot
+        pivot = lower
+
+
+@jit
+def _pivot_weight(z: Any, r: float, pivot: float) -> Any:
+    """(t, sum of weights): the weight of the pivot, by Newton's descent."""
+    ties, total = 0, 1.0
+    for j in range(z.shape[0]):
+        ties += z[j] == pivot
+    t = (1.0 - _sum_above(z, r, pivot)) / ties
+    for _ in range(NEWTON_STEPS):
+        gap, total, slope = t ** (1.0 / r), 0.0, 0.0
+        for j in range(z.shape[0]):
+            if z[j] >= pivot:
+                a = (np.float64(z[j]) - pivot) / r + gap
+                total += a**r
+                slope += (gap / a) ** (1.0 - r)
+        new = t - (total - 1.0) / slope
+        if not (0 < new < t):
+            break
+        t = new
+    return t, total
+
+
+@jit
+def find_gap(x: Any, r: Any, top: Any, b: Any, kept: Any, flags: Any) -> Any:
+    """(pivot, gap): the lowest score with weight, and how far the threshold lies below it; b is the peak as
+    `find_peak` found it."""
+    kind, info, power = x.dtype.type, np.finfo(x.dtype), np.float64(r)
+    theta = np.float64(top) - power * np.float64(b)
+    slack = 64 * info.eps * (abs(np.float64(top)) + power)
+    count, below = 0, -np.inf
+    for j in range(x.shape[0]):
+        if x[j] > theta - slack:
+            kept[count] = x[j]
+            count += 1
+        elif x[j] > below:
+            below = np.float64(x[j])
+    pivot = _find_pivot(kept[:count], power, theta, np.float64(top))
+    t, total = _pivot_weight(kept[:count], power, pivot)
+    flags[2] = 0 if abs(total - 1.0) <= 512 * info.eps else UNCONVERGED
+    gap = min(power * t ** (1.0 / power), pivot - max(below, _neighbour(kept[:count], pivot, False)))
+    return kind(pivot), kind(max(gap, np.float64(info.tiny) / np.float64(info.eps)))
+
+
 # The nearest keys --------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,275 @@
+"""Numbers, shapes and devices at the edge of what is allowed: sizes that overflow, empty batches, the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+
+from .cases import FAST, IMPLS, PAIRS, PRESETS, SPECS, Data, attend, draw, gradients, named, same
+
+LARGEST = 2.0**56
+"""The largest entry that is not taken for infinite, in float32."""
+
+
+def limits(sizes: tuple[int, int, int, int]) -> dict[str, dict[str, Any]]:
+    """Calls in which queries 0 to 5 do not see keys 6 to 8."""
+    batch, _, _, keys = sizes
+    padding = torch.ones(batch, 1, 1, keys, dtype=torch.bool)
+    padding[..., 6:] = False
+    return {
+        "causal": {"is_causal": True},
+        "window": {"is_causal": True, "window": 3},
+        "mask": {"attn_mask": padding},
+        "pairs": {"attn_mask": torch.ones(keys, keys, dtype=torch.bool).tril()},
+        "segments": {"segment_ids": (torch.arange(keys) >= 6).long()[None]},
+    }
+
+
+def hidden_size(data: Data, size: float) -> Data:
+    """Keys and values 6 to 8 of that size."""
+    k, v = data.k.detach().clone(), data.v.detach().clone()
+    k[:, :, 6:] *= size / k[:, :, 6:].abs().amax()
+    v[:, :, 6:] = size
+    return data.with_(k=k, v=v)
+
+
+@pytest.mark.parametrize(("label", "impl"), PAIRS)
+def test_large_hidden_keys_change_no_bit(label: str, impl: str) -> None:
+    """Neither outputs nor gradients of the rows that do not see them, at queries and scales that overflow with them."""
+    spec, base = SPECS[label], draw(9, dtype=torch.float32)
+    scale = {"scale": 1e6} if spec.takes_scale else {}
+    for queries in (1.0, 2.0**48):
+        data = base.with_(q=torch.cat([base.q[:, :, :6] * queries, base.q[:, :, 6:]], 2))
+        for name, call in limits(data.sizes).items():
+            found = []
+            for size in (1.0, LARGEST, -LARGEST):
+                leaves = hidden_size(data, size).leaves()
+                out = attend(spec, impl, leaves, **call, **scale)
+                if out is None:
+                    break
+                grads = gradients(out[:, :, :6], named(leaves), weight=torch.ones_like(out[:, :, :6]))
+                found.append([out[:, :, :6].detach(), *(grad[:, :, :6] for grad in grads.values())])
+            for other in found[1:]:
+                for one, two in zip(found[0], other, strict=True):
+                    same(two.nan_to_num(), one.nan_to_num(), name)
+
+
+@pytest.mark.parametrize(("label", "impl"), PAIRS)
+def test_a_query_whose_scores_could_overflow_is_not_finite(label: str, impl: str) -> None:
+    """At a scale of 1e38 every row that sees a key is NaN, in every implementation, and passes no gradient on; other
+    rows have the bits that they have without it."""
+    spec, data = SPECS[label], draw(6, dtype=torch.float32)
+    if not spec.takes_scale:
+        pytest.skip("takes no scale")
+    scale = torch.full((2, 2, 6), 0.5)
+    plain = data.leaves()
+    out = attend(spec, impl, plain, is_causal=True, scale=scale)
+    if out is None:
+        pytest.skip("not causal")
+    scale = scale.index_fill(2, torch.tensor([3]), 1e38)
+    leaves = data.leaves()
+    again = attend(spec, impl, leaves, is_causal=True, scale=scale)
+    assert again[:, :, 3].isnan().all()
+    rest = torch.tensor([0, 1, 2, 4, 5])
+    same(again[:, :, rest], out[:, :, rest])
+    before = gradients(out[:, :, rest], named(plain))
+    for name, grad in gradients(again.nan_to_num(), named(leaves)).items():
+        assert grad.isfinite().all(), name
+    for name, grad in gradients(
+        attend(spec, impl, leaves, is_causal=True, scale=scale)[:, :, rest], named(leaves)
+    ).items():
+        same(grad, before[name], name)
+    whole = attend(spec, impl, data, is_causal=True, scale=1e38)
+    assert whole.isnan().all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("spec", "largest"), [("relu2", 2.0**28), ("rbf", 2.0**27), ("relu", LARGEST)])
+def test_squares_have_half_the_range(spec: str, largest: float, impl: str) -> None:
+    """relu2 and euclidean square their entries: up to there they are finite and right, beyond they are NaN."""
+    data = draw(5, dtype=torch.float32)
+    for size, bad in ((largest, False), (largest * 4, True)):
+        q, k = (x * (size / x.abs().amax()) for x in (data.q, data.k))
+        out = attend(SPECS[str(regard.Spec.parse(spec))], impl, Data(q, k, data.v))
+        if out is None:
+            return
+        assert bool(out.isnan().any()) == bad
+        if spec == "relu2" and not bad:
+            w = (q.double().relu() ** 2) @ (k.double().relu() ** 2).transpose(-1, -2) + 1e-4
+            exact = w @ data.v.double() / w.sum(-1, keepdim=True)
+            assert (out - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("label", "impl"), PAIRS)
+def test_small_inputs_have_finite_gradients(label: str, impl: str) -> None:
+    """Queries and keys down to 1e-30 in float32: the scores are as good as 0."""
+    for size in (1e-6, 1e-12, 1e-16, 1e-20, 1e-30):
+        data = draw(6, dtype=torch.float32)
+        data = Data(data.q * size, data.k * size, data.v).leaves()
+        out = attend(SPECS[label], impl, data)
+        assert out.isfinite().all(), size
+        assert all(grad.isfinite().all() for grad in gradients(out, named(data)).values()), size
+
+
+def test_an_output_that_float16_cannot_hold_is_infinite() -> None:
+    """The sums are made in float32, and rounded once."""
+    data = draw(4, dtype=torch.float16)
+    large = Data(data.q * 100, data.k * 100, data.v * 100)
+    spec = regard.Spec.parse("linear*fixed(bias=0.5)")
+    w = large.q.double() @ large.k.double().transpose(-1, -2) / 3**0.5 + 0.5
+    exact = w @ large.v.double()
+    assert exact.abs().max() > 65504
+    for impl in ("reference", "blocked", "linear"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = regard.attention(*large.tensors, spec, impl=impl)
+        torch.testing.assert_close(out.double(), exact.half().double(), rtol=2e-3, atol=10.0)
+
+
+# Empty batches ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("label", "impl"), PAIRS)
+@pytest.mark.parametrize("keys", [0, 5])
+def test_an_empty_batch(label: str, impl: str, keys: int) -> None:
+    """With segments, masks and diagnostics: empty outputs, statistics and gradients."""
+    calls = (
+        {},
+        {"segment_ids": torch.zeros(0, keys, dtype=torch.long)},
+        {"segment_ids": torch.zeros(1, keys, dtype=torch.long), "is_causal": True},
+        {"attn_mask": torch.ones(0, 1, 1, keys, dtype=torch.bool)},
+        {"attn_mask": torch.ones(0, 1, keys, keys, dtype=torch.bool)},
+        {"is_causal": True, "query_offset": torch.zeros(0, dtype=torch.long)},
+    )
+    for call in calls:
+        for diagnostics in (False, True):
+            data = draw(keys, batch=0).leaves()
+            out = attend(SPECS[label], impl, data, return_diagnostics=diagnostics, **call)
+            if out is None:
+                continue
+            if diagnostics:
+                out, rows = out
+                assert rows.support.shape == rows.density.shape == (0, 2, keys)
+            assert out.shape == (0, 2, keys, 2)
+            for name, grad in gradients(out, named(data)).items():
+                assert grad.shape == named(data)[name].shape
+
+
+# The meta device ----------------------------------------------------------------------------------------------
+
+
+def meta(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*sizes, dtype=dtype, device="meta", requires_grad=True)
+
+
+@pytest.mark.parametrize("label", [*PRESETS, "local-linear[biweight]", "gaussian*fixed*linear(ridge=0.3,solver=cg)"])
+def test_attention_on_the_meta_device(label: str) -> None:
+    """Shapes and dtypes of outputs, gradients and diagnostics, by every implementation that can."""
+    able = 0
+    for impl in ("auto", *IMPLS):
+        for dtype in (torch.float32, torch.bfloat16):
+            for call in (
+                {},
+                {"is_causal": True},
+                {"window": 2},
+                {"segment_ids": meta_ids(6)},
+                {"attn_mask": meta_mask(6)},
+            ):
+                data = Data(meta(2, 4, 6, 3, dtype=dtype), meta(2, 2, 6, 3, dtype=dtype), meta(2, 2, 6, 5, dtype=dtype))
+                out = attend(regard.Spec.parse(label), impl, data, enable_gqa=True, **call)
+                if out is None:
+                    continue
+                able += 1
+                assert (out.shape, out.dtype, out.device.type) == ((2, 4, 6, 5), dtype, "meta")
+                found = torch.autograd.grad(out.float().sum(), data.tensors, allow_unused=True)
+                assert all(g is None or g.shape == x.shape for g, x in zip(found, data.tensors, strict=True))
+    assert able > 10
+    _, rows = regard.attention(meta(2, 2, 6, 3), meta(2, 2, 6, 3), meta(2, 2, 6, 3), label, return_diagnostics=True)
+    assert rows.support.shape == (2, 2, 6)
+
+
+def meta_ids(keys: int) -> Tensor:
+    return torch.zeros(2, keys, dtype=torch.long, device="meta")
+
+
+def meta_mask(keys: int) -> Tensor:
+    return torch.ones(2, 1, keys, keys, dtype=torch.bool, device="meta")
+
+
+def test_other_calls_on_the_meta_device() -> None:
+    q, k, v, beta = meta(2, 2, 6, 4), meta(2, 2, 6, 4), meta(2, 2, 6, 5), meta(2, 2, 6)
+    outputs = [
+        regard.local_linear_attention(q, k, v),
+        regard.interpolated_attention(q, k, v),
+        regard.mesa_attention(q, k, v, ridge=0.1)[0],
+        regard.mesa_attention(q, k, v, ridge=0.1, log_decay=-beta)[0],
+        regard.delta_rule(q, k, v, beta)[0],
+        regard.delta_rule(q, k, v, beta, log_decay=-beta)[0],
+        *(regard.linear_attention(q, k, v, form=form)[0] for form in ("parallel", "chunked", "recurrent")),
+        regard.linear_attention(q, k, v, log_decay=-beta)[0],
+    ]
+    for out in outputs:
+        assert (out.shape, out.device.type) == (v.shape, "meta")
+        assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+    for weights in (regard.entmax(q), regard.entmax(q, 4.0), regard.entmax(q, beta[..., None] + 1), regard.relumax(q)):
+        assert (weights.shape, weights.device.type) == (q.shape, "meta")
+    for spec in ("softmax", "biweight", "elu"):
+        memory = regard.AssociativeMemory(spec)
+        memory.write(k.detach())
+        assert memory.read(q).shape == q.shape
+
+
+# Transforms and large whole numbers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", [label for label in SPECS if SPECS[label].degree and "cg" not in label])
+def test_vmap_of_the_local_linear_model(label: str) -> None:
+    """vmap over calls is a loop over them, forward and backward."""
+    spec, many = SPECS[label], [draw(5, batch=1, seed=seed) for seed in range(3)]
+    if getattr(spec.solver, "name", "") == "learned":
+        pytest.skip("needs a probe of each call")
+    q, k, v = (torch.stack(x) for x in zip(*(data.tensors for data in many), strict=True))
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return regard.attention(q, k, v, spec, is_causal=True)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return call(q, k, v).square().sum()
+
+    torch.testing.assert_close(torch.func.vmap(call)(q, k, v), torch.stack([call(*x.tensors) for x in many]))
+    slopes = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    for slope, name in zip(slopes, ("q", "k", "v"), strict=True):
+        expected = []
+        for data in many:
+            leaves = data.leaves()
+            expected.append(torch.autograd.grad(loss(*leaves.tensors), getattr(leaves, name))[0])
+        torch.testing.assert_close(slope, torch.stack(expected), rtol=1e-9, atol=1e-9)
+
+
+def test_conjugate_gradients_under_a_transform_are_refused() -> None:
+    spec, data = "gaussian*fixed*linear(ridge=0.3,solver=cg)", draw(4)
+    with pytest.raises(regard.checks.ArgumentError, match="solver=cholesky"):
+        torch.func.vmap(lambda q: regard.attention(q[None], data.k[:1], data.v[:1], spec))(data.q)
+
+
+@pytest.mark.parametrize(("label", "impl"), FAST)
+def test_a_window_beyond_all_integers_is_none(label: str, impl: str) -> None:
+    data = draw(6, dtype=torch.float32)
+    for order in ({}, {"is_causal": True}):
+        out = attend(SPECS[label], impl, data, window=10**30, **order)
+        if out is not None:
+            torch.testing.assert_close(out, attend(SPECS[label], "reference", data, **order), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked", "cpu"])
+@pytest.mark.parametrize("kernel", ["gaussian", "uniform", "biweight"])
+def test_a_number_of_keys_beyond_all_integers_is_all(kernel: str, impl: str) -> None:
+    data = draw(6, dtype=torch.float32).leaves()
+    for k in (10**20, 2**63, 2**63 - 1):
+        out = attend(regard.Spec.parse(f"{kernel}*nearest(k={k})"), impl, data)
+        same(out, attend(regard.Spec.parse(f"{kernel}*nearest(k=6)"), impl, data))
+    assert torch.equal(regard.topk_uniform(data.v, 10**20), torch.full_like(data.v, 1 / data.v.shape[-1]))
