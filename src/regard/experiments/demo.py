@@ -11,10 +11,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .. import Spec
-from ..checks import ArgumentError
+from ..errors import ArgumentError
 from ..training.config import check_seed, read_sentence, split_sentences
+
+if TYPE_CHECKING:
+    from .. import Spec
 
 CALL = "demo"
 ORDER = 5

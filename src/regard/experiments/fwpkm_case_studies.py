@@ -34,7 +34,7 @@ ROW = Row("GDN", "PKM+FwPKM")
 class FwPKMCaseStudiesConfig:
     """Train a model with two fast-weight memories, and look at its slots and its gates."""
 
-    output: Path = Path("fwpkm-case-studies-out")
+    out: Path = Path("fwpkm-case-studies-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     size: Literal["quick", "desk", "paper"] = "desk"
     """What is taken where an option is not given: 'quick' needs a minute on two cores, 'desk' five, 'paper' (12 layers

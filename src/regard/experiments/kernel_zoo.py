@@ -34,7 +34,7 @@ CORRECTION = (
 class KernelZooConfig:
     """Draw every kernel, and its weights over three scores under every bandwidth rule."""
 
-    output: Path = Path("kernel-zoo-out")
+    out: Path = Path("kernel-zoo-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     reach: float = 3.0
     """Scores are drawn from -reach to reach."""

@@ -34,7 +34,7 @@ KEPT_PROTOCOLS: tuple[Protocol, ...] = ("whole", "flushed")
 class NeedleConfig:
     """Train the fast-weight paper's layouts on text with needles, and let them read haystacks one to four times."""
 
-    output: Path = Path("needle-out")
+    out: Path = Path("needle-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     size: Literal["quick", "desk", "paper"] = "desk"
     """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' twelve, 'paper' (12

@@ -42,7 +42,7 @@ FROZEN = "frozen"
 class StreamingPerplexityConfig:
     """Train the fast-weight paper's layouts with each of its memories, and read short and long documents in order."""
 
-    output: Path = Path("streaming-perplexity-out")
+    out: Path = Path("streaming-perplexity-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     size: Literal["quick", "desk", "paper"] = "desk"
     """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' a quarter of an hour,

@@ -157,8 +157,22 @@ def writing(path: Path, run: Path) -> Iterator[None]:
     except TrainingStopped:
         raise
     except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or _refusal(path) or " ".join(str(error).split())
         raise TrainingStopped(f"cannot write {path}: {reason}; {last_good(run)}") from error
+
+
+def _refusal(path: Path) -> str | None:
+    """Return why the system refuses to write to the newest file of a folder: torch.save does not say it."""
+    files = [file for file in path.rglob("*") if file.is_symlink() or file.is_file()]
+    newest = max(files, key=lambda file: file.lstat().st_mtime_ns, default=None)
+    if newest is None:
+        return None
+    try:
+        with open(newest, "ab", buffering=0) as file:
+            file.write(b"\0" * 4096)
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def remove_after(run: Path, step: int) -> None:
