@@ -161,17 +161,17 @@ def writing(path: Path, run: Path) -> Iterator[None]:
         raise TrainingStopped(f"cannot write {path}: {reason}; {last_good(run)}") from error
 
 
-def _refusal(path: Path) -> str | None:
-    """Return why the system refuses to write to the newest file of a folder: torch.save does not say it."""
-    files = [file for file in path.rglob("*") if file.is_symlink() or file.is_file()]
-    newest = max(files, key=lambda file: file.lstat().st_mtime_ns, default=None)
-    if newest is None:
+def _refusal(folder: Path) -> str | None:
+    """Return why the system refuses to write to a file of a checkpoint that is not complete, or None if it does not:
+    torch.save does not say it. Adds to these files, which count for nothing."""
+    if not _NAME.fullmatch(folder.name) or (folder / MANIFEST).exists():
         return None
-    try:
-        with open(newest, "ab", buffering=0) as file:
-            file.write(b"\0" * 4096)
-    except OSError as error:
-        return error.strerror
+    for path in folder.glob("*"):
+        try:
+            with open(path, "ab", buffering=0) as file:
+                file.write(b"\0" * 4096)
+        except OSError as error:
+            return error.strerror
     return None
 
 
