@@ -191,8 +191,7 @@ def test_the_same_seed_gives_the_same_numbers(tiny: Path, tmp_path: Path) -> Non
     results = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         assert (
-            main(["reproduce", "test-time-regression", "--out", str(tmp_path / name), *few, "--seed", str(seed)])
-            == 0
+            main(["reproduce", "test-time-regression", "--out", str(tmp_path / name), *few, "--seed", str(seed)]) == 0
         )
         results.append(record(tmp_path / name)["cells"])
     assert results[0] == results[1] != results[2]

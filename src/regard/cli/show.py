@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ArgumentError, suggestion
 
+
 def listing(argv: list[str]) -> int:
     """`regard list [WHAT]`."""
     if argv and argv[0] in ("-h", "--help"):

@@ -126,7 +126,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "address_weight": 10.0,
     },
 }  # fmt: skip
-"""Options by size; the paper's from its table 3 and section 5."""
+"""Options by size. "paper" has the sizes of the paper's table 3 and section 5, with the models that
+`streaming_perplexity.SIZES` describes."""
 
 
 @recipes.register("fwpkm-case-studies")

@@ -122,7 +122,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "lengths": (4096, 8192, 32_768, 131_072), "reads": 4, "samples": 500, "kept": 20, "looks": 20,
     },
 }  # fmt: skip
-"""Options by size; the paper's from its table 3 and section 4.3."""
+"""Options by size. "paper" has the sizes of the paper's table 3 and section 4.3, with the models that
+`streaming_perplexity.SIZES` describes."""
 TRAINING_TOKENS = 400_000
 AT_ONCE = 65_536
 """Tokens that are read side by side at most."""
