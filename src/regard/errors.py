@@ -1,5 +1,5 @@
-"""The one exception for mistakes in arguments, and "did you mean". Nothing here needs torch, so that the command line can
-answer such mistakes without it; elsewhere both names come from `regard.checks`."""
+"""The one exception for mistakes in arguments, and "did you mean". Nothing here needs torch, so that the command line
+can answer such mistakes without it; elsewhere both names come from `regard.checks`."""
 
 from __future__ import annotations
 

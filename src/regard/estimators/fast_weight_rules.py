@@ -111,10 +111,11 @@ class WriteRule:
         name: what the step is (`step_rules`): "normalized", "paper" or "reference".
         learning_rate: rate, >= 0, of values and keys (1 in the paper).
         address_weight: factor of the keys' step up the entropy, >= 0: 10 in the paper, 1 in the released program.
-        key_update: "entropy": a marginal for each set of sub-keys, as in the paper; "pooled-entropy": for each half, one
-            marginal over all heads, as in the released program (the same with one head); "mse": sub-keys go down the mean of g_t e_t^2 / 2 over the chunk's pairs and the Dv
-            features, by the rate, through weights and scores (the paper's ablation without addressing loss; scaled as
-            in the released program, where only values have a sum over the chunk, k H and 1 / N_i); or "none".
+        key_update: "entropy": a marginal for each set of sub-keys, as in the paper; "pooled-entropy": for each half
+            one marginal over all heads, as in the released program (the same with one head); "mse": sub-keys go down
+            the mean of g_t e_t^2 / 2 over the chunk's pairs and the Dv features, by the rate, through weights and
+            scores (the paper's ablation without addressing loss; scaled as in the released program, where only values
+            have a sum over the chunk, k H and 1 / N_i); or "none".
         look_ahead: the target of a token is the value of the next one, otherwise its own.
         border: the last token of a chunk is bound to the first of the next one, otherwise to nothing (the released
             program while it trains).

@@ -63,9 +63,8 @@ class RegardTrainer(Trainer):
         self.held_out, self.context, self.eval_batch, self.keep = held_out, context, eval_batch, keep
         self.train_units, self.held_out_units = train_units, held_out_units
         self.clock = Clock()
-        self.built_with_cache = getattr(
-            kwargs["model"].config, "use_cache", True
-        )  # Trainer switches it off, in the config too
+        # Trainer switches it off, in the config too
+        self.built_with_cache = getattr(kwargs["model"].config, "use_cache", True)
         self.since_log = {"loss": 0.0, "step": 0}
         super().__init__(**kwargs)
         self.add_callback(self.clock)
