@@ -88,7 +88,7 @@ class Dense:
             error = error / (own.square() / hits.clamp(min=1)).sum(-1)
         moved = torch.autograd.grad(error.sum(), values, retain_graph=True)[0]
         self.values = self.values - self.rate * moved / readers.clamp(min=1)[:, None]
-        if self.key_update == "entropy":
+        if self.key_update in ("entropy", "pooled-entropy"):
             loss = -self.address * self.entropy(query, keys)
         elif self.key_update == "mse":
             plain = ((weights.sum(-2) @ values.detach())[:, :pairs] - target).square().mean(-1) / 2 * gate[:, :pairs]
@@ -98,9 +98,11 @@ class Dense:
         self.keys = self.keys - self.rate * torch.autograd.grad(loss, keys)[0]
 
     def entropy(self, query: Tensor, keys: Tensor | None = None) -> Tensor:
-        """The entropy of how often each sub-key is used, all sets added up."""
+        """The entropy of how often each sub-key is used, all sets added up; pooled, the heads are one set."""
         scores = kept(half_scores(query, self.keys if keys is None else keys, self.score, self.eps), self.k)
         marginal = scores.softmax(-1).flatten(0, 1).mean(0)  # [H, 2, n]
+        if self.key_update == "pooled-entropy":
+            marginal = marginal.mean(0)
         return -(marginal * (marginal + 1e-8).log()).sum()
 
 

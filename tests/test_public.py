@@ -113,3 +113,83 @@ assert torch.equal(state[0], after[0]) and state[1:] == after[1:]
 def test_errors_are_caught_by_one_name() -> None:
     with pytest.raises(regard.checks.ArgumentError):
         regard.attention(torch.zeros(1), torch.zeros(1), torch.zeros(1))
+
+
+def ran(code: str) -> str:
+    """What a program in a process of its own prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=580)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_import_waits_for_the_first_name() -> None:
+    code = """
+import sys, regard
+print("torch" in sys.modules, end=" ")
+print(sorted(set(regard.__all__) - set(dir(regard))), hasattr(regard, "nonsense"), regard.nn.__name__, end=" ")
+print(callable(regard.registries), "regard.models" in sys.modules, "regard.experiments.needle" in sys.modules)
+"""
+    assert ran(code) == "False [] False regard.nn True False False"
+
+
+def test_names_may_be_used_first_inside_a_graph() -> None:
+    """Neither the lazy package nor a subpackage imported alone breaks a graph that is compiled as a whole."""
+    lazy = """
+import torch, regard
+x = torch.randn(1, 1, 5, 4)
+f = torch.compile(lambda q: regard.attention(q, q, q, "biweight"), backend="eager", fullgraph=True)
+print(torch.equal(f(x), regard.attention(x, x, x, "biweight")))
+"""
+    alone = """
+import torch
+from regard.ops import attention
+x = torch.randn(1, 1, 5, 4)
+f = torch.compile(lambda q: attention(q, q, q, "biweight"), backend="eager", fullgraph=True)
+print(torch.equal(f(x), attention(x, x, x, "biweight")))
+"""
+    assert ran(lazy) == ran(alone) == "True"
+
+
+@pytest.mark.slow
+def test_any_module_may_be_imported_first() -> None:
+    """Whatever comes first, nothing fails, and registries hold the same names in the same order."""
+    code = r"""
+import gc, importlib, os, pathlib, sys, warnings
+warnings.simplefilter("ignore")
+import torch, transformers, regard
+transformers.PreTrainedModel
+
+def held(first):
+    importlib.import_module(first)
+    from regard.registry import Registry
+    kinds = [o for o in gc.get_objects() if type(o) is Registry and o.kind not in ("recipe", "model", "token mixer")]
+    return {registry.kind: registry.names() for registry in kinds}
+
+def apart(first):
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            found = repr(held(first))
+        except BaseException as error:
+            found = repr({"error": repr(error)})
+        with open(write, "w") as file:
+            file.write(found)
+        os._exit(0)
+    os.close(write)
+    with open(read) as file:
+        found = eval(file.read())
+    os.wait()
+    return found
+
+root = pathlib.Path(regard.__file__).parent
+names = sorted(".".join(("regard", *path.relative_to(root).with_suffix("").parts)) for path in root.rglob("*.py"))
+names = [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
+whole = apart("regard.public")
+for name in names:
+    for kind, found in apart(name).items():
+        if found != whole.get(kind, found):
+            print(name, kind, found)
+        if kind == "error":
+            print(name, found)
+"""
+    assert ran(code) == ""

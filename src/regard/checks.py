@@ -7,7 +7,6 @@ path (that would wait for the device and break compiled graphs) unless `debug()`
 
 from __future__ import annotations
 
-import difflib
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,13 +17,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .errors import ArgumentError as ArgumentError
+from .errors import closest as closest
+from .errors import suggestion as suggestion
+
 R = TypeVar("R")
 _CALL = re.compile(r"[\w.]+: ")
 _DEBUG: ContextVar[bool] = ContextVar("regard_debug", default=False)
-
-
-class ArgumentError(ValueError):
-    """A mistake in what the caller gave. The command line prints its message as one line and exits with 2."""
 
 
 @contextmanager
@@ -41,20 +40,6 @@ def debug(enabled: bool = True) -> Iterator[None]:
 def debugging() -> bool:
     """Whether `debug()` is on. Never on while a graph is being compiled."""
     return not torch.compiler.is_compiling() and _DEBUG.get()
-
-
-def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return those of `choices` for which `name` may be a misspelling, two at most; with a higher cutoff, fewer."""
-    return difflib.get_close_matches(name, sorted(set(choices)), n=2, cutoff=cutoff)
-
-
-def suggestion(name: str, choices: Iterable[str]) -> str:
-    """' Did you mean ...?' for the closest of `choices`, or the list of all of them."""
-    known = sorted(set(choices))
-    close = closest(name, known)
-    if close:
-        return f" Did you mean {' or '.join(repr(c) for c in close)}?"
-    return f" Choose from: {', '.join(known)}."
 
 
 def require(condition: bool, call: str, message: str) -> None:

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
+
+import torch
 
 from .checks import ArgumentError, shown, suggestion, within
 
@@ -25,11 +28,14 @@ class Registry(Generic[T]):
         kind: what is registered, in the singular, for messages ("kernel").
         group: entry-point group through which other packages add names ("regard.kernels"). Loading an entry
             point imports its module, whose own `register` call does the work.
+        home: module that imports what is built in, on first use ("regard.experiments.every_recipe"). By default what
+            is built in registers itself when this package is imported.
     """
 
-    def __init__(self, kind: str, group: str | None = None) -> None:
+    def __init__(self, kind: str, group: str | None = None, *, home: str | None = None) -> None:
         self.kind = kind
         self.group = group
+        self.home = home
         self._objects: dict[str, T] = {}
         self._aliases: dict[str, str] = {}
         self._loaded = False
@@ -90,10 +96,12 @@ class Registry(Generic[T]):
         return isinstance(name, str) and (name in self._objects or name in self._aliases)
 
     def _load(self) -> None:
-        if self._loaded or self.group is None:
+        if self._loaded or torch.compiler.is_compiling():  # what is being compiled can neither import nor search
             return
-        self._loaded = True  # first, since an entry point's module may ask this registry
-        for point in entry_points(group=self.group):
+        self._loaded = True  # first, since the modules that are imported here may ask this registry
+        if self.home is not None:
+            import_module(self.home)
+        for point in entry_points(group=self.group) if self.group is not None else ():
             try:
                 point.load()
             except Exception as error:  # another package's fault must not stop every use of this one

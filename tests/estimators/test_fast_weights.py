@@ -70,7 +70,7 @@ def compare(given: Streams, options: dict[str, Any], impl: str, shared: bool, sc
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("key_update", ["entropy", "mse", "none"])
+@pytest.mark.parametrize("key_update", ["entropy", "pooled-entropy", "mse", "none"])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_stream_is_that_of_the_formulas(step: str, key_update: str, shared: bool, impl: str) -> None:
     options = {"step": step, "key_update": key_update, "rate": 0.7, "address": 0.3}
@@ -81,7 +81,7 @@ def test_a_stream_is_that_of_the_formulas(step: str, key_update: str, shared: bo
 @pytest.mark.parametrize(("look_ahead", "border"), [(False, True), (True, False)], ids=["own-value", "no-border"])
 @pytest.mark.parametrize("score", ["idw", "dot"])
 def test_ablations_are_those_of_the_formulas(score: str, look_ahead: bool, border: bool, impl: str) -> None:
-    for step, key_update in itertools.product(STEPS, ["entropy", "mse"]):
+    for step, key_update in itertools.product(STEPS, ["entropy", "pooled-entropy", "mse"]):
         options = {"step": step, "key_update": key_update, "rate": 0.5, "address": 0.2}
         compare(draw(), {**options, "look_ahead": look_ahead, "border": border}, impl, False, score, 1e-10)
 

@@ -54,7 +54,7 @@ def test_gradients_of_every_rule(step: str, key_update: str, shared: bool, impl:
 
 
 @pytest.mark.parametrize("spec", ["sparsemax", "biweight"])
-@pytest.mark.parametrize("key_update", ["entropy", "mse"])
+@pytest.mark.parametrize("key_update", ["entropy", "pooled-entropy", "mse"])
 def test_gradients_under_other_weights(spec: str, key_update: str) -> None:
     rule = regard.WriteRule(address_weight=0.3, key_update=key_update)
     assert gradcheck(lambda *x: call(list(x), rule=rule, spec=spec)[0], draw(4), fast_mode=True)

@@ -91,8 +91,9 @@ class Row:
             errors = errors + gate * (found - target).square().sum() / 2 / max(pairs, 1) / D
         (slope,) = torch.autograd.grad(loss, values, create_graph=True)
         new = values - rule.learning_rate * slope / counts.clamp(min=1)[:, None]
-        entropy = -(marginal * (marginal + 1e-8).log()).sum()
-        goal = {"entropy": rule.address_weight * entropy, "mse": -errors, "none": keys.sum() * 0}[rule.key_update]
+        own, pooled = (-(p * (p + 1e-8).log()).sum() * rule.address_weight for p in (marginal, marginal.mean(0)))
+        goals = {"entropy": own, "pooled-entropy": pooled, "mse": -errors, "none": keys.sum() * 0}
+        goal = goals[rule.key_update]
         (rise,) = torch.autograd.grad(goal, keys, create_graph=True)
         self.now = (keys + rule.learning_rate * rise, new)
 
@@ -115,7 +116,7 @@ class Life:
             name,
             learning_rate=0.1 if name == "reference" else choose([0.3, 1.0]),
             address_weight=choose([0.0, 1.0, 3.0]),
-            key_update=choose(["entropy", "entropy", "mse", "none"]),
+            key_update=choose(["entropy", "pooled-entropy", "mse", "none"]),
             look_ahead=choose([True, True, True, False]),
             border=choose([True, False]),
         )
@@ -216,6 +217,6 @@ def test_lives_differ_enough_to_prove_something() -> None:
     for life in lives:
         life.live()
     assert {life.rule.name for life in lives} == {"normalized", "paper", "reference"}
-    assert {life.rule.key_update for life in lives} == {"entropy", "mse", "none"}
+    assert {life.rule.key_update for life in lives} == {"entropy", "pooled-entropy", "mse", "none"}
     moved = [max((row.now[1] - row.first[1]).abs().max().item() for row in life.rows) for life in lives]
     assert sum(each > 0.1 for each in moved) >= 10

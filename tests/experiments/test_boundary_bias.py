@@ -23,7 +23,7 @@ def record(folder: Path) -> dict:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("boundary") / "out"
-    assert main(["reproduce", "boundary-bias", "--output", str(out), *TINY]) == 0
+    assert main(["reproduce", "boundary-bias", "--out", str(out), *TINY]) == 0
     return out
 
 
@@ -144,7 +144,7 @@ def test_local_models_learn_and_the_global_one_does_not(tiny: Path) -> None:
 def test_the_same_seed_gives_the_same_numbers_and_files(tiny: Path, tmp_path: Path) -> None:
     few = [*TINY, "--dims", "1"]
     for name, seed in (("a", 0), ("b", 1)):
-        assert main(["reproduce", "boundary-bias", "--output", str(tmp_path / name), *few, "--seed", str(seed)]) == 0
+        assert main(["reproduce", "boundary-bias", "--out", str(tmp_path / name), *few, "--seed", str(seed)]) == 0
     first, same, other = record(tiny), record(tmp_path / "a"), record(tmp_path / "b")
     assert first["runs"]["1"] == same["runs"]["1"] != other["runs"]["1"]
     assert set(first["config"]) == {f.name for f in fields(recipe.BoundaryBiasConfig)}
@@ -173,6 +173,6 @@ def test_quick_gives_way_to_what_is_asked_for() -> None:
     ],
 )
 def test_mistakes(words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["reproduce", "boundary-bias", "--output", str(tmp_path / "out"), *words]) == 2
+    assert main(["reproduce", "boundary-bias", "--out", str(tmp_path / "out"), *words]) == 2
     assert said in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out").exists()

@@ -18,6 +18,7 @@ from regard.experiments import demo_output, demo_train
 from regard.experiments.demo import DemoConfig, parse_specs, run_demo
 from regard.experiments.ngram import NGram
 from regard.training import TrainConfig, TrainingInterrupted, TrainingStopped, generate_text, load_model
+from regard.training.lock import LOCK, only_run
 
 SPECS = "softmax,gaussian*nearest(k=4)"
 
@@ -275,6 +276,14 @@ def test_an_interrupted_demo_leaves_a_folder_that_may_be_replaced(
     assert run_demo(config) == 0
     assert results(config.out)["finished"] is True
     assert (config.out / "mine.txt").read_text() == "keep me"
+
+
+def test_one_demo_at_a_time(story: Path, tmp_path: Path) -> None:
+    config = DemoConfig(steps=3, data=story, specs="softmax", out=tmp_path / "out")
+    with only_run(config.out, call="demo"), pytest.raises(ArgumentError, match="is in use: process"):
+        run_demo(config)
+    assert [path.name for path in config.out.iterdir()] == [LOCK]
+    demo_output.check_out(config.out, "demo")  # the lock alone is no reason to refuse
 
 
 def test_results_that_cannot_be_written(story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("recall") / "out"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trained, "COLLAPSE", {**trained.COLLAPSE, "sub_keys": 8, "chunks": 4, "looked_at": 2})
-        assert main(["reproduce", "fast-weight-recall", "--output", str(out), *TINY]) == 0
+        assert main(["reproduce", "fast-weight-recall", "--out", str(out), *TINY]) == 0
     return out
 
 
@@ -176,7 +176,7 @@ def test_the_folder_is_complete(tiny: Path) -> None:
 def test_mistakes_are_found_before_anything_is_trained(
     flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(["reproduce", "fast-weight-recall", "--output", str(tmp_path / "o"), *flags.split()])
+    code = main(["reproduce", "fast-weight-recall", "--out", str(tmp_path / "o"), *flags.split()])
     told = capsys.readouterr().err
     assert code != 0
     assert said in re.sub(r"\s+", " ", told)

@@ -90,7 +90,7 @@ def test_needles_are_of_held_out_text() -> None:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ablation") / "out"
-    flags = ["--output", str(out), *TINY, "--variants", NONE, WHOLE, "without gating"]
+    flags = ["--out", str(out), *TINY, "--variants", NONE, WHOLE, "without gating"]
     assert main(["reproduce", "fwpkm-ablation", *flags]) == 0
     return out
 
@@ -134,7 +134,7 @@ def test_the_folder_is_complete(tiny: Path) -> None:
     ],
 )
 def test_mistakes(flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["reproduce", "fwpkm-ablation", "--quick", "--output", str(tmp_path / "o"), *flags.split()])
+    code = main(["reproduce", "fwpkm-ablation", "--quick", "--out", str(tmp_path / "o"), *flags.split()])
     assert code != 0
     assert said in re.sub(r"\s+", " ", capsys.readouterr().err)
 

@@ -143,7 +143,7 @@ def test_gates_are_set_beside_rarity() -> None:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("cases") / "out"
-    assert main(["reproduce", "fwpkm-case-studies", "--output", str(out), *TINY]) == 0
+    assert main(["reproduce", "fwpkm-case-studies", "--out", str(out), *TINY]) == 0
     return out
 
 
@@ -174,7 +174,7 @@ def test_the_folder_is_complete(tiny: Path) -> None:
     ],
 )
 def test_mistakes(flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["reproduce", "fwpkm-case-studies", "--quick", "--output", str(tmp_path / "o"), *flags.split()])
+    code = main(["reproduce", "fwpkm-case-studies", "--quick", "--out", str(tmp_path / "o"), *flags.split()])
     assert code != 0
     assert said in re.sub(r"\s+", " ", capsys.readouterr().err)
 

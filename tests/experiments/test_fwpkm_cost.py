@@ -84,7 +84,7 @@ def test_operations_by_hand(counted: dict[Row, recipe.Counted]) -> None:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("cost") / "out"
     words = ["--quick", "--layouts", "GDN", "--memories", "none", "FwPKM", "--steps", "2", "--workers", "2"]
-    assert main(["reproduce", "fwpkm-cost", "--output", str(out), *words]) == 0
+    assert main(["reproduce", "fwpkm-cost", "--out", str(out), *words]) == 0
     return out
 
 

@@ -102,7 +102,7 @@ def test_the_size_of_the_paper_is_nanogpts() -> None:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("kernels") / "out"
-    assert main(["reproduce", "kernel-selection", "--output", str(out), *TINY]) == 0
+    assert main(["reproduce", "kernel-selection", "--out", str(out), *TINY]) == 0
     return out
 
 

@@ -22,7 +22,7 @@ SMALL = "--length 96 --dim 8 --draws 2 --families normal anisotropic --steps 1 4
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("numerics") / "out"
-    assert main(["reproduce", "lla-numerics", "--output", str(out), *SMALL.split()]) == 0
+    assert main(["reproduce", "lla-numerics", "--out", str(out), *SMALL.split()]) == 0
     return out
 
 

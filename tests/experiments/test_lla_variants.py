@@ -23,7 +23,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("variants") / "out"
-    assert main(["reproduce", "lla-variants", "--output", str(out), *SMALL.split()]) == 0
+    assert main(["reproduce", "lla-variants", "--out", str(out), *SMALL.split()]) == 0
     return out
 
 

@@ -121,7 +121,7 @@ def test_keys_of_uniform_weights_learn_only_with_a_gradient() -> None:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("mosaics") / "out"
-    assert main(["reproduce", "mosaic-kernels", "--output", str(out), *TINY]) == 0
+    assert main(["reproduce", "mosaic-kernels", "--out", str(out), *TINY]) == 0
     return out
 
 

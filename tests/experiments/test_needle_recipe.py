@@ -119,7 +119,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
         "--chunk",
         "8",
     ]
-    assert main(["reproduce", "needle", "--quick", "--output", str(out), "--data", str(data), *small]) == 0
+    assert main(["reproduce", "needle", "--quick", "--out", str(out), "--data", str(data), *small]) == 0
     return out
 
 

@@ -46,14 +46,14 @@ def means(run: dict, panel: str, what: str = "match") -> list[float]:
 @pytest.fixture(scope="module")
 def capacity(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("recall") / "out"
-    assert reproduce("recall-capacity", "--output", out, *TINY) == 0
+    assert reproduce("recall-capacity", "--out", out, *TINY) == 0
     return out
 
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("zoo") / "out"
-    assert reproduce("kernel-zoo", "--output", out, "--points", 13, "--plane", 7) == 0
+    assert reproduce("kernel-zoo", "--out", out, "--points", 13, "--plane", 7) == 0
     return out
 
 
@@ -177,8 +177,8 @@ def test_the_best_linear_model_recalls_more_than_sums(capacity: Path) -> None:
 def test_the_same_seed_gives_the_same_numbers(capacity: Path, tmp_path: Path) -> None:
     again, other = tmp_path / "again", tmp_path / "other"
     few = (*TINY, "--specs", "biweight", "relu")
-    assert reproduce("recall-capacity", "--output", again, *few) == 0
-    assert reproduce("recall-capacity", "--output", other, *few, "--seed", 1) == 0
+    assert reproduce("recall-capacity", "--out", again, *few) == 0
+    assert reproduce("recall-capacity", "--out", other, *few, "--seed", 1) == 0
     first, second, third = (record(f, "recall-capacity")["kernels"] for f in (capacity, again, other))
     assert list(second) == ["biweight", "relu"]
     assert {name: first[name] for name in second} == second != third
@@ -248,7 +248,7 @@ def test_provenance_tables_and_figures(capacity: Path, zoo: Path) -> None:
     for folder, name in ((capacity, "recall-capacity"), (zoo, "kernel-zoo")):
         found = record(folder, name)
         assert found["made_by"] == "regard reproduce"
-        assert found["command"].startswith(f"regard reproduce {name} --output ")
+        assert found["command"].startswith(f"regard reproduce {name} --out ")
         assert found["installation"]["versions"]["regard"] == package.__version__
         assert {"processor", "cores", "threads"} <= set(found["installation"]["hardware"])
         assert found["date"].startswith("20")
@@ -274,7 +274,7 @@ def counting() -> Iterator[None]:
 class CountingConfig:
     """Count."""
 
-    output: Path = Path("counting-out")
+    out: Path = Path("counting-out")
     """Folder to write."""
     upto: int = 3
     """How far."""
@@ -295,7 +295,7 @@ class Counting:
 
 @pytest.mark.usefixtures("counting")
 def test_another_package_can_add_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert reproduce("counting", "--upto", 4, "--output", tmp_path / "out") == 0
+    assert reproduce("counting", "--upto", 4, "--output", tmp_path / "out") == 0  # as in commands that were kept
     out = capsys.readouterr().out
     assert "Squares" in out
     assert "That was all." in out
@@ -308,19 +308,19 @@ def test_another_package_can_add_a_recipe(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.usefixtures("counting")
 def test_a_folder_is_replaced_only_if_a_recipe_wrote_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "out"
-    assert reproduce("counting", "--output", out) == 0
+    assert reproduce("counting", "--out", out) == 0
     (out / "mine.txt").write_text("kept")
-    assert reproduce("counting", "--output", out, "--upto", 2) == 0
+    assert reproduce("counting", "--out", out, "--upto", 2) == 0
     assert record(out, "counting")["numbers"] == [0, 1]
     assert (out / "mine.txt").read_text() == "kept"
     letters = tmp_path / "letters"
     letters.mkdir()
     (letters / "letter.txt").write_text("dear")
     capsys.readouterr()
-    assert reproduce("counting", "--output", letters) == 2
+    assert reproduce("counting", "--out", letters) == 2
     assert "is not empty and holds no result of `regard reproduce`" in capsys.readouterr().err
     assert [p.name for p in letters.iterdir()] == ["letter.txt"]
-    assert reproduce("counting", "--output", letters / "letter.txt") == 2
+    assert reproduce("counting", "--out", letters / "letter.txt") == 2
     assert "is a file; give a folder" in capsys.readouterr().err
 
 
@@ -329,7 +329,7 @@ def test_a_folder_is_replaced_only_if_a_recipe_wrote_it(tmp_path: Path, capsys: 
     [
         ((), "name a recipe: boundary-bias, fast-weight-recall, fwpkm-ablation, fwpkm-case-studies, "),
         (("kernel-zo",), "unknown recipe 'kernel-zo'. Did you mean 'kernel-zoo'"),
-        (("--output", "x"), "the name of a recipe comes first"),
+        (("--out", "x"), "the name of a recipe comes first"),
         (("kernel-zoo", "--point", "3"), "unknown option --point. Did you mean '--points'"),
         (("kernel-zoo", "--points", "1"), "kernel-zoo: --points is 1, expected at least 3."),
         (("kernel-zoo", "--reach", "nan"), "--reach is nan, expected a number between 0 and 100."),
@@ -383,6 +383,7 @@ def test_the_page_shows_what_was_measured() -> None:
     page = (docs / "associative-memory.md").read_text(encoding="utf-8")
     stored = record(docs / "results", "recall-capacity")
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in stored["config"].items()}
+    given["out"] = given.pop("output")  # as it was called then
     config = RecallCapacityConfig(**given)
     for table in (output.table(config, stored["kernels"]), output.by_scale(config, stored["kernels"])):
         assert table.markdown().split("\n\n")[0].strip() in page

@@ -137,7 +137,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = ["--short", str(folder / "short.txt"), "--long", str(folder / "long")]
     small = ["--layouts", "GDN", "FA", "--memories", "none", "FwPKM", "--no-lact", "--steps", "2", "--width", "16"]
     out = folder / "out"
-    assert main(["reproduce", "streaming-perplexity", "--quick", "--output", str(out), *given, *small]) == 0
+    assert main(["reproduce", "streaming-perplexity", "--quick", "--out", str(out), *given, *small]) == 0
     return out
 
 

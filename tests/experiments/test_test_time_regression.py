@@ -44,7 +44,7 @@ def cell(found: dict, protocol: str, dim: int, segment: int, query_noise: float 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("regression") / "out"
-    assert main(["reproduce", "test-time-regression", "--output", str(out), *TINY]) == 0
+    assert main(["reproduce", "test-time-regression", "--out", str(out), *TINY]) == 0
     return out
 
 
@@ -191,8 +191,7 @@ def test_the_same_seed_gives_the_same_numbers(tiny: Path, tmp_path: Path) -> Non
     results = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         assert (
-            main(["reproduce", "test-time-regression", "--output", str(tmp_path / name), *few, "--seed", str(seed)])
-            == 0
+            main(["reproduce", "test-time-regression", "--out", str(tmp_path / name), *few, "--seed", str(seed)]) == 0
         )
         results.append(record(tmp_path / name)["cells"])
     assert results[0] == results[1] != results[2]
@@ -239,7 +238,7 @@ def test_quick_gives_way_to_what_is_asked_for() -> None:
     ],
 )
 def test_mistakes(words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["reproduce", "test-time-regression", "--output", str(tmp_path / "out"), *words]) == 2
+    assert main(["reproduce", "test-time-regression", "--out", str(tmp_path / "out"), *words]) == 2
     assert said in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out").exists()
     with pytest.raises(ArgumentError):

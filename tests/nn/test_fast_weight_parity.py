@@ -20,6 +20,10 @@ github.com/LikeACloud7/fast-weight-product-key-memory) without cache, in trainin
 the rule "reference" without border pairs, shared by the batch, flushed at the end. In "error-to-keys" the error moves
 the keys and the entropy does not.
 
+`tests/data/fast_weight_heads.npz`: the same program with four heads, made by `tests/data/make_fast_weight_heads.py`. It
+takes one marginal over all heads ("pooled-entropy"). The package above and the paper (section 3.3: "for each of FwPKM's
+sub key set") take one for every set of sub-keys ("entropy").
+
 `tests/data/gated_delta_rule.npz`: the naive recurrence of fla-core 0.5.2 (naive_recurrent_gated_delta_rule; float32).
 """
 
@@ -148,17 +152,23 @@ AUTHORS = {
     "error-to-keys": {"key_update": "mse"},
     "dot": {"address_weight": 1.0},
 }
+FILES = [("fast_weight_authors", name) for name in AUTHORS]
+FILES += [("fast_weight_heads", name) for name in ("default", "addressing", "dot")]
 
 
 def score_of(name: str) -> str:
     return "dot" if name == "dot" else "idw"
 
 
+def rule_of(name: str) -> regard.WriteRule:
+    return regard.WriteRule("reference", border=False, **{"key_update": "pooled-entropy", **AUTHORS[name]})
+
+
 def run_authors(name: str, numbers: Numbers, impl: str) -> tuple[Tensor, object]:
     given = (numbers[key] for key in ("query", "value", "gate", "keys", "values"))
     return regard.fast_weight_memory(
         *given,
-        rule=regard.WriteRule("reference", border=False, **AUTHORS[name]),
+        rule=rule_of(name),
         top_k=4,
         chunk_size=16,
         shared=True,
@@ -168,22 +178,22 @@ def run_authors(name: str, numbers: Numbers, impl: str) -> tuple[Tensor, object]
 
 
 @pytest.mark.parametrize("impl", ["reference", "auto"])
-@pytest.mark.parametrize("name", AUTHORS)
-def test_the_program_of_the_authors(name: str, impl: str) -> None:
+@pytest.mark.parametrize(("file", "name"), FILES)
+def test_the_program_of_the_authors(file: str, name: str, impl: str) -> None:
     """Reads through two writes, and the memory after the third."""
-    numbers = golden("fast_weight_authors", f"{name}/")
+    numbers = golden(file, f"{name}/")
     out, state = run_authors(name, numbers, impl)
     assert (out - numbers["output"]).abs().max() < 1e-5
-    state = flush(state, rule=regard.WriteRule("reference", border=False, **AUTHORS[name]), score=score_of(name))
+    state = flush(state, rule=rule_of(name), score=score_of(name))
     assert (numbers["final_values"] - numbers["values"]).abs().max() > 1
     assert (state.values.dense()[0] - numbers["final_values"]).abs().max() < 1e-5
     assert (state.keys.reshape(numbers["keys"].shape) - numbers["final_keys"]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("impl", ["reference", "auto"])
-@pytest.mark.parametrize("name", AUTHORS)
-def test_gradients_of_the_program_of_the_authors(name: str, impl: str) -> None:
-    numbers = golden("fast_weight_authors", f"{name}/")
+@pytest.mark.parametrize(("file", "name"), FILES)
+def test_gradients_of_the_program_of_the_authors(file: str, name: str, impl: str) -> None:
+    numbers = golden(file, f"{name}/")
     names = ("query", "value", "gate", "keys", "values")
     leaves = [numbers[key].requires_grad_() for key in names]
     out, _ = run_authors(name, numbers, impl)
@@ -191,6 +201,19 @@ def test_gradients_of_the_program_of_the_authors(name: str, impl: str) -> None:
     for key, gradient in zip(names, found, strict=True):
         expected = numbers[f"grad_{key}"]
         assert (gradient - expected).abs().max() < 1e-4 * expected.abs().max(), key
+
+
+def test_the_preset_of_the_program_pools_over_heads() -> None:
+    """With one marginal for every head, which is the paper's, four heads part company after the first write."""
+    layer = regard.nn.FastWeightProductKeyMemory.from_preset("program", 12, heads=4, sub_keys=8, top_k=4)
+    assert layer.rule == regard.WriteRule("reference", address_weight=1.0, border=False, key_update="pooled-entropy")
+    numbers = golden("fast_weight_heads", "default/")
+    given = (numbers[key] for key in ("query", "value", "gate", "keys", "values"))
+    rule = regard.WriteRule("reference", address_weight=1.0, border=False)
+    out, _ = regard.fast_weight_memory(*given, rule=rule, top_k=4, chunk_size=16, shared=True)
+    gap = (out - numbers["output"]).abs().amax((0, 2))
+    assert gap[:16].max() < 1e-5
+    assert gap[16:].max() > 1e-2
 
 
 def test_gated_delta_rule_of_fla_and_transformers() -> None:

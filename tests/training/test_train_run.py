@@ -62,7 +62,7 @@ def test_the_run_folder(tiny: Callable, silent: Console) -> None:
     summary = train(config, console=silent)
     out = config.out
     assert {path.name for path in out.iterdir()} - {"tensorboard"} == {
-        *("config.json", "run.json", "summary.json", "metrics.jsonl", "tokenizer", "model"),
+        *("config.json", "run.json", "summary.json", "metrics.jsonl", "tokenizer", "model", "run.lock"),
         *("checkpoint-6", "checkpoint-7"),
     }
     assert not list(out.rglob("*.bin"))  # no pickled weights or arguments
@@ -82,6 +82,7 @@ def test_the_run_folder(tiny: Callable, silent: Console) -> None:
     for folder in ("model", "checkpoint-7"):
         model = AutoModelForCausalLM.from_pretrained(out / folder)
         assert model.config.mixers == ["biweight"]
+        assert model.config.use_cache is True  # Trainer switches it off while it trains
         assert AutoTokenizer.from_pretrained(out / folder)("the")["input_ids"]
 
 
@@ -132,6 +133,20 @@ def test_half_and_half_equals_straight(tiny: Callable, straight: Path, tmp_path:
     ]
     for key, state in optimizers[0].items():
         assert all(torch.equal(state[name], optimizers[1][key][name]) for name in state)
+
+
+@pytest.mark.parametrize("crash", [4, 6, 8])
+def test_the_first_mean_after_a_resume_counts_the_steps_before(
+    tiny: Callable, tmp_path: Path, silent: Console, crash: int
+) -> None:
+    """Checkpoints at 3, 6, 9 and logs at 1, 5, 10: the log at 5 or 10 is the mean since the last one, bit for bit."""
+    sizes = {"steps": 10, "log_every": 5, "save_every": 3, "eval_every": 99}
+    train(tiny(out=tmp_path / "whole", **sizes), console=silent)
+    halves = tiny(out=tmp_path / "halves", **sizes)
+    with pytest.raises(SystemError):
+        train(halves, console=silent, callbacks=[Crash(crash)])
+    train(tiny(out=tmp_path / "halves", resume=True, **sizes), console=silent)
+    assert metrics(tmp_path / "halves") == metrics(tmp_path / "whole")
 
 
 def test_damaged_checkpoints_are_passed_over(tiny: Callable, straight: Path, silent: Console, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ COMMANDS = {
     "eval": ("regard.cli.commands:evaluate", "measure a trained model on held-out text"),
     "generate": ("regard.cli.commands:generate", "let a trained model continue a prompt"),
     "reproduce": ("regard.cli.reproduce:reproduce", "run an experiment: table, figures and JSON in a folder"),
-    "list": ("regard.cli.commands:listing", "show what can be chosen by name: kernels, presets, ..."),
-    "doctor": ("regard.cli.commands:doctor", "show versions, devices, and which implementations can run"),
+    "list": ("regard.cli.show:listing", "show what can be chosen by name: kernels, presets, ..."),
+    "doctor": ("regard.cli.show:doctor", "show versions, devices, and which implementations can run"),
 }
 """Command name to ("module:function", one line of help)."""
 
@@ -92,7 +92,7 @@ def _guarded(name: str, rest: list[str]) -> int:
             return _fail(f"{prefix}{error.name} is not installed; pip install 'regard[lm]'", 2)
         raise
     except Exception as error:
-        from ..checks import ArgumentError
+        from ..errors import ArgumentError
         from ..training.errors import TrainingInterrupted, TrainingStopped
 
         message = " ".join(str(error).split()).removeprefix(f"{name}: ")
@@ -102,7 +102,24 @@ def _guarded(name: str, rest: list[str]) -> int:
             return _fail(f"regard {name}: {message}", 130)
         if isinstance(error, TrainingStopped):
             return _fail(prefix + message, 1)
+        limit = _beyond_a_limit(error)
+        if limit:
+            return _fail(f"{prefix}{limit}", 2)
         raise
+
+
+def _beyond_a_limit(error: Exception) -> str | None:
+    """Return one line about input that is too large, too deep or not readable as text, or None for a fault of ours."""
+    text = " ".join(str(error).split())
+    if isinstance(error, RecursionError):
+        return "the input is nested too deeply."
+    if isinstance(error, OverflowError) or "overflow" in text.lower():  # torch's are RuntimeError and TypeError
+        return f"a number is too large ({text[:200]})."
+    if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text:
+        return f"there is not enough memory for these sizes ({text[:200]})."
+    if isinstance(error, (OSError, UnicodeError)):
+        return text
+    return None
 
 
 def _load(place: str) -> Callable[[list[str]], int]:

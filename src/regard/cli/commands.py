@@ -3,20 +3,18 @@ imported inside."""
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from ..checks import ArgumentError, suggestion
-from ..training.config import TrainConfig
+from ..errors import ArgumentError
+from ..training.config import LARGEST, TrainConfig
 from .options import parse
+from .show import print_pairs
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
@@ -49,7 +47,7 @@ def train(argv: list[str]) -> int:
     if summary.support is not None:
         lines.append(("support", f"{summary.support:.1f} keys per query"))
     lines += [("parameters", f"{summary.parameters:,}"), ("run folder", summary.out)]
-    _print_pairs(lines)
+    print_pairs(lines)
     hint = f" --prompt {shlex.quote(summary.prompt)}" if summary.prompt else ""
     print(f"\nTry: regard generate {shlex.quote(summary.out)}{hint}")
     return 0
@@ -119,7 +117,7 @@ def evaluate(argv: list[str]) -> int:
     unknown = (tokens == tokenizer.unk_token_id).sum().item() if tokenizer.unk_token is not None else 0
     if unknown:
         lines.append(("unknown characters", f"{unknown:,} (each counted as one token <unk>)"))
-    _print_pairs(lines)
+    print_pairs(lines)
     return 0
 
 
@@ -174,6 +172,8 @@ def generate(argv: list[str]) -> int:
         "seed": options.seed,
     }
     check_sampling(**numbers)
+    if options.max_new_tokens > LARGEST:
+        raise ArgumentError(f"generate: --max-new-tokens is {options.max_new_tokens:.3g}, expected at most {LARGEST}.")
     model, tokenizer = load_model(options.run, call="generate")
     prompt = default_prompt(tokenizer) if options.prompt is None else options.prompt
     unknown = unknown_characters(tokenizer, prompt)
@@ -181,107 +181,6 @@ def generate(argv: list[str]) -> int:
         print(f"regard generate: note: the model never saw {unknown!r}; read as <unk>", file=sys.stderr)
     print(generate_text(model.to(device), tokenizer, prompt, **numbers))
     return 0
-
-
-def listing(argv: list[str]) -> int:
-    """`regard list [WHAT]`."""
-    shelves = _shelves()
-    if argv and argv[0] in ("-h", "--help"):
-        print(f"usage: regard list [{' | '.join(shelves)}]\n\nShow what can be chosen by name.")
-        return 0
-    if len(argv) > 1:
-        raise ArgumentError(f"list: expected one thing to list, got {len(argv)}: {' '.join(argv)}.")
-    wanted = list(shelves)
-    if argv:
-        wanted = [argv[0] if argv[0] in shelves else _plural(argv[0])]
-        if wanted[0] not in shelves:
-            raise ArgumentError(f"list: there are no {argv[0]!r}.{suggestion(argv[0], shelves)}")
-    for shelf in wanted:
-        print(f"{shelf}:")
-        _print_pairs([(f"  {name}", line) for name, line in shelves[shelf]()])
-    return 0
-
-
-def _shelves() -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
-    """What can be listed, by name: a function that gives names and lines about them. Those that wait for transformers
-    are last."""
-    import regard
-
-    from ..training.tokenizers import TOKENIZERS
-
-    def lines(registry: Any) -> Iterator[tuple[str, str]]:
-        return ((name, about(thing)) for name, thing in registry.items())
-
-    registries = {**regard.registries(), "tokenizer": TOKENIZERS}
-    return {_plural(kind): partial(lines, registry) for kind, registry in registries.items()} | {
-        "token-mixers": _token_mixers,
-        "models": _models,
-    }
-
-
-def _token_mixers() -> Iterator[tuple[str, str]]:
-    """What `--spec` may name beside a sentence of the grammar, with its options."""
-    from ..models import token_mixers
-
-    for name, mixer in token_mixers.items():
-        yield name, about(mixer)
-        yield "", "--option mixer_options: " + ", ".join(f"{key}={_word(v)}" for key, v in mixer.defaults.items())
-
-
-def _models() -> Iterator[tuple[str, str]]:
-    """Every model with the flags and options that are its own."""
-    from ..training.models import language_models, options
-
-    for name, entry in language_models.items():
-        flags, fields = options(name)
-        yield name, entry.about
-        if flags:
-            yield "", "flags: " + ", ".join("--" + flag.replace("_", "-") for flag in flags)
-        yield "", "--option: " + ", ".join(f"{field}={_word(value)}" for field, value in fields.items())
-
-
-def _word(value: Any) -> str:
-    """A default as one writes it on the command line."""
-    if isinstance(value, (tuple, list)):
-        return ",".join(map(_word, value))
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
-def doctor(argv: list[str]) -> int:
-    """`regard doctor`."""
-    if argv and argv[0] not in ("-h", "--help"):
-        raise ArgumentError(f"doctor: takes no arguments, got {' '.join(argv)}.")
-    if argv:
-        print("usage: regard doctor\n\nShow versions, devices, and which implementations can run.")
-        return 0
-    from ..doctor import report
-
-    for title, pairs in report().items():
-        print(f"{title}:")
-        _print_pairs([(f"  {name}", text) for name, text in pairs.items()])
-    return 0
-
-
-def _print_pairs(pairs: list[tuple[str, str]]) -> None:
-    """Two aligned columns."""
-    width = max((len(name) for name, _ in pairs), default=0) + 2
-    for name, text in pairs:
-        print(f"{name:<{width}}{text}".rstrip())
-
-
-def _plural(kind: str) -> str:
-    kind = kind.lower()
-    if kind.endswith("s"):
-        return kind
-    return re.sub("(?<=[^aeiou])y$", "ie", kind) + "s"
-
-
-def about(thing: Any) -> str:
-    """One line about something registered: a preset spelt out, else the first sentence of a docstring."""
-    if hasattr(thing, "parts"):
-        return "*".join(thing.parts())
-    text = " ".join((getattr(thing, "impl", thing).__doc__ or "").split("\n\n")[0].split())
-    return re.split(r"(?<=\.) (?=[A-Z])", text)[0]
 
 
 _TRAIN = (

@@ -13,7 +13,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..checks import ArgumentError, suggestion
+from ..errors import ArgumentError, suggestion
 from ..training.fields import from_mapping, read_mapping
 
 C = TypeVar("C")
@@ -28,6 +28,8 @@ _PLAIN = tuple(
         (r"Missing from regard [\w ]+: (\S+) .*", r"\1 is missing. See --help."),
     )
 )
+_OUTPUT = re.compile(r"^--output(?=$|=)")
+"""What recipes called --out before; commands with it stand in results that were kept."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -44,6 +46,7 @@ def parse(cls: type[C], argv: list[str], *, command: str, base: C | None = None,
     """
     import tyro
 
+    argv = [_OUTPUT.sub("--out", word) for word in argv]
     file, argv = _take_config(argv, command)
     argv = _gather(argv, cls, command)
     default = _defaults(cls) if base is None else base

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ..checks import ArgumentError
+from ..errors import ArgumentError
 from ..experiments.recipes import recipes
 from .options import parse
 
@@ -26,7 +26,7 @@ def reproduce(argv: list[str]) -> int:
     config: Any = parse(recipe.Config, rest, command=f"{CALL} {name}")
     from ..experiments import recipe_output
 
-    recipe_output.check_output(config.output, CALL)
+    recipe_output.check_out(config.out, CALL)
     from rich.console import Console
 
     progress, screen = Console(stderr=True), Console()
@@ -37,18 +37,18 @@ def reproduce(argv: list[str]) -> int:
     with progress.status(name) as status:
         findings = recipe.run(config, lambda text: status.update(f"{name}: {text}"))
     seconds = time.perf_counter() - start
-    recipe_output.write(config.output, name, config, findings, rest, seconds)
+    recipe_output.write(config.out, name, config, findings, rest, seconds)
     for title, table in list(findings.tables.items())[:1]:
         screen.print(table.rich(title))
     for note in findings.notes:
         screen.print(note, highlight=False, markup=False)
-    screen.print(f"{seconds:.0f} s in all. Look inside: {config.output}", highlight=False)
+    screen.print(f"{seconds:.0f} s in all. Look inside: {config.out}", highlight=False)
     return 0
 
 
 def usage() -> str:
     """The text of `regard reproduce --help`."""
-    from .commands import about
+    from .show import about
 
     width = max(map(len, recipes.names())) + 2
     lines = [f"  {name:<{width}}{about(recipe)}" for name, recipe in recipes.items()]

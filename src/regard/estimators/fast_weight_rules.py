@@ -7,7 +7,8 @@ i was read in the chunk,
     V_i <- V_i - (1 / N_i) sum over t, j with slot_tj = i of share_tj e_t,       share_tj = rate g_t w_tj step_t,
 
 and the registry `step_rules` holds what step_t is. Sub-keys climb the entropy of the marginal p- of each set over the
-chunk: rate * address_weight times the gradient of -sum_i p-_i log(p-_i + 1e-8) (equation 38 with its sign mended).
+chunk: rate * address_weight times the gradient of -sum_i p-_i log(p-_i + 1e-8) (equation 38 with its sign mended). With
+several heads the released program takes one marginal for the halves of all heads together.
 
 Legend: M memories, P tokens of one write, H heads, n sub-keys of a half, k slots a head, d = Dk / 2, Dv of a value; G
 sets of sub-keys, M * H * 2.
@@ -29,7 +30,7 @@ from .product_key import SlotScore, by_set, score_gradient
 from .slot_values import SlotValues
 
 CALL = "WriteRule"
-KeyUpdate = Literal["entropy", "mse", "none"]
+KeyUpdate = Literal["entropy", "pooled-entropy", "mse", "none"]
 FLOOR = 1e-8
 """Added to a probability under the logarithm, as the released program does."""
 BLOCK = 4096
@@ -110,16 +111,18 @@ class WriteRule:
         name: what the step is (`step_rules`): "normalized", "paper" or "reference".
         learning_rate: rate, >= 0, of values and keys (1 in the paper).
         address_weight: factor of the keys' step up the entropy, >= 0: 10 in the paper, 1 in the released program.
-        key_update: "entropy"; "mse": sub-keys go down the mean of g_t e_t^2 / 2 over the chunk's pairs and the Dv
-            features, by the rate, through weights and scores (the paper's ablation without addressing loss; scaled as
-            in the released program, where only values have a sum over the chunk, k H and 1 / N_i); or "none".
+        key_update: "entropy": a marginal for each set of sub-keys, as in the paper; "pooled-entropy": for each half
+            one marginal over all heads, as in the released program (the same with one head); "mse": sub-keys go down
+            the mean of g_t e_t^2 / 2 over the chunk's pairs and the Dv features, by the rate, through weights and
+            scores (the paper's ablation without addressing loss; scaled as in the released program, where only values
+            have a sum over the chunk, k H and 1 / N_i); or "none".
         look_ahead: the target of a token is the value of the next one, otherwise its own.
         border: the last token of a chunk is bound to the first of the next one, otherwise to nothing (the released
             program while it trains).
         gate_loss: gates weigh the errors.
 
     The paper is WriteRule("paper", address_weight=10), the released program WriteRule("reference", address_weight=1,
-    border=False).
+    border=False, key_update="pooled-entropy").
 
     Raises:
         ArgumentError: an unknown name or a number out of range.
@@ -175,9 +178,11 @@ class WriteRule:
         query, halves = _sets(tokens.query.unflatten(-1, (2, -1))), _sets(tokens.halves)
         half_scores = _sets(tokens.half_scores)
         rate = self.learning_rate
-        if self.key_update == "entropy":
+        if self.key_update != "mse":
             rate *= self.address_weight
-            upstream = _entropy_gradient(half_scores, halves, _by_token(tokens.counted, len(query)), keys.shape[-2])
+            pooled = keys.shape[1] if self.key_update == "pooled-entropy" else 1
+            counted = _by_token(tokens.counted, len(query))
+            upstream = _entropy_gradient(half_scores, halves, counted, keys.shape[-2], pooled)
         else:
             upstream = _sets(_error_gradient(tokens, self.gate_loss, values, keys.shape[-2], spec))
         flat = keys.reshape(len(query), *keys.shape[-2:])
@@ -198,13 +203,16 @@ def _by_token(x: Tensor, sets: int) -> Tensor:
     return x.repeat_interleave(sets // len(x), 0)
 
 
-def _entropy_gradient(scores: Tensor, index: Tensor, counted: Tensor, n: int) -> Tensor:
-    """d/dscores [G, P, k] of sum_i p-_i log(p-_i + FLOOR), p- the mean over the counted tokens of the softmax of their
-    scores at the sub-keys `index`; counted [G, P]."""
+def _entropy_gradient(scores: Tensor, index: Tensor, counted: Tensor, n: int, pooled: int) -> Tensor:
+    """Return d/dscores [G, P, k] of sum_i p-_i log(p-_i + FLOOR), p- the mean over the counted tokens of the softmax of
+    their scores at the sub-keys `index`, and over so many heads as are `pooled` (1 or H); counted [G, P]."""
     p = scores.softmax(-1)
-    own = counted.to(p.dtype) / counted.sum(-1, keepdim=True).clamp(min=1)
+    own = counted.to(p.dtype) / (counted.sum(-1, keepdim=True).clamp(min=1) * pooled)
     flat = index.flatten(1)
     marginal = p.new_zeros(len(p), n).scatter_add(1, flat, (p * own[..., None]).flatten(1))
+    if pooled > 1:
+        by_head = marginal.view(-1, pooled, 2, n)
+        marginal = by_head.sum(1, keepdim=True).expand_as(by_head).reshape(-1, n)
     slope = (marginal + FLOOR).log() + marginal / (marginal + FLOOR)
     at = slope.gather(1, flat).view_as(p)
     return own[..., None] * p * (at - (p * at).sum(-1, keepdim=True))

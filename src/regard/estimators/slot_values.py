@@ -100,7 +100,7 @@ class SlotValues(Protocol):
         """
 
 
-slot_values: Registry[type[SlotValues]] = Registry("slot value store", "regard.slot_values")
+slot_values: Registry[type[SlotValues]] = Registry("slot value store", "regard.slot_values", home="regard.ops")
 
 
 def preferred(base: Tensor, *others: Any) -> str:

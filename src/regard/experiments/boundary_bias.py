@@ -53,7 +53,7 @@ BAND = 1.96
 class BoundaryBiasConfig:
     """Measure how fast global linear, local constant and local linear regression learn, and where they err."""
 
-    output: Path = Path("boundary-bias-out")
+    out: Path = Path("boundary-bias-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     quick: bool = False
     """Small: options that are not given otherwise take values that need less than two minutes."""

@@ -19,7 +19,7 @@ Runs = dict[int, dict[int, Any]]
 
 def plain(config: BoundaryBiasConfig) -> dict[str, Any]:
     """The config as JSON has it."""
-    return {f.name: str(v) if f.name == "output" else v for f in fields(config) for v in [getattr(config, f.name)]}
+    return {f.name: str(v) if f.name == "out" else v for f in fields(config) for v in [getattr(config, f.name)]}
 
 
 def rate_table(fitted: dict[int, Any]) -> Table:

@@ -11,10 +11,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .. import Spec
-from ..checks import ArgumentError
+from ..errors import ArgumentError
 from ..training.config import check_seed, read_sentence, split_sentences
+from ..training.lock import only_run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .. import Spec
+    from ..training.config import TrainConfig
+    from .demo_output import Result
+    from .demo_text import Material
 
 CALL = "demo"
 ORDER = 5
@@ -71,28 +80,36 @@ def run_demo(config: DemoConfig) -> int:
             for place, spec in enumerate(specs)
         ]
         demo_train.rehearse(plans, material, CALL)
-    demo_output.begin(config.out, material.content, CALL)
+    with only_run(config.out, call=CALL):
+        demo_output.begin(config.out, material.content, CALL)
+        result = _train_all(plans, material, progress, start)
+        with progress.status("drawing"):
+            demo_output.write(config.out, result)
+    screen.print(demo_output.table(result).rich())
+    screen.print(f"{result.seconds:.0f} s in all. Look inside: {config.out / demo_output.PAGE}", highlight=False)
+    return 1 if any(outcome.failure for outcome in result.outcomes) else 0
+
+
+def _train_all(plans: list[TrainConfig], material: Material, progress: Console, start: float) -> Result:
+    """Count the n-grams and train every model in turn; the seconds count from `start`."""
+    from . import demo_output, demo_train
+
     described = material.described()
     progress.print(f"text: {described['source']}, {described['characters']} characters", highlight=False)
     with progress.status(f"counting {ORDER}-grams"):
         baseline = demo_train.count(material, ORDER)
     outcomes = [
-        demo_train.train_one(settings, material, progress, f"{place}/{len(specs)} {settings.spec[0]}", CALL)
+        demo_train.train_one(settings, material, progress, f"{place}/{len(plans)} {settings.spec[0]}", CALL)
         for place, settings in enumerate(plans, start=1)
     ]
-    with progress.status("drawing"):
-        result = demo_output.Result(
-            settings=demo_train.shared_settings(plans[0]),
-            text=described,
-            visible=(demo_train.CONTEXT + 1) / 2,
-            baseline=baseline,
-            outcomes=tuple(outcomes),
-            seconds=time.perf_counter() - start,
-        )
-        demo_output.write(config.out, result)
-    screen.print(demo_output.table(result).rich())
-    screen.print(f"{result.seconds:.0f} s in all. Look inside: {config.out / demo_output.PAGE}", highlight=False)
-    return 1 if any(outcome.failure for outcome in outcomes) else 0
+    return demo_output.Result(
+        settings=demo_train.shared_settings(plans[0]),
+        text=described,
+        visible=(demo_train.CONTEXT + 1) / 2,
+        baseline=baseline,
+        outcomes=tuple(outcomes),
+        seconds=time.perf_counter() - start,
+    )
 
 
 def check_numbers(config: DemoConfig) -> None:

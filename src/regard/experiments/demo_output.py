@@ -26,6 +26,7 @@ from ..inspect.report import Page, Sample, Section, render
 from ..inspect.summary import layer_table
 from ..inspect.tables import Table
 from ..training import TrainingStopped
+from ..training.lock import LOCK
 
 MADE_BY = "regard demo"
 MARKER, TEXT, RUNS, FIGURES, PAGE, TABLE = (
@@ -102,7 +103,7 @@ def check_out(out: Path, call: str) -> None:
         home = home.parent
     if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
         raise ArgumentError(f"{call}: --out {out} cannot be written; choose another folder.")
-    if out.is_dir() and any(out.iterdir()) and not is_demo(out):
+    if out.is_dir() and any(path.name != LOCK for path in out.iterdir()) and not is_demo(out):
         raise ArgumentError(
             f"{call}: --out {out} is not empty and holds no earlier demo; choose another folder (nothing was deleted)."
         )
@@ -295,10 +296,16 @@ def _section(outcome: Outcome, picture: bytes | None) -> Section:
         picture=picture,
         caption="The head that looks furthest back on average, on the held-out text from which the sample "
         "starts. White: a weight of exactly zero. Right: for every row, how many keys have a weight that is "
-        "not zero, of those that are visible.",
+        f"not zero, of those that are visible. The {maps_length(model)} characters shown make a mean of "
+        f"{(maps_length(model) + 1) / 2:.1f} visible keys; the mean support above is over whole contexts.",
         maps=model.maps,
         layers=None if model.maps is None else layer_table(model.maps),
     )
+
+
+def maps_length(model: Trained) -> int:
+    """Return how many characters the maps show, 0 where there are none."""
+    return 0 if model.maps is None else len(model.maps.labels)
 
 
 def as_json(result: Result, curves: list[Curve]) -> dict[str, Any]:

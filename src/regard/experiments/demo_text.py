@@ -31,7 +31,7 @@ class Material:
         content: the characters that are used; `held_out` is the end of it, `share` its share.
         tokenizer: one token per character of the part to learn.
         train_tokens, held_out_tokens: int32 [n], as `train` will encode them.
-        excerpt: the beginning of the first held-out paragraph, for samples and maps.
+        excerpt: the beginning of the first held-out paragraph, for maps and (`prompt`) samples.
     """
 
     source: str
@@ -48,6 +48,12 @@ class Material:
         """int32 [characters of the excerpt]."""
         start = self.held_out.index(self.excerpt)
         return self.held_out_tokens[start : start + len(self.excerpt)]
+
+    @property
+    def prompt(self) -> str:
+        """The excerpt without the word in which it ends, for samples; whole where that is more than half of it."""
+        words, _, rest = self.excerpt.rpartition(" ")
+        return words if len(words) > len(rest) else self.excerpt
 
     def described(self) -> dict[str, str]:
         """In figures, for people, with the digest of the UTF-8 bytes."""

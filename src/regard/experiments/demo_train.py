@@ -136,7 +136,7 @@ def train_one(settings: TrainConfig, material: Material, console: Console, label
     cpu = time.process_time() - cpu
     with console.status(f"{label}: writing a sample, looking inside"):
         model, tokenizer = load_model(settings.out, call=call)
-        sample = write_on(model, tokenizer, material.excerpt, settings.seed)
+        sample = write_on(model, tokenizer, material.prompt, settings.seed)
         maps = look_inside(model, material)
     trained = Trained(
         bits_per_char=summary.bits_per_char,
@@ -145,7 +145,7 @@ def train_one(settings: TrainConfig, material: Material, console: Console, label
         train_seconds=clock.seconds,
         cpu_seconds=cpu,
         tokens_per_second=clock.steps * settings.per_step * CONTEXT / clock.seconds,
-        prompt=material.excerpt,
+        prompt=material.prompt,
         sample=sample,
         sampled=f"Temperature {TEMPERATURE}, seed {settings.seed}; the coloured part is the prompt, "
         f"from the held-out text. Every {CONTEXT // 2} characters continue from the {CONTEXT // 2} before.",

@@ -39,7 +39,7 @@ RULES: dict[str, dict[str, Any]] = {
 class FastWeightRecallConfig:
     """Train a memory and nothing else to recall pairs, under each rule of writing."""
 
-    output: Path = Path("fast-weight-recall-out")
+    out: Path = Path("fast-weight-recall-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     size: Literal["quick", "desk", "paper"] = "desk"
     """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' eight, 'paper' (the
@@ -131,7 +131,7 @@ class FastWeightRecall:
 
         seen = output.Seen(rules, small, collapse, task(config))
         used = {each.name: getattr(config, each.name) for each in fields(config)}
-        used |= {"output": str(config.output), "rules": list(config.rules)}
+        used |= {"out": str(config.out), "rules": list(config.rules)}
         data = {
             "used": used,
             "runs": [run.record() for run in rules],

@@ -55,7 +55,7 @@ VARIANTS = (NONE, WHOLE, *RULES, WIDER, HEADS, *PARTS, DOT)
 class FwPKMAblationConfig:
     """Leave out one part of a fast-weight product-key memory at a time."""
 
-    output: Path = Path("fwpkm-ablation-out")
+    out: Path = Path("fwpkm-ablation-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     size: Literal["quick", "desk", "paper"] = "desk"
     """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' twelve, 'paper' (12

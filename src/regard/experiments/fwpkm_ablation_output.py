@@ -190,13 +190,13 @@ def gate_shares(seen: Seen) -> dict[str, dict[str, Any]]:
 
 
 def bars(seen: Seen) -> bytes:
-    """A row for each variant: nats above the whole memory, coverage, and needles stacked by readings."""
+    """A row for each variant: nats above the whole memory, coverage, and a bar of needles for every reading."""
     from matplotlib.figure import Figure
 
     from ..inspect.figures import COLOURS, png
 
     names = list(seen.groups)
-    figure = Figure(figsize=(10.5, 1.6 + 0.3 * len(names)), dpi=120, layout="constrained")
+    figure = Figure(figsize=(10.5, 1.8 + 0.34 * len(names)), dpi=120, layout="constrained")
     left, middle, right = figure.subplots(1, 3, sharey=True)
     base = seen.loss(WHOLE) if WHOLE in seen.groups else 0.0
     places = range(len(names))
@@ -206,12 +206,16 @@ def bars(seen: Seen) -> bytes:
     left.set_xlabel(f"nats/token above {WHOLE}" if WHOLE in seen.groups else "nats/token")
     middle.barh(places, [seen.slots(name, "coverage") or 0.0 for name in names], color=COLOURS[2])
     middle.set_xlabel("share of the slots that were read")
-    for read in reversed(range(seen.reads)):
-        shade = 0.35 + 0.65 * (read + 1) / seen.reads
+    thick = 0.8 / seen.reads
+    for read in range(seen.reads):
+        at = [place - 0.4 + thick * (read + 0.5) for place in places]
         values = [seen.needles(name)[read] for name in names]
-        right.barh(places, values, color=COLOURS[1], alpha=shade, height=0.8 - 0.15 * read, label=f"{read + 1}")
-    right.set(xlabel="needles answered exactly", xlim=(0, 1))
-    right.legend(title="readings", frameon=False, fontsize=7, title_fontsize=7)
+        shade = 0.25 + 0.75 * (read + 1) / seen.reads
+        right.barh(at, values, color=COLOURS[1], alpha=shade, height=thick, label=f"{read + 1}")
+    right.set(xlabel="needles answered exactly", xlim=(0, 1.01))
+    handles, labels = right.get_legend_handles_labels()
+    figure.legend(handles, labels, title="after so many readings", ncols=seen.reads, frameon=False, fontsize=8,
+                  title_fontsize=8, loc="outside lower right")  # fmt: skip
     left.set_yticks(places, names, fontsize=8)
     left.invert_yaxis()
     for axes in (left, middle, right):

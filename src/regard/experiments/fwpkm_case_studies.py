@@ -34,7 +34,7 @@ ROW = Row("GDN", "PKM+FwPKM")
 class FwPKMCaseStudiesConfig:
     """Train a model with two fast-weight memories, and look at its slots and its gates."""
 
-    output: Path = Path("fwpkm-case-studies-out")
+    out: Path = Path("fwpkm-case-studies-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     size: Literal["quick", "desk", "paper"] = "desk"
     """What is taken where an option is not given: 'quick' needs a minute on two cores, 'desk' five, 'paper' (12 layers
@@ -126,7 +126,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "address_weight": 10.0,
     },
 }  # fmt: skip
-"""Options by size; the paper's from its table 3 and section 5."""
+"""Options by size. "paper" has the sizes of the paper's table 3 and section 5, with the models that
+`streaming_perplexity.SIZES` describes."""
 
 
 @recipes.register("fwpkm-case-studies")

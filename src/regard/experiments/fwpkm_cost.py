@@ -56,7 +56,7 @@ PAPER_BATCH = 8
 class FwpkmCostConfig:
     """Count and measure the models of the fast-weight paper's table 2."""
 
-    output: Path = Path("fwpkm-cost-out")
+    out: Path = Path("fwpkm-cost-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     size: Literal["quick", "desk", "paper"] = "desk"
     """What is taken for measuring where an option is not given: 'quick' needs less than a minute on two cores, 'desk'

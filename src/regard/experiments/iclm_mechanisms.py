@@ -58,7 +58,7 @@ BLOCK_RATE = 3e-3
 class MechanismsConfig:
     """Train ICLM and Transformers, and measure what their heads do."""
 
-    output: Path = Path("iclm-mechanisms-out")
+    out: Path = Path("iclm-mechanisms-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     size: Literal["quick", "desk", "paper"] = "desk"
     """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' six, 'paper' (24
@@ -159,7 +159,7 @@ class Mechanisms:
         found = output.Seen(runs[:count], runs[count:])
         words = word_lists(text, runs[:count])
         used = {each.name: getattr(config, each.name) for each in fields(config)}
-        used |= {"output": str(config.output), "data": None if config.data is None else str(config.data)}
+        used |= {"out": str(config.out), "data": None if config.data is None else str(config.data)}
         data = {"used": used, "blocks": BLOCKS, "text": text.described, "runs": [run.record() for run in runs]}
         return Findings(data, output.tables(found), figures.figures(found, words), output.notes(found))
 

@@ -74,7 +74,7 @@ DESK = tuple(name for name in KINDS if name not in ("iclm-full-two-heads", "iclm
 class ParityConfig:
     """Train ICLM and Transformers of equal size on the same text, and compare them."""
 
-    output: Path = Path("iclm-parity-out")
+    out: Path = Path("iclm-parity-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     size: Literal["quick", "desk", "paper"] = "desk"
     """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' thirteen, 'paper' (the

@@ -52,7 +52,7 @@ CACHED = 512
 class KernelSelectionConfig:
     """Train the ten kernels of the kernel-selection paper, normalised and not, with queries apart and q = k."""
 
-    output: Path = Path("kernel-selection-out")
+    out: Path = Path("kernel-selection-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     size: Literal["quick", "desk", "paper"] = "desk"
     """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' ten, 'paper' (the

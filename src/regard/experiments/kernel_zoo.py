@@ -34,7 +34,7 @@ CORRECTION = (
 class KernelZooConfig:
     """Draw every kernel, and its weights over three scores under every bandwidth rule."""
 
-    output: Path = Path("kernel-zoo-out")
+    out: Path = Path("kernel-zoo-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     reach: float = 3.0
     """Scores are drawn from -reach to reach."""
@@ -71,6 +71,7 @@ class Product:
         line: weights [points, 3] of the scores (t, 0, -t); slopes: their derivative by t.
         plane: the weight of the first of the scores [0, u1, u2], [plane, plane], u1 along the last axis.
         support: how many of those three scores have a weight that is not zero, as `plane`.
+        edges: the same on `FINE` times as many points a side, for the edges that are drawn.
     """
 
     kernel: str
@@ -83,6 +84,11 @@ class Product:
     slopes: Tensor | None = None
     plane: Tensor | None = None
     support: Tensor | None = None
+    edges: Tensor | None = None
+
+
+FINE = 8
+"""Times as many points a side as the plane has, where the edges of the support are looked for."""
 
 
 def distinct_kernels() -> dict[tuple[str, ...], Any]:
@@ -160,9 +166,7 @@ def _measured(product: Product, spec: Spec, config: KernelZooConfig) -> Product:
     unit = _unit(spec.kernel, config)
     line = weigh(spec, torch.stack([t, torch.zeros_like(t), -t], -1) * unit)
     slopes = [_slope(line[:, j].sum(), t) for j in range(3)]
-    side = torch.linspace(-edge, edge, config.plane, dtype=torch.float64)
-    u2, u1 = torch.meshgrid(side, side, indexing="ij")
-    flat = weigh(spec, torch.stack([torch.zeros_like(u1), u1, u2], -1).flatten(0, 1) * unit)
+    plane = _plane(spec, edge, unit, config.plane)
     return replace(
         product,
         sentence=str(spec),
@@ -170,9 +174,18 @@ def _measured(product: Product, spec: Spec, config: KernelZooConfig) -> Product:
         edge=edge,
         line=line.detach(),
         slopes=torch.stack(slopes, -1),
-        plane=flat[:, 0].reshape(u1.shape),
-        support=(flat != 0).sum(-1).reshape(u1.shape),
+        plane=plane[..., 0],
+        support=(plane != 0).sum(-1),
+        edges=(_plane(spec, edge, unit, FINE * config.plane) != 0).sum(-1),
     )
+
+
+def _plane(spec: Spec, edge: float, unit: float, points: int) -> Tensor:
+    """Return the weights [points, points, 3] of the scores [0, u1, u2], u1 along the second axis."""
+    side = torch.linspace(-edge, edge, points, dtype=torch.float64)
+    u2, u1 = torch.meshgrid(side, side, indexing="ij")
+    scores = torch.stack([torch.zeros_like(u1), u1, u2], -1)
+    return weigh(spec, scores.flatten(0, 1) * unit).view_as(scores)
 
 
 def weigh(spec: Spec, scores: Tensor) -> Tensor:

@@ -58,13 +58,15 @@ def planes(products: Sequence[Product]) -> bytes:
 
     def draw(axes: Axes, product: Product) -> None:
         assert product.plane is not None
-        assert product.support is not None
-        edge, weight, support = product.edge, product.plane.numpy(), product.support.numpy()
-        side = np.linspace(-edge, edge, len(weight))
+        assert product.edges is not None
+        edge, weight, support = product.edge, product.plane.numpy(), product.edges.numpy()
+        side = np.linspace(-edge, edge, len(support))
         image = axes.imshow(
             weight, origin="lower", extent=(-edge, edge, -edge, edge), cmap="cividis", vmin=0, vmax=1, aspect="equal"
         )
         images.append(image)
+        if weight.min() == weight.max():
+            axes.text(0, 0, f"{weight.min():g} everywhere", color="white", ha="center", va="center", fontsize=8)
         if support.min() < support.max():
             axes.contour(side, side, support, levels=[1.5, 2.5], colors="white", linewidths=1.0, linestyles=[":", "-"])
         axes.set(xlabel="u1", ylabel="u2")

@@ -46,7 +46,7 @@ DIGITS = 4
 class NumericsConfig:
     """Measure the error of local linear attention against solver steps, tolerance, ridge and precision."""
 
-    output: Path = Path("lla-numerics-out")
+    out: Path = Path("lla-numerics-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     quick: bool = False
     """Small: options that are not given otherwise take values that need a few seconds."""
@@ -246,7 +246,7 @@ class Numerics:
 
         used = {f.name: getattr(config, f.name) for f in fields(config)}
         return Findings(
-            {"config": {**used, "output": str(config.output)}, "records": records},
+            {"config": {**used, "out": str(config.out)}, "records": records},
             shown.tables(config, records),
             shown.figures(config, records),
             shown.notes(config, records),

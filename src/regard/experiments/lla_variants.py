@@ -46,7 +46,7 @@ DIGITS = 4
 class VariantsConfig:
     """Measure error and time of windows, diagonal blocks and solver budgets of local linear attention."""
 
-    output: Path = Path("lla-variants-out")
+    out: Path = Path("lla-variants-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     quick: bool = False
     """Small: options that are not given otherwise take values that need a few seconds."""
@@ -326,7 +326,7 @@ class Variants:
         used = {f.name: getattr(config, f.name) for f in fields(config)}
         found = {"records": records, "q_centred": theirs, "threads": torch.get_num_threads()}
         return Findings(
-            {"config": {**used, "output": str(config.output)}, **found},
+            {"config": {**used, "out": str(config.out)}, **found},
             shown.tables(config, records, theirs),
             shown.figures(config, records, theirs),
             shown.notes(config, records, theirs),

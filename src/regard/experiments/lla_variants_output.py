@@ -27,6 +27,15 @@ STYLES: dict[str, tuple[str, str, str]] = {
     "windows and blocks": (COLOURS[3], "+", "None"),
 }
 """Colour, marker and line of a group."""
+ENDS = {
+    "softmax windows": ("left", -7),
+    "steps": ("right", -7),
+    "tolerances": ("right", 7),
+    "blocks": ("left", 7),
+    "windows": ("left", -4),
+}
+"""Of these groups the first and the last point are named: the side of the first name that is at its point, and how far
+above the points both stand."""
 WORSE = 1.02
 """What has at most this many times the error of the full model counts as as good."""
 
@@ -206,17 +215,21 @@ def _legend(drawing: Figure, axes: dict[tuple[float, str], Axes]) -> None:
 
 
 def against_time(config: VariantsConfig, records: Records) -> bytes:
-    """Error against the time of a query, a line for every group."""
+    """Error against the time of a query, a line for every group, whose ends are named: the table names the rest."""
     drawing, axes = _grid(config)
     for (ridge, protocol), place in axes.items():
         for group, (colour, marker, line) in STYLES.items():
             own = [r for r in _at(records, ridge) if r["group"] == group]
             x, y = [r["microseconds_median"] for r in own], [r["error"][protocol][0] for r in own]
             place.plot(x, y, color=colour, marker=marker, linestyle=line, markersize=5, linewidth=1.0, label=group)
-            for r in own:
+            first, above = ENDS.get(group, ("", 0))
+            for r, side in ((own[0], first), (own[-1], "left")) if first and own else ():
                 label = r["name"].removeprefix("softmax, ").replace("blocks ", "g ").replace("window ", "W ")
                 at = (r["microseconds_median"], r["error"][protocol][0])
-                place.annotate(label, at, xytext=(3, 3), textcoords="offset points", fontsize=6, color=colour)
+                shift = (5 if side == "left" else -5, above)
+                place.annotate(
+                    label, at, shift, textcoords="offset points", fontsize=8, color=colour, ha=side, va="center"
+                )
         place.set(yscale="log")
     for protocol in PROTOCOLS:
         axes[config.ridges[-1], protocol].set_xlabel("µs a query, forward")

@@ -52,7 +52,7 @@ LOOKED_AT = 8
 class MosaicKernelsConfig:
     """Train Memory Mosaics with every weighting of the sparse-attention paper, as defined and as released."""
 
-    output: Path = Path("mosaic-kernels-out")
+    out: Path = Path("mosaic-kernels-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     size: Literal["quick", "desk", "paper"] = "desk"
     """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' fifteen, 'paper' (1, 8

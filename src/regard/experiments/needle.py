@@ -34,7 +34,7 @@ KEPT_PROTOCOLS: tuple[Protocol, ...] = ("whole", "flushed")
 class NeedleConfig:
     """Train the fast-weight paper's layouts on text with needles, and let them read haystacks one to four times."""
 
-    output: Path = Path("needle-out")
+    out: Path = Path("needle-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     size: Literal["quick", "desk", "paper"] = "desk"
     """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' twelve, 'paper' (12
@@ -122,7 +122,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "lengths": (4096, 8192, 32_768, 131_072), "reads": 4, "samples": 500, "kept": 20, "looks": 20,
     },
 }  # fmt: skip
-"""Options by size; the paper's from its table 3 and section 4.3."""
+"""Options by size. "paper" has the sizes of the paper's table 3 and section 4.3, with the models that
+`streaming_perplexity.SIZES` describes."""
 TRAINING_TOKENS = 400_000
 AT_ONCE = 65_536
 """Tokens that are read side by side at most."""

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any
 
 from ..tasks import Share
@@ -200,25 +201,32 @@ def bar_figure(seen: Seen, protocol: str) -> bytes:
 
 
 def length_figure(seen: Seen) -> bytes:
-    """Exact answers after the last read, written before the question, against the length."""
+    """Exact answers after the last read, written before the question, against the length. Rows with the same answers
+    are one curve."""
     from matplotlib.figure import Figure
 
     from ..inspect.figures import line_style, png
 
-    figure = Figure(figsize=(7.2, 4.2), dpi=120, layout="constrained")
+    figure = Figure(figsize=(7.2, 5.0), dpi=120, layout="constrained")
     axes: Any = figure.subplots()
-    for place, row in enumerate(seen.groups):
+    same: dict[tuple[Share, ...], list[str]] = {}
+    for row in seen.groups:
+        shares = tuple(found[-1] for length in seen.lengths if (found := seen.shares(row, length, "flushed")))
+        if len(shares) == len(seen.lengths):
+            same.setdefault(shares, []).append(row.name)
+    for place, (shares, names) in enumerate(same.items()):
         colour, style = line_style(place)
-        shares = [found[-1] for length in seen.lengths if (found := seen.shares(row, length, "flushed"))]
-        if len(shares) < len(seen.lengths):
-            continue
-        axes.plot(seen.lengths, [share.mean for share in shares], style, color=colour, marker="o", label=row.name)
+        label = fill("; ".join(names), 90)
+        axes.plot(seen.lengths, [share.mean for share in shares], style, color=colour, marker="o", label=label)
         low, high = zip(*(share.interval for share in shares), strict=True)
         axes.fill_between(seen.lengths, low, high, color=colour, alpha=0.08, linewidth=0)
     axes.axvline(seen.context, color="#999999", linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens of a haystack (line: a training window)", ylabel="exact answers, last read", ylim=(0, 1))
-    axes.legend(frameon=False, fontsize=7)
+    axes.set(xlabel="tokens of a haystack (line: a training window)", ylabel="exact answers, last read")
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_xticks(seen.lengths, [str(length) for length in seen.lengths])
+    axes.minorticks_off()
+    figure.legend(frameon=False, fontsize=8, loc="outside lower left")
     axes.spines[["top", "right"]].set_visible(False)
     return png(figure)
 

@@ -46,7 +46,7 @@ PAIRWISE = 2**24
 class RecallCapacityConfig:
     """Measure how well every preset recalls stored pairs."""
 
-    output: Path = Path("recall-capacity-out")
+    out: Path = Path("recall-capacity-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     specs: tuple[str, ...] = ()
     """Sentences to measure, such as softmax 'triweight*anchored(margin=1)'. By default every preset."""

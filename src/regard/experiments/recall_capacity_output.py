@@ -46,23 +46,25 @@ def _mean_match(row: Row) -> float:
 
 
 def figure(config: RecallCapacityConfig, found: dict[str, Any], what: str) -> bytes:
-    """Four panels of kernels down and levels across; `what` is "match" or "error".
+    """Four panels, two by two, of kernels down and levels across; `what` is "match" or "error".
 
     Colours of cividis, which colour-blind readers can order; every cell says its mean, in small its spread.
     """
     shown = rows(found)
     widths = [sum(len(getattr(config, name)) for name in names) for _, names in PANELS]
-    size = (3.2 + 0.62 * sum(widths), 1.6 + 0.32 * len(shown))
+    columns = [max(widths[0], widths[2]), max(widths[1], widths[3])]
+    size = (3.0 + 0.56 * sum(columns), 1.8 + 0.5 * len(shown))
     drawing = Figure(figsize=size, dpi=110, layout="constrained")
-    grid: Any = drawing.subplots(1, len(PANELS), sharey=True, width_ratios=widths, squeeze=False)[0]
+    grid: Any = drawing.subplots(2, 2, sharey=True, width_ratios=columns, squeeze=False).ravel()
     norm = Normalize(0, 1) if what == "match" else LogNorm(1e-3, 1e2, clip=True)
     for axes, (title, names) in zip(grid, PANELS, strict=True):
         _panel(axes, config, shown, names, what, norm)
-        axes.set_title(title if names == ("pairs",) else f"{title}\n({config.stored} pairs)", fontsize=9)
-    grid[0].set_yticks(range(len(shown)), [label for label, _ in shown], fontsize=8)
+        axes.set_title(title if names == ("pairs",) else f"{title}\n({config.stored} pairs)", fontsize=10)
+    grid[0].set_yticks(range(len(shown)), [label for label, _ in shown], fontsize=9)
+    grid[2].tick_params(axis="y", labelsize=9)
     label = "exact matches, percent ± standard deviation over seeds" if what == "match" else "relative squared error"
     mapped = ScalarMappable(norm, "cividis" if what == "match" else "cividis_r")
-    drawing.colorbar(mapped, ax=list(grid), location="right", shrink=0.6, aspect=35, label=label)
+    drawing.colorbar(mapped, ax=list(grid), location="bottom", shrink=0.6, aspect=45, pad=0.01, label=label)
     drawing.suptitle(
         f"Recall by kernel and scale; D = {config.dim}, {config.seeds} seeds", x=0.01, ha="left", fontsize=11
     )
@@ -79,14 +81,14 @@ def _panel(
         for name in names:
             for mean, spread in run.get(name, {}).get(what, []):
                 means[row, column] = mean
-                axes.text(column, row, cell(mean, spread, what), ha="center", va="center", fontsize=6.5,
+                axes.text(column, row, cell(mean, spread, what), ha="center", va="center", fontsize=8.5,
                           color=_ink(float(norm(mean)), what))  # fmt: skip
                 column += 1
     axes.set_facecolor("#ececec")  # not measured: whole sums read as whole pairs do
     axes.imshow(
         np.ma.masked_invalid(means), aspect="auto", cmap="cividis" if what == "match" else "cividis_r", norm=norm
     )
-    axes.set_xticks(range(len(levels)), [f"{level:g}" for _, level in levels], fontsize=7.5)
+    axes.set_xticks(range(len(levels)), [f"{level:g}" for _, level in levels], fontsize=9)
     axes.tick_params(length=0)
     if len(names) > 1:
         axes.axvline(len(getattr(config, names[0])) - 0.5, color="white", linewidth=4)

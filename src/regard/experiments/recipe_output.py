@@ -24,22 +24,22 @@ from .recipes import Findings
 MADE_BY = "regard reproduce"
 
 
-def check_output(out: Path, call: str) -> None:
+def check_out(out: Path, call: str) -> None:
     """May a recipe write to `out`? Nothing is changed.
 
     Raises:
         ArgumentError: it is a file, holds what no recipe wrote, or cannot be written.
     """
     if out.exists() and not out.is_dir():
-        raise ArgumentError(f"{call}: --output {out} is a file; give a folder.")
+        raise ArgumentError(f"{call}: --out {out} is a file; give a folder.")
     home = out.absolute()
     while not home.exists():
         home = home.parent
     if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
-        raise ArgumentError(f"{call}: --output {out} cannot be written; choose another folder.")
+        raise ArgumentError(f"{call}: --out {out} cannot be written; choose another folder.")
     if out.is_dir() and any(out.iterdir()) and not any(_is_result(path) for path in out.glob("*.json")):
         raise ArgumentError(
-            f"{call}: --output {out} is not empty and holds no result of `{MADE_BY}`; choose another folder (nothing "
+            f"{call}: --out {out} is not empty and holds no result of `{MADE_BY}`; choose another folder (nothing "
             f"was deleted)."
         )
 
@@ -75,7 +75,7 @@ def write(out: Path, name: str, config: Any, findings: Findings, argv: list[str]
         (out / f"{name}.md").write_text(_markdown(name, record["command"], findings), encoding="utf-8")
         (out / f"{name}.json").write_text(json.dumps(record), encoding="utf-8")
     except OSError as error:
-        raise ArgumentError(f"reproduce: cannot write to --output {out}: {error.strerror or error}.") from None
+        raise ArgumentError(f"reproduce: cannot write to --out {out}: {error.strerror or error}.") from None
 
 
 def hardware() -> dict[str, str]:

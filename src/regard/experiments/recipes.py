@@ -49,4 +49,4 @@ class Recipe(Protocol):
         """
 
 
-recipes: Registry[Any] = Registry("recipe", "regard.recipes")
+recipes: Registry[Any] = Registry("recipe", "regard.recipes", home="regard.experiments.every_recipe")

@@ -43,7 +43,7 @@ INITIAL = 0.05
 class SharedQueryKeyConfig:
     """Train small language models with queries and keys apart and shared, and compare them."""
 
-    output: Path = Path("shared-query-key-out")
+    out: Path = Path("shared-query-key-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     specs: str = "softmax,shift-cosine,elu,relumax"
     """The kernels: sentences of the grammar with commas between them."""

@@ -58,7 +58,7 @@ DIGITS = 4
 class RegressionConfig:
     """Measure how attention, local linear models and linear states follow a linear map that changes."""
 
-    output: Path = Path("test-time-regression-out")
+    out: Path = Path("test-time-regression-out")
     """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     quick: bool = False
     """Small: options that are not given otherwise take values that need less than two minutes."""
@@ -275,7 +275,7 @@ class Regression:
 
         tables, figures = output.tables(config, found), output.figures(config, found)
         used = {f.name: getattr(config, f.name) for f in fields(config)}
-        data = {"config": {**used, "output": str(config.output)}, "shown": SHOWN, "cells": found}
+        data = {"config": {**used, "out": str(config.out)}, "shown": SHOWN, "cells": found}
         return Findings(data, tables, figures, output.notes(config, found))
 
 

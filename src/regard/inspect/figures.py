@@ -75,6 +75,7 @@ def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str)
             marker="o",
             markersize=4,
             label=f"{curve.name}: {curve.held_out_bits[-1]:.3f}",
+            clip_on=False,
         )
     axes.axhline(baseline, color="#333333", linestyle=(0, (6, 3)), linewidth=1.3)
     axes.annotate(
@@ -90,6 +91,8 @@ def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str)
     lowest = min([baseline, *(b for c in curves for b in (*c.bits, *c.held_out_bits))])
     highest = max([2.0 * baseline, *(1.15 * c.held_out_bits[-1] for c in curves)])
     axes.set_ylim(lowest - 0.1 * baseline, highest)
+    axes.margins(x=0)
+    _name_ends(axes, curves)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(left=0)
     axes.set_xlabel("optimiser step")
@@ -98,6 +101,18 @@ def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(title="held out (dots); training (thin)", frameon=False, loc="upper right")
     return png(figure)
+
+
+def _name_ends(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Write each curve's name beside its last point, moved up where the name below would be covered."""
+    last, (low, high) = -np.inf, axes.get_ylim()
+    gap = 0.04 * (high - low)
+    for place, curve in sorted(enumerate(curves), key=lambda pair: pair[1].held_out_bits[-1]):
+        last = max(last + gap, curve.held_out_bits[-1])
+        axes.annotate(
+            f" {curve.name}", (curve.held_out_steps[-1], last), xytext=(6, 0), textcoords="offset points",
+            color=line_style(place)[0], va="center", fontsize=9, annotation_clip=False,
+        )  # fmt: skip
 
 
 def attention_map(maps: AttentionMaps, layer: int, head: int, *, title: str) -> bytes:
@@ -111,7 +126,7 @@ def attention_map(maps: AttentionMaps, layer: int, head: int, *, title: str) -> 
     """
     weights = maps.weights[layer, head].double().numpy()
     support = maps.support[layer, head].double().numpy()
-    figure = Figure(figsize=(9.6, 7.6), dpi=140, layout="constrained")
+    figure = Figure(figsize=(8.0, 6.8), dpi=140, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[5, 1])
     _draw_weights(left, weights, figure)
     _label_tokens(left, maps.labels)
@@ -138,11 +153,11 @@ def _draw_weights(axes: Axes, weights: np.ndarray, figure: Figure) -> None:
 
 
 def _label_tokens(axes: Axes, labels: Sequence[str]) -> None:
-    """The tokens along both sides; every one up to 96, beyond that evenly thinned."""
-    every = -(-len(labels) // 96)
+    """Write the tokens along both sides; every one up to 72, beyond that evenly thinned."""
+    every = -(-len(labels) // 72)
     places = range(0, len(labels), every)
     names = [visible(labels[i]) for i in places]
-    style: dict[str, Any] = {"fontsize": 6 if len(labels) > 40 else 8, "family": "monospace"}
+    style: dict[str, Any] = {"fontsize": 7 if len(labels) > 40 else 9, "family": "monospace"}
     axes.set_xticks(places, names, **style)
     axes.set_yticks(places, names, **style)
     axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
@@ -157,7 +172,12 @@ def _draw_support(axes: Axes, support: np.ndarray) -> None:
     axes.tick_params(axis="x", top=True, labeltop=True, bottom=False, labelbottom=False)
     axes.tick_params(axis="y", length=0, labelleft=False)
     axes.spines[["bottom", "right"]].set_visible(False)
-    axes.legend(loc="upper right", fontsize=7, frameon=False, title=f"mean {support.mean():.1f}")
+    axes.legend(
+        loc="upper right",
+        fontsize=7,
+        frameon=False,
+        title=f"mean {support.mean():.1f}\nof {(len(support) + 1) / 2:.1f} visible",
+    )
 
 
 def visible(token: str) -> str:

@@ -29,7 +29,13 @@ from .memory_trace import MemoryObserver
 CALL = "nn.FastWeightProductKeyMemory"
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"step_rule": "paper", "learning_rate": 1.0, "address_weight": 10.0, "border": True},
-    "program": {"step_rule": "reference", "learning_rate": 1.0, "address_weight": 1.0, "border": False},
+    "program": {
+        "step_rule": "reference",
+        "learning_rate": 1.0,
+        "address_weight": 1.0,
+        "key_update": "pooled-entropy",
+        "border": False,
+    },
 }
 """How paper and released program write. Sharing a memory and keeping it between calls are options of their own."""
 IMPLS = ("auto", "reference", "sparse", "triton")
@@ -56,7 +62,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
             makes a single pair exact), "paper" (equation 35), "reference" (the released program).
         learning_rate: factor of that step.
         address_weight: factor of the step by which the keys raise the entropy of the slots' use (section 3.3).
-        key_update: "entropy", "mse" (keys follow the error as values do; "w/o addr loss" of appendix B) or "none".
+        key_update: "entropy", "pooled-entropy" (one marginal over all heads, as in the released program), "mse" (keys
+            follow the error as values do; "w/o addr loss" of appendix B) or "none".
         score: of a slot, "idw" (equation 21) or "dot". spec: the weights of the selected scores, a normalised sentence.
         look_ahead: a token's target is the value of the next one, else its own. border: also across chunks.
         value_norm: z-score the values. gating: mix by a gate, else read + v. gate_loss: the gate also weighs errors.

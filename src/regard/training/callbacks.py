@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,15 +46,33 @@ class MetricsFile(TrainerCallback):
     """Appends every log to `metrics.jsonl`, flushed line by line.
 
     Args:
-        path: the file. Lines of steps after `step` are dropped first, since a resumed run writes them again.
+        path: the file. Lines of steps after `step` are dropped first, since a resumed run writes them again, and
+            damaged ones.
         step: the step from which the run (re)starts.
+
+    Attributes:
+        damaged: how many damaged lines were dropped.
     """
 
     def __init__(self, path: Path, *, step: int) -> None:
         self.path = path
-        kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= step]
+        self.damaged = 0
+        kept = [line for line in self._sound_lines() if json.loads(line)["step"] <= step]
         with writing(path, path.parent):
             write_atomically(path, "".join(kept))
+
+    def _sound_lines(self) -> Iterator[str]:
+        """Yield the whole lines. A process that was killed leaves half a line at the end, and a power cut may leave
+        NULs: such lines are left out, and those before the end are counted in `damaged`."""
+        if not self.path.exists():
+            return
+        with writing(self.path, self.path.parent):
+            *lines, _half = self.path.read_bytes().split(b"\n")
+        for line in lines:
+            if _is_record(line):
+                yield line.decode() + "\n"
+            else:
+                self.damaged += 1
 
     def on_log(
         self,
@@ -78,11 +97,13 @@ class MetricsFile(TrainerCallback):
             file.write(json.dumps(record) + "\n")
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """Lines that end in a newline; a process killed while writing leaves half of one."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+def _is_record(line: bytes) -> bool:
+    """Return whether a line is one that `MetricsFile` wrote."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and type(record.get("step")) is int
 
 
 class Clock(TrainerCallback):

@@ -157,8 +157,22 @@ def writing(path: Path, run: Path) -> Iterator[None]:
     except TrainingStopped:
         raise
     except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or _refusal(path) or " ".join(str(error).split())
         raise TrainingStopped(f"cannot write {path}: {reason}; {last_good(run)}") from error
+
+
+def _refusal(folder: Path) -> str | None:
+    """Return why the system refuses to write to a file of a checkpoint that is not complete, or None if it does not:
+    torch.save does not say it. Adds to these files, which count for nothing."""
+    if not _NAME.fullmatch(folder.name) or (folder / MANIFEST).exists():
+        return None
+    for path in folder.glob("*"):
+        try:
+            with open(path, "ab", buffering=0) as file:
+                file.write(b"\0" * 4096)
+        except OSError as error:
+            return error.strerror
+    return None
 
 
 def remove_after(run: Path, step: int) -> None:

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..checks import ArgumentError
+from ..errors import ArgumentError
 from .sentences import read_sentence, split_sentences
 
 if TYPE_CHECKING:
     from .. import Spec
     from ..models import RegardConfig
 
+LARGEST = 2**31 - 1
+"""The largest number of anything that is counted."""
 SEEDS = 2**32
 MOST_LAYERS = 1024
 """Seeds are 0 .. SEEDS - 1: what numpy's generator, which transformers seeds too, can take."""
@@ -144,6 +146,11 @@ class TrainConfig:
         for name in ("learning_rate", "clip"):
             _above_zero(self, name, call)
         _at_least(self, "weight_decay", 0, call)
+        if self.steps * self.per_step >= 2**63:
+            raise ArgumentError(
+                f"{call}: --steps {self.steps}, --batch {self.batch} and --accumulate {self.accumulate} make "
+                f"{self.steps * self.per_step:.1e} windows of text; give smaller ones."
+            )
         check_seed(self.seed, call)
         for name in ("warmup", "final_learning_rate"):
             _share(self, name, call, ends=True)
@@ -192,6 +199,8 @@ def _at_least(config: TrainConfig, name: str, least: int, call: str) -> None:
     value = getattr(config, name)
     if value is not None and not value >= least:  # `not >=` so that NaN is caught too
         raise ArgumentError(f"{call}: {_flag(name)} is {value}, expected at least {least}.")
+    if value is not None and value > LARGEST:
+        raise ArgumentError(f"{call}: {_flag(name)} is {value:.3g}, expected at most {LARGEST}.")
 
 
 def _above_zero(config: TrainConfig, name: str, call: str) -> None:

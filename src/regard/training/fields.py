@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..checks import ArgumentError, suggestion
+from ..errors import ArgumentError, suggestion
 from .files import read_text
 from .sentences import split_sentences
 

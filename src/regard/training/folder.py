@@ -8,6 +8,7 @@ checkpoint-N/    what is needed to continue after step N, sealed by COMPLETE.jso
 model/           the trained model with its tokenizer, sealed as well; loads with AutoModelForCausalLM.from_pretrained
 summary.json     the result on the whole held-out text
 tensorboard/     where TensorBoard is installed
+run.lock         locked while a run writes here
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .checkpoints import MANIFEST, checkpoints, fault, fingerprint, last_complet
 from .config import TrainConfig
 from .fields import from_mapping, read_mapping, to_mapping
 from .files import MOST_JSON, is_plain_name, regular_size
+from .lock import LOCK
 from .saved_tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ _MAY_CHANGE = (
     "resume",
     "overwrite",
 )  # the text itself is compared by digest
-_OURS = ("config.json", "run.json", "summary.json", "metrics.jsonl", "tokenizer", "model", "tensorboard")
+_FILES = ("config.json", "run.json", "summary.json", "metrics.jsonl")
+_OURS = (*_FILES, *(name + ".tmp" for name in _FILES), "tokenizer", "model", "model.tmp", "tensorboard")
 
 
 def check_out(config: TrainConfig, *, call: str) -> None:
@@ -55,20 +58,19 @@ def check_out(config: TrainConfig, *, call: str) -> None:
     if out.exists() and not out.is_dir():
         raise ArgumentError(f"{call}: --out {out} is a file; give a folder.")
     try:
-        empty = not out.is_dir() or not any(out.iterdir())
+        empty = not out.is_dir() or all(path.name == LOCK for path in out.iterdir())
     except OSError as error:
         raise ArgumentError(f"{call}: cannot read --out {out}: {error.strerror}.") from None
     if config.resume or empty:
         return
-    if not (out / "run.json").is_file():
+    if not _holds_run(out):
         raise ArgumentError(
             f"{call}: --out {out} is not empty and holds no run; choose another folder (nothing was deleted)."
         )
     if not config.overwrite:
-        raise ArgumentError(
-            f"{call}: --out {out} holds a run already; "
-            "continue it with --resume, replace it with --overwrite, or choose another folder."
-        )
+        begun = (out / "run.json").is_file()
+        what = "holds a run already; continue it with --resume" if begun else "holds the beginnings of a run"
+        raise ArgumentError(f"{call}: --out {out} {what}, replace it with --overwrite, or choose another folder.")
 
 
 def begin(config: TrainConfig, text: Text, tokenizer: PreTrainedTokenizerBase, *, call: str) -> None:
@@ -79,7 +81,7 @@ def begin(config: TrainConfig, text: Text, tokenizer: PreTrainedTokenizerBase, *
     """
     out = config.out
     try:
-        if config.overwrite and (out / "run.json").is_file():
+        if config.overwrite and _holds_run(out):
             _delete_run(out)
         out.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(out / "tokenizer")
@@ -99,6 +101,8 @@ def saved_config(out: Path, *, call: str) -> TrainConfig:
     if not (out / "config.json").is_file() or not (out / "run.json").is_file():
         others = [str(path.parent) for path in out.parent.glob("*/run.json")]
         hint = f" Runs beside it: {', '.join(sorted(others))}." if others else ""
+        if _holds_run(out):
+            hint = " One was stopped while it began or was deleted; start anew with --overwrite."
         raise ArgumentError(f"{call}: {out} holds no run.{hint}")
     listed = _read_run(out, call=call).get("files", {})
     if "config.json" in listed:
@@ -267,6 +271,12 @@ def _model_folder(path: Path, call: str) -> Path:
     if (path / "model.safetensors").is_file() or (path / "model.safetensors.index.json").is_file():
         return path
     raise ArgumentError(f"{call}: {path} holds neither a run nor a model in safetensors.")
+
+
+def _holds_run(out: Path) -> bool:
+    """Return whether a run of ours lies in the folder, or what is left of one that was stopped while it began or was
+    deleted: the lock is the first file that is written and is never deleted."""
+    return (out / "run.json").is_file() or (out / LOCK).is_file()
 
 
 def _delete_run(out: Path) -> None:

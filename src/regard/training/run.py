@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from .device import resolve_device
 from .errors import TrainingInterrupted
 from .evaluation import Units
 from .generate import opening
+from .lock import only_run
 from .models import language_model
 from .quiet import quiet_transformers, unconverged_once
 from .resuming import check_checkpoint
@@ -98,36 +99,48 @@ def train(
         label: name of the progress bar.
 
     Raises:
-        ArgumentError: a mistake in the config or the text; nothing has been written.
+        ArgumentError: a mistake in the config or the text, or another process trains in the folder; nothing has been
+            written.
         TrainingStopped: the run could not go on (non-finite loss, full disk).
         TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     config.validate()
     if _main_process():  # which may have begun to fill the folder when the others look
         folder.check_out(config, call="train")
-    text = load_text(config.data or "", call="train")
-    checkpoint, skipped = folder.check_resume(config, text, call="train") if config.resume else (None, [])
-    corpus = _prepare_text(config, text)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = (build_model or language_model)(config, corpus.tokenizer)
-    arguments = _arguments(config)
-    if _main_process() and checkpoint is None:
-        folder.begin(config, text, corpus.tokenizer, call="train")
-    trainer = _trainer(config, arguments, model, corpus)
-    if checkpoint is not None:
-        check_checkpoint(checkpoint, trainer, call="train")
-        if _main_process():
-            _rewind(config.out, step_of(checkpoint))
-    progress = RichProgress(console, label)
-    for line in skipped:
-        progress.console.print(line, highlight=False, markup=False)
-    _listen(trainer, config, progress, step=step_of(checkpoint) if checkpoint else 0)
-    for callback in callbacks:
-        trainer.add_callback(callback)
-    with unconverged_once(partial(progress.console.print, highlight=False, markup=False)):
-        _run(trainer, config, checkpoint, progress)
-        return _finish(trainer, config, corpus)
+    with ExitStack() as held:
+        if config.resume and (config.out / "run.json").is_file():
+            _hold(config, held)
+        text = load_text(config.data or "", call="train")
+        checkpoint, skipped = folder.check_resume(config, text, call="train") if config.resume else (None, [])
+        corpus = _prepare_text(config, text)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model = (build_model or language_model)(config, corpus.tokenizer)
+        arguments = _arguments(config)
+        if _main_process() and checkpoint is None:
+            _hold(config, held)
+            folder.check_out(config, call="train")  # once more: another run may have begun there since
+            folder.begin(config, text, corpus.tokenizer, call="train")
+        trainer = _trainer(config, arguments, model, corpus)
+        if checkpoint is not None:
+            check_checkpoint(checkpoint, trainer, call="train")
+            if _main_process():
+                _rewind(config.out, step_of(checkpoint))
+        progress = RichProgress(console, label)
+        for line in skipped:
+            progress.console.print(line, highlight=False, markup=False)
+        _listen(trainer, config, progress, step=step_of(checkpoint) if checkpoint else 0)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        with unconverged_once(partial(progress.console.print, highlight=False, markup=False)):
+            _run(trainer, config, checkpoint, progress)
+            return _finish(trainer, config, corpus)
+
+
+def _hold(config: TrainConfig, held: ExitStack) -> None:
+    """Lock the run folder until `held` ends, in the process that writes."""
+    if _main_process():
+        held.enter_context(only_run(config.out, call="train"))
 
 
 def _prepare_text(config: TrainConfig, text: Text) -> _Corpus:
@@ -192,7 +205,10 @@ def _listen(trainer: RegardTrainer, config: TrainConfig, progress: RichProgress,
     trainer.add_callback(progress)
     if not _main_process():
         return
-    trainer.add_callback(MetricsFile(config.out / "metrics.jsonl", step=step))
+    metrics = MetricsFile(config.out / "metrics.jsonl", step=step)
+    if metrics.damaged:
+        progress.console.print(f"metrics.jsonl: left out {metrics.damaged} damaged lines", highlight=False)
+    trainer.add_callback(metrics)
     with suppress(ImportError):  # TensorBoard is optional
         from torch.utils.tensorboard import SummaryWriter
         from transformers.integrations import TensorBoardCallback
@@ -269,7 +285,8 @@ def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> Run
     """Write `model/`, measure the whole held-out text, write `summary.json`."""
     model = trainer.model
     if _main_process():
-        folder.save_model(config.out, model, corpus.tokenizer)
+        with trainer.own_config():
+            folder.save_model(config.out, model, corpus.tokenizer)
     result = trainer.measure(corpus.held_out)
     clock = trainer.clock
     summary = RunSummary(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..checks import ArgumentError
+from ..errors import ArgumentError
 
 if TYPE_CHECKING:
     from .. import Spec

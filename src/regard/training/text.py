@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checks import ArgumentError
+from ..errors import ArgumentError
 from .files import regular_size
 
 TEXT_SUFFIXES = (

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` with seven differences, each in a method or two:
+"""`transformers.Trainer` with nine differences, each in a method or two:
 
 - the data are read in order, since `SampledWindows` already is a function of (seed, step);
 - memories learn at a rate of their own;
@@ -6,20 +6,25 @@
 - logs are completed with bits, tokens per second and what the attention's rows are like;
 - a non-finite loss or gradient stops the run before the weights are touched;
 - a checkpoint is sealed once written, and a disk that refuses gives one clear error;
-- from a checkpoint only safetensors become weights, and these must be all those of the model.
+- from a checkpoint only safetensors become weights, and these must be all those of the model;
+- the losses since the last log are part of a checkpoint;
+- the config is saved with the `use_cache` that the model was built with.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler, SequentialSampler
-from transformers import Trainer, TrainerControl
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import nested_gather
 
 from ..checks import ArgumentError
 from ..nn.optimizer_groups import memory_parameters, optimizer_groups
@@ -58,9 +63,13 @@ class RegardTrainer(Trainer):
         self.held_out, self.context, self.eval_batch, self.keep = held_out, context, eval_batch, keep
         self.train_units, self.held_out_units = train_units, held_out_units
         self.clock = Clock()
+        # Trainer switches it off, in the config too
+        self.built_with_cache = getattr(kwargs["model"].config, "use_cache", True)
+        self.since_log = {"loss": 0.0, "step": 0}
         super().__init__(**kwargs)
         self.add_callback(self.clock)
         self.add_callback(StepNumber())
+        self.add_callback(SinceLog(self))
 
     @property
     def tokens_per_step(self) -> int:
@@ -150,6 +159,16 @@ class RegardTrainer(Trainer):
             raise TrainingStopped(self._stopped("the gradient is not finite", culprit))
         return loss
 
+    @contextmanager
+    def own_config(self) -> Iterator[None]:
+        """Give the model's config back the `use_cache` it was built with, as it is to be saved."""
+        config = self.model.config
+        config.use_cache, training = self.built_with_cache, config.use_cache
+        try:
+            yield
+        finally:
+            config.use_cache = training
+
     def _stopped(self, what: str, culprit: str) -> str:
         return (
             f"{what} at step {self.state.global_step + 1}; first non-finite tensor: {culprit}; "
@@ -162,8 +181,10 @@ class RegardTrainer(Trainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         run = Path(self.args.output_dir)
         folder = run / f"checkpoint-{self.state.global_step}"
+        loss = nested_gather(self._tr_loss, self.args.parallel_mode).mean().item()
+        self.since_log = {"loss": loss, "step": self._globalstep_last_logged}
         try:
-            with writing(folder, run):
+            with writing(folder, run), self.own_config():
                 super()._save_checkpoint(*args, **kwargs)
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
@@ -175,6 +196,29 @@ class RegardTrainer(Trainer):
             raise
         if self.args.should_save:
             prune(run, self.keep)
+
+
+class SinceLog(TrainerCallback, ExportableState):
+    """Keeps in every checkpoint what was lost since the last log, so that a resumed run logs the same mean."""
+
+    def __init__(self, trainer: RegardTrainer) -> None:
+        self.trainer = trainer
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": self.trainer.since_log}
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        kept = state.stateful_callbacks.get("SinceLog")
+        if not state.global_step or kept is None:  # a new run, or a checkpoint of an earlier version
+            return
+        try:
+            loss, step = float(kept["attributes"]["loss"]), int(kept["attributes"]["step"])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            loss, step = -1.0, -1
+        if not (0 <= loss < float("inf") and 0 <= step <= state.global_step):
+            raise ArgumentError(f"train: the checkpoint of step {state.global_step} holds a damaged SinceLog: {kept}.")
+        self.trainer._tr_loss.fill_(loss)
+        self.trainer._globalstep_last_logged = step
 
 
 def evaluation_logs(result: Evaluation) -> dict[str, float]:

@@ -308,7 +308,11 @@ def test_the_same_bits_again() -> None:
 def test_other_weights_and_keys_that_follow_the_error() -> None:
     """What kernels do not know is done around them."""
     given = inputs(**SMALL)
-    for how in ({"spec": "sparsemax"}, {"rule": regard.WriteRule(key_update="mse", learning_rate=0.5)}):
+    for how in (
+        {"spec": "sparsemax"},
+        {"rule": regard.WriteRule(key_update="mse", learning_rate=0.5)},
+        {"rule": regard.WriteRule(key_update="pooled-entropy", learning_rate=0.5)},
+    ):
         outs = [
             regard.fast_weight_memory(*(x.to(t) for x in given), **{**HOW, **how, "impl": impl})
             for impl, t in (("triton", torch.float32), ("reference", torch.float64))

@@ -54,9 +54,12 @@ def rewritten(
     following: dict[str, Tensor] | None,
 ) -> tuple[Tensor, TableValues] | None:
     """As `Rounds.rewritten`."""
-    rule, moved = how.rule, how.rule.key_update == "entropy"
+    rule, moved = how.rule, how.rule.key_update != "none"
+    known = (
+        rule.name in RULES and rule.key_update != "mse" and (rule.key_update != "pooled-entropy" or keys.shape[1] == 1)
+    )
     refused = store.refuses(store.base, None, tokens.value, keys, tokens.slots.shape[-1], how.kind) is not None
-    if refused or rule.name not in RULES or rule.key_update == "mse" or (moved and tokens.query is None):
+    if refused or not known or (moved and tokens.query is None):
         return None
     after = following if rule.look_ahead and rule.border else None
     value, good = (None, None) if after is None else (after["value"], after.get("good"))

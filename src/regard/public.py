@@ -1,0 +1,89 @@
+"""What `import regard` offers: the public names, all loaded together when the first of them is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .estimators import (
+    DeltaState,
+    Diagnostics,
+    FastWeightState,
+    LinearState,
+    MesaState,
+    WriteRule,
+    delta_rule,
+    fast_weight_memory,
+    linear_attention,
+    mesa_attention,
+)
+from .estimators.fast_weight_rules import step_rules
+from .estimators.product_key import slot_scores
+from .estimators.slot_values import slot_values
+from .experiments.recipes import recipes
+from .grammar import Spec, bandwidths, kernels, presets, presets_registry, similarities, solvers, trends
+from .memory import AssociativeMemory, energies
+from .nn.feed_forward import feed_forwards
+from .nn.memories import memory_layers
+from .nn.ridge import ridges
+from .nn.temperature import temperatures
+from .ops import attention, explain, implementations_registry
+from .ops.interpolated import interpolated_attention
+from .ops.local_linear_attention import local_linear_attention
+from .ops.normalisers import entmax, normrelu, relumax, sparsemax, topk_softmax, topk_uniform
+from .registry import Registry
+from .tasks import tasks
+
+__all__ = [
+    "AssociativeMemory",
+    "DeltaState",
+    "Diagnostics",
+    "FastWeightState",
+    "LinearState",
+    "MesaState",
+    "Spec",
+    "WriteRule",
+    "attention",
+    "delta_rule",
+    "entmax",
+    "explain",
+    "fast_weight_memory",
+    "interpolated_attention",
+    "linear_attention",
+    "local_linear_attention",
+    "mesa_attention",
+    "normrelu",
+    "presets",
+    "registries",
+    "relumax",
+    "sparsemax",
+    "topk_softmax",
+    "topk_uniform",
+]
+
+
+def registries() -> dict[str, Registry[Any]]:
+    """Return every registry by the name of what it holds."""
+    return {
+        "preset": presets_registry,
+        "kernel": kernels,
+        "bandwidth": bandwidths,
+        "similarity": similarities,
+        "solver": solvers,
+        "trend": trends,
+        "temperature": temperatures,
+        "ridge": ridges,
+        "feed-forward": feed_forwards,
+        "memory": memory_layers,
+        "slot-score": slot_scores,
+        "step-rule": step_rules,
+        "slot-values": slot_values,
+        "impl": implementations_registry,
+        "energy": energies,
+        "recipe": recipes,
+        "task": tasks,
+    }
+
+
+for _registry in registries().values():  # now, since what is being compiled cannot search for entry points
+    if _registry is not recipes:  # whose modules are many
+        _registry.names()
