@@ -21,7 +21,7 @@ class CheckedLoading(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `from_pretrained`; with None as path, from `config` and `state_dict`. A configuration that differs
+        """transformers' `from_pretrained`; with None as path, from config and state_dict. A configuration that differs
         from the saved one may add tensors, which begin at their initial values, and leave others out. With
         `output_loading_info=True` nothing is refused, and what did not fit is returned beside the model.
 
