@@ -52,7 +52,7 @@ def test_the_examples_of_the_layers_page_run() -> None:
 def test_the_language_models_page_shows_what_comes_out() -> None:
     page = (ROOT / "docs" / "language-models.md").read_text(encoding="utf-8")
     code, shown = (re.findall(rf"```{kind}\n(.*?)```", page, flags=re.DOTALL) for kind in ("python", "text"))
-    assert len(code) == len(shown) == 2
+    assert len(code) == len(shown) == 3
     done = subprocess.run([sys.executable, "-c", "\nprint('-' * 9)\n".join(code)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("-" * 9 + "\n") == shown

@@ -8,13 +8,18 @@ path (that would wait for the device and break compiled graphs) unless `debug()`
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+R = TypeVar("R")
+_CALL = re.compile(r"[\w.]+: ")
 _DEBUG: ContextVar[bool] = ContextVar("regard_debug", default=False)
 
 
@@ -58,13 +63,166 @@ def require(condition: bool, call: str, message: str) -> None:
         raise ArgumentError(f"{call}: {message}")
 
 
+def within(call: str, argument: str | None, make: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    """Return make(*args, **kwargs); an `ArgumentError` from inside it names `call`, and `argument` where one is given.
+
+    Without an argument the name of `call` takes the place of the inner call's, whose arguments have the same names.
+    """
+    try:
+        return make(*args, **kwargs)
+    except ArgumentError as error:
+        text = str(error)
+    if argument is not None:
+        raise ArgumentError(f"{call}: {argument}: {text.removeprefix(f'{call}: ')}")
+    inner = _CALL.match(text)
+    raise ArgumentError(f"{call}: {text[inner.end() :] if inner else text}")
+
+
+def refuse(call: str, name: str, value: object, expected: str) -> ArgumentError:
+    """Return the error that says what came for an argument and what was expected."""
+    return ArgumentError(f"{call}: {name} is {shown(value)}, expected {expected}.")
+
+
+def shown(value: object) -> str:
+    """Return a value as text for error messages: a tensor by its dtype and shape, the rest by a short repr."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor {shape(value)}"
+    try:
+        text = repr(value) if isinstance(value, (str, float)) else reprlib.repr(value)
+    except Exception:  # an int of more than 4,300 digits, or a faulty __repr__
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def shape(tensor: Tensor) -> str:
-    """A shape as text, for error messages."""
-    return "[" + ", ".join(str(n) for n in tensor.shape) + "]"
+    """Return a shape as text, for error messages."""
+    return sizes(tensor.shape)
+
+
+def sizes(axes: Iterable[int | str]) -> str:
+    """Return axes, by size or by name, as text: "[2, T, D]"."""
+    return f"[{', '.join(map(str, axes))}]"
+
+
+def flag(call: str, name: str, value: Any) -> bool:
+    """Return `value` after checking that it is True or False."""
+    if not isinstance(value, bool):
+        raise refuse(call, name, value, "True or False")
+    return value
+
+
+def flags(call: str, **given: object) -> None:
+    """Check that every argument is True or False."""
+    for name, value in given.items():
+        flag(call, name, value)
+
+
+def whole(call: str, name: str, value: Any, low: int | None = None, high: int | None = None, *, why: str = "") -> Any:
+    """Return `value` after checking that it is a whole number from `low` to `high`; `why` ends the message."""
+    ok = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    if not ok or (low is not None and value < low) or (high is not None and value > high):
+        bounded = high is not None and (high < 2**31 or (ok and value > high))  # a bound for safety is not spelt out
+        span = f" from {low} to {high}" if bounded else "" if low is None else f" >= {low}"
+        raise refuse(call, name, value, f"a whole number{span}{why}")
+    return value
+
+
+def optional_whole(call: str, name: str, value: Any, low: int | None = None, high: int | None = None) -> Any:
+    """Return `value` after checking that it is None or a whole number from `low` to `high`."""
+    return value if value is None else whole(call, name, value, low, high, why=" or None")
+
+
+def choice(call: str, name: str, value: Any, choices: Iterable[Any]) -> Any:
+    """Return `value` after checking that it is one of a few words (or None, where that is among them)."""
+    known = list(choices)
+    if not (value is None or isinstance(value, str)) or value not in known:
+        hint = suggestion(value if isinstance(value, str) else "", [str(word) for word in known])
+        raise ArgumentError(f"{call}: unknown {name}={shown(value)}.{hint}")
+    return value
+
+
+def one_of(call: str, name: str, value: Any, words: Iterable[str]) -> Any:
+    """Return `value` after checking that it is one of two or three words, which the message lists."""
+    if not isinstance(value, str) or value not in words:
+        raise refuse(call, name, value, " or ".join(map(repr, words)))
+    return value
+
+
+def instance(call: str, name: str, value: Any, kinds: type | tuple[type, ...], expected: str) -> Any:
+    """Return `value` after checking its type."""
+    if not isinstance(value, kinds):
+        raise ArgumentError(f"{call}: {name} is {shown(value)} ({type(value).__name__}), expected {expected}.")
+    return value
+
+
+def mapping(call: str, name: str, value: Any) -> dict[str, Any]:
+    """Return a mapping with names as keys as a dict of its own; None is an empty one."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ArgumentError(f"{call}: {name} is a {type(value).__name__}, expected a mapping of names to numbers.")
+    return dict(value)
+
+
+def tensor(
+    call: str, name: str, value: Any, *axes: int | str, like: Tensor | None = None, of: str = "query", why: str = ""
+) -> Tensor:
+    """Return `value` after checking that it is a floating-point tensor.
+
+    Args:
+        axes: the size of every axis, or its name where any size will do; none: any shape.
+        like, of: a tensor on whose device it must be, and its name.
+        why: ends the message about a shape.
+    """
+    floating(call, name, value)
+    _has_axes(call, name, value, axes, why)
+    if like is not None:
+        on_device(call, name, value, like.device, of)
+    return value
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether `value` is a tensor of whole numbers."""
+    return isinstance(value, Tensor) and not (
+        value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+    )
+
+
+def integers(call: str, name: str, value: Any, *axes: int | str) -> Tensor:
+    """Return `value` after checking that it is an integer tensor with these axes."""
+    if not is_integer(value):
+        raise refuse(call, name, value, f"integers {sizes(axes)}")
+    _has_axes(call, name, value, axes, "")
+    return value
+
+
+def token_mask(call: str, name: str, value: Any, *axes: int | str, like: Tensor, of: str = "query") -> None:
+    """Check that `value` is None or a boolean tensor with these axes, on the device of `like`."""
+    if value is not None:
+        boolean_mask(call, name, value)
+        _has_axes(call, name, value, axes, "")
+        on_device(call, name, value, like.device, of)
+
+
+def segments(call: str, ids: Any, batch: int, tokens: int, device: torch.device) -> None:
+    """Check that `segment_ids` is None or an integer tensor [B or 1, T]."""
+    if ids is not None:
+        integers(call, "segment_ids", ids, "B or 1", tokens)
+        on_device(call, "segment_ids", ids, device)
+        if ids.shape[0] not in (1, batch):
+            raise ArgumentError(f"{call}: segment_ids has shape {shape(ids)}, expected [{batch} or 1, {tokens}].")
+
+
+def _has_axes(call: str, name: str, value: Tensor, axes: tuple[int | str, ...], why: str) -> None:
+    fits = len(axes) == value.dim() and all(
+        isinstance(a, str) or a == n for a, n in zip(axes, value.shape, strict=True)
+    )
+    if axes and not fits:
+        raise ArgumentError(f"{call}: {name} has shape {shape(value)}, expected {sizes(axes)}{why}.")
 
 
 def floating(call: str, name: str, tensor: object) -> None:
-    """`tensor` is a floating-point tensor."""
+    """Check that `tensor` is a floating-point tensor."""
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"{call}: {name} is a {type(tensor).__name__}, expected a torch.Tensor.")
     if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
@@ -74,7 +232,7 @@ def floating(call: str, name: str, tensor: object) -> None:
 
 
 def boolean_mask(call: str, name: str, mask: object) -> None:
-    """`mask` is a boolean tensor (True may be attended)."""
+    """Check that `mask` is a boolean tensor (True may be attended)."""
     if not isinstance(mask, Tensor):
         raise ArgumentError(f"{call}: {name} is a {type(mask).__name__}, expected a boolean torch.Tensor.")
     if mask.dtype != torch.bool:
@@ -85,7 +243,7 @@ def boolean_mask(call: str, name: str, mask: object) -> None:
 
 
 def broadcastable(call: str, name: str, tensor: Tensor, target: tuple[int, ...]) -> None:
-    """`tensor` broadcasts to `target` without enlarging it."""
+    """Check that `tensor` broadcasts to `target` without enlarging it."""
     ok = tensor.dim() <= len(target) and all(
         a in (1, b) for a, b in zip(reversed(tensor.shape), reversed(target), strict=False)
     )
@@ -96,17 +254,17 @@ def broadcastable(call: str, name: str, tensor: Tensor, target: tuple[int, ...])
         )
 
 
-def on_device(call: str, name: str, tensor: Tensor, device: torch.device) -> None:
-    """`tensor` is where the others are."""
+def on_device(call: str, name: str, tensor: Tensor, device: torch.device, of: str = "the rest") -> None:
+    """Check that `tensor` is on `device`, where `of` is."""
     if tensor.device != device:
-        raise ArgumentError(f"{call}: {name} is on {tensor.device}, but the rest is on {device}; move it with .to().")
+        raise ArgumentError(f"{call}: {name} is on {tensor.device}, but {of} is on {device}; move it with .to().")
 
 
 def in_range(
     call: str, name: str, value: object, low: float | None = None, high: float | None = None, *, strict: bool
 ) -> None:
-    """A Python number (tensors only under `debug()`) above `low` and below `high`; bounds excluded where
-    `strict`."""
+    """Check that a number or tensor lies between `low` and `high`, bounds excluded where `strict`; the contents of a
+    tensor are looked at under `debug()` only."""
     if isinstance(value, Tensor):
         if not debugging():
             return
@@ -115,8 +273,10 @@ def in_range(
             raise ArgumentError(f"{call}: {name} holds NaN or infinite values.")
         least, most = (float(values.min()), float(values.max())) if values.numel() else (None, None)
     elif isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise ArgumentError(f"{call}: {name} is {value!r} ({type(value).__name__}), expected a number or tensor.")
+        raise ArgumentError(f"{call}: {name} is {shown(value)} ({type(value).__name__}), expected a number or tensor.")
     else:
+        if isinstance(value, int) and abs(value) >= 2**1023:  # float() would raise
+            raise refuse(call, name, value, "a number that a float can hold")
         least = most = float(value)
         if least - least != 0:  # infinite or NaN, in a form that can be traced
             raise ArgumentError(f"{call}: {name} is {least}, expected a finite number.")
@@ -126,6 +286,16 @@ def in_range(
     sign = "<" if strict else "<="
     if high is not None and most is not None and (most >= high if strict else most > high):
         raise ArgumentError(f"{call}: {name} is {most:g}, expected {name} {sign} {high:g}.")
+
+
+def number(
+    call: str, name: str, value: Any, low: float | None = None, high: float | None = None, *, strict: bool = False
+) -> float:
+    """Return a Python number as a float after checking that it lies between `low` and `high`; tensors are refused."""
+    if isinstance(value, Tensor):
+        raise refuse(call, name, value, "a number")
+    in_range(call, name, value, low, high, strict=strict)
+    return float(value)
 
 
 def finite(call: str, name: str, tensor: Tensor) -> None:

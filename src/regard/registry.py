@@ -11,9 +11,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from .checks import ArgumentError, suggestion
+from .checks import ArgumentError, shown, suggestion, within
 
 T = TypeVar("T")
 
@@ -56,11 +56,15 @@ class Registry(Generic[T]):
         """
         self._load()
         if not isinstance(name, str):
-            raise ArgumentError(f"a {self.kind} is chosen by name, got {name!r} ({type(name).__name__}).")
+            raise ArgumentError(f"a {self.kind} is chosen by name, got {shown(name)} ({type(name).__name__}).")
         key = self._aliases.get(name, name)
         if key not in self._objects:
-            raise ArgumentError(f"unknown {self.kind} {name!r}.{suggestion(name, self.names(aliases=True))}")
+            raise ArgumentError(f"unknown {self.kind} {shown(name)}.{suggestion(name, self.names(aliases=True))}")
         return self._objects[key]
+
+    def given(self, call: str, argument: str, name: Any) -> T:
+        """Return the object of the name given for an argument of a call; errors name both."""
+        return within(call, argument, self.get, name)
 
     def canonical(self, name: str) -> str:
         """The name under which an object is filed, for that name or an alias.
@@ -83,7 +87,7 @@ class Registry(Generic[T]):
 
     def __contains__(self, name: object) -> bool:
         self._load()
-        return name in self._objects or name in self._aliases
+        return isinstance(name, str) and (name in self._objects or name in self._aliases)
 
     def _load(self) -> None:
         if self._loaded or self.group is None:

@@ -223,7 +223,7 @@ def test_crop_only_to_what_it_is() -> None:
         ({"storage": torch.int8}, "storage is torch.int8"),
         ({"storage": "bf16"}, "storage is 'bf16'"),
         ({"mask": torch.ones(2, 5)}, "mask has dtype"),
-        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, "mask is \\[2, 4\\]"),
+        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, "mask has shape \\[2, 4\\]"),
         ({"segment_ids": torch.zeros(2, 4, dtype=torch.long)}, "segment_ids has shape"),
         ({"spec": "euclid"}, "unknown"),
         ({"state": 3}, "state is a int"),

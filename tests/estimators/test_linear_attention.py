@@ -368,7 +368,7 @@ def test_shapes_and_states_that_do_not_fit() -> None:
         regard.linear_attention(q[:, :3], k, v)
     with pytest.raises(ArgumentError, match="key and value differ in heads or length"):
         regard.linear_attention(q, k, v[:, :, :5])
-    with pytest.raises(ArgumentError, match=r"value is torch\.float32"):
+    with pytest.raises(ArgumentError, match=r"value torch\.float32 on cpu"):
         regard.linear_attention(q, k, v.float())
     state = regard.linear_attention(q, k, v, "elu")[1]
     with pytest.raises(ArgumentError, match="give each layer its own state"):

@@ -88,7 +88,7 @@ def test_bias_and_empty() -> None:
 @pytest.mark.parametrize("call", [regard.topk_softmax, regard.topk_uniform])
 def test_k_and_gradient(call) -> None:
     for k in (0, -2, 2.0, True, "3", None):
-        assert f"k is {k!r}, expected a whole number k >= 1" in message(call, Z, k)
+        assert f"k is {k!r}, expected a whole number >= 1" in message(call, Z, k)
     assert "unknown gradient='sotf'. Did you mean 'soft'?" in message(call, Z, 2, gradient="sotf")
 
 

@@ -239,7 +239,7 @@ def test_what_cannot_be_read(text: str, words: str) -> None:
         ("polynomial(r=inf)", "r is"),
         ("polynomial(r=nan)", "r is"),
         ("polynomial(r=big)", "r is 'big'"),
-        ("gaussian*nearest(k=0)", "k is 0, expected a whole number k >= 1"),
+        ("gaussian*nearest(k=0)", "k is 0, expected a whole number >= 1"),
         ("gaussian*nearest(k=-3)", "k is -3"),
         ("gaussian*nearest(k=2.5)", "k is 2.5"),
         ("uniform*nearest(gradient=sofd)", "unknown gradient='sofd'. Did you mean 'soft'?"),

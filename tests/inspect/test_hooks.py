@@ -195,7 +195,9 @@ def test_nothing_is_left_after_an_error(model, ids, fault):
             ArgumentError, match=r"no hook point is called 'last.hook_ou'. Did you mean 'last.hook_out'"
         ):
             run_with_hooks(model, ids, [*hooks, ("last.hook_ou", fails)])
-        with pytest.raises(ArgumentError, match=r"run_with_cache: no hook point is called 'nothing like it'. Choose"):
+        with pytest.raises(
+            ArgumentError, match=r"run_with_cache: names: no hook point is called 'nothing like it'. Choose"
+        ):
             run_with_cache(model, ids, ["last.hook_out", "nothing like it"])
         assert model.calls == 0  # found before anything ran
     assert listening(model) == 0

@@ -192,7 +192,12 @@ def test_induction_of_even_weights_is_chance():
     assert found.item() < 0.1
 
 
-@pytest.mark.parametrize("period", [0, 8, 20])
+def test_induction_needs_a_period():
+    with pytest.raises(ArgumentError, match="induction: period is 0, expected a whole number >= 1"):
+        induction(even(8), ROLES["f"], 0)
+
+
+@pytest.mark.parametrize("period", [8, 20])
 def test_induction_needs_a_repetition(period):
     with pytest.raises(ArgumentError, match=f"8 rows repeats nothing with period {period}"):
         induction(even(8), ROLES["f"], period)

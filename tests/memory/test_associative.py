@@ -341,7 +341,7 @@ def wrong(memory: AssociativeMemory, what: str) -> None:
     [
         ("rank", "AssociativeMemory.write: keys has shape [3], expected [n, D], [H, n, D] or [B, H, n, D]."),
         ("pairing", "do not pair up"),
-        ("channels", "AssociativeMemory.write: D is 2, expected 3, that of what the memory holds."),
+        ("channels", "AssociativeMemory.write: keys: D is 2, expected 3, that of what the memory holds."),
         ("dtype", "dtype is torch.float64, expected torch.float32"),
         ("mask", "mask has shape [3], expected [1, 4], one a pair."),
         ("heads", "B and H is (1, 2), expected (1, 1)"),
@@ -351,7 +351,7 @@ def wrong(memory: AssociativeMemory, what: str) -> None:
         ("steps", "AssociativeMemory.read: steps is 0, expected a whole number >= 1."),
         ("no way", "AssociativeMemory.forget: named nothing; name one of indices, oldest, everything."),
         ("two ways", "named indices, oldest; name one of"),
-        ("place", "AssociativeMemory.forget: index 7 is not held; there are 5 pairs, numbered from 0."),
+        ("place", "AssociativeMemory.forget: indices: index 7 is not held; there are 5 pairs, numbered from 0."),
         ("subtract", "pairs does not apply: stored pairs are named by their places"),
         ("scale", "scale"),
     ],

@@ -68,6 +68,10 @@ def model_of(case, dtype=torch.float64, **fields):
     return model
 
 
+def hybrid(**fields):
+    return make("transformer", **fields)
+
+
 def close(found, expected, tolerance=1e-5):
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
@@ -165,22 +169,33 @@ def test_padding_before_between_inside_and_after_documents(case):
         close(model(wide, attention_mask=real, **said).logits[real.bool()], expected)
 
 
-@every_case
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_is_eager(case, backend):
-    model, rows = model_of(case), documents()
-    tokens, ids = packed_rows(rows)
+def compiled_is_eager(model, said, tokens, **how):
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend=backend)
-    for mode in (True, False):
-        model.train(mode)
-        for said in ({"segment_ids": ids}, {"position_ids": positions(rows)}):
-            expected = model(tokens, **said, labels=tokens)
-            wanted = gradients(model, expected.logits)
-            found = compiled(tokens, **said, labels=tokens)
-            close(found.logits, expected.logits)
-            close(found.loss, expected.loss)
-            same_gradients(gradients(model, found.logits), wanted)
+    expected = model(tokens, **said, labels=tokens)
+    wanted = gradients(model, expected.logits)
+    found = torch.compile(model, **how)(tokens, **said, labels=tokens)
+    assert found.past_key_values is None
+    close(found.logits, expected.logits)
+    close(found.loss, expected.loss)
+    same_gradients(gradients(model, found.logits), wanted)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model_keeps_documents_apart():
+    """In training in one graph; elsewhere it looks whether there are several documents, since it may keep a cache."""
+    model, rows = hybrid(mixers=["biweight"], num_hidden_layers=1), documents()
+    tokens = packed_rows(rows)[0]
+    compiled_is_eager(model, {"position_ids": positions(rows)}, tokens, backend="eager")
+    compiled_is_eager(model.train(), {"position_ids": positions(rows)}, tokens, backend="eager", fullgraph=True)
+
+
+@pytest.mark.slow
+@every_case
+def test_compiled_is_eager(case):
+    fields = {"num_hidden_layers": 2} if set(CASES[case][1]) == {"mixers"} else {}
+    model, rows = model_of(case, **fields).train(), documents()
+    tokens = packed_rows(rows)[0]
+    compiled_is_eager(model, {"position_ids": positions(rows)}, tokens, backend="aot_eager")
 
 
 @every_case
@@ -190,6 +205,26 @@ def test_recomputation_keeps_documents_apart(case):
     wanted = gradients(model, model(tokens, segment_ids=ids).logits)
     model.gradient_checkpointing_enable()
     same_gradients(gradients(model, model(tokens, segment_ids=ids).logits), wanted)
+
+
+def test_a_window_of_training_stays_inside_documents():
+    model, rows = hybrid(training_window=3, training_window_share=1.0).train(), documents()
+    tokens, ids = packed_rows(rows)
+    close(model(tokens, segment_ids=ids).logits, alone(lambda text: model(text).logits, rows))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixers", ["softmax", "biweight", "elu", "local-linear", "lact"])
+def test_weights_of_other_documents_are_zero(mixers):
+    fields = {"mixer_options": {"lact": OPTIONS["lact"]}} if mixers == "lact" else {}
+    model, rows = hybrid(mixers=mixers, num_hidden_layers=2, **fields), documents()
+    tokens, ids = packed_rows(rows)
+    found = model(tokens, segment_ids=ids, output_attentions=True)
+    close(found.logits, model(tokens, segment_ids=ids).logits)
+    for weights, *own in zip(
+        found.attentions, *[model(text[None], output_attentions=True).attentions for text in rows[0]], strict=True
+    ):
+        close(weights[0], torch.stack([torch.block_diag(*[each[0, h] for each in own]) for h in range(2)]))
 
 
 # --------------------------------------------------------------------------- the loss
@@ -233,16 +268,12 @@ def test_the_collator_that_flattens_gives_the_loss_of_the_documents(name, flash)
 # ------------------------------------------------------------------ what is refused
 
 
-def hybrid(**fields):
-    return make("transformer", **fields)
-
-
 @torch.no_grad()
 def test_a_cache_that_is_asked_for_is_refused():
-    model, (tokens, ids) = hybrid(), packed_rows(documents())
+    model, (tokens, ids) = hybrid(num_hidden_layers=1), packed_rows(documents())
     for asked in ({"use_cache": True}, {"past_key_values": model.model.new_cache()}):
         for said in ({"segment_ids": ids}, {"position_ids": positions(documents())}):
-            with pytest.raises(ArgumentError, match=r"a cache was asked for; call with use_cache=False"):
+            with pytest.raises(ArgumentError, match=r"a cache was asked for; .* call with use_cache=False"):
                 model(tokens, **asked, **said)
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         with pytest.raises(RuntimeError, match="a cache was asked for"):
@@ -271,7 +302,10 @@ def test_rows_of_one_document_are_ordinary_rows():
     [
         ({"segment_ids": torch.zeros(1, 4)}, r"segment_ids has dtype torch.float32"),
         ({"segment_ids": [0, 0, 1]}, r"segment_ids is a list"),
-        ({"segment_ids": torch.zeros(1, 5, dtype=torch.long)}, r"segment_ids has shape \[1, 5\], expected \[1, 4\]"),
+        (
+            {"segment_ids": torch.zeros(1, 5, dtype=torch.long)},
+            r"segment_ids has shape \[1, 5\], expected \[B or 1, 4\]",
+        ),
         ({"seq_idx": torch.zeros(2, 4, dtype=torch.long)}, r"seq_idx has shape \[2, 4\]"),
         ({"cu_seq_lens_q": torch.tensor([0, 3])}, "cu_seq_lens_q must begin with 0, end with the number of tokens"),
         ({"cu_seq_lens_q": torch.tensor([1, 4])}, "cu_seq_lens_q must begin with 0"),
@@ -281,7 +315,7 @@ def test_rows_of_one_document_are_ordinary_rows():
         ({"cu_seq_lens_q": torch.tensor([0, 2, 4]), "cu_seq_lens_k": torch.tensor([0, 1, 4])}, "differ"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 4]), "cu_seq_lens_k": torch.tensor([0, 4])}, "cu_seq_lens_k"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 4]), "segment_ids": torch.tensor([[0, 1, 1, 1]])}, "do not begin"),
-        ({"cu_seq_lens_q": torch.tensor([0, 2, 4]), "position_ids": torch.tensor([[0, 0, 1, 2]])}, "begin again"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 4]), "position_ids": torch.tensor([[0, 0, 1, 2]])}, "do not grow"),
         ({"segment_ids": torch.tensor([[1, 1, 2, 2]]), "seq_idx": torch.tensor([[0, 1, 1, 1]])}, "do not begin"),
         ({"cu_seqlens_q": torch.tensor([0, 2, 4])}, "unknown argument 'cu_seqlens_q'. Did you mean 'cu_seq_lens_q'"),
         ({"segment_id": torch.tensor([[1, 1, 2, 2]])}, "unknown argument 'segment_id'. Did you mean 'segment_ids'"),
@@ -299,6 +333,16 @@ def test_lengths_speak_of_one_row():
     tokens, _ = packed_rows(documents())
     with pytest.raises(ArgumentError, match="how one row is packed, but 2 rows are given; give segment_ids"):
         hybrid()(tokens, cu_seq_lens_q=torch.tensor([0, 5, 13]))
+
+
+def test_one_memory_for_the_batch_is_refused():
+    tokens, ids = packed_rows(documents())
+    for name in ("fwpkm", "fwmlp"):
+        model = hybrid(
+            num_hidden_layers=1, memories=f"{name}@0", memory_options={name: {**OPTIONS[name], "shared": True}}
+        )
+        with pytest.raises(ArgumentError, match="segment_ids need a memory per document, but shared=True"):
+            model(tokens, segment_ids=ids)
 
 
 class Careless(TokenMixer):

@@ -241,7 +241,7 @@ def test_without_itself_a_cache_continues_where_it_stopped(x, window):
     ("options", "message"),
     [
         ({"hidden_size": 30}, "hidden_size 30 is not a multiple of 4 heads"),
-        ({"num_kv_heads": 3}, "4 query heads do not divide among 3 key/value heads"),
+        ({"num_kv_heads": 3}, "4 query heads \\(num_heads\\) do not divide among 3 key/value heads"),
         ({"num_heads": 0}, "num_heads is 0, expected a positive integer"),
         ({"head_dim": 2.0}, "head_dim is 2.0, expected a positive integer"),
         ({"num_kv_heads": 2, "share_query_key": True}, "4 query heads need 4 key/value heads, not 2; leave num_kv"),
@@ -261,7 +261,7 @@ def test_bad_arguments(options, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"hidden_states": torch.ones(T, C)}, r"hidden_states has shape \[9, 32\], expected \[B, T, C\]"),
+        ({"hidden_states": torch.ones(T, C)}, r"hidden_states has shape \[9, 32\], expected \[B, T, 32\]"),
         ({"hidden_states": torch.ones(B, 0, C)}, "T >= 1"),
         ({"hidden_states": torch.ones(B, T, C, dtype=torch.long)}, "expected a floating-point dtype"),
         ({"attention_mask": torch.ones(B, T)}, "expected torch.bool"),
@@ -274,3 +274,34 @@ def test_bad_arguments(options, message):
 def test_bad_calls(x, arguments, message):
     with pytest.raises(ArgumentError, match=message):
         layer()(**{"hidden_states": x, **arguments})
+
+
+# ----------------------------------------------------------------------------- packed documents
+
+
+@pytest.mark.parametrize("spec", ["softmax", "biweight", "elu", "local-linear"])
+def test_segments_are_sequences_of_their_own(spec, x):
+    module = layer(spec=spec, temperature="fixed" if spec == "elu" or spec == "local-linear" else "log")
+    ids = torch.tensor([[4, 4, 4, 1, 1, 1, 1, 4, 4]])
+    found = module(x, segment_ids=ids)[0]
+    for part in (slice(0, 3), slice(3, 7), slice(7, 9)):
+        torch.testing.assert_close(found[:, part], module(x[:, part])[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(1, 4, dtype=torch.long), r"nn.Attention: segment_ids has shape \[1, 4\]"),
+        (torch.zeros(1, T), "nn.Attention: segment_ids is torch.float32"),
+    ],
+)
+def test_segments_that_do_not_fit(ids, message, x):
+    with pytest.raises(ArgumentError, match=message):
+        layer()(x, segment_ids=ids)
+
+
+def test_segments_and_a_cache_are_refused(x):
+    from transformers import DynamicCache
+
+    with pytest.raises(ArgumentError, match="segment_ids were given with a cache"):
+        layer(layer_idx=0)(x, past_key_values=DynamicCache(), segment_ids=torch.zeros(1, T, dtype=torch.long))

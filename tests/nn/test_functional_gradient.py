@@ -346,7 +346,7 @@ def test_steps_are_functional_gradient_descent():
     ("arguments", "message"),
     [
         ({"variant": "half"}, "variant is 'half', expected one of 'full', 'wv', 'slice'"),
-        ({"heads": 3}, "hidden_size 8 is not a multiple of 3 heads"),
+        ({"heads": 3}, "covariate_size 8 is not a multiple of 3 heads"),
         ({"heads": 8, "variant": "wv"}, "value_size 12 is not a multiple of 8 heads"),
         ({"spec": "softmaxx"}, "unknown spec 'softmaxx'"),
         ({"spec": "gaussian*fixed*linear(ridge=0.1,solver=learned)"}, "takes a probe that the f update has not"),
@@ -362,7 +362,7 @@ def test_shapes_that_do_not_fit():
     phi, values = data()
     for p, v, options, message in (
         (phi, values[:, :3], {}, "3 values for 7 covariates, expected one less"),
-        (phi[..., :4], values, {}, r"covariates has shape \[2, 7, 4\], expected \[B, R, 8\]"),
+        (phi[..., :4], values, {}, r"covariates has shape \[2, 7, 4\], expected \[B, T, 8\]"),
         (phi, values[..., :4], {}, r"values has shape \[2, 6, 4\], expected \[2, n, 12\]"),
         (phi.long(), values, {}, "covariates has dtype torch.int64"),
         (

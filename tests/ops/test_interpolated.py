@@ -214,7 +214,7 @@ def test_one_whole_graph(trend: str) -> None:
         ({"spec": "linear"}, "linear has weights that do not sum to one"),
         ({"attn_mask": torch.ones(2, 2, 7, 7, dtype=torch.bool)}, "must be the same for all queries and heads"),
         ({"attn_mask": torch.ones(2, 6, dtype=torch.bool)}, "attn_mask has shape [2, 6]"),
-        ({"query_offset": 0.5}, "query_offset is 0.5, expected one whole number"),
+        ({"query_offset": 0.5}, "query_offset is 0.5, expected a whole number"),
         ({"trend": lambda *x, **how: x[2], "query_offset": 1}, "a function as trend needs query_offset 0"),
     ],
 )

@@ -166,8 +166,8 @@ def message(queries: int = 100, **call: Any) -> str:
 
 def test_ids_that_are_none() -> None:
     for ids in (IDS.tolist(), IDS[None].float(), IDS[None] > 0, IDS, IDS[None, None], 3):
-        assert "segment_ids is " in message(segment_ids=ids)
-        assert "expected integers [B, Tk]" in message(segment_ids=ids)
+        assert "segment_ids " in message(segment_ids=ids)
+        assert ", expected " in message(segment_ids=ids)
     for shape in ((1, 99), (3, 100), (100, 1), (2, 101)):
         assert "segment_ids has shape" in message(segment_ids=torch.zeros(shape, dtype=torch.int64))
     assert "on meta" in message(segment_ids=torch.zeros(1, 100, dtype=torch.int64, device="meta"))

@@ -122,7 +122,7 @@ def test_it_is_registered_and_keeps_the_protocol() -> None:
         ({"segment": 7}, "length 1024 and segment 7 make 146.286 segments, expected a power of two"),
         ({"length": 24, "segment": 8}, "make 3 segments, expected a power of two"),
         ({"dim": 3, "segment": 8}, "make 128 segments, expected a power of two, at most 2^dim = 2^3"),
-        ({"noise": -1.0}, "noise is -1, expected a finite number >= 0"),
+        ({"noise": -1.0}, "noise is -1, expected noise >= 0"),
         ({"query_noise": float("nan")}, "query_noise is nan, expected a finite number"),
     ],
 )

@@ -135,12 +135,12 @@ def test_nothing_tried_decides_nothing() -> None:
     [
         ({"length": 0}, "length is 0"),
         ({"needles": 0}, "needles is 0"),
-        ({"text": []}, "the text is empty"),
+        ({"text": []}, "text is [], expected words or tokens"),
         ({"digits": 1, "needles": 11}, "give them more digits"),
-        ({"template": "The number is {value}."}, "must hold {key} and {value}"),
+        ({"template": "The number is {value}."}, "expected a text with {key}, {value} alone"),
         ({"template": "{value} is the number of {key}."}, "{key} before {value}"),
-        ({"key": "ID"}, "and {id}"),
-        ({"reserved": 4}, "reserved is 4, expected at least 5"),
+        ({"key": "ID"}, "expected a text with {id} alone"),
+        ({"reserved": 4}, "reserved is 4, expected a whole number >= 5"),
         ({"breaks": frozenset({"-"})}, "no piece of the text is among breaks"),
     ],
 )

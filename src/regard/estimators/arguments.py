@@ -14,18 +14,22 @@ from ..checks import (
     ArgumentError,
     boolean_mask,
     broadcastable,
+    choice,
     finite,
+    flags,
     floating,
     in_range,
     on_device,
+    optional_whole,
     shape,
-    suggestion,
 )
 from .local import repeat_heads
 from .precision import clean, row_number
 from .visibility import Visibility
 
 Form = Literal["chunked", "parallel", "recurrent"]
+FAR = 2**31 - 1
+"""Whole numbers are cut here, which no length reaches, before an operator takes them."""
 
 
 def check(
@@ -38,14 +42,19 @@ def check(
     chunk_size: int | None,
     causal: bool,
 ) -> Tensor | None:
-    """The mask as [B, Tk], after everything was found to fit."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    """Check what all calls share and return the mask as [B, 1, Tk]."""
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
         floating(call, name, tensor)
-        if tensor.dim() != 4 or tensor.dtype != query.dtype or tensor.device != query.device:
+        if tensor.dim() != 4 or tensor.layout != torch.strided:
             raise ArgumentError(
-                f"{call}: {name} is {tensor.dtype} {shape(tensor)} on {tensor.device}, expected {query.dtype} [batch, "
-                f"heads, length, dim] on {query.device}, as the others."
+                f"{call}: {name} is a {tensor.layout} tensor {shape(tensor)}, expected a dense one [batch, heads, "
+                f"length, dim]."
             )
+    shapes = ", ".join(f"{name} {shape(tensor)}" for name, tensor in named.items())
+    if any(x.dtype != query.dtype or x.device != query.device for x in named.values()):
+        kinds = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in named.items())
+        raise ArgumentError(f"{call}: dtypes or devices differ: {kinds}; convert with .to().")
     (batch, heads, queries, dim), (_, kv_heads, keys, _) = query.shape, key.shape
     for fits, what in (
         (batch == key.shape[0] == value.shape[0], "batch sizes differ"),
@@ -53,7 +62,7 @@ def check(
         (dim > 0 and value.shape[3] > 0, "there are no features"),
         (key.shape[1:3] == value.shape[1:3], "key and value differ in heads or length"),
         (
-            kv_heads > 0 and heads % kv_heads == 0,
+            heads > 0 and kv_heads > 0 and heads % kv_heads == 0,
             "the query heads cannot be shared out among the key heads; the former must be a multiple",
         ),
         (
@@ -62,11 +71,9 @@ def check(
         ),
     ):
         if not fits:
-            raise ArgumentError(f"{call}: {what}: query {shape(query)}, key {shape(key)}, value {shape(value)}.")
-    if form not in get_args(Form):
-        raise ArgumentError(f"{call}: unknown form={form!r}.{suggestion(str(form), get_args(Form))}")
-    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ArgumentError(f"{call}: chunk_size is {chunk_size!r}, expected a whole number >= 1 or None.")
+            raise ArgumentError(f"{call}: {what}: {shapes}.")
+    choice(call, "form", form, get_args(Form))
+    optional_whole(call, "chunk_size", chunk_size, 1)
     if mask is None:
         return None
     boolean_mask(call, "attn_mask", mask)
@@ -75,14 +82,21 @@ def check(
     on_device(call, "attn_mask", mask, query.device)
     broadcastable(call, "attn_mask", mask, (batch, keys) if mask.dim() <= 2 else (batch, 1, 1, keys))
     mask = mask[:, 0, 0] if mask.dim() == 4 else mask
-    return mask.expand(batch, keys)
+    return mask.expand(batch, keys)[:, None]
+
+
+def no_pairs(call: str, query: Tensor, kv_heads: int, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values of no positions, beside which `query` reads a state."""
+    floating(call, "query", query)
+    if query.dim() != 4:
+        raise ArgumentError(f"{call}: query has shape {shape(query)}, expected [batch, heads, length, dim].")
+    sizes = (query.shape[0], kv_heads, 0)
+    return query.new_empty(*sizes, query.shape[3]), query.new_empty(*sizes, value_dim)
 
 
 def order(call: str, is_causal: Any, exclude_self: Any) -> bool:
-    """Whether queries see the past alone, after both flags were found to be flags."""
-    for name, flag in (("is_causal", is_causal), ("exclude_self", exclude_self)):
-        if not isinstance(flag, bool):
-            raise ArgumentError(f"{call}: {name} is {flag!r}, expected True or False.")
+    """Return whether queries see the past alone, after checking both flags."""
+    flags(call, is_causal=is_causal, exclude_self=exclude_self)
     return bool(is_causal or exclude_self)
 
 

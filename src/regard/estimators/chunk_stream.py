@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, require, shape
+from ..checks import ArgumentError, refuse, require, segments, whole
 from .chunk_schedule import Step, schedule
 from .precision import clean, either
 from .states import State, require_state
@@ -49,6 +49,11 @@ class Streams:
     def of(cls, mask: Tensor, segment_ids: Tensor | None, shared: bool) -> Streams:
         """`mask` boolean [B, T], true where a token is real; `segment_ids` integers [B or 1, T] or None, of which a
         change between real tokens begins a new document."""
+        if torch.compiler.is_exporting():
+            raise ArgumentError(
+                "torch.export: this layer writes its fast weights in chunks of real tokens, which no exported graph "
+                "holds; of such layers FastWeightProductKeyMemory can be exported."
+            )
         batch, tokens = mask.shape
         if shared:
             some = mask.any(0)
@@ -337,10 +342,8 @@ def blend(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def check_chunk(call: str, chunk_size: object, least: int) -> int:
     """`chunk_size`, after checking that it is a whole number of at least so many tokens."""
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < least:
-        why = "a chunk of one token could never be learned from" if least > 1 else "tokens between two writes"
-        raise ArgumentError(f"{call}: chunk_size is {chunk_size!r}, expected a whole number >= {least}: {why}.")
-    return chunk_size
+    why = "a chunk of one token could never be learned from" if least > 1 else "tokens between two writes"
+    return int(min(whole(call, "chunk_size", chunk_size, least, why=f": {why}"), 2**48))
 
 
 def check_meta_grad(call: str, meta_grad: object) -> int:
@@ -348,20 +351,15 @@ def check_meta_grad(call: str, meta_grad: object) -> int:
     if isinstance(meta_grad, bool):
         return 0 if meta_grad else 1
     if not isinstance(meta_grad, int) or meta_grad < 1:
-        raise ArgumentError(f"{call}: meta_grad is {meta_grad!r}, expected True, False or a number of writes >= 1.")
+        raise refuse(call, "meta_grad", meta_grad, "True, False or a number of writes >= 1")
     return meta_grad
 
 
-def check_segments(call: str, segment_ids: object, batch: int, tokens: int, shared: bool) -> None:
-    """`segment_ids` is None or integers [B or 1, T], and then memories are not shared."""
-    if segment_ids is None:
-        return
-    require(not shared, call, "segment_ids need a memory per document, but shared=True has one for the batch.")
-    if not isinstance(segment_ids, Tensor) or segment_ids.is_floating_point() or segment_ids.dtype == torch.bool:
-        given = segment_ids.dtype if isinstance(segment_ids, Tensor) else type(segment_ids).__name__
-        raise ArgumentError(f"{call}: segment_ids is {given}, expected an integer tensor [B or 1, T].")
-    if segment_ids.dim() != 2 or segment_ids.shape[0] not in (1, batch) or segment_ids.shape[1] != tokens:
-        raise ArgumentError(f"{call}: segment_ids has shape {shape(segment_ids)}, expected [{batch} or 1, {tokens}].")
+def check_segments(call: str, ids: object, batch: int, tokens: int, shared: bool, device: torch.device) -> None:
+    """Check that `segment_ids` is None or integers [B or 1, T], and that memories are then not shared."""
+    segments(call, ids, batch, tokens, device)
+    shared_one = "segment_ids need a memory per document, but shared=True has one for the batch."
+    require(ids is None or not shared, call, shared_one)
 
 
 def _changes(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import in_range
-from .arguments import Form, PerKey, check, cleaned, log_decays, order, per_key
+from .arguments import Form, PerKey, check, cleaned, log_decays, no_pairs, order, per_key
 from .decay import CHUNK, Chunks, pairs, prefix, read, shifted, suffix
 from .packing import by_document, documents
 from .precision import full_precision, row_number
@@ -69,9 +69,8 @@ class DeltaState(State):
 
     def read(self, query: Tensor, *, scale: float | Tensor | None = None) -> Tensor:
         """W q for other queries [B, H, Tq, D] after all pairs, [B, H, Tq, Dv]; `scale` as in `delta_rule`."""
-        none = query.new_empty(query.shape[0], self.values.shape[1], 0, query.shape[3])
-        nothing = query.new_empty(*none.shape[:3], self.values.shape[3])
-        return delta_rule(query, none, nothing, 0.0, state=self, is_causal=False, scale=scale)[0]
+        nothing = no_pairs(CALL, query, *self.values.shape[1::2])
+        return delta_rule(query, *nothing, 0.0, state=self, is_causal=False, scale=scale)[0]
 
 
 def delta_rule(
@@ -147,7 +146,7 @@ def delta_rule(
         require_state(CALL, state, DeltaState, wanted, query.new_empty(0, dtype=dtype))
     how: dict[str, Any] = {"causal": causal, "strict": exclude_self, "form": form, "chunk": chunk_size}
     learn = partial(_learn, dtype=dtype, **how)
-    inputs, mask = (query, key, value, step, fade, factor), None if mask is None else mask[:, None]
+    inputs = (query, key, value, step, fade, factor)
     with full_precision(query.device.type):
         return by_document(packed, learn, inputs, mask, state)
 

@@ -25,7 +25,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ..checks import ArgumentError, boolean_mask, floating, in_range, require, shape, suggestion
+from ..checks import (
+    ArgumentError,
+    choice,
+    flags,
+    floating,
+    instance,
+    number,
+    refuse,
+    require,
+    shape,
+    tensor,
+    token_mask,
+)
 from .chunk_stream import (
     ChunkState,
     Streams,
@@ -149,9 +161,8 @@ class FastMLPRule(NamedTuple):
         Raises:
             ArgumentError: a negative rate, or an unknown target.
         """
-        in_range(call, "learning_rate", self.learning_rate, low=0.0, strict=False)
-        if self.target not in TARGETS:
-            raise ArgumentError(f"{call}: unknown target {self.target!r}.{suggestion(str(self.target), TARGETS)}")
+        number(call, "learning_rate", self.learning_rate, low=0.0)
+        choice(call, "target", self.target, TARGETS)
         return self
 
     def write(self, state: FastMLPState, following: Tensors, valid: Tensor) -> Tensors:
@@ -230,10 +241,11 @@ def fast_weight_mlp(
     Precision: float32 (float64 for float64). Cost: 6 F (Din + Dv) or so multiplications a token to read, twice that to
     write; with gradients a copy of the three matrices for each memory and chunk is kept.
     """
+    flags(CALL, shared=shared, frozen=frozen)
     rule = FastMLPRule(learning_rate, target).check(CALL)
     mask, start = _check(query, value, weights, mask, segment_ids, shared)
     detach_every = check_meta_grad(CALL, meta_grad)
-    check_chunk(CALL, chunk_size, 2)
+    chunk_size = check_chunk(CALL, chunk_size, 2)
     (batch, tokens), dtype = query.shape[:2], start.gate.dtype
     sizes = {name: tuple(w.shape) for name, w in zip(NAMES, start, strict=True)}
     if state is not None:
@@ -255,30 +267,47 @@ def fast_weight_mlp(
 
 def flush(state: FastMLPState, *, learning_rate: float = 0.1, target: str = "mean") -> FastMLPState:
     """The state after what waits was taught, as far as its targets are there; then nothing waits."""
-    return flushed(state, FastMLPRule(learning_rate, target).check("fast_weight_mlp.flush").write)
+    call = f"{CALL}.flush"
+    instance(call, "state", state, FastMLPState, "a FastMLPState")
+    return flushed(state, FastMLPRule(learning_rate, target).check(call).write)
 
 
 def _check(query: Any, value: Any, weights: Any, mask: Any, segment_ids: Any, shared: bool) -> tuple[Tensor, SwiGLU]:
     """Which tokens are real, boolean [B, T], and the first weights in the computing dtype."""
     for name, x in (("query", query), ("value", value)):
         floating(CALL, name, x)
+        tensor(CALL, name, x, like=query)
         if x.dim() != 3 or 0 in x.shape[1:] or x.shape[:2] != query.shape[:2]:
             raise ArgumentError(
                 f"{CALL}: {name} has shape {shape(x)}, expected query [B, T, Din] and value [B, T, Dv] with T >= 1."
             )
     batch, tokens, _ = query.shape
+    token_mask(CALL, "mask", mask, batch, tokens, like=query)
     if mask is None:
         mask = torch.ones(batch, tokens, dtype=torch.bool, device=query.device)
-    boolean_mask(CALL, "mask", mask)
-    require(mask.shape == (batch, tokens), CALL, f"mask has shape {shape(mask)}, expected [{batch}, {tokens}].")
-    check_segments(CALL, segment_ids, batch, tokens, shared)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    gate, up, down = weights
+    check_segments(CALL, segment_ids, batch, tokens, shared, query.device)
+    gate, up, down = three_matrices(CALL, weights, query)
     wide = gate.shape[0]
-    expected = ((wide, query.shape[2] + 1), (wide, query.shape[2] + 1), (value.shape[2], wide + 1))
-    for name, w, size in zip(NAMES, (gate, up, down), expected, strict=True):
-        require(w.shape == size, CALL, f"weights {name} are {shape(w)}, expected {list(size)}, biases last.")
-    return mask, SwiGLU(*(w.to(dtype) for w in (gate, up, down)))
+    for name, w, size in (
+        ("gate", gate, (wide, query.shape[2] + 1)),
+        ("up", up, (wide, query.shape[2] + 1)),
+        ("down", down, (value.shape[2], wide + 1)),
+    ):
+        if w.shape != size:
+            given = f"for query {shape(query)} and value {shape(value)}, biases last"
+            raise ArgumentError(f"{CALL}: weights {name} are {shape(w)}, expected {list(size)} {given}.")
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return mask, SwiGLU(gate.to(dtype), up.to(dtype), down.to(dtype))
+
+
+def three_matrices(call: str, weights: Any, query: Tensor) -> SwiGLU:
+    """Return `weights` as a network, after checking that they are three floating-point tensors beside `query`."""
+    if not isinstance(weights, (tuple, list)) or len(weights) != 3:
+        raise refuse(call, "weights", weights, f"three tensors: {', '.join(NAMES)}")
+    for name, w in zip(NAMES, weights, strict=True):
+        tensor(call, f"weights {name}", w, like=query)
+        require(w.dim() >= 2, call, f"weights {name} have shape {shape(w)}, expected a matrix.")
+    return SwiGLU(*weights)
 
 
 def _check_state(

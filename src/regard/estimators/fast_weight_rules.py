@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, in_range, suggestion
+from ..checks import ArgumentError, choice, flags, instance, number, within
 from ..grammar import Spec
 from ..registry import Registry
 from .product_key import SlotScore, by_set, score_gradient
@@ -134,16 +134,11 @@ class WriteRule:
     gate_loss: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", step_rules.canonical(self.name))
+        object.__setattr__(self, "name", within(CALL, "name", step_rules.canonical, self.name))
         for name in ("learning_rate", "address_weight"):
-            in_range(CALL, name, getattr(self, name), low=0.0, strict=False)
-        known = get_args(KeyUpdate)
-        if self.key_update not in known:
-            hint = suggestion(str(self.key_update), known)
-            raise ArgumentError(f"{CALL}: unknown key_update={self.key_update!r}.{hint}")
-        for name in ("look_ahead", "border", "gate_loss"):
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentError(f"{CALL}: {name} is {getattr(self, name)!r}, expected True or False.")
+            number(CALL, name, getattr(self, name), low=0.0)
+        choice(CALL, "key_update", self.key_update, get_args(KeyUpdate))
+        flags(CALL, look_ahead=self.look_ahead, border=self.border, gate_loss=self.gate_loss)
 
     @classmethod
     def of(cls, rule: str | WriteRule) -> WriteRule:
@@ -154,9 +149,7 @@ class WriteRule:
         """
         if isinstance(rule, WriteRule):
             return rule
-        if not isinstance(rule, str):
-            raise ArgumentError(f"{CALL}: got a {type(rule).__name__}, expected a WriteRule or its name.")
-        return cls(rule)
+        return cls(instance(CALL, "rule", rule, str, "a WriteRule or its name"))
 
     def steps(self, tokens: Written) -> Tensor:
         """rate g_t step_t [M, P], 0 where nothing is written."""

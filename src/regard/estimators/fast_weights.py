@@ -18,14 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, boolean_mask, floating, in_range, on_device, require, shape
+from ..checks import (
+    ArgumentError,
+    flags,
+    floating,
+    instance,
+    refuse,
+    require,
+    shape,
+    tensor,
+    token_mask,
+    within,
+)
 from ..grammar import Spec
 from .chunk_stream import Streams, check_chunk, check_meta_grad, check_segments
 from .fast_weight_rules import WriteRule
 from .fast_weight_state import FastWeightState, check_state
 from .fast_weight_stream import How, Memory, Rounds, WriteObserver, run
 from .precision import clean, either, full_precision
-from .product_key import require_top_k, slot_scores, weights_spec
+from .product_key import check_eps, require_top_k, slot_scores, weights_spec
 from .slot_values import SlotValues, preferred, slot_values
 
 __all__ = ["FastWeightState", "WriteObserver", "WriteRule", "fast_weight_memory", "flush"]
@@ -105,16 +116,13 @@ def fast_weight_memory(
     Cost: per token O(H n Dk) for the search and O(K Dv) for reading and writing. Without mask and segment_ids no device
     is waited for, but for what the store of the values does (the sparse one counts the rows that it touches).
     """
-    how = replace(_how(rule, top_k, spec, score, eps, meta_grad, observer, sync, shared), mix=mix)
+    flags(CALL, shared=shared, frozen=frozen, mix=mix)
+    how = replace(_how(CALL, rule, top_k, spec, score, eps, meta_grad, observer, sync, shared), mix=mix)
     chunk = check_chunk(CALL, chunk_size, 2 if how.rule.look_ahead else 1)
     _check_tensors(query, value, gate, keys, values, mask, top_k)
     batch, tokens = query.shape[:2]
-    check_segments(CALL, segment_ids, batch, tokens, shared)
-    require(
-        storage is None or (isinstance(storage, torch.dtype) and storage.is_floating_point and storage.itemsize > 1),
-        CALL,
-        f"storage is {storage!r}, expected torch.float32, torch.bfloat16, torch.float64 or None.",
-    )
+    check_segments(CALL, segment_ids, batch, tokens, shared, query.device)
+    check_storage(CALL, storage)
     if state is None:
         start = keys.to(torch.promote_types(query.dtype, keys.dtype))
         impl = _store(impl, values, storage, query, keys, top_k, how.kind)
@@ -138,11 +146,18 @@ def fast_weight_memory(
     return out.to(value.dtype), state
 
 
+def check_storage(call: str, storage: Any) -> None:
+    """Check that `storage` is None or a floating-point dtype of two bytes and more."""
+    known = isinstance(storage, torch.dtype) and storage.is_floating_point and storage.itemsize > 1
+    if storage is not None and not known:
+        raise refuse(call, "storage", storage, "torch.float32, torch.bfloat16, torch.float64 or None")
+
+
 def _store(impl: str, values: Tensor, *needs: Any) -> str:
     """The name of the store for `impl`, which can do what is needed."""
     if impl == "auto":
         return preferred(values, *needs)
-    refuses = getattr(slot_values.get(impl), "refuses", None)
+    refuses = getattr(slot_values.given(CALL, "impl", impl), "refuses", None)
     reason = None if refuses is None else refuses(values, *needs)
     require(reason is None, CALL, f"impl={impl!r} {reason}. impl='reference' can.")
     return impl
@@ -170,7 +185,9 @@ def flush(
     Raises:
         ArgumentError: an unknown name or number, or tokens that were read under another rule.
     """
-    how = _how(rule, 1, spec, score, 1e-3, meta_grad, observer, sync, state.shared)
+    call = f"{CALL}.flush"
+    instance(call, "state", state, FastWeightState, "a FastWeightState")
+    how = _how(call, rule, 1, spec, score, 1e-3, meta_grad, observer, sync, state.shared)
     if state.waiting.empty:
         return state
     with full_precision(state.keys.device.type):
@@ -180,6 +197,7 @@ def flush(
 
 
 def _how(
+    call: str,
     rule: WriteRule | str,
     top_k: int,
     spec: str | Spec,
@@ -190,20 +208,29 @@ def _how(
     sync: str | None,
     shared: bool,
 ) -> How:
-    in_range(CALL, "eps", eps, low=0.0, strict=True)
-    require(sync in (None, "all_gather"), CALL, f"sync is {sync!r}, expected None or 'all_gather'.")
-    require(sync is None or shared, CALL, "sync='all_gather' is for one memory of all processes; give shared=True.")
-    kind, known = slot_scores.get(score)(), weights_spec(CALL, spec)
-    return How(WriteRule.of(rule), top_k, kind, eps, known, check_meta_grad(CALL, meta_grad), observer, sync)
+    eps = check_eps(call, "eps", eps)
+    check_sync(call, sync, shared)
+    if observer is not None and not all(callable(getattr(observer, n, None)) for n in ("on_read", "on_write")):
+        raise refuse(call, "observer", observer, "an object with on_read and on_write, or None")
+    kind, known = slot_scores.given(call, "score", score)(), weights_spec(call, spec)
+    made = within(call, "rule", WriteRule.of, rule)
+    return How(made, top_k, kind, eps, known, check_meta_grad(call, meta_grad), observer, sync)
+
+
+def check_sync(call: str, sync: Any, shared: bool) -> None:
+    """Check that `sync` is None, or "all_gather" for a shared memory."""
+    if sync is not None and not (isinstance(sync, str) and sync == "all_gather"):
+        raise refuse(call, "sync", sync, "None or 'all_gather'")
+    require(sync is None or shared, call, "sync='all_gather' is for one memory of all processes; give shared=True.")
 
 
 def _check_tensors(
     query: Tensor, value: Tensor, gate: Tensor | None, keys: Tensor, values: Tensor, mask: Tensor | None, top_k: int
 ) -> None:
-    for name, tensor in {"query": query, "value": value, "gate": gate, "keys": keys, "values": values}.items():
-        if tensor is not None or name != "gate":
-            floating(CALL, name, tensor)
-            on_device(CALL, name, tensor, query.device)
+    floating(CALL, "query", query)
+    for name, given in {"value": value, "gate": gate, "keys": keys, "values": values}.items():
+        if given is not None or name != "gate":
+            tensor(CALL, name, given, like=query)
     if query.dim() != 4 or query.shape[-1] == 0 or query.shape[-1] % 2:
         raise ArgumentError(f"{CALL}: query is {shape(query)}, expected [B, T, H, Dk] with an even Dk.")
     batch, tokens, heads, width = query.shape
@@ -215,14 +242,11 @@ def _check_tensors(
     if values.dim() != 2 or values.shape[0] != slots or tuple(value.shape) != (batch, tokens, values.shape[1]):
         raise ArgumentError(
             f"{CALL}: values is {shape(values)} and value {shape(value)}, expected [{slots}, Dv] and [{batch}, "
-            f"{tokens}, Dv]."
+            f"{tokens}, Dv] for query {shape(query)} and keys {shape(keys)}."
         )
-    for name, given in (("gate", gate), ("mask", mask)):
-        if given is not None and tuple(given.shape) != (batch, tokens):
-            raise ArgumentError(f"{CALL}: {name} is {shape(given)}, expected [{batch}, {tokens}].")
-    if mask is not None:
-        boolean_mask(CALL, "mask", mask)
-        on_device(CALL, "mask", mask, query.device)
+    if gate is not None and tuple(gate.shape) != (batch, tokens):
+        raise ArgumentError(f"{CALL}: gate is {shape(gate)}, expected [{batch}, {tokens}], as query {shape(query)}.")
+    token_mask(CALL, "mask", mask, batch, tokens, like=query)
     require_top_k(CALL, top_k, keys.shape[2])
 
 

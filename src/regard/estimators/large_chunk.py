@@ -20,7 +20,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, boolean_mask, floating, require, shape, suggestion
+from ..checks import (
+    ArgumentError,
+    choice,
+    flag,
+    floating,
+    instance,
+    require,
+    shape,
+    tensor,
+    token_mask,
+)
 from .chunk_stream import (
     ChunkState,
     Streams,
@@ -33,7 +43,7 @@ from .chunk_stream import (
     hidden_where,
     run,
 )
-from .fast_weight_mlp import NAMES, SwiGLU, first_fields
+from .fast_weight_mlp import NAMES, SwiGLU, first_fields, three_matrices
 from .precision import full_precision
 
 CALL = "large_chunk_ttt"
@@ -70,9 +80,7 @@ def as_optimizer(call: str, name: object) -> Optimizer:
     Raises:
         ArgumentError: there is none.
     """
-    if name not in OPTIMIZERS:
-        raise ArgumentError(f"{call}: unknown optimizer {name!r}.{suggestion(str(name), OPTIMIZERS)}")
-    return OPTIMIZERS[str(name)]
+    return OPTIMIZERS[choice(call, "optimizer", name, OPTIMIZERS)]
 
 
 def orthogonal(x: Tensor) -> Tensor:
@@ -245,11 +253,13 @@ def large_chunk_ttt(
     chunk; in training the weights of every chunk are kept.
     """
     rule = LargeChunkRule(as_optimizer(CALL, optimizer))
+    flag(CALL, "frozen", frozen)
+    floating(CALL, "query", query)
     new = {"query": query, "key": key, "value": value, "rates": rates}
     new["share"] = query[..., :0].sum(-1) if share is None else share
     mask, start = _check(new, weights, mask, segment_ids, rule.optimizer.momentum and share is None)
     detach_every = check_meta_grad(CALL, meta_grad)
-    check_chunk(CALL, chunk_size, 1)
+    chunk_size = check_chunk(CALL, chunk_size, 1)
     (batch, tokens, heads, dim), dtype = query.shape, start.gate.dtype
     empty = LargeChunkState.start(start, batch, rule.optimizer.momentum)
     if state is not None:
@@ -273,31 +283,36 @@ def large_chunk_ttt(
 
 def flush(state: LargeChunkState, *, optimizer: str = "momentum") -> LargeChunkState:
     """The state after what waits was taught; then nothing waits."""
-    return flushed(state, LargeChunkRule(as_optimizer("large_chunk_ttt.flush", optimizer)).write)
+    call = f"{CALL}.flush"
+    instance(call, "state", state, LargeChunkState, "a LargeChunkState")
+    return flushed(state, LargeChunkRule(as_optimizer(call, optimizer)).write)
 
 
 def _check(new: Tensors, weights: Any, mask: Any, segment_ids: Any, lacking: bool) -> tuple[Tensor, SwiGLU]:
     """Which tokens are real, boolean [B, T], and the first weights in the computing dtype."""
     query = new["query"]
     require(not lacking, CALL, "this optimizer has momentum, which needs share [B, T, H]; give it, or optimizer='sgd'.")
-    floating(CALL, "query", query)
     require(query.dim() == 4 and query.numel() > 0, CALL, f"query has shape {shape(query)}, expected [B, T, H, D].")
     batch, tokens, heads, dim = query.shape
     sizes = {"key": query.shape, "value": query.shape, "rates": (*query.shape[:3], 3), "share": query.shape[:3]}
     for name, size in sizes.items():
-        floating(CALL, name, new[name])
-        require(new[name].shape == size, CALL, f"{name} has shape {shape(new[name])}, expected {list(size)}.")
+        tensor(CALL, name, new[name], like=query)
+        if new[name].shape != size:
+            given = f"{list(size)} for query {shape(query)}"
+            raise ArgumentError(f"{CALL}: {name} has shape {shape(new[name])}, expected {given}.")
+    token_mask(CALL, "mask", mask, batch, tokens, like=query)
     if mask is None:
         mask = torch.ones(batch, tokens, dtype=torch.bool, device=query.device)
-    boolean_mask(CALL, "mask", mask)
-    require(mask.shape == (batch, tokens), CALL, f"mask has shape {shape(mask)}, expected [{batch}, {tokens}].")
-    check_segments(CALL, segment_ids, batch, tokens, False)
+    check_segments(CALL, segment_ids, batch, tokens, False, query.device)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    inner = weights[0].shape[-2]
+    network = three_matrices(CALL, weights, query)
+    inner = network.gate.shape[-2]
     expected = ((heads, inner, dim), (heads, inner, dim), (heads, dim, inner))
-    for name, w, wanted in zip(NAMES, weights, expected, strict=True):
-        require(w.shape == wanted, CALL, f"weights {name} are {shape(w)}, expected {list(wanted)}.")
-    return mask, SwiGLU(*(w.to(dtype) for w in weights))
+    for name, w, wanted in zip(NAMES, network, expected, strict=True):
+        if w.shape != wanted:
+            given = f"{list(wanted)} for query {shape(query)}"
+            raise ArgumentError(f"{CALL}: weights {name} are {shape(w)}, expected {given}.")
+    return mask, SwiGLU(*(w.to(dtype) for w in network))
 
 
 def _check_state(state: Any, empty: LargeChunkState) -> None:

@@ -22,7 +22,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import ArgumentError, boolean_mask, finite, floating, in_range, on_device, shape
+from ..checks import (
+    ArgumentError,
+    finite,
+    flag,
+    floating,
+    in_range,
+    on_device,
+    optional_whole,
+    shape,
+    tensor,
+    token_mask,
+)
 from .chunk_stream import check_segments
 from .one_node import one_node
 from .precision import clean, full_precision
@@ -98,12 +109,13 @@ def leaky_average(
     Parallel, chunks and single steps are one function's views. In float32 at least; differentiable to any order in x,
     rate and state. Cost: O(T c D) time and O(T D) memory a head, with a mask or documents O(T c) besides.
     """
+    flag(CALL, "average", average)
     _check(x, rate, mask, chunk_size)
-    check_segments(CALL, segment_ids, x.shape[0], x.shape[2], False)
+    check_segments(CALL, segment_ids, x.shape[0], x.shape[2], False, x.device)
     batch, heads, tokens, dim = x.shape
     dtype = torch.promote_types(x.dtype, torch.float32)
-    number = rate if isinstance(rate, Tensor) else torch.full((), float(rate), device=x.device)
-    rates = number.to(dtype).expand(heads)
+    given = rate if isinstance(rate, Tensor) else torch.full((), min(float(rate), 1e30), dtype=dtype, device=x.device)
+    rates = given.to(dtype).expand(heads)
     finite(CALL, "x", x)
     wide = x.to(dtype)
     if state is None:
@@ -196,19 +208,12 @@ def _decays(rates: Tensor, real: Tensor) -> Tensor:
 
 
 def _check(x: Tensor, rate: float | Tensor, mask: Tensor | None, chunk: int | None) -> None:
-    floating(CALL, "x", x)
-    if x.dim() != 4:
-        raise ArgumentError(f"{CALL}: x has shape {shape(x)}, expected [batch, heads, length, dim].")
+    tensor(CALL, "x", x, "batch", "heads", "length", "dim")
     in_range(CALL, "rate", rate, low=0.0, strict=False)
     if isinstance(rate, Tensor):
         floating(CALL, "rate", rate)
-        on_device(CALL, "rate", rate, x.device)
+        on_device(CALL, "rate", rate, x.device, "x")
         if tuple(rate.shape) not in ((), (1,), (x.shape[1],)):
             raise ArgumentError(f"{CALL}: rate has shape {shape(rate)}, expected [{x.shape[1]}], one a head.")
-    if mask is not None:
-        boolean_mask(CALL, "mask", mask)
-        on_device(CALL, "mask", mask, x.device)
-        if tuple(mask.shape) != (x.shape[0], x.shape[2]):
-            raise ArgumentError(f"{CALL}: mask has shape {shape(mask)}, expected [{x.shape[0]}, {x.shape[2]}].")
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ArgumentError(f"{CALL}: chunk_size is {chunk!r}, expected a whole number >= 1 or None.")
+    token_mask(CALL, "mask", mask, x.shape[0], x.shape[2], like=x, of="x")
+    optional_whole(CALL, "chunk_size", chunk, 1)

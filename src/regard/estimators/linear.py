@@ -22,17 +22,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, finite, in_range, shape
+from ..checks import ArgumentError, finite, in_range, mapping, within
 from ..grammar import Spec, as_spec, presets
 from ..grammar.weighting import GUARD, Plain
 from . import sums as forms
-from .arguments import Form, PerKey, check, log_decays, order
+from .arguments import FAR, Form, PerKey, check, log_decays, no_pairs, order
 from .chunks import CHUNK, chunked
 from .decay import decayed
 from .local import repeat_heads
 from .packing import by_document, documents
 from .precision import clean, either, full_precision, row_number, transformed
-from .states import State
+from .states import State, require_state
 from .sums import Sums
 from .visibility import Visibility
 
@@ -125,10 +125,9 @@ class LinearState(State):
             spec: the sentence that wrote the state.
             scale, params: as in `linear_attention`, whose errors it raises.
         """
-        none = query.new_empty(query.shape[0], self.keys.shape[1], 0, query.shape[3])
-        nothing = query.new_empty(*none.shape[:3], self.values.shape[3])
+        nothing = no_pairs(CALL, query, self.keys.shape[1], self.values.shape[3])
         how: dict[str, Any] = {"form": "parallel", "is_causal": False, "scale": scale, "params": params}
-        return linear_attention(query, none, nothing, spec, state=self, **how)[0]
+        return linear_attention(query, *nothing, spec, state=self, **how)[0]
 
 
 def bias_of(spec: Spec, numbers: Mapping[str, float | Tensor]) -> float | Tensor:
@@ -201,23 +200,26 @@ def linear_attention(
     there are O(log T) batches, one after the other (`packing`). The ids are read on the host, so that a GPU is waited
     for, and torch.compile leaves packed calls out of its graphs.
     """
-    spec = _require_features(as_spec(spec))
+    spec = _require_features(as_spec(spec, CALL))
     causal = order(CALL, is_causal, exclude_self)
     mask = check(CALL, query, key, value, attn_mask, form, chunk_size, causal)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scale, bias = _numbers(query, spec, scale, params or {}, dtype)
+    scale, bias = _numbers(query, spec, scale, mapping(CALL, "params", params), dtype)
     packed = documents(CALL, segment_ids, query, key)
     with full_precision(query.device.type):
         (q, k, v), query_bad, pair_bad = _features(query, key, value, spec, scale, dtype)
         if state is not None:
-            _check_state(state, query.shape[0] if packed is None else packed.count, k, v, spec)
+            heads, width = (query.shape[0] if packed is None else packed.count, k.shape[1]), k.shape[3] + 1
+            squares = (*heads, width, width) if signed(spec) else None
+            sizes = {"values": (*heads, width, v.shape[3]), "keys": (*heads, width), "squares": squares}
+            require_state(CALL, state, LinearState, sizes, k)
         fade = log_decays(CALL, log_decay, key, k.shape[-1], dtype)
         if fade is not None:
             _require_fading(spec, fade.value, bias)
             pair_bad = pair_bad | fade.bad
         read = partial(_read, spec=spec, causal=causal, strict=exclude_self, form=form, chunk_size=chunk_size)
         inputs = _Inputs(q, k, v, bias, fade, query_bad, pair_bad)
-        out, after = by_document(packed, read, inputs, None if mask is None else mask[:, None], state)
+        out, after = by_document(packed, read, inputs, mask, state)
         return out.to(query.dtype), after
 
 
@@ -247,7 +249,8 @@ def _read(
     """(output in the computing dtype, the state after all pairs); mask [B, 1, Tk]."""
     q, k, v, bias, fade, query_bad, pair_bad = inputs
     if state is None:
-        state = LinearState.zeros(spec, *k.shape[:2], k.shape[3] + 1, v.shape[3], dtype=k.dtype, device=k.device)
+        sizes = (k.shape[0], k.shape[1], k.shape[3] + 1, v.shape[3])
+        state = LinearState.zeros(spec, *sizes, dtype=k.dtype, device=k.device)
     visible = Visibility(q.shape[2], k.shape[2], causal, strict, mask=None if mask is None else mask[:, :, None])
     counts = visible.counts(q.device) + repeat_heads(state.keys[..., -1:].detach(), q.shape[1])
     poisoned = repeat_heads(visible.any_seen(pair_bad) | state.poisoned[..., None], q.shape[1]) | (
@@ -322,7 +325,7 @@ def _sum_keys(
     elif form == "chunked" and transformed():  # which would not see the derivative that `chunked` brings along
         form = "parallel"
     if form == "chunked":
-        return chunked(q, k, v, bias, mask, start, state.squares, *order, chunk_size or CHUNK)
+        return chunked(q, k, v, bias, mask, start, state.squares, *order, min(chunk_size or CHUNK, FAR))
     augmented = forms.augment(q, k, v, bias, mask)
     make = forms.parallel if form == "parallel" else forms.recurrent
     return make(*augmented, start, state.squares, *order)
@@ -355,14 +358,14 @@ def _require_fading(spec: Spec, g: Tensor, bias: float | Tensor) -> None:
     """Raises where a decay g [B, Hkv, T, 1 or F] has no meaning."""
     if signed(spec):
         raise ArgumentError(
-            f"{CALL}: {spec} divides signed weights by their sum, which is held off zero by a count of keys and a sum "
-            f"of squares; neither fades. Use log_decay with unnormalised weights (linear, cosine) or features that are "
-            f"not negative (elu, relu)."
+            f"{CALL}: log_decay: {spec} divides signed weights by their sum, which is held off zero by a count of keys "
+            f"and a sum of squares; neither fades. Use log_decay with unnormalised weights (linear, cosine) or "
+            f"features that are not negative (elu, relu)."
         )
     if g.shape[-1] > 1 and (isinstance(bias, Tensor) or bias != 0):
         raise ArgumentError(
-            f"{CALL}: {spec} has a bias, which belongs to no feature that could fade; give a log_decay per token "
-            f"[B, Hkv, T], or a sentence without bias such as linear, cosine or elu."
+            f"{CALL}: log_decay: {spec} has a bias, which belongs to no feature that could fade; give a log_decay per "
+            f"token [B, Hkv, T], or a sentence without bias such as linear, cosine or elu."
         )
 
 
@@ -390,13 +393,11 @@ def _numbers(
     """Scale and bias, as numbers or [B, H, Tq]."""
     rows = (query.shape[0], query.shape[1], query.shape[2])
     to_rows = lambda name, x: row_number(CALL, name, x, rows, dtype, query.device)  # noqa: E731
-    if not isinstance(params, Mapping):
-        raise ArgumentError(f"{CALL}: params is a {type(params).__name__}, expected a mapping of names to numbers.")
     given = {name: to_rows(f"params[{name!r}]", x) for name, x in params.items()}
     if scale is not None:
         in_range(CALL, "scale", scale, low=0.0, strict=True)
         scale = to_rows("scale", scale)
-    scale, numbers = spec.resolve(query.shape[3], scale, given)
+    scale, numbers = within(CALL, None, spec.resolve, query.shape[3], scale, given)
     return scale, bias_of(spec, numbers)
 
 
@@ -404,25 +405,7 @@ def _require_features(spec: Spec) -> Spec:
     if not finite_features(spec):
         able = ", ".join(name for name, preset in presets().items() if finite_features(preset))
         raise ArgumentError(
-            f"{CALL}: {spec} has no finite features, so that no state of fixed size holds what it needs; those that "
-            f"have: {able}, and any linear*fixed sentence. Use regard.attention for {spec}."
+            f"{CALL}: the spec {spec} has no finite features, so that no state of fixed size holds what it needs; "
+            f"those that have: {able}, and any linear*fixed sentence. Use regard.attention for {spec}."
         )
     return spec
-
-
-def _check_state(state: LinearState, sequences: int, k: Tensor, v: Tensor, spec: Spec) -> None:
-    """Check that the state is of this sentence, of so many sequences and of these heads."""
-    if not isinstance(state, LinearState):
-        raise ArgumentError(f"{CALL}: state is a {type(state).__name__}, expected a LinearState or None.")
-    sizes = (sequences, k.shape[1], k.shape[3] + 1, v.shape[3])
-    if tuple(state.values.shape) != sizes or (state.squares is not None) != signed(spec):
-        have, need = ("with" if x else "without" for x in (state.squares is not None, signed(spec)))
-        raise ArgumentError(
-            f"{CALL}: state holds values {shape(state.values)} {have} squares, but {spec} on these tensors needs "
-            f"[{', '.join(map(str, sizes))}] {need}; give each layer its own state."
-        )
-    if state.values.dtype != k.dtype or state.values.device != k.device:
-        raise ArgumentError(
-            f"{CALL}: state is {state.values.dtype} on {state.values.device}, but these tensors are computed in "
-            f"{k.dtype} on {k.device}; convert it with state.map(lambda x: x.to(...))."
-        )

@@ -21,9 +21,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import ArgumentError, broadcastable, floating, in_range, on_device, shape, suggestion
+from ..checks import (
+    ArgumentError,
+    broadcastable,
+    choice,
+    flags,
+    floating,
+    in_range,
+    number,
+    on_device,
+    optional_whole,
+    shape,
+)
 from ..grammar import SolveStatus
-from .arguments import Form, PerKey, check, cleaned, log_decays, order, per_key
+from .arguments import FAR, Form, PerKey, check, cleaned, log_decays, no_pairs, order, per_key
 from .decay import CHUNK, decayed, final, read, shifted
 from .local import repeat_heads
 from .mesa_solve import How, Systems, every_gram, method, solved
@@ -74,10 +85,9 @@ class MesaState(State):
         Args:
             ridge, scale: as in `mesa_attention`, whose errors it raises.
         """
-        none = query.new_empty(query.shape[0], self.gram.shape[1], 0, query.shape[3])
-        nothing = query.new_empty(*none.shape[:3], self.values.shape[3])
+        nothing = no_pairs(CALL, query, *self.values.shape[1::2])
         how: dict[str, Any] = {"ridge": ridge, "scale": scale, "is_causal": False}
-        return mesa_attention(query, none, nothing, state=self, **how)[0]
+        return mesa_attention(query, *nothing, state=self, **how)[0]
 
 
 def mesa_attention(
@@ -159,6 +169,7 @@ def mesa_attention(
     for, and torch.compile leaves packed calls out of its graphs.
     """
     causal = order(CALL, is_causal, exclude_self)
+    flags(CALL, return_diagnostics=return_diagnostics)
     mask = check(CALL, query, key, value, attn_mask, form, chunk_size, causal)
     packed = documents(CALL, segment_ids, query, key)
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -175,7 +186,7 @@ def mesa_attention(
         _fit, dtype=dtype, causal=causal, strict=exclude_self, form=form, how=how, residuals=return_diagnostics
     )
     with full_precision(query.device.type):
-        (out, found), after = by_document(packed, fit, inputs, None if mask is None else mask[:, None], state)
+        (out, found), after = by_document(packed, fit, inputs, mask, state)
     _warn(found, tol, dtype)
     return (out, after, _judged(found, tol, dtype)) if return_diagnostics else (out, after)
 
@@ -308,7 +319,7 @@ def _judged(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> 
 
 def _warn(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> None:
     """Say that systems are unconverged, where that can be seen without waiting."""
-    residual = found.get("residual")
+    residual = found.get("residual", torch.empty(0))
     if torch.compiler.is_compiling() or transformed() or type(residual) is not Tensor or residual.device.type != "cpu":
         return
     bad = ~(residual <= _limit(tol, dtype))
@@ -331,17 +342,13 @@ def _how(
     max_iter: int | None,
     dtype: torch.dtype,
 ) -> How:
-    if solver not in get_args(Solver):
-        raise ArgumentError(f"{CALL}: unknown solver={solver!r}.{suggestion(str(solver), get_args(Solver))}")
+    choice(CALL, "solver", solver, get_args(Solver))
     if solver == "cg" and form != "chunked":
         raise ArgumentError(f"{CALL}: form={form!r} solves directly; solver='cg' is for form='chunked'.")
-    if tol is not None:
-        in_range(CALL, "tol", tol, low=0.0, strict=True)
-    if max_iter is not None and (isinstance(max_iter, bool) or not isinstance(max_iter, int) or max_iter < 1):
-        raise ArgumentError(f"{CALL}: max_iter is {max_iter!r}, expected a whole number >= 1 or None.")
+    optional_whole(CALL, "max_iter", max_iter, 1)
     finest = 1e-13 if dtype == torch.float64 else 1e-6
-    steps = 2 * query.shape[3] + 16 if max_iter is None else max_iter
-    return How(solver, chunk_size or CHUNK, finest if tol is None else float(tol), steps)
+    tol = finest if tol is None else number(CALL, "tol", tol, low=0.0, strict=True)
+    return How(solver, min(chunk_size or CHUNK, FAR), tol, min(max_iter or 2 * query.shape[3] + 16, FAR))
 
 
 def _ridge(ridge: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
@@ -371,5 +378,5 @@ def _scale(scale: float | Tensor | None, query: Tensor, dtype: torch.dtype) -> f
         return 1.0
     in_range(CALL, "scale", scale, low=0.0, strict=True)
     rows = (query.shape[0], query.shape[1], query.shape[2])
-    number = row_number(CALL, "scale", scale, rows, dtype, query.device)
-    return number[..., None] if isinstance(number, Tensor) else number
+    factor = row_number(CALL, "scale", scale, rows, dtype, query.device)
+    return factor[..., None] if isinstance(factor, Tensor) else factor

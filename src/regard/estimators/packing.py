@@ -11,15 +11,17 @@ Legend: B rows, T positions, N documents of all rows, ordered row by row; H head
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
-from ..checks import ArgumentError, on_device, shape
+from ..checks import ArgumentError, segments
 from .states import State, joined
+
+R = TypeVar("R")
 
 
 class _Bucket(NamedTuple):
@@ -82,7 +84,6 @@ class Documents:
             start, used = stop, used + longest * (stop - start)
         self._place = base[own] + torch.arange(own.shape[0], device=own.device) - first[own]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # every packing would be another graph
     def run(self, call: Call, inputs: Any, mask: Tensor | None, state: State | None) -> tuple[Any, Any]:
         """Return what `by_document` does, batch after batch."""
         rows, states = [], []
@@ -123,7 +124,8 @@ def by_document(
     """
     if packed is None or packed.whole:
         return call(inputs, mask, state)
-    return packed.run(call, inputs, mask, state)
+    found: tuple[Any, Any] = _outside(packed.run)(call, inputs, mask, state)
+    return found
 
 
 def documents(call: str, segment_ids: Any, query: Tensor, key: Tensor) -> Documents | None:
@@ -132,18 +134,17 @@ def documents(call: str, segment_ids: Any, query: Tensor, key: Tensor) -> Docume
     Raises:
         ArgumentError: ids that are no integers [B or 1, T] at hand, or not one for every query and key.
     """
-    return None if segment_ids is None else _documents(call, segment_ids, query, key)
+    return None if segment_ids is None else _outside(_documents)(call, segment_ids, query, key)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # how many documents there are is in no graph
+def _outside(run: Callable[..., R]) -> Callable[..., R]:
+    """Return `run`, left out of the graph where one is being compiled: every packing would be another graph."""
+    return torch.compiler.disable(run) if torch.compiler.is_compiling() else run
+
+
 def _documents(call: str, ids: Any, query: Tensor, key: Tensor) -> Documents:
-    plain = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if not plain or ids.dim() != 2:
-        raise ArgumentError(f"{call}: segment_ids is {ids!r:.60}, expected integers [B, T], one for every position.")
-    on_device(call, "segment_ids", ids, query.device)
     (batch, _, queries, _), keys = query.shape, key.shape[2]
-    if ids.shape[1] != keys or ids.shape[0] not in (1, batch):
-        raise ArgumentError(f"{call}: segment_ids has shape {shape(ids)}, expected [{batch} or 1, {keys}].")
+    segments(call, ids, batch, keys, query.device)
     if queries != keys:
         raise ArgumentError(
             f"{call}: segment_ids say of every query and of every key at once where they belong, but there are "

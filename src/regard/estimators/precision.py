@@ -15,7 +15,12 @@ from ..checks import broadcastable, floating, in_range, on_device
 
 def full_precision(device: str) -> Any:
     """Autocast off: it would round products inside, and differently in the backward pass."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if autocast(device) else nullcontext()
+
+
+def autocast(device: str) -> bool:
+    """Whether autocast is on; there are devices without it (meta)."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def transformed() -> bool:

@@ -22,8 +22,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, finite, floating, in_range, on_device, require, shape
-from ..grammar import Spec
+from ..checks import (
+    ArgumentError,
+    finite,
+    flag,
+    floating,
+    instance,
+    number,
+    require,
+    shape,
+    tensor,
+    whole,
+    within,
+)
+from ..grammar import Spec, as_spec
 from ..registry import Registry
 from .precision import clean, full_precision
 
@@ -87,11 +99,12 @@ def product_key_search(query: Tensor, keys: Tensor, top_k: int, *, score: str = 
     Cost: O(T H n Dk) time (a matrix product, under "idw" in float64), O(T H n) memory while it runs.
     """
     call = "product_key_search"
-    _check(call, query, keys, top_k, eps)
+    eps = _check(call, query, keys, top_k, eps)
+    kind = slot_scores.given(call, "score", score)()
     dtype = torch.promote_types(torch.promote_types(query.dtype, keys.dtype), torch.float32)
     with full_precision(query.device.type):
         own, bad = clean(query.to(dtype))
-        found = search(own, keys.to(dtype), top_k, slot_scores.get(score)(), eps)
+        found = search(own, keys.to(dtype), top_k, kind, eps)
         if bad is None:
             return found
         spoilt = lambda x: torch.where(bad.view(*bad.shape, *[1] * (x.dim() - 3)), torch.nan, x)  # noqa: E731
@@ -121,6 +134,8 @@ def slot_weights(found: Found, spec: str | Spec = "softmax", *, joint: bool) -> 
         ArgumentError: a spec that gives no such weights.
     """
     known = weights_spec("slot_weights", spec)
+    instance("slot_weights", "found", found, Found, "what product_key_search found")
+    flag("slot_weights", "joint", joint)
     if not joint:
         return weigh(found.scores, known)
     return weigh(found.scores.flatten(-2), known).view_as(found.scores)
@@ -154,11 +169,7 @@ def weights_spec(call: str, spec: str | Spec) -> Spec:
     Raises:
         ArgumentError: it cannot.
     """
-    known = Spec.parse(spec) if isinstance(spec, str) else spec
-    if not isinstance(known, Spec):
-        raise ArgumentError(
-            f"{call}: spec is a {type(spec).__name__}, expected a Spec or its text, such as 'softmax' or 'sparsemax'."
-        )
+    known = as_spec(spec, call)
     if not known.convex or known.degree or known.trend is not None or known.similarity.name != "dot":
         raise ArgumentError(
             f"{call}: spec is {str(known)!r}, expected weights over scores that are not negative and sum to one, of "
@@ -192,16 +203,10 @@ def product_key_read(
 
     Cost: that of the search, and O(T H k Dv) time and memory.
     """
-    found = product_key_search(query, keys, top_k, score=score, eps=eps)
-    floating("product_key_read", "values", values)
-    slots = keys.shape[-2] ** 2
-    require(
-        values.dim() == 2 and values.shape[0] == slots,
-        "product_key_read",
-        f"values is {shape(values)}, expected [{slots}, Dv]: a value for every pair of the {keys.shape[-2]} sub-keys.",
-    )
-    on_device("product_key_read", "values", values, query.device)
-    weights = slot_weights(found, spec, joint=joint).flatten(-2)
+    call = "product_key_read"
+    found = within(call, None, product_key_search, query, keys, top_k, score=score, eps=eps)
+    tensor(call, "values", values, keys.shape[-2] ** 2, "Dv", like=query, why=", one for every pair of sub-keys")
+    weights = within(call, None, slot_weights, found, spec, joint=joint).flatten(-2)
     rows = values.index_select(0, found.slots.reshape(-1)).view(*weights.shape, -1)
     with full_precision(query.device.type):
         out = (weights[..., None, :] @ rows.to(weights.dtype)).squeeze(-2)
@@ -219,9 +224,14 @@ def by_set(x: Tensor, shared: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]
     return flat, lambda y: y.view(batch, heads, 2, tokens, y.shape[-1]).permute(0, 3, 1, 2, 4)
 
 
-def _check(call: str, query: Tensor, keys: Tensor, top_k: int, eps: float) -> None:
-    for name, tensor in (("query", query), ("keys", keys)):
-        floating(call, name, tensor)
+def check_eps(call: str, name: str, eps: Any) -> float:
+    """Return what is added to squared distances as a float, after checking that it is a number above 0."""
+    return number(call, name, eps, low=0.0, high=1e30, strict=True)
+
+
+def _check(call: str, query: Tensor, keys: Tensor, top_k: int, eps: float) -> float:
+    floating(call, "query", query)
+    tensor(call, "keys", keys, like=query)
     require(
         query.dim() == 4 and query.shape[-1] % 2 == 0 and query.shape[-1] > 0,
         call,
@@ -235,11 +245,10 @@ def _check(call: str, query: Tensor, keys: Tensor, top_k: int, eps: float) -> No
         f"keys is {shape(keys)}, but query {shape(query)} needs [{heads}, 2, n, {width // 2}] or "
         f"[{batch}, {heads}, 2, n, {width // 2}].",
     )
-    on_device(call, "keys", keys, query.device)
     require_top_k(call, top_k, keys.shape[-2])
-    in_range(call, "eps", eps, low=0.0, strict=True)
     finite(call, "query", query)
     finite(call, "keys", keys)
+    return check_eps(call, "eps", eps)
 
 
 def require_top_k(call: str, top_k: int, n: int) -> None:
@@ -248,11 +257,7 @@ def require_top_k(call: str, top_k: int, n: int) -> None:
     Raises:
         ArgumentError: it is not.
     """
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= n:
-        raise ArgumentError(
-            f"{call}: top_k is {top_k!r}, expected a whole number from 1 to {n}, the sub-keys of a half; give more "
-            f"sub-keys or a smaller top_k."
-        )
+    whole(call, "top_k", top_k, 1, n, why=", the sub-keys of a half; give more sub-keys or a smaller top_k")
 
 
 # Scores of a half -------------------------------------------------------------------------------------------

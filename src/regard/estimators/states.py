@@ -9,7 +9,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, require, shape
+from ..checks import ArgumentError, require, shape, whole
 
 S = TypeVar("S", bound="State")
 
@@ -105,24 +105,38 @@ def joined(states: Sequence[S], order: Tensor) -> S:
 
 
 def require_state(
-    call: str, state: object, kind: type[State], sizes: Mapping[str, tuple[int, ...]], like: Tensor
+    call: str, state: object, kind: type[State], sizes: Mapping[str, tuple[int, ...] | None], like: Tensor
 ) -> None:
-    """`state` is a `kind` with tensors of these shapes, in the dtype and on the device of `like`.
+    """Check that `state` is a `kind` with tensors of these shapes (None: without that tensor), in the dtype and on the
+    device of `like`, and with flags of what was not finite where the kind has them.
 
     Raises:
         ArgumentError: it is not.
     """
     if not isinstance(state, kind):
         raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a {kind.__name__} or None.")
+    names = {f.name for f in fields(kind)}
+    if "poisoned" in names:
+        sizes = {**sizes, "poisoned": next(size for size in sizes.values() if size is not None)[:2]}
     for name, size in sizes.items():
-        held: Tensor = getattr(state, name)
+        held = getattr(state, name)
+        if not isinstance(held, Tensor if size is not None else type(None)):
+            given, needed = type(held).__name__, "none" if size is None else f"a tensor {list(size)}"
+            raise ArgumentError(
+                f"{call}: state has a {given} as {name}, but these arguments need {needed}; give each layer its own "
+                f"state."
+            )
+        if held is None or size is None:
+            continue
         if tuple(held.shape) != size:
             raise ArgumentError(
                 f"{call}: state holds {name} {shape(held)}, but these tensors need [{', '.join(map(str, size))}]; give "
                 f"each layer its own state."
             )
-        if held.dtype != like.dtype or held.device != like.device:
+        dtype = torch.bool if name == "poisoned" else like.dtype
+        if held.dtype != dtype or held.device != like.device:
             raise ArgumentError(
-                f"{call}: state is {held.dtype} on {held.device}, but these tensors are computed in {like.dtype} on "
-                f"{like.device}; convert it with state.map(lambda x: x.to(...))."
+                f"{call}: {name} of the state is {held.dtype} on {held.device}, but these tensors are computed in "
+                f"{dtype} on {like.device}; convert it with state.map."
             )
+    whole(f"{call}: state", "tokens", state.tokens, 0)

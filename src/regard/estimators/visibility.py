@@ -55,7 +55,7 @@ class Visibility:
         if self.window is not None:
             low = first + self.offset - reach - self.window + 1
             high = high if self.causal else last - 1 + self.offset + self.window
-        if self.runs is not None and self.runs.device.type == "cpu" and last > first:
+        if self.runs is not None and self.runs.device.type == "cpu" and self.runs.numel() and last > first:
             low = max(low, int(self.runs[0, :, self._place(first)].min()))
             high = min(high, int(self.runs[1, :, self._place(last - 1)].max()))
         high = min(max(high, 0), self.keys)
@@ -112,8 +112,8 @@ class Visibility:
         if mask is None:
             return high - low
         upto = torch.nn.functional.pad(mask[..., 0, :].expand(*mask.shape[:2], self.keys).cumsum(-1), (1, 0))
-        shape = (*torch.broadcast_shapes(upto.shape[:1], low.shape[:1]), upto.shape[1], self.keys + 1)
-        upto, rows = upto.expand(shape), (*shape[:2], self.queries)
+        shape = torch.broadcast_shapes(upto.shape[:2], low.shape[:2])  # an empty batch is no longer than one
+        upto, rows = upto.expand(*shape, self.keys + 1), (*shape, self.queries)
         return upto.gather(-1, high.expand(rows)) - upto.gather(-1, low.expand(rows))
 
     def any_seen(self, marked: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, in_range
+from ..checks import ArgumentError, number
 from ..registry import Registry
 
 kernels: Registry[Any] = Registry("kernel", "regard.kernels")
@@ -126,7 +126,7 @@ class Polynomial(_Ranked):
     bandwidth: ClassVar[str] = "adaptive"
 
     def __post_init__(self) -> None:
-        in_range("polynomial", "r", self.r, low=0.0, strict=True)
+        number("polynomial", "r", self.r, low=0.0, strict=True)
         if not 1e-3 <= self.r <= 1e12:  # beyond, the arithmetic of float32 ends before the mathematics does
             raise ArgumentError(
                 f"polynomial: r is {self.r:g}, expected 0.001 <= r <= 1e12; for larger r use its limit, the gaussian "
@@ -296,8 +296,8 @@ class ClippedGeometric(_Pointwise):
     nonnegative: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        in_range("clipped-geometric", "limit", self.limit, low=0.0, strict=True)
-        in_range("clipped-geometric", "eps", self.eps, low=0.0, strict=True)
+        number("clipped-geometric", "limit", self.limit, low=0.0, strict=True)
+        number("clipped-geometric", "eps", self.eps, low=0.0, strict=True)
 
     def value(self, a: Tensor, params: Params) -> Tensor:
         return 1 / (1 + self.eps - a.clamp(max=self.limit) / self.limit)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import elu
 
-from ..checks import ArgumentError, in_range
+from ..checks import ArgumentError, number
 from ..registry import Registry
 
 similarities: Registry[Any] = Registry("similarity", "regard.similarities")
@@ -97,7 +97,7 @@ class Cosine(_Features):
     upper: ClassVar[float] = 1.0  # type: ignore[misc]
 
     def __post_init__(self) -> None:
-        in_range("cosine", "eps", self.eps, low=0.0, strict=False)
+        number("cosine", "eps", self.eps, low=0.0)
 
     def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return self._unit(query), self._unit(key)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, in_range
+from ..checks import ArgumentError, flag, number, optional_whole, whole
 from ..registry import Registry
 from .conjugate import conjugate_gradients
 from .systems import Solved, SolveStatus, System
@@ -158,15 +158,11 @@ class ConjugateGradient:
     """How often a row whose recurrence was over before its true residual was small begins again."""
 
     def __post_init__(self) -> None:
-        if self.max_iter is not None:
-            whole = isinstance(self.max_iter, int) and not isinstance(self.max_iter, bool)
-            if not whole or self.max_iter < 0:
-                raise ArgumentError(f"cg: max_iter is {self.max_iter!r}, expected a whole number >= 0 or None.")
+        optional_whole("cg", "max_iter", self.max_iter, 0, 2**31)
         if self.tol is not None:
-            in_range("cg", "tol", self.tol, low=0.0, strict=True)
-            object.__setattr__(self, "tol", float(self.tol))
-        if not isinstance(self.precondition, bool):
-            raise ArgumentError(f"cg: precondition is {self.precondition!r}, expected True or False.")
+            number("cg", "tol", self.tol, low=0.0, strict=True)
+            object.__setattr__(self, "tol", number("cg", "tol", self.tol, high=1.0))
+        flag("cg", "precondition", self.precondition)
 
     @torch.no_grad()
     def solve(self, system: System, right: Tensor) -> Solved:
@@ -194,8 +190,7 @@ class BlockDiagonal:
     needs_ridge: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.blocks, bool) or not isinstance(self.blocks, int) or self.blocks < 0:
-            raise ArgumentError(f"block-diagonal: blocks is {self.blocks!r}, expected a whole number >= 0.")
+        whole("block-diagonal", "blocks", self.blocks, 0)
 
     def solve(self, system: System, right: Tensor) -> Solved:
         dim = right.shape[-1]

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from ..checks import ArgumentError, in_range, suggestion
+from ..checks import ArgumentError, in_range, number, refuse, shown, suggestion, within
 from ..registry import Registry
 from .bandwidths import bandwidths
 from .kernels import NAMED_POWERS, Number, ParamInfo, Params, Polynomial, kernels
@@ -74,11 +74,12 @@ class Spec:
         if isinstance(self.kernel, str) and self.kernel not in kernels and self.kernel in presets_registry:
             raise ArgumentError(f"Spec: {self.kernel!r} is a preset, not a kernel; use Spec.parse({self.kernel!r}).")
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        put("kernel", _instance(kernels, self.kernel))
-        put("bandwidth", _instance(bandwidths, self.bandwidth or self.kernel.bandwidth))
-        put("similarity", _instance(similarities, self.similarity))
+        axis = lambda name, value: put(name, within("Spec", name, axis_object, name, value))  # noqa: E731
+        axis("kernel", self.kernel)
+        axis("bandwidth", self.kernel.bandwidth if self.bandwidth is None else self.bandwidth)
+        axis("similarity", self.similarity)
         if isinstance(self.degree, bool) or not isinstance(self.degree, int) or self.degree not in DEGREES:
-            raise ArgumentError(f"Spec: degree is {self.degree!r}, expected 0 (constant) or 1 (linear).")
+            raise refuse("Spec", "degree", self.degree, "0 (constant) or 1 (linear)")
         if self.degree == 0:
             for name in ("ridge", "solver"):
                 if getattr(self, name) is not None:
@@ -86,10 +87,8 @@ class Spec:
                         f"Spec: {name} belongs to the local linear model; give degree=1 or leave it out."
                     )
         else:
-            ridge = 0.1 if self.ridge is None else self.ridge
-            in_range("Spec", "ridge", ridge, low=0.0, strict=False)
-            put("ridge", float(ridge))
-            put("solver", _instance(solvers, self.solver or "auto"))
+            put("ridge", number("Spec", "ridge", 0.1 if self.ridge is None else self.ridge, low=0.0))
+            axis("solver", "auto" if self.solver is None else self.solver)
             if self.ridge == 0 and self.solver.needs_ridge:
                 raise ArgumentError(f"Spec: the solver {self.solver.name} needs ridge > 0; use cholesky for ridge 0.")
         self._check_ridge_mode()
@@ -100,12 +99,12 @@ class Spec:
                 f"values stay inside (-1, 1), not {self.similarity.name!r}."
             )
         if not isinstance(self.normalise, (bool, type(None))):
-            raise ArgumentError(f"Spec: normalise is {self.normalise!r}, expected True, False or None.")
+            raise refuse("Spec", "normalise", self.normalise, "True, False or None")
         if self.normalise is None:
             put("normalise", self._normalised_by_default())
         weighting = self.bandwidth.weighting(self.kernel, self.normalise, self.similarity)
         if self.trend is not None:
-            put("trend", as_trend(self.trend))
+            put("trend", within("Spec", "trend", as_trend, self.trend))
             self._check_trend(weighting)
         put("_weighting", weighting)  # built here once: products without a meaning are refused
         put("_json", self._write_json())
@@ -114,7 +113,7 @@ class Spec:
             able = ", ".join(n for n, s in presets_registry.items() if s.degree == 0 and s.convex)
             raise ArgumentError(
                 f"Spec: the local linear model needs non-negative weights that sum to one; {self.kernel.name} with "
-                f"these choices has none. Presets that do: {able}."
+                f"these choices (normalise={self.normalise}) has none. Presets that do: {able}."
             )
 
     def _check_trend(self, weighting: Weighting) -> None:
@@ -126,14 +125,15 @@ class Spec:
             )
 
     def _check_ridge_mode(self) -> None:
-        if self.ridge_mode not in RIDGE_MODES:
-            raise ArgumentError(f"Spec: ridge_mode is {self.ridge_mode!r}, expected 'relative' or 'absolute'.")
+        if not isinstance(self.ridge_mode, str) or self.ridge_mode not in RIDGE_MODES:
+            raise refuse("Spec", "ridge_mode", self.ridge_mode, "'relative' or 'absolute'")
         if self.ridge_mode == "relative":
             return
         if self.degree == 0:
             raise ArgumentError("Spec: ridge_mode belongs to the local linear model; give degree=1 or leave it out.")
         has_mass = self.kernel.name == "gaussian" or self.bandwidth.name in ("fixed", "anchored")
-        if not (self.kernel.ranked and has_mass):
+        smooth = getattr(self.bandwidth, "gradient", "hard") != "hard"  # these weights are no sums of kernel values
+        if smooth or not (self.kernel.ranked and has_mass):
             raise ArgumentError(
                 f"Spec: an absolute ridge is weighed against the total kernel weight, which {self.kernel.name} under "
                 f"{self.bandwidth.name} does not have; use ridge_mode='relative', a Gaussian, or the rules fixed and "
@@ -189,7 +189,9 @@ class Spec:
         for name, value in params.items():
             if name not in self.params:
                 known = ", ".join(self.params) or "none"
-                raise ArgumentError(f"attention: unknown parameter {name!r} for {self}; it takes: {known}.")
+                raise ArgumentError(
+                    f"attention: params: unknown parameter {shown(name)} for {self}; it takes: {known}."
+                )
             info = self.params[name]
             in_range("attention", f"params[{name!r}]", value, low=info.low, strict=info.strict)
         if scale is not None and not self.takes_scale:
@@ -208,7 +210,7 @@ class Spec:
         Raises:
             ArgumentError: what could not be read, and the closest names that exist.
         """
-        return _parsed(text)
+        return within("Spec.parse", "text", _parsed, text)
 
     def __str__(self) -> str:
         for name, preset in presets_registry.items():
@@ -252,9 +254,13 @@ class Spec:
         Raises:
             ArgumentError: not JSON, unknown fields or names.
         """
+        return within("Spec.from_json", "text", cls._read_json, text)
+
+    @classmethod
+    def _read_json(cls, text: str) -> Spec:
         try:
             data = json.loads(text)
-        except (json.JSONDecodeError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ArgumentError(f"Spec.from_json: not JSON ({error}).") from None
         if not isinstance(data, dict) or data.get("kernel") is None:
             raise ArgumentError("Spec.from_json: expected an object with at least 'kernel'.")
@@ -276,12 +282,18 @@ AXES: dict[str, Registry[Any]] = {
 PLAIN_FIELDS = ("degree", "ridge", "normalise", "ridge_mode")
 
 
+def axis_object(axis: str, value: Any) -> Any:
+    """Return the object of an axis ("kernel", "solver", ...): as given, or made from its registered name."""
+    return _instance(AXES[axis], value)
+
+
 def _instance(registry: Registry[Any], value: Any, **arguments: Any) -> Any:
     """An object of the axis: as given, or made from its registered name."""
     if not isinstance(value, str):
         if isinstance(value, type) or getattr(value, "name", None) not in registry:
             raise ArgumentError(
-                f"Spec: {value!r} is no {registry.kind}; give a name or an instance of: {', '.join(registry.names())}."
+                f"Spec: {shown(value)} is no {registry.kind}; give a name or an instance of: "
+                f"{', '.join(registry.names())}."
             )
         _require_registered(registry, value)
         return value
@@ -378,7 +390,7 @@ _remember._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _parse(text: str) -> Spec:
     if not isinstance(text, str) or not text.strip():
-        raise ArgumentError(f"Spec.parse: expected the text of a spec, such as 'softmax', got {text!r}.")
+        raise ArgumentError(f"Spec.parse: expected the text of a spec, such as 'softmax', got {shown(text)}.")
     if text.strip() in presets_registry:
         return presets_registry.get(text.strip())
     match = re.fullmatch(r"\s*local-linear\[(.+)\]\s*", text)
@@ -461,13 +473,13 @@ def presets() -> dict[str, Spec]:
     return dict(presets_registry.items())
 
 
-def as_spec(spec: Spec | str) -> Spec:
-    """A Spec as it is, or parsed from text."""
+def as_spec(spec: Spec | str, call: str = "Spec", argument: str = "spec") -> Spec:
+    """Return a Spec as it is, or parsed from its text; errors name `argument` of `call`."""
     if isinstance(spec, Spec):
         return spec
     if isinstance(spec, str):
-        return Spec.parse(spec)
-    raise ArgumentError(f"expected a Spec or its text, got {spec!r} ({type(spec).__name__}).")
+        return within(call, argument, _parsed, spec)
+    raise ArgumentError(f"{call}: {argument}: expected a Spec or its text, got {shown(spec)} ({type(spec).__name__}).")
 
 
 def _add_presets() -> None:

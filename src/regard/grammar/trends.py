@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..checks import in_range
+from ..checks import number
 from ..registry import Registry
 
 trends: Registry[Any] = Registry("trend", "regard.trends")
@@ -29,9 +29,8 @@ class _Checked:
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, f.name)
-            in_range(self.name, f.name, value, **RANGES[f.name])
-            object.__setattr__(self, f.name, float(value))
+            value = number(self.name, f.name, getattr(self, f.name), **RANGES[f.name])
+            object.__setattr__(self, f.name, value)
 
 
 @trends.register("linear-attention")

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..checks import ArgumentError, flag, instance, refuse
 from ..estimators.diagnostics import Diagnostics
 
 
@@ -41,6 +42,8 @@ def capture(model: nn.Module, weights: bool = False) -> Iterator[Capture]:
     Yields:
         A `Capture` that each forward pass fills anew.
     """
+    instance("capture", "model", model, nn.Module, "a torch.nn.Module")
+    flag("capture", "weights", weights)
     layers = [m for m in model.modules() if hasattr(m, "observer") and hasattr(m, "observe_weights")]
     before = [(layer.observer, layer.observe_weights) for layer in layers]
     seen = Capture()
@@ -74,3 +77,11 @@ def _detached(diagnostics: Any) -> Any:
         if isinstance(value := getattr(diagnostics, f.name), Tensor)
     }
     return dataclasses.replace(diagnostics, **tensors)
+
+
+def check_labels(call: str, labels: Any, input_ids: Tensor) -> None:
+    """Check that `labels` are texts, one for each of `input_ids` [T]."""
+    if not isinstance(labels, (list, tuple)) or not all(isinstance(label, str) for label in labels):
+        raise refuse(call, "labels", labels, "a list of texts, one for each token")
+    if len(labels) != len(input_ids):
+        raise ArgumentError(f"{call}: {len(labels)} labels for {len(input_ids)} tokens (input_ids), expected one each.")

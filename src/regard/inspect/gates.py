@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, require
+from ..checks import ArgumentError, instance, integers, refuse, require, tensor, whole
+from .capture import check_labels
 from .hooks import hooked, named_hook_points
 
 GATE = "hook_gate"
@@ -63,8 +64,7 @@ def gate_trace(
         ArgumentError: no memory layer of the model has a gate, or labels do not match the tokens.
     """
     call = "gate_trace"
-    if len(labels) != len(input_ids):
-        raise ArgumentError(f"{call}: {len(labels)} labels for {len(input_ids)} tokens, expected one each.")
+    check_labels(call, labels, integers(call, "input_ids", input_ids, "T"))
     names = [name for name in named_hook_points(model) if name.rpartition(".")[2] == GATE]
     missing = (
         f"no memory layer of {type(model).__name__} has a gate; give a model with memories such as "
@@ -106,12 +106,20 @@ def layer_name(hook: str) -> str:
 def histogram(gates: Tensor, bins: int = BINS) -> Tensor:
     """The share of gates in each of `bins` equal parts of [0, 1], [..., T] -> float64 [..., bins] of sum 1 (less where
     some are not finite). Without a token 0 throughout."""
+    _check_gates("histogram", gates, bins)
     return bin_counts(gates, bins).double() / max(1, gates.shape[-1])
+
+
+def _check_gates(call: str, gates: Tensor, bins: int) -> None:
+    if tensor(call, "gates", gates).dim() == 0:
+        raise ArgumentError(f"{call}: gates is a scalar, expected at least one axis.")
+    whole(call, "bins", bins, 1, 2**31)
 
 
 def bin_counts(gates: Tensor, bins: int = BINS) -> Tensor:
     """How many gates are in each of `bins` equal parts of [0, 1], [..., T] -> int64 [..., bins]; an edge belongs to the
     part above it, 1 to the last, and what is not finite to none."""
+    _check_gates("bin_counts", gates, bins)
     finite = gates.isfinite()
     place = (torch.where(finite, gates, 0).double() * bins).long().clamp(0, bins - 1)
     counts = torch.zeros(*gates.shape[:-1], bins, dtype=torch.long, device=gates.device)
@@ -124,6 +132,13 @@ def bin_counts(gates: Tensor, bins: int = BINS) -> Tensor:
 def token_surprisal(tokens: Tensor, learned: Tensor, vocabulary: int) -> Tensor:
     """How rare each token is where the model learned, in bits: -log2 (n + 1) / (N + V), for a token that occurs n
     times among the N learned, V of a kind; int [T] -> float64 [T]."""
+    call = "token_surprisal"
+    whole(call, "vocabulary", vocabulary, 1, 2**31)
+    for name, given in (("tokens", tokens), ("learned", learned)):
+        integers(call, name, given, "T")
+        least, most = (0, 0) if given.is_meta or not given.numel() else map(int, given.aminmax())
+        if given.is_meta or least < 0 or most >= vocabulary:
+            raise ArgumentError(f"{call}: {name} holds what is no token from 0 to {vocabulary - 1} (vocabulary).")
     counts = torch.bincount(learned.long(), minlength=vocabulary).double()
     share = (counts + 1) / (counts.sum() + vocabulary)
     return -share.log2()[tokens.long()]
@@ -144,6 +159,10 @@ def word_surprisal(labels: Sequence[str], counts: Mapping[str, int]) -> Tensor:
         labels: the tokens as text, which in a row are the text.
         counts: of `word_counts`, where the model learned; as `token_surprisal`, with one more kind for all unseen.
     """
+    call = "word_surprisal"
+    if not isinstance(labels, (list, tuple)) or not all(isinstance(each, str) for each in labels):
+        raise refuse(call, "labels", labels, "a list of texts")
+    instance(call, "counts", counts, Mapping, "a mapping of words to how often they occur")
     total, kinds = sum(counts.values()), len(counts) + 1
     bits = lambda word: -math.log2((counts.get(word, 0) + 1) / (total + kinds))  # noqa: E731
     return _over_tokens(labels, ((match.span(), bits(match[0])) for match in _WORD.finditer("".join(labels))))
@@ -163,6 +182,8 @@ def _over_tokens(labels: Sequence[str], spans: Any) -> Tensor:
 def rank_correlation(x: Tensor, y: Tensor) -> float:
     """Spearman's: the correlation of ranks, equal values sharing the mean of theirs, over the places where neither is
     NaN, [T] each. 0 where there are fewer than two places, or one side is constant."""
+    tensor("rank_correlation", "x", x, "T")
+    tensor("rank_correlation", "y", y, len(x), like=x, of="x", why=", as long as x")
     known = ~(x.isnan() | y.isnan())
     ranks = [_ranks(each[known].double()) for each in (x, y)]
     if len(ranks[0]) < 2:

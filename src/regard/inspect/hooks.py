@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, shape, suggestion
+from ..checks import ArgumentError, flag, instance, refuse, shape, shown, suggestion, within
 from ..nn.hooks import HookPoint
 
 HookFunction = Callable[[Tensor, HookPoint], Tensor | None]
@@ -45,6 +45,7 @@ def named_hook_points(model: nn.Module) -> dict[str, HookPoint]:
     Raises:
         ArgumentError: two points of the model have the same name.
     """
+    instance("named_hook_points", "model", model, nn.Module, "a torch.nn.Module")
     found: dict[str, HookPoint] = {}
     for path, module in model.named_modules():
         if not isinstance(module, HookPoint):
@@ -76,8 +77,9 @@ def run_with_hooks(
         ArgumentError: the model has no hook points, a name it does not have (the nearest is suggested), a replacement
             of another shape, or a named point that did not run, so that the hook was never asked.
     """
-    with hooked(model, hooks, call="run_with_hooks"):
-        return model(input_ids=input_ids, **{"use_cache": False, **kwargs})
+    call = "run_with_hooks"
+    with hooked(model, hooks, call=call):
+        return within(call, None, model, input_ids=input_ids, **{"use_cache": False, **kwargs})
 
 
 def run_with_cache(
@@ -114,10 +116,12 @@ def run_with_cache(
         wanted = [name for name in points if chosen is None or chosen(name)]
         required = False
     else:
-        wanted, required = list(chosen), True
+        if not isinstance(chosen, (list, tuple, set, frozenset)):
+            raise refuse(call, "names", names, "a name, several, a filter of names, or None")
+        wanted, required = [within(call, "names", _names, name, points, call)[0] for name in chosen], True
     listeners = [(name, keep(name)) for name in wanted]
     with hooked(model, hooks, call=call), hooked(model, listeners, call=call, required=required):
-        output = model(input_ids=input_ids, **{"use_cache": False, **kwargs})
+        output = within(call, None, model, input_ids=input_ids, **{"use_cache": False, **kwargs})
     return output, kept
 
 
@@ -140,11 +144,13 @@ def hooked(
         ArgumentError: as `run_with_hooks`.
     """
     points = _points(model, call)
+    flag(call, "required", required)
+    hooks = _pairs(call, hooks)
     asked: dict[str, bool] = {}
     handles = []
     try:
         for which, function in hooks:
-            for name in _names(which, points, call):
+            for name in within(call, "hooks", _names, which, points, call):
                 asked.setdefault(name, callable(which))
                 handles.append(points[name].register_forward_hook(_listener(name, function, asked, call)))
         with _uncompiled(model):
@@ -154,22 +160,35 @@ def hooked(
             handle.remove()
     silent = [name for name, heard in asked.items() if not heard]
     if silent and required:
-        raise ArgumentError(f"{call}: nothing passed at {silent[0]}, so that its hook was never asked.")
+        raise ArgumentError(f"{call}: hooks: nothing passed at {silent[0]}, so that its hook was never asked.")
 
 
 def _points(model: nn.Module, call: str) -> dict[str, HookPoint]:
-    points = named_hook_points(model)
+    points = within(call, "model", named_hook_points, model)
     if not points:
         raise ArgumentError(f"{call}: {_kind(model)} has no hook points; ICLMForCausalLM is a model that has.")
     return points
+
+
+def _pairs(call: str, hooks: Any) -> list[tuple[str | Filter, HookFunction]]:
+    """Return the pairs (name or filter, function) that were given."""
+    expected = "pairs (name or filter of names, function)"
+    if not isinstance(hooks, Iterable) or isinstance(hooks, (str, bytes, Tensor)):
+        raise refuse(call, "hooks", hooks, expected)
+    pairs = list(hooks)
+    for pair in pairs:
+        known = isinstance(pair, (tuple, list)) and len(pair) == 2 and callable(pair[1])
+        if not known or not (isinstance(pair[0], str) or callable(pair[0])):
+            raise refuse(call, "hooks", pair, expected)
+    return pairs
 
 
 def _names(which: str | Filter, points: dict[str, HookPoint], call: str) -> list[str]:
     """The points that are meant."""
     if callable(which):
         return [name for name in points if which(name)]
-    if which not in points:
-        raise ArgumentError(f"{call}: no hook point is called {which!r}.{suggestion(which, list(points))}")
+    if not isinstance(which, str) or which not in points:
+        raise ArgumentError(f"{call}: no hook point is called {shown(which)}.{suggestion(shown(which), list(points))}")
     return [which]
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError
-from .capture import capture
+from ..checks import ArgumentError, instance, integers, within
+from .capture import capture, check_labels
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,14 @@ def attention_maps(model: nn.Module, input_ids: Tensor, labels: Sequence[str]) -
         ArgumentError: the model has no layer that reports its weights, labels do not match the tokens, or
             the layers differ in their number of heads.
     """
-    if len(labels) != len(input_ids):
-        raise ArgumentError(f"attention_maps: {len(labels)} labels for {len(input_ids)} tokens.")
+    call = "attention_maps"
+    instance(call, "model", model, nn.Module, "a torch.nn.Module")
+    check_labels(call, labels, integers(call, "input_ids", input_ids, "T"))
     training = model.training
     model.eval()
     try:
         with capture(model, weights=True) as seen:
-            model(input_ids=input_ids.long()[None], use_cache=False)
+            within(call, None, model, input_ids=input_ids.long()[None], use_cache=False)
     finally:
         model.train(training)
     found = [layer for _, layer in sorted(seen.layers.items()) if layer.weights is not None]

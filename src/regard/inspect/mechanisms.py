@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, shape
+from ..checks import ArgumentError, floating, instance, integers, on_device, shape, shown, tensor, whole
 from ..nn.hooks import HookPoint
 from .hooks import HookFunction, run_with_cache
 
@@ -77,7 +77,8 @@ def _visible(pattern: Tensor) -> Tensor:
 
 
 def _check(call: str, pattern: Tensor) -> None:
-    if pattern.dim() != 4 or not pattern.is_floating_point() or pattern.shape[2] > pattern.shape[3]:
+    floating(call, "pattern", pattern)
+    if pattern.dim() != 4 or pattern.is_meta or pattern.shape[2] > pattern.shape[3]:
         raise ArgumentError(
             f"{call}: pattern has shape {shape(pattern)} and dtype {pattern.dtype}, expected floating weights "
             f"[B, H, R, K] of a causal layer, with no more rows than columns."
@@ -86,8 +87,8 @@ def _check(call: str, pattern: Tensor) -> None:
 
 def _check_rows(call: str, pattern: Tensor, from_row: int) -> None:
     _check(call, pattern)
-    if not 0 <= from_row < pattern.shape[2]:
-        raise ArgumentError(f"{call}: from_row is {from_row}, expected 0 to {pattern.shape[2] - 1}.")
+    if type(from_row) is not int or not 0 <= from_row < pattern.shape[2]:
+        raise ArgumentError(f"{call}: from_row is {shown(from_row)}, expected 0 to {pattern.shape[2] - 1}.")
 
 
 @dataclass(frozen=True)
@@ -189,11 +190,16 @@ def copying(pattern: Tensor, roles: Roles, tokens: Tensor, wanted: Tensor) -> Co
         ArgumentError: shapes that do not fit.
     """
     _check("copying", pattern)
+    instance("copying", "roles", roles, Roles, "Roles")
+    integers("copying", "tokens", tokens)
+    integers("copying", "wanted", wanted)
     batch, _, rows, columns = pattern.shape
+    for name, given in (("tokens", tokens), ("wanted", wanted)):
+        on_device("copying", name, given, pattern.device, "pattern")
     if tokens.dim() != 2 or tokens.shape[0] != batch or tuple(wanted.shape) != (batch, rows):
         raise ArgumentError(
             f"copying: tokens has shape {shape(tokens)} and wanted {shape(wanted)}, expected [{batch}, T] and "
-            f"[{batch}, {rows}]."
+            f"[{batch}, {rows}] for pattern {shape(pattern)}."
         )
     held = roles.columns(tokens, columns)
     same = (held[:, None, :] == wanted[:, :, None]) & (held[:, None, :] >= 0) & _visible(pattern)
@@ -219,10 +225,12 @@ def induction(pattern: Tensor, roles: Roles, period: int) -> Tensor:
         ArgumentError: a pattern too short to hold a repetition.
     """
     _check("induction", pattern)
+    instance("induction", "roles", roles, Roles, "Roles")
+    whole("induction", "period", period, 1, 2**48)
     rows = torch.arange(pattern.shape[2], device=pattern.device)
     columns = rows + roles.predicts - period - roles.holds
     kept = (rows + roles.predicts > period) & (columns >= 0) & (columns < pattern.shape[3])
-    if period < 1 or not bool(kept.any()):
+    if not bool(kept.any()):
         raise ArgumentError(f"induction: a pattern of {pattern.shape[2]} rows repeats nothing with period {period}.")
     return pattern[:, :, rows[kept], columns[kept]].double().mean((0, 2))
 
@@ -241,8 +249,14 @@ def repeated_blocks(
     Raises:
         ArgumentError: a vocabulary too small for the block.
     """
-    if not 1 <= period <= vocabulary:
-        raise ArgumentError(f"repeated_blocks: period is {period}, expected 1 to the vocabulary's {vocabulary} tokens.")
+    call = "repeated_blocks"
+    for name, size in {"vocabulary": vocabulary, "length": length, "count": count}.items():
+        whole(call, name, size, 0, 2**40)
+    whole(call, "first", first, 0, 2**62)
+    if generator is not None:
+        instance(call, "generator", generator, torch.Generator, "a torch.Generator")
+    if whole(call, "period", period) < 1 or period > vocabulary:
+        raise ArgumentError(f"{call}: period is {shown(period)}, expected 1 to the vocabulary's {vocabulary} tokens.")
     order = torch.rand(count, vocabulary, generator=generator).argsort(-1)[:, :period]
     return order[:, torch.arange(length) % period] + first
 
@@ -275,7 +289,9 @@ def copying_eigenvalues(projections: Tensor, embedding: Tensor) -> Eigenvalues:
     Raises:
         ArgumentError: shapes that do not fit.
     """
-    width = embedding.shape[-1]
+    floating("copying_eigenvalues", "embedding", embedding)
+    tensor("copying_eigenvalues", "projections", projections, like=embedding, of="embedding")
+    width = embedding.shape[-1] if embedding.dim() else 0
     if embedding.dim() != 2 or projections.dim() != 3 or tuple(projections.shape[1:]) != (width, width):
         raise ArgumentError(
             f"copying_eigenvalues: projections has shape {shape(projections)} and embedding {shape(embedding)}, "

@@ -91,6 +91,9 @@ def register(*specs: Spec | str, **named: Spec | str) -> list[str]:
         ArgumentError: a text that cannot be read, a name that stands for another sentence already, or one that
             transformers would take for something else ("/", "flash", "flex_attention", "sdpa").
     """
+    wanted_specs = {f"specs[{i}]": spec for i, spec in enumerate(specs)} | named
+    for name, spec in wanted_specs.items():
+        as_spec(spec, "register", name)
     given = [(_name(spec), spec) for spec in specs] + list(named.items())
     linear = [f"local-linear[{name}]" for name, spec in presets().items() if spec.degree == 0 and spec.convex]
     wanted: list[tuple[str, Spec | str]] = [*presets().items(), *((name, name) for name in linear), *given]
@@ -113,6 +116,8 @@ def convert(model: Model, spec: Spec | str) -> Model:
     """
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError(f"convert: model is a {type(model).__name__}, expected a transformers PreTrainedModel.")
+    if not (isinstance(spec, str) and spec in _SPECS):
+        as_spec(spec, "convert")
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     deaf = [part for part in parts if not part._can_set_attn_implementation()]
     if deaf or not any(map(_asks_by_name, model.modules())):

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-from ..checks import ArgumentError, boolean_mask, floating, on_device, require, shape, suggestion
+from ..checks import (
+    ArgumentError,
+    boolean_mask,
+    floating,
+    integers,
+    on_device,
+    refuse,
+    require,
+    shape,
+    shown,
+)
 from .pairs import Pairs
 
 
@@ -35,10 +46,10 @@ def paired(keys: Tensor, values: Tensor | None, mask: Tensor | None, call: str) 
             f"{call}: keys {shape(key)} {key.dtype} and values {shape(value)} {value.dtype} do not pair up; give them "
             f"the same axes but the last, and the same dtype."
         )
-    on_device(call, "values", value, key.device)
+    on_device(call, "values", value, key.device, "keys")
     if mask is not None:
         boolean_mask(call, "mask", mask)
-        on_device(call, "mask", mask, key.device)
+        on_device(call, "mask", mask, key.device, "keys")
         places = (key.shape[0], key.shape[2])
         fits = mask.shape == places or (places[0] == 1 and mask.shape == places[1:])
         require(fits, call, f"mask has shape {shape(mask)}, expected {list(places)}, one a pair.")
@@ -58,14 +69,15 @@ def one_way(call: str, given: Mapping[str, bool], able: tuple[str, ...], why: st
     require(ways[0] in able, call, f"{ways[0]} does not apply: {why}; use {' or '.join(able)}.")
 
 
-def whole(name: str, value: object, least: int, call: str) -> int:
-    """A whole number, at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ArgumentError(f"{call}: {name} is {value!r}, expected a whole number >= {least}.")
-    return value
-
-
-def one_of(name: str, value: object, choices: tuple[str, ...], call: str) -> None:
-    """One of a few words."""
-    if value not in choices:
-        raise ArgumentError(f"{call}: unknown {name}={value!r}.{suggestion(str(value), choices)}")
+def places_of(call: str, indices: Any, held: int) -> list[int]:
+    """Return the places that `indices` names, a sequence of whole numbers or a tensor of them, among `held` pairs."""
+    if isinstance(indices, Tensor):
+        indices = integers(call, "indices", indices, "n").tolist()
+    if not isinstance(indices, (list, tuple, range)):
+        raise refuse(call, "indices", indices, "a sequence of whole numbers")
+    for place in indices:
+        if isinstance(place, bool) or not isinstance(place, int) or not -held <= place < held:
+            raise ArgumentError(
+                f"{call}: indices: index {shown(place)} is not held; there are {held} pairs, numbered from 0."
+            )
+    return list(indices)

@@ -18,11 +18,29 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, shape
+from ..checks import (
+    ArgumentError,
+    choice,
+    flag,
+    flags,
+    in_range,
+    instance,
+    mapping,
+    number,
+    on_device,
+    optional_whole,
+    refuse,
+    shape,
+    shown,
+    whole,
+    within,
+)
 from ..estimators import Diagnostics
+from ..estimators.precision import row_number
 from ..grammar import Spec, as_spec
 from ..ops import attention
-from .arguments import four_axes, one_of, one_way, paired, whole
+from ..ops.dispatch import implementations_registry
+from .arguments import four_axes, one_way, paired, places_of
 from .energy import require_energy, well
 from .pairs import Pairs, learned
 from .sums import Sums, require_finite_features, trend_of
@@ -108,24 +126,36 @@ class AssociativeMemory(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.spec = as_spec(spec)
-        self.scale, self.params, self.impl = scale, dict(params or {}), impl
+        self.spec = as_spec(spec, CALL)
+        if scale is not None:
+            number(CALL, "scale", scale, low=0.0, strict=True)
+        self.scale, self.params = scale, mapping(CALL, "params", params)
+        self.impl = choice(CALL, "impl", impl, ["auto", *implementations_registry.names()])
         self.trend = trend_of(store)
         store = store if self.trend is None else "sums"
-        for name, choice, kind in (("store", store, Store), ("overflow", overflow, Overflow)):
-            one_of(name, choice, get_args(kind), CALL)
-        one_of("combine", combine, get_args(Combine), CALL)
+        for name, word, kind in (
+            ("store", store, Store),
+            ("overflow", overflow, Overflow),
+            ("combine", combine, Combine),
+        ):
+            choice(CALL, name, word, get_args(kind))
         self.store, self.overflow, self.combine = store, overflow, combine
         if store == "sums":
             require_finite_features(self.spec, self.trend, CALL)
             if capacity is not None:
                 raise ArgumentError(f"{CALL}: sums do not know which pair is the oldest; leave capacity out.")
-        self.capacity = None if capacity is None else whole("capacity", capacity, 1, CALL)
+        self.capacity = optional_whole(CALL, "capacity", capacity, 1)
         self._sizes: tuple[int, int] | None = None  # D and Dv, once known
         self._short: Pairs | Sums | None = None
         self._own_values = False  # values were written that are not the keys
-        self._make_slots(whole("slots", slots, 0, CALL), heads, dim, value_dim, tied, generator)
-        self.spec.resolve(dim or 1, scale, self.params)  # wrong numbers are found now, not at the first read
+        flag(CALL, "tied", tied)
+        whole(CALL, "heads", heads, 1)
+        if generator is not None:
+            instance(CALL, "generator", generator, torch.Generator, "a torch.Generator or None")
+        self._make_slots(whole(CALL, "slots", slots, 0), heads, dim, value_dim, tied, generator)
+        for name, given in self.params.items():
+            number(CALL, f"params[{name!r}]", given)
+        within(CALL, None, self.spec.resolve, dim or 1, scale, self.params)  # found now, not at the first read
 
     def _make_slots(
         self,
@@ -138,7 +168,7 @@ class AssociativeMemory(nn.Module):
     ) -> None:
         if dim is not None:
             value_dim = dim if value_dim is None else value_dim
-            self._sizes = (whole("dim", dim, 1, CALL), whole("value_dim", value_dim, 1, CALL))
+            self._sizes = (whole(CALL, "dim", dim, 1), whole(CALL, "value_dim", value_dim, 1))
         elif slots or value_dim is not None:
             raise ArgumentError(f"{CALL}: {'slots need' if slots else 'value_dim needs'} dim, the channels of a key.")
         if tied and (not slots or dim != value_dim):
@@ -147,9 +177,7 @@ class AssociativeMemory(nn.Module):
         self.register_parameter("slot_values", None)
         if not slots or self._sizes is None:
             return
-        drawn = [
-            torch.randn(whole("heads", heads, 1, CALL), slots, d, generator=generator) * d**-0.5 for d in self._sizes
-        ]
+        drawn = [torch.randn(heads, slots, d, generator=generator) * d**-0.5 for d in self._sizes]
         self.slot_keys = nn.Parameter(drawn[0])
         self.slot_values = None if tied else nn.Parameter(drawn[1])
 
@@ -208,8 +236,20 @@ class AssociativeMemory(nn.Module):
         `memory.transform(lambda t: 0.9 * t)` lets what was written fade; adding noise damages it. `fn` must keep
         shape and dtype.
         """
+        call = f"{CALL}.transform"
+        if not callable(fn):
+            raise refuse(call, "fn", fn, "a function of a tensor")
+
+        def changed(t: Tensor) -> Tensor:
+            if not t.is_floating_point() or not t.numel():
+                return t
+            new = fn(t)
+            if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (t.shape, t.dtype, t.device):
+                raise ArgumentError(f"{call}: fn made {shown(new)} of {shown(t)}, expected the same shape and dtype.")
+            return new
+
         if self._short is not None:
-            self._short = self._short.map(lambda t: fn(t) if t.is_floating_point() and t.numel() else t)
+            self._short = self._short.map(changed)
         return self
 
     # Writing ------------------------------------------------------------------------------------------------
@@ -255,14 +295,14 @@ class AssociativeMemory(nn.Module):
         """Sizes, dtype and device are those of what is held already."""
         wanted: list[tuple[str, Any, Any]] = []
         if self._sizes is not None:
-            wanted += [("D", key.shape[3], self._sizes[0]), ("Dv", value.shape[3], self._sizes[1])]
+            wanted += [("keys: D", key.shape[3], self._sizes[0]), ("values: Dv", value.shape[3], self._sizes[1])]
         if self.slot_keys is not None:
-            wanted += [("heads", key.shape[1], self.slot_keys.shape[0]), ("dtype", key.dtype, self.slot_keys.dtype)]
-            wanted += [("device", key.device, self.slot_keys.device)]
+            wanted += [("keys: heads", key.shape[1], self.slot_keys.shape[0])]
+            wanted += [(f"keys: {n}", getattr(key, n), getattr(self.slot_keys, n)) for n in ("dtype", "device")]
         if self._short is not None:
             held = self._short
-            wanted += [("B and H", tuple(key.shape[:2]), held.leading), ("dtype", key.dtype, held.dtype)]
-            wanted += [("device", key.device, held.device)]
+            wanted += [("keys: B and H", tuple(key.shape[:2]), held.leading)]
+            wanted += [(f"keys: {n}", getattr(key, n), getattr(held, n)) for n in ("dtype", "device")]
         for name, came, expected in wanted:
             if came != expected:
                 raise ArgumentError(f"{call}: {name} is {came}, expected {expected}, that of what the memory holds.")
@@ -297,7 +337,7 @@ class AssociativeMemory(nn.Module):
         given = {
             "indices": indices is not None,
             "oldest": oldest is not None,
-            "everything": everything,
+            "everything": flag(call, "everything", everything),
             "pairs": pairs is not None,
         }
         if self.store == "sums":
@@ -309,30 +349,27 @@ class AssociativeMemory(nn.Module):
         if everything:
             self._short = None
         elif pairs is not None:
-            self._subtract(pairs, call)
+            within(call, "pairs", self._subtract, pairs, call)
         elif oldest is not None:
-            count = whole("oldest", oldest, 0, call)
+            count = whole(call, "oldest", oldest, 0)
             if isinstance(self._short, Pairs):
                 self._short = self._short.newest(max(before - count, 0))
         else:
-            assert indices is not None
-            self._drop(indices, call)
+            self._drop(places_of(call, indices, before))
         self._own_values &= len(self) > 0
         return before - len(self)
 
     def _subtract(self, pairs: tuple[Tensor, Tensor], call: str) -> None:
+        if not isinstance(pairs, tuple) or len(pairs) != 2:
+            raise ArgumentError(f"{call}: got {shown(pairs)}, expected (keys, values).")
         gone = paired(*pairs, None, call)
         self._check_fit(gone.keys, gone.values, call)
         if not isinstance(self._short, Sums) or len(gone) > len(self):
             raise ArgumentError(f"{call}: {len(gone)} pairs were given and {len(self)} are held.")
         self._short = self._short.minus(gone)
 
-    def _drop(self, indices: Sequence[int] | Tensor, call: str) -> None:
+    def _drop(self, places: list[int]) -> None:
         held = len(self)
-        places = indices.tolist() if isinstance(indices, Tensor) else list(indices)
-        for place in places:
-            if isinstance(place, bool) or not isinstance(place, int) or not -held <= place < held:
-                raise ArgumentError(f"{call}: index {place!r} is not held; there are {held} pairs, numbered from 0.")
         if isinstance(self._short, Pairs):
             gone = {place % held for place in places}
             kept = [place for place in range(held) if place not in gone]
@@ -378,7 +415,9 @@ class AssociativeMemory(nn.Module):
         """
         call = f"{CALL}.read"
         query = self._checked_queries(queries, call)
-        steps = whole("steps", steps, 1, call)
+        steps = whole(call, "steps", steps, 1)
+        flags(call, return_trajectory=return_trajectory, return_energy=return_energy)
+        flag(call, "return_diagnostics", return_diagnostics)
         width = query.shape[3] if self._sizes is None else self._sizes[1]
         if (steps > 1 or return_trajectory) and width != query.shape[3]:
             raise ArgumentError(
@@ -391,14 +430,14 @@ class AssociativeMemory(nn.Module):
         path: list[Tensor] = [query]
         found: tuple[Diagnostics, ...] = ()
         for _ in range(steps):
-            out, found = self._step(path[-1], *numbers, return_diagnostics)
+            out, found = within(call, None, self._step, path[-1], *numbers, return_diagnostics)
             path.append(out)
         values = path[-1].reshape(*queries.shape[:-1], width)
         if not (return_trajectory or return_energy or return_diagnostics):
             return values
         along = None
         if return_energy:
-            levels = [self.energy(q, scale=numbers[0], params=numbers[1]) for q in path]
+            levels = [within(call, "return_energy", self.energy, q, scale=numbers[0], params=numbers[1]) for q in path]
             along = torch.stack(levels).reshape(steps + 1, *queries.shape[:-1])
         track = torch.stack(path).reshape(steps + 1, *queries.shape) if return_trajectory else None
         return Retrieval(values, track, along, found if return_diagnostics else None)
@@ -429,14 +468,20 @@ class AssociativeMemory(nn.Module):
                 f"{', slots with tied=True' if self.slot_keys is not None else ''}."
             )
         query = self._checked_queries(queries, call)
-        numbers = (self.scale if scale is None else scale, dict(self.params if params is None else params))
+        scale = self.scale if scale is None else scale
+        given = mapping(call, "params", self.params if params is None else params)
+        rows: tuple[Any, ...] = (tuple(query.shape[:3]), query.dtype, query.device)
+        if scale is not None:
+            in_range(call, "scale", scale, low=0.0, strict=True)
+            scale = row_number(call, "scale", scale, *rows)
+        numbers = (scale, {name: row_number(call, f"params[{name!r}]", n, *rows) for name, n in given.items()})
         parts = self._parts(query.shape[0])
         if len(parts) > 1 and not found.additive:
             raise ArgumentError(f"{call}: no energy is known for two reads of {self.spec} added; use combine='shared'.")
         square = query.to(torch.promote_types(query.dtype, torch.float32)).square().sum(-1) / 2
         for part in parts:
             mask = None if part.mask is None else part.mask[:, None]
-            square = square - well(self.spec, query, part.keys, mask, *numbers)
+            square = square - within(call, None, well, self.spec, query, part.keys, mask, *numbers)
         return square.reshape(queries.shape[:-1])
 
     def _parts(self, batch: int) -> list[Pairs]:
@@ -494,6 +539,8 @@ class AssociativeMemory(nn.Module):
                 f"{call}: queries {shape(queries)} are {query.shape[0]} sequences, the memory holds {held.leading[0]}."
             )
         dtype = held.dtype if held is not None else query.dtype if self.slot_keys is None else self.slot_keys.dtype
+        place = held.device if held is not None else query.device if self.slot_keys is None else self.slot_keys.device
+        on_device(call, "queries", query, place, "the memory")
         if query.dtype != dtype:
             raise ArgumentError(f"{call}: queries are {query.dtype} and the memory {dtype}; convert one with .to().")
         return query

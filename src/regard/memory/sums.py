@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
+from ..checks import ArgumentError, within
 from ..estimators import DeltaState, LinearState, MesaState
 from ..estimators.linear import finite_features, linear_attention
 from ..estimators.trends import predict
@@ -22,9 +22,9 @@ from .pairs import Pairs
 
 def trend_of(store: Any) -> Any:
     """The global linear model that a store names, such as mesa(ridge=0.1); None for one that names none."""
-    if isinstance(store, str):
-        return as_trend(store) if store.split("(")[0].strip() in trends else None
-    return None if store is None else as_trend(store)
+    if isinstance(store, str) and store.split("(")[0].strip() not in trends:
+        return None
+    return within("AssociativeMemory", "store", as_trend, store)
 
 
 def require_finite_features(spec: Spec, trend: Any, call: str) -> None:

@@ -155,11 +155,9 @@ class RegardModel(RegardPreTrainedModel):
         if documents is not None:
             asked = past_key_values is not None or bool(use_cache)
             segments = documents.segments(self.call, cache_kept=cache is not None, cache_asked=asked)
-            if segments is not None:
-                cache = None
-                self._require_segments()
-                if position_ids is None:
-                    positions = packing.restarted(positions, documents.begins)
+        if documents is not None and segments is not None:
+            require(self.honours_segments, self.call, f"{documents.packed}, which this model does not keep apart.")
+            cache, positions = None, documents.positions(positions) if position_ids is None else positions
         if mask is not None:  # what is hidden enters as zeros, so that no product of it, forward or back, can matter
             embedded = embedded.masked_fill(~mask[:, past:, None], 0)
         found = self.decode(embedded, Context(mask, positions, cache, past, bool(output_attentions), segments))
@@ -169,14 +167,6 @@ class RegardModel(RegardPreTrainedModel):
             hidden_states=(*found.states, found.hidden) if wanted else None,
             attentions=tuple(w for w in found.attentions if w is not None) if output_attentions else None,
         )
-
-    def _require_segments(self) -> None:
-        """Raise where this model would mix the documents of a row."""
-        if not self.honours_segments:
-            raise ArgumentError(
-                f"{self.call}: the rows hold several documents, which this model does not keep apart; give each "
-                f"document a row of its own."
-            )
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """[B, T] tokens or [B, T, C] embeddings -> [B, T, C].
@@ -217,8 +207,15 @@ class RegardModel(RegardPreTrainedModel):
     def _cache(self, cache: Cache | None, use_cache: bool | None, *, pairs: bool) -> Cache | None:
         """The cache to fill: the one given, a new one (of pairs alone where `pairs`), or none.
 
-        Unasked, training keeps none: nothing would read it, and recomputation must not fill it twice.
+        Unasked, training keeps none: nothing would read it, and recomputation must not fill it twice. Nor does an
+        exported graph, which has no place for one.
         """
+        if torch.compiler.is_exporting():
+            if cache is not None or use_cache:
+                raise ArgumentError(
+                    f"{self.call}: a cache cannot be exported; leave past_key_values and use_cache out."
+                )
+            return None
         recomputed = self.gradient_checkpointing and self.training
         if cache is not None:
             if not isinstance(cache, Cache):

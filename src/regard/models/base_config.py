@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 from transformers import GenerationConfig, PreTrainedConfig
 
 from .. import Spec
-from ..checks import ArgumentError, closest, in_range, require, suggestion
+from ..checks import ArgumentError, closest, flags, number, refuse, require, shown, suggestion
+from ..grammar import as_spec
 from ..nn.attention import positive_int
 
 # What transformers itself passes beside the fields, when it loads a config or converts one.
@@ -142,7 +143,7 @@ class RegardConfig(PreTrainedConfig):
             "max_position_embeddings",
         ):
             positive_int(self.call, name, getattr(self, name))
-        in_range(self.call, "initializer_range", self.initializer_range, low=0.0, strict=True)
+        number(self.call, "initializer_range", self.initializer_range, low=0.0, strict=True)
         self.check_flags("tie_word_embeddings", "use_cache")
         self._check_token_ids()
         self.mixers = [str(mixer) for mixer in self.layer_mixers()]
@@ -161,7 +162,7 @@ class RegardConfig(PreTrainedConfig):
         Raises:
             ArgumentError: it means nothing.
         """
-        return Spec.parse(mixer) if isinstance(mixer, str) else mixer
+        return as_spec(mixer, self.call, "mixers")
 
     def layer_mixers(self) -> list[Any]:
         """How each layer mixes tokens, from the first to the last.
@@ -174,7 +175,8 @@ class RegardConfig(PreTrainedConfig):
             mixers = [mixers] * count
         if not isinstance(mixers, Sequence) or not all(isinstance(m, (str, Spec)) for m in mixers):
             raise ArgumentError(
-                f"{self.call}: mixers is {mixers!r}, expected a spec such as 'biweight', or a list with one per layer."
+                f"{self.call}: mixers is {shown(mixers)}, expected a spec such as 'biweight', or a list with one "
+                f"per layer."
             )
         of = "num_hidden_layers is" if count == self.num_hidden_layers else "the model mixes in"
         require(
@@ -195,8 +197,8 @@ class RegardConfig(PreTrainedConfig):
             return [given] * self.mixed_layers
         if not isinstance(given, Sequence) or len(given) != self.mixed_layers:
             raise ArgumentError(
-                f"{self.call}: {name} is {given!r}, expected a rule such as {example!r}, or a list with one for each "
-                f"of {self.mixed_layers} layers."
+                f"{self.call}: {name} is {shown(given)}, expected a rule such as {example!r}, or a list with one for "
+                f"each of {self.mixed_layers} layers."
             )
         return given
 
@@ -206,9 +208,7 @@ class RegardConfig(PreTrainedConfig):
         Raises:
             ArgumentError: one is not.
         """
-        for name in names:
-            flag = getattr(self, name)
-            require(isinstance(flag, bool), self.call, f"{name} is {flag!r}, expected True or False.")
+        flags(self.call, **{name: getattr(self, name) for name in names})
 
     def check_choice(self, name: str, choices: Sequence[str]) -> None:
         """The field is one of a few words.
@@ -217,8 +217,8 @@ class RegardConfig(PreTrainedConfig):
             ArgumentError: it is not; the message lists them.
         """
         given = getattr(self, name)
-        known = ", ".join(map(repr, choices))
-        require(given in choices, self.call, f"{name} is {given!r}, expected one of {known}.")
+        if not isinstance(given, str) or given not in choices:
+            raise refuse(self.call, name, given, f"one of {', '.join(map(repr, choices))}")
 
     def _refuse_unknown(self, extra: dict[str, Any]) -> None:
         """Refuse keywords that are neither fields nor transformers' own."""
@@ -235,13 +235,12 @@ class RegardConfig(PreTrainedConfig):
         """Special tokens are None or inside the vocabulary."""
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             given = getattr(self, name)
-            for token in given if isinstance(given, list) else [given]:
-                inside = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < self.vocab_size
-                require(
-                    token is None or inside,
-                    self.call,
-                    f"{name} is {given!r}, expected None or a token from 0 to {self.vocab_size - 1}.",
-                )
+            several = name == "eos_token_id" and isinstance(given, list) and len(given) > 0
+            for token in given if several else [given]:
+                if token is not None and not (type(token) is int and 0 <= token < self.vocab_size):
+                    raise refuse(
+                        self.call, name, given, f"None or a token from 0 to {self.vocab_size - 1} (vocab_size - 1)"
+                    )
 
 
 def own_fields(config: type[RegardConfig]) -> list[str]:

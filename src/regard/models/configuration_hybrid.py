@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from .. import Spec
-from ..checks import ArgumentError, in_range, require
+from ..checks import ArgumentError, number, require, shown, whole, within
 from ..nn import Ridge, Temperature, as_ridge, as_temperature
 from ..nn.attention import check_heads, check_shared, check_window, positive_int
 from ..nn.feed_forward import feed_forwards
@@ -175,8 +175,8 @@ class HybridConfig(RegardConfig):
             windows = [None if each == "none" else each for each in self.window]
         else:
             raise ArgumentError(
-                f"{self.call}: window is {self.window!r}, expected a positive integer, None, or a list with one for "
-                f"each of {self.num_hidden_layers} layers."
+                f"{self.call}: window is {shown(self.window)}, expected a positive integer, None, or a list with one "
+                f"for each of {self.num_hidden_layers} layers."
             )
         return [check_window(self.call, window) for window in windows]
 
@@ -207,35 +207,35 @@ class HybridConfig(RegardConfig):
         super().normalise()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        self.head_dim = check_heads(
-            self.call, self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim
-        )
+        sizes = (self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim)
+        self.head_dim = check_heads(self.call, *sizes, names=HEADS)
         require(
             self.head_dim % 2 == 0,
             self.call,
             f"head_dim is {self.head_dim}, expected an even number, since rotary positions turn pairs.",
         )
-        self.feed_forward = feed_forwards.canonical(self.feed_forward)
+        self.feed_forward = within(self.call, "feed_forward", feed_forwards.canonical, self.feed_forward)
         if self.intermediate_size is None:
             self.intermediate_size = feed_forwards.get(self.feed_forward).width(self.hidden_size)
         positive_int(self.call, "intermediate_size", self.intermediate_size)
         self.check_choice("norm", NORMS)
         windows = self.layer_windows()
         self.window = windows[0] if len(set(windows)) == 1 else windows
-        check_window(self.call, self.training_window)
-        in_range(self.call, "training_window_share", self.training_window_share, low=0.0, high=1.0, strict=False)
+        check_window(self.call, self.training_window, "training_window")
+        number(self.call, "training_window_share", self.training_window_share, low=0.0, high=1.0)
+        whole(self.call, "training_window_seed", self.training_window_seed)
         for name in ("rope_theta", "rms_norm_eps"):
-            in_range(self.call, name, getattr(self, name), low=0.0, strict=True)
-        in_range(self.call, "rotary_share", self.rotary_share, low=0.0, strict=True)
-        in_range(self.call, "rotary_share", self.rotary_share, high=1.0, strict=False)
+            number(self.call, name, getattr(self, name), low=0.0, strict=True)
+        number(self.call, "rotary_share", self.rotary_share, low=0.0, strict=True)
+        number(self.call, "rotary_share", self.rotary_share, high=1.0)
         self.check_flags("share_query_key", "exclude_self", "output_gate")
         check_qk_norm(self.call, self.qk_norm)
         check_shared(self.call, self.share_query_key, self.num_attention_heads, self.num_key_value_heads)
         mixers, temperatures, ridges = self.layer_mixers(), self.layer_temperatures(), self.layer_ridges()
         for mixer, temperature, ridge in zip(mixers, temperatures, ridges, strict=True):
             if isinstance(mixer, Spec):
-                temperature.require(self.call, mixer)
-                ridge.require(self.call, mixer)
+                within(self.call, "temperatures", temperature.require, self.call, mixer)
+                within(self.call, "ridges", ridge.require, self.call, mixer)
             else:
                 self._check_unsharpened(mixer, temperature, ridge)
         self.temperatures = [str(rule) for rule in temperatures]
@@ -265,7 +265,8 @@ class HybridConfig(RegardConfig):
         Raises:
             ArgumentError: an unknown rule, or not one per layer.
         """
-        rules = [as_temperature(rule) for rule in self.one_per_layer("temperatures", Temperature, "log")]
+        given = self.one_per_layer("temperatures", Temperature, "log")
+        rules = [as_temperature(rule, self.call, "temperatures") for rule in given]
         if isinstance(self.temperatures, (str, Temperature)):  # one for all is meant for those that take one
             attends = [isinstance(mixer, Spec) for mixer in self.layer_mixers()]
             if any(attends):
@@ -279,7 +280,7 @@ class HybridConfig(RegardConfig):
         Raises:
             ArgumentError: an unknown rule, not one per layer, or one for all that no layer takes.
         """
-        rules = [as_ridge(rule) for rule in self.one_per_layer("ridges", Ridge, "learned")]
+        rules = [as_ridge(rule, self.call, "ridges") for rule in self.one_per_layer("ridges", Ridge, "learned")]
         if isinstance(self.ridges, (str, Ridge)):
             fixed = as_ridge("fixed")
             fits = [isinstance(mixer, Spec) and mixer.degree == 1 for mixer in self.layer_mixers()]
@@ -288,6 +289,8 @@ class HybridConfig(RegardConfig):
         return rules
 
 
+HEADS = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+"""What the sizes of attention are called here."""
 LAYOUTS = {
     "GDN": ["gated-deltanet"] * 4,
     "GDN+SWA": ["gated-deltanet"] * 3 + ["swa"],

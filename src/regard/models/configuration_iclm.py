@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from .. import Spec
-from ..checks import ArgumentError, in_range, require
+from ..checks import ArgumentError, number, require, within
+from ..grammar import as_spec
 from ..nn.attention import positive_int
 from ..nn.feed_forward import feed_forwards
 from ..nn.functional_gradient import VARIANTS, check_kernel
@@ -139,11 +140,11 @@ class ICLMConfig(RegardConfig):
             self.check_choice(name, choices)
         self.check_flags("f_rope", "f_average", "tie_phi", "norm_values")
         for name in ("rope_theta", "layer_norm_eps"):
-            in_range(self.call, name, getattr(self, name), low=0.0, strict=True)
+            number(self.call, name, getattr(self, name), low=0.0, strict=True)
         self._normalise_widths()
         self._normalise_steps()
         for spec in self.layer_specs():
-            check_kernel(self.call, spec)
+            within(self.call, "mixers", check_kernel, self.call, spec)
         self.phi_mixers = [str(spec) for spec in self.covariate_specs()]
 
     def covariate_specs(self) -> list[Spec]:
@@ -153,7 +154,7 @@ class ICLMConfig(RegardConfig):
             ArgumentError: an unknown spec, or not one per pair.
         """
         found = self.one_per_layer("phi_mixers", Spec, "softmax")
-        return [Spec.parse(mixer) if isinstance(mixer, str) else mixer for mixer in found]
+        return [as_spec(mixer, self.call, "phi_mixers") for mixer in found]
 
     def _normalise_widths(self) -> None:
         """Widths, heads and inner widths."""
@@ -175,7 +176,7 @@ class ICLMConfig(RegardConfig):
             require(
                 width % (count * (1 + turned)) == 0,
                 self.call,
-                f"d_phi is {width}, expected a multiple of {name} = {count}"
+                f"d_phi (hidden_size) is {width}, expected a multiple of {name} = {count}"
                 f"{', with an even quotient, since rotary positions turn pairs' if turned else ''}.",
             )
         require(
@@ -189,8 +190,8 @@ class ICLMConfig(RegardConfig):
             f"d_phi is {self.d_phi} and d_f {self.d_f}: the embeddings have too few channels for the covariates to "
             f"start from; set tie_phi=False.",
         )
-        self.phi_mlp = feed_forwards.canonical(self.phi_mlp)
-        self.f_feed_forward = feed_forwards.canonical(self.f_feed_forward)
+        for name in ("phi_mlp", "f_feed_forward"):
+            setattr(self, name, within(self.call, name, feed_forwards.canonical, getattr(self, name)))
         if self.intermediate_size is None:
             self.intermediate_size = feed_forwards.get(self.phi_mlp).width(self.d_phi)
         if self.f_intermediate_size is None:

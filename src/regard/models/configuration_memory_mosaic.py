@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from .. import Spec
-from ..checks import ArgumentError, in_range
+from ..checks import ArgumentError, number, within
 from ..nn.attention import check_heads, positive_int
 from ..nn.contextual_memory import LEARNED, check_learned, contextual_spec
 from ..nn.memory_features import LOOK_AHEAD, SCALE_LIMIT
@@ -85,7 +85,9 @@ class MemoryMosaicConfig(RegardConfig):
             ArgumentError: as the class.
         """
         super().normalise()
-        check_heads(self.call, self.hidden_size, self.num_attention_heads, self.num_attention_heads, None)
+        heads = self.num_attention_heads
+        names = ("hidden_size", "num_attention_heads", "num_attention_heads")
+        check_heads(self.call, self.hidden_size, heads, heads, None, names)
         if self.persistent_slots is None:
             self.persistent_slots = max(1, round(SLOTS * self.hidden_size))
         positive_int(self.call, "persistent_slots", self.persistent_slots)
@@ -96,21 +98,21 @@ class MemoryMosaicConfig(RegardConfig):
         self.check_choice("look_ahead", LOOK_AHEAD)
         self.check_choice("initializer", ("fan-in", "gpt2"))
         self.check_flags("bias", "scale_logits")
-        in_range(self.call, "norm_eps", self.norm_eps, low=0.0, strict=True)
-        in_range(self.call, "key_eps", self.key_eps, low=0.0, strict=False)
+        number(self.call, "norm_eps", self.norm_eps, low=0.0, strict=True)
+        number(self.call, "key_eps", self.key_eps, low=0.0)
         for name in ("scale_limit", "persistent_scale_limit"):
-            in_range(self.call, name, getattr(self, name), strict=False)
+            number(self.call, name, getattr(self, name))
         if self.persistent_keys == "shared" and self.wiring != "parallel":
             raise ArgumentError(
                 f"{self.call}: persistent_keys is 'shared' and wiring {self.wiring!r}; both memories have the same "
                 f"keys only where they read the same thing: give wiring='parallel'."
             )
-        check_learned(self.call, self.learned, self.bandwidth_start)
+        check_learned(self.call, self.learned, self.bandwidth_start, "bandwidth_start")
         self.learned = list(self.learned)
         for spec in self.layer_specs():
-            contextual_spec(self.call, spec, self.uniform_gradient)
+            within(self.call, "mixers", contextual_spec, self.call, spec, self.uniform_gradient)
         self.persistent = str(self.persistent_spec())
 
     def persistent_spec(self) -> Spec:
         """The sentence of the persistent memories."""
-        return persistent_spec(self.call, self.persistent)
+        return within(self.call, "persistent", persistent_spec, self.call, self.persistent)

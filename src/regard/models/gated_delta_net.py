@@ -24,11 +24,12 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from ..checks import require
+from ..checks import number, require
 from ..estimators.chunk_stream import check_segments
 from ..estimators.delta import delta_rule
 from ..estimators.one_node import one_node
 from ..estimators.states import State
+from ..nn.arguments import check_layer_idx
 from ..nn.attention import positive_int
 from .cache_layers import StateCacheLayer
 from .masks import all_real
@@ -96,12 +97,14 @@ class GatedDeltaNet(TokenMixer):
         super().__init__()
         for name, value in {"num_heads": num_heads, "head_dim": head_dim, "conv_size": conv_size}.items():
             positive_int("GatedDeltaNet", name, value)
+        positive_int("GatedDeltaNet", "hidden_size", hidden_size)
+        norm_eps = number("GatedDeltaNet", "norm_eps", norm_eps, low=0.0, strict=True)
         config = Qwen3NextConfig(
             hidden_size=hidden_size, num_hidden_layers=1, layer_types=["linear_attention"], rms_norm_eps=norm_eps,
             linear_num_key_heads=num_heads, linear_num_value_heads=num_heads, linear_key_head_dim=head_dim,
             linear_value_head_dim=head_dim, linear_conv_kernel_dim=conv_size,
         )  # fmt: skip
-        self.layer_idx = layer_idx
+        self.layer_idx = check_layer_idx("GatedDeltaNet", layer_idx)
         self.net = qwen.Qwen3NextGatedDeltaNet(config, 0)
 
     @staticmethod
@@ -133,7 +136,14 @@ class GatedDeltaNet(TokenMixer):
         kept = None
         if segment_ids is not None:
             require(past_key_values is None, "GatedDeltaNet", "segment_ids were given with a cache; leave one out.")
-            check_segments("GatedDeltaNet", segment_ids, *hidden_states.shape[:2], False)
+            check_segments(
+                "GatedDeltaNet",
+                segment_ids,
+                hidden_states.shape[0],
+                hidden_states.shape[1],
+                False,
+                hidden_states.device,
+            )
         if past_key_values is not None:
             kept = own_layer("GatedDeltaNet", past_key_values, self.layer_idx or 0, GatedDeltaCacheLayer)
         mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]

@@ -108,7 +108,7 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
             if isinstance(part, (TokenMixer, MemoryLayer)) and not part.honours_segments:
                 raise ArgumentError(
                     f"{call}: the rows hold several documents, which {type(part).__name__} at layer {depth} does not "
-                    f"keep apart (honours_segments is False); give each document a row of its own."
+                    f"keep apart; give each document a row of its own."
                 )
 
     def _recall(self, hidden: Tensor, mask: Tensor | None, cache: Cache | None, packed: dict[str, Tensor]) -> Tensor:

@@ -180,7 +180,9 @@ class ICLMPreTrainedModel(RegardPreTrainedModel):
 
 
 class ICLMModel(ICLMPreTrainedModel, RegardModel):
-    """Both streams, without the output matrix. Observers count the covariate blocks first, then the f blocks; so do:
+    """Both streams, without the output matrix.
+
+    Observers number the covariate blocks first, then the f blocks, and so do:
 
     - `attentions`: a map [B, H, T, N] of each, between tokens. A column of a covariate block is the token that was read
       last, one of an f block the token whose value is averaged. Weights of the start slot are left out; they are under

@@ -66,7 +66,7 @@ class Slots:
         return of_tokens(x, self.places, tokens, 1)
 
     def maps(self, weights: Tensor, past: int, tokens: int) -> Tensor:
-        """Take of weights [B, H, R, S] between slots those between tokens, [B, H, T, N]: none of the start slots."""
+        """Return the weights between tokens [B, H, T, N], of weights between slots [B, H, R, S]."""
         rows = of_tokens(weights, self.places, tokens, 2)
         return of_tokens(rows, self.places, past + tokens, 3)
 

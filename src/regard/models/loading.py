@@ -33,6 +33,7 @@ class CheckedLoading(PreTrainedModel):
             raise ArgumentError(
                 f"{cls.__name__}.from_pretrained: without a path give both config and state_dict, the tensors by name."
             )
+        kwargs.setdefault("trust_remote_code", False)  # otherwise transformers may ask, and run what lies in a folder
         if kwargs.pop("output_loading_info", False):
             return super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         config_class = cls.config_class

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import ArgumentError, suggestion
+from ..checks import ArgumentError, shown, suggestion, within
 from ..nn.attention import positive_int
 from .base_config import RegardConfig, own_fields
 from .catalogue import model_of
@@ -48,8 +48,9 @@ class Matched:
 
 def count_parameters(config: RegardConfig) -> int:
     """The numbers that a model of `config` learns, tied matrices counted once. Nothing is allocated."""
+    make = within("count_parameters", "config", model_of, config)
     with torch.device("meta"):
-        model = model_of(config)(copy.deepcopy(config))
+        model = make(copy.deepcopy(config))
         model.tie_weights()
     return sum(p.numel() for p in model.parameters())
 
@@ -67,15 +68,17 @@ def match_parameters(config: RegardConfig, target: int | RegardConfig, *, field:
             larger than the target at width 1 already, or its size does not depend linearly on the field (a
             feed-forward layer that is off; a width that others follow).
     """
-    call, name = "match_parameters", field or config.size_field
+    call = "match_parameters"
+    within(call, "config", model_of, config)
+    name = config.size_field if field is None else field
     if isinstance(target, RegardConfig):
         target = count_parameters(target)
     if not isinstance(target, int):
         raise ArgumentError(f"{call}: target is a {type(target).__name__}, expected a number or a RegardConfig.")
     positive_int(call, "target", target)
-    model_of(config)
-    if name not in own_fields(type(config)):
-        raise ArgumentError(f"{call}: unknown field {name!r}.{suggestion(name, own_fields(type(config)))}")
+    if not isinstance(name, str) or name not in own_fields(type(config)):
+        hint = suggestion(shown(name), own_fields(type(config)))
+        raise ArgumentError(f"{call}: unknown field {shown(name)}.{hint}")
 
     def at(width: int) -> tuple[RegardConfig, int]:
         changed = copy.deepcopy(config)
@@ -91,7 +94,7 @@ def match_parameters(config: RegardConfig, target: int | RegardConfig, *, field:
     if least > target:
         raise ArgumentError(
             f"{call}: this {type(config).__name__} has {least:,} parameters at {name}=1 already, more than the "
-            f"{target:,} wanted; make it narrower, or give another field."
+            f"target of {target:,}; make it narrower, or give another field."
         )
     width = 1 + round((target - least) / (two - least))
     changed, found = at(width)

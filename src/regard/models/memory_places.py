@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..checks import ArgumentError, suggestion
+from ..checks import ArgumentError, shown, suggestion
 from ..nn.memories import memory_layers
 from ..registry import Registry
 
@@ -72,12 +72,14 @@ def read_options(
     if isinstance(given, str):
         try:
             given = json.loads(given) if given.strip() else {}
-        except json.JSONDecodeError as error:
-            raise ArgumentError(f"{call}: {field} is {given!r}, which is no JSON: {error}.") from None
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError(f"{call}: {field} is {shown(given)}, which is no JSON: {error}.") from None
     given = {} if given is None else given
     example = next(iter(registry.names()), "name")
-    if not isinstance(given, Mapping) or not all(isinstance(each, Mapping) for each in given.values()):
-        raise ArgumentError(f"{call}: {field} is {given!r}, expected a mapping such as {{{example!r}: {{...}}}}.")
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str) and isinstance(each, Mapping) for name, each in given.items()
+    ):
+        raise ArgumentError(f"{call}: {field} is {shown(given)}, expected a mapping such as {{{example!r}: {{...}}}}.")
     found: dict[str, dict[str, Any]] = {}
     for name, options in given.items():
         try:
@@ -107,13 +109,13 @@ def _pairs(call: str, given: str | Mapping[Any, Any] | None) -> list[tuple[str, 
                 for name in ([names] if isinstance(names, str) else [*names])
             ]
         except (TypeError, ValueError):
-            raise ArgumentError(f"{call}: memories is {given!r}, {expected}, or depths mapped to names.") from None
+            raise ArgumentError(f"{call}: memories is {shown(given)}, {expected}, or depths mapped to names.") from None
     if not isinstance(given, str):
-        raise ArgumentError(f"{call}: memories is {given!r}, {expected}.")
+        raise ArgumentError(f"{call}: memories is {shown(given)}, {expected}.")
     found: list[tuple[str, int]] = []
     for part in given.split("+") if given.strip() else []:
         match = _PART.fullmatch(part)
         if match is None:
-            raise ArgumentError(f"{call}: memories is {given!r}, {expected}; cannot read {part.strip()!r}.")
+            raise ArgumentError(f"{call}: memories is {shown(given)}, {expected}; cannot read {part.strip()!r}.")
         found += [(match[1], int(at)) for at in match[2].split(",")]
     return found

@@ -21,8 +21,8 @@ from ..checks import ArgumentError, require, shape
 ARGUMENTS = ("segment_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """The keywords that say where documents begin, beside `position_ids`. Of the lengths (max_length_*) nothing is made."""
 _MEND = (
-    "call with use_cache=False (training keeps no cache by itself) or give each document a row of its own; a cache "
-    "would have to hold a state for every document"
+    "a cache holds one document a row: call with use_cache=False (training keeps no cache by itself), or give each "
+    "document a row of its own"
 )
 
 
@@ -37,10 +37,12 @@ class Documents:
     """Where documents begin.
 
     Attributes:
+        source: the argument that says so.
         begins: boolean [B or 1, T], true at the first real token of each document but the first one of its row.
         faults: what may be wrong with the arguments, each with a boolean scalar that says whether it is.
     """
 
+    source: str
     begins: Tensor
     faults: Mapping[str, Tensor]
 
@@ -68,39 +70,28 @@ class Documents:
         Raises:
             ArgumentError: an unknown keyword, or a wrong type or shape.
         """
-        for name in packing:
-            require(name in ARGUMENTS, call, f"unknown argument {name!r}.")
         faults: dict[str, Tensor] = {}
-        sources = {}
-        for name in ("segment_ids", "seq_idx"):
-            if packing.get(name) is not None:
-                sources[name] = _numbers(call, name, packing[name], tokens)
-        lengths = _lengths(call, packing, tokens, faults)
-        if lengths is not None:
-            sources["cu_seq_lens_q"] = lengths
+        sources = _sources(call, tokens, packing, faults)
         if tokens[1] == 1:
             return None
-        begins = None
+        begins, source = None, "position_ids"
         for name, numbers in sources.items():
             now, before, follows = _with_last(numbers, real)
             found = follows & (now != before)
             if begins is None:
-                begins, first = found, name
+                begins, source = found, name
             else:
-                faults[f"{first} and {name} do not begin documents at the same tokens; give one of them"] = (
-                    begins != found
-                ).any()
+                apart = f"{source} and {name} do not begin documents at the same tokens; give one of them"
+                faults[apart] = (begins != found).any()
         if position_ids is not None:
             now, before, follows = _with_last(position_ids, real)
             again = follows & (now <= before)
             if begins is None:
                 begins = again
             else:
-                faults[
-                    f"position_ids begin again, or stand still, inside a document of {first}; give one of them, or "
-                    f"positions that grow inside each document"
-                ] = (again & ~begins).any()
-        return None if begins is None else cls(begins, faults)
+                inside = f"position_ids do not grow inside a document of {source}; leave one of them out"
+                faults[inside] = (again & ~begins).any()
+        return None if begins is None else cls(source, begins, faults)
 
     def segments(self, call: str, *, cache_kept: bool, cache_asked: bool) -> Tensor | None:
         """Number the documents of each row.
@@ -122,7 +113,7 @@ class Documents:
         """
         faults = dict(self.faults)
         if cache_asked:
-            faults[f"the rows hold several documents, and a cache was asked for; {_MEND}"] = self.begins.any()
+            faults[f"{self.packed}, and a cache was asked for; {_MEND}"] = self.begins.any()
         if torch.compiler.is_compiling() and (cache_asked or not cache_kept):
             for message, flag in faults.items():
                 torch._assert_async(~flag, f"{call}: {message}.")
@@ -132,11 +123,15 @@ class Documents:
             require(not flag, call, f"{message}.")
         return self.begins.long().cumsum(1) if packed else None
 
+    def positions(self, places: Tensor) -> Tensor:
+        """Count `places`, integers [B or 1, T] that never fall, anew from 0 in every document."""
+        places, begins = torch.broadcast_tensors(places, self.begins)
+        return places - torch.where(begins, places, places[:, :1]).cummax(1).values
 
-def restarted(positions: Tensor, begins: Tensor) -> Tensor:
-    """Positions [B or 1, T] that never fall, counted anew from 0 in every document."""
-    positions, begins = torch.broadcast_tensors(positions, begins)
-    return positions - torch.where(begins, positions, positions[:, :1]).cummax(1).values
+    @property
+    def packed(self) -> str:
+        """What messages say."""
+        return f"the rows hold several documents, as {self.source} has it"
 
 
 def _with_last(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,14 +147,27 @@ def _with_last(x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return x, x.gather(1, last.clamp_min(0)), real & (last >= 0)
 
 
+def _sources(
+    call: str, tokens: tuple[int, int], packing: Mapping[str, Any], faults: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Numbers of documents, integers [B or 1, T], by the argument they come from; what may be wrong with these is added
+    to `faults`."""
+    for name in packing:
+        require(name in ARGUMENTS, call, f"unknown argument {name!r}.")
+    given = {name: packing[name] for name in ("segment_ids", "seq_idx") if packing.get(name) is not None}
+    sources = {name: _numbers(call, name, numbers, tokens) for name, numbers in given.items()}
+    lengths = _lengths(call, packing, tokens, faults)
+    return sources if lengths is None else {**sources, "cu_seq_lens_q": lengths}
+
+
 def _numbers(call: str, name: str, given: Any, tokens: tuple[int, int]) -> Tensor:
     """Numbers of documents, integers [B or 1, T]."""
     batch, length = tokens
-    _integers(call, name, given, f"[{batch} or 1, {length}]")
+    _integers(call, name, given, "[B or 1, T]")
     if tuple(given.shape) not in ((batch, length), (1, length)):
         raise ArgumentError(
-            f"{call}: {name} has shape {shape(given)}, expected [{batch}, {length}] or [1, {length}]: the number of "
-            f"each token's document."
+            f"{call}: {name} has shape {shape(given)}, expected [B or 1, {length}]: the number of each token's "
+            f"document."
         )
     return given
 

@@ -12,18 +12,34 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, boolean_mask, broadcastable, floating, in_range, require, shape
+from ..checks import (
+    ArgumentError,
+    boolean_mask,
+    broadcastable,
+    flag,
+    flags,
+    number,
+    on_device,
+    refuse,
+    require,
+    shape,
+    whole,
+)
 from ..estimators import Visibility
 from ..estimators.chunk_stream import check_segments
 from ..estimators.linear import LinearState, finite_features, linear_attention
 from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
 from ..ops import attention, diagnosed_attention
+from .arguments import check_hidden, check_layer_idx, check_positions
 from .hooks import HookPoint
 from .norm import HeadRMSNorm, check_qk_norm
 from .ridge import Ridge, RidgeProjection, as_ridge
 from .rotary import rotate
 from .temperature import Temperature, as_temperature
+
+CALL = "nn.Attention"
+
 
 Observer = Callable[[int | None, Any], None]
 
@@ -115,19 +131,21 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = check_heads("nn.Attention", hidden_size, num_heads, self.num_kv_heads, head_dim)
-        self.window = check_window("nn.Attention", window)
-        self.spec = as_spec(spec)
-        self.temperature = as_temperature(temperature)
-        self.temperature.require("nn.Attention", self.spec)
-        self.ridge = as_ridge(ridge)
-        self.ridge.require("nn.Attention", self.spec)
-        self.qk_norm = check_qk_norm("nn.Attention", qk_norm)
-        in_range("nn.Attention", "norm_eps", norm_eps, low=0.0, strict=True)
-        check_shared("nn.Attention", share_query_key, num_heads, self.num_kv_heads)
+        flags(CALL, bias=bias, share_query_key=share_query_key, exclude_self=exclude_self, output_gate=output_gate)
+        self.hidden_size = hidden_size
+        self.head_dim = check_heads(CALL, hidden_size, num_heads, self.num_kv_heads, head_dim)
+        self.window = check_window(CALL, window)
+        self.spec = as_spec(spec, CALL)
+        self.temperature = as_temperature(temperature, CALL, "temperature")
+        self.temperature.require(CALL, self.spec)
+        self.ridge = as_ridge(ridge, CALL, "ridge")
+        self.ridge.require(CALL, self.spec)
+        self.qk_norm = check_qk_norm(CALL, qk_norm)
+        number(CALL, "norm_eps", norm_eps, low=0.0, strict=True)
+        check_shared(CALL, share_query_key, num_heads, self.num_kv_heads)
         self.share_query_key = share_query_key
         self.exclude_self = exclude_self
-        self.layer_idx = layer_idx
+        self.layer_idx = check_layer_idx(CALL, layer_idx)
         self.observer: Observer | None = None
         self.observe_weights = False
         if not share_query_key:
@@ -197,17 +215,21 @@ class Attention(nn.Module):
                 `segment_ids`; a cache of sums for a spec without finite features, or asked for the weights of pairs it
                 forgot.
         """
-        floating("nn.Attention", "hidden_states", hidden_states)
-        if hidden_states.dim() != 3 or hidden_states.shape[1] == 0:
-            raise ArgumentError(
-                f"nn.Attention: hidden_states has shape {shape(hidden_states)}, expected [B, T, C] with T >= 1."
+        check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.k_proj)
+        check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
+        flag(CALL, "output_attentions", output_attentions)
+        if past_key_values is not None and not callable(getattr(past_key_values, "update", None)):
+            raise refuse(
+                CALL, "past_key_values", past_key_values, "a cache with update(key, value, layer_idx), or None"
             )
         if segment_ids is not None:
             if past_key_values is not None:
                 raise ArgumentError(
                     "nn.Attention: segment_ids were given with a cache, which holds one document a row; leave one out."
                 )
-            check_segments("nn.Attention", segment_ids, *hidden_states.shape[:2], False)
+            check_segments(
+                "nn.Attention", segment_ids, hidden_states.shape[0], hidden_states.shape[1], False, hidden_states.device
+            )
         query, key, value = self._project(hidden_states, position_embeddings)
         sums = None if past_key_values is None else self._sums(past_key_values)
         if sums is not None:
@@ -261,15 +283,17 @@ class Attention(nn.Module):
     def _sums(self, cache: KeyValueCache) -> SumsLayer | None:
         """This layer's sums, or None where the cache holds pairs."""
         if self.layer_idx is None:
-            raise ArgumentError("nn.Attention: a cache was given to a layer without layer_idx; set it.")
-        require_growing(cache, "nn.Attention")
+            raise ArgumentError(
+                "nn.Attention: past_key_values: a cache was given to a layer without layer_idx; set it."
+            )
+        require_growing(cache, CALL)
         layers = getattr(cache, "layers", ())
         layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
         if not hasattr(layer, "linear_state"):
             return None
         require(
             self.window is None and finite_features(self.spec),
-            "nn.Attention",
+            CALL,
             f"the cache holds sums at layer {self.layer_idx}, but {self.spec} "
             f"{'with a window ' if self.window else ''}needs pairs; use a transformers.DynamicCache.",
         )
@@ -288,7 +312,7 @@ class Attention(nn.Module):
         state, mask = sums.linear_state, self._mask(mask, query, key)
         if mask is not None and mask.shape[1:3] != (1, 1):
             raise ArgumentError(
-                f"nn.Attention: attention_mask has shape {shape(mask)}, but a cache of sums takes one that is the same "
+                f"{CALL}: attention_mask has shape {shape(mask)}, but a cache of sums takes one that is the same "
                 f"for every head and query, [B, Tk]; use a transformers.DynamicCache."
             )
         n = None
@@ -330,7 +354,7 @@ class Attention(nn.Module):
             needed = min(cache.get_seq_length(self.layer_idx), self.window + self.exclude_self + tokens - 1)
             if key.shape[2] < needed:
                 raise ArgumentError(
-                    f"nn.Attention: the cache gave {key.shape[2]} tokens of the {needed} that window={self.window} "
+                    f"{CALL}: the cache gave {key.shape[2]} tokens of the {needed} that window={self.window} "
                     f"reaches here; let it keep window + exclude_self - 1 tokens (`sliding_window` counts one more)."
                 )
         return key, value
@@ -339,17 +363,18 @@ class Attention(nn.Module):
         """The mask as [B, 1 or H, 1 or T, Tk] for the keys at hand."""
         if mask is None:
             return None
-        boolean_mask("nn.Attention", "attention_mask", mask)
+        boolean_mask(CALL, "attention_mask", mask)
+        on_device(CALL, "attention_mask", mask, key.device)
         batch, heads, tokens, keys = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
         if mask.dim() not in (2, 4) or mask.shape[-1] < keys:
             raise ArgumentError(
-                f"nn.Attention: attention_mask has shape {shape(mask)}, expected [{batch}, Tk] or "
+                f"{CALL}: attention_mask has shape {shape(mask)}, expected [{batch}, Tk] or "
                 f"[{batch}, 1, {tokens}, Tk] with Tk >= {keys}, the tokens so far."
             )
         # A cache with a window has dropped the oldest pairs, so the mask's last columns are the ones meant.
         mask = mask[..., mask.shape[-1] - keys :]
         mask = mask[:, None, None, :] if mask.dim() == 2 else mask
-        broadcastable("nn.Attention", "attention_mask", mask, (batch, heads, tokens, keys))
+        broadcastable(CALL, "attention_mask", mask, (batch, heads, tokens, keys))
         return mask
 
     def _attend(
@@ -436,41 +461,49 @@ def check_shared(call: str, share_query_key: bool, num_heads: int, num_kv_heads:
     )
 
 
-def check_heads(call: str, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
+def check_heads(
+    call: str,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int | None,
+    names: tuple[str, str, str] = ("hidden_size", "num_heads", "num_kv_heads"),
+) -> int:
     """The channels of a head, after checking that the sizes fit together.
 
     Raises:
         ArgumentError: a size that is not a positive integer, or one that does not divide another.
     """
-    sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    for name, size in {**sizes, "head_dim": 1 if head_dim is None else head_dim}.items():
+    sizes = zip(names, (hidden_size, num_heads, num_kv_heads), strict=True)
+    for name, size in {**dict(sizes), "head_dim": 1 if head_dim is None else head_dim}.items():
         positive_int(call, name, size)
-    require(
-        num_heads % num_kv_heads == 0,
-        call,
-        f"{num_heads} query heads do not divide among {num_kv_heads} key/value heads; choose a divisor of {num_heads}.",
-    )
+    if num_heads % num_kv_heads:
+        raise ArgumentError(
+            f"{call}: {num_heads} query heads ({names[1]}) do not divide among {num_kv_heads} key/value heads "
+            f"({names[2]}); choose a divisor of {num_heads}."
+        )
     if head_dim is not None:
         return head_dim
-    require(
-        hidden_size % num_heads == 0,
-        call,
-        f"hidden_size {hidden_size} is not a multiple of {num_heads} heads; change one, or give head_dim.",
-    )
+    if hidden_size % num_heads:
+        raise ArgumentError(
+            f"{call}: hidden_size {hidden_size} is not a multiple of {num_heads} heads ({names[1]}); change one, or "
+            f"give head_dim."
+        )
     return hidden_size // num_heads
 
 
-def check_window(call: str, window: int | None) -> int | None:
-    """`window`, after checking that it is None or a positive integer."""
-    if window is not None:
-        positive_int(call, "window", window)
+def check_window(call: str, window: int | None, name: str = "window") -> int | None:
+    """Return `window`, after checking that it is None or a positive integer."""
+    if window is not None and not (type(window) is int and window > 0):
+        positive_int(call, name, window)
     return window
 
 
-def positive_int(call: str, name: str, value: object) -> None:
-    """`value` is an integer above zero."""
+def positive_int(call: str, name: str, value: object, high: int = 2**48) -> None:
+    """Check that `value` is an integer above zero, no larger than `high`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{call}: {name} is {value!r}, expected a positive integer.")
+        raise refuse(call, name, value, "a positive integer")
+    whole(call, name, value, 1, high)
 
 
 def require_growing(cache: object, call: str) -> None:

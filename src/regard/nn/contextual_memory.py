@@ -21,16 +21,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..checks import ArgumentError, boolean_mask, floating, require, shape
+from ..checks import (
+    ArgumentError,
+    boolean_mask,
+    flags,
+    instance,
+    number,
+    on_device,
+    one_of,
+    refuse,
+    require,
+    shape,
+)
 from ..estimators.chunk_stream import check_segments
 from ..estimators.leaky import LeakyState
 from ..estimators.states import State
 from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
 from ..ops import attention, diagnosed_attention
+from .arguments import check_hidden, check_layer_idx
 from .attention import Observer, check_heads
 from .hooks import HookPoint
 from .memory_features import (
+    LOOK_AHEAD,
     SCALE_LIMIT,
     SCALE_START,
     KeyFeatures,
@@ -201,11 +214,14 @@ class ContextualMemory(nn.Module):
         uniform_gradient: str = "straight-through",
     ) -> None:
         super().__init__()
+        flags(CALL, bias=bias, average=average)
+        check_features(CALL, key_eps, scale_limit)
+        one_of(CALL, "look_ahead", look_ahead, LOOK_AHEAD)
         self.num_heads = num_heads
         self.head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, head_dim)
         self.spec = contextual_spec(CALL, spec, uniform_gradient)
         check_learned(CALL, learned, start)
-        self.layer_idx = layer_idx
+        self.layer_idx = check_layer_idx(CALL, layer_idx)
         self.observer: Observer | None = None
         self.observe_weights = False
         self.keys = KeyFeatures(hidden_size, num_heads, self.head_dim, bias=bias, average=average, eps=key_eps)
@@ -251,8 +267,11 @@ class ContextualMemory(nn.Module):
 
         Cost: that of `regard.attention`, beside O(T C^2); the state holds 2 N C numbers.
         """
-        check_tokens(CALL, hidden_states, attention_mask, 0 if state is None else state.tokens)
-        check_segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], False)
+        flags(CALL, remember=remember, output_attentions=output_attentions)
+        if state is not None:
+            instance(CALL, "state", state, ContextualState, "a ContextualState or None")
+        check_tokens(CALL, hidden_states, attention_mask, 0 if state is None else state.tokens, self.keys)
+        check_segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], False, hidden_states.device)
         mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
         x = without_hidden(hidden_states, mask)
         keys, leaky = self.keys(x, mask, None if state is None else state.leaky, segment_ids)
@@ -394,18 +413,24 @@ def _completed(mask: Tensor, segment_ids: Tensor | None) -> Tensor:
     return (mask & (earlier > 0))[:, 1:]
 
 
-def check_tokens(call: str, hidden_states: Tensor, mask: Tensor | None, past: int) -> None:
-    """Hidden states [B, T, C] with T >= 1 and a mask [B, N] over `past` + T tokens.
+def check_features(call: str, key_eps: Any, *limits: Any) -> None:
+    """Check numbers of `KeyFeatures` and `Sharpness` under the names that layers give them."""
+    number(call, "key_eps", key_eps, low=0.0)
+    for limit in limits:
+        number(call, "scale_limit", limit)
+
+
+def check_tokens(call: str, hidden_states: Tensor, mask: Tensor | None, past: int, keys: KeyFeatures) -> None:
+    """Check hidden states [B, T, C] with T >= 1 and a mask [B, N] over `past` + T tokens.
 
     Raises:
         ArgumentError: they are not.
     """
-    floating(call, "hidden_states", hidden_states)
-    if hidden_states.dim() != 3 or hidden_states.shape[1] == 0:
-        raise ArgumentError(f"{call}: hidden_states has shape {shape(hidden_states)}, expected [B, T, C] with T >= 1.")
+    check_hidden(call, "hidden_states", hidden_states, keys.proj.in_features, keys.proj)
     if mask is None:
         return
     boolean_mask(call, "attention_mask", mask)
+    on_device(call, "attention_mask", mask, hidden_states.device)
     batch, tokens = hidden_states.shape[0], past + hidden_states.shape[1]
     if tuple(mask.shape) != (batch, tokens):
         raise ArgumentError(
@@ -424,13 +449,12 @@ def contextual_spec(call: str, given: str | Spec, uniform_gradient: str) -> Spec
     Raises:
         ArgumentError: an unknown spec or gradient, or the solver `learned`.
     """
-    spec = as_spec(given)
-    known = " or ".join(map(repr, UNIFORM_GRADIENTS))
-    require(uniform_gradient in UNIFORM_GRADIENTS, call, f"uniform_gradient is {uniform_gradient!r}, expected {known}.")
+    spec = as_spec(given, call)
+    one_of(call, "uniform_gradient", uniform_gradient, UNIFORM_GRADIENTS)
     require(
         "probe" not in spec.params,
         call,
-        f"{spec} takes its slope from a probe that is learned from the tokens, which a contextual memory has not; "
+        f"spec: {spec} takes its slope from a probe that is learned from the tokens, which this memory has not; "
         f"choose another solver, such as cg or cholesky.",
     )
     rule = spec.bandwidth
@@ -440,12 +464,13 @@ def contextual_spec(call: str, given: str | Spec, uniform_gradient: str) -> Spec
     return spec
 
 
-def check_learned(call: str, names: object, start: str) -> None:
+def check_learned(call: str, names: object, start: str, argument: str = "start") -> None:
     """Names of numbers that can be learned, and where they start.
 
     Raises:
         ArgumentError: an unknown name or word.
     """
-    known = not isinstance(names, str) and isinstance(names, Sequence) and all(name in LEARNABLE for name in names)
-    require(known, call, f"learned is {names!r}, expected a list of names among {', '.join(LEARNABLE)}.")
-    require(start in STARTS, call, f"start is {start!r}, expected {' or '.join(map(repr, STARTS))}.")
+    known = isinstance(names, (list, tuple)) and all(isinstance(n, str) and n in LEARNABLE for n in names)
+    if not known:
+        raise refuse(call, "learned", names, f"a list of names among {', '.join(LEARNABLE)}")
+    one_of(call, argument, start, STARTS)

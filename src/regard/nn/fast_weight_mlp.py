@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import require
+from ..checks import flags, within
 from ..estimators.chunk_stream import check_chunk, check_meta_grad
 from ..estimators.fast_weight_mlp import NAMES, FastMLPRule, FastMLPState, fast_weight_mlp, flush
 from .attention import positive_int
@@ -89,16 +89,14 @@ class FastWeightMLP(MemoryLayer):
         sizes = {"hidden_size": hidden_size, "in_dim": in_dim, "hidden_dim": hidden_dim, "value_dim": value_dim}
         for name, size in sizes.items():
             positive_int(CALL, name, size)
-        for name, flag in {"shared": shared, "learn_initial": learn_initial}.items():
-            require(isinstance(flag, bool), CALL, f"{name} is {flag!r}, expected True or False.")
+        flags(CALL, value_norm=value_norm, gating=gating, shared=shared, learn_initial=learn_initial)
         self.hidden_size, self.value_dim, self.shared = hidden_size, value_dim, shared
         self.chunk_size = check_chunk(CALL, chunk_size, 2)
         self.rule = FastMLPRule(learning_rate, target).check(CALL)
         check_meta_grad(CALL, meta_grad)
         self.meta_grad, self.frozen = meta_grad, False
-        self.projections = MemoryProjections(
-            hidden_size, in_dim, value_dim, value_norm=value_norm, gating=gating, norm_eps=norm_eps
-        )
+        options = {"value_norm": value_norm, "gating": gating, "norm_eps": norm_eps}
+        self.projections = within(CALL, None, MemoryProjections, hidden_size, in_dim, value_dim, **options)
         shapes = ((hidden_dim, in_dim + 1), (hidden_dim, in_dim + 1), (value_dim, hidden_dim + 1))
         for name, shape in zip(NAMES, shapes, strict=True):
             weight = torch.empty(shape)
@@ -154,7 +152,10 @@ class FastWeightMLP(MemoryLayer):
         own = self.projections(tokens.hidden)
         if own.gate is not None:
             own = own._replace(gate=self.hook_gate(own.gate))
-        read, state = fast_weight_mlp(
+        read, state = within(
+            CALL,
+            None,
+            fast_weight_mlp,
             own.query.masked_fill(tokens.spoilt[..., None], torch.nan),
             own.value,
             (self.gate, self.up, self.down),

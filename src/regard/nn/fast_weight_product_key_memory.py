@@ -7,17 +7,20 @@ of a query (two halves), Dv of a value.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, in_range, require, shape, suggestion
+from ..checks import ArgumentError, flag, flags, require, shape, shown, suggestion, within
 from ..estimators.chunk_stream import check_meta_grad
 from ..estimators.fast_weight_rules import KeyUpdate
-from ..estimators.fast_weights import FastWeightState, WriteRule, fast_weight_memory, flush
-from ..estimators.product_key import require_top_k, slot_scores, weights_spec
+from ..estimators.fast_weights import FastWeightState, WriteRule, check_storage, check_sync, fast_weight_memory, flush
+from ..estimators.one_node import one_node
+from ..estimators.product_key import check_eps, require_top_k, slot_scores, weights_spec
 from ..estimators.slot_values import slot_values
 from ..grammar import Spec
 from .attention import positive_int
@@ -131,16 +134,20 @@ class FastWeightProductKeyMemory(MemoryLayer):
     ) -> None:
         super().__init__()
         _check_sizes(sub_keys, key_dim, heads, top_k, chunk_size, look_ahead)
-        _check_flags(
-            value_norm=value_norm, gating=gating, shared=shared, learn_initial=learn_initial, resident=resident
-        )
+        flags(CALL, value_norm=value_norm, gating=gating, shared=shared, learn_initial=learn_initial, resident=resident)
         _check_kinds(shared, learn_initial, sync, resident)
-        slot_scores.get(score)
+        slot_scores.given(CALL, "score", score)
         weights_spec(CALL, spec)
-        in_range(CALL, "idw_eps", idw_eps, low=0.0, strict=True)
-        require(impl == "auto" or impl in slot_values, CALL, f"unknown impl {impl!r}.{suggestion(str(impl), IMPLS)}")
+        idw_eps = check_eps(CALL, "idw_eps", idw_eps)
+        require(
+            impl in ("auto", *slot_values.names(aliases=True)),
+            CALL,
+            f"unknown impl {shown(impl)}.{suggestion(shown(impl), IMPLS)}",
+        )
         check_meta_grad(CALL, meta_grad)
-        self.rule = WriteRule(step_rule, learning_rate, address_weight, key_update, look_ahead, border, gate_loss)
+        within(CALL, "step_rule", WriteRule, step_rule)
+        rates = (learning_rate, address_weight, key_update, look_ahead, border, gate_loss)
+        self.rule = within(CALL, None, WriteRule, step_rule, *rates)
         self.hidden_size, self.heads, self.slots, self.top_k = hidden_size, heads, sub_keys**2, top_k
         self.score, self.spec, self.idw_eps, self.impl = score, spec, idw_eps, impl
         self.chunk_size, self.meta_grad = chunk_size, meta_grad
@@ -148,7 +155,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
         self.storage = _dtype(storage)
         self.frozen, self.observer = False, None
         options = {"value_norm": value_norm, "gating": gating, "norm_eps": norm_eps}
-        self.projections = MemoryProjections(hidden_size, heads * key_dim, value_dim, **options)  # type: ignore[arg-type]
+        positive_int(CALL, "hidden_size", hidden_size)
+        self.projections = within(CALL, None, MemoryProjections, hidden_size, heads * key_dim, value_dim, **options)
         for name, table in (("keys", (heads, 2, sub_keys, key_dim // 2)), ("values", (self.slots, value_dim))):
             if learn_initial:
                 self.register_parameter(name, nn.Parameter(torch.empty(table)))
@@ -221,7 +229,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         mask: Tensor | None = None,
         state: FastWeightState | None = None,
         segment_ids: Tensor | None = None,
-    ) -> tuple[Tensor, FastWeightState]:
+    ) -> tuple[Tensor, FastWeightState | None]:
         """Read for every token, and write what is full.
 
         Args:
@@ -238,7 +246,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
 
         Cost: O(T (C Dk H + C Dv)) for the projections and O(T H (n Dk + k Dv)) for reading and writing; a resident
         memory is copied once a call, N Dv numbers. Under torch.compile reading a frozen memory is part of the graph
-        (but for gradients to what a state has written), writing is not.
+        (but for gradients to what a state has written), writing is not. Under torch.export the memory is one node, and
+        None comes in the place of the state.
         """
         tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
         own: Projected = self.projections(tokens.hidden)
@@ -257,7 +266,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         state: FastWeightState | None,
         segment_ids: Tensor | None,
         mix: bool,
-    ) -> tuple[Tensor, FastWeightState]:
+    ) -> tuple[Tensor, FastWeightState | None]:
         """What was read [B, T, Dv], or its mix, and the state after it."""
         # what a checkpointed layer does again in the backward pass was told and kept in the forward pass
         again = (self.resident or self.observer is not None) and torch._C._current_graph_task_id() != -1
@@ -271,11 +280,16 @@ class FastWeightProductKeyMemory(MemoryLayer):
             # nothing is written, so that it does not matter where padding is: no device is waited for, no graph broken
             mask, absent = None, ~tokens.counted
         query = torch.where(absent[..., None], torch.nan, own.query)
+        if torch.compiler.is_exporting():
+            return self._exported(query, own, mask, state, segment_ids, mix), None
         run = fast_weight_memory
         if torch.compiler.is_compiling() and not self.frozen:
             # what is done depends on how many tokens wait, so that a compiler would begin anew with every call
             run = torch.compiler.disable(fast_weight_memory)
-        found, after = run(
+        found, after = within(
+            CALL,
+            None,
+            run,
             query.unflatten(-1, (self.heads, -1)),
             own.value,
             own.gate,
@@ -295,6 +309,26 @@ class FastWeightProductKeyMemory(MemoryLayer):
             if self.sync is not None:  # now, since all processes are here; one alone may save
                 self._held = self._flushed(self._held, observer)
         return found, after
+
+    def _exported(
+        self,
+        query: Tensor,
+        own: Projected,
+        mask: Tensor | None,
+        state: FastWeightState | None,
+        segment_ids: Tensor | None,
+        mix: bool,
+    ) -> Tensor:
+        """What was read, by one node of an exported graph."""
+        require(
+            state is None and not self.resident,
+            CALL,
+            "an exported graph keeps nothing from call to call; export without a state, and not a resident memory.",
+        )
+        how = {**self._options(), "rule": asdict(self.rule), "spec": str(self.spec), "frozen": self.frozen, "mix": mix}
+        how["storage"] = None if self.storage is None else str(self.storage).removeprefix("torch.")
+        heads = query.unflatten(-1, (self.heads, -1))
+        return _read(heads, own.value, own.gate, self.keys, self.values, mask, segment_ids, json.dumps(how))
 
     def _options(self) -> dict[str, Any]:
         """How this memory reads and writes."""
@@ -379,12 +413,30 @@ class FastWeightProductKeyMemory(MemoryLayer):
         super()._load_from_state_dict(*args, **kwargs)
 
 
+@one_node("fast_weight_read", lambda query, value, *_: value.new_empty(value.shape))
+def _read(
+    query: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    options: str,
+) -> Tensor:
+    """What `fast_weight_memory` reads in a stream that begins here, [B, T, Dv]; its options as JSON."""
+    how = json.loads(options)
+    how["rule"], how["storage"] = WriteRule(**how["rule"]), _dtype(how["storage"])
+    return fast_weight_memory(query, value, gate, keys, values, mask=mask, segment_ids=segment_ids, **how)[0]
+
+
 def _check_sizes(sub_keys: int, key_dim: int, heads: int, top_k: int, chunk_size: int, look_ahead: bool) -> None:
     sizes = {"sub_keys": sub_keys, "key_dim": key_dim, "heads": heads, "chunk_size": chunk_size}
     for name, size in sizes.items():
         positive_int(CALL, name, size)
-    require(key_dim % 2 == 0, CALL, f"key_dim is {key_dim}, expected an even number: a query has two halves.")
-    require_top_k(CALL, top_k, sub_keys)
+    flag(CALL, "look_ahead", look_ahead)
+    require(key_dim % 2 == 0, CALL, f"key_dim is {shown(key_dim)}, expected an even number: a query has two halves.")
+    within(CALL, f"sub_keys is {shown(sub_keys)}", require_top_k, CALL, top_k, sub_keys)
     require(
         chunk_size >= 2 or not look_ahead,
         CALL,
@@ -393,13 +445,9 @@ def _check_sizes(sub_keys: int, key_dim: int, heads: int, top_k: int, chunk_size
     )
 
 
-def _check_flags(**flags: object) -> None:
-    for name, flag in flags.items():
-        require(isinstance(flag, bool), CALL, f"{name} is {flag!r}, expected True or False.")
-
-
 def _check_kinds(shared: bool, learn_initial: bool, sync: str | None, resident: bool) -> None:
     """Options that need or exclude each other."""
+    check_sync(CALL, sync, True)
     require(
         shared or not (resident or sync),
         CALL,
@@ -410,15 +458,10 @@ def _check_kinds(shared: bool, learn_initial: bool, sync: str | None, resident: 
         CALL,
         "learn_initial learns what a stream begins with, and a resident memory begins with what it wrote; choose one.",
     )
-    require(sync in (None, "all_gather"), CALL, f"sync is {sync!r}, expected None or 'all_gather'.")
 
 
 def _dtype(storage: torch.dtype | str | None) -> torch.dtype | None:
     """A dtype, or the name of one, as configurations have it."""
-    found = getattr(torch, storage, None) if isinstance(storage, str) else storage
-    require(
-        storage is None or (isinstance(found, torch.dtype) and found.is_floating_point),
-        CALL,
-        f"storage is {storage!r}, expected None, 'float32' or 'bfloat16'.",
-    )
+    found = getattr(torch, storage, storage) if isinstance(storage, str) else storage
+    check_storage(CALL, found)
     return found

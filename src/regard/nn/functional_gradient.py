@@ -24,13 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..checks import ArgumentError, floating, require, shape
+from ..checks import ArgumentError, flag, flags, floating, instance, refuse, require, shape, tensor
 from ..estimators import Visibility
-from ..estimators.precision import full_precision
+from ..estimators.precision import autocast, full_precision
 from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
 from ..ops import attention
-from .attention import Observer, check_heads, positive_int
+from .arguments import check_hidden, check_layer_idx, check_positions
+from .attention import Observer, positive_int
 from .hooks import HookPoint
 from .rotary import rotate
 
@@ -158,16 +159,24 @@ class FunctionalGradient(nn.Module):
     ) -> None:
         super().__init__()
         positive_int(CALL, "value_size", value_size)
-        self.head_dim = check_heads(CALL, covariate_size, num_heads, num_heads, None)
-        require(variant in VARIANTS, CALL, f"variant is {variant!r}, expected one of {', '.join(map(repr, VARIANTS))}.")
+        positive_int(CALL, "covariate_size", covariate_size)
+        positive_int(CALL, "num_heads", num_heads)
+        if covariate_size % num_heads:
+            raise ArgumentError(
+                f"{CALL}: covariate_size {covariate_size} is not a multiple of {num_heads} heads (num_heads)."
+            )
+        self.head_dim = covariate_size // num_heads
+        flag(CALL, "average", average)
+        if not isinstance(variant, str) or variant not in VARIANTS:
+            raise refuse(CALL, "variant", variant, f"one of {', '.join(map(repr, VARIANTS))}")
         if variant != "full" and value_size % num_heads:
             raise ArgumentError(
-                f"{CALL}: value_size {value_size} is not a multiple of {num_heads} heads; change one, or take "
+                f"{CALL}: value_size {value_size} is not a multiple of {num_heads} heads (num_heads); change one, or "
                 f"variant='full', whose heads all see the whole value."
             )
         self.covariate_size, self.value_size, self.num_heads = covariate_size, value_size, num_heads
-        self.spec = check_kernel(CALL, as_spec(spec))
-        self.variant, self.average, self.layer_idx = variant, average, layer_idx
+        self.spec = check_kernel(CALL, as_spec(spec, CALL))
+        self.variant, self.average, self.layer_idx = variant, average, check_layer_idx(CALL, layer_idx)
         self.observer: Observer | None = None
         self.observe_weights = False
         inner = num_heads * self.head_dim
@@ -216,7 +225,9 @@ class FunctionalGradient(nn.Module):
         Raises:
             ArgumentError: shapes that do not fit.
         """
+        flags(CALL, output_attentions=output_attentions, is_causal=is_causal)
         self._check(covariates, values, is_causal, cache, pairs)
+        check_positions(CALL, position_embeddings, covariates, self.head_dim)
         if pairs is not None:  # zero times what is not finite would be NaN, in gradients of the weights too
             covariates = covariates.masked_fill(~pairs.real[..., None], 0)
             values = values.masked_fill(~pairs.visible[..., None], 0)
@@ -242,16 +253,19 @@ class FunctionalGradient(nn.Module):
     def _check(
         self, covariates: Tensor, values: Tensor, is_causal: bool, cache: PairCache | None, pairs: Pairs | None
     ) -> None:
-        floating(CALL, "covariates", covariates)
-        floating(CALL, "values", values)
-        if covariates.dim() != 3 or covariates.shape[2] != self.covariate_size or covariates.shape[1] == 0:
-            raise ArgumentError(
-                f"{CALL}: covariates has shape {shape(covariates)}, expected [B, R, {self.covariate_size}] with R >= 1."
-            )
+        if pairs is not None:
+            instance(CALL, "pairs", pairs, Pairs, "Pairs or None")
+        if cache is not None and not all(callable(getattr(cache, n, None)) for n in ("pending", "extend")):
+            raise refuse(CALL, "cache", cache, "a cache with pending and extend, or None")
+        check_hidden(CALL, "covariates", covariates, self.covariate_size, self.k_proj)
+        tensor(CALL, "values", values, like=covariates, of="covariates")
+        if values.dtype != covariates.dtype and not autocast(values.device.type):
+            raise ArgumentError(f"{CALL}: values is {values.dtype}, but covariates {covariates.dtype}; convert one.")
         rows = covariates.shape[1]
         if values.dim() != 3 or values.shape[0] != covariates.shape[0] or values.shape[2] != self.value_size:
             raise ArgumentError(
-                f"{CALL}: values has shape {shape(values)}, expected [{covariates.shape[0]}, n, {self.value_size}]."
+                f"{CALL}: values has shape {shape(values)}, expected [{covariates.shape[0]}, n, {self.value_size}] for "
+                f"covariates {shape(covariates)}."
             )
         n = values.shape[1]
         if not is_causal and (cache is not None or pairs is not None or n > rows):
@@ -361,7 +375,7 @@ def check_kernel(call: str, spec: Spec) -> Spec:
         ArgumentError: its solver is learned.
     """
     learned = spec.degree == 1 and spec.solver.name == "learned"
-    require(not learned, call, f"{spec} takes a probe that the f update has not; choose another solver.")
+    require(not learned, call, f"spec: {spec} takes a probe that the f update has not; choose another solver.")
     return spec
 
 
@@ -384,8 +398,8 @@ def expected_embedding(f: Tensor, table: Tensor, chunk: int = 4096) -> Tensor:
     """
     call = "expected_embedding"
     floating(call, "f", f)
-    floating(call, "table", table)
-    if table.dim() != 2 or f.shape[-1] != table.shape[1]:
+    tensor(call, "table", table, like=f, of="f")
+    if table.dim() != 2 or f.dim() == 0 or f.shape[-1] != table.shape[1]:
         raise ArgumentError(f"{call}: f has shape {shape(f)} and table {shape(table)}, expected [..., E] and [V, E].")
     positive_int(call, "chunk", chunk)
     wide = torch.promote_types(torch.promote_types(f.dtype, table.dtype), torch.float32)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from ..checks import ArgumentError, boolean_mask, require, shape, suggestion
+from ..checks import ArgumentError, boolean_mask, flag, flags, number, on_device, require, shape, suggestion
 from ..estimators.chunk_stream import check_chunk, check_meta_grad, check_segments
 from ..estimators.large_chunk import LargeChunkState, as_optimizer, flush, large_chunk_ttt
 from ..estimators.states import State, require_state
 from ..ops import attention, diagnosed_attention
+from .arguments import check_hidden, check_layer_idx, check_positions
 from .attention import check_heads, positive_int
 from .hooks import HookPoint
 from .memory_projections import Tokens, clean_tokens
@@ -120,11 +121,13 @@ class LargeChunkTTT(nn.Module):
         super().__init__()
         head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, None)
         positive_int(CALL, "fast_heads", fast_heads)
-        require(
-            hidden_size % fast_heads == 0,
-            CALL,
-            f"hidden_size {hidden_size} is not a multiple of {fast_heads} fast_heads; change one.",
-        )
+        flags(CALL, bias=bias, qk_norm=qk_norm, fast_rotary=fast_rotary)
+        number(CALL, "norm_eps", norm_eps, low=0.0, strict=True)
+        number(CALL, "inner", inner, low=0.0, strict=True)
+        if hidden_size % fast_heads:
+            raise ArgumentError(
+                f"{CALL}: hidden_size {hidden_size} is not a multiple of {fast_heads} fast_heads; change one."
+            )
         positive_int(CALL, "window", window)
         self.rule = as_optimizer(CALL, optimizer)
         check_meta_grad(CALL, meta_grad)
@@ -134,7 +137,7 @@ class LargeChunkTTT(nn.Module):
         self.hidden_size, self.num_heads, self.head_dim, self.fast_heads = hidden_size, num_heads, head_dim, fast_heads
         self.window, self.chunk_size = window, check_chunk(CALL, chunk_size, 1)
         self.optimizer, self.meta_grad, self.fast_rotary = optimizer, meta_grad, fast_rotary
-        self.layer_idx, self.frozen = layer_idx, False
+        self.layer_idx, self.frozen = check_layer_idx(CALL, layer_idx), False
         for part in ("q", "k", "v"):
             self.add_module(f"{part}_proj", nn.Linear(hidden_size, hidden_size, bias=bias))
         self.q_norm, self.k_norm = (HeadRMSNorm(hidden_size, norm_eps) if qk_norm else nn.Identity() for _ in "qk")
@@ -206,9 +209,12 @@ class LargeChunkTTT(nn.Module):
             ArgumentError: wrong rank, dtype or shape; a mask of pairs; a cache without a place for the two states.
         """
         layer = self._layer(past_key_values)
+        check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.o_proj)
         tokens = clean_tokens(CALL, hidden_states, self._new(attention_mask, hidden_states), self.hidden_size)
         batch, length, _ = hidden_states.shape
-        check_segments(CALL, segment_ids, batch, length, False)
+        check_segments(CALL, segment_ids, batch, length, False, hidden_states.device)
+        check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
+        flag(CALL, "output_attentions", output_attentions)
         hidden = tokens.hidden.to(self.o_proj.weight.dtype)
         query, key = self.q_norm(self.q_proj(hidden)), self.k_norm(self.k_proj(hidden))
         value = self.v_proj(hidden)
@@ -308,6 +314,7 @@ class LargeChunkTTT(nn.Module):
         if mask is None:
             return None
         boolean_mask(CALL, "attention_mask", mask)
+        on_device(CALL, "attention_mask", mask, hidden.device)
         if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
             mask = mask[:, 0, 0]
         if mask.dim() != 2 or hidden.dim() != 3 or mask.shape[0] != hidden.shape[0] or mask.shape[1] < hidden.shape[1]:
@@ -323,12 +330,12 @@ class LargeChunkTTT(nn.Module):
         if cache is None:
             return None
         if self.layer_idx is None:
-            raise ArgumentError(f"{CALL}: a cache was given to a layer without layer_idx; set it.")
+            raise ArgumentError(f"{CALL}: past_key_values was given to a layer without layer_idx; set it.")
         layers = getattr(cache, "layers", ())
         layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
         if not hasattr(layer, "window_state") or not hasattr(layer, "fast_state"):
             raise ArgumentError(
-                f"{CALL}: the cache holds a {type(layer).__name__} at layer {self.layer_idx}, which has no place for "
+                f"{CALL}: past_key_values holds a {type(layer).__name__} at layer {self.layer_idx}, no place for "
                 f"window and fast weights; use the model's new_cache()."
             )
         return layer

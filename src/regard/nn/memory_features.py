@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..checks import in_range, require
+from ..checks import number, require
 from ..estimators.leaky import LeakyState, leaky_average
 
 GAIN = 10.0
@@ -86,7 +86,7 @@ class Sharpness(nn.Module):
 
     def __init__(self, num_heads: int, limit: float = SCALE_LIMIT) -> None:
         super().__init__()
-        in_range("Sharpness", "limit", limit, strict=False)
+        number("Sharpness", "limit", limit)
         self.limit = limit
         self.scale = nn.Parameter(torch.empty(num_heads))
         begin(self)
@@ -126,7 +126,7 @@ class KeyFeatures(nn.Module):
         eps: float = 0.0,
     ) -> None:
         super().__init__()
-        in_range("KeyFeatures", "eps", eps, low=0.0, strict=False)
+        number("KeyFeatures", "eps", eps, low=0.0)
         self.num_heads, self.average, self.eps = num_heads, average, eps
         self.proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias)
         self.rate = nn.Parameter(torch.empty(num_heads))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, boolean_mask, finite, floating, in_range, on_device, require, shape
+from ..checks import ArgumentError, boolean_mask, finite, floating, number, on_device, require, shape
 from ..estimators.fast_weight_stream import mixed
 from ..estimators.precision import clean
 from .attention import positive_int
@@ -61,7 +61,7 @@ def clean_tokens(call: str, hidden: Tensor, mask: Tensor | None, hidden_size: in
         mask = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
     else:
         boolean_mask(call, "mask", mask)
-        on_device(call, "mask", mask, hidden.device)
+        on_device(call, "mask", mask, hidden.device, "hidden")
         if mask.shape != hidden.shape[:2]:
             raise ArgumentError(
                 f"{call}: mask has shape {shape(mask)}, expected [{hidden.shape[0]}, {hidden.shape[1]}], True for the "
@@ -117,7 +117,7 @@ class MemoryProjections(nn.Module):
         require(
             value_dim >= 2 or not value_norm, call, "the z-score needs value_dim >= 2; widen it, or value_norm=False."
         )
-        in_range(call, "norm_eps", norm_eps, low=0.0, strict=True)
+        number(call, "norm_eps", norm_eps, low=0.0, strict=True)
         self.value_norm, self.gating = value_norm, gating
         self.q_norm = HeadRMSNorm(hidden_size, norm_eps)
         self.q_proj = nn.Linear(hidden_size, query_dim)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from ..checks import ArgumentError
+from ..checks import refuse
 
 QK_NORMS = ("rms", "l2")
 NORMS = ("rms", "layer")
@@ -36,8 +36,8 @@ class HeadRMSNorm(nn.RMSNorm):
 
 def check_qk_norm(call: str, given: str | None) -> str | None:
     """`given`, after checking that it is None or a known normalisation of queries and keys."""
-    if given is not None and given not in QK_NORMS:
-        raise ArgumentError(f"{call}: qk_norm is {given!r}, expected None, {' or '.join(map(repr, QK_NORMS))}.")
+    if given is not None and not (isinstance(given, str) and given in QK_NORMS):
+        raise refuse(call, "qk_norm", given, f"None, {' or '.join(map(repr, QK_NORMS))}")
     return given
 
 

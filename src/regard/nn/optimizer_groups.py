@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..checks import in_range
+from ..checks import flag, instance, number
 from .memories import MemoryLayer
 
 MEMORY_RATE = 1e-3
@@ -51,8 +51,10 @@ def optimizer_groups(
         ArgumentError: a number below 0.
     """
     call = "optimizer_groups"
-    in_range(call, "weight_decay", weight_decay, low=0.0, strict=False)
-    in_range(call, "memory_rate", memory_rate, low=0.0, strict=False)
+    instance(call, "model", model, nn.Module, "a torch.nn.Module")
+    number(call, "weight_decay", weight_decay, low=0.0)
+    number(call, "memory_rate", memory_rate, low=0.0)
+    flag(call, "memory_keys", memory_keys)
     held, sparse = memory_parameters(model, keys=memory_keys)
     groups: dict[str, list[nn.Parameter]] = {"matrices": [], "vectors": [], "memory": [], "sparse": []}
     for parameter in model.parameters():

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..checks import require
+from ..checks import flags, instance, require
 from ..estimators.leaky import LeakyState
 from ..grammar import Spec, as_spec
 from ..ops import attention
 from .attention import check_heads, positive_int
-from .contextual_memory import check_tokens, measures_distance
+from .contextual_memory import check_features, check_tokens, measures_distance
 from .hooks import HookPoint
 from .memory_features import (
     GAIN,
@@ -72,6 +72,8 @@ class PersistentMemory(nn.Module):
         scale_limit: float = SCALE_LIMIT,
     ) -> None:
         super().__init__()
+        flags(CALL, own_keys=own_keys, bias=bias, average=average)
+        check_features(CALL, key_eps, scale_limit)
         self.num_heads = num_heads
         self.head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, head_dim)
         positive_int(CALL, "slots", slots)
@@ -126,7 +128,9 @@ class PersistentMemory(nn.Module):
         """
         require(self.keys is not None, CALL, "has no keys of its own (own_keys=False); call read(keys).")
         assert self.keys is not None
-        check_tokens(CALL, hidden_states, attention_mask, 0 if state is None else state.tokens)
+        if state is not None:
+            instance(CALL, "state", state, LeakyState, "a LeakyState or None")
+        check_tokens(CALL, hidden_states, attention_mask, 0 if state is None else state.tokens, self.keys)
         mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
         keys, after = self.keys(without_hidden(hidden_states, mask), mask, state, segment_ids)
         return self.read(keys), after
@@ -159,11 +163,11 @@ def persistent_spec(call: str, given: str | Spec) -> Spec:
     Raises:
         ArgumentError: an unknown spec, or one that is not normalised or needs a probe.
     """
-    spec = as_spec(given)
+    spec = as_spec(given, call)
     require(
         bool(spec.weighting.normalised) and "probe" not in spec.params,
         call,
-        f"{spec} has weights that are not divided by their sum, or a slope that is learned from the tokens; a "
+        f"spec: {spec} has weights that are not divided by their sum, or a slope that is learned from the tokens; a "
         f"persistent memory needs a normalised sentence, such as softmax or biweight.",
     )
     return spec

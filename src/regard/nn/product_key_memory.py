@@ -17,10 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, in_range, require
+from ..checks import flags, number, refuse, require, shown, within
+from ..estimators.precision import autocast
 from ..estimators.product_key import product_key_search, require_top_k, slot_scores, slot_weights, weights_spec
 from ..grammar import Spec
 from ..ops.slot_sums import slot_sums
+from .arguments import check_hidden
 from .attention import positive_int
 from .hooks import HookPoint
 from .memories import MemoryLayer, memory_layers
@@ -87,12 +89,13 @@ class ProductKeyMemory(MemoryLayer):
         sizes = {"hidden_size": hidden_size, "sub_keys": sub_keys, "key_dim": key_dim, "value_dim": value_dim}
         for name, size in {**sizes, "heads": heads}.items():
             positive_int(CALL, name, size)
-        require(key_dim % 2 == 0, CALL, f"key_dim is {key_dim}, expected an even number: a key has two halves.")
-        require_top_k(CALL, top_k, sub_keys)
-        in_range(CALL, "eps", eps, low=0.0, strict=True)
-        if query_norm not in QUERY_NORMS:
-            raise ArgumentError(f"{CALL}: query_norm is {query_norm!r}, expected one of {', '.join(QUERY_NORMS)}.")
-        slot_scores.get(score)
+        require(key_dim % 2 == 0, CALL, f"key_dim is {shown(key_dim)}, expected an even number: a key has two halves.")
+        within(CALL, f"sub_keys is {shown(sub_keys)}", require_top_k, CALL, top_k, sub_keys)
+        number(CALL, "eps", eps, low=0.0, strict=True)
+        flags(CALL, swilu=swilu, bias=bias, sparse_grad=sparse_grad)
+        if not isinstance(query_norm, str) or query_norm not in QUERY_NORMS:
+            raise refuse(CALL, "query_norm", query_norm, f"one of {', '.join(QUERY_NORMS)}")
+        slot_scores.given(CALL, "score", score)
         self.hidden_size, self.heads, self.top_k = hidden_size, heads, top_k
         self.score, self.spec, self.sparse_grad = score, weights_spec(CALL, spec), sparse_grad
         self.q_proj = nn.Linear(hidden_size, heads * key_dim, bias=bias)
@@ -138,7 +141,8 @@ class ProductKeyMemory(MemoryLayer):
         is never held.
         """
         tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
-        x = tokens.hidden if torch.is_autocast_enabled(hidden.device.type) else tokens.hidden.to(hidden.dtype)
+        check_hidden(CALL, "hidden", hidden, self.hidden_size, self.q_proj)
+        x = tokens.hidden if autocast(hidden.device.type) else tokens.hidden.to(hidden.dtype)
         query = self._normed(self.q_proj(x), tokens.counted).unflatten(-1, (self.heads, -1))
         found = product_key_search(query, self.keys, self.top_k, score=self.score)
         weights = slot_weights(found, self.spec, joint=False)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from ..checks import ArgumentError, require
+from ..checks import ArgumentError, require, within
 from ..grammar import Spec
 from ..registry import Registry
 from .rules import Rule, positive, read_rule
@@ -157,7 +157,7 @@ class RidgeProjection(nn.Linear):
         return self.rule.values(super().forward(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2))
 
 
-def as_ridge(given: str | Ridge) -> Ridge:
+def as_ridge(given: str | Ridge, call: str = "as_ridge", argument: str = "given") -> Ridge:
     """A rule as it is, or the one that a text names: `fixed`, `learned`, `learned(start=0.5,link=softplus)`.
 
     Raises:
@@ -165,5 +165,5 @@ def as_ridge(given: str | Ridge) -> Ridge:
     """
     if isinstance(given, Ridge):
         return given
-    rule: Ridge = read_rule(ridges, given, "learned(start=0.5)")
+    rule: Ridge = within(call, argument, read_rule, ridges, given, "learned(start=0.5)")
     return rule

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import require
+from ..checks import ArgumentError, is_integer, number, refuse, shape, tensor, whole
 
 
 def rotary_angles(
@@ -32,11 +32,14 @@ def rotary_angles(
     Raises:
         ArgumentError: `head_dim` is odd or not positive.
     """
-    require(
-        head_dim > 0 and head_dim % 2 == 0,
-        "rotary_angles",
-        f"head_dim is {head_dim}, expected a positive even number.",
-    )
+    call = "rotary_angles"
+    if not is_integer(position_ids):
+        raise refuse(call, "position_ids", position_ids, "integers [B, T]")
+    if whole(call, "head_dim", head_dim) < 1 or head_dim % 2:
+        raise ArgumentError(f"{call}: head_dim is {head_dim}, expected a positive even number.")
+    theta = number(call, "theta", theta, low=0.0, strict=True)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise refuse(call, "dtype", dtype, "a floating-point torch.dtype")
     pair = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
     angle = position_ids[..., None].float() * theta ** (-pair / head_dim)
     return angle.cos().to(dtype), angle.sin().to(dtype)
@@ -51,7 +54,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Returns:
         [B, H, T, D], in the dtype of `x`.
+
+    Raises:
+        ArgumentError: shapes that do not fit.
     """
+    tensor("rotate", "x", x, "B", "H", "T", "D")
+    for name, angle in (("cos", cos), ("sin", sin)):
+        tensor("rotate", name, angle, "B or 1", x.shape[2], "R/2", like=x, of="x", why=", T as in x")
+        fits = angle.shape[0] in (1, x.shape[0]) and 2 * angle.shape[2] <= x.shape[3]
+        if not fits or angle.shape[2] != cos.shape[2]:
+            raise ArgumentError(f"rotate: {name} has shape {shape(angle)}, beside cos {shape(cos)} and x {shape(x)}.")
     turned = 2 * cos.shape[-1]
     rest = x[..., turned:]
     first, second = x[..., :turned].chunk(2, dim=-1)

@@ -9,7 +9,7 @@ import re
 from dataclasses import fields
 from typing import Any, ClassVar
 
-from ..checks import ArgumentError, in_range
+from ..checks import ArgumentError, number, shown
 from ..registry import Registry
 
 _TERM = re.compile(r"\s*([A-Za-z][\w-]*)\s*(?:\(([^()]*)\))?\s*")
@@ -30,8 +30,7 @@ class Rule:
 def positive(rule: Rule, name: str) -> None:
     """The field is a number above zero, kept as a float."""
     value = getattr(rule, name)
-    in_range(rule.name, name, value, low=0.0, strict=True)
-    object.__setattr__(rule, name, float(value))
+    object.__setattr__(rule, name, number(rule.name, name, value, low=0.0, strict=True))
 
 
 def read_rule(registry: Registry[Any], given: object, example: str) -> Any:
@@ -48,7 +47,7 @@ def read_rule(registry: Registry[Any], given: object, example: str) -> Any:
     kind = registry.kind
     match = _TERM.fullmatch(given) if isinstance(given, str) else None
     if match is None:
-        raise ArgumentError(f"{kind} is {given!r}, expected the text of one, such as {example!r}.")
+        raise ArgumentError(f"{kind} is {shown(given)}, expected the text of one, such as {example!r}.")
     name, inside = match.groups()
     make = registry.get(name)
     words = {f.name: f.type in (str, "str") for f in fields(make)}

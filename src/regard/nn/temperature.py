@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, in_range, shape
+from ..checks import ArgumentError, in_range, shape, within
 from ..grammar import Spec, presets
 from ..registry import Registry
 from .rules import Rule, positive, read_rule
@@ -133,8 +133,8 @@ class Temperature(Rule):
             return
         able = ", ".join(name for name, preset in presets().items() if preset.takes_scale)
         raise ArgumentError(
-            f"{call}: temperature {self} needs scores that have a scale, and {spec} has none; leave it out or choose "
-            f"one of: {able}, or a fixed(h=...)."
+            f"{call}: temperature {self} needs scores that have a scale, and the spec {spec} has none; leave it out or "
+            f"choose one of: {able}, or a fixed(h=...)."
         )
 
 
@@ -229,7 +229,7 @@ class PowerTemperature(Temperature):
         return learned["log_base"].exp() + learned["log_gain"].exp() * growth
 
 
-def as_temperature(given: str | Temperature) -> Temperature:
+def as_temperature(given: str | Temperature, call: str = "as_temperature", argument: str = "given") -> Temperature:
     """A rule as it is, or the one that a text names: `log`, `fixed(value=2)`, `power(exponent=0.5)`.
 
     Raises:
@@ -237,5 +237,5 @@ def as_temperature(given: str | Temperature) -> Temperature:
     """
     if isinstance(given, Temperature):
         return given
-    rule: Temperature = read_rule(temperatures, given, "power(exponent=0.5)")
+    rule: Temperature = within(call, argument, read_rule, temperatures, given, "power(exponent=0.5)")
     return rule

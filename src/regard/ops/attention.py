@@ -10,7 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, boolean_mask, broadcastable, finite, floating, in_range, on_device, shape
+from ..checks import (
+    ArgumentError,
+    boolean_mask,
+    broadcastable,
+    finite,
+    flags,
+    floating,
+    in_range,
+    instance,
+    is_integer,
+    mapping,
+    on_device,
+    optional_whole,
+    refuse,
+    segments,
+    shape,
+    whole,
+)
 from ..estimators import Visibility
 from ..estimators.local import LARGEST, repeat_heads
 from ..estimators.precision import clean, either, full_precision, row_number, transformed
@@ -20,6 +37,8 @@ from ..grammar.spec import LOCAL_LINEAR
 from .dispatch import Explanation, Inputs, Problem, choose, explain_problem
 
 CALL = "attention"
+FAR = 2**48
+"""Positions are cut here, which leaves room for their sums in int64."""
 
 
 def _diagnostics_without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,28 +106,26 @@ def attention(
     Precision: float32 (float64 for float64 inputs) for features, scores, thresholds and sums. Cost: that of
     the implementation, see `regard.explain`.
     """
-    spec = as_spec(spec)
+    spec = as_spec(spec, CALL)
+    flags(CALL, is_causal=is_causal, exclude_self=exclude_self)
+    flags(CALL, enable_gqa=enable_gqa, return_diagnostics=return_diagnostics)
     _check_tensors(query, key, value, enable_gqa)
-    _check_flags(
-        is_causal=is_causal, exclude_self=exclude_self, enable_gqa=enable_gqa, return_diagnostics=return_diagnostics
-    )
     batch, heads, queries, dim = query.shape
     keys = key.shape[2]
     rows = (batch, heads, queries)
+    offset = _check_offset(query_offset, batch, keys - queries, query.device)
     visible = Visibility(
         queries=queries,
         keys=keys,
         causal=is_causal or exclude_self,
         strict=exclude_self,
-        window=_check_window(window),
-        offset=_check_offset(query_offset, batch, keys - queries, query.device),
+        window=_check_window(CALL, window),
+        offset=offset,
         mask=_check_mask(attn_mask, (*rows, keys), query.device),
-        runs=_check_segments(segment_ids, query_offset, batch, queries, keys, query.device),
+        runs=_check_segments(segment_ids, offset, batch, queries, keys, query.device),
     )
     dtype = torch.promote_types(query.dtype, torch.float32)
-    if params is not None and not isinstance(params, Mapping):
-        raise ArgumentError(f"{CALL}: params is a {type(params).__name__}, expected a mapping of names to numbers.")
-    given = {n: _number(n, p, (*rows, dim), dtype, query.device) for n, p in (params or {}).items()}
+    given = {n: _number(n, p, (*rows, dim), dtype, query.device) for n, p in mapping(CALL, "params", params).items()}
     if scale is not None:
         in_range(CALL, "scale", scale, low=0.0, strict=True)
         scale = row_number(CALL, "scale", scale, rows, dtype, query.device)
@@ -317,46 +334,30 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
             raise ArgumentError(f"{CALL}: {what.format(heads, kv_heads)}: {shapes}.")
 
 
-def _check_flags(**flags: object) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ArgumentError(f"{CALL}: {name} is {flag!r}, expected True or False.")
-
-
-def _check_window(window: int | None) -> int | None:
-    if window is None:
-        return None
-    if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)) or window < 1:
-        raise ArgumentError(f"{CALL}: window is {window!r}, expected a whole number >= 1 or None.")
-    return min(window, 2**48)  # room for sums of positions in int64
+def _check_window(call: str, window: int | None) -> int | None:
+    window = optional_whole(call, "window", window, 1)
+    return window if window is None else min(window, FAR)
 
 
 def _check_offset(offset: int | Tensor | None, batch: int, default: int, device: torch.device) -> int | Tensor:
     if offset is None:
         return default
     if isinstance(offset, Tensor):
-        if offset.is_floating_point() or offset.dtype == torch.bool or offset.shape != (batch,):
+        if not is_integer(offset) or offset.shape != (batch,) or offset.is_meta != (device.type == "meta"):
             raise ArgumentError(
                 f"{CALL}: query_offset is {offset.dtype} {shape(offset)}, expected integers [{batch}], one a sequence."
             )
         return offset.to(device=device, dtype=torch.int64)
-    if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
-        raise ArgumentError(f"{CALL}: query_offset is {offset!r}, expected a whole number or integers [B].")
-    return offset
+    return max(-FAR, min(whole(CALL, "query_offset", offset, why=" or integers [B]"), FAR))
 
 
 def _check_segments(
-    ids: Tensor | None, offset: int | Tensor | None, batch: int, queries: int, keys: int, device: torch.device
+    ids: Tensor | None, first: int | Tensor, batch: int, queries: int, keys: int, device: torch.device
 ) -> Tensor | None:
     """`Visibility.runs`, or None."""
     if ids is None:
         return None
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool or ids.dim() != 2:
-        raise ArgumentError(f"{CALL}: segment_ids is {ids!r:.60}, expected integers [B, Tk], one for every key.")
-    on_device(CALL, "segment_ids", ids, device)
-    if ids.shape[1] != keys or ids.shape[0] not in (1, batch):
-        raise ArgumentError(f"{CALL}: segment_ids has shape {shape(ids)}, expected [{batch} or 1, {keys}].")
-    first = keys - queries if offset is None else offset
+    segments(CALL, ids, batch, keys, device)
     if isinstance(first, Tensor) or first < 0 or first + queries > keys:
         raise ArgumentError(
             f"{CALL}: with segment_ids every query stands at one of the {keys} keys, whose segment is its own; "
@@ -382,7 +383,7 @@ def explain(
     value_dim: int | None = None,
     *,
     dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     is_causal: bool = False,
     exclude_self: bool = False,
     window: int | None = None,
@@ -409,27 +410,42 @@ def explain(
         ArgumentError: shapes that are no four whole numbers, or an unknown kind of mask.
     """
     key_shape = query_shape if key_shape is None else key_shape
-    for name, sizes in (("query_shape", query_shape), ("key_shape", key_shape)):
-        whole = isinstance(sizes, Sequence) and all(isinstance(n, int) and n >= 0 for n in sizes)
-        if not whole or len(sizes) != 4:
-            raise ArgumentError(f"explain: {name} is {sizes!r}, expected four whole numbers (B, H, T, D).")
-    if mask not in (None, "keys", "pairs"):
-        raise ArgumentError(f"explain: mask is {mask!r}, expected None, 'keys' or 'pairs'.")
-    _check_flags(is_causal=is_causal, exclude_self=exclude_self, return_diagnostics=return_diagnostics)
+    call = "explain"
+    for name, axes in (("query_shape", query_shape), ("key_shape", key_shape)):
+        known = isinstance(axes, Sequence) and all(type(n) is int and 0 <= n <= FAR for n in axes)
+        if not known or len(axes) != 4:
+            raise refuse(call, name, axes, "four whole numbers (B, H, T, D)")
+    if not isinstance(mask, (str, type(None))) or mask not in (None, "keys", "pairs"):
+        raise refuse(call, "mask", mask, "None, 'keys' or 'pairs'")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
+        raise refuse(call, "dtype", dtype, "a floating-point torch.dtype")
+    flags(call, is_causal=is_causal, exclude_self=exclude_self, segments=segments)
+    flags(call, return_diagnostics=return_diagnostics)
+    optional_whole(call, "value_dim", value_dim, 1, FAR)
+    optional_whole(call, "query_offset", query_offset)
     batch, heads, queries, dim = query_shape
     keys = key_shape[2]
     if key_shape[0] != batch or key_shape[3] != dim:
-        shapes = f"query {tuple(query_shape)}, key {tuple(key_shape)}"
+        shapes = f"query_shape {tuple(query_shape)}, key_shape {tuple(key_shape)}"
         raise ArgumentError(f"explain: batch and D must be equal: {shapes}.")
     if not key_shape[1] or heads % key_shape[1]:
         raise ArgumentError(
-            f"explain: {heads} query heads cannot be shared out among {key_shape[1]} key heads; the former must be a "
-            f"multiple."
+            f"explain: query_shape has {heads} heads, which cannot be shared out among the {key_shape[1]} of "
+            f"key_shape; the former must be a multiple."
         )
     problem = Problem(
-        as_spec(spec), batch, heads, key_shape[1], queries, keys, dim, value_dim or dim, dtype, device,
-        causal=is_causal or exclude_self, strict=exclude_self, window=_check_window(window),
+        as_spec(spec, call), batch, heads, key_shape[1], queries, keys, dim, value_dim or dim, dtype,
+        _device_type(call, device), causal=is_causal or exclude_self, strict=exclude_self,
+        window=_check_window(call, window),
         offset=keys - queries if query_offset is None else query_offset, mask=mask, diagnostics=return_diagnostics,
         segments=segments,
     )  # fmt: skip
     return explain_problem(problem)
+
+
+def _device_type(call: str, device: Any) -> str:
+    """Return the type of a device, such as "cuda", which need not be here."""
+    try:
+        return torch.device(instance(call, "device", device, (str, torch.device), "a device or its name")).type
+    except RuntimeError:
+        raise refuse(call, "device", device, "a device or its name, such as 'cuda'") from None

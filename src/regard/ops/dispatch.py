@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, suggestion
+from ..checks import ArgumentError, shown, suggestion
 from ..estimators import Diagnostics, Visibility
 from ..grammar import Spec
 from ..registry import Registry
@@ -192,9 +192,9 @@ def choose(problem: Problem, impl: str) -> Any:
                 return entry.impl
         reasons = "; ".join(f"{e.name}: {_reason(e, problem)}" for e in _ranked())
         raise ArgumentError(f"attention: no implementation supports this ({reasons}).")
-    if not isinstance(impl, str) or impl not in implementations_registry:
+    if impl not in implementations_registry:
         names = ["auto", *implementations_registry.names()]
-        raise ArgumentError(f"attention: unknown impl {impl!r}.{suggestion(str(impl), names)}")
+        raise ArgumentError(f"attention: unknown impl {shown(impl)}.{suggestion(shown(impl), names)}")
     entry = implementations_registry.get(impl)
     reason = _reason(entry, problem)
     if reason is not None:

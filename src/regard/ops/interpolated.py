@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
+from ..checks import (
+    ArgumentError,
+    boolean_mask,
+    broadcastable,
+    floating,
+    on_device,
+    optional_whole,
+    shape,
+    shown,
+    within,
+)
 from ..estimators import Diagnostics
 from ..estimators.arguments import order
 from ..estimators.trends import predict_from
@@ -54,8 +64,8 @@ def interpolated_attention(
         value: [B, Hkv, Tk, Dv].
         trend: the global linear model W_i: a name, text or object of `regard.grammar.trends` ("linear-attention",
             "mesa", "mesa(ridge=0.5)", "delta", "gated-delta"), or, for learned numbers, a function of (query, key,
-            value, attn_mask=, is_causal=, exclude_self=, and segment_ids= where given) that gives W_i q_i for any queries, as
-            lambda q, k, v, **how: regard.mesa_attention(q, k, v, ridge=ridge, **how)[0].
+            value, attn_mask=, is_causal=, exclude_self=, and segment_ids= where given) that gives W_i q_i for any
+            queries, as lambda q, k, v, **how: regard.mesa_attention(q, k, v, ridge=ridge, **how)[0].
         spec: the weights s: a sentence whose weights sum to one, or its text.
         attn_mask: boolean over the keys, broadcastable to [B, 1, 1, Tk]; True where a key may be attended.
         is_causal, exclude_self: as in `regard.attention`; the model sees what the weights see.
@@ -74,11 +84,12 @@ def interpolated_attention(
     Precision: float32 (float64 for float64 inputs) throughout; the output is rounded once. Cost: one attention with
     values of Dv + D channels, and the trend, for all keys.
     """
-    weights = as_spec(spec)
+    weights = as_spec(spec, CALL)
     require_averages(weights)
     causal = order(CALL, is_causal, exclude_self)
-    if isinstance(query_offset, bool) or not isinstance(query_offset, (int, type(None))):
-        raise ArgumentError(f"{CALL}: query_offset is {query_offset!r}, expected one whole number for all sequences.")
+    optional_whole(CALL, "query_offset", query_offset)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        floating(CALL, name, tensor)
     mask = _key_mask(attn_mask, key)
     how: dict[str, Any] = {
         "attn_mask": None if mask is None else mask[:, None, None], "is_causal": causal, "exclude_self": exclude_self,
@@ -86,14 +97,18 @@ def interpolated_attention(
         "enable_gqa": enable_gqa,
     }  # fmt: skip
     if not callable(trend) or hasattr(trend, "name"):
-        found: Tensor = attention(query, key, value, _joined(spec, trend), **how)
+        joined = within(CALL, "trend", _joined, spec, trend)
+        found: Tensor = within(CALL, None, attention, query, key, value, joined, **how)
         return found
     if query_offset not in (None, 0) or key.shape[2] != query.shape[2]:
         raise ArgumentError(f"{CALL}: a function as trend needs query_offset 0, as many queries as keys.")
     q, k, v = (x.to(torch.promote_types(query.dtype, torch.float32)) for x in (query, key, value))
-    mean, centre = attention(q, k, torch.cat([v, k], -1), weights, **how).split([value.shape[3], key.shape[3]], -1)
-    order_of: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "exclude_self": exclude_self}
-    slope = trend(q - centre, k, v, **order_of, **({} if segment_ids is None else {"segment_ids": segment_ids}))
+    both = within(CALL, None, attention, q, k, torch.cat([v, k], -1), weights, **how)
+    mean, centre = both.split([value.shape[3], key.shape[3]], -1)
+    given = {"attn_mask": mask, "is_causal": causal, "exclude_self": exclude_self}
+    slope = trend(q - centre, k, v, **given, **({} if segment_ids is None else {"segment_ids": segment_ids}))
+    if not isinstance(slope, Tensor) or slope.shape != mean.shape:
+        raise ArgumentError(f"{CALL}: trend gave {shown(slope)}, expected W_i q_i, a tensor {shape(mean)}.")
     return (mean + slope).to(query.dtype)
 
 
@@ -128,8 +143,8 @@ def require_averages(spec: Spec) -> None:
     if spec.degree or not spec.weighting.normalised:
         why = "has a linear model of its own" if spec.degree else "has weights that do not sum to one"
         raise ArgumentError(
-            f"{CALL}: {spec} {why}, so that it has no residuals to average; use a normalised sentence of degree 0, "
-            f"such as softmax or biweight."
+            f"{CALL}: the spec {spec} {why}, so that it has no residuals to average; use a normalised sentence of "
+            f"degree 0, such as softmax or biweight."
         )
 
 
@@ -141,16 +156,16 @@ def _key_mask(mask: Tensor | None, key: Tensor) -> Tensor | None:
     """
     if mask is None:
         return None
-    batch, keys = key.shape[0], key.shape[2]
-    if not isinstance(mask, Tensor) or mask.dim() not in (1, 2, 4) or (mask.dim() == 4 and mask.shape[1:3] != (1, 1)):
+    boolean_mask(CALL, "attn_mask", mask)
+    if mask.dim() not in (1, 2, 4) or (mask.dim() == 4 and mask.shape[1:3] != (1, 1)):
         raise ArgumentError(
             f"{CALL}: attn_mask must be the same for all queries and heads, for one state is made of the keys: give "
             f"[B, Tk] or [B, 1, 1, Tk]."
         )
+    on_device(CALL, "attn_mask", mask, key.device)
     mask = mask[:, 0, 0] if mask.dim() == 4 else mask
-    if mask.shape[-1] not in (1, keys) or (mask.dim() == 2 and mask.shape[0] not in (1, batch)):
-        raise ArgumentError(f"{CALL}: attn_mask has shape {list(mask.shape)}, which is not [{batch}, {keys}].")
-    return mask.expand(batch, keys)
+    broadcastable(CALL, "attn_mask", mask, (key.shape[0], key.shape[2]))
+    return mask.expand(key.shape[0], key.shape[2])
 
 
 @register_impl("trend", priority=1)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, in_range
+from ..checks import ArgumentError, floating, in_range, mapping, refuse, shown, within
 from ..grammar import Spec, as_spec
-from ..grammar.solvers import Auto, ConjugateGradient, Solver, solvers
+from ..grammar.solvers import Auto, ConjugateGradient, Solver
+from ..grammar.spec import RIDGE_MODES, axis_object
 from .attention import attention
 
 CALL = "local_linear_attention"
@@ -66,14 +67,17 @@ def local_linear_attention(
     attention; memory Theta(n d).
     """
     number = 0.1  # not used where there is a tensor
+    floating(CALL, "query", query)
     if not isinstance(ridge, Tensor):
         in_range(CALL, "ridge", ridge, low=0.0, strict=False)
         if torch.compiler.is_compiling():
             ridge = torch.full((), ridge, dtype=torch.float64, device=query.device)  # one graph for all numbers
         else:
             number = float(ridge)
+    if not isinstance(ridge_mode, str) or ridge_mode not in RIDGE_MODES:
+        raise refuse(CALL, "ridge_mode", ridge_mode, "'relative' or 'absolute'")
     sentence = _MADE[_make(spec, number, solver, ridge_mode, max_iter, tol)]
-    given = dict(params or {})
+    given = mapping(CALL, "params", params)
     if isinstance(ridge, Tensor):
         given["ridge"] = ridge
     if probe is not None:
@@ -82,7 +86,7 @@ def local_linear_attention(
                 f"{CALL}: a probe was given, which only solver='learned' takes, not {sentence.solver.name!r}."
             )
         given["probe"] = probe
-    return attention(query, key, value, sentence, params=given, **arguments)
+    return within(CALL, None, attention, query, key, value, sentence, params=given, **arguments)
 
 
 _MADE: dict[int, Spec] = {}
@@ -93,11 +97,11 @@ def _make(
     spec: Spec | str, ridge: float, solver: str | Solver, ridge_mode: str, max_iter: int | None, tol: float | None
 ) -> int:
     """Where in `_MADE` the weights of `spec` are with this local linear model."""
-    base, chosen = as_spec(spec), _solver(solver, max_iter, tol)
+    base, chosen = as_spec(spec, CALL), _solver(solver, max_iter, tol)
     key = (base, ridge, repr(chosen), repr(ridge_mode))
     place = _PLACES.get(key)
     if place is None:
-        made = replace(base, degree=1, ridge=ridge, solver=chosen, ridge_mode=ridge_mode)
+        made = within(CALL, "spec", _local, base, ridge, chosen, ridge_mode)
         if len(_PLACES) >= 1024:  # a number that changes at every call must not fill the memory
             _PLACES.clear()
             _MADE.clear()
@@ -106,22 +110,23 @@ def _make(
     return place
 
 
+def _local(spec: Spec, ridge: float, solver: Any, ridge_mode: str) -> Spec:
+    return replace(spec, degree=1, ridge=ridge, solver=solver, ridge_mode=ridge_mode)
+
+
 _make._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run for real while a graph is traced
 
 
 def _solver(solver: str | Solver, max_iter: int | None, tol: float | None) -> Any:
     """The solver with the numbers that were given apart."""
-    made: Any = solvers.get(solver)() if isinstance(solver, str) else solver
+    made: Any = within(CALL, "solver", axis_object, "solver", solver)
     if max_iter is None and tol is None:
         return made
     if isinstance(made, Auto):
         made = ConjugateGradient()
     if not isinstance(made, ConjugateGradient):
         raise ArgumentError(
-            f"{CALL}: max_iter and tol belong to conjugate gradients; use solver='cg', not {made.name!r}."
+            f"{CALL}: max_iter and tol belong to conjugate gradients; use solver='cg', not {shown(solver)}."
         )
-    return replace(
-        made,
-        max_iter=made.max_iter if max_iter is None else max_iter,
-        tol=made.tol if tol is None else tol,
-    )
+    numbers = {name: value for name, value in (("max_iter", max_iter), ("tol", tol)) if value is not None}
+    return within(CALL, None, replace, made, **numbers)

@@ -23,19 +23,23 @@ from ..checks import (
     ArgumentError,
     boolean_mask,
     broadcastable,
+    choice,
     debugging,
     finite,
     floating,
     in_range,
     on_device,
     shape,
-    suggestion,
+    shown,
+    whole,
 )
 from ..grammar import Spec
 from ..grammar.bandwidths.fixed import Empty
 from ..grammar.bandwidths.nearest import Gradient
 from . import cpu
 
+MANY = 2**48
+"""More scores than a row can have."""
 IMPLS = ("auto", "cpu", "reference")
 
 
@@ -49,7 +53,7 @@ def entmax(
 
     Args:
         scores: any shape.
-        alpha: a number >= 1, or a tensor of values > 1 broadcastable to `scores` with length 1 along `dim`.
+        alpha: a number from 1 to 1001, or a tensor of values > 1 broadcastable to `scores` with length 1 along `dim`.
         dim: the axis that is to sum to one.
         mask: boolean, broadcastable to `scores`; True where a score counts.
         impl: "auto", "cpu" or "reference"; see the module.
@@ -60,13 +64,13 @@ def entmax(
         up to about 1e-4 at alpha = 3 and 1e-2 at alpha = 5; convert the scores to float64 there.
 
     Raises:
-        ArgumentError: alpha < 1, a mask that is not boolean, integer scores, shapes that do not fit.
+        ArgumentError: alpha out of range, a mask that is not boolean, integer scores, shapes that do not fit.
     """
-    in_range("entmax", "alpha", alpha, low=1.0, strict=False)
+    in_range("entmax", "alpha", alpha, low=1.0, high=1001.0, strict=False)
     if isinstance(alpha, Tensor):
         return _normalise("entmax", "sparsemax", scores, dim, mask, {"alpha": alpha}, impl)
     alpha = float(alpha)
-    sentence = "softmax" if alpha == 1 else f"polynomial(r={_power(alpha)!r})"
+    sentence = "softmax" if alpha - 1 < 1e-12 else f"polynomial(r={_power(alpha)!r})"
     return _normalise("entmax", sentence, scores, dim, mask, {}, impl)
 
 
@@ -91,7 +95,7 @@ def relumax(
     Raises:
         ArgumentError: as `entmax`; margin <= 0.
     """
-    number, rows = _number("relumax", "margin", margin)
+    number, rows = _number("relumax", "margin", margin, low=0.0, strict=True)
     return _normalise("relumax", f"epanechnikov*anchored({number})", scores, dim, mask, rows, impl)
 
 
@@ -112,6 +116,7 @@ def normrelu(
     Other arguments and errors as in `entmax`.
     """
     number, rows = _number("normrelu", "bias", bias)
+    choice("normrelu", "empty", empty, get_args(Empty))
     sentence = f"epanechnikov*fixed({number}{',' if number else ''}empty={empty})"
     return _normalise("normrelu", sentence, scores, dim, mask, rows, impl)
 
@@ -140,33 +145,32 @@ def topk_uniform(
     return _normalise("topk_uniform", f"uniform*{_nearest('topk_uniform', k, gradient)}", scores, dim, mask, {}, impl)
 
 
-def _number(call: str, name: str, value: Any) -> tuple[str, dict[str, Tensor]]:
+def _number(
+    call: str, name: str, value: Any, low: float | None = None, strict: bool = False
+) -> tuple[str, dict[str, Tensor]]:
     """A rule's number as part of its sentence, or as a row parameter where it is a tensor."""
     if isinstance(value, Tensor):
         return "", {name: value}
-    in_range(call, name, value, strict=False)
+    in_range(call, name, value, low=low, strict=strict)
     return f"{name}={float(value)!r}", {}  # float: a number that is being traced becomes a constant
 
 
 def _nearest(call: str, k: Any, gradient: str) -> str:
     """The rule that keeps the k best, as text."""
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ArgumentError(f"{call}: k is {k!r}, expected a whole number k >= 1.")
-    modes = get_args(Gradient)
-    if gradient not in modes:
-        raise ArgumentError(f"{call}: unknown gradient={gradient!r}.{suggestion(str(gradient), modes)}")
-    return f"nearest(k={int(k)!r},gradient={gradient})"
+    k = min(whole(call, "k", k, 1), MANY)
+    return f"nearest(k={k},gradient={choice(call, 'gradient', gradient, get_args(Gradient))})"
 
 
 def _normalise(
     call: str, sentence: str, scores: Tensor, dim: int, mask: Tensor | None, params: dict[str, Tensor], impl: str
 ) -> Tensor:
     spec = Spec.parse(sentence)
+    choice(call, "impl", impl, IMPLS)
     floating(call, "scores", scores)
     if scores.dim() == 0:
         raise ArgumentError(f"{call}: scores is a scalar, expected at least one axis.")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -scores.dim() <= dim < scores.dim():
-        raise ArgumentError(f"{call}: dim is {dim!r}, but scores has shape {shape(scores)}.")
+        raise ArgumentError(f"{call}: dim is {shown(dim)}, but scores has shape {shape(scores)}.")
     if debugging():
         finite(call, "scores", torch.where(scores == -torch.inf, 0, scores))  # -inf is how a score is hidden
     if mask is not None:
@@ -187,8 +191,6 @@ def _normalise(
 
 def _weights(call: str, spec: Spec, z: Tensor, rows: dict[str, Tensor], impl: str) -> Tensor:
     """The weights, by the implementation asked for."""
-    if impl not in IMPLS:
-        raise ArgumentError(f"{call}: unknown impl {impl!r}.{suggestion(str(impl), IMPLS)}")
     reason = None if impl == "reference" else cpu.unable(spec, z)
     if impl == "cpu" and reason is not None:
         raise ArgumentError(f"{call}: impl='cpu' {reason}. impl='reference' can.")

@@ -6,7 +6,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ..checks import whole
 from ..registry import Registry
+
+
+def check_place(call: str, seed: Any, index: Any) -> None:
+    """Check that `seed` and `index` are whole numbers, the index >= 0."""
+    whole(call, "seed", seed, -(2**63), 2**64)
+    whole(call, "index", index, 0, 2**63)
+
 
 tasks: Registry[Any] = Registry("task", "regard.tasks")
 

@@ -24,10 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
-from .base import tasks
+from ..checks import ArgumentError, number, whole
+from .base import check_place, tasks
 
 CALL = "ConeRegression"
+MOST = 2**40
+"""Sizes beyond this are mistakes."""
 LEAST_RIDGE = 1e-8
 """Of the oracle, where there is no noise."""
 
@@ -74,13 +76,11 @@ class ConeRegression:
 
     def __post_init__(self) -> None:
         for name in ("dim", "length", "segment"):
-            if isinstance(number := getattr(self, name), bool) or not isinstance(number, int) or number < 1:
-                raise ArgumentError(f"{CALL}: {name} is {number!r}, expected a whole number >= 1.")
+            whole(CALL, name, getattr(self, name), 1, MOST)
         for name in ("noise", "query_noise"):
-            if not 0 <= (number := getattr(self, name)) < float("inf"):
-                raise ArgumentError(f"{CALL}: {name} is {number:g}, expected a finite number >= 0.")
-        whole, rest = divmod(self.length, self.segment)
-        if rest or whole & (whole - 1) or whole.bit_length() - 1 > self.dim:
+            number(CALL, name, getattr(self, name), low=0.0)
+        count, rest = divmod(self.length, self.segment)
+        if rest or count & (count - 1) or count.bit_length() - 1 > self.dim:
             raise ArgumentError(
                 f"{CALL}: length {self.length} and segment {self.segment} make {self.length / self.segment:g} segments"
                 f", expected a power of two, at most 2^dim = 2^{self.dim}."
@@ -100,6 +100,7 @@ class ConeRegression:
     def example(self, seed: int, index: int) -> ConeExamples:
         """The example `index` of the stream `seed`, without a batch axis, float32. Two tasks that differ in the noises
         alone share keys and maps."""
+        check_place(f"{CALL}.example", seed, index)
         digest = hashlib.blake2b(f"cone-regression:{seed}:{index}".encode(), digest_size=8).digest()
         draw = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         normal = lambda *sizes: torch.randn(*sizes, generator=draw)  # noqa: E731

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
-from .base import tasks
+from ..checks import ArgumentError, flag, whole
+from .base import check_place, tasks
 
 CALL = "CrossDocumentRecall"
 
@@ -77,8 +77,8 @@ class CrossDocumentRecall:
 
     def __post_init__(self) -> None:
         for name in ("keys", "values", "pairs", "documents", "reads"):
-            if isinstance(number := getattr(self, name), bool) or not isinstance(number, int) or number < 1:
-                raise ArgumentError(f"{CALL}: {name} is {number!r}, expected a whole number >= 1.")
+            whole(CALL, name, getattr(self, name), 1, 2**40)
+        flag(CALL, "shuffled", self.shuffled)
         if self.pairs > self.keys:
             raise ArgumentError(
                 f"{CALL}: pairs is {self.pairs}, expected at most the {self.keys} keys, since a document has no key "
@@ -103,6 +103,7 @@ class CrossDocumentRecall:
     def example(self, seed: int, index: int) -> RecallExamples:
         """The example `index` of the stream `seed`, without a batch axis. More documents or readings continue it: the
         first ones are the same."""
+        check_place(f"{CALL}.example", seed, index)
         digest = hashlib.blake2b(f"cross-document-recall:{seed}:{index}".encode(), digest_size=8).digest()
         draw = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         own = torch.randperm(self.keys, generator=draw)[: self.pairs]

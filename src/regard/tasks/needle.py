@@ -14,12 +14,13 @@ import hashlib
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Sequence
+import string
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checks import ArgumentError
-from .base import tasks
+from ..checks import ArgumentError, instance, number, optional_whole, refuse, shown, whole
+from .base import check_place, tasks
 
 CALL = "NeedleInHaystack"
 
@@ -104,25 +105,25 @@ class NeedleInHaystack:
     key: str = "ID-{id}"
 
     def __post_init__(self) -> None:
-        most = {"length": math.inf, "needles": math.inf, "digits": 18, "id_digits": 8}
-        for name, high in most.items():
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= high:
-                raise ArgumentError(f"{CALL}: {name} is {number!r}, expected a whole number from 1 to {high}.")
-        if len(self.text) == 0:
-            raise ArgumentError(f"{CALL}: the text is empty; give words or tokens.")
-        if self.reserved is not None and self.reserved < self.needles:
-            raise ArgumentError(f"{CALL}: reserved is {self.reserved}, expected at least {self.needles}, the needles.")
+        for name, high in {"length": 2**40, "needles": 2**40, "digits": 18, "id_digits": 8}.items():
+            whole(CALL, name, getattr(self, name), 1, high)
+        if not isinstance(self.text, Sequence) or len(self.text) == 0:
+            raise refuse(CALL, "text", self.text, "words or tokens, at least one")
+        optional_whole(CALL, "reserved", self.reserved, self.needles)
+        for name in ("encode", "decode"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise refuse(CALL, name, getattr(self, name), "a function or None")
+        for name, known in {"template": {"key", "value"}, "key": {"id"}}.items():
+            _check_template(name, getattr(self, name), known)
         if min(10**self.digits, 16**self.id_digits) < self.needles:
             raise ArgumentError(
-                f"{CALL}: {self.needles} needles need as many different keys and numbers; give them more digits."
-            )
-        if not {"{key}", "{value}"} <= set(re.findall(r"\{\w+\}", self.template)) or "{id}" not in self.key:
-            raise ArgumentError(
-                f"{CALL}: template {self.template!r} and key {self.key!r} must hold {{key}} and {{value}}, and {{id}}."
+                f"{CALL}: {self.needles} needles with digits={self.digits} and id_digits={self.id_digits} "
+                f"need as many different keys and numbers; give them more digits."
             )
         if self.template.index("{key}") > self.template.index("{value}"):
             raise ArgumentError(f"{CALL}: template {self.template!r} must name {{key}} before {{value}}.")
+        if self.breaks is not None:
+            instance(CALL, "breaks", self.breaks, (Set, list, tuple), "a set of pieces, or None")
         if self.breaks is not None and not any(piece in self.breaks for piece in self.text):
             raise ArgumentError(f"{CALL}: no piece of the text is among breaks; needles would have no place.")
 
@@ -142,6 +143,7 @@ class NeedleInHaystack:
         Raises:
             ArgumentError: the needles do not fit.
         """
+        check_place(f"{CALL}.example", seed, index)
         digest = hashlib.blake2b(f"needle:{seed}:{index}".encode(), digest_size=8).digest()
         draw = random.Random(int.from_bytes(digest, "little"))
         first = index * (self.needles if self.reserved is None else self.reserved)
@@ -212,6 +214,16 @@ class NeedleInHaystack:
         return found.group(1) if found else ""
 
 
+def _check_template(name: str, given: Any, wanted: set[str]) -> None:
+    """Check that a template holds the fields that are wanted, and no others."""
+    try:
+        found = {part for _, part, _, _ in string.Formatter().parse(instance(CALL, name, given, str, "a text")) if part}
+    except ValueError:
+        found = set()
+    if found != wanted:
+        raise refuse(CALL, name, given, f"a text with {', '.join(f'{{{each}}}' for each in sorted(wanted))} alone")
+
+
 def unique_id(seed: int, number: int, digits: int = 4) -> str:
     """Hexadecimal characters: a permutation of 0 .. 16^digits - 1 that the seed names, at `number` modulo 16^digits.
 
@@ -258,8 +270,10 @@ def wilson(hits: int, trials: int, z: float = 1.959963984540054) -> tuple[float,
     Raises:
         ArgumentError: hits that are not from 0 to trials.
     """
-    if not 0 <= hits <= trials:
-        raise ArgumentError(f"wilson: hits is {hits} of {trials} trials, expected 0 to {trials}.")
+    whole("wilson", "trials", trials, 0, 2**53)
+    if whole("wilson", "hits", hits) > trials or hits < 0:
+        raise ArgumentError(f"wilson: hits is {shown(hits)} of {trials} trials, expected 0 to {trials}.")
+    z = number("wilson", "z", z, low=0.0, high=1e6)
     if trials == 0:
         return 0.0, 1.0
     share, by = hits / trials, z * z / trials

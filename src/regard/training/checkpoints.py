@@ -2,7 +2,10 @@
 
 `COMPLETE.json` holds the size and SHA-256 of every file and is written last, under another name, flushed to
 the disk and renamed. A crash, a full disk or a kill at any moment therefore leaves either a checkpoint
-that verifies or one that is recognised as incomplete and passed over.
+that verifies or one that is recognised as incomplete and passed over. The saved model carries the same seal.
+
+The seal shows damage, not malice: who changes files on purpose can seal the folder again. What a sealed folder
+holds is therefore checked once more when it is read (`saved_model`, `saved_tokenizer`, `resuming`).
 """
 
 from __future__ import annotations
@@ -14,14 +17,31 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from .errors import TrainingStopped
+from .files import is_plain_name, regular_size
 
 MANIFEST = "COMPLETE.json"
-_NAME = re.compile(r"checkpoint-(\d+)")
+_NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
+_MOST_MANIFEST = 1 << 24
+_OF_MODEL = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("config.json",),
+    ("tokenizer.json",),
+)
+_OF_CHECKPOINT = (
+    *_OF_MODEL,
+    ("optimizer.pt",),
+    ("scheduler.pt",),
+    ("trainer_state.json",),
+    ("rng_state*.pth",),
+)
+"""What a seal must list: of each line one name, or one that fits the pattern."""
+_READ_BY_TRAINER = (".bin", ".pt", ".pth", ".safetensors")
 
 
 def step_of(folder: Path) -> int:
@@ -33,32 +53,76 @@ def step_of(folder: Path) -> int:
 
 def checkpoints(run: Path) -> list[Path]:
     """All checkpoint folders of a run, complete or not, oldest first."""
-    folders = [path for path in run.glob("checkpoint-*") if path.is_dir() and _NAME.fullmatch(path.name)]
+    folders = [
+        path
+        for path in run.glob("checkpoint-*")
+        if path.is_dir() and not path.is_symlink() and _NAME.fullmatch(path.name)
+    ]
     return sorted(folders, key=step_of)
 
 
 def seal(folder: Path) -> None:
-    """Flush every file of a checkpoint to the disk and mark it complete.
+    """Flush every file of a checkpoint or a saved model to the disk and mark the folder complete.
 
     Raises:
         OSError: the disk refused.
     """
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    listed = {str(path.relative_to(folder)): _fingerprint(path, flush=True) for path in files}
-    write_atomically(folder / MANIFEST, json.dumps({"step": step_of(folder), "files": listed}, indent=1))
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+    listed = {path.name: fingerprint(path, flush=True) for path in files}
+    step = {"step": step_of(folder)} if _NAME.fullmatch(folder.name) else {}
+    write_atomically(folder / MANIFEST, json.dumps({**step, "files": listed}, indent=1))
 
 
 def fault(folder: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None if it is complete and unchanged."""
+    """Return why a checkpoint or a sealed model cannot be used, or None if it is complete and unchanged.
+
+    The seal shows damage, not malice: who changes a file on purpose can write a new seal.
+    """
     try:
-        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        if regular_size(folder / MANIFEST, links=False) > _MOST_MANIFEST:
+            return f"{MANIFEST} cannot be read"
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        listed = {name: (size, digest) for name, (size, digest) in manifest["files"].items()}
+        step = manifest.get("step")
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"{MANIFEST} cannot be read"
+    is_checkpoint = _NAME.fullmatch(folder.name) is not None
+    if is_checkpoint and (step != step_of(folder) or isinstance(step, bool)):
+        return f"{MANIFEST} is that of step {step!r}"
+    return _not_listed(folder, listed, is_checkpoint) or _differing(folder, listed)
+
+
+def _not_listed(folder: Path, listed: dict[str, tuple[object, object]], is_checkpoint: bool) -> str | None:
+    """Return which file a seal should name and does not, or names and should not, or None."""
+    needed = _OF_CHECKPOINT if is_checkpoint else _OF_MODEL
+    for patterns in needed:
+        if not any(fnmatchcase(name, pattern) for name in listed for pattern in patterns):
+            return f"{MANIFEST} does not list {patterns[0]}"
+    odd = next((name for name in listed if not is_plain_name(name)), None)
+    if odd is not None:
+        return f"{MANIFEST} lists {odd!r}, which is no name of a file in the folder"
+    if is_checkpoint:  # Trainer would read these, too
+        others = (path.name for path in sorted(folder.iterdir()) if path.is_dir() or path.suffix in _READ_BY_TRAINER)
+        other = next((name for name in others if name not in listed), None)
+        return other and f"{other} was not there when it was written"
+    return None
+
+
+def _differing(folder: Path, listed: dict[str, tuple[object, object]]) -> str | None:
+    """Return which file is not as it is listed, or None. All sizes are compared before a file is read."""
+    try:
+        for name, (size, _) in listed.items():
+            if regular_size(folder / name, links=False) != size:
+                return f"{name} differs from what was written"
         for name, (size, digest) in listed.items():
-            if (folder / name).stat().st_size != size or _fingerprint(folder / name) != [size, digest]:
+            if fingerprint(folder / name) != [size, digest]:
                 return f"{name} differs from what was written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} cannot be read"
+    except OSError as error:
+        return error.strerror or str(error)
     return None
 
 
@@ -125,8 +189,8 @@ def write_atomically(path: Path, text: str) -> None:
         os.close(folder)
 
 
-def _fingerprint(path: Path, *, flush: bool = False) -> list[int | str]:
-    """[size in bytes, SHA-256]; with `flush`, after the file has reached the disk."""
+def fingerprint(path: Path, *, flush: bool = False) -> list[int | str]:
+    """Return [size in bytes, SHA-256] of a file; with `flush`, after the file has reached the disk."""
     digest, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
         if flush:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..models import RegardConfig
 
 SEEDS = 2**32
+MOST_LAYERS = 1024
 """Seeds are 0 .. SEEDS - 1: what numpy's generator, which transformers seeds too, can take."""
 
 
@@ -122,8 +123,11 @@ class TrainConfig:
         """Windows of one optimiser step on one device."""
         return self.batch * self.accumulate
 
-    def validate(self, call: str = "train") -> None:
+    def validate(self, call: str = "train", *, here: bool = True) -> None:
         """Check all that can be checked without reading the text.
+
+        Args:
+            here: also check what a new run needs here: a text, the device, and a model that can be computed.
 
         Raises:
             ArgumentError: a number out of its range, heads that do not divide, an unknown spec, tokenizer
@@ -133,6 +137,8 @@ class TrainConfig:
         rhythm = ("log_every", "eval_every", "save_every", "keep")
         for name in (*model, "steps", "batch", "accumulate", *rhythm):
             _at_least(self, name, 1, call)
+        if self.layers > MOST_LAYERS:
+            raise ArgumentError(f"{call}: --layers is {self.layers}, expected at most {MOST_LAYERS}.")
         _at_least(self, "context", 2, call)  # one token to see and one to predict
         _at_least(self, "eval_tokens", 2, call)
         for name in ("learning_rate", "clip"):
@@ -142,19 +148,20 @@ class TrainConfig:
         for name in ("warmup", "final_learning_rate"):
             _share(self, name, call, ends=True)
         _share(self, "validation", call, ends=False)
-        if self.data is None:
+        if here and self.data is None:
             raise ArgumentError(f"{call}: no text to learn from; give --data FILE or --data FOLDER.")
         if self.resume and self.overwrite:
             raise ArgumentError(f"{call}: --resume continues the run, --overwrite deletes it; give one of them.")
         if not self.spec:
             raise ArgumentError(f"{call}: --spec names nothing; give a sentence such as softmax.")
         specs = _specs(self.spec, call)
-        _check_names(self, call)
+        _check_names(self, call, here=here)
         _check_rules(self, specs, call)
         from .models import check_model, has_field  # transformers, which takes seconds to import: last
 
         _check_heads(self, call, rotary=has_field(self.model, "rope_theta"))
-        _check_sizes(self, specs, check_model(self, call), call)
+        if here:
+            _check_sizes(self, specs, check_model(self, call), call)
 
 
 def _specs(words: Sequence[str], call: str) -> list[Spec]:
@@ -230,7 +237,7 @@ def _check_heads(config: TrainConfig, call: str, *, rotary: bool) -> None:
 
 
 def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+    return ", ".join(str(n) for n in range(1, min(number, 1024) + 1) if number % n == 0)
 
 
 def _check_rules(config: TrainConfig, specs: list[Spec], call: str) -> None:
@@ -251,12 +258,13 @@ def _check_rules(config: TrainConfig, specs: list[Spec], call: str) -> None:
         ridge.require(f"{call}: --ridge", spec)
 
 
-def _check_names(config: TrainConfig, call: str) -> None:
+def _check_names(config: TrainConfig, call: str, *, here: bool) -> None:
     from .device import resolve_device
     from .tokenizers import TOKENIZERS
 
     TOKENIZERS.get(config.tokenizer)
-    resolve_device(config.device, call=call)
+    if here:
+        resolve_device(config.device, call=call)
 
 
 def _check_sizes(config: TrainConfig, specs: list[Spec], model: RegardConfig, call: str) -> None:

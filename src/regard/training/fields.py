@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..checks import ArgumentError, suggestion
+from .files import read_text
 from .sentences import split_sentences
 
 try:
@@ -26,25 +27,36 @@ _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or fals
 
 
 def read_mapping(path: Path, *, call: str) -> dict[str, Any]:
-    """The table in a `.toml` or `.json` file.
+    """Return the table in a `.toml` or `.json` file.
 
     Raises:
-        ArgumentError: the file is missing, unreadable, of another kind, or not a table.
+        ArgumentError: the file is missing, unreadable, no regular file, of another kind, not a table, or names a key
+            twice.
     """
     if path.suffix not in (".toml", ".json"):
         raise ArgumentError(f"{call}: {path} is neither a .toml nor a .json file.")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         raise ArgumentError(f"{call}: config file {path} does not exist.") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"{call}: cannot read config file {path}: {_one_line(error)}.") from None
     try:
-        table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError as error:  # both decoders derive their errors from it
+        table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_no_key_twice)
+    except (ValueError, RecursionError) as error:  # both decoders derive their errors from ValueError
         raise ArgumentError(f"{call}: {path} is not valid {path.suffix[1:].upper()}: {_one_line(error)}.") from None
     if not isinstance(table, dict):
         raise ArgumentError(f"{call}: {path} holds a {type(table).__name__}, expected a table of settings.")
+    return table
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the table of these pairs; a key that stands twice is a ValueError."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} stands twice")
     return table
 
 
@@ -66,6 +78,8 @@ def from_mapping(base: C, table: Mapping[str, Any], *, call: str, source: str) -
         name = key.replace("-", "_")
         if name not in names:
             raise ArgumentError(f"{call}: unknown key {key!r} in {source}.{suggestion(name, names)}")
+        if name in values:
+            raise ArgumentError(f"{call}: {key!r} stands twice in {source}.")
         values[name] = _coerce(value, hints[name], f"{call}: {key} in {source}")
     return dataclasses.replace(base, **values)  # type: ignore[type-var]
 
@@ -100,6 +114,8 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
         return tuple(_coerce(item, get_args(hint)[0], where) for item in items)
     if hint is Path and isinstance(value, str):
         return Path(value)
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ArgumentError(f"{where} is a number of {value.bit_length()} bits; give a smaller one.")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):

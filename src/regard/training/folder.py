@@ -1,11 +1,11 @@
 """The run folder: what lies in it, and how it is begun, continued, deleted and read back.
 
 config.json      the TrainConfig; can be given to --config
-run.json         versions, and size and digest of the text
+run.json         versions, size and digest of the text, and those of config.json and the files in tokenizer/
 tokenizer/       loads with AutoTokenizer.from_pretrained
 metrics.jsonl    one JSON object per logged step
 checkpoint-N/    what is needed to continue after step N, sealed by COMPLETE.json
-model/           the trained model with its tokenizer; loads with AutoModelForCausalLM.from_pretrained
+model/           the trained model with its tokenizer, sealed as well; loads with AutoModelForCausalLM.from_pretrained
 summary.json     the result on the whole held-out text
 tensorboard/     where TensorBoard is installed
 """
@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checks import ArgumentError
-from .checkpoints import checkpoints, last_complete, write_atomically, writing
+from .checkpoints import MANIFEST, checkpoints, fault, fingerprint, last_complete, seal, write_atomically, writing
 from .config import TrainConfig
 from .fields import from_mapping, read_mapping, to_mapping
+from .files import MOST_JSON, is_plain_name, regular_size
+from .saved_tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -83,26 +85,63 @@ def begin(config: TrainConfig, text: Text, tokenizer: PreTrainedTokenizerBase, *
         tokenizer.save_pretrained(out / "tokenizer")
         saved = replace(config, data=text.path, resume=False, overwrite=False)
         write_atomically(out / "config.json", json.dumps(to_mapping(saved), indent=1))
-        write_atomically(out / "run.json", json.dumps(_describe(text), indent=1))
+        write_atomically(out / "run.json", json.dumps({**_describe(text), "files": _written(out)}, indent=1))
     except OSError as error:
         raise ArgumentError(f"{call}: cannot write to --out {out}: {error.strerror or error}.") from None
 
 
 def saved_config(out: Path, *, call: str) -> TrainConfig:
-    """The config of the run in a folder.
+    """Return the config of the run in a folder, which lies where it was read.
 
     Raises:
-        ArgumentError: there is no run, or its config cannot be read.
+        ArgumentError: there is no run, or its config cannot be read, is not valid, or differs from what was written.
     """
     if not (out / "config.json").is_file() or not (out / "run.json").is_file():
-        found = [str(path.parent) for path in out.parent.glob("*/run.json")]
-        hint = f" Runs beside it: {', '.join(sorted(found))}." if found else ""
+        others = [str(path.parent) for path in out.parent.glob("*/run.json")]
+        hint = f" Runs beside it: {', '.join(sorted(others))}." if others else ""
         raise ArgumentError(f"{call}: {out} holds no run.{hint}")
-    written = read_mapping(out / "run.json", call=call).get("format")
-    if written != FORMAT:
-        raise ArgumentError(f"{call}: {out} has run format {written!r}, this version reads {FORMAT}.")
+    listed = _read_run(out, call=call).get("files", {})
+    if "config.json" in listed:
+        _check_unchanged(out, "config.json", listed, call)
     table = read_mapping(out / "config.json", call=call)
-    return from_mapping(TrainConfig(), table, call=call, source=str(out / "config.json"))
+    found = from_mapping(TrainConfig(), table, call=call, source=str(out / "config.json"))
+    found = replace(found, out=out, resume=False, overwrite=False)
+    found.validate(f"{call}: {out / 'config.json'}", here=False)
+    return found
+
+
+def _read_run(out: Path, *, call: str) -> dict[str, Any]:
+    """Return what `run.json` says.
+
+    Raises:
+        ArgumentError: it cannot be read, is of another format, or holds other things than were written.
+    """
+    table = read_mapping(out / "run.json", call=call)
+    written = table.get("format")
+    if written != FORMAT or isinstance(written, (bool, float)):
+        raise ArgumentError(f"{call}: {out} has run format {written!r}, this version reads {FORMAT}.")
+    text, listed = table.get("text"), table.get("files", {})
+    if not isinstance(text, dict) or not isinstance(text.get("sha256"), str):
+        raise ArgumentError(f"{call}: {out / 'run.json'} does not say which text the run was trained on.")
+    if not isinstance(listed, dict):
+        raise ArgumentError(f"{call}: files in {out / 'run.json'} is {listed!r}, expected a table.")
+    return table
+
+
+def _check_unchanged(out: Path, name: str, listed: dict[str, Any], call: str) -> None:
+    """Check that a file is the one the run began with.
+
+    Raises:
+        ArgumentError: it is missing or differs.
+    """
+    try:
+        same = regular_size(out / name) < MOST_JSON and fingerprint(out / name) == listed[name]
+    except OSError as error:
+        raise ArgumentError(f"{call}: cannot read {out / name}: {error.strerror or error}.") from None
+    if not same:
+        raise ArgumentError(
+            f"{call}: {out / name} differs from what was written when the run began; put the former one back."
+        )
 
 
 def check_resume(config: TrainConfig, text: Text, *, call: str) -> tuple[Path, list[str]]:
@@ -139,8 +178,8 @@ def check_text(out: Path, text: Text, *, call: str) -> None:
     Raises:
         ArgumentError: its digest differs.
     """
-    then = read_mapping(out / "run.json", call=call).get("text", {})
-    if then.get("sha256") != text.sha256:
+    then = _read_run(out, call=call)["text"]
+    if then["sha256"] != text.sha256:
         raise ArgumentError(
             f"{call}: the text in {text.path} is not the one the run in {out} was trained on "
             f"({len(text.content)} characters now, {then.get('characters')} then)."
@@ -148,18 +187,19 @@ def check_text(out: Path, text: Text, *, call: str) -> None:
 
 
 def saved_tokenizer(out: Path, *, call: str) -> PreTrainedTokenizerBase:
-    """The tokenizer with which the run in `out` began.
+    """Return the tokenizer with which the run in `out` began.
 
     Raises:
-        ArgumentError: it cannot be read.
+        ArgumentError: it cannot be read, or differs from what was written.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(out / "tokenizer", local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())
-        raise ArgumentError(f"{call}: cannot load the tokenizer in {out}: {reason}") from None
+    listed = _read_run(out, call=call).get("files", {})
+    for name in listed:
+        if name.startswith("tokenizer/") and is_plain_name(name.removeprefix("tokenizer/")):
+            _check_unchanged(out, name, listed, call)
+    tokenizer = load_tokenizer(out / "tokenizer", call=call)
+    if tokenizer.pad_token is None:
+        raise ArgumentError(f"{call}: the tokenizer in {out / 'tokenizer'} has no pad_token, which Trainer needs.")
+    return tokenizer
 
 
 def save_model(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
@@ -174,6 +214,7 @@ def save_model(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
             shutil.rmtree(temporary, ignore_errors=True)
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
+            seal(temporary)
             if final.exists():
                 shutil.rmtree(final)
             os.replace(temporary, final)
@@ -183,66 +224,32 @@ def save_model(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def load_model(path: Path, *, call: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and tokenizer of a run folder (its `model/`, else its last complete checkpoint), or of a
-    folder written by `save_pretrained`. Reads safetensors and JSON only.
+    """Return the model and tokenizer of a run folder (its `model/`, else its last complete checkpoint), or of a
+    folder written by `save_pretrained`. Only safetensors and JSON are read, and no code of the folder runs.
 
     Raises:
-        ArgumentError: no such folder, no model in it, one of a type that is not known or no language model, or a
-            damaged one: tensors that are missing, too many, of another shape or not finite, or a tokenizer with more
-            tokens than the model knows.
+        ArgumentError: no such folder, a model that cannot be read (see `saved_model.read_model`) or differs from what
+            was sealed, or a tokenizer with more tokens than the model knows.
     """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from ..models.loading import misfits  # its package registers our models with AutoModelForCausalLM
     from .quiet import quiet_transformers
+    from .saved_model import read_model
 
     folder = _model_folder(path, call)
-    _check_type(folder, call)
-    try:
-        with quiet_transformers():
-            model, loading = AutoModelForCausalLM.from_pretrained(
-                folder,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are reported below, in one line
-            )
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise ArgumentError(f"{call}: cannot load the model in {folder}: {reason}") from None
-    wrong = misfits(model, loading)
-    if wrong:
-        raise ArgumentError(f"{call}: the weights in {folder} do not fit their config ({'; '.join(wrong)}).")
+    reason = fault(folder) if (folder / MANIFEST).exists() else None
+    if reason is not None:
+        raise ArgumentError(
+            f"{call}: the model in {folder} is damaged: {reason}; delete the folder, and the last checkpoint is used. "
+            f"If you changed it on purpose, delete its {MANIFEST}."
+        )
+    with quiet_transformers():
+        model, tokenizer = read_model(folder, call=call), load_tokenizer(folder, call=call)
     most = max(tokenizer.get_vocab().values(), default=0)
     if most >= model.config.vocab_size:
         raise ArgumentError(
             f"{call}: the tokenizer in {folder} has tokens up to {most}, its model knows 0 to "
             f"{model.config.vocab_size - 1}; they do not belong together."
         )
-    return model.eval(), tokenizer
-
-
-def _check_type(folder: Path, call: str) -> None:
-    """The model in a folder is of a type that can be loaded as a causal language model.
-
-    Raises:
-        ArgumentError: it is not, or its config cannot be read.
-    """
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from ..models import language_models
-
-    kind = read_mapping(folder / "config.json", call=call).get("model_type")
-    known = isinstance(kind, str) and kind in CONFIG_MAPPING
-    if known and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return
-    ours = ", ".join(entry.config.model_type for _, entry in language_models.items())
-    fault = "which is no causal language model" if known else "which is not known here"
-    raise ArgumentError(
-        f"{call}: the model in {folder} is of type {kind!r}, {fault}; expected one of transformers' or of ours: {ours}."
-    )
+    return model, tokenizer
 
 
 def _model_folder(path: Path, call: str) -> Path:
@@ -269,6 +276,12 @@ def _delete_run(out: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def _written(out: Path) -> dict[str, list[int | str]]:
+    """Return size and digest of the files that do not change while the run goes on."""
+    files = [out / "config.json", *sorted(path for path in (out / "tokenizer").iterdir() if path.is_file())]
+    return {path.relative_to(out).as_posix(): fingerprint(path) for path in files}
 
 
 def _describe(text: Text) -> dict[str, Any]:

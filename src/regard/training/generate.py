@@ -10,6 +10,8 @@ Shapes: B prompts, V the vocabulary.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from transformers import (
 from ..checks import ArgumentError
 from .config import check_seed
 from .quiet import quiet_transformers
+from .saved_tokenizer import one_error
 
 
 class SeededSampling(LogitsProcessor):
@@ -65,7 +68,8 @@ def generate_text(
     top_k: int | None = None,
     seed: int = 0,
 ) -> str:
-    """The prompt and its continuation, `max_new_tokens` tokens long. The same arguments give the same text.
+    """Return the prompt and its continuation, `max_new_tokens` tokens long. The same arguments give the same text,
+    whatever generation settings are saved with the model or set on it.
 
     Special tokens are never produced.
 
@@ -77,13 +81,25 @@ def generate_text(
     sampling = SeededSampling(
         temperature=temperature, top_k=top_k, seed=seed, forbidden=list(tokenizer.all_special_ids)
     )
-    # a fresh config: settings saved with the model do not change what this function promises
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id, eos_token_id=None
     )
-    with quiet_transformers():  # it reminds of the context, beyond which one may go
+    # quiet: it reminds of the context, beyond which one may go
+    with quiet_transformers(), _without_settings(model):
         output = model.generate(**inputs, generation_config=settings, logits_processor=LogitsProcessorList([sampling]))
-    return prompt + tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    with one_error("generate: the tokenizer cannot write the text"):
+        return prompt + tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@contextmanager
+def _without_settings(model: PreTrainedModel) -> Iterator[None]:
+    """Put the generation settings of a model aside: transformers takes from them whatever a call leaves at None."""
+    former = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = former
 
 
 def _prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
@@ -92,7 +108,8 @@ def _prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: 
     Raises:
         ArgumentError: it has no tokens, or more than the model's context.
     """
-    inputs = tokenizer(prompt, return_tensors="pt")
+    with one_error("generate: the tokenizer cannot read the prompt"):
+        inputs = tokenizer(prompt, return_tensors="pt")
     tokens, context = inputs["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)
     if not tokens:
         raise ArgumentError("generate: the prompt is empty; give at least one character.")

@@ -34,6 +34,7 @@ from .evaluation import Units
 from .generate import opening
 from .models import language_model
 from .quiet import quiet_transformers, unconverged_once
+from .resuming import check_checkpoint
 from .text import Text, load_text, split_text
 from .tokenizers import TOKENIZERS, encode
 from .trainer import RegardTrainer
@@ -111,12 +112,13 @@ def train(
         torch.manual_seed(config.seed)
         model = (build_model or language_model)(config, corpus.tokenizer)
     arguments = _arguments(config)
-    if _main_process():
-        if checkpoint is None:
-            folder.begin(config, text, corpus.tokenizer, call="train")
-        else:
-            _rewind(config.out, step_of(checkpoint))
+    if _main_process() and checkpoint is None:
+        folder.begin(config, text, corpus.tokenizer, call="train")
     trainer = _trainer(config, arguments, model, corpus)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, trainer, call="train")
+        if _main_process():
+            _rewind(config.out, step_of(checkpoint))
     progress = RichProgress(console, label)
     for line in skipped:
         progress.console.print(line, highlight=False, markup=False)

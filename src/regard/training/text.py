@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checks import ArgumentError
+from .files import regular_size
 
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".org", ".tex", ".csv", ".tsv", ".html", ".xml"),
@@ -48,7 +49,7 @@ def load_text(path: Path | str, *, call: str = "load_text") -> Text:
     """Read a UTF-8 file, or all text files of a folder (see the module's rule).
 
     Raises:
-        ArgumentError: the path does not exist, cannot be read, holds no text, or is not UTF-8.
+        ArgumentError: the path does not exist, cannot be read, is a pipe or a device, holds no text, or is not UTF-8.
     """
     path = Path(path).expanduser()
     if path.is_dir():
@@ -87,6 +88,7 @@ def _text_files(folder: Path) -> Iterator[Path]:
 
 def _read(file: Path, call: str) -> str:
     try:
+        regular_size(file)  # a pipe or a device could be read for ever, and a run reads its text again
         return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ArgumentError(

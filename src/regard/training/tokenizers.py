@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..registry import Registry
 from .gpt2_files import gpt2_vocabulary
+from .saved_tokenizer import one_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -81,12 +82,17 @@ def gpt2_tokenizer(text: str = "") -> PreTrainedTokenizerBase:
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     """All tokens of a text, int32 [n], without special tokens. Long texts are encoded in pieces, cut where no token
-    could reach across; where a tokenizer has no such places that are known, whole."""
+    could reach across; where a tokenizer has no such places that are known, whole.
+
+    Raises:
+        ArgumentError: the tokenizer fails, as one with a regular expression that finds no end.
+    """
     backend = tokenizer.backend_tokenizer
     pieces = list(_pieces(text, _seams(tokenizer)))
     tokens: list[Tensor] = []
     for i in range(0, len(pieces), 512):  # encodings are bulky; keep few of them at a time
-        batch = backend.encode_batch_fast(pieces[i : i + 512], add_special_tokens=False)
+        with one_error("encode: the tokenizer cannot read this text"):
+            batch = backend.encode_batch_fast(pieces[i : i + 512], add_special_tokens=False)
         tokens.extend(torch.tensor(encoding.ids, dtype=torch.int32) for encoding in batch)
     return torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int32)
 

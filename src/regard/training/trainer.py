@@ -1,11 +1,12 @@
-"""`transformers.Trainer` with six differences, each in a method or two:
+"""`transformers.Trainer` with seven differences, each in a method or two:
 
 - the data are read in order, since `SampledWindows` already is a function of (seed, step);
 - memories learn at a rate of their own;
 - evaluation is the strided one of `evaluate`;
 - logs are completed with bits, tokens per second and what the attention's rows are like;
 - a non-finite loss or gradient stops the run before the weights are touched;
-- a checkpoint is sealed once written, and a disk that refuses gives one clear error.
+- a checkpoint is sealed once written, and a disk that refuses gives one clear error;
+- from a checkpoint only safetensors become weights, and these must be all those of the model.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .callbacks import Clock, StepNumber
 from .checkpoints import last_good, prune, seal, writing
 from .errors import TrainingStopped
 from .evaluation import Evaluation, Units, evaluate, row_means
+from .resuming import put_weights
 
 
 class RegardTrainer(Trainer):
@@ -153,6 +155,9 @@ class RegardTrainer(Trainer):
             f"{what} at step {self.state.global_step + 1}; first non-finite tensor: {culprit}; "
             f"{last_good(Path(self.args.output_dir))}"
         )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        put_weights(self.model if model is None else model, Path(resume_from_checkpoint), call="train")
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         run = Path(self.args.output_dir)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...checks import in_range
+from ...checks import number
 from ..kernels import ParamInfo, Params
 from ..weighting import Ratio, RowStats, Weighting
 from .base import RuleBase, bandwidths, require_ranked
@@ -30,8 +30,7 @@ class Anchored(RuleBase):
     name: ClassVar[str] = "anchored"
 
     def __post_init__(self) -> None:
-        in_range("anchored", "margin", self.margin, low=0.0, strict=True)
-        object.__setattr__(self, "margin", float(self.margin))
+        object.__setattr__(self, "margin", number("anchored", "margin", self.margin, low=0.0, strict=True))
 
     def weighting(self, kernel: Any, normalise: bool, similarity: Any) -> Weighting:
         require_ranked(self.name, kernel, normalise)

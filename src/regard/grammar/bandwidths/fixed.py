@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from ...checks import ArgumentError, in_range, suggestion
+from ...checks import ArgumentError, choice, number
 from ..kernels import Number, ParamInfo, Params
 from ..weighting import Plain, Ratio, RowStats, Weighting
 from .base import RuleBase, bandwidths, positions
@@ -43,13 +43,10 @@ class Fixed(RuleBase):
         if self.bias is not None and self.h is not None:
             raise ArgumentError("fixed: bias and h both set the threshold; give one of them.")
         if self.bias is not None:
-            in_range("fixed", "bias", self.bias, strict=False)
-            object.__setattr__(self, "bias", float(self.bias))
+            object.__setattr__(self, "bias", number("fixed", "bias", self.bias))
         if self.h is not None:
-            in_range("fixed", "h", self.h, low=0.0, strict=True)
-            object.__setattr__(self, "h", float(self.h))
-        if self.empty not in get_args(Empty):
-            raise ArgumentError(f"fixed: unknown empty={self.empty!r}.{suggestion(str(self.empty), get_args(Empty))}")
+            object.__setattr__(self, "h", number("fixed", "h", self.h, low=0.0, strict=True))
+        choice("fixed", "empty", self.empty, get_args(Empty))
 
     @property
     def _bias(self) -> float:

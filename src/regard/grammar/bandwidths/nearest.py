@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from ...checks import ArgumentError, suggestion
+from ...checks import ArgumentError, choice, number, whole
 from ..kernels import Params
 from ..weighting import Ratio, RowStats, Weighting, distance, row_top
 from .base import RuleBase, bandwidths, positions, require_ranked
@@ -41,15 +41,10 @@ class Nearest(RuleBase):
     name: ClassVar[str] = "nearest"
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise ArgumentError(f"nearest: k is {self.k!r}, expected a whole number k >= 1.")
-        if self.gradient not in get_args(Gradient):
-            modes = get_args(Gradient)
-            raise ArgumentError(f"nearest: unknown gradient={self.gradient!r}.{suggestion(str(self.gradient), modes)}")
-        number = isinstance(self.temperature, (int, float)) and not isinstance(self.temperature, bool)
-        if not number or not 0 < self.temperature < float("inf"):
-            raise ArgumentError(f"nearest: temperature is {self.temperature!r}, expected a number > 0.")
-        object.__setattr__(self, "temperature", float(self.temperature))
+        whole("nearest", "k", self.k, 1)
+        choice("nearest", "gradient", self.gradient, get_args(Gradient))
+        width = number("nearest", "temperature", self.temperature, low=0.0, strict=True)
+        object.__setattr__(self, "temperature", width)
 
     def weighting(self, kernel: Any, normalise: bool, similarity: Any) -> Weighting:
         require_ranked(self.name, kernel, normalise)

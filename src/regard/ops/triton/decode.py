@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import ArgumentError, floating, in_range, require, shape
+from ...checks import ArgumentError, flags, floating, in_range, mapping, require, shape
 from ...estimators import Visibility
 from ...estimators.precision import full_precision, row_number
 from ...grammar import Spec, as_spec
-from ..attention import _check_flags, _check_mask, _check_offset, _check_tensors, _check_window
+from ..attention import _check_mask, _check_offset, _check_tensors, _check_window
 from . import compact_decode, support
 from .compact import SOFTMAX, Rule, rule_of
 from .decode_plan import ROWS, group_of, ranges_of
@@ -218,9 +218,9 @@ def decode_attention(
     all); compact rules write and read their scores too, 8 bytes a query and key. Source: the rules are those of the
     sparse-attention paper, section 2; split keys as in Flash-Decoding (Dao et al., 2023).
     """
-    spec = as_spec(spec)
+    spec = as_spec(spec, CALL)
     _check_tensors(query, key, value, True)
-    _check_flags(is_causal=is_causal, exclude_self=exclude_self, return_visited=return_visited)
+    flags(CALL, is_causal=is_causal, exclude_self=exclude_self, return_visited=return_visited)
     rows, keys = query.shape[:3], key.shape[2]
     reason = _unsupported(spec, query, value, group_of(query, key) * query.shape[2])
     require(reason is None, CALL, f"{reason}. regard.attention does it.")
@@ -229,16 +229,17 @@ def decode_attention(
         keys=keys,
         causal=is_causal or exclude_self,
         strict=exclude_self,
-        window=_check_window(window),
+        window=_check_window(CALL, window),
         offset=_check_offset(query_offset, rows[0], keys - rows[2], query.device),
         mask=_check_mask(attn_mask, (rows[0], rows[1], 1, keys), query.device),
     )
-    tensors = (query, key, value, scale, *(params or {}).values())
+    params = mapping(CALL, "params", params)
+    tensors = (query, key, value, scale, *params.values())
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
         raise ArgumentError(
             f"{CALL}: forward only, and a tensor requires a gradient; use torch.no_grad() or attention."
         )
-    given = {n: row_number(CALL, n, p, rows, torch.float32, query.device) for n, p in (params or {}).items()}
+    given = {n: row_number(CALL, n, p, rows, torch.float32, query.device) for n, p in params.items()}
     if scale is not None:
         in_range(CALL, "scale", scale, low=0.0, strict=True)
         scale = row_number(CALL, "scale", scale, rows, torch.float32, query.device)

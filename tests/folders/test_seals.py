@@ -1,0 +1,208 @@
+"""Seals: what a list of files may name, and what it must."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hostile import answer, change_json, digest, reseal
+from safetensors.torch import load_file, save_file
+
+from regard.checks import ArgumentError
+from regard.training import load_model
+from regard.training.checkpoints import fault
+
+pytestmark = pytest.mark.timeout(120)
+ZEROS = [0, "0" * 64]
+
+
+def named(name: str, value: object = ZEROS) -> Callable[[dict], None]:
+    """A change of a seal: it also lists `name`."""
+    return lambda sealed: sealed["files"].update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (named("/dev/zero"), "lists '/dev/zero', which is no name of a file in the folder"),
+        (named("../../text.txt"), "which is no name of a file in the folder"),
+        (named(".."), "which is no name of a file in the folder"),
+        (named("a\0b"), "which is no name of a file in the folder"),
+        (named("a\\b"), "which is no name of a file in the folder"),
+        (named("pipe"), "pipe is no regular file"),
+        (named("link"), "link is no regular file"),
+        (named("folder"), "folder is no regular file"),
+        (named("absent"), "absent is missing"),
+        (named("config.json", 7), "cannot be read"),
+        (named("config.json", [True, None]), "config.json differs"),
+        (lambda sealed: {**sealed, "files": {}}, "does not list model.safetensors"),
+        (lambda sealed: {**sealed, "files": []}, "cannot be read"),
+        (lambda sealed: {**sealed, "step": 3}, "is that of step 3"),
+        (lambda sealed: ["model"], "COMPLETE.json cannot be read"),
+    ],
+)
+def test_a_seal_names_files_of_its_folder_only(run_folder: Path, change: Callable, reason: str) -> None:
+    folder = run_folder / "checkpoint-4"
+    os.mkfifo(folder / "pipe")
+    (folder / "link").symlink_to(folder / "config.json")
+    if reason.startswith("folder"):
+        (folder / "folder").mkdir()
+    sealed = json.loads((folder / "COMPLETE.json").read_text())
+    (folder / "COMPLETE.json").write_text(json.dumps(change(sealed) or sealed))
+    assert reason in (fault(folder) or "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model.safetensors", "config.json", "tokenizer.json", "optimizer.pt", "scheduler.pt", "trainer_state.json"),
+        "rng_state.pth",
+    ],
+)
+def test_a_resealed_checkpoint_without_a_file_is_passed_over(run_folder: Path, regard: Callable, name: str) -> None:
+    for step in (2, 4):
+        (run_folder / f"checkpoint-{step}" / name).unlink()
+    reseal(run_folder)
+    missing = name.replace("rng_state.pth", "rng_state*.pth")
+    error = regard("train", "--resume", "--out", run_folder, "--steps", 6).error
+    assert f"skipping checkpoint-4: COMPLETE.json does not list {missing}" in error
+    assert (run_folder / "summary.json").exists()
+
+
+def test_a_seal_that_is_a_pipe_or_a_device(run_folder: Path) -> None:
+    manifest = run_folder / "checkpoint-4" / "COMPLETE.json"
+    for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path), os.mkdir):
+        manifest.unlink()
+        make(manifest)
+        assert fault(manifest.parent) == "COMPLETE.json cannot be read"
+        manifest.rmdir() if manifest.is_dir() else None
+        manifest.touch()
+
+
+def test_what_trainer_would_read_besides(run_folder: Path) -> None:
+    (run_folder / "checkpoint-4" / "notes.txt").write_text("mine")
+    assert fault(run_folder / "checkpoint-4") is None
+    (run_folder / "checkpoint-4" / "scaler.pt").write_bytes(b"")
+    assert fault(run_folder / "checkpoint-4") == "scaler.pt was not there when it was written"
+
+
+def test_the_model_is_sealed(run_folder: Path, regard: Callable) -> None:
+    model = run_folder / "model"
+    listed = json.loads((model / "COMPLETE.json").read_text())["files"]
+    assert listed == {path.name: digest(path) for path in model.iterdir() if path.name != "COMPLETE.json"}
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-3] ^= 1  # one bit of one number
+    (model / "model.safetensors").write_bytes(weights)
+    for command in ("eval", "generate"):
+        assert "is damaged: model.safetensors differs from what was written" in regard(command, run_folder).error
+    (model / "COMPLETE.json").unlink()  # as a model of another program has none
+    load_model(run_folder, call="test")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"])
+def test_what_a_run_began_with_does_not_change(run_folder: Path, regard: Callable, name: str) -> None:
+    path = run_folder / name
+    path.write_text(path.read_text() + "\n")
+    error = regard("train", "--resume", "--out", run_folder, "--steps", 6).error
+    assert f"{path} differs from what was written when the run began" in error
+
+
+# Weights in several files ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shards(run_folder: Path) -> Path:
+    """The model without a seal, in two files."""
+    model = run_folder / "model"
+    (model / "COMPLETE.json").unlink(missing_ok=True)
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = sorted(tensors)
+    places = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
+    for place in set(places.values()):
+        held = {name: tensors[name] for name in names if places[name] == place}
+        save_file(held, model / place, metadata={"format": "pt"})
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return model
+
+
+def test_weights_in_several_files(shards: Path, regard: Callable, right_answer: Callable) -> None:
+    command = ("eval", shards.parent, "--device", "cpu")
+    assert answer(regard(*command)) == right_answer(lambda run: ("eval", run, "--device", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("../model-00001-of-00002.safetensors", "expected a .safetensors file in the same folder"),
+        ("/dev/zero", "expected a .safetensors file in the same folder"),
+        ("pytorch_model.bin", "expected a .safetensors file in the same folder"),
+        (7, "expected a .safetensors file in the same folder"),
+        ("pipe.safetensors", "pipe.safetensors is no regular file"),
+        ("zero.safetensors", "zero.safetensors is no regular file"),
+        ("absent.safetensors", "No such file"),
+        ("model-00002-of-00002.safetensors", "is not in the file that model.safetensors.index.json names"),
+    ],
+)
+def test_places_of_weights(shards: Path, place: object, reason: str) -> None:
+    os.mkfifo(shards / "pipe.safetensors")
+    (shards / "zero.safetensors").symlink_to("/dev/zero")
+    index = shards / "model.safetensors.index.json"
+    change_json(index, lambda table: table["weight_map"].update({min(table["weight_map"]): place}))
+    with pytest.raises(ArgumentError, match=reason) as caught:
+        load_model(shards.parent, call="eval")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "{", "[" * 100000])
+def test_an_index_that_cannot_be_read(shards: Path, content: str) -> None:
+    (shards / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ArgumentError, match=r"cannot load the model in .*index"):
+        load_model(shards.parent, call="eval")
+
+
+# Sizes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"vocab_size": 10**9}, "its config describes a model of 16,000,"),
+        ({"vocab_size": 10**18}, "cannot load the model in"),
+        ({"vocab_size": 10**30}, "vocab_size is a number of 100 bits"),
+        ({"hidden_size": 2**20}, "its config describes a model of"),
+        ({"intermediate_size": 10**9}, "its config describes a model of"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more layers than its weights hold"),
+        ({"num_attention_heads": 10**9}, "cannot load the model in"),
+        ({"dtype": "load"}, "dtype is 'load', expected one of float64, float32, float16, bfloat16"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "its weights are quantised"),
+        ({"to_dict": 3}, "'to_dict' is no field of a configuration"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings is 'long', expected a positive integer"),
+    ],
+)
+def test_sizes_beyond_the_weights_allocate_nothing(
+    run_folder: Path, fields: dict, reason: str, regard: Callable
+) -> None:
+    change_json(run_folder / "model" / "config.json", lambda table: {**table, **fields})
+    reseal(run_folder)
+    assert reason in regard("eval", run_folder, "--device", "cpu").error
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_labels": 10**9},
+        {"label2id": {"a": 10**12}, "id2label": {"1000000000000": "a"}},
+        {"attn_implementation": "somebody/kernel", "transformers_weights": "../../../etc/passwd"},
+    ],
+)
+def test_fields_that_no_language_model_needs_are_left_out(
+    run_folder: Path, fields: dict, regard: Callable, right_answer: Callable
+) -> None:
+    change_json(run_folder / "model" / "config.json", lambda table: {**table, **fields})
+    reseal(run_folder)
+    command = lambda run: ("eval", run, "--device", "cpu")  # noqa: E731
+    assert answer(regard(*command(run_folder))) == right_answer(command)

@@ -1,0 +1,520 @@
+"""Valid calls of the attention functions, of the sentences of the grammar and of the functions of score tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import regression
+import torch
+from contracts import oracle
+from contracts.cases import SPECS
+from torch import Tensor
+
+import regard
+
+from .draw import Call, Draw
+from .kinds import Anything, Flag, Floats, Integers, Kind, Mask, Other, Real, Sentence, Whole, Word
+
+IMPLS = tuple(regard.registries()["impl"].names())
+KNOWN = [s for s in SPECS.values() if s.trend is None and oracle.knows(oracle.read(s))]
+LOCAL = [s for s in KNOWN if s.degree == 0 and s.convex and s.kernel.name != "uniform"]
+
+
+def _visible(given: dict[str, Any]) -> Tensor:
+    """Which pairs the arguments of a call make visible."""
+    (batch, heads, queries, _), keys = given["query"].shape, given["key"].shape[2]
+    names = ("attn_mask", "is_causal", "exclude_self", "window", "query_offset")
+    how = {n: given[n] for n in names if n in given}
+    if how.get("window") is not None:
+        how["window"] = min(how["window"], 10**6)
+    seen = oracle.visible(batch, heads, queries, keys, **how)
+    ids = given.get("segment_ids")
+    if ids is None:
+        return seen
+    runs = torch.cat([torch.zeros(len(ids), 1), (ids[:, 1:] != ids[:, :-1]).cumsum(1)], 1)
+    offset = how.get("query_offset")
+    first = keys - queries if offset is None else offset
+    own = runs[:, first : first + queries]
+    return seen & (own[:, :, None] == runs[:, None, :]).expand(batch, -1, -1)[:, None]
+
+
+def _tensors(draw: Draw) -> dict[str, Any]:
+    """Queries, keys and values, with what limits who sees what."""
+    batch, kv_heads, group = draw.whole(1, 2), draw.whole(1, 2), draw.one(1, 1, 2)
+    queries, keys, dim = draw.whole(1, 6), draw.whole(1, 7), draw.whole(1, 5)
+    dtype = draw.one(torch.float64, torch.float64, torch.float32)
+    heads = kv_heads * group
+    given: dict[str, Any] = {
+        "query": draw.normal(batch, heads, queries, dim, dtype=dtype),
+        "key": draw.normal(batch, kv_heads, keys, dim, dtype=dtype),
+        "value": draw.normal(batch, kv_heads, keys, draw.whole(1, 4), dtype=dtype),
+        "enable_gqa": group > 1 or draw.flag(),
+        "is_causal": draw.flag(),
+        "exclude_self": draw.often(True, False),
+        "window": draw.one(None, None, 1, 3, 10**30),
+        "return_diagnostics": draw.often(True, False),
+    }
+    axes = draw.one((keys,), (queries, keys), (batch, 1, 1, keys), (batch, heads, queries, keys))
+    given["attn_mask"] = draw.often(draw.mask(*axes))
+    if queries <= keys and draw.flag():
+        given["segment_ids"] = draw.integers(2, draw.one(1, batch), keys)
+        given["query_offset"] = draw.one(None, draw.whole(0, keys - queries))
+    else:
+        given["segment_ids"] = None
+        given["query_offset"] = draw.one(None, draw.whole(-3, 8), draw.integers(9, batch) - 2)
+    return given
+
+
+def _rows(given: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(given["query"].shape[:3])
+
+
+def _kinds(given: dict[str, Any], spec: regard.Spec) -> dict[str, Kind]:
+    """What the shared arguments may be."""
+    (batch, heads, queries, _), keys = given["query"].shape, given["key"].shape[2]
+    with_segments = given["segment_ids"] is not None
+    some_rows = (_rows(given),)
+    segment = Integers(none=True, fixed=(1,))
+    return {
+        "query": Floats(fixed=(3,)),
+        "key": Floats(fixed=(0, 2, 3) if batch > 1 else (2, 3)),
+        "value": Floats(fixed=(2,)),
+        "attn_mask": Mask(none=True, fixed=(-1,) if keys > 1 else (), broadcast=True),
+        "is_causal": Flag(),
+        "exclude_self": Flag(),
+        "window": Whole(low=1, none=True),
+        "query_offset": Offset(none=True, batch=batch, room=keys - queries if with_segments else None),
+        "segment_ids": segment if not isinstance(given["query_offset"], Tensor) else Anything(),
+        "scale": Real(low=0.0, strict=True, none=True, rows=some_rows) if spec.takes_scale else Refused(none=True),
+        "params": Params(none=True, names=tuple(spec.params)),
+        "enable_gqa": Flag() if heads == given["key"].shape[1] else Flag(also=(False,)),
+        "impl": Word(words=("auto",)),
+        "return_diagnostics": Flag(),
+        "spec": Sentence(also=("linear*fixed(bias=1e999)",)),
+    }
+
+
+class Offset(Kind):
+    """Whole numbers, or integers [batch]; inside `room` where segments are given."""
+
+    def __init__(self, none: bool, batch: int, room: int | None) -> None:
+        object.__setattr__(self, "none", none)
+        object.__setattr__(self, "also", (torch.zeros(batch), torch.zeros(batch + 1, dtype=torch.long)))
+        object.__setattr__(self, "fine", ())
+        object.__setattr__(self, "batch", batch)
+        object.__setattr__(self, "room", room)
+
+    def own(self, value: Any) -> bool:
+        if isinstance(value, Tensor):
+            fits = value.dtype == torch.int64 and tuple(value.shape) == (self.batch,)  # type: ignore[attr-defined]
+            return fits and self.room is None and value.device.type == "cpu"  # type: ignore[attr-defined]
+        room = self.room  # type: ignore[attr-defined]
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return whole and (room is None or 0 <= value <= room)
+
+
+class Tolerance(Real):
+    """A number above 0."""
+
+    def own(self, value: Any) -> bool:
+        return super().own(value) and value != 0
+
+
+class Refused(Kind):
+    """An argument that has no meaning in this call."""
+
+
+class Params(Kind):
+    """A mapping of the spec's names to numbers."""
+
+    def __init__(self, none: bool, names: tuple[str, ...]) -> None:
+        first = names[0] if names else "alpha"
+        numbers = ("1", None, True, float("nan"), torch.ones(3, dtype=torch.long), torch.ones(17, 19), [1.0], 1j)
+        wrong = ({"alhpa": 1.0}, {3: 1.0}, {"": 1.0}, *({first: number} for number in numbers))
+        object.__setattr__(self, "none", none)
+        object.__setattr__(self, "also", wrong)
+        object.__setattr__(self, "fine", ({},))
+
+    def own(self, value: Any) -> bool:
+        return isinstance(value, dict) and not value
+
+
+def attention(draw: Draw) -> Call:
+    given = _tensors(draw)
+    spec = draw.one(*KNOWN)
+    s = oracle.read(spec)
+    signed = s.normalise and s.kernel in oracle.POINTWISE
+    if signed or spec.degree:
+        given = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in given.items()}
+    if spec.degree and s.solver == "learned":
+        spec, s = KNOWN[0], oracle.read(KNOWN[0])
+    given["spec"] = draw.one(spec, str(spec))
+    dtype, rows = given["query"].dtype, _rows(given)
+    scale = draw.often(
+        draw.one(0.7, draw.uniform(0.5, 1.5, *rows, dtype=dtype), draw.uniform(0.5, 1.5, 1, dtype=dtype))
+    )
+    given["scale"] = scale if spec.takes_scale else None
+    given["params"] = draw.one(None, {}, _numbers(draw, spec, rows, dtype))
+    able = [n for n, reason, _ in regard.explain(spec, (2, 2, 8, 3)).rows if reason is None]
+    given["impl"] = (
+        "auto" if given["return_diagnostics"] or given["segment_ids"] is not None else draw.one("auto", "reference")
+    )
+    assert able
+
+    def truth(**wide: Any) -> Tensor:
+        numbers = {n: _whole_rows(x, rows) for n, x in (wide["params"] or {}).items()}
+        return oracle.attention(
+            s, wide["query"], wide["key"], wide["value"], _visible(given), _whole_rows(wide["scale"], rows), numbers
+        )[0]
+
+    tolerance = 1e-7 if dtype == torch.float64 else 2e-3
+    return Call("attention", regard.attention, given, _kinds(given, spec), truth, tolerance, ("query", "key", "value"))
+
+
+def _whole_rows(x: Any, rows: tuple[int, ...]) -> Any:
+    return x.expand(rows) if isinstance(x, Tensor) and x.dim() <= 3 else x
+
+
+def _numbers(draw: Draw, spec: regard.Spec, rows: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    """A number or a tensor for every parameter of the spec, near its default."""
+    found: dict[str, Any] = {}
+    for name, info in spec.params.items():
+        if name != "probe":
+            centre = float(info.default) + (0.1 if info.low is not None and float(info.default) <= info.low else 0.0)
+            room = 1.0 if info.low is None else min(1.0, centre - info.low)
+            found[name] = draw.uniform(centre, centre + 0.2 * room, *rows, dtype=dtype)
+    return found
+
+
+def local_linear(draw: Draw) -> Call:
+    given = _tensors(draw)
+    given = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in given.items()}
+    spec, rows = draw.one(*LOCAL), _rows(given)
+    ridge = draw.one(0.1, 0.5, draw.uniform(0.2, 1.0, *rows), draw.uniform(0.2, 1.0, *rows, given["query"].shape[3]))
+    solver = draw.one("auto", "cholesky", "cg", "block-diagonal")
+    mass = spec.kernel.ranked and spec.bandwidth.name in ("fixed", "anchored")
+    mode = draw.one("relative", "absolute") if mass else "relative"
+    cg = solver in ("auto", "cg")
+    given |= {
+        "ridge": ridge,
+        "spec": draw.one(spec, str(spec)),
+        "solver": solver,
+        "ridge_mode": mode,
+        "max_iter": draw.often(200) if cg else None,
+        "tol": draw.often(1e-12) if cg else None,
+        "probe": None,
+        "params": None,
+        "scale": None,
+        "impl": "auto",
+    }
+    kinds = _kinds(given, spec) | {
+        "ridge": Real(
+            low=0.0,
+            strict=solver == "cg" or given["max_iter"] is not None or given["tol"] is not None,
+            rows=(rows, tuple(given["query"].shape)),
+        ),
+        "solver": Word(words=("auto", "cholesky", "cg", "block-diagonal"), also=("learned",)),
+        "ridge_mode": Word(words=("relative", "absolute") if mass or spec.kernel.name == "gaussian" else ("relative",)),
+        "max_iter": Whole(low=0, high=2**31, none=True) if cg else Refused(none=True),
+        "tol": Tolerance(low=0.0, high=1.0, none=True) if cg else Refused(none=True),
+        "probe": Refused(none=True),
+        "spec": Sentence(also=("linear", "geometric*fixed*cosine*unnormalised", "interpolated[mesa]")),
+    }
+    call = Call("local_linear_attention", regard.local_linear_attention, given, kinds)
+    if solver != "block-diagonal" and given["max_iter"] is None:
+        call.truth, call.tolerance = _fitted(given, spec, mode), 1e-4 if cg else 1e-6
+    return call
+
+
+def _fitted(given: dict[str, Any], spec: regard.Spec, mode: str) -> Any:
+    """Local linear regression by its normal equations."""
+    s, rows = oracle.read(spec), _rows(given)
+
+    def truth(**wide: Any) -> Tensor:
+        q, k, v, ridge = wide["query"], wide["key"], wide["value"], wide["ridge"]
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        seen = _visible(given)
+        p = oracle.attention(s, q, k, v, seen)[1]
+        ridge = ridge if isinstance(ridge, Tensor) else torch.full(rows, ridge, dtype=torch.float64)
+        if mode == "absolute":
+            z, bias = oracle._scores(s, q, k, None, {})
+            mass = oracle._mass(s, z, seen, bias, {})
+            ridge = ridge / (mass if ridge.dim() == 3 else mass[..., None])
+        return regression.fit(p, q, k, v, ridge)
+
+    return truth
+
+
+def explain(draw: Draw) -> Call:
+    given = {
+        "spec": draw.one("softmax", "biweight", "local-linear"),
+        "query_shape": (2, 4, draw.whole(0, 9), 8),
+        "key_shape": draw.one(None, (2, 2, 5, 8)),
+        "value_dim": draw.one(None, 3),
+        "dtype": draw.one(torch.float32, torch.bfloat16, torch.float64),
+        "device": draw.one("cpu", "cuda"),
+        "is_causal": draw.flag(),
+        "exclude_self": draw.flag(),
+        "window": draw.one(None, 2),
+        "query_offset": draw.one(None, 3),
+        "mask": draw.one(None, "keys", "pairs"),
+        "segments": draw.flag(),
+        "return_diagnostics": draw.flag(),
+    }
+    shapes = ((2, 4), (2, 4, 5, -8), (2, 4, 5.0, 8), (2, 4, True, 8), "2458", (0, 0, 0, 0, 0), (2, 4, None, 8))
+    devices = ("cpu", "cuda", "meta", torch.device("cpu"))
+    kinds: dict[str, Kind] = {
+        "spec": Sentence(),
+        "query_shape": Other(also=shapes),
+        "key_shape": Other(none=True, also=(*shapes, (3, 2, 5, 8), (2, 2, 5, 9), (2, 3, 5, 8), (2, 0, 5, 8))),
+        "value_dim": Whole(low=1, high=2**48, none=True),
+        "dtype": Other(also=("float32", torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)),
+        "device": Other(test=lambda v: isinstance(v, (str, torch.device)) and v in devices, also=("gpu", "cuda:x")),
+        "is_causal": Flag(),
+        "exclude_self": Flag(),
+        "window": Whole(low=1, none=True),
+        "query_offset": Whole(none=True),
+        "mask": Word(words=("keys", "pairs"), none=True),
+        "segments": Flag(),
+        "return_diagnostics": Flag(),
+    }
+    return Call("explain", regard.explain, given, kinds)
+
+
+# Scores ------------------------------------------------------------------------------------------------------------
+
+
+def _scores(draw: Draw) -> tuple[dict[str, Any], dict[str, Kind]]:
+    size = [draw.whole(1, 5) for _ in range(draw.whole(1, 3))]
+    dtype = draw.one(torch.float64, torch.float64, torch.float32)
+    scores = draw.normal(*size, dtype=dtype, scale=draw.one(0.1, 1.0, 5.0))
+    dim = draw.whole(-len(size), len(size) - 1)
+    given = {
+        "scores": scores,
+        "dim": dim,
+        "mask": draw.often(draw.mask(*size)),
+        "impl": draw.one("auto", "reference", "cpu"),
+    }
+    kinds: dict[str, Kind] = {
+        "scores": Floats(fixed=(), dtype=False),
+        "dim": Whole(low=-len(size), high=len(size) - 1),
+        "mask": Mask(none=True, fixed=tuple(a for a in range(len(size)) if size[a] > 1), broadcast=True),
+        "impl": Word(words=("auto", "cpu", "reference")),
+    }
+    kinds["scores"] = Floats(fixed=(), dtype=False, broadcast=True)
+    return given, kinds
+
+
+def _score_call(name: str, given: dict[str, Any], kinds: dict[str, Kind], s: oracle.Sentence, **of: str) -> Call:
+    if not kinds["scores"].values(given["scores"]):
+        raise AssertionError
+    rank = given["scores"].dim()
+    kinds["scores"] = _Scores(rank)
+    dim = given["dim"]
+
+    def truth(**wide: Any) -> Tensor:
+        z = wide["scores"].movedim(dim, -1)
+        seen = torch.ones_like(z, dtype=torch.bool) if given["mask"] is None else given["mask"].movedim(dim, -1)
+        numbers = {inner: _row(wide[outer], dim) for outer, inner in of.items() if isinstance(wide[outer], Tensor)}
+        bias = numbers.pop("bias", s.bias)
+        return oracle.weights(s, z, seen, bias, numbers).movedim(-1, dim)
+
+    tolerance = 1e-7 if given["scores"].dtype == torch.float64 else 2e-3
+    return Call(name, getattr(regard, name), given, kinds, truth, tolerance, ("scores",))
+
+
+class _Scores(Kind):
+    """Scores of any shape but a scalar."""
+
+    def __init__(self, rank: int) -> None:
+        for name, value in {"none": False, "also": (torch.ones(2).long(), torch.ones(3) > 0), "fine": ()}.items():
+            object.__setattr__(self, name, value)
+
+    def own(self, value: Any) -> bool:
+        return False
+
+    def values(self, given: Any) -> list[Any]:
+        bad = [v for v in super().values(given) if not (isinstance(v, Tensor) and v.is_floating_point() and v.dim())]
+        return [*bad, given.to(torch.complex64), given.to(torch.float8_e4m3fn)]
+
+
+def _row(x: Tensor, dim: int) -> Tensor:
+    return x.movedim(dim, -1)[..., 0]
+
+
+def _number(draw: Draw, low: float, high: float, scores: Tensor, dim: int) -> Any:
+    size = list(scores.shape)
+    size[dim] = 1
+    return draw.one(low + (high - low) / 3, draw.uniform(low, high, *size, dtype=scores.dtype))
+
+
+def _number_kind(given: dict[str, Any], low: float | None, strict: bool, high: float | None = None) -> Real:
+    size = list(given["scores"].shape)
+    size[given["dim"]] = 1
+    return Real(low=low, high=high, strict=strict, rows=(tuple(size),), also=(torch.ones(7, 9),))
+
+
+def entmax(draw: Draw) -> Call:
+    given, kinds = _scores(draw)
+    given["alpha"] = draw.one(1.0, _number(draw, 1.2, 2.0, given["scores"], given["dim"]))
+    alpha = given["alpha"]
+    if alpha == 1.0 if not isinstance(alpha, Tensor) else False:
+        given["impl"], kinds["impl"] = "auto", Anything()
+    kinds["alpha"] = _number_kind(given, 1.0, False, 1001.0)
+    s = oracle.Sentence("gaussian", "fixed")
+    if isinstance(alpha, Tensor) or alpha > 1:
+        s = oracle.Sentence("polynomial", "adaptive", r=1.0 if isinstance(alpha, Tensor) else 1 / (alpha - 1))
+    return _score_call("entmax", given, kinds, s, alpha="alpha")
+
+
+def sparsemax(draw: Draw) -> Call:
+    return _score_call("sparsemax", *_scores(draw), oracle.Sentence("polynomial", "adaptive", r=1.0))
+
+
+def relumax(draw: Draw) -> Call:
+    given, kinds = _scores(draw)
+    given["margin"] = _number(draw, 0.3, 2.0, given["scores"], given["dim"])
+    kinds["margin"] = _number_kind(given, 0.0, True)
+    margin = given["margin"]
+    s = oracle.Sentence("polynomial", "anchored", margin=1.0 if isinstance(margin, Tensor) else margin)
+    return _score_call("relumax", given, kinds, s, margin="margin")
+
+
+def normrelu(draw: Draw) -> Call:
+    given, kinds = _scores(draw)
+    given |= {
+        "bias": _number(draw, -0.5, 1.0, given["scores"], given["dim"]),
+        "empty": draw.one("uniform", "zero", "nearest"),
+    }
+    kinds |= {"bias": _number_kind(given, None, False), "empty": Word(words=("uniform", "zero", "nearest"))}
+    bias = given["bias"]
+    s = oracle.Sentence("polynomial", "fixed", bias=0.0 if isinstance(bias, Tensor) else bias, empty=given["empty"])
+
+    call = _score_call("normrelu", given, kinds, s, bias="bias")
+    inner = call.truth
+    assert inner is not None
+    if isinstance(bias, Tensor):
+        dim = given["dim"]
+
+        def truth(**wide: Any) -> Tensor:
+            z = wide["scores"].movedim(dim, -1)
+            seen = torch.ones_like(z, dtype=torch.bool) if given["mask"] is None else given["mask"].movedim(dim, -1)
+            return oracle.weights(s, z, seen, wide["bias"].movedim(dim, -1), {}).movedim(-1, dim)
+
+        call.truth = truth
+    return call
+
+
+def _topk(draw: Draw, name: str, kernel: str) -> Call:
+    given, kinds = _scores(draw)
+    given |= {"k": draw.whole(1, 6), "gradient": draw.one("hard", "straight-through", "soft")}
+    if given["gradient"] != "hard":
+        given["impl"] = "auto"
+        kinds["impl"] = Anything()
+    kinds |= {"k": Whole(low=1), "gradient": Word(words=("hard", "straight-through", "soft"))}
+    if given["impl"] == "cpu":
+        kinds["gradient"] = Anything()
+    return _score_call(name, given, kinds, oracle.Sentence(kernel, "nearest", k=given["k"], gradient=given["gradient"]))
+
+
+def topk_softmax(draw: Draw) -> Call:
+    return _topk(draw, "topk_softmax", "gaussian")
+
+
+def topk_uniform(draw: Draw) -> Call:
+    return _topk(draw, "topk_uniform", "uniform")
+
+
+# Sentences ---------------------------------------------------------------------------------------------------------
+
+
+def spec(draw: Draw) -> Call:
+    given = {
+        "kernel": draw.one("gaussian", "epanechnikov", "biweight"),
+        "bandwidth": draw.one(None, "fixed"),
+        "degree": 1,
+        "ridge": 0.3,
+        "solver": draw.one("auto", "cholesky", None),
+        "similarity": draw.one("dot", "euclidean"),
+        "normalise": draw.one(None, True),
+        "ridge_mode": "relative",
+        "trend": None,
+    }
+    ranked = ("fixed", "anchored", "nearest")
+    kinds: dict[str, Kind] = {
+        "kernel": Word(also=("softmax", "fixed", "dot")),
+        "bandwidth": Other(none=True, test=lambda v: v in ranked, also=("gaussian", "fixd")),
+        "degree": Whole(low=0, high=1, also=(0,)),
+        "ridge": Real(low=0.0, none=True),
+        "solver": Word(none=True, words=("auto", "cholesky", "cg")),
+        "similarity": Word(words=("dot", "cosine", "euclidean")),
+        "normalise": Other(none=True, test=lambda v: v is True),
+        "ridge_mode": Word(words=("relative",)),
+        "trend": Other(none=True, also=("mesa", "mesas")),
+    }
+    if given["bandwidth"] is None:
+        kinds["bandwidth"] = Anything()
+    kinds["degree"] = Anything() if given["ridge"] else kinds["degree"]
+    return Call("Spec", regard.Spec, given, kinds)
+
+
+def parse(draw: Draw) -> Call:
+    from .kinds import OBJECTS
+
+    text = draw.one("softmax", "biweight*anchored(margin=1)", "gaussian*fixed*linear(ridge=0.1,solver=cg(tol=1e-4))")
+    broken = [text[:at] + piece + text[at:] for at in range(len(text)) for piece in ("*", "(", "=", "\x00", "é", "9")]
+    cut = [text[:at] for at in range(len(text))]
+    kind = _Texts(tuple(broken + cut + [each for each in OBJECTS if not isinstance(each, str)]))
+    return Call("Spec.parse", regard.Spec.parse, {"text": text}, {"text": kind})
+
+
+class _Texts(Kind):
+    """Texts of which some may be valid: whatever comes of them, no error but ArgumentError may."""
+
+    def __init__(self, also: tuple[Any, ...]) -> None:
+        for name, value in {"none": False, "also": also, "fine": ()}.items():
+            object.__setattr__(self, name, value)
+
+    def accepts(self, value: Any) -> bool:
+        if not isinstance(value, str):
+            return False
+        try:
+            regard.Spec.parse(value)
+        except regard.checks.ArgumentError:
+            return False
+        return True
+
+    def values(self, given: Any) -> list[Any]:
+        return list(self.also)
+
+
+def from_json(draw: Draw) -> Call:
+    text = regard.Spec.parse(draw.one("biweight", "local-linear", "interpolated[mesa]")).to_json()
+    changed = (
+        text.replace("name", "nam"),
+        text.replace(":", ": [", 1),
+        text.replace("null", "{}"),
+        text.replace("null", "[]"),
+        text.replace("null", "3"),
+        text.replace("true", "3"),
+        text.replace('"', "'"),
+        "[]",
+        "null",
+        "{}",
+        "[" * 100_000,
+        '{"kernel": 3}',
+        '{"kernel": {"name": []}}',
+        '{"kernel": "softmax"}',
+        '{"kernel": {"name": "gaussian", "x": 1}}',
+        '{"kernel": "gaussian", "degree": []}',
+        '{"kernel": "gaussian", "ridge_mode": []}',
+    )
+
+    return Call(
+        "Spec.from_json", regard.Spec.from_json, {"text": text}, {"text": _Json(tuple(c for c in changed if c != text))}
+    )
+
+
+class _Json(_Texts):
+    def accepts(self, value: Any) -> bool:
+        return False

@@ -1,0 +1,71 @@
+"""What the fuzzer draws: numbers, tensors and valid calls."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kinds import Kind
+
+
+@dataclass
+class Call:
+    """A valid call of a public function.
+
+    Attributes:
+        name: what its errors call it.
+        run: the function.
+        given: its arguments by name.
+        kinds: what each of them may be; those without a kind are not replaced.
+        truth: the expected result in float64 (of the first tensor that comes back), or None.
+        tolerance: for the comparison with it.
+        gradients: the tensors among the arguments by which `truth` may be differentiated.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    given: dict[str, Any]
+    kinds: dict[str, Kind]
+    truth: Callable[..., Tensor] | None = None
+    tolerance: float = 1e-9
+    gradients: tuple[str, ...] = field(default=())
+
+
+class Draw:
+    """Choices from a source of random numbers, which hypothesis can replay and shrink."""
+
+    def __init__(self, source: random.Random) -> None:
+        self.source = source
+
+    def one(self, *options: Any) -> Any:
+        return options[self.source.randrange(len(options))]
+
+    def whole(self, low: int, high: int) -> int:
+        return self.source.randint(low, high)
+
+    def flag(self) -> bool:
+        return bool(self.source.randrange(2))
+
+    def often(self, value: Any, other: Any = None) -> Any:
+        """`value` in one call of three, else `other`."""
+        return value if self.source.randrange(3) == 0 else other
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.source.randrange(2**31))
+
+    def normal(self, *size: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(*size, generator=self._generator(), dtype=torch.float64)).to(dtype)
+
+    def uniform(self, low: float, high: float, *size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return (low + (high - low) * torch.rand(*size, generator=self._generator(), dtype=torch.float64)).to(dtype)
+
+    def mask(self, *size: int) -> Tensor:
+        return torch.rand(*size, generator=self._generator()) < 0.7
+
+    def integers(self, high: int, *size: int) -> Tensor:
+        return torch.randint(high, size, generator=self._generator())
