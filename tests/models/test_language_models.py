@@ -169,6 +169,29 @@ def test_damaged_checkpoints_are_one_clear_error(name, kind, tmp_path):
         assert loading[f"{kind}_keys"]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_from_a_configuration_and_tensors(name, tied):
+    """As programs do that hold the tensors already: `from_pretrained(None, config=, state_dict=)`."""
+    model, tokens = make(name, tie_word_embeddings=tied), torch.arange(5)[None]
+    given = {"config": model.config, "state_dict": model.state_dict()}
+    again = type(model).from_pretrained(None, **given)
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    base = type(model.model).from_pretrained(None, **given)
+    assert torch.equal(base(tokens).last_hidden_state, model.model(tokens).last_hidden_state)
+    for kind in ("missing", "unexpected", "mismatched", "not finite"):
+        tensors = {path: tensor.clone() for path, tensor in model.state_dict().items()}
+        if tied:
+            del tensors["lm_head.weight"]
+        damage(kind)(tensors)
+        with pytest.raises(ArgumentError, match=rf"the tensors of state_dict do not fit their config \({kind}"):
+            type(model).from_pretrained(None, config=model.config, state_dict=tensors)
+    for lacking in given:
+        with pytest.raises(ArgumentError, match="without a path give both config and state_dict"):
+            type(model).from_pretrained(None, **{name: value for name, value in given.items() if name != lacking})
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_another_model(name, tmp_path):
     other = next(each for each in NAMES if each != name)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import refuse, require, segments, whole
+from ..checks import ArgumentError, refuse, require, segments, whole
 from .chunk_schedule import Step, schedule
 from .precision import clean, either
 from .states import State, require_state
@@ -49,6 +49,11 @@ class Streams:
     def of(cls, mask: Tensor, segment_ids: Tensor | None, shared: bool) -> Streams:
         """`mask` boolean [B, T], true where a token is real; `segment_ids` integers [B or 1, T] or None, of which a
         change between real tokens begins a new document."""
+        if torch.compiler.is_exporting():
+            raise ArgumentError(
+                "torch.export: this layer writes its fast weights in chunks of real tokens, which no exported graph "
+                "holds; of such layers FastWeightProductKeyMemory can be exported."
+            )
         batch, tokens = mask.shape
         if shared:
             some = mask.any(0)

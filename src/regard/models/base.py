@@ -207,8 +207,15 @@ class RegardModel(RegardPreTrainedModel):
     def _cache(self, cache: Cache | None, use_cache: bool | None, *, pairs: bool) -> Cache | None:
         """The cache to fill: the one given, a new one (of pairs alone where `pairs`), or none.
 
-        Unasked, training keeps none: nothing would read it, and recomputation must not fill it twice.
+        Unasked, training keeps none: nothing would read it, and recomputation must not fill it twice. Nor does an
+        exported graph, which has no place for one.
         """
+        if torch.compiler.is_exporting():
+            if cache is not None or use_cache:
+                raise ArgumentError(
+                    f"{self.call}: a cache cannot be exported; leave past_key_values and use_cache out."
+                )
+            return None
         recomputed = self.gradient_checkpointing and self.training
         if cache is not None:
             if not isinstance(cache, Cache):

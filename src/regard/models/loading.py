@@ -21,14 +21,18 @@ class CheckedLoading(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `from_pretrained`. A configuration that differs from the saved one may add tensors, which begin
-        at their initial values, and leave others out. With `output_loading_info=True` nothing is refused, and what did
-        not fit is returned beside the model.
+        """transformers' `from_pretrained`; with None as path, from config and state_dict. A configuration that differs
+        from the saved one may add tensors, which begin at their initial values, and leave others out. With
+        `output_loading_info=True` nothing is refused, and what did not fit is returned beside the model.
 
         Raises:
             ArgumentError: the checkpoint is of another model type, or a tensor is missing, unknown, of another shape,
                 or not finite.
         """
+        if pretrained_model_name_or_path is None and None in (kwargs.get("config"), kwargs.get("state_dict")):
+            raise ArgumentError(
+                f"{cls.__name__}.from_pretrained: without a path give both config and state_dict, the tensors by name."
+            )
         kwargs.setdefault("trust_remote_code", False)  # otherwise transformers may ask, and run what lies in a folder
         if kwargs.pop("output_loading_info", False):
             return super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
@@ -44,12 +48,16 @@ class CheckedLoading(PreTrainedModel):
         )
         if kwargs.get("ignore_mismatched_sizes"):
             loading["mismatched_keys"] = set()
-        hub = {name: value for name, value in kwargs.items() if name in HUB_KEYS}
-        wrong = misfits(model, without_changes(model, pretrained_model_name_or_path, loading, **hub))
+        source = "the tensors of state_dict"
+        if pretrained_model_name_or_path is not None:
+            source = f"the weights in {pretrained_model_name_or_path}"
+            hub = {name: value for name, value in kwargs.items() if name in HUB_KEYS}
+            loading = without_changes(model, pretrained_model_name_or_path, loading, **hub)
+        wrong = misfits(model, loading)
         if wrong:
             raise ArgumentError(
-                f"{cls.__name__}.from_pretrained: the weights in {pretrained_model_name_or_path} do not fit their "
-                f"config ({'; '.join(wrong)}); with output_loading_info=True they are taken as far as they go."
+                f"{cls.__name__}.from_pretrained: {source} do not fit their config ({'; '.join(wrong)}); with "
+                f"output_loading_info=True they are taken as far as they go."
             )
         return model
 

@@ -7,7 +7,9 @@ of a query (two halves), Dv of a value.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +19,7 @@ from ..checks import ArgumentError, flag, flags, require, shape, shown, suggesti
 from ..estimators.chunk_stream import check_meta_grad
 from ..estimators.fast_weight_rules import KeyUpdate
 from ..estimators.fast_weights import FastWeightState, WriteRule, check_storage, check_sync, fast_weight_memory, flush
+from ..estimators.one_node import one_node
 from ..estimators.product_key import check_eps, require_top_k, slot_scores, weights_spec
 from ..estimators.slot_values import slot_values
 from ..grammar import Spec
@@ -233,7 +236,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         mask: Tensor | None = None,
         state: FastWeightState | None = None,
         segment_ids: Tensor | None = None,
-    ) -> tuple[Tensor, FastWeightState]:
+    ) -> tuple[Tensor, FastWeightState | None]:
         """Read for every token, and write what is full.
 
         Args:
@@ -250,7 +253,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
 
         Cost: O(T (C Dk H + C Dv)) for the projections and O(T H (n Dk + k Dv)) for reading and writing; a resident
         memory is copied once a call, N Dv numbers. Under torch.compile reading a frozen memory is part of the graph
-        (but for gradients to what a state has written), writing is not.
+        (but for gradients to what a state has written), writing is not. Under torch.export the memory is one node, and
+        None comes in the place of the state.
         """
         tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
         own: Projected = self.projections(tokens.hidden)
@@ -269,7 +273,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         state: FastWeightState | None,
         segment_ids: Tensor | None,
         mix: bool,
-    ) -> tuple[Tensor, FastWeightState]:
+    ) -> tuple[Tensor, FastWeightState | None]:
         """What was read [B, T, Dv], or its mix, and the state after it."""
         # what a checkpointed layer does again in the backward pass was told and kept in the forward pass
         again = (self.resident or self.observer is not None) and torch._C._current_graph_task_id() != -1
@@ -283,6 +287,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
             # nothing is written, so that it does not matter where padding is: no device is waited for, no graph broken
             mask, absent = None, ~tokens.counted
         query = torch.where(absent[..., None], torch.nan, own.query)
+        if torch.compiler.is_exporting():
+            return self._exported(query, own, mask, state, segment_ids, mix), None
         run = fast_weight_memory
         if torch.compiler.is_compiling() and not self.frozen:
             # what is done depends on how many tokens wait, so that a compiler would begin anew with every call
@@ -310,6 +316,26 @@ class FastWeightProductKeyMemory(MemoryLayer):
             if self.sync is not None:  # now, since all processes are here; one alone may save
                 self._held = self._flushed(self._held, observer)
         return found, after
+
+    def _exported(
+        self,
+        query: Tensor,
+        own: Projected,
+        mask: Tensor | None,
+        state: FastWeightState | None,
+        segment_ids: Tensor | None,
+        mix: bool,
+    ) -> Tensor:
+        """What was read, by one node of an exported graph."""
+        require(
+            state is None and not self.resident,
+            CALL,
+            "an exported graph keeps nothing from call to call; export without a state, and not a resident memory.",
+        )
+        how = {**self._options(), "rule": asdict(self.rule), "spec": str(self.spec), "frozen": self.frozen, "mix": mix}
+        how["storage"] = None if self.storage is None else str(self.storage).removeprefix("torch.")
+        heads = query.unflatten(-1, (self.heads, -1))
+        return _read(heads, own.value, own.gate, self.keys, self.values, mask, segment_ids, json.dumps(how))
 
     def _options(self) -> dict[str, Any]:
         """How this memory reads and writes."""
@@ -392,6 +418,23 @@ class FastWeightProductKeyMemory(MemoryLayer):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._held = None
         super()._load_from_state_dict(*args, **kwargs)
+
+
+@one_node("fast_weight_read", lambda query, value, *_: value.new_empty(value.shape))
+def _read(
+    query: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    options: str,
+) -> Tensor:
+    """What `fast_weight_memory` reads in a stream that begins here, [B, T, Dv]; its options as JSON."""
+    how = json.loads(options)
+    how["rule"], how["storage"] = WriteRule(**how["rule"]), _dtype(how["storage"])
+    return fast_weight_memory(query, value, gate, keys, values, mask=mask, segment_ids=segment_ids, **how)[0]
 
 
 def _check_sizes(sub_keys: int, key_dim: int, heads: int, top_k: int, chunk_size: int, look_ahead: bool) -> None:

@@ -40,6 +40,8 @@ class SDPA:
             return None
         if problem.mask == "keys":
             size = problem.batch * problem.queries * problem.keys
+            if isinstance(size, torch.SymInt) and torch.compiler.is_exporting():
+                return "would build a mask of pairs, of which an exported graph has no limit"
             return None if size <= LIMIT else f"would build a mask of {size:,} pairs (limit {LIMIT:,})"
         if problem.window is not None or problem.strict:
             return "has no window and no strictly causal order without a mask of Tq x Tk"

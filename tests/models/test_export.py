@@ -1,0 +1,133 @@
+"""torch.export: one graph for every length, which computes what the model computes.
+
+Sentences, mixers and models are taken from the registries, so that what is registered later is exported too or is
+named here as what cannot be.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from any_model import make, text
+
+from regard.checks import ArgumentError
+from regard.grammar import presets
+from regard.models import language_models, token_mixers
+from regard.nn.memories import memory_layers
+
+REFUSED = {"lact", "fwmlp"}
+"""Fast weights whose chunks depend on the tokens."""
+LENGTHS = (3, 32, 65, 300)
+
+
+def quick_first(names, quick):
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def exported(model, tokens, least=2, **kwargs):
+    """The program of a dynamic length, from an example."""
+    length = torch.export.Dim("length", min=least, max=4096)
+    given = {"input_ids": tokens, **kwargs}
+    with torch.no_grad():
+        return torch.export.export(model, (), given, dynamic_shapes={name: {1: length} for name in given}).module()
+
+
+@torch.no_grad()
+def same_at_every_length(model, program, *, padded=False):
+    for length in LENGTHS:
+        given = {"input_ids": text(2, length, seed=length)}
+        if padded:
+            given["attention_mask"] = torch.ones(2, length, dtype=torch.long)
+            given["attention_mask"][0, : length // 2] = 0
+        found, expected = program(**given).logits, model(**given).logits
+        if padded:
+            found, expected = (x[given["attention_mask"].bool()] for x in (found, expected))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mixer", quick_first([*presets(), "local-linear[biweight]"], {"biweight", "relumax"}))
+def test_every_sentence(mixer):
+    model = make("transformer", mixer, torch.float32, num_hidden_layers=1)
+    same_at_every_length(model, exported(model, text(2, 9)))
+
+
+@pytest.mark.parametrize("mixer", token_mixers.names())
+def test_every_mixer(mixer):
+    model = make("transformer", mixer, torch.float32, num_hidden_layers=1)
+    if mixer in REFUSED:
+        with pytest.raises(ArgumentError, match="no exported graph holds"):
+            exported(model, text(2, 9))
+    else:
+        same_at_every_length(model, exported(model, text(2, 9)))
+
+
+@pytest.mark.parametrize("mixers", quick_first(["softmax", "biweight", "elu", "topk-softmax"], {"biweight"}))
+@pytest.mark.parametrize("name", language_models.names())
+def test_every_model(name, mixers):
+    """A Memory Mosaic has one pair less than tokens, and a graph of its own for two tokens."""
+    model = make(name, mixers, torch.float32, num_hidden_layers=2)
+    same_at_every_length(model, exported(model, text(2, 9), least=3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", language_models.names())
+@pytest.mark.parametrize("mixer", ["biweight", "softmax"])
+def test_padding(name, mixer):
+    model = make(name, mixer, torch.float32, num_hidden_layers=2)
+    program = exported(model, text(2, 9), least=3, attention_mask=torch.ones(2, 9, dtype=torch.long))
+    same_at_every_length(model, program, padded=True)
+
+
+def test_padding_in_a_recurrent_mixer():
+    model = make("transformer", "gated-deltanet", torch.float32, num_hidden_layers=1)
+    program = exported(model, text(2, 9), attention_mask=torch.ones(2, 9, dtype=torch.long))
+    same_at_every_length(model, program, padded=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", memory_layers.names())
+def test_memories_at_one_length(name):
+    fields = {"memories": f"{name}@0", "num_hidden_layers": 1}
+    if name == "fwpkm":  # several chunks
+        fields["memory_options"] = {"fwpkm": {"chunk_size": 8}}
+    model = make("transformer", "biweight", torch.float32, **fields)
+    if name in REFUSED:
+        with pytest.raises(ArgumentError, match="no exported graph holds"):
+            torch.export.export(model, (text(2, 21),))
+        return
+    program = torch.export.export(model, (text(2, 21),)).module()
+    for seed in (1, 2):
+        tokens = text(2, 21, seed=seed)
+        torch.testing.assert_close(program(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0)
+
+
+FWPKM = {"memories": "FwPKM@0", "memory_options": {"fwpkm": {"chunk_size": 8}}}
+TRAINED = [("memory-mosaic", {}), ("transformer", {"mixers": "gated-deltanet"}), ("transformer", FWPKM)]
+
+
+@pytest.mark.parametrize(("name", "fields"), TRAINED, ids=str)
+def test_an_exported_program_can_be_trained(name, fields):
+    """The gradients of nodes that run a whole function are those of the function."""
+    model, tokens = make(name, dtype=torch.float32, **{"num_hidden_layers": 1, **fields}).train(), text(2, 21)
+    program = torch.export.export(model, (tokens,)).module()
+    program(tokens).logits.square().sum().backward()
+    found = {path: p.grad for path, p in program.named_parameters()}
+    model.zero_grad()
+    model(tokens).logits.square().sum().backward()
+    assert len(found) >= len(list(model.parameters()))
+    for path, p in model.named_parameters():
+        torch.testing.assert_close(found[path], p.grad, atol=1e-4, rtol=1e-4, msg=path)
+
+
+def test_a_saved_program_is_loaded(tmp_path):
+    model, tokens = make("memory-mosaic", "biweight", torch.float32, num_hidden_layers=1), text(2, 21)
+    with torch.no_grad():
+        torch.export.save(torch.export.export(model, (tokens,)), tmp_path / "model.pt2")
+        again = torch.export.load(tmp_path / "model.pt2").module()
+        torch.testing.assert_close(again(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", language_models.names())
+def test_a_cache_is_refused(name):
+    with pytest.raises(ArgumentError, match="a cache cannot be exported"):
+        torch.export.export(make(name, num_hidden_layers=2), (text(2, 9),), {"use_cache": True})
