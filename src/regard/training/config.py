@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 LARGEST = 2**31 - 1
 """The largest number of anything that is counted."""
-SEEDS = 2**32
 MOST_LAYERS = 1024
+SEEDS = 2**32
 """Seeds are 0 .. SEEDS - 1: what numpy's generator, which transformers seeds too, can take."""
 
 
