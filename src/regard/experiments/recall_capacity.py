@@ -310,11 +310,11 @@ def check(config: RecallCapacityConfig) -> None:
         try:
             Spec.parse(text)
         except ArgumentError as error:
-            raise ArgumentError(f"{CALL}: --specs: {error}") from None
+            raise ArgumentError(f"{CALL}: --specs: {str(error).removeprefix('Spec.parse: text: ')}") from None
     for text in config.models:
         try:
             known = trend_of(text) is not None
         except ArgumentError as error:
-            raise ArgumentError(f"{CALL}: --models: {error}") from None
+            raise ArgumentError(f"{CALL}: --models: {str(error).removeprefix('AssociativeMemory: store: ')}") from None
         if not known:
             raise ArgumentError(f"{CALL}: --models: unknown model {text!r}.{suggestion(text, trends.names())}")

@@ -256,13 +256,13 @@ def _check_rules(config: TrainConfig, specs: list[Spec], call: str) -> None:
     try:
         rule = as_temperature(config.temperature)
     except ArgumentError as error:
-        raise ArgumentError(f"{call}: --temperature: {error}") from None
+        raise ArgumentError(f"{call}: --temperature: {str(error).removeprefix('as_temperature: given: ')}") from None
     for spec in specs:
         rule.require(f"{call}: --temperature", spec)
     try:
         ridge = as_ridge(config.ridge)
     except ArgumentError as error:
-        raise ArgumentError(f"{call}: --ridge: {error}") from None
+        raise ArgumentError(f"{call}: --ridge: {str(error).removeprefix('as_ridge: given: ')}") from None
     for spec in [spec for spec in specs if spec.degree] or specs:  # the others have none to learn
         ridge.require(f"{call}: --ridge", spec)
 

@@ -34,4 +34,4 @@ def read_sentence(sentence: str, flag: str, call: str) -> Spec:
     try:
         return Spec.parse(sentence)
     except ArgumentError as error:
-        raise ArgumentError(f"{call}: {flag}: {error}") from None
+        raise ArgumentError(f"{call}: {flag}: {str(error).removeprefix('Spec.parse: text: ')}") from None
