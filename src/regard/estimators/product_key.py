@@ -371,7 +371,9 @@ def _selected(
     """The k largest of measure(query, keys) [G, T, n], best first, and where they stand."""
     numbers = keys.numel() if query.dtype == torch.float64 else len(keys) * keys.shape[1]
     found = []
-    for part in query.split(max(1, TILE // max(1, numbers)), 1):
+    # an exported graph has one tile, since their number depends on the length
+    whole = torch.compiler.is_exporting()
+    for part in (query,) if whole else query.split(max(1, TILE // max(1, numbers)), 1):
         scores = measure(part, keys)
         index = _largest(scores, k)
         found.append((scores.gather(-1, index), index))
