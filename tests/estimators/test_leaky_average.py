@@ -185,7 +185,7 @@ def test_low_precision_is_summed_in_float32():
         ({"mask": torch.ones(2, 4, dtype=torch.bool)}, "mask has shape"),
         ({"mask": torch.ones(2, 3)}, "torch.bool"),
         ({"segment_ids": torch.zeros(2, 4, dtype=torch.long)}, "segment_ids has shape"),
-        ({"segment_ids": torch.zeros(2, 3)}, "integer tensor"),
+        ({"segment_ids": torch.zeros(2, 3)}, "expected integers"),
         ({"chunk_size": 0}, "chunk_size"),
         ({"state": LeakyState.empty(1, 4, 2)}, "state holds sums"),
         ({"state": 3}, "expected a LeakyState"),

@@ -66,9 +66,12 @@ def attentions(model: HybridForCausalLM) -> list[Any]:
     ("options", "message"),
     [
         ({"ridges": "learnt"}, "unknown ridge 'learnt'"),
-        ({"ridges": ["learned", "learned", "learned"]}, "HybridConfig: ridge learned needs a local linear model"),
+        (
+            {"ridges": ["learned", "learned", "learned"]},
+            "HybridConfig: ridges: ridge learned needs a local linear model",
+        ),
         ({"ridges": ["learned"]}, "ridges is .*expected a rule such as 'learned', or a list with one for each of 3"),
-        ({"ridges": "learned", "mixers": "softmax"}, "HybridConfig: ridge learned needs a local linear model"),
+        ({"ridges": "learned", "mixers": "softmax"}, "HybridConfig: ridges: ridge learned needs a local linear model"),
         ({"qk_norm": "layer"}, "HybridConfig: qk_norm is 'layer', expected None, 'rms' or 'l2'"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from any_model import make
@@ -123,6 +125,6 @@ def test_the_layer_of_functional_gradients(spec):
         whole[:, :, begin : end - 1, begin : end - 1] = own
     torch.testing.assert_close(weights, whole)
     with pytest.raises(ArgumentError, match="a cache was given"):
-        layer(covariates, values, pairs=pairs, cache=object())
+        layer(covariates, values, pairs=pairs, cache=SimpleNamespace(pending=print, extend=print))
     with pytest.raises(ArgumentError, match="a cache holds one document"):
         Pairs.of(torch.ones(1, 14, dtype=torch.bool), 12, ids)

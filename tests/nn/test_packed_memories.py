@@ -140,5 +140,5 @@ def test_bad_arguments():
             layer(x, segment_ids=IDS, **change)
     with pytest.raises(ArgumentError, match="segment_ids has shape"):
         layer(x, segment_ids=IDS[:, 1:])
-    with pytest.raises(ArgumentError, match="integer tensor"):
+    with pytest.raises(ArgumentError, match="expected integers"):
         layer(x, segment_ids=IDS.double())

@@ -167,8 +167,8 @@ def test_params() -> None:
 @pytest.mark.parametrize(
     ("spec", "params", "words"),
     [
-        ("biweight", {"alpha": 1.0}, "is 1, expected params['alpha'] > 1"),
-        ("biweight", {"alpha": 0.5}, "is 0.5, expected params['alpha'] > 1"),
+        ("biweight", {"alpha": 0.9}, "is 0.9, expected params['alpha'] >= 1"),
+        ("biweight", {"alpha": 0.5}, "is 0.5, expected params['alpha'] >= 1"),
         ("relumax", {"margin": 0.0}, "is 0, expected params['margin'] > 0"),
         ("relumax", {"margin": -1}, "is -1, expected params['margin'] > 0"),
         ("relumax", {"r": 0}, "is 0, expected params['r'] > 0"),

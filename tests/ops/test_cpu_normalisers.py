@@ -227,6 +227,10 @@ def test_the_least_reach_there_is() -> None:
         least = torch.finfo(dtype).smallest_normal / 64
         z = torch.tensor([1.0, 0.5, 1.0], dtype=dtype)
         assert regard.relumax(z, least, impl="cpu").tolist() == [0.5, 0.0, 0.5]
+        for impl in ("cpu", "reference"):  # so little counts as no support: a quotient by it would overflow
+            p = regard.normrelu(torch.tensor([2 * least, least, -1.0], dtype=dtype), impl=impl)
+            close(p, torch.full((3,), 1 / 3), 1e-6)
+        least = torch.finfo(dtype).tiny / torch.finfo(dtype).eps
         p = regard.normrelu(torch.tensor([2 * least, least, -1.0], dtype=dtype), impl="cpu")
         close(p, torch.tensor([2 / 3, 1 / 3, 0]), 1e-6)
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from .kernels import Number, ParamInfo, Params, least_reach
+from .kernels import ParamInfo, Params, least_reach
 
 
 class Status(IntEnum):
@@ -262,14 +262,15 @@ class Ratio:
         log = stats.mass.log() + peak(stats.top, stats.reach, own)
         return torch.where(stats.fallback, -torch.inf, log)
 
-    def _reach(self, stats: RowStats) -> Number:
-        return stats.reach if self.rule.bounded(self.kernel) else float("inf")
-
     def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
         if getattr(self.kernel, "own_slope", False) and not self.rule.may_miss(self.kernel):
             return p, self.rule.mix(p, p)
         own = self.rule.kernel_params(params)
-        slope = self.kernel.relative_slope(distance(z, stats.top), self._reach(stats), own) / stats.mass
+        d, reach = self.rule.distance(
+            z, stats, self.kernel, params
+        )  # in the units of `mass`, which has derivatives too
+        edge = reach if self.rule.bounded(self.kernel) else float("inf")
+        slope = self.kernel.relative_slope(d, edge, own) / stats.mass
         members = self.rule.members(z, stats, self.kernel, 0)
         if members is not None:
             slope = torch.where(members, slope, 0)

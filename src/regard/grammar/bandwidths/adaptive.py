@@ -66,7 +66,7 @@ class Adaptive(RuleBase):
             converged = torch.where(below, exact, converged)
         if torch.is_grad_enabled():
             at = _first(z.detach() == top)
-            top = z.gather(-1, at)
+            top = z.gather(-1, at) + 0 * top  # 0 * keeps a row's NaN, which is the top of no key
             reach = implicit_reach(_from(z, top, at), r, reach)
         status = torch.where(converged, int(Status.OK), int(Status.UNCONVERGED)).int()
         return {"top": top, "theta": top - reach, "reach": reach, "status": status}
