@@ -148,6 +148,9 @@ def test_states_of_generators(run_folder: Path, regard: Callable, which: str) ->
         ({"log_history": 7}, "log_history is 7"),
         ({"epoch": float("nan")}, "epoch is nan"),
         ({"max_steps": [1]}, "max_steps is [1]"),
+        ({"train_batch_size": {}}, "train_batch_size is {}"),
+        ({"train_batch_size": None}, "train_batch_size is None"),
+        ({"best_model_checkpoint": ["x"]}, "best_model_checkpoint is ['x']"),
     ],
 )
 def test_the_record_of_trainer(run_folder: Path, regard: Callable, change: dict, reason: str) -> None:

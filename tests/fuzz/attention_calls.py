@@ -238,7 +238,7 @@ def _fitted(given: dict[str, Any], spec: regard.Spec, mode: str) -> Any:
         ridge = ridge if isinstance(ridge, Tensor) else torch.full(rows, ridge, dtype=torch.float64)
         if mode == "absolute":
             z, bias = oracle._scores(s, q, k, None, {})
-            mass = oracle._mass(s, z, seen, bias, {})
+            mass = oracle._mass(s, z, seen, bias, {}).clamp_min(1e-15)  # rows without any have no slope
             ridge = ridge / (mass if ridge.dim() == 3 else mass[..., None])
         return regression.fit(p, q, k, v, ridge)
 

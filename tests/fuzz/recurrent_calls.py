@@ -10,6 +10,7 @@ from torch import Tensor
 
 import regard
 
+from .attention_calls import Refused
 from .draw import Call, Draw
 from .kinds import Flag, Floats, Kind, Mask, Other, Real, Sentence, Whole, Word
 
@@ -91,7 +92,7 @@ def linear(draw: Draw) -> Call:
     kinds |= {"spec": Sentence(also=("softmax", "biweight"))}
     sentence = oracle.read(regard.Spec.parse(spec))
     if not regard.Spec.parse(spec).takes_scale:
-        given["scale"] = None
+        given["scale"], kinds["scale"] = None, Refused(none=True)
 
     def truth(**wide: Any) -> Tensor:
         scale = wide["query"].shape[-1] ** -0.5 if spec == "linear" and wide["scale"] is None else _factor(wide)

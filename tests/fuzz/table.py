@@ -40,6 +40,9 @@ CALLS: dict[str, Callable[[Draw], Call]] = {
     "fast_weight_mlp": m.fast_weight_mlp,
     "large_chunk_ttt": m.large_chunk_ttt,
     "leaky_average": m.leaky_average,
+    "linear_attention": r.linear,
+    "mesa_attention": r.mesa,
+    "delta_rule": r.delta,
     "nn.Attention": y.attention,
     "nn.Attention.forward": y.attention_forward,
     "nn.ContextualMemory": y.contextual,
@@ -89,10 +92,3 @@ CALLS: dict[str, Callable[[Draw], Call]] = {
     "register": o.register,
     "convert": o.convert,
 }
-
-VALID_ONLY: dict[str, Callable[[Draw], Call]] = {
-    "linear_attention": r.linear,
-    "mesa_attention": r.mesa,
-    "delta_rule": r.delta,
-}
-"""Calls that are drawn without bad arguments, which tests of their own try."""

@@ -78,7 +78,7 @@ def test_fields_changed_while_loading_are_checked_too(tmp_path):
         ({"mixers": 3}, "mixers is 3, expected a spec such as 'biweight'"),
         ({"mixers": ["softmax", None, "softmax", "softmax"]}, "expected a spec such as 'biweight'"),
         ({"hidden_size": 30}, "hidden_size 30 is not a multiple of 4 heads"),
-        ({"num_key_value_heads": 3}, "4 query heads do not divide among 3 key/value heads"),
+        ({"num_key_value_heads": 3}, r"4 query heads \(num_attention_heads\) do not divide among 3"),
         ({"head_dim": 7}, "head_dim is 7, expected an even number"),
         ({"hidden_size": 0}, "hidden_size is 0, expected a positive integer"),
         ({"vocab_size": "64"}, "vocab_size is '64', expected a positive integer"),

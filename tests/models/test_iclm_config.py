@@ -72,8 +72,11 @@ def test_matching_narrows_the_feed_forward_layer_on_f():
         ({"gd_steps": 3, "expectation": "exact"}, "gd_steps is 3, expected a divisor of the 2 pairs"),
         ({"norm_values": True, "expectation": "mean"}, "norm_values averages normalised embeddings"),
         ({"d_phi": 24}, "d_phi is 24 and d_f 16: .*set tie_phi=False"),
-        ({"d_phi": 10}, "d_phi is 10, expected a multiple of num_attention_heads = 2, with an even quotient"),
-        ({"f_attention_heads": 3}, "d_phi is 16, expected a multiple of f_attention_heads = 3"),
+        (
+            {"d_phi": 10},
+            r"d_phi \(hidden_size\) is 10, expected a multiple of num_attention_heads = 2, with an even quotient",
+        ),
+        ({"f_attention_heads": 3}, r"d_phi \(hidden_size\) is 16, expected a multiple of f_attention_heads = 3"),
         (
             {"hidden_size": 18, "d_phi": 16, "f_attention_heads": 4, "variant": "wv"},
             "d_f is 18, expected a multiple of 4 heads",

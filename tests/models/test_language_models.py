@@ -42,7 +42,7 @@ def test_a_size_that_cannot_be_matched():
         match_parameters(HybridConfig(**SIZES), 1e5)
     with pytest.raises(ArgumentError, match="unknown field 'intermedate_size'"):
         match_parameters(HybridConfig(**SIZES), 100_000, field="intermedate_size")
-    with pytest.raises(ArgumentError, match="at intermediate_size=1 already, more than the 10 wanted"):
+    with pytest.raises(ArgumentError, match="at intermediate_size=1 already, more than the target of 10"):
         match_parameters(HybridConfig(**SIZES), 10)
     with pytest.raises(ArgumentError, match="does not depend on intermediate_size"):
         match_parameters(HybridConfig(**SIZES, feed_forward="none"), 100_000)

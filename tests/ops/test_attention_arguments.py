@@ -128,6 +128,7 @@ def test_scale() -> None:
     for scale in (0, -1.0):
         assert f"scale is {scale:g}, expected scale > 0" in message(scale=scale)
     assert "scale is '1'" in message(scale="1")
+    assert "scale is 1e+300, expected scale <= 3.40282e+38" in message(scale=1e300)  # of float32 tensors
     assert "scale has shape [3], which does not broadcast to [2, 4, 5]" in message(scale=torch.ones(3))
     assert "scale has dtype torch.int64" in message(scale=torch.ones(5, dtype=torch.int64))
 

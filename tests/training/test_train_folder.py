@@ -74,6 +74,22 @@ def test_the_lock_is_free_after_a_run(tiny: Callable, silent: Console) -> None:
     assert train(tiny(steps=3, resume=True), console=silent).step == 3
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_lock_from_elsewhere_writes_nowhere(tiny: Callable, silent: Console, tmp_path: Path, kind: str) -> None:
+    """A folder from elsewhere may name any file of the user as its lock."""
+    train(tiny(steps=1), console=silent)
+    lock, precious = tiny().out / LOCK, tmp_path / "precious"
+    precious.write_text("years of work")
+    lock.unlink()
+    if kind == "link":
+        lock.symlink_to(precious)
+    else:
+        os.mkfifo(lock)
+    with pytest.raises(ArgumentError, match="cannot write to --out"):
+        train(tiny(steps=2, resume=True), console=silent)
+    assert precious.read_text() == "years of work"
+
+
 def test_a_run_that_began_meanwhile_is_seen(tiny: Callable, silent: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes look at the empty folder; one trains to the end before the other begins to write."""
     config = tiny(steps=1)

@@ -161,7 +161,7 @@ def test_layers_may_be_token_mixers_and_have_memories(tiny: Callable, silent: Co
     shutil.rmtree(config.out / "checkpoint-4")
     (config.out / "summary.json").unlink()
     assert train(replace(config, resume=True), console=silent).loss == straight.loss  # windows are drawn by the step
-    with pytest.raises(ArgumentError, match="--model iclm: unknown spec 'gdn'"):
+    with pytest.raises(ArgumentError, match="--model iclm: ICLMConfig: mixers: unknown spec 'gdn'"):
         check_model(small("iclm", spec=("gdn",)), "train")
 
 

@@ -18,9 +18,9 @@ def reproduce(argv: list[str]) -> int:
         print(usage())
         if argv:
             return 0
-        raise ArgumentError(f"{CALL}: name a recipe: {', '.join(recipes.names())}.")
+        raise ArgumentError(f"{CALL}: name a recipe: {', '.join(sorted(recipes.names()))}.")
     if argv[0].startswith("-"):
-        raise ArgumentError(f"{CALL}: the name of a recipe comes first: {', '.join(recipes.names())}.")
+        raise ArgumentError(f"{CALL}: the name of a recipe comes first: {', '.join(sorted(recipes.names()))}.")
     name, rest = argv[0], argv[1:]
     recipe = recipes.get(name)
     config: Any = parse(recipe.Config, rest, command=f"{CALL} {name}")
@@ -51,7 +51,7 @@ def usage() -> str:
     from .show import about
 
     width = max(map(len, recipes.names())) + 2
-    lines = [f"  {name:<{width}}{about(recipe)}" for name, recipe in recipes.items()]
+    lines = [f"  {name:<{width}}{about(recipe)}" for name, recipe in sorted(recipes.items())]
     return "\n".join(
         [
             "usage: regard reproduce RECIPE [options]",

@@ -127,7 +127,7 @@ def log_decays(call: str, log_decay: Any, key: Tensor, features: int | None, dty
     in_range(call, "log_decay", log_decay, high=0.0, strict=False)
     rows = (key.shape[0], key.shape[1], key.shape[2])
     if not isinstance(log_decay, Tensor):
-        log_decay = torch.full((1,), float(log_decay), dtype=dtype, device=key.device)
+        log_decay = torch.full((1,), max(float(log_decay), torch.finfo(dtype).min), dtype=dtype, device=key.device)
     floating(call, "log_decay", log_decay)
     on_device(call, "log_decay", log_decay, key.device)
     per_feature = "" if features is None else f" or {[*rows, features]} (per feature)"

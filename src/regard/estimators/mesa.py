@@ -353,7 +353,7 @@ def _how(
 
 def _ridge(ridge: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
     """ridge as [B, H, 1 or Tq, D]."""
-    in_range(CALL, "ridge", ridge, low=0.0, strict=True)
+    in_range(CALL, "ridge", ridge, low=0.0, high=torch.finfo(dtype).max, strict=True)
     batch, heads, queries, dim = query.shape
     if not isinstance(ridge, Tensor):
         return torch.full((1, 1, 1, 1), float(ridge), dtype=dtype, device=query.device).expand(batch, heads, 1, dim)

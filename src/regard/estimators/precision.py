@@ -88,7 +88,7 @@ def row_number(
 ) -> float | Tensor:
     """A number, or a tensor broadcast to `rows` = [B, H, Tq] in the computing dtype; errors name `call`."""
     if not isinstance(value, Tensor):
-        in_range(call, name, value, strict=False)
+        in_range(call, name, value, high=torch.finfo(dtype).max, strict=False)
         return float(value)
     floating(call, name, value)
     broadcastable(call, name, value, rows)

@@ -29,7 +29,7 @@ from torch.nn.functional import normalize
 
 from ..checks import ArgumentError, suggestion
 from ..estimators.linear import finite_features
-from ..grammar import Spec, presets_registry
+from ..grammar import Spec, as_spec, presets_registry
 from ..grammar.trends import trends
 from ..memory import AssociativeMemory
 from ..memory.sums import trend_of
@@ -307,14 +307,7 @@ def check(config: RecallCapacityConfig) -> None:
             if not low <= level <= high:
                 raise ArgumentError(f"{CALL}: --{name} is {level:g}, expected {low:g} to {high:g}.")
     for text in config.specs:
-        try:
-            Spec.parse(text)
-        except ArgumentError as error:
-            raise ArgumentError(f"{CALL}: --specs: {error}") from None
+        as_spec(text, CALL, "--specs")
     for text in config.models:
-        try:
-            known = trend_of(text) is not None
-        except ArgumentError as error:
-            raise ArgumentError(f"{CALL}: --models: {error}") from None
-        if not known:
+        if trend_of(text, CALL, "--models") is None:
             raise ArgumentError(f"{CALL}: --models: unknown model {text!r}.{suggestion(text, trends.names())}")

@@ -104,20 +104,23 @@ def implicit_reach(d: Tensor, r: Number, reach: Tensor) -> Tensor:
     zero. The first step carries the first derivative, the second the second."""
     found = reach
     for _ in range(2):
-        step = _newton_step(d, r, found)
-        found = found - step
+        found = found - _newton_step(d, r, found)
     return found
 
 
 def _newton_step(d: Tensor, r: Number, reach: Tensor) -> Tensor:
-    """(sum a^r - 1) / sum a^(r-1), differentiable, with a = [(reach - d)/r]_+. Its value is 0, as at the root: what
-    rounding leaves of sum a^r - 1 would meet the slope of the slope, which has no bound for r < 1."""
-    inside = d < reach.detach()
-    a = torch.where(inside, (reach - torch.where(inside, d, 0)) / r, 1)  # > 0 inside, whatever the rounding
-    total = torch.where(inside, a**r, 0).sum(-1, keepdim=True)
-    slope = torch.where(inside, a ** (r - 1), 0).sum(-1, keepdim=True)
+    """Newton's step at the root of sum u^r = (r / fixed)^r, u = [reach - d]_+ / fixed, where `fixed` is the reach, held
+    fixed: 0, with its derivatives. What rounding leaves of the sum is taken out, for it would meet the slope of the
+    slope, which has no bound for r < 1; and in units of the reach no power of the smallest excess overflows."""
+    fixed = reach.detach()
+    inside = d < fixed
+    u = torch.where(inside, (reach - torch.where(inside, d, 0)) / fixed, 1)  # > 0 inside, whatever the rounding
+    over = torch.where(inside, u**r, 0).sum(-1, keepdim=True)
+    if isinstance(r, Tensor):
+        over = over - (r / fixed) ** r
+    slope = torch.where(inside, u ** (r - 1), 0).sum(-1, keepdim=True) * r
     some = slope > 0
-    return torch.where(some, (total - total.detach()) / torch.where(some, slope, 1), 0)
+    return torch.where(some, fixed * (over - over.detach()) / torch.where(some, slope, 1), 0)
 
 
 def _newton(d: Tensor, r: float, steps: int, *, early_exit: bool) -> Tensor:

@@ -20,11 +20,11 @@ from ..grammar.trends import trends
 from .pairs import Pairs
 
 
-def trend_of(store: Any) -> Any:
+def trend_of(store: Any, call: str = "AssociativeMemory", argument: str = "store") -> Any:
     """The global linear model that a store names, such as mesa(ridge=0.1); None for one that names none."""
     if isinstance(store, str) and store.split("(")[0].strip() not in trends:
         return None
-    return within("AssociativeMemory", "store", as_trend, store)
+    return within(call, argument, as_trend, store)
 
 
 def require_finite_features(spec: Spec, trend: Any, call: str) -> None:

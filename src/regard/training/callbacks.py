@@ -29,6 +29,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..models.base import tell_step
 from .checkpoints import write_atomically, writing
 from .errors import TrainingInterrupted
+from .files import regular_size
 
 _NOISE = ("epoch", "total_flos")
 _BRIEF = (
@@ -67,6 +68,7 @@ class MetricsFile(TrainerCallback):
         if not self.path.exists():
             return
         with writing(self.path, self.path.parent):
+            regular_size(self.path)
             *lines, _half = self.path.read_bytes().split(b"\n")
         for line in lines:
             if _is_record(line):

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 LARGEST = 2**31 - 1
 """The largest number of anything that is counted."""
-SEEDS = 2**32
 MOST_LAYERS = 1024
+SEEDS = 2**32
 """Seeds are 0 .. SEEDS - 1: what numpy's generator, which transformers seeds too, can take."""
 
 
@@ -253,16 +253,10 @@ def _check_rules(config: TrainConfig, specs: list[Spec], call: str) -> None:
     """The rules of temperature and ridge exist and fit the sentences."""
     from ..nn import as_ridge, as_temperature
 
-    try:
-        rule = as_temperature(config.temperature)
-    except ArgumentError as error:
-        raise ArgumentError(f"{call}: --temperature: {error}") from None
+    rule = as_temperature(config.temperature, call, "--temperature")
     for spec in specs:
         rule.require(f"{call}: --temperature", spec)
-    try:
-        ridge = as_ridge(config.ridge)
-    except ArgumentError as error:
-        raise ArgumentError(f"{call}: --ridge: {error}") from None
+    ridge = as_ridge(config.ridge, call, "--ridge")
     for spec in [spec for spec in specs if spec.degree] or specs:  # the others have none to learn
         ridge.require(f"{call}: --ridge", spec)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +26,7 @@ def only_run(folder: Path, *, call: str) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115
+        file = _open(folder / LOCK)
     except OSError as error:
         raise ArgumentError(f"{call}: cannot write to --out {folder}: {error.strerror or error}.") from None
     with file:  # closing it gives the lock back
@@ -35,6 +36,20 @@ def only_run(folder: Path, *, call: str) -> Iterator[None]:
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
         yield
+
+
+def _open(path: Path) -> TextIO:
+    """Open the lock file, and nothing else that a folder from elsewhere may have in its place.
+
+    Raises:
+        OSError: it is a link, a device or a pipe, or cannot be written.
+    """
+    safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | safe, 0o644)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(f"{path.name} is no regular file")
+    return os.fdopen(number, "r+", encoding="utf-8")
 
 
 def _take(file: TextIO, folder: Path, call: str) -> None:

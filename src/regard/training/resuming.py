@@ -197,10 +197,11 @@ def _check_state(saved: dict[str, Any], step: int) -> None:
     known = {field.name for field in fields(TrainerState)}
     for name, value in saved.items():
         _require(name in known, f"{name!r} is no field of it")
-        usual = getattr(plain, name)
+        usual = 0 if name == "train_batch_size" else getattr(plain, name)
         kinds = (int, float) if isinstance(usual, int) else type(usual)
-        _require(usual is None or isinstance(value, kinds), f"{name} is {value!r}")
+        _require(isinstance(value, kinds), f"{name} is {value!r}")
         _require(not isinstance(value, float) or isfinite(value), f"{name} is {value!r}")
+    _require("train_batch_size" in saved, "train_batch_size is missing")
     reached = saved.get("global_step")
     _require(_plain(reached) == _plain(step), f"global_step is {reached!r}, expected {step}")
 

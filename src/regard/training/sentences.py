@@ -27,11 +27,8 @@ def read_sentence(sentence: str, flag: str, call: str) -> Spec:
     Raises:
         ArgumentError: an empty or unknown sentence; the message names the flag.
     """
-    from .. import Spec
+    from ..grammar import as_spec
 
     if not sentence:
         raise ArgumentError(f"{call}: {flag} names nothing at one place; put one comma between two sentences.")
-    try:
-        return Spec.parse(sentence)
-    except ArgumentError as error:
-        raise ArgumentError(f"{call}: {flag}: {error}") from None
+    return as_spec(sentence, call, flag)
