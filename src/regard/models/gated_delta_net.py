@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -218,6 +219,11 @@ class GatedDeltaNet(TokenMixer):
         return net.out_proj(heads.flatten(2)), after
 
 
+_RULES = (qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule)
+_PLAIN = tuple(map(unwrap, _RULES))
+"""Without flash-linear-attention, whose kernels transformers would call on a CPU too."""
+
+
 def _like(query: Tensor, key: Tensor, value: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return empty tensors of the shapes that `_rule` gives."""
     state = value.new_empty(value.shape[0], value.shape[2], key.shape[3], value.shape[3], dtype=torch.float32)
@@ -229,7 +235,8 @@ def _rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """What the queries read [B, T, H, D], and the state [B, H, D, D] after all tokens."""
-    rule = qwen.torch_recurrent_gated_delta_rule if query.shape[1] == 1 else qwen.torch_chunk_gated_delta_rule
+    rules = _PLAIN if query.device.type == "cpu" else _RULES
+    rule = rules[0] if query.shape[1] == 1 else rules[1]
     out, after = rule(
         query,
         key,
