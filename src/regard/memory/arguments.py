@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,13 +11,16 @@ from ..checks import (
     ArgumentError,
     boolean_mask,
     floating,
+    in_range,
     integers,
+    mapping,
     on_device,
     refuse,
     require,
     shape,
     shown,
 )
+from ..estimators.precision import row_number
 from .pairs import Pairs
 
 
@@ -81,3 +84,31 @@ def places_of(call: str, indices: Any, held: int) -> list[int]:
                 f"{call}: indices: index {shown(place)} is not held; there are {held} pairs, numbered from 0."
             )
     return list(indices)
+
+
+def transforming(call: str, fn: Any) -> Callable[[Tensor], Tensor]:
+    """Return `fn` for tensors of numbers (others stay as they are), which must keep shape, dtype and device."""
+    if not callable(fn):
+        raise refuse(call, "fn", fn, "a function of a tensor")
+
+    def changed(t: Tensor) -> Tensor:
+        if not t.is_floating_point() or not t.numel():
+            return t
+        new = fn(t)
+        if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (t.shape, t.dtype, t.device):
+            raise ArgumentError(f"{call}: fn made {shown(new)} of {shown(t)}, expected the same shape and dtype.")
+        return new
+
+    return changed
+
+
+def row_numbers(
+    call: str, query: Tensor, scale: Any, params: Any
+) -> tuple[float | Tensor | None, dict[str, float | Tensor]]:
+    """Return scale and params as numbers or tensors [B, H, Tq] of the queries [B, H, Tq, D]."""
+    rows: tuple[Any, ...] = (tuple(query.shape[:3]), query.dtype, query.device)
+    if scale is not None:
+        in_range(call, "scale", scale, low=0.0, strict=True)
+        scale = row_number(call, "scale", scale, *rows)
+    given = mapping(call, "params", params)
+    return scale, {name: row_number(call, f"params[{name!r}]", n, *rows) for name, n in given.items()}

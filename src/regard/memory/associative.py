@@ -23,24 +23,21 @@ from ..checks import (
     choice,
     flag,
     flags,
-    in_range,
     instance,
     mapping,
     number,
     on_device,
     optional_whole,
-    refuse,
     shape,
     shown,
     whole,
     within,
 )
 from ..estimators import Diagnostics
-from ..estimators.precision import row_number
 from ..grammar import Spec, as_spec
 from ..ops import attention
 from ..ops.dispatch import implementations_registry
-from .arguments import four_axes, one_way, paired, places_of
+from .arguments import four_axes, one_way, paired, places_of, row_numbers, transforming
 from .energy import require_energy, well
 from .pairs import Pairs, learned
 from .sums import Sums, require_finite_features, trend_of
@@ -236,18 +233,7 @@ class AssociativeMemory(nn.Module):
         `memory.transform(lambda t: 0.9 * t)` lets what was written fade; adding noise damages it. `fn` must keep
         shape and dtype.
         """
-        call = f"{CALL}.transform"
-        if not callable(fn):
-            raise refuse(call, "fn", fn, "a function of a tensor")
-
-        def changed(t: Tensor) -> Tensor:
-            if not t.is_floating_point() or not t.numel():
-                return t
-            new = fn(t)
-            if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (t.shape, t.dtype, t.device):
-                raise ArgumentError(f"{call}: fn made {shown(new)} of {shown(t)}, expected the same shape and dtype.")
-            return new
-
+        changed = transforming(f"{CALL}.transform", fn)
         if self._short is not None:
             self._short = self._short.map(changed)
         return self
@@ -469,12 +455,7 @@ class AssociativeMemory(nn.Module):
             )
         query = self._checked_queries(queries, call)
         scale = self.scale if scale is None else scale
-        given = mapping(call, "params", self.params if params is None else params)
-        rows: tuple[Any, ...] = (tuple(query.shape[:3]), query.dtype, query.device)
-        if scale is not None:
-            in_range(call, "scale", scale, low=0.0, strict=True)
-            scale = row_number(call, "scale", scale, *rows)
-        numbers = (scale, {name: row_number(call, f"params[{name!r}]", n, *rows) for name, n in given.items()})
+        numbers = row_numbers(call, query, scale, self.params if params is None else params)
         parts = self._parts(query.shape[0])
         if len(parts) > 1 and not found.additive:
             raise ArgumentError(f"{call}: no energy is known for two reads of {self.spec} added; use combine='shared'.")
