@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, count_parameters, language_models, match_parameters
@@ -190,6 +190,10 @@ def test_a_model_from_a_configuration_and_tensors(name, tied):
     for lacking in given:
         with pytest.raises(ArgumentError, match="without a path give both config and state_dict"):
             type(model).from_pretrained(None, **{name: value for name, value in given.items() if name != lacking})
+    for wrong in ({"config": {"vocab_size": 29}}, {"config": PreTrainedConfig()}, {"state_dict": [1]},
+                  {"state_dict": {"lm_head.weight": 1}}):  # fmt: skip
+        with pytest.raises(ArgumentError, match=rf"from_pretrained: {next(iter(wrong))} is .* expected a "):
+            type(model).from_pretrained(None, **{**given, **wrong})
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,11 +1,19 @@
-"""Compare compact attention with AdaSplash (PyPI: adasplash), whose kernels run in Triton's interpreter here.
+"""Compare compact attention with AdaSplash (PyPI: adasplash), whose kernels run in Triton's interpreter.
 
 Version 1 alone: the kernels of version 2 get their block sizes from the autotuner, which the interpreter does not run.
+
+Triton reads TRITON_INTERPRET when it is imported, which other tests do before. So this file is also a program: in a
+process of its own it writes what AdaSplash computes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,31 +22,44 @@ from torch import Tensor
 import regard
 
 adasplash = pytest.importorskip("adasplash", reason="adasplash is not installed: run `make test-peers`")
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")]
+pytestmark = pytest.mark.peers
+CASES = [(alpha, causal) for alpha in (1.25, 1.5, 1.75) for causal in (False, True)]
+Results = dict[tuple[float, bool], tuple[Tensor, ...]]
 
 
-@pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpret the kernels: AdaSplash imports their files at the first call."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
-def _compare(peer: Any, spec: str, causal: bool) -> None:
+def _run(call: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    """The output and the gradients of query, key and value."""
     draw = torch.Generator().manual_seed(0)
     inputs = [(2 * torch.randn(1, 2, 128, 32, generator=draw)).requires_grad_() for _ in range(3)]
     weight = torch.randn(1, 2, 128, 32, generator=draw)
+    out = call(*inputs)
+    return out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)
 
-    def run(call: Any) -> tuple[Tensor, ...]:
-        out = call(*inputs)
-        return out, *torch.autograd.grad((out * weight).sum(), inputs)
 
-    expected = run(lambda *x: regard.attention(*x, spec, is_causal=causal))
-    for found, wanted in zip(run(peer), expected, strict=True):
+def _write(path: str) -> None:
+    peer = adasplash.adasplash_no_block_mask
+    torch.save({case: _run(partial(peer, alpha=case[0], is_causal=case[1])) for case in CASES}, path)
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What AdaSplash computes in each case."""
+    path = tmp_path_factory.mktemp("adasplash") / "results.pt"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__)), str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: Results = torch.load(path)
+    return found
+
+
+@pytest.mark.parametrize(("alpha", "causal"), CASES)
+def test_version_1(alpha: float, causal: bool, computed: Results) -> None:
+    spec = f"polynomial(r={1 / (alpha - 1)})*adaptive"
+    expected = _run(lambda q, k, v: regard.attention(q, k, v, spec, is_causal=causal))
+    for found, wanted in zip(computed[alpha, causal], expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("alpha", [1.25, 1.5, 1.75])
-def test_version_1(alpha: float, causal: bool) -> None:
-    spec = f"polynomial(r={1 / (alpha - 1)})*adaptive"
-    _compare(lambda q, k, v: adasplash.adasplash_no_block_mask(q, k, v, alpha=alpha, is_causal=causal), spec, causal)
+if __name__ == "__main__":
+    _write(sys.argv[1])

@@ -21,29 +21,24 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ..checks import ArgumentError, closest, require, shape
-from ..nn.attention import require_growing
+from ..checks import ArgumentError, require, shape
+from ..nn.arguments import require_growing
 from ..nn.hooks import HookPoint
 from . import packing
+from .arguments import (
+    IGNORED,
+    check_labels,
+    key_mask,
+    kind,
+    not_predicted,
+    outside,
+    positions_kept,
+    refuse_misspelt,
+    token_positions,
+)
 from .base_config import RegardConfig
 from .loading import CheckedLoading
 from .packing import Documents
-
-IGNORED = -100  # the label that the loss leaves out
-_ARGUMENTS = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "inputs_embeds",
-    "labels",
-    "use_cache",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    *packing.ARGUMENTS,
-)
 
 
 @dataclass(frozen=True)
@@ -255,7 +250,9 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
     - segment_ids: [B or 1, T], the number of each token's document where several are packed into a row: nothing of one
       reaches another, and its first token is not predicted. The same is made of position_ids that begin again, of
       `cu_seq_lens_q` and `cu_seq_lens_k` [documents + 1] of a single row, and of `seq_idx`. No cache is then kept.
-    - further keywords (`num_items_in_batch`) go to the loss; `return_dict=False` gives a tuple.
+    - further keywords go to the loss: `num_items_in_batch`, what the sum is divided by; `ignore_index` in the place of
+      -100; `shift_labels` [B, T], the token to be predicted at each position itself, in the place of `labels`.
+    - `return_dict=False` gives a tuple.
     """
 
     model_class: ClassVar[type[RegardModel]]
@@ -374,15 +371,10 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         logits = self.unembed["hook_out"](self.lm_head(outputs.last_hidden_state[:, kept]))
         loss = None
         if labels is not None:
-            labels = visible_labels(type(self).__name__, labels, attention_mask, logits)
             tokens = tuple(outputs.last_hidden_state.shape[:2])
             real = None if attention_mask is None else attention_mask[:, -tokens[1] :] != 0
             documents = Documents.of(type(self).__name__, tokens, real, position_ids, packed)
-            if documents is not None:
-                labels = labels.masked_fill(documents.begins[:, -labels.shape[1] :], IGNORED)
-            # a mean over no token is not a number; a sum over none is 0
-            kwargs.setdefault("num_items_in_batch", (labels[:, 1:] != IGNORED).sum().clamp_min(1))
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self._loss(logits, labels, attention_mask, documents, kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -391,39 +383,33 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-
-def kind(given: object) -> str:
-    """What an argument is, for messages."""
-    return str(given.dtype) if isinstance(given, Tensor) else type(given).__name__
-
-
-def positions_kept(call: str, logits_to_keep: int | Tensor, labels: Tensor | None) -> slice | Tensor:
-    """An index of the positions that get logits.
-
-    Raises:
-        ArgumentError: a negative number, or a choice of positions with labels, which need neighbours.
-    """
-    if isinstance(logits_to_keep, Tensor):
-        if labels is not None:
+    def _loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None,
+        documents: Documents | None,
+        extra: dict[str, Any],
+    ) -> Tensor:
+        """The loss, with further keywords for it; 0 where no token is to be predicted."""
+        call, ignored, shifted = type(self).__name__, extra.get("ignore_index", IGNORED), extra.get("shift_labels")
+        require(type(ignored) is int, call, f"ignore_index is {ignored!r}, expected an integer.")
+        check_labels(call, "labels", labels, logits)
+        if labels.shape[1] == 1 and shifted is None:
             raise ArgumentError(
-                f"{call}: logits_to_keep is a tensor of positions and labels are given; labels are shifted by one and "
-                f"need neighbouring positions, so give a number, or -100 where no token is to be predicted."
+                f"{call}: labels of one position leave nothing to predict; a token is predicted from those before it."
             )
-        return logits_to_keep
-    if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
-        raise ArgumentError(f"{call}: logits_to_keep is {logits_to_keep!r}, expected 0 (all), a number or positions.")
-    return slice(-logits_to_keep, None)
-
-
-def refuse_misspelt(call: str, extra: dict[str, Any]) -> None:
-    """No further keyword is nearly the name of an argument.
-
-    Raises:
-        ArgumentError: one is: handed on to the loss, it would be lost, and another thing computed than was asked for.
-    """
-    for name in () if torch.compiler.is_compiling() else extra:
-        close = closest(name, _ARGUMENTS, 0.85)[:1]
-        require(not close, call, f"unknown argument {name!r}. Did you mean {', '.join(map(repr, close))}?")
+        hidden = not_predicted(attention_mask, documents, labels.shape[1])
+        labels = labels if hidden is None else labels.masked_fill(hidden, ignored)
+        predicted = labels[:, 1:]
+        if shifted is not None:
+            check_labels(call, "shift_labels", shifted, logits)
+            if hidden is not None:
+                shifted = shifted.masked_fill(F.pad(hidden[:, 1:], (0, 1), value=False), ignored)
+            predicted = extra["shift_labels"] = shifted.contiguous()
+        if extra.get("num_items_in_batch") is None:  # a mean over no token is not a number; a sum over none is 0
+            extra["num_items_in_batch"] = (predicted != ignored).sum().clamp_min(1)
+        return self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **extra)
 
 
 def tell_step(model: nn.Module, step: int) -> None:
@@ -444,79 +430,3 @@ def check_depth(call: str, cache: Cache, layers: int) -> None:
             f"{call}: past_key_values holds {len(cache.layers)} layers of another model, expected {layers}; leave it "
             f"out or give model.model.new_cache()."
         )
-
-
-def outside(call: str, tokens: Tensor, vocabulary: int) -> str:
-    """The message for tokens that are not integers from 0 to `vocabulary` - 1."""
-    found = f"{tokens.min().item()} to {tokens.max().item()}"
-    return f"{call}: input_ids holds {found}, expected integers from 0 to {vocabulary - 1}, the vocabulary."
-
-
-def key_mask(call: str, attention_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
-    """The attention mask as booleans [B, N].
-
-    Raises:
-        ArgumentError: not a boolean or integer tensor of shape [batch, tokens].
-    """
-    if attention_mask is None:
-        return None
-    if not isinstance(attention_mask, Tensor) or attention_mask.is_floating_point() or attention_mask.is_complex():
-        raise ArgumentError(
-            f"{call}: attention_mask is {kind(attention_mask)}, expected a boolean or integer tensor, true where a "
-            f"token is real."
-        )
-    if tuple(attention_mask.shape) != (batch, tokens):
-        raise ArgumentError(
-            f"{call}: attention_mask has shape {shape(attention_mask)}, expected [{batch}, {tokens}]: one "
-            f"entry for every token so far, those in the cache included."
-        )
-    return attention_mask != 0
-
-
-def token_positions(call: str, position_ids: Tensor | None, mask: Tensor | None, past: int, hidden: Tensor) -> Tensor:
-    """Positions [B or 1, T]: as given, else the number of real tokens before each.
-
-    Raises:
-        ArgumentError: `position_ids` is not an integer tensor of shape [B or 1, T].
-    """
-    batch, tokens = hidden.shape[:2]
-    if position_ids is not None:
-        if not isinstance(position_ids, Tensor):
-            raise ArgumentError(f"{call}: position_ids is {kind(position_ids)}, expected an integer tensor.")
-        fits = tuple(position_ids.shape) in ((batch, tokens), (1, tokens))
-        if not fits or position_ids.is_floating_point():
-            raise ArgumentError(
-                f"{call}: position_ids has shape {shape(position_ids)} and dtype {position_ids.dtype}, "
-                f"expected integers [{batch}, {tokens}] or [1, {tokens}]."
-            )
-        return position_ids
-    if mask is None:
-        return torch.arange(past, past + tokens, device=hidden.device)[None]
-    return (mask.cumsum(-1) - 1).clamp_min(0)[:, past:]
-
-
-def visible_labels(call: str, labels: Tensor, attention_mask: Tensor | None, logits: Tensor) -> Tensor:
-    """The labels, with -100 where the mask hides the token or the one that it would be predicted from.
-
-    Without the latter, the first real token of a left-padded row would be predicted from padding, and padding
-    would be trained.
-
-    Raises:
-        ArgumentError: labels do not match the logits, or there is no token to predict.
-    """
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
-        raise ArgumentError(f"{call}: labels is {kind(labels)}, expected an integer tensor [B, T].")
-    if tuple(labels.shape) != tuple(logits.shape[:2]):
-        raise ArgumentError(
-            f"{call}: labels has shape {shape(labels)}, expected {shape(logits[..., 0])}, one for each "
-            f"position that has logits."
-        )
-    if labels.shape[1] == 1:
-        raise ArgumentError(
-            f"{call}: labels of one position leave nothing to predict: each token is predicted from those before it."
-        )
-    if attention_mask is None:
-        return labels
-    visible = attention_mask[:, -labels.shape[1] :] != 0
-    before = F.pad(visible[:, :-1], (1, 0), value=False)
-    return labels.masked_fill(~(visible & before), IGNORED)

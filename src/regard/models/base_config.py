@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from .. import Spec
 from ..checks import ArgumentError, closest, flags, number, refuse, require, shown, suggestion
 from ..grammar import as_spec
-from ..nn.attention import positive_int
+from ..nn.arguments import positive_int
 
 # What transformers itself passes beside the fields, when it loads a config or converts one.
 _TRANSFORMERS_KEYS = {

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from .. import Spec
 from ..checks import ArgumentError, number, require, shown, whole, within
 from ..nn import Ridge, Temperature, as_ridge, as_temperature
-from ..nn.attention import check_heads, check_shared, check_window, positive_int
+from ..nn.arguments import check_heads, check_shared, check_window, positive_int
 from ..nn.feed_forward import feed_forwards
 from ..nn.memories import memory_layers
 from ..nn.norm import NORMS, check_qk_norm

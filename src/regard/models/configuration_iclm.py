@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from .. import Spec
 from ..checks import ArgumentError, number, require, within
 from ..grammar import as_spec
-from ..nn.attention import positive_int
+from ..nn.arguments import positive_int
 from ..nn.feed_forward import feed_forwards
 from ..nn.functional_gradient import VARIANTS, check_kernel
 from .base_config import RegardConfig

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from .. import Spec
 from ..checks import ArgumentError, number, within
-from ..nn.attention import check_heads, positive_int
+from ..nn.arguments import check_heads, positive_int
 from ..nn.contextual_memory import LEARNED, check_learned, contextual_spec
 from ..nn.memory_features import LOOK_AHEAD, SCALE_LIMIT
 from ..nn.persistent_memory import persistent_spec

@@ -30,8 +30,7 @@ from ..estimators.chunk_stream import check_segments
 from ..estimators.delta import delta_rule
 from ..estimators.one_node import one_node
 from ..estimators.states import State
-from ..nn.arguments import check_layer_idx
-from ..nn.attention import positive_int
+from ..nn.arguments import check_layer_idx, positive_int
 from .cache_layers import StateCacheLayer
 from .masks import all_real
 from .token_mixers import TokenMixer, own_layer, token_mixers

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..checks import ArgumentError
+from ..checks import ArgumentError, refuse
 from .base_config import HUB_KEYS, own_fields
 
 
@@ -29,10 +29,8 @@ class CheckedLoading(PreTrainedModel):
             ArgumentError: the checkpoint is of another model type, or a tensor is missing, unknown, of another shape,
                 or not finite.
         """
-        if pretrained_model_name_or_path is None and None in (kwargs.get("config"), kwargs.get("state_dict")):
-            raise ArgumentError(
-                f"{cls.__name__}.from_pretrained: without a path give both config and state_dict, the tensors by name."
-            )
+        if pretrained_model_name_or_path is None:
+            cls._check_at_hand(kwargs.get("config"), kwargs.get("state_dict"))
         kwargs.setdefault("trust_remote_code", False)  # otherwise transformers may ask, and run what lies in a folder
         if kwargs.pop("output_loading_info", False):
             return super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
@@ -60,6 +58,21 @@ class CheckedLoading(PreTrainedModel):
                 f"output_loading_info=True they are taken as far as they go."
             )
         return model
+
+    @classmethod
+    def _check_at_hand(cls, config: Any, tensors: Any) -> None:
+        """A model that is made without a path has a configuration and tensors.
+
+        Raises:
+            ArgumentError: one is missing, or not that.
+        """
+        call, kind = f"{cls.__name__}.from_pretrained", cls.config_class
+        if config is None or tensors is None:
+            raise ArgumentError(f"{call}: without a path give both config and state_dict, the tensors by name.")
+        if kind is not None and not isinstance(config, kind):
+            raise ArgumentError(f"{call}: config is a {type(config).__name__}, expected a {kind.__name__}.")
+        if not isinstance(tensors, Mapping) or not all(isinstance(x, torch.Tensor) for x in tensors.values()):
+            raise refuse(call, "state_dict", tensors, "a dict of names to tensors")
 
 
 def without_changes(model: PreTrainedModel, path: Any, loading: Mapping[str, Any], **hub: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..checks import ArgumentError, shown, suggestion, within
-from ..nn.attention import positive_int
+from ..nn.arguments import positive_int
 from .base_config import RegardConfig, own_fields
 from .catalogue import model_of
 

@@ -189,7 +189,6 @@ def _lengths(
             raise ArgumentError(
                 f"{call}: {name} says how one row is packed, but {batch} rows are given; give segment_ids [B, T]."
             )
-        require(batch == 1, call, f"{name} says how one row is packed, but {batch} rows are given; give segment_ids.")
         wrong = (ends[0] != 0) | (ends[-1] != length) | (ends[1:] < ends[:-1]).any()
         faults[f"{name} must begin with 0, end with the number of tokens and never fall"] = wrong
     if not given:

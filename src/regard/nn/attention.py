@@ -23,7 +23,6 @@ from ..checks import (
     refuse,
     require,
     shape,
-    whole,
 )
 from ..estimators import Visibility
 from ..estimators.chunk_stream import check_segments
@@ -31,7 +30,15 @@ from ..estimators.linear import LinearState, finite_features, linear_attention
 from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
 from ..ops import attention, diagnosed_attention
-from .arguments import check_hidden, check_layer_idx, check_positions
+from .arguments import (
+    check_heads,
+    check_hidden,
+    check_layer_idx,
+    check_positions,
+    check_shared,
+    check_window,
+    require_growing,
+)
 from .hooks import HookPoint
 from .norm import HeadRMSNorm, check_qk_norm
 from .ridge import Ridge, RidgeProjection, as_ridge
@@ -445,75 +452,3 @@ class Attention(nn.Module):
         if self.qk_norm == "l2" and self.spec.takes_scale:
             usual = 1 / self.spec.similarity.default_scale(self.head_dim)
         return self.temperature.arguments(self.spec, self.head_dim, n, learned, usual)
-
-
-def check_shared(call: str, share_query_key: bool, num_heads: int, num_kv_heads: int) -> None:
-    """Shared queries and keys have as many heads.
-
-    Raises:
-        ArgumentError: they do not.
-    """
-    require(
-        not share_query_key or num_heads == num_kv_heads,
-        call,
-        f"share_query_key makes queries of the keys, so that {num_heads} query heads need {num_heads} key/value heads, "
-        f"not {num_kv_heads}; leave num_kv_heads out or share_query_key.",
-    )
-
-
-def check_heads(
-    call: str,
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int | None,
-    names: tuple[str, str, str] = ("hidden_size", "num_heads", "num_kv_heads"),
-) -> int:
-    """The channels of a head, after checking that the sizes fit together.
-
-    Raises:
-        ArgumentError: a size that is not a positive integer, or one that does not divide another.
-    """
-    sizes = zip(names, (hidden_size, num_heads, num_kv_heads), strict=True)
-    for name, size in {**dict(sizes), "head_dim": 1 if head_dim is None else head_dim}.items():
-        positive_int(call, name, size)
-    if num_heads % num_kv_heads:
-        raise ArgumentError(
-            f"{call}: {num_heads} query heads ({names[1]}) do not divide among {num_kv_heads} key/value heads "
-            f"({names[2]}); choose a divisor of {num_heads}."
-        )
-    if head_dim is not None:
-        return head_dim
-    if hidden_size % num_heads:
-        raise ArgumentError(
-            f"{call}: hidden_size {hidden_size} is not a multiple of {num_heads} heads ({names[1]}); change one, or "
-            f"give head_dim."
-        )
-    return hidden_size // num_heads
-
-
-def check_window(call: str, window: int | None, name: str = "window") -> int | None:
-    """Return `window`, after checking that it is None or a positive integer."""
-    if window is not None and not (type(window) is int and window > 0):
-        positive_int(call, name, window)
-    return window
-
-
-def positive_int(call: str, name: str, value: object, high: int = 2**48) -> None:
-    """Check that `value` is an integer above zero, no larger than `high`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise refuse(call, name, value, "a positive integer")
-    whole(call, name, value, 1, high)
-
-
-def require_growing(cache: object, call: str) -> None:
-    """`cache` holds the tokens seen and nothing else.
-
-    Queries stand at the end of the keys, so a cache that is padded to its final length would put them at the
-    wrong place.
-    """
-    if getattr(cache, "is_compileable", False):
-        raise ArgumentError(
-            f"{call}: past_key_values is a {type(cache).__name__}, which is padded to a fixed length; "
-            f"use a cache that grows, such as transformers.DynamicCache."
-        )

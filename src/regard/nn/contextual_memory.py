@@ -39,8 +39,8 @@ from ..estimators.states import State
 from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
 from ..ops import attention, diagnosed_attention
-from .arguments import check_hidden, check_layer_idx
-from .attention import Observer, check_heads
+from .arguments import check_heads, check_hidden, check_layer_idx
+from .attention import Observer
 from .hooks import HookPoint
 from .memory_features import (
     LOOK_AHEAD,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checks import flags, within
 from ..estimators.chunk_stream import check_chunk, check_meta_grad
 from ..estimators.fast_weight_mlp import NAMES, FastMLPRule, FastMLPState, fast_weight_mlp, flush
-from .attention import positive_int
+from .arguments import positive_int
 from .hooks import HookPoint
 from .memories import MemoryLayer, memory_layers
 from .memory_projections import MemoryProjections, clean_tokens

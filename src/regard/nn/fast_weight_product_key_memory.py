@@ -23,7 +23,7 @@ from ..estimators.one_node import one_node
 from ..estimators.product_key import check_eps, require_top_k, slot_scores, weights_spec
 from ..estimators.slot_values import slot_values
 from ..grammar import Spec
-from .attention import positive_int
+from .arguments import positive_int
 from .hooks import HookPoint
 from .memories import MemoryLayer, memory_layers
 from .memory_projections import MemoryProjections, Projected, Tokens, clean_tokens

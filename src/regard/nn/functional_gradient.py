@@ -30,8 +30,8 @@ from ..estimators.precision import autocast, full_precision
 from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
 from ..ops import attention
-from .arguments import check_hidden, check_layer_idx, check_positions
-from .attention import Observer, positive_int
+from .arguments import check_hidden, check_layer_idx, check_positions, positive_int
+from .attention import Observer
 from .hooks import HookPoint
 from .rotary import rotate
 

@@ -20,8 +20,7 @@ from ..estimators.chunk_stream import check_chunk, check_meta_grad, check_segmen
 from ..estimators.large_chunk import LargeChunkState, as_optimizer, flush, large_chunk_ttt
 from ..estimators.states import State, require_state
 from ..ops import attention, diagnosed_attention
-from .arguments import check_hidden, check_layer_idx, check_positions
-from .attention import check_heads, positive_int
+from .arguments import check_heads, check_hidden, check_layer_idx, check_positions, positive_int
 from .hooks import HookPoint
 from .memory_projections import Tokens, clean_tokens
 from .norm import HeadRMSNorm

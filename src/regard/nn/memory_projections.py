@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..checks import ArgumentError, boolean_mask, finite, floating, number, on_device, require, shape
 from ..estimators.fast_weight_stream import mixed
 from ..estimators.precision import clean
-from .attention import positive_int
+from .arguments import positive_int
 from .norm import HeadRMSNorm
 
 GATES = 8

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import ArgumentError, require, shape
-from .attention import positive_int
+from .arguments import positive_int
 
 NOBODY = -1
 """The position of a writer that there is not."""

@@ -13,7 +13,7 @@ from ..checks import flags, instance, require
 from ..estimators.leaky import LeakyState
 from ..grammar import Spec, as_spec
 from ..ops import attention
-from .attention import check_heads, positive_int
+from .arguments import check_heads, positive_int
 from .contextual_memory import check_features, check_tokens, measures_distance
 from .hooks import HookPoint
 from .memory_features import (

@@ -22,8 +22,7 @@ from ..estimators.precision import autocast
 from ..estimators.product_key import product_key_search, require_top_k, slot_scores, slot_weights, weights_spec
 from ..grammar import Spec
 from ..ops.slot_sums import slot_sums
-from .arguments import check_hidden
-from .attention import positive_int
+from .arguments import check_hidden, positive_int
 from .hooks import HookPoint
 from .memories import MemoryLayer, memory_layers
 from .memory_projections import clean_tokens
