@@ -116,7 +116,7 @@ def _beyond_a_limit(error: Exception) -> str | None:
     if isinstance(error, OverflowError) or "overflow" in text.lower():  # torch's are RuntimeError and TypeError
         return f"a number is too large ({text[:200]})."
     if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text:
-        return f"there is not enough memory for these sizes ({text[:200]})."
+        return f"there is not enough memory for these sizes ({text[:200] or 'MemoryError'})."
     if isinstance(error, (OSError, UnicodeError)):
         return text
     return None
