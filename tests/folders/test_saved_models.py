@@ -72,5 +72,5 @@ def test_weights_that_would_be_cast(dtype: torch.dtype, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"].to(dtype)}, file, {"format": "pt"})
-    with pytest.raises(ArgumentError, match="lm_head.weight is saved as .*, expected one of F64, F32, F16, BF16"):
+    with pytest.raises(ArgumentError, match=r"lm_head.weight is saved as .*, expected one of F64, F32, F16, BF16"):
         load_model(tmp_path, call="test")

@@ -8,8 +8,10 @@ standard error and exit code 2; a run that cannot go on is one line and 1; an in
 from __future__ import annotations
 
 import difflib
+import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 
 COMMANDS = {
@@ -25,6 +27,8 @@ COMMANDS = {
     "doctor": ("regard.cli.show:doctor", "show versions, devices, and which implementations can run"),
 }
 """Command name to ("module:function", one line of help)."""
+_SHOWING = ("list", "doctor")
+"""Commands that import and print, and compute nothing."""
 
 _LM = (
     "tyro",
@@ -79,7 +83,8 @@ def _guarded(name: str, rest: list[str]) -> int:
     """Run a command and turn what can go wrong into one line and an exit code."""
     prefix = f"regard {name}: error: "
     try:
-        return _load(COMMANDS[name][0])(rest)
+        with _quick() if name in _SHOWING or rest in (["-h"], ["--help"]) else nullcontext():
+            return _load(COMMANDS[name][0])(rest)
     except SystemExit as stop:  # --help
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
@@ -106,6 +111,18 @@ def _guarded(name: str, rest: list[str]) -> int:
         if limit:
             return _fail(f"{prefix}{limit}", 2)
         raise
+
+
+@contextmanager
+def _quick() -> Iterator[None]:
+    """Put off garbage collection: what is imported lives on, and looking through it takes a third of a second."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _beyond_a_limit(error: Exception) -> str | None:
