@@ -78,8 +78,8 @@ def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str)
         )
         last = curve.held_out_steps[-1], curve.held_out_bits[-1]
         axes.plot(*last, color=colour, marker="o", markersize=4, clip_on=False)  # at the edge, and whole
-    dashed = {"color": "#333333", "linestyle": (0, (6, 3)), "linewidth": 1.3}
-    axes.axhline(baseline, label=f"{baseline_name}: {baseline:.3f}", **dashed)
+    named = f"{baseline_name}: {baseline:.3f}"
+    axes.axhline(baseline, label=named, color="#333333", linestyle=(0, (6, 3)), linewidth=1.3)
     lowest = min([baseline, *(b for c in curves for b in (*c.bits, *c.held_out_bits))])
     highest = max([2.0 * baseline, *(1.15 * c.held_out_bits[-1] for c in curves)])
     axes.set_ylim(lowest - 0.1 * baseline, highest)
