@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shlex
@@ -472,3 +473,11 @@ def test_a_damaged_line_of_metrics_is_left_out(regard: Callable, text_file: Path
     assert "metrics.jsonl: left out 4 damaged lines" in resumed.err
     steps = [json.loads(line)["step"] for line in file.read_text().splitlines() if '"loss"' in line]
     assert steps == [1, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("words", [["doctor", "--help"], ["list", "nothing-of-this-name"]])
+def test_garbage_is_collected_again_after_a_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    from regard.cli import main
+
+    main(words)
+    assert gc.isenabled()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hostile import change_json
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen3Config
 
 from regard.checks import ArgumentError
@@ -63,3 +64,13 @@ def test_configs_that_do_not_fit(fields: dict, reason: str, tmp_path: Path) -> N
     with pytest.raises(ArgumentError, match=reason) as caught:
         load_model(tmp_path, call="test")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_weights_that_would_be_cast(dtype: torch.dtype, tmp_path: Path) -> None:
+    save(CONFIGS["llama"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight": tensors["lm_head.weight"].to(dtype)}, file, {"format": "pt"})
+    with pytest.raises(ArgumentError, match=r"lm_head.weight is saved as .*, expected one of F64, F32, F16, BF16"):
+        load_model(tmp_path, call="test")

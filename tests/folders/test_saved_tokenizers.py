@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,13 @@ def at(*path: str | int, value: object) -> Callable[[dict], None]:
     return change
 
 
+def replace(found: str, written: str, kind: str = "String") -> dict:
+    """A step of a tokenizer that writes something else."""
+    return {"type": "Replace", "pattern": {kind: found}, "content": written}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+LONG = b64encode(bytes(4) + b"h" * 5000 + b"\0").decode()
 CASES = {
     "id beyond 32 bits": (at("model", "vocab", "h", value=2**40), "expected u32"),
     "id of 32 bits": (at("model", "vocab", "h", value=2**32 - 1), "has a token of id 4294967295"),
@@ -93,6 +101,26 @@ CASES = {
             | {"add_prefix_space": True},
         ),
         "makes tokens that it does not have: [777, 999]",
+    ),
+    "replacements that fill any memory": (
+        at("normalizer", value={"type": "Sequence", "normalizers": [replace("h", "h" * 300)] * 5}),
+        "its steps can make a text 2.4e+12 times as long",
+    ),
+    "replacements of nothing": (
+        at("normalizer", value=replace("h?", "h" * 5000, kind="Regex")),
+        "its steps can make a text 5e+03 times as long",
+    ),
+    "replacements in what is decoded": (
+        at("decoder", value={"type": "Sequence", "decoders": [replace("h", "hh")] * 40}),
+        "its steps can make a text 1.1e+12 times as long",
+    ),
+    "bytes as letters, again and again": (
+        at("pre_tokenizer", value={"type": "Sequence", "pretokenizers": [BYTES] * 40}),
+        "its steps can make a text 1.1e+12 times as long",
+    ),
+    "a table that fills any memory": (
+        at("normalizer", value={"type": "Precompiled", "precompiled_charsmap": LONG}),
+        "its steps can make a text 5e+03 times as long",
     ),
     "another version": (at("version", value="9"), "Unknown tokenizer version"),
 }

@@ -82,6 +82,29 @@ def test_a_seal_that_is_a_pipe_or_a_device(run_folder: Path) -> None:
         manifest.touch()
 
 
+def hollow(path: Path) -> int:
+    """Make a file four TiB long that takes next to nothing on the disk; return its size."""
+    with open(path, "ab") as file:
+        file.truncate(1 << 42)
+    return 1 << 42
+
+
+@pytest.mark.skipif(not hasattr(os, "SEEK_DATA"), reason="holes cannot be seen here")
+@pytest.mark.parametrize("name", ["model/model.safetensors", "model/extra", "checkpoint-4/optimizer.pt"])
+def test_files_that_were_never_written_are_not_read(run_folder: Path, regard: Callable, name: str) -> None:
+    size = hollow(run_folder / name)
+    folder, name = (run_folder / name).parent, Path(name).name
+    change_json(folder / "COMPLETE.json", named(name, [size, "0" * 64]))
+    assert f"{name} has {size} bytes, of which " in (fault(folder) or "")
+
+
+def test_metrics_that_were_never_written_are_not_read(run_folder: Path, regard: Callable) -> None:
+    hollow(run_folder / "metrics.jsonl")
+    result = regard("train", "--resume", "--out", run_folder, "--steps", 6)
+    assert result.code == 1
+    assert "metrics.jsonl has 4398046511104 bytes, of which " in result.err
+
+
 def test_what_trainer_would_read_besides(run_folder: Path) -> None:
     (run_folder / "checkpoint-4" / "notes.txt").write_text("mine")
     assert fault(run_folder / "checkpoint-4") is None

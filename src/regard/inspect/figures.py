@@ -75,19 +75,11 @@ def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str)
             marker="o",
             markersize=4,
             label=f"{curve.name}: {curve.held_out_bits[-1]:.3f}",
-            clip_on=False,
         )
-    axes.axhline(baseline, color="#333333", linestyle=(0, (6, 3)), linewidth=1.3)
-    axes.annotate(
-        f"{baseline_name}: {baseline:.3f}",
-        (1.0, baseline),
-        xycoords=("axes fraction", "data"),
-        xytext=(-4, -4),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        color="#333333",
-    )
+        last = curve.held_out_steps[-1], curve.held_out_bits[-1]
+        axes.plot(*last, color=colour, marker="o", markersize=4, clip_on=False)  # at the edge, and whole
+    named = f"{baseline_name}: {baseline:.3f}"
+    axes.axhline(baseline, label=named, color="#333333", linestyle=(0, (6, 3)), linewidth=1.3)
     lowest = min([baseline, *(b for c in curves for b in (*c.bits, *c.held_out_bits))])
     highest = max([2.0 * baseline, *(1.15 * c.held_out_bits[-1] for c in curves)])
     axes.set_ylim(lowest - 0.1 * baseline, highest)
@@ -99,7 +91,7 @@ def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str)
     axes.set_ylabel("bits per character")
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(title="held out (dots); training (thin)", frameon=False, loc="upper right")
+    figure.legend(title="held out (dots); training (thin)", frameon=False, loc="outside upper center", ncols=3)
     return png(figure)
 
 

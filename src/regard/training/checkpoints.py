@@ -191,7 +191,8 @@ def prune(run: Path, keep: int) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file so that it is either the old one or the new one, never half of it."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    temporary.unlink(missing_ok=True)  # it may be a link to another file
+    with open(temporary, "x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -52,7 +52,7 @@ def check_out(config: TrainConfig, *, call: str) -> None:
 
     Raises:
         ArgumentError: the folder is not empty and the config does not say what to do about it, or it is
-            not a run of ours and would be deleted.
+            not a run of ours and would be deleted, or a link lies where the run would write.
     """
     out = config.out
     if out.exists() and not out.is_dir():
@@ -61,6 +61,7 @@ def check_out(config: TrainConfig, *, call: str) -> None:
         empty = not out.is_dir() or all(path.name == LOCK for path in out.iterdir())
     except OSError as error:
         raise ArgumentError(f"{call}: cannot read --out {out}: {error.strerror}.") from None
+    _check_links(out, call)
     if config.resume or empty:
         return
     if not _holds_run(out):
@@ -71,6 +72,20 @@ def check_out(config: TrainConfig, *, call: str) -> None:
         begun = (out / "run.json").is_file()
         what = "holds a run already; continue it with --resume" if begun else "holds the beginnings of a run"
         raise ArgumentError(f"{call}: --out {out} {what}, replace it with --overwrite, or choose another folder.")
+
+
+def _check_links(out: Path, call: str) -> None:
+    """Check that what a run writes lies in its folder: a folder from elsewhere may hold links to the user's files.
+
+    Raises:
+        ArgumentError: a name that a run uses is a link.
+    """
+    for path in sorted([*out.glob("checkpoint-*"), *(out / name for name in _OURS)]):
+        if path.is_symlink():
+            raise ArgumentError(
+                f"{call}: {path} is a link; a run writes into its own folder only, replace the link by what it points "
+                "to, or delete it."
+            )
 
 
 def begin(config: TrainConfig, text: Text, tokenizer: PreTrainedTokenizerBase, *, call: str) -> None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""The same in the headers of safetensors."""
 _IGNORED = {  # what a causal language model has no use for, and what names code
     *("auto_map", "num_labels", "id2label", "label2id", "transformers_weights", "fusion_config"),
     *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
@@ -61,7 +63,7 @@ def read_model(folder: Path, *, call: str) -> PreTrainedModel:
         with weights(folder) as found:
             config = _config(table, len(found))
             kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            _check_size(kind, config, found)
+            _check_tensors(kind, config, found)
         model, loading = kind.from_pretrained(
             None,
             config=config,
@@ -194,11 +196,12 @@ def _check_fields(table: dict[str, Any], kind: type | None, most_layers: int) ->
             _check_fields(value, None, most_layers)
 
 
-def _check_size(kind: type[PreTrainedModel], config: PreTrainedConfig, found: dict[str, SavedTensor]) -> None:
-    """Refuse a configuration of a model far larger than the weights beside it, without allocating it.
+def _check_tensors(kind: type[PreTrainedModel], config: PreTrainedConfig, found: dict[str, SavedTensor]) -> None:
+    """Refuse a configuration of a model far larger than the weights beside it, without allocating it, and weights
+    that are no floating-point numbers: transformers would cast them.
 
     Raises:
-        ValueError: it is.
+        ValueError: they are.
     """
     held = sum(each.numel for each in found.values())
     with torch.device("meta"):
@@ -206,3 +209,8 @@ def _check_size(kind: type[PreTrainedModel], config: PreTrainedConfig, found: di
     asked = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
     if asked > 2 * held + _SLACK:
         raise ValueError(f"its config describes a model of {asked:,} numbers, its weights are {held:,}")
+    ours = model.state_dict()
+    for name, each in found.items():
+        tensor = ours.get(name, ours.get(f"{kind.base_model_prefix}.{name}"))
+        if tensor is not None and tensor.is_floating_point() and each.dtype not in _FLOATS:
+            raise ValueError(f"{name} is saved as {each.dtype}, expected one of {', '.join(_FLOATS)}")

@@ -7,6 +7,7 @@ becomes transformers' plain fast one: classes, code and chat templates that a fo
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("split_special_tokens", "clean_up_tokenization_spaces")
 _MOST_TOKENS = 2**31
+_MOST_GROWTH = 1 << 12
+"""By how much the steps of a tokenizer may lengthen a text: a few of them in a row could fill any memory."""
 _PROBES = ("", "a", "The quick brown fox, 1 + 2 = 3.\n")
 
 
@@ -71,6 +74,9 @@ def _backend(path: Path, call: str) -> Tokenizer:
     table = read_mapping(path, call=call)
     table["truncation"] = table["padding"] = None  # a text is encoded as it is, whatever the file says
     with one_error(f"{call}: {path} holds no tokenizer that can be used"):
+        growth = _growth([table.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
+        if growth > _MOST_GROWTH:
+            raise ValueError(f"its steps can make a text {growth:.2g} times as long, expected at most {_MOST_GROWTH}")
         backend = Tokenizer.from_str(json.dumps(table))
         vocabulary = backend.get_vocab(with_added_tokens=True)
         produced = {token for text in _PROBES for token in backend.encode(text).ids}
@@ -88,6 +94,27 @@ def _backend(path: Path, call: str) -> Tokenizer:
     outside = produced - set(vocabulary.values())
     require(not outside, where, f"makes tokens that it does not have: {sorted(outside)[:3]}.")
     return backend
+
+
+def _growth(step: Any) -> float:
+    """Return by how much the steps of a tokenizer, tables in tables, can lengthen a text, in bytes and at most."""
+    inner = step.values() if isinstance(step, dict) else step if isinstance(step, list) else ()
+    growth = 1.0
+    for one in inner:
+        growth = min(growth * _growth(one), 1e300)
+    kind = step.get("type") if isinstance(step, dict) else None
+    if kind == "ByteLevel":  # a byte becomes a letter of one or two
+        return 2 * growth
+    if kind == "Replace":
+        written, found = len(step["content"].encode()), step["pattern"].get("String", "")
+        return growth * max(
+            1.0, written / len(found.encode()) if found else 1.0 + written
+        )  # an expression can be empty
+    if kind == "Precompiled":
+        table = b64decode(step["precompiled_charsmap"])
+        texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+        return growth * max(1, *map(len, texts))
+    return growth
 
 
 def _settings(path: Path, backend: Tokenizer, call: str) -> dict[str, Any]:
