@@ -338,7 +338,7 @@ def entmax(draw: Draw) -> Call:
     alpha = given["alpha"]
     if alpha == 1.0 if not isinstance(alpha, Tensor) else False:
         given["impl"], kinds["impl"] = "auto", Anything()
-    kinds["alpha"] = _number_kind(given, 1.0, False, 1001.0)
+    kinds["alpha"] = _number_kind(given, 1.0, given["impl"] == "cpu", 1001.0)
     s = oracle.Sentence("gaussian", "fixed")
     if isinstance(alpha, Tensor) or alpha > 1:
         s = oracle.Sentence("polynomial", "adaptive", r=1.0 if isinstance(alpha, Tensor) else 1 / (alpha - 1))
