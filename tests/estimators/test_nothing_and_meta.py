@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 import regard
+from regard import nn
+from regard.estimators.fast_weight_mlp import fast_weight_mlp
+from regard.estimators.large_chunk import large_chunk_ttt
 
 SIZES = {
     "empty batch": (0, 5, 5, "cpu"),
@@ -36,6 +39,22 @@ CALLS: dict[str, Callable[..., Any]] = {
     "mesa-decay": lambda x, **how: regard.mesa_attention(
         x["q"], x["k"], x["v"], ridge=1.0, log_decay=x["token"], return_diagnostics=True, **how
     ),
+}
+MEMORIES = {
+    "fast_weight_memory": lambda x, **how: regard.fast_weight_memory(
+        x[..., None, :2], x, None, torch.ones(1, 2, 3, 1), torch.ones(9, 4), top_k=2, chunk_size=2, **how
+    ),
+    "fast_weight_mlp": lambda x, **how: fast_weight_mlp(
+        x, x, (torch.ones(3, 5), torch.ones(3, 5), torch.ones(4, 4)), chunk_size=2, **how
+    ),
+    "large_chunk_ttt": lambda x, **how: large_chunk_ttt(
+        *(x[:, :, None] for _ in range(3)), x[:, :, None, :3], (torch.ones(1, 4, 4),) * 3, optimizer="muon", **how
+    ),
+    "nn.FastWeightMLP": lambda x: nn.FastWeightMLP(4, in_dim=3, hidden_dim=4, value_dim=3, chunk_size=2)(x),
+    "nn.FastWeightProductKeyMemory": lambda x: nn.FastWeightProductKeyMemory(
+        4, sub_keys=3, key_dim=4, value_dim=3, top_k=2, chunk_size=2
+    )(x),
+    "nn.LargeChunkTTT": lambda x: nn.LargeChunkTTT(4, 1, window=3, chunk_size=2)(x),
 }
 ORDERS: list[dict[str, bool]] = [{}, {"exclude_self": True}, {"is_causal": False}]
 
@@ -95,3 +114,27 @@ def test_under_a_trend(trend: str, sizes: str) -> None:
         check(regard.interpolated_attention(x["q"], x["k"], x["v"], trend, attn_mask=mask, **how), x, device)
         if queries == keys and device == "cpu":
             check(regard.interpolated_attention(x["q"], x["k"], x["v"], trend, segment_ids=ids, **how), x, device)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_memories_that_are_written(name: str) -> None:
+    """An empty batch reads nothing; tokens on the meta device, of which nobody knows whether they are there, are
+    refused, also beside weights that are elsewhere."""
+    out = MEMORIES[name](torch.ones(0, 5, 4))[0]
+    assert out.shape[:2] == (0, 5)
+    for device in ("meta", "cpu"):
+        with (
+            torch.device(device),
+            pytest.raises(regard.checks.ArgumentError, match=r"on (the )?meta") as error,
+        ):
+            MEMORIES[name](torch.ones(2, 5, 4, device="meta"))
+        assert str(error.value).startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("name", ["fast_weight_memory", "fast_weight_mlp", "large_chunk_ttt"])
+def test_an_empty_batch_with_a_mask_segments_and_a_state(name: str) -> None:
+    x, call = torch.ones(0, 5, 4), MEMORIES[name]
+    mask, ids = torch.ones(0, 5, dtype=torch.bool), torch.zeros(1, 5, dtype=torch.int64)
+    state = call(x)[1]
+    for how in ({"mask": mask}, {"segment_ids": ids}, {"mask": mask, "segment_ids": ids}, {"state": state}):
+        assert call(x, **how)[0].shape[:2] == (0, 5)

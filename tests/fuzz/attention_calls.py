@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import regression
@@ -12,8 +13,8 @@ from torch import Tensor
 
 import regard
 
-from .draw import Call, Draw
-from .kinds import Anything, Flag, Floats, Integers, Kind, Mask, Other, Real, Sentence, Whole, Word
+from .draw import Call, Draw, called
+from .kinds import OBJECTS, Anything, Flag, Floats, Integers, Kind, Mask, Other, Real, Refused, Sentence, Whole, Word
 
 IMPLS = tuple(regard.registries()["impl"].names())
 KNOWN = [s for s in SPECS.values() if s.trend is None and oracle.knows(oracle.read(s))]
@@ -83,7 +84,12 @@ def _kinds(given: dict[str, Any], spec: regard.Spec) -> dict[str, Kind]:
         "is_causal": Flag(),
         "exclude_self": Flag(),
         "window": Whole(low=1, none=True),
-        "query_offset": Offset(none=True, batch=batch, room=keys - queries if with_segments else None),
+        "query_offset": Offset(
+            none=True,
+            also=(torch.zeros(batch), torch.zeros(batch + 1, dtype=torch.long)),
+            batch=batch,
+            room=keys - queries if with_segments else None,
+        ),
         "segment_ids": segment if not isinstance(given["query_offset"], Tensor) else Anything(),
         "scale": Real(low=0.0, strict=True, none=True, rows=some_rows) if spec.takes_scale else Refused(none=True),
         "params": Params(none=True, names=tuple(spec.params)),
@@ -94,23 +100,19 @@ def _kinds(given: dict[str, Any], spec: regard.Spec) -> dict[str, Kind]:
     }
 
 
+@dataclass(frozen=True)
 class Offset(Kind):
     """Whole numbers, or integers [batch]; inside `room` where segments are given."""
 
-    def __init__(self, none: bool, batch: int, room: int | None) -> None:
-        object.__setattr__(self, "none", none)
-        object.__setattr__(self, "also", (torch.zeros(batch), torch.zeros(batch + 1, dtype=torch.long)))
-        object.__setattr__(self, "fine", ())
-        object.__setattr__(self, "batch", batch)
-        object.__setattr__(self, "room", room)
+    batch: int = 1
+    room: int | None = None
 
     def own(self, value: Any) -> bool:
         if isinstance(value, Tensor):
-            fits = value.dtype == torch.int64 and tuple(value.shape) == (self.batch,)  # type: ignore[attr-defined]
-            return fits and self.room is None and value.device.type == "cpu"  # type: ignore[attr-defined]
-        room = self.room  # type: ignore[attr-defined]
+            fits = value.dtype == torch.int64 and tuple(value.shape) == (self.batch,)
+            return fits and self.room is None and value.device.type == "cpu"
         whole = isinstance(value, int) and not isinstance(value, bool)
-        return whole and (room is None or 0 <= value <= room)
+        return whole and (self.room is None or 0 <= value <= self.room)
 
 
 class Tolerance(Real):
@@ -120,23 +122,20 @@ class Tolerance(Real):
         return super().own(value) and value != 0
 
 
-class Refused(Kind):
-    """An argument that has no meaning in this call."""
-
-
+@dataclass(frozen=True)
 class Params(Kind):
     """A mapping of the spec's names to numbers."""
 
-    def __init__(self, none: bool, names: tuple[str, ...]) -> None:
-        first = names[0] if names else "alpha"
-        numbers = ("1", None, True, float("nan"), torch.ones(3, dtype=torch.long), torch.ones(17, 19), [1.0], 1j)
-        wrong = ({"alhpa": 1.0}, {3: 1.0}, {"": 1.0}, *({first: number} for number in numbers))
-        object.__setattr__(self, "none", none)
-        object.__setattr__(self, "also", wrong)
-        object.__setattr__(self, "fine", ({},))
+    names: tuple[str, ...] = ()
 
     def own(self, value: Any) -> bool:
         return isinstance(value, dict) and not value
+
+    def values(self, given: Any) -> list[Any]:
+        first = self.names[0] if self.names else "alpha"
+        numbers = ("1", None, True, float("nan"), torch.ones(3, dtype=torch.long), torch.ones(17, 19), [1.0], 1j)
+        wrong = ({"alhpa": 1.0}, {3: 1.0}, {"": 1.0}, *({first: number} for number in numbers))
+        return [*super().values(given), *wrong, {}]
 
 
 def attention(draw: Draw) -> Call:
@@ -246,39 +245,28 @@ def _fitted(given: dict[str, Any], spec: regard.Spec, mode: str) -> Any:
 
 
 def explain(draw: Draw) -> Call:
-    given = {
-        "spec": draw.one("softmax", "biweight", "local-linear"),
-        "query_shape": (2, 4, draw.whole(0, 9), 8),
-        "key_shape": draw.one(None, (2, 2, 5, 8)),
-        "value_dim": draw.one(None, 3),
-        "dtype": draw.one(torch.float32, torch.bfloat16, torch.float64),
-        "device": draw.one("cpu", "cuda"),
-        "is_causal": draw.flag(),
-        "exclude_self": draw.flag(),
-        "window": draw.one(None, 2),
-        "query_offset": draw.one(None, 3),
-        "mask": draw.one(None, "keys", "pairs"),
-        "segments": draw.flag(),
-        "return_diagnostics": draw.flag(),
-    }
     shapes = ((2, 4), (2, 4, 5, -8), (2, 4, 5.0, 8), (2, 4, True, 8), "2458", (0, 0, 0, 0, 0), (2, 4, None, 8))
+    apart = ((3, 2, 5, 8), (2, 2, 5, 9), (2, 3, 5, 8), (2, 0, 5, 8))
     devices = ("cpu", "cuda", "meta", torch.device("cpu"))
-    kinds: dict[str, Kind] = {
-        "spec": Sentence(),
-        "query_shape": Other(also=shapes),
-        "key_shape": Other(none=True, also=(*shapes, (3, 2, 5, 8), (2, 2, 5, 9), (2, 3, 5, 8), (2, 0, 5, 8))),
-        "value_dim": Whole(low=1, high=2**48, none=True),
-        "dtype": Other(also=("float32", torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)),
-        "device": Other(test=lambda v: isinstance(v, (str, torch.device)) and v in devices, also=("gpu", "cuda:x")),
-        "is_causal": Flag(),
-        "exclude_self": Flag(),
-        "window": Whole(low=1, none=True),
-        "query_offset": Whole(none=True),
-        "mask": Word(words=("keys", "pairs"), none=True),
-        "segments": Flag(),
-        "return_diagnostics": Flag(),
-    }
-    return Call("explain", regard.explain, given, kinds)
+    known = lambda v: isinstance(v, (str, torch.device)) and v in devices  # noqa: E731
+    dtypes = ("float32", torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
+    return called(
+        "explain",
+        regard.explain,
+        spec=(draw.one("softmax", "biweight", "local-linear"), Sentence()),
+        query_shape=((2, 4, draw.whole(0, 9), 8), Other(also=shapes)),
+        key_shape=(draw.one(None, (2, 2, 5, 8)), Other(none=True, also=(*shapes, *apart))),
+        value_dim=(draw.one(None, 3), Whole(low=1, high=2**48, none=True)),
+        dtype=(draw.one(torch.float32, torch.bfloat16, torch.float64), Other(also=dtypes)),
+        device=(draw.one("cpu", "cuda"), Other(test=known, also=("gpu", "cuda:x"))),
+        is_causal=draw.flag(),
+        exclude_self=draw.flag(),
+        window=(draw.one(None, 2), Whole(low=1, none=True)),
+        query_offset=(draw.one(None, 3), Whole(none=True)),
+        mask=draw.word("keys", "pairs", none=True),
+        segments=draw.flag(),
+        return_diagnostics=draw.flag(),
+    )
 
 
 # Scores ------------------------------------------------------------------------------------------------------------
@@ -296,21 +284,18 @@ def _scores(draw: Draw) -> tuple[dict[str, Any], dict[str, Kind]]:
         "impl": draw.one("auto", "reference", "cpu"),
     }
     kinds: dict[str, Kind] = {
-        "scores": Floats(fixed=(), dtype=False),
+        "scores": Scores(also=(torch.ones(2).long(), torch.ones(3) > 0)),
         "dim": Whole(low=-len(size), high=len(size) - 1),
         "mask": Mask(none=True, fixed=tuple(a for a in range(len(size)) if size[a] > 1), broadcast=True),
         "impl": Word(words=("auto", "cpu", "reference")),
     }
-    kinds["scores"] = Floats(fixed=(), dtype=False, broadcast=True)
     return given, kinds
 
 
 def _score_call(name: str, given: dict[str, Any], kinds: dict[str, Kind], s: oracle.Sentence, **of: str) -> Call:
-    if not kinds["scores"].values(given["scores"]):
-        raise AssertionError
-    rank = given["scores"].dim()
-    kinds["scores"] = _Scores(rank)
     dim = given["dim"]
+    if any(isinstance(given[outer], Tensor) for outer in of):
+        kinds["dim"] = Anything()  # the numbers of rows along one dim need not fit another
 
     def truth(**wide: Any) -> Tensor:
         z = wide["scores"].movedim(dim, -1)
@@ -323,15 +308,8 @@ def _score_call(name: str, given: dict[str, Any], kinds: dict[str, Kind], s: ora
     return Call(name, getattr(regard, name), given, kinds, truth, tolerance, ("scores",))
 
 
-class _Scores(Kind):
+class Scores(Kind):
     """Scores of any shape but a scalar."""
-
-    def __init__(self, rank: int) -> None:
-        for name, value in {"none": False, "also": (torch.ones(2).long(), torch.ones(3) > 0), "fine": ()}.items():
-            object.__setattr__(self, name, value)
-
-    def own(self, value: Any) -> bool:
-        return False
 
     def values(self, given: Any) -> list[Any]:
         bad = [v for v in super().values(given) if not (isinstance(v, Tensor) and v.is_floating_point() and v.dim())]
@@ -360,7 +338,7 @@ def entmax(draw: Draw) -> Call:
     alpha = given["alpha"]
     if alpha == 1.0 if not isinstance(alpha, Tensor) else False:
         given["impl"], kinds["impl"] = "auto", Anything()
-    kinds["alpha"] = _number_kind(given, 1.0, False, 1001.0)
+    kinds["alpha"] = _number_kind(given, 1.0, given["impl"] == "cpu", 1001.0)
     s = oracle.Sentence("gaussian", "fixed")
     if isinstance(alpha, Tensor) or alpha > 1:
         s = oracle.Sentence("polynomial", "adaptive", r=1.0 if isinstance(alpha, Tensor) else 1 / (alpha - 1))
@@ -429,51 +407,25 @@ def topk_uniform(draw: Draw) -> Call:
 
 
 def spec(draw: Draw) -> Call:
-    given = {
-        "kernel": draw.one("gaussian", "epanechnikov", "biweight"),
-        "bandwidth": draw.one(None, "fixed"),
-        "degree": 1,
-        "ridge": 0.3,
-        "solver": draw.one("auto", "cholesky", None),
-        "similarity": draw.one("dot", "euclidean"),
-        "normalise": draw.one(None, True),
-        "ridge_mode": "relative",
-        "trend": None,
-    }
-    ranked = ("fixed", "anchored", "nearest")
-    kinds: dict[str, Kind] = {
-        "kernel": Word(also=("softmax", "fixed", "dot")),
-        "bandwidth": Other(none=True, test=lambda v: v in ranked, also=("gaussian", "fixd")),
-        "degree": Whole(low=0, high=1, also=(0,)),
-        "ridge": Real(low=0.0, none=True),
-        "solver": Word(none=True, words=("auto", "cholesky", "cg")),
-        "similarity": Word(words=("dot", "cosine", "euclidean")),
-        "normalise": Other(none=True, test=lambda v: v is True),
-        "ridge_mode": Word(words=("relative",)),
-        "trend": Other(none=True, also=("mesa", "mesas")),
-    }
-    if given["bandwidth"] is None:
-        kinds["bandwidth"] = Anything()
-    kinds["degree"] = Anything() if given["ridge"] else kinds["degree"]
-    return Call("Spec", regard.Spec, given, kinds)
+    bandwidth = draw.one(None, "fixed")
+    ranked = Other(none=True, test=lambda v: v in ("fixed", "anchored", "nearest"), also=("gaussian", "fixd"))
+    return called(
+        "Spec",
+        regard.Spec,
+        kernel=(draw.one("gaussian", "epanechnikov", "biweight"), Word(also=("softmax", "fixed", "dot"))),
+        bandwidth=(bandwidth, Anything() if bandwidth is None else ranked),
+        degree=1,
+        ridge=(0.3, Real(low=0.0, none=True)),
+        solver=(draw.one("auto", "cholesky", None), Word(none=True, words=("auto", "cholesky", "cg"))),
+        similarity=(draw.one("dot", "euclidean"), Word(words=("dot", "cosine", "euclidean"))),
+        normalise=(draw.one(None, True), Other(none=True, test=lambda v: v is True)),
+        ridge_mode=("relative", Word(words=("relative",))),
+        trend=(None, Other(none=True, also=("mesa", "mesas"))),
+    )
 
 
-def parse(draw: Draw) -> Call:
-    from .kinds import OBJECTS
-
-    text = draw.one("softmax", "biweight*anchored(margin=1)", "gaussian*fixed*linear(ridge=0.1,solver=cg(tol=1e-4))")
-    broken = [text[:at] + piece + text[at:] for at in range(len(text)) for piece in ("*", "(", "=", "\x00", "é", "9")]
-    cut = [text[:at] for at in range(len(text))]
-    kind = _Texts(tuple(broken + cut + [each for each in OBJECTS if not isinstance(each, str)]))
-    return Call("Spec.parse", regard.Spec.parse, {"text": text}, {"text": kind})
-
-
-class _Texts(Kind):
+class Texts(Kind):
     """Texts of which some may be valid: whatever comes of them, no error but ArgumentError may."""
-
-    def __init__(self, also: tuple[Any, ...]) -> None:
-        for name, value in {"none": False, "also": also, "fine": ()}.items():
-            object.__setattr__(self, name, value)
 
     def accepts(self, value: Any) -> bool:
         if not isinstance(value, str):
@@ -488,16 +440,19 @@ class _Texts(Kind):
         return list(self.also)
 
 
+def parse(draw: Draw) -> Call:
+    text = draw.one("softmax", "biweight*anchored(margin=1)", "gaussian*fixed*linear(ridge=0.1,solver=cg(tol=1e-4))")
+    broken = [text[:at] + piece + text[at:] for at in range(len(text)) for piece in ("*", "(", "=", "\x00", "é", "9")]
+    cut = [text[:at] for at in range(len(text))]
+    others = (each for each in OBJECTS if not isinstance(each, str))
+    return called("Spec.parse", regard.Spec.parse, text=(text, Texts(also=(*broken, *cut, *others))))
+
+
 def from_json(draw: Draw) -> Call:
     text = regard.Spec.parse(draw.one("biweight", "local-linear", "interpolated[mesa]")).to_json()
-    changed = (
-        text.replace("name", "nam"),
-        text.replace(":", ": [", 1),
-        text.replace("null", "{}"),
-        text.replace("null", "[]"),
-        text.replace("null", "3"),
-        text.replace("true", "3"),
-        text.replace('"', "'"),
+    changes = (("name", "nam"), ("null", "{}"), ("null", "[]"), ("null", "3"), ("true", "3"), ('"', "'"))
+    changed = (*(text.replace(*change) for change in changes), text.replace(":", ": [", 1))
+    broken = (
         "[]",
         "null",
         "{}",
@@ -509,12 +464,12 @@ def from_json(draw: Draw) -> Call:
         '{"kernel": "gaussian", "degree": []}',
         '{"kernel": "gaussian", "ridge_mode": []}',
     )
-
-    return Call(
-        "Spec.from_json", regard.Spec.from_json, {"text": text}, {"text": _Json(tuple(c for c in changed if c != text))}
-    )
+    wrong = (*(c for c in changed if c != text), *broken)
+    return called("Spec.from_json", regard.Spec.from_json, text=(text, Json(also=wrong)))
 
 
-class _Json(_Texts):
+class Json(Texts):
+    """Texts of which none is valid."""
+
     def accepts(self, value: Any) -> bool:
         return False

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kinds import Kind
+from .kinds import Anything, Flag, Kind, Word
 
 
 @dataclass
@@ -36,6 +36,31 @@ class Call:
     gradients: tuple[str, ...] = field(default=())
 
 
+def split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Kind]]:
+    """Values and kinds of arguments that are pairs (value, kind); a bool alone is a flag, and whatever else stands
+    alone is not replaced."""
+    given, kinds = {}, {}
+    for name, argument in arguments.items():
+        paired = type(argument) is tuple and len(argument) == 2 and isinstance(argument[1], Kind)
+        alone = Flag() if isinstance(argument, bool) else Anything()
+        given[name], kinds[name] = argument if paired else (argument, alone)
+    return given, kinds
+
+
+def called(name: str, run: Callable[..., Any], /, **arguments: Any) -> Call:
+    """The call of a function, by its arguments as `split` takes them."""
+    return Call(name, run, *split(arguments))
+
+
+def made(name: str, make: Callable[..., Any], /, **arguments: Any) -> Call:
+    """The call of a constructor, whose result is not looked into."""
+
+    def run(**given: Any) -> None:
+        make(**given)
+
+    return called(name, run, **arguments)
+
+
 class Draw:
     """Choices from a source of random numbers, which hypothesis can replay and shrink."""
 
@@ -44,6 +69,10 @@ class Draw:
 
     def one(self, *options: Any) -> Any:
         return options[self.source.randrange(len(options))]
+
+    def word(self, *words: str, none: bool = False) -> tuple[str | None, Word]:
+        """One of a few words (or None), and what it is."""
+        return self.one(*words, *([None] if none else [])), Word(words=words, none=none)
 
     def whole(self, low: int, high: int) -> int:
         return self.source.randint(low, high)

@@ -63,11 +63,13 @@ class Kind:
         none: whether None is valid.
         also: further values that are not valid.
         fine: further values that are valid, compared by identity or equality.
+        most: valid numbers above this are left out: they take too much time or memory.
     """
 
     none: bool = False
     also: tuple[Any, ...] = ()
     fine: tuple[Any, ...] = ()
+    most: float = math.inf
 
     def accepts(self, value: Any) -> bool:
         if value is None:
@@ -80,7 +82,21 @@ class Kind:
         return False
 
     def values(self, given: Any) -> list[Any]:
-        return [*NUMBERS, *OBJECTS, *TENSORS, *self.also, *self.fine]
+        every = [*NUMBERS, *OBJECTS, *TENSORS, *self.also, *self.fine]
+        return [v for v in every if not (isinstance(v, (int, float)) and v > self.most and self.accepts(v))]
+
+
+@dataclass(frozen=True)
+class Anything(Kind):
+    """An argument that is not fuzzed."""
+
+    def values(self, given: Any) -> list[Any]:
+        return []
+
+
+@dataclass(frozen=True)
+class Refused(Kind):
+    """An argument that has no meaning in this call."""
 
 
 @dataclass(frozen=True)
@@ -249,12 +265,13 @@ class Other(Kind):
         return self.test(value)
 
 
-@dataclass(frozen=True)
-class Anything(Kind):
-    """An argument that is not fuzzed."""
-
-    def values(self, given: Any) -> list[Any]:
-        return []
+NEVER = Other(test=lambda value: value is False)
+"""A flag that can only be False."""
+STEPS = Other(test=lambda value: value is False or (isinstance(value, int) and value >= 1))
+"""`meta_grad`: True, False or a number of chunks."""
+SIZE = Whole(low=1, most=10**6)
+POSITIVE = Real(low=0.0, strict=True)
+RATE = Real(low=0.0)
 
 
 def broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:

@@ -13,10 +13,8 @@ from regard import inspect, models, tasks
 from regard.inspect import gates, measures, mechanisms
 from regard.integrations import transformers as bridge
 
-from .draw import Call, Draw
-from .kinds import Among, Flag, Floats, Integers, Kind, Other, Real, Sentence, Whole, Word
-from .layer_calls import EPS, SIZE, _made, _Theta
-from .memory_calls import _Small
+from .draw import Call, Draw, called, made
+from .kinds import POSITIVE, RATE, SIZE, Among, Flag, Floats, Integers, Kind, Other, Real, Sentence, Whole
 
 TINY = {
     "vocab_size": 11,
@@ -25,20 +23,12 @@ TINY = {
     "num_attention_heads": 2,
     "max_position_embeddings": 16,
 }
-PER_LAYER = (["softmax"], ["softmax", 3], ["softmax"] * 3, "softmx")
+PER_LAYER = Other(also=(["softmax", 3], ["softmax"] * 3, "softmx"))
 TOKEN = Whole(none=True, low=0, high=10)
-BASE: dict[str, Kind] = {
-    "vocab_size": _Small(low=4),
-    "hidden_size": _Small(low=2, even=True),
-    "num_attention_heads": Among(these=(1, 2), also=(3,)),
-    "max_position_embeddings": SIZE,
-    "mixers": Other(also=PER_LAYER),
-    "initializer_range": EPS,
-    "tie_word_embeddings": Flag(),
-    "use_cache": Flag(),
-    "pad_token_id": TOKEN,
-    "bos_token_id": TOKEN,
-}
+WORD = Other(also=("x",))
+EVEN = Whole(low=2, even=True, most=10**6)
+WIDTH = Whole(low=1, none=True, most=10**6)
+THETA = Real(low=0.0, strict=True, most=1e30)
 
 
 def empty(value: Any) -> bool:
@@ -46,183 +36,104 @@ def empty(value: Any) -> bool:
     return isinstance(value, (str, dict)) and not value
 
 
-def _base(draw: Draw) -> dict[str, Any]:
+def _base(draw: Draw, **own: Any) -> dict[str, Any]:
+    """What the configurations share, and what is their own or another's kind."""
+    pad = draw.one(None, 3)
     return {
-        **TINY,
-        "mixers": draw.one("softmax", "biweight"),
-        "initializer_range": 0.02,
+        "vocab_size": (11, Whole(low=1 if pad is None else 4, most=10**6)),
+        "hidden_size": (8, EVEN),
+        "num_hidden_layers": 2,
+        "num_attention_heads": (2, Among(these=(1, 2), also=(3, -2))),
+        "max_position_embeddings": (16, SIZE),
+        "mixers": (draw.one("softmax", "biweight"), Other(also=(["softmax"], *PER_LAYER.also))),
+        "initializer_range": (0.02, POSITIVE),
         "tie_word_embeddings": draw.flag(),
         "use_cache": draw.flag(),
-        "pad_token_id": draw.one(None, 3),
-        "bos_token_id": None,
-    }
-
-
-def _kinds(given: dict[str, Any]) -> dict[str, Kind]:
-    return {**BASE, "vocab_size": _Small(low=1 if given["pad_token_id"] is None else 4)}
+        "pad_token_id": (pad, TOKEN),
+        "bos_token_id": (None, TOKEN),
+    } | own
 
 
 def hybrid(draw: Draw) -> Call:
-    given = {
-        **_base(draw),
-        "num_key_value_heads": None,
-        "head_dim": 4,
-        "intermediate_size": 6,
-        "feed_forward": draw.one("swiglu", "gelu"),
-        "norm": draw.one("rms", "layer"),
-        "mixer_options": None,
-        "window": draw.one(None, 3),
-        "training_window": None,
-        "training_window_share": 0.9,
-        "output_gate": draw.flag(),
-        "rotary_share": 1.0,
-        "memories": None,
-        "memory_place": "before-mixer",
-        "memory_options": None,
-        "temperatures": "fixed",
-        "ridges": "fixed",
-        "qk_norm": draw.one(None, "rms"),
-        "share_query_key": False,
-        "exclude_self": draw.flag(),
-        "rope_theta": 1e4,
-        "rms_norm_eps": 1e-6,
-        "training_window_seed": 0,
-    }
-    kinds = {
-        **_kinds(given),
-        "hidden_size": SIZE,
-        "num_attention_heads": SIZE,
-        "head_dim": _Small(none=True, low=2, even=True),
-        "intermediate_size": _Small(none=True, low=1),
-        "feed_forward": Word(words=tuple(models.HybridConfig and ("swiglu", "gelu"))),
-        "norm": Word(words=("rms", "layer")),
-        "num_key_value_heads": Among(none=True, these=(1, 2), also=(3,)),
-        "mixer_options": Other(none=True, test=empty, also=("x", {"x": {}}, {"lact": 3})),
-        "window": _Window(none=True, low=1),
-        "training_window": Whole(none=True, low=1),
-        "training_window_share": Real(low=0.0, high=1.0),
-        "output_gate": Flag(),
-        "rotary_share": Real(low=0.0, strict=True, also=()),
-        "memories": Other(none=True, test=empty, also=("FwPKM", "FwPKM@9", "x@1", "@")),
-        "memory_place": Word(words=("before-mixer",)),
-        "memory_options": Other(none=True, test=empty, also=("x", {"x": {}}, {"FwPKM": 3})),
-        "temperatures": Other(also=("lg", ["log"], "log(slope=-1)")),
-        "ridges": Other(also=("x", ["fixed"], "learned")),
-        "qk_norm": Word(none=True, words=("rms", "l2")),
-        "share_query_key": Flag(),
-        "exclude_self": Flag(),
-        "rope_theta": _Theta(low=0.0, strict=True),
-        "rms_norm_eps": EPS,
-        "training_window_seed": Whole(),
-    }
-    kinds["rotary_share"] = Real(low=1e-9, high=1.0)
-    kinds["feed_forward"] = Other(also=("x",))
-    kinds["memory_place"] = Other(also=("x",))
-    return _made("HybridConfig", models.HybridConfig, given, kinds)
-
-
-class _Window(Whole):
-    """None, a number, or one for each layer."""
-
-    def own(self, value: Any) -> bool:
-        return super().own(value)
+    given = _base(
+        draw,
+        hidden_size=(8, SIZE),
+        num_attention_heads=(2, SIZE),
+        num_key_value_heads=(None, Among(none=True, these=(1, 2), also=(3,))),
+        head_dim=(4, Whole(none=True, low=2, even=True, most=10**6)),
+        intermediate_size=(6, WIDTH),
+        feed_forward=(draw.one("swiglu", "gelu"), WORD),
+        norm=draw.word("rms", "layer"),
+        mixer_options=(None, Other(none=True, test=empty, also=("x", {"x": {}}, {"lact": 3}))),
+        window=(draw.one(None, 3), Whole(none=True, low=1)),
+        training_window=(None, Whole(none=True, low=1)),
+        training_window_share=(0.9, Real(low=0.0, high=1.0)),
+        output_gate=draw.flag(),
+        rotary_share=(1.0, Real(low=1e-9, high=1.0)),
+        memories=(None, Other(none=True, test=empty, also=("FwPKM", "FwPKM@9", "x@1", "@"))),
+        memory_place=("before-mixer", WORD),
+        memory_options=(None, Other(none=True, test=empty, also=("x", {"x": {}}, {"FwPKM": 3}))),
+        temperatures=("fixed", Other(also=("lg", ["log"], "log(slope=-1)"))),
+        ridges=("fixed", Other(also=("x", ["fixed"], "learned"))),
+        qk_norm=draw.word("rms", "l2", none=True),
+        share_query_key=False,
+        exclude_self=draw.flag(),
+        rope_theta=(1e4, THETA),
+        rms_norm_eps=(1e-6, POSITIVE),
+        training_window_seed=(0, Whole()),
+    )
+    return made("HybridConfig", models.HybridConfig, **given)
 
 
 def mosaic(draw: Draw) -> Call:
-    given = {
-        **_base(draw),
-        "persistent": "softmax",
-        "persistent_slots": 3,
-        "persistent_copies": 1,
-        "persistent_keys": "own",
-        "wiring": "sequential",
-        "leaky": "sum",
-        "look_ahead": "sum",
-        "key_eps": 0.0,
-        "scale_limit": 10.0,
-        "persistent_scale_limit": 10.0,
-        "learned": ("h", "bias"),
-        "bandwidth_start": "wide",
-        "uniform_gradient": "straight-through",
-        "bias": draw.flag(),
-        "norm_eps": 1e-5,
-        "scale_logits": draw.flag(),
-        "initializer": "fan-in",
-    }
-    word = Other(also=("x",))
-    kinds = {
-        **_kinds(given),
-        "persistent": Other(also=("softmx", ["softmax"], "linear")),
-        "persistent_slots": SIZE,
-        "persistent_copies": SIZE,
-        "persistent_keys": word,
-        "wiring": word,
-        "leaky": word,
-        "look_ahead": word,
-        "key_eps": Real(low=0.0),
-        "scale_limit": Real(),
-        "persistent_scale_limit": Real(),
-        "learned": Other(test=lambda v: isinstance(v, (tuple, list)) and not v, also=("h", ["x"], [3])),
-        "bandwidth_start": word,
-        "uniform_gradient": word,
-        "bias": Flag(),
-        "norm_eps": EPS,
-        "scale_logits": Flag(),
-        "initializer": word,
-    }
-    kinds["persistent_slots"] = _Small(low=1, none=True)
-    return _made("MemoryMosaicConfig", models.MemoryMosaicConfig, given, kinds)
+    nothing = lambda v: isinstance(v, (tuple, list)) and not v  # noqa: E731
+    given = _base(
+        draw,
+        persistent=("softmax", Other(also=("softmx", ["softmax"], "linear"))),
+        persistent_slots=(3, WIDTH),
+        persistent_copies=(1, SIZE),
+        persistent_keys=("own", WORD),
+        wiring=("sequential", WORD),
+        leaky=("sum", WORD),
+        look_ahead=("sum", WORD),
+        key_eps=(0.0, RATE),
+        scale_limit=(10.0, Real()),
+        persistent_scale_limit=(10.0, Real()),
+        learned=(("h", "bias"), Other(test=nothing, also=("h", ["x"], [3]))),
+        bandwidth_start=("wide", WORD),
+        uniform_gradient=("straight-through", WORD),
+        bias=draw.flag(),
+        norm_eps=(1e-5, POSITIVE),
+        scale_logits=draw.flag(),
+        initializer=("fan-in", WORD),
+    )
+    return made("MemoryMosaicConfig", models.MemoryMosaicConfig, **given)
 
 
 def iclm(draw: Draw) -> Call:
-    given = {
-        **_base(draw),
-        "phi_mixers": "softmax",
-        "variant": "full",
-        "f_attention_heads": None,
-        "start": "param",
-        "f_reads": "post",
-        "phi_mlp": "gelu",
-        "f_mlp": "inline",
-        "f_feed_forward": "gelu",
-        "intermediate_size": 6,
-        "f_intermediate_size": 6,
-        "f_rope": draw.flag(),
-        "f_average": draw.flag(),
-        "expectation": "none",
-        "gd_steps": 1,
-        "d_phi": None,
-        "d_f": None,
-        "tie_phi": draw.flag(),
-        "norm_values": draw.flag(),
-        "rope_theta": 1e4,
-        "layer_norm_eps": 1e-5,
-    }
-    word = Other(also=("x",))
-    kinds = {
-        **_kinds(given),
-        "mixers": Other(also=PER_LAYER[1:]),
-        "hidden_size": Other(also=(7, -2)),
-        "phi_mixers": Other(also=PER_LAYER[1:]),
-        "variant": word,
-        "start": word,
-        "f_reads": word,
-        "phi_mlp": word,
-        "f_mlp": word,
-        "f_feed_forward": word,
-        "intermediate_size": _Small(low=1, none=True),
-        "f_intermediate_size": _Small(low=1, none=True),
-        "f_rope": Flag(),
-        "f_average": Flag(),
-        "expectation": word,
-        "tie_phi": Flag(),
-        "norm_values": Flag(),
-        "rope_theta": _Theta(low=0.0, strict=True),
-        "layer_norm_eps": EPS,
-    }
-    kinds["hidden_size"] = Among(these=(4, 8), also=(7, -2))
-    kinds["num_attention_heads"] = Among(these=(1, 2), also=(3, -2))
-    return _made("ICLMConfig", models.ICLMConfig, given, kinds)
+    words = {"variant": "full", "start": "param", "f_reads": "post", "phi_mlp": "gelu", "f_mlp": "inline"}
+    given = _base(
+        draw,
+        hidden_size=(8, Among(these=(4, 8), also=(7, -2))),
+        mixers=(draw.one("softmax", "biweight"), PER_LAYER),
+        phi_mixers=("softmax", PER_LAYER),
+        **{name: (word, WORD) for name, word in words.items()},
+        f_feed_forward=("gelu", WORD),
+        f_attention_heads=None,
+        intermediate_size=(6, WIDTH),
+        f_intermediate_size=(6, WIDTH),
+        f_rope=draw.flag(),
+        f_average=draw.flag(),
+        expectation=("none", WORD),
+        gd_steps=1,
+        d_phi=None,
+        d_f=None,
+        tie_phi=draw.flag(),
+        norm_values=draw.flag(),
+        rope_theta=(1e4, THETA),
+        layer_norm_eps=(1e-5, POSITIVE),
+    )
+    return made("ICLMConfig", models.ICLMConfig, **given)
 
 
 @cache
@@ -232,104 +143,78 @@ def _model() -> Any:
 
 
 def match(draw: Draw) -> Call:
-    config = models.HybridConfig(**TINY)
-    given = {"config": config, "target": 3000, "field": draw.one(None, "intermediate_size")}
-    kinds: dict[str, Kind] = {
-        "config": Other(),
-        "target": _Target(low=1000),
-        "field": Other(none=True, also=("hidden", "vocab_size ")),
-    }
-    return _made("match_parameters", models.match_parameters, given, kinds)
-
-
-class _Target(Whole):
-    def values(self, given: Any) -> list[Any]:
-        return [v for v in super().values(given) if not (isinstance(v, int) and v > 10**6)]
+    return made(
+        "match_parameters",
+        models.match_parameters,
+        config=(models.HybridConfig(**TINY), Other()),
+        target=(3000, Whole(low=1000, most=10**6)),
+        field=(draw.one(None, "intermediate_size"), Other(none=True, also=("hidden", "vocab_size "))),
+    )
 
 
 def count(draw: Draw) -> Call:
-    return _made(
-        "count_parameters", models.count_parameters, {"config": models.HybridConfig(**TINY)}, {"config": Other()}
-    )
+    return made("count_parameters", models.count_parameters, config=(models.HybridConfig(**TINY), Other()))
 
 
 # Tasks -------------------------------------------------------------------------------------------------------------
 
+FAR = Whole(low=1, high=2**40)
+
 
 def cone(draw: Draw) -> Call:
-    given = {"dim": 4, "length": 16, "segment": 4, "noise": 0.1, "query_noise": 0.0}
-    kinds: dict[str, Kind] = {
-        "dim": _Small(low=2),
-        "length": Among(also=(15, 12), these=(4, 8, 16)),
-        "segment": Among(also=(3, 5, 32), these=(1, 2, 4, 8, 16)),
-        "noise": Real(low=0.0),
-        "query_noise": Real(low=0.0),
-    }
-    return _made("ConeRegression", tasks.ConeRegression, given, kinds)
+    return made(
+        "ConeRegression",
+        tasks.ConeRegression,
+        dim=(4, Whole(low=2, most=10**6)),
+        length=(16, Among(also=(15, 12), these=(4, 8, 16))),
+        segment=(4, Among(also=(3, 5, 32), these=(1, 2, 4, 8, 16))),
+        noise=(0.1, RATE),
+        query_noise=(0.0, RATE),
+    )
 
 
 def recall(draw: Draw) -> Call:
-    given = {"keys": 8, "values": 8, "pairs": 4, "documents": 2, "reads": 2, "shuffled": draw.flag()}
-    kinds: dict[str, Kind] = {
-        "keys": Whole(low=4, high=2**40),
-        "values": Whole(low=1, high=2**40),
-        "pairs": Whole(low=1, high=8),
-        "documents": Whole(low=1, high=2**40),
-        "reads": Whole(low=1, high=2**40),
-        "shuffled": Flag(),
-    }
-    return _made("CrossDocumentRecall", tasks.CrossDocumentRecall, given, kinds)
+    numbers = {"values": (8, FAR), "pairs": (4, Whole(low=1, high=8)), "documents": (2, FAR), "reads": (2, FAR)}
+    keys = (8, Whole(low=4, high=2**40))
+    return made("CrossDocumentRecall", tasks.CrossDocumentRecall, keys=keys, **numbers, shuffled=draw.flag())
 
 
 def needle(draw: Draw) -> Call:
-    given = {
-        "text": ["a", "b", "c"],
-        "length": 64,
-        "needles": 2,
-        "encode": None,
-        "decode": None,
-        "breaks": None,
-        "digits": 6,
-        "id_digits": 4,
-        "reserved": None,
-        "template": "The secret number for {key} is {value}.",
-        "key": "ID-{id}",
-    }
     listed = lambda v: isinstance(v, (list, tuple, str, bytes)) and len(v) > 0  # noqa: E731
-    kinds: dict[str, Kind] = {
-        "text": Other(test=listed),
-        "length": Whole(low=1, high=2**40),
-        "needles": Other(test=lambda v: type(v) is int and 1 <= v <= 60000),
-        "encode": Other(none=True, test=callable),
-        "decode": Other(none=True, test=callable),
-        "breaks": Other(none=True, also=(frozenset("x"),)),
-        "digits": Whole(low=1, high=18),
-        "id_digits": Whole(low=1, high=8),
-        "reserved": Whole(none=True, low=2),
-        "template": Other(also=("{key}", "{value} {key}", "{key {value}", "{key} {value} {x}", "{key} {value} {")),
-        "key": Other(also=("ID", "{id", "{id} {x}", "{id} {")),
-    }
-    return _made("NeedleInHaystack", tasks.NeedleInHaystack, given, kinds)
+    templates = ("{key}", "{value} {key}", "{key {value}", "{key} {value} {x}", "{key} {value} {")
+    return made(
+        "NeedleInHaystack",
+        tasks.NeedleInHaystack,
+        text=(["a", "b", "c"], Other(test=listed)),
+        length=(64, FAR),
+        needles=(2, Other(test=lambda v: type(v) is int and 1 <= v <= 60000)),
+        encode=(None, Other(none=True, test=callable)),
+        decode=(None, Other(none=True, test=callable)),
+        breaks=(None, Other(none=True, also=(frozenset("x"),))),
+        digits=(6, Whole(low=1, high=18)),
+        id_digits=(4, Whole(low=1, high=8)),
+        reserved=(None, Whole(none=True, low=2)),
+        template=("The secret number for {key} is {value}.", Other(also=templates)),
+        key=("ID-{id}", Other(also=("ID", "{id", "{id} {x}", "{id} {"))),
+    )
 
 
 def example(draw: Draw) -> Call:
     name = draw.one("NeedleInHaystack", "CrossDocumentRecall", "ConeRegression")
-    made = {
+    task = {
         "NeedleInHaystack": lambda: tasks.NeedleInHaystack(["a", "b"], 64, 2),
         "CrossDocumentRecall": lambda: tasks.CrossDocumentRecall(8, 8, 4),
         "ConeRegression": lambda: tasks.ConeRegression(4, 16, 4),
     }[name]()
-    whole = Whole(low=-(2**63), high=2**64)
-    given = {"seed": 1, "index": 2}
-    return _made(f"{name}.example", made.example, given, {"seed": whole, "index": Whole(low=0, high=2**63)})
+    seed, index = (1, Whole(low=-(2**63), high=2**64)), (2, Whole(low=0, high=2**63))
+    return made(f"{name}.example", task.example, seed=seed, index=index)
 
 
 def wilson(draw: Draw) -> Call:
-    given = {"hits": 3, "trials": 7, "z": 1.96}
-    kinds: dict[str, Kind] = {"hits": Whole(low=0, high=7), "trials": Whole(low=3), "z": Real(low=0.0, high=1e6)}
-    kinds["z"] = _Theta(low=0.0, high=1e6)
-    kinds["trials"] = _Small(low=3)
-    return _made("wilson", tasks.wilson, given, kinds)
+    trials = (7, Whole(low=3, most=10**6))
+    return made(
+        "wilson", tasks.wilson, hits=(3, Whole(low=0, high=7)), trials=trials, z=(1.96, Real(low=0.0, high=1e6))
+    )
 
 
 # Measures ----------------------------------------------------------------------------------------------------------
@@ -344,60 +229,48 @@ PATTERN = Floats(fixed=(), dtype=False)
 
 def sinks(draw: Draw) -> Call:
     call, name = draw.one((mechanisms.sinks, "sinks"), (mechanisms.evenness, "evenness"))
-    given = {"pattern": _pattern(draw), "from_row": draw.whole(0, 3)}
-    return _made(name, call, given, {"pattern": PATTERN, "from_row": Whole(low=0, high=3)})
+    return made(name, call, pattern=(_pattern(draw), PATTERN), from_row=(draw.whole(0, 3), Whole(low=0, high=3)))
 
 
 def copying(draw: Draw) -> Call:
-    pattern = _pattern(draw)
-    given = {
-        "pattern": pattern,
-        "roles": mechanisms.ROLES["f"],
-        "tokens": draw.integers(5, 2, 4),
-        "wanted": draw.integers(5, 2, 4),
-    }
-    kinds: dict[str, Kind] = {
-        "pattern": Floats(fixed=(0, 2), dtype=False),
-        "roles": Other(),
-        "tokens": Integers(fixed=(0,)),
-        "wanted": Integers(fixed=(0, 1)),
-    }
-    return _made("copying", mechanisms.copying, given, kinds)
-
-
-def induction(draw: Draw) -> Call:
-    given = {"pattern": _pattern(draw), "roles": mechanisms.ROLES["f"], "period": 2}
-    return _made(
-        "induction", mechanisms.induction, given, {"pattern": PATTERN, "roles": Other(), "period": Whole(low=1, high=3)}
+    return made(
+        "copying",
+        mechanisms.copying,
+        pattern=(_pattern(draw), Floats(fixed=(0, 2), dtype=False)),
+        roles=(mechanisms.ROLES["f"], Other()),
+        tokens=(draw.integers(5, 2, 4), Integers(fixed=(0,))),
+        wanted=(draw.integers(5, 2, 4), Integers(fixed=(0, 1))),
     )
 
 
+def induction(draw: Draw) -> Call:
+    pattern, roles = (_pattern(draw), PATTERN), (mechanisms.ROLES["f"], Other())
+    return made("induction", mechanisms.induction, pattern=pattern, roles=roles, period=(2, Whole(low=1, high=3)))
+
+
 def repeated(draw: Draw) -> Call:
-    given = {"vocabulary": 9, "period": 3, "length": 8, "count": 2, "generator": torch.Generator(), "first": 0}
-    kinds: dict[str, Kind] = {
-        "vocabulary": _Small(low=3),
-        "period": Whole(low=1, high=9),
-        "length": _Small(low=0),
-        "count": _Small(low=0),
-        "generator": Other(none=True),
-        "first": _Small(low=0),
-    }
-    return _made("repeated_blocks", mechanisms.repeated_blocks, given, kinds)
+    return made(
+        "repeated_blocks",
+        mechanisms.repeated_blocks,
+        vocabulary=(9, Whole(low=3, most=10**6)),
+        period=(3, Whole(low=1, high=9)),
+        length=(8, Whole(low=0, most=10**6)),
+        count=(2, Whole(low=0, most=10**6)),
+        generator=(torch.Generator(), Other(none=True)),
+        first=(0, Whole(low=0, most=10**6)),
+    )
 
 
 def eigenvalues(draw: Draw) -> Call:
-    given = {"projections": draw.normal(2, 3, 3), "embedding": draw.normal(5, 3)}
-    kinds: dict[str, Kind] = {
-        "projections": Floats(fixed=(1, 2), dtype=False),
-        "embedding": Floats(fixed=(1,), dtype=False),
-    }
-    return _made("copying_eigenvalues", mechanisms.copying_eigenvalues, given, kinds)
+    projections = (draw.normal(2, 3, 3), Floats(fixed=(1, 2), dtype=False))
+    embedding = (draw.normal(5, 3), Floats(fixed=(1,), dtype=False))
+    return made("copying_eigenvalues", mechanisms.copying_eigenvalues, projections=projections, embedding=embedding)
 
 
 def histogram(draw: Draw) -> Call:
     call, name = draw.one((gates.histogram, "histogram"), (gates.bin_counts, "bin_counts"))
-    given = {"gates": draw.uniform(0.0, 1.0, 2, 5), "bins": 4}
-    return _made(name, call, given, {"gates": _Ranked(fixed=(), dtype=False, broadcast=True), "bins": SIZE})
+    ranked = _Ranked(fixed=(), dtype=False, broadcast=True)
+    return made(name, call, gates=(draw.uniform(0.0, 1.0, 2, 5), ranked), bins=(4, SIZE))
 
 
 class _Ranked(Floats):
@@ -409,26 +282,21 @@ class _Ranked(Floats):
 
 
 def surprisal(draw: Draw) -> Call:
-    given = {"tokens": draw.integers(5, 6), "learned": draw.integers(5, 9), "vocabulary": 5}
-    kinds: dict[str, Kind] = {"tokens": Integers(fixed=()), "learned": Integers(fixed=()), "vocabulary": _Small(low=5)}
-    return _made("token_surprisal", gates.token_surprisal, given, kinds)
+    tokens, learned = ((draw.integers(5, size), Integers(fixed=())) for size in (6, 9))
+    vocabulary = (5, Whole(low=5, most=10**6))
+    return made("token_surprisal", gates.token_surprisal, tokens=tokens, learned=learned, vocabulary=vocabulary)
 
 
 def words(draw: Draw) -> Call:
-    given = {"labels": ["a ", "word"], "counts": gates.word_counts("a word or two")}
-    kinds: dict[str, Kind] = {
-        "labels": Other(
-            test=lambda v: isinstance(v, (list, tuple)) and all(isinstance(x, str) for x in v), also=([3],)
-        ),
-        "counts": Other(test=lambda v: isinstance(v, dict) and len(v) < 2),
-    }
-    return _made("word_surprisal", gates.word_surprisal, given, kinds)
+    texts = lambda v: isinstance(v, (list, tuple)) and all(isinstance(x, str) for x in v)  # noqa: E731
+    counts = (gates.word_counts("a word or two"), Other(test=lambda v: isinstance(v, dict) and len(v) < 2))
+    labels = (["a ", "word"], Other(test=texts, also=([3],)))
+    return made("word_surprisal", gates.word_surprisal, labels=labels, counts=counts)
 
 
 def correlation(draw: Draw) -> Call:
-    given = {"x": draw.normal(6), "y": draw.normal(6)}
     one = Floats(fixed=(0,), dtype=False)
-    return _made("rank_correlation", gates.rank_correlation, given, {"x": one, "y": one})
+    return made("rank_correlation", gates.rank_correlation, x=(draw.normal(6), one), y=(draw.normal(6), one))
 
 
 # Models ------------------------------------------------------------------------------------------------------------
@@ -446,7 +314,7 @@ def capture(draw: Draw) -> Call:
     def run(**arguments: Any) -> None:
         _entered(inspect.capture(**arguments))
 
-    return Call("capture", run, {"model": _model(), "weights": draw.flag()}, {"model": Other(), "weights": Flag()})
+    return called("capture", run, model=(_model(), Other()), weights=draw.flag())
 
 
 def hooked(draw: Draw) -> Call:
@@ -466,7 +334,7 @@ def hooked(draw: Draw) -> Call:
 
 
 def points(draw: Draw) -> Call:
-    return _made("named_hook_points", inspect.named_hook_points, {"model": _model()}, {"model": Other()})
+    return made("named_hook_points", inspect.named_hook_points, model=(_model(), Other()))
 
 
 IDS = (
@@ -485,49 +353,45 @@ class _Names(Other):
         return [v for v in super().values(given) if v is not object]
 
 
+def _ran(draw: Draw) -> dict[str, Any]:
+    """What `run_with_cache` and `run_with_hooks` share."""
+    first = next(iter(inspect.named_hook_points(_model())))
+    wrong = (3, [3], [("x", print)], [(first, 3)])
+    return {
+        "model": (_model(), Other()),
+        "input_ids": (draw.integers(11, 1, 4), Other(also=IDS)),
+        "hooks": ((), Other(also=wrong, test=lambda v: isinstance(v, (list, tuple, dict)) and not v)),
+    }
+
+
 def with_cache(draw: Draw) -> Call:
-    names = list(inspect.named_hook_points(_model()))
-    given = {
-        "model": _model(),
-        "input_ids": draw.integers(11, 1, 4),
-        "names": draw.one(names[0], [names[0]], None),
-        "hooks": (),
-    }
-    nothing = lambda v: isinstance(v, (list, tuple, dict)) and not v  # noqa: E731
-    kinds: dict[str, Kind] = {
-        "model": Other(),
-        "input_ids": Other(also=IDS),
-        "names": _Names(
-            none=True, also=("x", [3], ["x"]), test=lambda v: v is len or (isinstance(v, (list, tuple)) and not v)
-        ),
-        "hooks": Other(also=(3, [3], [("x", print)], [(names[0], 3)]), test=nothing),
-    }
-    return _made("run_with_cache", inspect.run_with_cache, given, kinds)
+    first = next(iter(inspect.named_hook_points(_model())))
+    fine = lambda v: v is len or (isinstance(v, (list, tuple)) and not v)  # noqa: E731
+    names = (draw.one(first, [first], None), _Names(none=True, also=("x", [3], ["x"]), test=fine))
+    return made("run_with_cache", inspect.run_with_cache, **_ran(draw), names=names)
 
 
 def with_hooks(draw: Draw) -> Call:
-    call = with_cache(draw)
-    given = {n: call.given[n] for n in ("model", "input_ids", "hooks")}
-    return _made("run_with_hooks", inspect.run_with_hooks, given, {n: call.kinds[n] for n in given})
+    return made("run_with_hooks", inspect.run_with_hooks, **_ran(draw))
 
 
 def maps(draw: Draw) -> Call:
-    given = {"model": _model(), "input_ids": draw.integers(11, 3), "labels": ["a", "b", "c"]}
     ids = (torch.tensor([0, 1, 11]), torch.tensor([0.5, 1, 1]), torch.zeros(3, 1, dtype=torch.long))
-    labels = Other(also=(["a"], [1, 2, 3], "ab"))
-    kinds: dict[str, Kind] = {"model": Other(), "input_ids": Other(also=ids), "labels": labels}
-    return _made("attention_maps", measures.attention_maps, given, kinds)
+    return made(
+        "attention_maps",
+        measures.attention_maps,
+        model=(_model(), Other()),
+        input_ids=(draw.integers(11, 3), Other(also=ids)),
+        labels=(["a", "b", "c"], Other(also=(["a"], [1, 2, 3], "ab"))),
+    )
 
 
 def register(draw: Draw) -> Call:
-    given = {"sharp": "biweight*anchored(margin=0.5)"}
-    return _made("register", bridge.register, given, {"sharp": Sentence()})
+    return made("register", bridge.register, sharp=("biweight*anchored(margin=0.5)", Sentence()))
 
 
 def convert(draw: Draw) -> Call:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=8))
-    return _made(
-        "convert", bridge.convert, {"model": model, "spec": "biweight"}, {"model": Other(), "spec": Sentence()}
-    )
+    return made("convert", bridge.convert, model=(model, Other()), spec=("biweight", Sentence()))

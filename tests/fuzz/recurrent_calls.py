@@ -10,9 +10,8 @@ from torch import Tensor
 
 import regard
 
-from .attention_calls import Refused
 from .draw import Call, Draw
-from .kinds import Flag, Floats, Kind, Mask, Other, Real, Sentence, Whole, Word
+from .kinds import Flag, Floats, Kind, Mask, Other, Real, Refused, Sentence, Whole, Word
 
 FORMS = ("chunked", "parallel", "recurrent")
 

@@ -164,6 +164,37 @@ def test_elu_keeps_the_digits_of_small_features(dtype: torch.dtype) -> None:
         assert bend[j].item() == pytest.approx(math.exp(number) if below else 0.0, rel=1e-6)
 
 
+@pytest.mark.parametrize("impl", ["reference", "blocked", "linear"])
+@pytest.mark.parametrize("x", [-60.0, -80.0, -85.0])
+def test_rows_whose_elu_features_are_tiny_still_sum_to_one(x: float, impl: str) -> None:
+    """exp(-80) = 2e-35 is a factor of the whole row, which the normalisation takes out again."""
+    torch.manual_seed(0)
+    k, v = torch.randn(1, 1, 5, 3), torch.randn(1, 1, 5, 2)
+    query = torch.full((1, 1, 4, 3), x, requires_grad=True)
+    keys = k.double().numpy()
+    weight = np.where(keys > 0, keys + 1, np.exp(keys)).sum(-1)
+    expected = weight @ v.double().numpy()[0] / weight.sum()
+    out = regard.attention(query, k, v, "elu", impl=impl)
+    np.testing.assert_allclose(out.detach()[0, 0], np.broadcast_to(expected[0], (4, 2)), rtol=2e-6)
+    out.sum().backward()
+    assert query.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-30, 1e-22, 1e18])
+def test_the_exact_cosine_of_vectors_of_any_length(size: float) -> None:
+    """With eps = 0, also where the squares of the entries leave the range of float32."""
+    q, k = (torch.tensor(x, dtype=torch.float32)[None, None] for x in (Q, K))
+    similarity = similarities.get("cosine")(eps=0.0)
+    q = (q * size).requires_grad_()
+    phi, psi = similarity.features(q, k * size)
+    expected = np.array([[cosine(a, b, 0.0) for b in K] for a in Q])
+    np.testing.assert_allclose((phi @ psi.mT).detach()[0, 0], expected, atol=1e-6)
+    phi.sum().backward()
+    unit = Q / np.linalg.norm(Q, axis=-1, keepdims=True)
+    slope = (1 - unit * unit.sum(-1, keepdims=True)) / np.linalg.norm(Q, axis=-1, keepdims=True)
+    np.testing.assert_allclose(q.grad.double()[0, 0] * size, slope, atol=2e-6)
+
+
 @pytest.mark.parametrize("impl", ["auto", "reference", "blocked", "linear"])
 def test_elu_attention_far_below_zero(impl: str) -> None:
     """Keys and queries around -25: weights exp(q).exp(k), whose ratios are those of float64."""

@@ -346,6 +346,15 @@ def check_chunk(call: str, chunk_size: object, least: int) -> int:
     return int(min(whole(call, "chunk_size", chunk_size, least, why=f": {why}"), 2**48))
 
 
+def check_held(call: str, name: str, tokens: Tensor) -> None:
+    """Check that `tokens` hold something: which of them are there decides what a memory writes."""
+    if tokens.device.type == "meta":
+        raise ArgumentError(
+            f"{call}: {name} is on the meta device, where it holds no tokens; a memory that is written needs them. "
+            f"Move it with .to()."
+        )
+
+
 def check_meta_grad(call: str, meta_grad: object) -> int:
     """`meta_grad` (True, False, or every how many writes the gradient is cut) as `detach_every` of `run`."""
     if isinstance(meta_grad, bool):

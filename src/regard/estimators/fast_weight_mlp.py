@@ -43,6 +43,7 @@ from .chunk_stream import (
     Streams,
     Tensors,
     check_chunk,
+    check_held,
     check_meta_grad,
     check_segments,
     finite_tokens,
@@ -181,7 +182,7 @@ class FastMLPRule(NamedTuple):
 
 def folded(x: Tensor, memories: int) -> Tensor:
     """[B, P, ...] to [M, B P / M, ...]: the rows that share a memory side by side."""
-    return x.reshape(memories, len(x) // memories * x.shape[1], *x.shape[2:])
+    return x.reshape(memories, len(x) // max(memories, 1) * x.shape[1], *x.shape[2:])
 
 
 def read(state: FastMLPState, piece: Mapping[str, Tensor]) -> Tensor:
@@ -281,6 +282,7 @@ def _check(query: Any, value: Any, weights: Any, mask: Any, segment_ids: Any, sh
             raise ArgumentError(
                 f"{CALL}: {name} has shape {shape(x)}, expected query [B, T, Din] and value [B, T, Dv] with T >= 1."
             )
+    check_held(CALL, "query", query)
     batch, tokens, _ = query.shape
     token_mask(CALL, "mask", mask, batch, tokens, like=query)
     if mask is None:

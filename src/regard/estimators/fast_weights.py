@@ -31,7 +31,7 @@ from ..checks import (
     within,
 )
 from ..grammar import Spec
-from .chunk_stream import Streams, check_chunk, check_meta_grad, check_segments
+from .chunk_stream import Streams, check_chunk, check_held, check_meta_grad, check_segments
 from .fast_weight_rules import WriteRule
 from .fast_weight_state import FastWeightState, check_state
 from .fast_weight_stream import How, Memory, Rounds, WriteObserver, run
@@ -120,6 +120,7 @@ def fast_weight_memory(
     how = replace(_how(CALL, rule, top_k, spec, score, eps, meta_grad, observer, sync, shared), mix=mix)
     chunk = check_chunk(CALL, chunk_size, 2 if how.rule.look_ahead else 1)
     _check_tensors(query, value, gate, keys, values, mask, top_k)
+    check_held(CALL, "query", query)
     batch, tokens = query.shape[:2]
     check_segments(CALL, segment_ids, batch, tokens, shared, query.device)
     check_storage(CALL, storage)

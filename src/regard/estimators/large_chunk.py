@@ -36,6 +36,7 @@ from .chunk_stream import (
     Streams,
     Tensors,
     check_chunk,
+    check_held,
     check_meta_grad,
     check_segments,
     finite_tokens,
@@ -292,7 +293,9 @@ def _check(new: Tensors, weights: Any, mask: Any, segment_ids: Any, lacking: boo
     """Which tokens are real, boolean [B, T], and the first weights in the computing dtype."""
     query = new["query"]
     require(not lacking, CALL, "this optimizer has momentum, which needs share [B, T, H]; give it, or optimizer='sgd'.")
-    require(query.dim() == 4 and query.numel() > 0, CALL, f"query has shape {shape(query)}, expected [B, T, H, D].")
+    fits = query.dim() == 4 and 0 not in query.shape[1:]
+    require(fits, CALL, f"query has shape {shape(query)}, expected [B, T, H, D] with T >= 1.")
+    check_held(CALL, "query", query)
     batch, tokens, heads, dim = query.shape
     sizes = {"key": query.shape, "value": query.shape, "rates": (*query.shape[:3], 3), "share": query.shape[:3]}
     for name, size in sizes.items():

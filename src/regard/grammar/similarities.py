@@ -104,6 +104,9 @@ class Cosine(_Features):
         return self._unit(query), self._unit(key)
 
     def _unit(self, x: Tensor) -> Tensor:
+        if self.eps == 0:  # no length matters then, and none may be lost in its square
+            size = x.detach().abs().amax(-1, keepdim=True)
+            x = x / torch.where(size > 0, size, 1)
         square = x.square().sum(-1, keepdim=True) + self.eps
         return x * torch.where(square > 0, square, 1).rsqrt()
 

@@ -342,14 +342,13 @@ class Plain:
         w = self._values(z, params)
         mass = w.sum(-1, keepdim=True)
         status = torch.where(mass < 0, int(Status.NEGATIVE), 0)
-        least = least_reach(z.dtype)  # nothing can be divided by less, and such weights count as none
         if self.nonnegative:
-            return replace(stats, mass=torch.where(mass < least, 1, mass), status=status.int())
+            return replace(stats, mass=torch.where(mass == 0, 1, mass), status=status.int())
         size = self._size(w, z)
         near = mass.abs() < GUARD * size
         mass = torch.where(near, torch.where(mass < 0, -size, size) * GUARD, mass)
         status = torch.where(near, int(Status.NEAR_ZERO), status)
-        return replace(stats, mass=torch.where(size < least, 1, mass), status=status.int())
+        return replace(stats, mass=torch.where(size == 0, 1, mass), status=status.int())
 
     def _size(self, w: Tensor, z: Tensor) -> Tensor:
         """sqrt(n sum w^2) over the visible keys, 0 with gradient 0 where all weights are."""
@@ -362,7 +361,15 @@ class Plain:
 
     def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
         w = self._values(z, params)
-        return w / stats.mass if self.normalised else w
+        if not self.normalised:
+            return w
+        small = self._small(stats)
+        fixed = w.detach() / stats.mass.detach()
+        return torch.where(small, fixed, torch.where(small, 0, w) / torch.where(small, 1, stats.mass))
+
+    def _small(self, stats: RowStats) -> Tensor:
+        """Rows whose sum is so small that gradients divided by it would overflow: they pass none on."""
+        return stats.mass.detach().abs() < least_reach(stats.mass.dtype)
 
     def _values(self, z: Tensor, params: Params) -> Tensor:
         hidden = z == -torch.inf
@@ -372,7 +379,7 @@ class Plain:
     def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
         hidden = z == -torch.inf
         a = torch.where(hidden, 0, z) + params.get("bias", self.bias)
-        slope = torch.where(hidden, 0, self.kernel.slope(a, params)) / stats.mass
+        slope = torch.where(hidden | self._small(stats), 0, self.kernel.slope(a, params)) / stats.mass
         return slope, p if self.normalised else torch.zeros_like(p)
 
     def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:

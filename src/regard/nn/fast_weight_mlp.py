@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import flags, within
-from ..estimators.chunk_stream import check_chunk, check_meta_grad
+from ..estimators.chunk_stream import check_chunk, check_held, check_meta_grad
 from ..estimators.fast_weight_mlp import NAMES, FastMLPRule, FastMLPState, fast_weight_mlp, flush
 from .arguments import positive_int
 from .hooks import HookPoint
@@ -149,6 +149,7 @@ class FastWeightMLP(MemoryLayer):
             ArgumentError: shapes or dtypes that do not fit, or a state of another shape.
         """
         tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
+        check_held(CALL, "hidden", hidden)
         own = self.projections(tokens.hidden)
         if own.gate is not None:
             own = own._replace(gate=self.hook_gate(own.gate))

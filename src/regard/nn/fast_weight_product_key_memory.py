@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import ArgumentError, flag, flags, require, shape, shown, suggestion, within
-from ..estimators.chunk_stream import check_meta_grad
+from ..estimators.chunk_stream import check_held, check_meta_grad
 from ..estimators.fast_weight_rules import KeyUpdate
 from ..estimators.fast_weights import FastWeightState, WriteRule, check_storage, check_sync, fast_weight_memory, flush
 from ..estimators.one_node import one_node
@@ -257,6 +257,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         None comes in the place of the state.
         """
         tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
+        check_held(CALL, "hidden", hidden)
         own: Projected = self.projections(tokens.hidden)
         if own.gate is not None:
             own = own._replace(gate=self.hook_gate(own.gate))

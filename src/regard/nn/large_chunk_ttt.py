@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from ..checks import ArgumentError, boolean_mask, flag, flags, number, on_device, require, shape, suggestion
-from ..estimators.chunk_stream import check_chunk, check_meta_grad, check_segments
+from ..estimators.chunk_stream import check_chunk, check_held, check_meta_grad, check_segments
 from ..estimators.large_chunk import LargeChunkState, as_optimizer, flush, large_chunk_ttt
 from ..estimators.states import State, require_state
 from ..ops import attention, diagnosed_attention
@@ -211,6 +211,7 @@ class LargeChunkTTT(nn.Module):
         check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.o_proj)
         tokens = clean_tokens(CALL, hidden_states, self._new(attention_mask, hidden_states), self.hidden_size)
         batch, length, _ = hidden_states.shape
+        check_held(CALL, "hidden_states", hidden_states)
         check_segments(CALL, segment_ids, batch, length, False, hidden_states.device)
         check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
         flag(CALL, "output_attentions", output_attentions)

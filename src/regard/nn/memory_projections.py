@@ -154,6 +154,8 @@ class MemoryProjections(nn.Module):
 
 def z_score(x: Tensor) -> Tensor:
     """(x - mean) / (std + 1e-6) over the last axis, with the unbiased standard deviation."""
+    if x.shape[0] == 0:  # torch warns of a deviation of no numbers
+        return x
     return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)
 
 

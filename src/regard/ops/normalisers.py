@@ -73,6 +73,8 @@ def entmax(
     if isinstance(alpha, Tensor):
         return _normalise("entmax", "sparsemax", scores, dim, mask, {"alpha": alpha}, impl)
     alpha = float(alpha)
+    if alpha == 1 and impl == "cpu":
+        raise ArgumentError("entmax: alpha=1 is softmax, which impl='cpu' does not compute; impl='reference' can.")
     sentence = "softmax" if alpha - 1 < 1e-12 else f"polynomial(r={_power(alpha)!r})"
     return _normalise("entmax", sentence, scores, dim, mask, {}, impl)
 
