@@ -181,7 +181,10 @@ class ReLU2(_Mapped):
 @similarities.register("elu")
 @dataclass(frozen=True)
 class ELU(_Mapped):
-    """s = (elu(q) + 1) . (elu(k) + 1). Kernel-selection paper, Table 1; Katharopoulos et al. 2020."""
+    """s = (elu(q) + 1) . (elu(k) + 1). Kernel-selection paper, Table 1; Katharopoulos et al. 2020.
+
+    In float32 the products of features near exp(-50) on both sides lose digits, and underflow near exp(-80).
+    """
 
     name: ClassVar[str] = "elu"
 
