@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from cpu_measure import Function, child_peaks, digits, interleaved, runner, say, summary
 from torch import Tensor
 
-from regard.estimators.fast_weights import WriteRule, fast_weight_memory, flush
+from regard.memory.fast_weights import WriteRule, fast_weight_memory, flush
 from regard.models import HybridConfig, count_parameters
-from regard.models.catalogue import model_of
+from regard.models.base.catalogue import model_of
 from regard.nn import optimizer_groups
 
 OURS, DENSE, PACKAGE = "regard", "dense autograd", "fast-weight-product-key-memory"

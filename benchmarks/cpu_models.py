@@ -20,7 +20,7 @@ from regard.models import (
     language_models,
     match_parameters,
 )
-from regard.models.catalogue import model_of
+from regard.models.base.catalogue import model_of
 
 MOSAIC, TRANSFORMER = "memory-mosaic softmax", "transformer softmax"
 GROUPS = {

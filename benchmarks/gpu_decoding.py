@@ -48,12 +48,12 @@ def inputs(bench: Bench, length: int, batch: int, dim: int, clustered: bool = Fa
 def decode(spec: str, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
     """The kernels alone."""
     if spec == "local-linear":
-        from regard.estimators import Visibility
-        from regard.ops.triton.local_linear_decode import decode as local_linear
+        from regard.pairwise.visibility import Visibility
+        from regard.triton.decode.local_linear import decode as local_linear
 
         visible = Visibility(q.shape[2], k.shape[2], causal=True, offset=k.shape[2] - q.shape[2])
         return local_linear(q, k, v, q.shape[3] ** -0.5, RIDGE, None, visible)
-    from regard.ops.triton import decode_attention
+    from regard.triton.decode.decode import decode_attention
 
     return decode_attention(q, k, v, spec, is_causal=True, **more)
 
@@ -128,7 +128,7 @@ def contestant(
     spec = name.removeprefix("regard ").split(",")[0]
     if not name.endswith("key bounds"):
         return partial(attend if name.endswith(WHOLE) else decode, spec, q, k, v), {}
-    from regard.ops.triton import KeyBounds
+    from regard.triton.decode.decode import KeyBounds
 
     with small_tiles(bench):
         bounds = KeyBounds.of(k, 16 if bench.dry else 64)

@@ -237,7 +237,7 @@ def small_tiles(bench: Bench) -> Iterator[None]:
     if not bench.dry:
         yield
         return
-    from regard.ops.triton.tiles import forced
+    from regard.triton.runtime.tiles import forced
 
     with forced(rows=16, keys=16):
         yield

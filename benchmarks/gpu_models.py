@@ -83,7 +83,7 @@ def stepped(config: Any, batch: int, tokens: int, bench: Bench) -> dict[str, Any
 
 def stepper(config: Any, batch: int, tokens: int, bench: Bench) -> Callable[[], None]:
     """Forward, backward, clipping, AdamW."""
-    from regard.models.catalogue import model_of
+    from regard.models.base.catalogue import model_of
     from regard.nn import optimizer_groups
 
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """What the kernels take of a GPU, without one: `python benchmarks/gpu_resources.py --write`.
 
 Every case below is a call of a public function. What it would launch is compiled for sm_80 and sm_90
-(`regard.ops.triton.compiled`), and registers, local memory and shared memory of every kernel go into
+(`regard.triton.tools.compiled`), and registers, local memory and shared memory of every kernel go into
 tests/triton/resources.json, which `tests/triton/test_compile.py` holds the kernels to, and into docs/gpu.md.
 
 Ceilings may only fall: where a kernel would take more local memory than the file says, --write refuses, unless --reason
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.ops.triton.compiled import SHARED, resources_of
+from regard.triton.tools.compiled import SHARED, resources_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED = ROOT / "tests" / "triton" / "resources.json"
@@ -91,7 +91,7 @@ def attend(
 
 def bounded(dim: int) -> Tensor:
     """A step of decoding that leaves blocks of keys unread."""
-    from regard.ops.triton import KeyBounds, decode_attention
+    from regard.triton.decode.decode import KeyBounds, decode_attention
 
     q, k, v = tensors(dim, torch.bfloat16, queries=1)
     return decode_attention(q, k, v, "biweight", is_causal=True, key_bounds=KeyBounds.of(k))

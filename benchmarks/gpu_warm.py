@@ -1,7 +1,7 @@
 """Before `gpu.py` measures: compile the kernels of its rows in several processes at once, into Triton's cache.
 
 Compiling takes longer than measuring, and one process compiles one kernel after another. Here every process runs its
-share of the rows with tensors on the CPU, and compiles what they would launch (`regard.ops.triton.compiled`).
+share of the rows with tensors on the CPU, and compiles what they would launch (`regard.triton.tools.compiled`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def kind(name: str) -> str:
 
 def compile_share(rows: Sequence[Any], number: int, of: int, arch: int) -> None:
     """What the process `number` of so many does. A row that fails will fail again where it is measured, and be told."""
-    from regard.ops.triton.compiled import resources_of
+    from regard.triton.tools.compiled import resources_of
 
     for row in kinds(rows)[number::of]:
         with contextlib.suppress(Exception):

@@ -127,7 +127,7 @@ def test_the_import_waits_for_the_first_name() -> None:
 import sys, regard
 print("torch" in sys.modules, end=" ")
 print(sorted(set(regard.__all__) - set(dir(regard))), hasattr(regard, "nonsense"), regard.nn.__name__, end=" ")
-print(callable(regard.registries), "regard.models" in sys.modules, "regard.experiments.needle" in sys.modules)
+print(callable(regard.registries), "regard.models" in sys.modules, "regard_recipes.long_text.needle" in sys.modules)
 """
     assert ran(code) == "False [] False regard.nn True False False"
 
@@ -142,7 +142,8 @@ print(torch.equal(f(x), regard.attention(x, x, x, "biweight")))
 """
     alone = """
 import torch
-from regard.ops import attention
+from regard.nn import Attention
+from regard.pairwise.attention import attention
 x = torch.randn(1, 1, 5, 4)
 f = torch.compile(lambda q: attention(q, q, q, "biweight"), backend="eager", fullgraph=True)
 print(torch.equal(f(x), attention(x, x, x, "biweight")))

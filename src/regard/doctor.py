@@ -50,6 +50,6 @@ def _devices() -> dict[str, str]:
 
 
 def _implementations() -> dict[str, str]:
-    from .ops import implementations
+    from .pairwise.dispatch import implementations
 
     return {name: "can run" if reason is None else f"cannot run: {reason}" for name, reason in implementations()}

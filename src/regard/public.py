@@ -4,32 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from .estimators import (
-    DeltaState,
-    Diagnostics,
-    FastWeightState,
-    LinearState,
-    MesaState,
-    WriteRule,
-    delta_rule,
-    fast_weight_memory,
-    linear_attention,
-    mesa_attention,
-)
-from .estimators.fast_weight_rules import step_rules
-from .estimators.product_key import slot_scores
-from .estimators.slot_values import slot_values
-from .experiments.recipes import recipes
 from .grammar import Spec, bandwidths, kernels, presets, presets_registry, similarities, solvers, trends
-from .memory import AssociativeMemory, energies
+from .memory.associative import AssociativeMemory, energies
+from .memory.fast_weight_rules import step_rules
+from .memory.fast_weights import FastWeightState, WriteRule, fast_weight_memory
+from .memory.product_key import slot_scores
+from .memory.stores.slot_values import slot_values
+from .nn.attention.ridge import ridges
+from .nn.attention.temperature import temperatures
 from .nn.feed_forward import feed_forwards
 from .nn.memories import memory_layers
-from .nn.ridge import ridges
-from .nn.temperature import temperatures
-from .ops import attention, explain, implementations_registry
-from .ops.interpolated import interpolated_attention
-from .ops.local_linear_attention import local_linear_attention
-from .ops.normalisers import entmax, normrelu, relumax, sparsemax, topk_softmax, topk_uniform
+from .pairwise.attention import attention, explain
+from .pairwise.diagnostics import Diagnostics
+from .pairwise.dispatch import implementations_registry
+from .pairwise.local_linear_attention import local_linear_attention
+from .pairwise.normalisers import entmax, normrelu, relumax, sparsemax, topk_softmax, topk_uniform
+from .recipes import recipes
+from .recurrent.delta import DeltaState, delta_rule
+from .recurrent.interpolated import interpolated_attention
+from .recurrent.linear import LinearState, linear_attention
+from .recurrent.mesa import MesaState, mesa_attention
 from .registry import Registry
 from .tasks import tasks
 

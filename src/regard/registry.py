@@ -28,7 +28,7 @@ class Registry(Generic[T]):
         kind: what is registered, in the singular, for messages ("kernel").
         group: entry-point group through which other packages add names ("regard.kernels"). Loading an entry
             point imports its module, whose own `register` call does the work.
-        home: module that imports what is built in, on first use ("regard.experiments.every_recipe"). By default what
+        home: module that imports what is built in, on first use ("regard.implementations"). By default what
             is built in registers itself when this package is imported.
     """
 

@@ -321,7 +321,7 @@ def test_the_kernels_of_every_kind_of_row_are_compiled_ahead_once(module: Any, m
     assert not [name for name in kinds if "adasplash" in name or "flash" in name or "impl=sparse" in name]
     assert {"memory, forward, impl=triton", "correctness, biweight, D 64, float32"} <= set(kinds)
     ran: list[str] = []
-    monkeypatch.setattr("regard.ops.triton.compiled.resources_of", lambda call, arch: ran.append((call(), arch)))
+    monkeypatch.setattr("regard.triton.tools.compiled.resources_of", lambda call, arch: ran.append((call(), arch)))
 
     def row(name: str, error: bool = False) -> Any:
         def call() -> str:

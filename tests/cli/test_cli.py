@@ -110,7 +110,7 @@ def test_sizes_that_evaluation_cannot_take(
         monkeypatch.setattr(impl, "supports", lambda self, problem: "is away" if problem.spec.degree else None)
     words = ("train", "--data", text_file, "--out", out, "--steps", 1, *TINY, "--spec", "local-linear")
     assert regard(*words).code == 0
-    monkeypatch.setattr("regard.ops.reference.LIMIT", 2 * 2 * 16 * 16 * 8)  # what was trained, and no more
+    monkeypatch.setattr("regard.pairwise.reference.LIMIT", 2 * 2 * 16 * 16 * 8)  # what was trained, and no more
     assert regard("eval", out, "--batch", 2).code == 0
     result = regard("eval", out, "--batch", 3)
     assert result.code == 2
@@ -376,13 +376,13 @@ def test_every_model_from_the_command_line(regard: Callable, text_file: Path, tm
 
 
 def test_doctor_tells_what_can_run_and_why_not(regard: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regard import ops
+    from regard.pairwise import dispatch
 
     result = regard("doctor")
     assert result.code == 0
     assert f"torch         {torch.__version__}" in result.out
     assert "reference  can run" in result.out
-    monkeypatch.setattr(ops, "implementations", lambda: [("warp", "no warp drive on this machine")])
+    monkeypatch.setattr(dispatch, "implementations", lambda: [("warp", "no warp drive on this machine")])
     assert "warp  cannot run: no warp drive on this machine" in regard("doctor").out
 
 
@@ -398,7 +398,7 @@ def test_a_missing_extra_is_named(regard: Callable, monkeypatch: pytest.MonkeyPa
     )
 
 
-HEAVY = ("torch", "transformers", "accelerate", "tokenizers", "matplotlib", "numba", "regard.experiments.needle")
+HEAVY = ("torch", "transformers", "accelerate", "tokenizers", "matplotlib", "numba", "regard_recipes.long_text.needle")
 
 
 @pytest.mark.parametrize(
@@ -410,9 +410,9 @@ HEAVY = ("torch", "transformers", "accelerate", "tokenizers", "matplotlib", "num
         ("doctor", ("torch",)),
         ("list presets", ("torch",)),
         ("list slot-scores", ("torch",)),
-        ("list", ("torch", "regard.experiments.needle")),
-        ("reproduce --help", ("torch", "regard.experiments.needle")),
-        ("reproduce needle --help", ("torch", "regard.experiments.needle")),
+        ("list", ("torch", "regard_recipes.long_text.needle")),
+        ("reproduce --help", ("torch", "regard_recipes.long_text.needle")),
+        ("reproduce needle --help", ("torch", "regard_recipes.long_text.needle")),
     ],
 )
 def test_what_is_not_imported(words: str, wanted: tuple[str, ...]) -> None:

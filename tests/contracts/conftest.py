@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from regard.ops import block_rows, cpu
+from regard.pairwise.blocked import block_rows
+from regard.pairwise.cpu import implementation as cpu
 
 
 @pytest.fixture(autouse=True, scope="session")

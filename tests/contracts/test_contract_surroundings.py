@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.ops import block_rows, cpu
-from regard.ops.blocks import Work
+from regard.pairwise.blocked import block_rows
+from regard.pairwise.blocked.blocks import Work
+from regard.pairwise.cpu import implementation as cpu
 
 SPECS = [name for name, spec in regard.presets().items() if str(spec) == name]
 RULES = ["epanechnikov*nearest(k=4)", "gaussian*nearest(k=4)", "triweight*anchored(margin=0.5)"]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from regard.checks import ArgumentError
 from regard.training import load_model
-from regard.training.checkpoints import fault
+from regard.training.storage.checkpoints import fault
 
 pytestmark = pytest.mark.timeout(120)
 ZEROS = [0, "0" * 64]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import regard
 from regard import nn
-from regard.nn.contextual_memory import LEARNED
+from regard.nn.attention.norm import QK_NORMS
 from regard.nn.functional_gradient import VARIANTS
-from regard.nn.norm import QK_NORMS
+from regard.nn.mosaic.contextual_memory import LEARNED
 
 from .draw import Call, Draw, called, made
 from .kinds import (

@@ -11,10 +11,11 @@ from nn import fwmlp_oracle, lact_oracle
 from torch import Tensor
 
 import regard
-from regard.estimators import fast_weight_mlp as mlp
-from regard.estimators import fast_weights, large_chunk, leaky, product_key
-from regard.estimators.fast_weight_rules import step_rules
-from regard.memory import AssociativeMemory
+from regard.memory import fast_weight_mlp as mlp
+from regard.memory import fast_weights, large_chunk, product_key
+from regard.memory.associative import AssociativeMemory
+from regard.memory.fast_weight_rules import step_rules
+from regard.recurrent import leaky
 
 from .attention_calls import Params
 from .draw import Call, Draw, called, split

@@ -164,7 +164,7 @@ def test_training_in_blocks(family: str) -> None:
     length = 40
     ids = torch.randint(1, 60, (2, length), generator=torch.Generator().manual_seed(1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("regard.ops.reference.LIMIT", 0)
+        patch.setattr("regard.pairwise.reference.LIMIT", 0)
         loss = model(ids, labels=ids).loss
         loss.backward()
     assert loss.isfinite()

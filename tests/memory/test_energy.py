@@ -14,8 +14,8 @@ from torch.nn.functional import normalize
 
 from regard import AssociativeMemory
 from regard.checks import ArgumentError
-from regard.memory import energies
-from regard.memory.energy import integral
+from regard.memory.associative import energies
+from regard.memory.associative.energy import integral
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
-from regard.models.base import tell_step
+from regard.models.base.base import tell_step
 from regard.nn import Attention, rotary_angles
 
 SMALL = {

@@ -7,7 +7,7 @@ import torch
 
 from regard.checks import ArgumentError
 from regard.models import ICLMConfig, ICLMForCausalLM, count_parameters, match_parameters, parity_report
-from regard.models.iclm_parity import transformer_like
+from regard.models.iclm.parity import transformer_like
 
 VARIANTS = ("full", "wv", "slice")
 

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, count_parameters, language_models, match_parameters
-from regard.models.base_config import own_fields
+from regard.models.base.base_config import own_fields
 
 NAMES = language_models.names()
 SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

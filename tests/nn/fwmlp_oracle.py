@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 
-from regard.estimators.fast_weight_mlp import FastMLPState
+from regard.memory.fast_weight_mlp import FastMLPState
 from regard.nn import FastWeightMLP
 
 B, T, DIN, F, DV, C, CHUNK = 3, 14, 4, 6, 3, 10, 4

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 
-from regard.estimators.large_chunk import LargeChunkState
+from regard.memory.large_chunk import LargeChunkState
 from regard.nn import LargeChunkTTT
 
 B, T, C, H, HF, F, CHUNK, WINDOW = 3, 15, 12, 3, 2, 9, 4, 5

@@ -12,8 +12,8 @@ from regard import presets
 from regard.checks import ArgumentError
 from regard.inspect import capture
 from regard.nn import ContextualMemory
-from regard.nn.contextual_memory import wide_threshold
-from regard.nn.memory_features import unit
+from regard.nn.mosaic.contextual_memory import wide_threshold
+from regard.nn.mosaic.features import unit
 
 C, H, T = 24, 3, 11
 D = C // H

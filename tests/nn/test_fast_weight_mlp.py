@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import grad, gradcheck
 
 from regard.checks import ArgumentError, debug
-from regard.estimators.fast_weight_mlp import SwiGLU, fast_weight_mlp
+from regard.memory.fast_weight_mlp import SwiGLU, fast_weight_mlp
 from regard.nn import FastWeightMLP
 from regard.nn.memories import memory_layers
 

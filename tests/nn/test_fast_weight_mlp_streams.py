@@ -27,7 +27,7 @@ from fwmlp_oracle import (
 from torch.autograd import grad
 
 from regard.checks import ArgumentError
-from regard.estimators.fast_weight_mlp import FastMLPState, fast_weight_mlp, flush
+from regard.memory.fast_weight_mlp import FastMLPState, fast_weight_mlp, flush
 
 # Streams --------------------------------------------------------------------------------------------------------
 

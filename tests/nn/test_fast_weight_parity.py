@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.estimators.fast_weights import flush
+from regard.memory.fast_weights import flush
 
 DATA = Path(__file__).parents[1] / "data"
 CHUNK, TOP_K = 8, 4
@@ -228,7 +228,7 @@ def test_gated_delta_rule_of_fla_and_transformers() -> None:
     assert (state - one["final_state"]).abs().max() < 1e-5
 
     query, key, value, log_decay, beta = (one[name].transpose(1, 2) for name in names)
-    begun = regard.estimators.delta.DeltaState(one["state"], torch.zeros(one["state"].shape[:2], dtype=torch.bool))
+    begun = regard.recurrent.delta.DeltaState(one["state"], torch.zeros(one["state"].shape[:2], dtype=torch.bool))
     own, after = regard.delta_rule(
         query, key, value, beta, log_decay=log_decay, state=begun, scale=query.shape[-1] ** -0.5
     )

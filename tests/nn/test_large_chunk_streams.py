@@ -29,8 +29,8 @@ from lact_oracle import (
 from torch import Tensor
 from torch.autograd import grad
 
-from regard.estimators.large_chunk import OPTIMIZERS, flush, large_chunk_ttt
-from regard.nn.large_chunk_ttt import WindowState
+from regard.memory.large_chunk import OPTIMIZERS, flush, large_chunk_ttt
+from regard.nn.memory.large_chunk_ttt import WindowState
 
 everyone = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 

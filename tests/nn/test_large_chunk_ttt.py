@@ -36,9 +36,9 @@ from torch import Tensor
 from torch.autograd import grad, gradcheck
 
 from regard.checks import ArgumentError, debug
-from regard.estimators.large_chunk import OPTIMIZERS, large_chunk_ttt, orthogonal
+from regard.memory.large_chunk import OPTIMIZERS, large_chunk_ttt, orthogonal
 from regard.nn import LargeChunkTTT
-from regard.nn.large_chunk_ttt import PRESETS
+from regard.nn.memory.large_chunk_ttt import PRESETS
 
 everyone = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 

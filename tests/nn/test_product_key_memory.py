@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.checks import ArgumentError
+from regard.memory.stores.slot_sums import slot_sums
 from regard.nn import ProductKeyMemory, optimizer_groups
-from regard.ops.slot_sums import slot_sums
 
 SIZES: dict[str, Any] = {"sub_keys": 6, "key_dim": 8, "value_dim": 5, "heads": 2, "top_k": 3}
 

@@ -11,8 +11,8 @@ import torch
 
 import regard
 from regard.checks import ArgumentError
-from regard.estimators import Visibility
 from regard.nn import Attention, Temperature, as_temperature, temperatures
+from regard.pairwise.visibility import Visibility
 
 B, H, T, C = 2, 4, 9, 32
 TEXTS = ("fixed(value=2)", "learned", "log", "power", "power(exponent=0.5)")

@@ -99,7 +99,7 @@ def test_sizes_that_nothing_computes_are_named_by_their_flags(tiny: Callable, mo
     for name in ("blocked", "cpu"):  # what is left is the plain form, which has one
         impl = type(regard.registries()["impl"].get(name).impl)
         monkeypatch.setattr(impl, "supports", lambda self, problem: "is away" if problem.spec.degree else None)
-    monkeypatch.setattr("regard.ops.reference.LIMIT", 6 * one)
+    monkeypatch.setattr("regard.pairwise.reference.LIMIT", 6 * one)
     tiny(**sizes, batch=6).validate()
     tiny(batch=24).validate()  # the others have no such limit
     with pytest.raises(ArgumentError) as caught:
@@ -110,7 +110,7 @@ def test_sizes_that_nothing_computes_are_named_by_their_flags(tiny: Callable, mo
     )
     assert "a smaller --batch (such as 6) with a larger --accumulate" in message
     assert "\n" not in message
-    monkeypatch.setattr("regard.ops.reference.LIMIT", one - 1)
+    monkeypatch.setattr("regard.pairwise.reference.LIMIT", one - 1)
     with pytest.raises(ArgumentError, match="Give a smaller --context, at any --batch"):
         tiny(**sizes).validate()
 

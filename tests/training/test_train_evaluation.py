@@ -11,7 +11,7 @@ from torch import nn
 
 from regard import Spec
 from regard.checks import ArgumentError
-from regard.estimators.diagnostics import Diagnostics
+from regard.pairwise.diagnostics import Diagnostics
 from regard.training import Units, evaluate, mean_support, row_means
 
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from regard.checks import ArgumentError
 from regard.training import TrainingStopped, train
-from regard.training.lock import LOCK, only_run
+from regard.training.storage.lock import LOCK, only_run
 
 HOLD = (
-    "import sys, time; from pathlib import Path; from regard.training.lock import only_run\n"
+    "import sys, time; from pathlib import Path; from regard.training.storage.lock import only_run\n"
     "with only_run(Path(sys.argv[1]), call='train'):\n"
     "    print('held', flush=True); time.sleep(60)\n"
 )

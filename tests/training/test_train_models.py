@@ -21,8 +21,8 @@ from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM, HybridModel, LanguageModel, language_models
 from regard.training import TrainConfig, char_tokenizer, generate_text, language_model, load_model, model_config, train
 from regard.training.fields import from_mapping, from_text, to_mapping
-from regard.training.folder import saved_config
 from regard.training.models import check_model
+from regard.training.storage.folder import saved_config
 
 MODELS = language_models.names()
 TOKENIZER = char_tokenizer("abcdefgh ")

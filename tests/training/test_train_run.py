@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from regard.checks import ArgumentError
 from regard.models import language_models
 from regard.training import load_model, train
-from regard.training.checkpoints import checkpoints, fault, last_complete
 from regard.training.fields import to_mapping
+from regard.training.storage.checkpoints import checkpoints, fault, last_complete
 
 TIMES = ("tokens_per_second", "eval_tokens_per_second", "eval_seconds")
 

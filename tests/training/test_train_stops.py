@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from regard.training import TrainingInterrupted, TrainingStopped, train
-from regard.training.checkpoints import last_complete
+from regard.training.storage.checkpoints import last_complete
 
 
 class At(TrainerCallback):

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from regard.ops.triton import compact
+from regard.triton.compact import implementation as compact
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_resources.py"

@@ -13,12 +13,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles, and Triton interprets in this process", allow_module_level=True)
 import triton.language as tl  # noqa: E402
 
-from regard import ops  # noqa: E402
+import regard  # noqa: E402
 from regard.checks import ArgumentError  # noqa: E402
-from regard.ops.triton import support  # noqa: E402
-from regard.ops.triton.compiled import SHARED, resources_of  # noqa: E402
-from regard.ops.triton.launch import launch  # noqa: E402
-from regard.ops.triton.tiles import Tiles  # noqa: E402
+from regard.triton.runtime import support  # noqa: E402
+from regard.triton.runtime.launch import launch  # noqa: E402
+from regard.triton.runtime.tiles import Tiles  # noqa: E402
+from regard.triton.tools.compiled import SHARED, resources_of  # noqa: E402
 
 ROWS = 64
 
@@ -112,4 +112,4 @@ def test_an_unknown_capability_and_an_interpreting_process_are_refused(monkeypat
 def test_calls_that_kernels_refuse_are_refused_here_too() -> None:
     x = torch.zeros(1, 1, 16, 16, dtype=torch.float64)
     with pytest.raises(ArgumentError, match="float64"):
-        resources_of(lambda: ops.attention(x, x, x, impl="triton"))
+        resources_of(lambda: regard.attention(x, x, x, impl="triton"))

@@ -17,8 +17,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in this process", allow_module_level=True)
 
 import regard
-from regard.ops.triton.compiled import _pretended, _zeros
-from regard.ops.triton.launch import watched
+from regard.triton.runtime.launch import watched
+from regard.triton.tools.compiled import _pretended, _zeros
 
 LENGTHS = (512, 1000, 777, 2048, 513)
 MULTIPLES, OTHERS = (512, 2048, 1040), (777, 1000, 513)

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from regard.ops.triton import support
+from regard.triton.runtime import support
 
 
 @pytest.mark.parametrize(("found", "reason"), [("3.5.1", "3.5.1"), ("3.6.0", None), ("3.10.0+git1", None)])

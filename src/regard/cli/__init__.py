@@ -16,17 +16,17 @@ from importlib import import_module
 
 COMMANDS = {
     "demo": (
-        "regard.cli.commands:demo",
+        None,
         "train four small models on real text, end with a table and a report",
     ),
     "train": ("regard.cli.commands:train", "train a language model on your text"),
     "eval": ("regard.cli.commands:evaluate", "measure a trained model on held-out text"),
     "generate": ("regard.cli.commands:generate", "let a trained model continue a prompt"),
-    "reproduce": ("regard.cli.reproduce:reproduce", "run an experiment: table, figures and JSON in a folder"),
+    "reproduce": (None, "run an experiment: table, figures and JSON in a folder"),
     "list": ("regard.cli.show:listing", "show what can be chosen by name: kernels, presets, ..."),
     "doctor": ("regard.cli.show:doctor", "show versions, devices, and which implementations can run"),
 }
-"""Command name to ("module:function", one line of help)."""
+"""Command name to ("module:function", one line of help). None: an entry point of the group "regard.commands"."""
 _SHOWING = ("list", "doctor")
 """Commands that import and print, and compute nothing."""
 
@@ -84,7 +84,7 @@ def _guarded(name: str, rest: list[str]) -> int:
     prefix = f"regard {name}: error: "
     try:
         with _quick() if name in _SHOWING or rest in (["-h"], ["--help"]) else nullcontext():
-            return _load(COMMANDS[name][0])(rest)
+            return _load(name)(rest)
     except SystemExit as stop:  # --help
         return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
@@ -139,7 +139,13 @@ def _beyond_a_limit(error: Exception) -> str | None:
     return None
 
 
-def _load(place: str) -> Callable[[list[str]], int]:
+def _load(name: str) -> Callable[[list[str]], int]:
+    place = COMMANDS[name][0]
+    if place is None:
+        from importlib.metadata import entry_points
+
+        (point,) = entry_points(group="regard.commands", name=name)
+        return point.load()
     module, _, function = place.partition(":")
     return getattr(import_module(module), function)
 

@@ -19,19 +19,11 @@ from .show import print_pairs
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 
-def demo(argv: list[str]) -> int:
-    """`regard demo`."""
-    from ..experiments.demo import DemoConfig, run_demo
-
-    config = parse(DemoConfig, argv, command="demo")
-    return run_demo(config)
-
-
 def train(argv: list[str]) -> int:
     """`regard train`. With --resume the run's own config is the base, so that nothing need be repeated."""
     config = parse(TrainConfig, argv, command="train", epilogue=_TRAIN)
     if config.resume:
-        from ..training.folder import saved_config
+        from ..training.storage.folder import saved_config
 
         saved = saved_config(config.out, call="train")
         config = parse(TrainConfig, argv, command="train", base=saved)
@@ -81,11 +73,11 @@ def evaluate(argv: list[str]) -> int:
         value = getattr(options, name)
         if value is not None and value < least:
             raise ArgumentError(f"eval: --{name} is {value}, expected at least {least}.")
+    from ..training.data.tokenizers import encode
     from ..training.device import resolve_device
     from ..training.evaluation import Units
     from ..training.evaluation import evaluate as measure
-    from ..training.folder import load_model
-    from ..training.tokenizers import encode
+    from ..training.storage.folder import load_model
 
     device = resolve_device(options.device, call="eval")
     model, tokenizer = load_model(options.run, call="eval")
@@ -123,8 +115,8 @@ def evaluate(argv: list[str]) -> int:
 
 def _eval_text(options: EvalOptions) -> tuple[str, TrainConfig | None]:
     """The text to measure on, and the run's config if the folder is a run."""
-    from ..training.folder import check_text, saved_config
-    from ..training.text import load_text, split_text
+    from ..training.data.text import load_text, split_text
+    from ..training.storage.folder import check_text, saved_config
 
     is_run = (options.run / "run.json").is_file()
     saved = saved_config(options.run, call="eval") if is_run else None
@@ -161,8 +153,8 @@ def generate(argv: list[str]) -> int:
     """`regard generate`."""
     options = parse(GenerateOptions, argv, command="generate")
     from ..training.device import resolve_device
-    from ..training.folder import load_model
     from ..training.generate import check_sampling, default_prompt, generate_text, unknown_characters
+    from ..training.storage.folder import load_model
 
     device = resolve_device(options.device, call="generate")
     numbers: dict[str, Any] = {

@@ -43,7 +43,7 @@ def _shelves() -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
     """What can be listed, by name: a function that gives names and lines about them."""
     import regard
 
-    from ..training.tokenizers import TOKENIZERS
+    from ..training.data.tokenizers import TOKENIZERS
 
     def lines(registry: Any) -> Iterator[tuple[str, str]]:
         return ((name, about(thing)) for name, thing in registry.items())

@@ -3,7 +3,7 @@
 
     o_i = sum_j s_ij (v_j - W_i k_j) + W_i q_i
 
-A trend holds numbers; `regard.estimators.trends` computes it. It is made of the pairs that its query may see, in order,
+A trend holds numbers; `regard.recurrent.trends` computes it. It is made of the pairs that its query may see, in order,
 and knows neither the scale nor the weights s of the local model.
 """
 

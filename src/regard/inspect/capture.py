@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..checks import ArgumentError, flag, instance, refuse
-from ..estimators.diagnostics import Diagnostics
+from ..pairwise.diagnostics import Diagnostics
 
 
 @dataclass

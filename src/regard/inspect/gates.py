@@ -88,7 +88,7 @@ def gate_trace(
 def _chunked(model: nn.Module, tokens: int | None) -> Any:
     if tokens is None:
         return nullcontext()
-    from ..models.memories import chunk_size
+    from ..models.hybrid.memories import chunk_size
 
     return chunk_size(model, tokens)
 

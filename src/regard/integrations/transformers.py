@@ -39,8 +39,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from .. import Spec, attention, presets
 from ..checks import ArgumentError, shape
 from ..grammar import as_spec
-from ..models.packing import ARGUMENTS, Documents
-from ..ops import diagnosed_attention
+from ..models.base.packing import ARGUMENTS, Documents
+from ..pairwise.attention import diagnosed_attention
 
 try:  # how a model says that it collects weights, where a layer does not hand `output_attentions` on (GPT-2)
     from transformers.utils.output_capturing import _active_collector
@@ -280,9 +280,9 @@ def attend(
         is_causal: causal order where the mask does not say it.
         sliding_window: where the mask is None, the last so many positions (to both sides, the query's own
             included, if the layer is not causal). Elsewhere the mask holds it.
-        kwargs: `output_attentions`; `position_ids` [B or 1, Tq] and the keywords of `regard.models.packing.ARGUMENTS`,
-            which say where packed documents begin; what would change the result is refused; the rest is for other
-            functions.
+        kwargs: `output_attentions`; `position_ids` [B or 1, Tq] and the keywords of
+            `regard.models.base.packing.ARGUMENTS`, which say where packed documents begin; what would change
+            the result is refused; the rest is for other functions.
 
     Returns:
         The output [B, Tq, H, Dv] in the dtype of `value`, and the weights [B, H, Tq, Tk] or None. The weights, after

@@ -1,6 +1,1 @@
-"""Associative memories: pairs that are written, read by content and forgotten."""
-
-from .associative import AssociativeMemory, Retrieval
-from .energy import energies
-
-__all__ = ["AssociativeMemory", "Retrieval", "energies"]
+"""Memories: product-key tables, fast weights that are written at test time, associative memories."""

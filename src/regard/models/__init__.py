@@ -4,20 +4,13 @@ Importing this package files them with `AutoConfig`, `AutoModel` and `AutoModelF
 models load by path alone. It needs the extra `lm`.
 """
 
-from .base_config import RegardConfig
-from .cache import RegardCacheLayer, hybrid_cache
-from .catalogue import LanguageModel, language_models
-from .configuration_hybrid import HybridConfig
-from .configuration_iclm import ICLMConfig
-from .configuration_memory_mosaic import MemoryMosaicConfig
-from .gated_delta_net import GatedDeltaNet
-from .hybrid import HybridForCausalLM, HybridModel
-from .iclm import ICLMForCausalLM, ICLMModel
-from .iclm_cache import ICLMCache
-from .iclm_contributions import Contributions
-from .iclm_parity import ParityReport, parity_report, transformer_like
-from .matching import Matched, count_parameters, match_parameters
-from .memories import (
+from .base.base_config import RegardConfig
+from .base.catalogue import LanguageModel, language_models
+from .base.matching import Matched, count_parameters, match_parameters
+from .hybrid.cache import RegardCacheLayer, hybrid_cache
+from .hybrid.configuration_hybrid import HybridConfig
+from .hybrid.gated_delta_net import GatedDeltaNet
+from .hybrid.memories import (
     chunk_size,
     count_fast_weights,
     flush_memory,
@@ -28,9 +21,16 @@ from .memories import (
     reset_memory,
     with_memory,
 )
-from .memory_mosaic import MemoryMosaicForCausalLM, MemoryMosaicModel
-from .memory_mosaic_released import from_released
-from .token_mixers import TokenMixer, token_mixers
+from .hybrid.modeling_hybrid import HybridForCausalLM, HybridModel
+from .hybrid.token_mixers import TokenMixer, token_mixers
+from .iclm.configuration_iclm import ICLMConfig
+from .iclm.contributions import Contributions
+from .iclm.iclm_cache import ICLMCache
+from .iclm.modeling_iclm import ICLMForCausalLM, ICLMModel
+from .iclm.parity import ParityReport, parity_report, transformer_like
+from .mosaic.configuration_memory_mosaic import MemoryMosaicConfig
+from .mosaic.modeling_memory_mosaic import MemoryMosaicForCausalLM, MemoryMosaicModel
+from .mosaic.released import from_released
 
 __all__ = [
     "Contributions",

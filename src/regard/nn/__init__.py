@@ -1,19 +1,20 @@
 """Layers. They import torch only."""
 
-from .attention import Attention
-from .contextual_memory import ContextualMemory
-from .fast_weight_mlp import FastWeightMLP
-from .fast_weight_product_key_memory import FastWeightProductKeyMemory
+from .. import implementations as _implementations  # noqa: F401  (now: what is being compiled cannot import)
+from .attention.layer import Attention
+from .attention.ridge import Ridge, as_ridge, ridges
+from .attention.rotary import rotary_angles, rotate
+from .attention.temperature import Temperature, as_temperature, temperatures
 from .feed_forward import feed_forwards
 from .functional_gradient import FunctionalGradient, expected_embedding
 from .hooks import HookPoint
-from .large_chunk_ttt import LargeChunkTTT
+from .memory.fast_weight_mlp import FastWeightMLP
+from .memory.fast_weight_product_key_memory import FastWeightProductKeyMemory
+from .memory.large_chunk_ttt import LargeChunkTTT
+from .memory.product_key_memory import ProductKeyMemory
+from .mosaic.contextual_memory import ContextualMemory
+from .mosaic.persistent_memory import PersistentMemory
 from .optimizer_groups import OptimizerGroups, optimizer_groups
-from .persistent_memory import PersistentMemory
-from .product_key_memory import ProductKeyMemory
-from .ridge import Ridge, as_ridge, ridges
-from .rotary import rotary_angles, rotate
-from .temperature import Temperature, as_temperature, temperatures
 
 __all__ = [
     "Attention",

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..checks import ArgumentError, optional_whole, refuse, require, shape, sizes, tensor, whole
-from ..estimators.precision import autocast
+from ..precision import autocast
 
 
 def check_hidden(call: str, name: str, given: Any, size: int, layer: nn.Module) -> None:

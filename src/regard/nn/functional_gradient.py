@@ -25,15 +25,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..checks import ArgumentError, flag, flags, floating, instance, refuse, require, shape, tensor
-from ..estimators import Visibility
-from ..estimators.precision import autocast, full_precision
-from ..estimators.visibility import runs_of
 from ..grammar import Spec, as_spec
-from ..ops import attention
+from ..pairwise.attention import attention
+from ..pairwise.visibility import Visibility, runs_of
+from ..precision import autocast, full_precision
 from .arguments import check_hidden, check_layer_idx, check_positions, positive_int
-from .attention import Observer
+from .attention.layer import Observer
+from .attention.rotary import rotate
 from .hooks import HookPoint
-from .rotary import rotate
 
 CALL = "nn.FunctionalGradient"
 VARIANTS = ("full", "wv", "slice")

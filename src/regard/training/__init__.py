@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import TrainConfig as TrainConfig
-    from .data import SampledWindows as SampledWindows
-    from .data import strided_windows as strided_windows
-    from .data import window_starts as window_starts
+    from .data.text import Text as Text
+    from .data.text import load_text as load_text
+    from .data.text import split_text as split_text
+    from .data.tokenizers import TOKENIZERS as TOKENIZERS
+    from .data.tokenizers import byte_tokenizer as byte_tokenizer
+    from .data.tokenizers import char_tokenizer as char_tokenizer
+    from .data.tokenizers import encode as encode
+    from .data.tokenizers import gpt2_tokenizer as gpt2_tokenizer
+    from .data.windows import SampledWindows as SampledWindows
+    from .data.windows import strided_windows as strided_windows
+    from .data.windows import window_starts as window_starts
     from .errors import TrainingInterrupted as TrainingInterrupted
     from .errors import TrainingStopped as TrainingStopped
     from .evaluation import Evaluation as Evaluation
@@ -25,32 +33,24 @@ if TYPE_CHECKING:
     from .evaluation import evaluate as evaluate
     from .evaluation import mean_support as mean_support
     from .evaluation import row_means as row_means
-    from .folder import load_model as load_model
     from .generate import generate_text as generate_text
     from .models import language_model as language_model
     from .models import model_config as model_config
     from .run import RunSummary as RunSummary
     from .run import train as train
-    from .text import Text as Text
-    from .text import load_text as load_text
-    from .text import split_text as split_text
-    from .tokenizers import TOKENIZERS as TOKENIZERS
-    from .tokenizers import byte_tokenizer as byte_tokenizer
-    from .tokenizers import char_tokenizer as char_tokenizer
-    from .tokenizers import encode as encode
-    from .tokenizers import gpt2_tokenizer as gpt2_tokenizer
+    from .storage.folder import load_model as load_model
 
 _HOMES = {
     "config": ("TrainConfig",),
-    "data": ("SampledWindows", "strided_windows", "window_starts"),
+    "data.windows": ("SampledWindows", "strided_windows", "window_starts"),
     "errors": ("TrainingInterrupted", "TrainingStopped"),
     "evaluation": ("Evaluation", "Units", "evaluate", "mean_support", "row_means"),
-    "folder": ("load_model",),
+    "storage.folder": ("load_model",),
     "generate": ("generate_text",),
     "models": ("language_model", "model_config"),
     "run": ("RunSummary", "train"),
-    "text": ("Text", "load_text", "split_text"),
-    "tokenizers": ("TOKENIZERS", "byte_tokenizer", "char_tokenizer", "encode", "gpt2_tokenizer"),
+    "data.text": ("Text", "load_text", "split_text"),
+    "data.tokenizers": ("TOKENIZERS", "byte_tokenizer", "char_tokenizer", "encode", "gpt2_tokenizer"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

@@ -26,10 +26,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..models.base import tell_step
-from .checkpoints import write_atomically, writing
+from ..models.base.base import tell_step
 from .errors import TrainingInterrupted
-from .files import regular_size
+from .storage.checkpoints import write_atomically, writing
+from .storage.files import regular_size
 
 _NOISE = ("epoch", "total_flos")
 _BRIEF = (

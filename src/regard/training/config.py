@@ -262,8 +262,8 @@ def _check_rules(config: TrainConfig, specs: list[Spec], call: str) -> None:
 
 
 def _check_names(config: TrainConfig, call: str, *, here: bool) -> None:
+    from .data.tokenizers import TOKENIZERS
     from .device import resolve_device
-    from .tokenizers import TOKENIZERS
 
     TOKENIZERS.get(config.tokenizer)
     if here:

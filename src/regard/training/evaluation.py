@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import ArgumentError
-from ..estimators.diagnostics import Diagnostics
 from ..grammar import SolveStatus
-from .data import strided_windows
+from ..pairwise.diagnostics import Diagnostics
+from .data.windows import strided_windows
 
 _OF_MEMORIES = ("coverage", "collisions", "kl_uniform", "marginal_entropy", "gate", "not_finite")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ArgumentError, suggestion
-from .files import read_text
 from .sentences import split_sentences
+from .storage.files import read_text
 
 try:
     import tomllib

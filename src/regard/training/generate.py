@@ -27,7 +27,7 @@ from transformers import (
 from ..checks import ArgumentError
 from .config import check_seed
 from .quiet import quiet_transformers
-from .saved_tokenizer import one_error
+from .storage.saved_tokenizer import one_error
 
 
 class SeededSampling(LogitsProcessor):

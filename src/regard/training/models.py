@@ -1,6 +1,6 @@
 """The model of a run: from the flags and options of a `TrainConfig` to an entry of the catalogue.
 
-A model is chosen by its name in `regard.models.catalogue.language_models`. Sizes and sentences have flags of their own;
+A model is chosen by its name in `regard.models.language_models`. Sizes and sentences have flags of their own;
 every further field of the model's configuration is an option, `--option key=value`, whose value is read by the type of
 the field. So a model that is registered, by whomever, can be trained with no edit here.
 """
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import torch
 
 from ..checks import ArgumentError, suggestion
-from ..models.base_config import own_fields
-from ..models.catalogue import LanguageModel, language_models
+from ..models.base.base_config import own_fields
+from ..models.base.catalogue import LanguageModel, language_models
 from .config import TrainConfig
 from .fields import from_text
 

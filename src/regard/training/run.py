@@ -23,21 +23,21 @@ from transformers import (
 )
 
 from ..checks import ArgumentError
-from . import folder
 from .callbacks import MetricsFile, Rhythm, RichProgress, StopGently
-from .checkpoints import last_good, remove_after, step_of, write_atomically, writing
 from .config import TrainConfig
-from .data import SampledWindows
+from .data.text import Text, load_text, split_text
+from .data.tokenizers import TOKENIZERS, encode
+from .data.windows import SampledWindows
 from .device import resolve_device
 from .errors import TrainingInterrupted
 from .evaluation import Units
 from .generate import opening
-from .lock import only_run
 from .models import language_model
 from .quiet import quiet_transformers, unconverged_once
-from .resuming import check_checkpoint
-from .text import Text, load_text, split_text
-from .tokenizers import TOKENIZERS, encode
+from .storage import folder
+from .storage.checkpoints import last_good, remove_after, step_of, write_atomically, writing
+from .storage.lock import only_run
+from .storage.resuming import check_checkpoint
 from .trainer import RegardTrainer
 
 ModelBuilder = Callable[[TrainConfig, PreTrainedTokenizerBase], PreTrainedModel]

@@ -29,10 +29,10 @@ from transformers.trainer_pt_utils import nested_gather
 from ..checks import ArgumentError
 from ..nn.optimizer_groups import memory_parameters, optimizer_groups
 from .callbacks import Clock, StepNumber
-from .checkpoints import last_good, prune, seal, writing
 from .errors import TrainingStopped
 from .evaluation import Evaluation, Units, evaluate, row_means
-from .resuming import put_weights
+from .storage.checkpoints import last_good, prune, seal, writing
+from .storage.resuming import put_weights
 
 
 class RegardTrainer(Trainer):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.ops.triton import tiles
+from regard.triton.runtime import tiles
 
 BATCH, HEADS, KV, T = 2, 2, 1, 21
 

@@ -15,9 +15,9 @@ from dense_oracles import RULES as RULES_OF
 from dense_oracles import attend, near, seen_pairs
 from torch import Tensor
 
-from regard.ops.triton.compact_backward import backward
-from regard.ops.triton.span import Span
-from regard.ops.triton.tiles import forced
+from regard.triton.compact.backward import backward
+from regard.triton.runtime.span import Span
+from regard.triton.runtime.tiles import forced
 
 SOFTMAX, ADAPTIVE, ANCHORED, FIXED = range(4)
 UNIFORM, ZERO, NEAREST = range(3)

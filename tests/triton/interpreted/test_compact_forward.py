@@ -12,9 +12,10 @@ from torch import Tensor
 
 import regard
 from regard.checks import ArgumentError
-from regard.estimators import Visibility
-from regard.ops.dispatch import Inputs, Problem
-from regard.ops.triton import compact, tiles
+from regard.pairwise.dispatch import Inputs, Problem
+from regard.pairwise.visibility import Visibility
+from regard.triton.compact import implementation as compact
+from regard.triton.runtime import tiles
 
 ADAPTIVE = {"sparsemax": 1, "biweight": 2, "triweight": 3}
 ANCHORED = {"relumax": (1, 1.0), "biweight*anchored(margin=1.5)": (2, 1.5), "triweight*anchored(margin=2.5)": (3, 2.5)}

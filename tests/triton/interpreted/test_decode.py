@@ -14,9 +14,10 @@ from torch import Tensor
 
 import regard
 from regard.checks import ArgumentError
-from regard.estimators import Visibility
-from regard.ops.triton import KeyBounds, decode_attention, local_linear_decode
-from regard.ops.triton.tiles import forced
+from regard.pairwise.visibility import Visibility
+from regard.triton.decode import local_linear as local_linear_decode
+from regard.triton.decode.decode import KeyBounds, decode_attention
+from regard.triton.runtime.tiles import forced
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3}
 """Of relative root mean squares; in bfloat16 the output is rounded to 2^-9."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import regard
-from regard.ops.triton import decode_attention
-from regard.ops.triton.launch import watched
-from regard.ops.triton.tiles import forced
+from regard.triton.decode.decode import decode_attention
+from regard.triton.runtime.launch import watched
+from regard.triton.runtime.tiles import forced
 
 LINEAR = {"linear": "local-linear", "learned": "gaussian*fixed*linear(solver=learned)"}
 NAMES = (*RULES, *LINEAR)

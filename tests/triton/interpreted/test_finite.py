@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from regard.ops.triton.finite import clean
+from regard.triton.runtime.finite import clean
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 37, 5), (1, 1, 1, 64), (2, 1, 0, 8), (7, 40)])

@@ -13,13 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.estimators import Visibility
-from regard.estimators.visibility import runs_of
-from regard.ops.triton import local_linear_solve
-from regard.ops.triton.local_linear_backward import Kept, backward
-from regard.ops.triton.local_linear_solve import Rule
-from regard.ops.triton.span import Span
-from regard.ops.triton.tiles import forced
+from regard.pairwise.visibility import Visibility, runs_of
+from regard.triton.local_linear import solve as local_linear_solve
+from regard.triton.local_linear.backward import Kept, backward
+from regard.triton.local_linear.solve import Rule
+from regard.triton.runtime.span import Span
+from regard.triton.runtime.tiles import forced
 
 EXACT = Rule(tol=1e-7, limit=400, direct=False, verify=True)
 ROUGH = Rule(tol=1e-2, limit=20, direct=False, verify=False)

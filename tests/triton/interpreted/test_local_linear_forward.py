@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.estimators import Visibility
-from regard.estimators.visibility import runs_of
 from regard.grammar import SolveStatus
-from regard.ops.triton.local_linear_forward import moments, output
-from regard.ops.triton.local_linear_solve import Rule, solve
-from regard.ops.triton.span import Span
-from regard.ops.triton.tiles import forced
+from regard.pairwise.visibility import Visibility, runs_of
+from regard.triton.local_linear.forward import moments, output
+from regard.triton.local_linear.solve import Rule, solve
+from regard.triton.runtime.span import Span
+from regard.triton.runtime.tiles import forced
 
 EXACT = Rule(tol=1e-6, limit=400, direct=False, verify=True)
 ALONE = EXACT._replace(direct=True)

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from regard.ops.triton.launch import launch
-from regard.ops.triton.tiles import Tiles
+from regard.triton.runtime.launch import launch
+from regard.triton.runtime.tiles import Tiles
 
 ROWS = 16
 

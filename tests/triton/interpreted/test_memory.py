@@ -13,11 +13,11 @@ from torch import Tensor
 
 import regard
 from regard.checks import ArgumentError
-from regard.estimators.fast_weights import flush
-from regard.ops.triton import memory_write
-from regard.ops.triton.memory_keys import marginal_of, moved_keys
-from regard.ops.triton.memory_targets import errors_of, shares_of
-from regard.ops.triton.memory_values import TableValues
+from regard.memory.fast_weights import flush
+from regard.triton.memory import write as memory_write
+from regard.triton.memory.keys import marginal_of, moved_keys
+from regard.triton.memory.targets import errors_of, shares_of
+from regard.triton.memory.values import TableValues
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 EPS = 1e-3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.ops.triton import memory_ops
+from regard.triton.memory import operators as memory_ops
 
 N, K, H, P, WIDTH, D = 4, 2, 2, 3, 5, 4
 UTILITIES = ("test_schema", "test_faketensor")

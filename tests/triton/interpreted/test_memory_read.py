@@ -10,9 +10,9 @@ import torch
 from memory_calls import drawn, gap
 from torch import Tensor
 
-from regard.ops.triton.memory_read import join, mixed_rows, picked_rows, pulled_rows
-from regard.ops.triton.memory_search import best_halves
-from regard.ops.triton.tiles import forced
+from regard.triton.memory.read import join, mixed_rows, picked_rows, pulled_rows
+from regard.triton.memory.search import best_halves
+from regard.triton.runtime.tiles import forced
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 EPS = 1e-3

@@ -13,8 +13,8 @@ from memory_calls import drawn, gap, written_by_hand
 from torch import Tensor
 
 from regard.checks import ArgumentError
-from regard.ops.triton.memory_values import TableValues
-from regard.ops.triton.memory_versions import Version
+from regard.triton.memory.values import TableValues
+from regard.triton.memory.versions import Version
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

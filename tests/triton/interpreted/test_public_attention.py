@@ -12,7 +12,7 @@ from dense_oracles import RULES, Rule, attend, near, scores, seen_pairs
 from torch import Tensor
 
 import regard
-from regard.ops.triton import tiles
+from regard.triton.runtime import tiles
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import regard
 from regard.grammar import SolveStatus
-from regard.ops.triton import tiles
+from regard.triton.runtime import tiles
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
 

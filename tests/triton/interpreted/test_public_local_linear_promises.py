@@ -13,7 +13,7 @@ from operator_calls import Calls
 from torch import Tensor
 
 import regard
-from regard.ops.triton import tiles
+from regard.triton.runtime import tiles
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
 
@@ -228,7 +228,7 @@ def test_elements_that_lie_far_apart(axis: int, direct: bool, monkeypatch: pytes
     """Offsets of 2^31 and more, between sequences, heads and rows; `direct`: in every kernel, not only in that which
     looks for what is not finite and leaves a copy."""
     if direct:
-        from regard.ops.triton.attention import Triton
+        from regard.triton.attention import Triton
 
         monkeypatch.setattr(Triton, "clean", lambda self, x: (x, None))
     sizes = {"batch": 2 if axis == 0 else 1, "heads": 2, "kv": 2 if axis == 1 else 1}
@@ -244,7 +244,7 @@ def test_elements_that_lie_far_apart(axis: int, direct: bool, monkeypatch: pytes
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_rows_of_a_block_that_lie_far_apart(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that fit in 32 bits, of which those of one block together do not."""
-    from regard.ops.triton.attention import Triton
+    from regard.triton.attention import Triton
 
     monkeypatch.setattr(Triton, "clean", lambda self, x: (x, None))
     tensors = [x.detach() for x in draw(18, 18, 4, batch=1, heads=1, dtype=torch.bfloat16)]

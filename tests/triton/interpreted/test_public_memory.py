@@ -12,7 +12,7 @@ from memory_calls import CHUNK, T, blend, dense, draw, grads, rule, triton, weig
 from torch import Tensor
 
 import regard
-from regard.estimators.fast_weights import flush
+from regard.memory.fast_weights import flush
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import regard
 from regard import nn
-from regard.ops.triton.launch import watched
+from regard.triton.runtime.launch import watched
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
 
@@ -250,7 +250,7 @@ def a_layer(impl: str, **options: Any) -> nn.FastWeightProductKeyMemory:
 @pytest.mark.parametrize("heads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_layer(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """`nn.FastWeightProductKeyMemory(impl="triton")` gives mixes of what plain sums read of its projections."""
-    from regard.nn import fast_weight_product_key_memory as module
+    from regard.nn.memory import fast_weight_product_key_memory as module
 
     layer = a_layer("triton", heads=heads)
     seen: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] = []

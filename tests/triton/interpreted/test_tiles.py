@@ -18,10 +18,17 @@ from dense_oracles import RULES, Rule, attend, local_linear, near, seen_pairs
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from regard.ops.triton import compact, tiles
-from regard.ops.triton.tiles import Tiles, TileTable
+from regard.triton.compact import implementation as compact
+from regard.triton.runtime import tiles
+from regard.triton.runtime.tiles import Tiles, TileTable
 
-MODULES = ("compact", "compact_backward", "local_linear_forward", "local_linear_backward", "memory_ops")
+MODULES = (
+    "compact.implementation",
+    "compact.backward",
+    "local_linear.forward",
+    "local_linear.backward",
+    "memory.operators",
+)
 COMPACT = ("softmax", "adaptive 2", "anchored 1", "fixed 3")
 OWN, FIRST, SECOND = Tiles(16, 16), Tiles(32, 16), Tiles(64, 64)
 MOST = 5
@@ -40,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         return given.pop(0) if given else next(falling)
 
     for name in MODULES:
-        importlib.import_module(f"regard.ops.triton.{name}")
+        importlib.import_module(f"regard.triton.{name}")
     monkeypatch.setenv("REGARD_TRITON_TUNE", "1")
     monkeypatch.setattr("triton.testing.do_bench", bench)
     for table in TileTable.tables.values():

@@ -1,0 +1,25 @@
+"""Register what comes with regard: implementations of attention, and stores of slot values.
+
+The registries import this module on first use.
+"""
+
+from .memory.stores import overlay
+from .pairwise import reference, sdpa
+from .pairwise.blocked import implementation as blocked
+from .pairwise.cpu import implementation as cpu
+from .recurrent import implementation as linear
+from .recurrent import interpolated
+from .triton import attention as triton_attention
+from .triton.memory import values as triton_memory
+
+__all__ = [
+    "blocked",
+    "cpu",
+    "interpolated",
+    "linear",
+    "overlay",
+    "reference",
+    "sdpa",
+    "triton_attention",
+    "triton_memory",
+]

@@ -1,0 +1,114 @@
+"""What a memory is given, checked and brought into four axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...checks import (
+    ArgumentError,
+    boolean_mask,
+    floating,
+    in_range,
+    integers,
+    mapping,
+    on_device,
+    refuse,
+    require,
+    shape,
+    shown,
+)
+from ...precision import row_number
+from .pairs import Pairs
+
+
+def four_axes(name: str, tensor: Tensor, call: str) -> Tensor:
+    """[n, D], [H, n, D] or [B, H, n, D] with all four axes.
+
+    Raises:
+        ArgumentError: not a floating-point tensor, or of another rank, or without channels.
+    """
+    floating(call, name, tensor)
+    if tensor.dim() not in (2, 3, 4) or tensor.shape[-1] == 0:
+        raise ArgumentError(f"{call}: {name} has shape {shape(tensor)}, expected [n, D], [H, n, D] or [B, H, n, D].")
+    return tensor[(None,) * (4 - tensor.dim())]
+
+
+def paired(keys: Tensor, values: Tensor | None, mask: Tensor | None, call: str) -> Pairs:
+    """Keys and values as `Pairs`; the keys are their own values where `values` is None.
+
+    Raises:
+        ArgumentError: they do not pair up, or the mask does not fit.
+    """
+    key = four_axes("keys", keys, call)
+    value = key if values is None or values is keys else four_axes("values", values, call)
+    if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype:
+        raise ArgumentError(
+            f"{call}: keys {shape(key)} {key.dtype} and values {shape(value)} {value.dtype} do not pair up; give them "
+            f"the same axes but the last, and the same dtype."
+        )
+    on_device(call, "values", value, key.device, "keys")
+    if mask is not None:
+        boolean_mask(call, "mask", mask)
+        on_device(call, "mask", mask, key.device, "keys")
+        places = (key.shape[0], key.shape[2])
+        fits = mask.shape == places or (places[0] == 1 and mask.shape == places[1:])
+        require(fits, call, f"mask has shape {shape(mask)}, expected {list(places)}, one a pair.")
+        mask = mask.reshape(places)
+    return Pairs(key, value, mask)
+
+
+def one_way(call: str, given: Mapping[str, bool], able: tuple[str, ...], why: str) -> None:
+    """Exactly one of the ways to say what is meant, and one that the store has.
+
+    Raises:
+        ArgumentError: none, several, or one that it does not have.
+    """
+    ways = [name for name, there in given.items() if there]
+    if len(ways) != 1:
+        raise ArgumentError(f"{call}: named {', '.join(ways) or 'nothing'}; name one of {', '.join(able)}.")
+    require(ways[0] in able, call, f"{ways[0]} does not apply: {why}; use {' or '.join(able)}.")
+
+
+def places_of(call: str, indices: Any, held: int) -> list[int]:
+    """Return the places that `indices` names, a sequence of whole numbers or a tensor of them, among `held` pairs."""
+    if isinstance(indices, Tensor):
+        indices = integers(call, "indices", indices, "n").tolist()
+    if not isinstance(indices, (list, tuple, range)):
+        raise refuse(call, "indices", indices, "a sequence of whole numbers")
+    for place in indices:
+        if isinstance(place, bool) or not isinstance(place, int) or not -held <= place < held:
+            raise ArgumentError(
+                f"{call}: indices: index {shown(place)} is not held; there are {held} pairs, numbered from 0."
+            )
+    return list(indices)
+
+
+def transforming(call: str, fn: Any) -> Callable[[Tensor], Tensor]:
+    """Return `fn` for tensors of numbers (others stay as they are), which must keep shape, dtype and device."""
+    if not callable(fn):
+        raise refuse(call, "fn", fn, "a function of a tensor")
+
+    def changed(t: Tensor) -> Tensor:
+        if not t.is_floating_point() or not t.numel():
+            return t
+        new = fn(t)
+        if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (t.shape, t.dtype, t.device):
+            raise ArgumentError(f"{call}: fn made {shown(new)} of {shown(t)}, expected the same shape and dtype.")
+        return new
+
+    return changed
+
+
+def row_numbers(
+    call: str, query: Tensor, scale: Any, params: Any
+) -> tuple[float | Tensor | None, dict[str, float | Tensor]]:
+    """Return scale and params as numbers or tensors [B, H, Tq] of the queries [B, H, Tq, D]."""
+    rows: tuple[Any, ...] = (tuple(query.shape[:3]), query.dtype, query.device)
+    if scale is not None:
+        in_range(call, "scale", scale, low=0.0, strict=True)
+        scale = row_number(call, "scale", scale, *rows)
+    given = mapping(call, "params", params)
+    return scale, {name: row_number(call, f"params[{name!r}]", n, *rows) for name, n in given.items()}

@@ -1,0 +1,266 @@
+"""Energies of associative memories: what a retrieval step makes smaller.
+
+A step of retrieval replaces the query by what it retrieves, q' = sum_j p_j(q) k_j, in a memory whose values are its
+keys. Three families of weightings have an energy that no such step raises:
+
+* Weights that are the gradient of a convex function f of the scores, p = grad f(z), on the dot product or the
+  Euclidean similarity. With g(q) = f(z(q)) / scale (plus |q|^2 / 2 on the Euclidean one, which makes g convex)
+  the retrieval is q' = grad g(q), and for E(q) = |q|^2 / 2 - g(q) convexity gives
+
+      E(q) - E(q') >= |q' - q|^2 / 2.
+
+  softmax has f = log sum exp z (Ramsauer et al. 2021); alpha-entmax the conjugate of Tsallis' entropy
+  (Hopfield-Fenchel-Young, Santos et al. 2024 and 2025; cited by the sparse-attention paper, section 3.1);
+  top-k softmax and the mean of the k nearest a maximum over subsets of such functions.
+* Sums that are not normalised, on the dot product: f = sum_j Phi(z_j), Phi' = K. With K linear this is the
+  classical associator of the generalized-memory paper's equations 9 to 12b, with K a rectified polynomial the
+  dense associative memory of Krotov and Hopfield (2016).
+* Normalised kernels of fixed bandwidth on the Euclidean similarity: mean shift, which climbs sum_j Phi(z_j), a
+  density estimate with the next smoother kernel (Cheng 1995); E = -sum_j Phi(z_j) / scale falls by at least
+  sum_j K_j |q' - q|^2 / 2.
+
+Constants that depend on the keys alone are left out, so that energies may be negative.
+
+Legend: z [B, H, Tq, n], -inf at masked pairs; q [B, H, Tq, D]; k [B, H, n, D]; energies [B, H, Tq].
+"""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...checks import ArgumentError
+from ...grammar import Spec, presets_registry
+from ...grammar.kernels import ClippedGeometric, Gaussian, Linear, Number, Params, Polynomial, Uniform
+from ...precision import full_precision
+from ...registry import Registry
+
+CALL = "AssociativeMemory.energy"
+
+energies: Registry[Energy] = Registry("energy", "regard.energies")
+
+
+class Energy(Protocol):
+    """A family of sentences with an energy."""
+
+    additive: bool  # whether the energy of two reads that are added is the sum of their parts
+
+    def covers(self, spec: Spec) -> bool:
+        """Whether `spec` belongs to the family."""
+        ...
+
+    def potential(self, z: Tensor, spec: Spec, params: Params) -> Tensor:
+        """f [B, H, Tq] of scores z; rows without a visible key may give anything finite."""
+        ...
+
+
+def family(spec: Spec) -> Energy | None:
+    """The family that covers `spec`, or None."""
+    return next((found for _, found in energies.items() if found.covers(spec)), None)
+
+
+def require_energy(spec: Spec, call: str) -> Energy:
+    """The family of `spec`.
+
+    Raises:
+        ArgumentError: no energy is known for it; the message lists the presets that have one.
+    """
+    found = family(spec)
+    if found is None:
+        able = ", ".join(name for name, preset in presets_registry.items() if family(preset) is not None)
+        raise ArgumentError(
+            f"{call}: no energy is known for {spec}; presets that have one: {able}; so do unnormalised sums on the "
+            f"dot product and fixed polynomial kernels on the euclidean similarity."
+        )
+    return found
+
+
+def well(spec: Spec, query: Tensor, key: Tensor, mask: Tensor | None, scale: Number | None, params: Params) -> Tensor:
+    """g(q) [B, H, Tq] of one memory: E(q) = |q|^2 / 2 - sum of g over the memories whose reads are added."""
+    with full_precision(query.device.type):
+        return _well(spec, query, key, mask, scale, params)
+
+
+def _well(spec: Spec, query: Tensor, key: Tensor, mask: Tensor | None, scale: Number | None, params: Params) -> Tensor:
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    query, key = query.to(dtype), key.to(dtype)
+    if mask is not None:
+        key = torch.where(mask[..., None], key, 0)
+    factor, numbers = spec.resolve(query.shape[-1], scale, params)
+    rows = {name: _row(number, dtype) for name, number in numbers.items()}
+    beta = _row(factor, dtype)
+    q, k = spec.similarity.features(query, key)
+    z = (q * beta) @ k.transpose(-1, -2)
+    if mask is not None:
+        z = torch.where(mask[..., None, :], z, -torch.inf)
+    if z.shape[-1] == 0:
+        return z.new_zeros(z.shape[:-1])
+    g = require_energy(spec, CALL).potential(z, spec, rows) / (beta[..., 0] if isinstance(beta, Tensor) else beta)
+    if spec.similarity.name == "euclidean":
+        g = g + query.square().sum(-1) / 2
+    return torch.where((z != -torch.inf).any(-1), g, 0)
+
+
+def _row(number: Number, dtype: torch.dtype) -> Number:
+    """A row tensor [B, H, Tq] as [B, H, Tq, 1]."""
+    return number.to(dtype)[..., None] if isinstance(number, Tensor) else number
+
+
+def _weights(z: Tensor, spec: Spec, params: Params) -> Tensor:
+    return spec.weighting.weights(z, spec.weighting.fit(z, params), params)
+
+
+def _straight(spec: Spec) -> bool:
+    """Whether scores are affine in the query, up to a term that all keys share."""
+    return spec.degree == 0 and spec.trend is None and spec.similarity.name in ("dot", "euclidean")
+
+
+def _hard(spec: Spec) -> bool:
+    return spec.bandwidth.name == "nearest" and spec.bandwidth.gradient != "soft"
+
+
+@energies.register("exponential")
+class _Exponential:
+    """f = log sum exp z, over the keys that count: softmax and top-k softmax."""
+
+    additive = True
+
+    @staticmethod
+    def covers(spec: Spec) -> bool:
+        reach = spec.bandwidth.name == "fixed" or _hard(spec)
+        return _straight(spec) and isinstance(spec.kernel, Gaussian) and bool(spec.normalise) and reach
+
+    @staticmethod
+    def potential(z: Tensor, spec: Spec, params: Params) -> Tensor:
+        with torch.no_grad():
+            kept = ~(_weights(z, spec, params) == 0)
+        kept = kept | (z == z.detach().amax(-1, keepdim=True))  # an empty row must not become log 0
+        return torch.logsumexp(torch.where(kept, torch.where(z == -torch.inf, 0, z), -torch.inf), -1)
+
+
+@energies.register("tsallis")
+class _Tsallis:
+    """f = max over p of p . z + H(p), with Tsallis' entropy H = sum (p - p^alpha) / (alpha (alpha - 1)):
+    alpha-entmax, alpha = 1 + 1/r."""
+
+    additive = True
+
+    @staticmethod
+    def covers(spec: Spec) -> bool:
+        return _straight(spec) and isinstance(spec.kernel, Polynomial) and spec.bandwidth.name == "adaptive"
+
+    @staticmethod
+    def potential(z: Tensor, spec: Spec, params: Params) -> Tensor:
+        r = spec.bandwidth.kernel_params(params).get("r", spec.kernel.r)
+        p = _weights(z, spec, params)
+        inside = p > 0
+        log = torch.where(inside, p, 1).log()
+        # (p - p^alpha) / (alpha (alpha - 1)) without the cancellation that alpha near 1 brings
+        entropy = -(p * torch.expm1(log / r)).sum(-1, keepdim=True) * (r * r / (r + 1))
+        return ((p * torch.where(inside, z, 0)).sum(-1, keepdim=True) + entropy)[..., 0]
+
+
+@energies.register("subset-mean")
+class _SubsetMean:
+    """f = the mean of the k best scores: the mean of the k nearest."""
+
+    additive = True
+
+    @staticmethod
+    def covers(spec: Spec) -> bool:
+        return _straight(spec) and isinstance(spec.kernel, Uniform) and _hard(spec)
+
+    @staticmethod
+    def potential(z: Tensor, spec: Spec, params: Params) -> Tensor:
+        p = _weights(z.detach(), spec, params).detach()
+        return (p * torch.where(z == -torch.inf, 0, z)).sum(-1)
+
+
+@energies.register("sum")
+class _Sum:
+    """f = sum Phi(z + bias), Phi' = K: sums that are not normalised, on the dot product."""
+
+    additive = True
+
+    @staticmethod
+    def covers(spec: Spec) -> bool:
+        dot = _straight(spec) and spec.similarity.name == "dot"
+        return dot and not spec.normalise and has_integral(spec.kernel)
+
+    @staticmethod
+    def potential(z: Tensor, spec: Spec, params: Params) -> Tensor:
+        return _integrated(z, spec, params)
+
+
+@energies.register("mean-shift")
+class _MeanShift:
+    """f = sum Phi(z + bias), Phi' = K: normalised kernels with an edge, fixed, on the Euclidean similarity."""
+
+    additive = False
+
+    @staticmethod
+    def covers(spec: Spec) -> bool:
+        euclidean = _straight(spec) and spec.similarity.name == "euclidean"
+        fixed = spec.bandwidth.name == "fixed" and bool(spec.normalise)
+        return euclidean and fixed and spec.kernel.compact and has_integral(spec.kernel)
+
+    @staticmethod
+    def potential(z: Tensor, spec: Spec, params: Params) -> Tensor:
+        return _integrated(z, spec, params)
+
+
+def _integrated(z: Tensor, spec: Spec, params: Params) -> Tensor:
+    hidden = z == -torch.inf
+    bias = params.get("bias", spec.bandwidth.bias or 0.0)
+    own = integral(spec.kernel, torch.where(hidden, 0, z) + bias, spec.bandwidth.kernel_params(params))
+    return torch.where(hidden, 0, own).sum(-1)
+
+
+@singledispatch
+def integral(kernel: Any, a: Tensor, params: Params) -> Tensor:
+    """Phi(a) with Phi' = K, for kernels that do not fall as the score rises. Register one with a kernel's class.
+
+    Raises:
+        ArgumentError: none is registered (`has_integral` tells).
+    """
+    raise ArgumentError(
+        f"energy: no integral of {kernel!r} is known; give one with "
+        f"@regard.memory.associative.energy.integral.register for {type(kernel).__name__}."
+    )
+
+
+def has_integral(kernel: Any) -> bool:
+    """Whether `integral` knows the kernel."""
+    return integral.dispatch(type(kernel)) is not integral.dispatch(object)
+
+
+@integral.register
+def _(kernel: Gaussian, a: Tensor, params: Params) -> Tensor:
+    return torch.exp(a)
+
+
+@integral.register
+def _(kernel: Polynomial, a: Tensor, params: Params) -> Tensor:
+    r = params.get("r", kernel.r)
+    inside = a > 0
+    return torch.where(inside, torch.where(inside, a, 1) ** (r + 1), 0) / (r + 1)
+
+
+@integral.register
+def _(kernel: Uniform, a: Tensor, params: Params) -> Tensor:
+    return a.relu()
+
+
+@integral.register
+def _(kernel: Linear, a: Tensor, params: Params) -> Tensor:
+    return a.square() / 2
+
+
+@integral.register
+def _(kernel: ClippedGeometric, a: Tensor, params: Params) -> Tensor:
+    edge, one = kernel.limit, 1 + kernel.eps
+    below = -edge * torch.log(one - a.clamp(max=edge) / edge)
+    return below + (a - edge).relu() / kernel.eps

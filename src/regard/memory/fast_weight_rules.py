@@ -1,0 +1,235 @@
+"""How a memory of fast weights is written: by how much every token of a chunk moves the slots that it read, and how the
+sub-keys move (sections 3.2 and 3.3 of the fast-weight product-key-memory paper).
+
+With w the weights with which token t read its slots, e_t = v^_t - v_t+1 its error, g_t its gate and N_i how often slot
+i was read in the chunk,
+
+    V_i <- V_i - (1 / N_i) sum over t, j with slot_tj = i of share_tj e_t,       share_tj = rate g_t w_tj step_t,
+
+and the registry `step_rules` holds what step_t is. Sub-keys climb the entropy of the marginal p- of each set over the
+chunk: rate * address_weight times the gradient of -sum_i p-_i log(p-_i + 1e-8) (equation 38 with its sign mended). With
+several heads the released program takes one marginal for the halves of all heads together.
+
+Legend: M memories, P tokens of one write, H heads, n sub-keys of a half, k slots a head, d = Dk / 2, Dv of a value; G
+sets of sub-keys, M * H * 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError, choice, flags, instance, number, within
+from ..grammar import Spec
+from ..registry import Registry
+from .product_key import SlotScore, by_set, score_gradient
+from .stores.slot_values import SlotValues
+
+CALL = "WriteRule"
+KeyUpdate = Literal["entropy", "pooled-entropy", "mse", "none"]
+FLOOR = 1e-8
+"""Added to a probability under the logarithm, as the released program does."""
+BLOCK = 4096
+"""Tokens of a memory that are taken at once where every one needs n or K Dv numbers."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """The tokens of one write. Entries of tokens that are not counted are finite and mean nothing.
+
+    Attributes:
+        slots, weights: [M, P, H, k], what was read.
+        errors: [M, P, Dv], v^ - target; 0 where nothing is written.
+        gate: [M, P], or None for 1.
+        counted: bool [M, P], tokens that read.
+        written: bool [M, P], those of them that have a target.
+        query: [M, P, H, Dk], halves: int64 [M, P, H, 2, k], half_scores: [M, P, H, 2, k], scores: [M, P, H, k]: where
+            the keys' update needs them, else None.
+    """
+
+    slots: Tensor
+    weights: Tensor
+    errors: Tensor
+    gate: Tensor | None
+    counted: Tensor
+    written: Tensor
+    query: Tensor | None = None
+    halves: Tensor | None = None
+    half_scores: Tensor | None = None
+    scores: Tensor | None = None
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Written:
+        """The same with `fn` applied to every tensor."""
+        return Written(**{f.name: None if (x := getattr(self, f.name)) is None else fn(x) for f in fields(self)})
+
+
+StepRule = Callable[[Written], Tensor | float]
+"""step_t [M, P] of the tokens of one write, or one number."""
+step_rules: Registry[StepRule] = Registry("step rule", "regard.step_rules")
+
+
+@step_rules.register("normalized")
+def normalized(tokens: Written) -> Tensor:
+    """1 / S: one write makes the reading of a single pair exact, whatever its weights, and the same chunk written again
+    and again never drives its errors up.
+
+    S = sum over the token's slots of W^2 / m, W the weight that all heads together give the slot and m in how many of
+    its entries it stands (1 but where heads meet): the share of the step that the token itself sees.
+    """
+    weights, slots = tokens.weights.flatten(-2), tokens.slots.flatten(-2)
+    if tokens.slots.shape[-2] == 1:
+        return 1 / weights.square().sum(-1)
+    same = (slots[..., :, None] == slots[..., None, :]).to(weights.dtype)
+    total = (same @ weights[..., None]).squeeze(-1)
+    return 1 / (weights * total / same.sum(-1)).sum(-1)
+
+
+@step_rules.register("paper")
+def paper(tokens: Written) -> float:
+    """1: equations 35 and 36 as they stand."""
+    return 1.0
+
+
+@step_rules.register("reference", "program")
+def reference(tokens: Written) -> Tensor:
+    """k H C / pairs: what the released program does, which diverges where g k H S exceeds 2, as for a query that sits
+    on a key. C are the tokens that were read, pairs those with a target."""
+    heads, k = tokens.slots.shape[-2:]
+    pairs = tokens.written.sum(-1, keepdim=True).clamp(min=1)
+    return heads * k * tokens.counted.sum(-1, keepdim=True).to(tokens.weights.dtype) / pairs
+
+
+@dataclass(frozen=True)
+class WriteRule:
+    """How a chunk is written.
+
+    Args:
+        name: what the step is (`step_rules`): "normalized", "paper" or "reference".
+        learning_rate: rate, >= 0, of values and keys (1 in the paper).
+        address_weight: factor of the keys' step up the entropy, >= 0: 10 in the paper, 1 in the released program.
+        key_update: "entropy": a marginal for each set of sub-keys, as in the paper; "pooled-entropy": for each half
+            one marginal over all heads, as in the released program (the same with one head); "mse": sub-keys go down
+            the mean of g_t e_t^2 / 2 over the chunk's pairs and the Dv features, by the rate, through weights and
+            scores (the paper's ablation without addressing loss; scaled as in the released program, where only values
+            have a sum over the chunk, k H and 1 / N_i); or "none".
+        look_ahead: the target of a token is the value of the next one, otherwise its own.
+        border: the last token of a chunk is bound to the first of the next one, otherwise to nothing (the released
+            program while it trains).
+        gate_loss: gates weigh the errors.
+
+    The paper is WriteRule("paper", address_weight=10), the released program WriteRule("reference", address_weight=1,
+    border=False, key_update="pooled-entropy").
+
+    Raises:
+        ArgumentError: an unknown name or a number out of range.
+    """
+
+    name: str = "normalized"
+    learning_rate: float = 1.0
+    address_weight: float = 10.0
+    key_update: KeyUpdate = "entropy"
+    look_ahead: bool = True
+    border: bool = True
+    gate_loss: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", within(CALL, "name", step_rules.canonical, self.name))
+        for name in ("learning_rate", "address_weight"):
+            number(CALL, name, getattr(self, name), low=0.0)
+        choice(CALL, "key_update", self.key_update, get_args(KeyUpdate))
+        flags(CALL, look_ahead=self.look_ahead, border=self.border, gate_loss=self.gate_loss)
+
+    @classmethod
+    def of(cls, rule: str | WriteRule) -> WriteRule:
+        """`rule` itself, or the one of that name.
+
+        Raises:
+            ArgumentError: neither.
+        """
+        if isinstance(rule, WriteRule):
+            return rule
+        return cls(instance(CALL, "rule", rule, str, "a WriteRule or its name"))
+
+    def steps(self, tokens: Written) -> Tensor:
+        """rate g_t step_t [M, P], 0 where nothing is written."""
+        step = self.learning_rate * step_rules.get(self.name)(tokens)
+        if tokens.gate is not None and self.gate_loss:
+            step = step * tokens.gate
+        return torch.where(tokens.written, step, tokens.errors.new_zeros(()))
+
+    def moved_keys(self, keys: Tensor, values: SlotValues, tokens: Written, kind: SlotScore, spec: Spec) -> Tensor:
+        """The sub-keys [M, H, 2, n, d] after a write.
+
+        Args:
+            keys, values: with which the tokens were read.
+            kind, spec: the score of a half, and the weights of the slots.
+        """
+        if self.key_update == "none":
+            return keys
+        if tokens.query is None or tokens.halves is None or tokens.half_scores is None:
+            raise ArgumentError(
+                f"{CALL}: key_update is {self.key_update!r}, but the tokens that wait to be written were read under "
+                f"'none'; flush(state) before the rule changes."
+            )
+        query, halves = _sets(tokens.query.unflatten(-1, (2, -1))), _sets(tokens.halves)
+        half_scores = _sets(tokens.half_scores)
+        rate = self.learning_rate
+        if self.key_update != "mse":
+            rate *= self.address_weight
+            pooled = keys.shape[1] if self.key_update == "pooled-entropy" else 1
+            counted = _by_token(tokens.counted, len(query))
+            upstream = _entropy_gradient(half_scores, halves, counted, keys.shape[-2], pooled)
+        else:
+            upstream = _sets(_error_gradient(tokens, self.gate_loss, values, keys.shape[-2], spec))
+        flat = keys.reshape(len(query), *keys.shape[-2:])
+        parts = zip(*(x.split(BLOCK, 1) for x in (query, halves, half_scores, upstream)), strict=True)
+        gradient = torch.zeros_like(flat)
+        for q, index, scores, up in parts:
+            gradient = gradient + kind.key_gradient(q, flat, index, scores, up)
+        return keys - rate * gradient.view_as(keys)
+
+
+def _sets(x: Tensor) -> Tensor:
+    """[M, P, H, 2, ...] as [G, P, ...]."""
+    return by_set(x, shared=False)[0]
+
+
+def _by_token(x: Tensor, sets: int) -> Tensor:
+    """[M, P] as [G, P]."""
+    return x.repeat_interleave(sets // len(x), 0)
+
+
+def _entropy_gradient(scores: Tensor, index: Tensor, counted: Tensor, n: int, pooled: int) -> Tensor:
+    """Return d/dscores [G, P, k] of sum_i p-_i log(p-_i + FLOOR), p- the mean over the counted tokens of the softmax of
+    their scores at the sub-keys `index`, and over so many heads as are `pooled` (1 or H); counted [G, P]."""
+    p = scores.softmax(-1)
+    own = counted.to(p.dtype) / (counted.sum(-1, keepdim=True).clamp(min=1) * pooled)
+    flat = index.flatten(1)
+    marginal = p.new_zeros(len(p), n).scatter_add(1, flat, (p * own[..., None]).flatten(1))
+    if pooled > 1:
+        by_head = marginal.view(-1, pooled, 2, n)
+        marginal = by_head.sum(1, keepdim=True).expand_as(by_head).reshape(-1, n)
+    slope = (marginal + FLOOR).log() + marginal / (marginal + FLOOR)
+    at = slope.gather(1, flat).view_as(p)
+    return own[..., None] * p * (at - (p * at).sum(-1, keepdim=True))
+
+
+def _error_gradient(tokens: Written, gated: bool, values: SlotValues, n: int, spec: Spec) -> Tensor:
+    """d/dhalf_scores [M, P, H, 2, k] of the mean of g_t e_t^2 / 2 over the pairs and features."""
+    assert tokens.scores is not None
+    assert tokens.halves is not None
+    pairs = tokens.written.sum(-1, keepdim=True).clamp(min=1)
+    share = tokens.written / (pairs * tokens.errors.shape[-1]).to(tokens.errors.dtype)
+    if gated and tokens.gate is not None:
+        share = share * tokens.gate
+    errors = tokens.errors * share[..., None]
+    blocks = zip(tokens.slots.flatten(-2).split(BLOCK, 1), errors.split(BLOCK, 1), strict=True)
+    dense = torch.cat([(values.rows(slots) @ part[..., None]).squeeze(-1) for slots, part in blocks], 1)
+    own = score_gradient(tokens.scores.flatten(-2), tokens.weights.flatten(-2), dense, spec).view_as(tokens.scores)
+    places = torch.stack([tokens.slots // n, tokens.slots % n], -2)  # [M, P, H, 2, k]: of which sub-keys they are
+    met = tokens.halves[..., :, None] == places[..., None, :]
+    return (met.to(own.dtype) @ own[..., None, :, None]).squeeze(-1)

@@ -1,0 +1,291 @@
+"""Product-key memory whose sub-keys and values are fast weights: read and written chunk by chunk along a stream
+(section 3 of the fast-weight product-key-memory paper).
+
+All tokens of a chunk read the memory as it is at the chunk's start (`product_key`). When the next token is there, and
+before it is read, the chunk is written (`fast_weight_rules`): what each token read is moved towards the value of the
+token after it. So what comes out depends on the stream alone, not on the calls that brought it.
+
+Legend: B batch, T tokens, H heads, n sub-keys of a half, N = n^2 slots, k slots a head, K = H k, Dk width of a query
+(two halves), Dv of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError, flags, floating, instance, refuse, require, shape, tensor, token_mask, within
+from ..grammar import Spec
+from ..precision import clean, either, full_precision
+from .chunk_stream import Streams, check_chunk, check_held, check_meta_grad, check_segments
+from .fast_weight_rules import WriteRule
+from .fast_weight_state import FastWeightState, check_state
+from .fast_weight_stream import How, Memory, Rounds, WriteObserver, run
+from .product_key import check_eps, require_top_k, slot_scores, weights_spec
+from .stores.slot_values import SlotValues, preferred, slot_values
+
+__all__ = ["FastWeightState", "WriteObserver", "WriteRule", "fast_weight_memory", "flush"]
+
+CALL = "fast_weight_memory"
+
+
+def fast_weight_memory(
+    query: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    rule: WriteRule | str = "normalized",
+    top_k: int = 8,
+    chunk_size: int = 512,
+    spec: str | Spec = "softmax",
+    score: str = "idw",
+    eps: float = 1e-3,
+    shared: bool = False,
+    state: FastWeightState | None = None,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    frozen: bool = False,
+    mix: bool = False,
+    meta_grad: bool | int = True,
+    storage: torch.dtype | None = None,
+    impl: str = "auto",
+    observer: WriteObserver | None = None,
+    sync: str | None = None,
+) -> tuple[Tensor, FastWeightState]:
+    """What a memory that is written while it is read gives for every token, and its state to go on from.
+
+    Any way of cutting a stream into calls gives the same, token by token included. Nothing is mutated.
+
+    Args:
+        query: [B, T, H, Dk].
+        value: [B, T, Dv]; that of a token is the target of the one before it.
+        gate: [B, T], the weight of a token's error, and of what it reads where that is mixed; None for 1.
+        keys: [H, 2, n, Dk/2], with which every memory begins that begins in this call.
+        values: [N, Dv], likewise; with a state, those that it began with (the same tensor, as a rule).
+        rule: how a chunk is written, or the name of its step: "normalized", "paper", "reference".
+        top_k: k, from 1 to n.
+        chunk_size: tokens between two writes, >= 2 (>= 1 where a token's target is its own value). It may change from
+            call to call; what waits is written when it makes a chunk.
+        spec: weighs the K selected slots of a token, all heads together (`product_key.slot_weights`).
+        score: of the halves, "idw" or "dot"; eps, > 0, is added to squared distances.
+        shared: one memory for the batch, whose rows are written together; a chunk is counted in columns with a real
+            token in any row. Otherwise every row has its own.
+        state: what the call before left; None at the beginning.
+        mask: boolean [B, T], true where a token is real. Padding is as if it were removed.
+        segment_ids: integers [B or 1, T]: where they change between real tokens, a new document begins, with a memory
+            of its own as at the beginning. The first goes on from `state`, the last one leaves the state.
+        frozen: only read; the state comes back as it was.
+        mix: return g v^ + (1 - g) v (equation 24), without gates v^ + v, in the place of v^.
+        meta_grad: gradients flow through the writes: True, False, or through at most m - 1, being cut after every m-th
+            of a memory.
+        storage: in which values that were written are stored, None for the dtype of `values`.
+        impl: how values are stored at the start of a stream: "reference" (whole tables), "sparse" (what was written),
+            "triton" (whole tables written in place, with kernels that search, read, write and move keys, on CUDA
+            devices), or "auto" for the last on CUDA devices where kernels do what is asked, else the sparse form.
+        observer: who is told of every read and write.
+        sync: "all_gather" makes the processes of torch.distributed write the tokens of all into every one's shared
+            memory, as one process with the whole batch would; all must give equal shapes. Gradients stay in their own.
+
+    Returns:
+        (what was read, v^ [B, T, Dv] in the dtype of `value`, or its mix; the state). A token with a query, value or
+        gate that is not finite keeps its place in the chunk but reads 0, and 0 comes out for it, is nobody's target,
+        and is neither written nor counted; so does a masked one, which keeps no place either.
+
+    Raises:
+        ArgumentError: shapes or dtypes that do not fit, numbers out of range, or a state of another memory.
+
+    Precision: float32 at least, whatever the inputs and autocast. Derivatives by query, value, gate, keys and values;
+    to any order with impl="reference".
+    Cost: per token O(H n Dk) for the search and O(K Dv) for reading and writing. Without mask and segment_ids no device
+    is waited for, but for what the store of the values does (the sparse one counts the rows that it touches).
+    """
+    flags(CALL, shared=shared, frozen=frozen, mix=mix)
+    how = replace(_how(CALL, rule, top_k, spec, score, eps, meta_grad, observer, sync, shared), mix=mix)
+    chunk = check_chunk(CALL, chunk_size, 2 if how.rule.look_ahead else 1)
+    _check_tensors(query, value, gate, keys, values, mask, top_k)
+    check_held(CALL, "query", query)
+    batch, tokens = query.shape[:2]
+    check_segments(CALL, segment_ids, batch, tokens, shared, query.device)
+    check_storage(CALL, storage)
+    if state is None:
+        start = keys.to(torch.promote_types(query.dtype, keys.dtype))
+        impl = _store(impl, values, storage, query, keys, top_k, how.kind)
+        state = FastWeightState.empty(start, values, batch, shared=shared, storage=storage, impl=impl)
+    else:
+        state = check_state(CALL, state, keys, values, batch, shared, top_k)
+    with full_precision(query.device.type):
+        new = _finite_tokens(query.to(state.keys.dtype), value, gate, state.values)
+        if mask is None and segment_ids is None:
+            new["position"] = _positions(state.seen, tokens, query.device)
+            out, after = run(how, new, (tokens,) * len(state.waiting.counts), state, chunk, frozen, None)
+            seen: Sequence[int] = (tokens,) * batch
+        else:
+            mask = query.new_ones(batch, tokens, dtype=torch.bool) if mask is None else mask
+            streams = Streams.of(mask, segment_ids, shared)
+            out, after = _packed(how, new, streams, mask, state, keys.to(state.keys.dtype), chunk, frozen)
+            seen = mask.sum(1).tolist()
+    if not frozen:
+        total = tuple(a + b for a, b in zip(state.seen, seen, strict=True))
+        state = replace(after, seen=total, tokens=state.tokens + tokens)
+    return out.to(value.dtype), state
+
+
+def check_storage(call: str, storage: Any) -> None:
+    """Check that `storage` is None or a floating-point dtype of two bytes and more."""
+    known = isinstance(storage, torch.dtype) and storage.is_floating_point and storage.itemsize > 1
+    if storage is not None and not known:
+        raise refuse(call, "storage", storage, "torch.float32, torch.bfloat16, torch.float64 or None")
+
+
+def _store(impl: str, values: Tensor, *needs: Any) -> str:
+    """The name of the store for `impl`, which can do what is needed."""
+    if impl == "auto":
+        return preferred(values, *needs)
+    refuses = getattr(slot_values.given(CALL, "impl", impl), "refuses", None)
+    reason = None if refuses is None else refuses(values, *needs)
+    require(reason is None, CALL, f"impl={impl!r} {reason}. impl='reference' can.")
+    return impl
+
+
+def flush(
+    state: FastWeightState,
+    *,
+    rule: WriteRule | str = "normalized",
+    spec: str | Spec = "softmax",
+    score: str = "idw",
+    meta_grad: bool | int = True,
+    observer: WriteObserver | None = None,
+    sync: str | None = None,
+    **others: Any,
+) -> FastWeightState:
+    """The state in which nothing waits: the chunk ends here. Every waiting token whose target is there is written; the
+    last one of a row, whose target is not, counts as read and is then forgotten.
+
+    Args:
+        state: of `fast_weight_memory`.
+        rule, spec, score, meta_grad, observer, sync: as they are given there.
+        others: the other arguments that are given there; nothing depends on them.
+
+    Raises:
+        ArgumentError: an unknown name or number, or tokens that were read under another rule.
+    """
+    call = f"{CALL}.flush"
+    instance(call, "state", state, FastWeightState, "a FastWeightState")
+    how = _how(call, rule, 1, spec, score, 1e-3, meta_grad, observer, sync, state.shared)
+    if state.waiting.empty:
+        return state
+    with full_precision(state.keys.device.type):
+        memory = Memory(how, state, None)
+        memory.write([n > 0 for n in state.waiting.counts], None)
+    return memory.state()
+
+
+def _how(
+    call: str,
+    rule: WriteRule | str,
+    top_k: int,
+    spec: str | Spec,
+    score: str,
+    eps: float,
+    meta_grad: bool | int,
+    observer: WriteObserver | None,
+    sync: str | None,
+    shared: bool,
+) -> How:
+    eps = check_eps(call, "eps", eps)
+    check_sync(call, sync, shared)
+    if observer is not None and not all(callable(getattr(observer, n, None)) for n in ("on_read", "on_write")):
+        raise refuse(call, "observer", observer, "an object with on_read and on_write, or None")
+    kind, known = slot_scores.given(call, "score", score)(), weights_spec(call, spec)
+    made = within(call, "rule", WriteRule.of, rule)
+    return How(made, top_k, kind, eps, known, check_meta_grad(call, meta_grad), observer, sync)
+
+
+def check_sync(call: str, sync: Any, shared: bool) -> None:
+    """Check that `sync` is None, or "all_gather" for a shared memory."""
+    if sync is not None and not (isinstance(sync, str) and sync == "all_gather"):
+        raise refuse(call, "sync", sync, "None or 'all_gather'")
+    require(sync is None or shared, call, "sync='all_gather' is for one memory of all processes; give shared=True.")
+
+
+def _check_tensors(
+    query: Tensor, value: Tensor, gate: Tensor | None, keys: Tensor, values: Tensor, mask: Tensor | None, top_k: int
+) -> None:
+    floating(CALL, "query", query)
+    for name, given in {"value": value, "gate": gate, "keys": keys, "values": values}.items():
+        if given is not None or name != "gate":
+            tensor(CALL, name, given, like=query)
+    if query.dim() != 4 or query.shape[-1] == 0 or query.shape[-1] % 2:
+        raise ArgumentError(f"{CALL}: query is {shape(query)}, expected [B, T, H, Dk] with an even Dk.")
+    batch, tokens, heads, width = query.shape
+    if keys.dim() != 4 or tuple(keys.shape[:2]) != (heads, 2) or keys.shape[-1] != width // 2:
+        raise ArgumentError(
+            f"{CALL}: keys is {shape(keys)}, but query {shape(query)} needs [{heads}, 2, n, {width // 2}]."
+        )
+    slots = keys.shape[2] ** 2
+    if values.dim() != 2 or values.shape[0] != slots or tuple(value.shape) != (batch, tokens, values.shape[1]):
+        raise ArgumentError(
+            f"{CALL}: values is {shape(values)} and value {shape(value)}, expected [{slots}, Dv] and [{batch}, "
+            f"{tokens}, Dv] for query {shape(query)} and keys {shape(keys)}."
+        )
+    if gate is not None and tuple(gate.shape) != (batch, tokens):
+        raise ArgumentError(f"{CALL}: gate is {shape(gate)}, expected [{batch}, {tokens}], as query {shape(query)}.")
+    token_mask(CALL, "mask", mask, batch, tokens, like=query)
+    require_top_k(CALL, top_k, keys.shape[2])
+
+
+# What comes in ------------------------------------------------------------------------------------------------
+
+
+def _finite_tokens(query: Tensor, value: Tensor, gate: Tensor | None, values: SlotValues) -> dict[str, Tensor]:
+    """The tokens' tensors [B, T, ...] in float32 at least, 0 at tokens that are not finite, and, where there may be
+    some, `good` [B, T]: which are. Kernels of `values` look for them, where it has any."""
+    wide = {"query": query.flatten(2), "value": value}
+    if gate is not None:
+        wide["gate"] = gate[..., None]
+    bad = None
+    look = values.clean if not torch.compiler.is_compiling() and isinstance(values, Rounds) else clean
+    for name, x in wide.items():
+        wide[name], own = look(x.to(torch.promote_types(x.dtype, torch.float32)))
+        bad = either(bad, own)
+    wide["query"] = wide["query"].view(query.shape)
+    if gate is not None:
+        wide["gate"] = wide["gate"][..., 0]
+    if bad is not None:
+        wide["good"] = ~bad
+    return wide
+
+
+def _positions(seen: Sequence[int], tokens: int, device: torch.device) -> Tensor:
+    """Of every token, how many came before it in its row: [B, T]."""
+    if len(set(seen)) == 1:
+        return torch.arange(seen[0], seen[0] + tokens, device=device).expand(len(seen), tokens)
+    before = torch.tensor(seen, device=device, dtype=torch.long)
+    return before[:, None] + torch.arange(tokens, device=device)
+
+
+def _packed(
+    how: How,
+    new: dict[str, Tensor],
+    streams: Streams,
+    mask: Tensor,
+    state: FastWeightState,
+    first: Tensor,
+    chunk: int,
+    frozen: bool,
+) -> tuple[Tensor, FastWeightState]:
+    """`run` of rows with padding, or with several documents, which begin with the sub-keys `first`."""
+    batch, tokens = mask.shape
+    new["position"] = mask.cumsum(1) - 1 + torch.tensor(state.seen, device=mask.device)[:, None]
+    own = {name: streams.cut(x) for name, x in new.items()}
+    own["good"] = own["good"] & streams.valid if "good" in own else streams.valid
+    rows = torch.tensor(streams.row, device=mask.device) if streams.row else None
+    begun = streams.begin(state, {"initial_keys": first})  # type: ignore[type-var]
+    out, after = run(how, own, streams.counts, begun, chunk, frozen, rows)
+    return streams.join(out, batch, tokens), streams.end(after)  # type: ignore[type-var]

@@ -1,0 +1,412 @@
+"""Product-key memory: N = n^2 slots found through two sets of n sub-keys, of which a query meets one half each
+(Lample et al. 2019; section 2 of the fast-weight product-key-memory paper).
+
+A slot (i, j) scores s_i + s_j, the scores of the halves, so that the k best of all n^2 are among the k best of either
+half; with both halves sorted, best first, a pair in places (a, b) (from 0) can be among the k best only where
+(a + 1)(b + 1) <= k: 20 of 64 pairs for k = 8, 119 of 1024 for k = 32.
+
+Scores of a half are registered by name: "dot" (equation 6) and "idw", -log(eps + |q - K|^2) (equation 21), under which
+the softmax over the selected slots gives the weights of inverse-distance interpolation, w_ij proportional to
+1 / ((eps + d1_i^2) (eps + d2_j^2)).
+
+Legend: B batch, T tokens, H heads, n sub-keys of a half, N = n^2 slots, k selected, Dk width of a key (two halves), Dv
+of a value. Inside: G sets of sub-keys, each with its own queries, d = Dk / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError, finite, flag, floating, instance, number, require, shape, tensor, whole, within
+from ..grammar import Spec, as_spec
+from ..precision import clean, full_precision
+from ..registry import Registry
+
+SOFTMAX = Spec.parse("softmax")
+
+
+class SlotScore(Protocol):
+    """How well a half of a query meets a sub-key."""
+
+    def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
+        """The k best sub-keys of each query: (scores [G, T, k], best first, differentiable; index int64 [G, T, k]).
+
+        query [G, T, d] and keys [G, n, d] in float32 or float64; of equal scores the lowest index comes first.
+        """
+
+    def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:
+        """sum over t, j of upstream_tj ds_tj/dK [G, n, d], itself differentiable in all arguments; those are what
+        `best` took and gave, and `upstream` [G, T, k]."""
+
+
+slot_scores: Registry[type[SlotScore]] = Registry("slot score", "regard.slot_scores")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The slots that queries selected, best first; of equal scores the lowest index comes first.
+
+    Attributes:
+        slots: int64 [B, T, H, k], i1 * n + i2.
+        scores: [B, T, H, k], the sums of the scores of the halves.
+        halves: int64 [B, T, H, 2, k], the best sub-keys of each half.
+        half_scores: [B, T, H, 2, k].
+    """
+
+    slots: Tensor
+    scores: Tensor
+    halves: Tensor
+    half_scores: Tensor
+
+
+def product_key_search(query: Tensor, keys: Tensor, top_k: int, *, score: str = "idw", eps: float = 1e-3) -> Found:
+    """The `top_k` best of all n^2 slots, exactly, for every query and head.
+
+    Args:
+        query: [B, T, H, Dk], Dk even.
+        keys: [H, 2, n, Dk/2], or [B, H, 2, n, Dk/2] where every sequence has its own.
+        top_k: k, from 1 to n.
+        score: a registered name, "idw" or "dot".
+        eps: added to the squared distance under "idw", > 0.
+
+    Returns:
+        What was found; the scores are differentiable in queries and keys, to any order, and in float32 at least.
+        Squared distances are those of the numbers given, rounded to float32 once: near a key, where scores are
+        steepest, and among keys that lie closely together, too. Neither autocast nor the precision to which torch's
+        matrix products are set changes them. A query that is not finite has scores NaN (and some slots) and passes no
+        gradient on.
+
+    Raises:
+        ArgumentError: shapes or dtypes that do not fit, or a number out of range.
+
+    Cost: O(T H n Dk) time (a matrix product, under "idw" in float64), O(T H n) memory while it runs.
+    """
+    call = "product_key_search"
+    eps = _check(call, query, keys, top_k, eps)
+    kind = slot_scores.given(call, "score", score)()
+    dtype = torch.promote_types(torch.promote_types(query.dtype, keys.dtype), torch.float32)
+    with full_precision(query.device.type):
+        own, bad = clean(query.to(dtype))
+        found = search(own, keys.to(dtype), top_k, kind, eps)
+        if bad is None:
+            return found
+        spoilt = lambda x: torch.where(bad.view(*bad.shape, *[1] * (x.dim() - 3)), torch.nan, x)  # noqa: E731
+        return replace(found, scores=spoilt(found.scores), half_scores=spoilt(found.half_scores))
+
+
+def search(query: Tensor, keys: Tensor, top_k: int, kind: SlotScore, eps: float) -> Found:
+    """`product_key_search` of finite numbers of one dtype, float32 or float64, that fit."""
+    (batch, tokens, heads, width), n = query.shape, keys.shape[-2]
+    q, back = by_set(query.reshape(batch, tokens, heads, 2, width // 2), keys.dim() == 4)
+    scores, index = kind.best(q, keys.reshape(-1, n, width // 2), top_k, eps)
+    half_scores, halves = back(scores), back(index)
+    slots, totals = _joined(half_scores, halves, n)
+    return Found(slots, totals, halves, half_scores)
+
+
+def slot_weights(found: Found, spec: str | Spec = "softmax", *, joint: bool) -> Tensor:
+    """The weights of the selected slots, [B, T, H, k].
+
+    Args:
+        spec: a sentence whose weights are not negative and sum to one, at degree 0, or its text; it weighs the scores
+            that were found, so that it has no similarity of its own.
+        joint: one weighting over all H k slots of a token (fast-weight product-key memory); otherwise one for each
+            head (product-key memory).
+
+    Raises:
+        ArgumentError: a spec that gives no such weights.
+    """
+    known = weights_spec("slot_weights", spec)
+    instance("slot_weights", "found", found, Found, "what product_key_search found")
+    flag("slot_weights", "joint", joint)
+    if not joint:
+        return weigh(found.scores, known)
+    return weigh(found.scores.flatten(-2), known).view_as(found.scores)
+
+
+def weigh(scores: Tensor, spec: Spec) -> Tensor:
+    """The weights of scores [..., k], for a spec that `weights_spec` let pass."""
+    with full_precision(scores.device.type):
+        if spec == SOFTMAX:
+            return scores.softmax(-1)
+        scale, params = spec.resolve(1, None, {})
+        z = scores * scale
+        return spec.weighting.weights(z, spec.weighting.fit(z, params), params)
+
+
+def score_gradient(scores: Tensor, weights: Tensor, upstream: Tensor, spec: Spec) -> Tensor:
+    """dL/dscores [..., k] of `weights` = weigh(scores, spec), given dL/dweights; itself differentiable."""
+    if spec == SOFTMAX:
+        return weights * (upstream - (weights * upstream).sum(-1, keepdim=True))
+    scale, params = spec.resolve(1, None, {})
+    z = scores * scale
+    stats = spec.weighting.fit(z, params)
+    slope, mix = spec.weighting.jacobian(z, weights, stats, params)
+    rho = (mix * upstream).sum(-1, keepdim=True)
+    return scale * spec.weighting.finish(slope * (upstream - rho), rho, z, weights, stats, params)
+
+
+def weights_spec(call: str, spec: str | Spec) -> Spec:
+    """`spec` as a Spec that can weigh selected slots.
+
+    Raises:
+        ArgumentError: it cannot.
+    """
+    known = as_spec(spec, call)
+    if not known.convex or known.degree or known.trend is not None or known.similarity.name != "dot":
+        raise ArgumentError(
+            f"{call}: spec is {str(known)!r}, expected weights over scores that are not negative and sum to one, of "
+            f"degree 0, without a trend and without a similarity of their own, such as 'softmax' or 'sparsemax'."
+        )
+    return known
+
+
+def product_key_read(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    top_k: int,
+    *,
+    score: str = "idw",
+    eps: float = 1e-3,
+    spec: str | Spec = "softmax",
+    joint: bool = False,
+) -> tuple[Tensor, Found]:
+    """Weighted sums of the values of the selected slots, all heads added up (equation 9).
+
+    Args:
+        values: [N, Dv], N = n^2, one table for all heads.
+        query, keys, top_k, score, eps: as in `product_key_search`; spec, joint: as in `slot_weights`.
+
+    Returns:
+        (output [B, T, Dv] in the dtype of `query`, what was found).
+
+    Raises:
+        ArgumentError: as in `product_key_search`; values that are not [n^2, Dv].
+
+    Cost: that of the search, and O(T H k Dv) time and memory.
+    """
+    call = "product_key_read"
+    found = within(call, None, product_key_search, query, keys, top_k, score=score, eps=eps)
+    tensor(call, "values", values, keys.shape[-2] ** 2, "Dv", like=query, why=", one for every pair of sub-keys")
+    weights = within(call, None, slot_weights, found, spec, joint=joint).flatten(-2)
+    rows = values.index_select(0, found.slots.reshape(-1)).view(*weights.shape, -1)
+    with full_precision(query.device.type):
+        out = (weights[..., None, :] @ rows.to(weights.dtype)).squeeze(-2)
+    return out.to(query.dtype), found
+
+
+def by_set(x: Tensor, shared: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """[B, T, H, 2, d] as [G, T', d], and the way back: G = H * 2 sets of keys that the tokens of all sequences meet
+    (T' = B T), or B * H * 2."""
+    batch, tokens, heads = x.shape[:3]
+    if shared:
+        flat = x.permute(2, 3, 0, 1, 4).reshape(heads * 2, batch * tokens, x.shape[-1])
+        return flat, lambda y: y.view(heads, 2, batch, tokens, y.shape[-1]).permute(2, 3, 0, 1, 4)
+    flat = x.permute(0, 2, 3, 1, 4).reshape(batch * heads * 2, tokens, x.shape[-1])
+    return flat, lambda y: y.view(batch, heads, 2, tokens, y.shape[-1]).permute(0, 3, 1, 2, 4)
+
+
+def check_eps(call: str, name: str, eps: Any) -> float:
+    """Return what is added to squared distances as a float, after checking that it is a number above 0."""
+    return number(call, name, eps, low=0.0, high=1e30, strict=True)
+
+
+def _check(call: str, query: Tensor, keys: Tensor, top_k: int, eps: float) -> float:
+    floating(call, "query", query)
+    tensor(call, "keys", keys, like=query)
+    require(
+        query.dim() == 4 and query.shape[-1] % 2 == 0 and query.shape[-1] > 0,
+        call,
+        f"query is {shape(query)}, expected [B, T, H, Dk] with an even Dk, whose halves meet a set of sub-keys each.",
+    )
+    (batch, _, heads, width), own = query.shape, keys.dim() == 5
+    wanted = (batch, heads, 2) if own else (heads, 2)
+    require(
+        keys.dim() in (4, 5) and tuple(keys.shape[:-2]) == wanted and keys.shape[-1] == width // 2,
+        call,
+        f"keys is {shape(keys)}, but query {shape(query)} needs [{heads}, 2, n, {width // 2}] or "
+        f"[{batch}, {heads}, 2, n, {width // 2}].",
+    )
+    require_top_k(call, top_k, keys.shape[-2])
+    finite(call, "query", query)
+    finite(call, "keys", keys)
+    return check_eps(call, "eps", eps)
+
+
+def require_top_k(call: str, top_k: int, n: int) -> None:
+    """`top_k` is a whole number from 1 to the number of sub-keys of a half.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    whole(call, "top_k", top_k, 1, n, why=", the sub-keys of a half; give more sub-keys or a smaller top_k")
+
+
+# Scores of a half -------------------------------------------------------------------------------------------
+
+
+@slot_scores.register("idw", "inverse-distance")
+class InverseDistance:
+    """-log(eps + |q - K|^2) (equation 21): a key is the centre of what it is selected for, whatever its length."""
+
+    def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
+        squares, index = _selected(lambda q, of: -_squares(q, of), query, keys, k)
+        return -torch.log(eps + _Squares.apply(query, keys, index, -squares)), index
+
+    def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:
+        return _square_gradient(query, keys, index, -upstream * scores.exp())  # ds/d(d^2) = -1 / (eps + d^2)
+
+
+@slot_scores.register("dot")
+class Dot:
+    """q . K (equation 6)."""
+
+    def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
+        scores, index = _selected(_dots, query, keys, k)
+        return _Dots.apply(query, keys, index, scores), index
+
+    def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:
+        return _spread(upstream, index, keys.shape[1]).mT @ query
+
+
+def _squares(query: Tensor, keys: Tensor) -> Tensor:
+    """|q - K|^2 [G, T, n]."""
+    if query.dtype == torch.float64:
+        return (query[:, :, None] - keys[:, None]).square().sum(-1)
+    q, k = _wide(query), _wide(keys)
+    q2, k2 = (torch.linalg.vector_norm(x, dim=-1).square() for x in (q, k))
+    return torch.baddbmm(k2[:, None], q, k.mT, alpha=-2).add_(q2[..., None]).clamp_(min=0).to(query.dtype)
+
+
+def _dots(query: Tensor, keys: Tensor) -> Tensor:
+    """q . K [G, T, n]."""
+    if query.dtype == torch.float64:
+        return (query[:, :, None] * keys[:, None]).sum(-1)
+    return (_wide(query) @ _wide(keys).mT).to(query.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float64, so that of the products' cancellation enough is left for float32, near a key and where keys lie
+    closely together far from the origin; the precision of float32 products, as torch is set, then does not matter."""
+    return x if x.device.type == "mps" else x.double()  # which has no float64
+
+
+class _Squares(torch.autograd.Function):
+    """`squares` [G, T, k] as the squared distances that they are, of queries and the sub-keys `index`. The derivatives
+    are written down since autograd would keep all differences [G, T, k, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, keys: Tensor, index: Tensor, squares: Tensor) -> Tensor:
+        ctx.save_for_backward(query, keys, index)
+        return squares
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        query, keys, index = ctx.saved_tensors
+        own = keyed = None
+        if ctx.needs_input_grad[0]:
+            pull = _spread(upstream, index, keys.shape[1]) @ keys
+            own = 2 * (query * upstream.sum(-1, keepdim=True) - pull)
+        if ctx.needs_input_grad[1]:
+            keyed = _square_gradient(query, keys, index, upstream)
+        return own, keyed, None, None
+
+
+class _Dots(torch.autograd.Function):
+    """As `_Squares`, of products."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor) -> Tensor:
+        ctx.save_for_backward(query, keys, index)
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        query, keys, index = ctx.saved_tensors
+        spread = _spread(upstream, index, keys.shape[1])
+        own = spread @ keys if ctx.needs_input_grad[0] else None
+        return own, spread.mT @ query if ctx.needs_input_grad[1] else None, None, None
+
+
+def _square_gradient(query: Tensor, keys: Tensor, index: Tensor, upstream: Tensor) -> Tensor:
+    """sum over t, j of upstream_tj d|q_t - K|^2 / dK [G, n, d]."""
+    spread = _spread(upstream, index, keys.shape[1])
+    return 2 * (keys * spread.sum(1)[..., None] - spread.mT @ query)
+
+
+def _spread(values: Tensor, index: Tensor, n: int) -> Tensor:
+    """[G, T, n] with `values` [G, T, k] in the places `index`, which are different ones in a row."""
+    return values.new_zeros(*index.shape[:-1], n).scatter(-1, index, values)
+
+
+# Exact selection --------------------------------------------------------------------------------------------
+
+
+TILE = 2**23
+"""Numbers that are made at once while sub-keys are selected."""
+
+
+@torch.no_grad()
+def _selected(
+    measure: Callable[[Tensor, Tensor], Tensor], query: Tensor, keys: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    """The k largest of measure(query, keys) [G, T, n], best first, and where they stand."""
+    numbers = keys.numel() if query.dtype == torch.float64 else len(keys) * keys.shape[1]
+    found = []
+    # an exported graph has one tile, since their number depends on the length
+    whole = torch.compiler.is_exporting()
+    for part in (query,) if whole else query.split(max(1, TILE // max(1, numbers)), 1):
+        scores = measure(part, keys)
+        index = _largest(scores, k)
+        found.append((scores.gather(-1, index), index))
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([scores for scores, _ in found], 1), torch.cat([index for _, index in found], 1)
+
+
+def _largest(scores: Tensor, m: int) -> Tensor:
+    """Where the m largest of each row stand, best first, the lowest index first among equals; int64 [..., m]."""
+    n = scores.shape[-1]
+    if scores.dtype != torch.float32:
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :m]
+    # A float's bits, the lower 31 turned over where it is negative, are ordered as it is; with n - 1 - index behind
+    # them no two numbers of a row are equal. topk alone leaves open which of equals it takes.
+    bits = (scores + 0.0).view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    places = torch.arange(n - 1, -1, -1, device=scores.device)
+    packed = (ordered.long() << 32) | places
+    return n - 1 - (packed.topk(m, dim=-1).values & 0xFFFFFFFF)
+
+
+def _places(k: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The places (a, b) of sorted halves that can be among the k best sums."""
+    at = (k, like.device)
+    if at in _PLACES and type(like) is Tensor:
+        return _PLACES[at]
+    pairs = [(a, b) for a in range(k) for b in range(k // (a + 1))]
+    with torch.inference_mode(False):
+        a, b = torch.tensor(pairs).T.contiguous().to(like.device, non_blocking=True)  # which need not be waited for
+    if not torch.compiler.is_compiling() and type(like) is Tensor:
+        _PLACES[at] = a, b
+    return a, b
+
+
+_PLACES: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+
+def _joined(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """(slots, scores), both [B, T, H, k], of sorted halves [B, T, H, 2, k]."""
+    k = halves.shape[-1]
+    a, b = _places(k, halves)
+    slots = halves[..., 0, :].index_select(-1, a) * n + halves[..., 1, :].index_select(-1, b)
+    sums = half_scores[..., 0, :].index_select(-1, a) + half_scores[..., 1, :].index_select(-1, b)
+    by_slot = slots.argsort(-1)  # so that the stable sort leaves equals with the lowest slot first
+    best = sums.detach().gather(-1, by_slot).sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    best = by_slot.gather(-1, best)
+    return slots.gather(-1, best), sums.gather(-1, best)

@@ -1,0 +1,355 @@
+"""The rows of memories that share a base, and how gradients come to them: what `overlay` is made of.
+
+Gradients of rows are kept beside the pool (`RowGradients`), for those that got one, while a backward pass is under way.
+Every write makes a number of no value, the token, that later reads and writes take, so that autograd reaches the write
+after all of those. It then finds the gradients of its rows, and hands them on to the rows that they replaced. With
+U = dL/dV' of the rows after the write, N_i their counts, s shares and e errors,
+
+    dL/ds_pj = -U_i . e_p / N_i (i = slots_pj),    dL/de_p = -sum_j s_pj U_i / N_i,    dL/dV_i = U_i.
+
+Legend: as in `slot_values`; E entries (p, j), U rows that a write changes. A row's number: below N in the
+base, from N on in the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...checks import ArgumentError
+from .row_pieces import Groups, RowGradients, RowPieces, spread, tiles, weighted_sums
+
+
+class Hold:
+    """Rows of a pool that stay as they are as long as somebody keeps this: those of a write, from number `start` to
+    `stop`, and those of the writes before it.
+
+    Attributes:
+        spans: where all of them are, (from, to), ascending and apart.
+        total: how many there are.
+    """
+
+    __slots__ = ("__weakref__", "spans", "start", "stop", "total")
+
+    def __init__(self, start: int, stop: int, before: Hold | None) -> None:
+        self.start, self.stop = start, stop
+        spans: list[tuple[int, int]] = []
+        for low, high in sorted((*(before.spans if before else ()), (start, stop))):
+            if spans and spans[-1][1] == low:
+                spans[-1] = (spans[-1][0], high)
+            else:
+                spans.append((low, high))
+        self.spans: tuple[tuple[int, int], ...] = tuple(spans)
+        self.total: int = sum(high - low for low, high in spans)
+
+
+class Pool(RowPieces):
+    """The base and, behind it, all rows that were written to any store that grew from it and is still there.
+
+    Attributes:
+        writes: how many there were.
+        stamps: int32, of every row behind the base, which write it is from.
+    """
+
+    def __init__(self, base: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(base.shape[1], dtype, base.device, base.detach())
+        self.base = base
+        self.writes = 0
+        self.stamps = torch.zeros(0, dtype=torch.int32, device=base.device)
+        self._holds: WeakSet[Hold] = WeakSet()
+        self._gradients: RowGradients | None = None
+        self._pass = -1
+
+    def rebase(self, base: Tensor) -> None:
+        """Take `base`, of the same numbers, in the place of the present one."""
+        self.base, self.pieces[0] = base, base.detach()
+
+    @property
+    def wide(self) -> torch.dtype:
+        """In which it is computed."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def claim(self, count: int, before: Hold | None, spare: float) -> Hold:
+        """`count` rows that nobody holds, in the first place where there are so many: of attempts to go on from one
+        store, those that were given up leave room for the next."""
+        start = self.given
+        for low, high in sorted({span for held in self._holds for span in held.spans}):
+            if low - start >= count:
+                break
+            start = max(start, high)
+        hold = Hold(start, start + count, before)
+        self._holds.add(hold)
+        if hold.stop > self.size:
+            self.extend(hold.stop - self.size, spare)
+            more = self.room - self.given - len(self.stamps)
+            self.stamps = torch.cat((self.stamps, self.stamps.new_zeros(more))) if more else self.stamps
+        self.writes += 1
+        self.stamps[start - self.given : hold.stop - self.given] = self.writes
+        return hold
+
+    @property
+    def gradients(self) -> RowGradients:
+        """Those of the backward pass that is under way; what an earlier one left, of which only a part was asked for,
+        is not among them."""
+        now = torch._C._current_graph_task_id()
+        if self._gradients is None or self._pass != now:
+            self._gradients, self._pass = RowGradients(self.width, self.wide, self.device), now
+        return self._gradients
+
+    def tidy(self) -> None:
+        """Free the gradients' memory once all were used."""
+        if self._gradients is not None and self._gradients.empty:
+            self._gradients = None
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which rows hand their gradients on.
+
+    Attributes:
+        since: int32 [M], of each memory rows of writes after this one; earlier ones are from before a detach(). None:
+            rows of all writes.
+        attached: bool [M], memories whose untouched rows hand them on to the base; None: none does.
+        hold: of the rows, as long as a graph or a store wants them; None before the first write.
+    """
+
+    since: Tensor | None
+    attached: Tensor | None
+    hold: Hold | None = None
+
+    def of(self, pool: Pool, ids: Tensor, memory: Tensor) -> Tensor:
+        """Of rows ids [E] of the memories `memory` [E], whether each does: bool [E]."""
+        late = ids >= pool.given
+        if self.since is not None and len(pool.stamps):
+            late &= pool.stamps[(ids - pool.given).clamp_min(0)] > self.since[memory]
+        return late if self.attached is None else late | ((ids < pool.given) & self.attached[memory])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a write does to which rows, U of them.
+
+    Attributes:
+        keys: int64 [U], memory * N + slot, ascending.
+        entries: int64 [U], how many entries each row has.
+        entry: int64 [E], where among all [M * P * K] each entry stands, by key.
+        selected: K.
+        count: [U], N_i.
+        changed: bool [U], whether a row is written at all; None: all are.
+    """
+
+    keys: Tensor
+    entries: Tensor
+    entry: Tensor
+    selected: int
+    count: Tensor
+    changed: Tensor | None
+
+    @classmethod
+    def of(cls, slots: Tensor, shares: Tensor, counted: Tensor, size: int, *, everything: bool) -> Plan:
+        """Of slots and shares [M, P, K] and counted [M, P], in memories of `size` slots. With `everything` rows of
+        counted tokens with share 0 are among those to be written, since their shares have a gradient."""
+        first = torch.arange(slots.shape[0], device=slots.device)[:, None, None] * size
+        share, number = shares.flatten(), counted[..., None].expand(slots.shape).flatten()
+        entry = (number | (share != 0)).nonzero()[:, 0]
+        groups = Groups.of((slots + first).flatten()[entry])
+        entry, row = entry[groups.order], spread(groups.counts)
+        none = share.new_zeros(len(groups.unique))
+        count = none.index_add(0, row, number[entry].to(share.dtype)).clamp_(min=1)
+        changed = none.index_add(0, row, (share[entry] != 0).to(share.dtype)) > 0
+        if bool(changed.all()):
+            return cls(groups.unique, groups.counts, entry, slots.shape[-1], count, None)
+        if everything:
+            return cls(groups.unique, groups.counts, entry, slots.shape[-1], count, changed)
+        kept = (groups.unique[changed], groups.counts[changed], entry[changed[row]])
+        return cls(*kept, slots.shape[-1], count[changed], None)
+
+    @property
+    def row(self) -> Tensor:
+        """Of every entry, which of the U rows it is for: int64 [E]."""
+        return spread(self.entries)
+
+    @property
+    def owner(self) -> Tensor:
+        """Of every entry, which of the M * P tokens it belongs to."""
+        return self.entry // self.selected
+
+    def coefficients(self, shares: Tensor) -> Tensor:
+        """-s_pj / N_i of every entry."""
+        return -shares.flatten()[self.entry] / self.count[self.row]
+
+    def carry_out(self, pool: Pool, hold: Hold, old: Tensor, shares: Tensor, errors: Tensor) -> None:
+        """Write into the rows of `hold` what becomes of the rows `old` [U]."""
+        weights, owner, error = self.coefficients(shares), self.owner, errors.flatten(0, 1)
+        in_place, start = pool.dtype == pool.wide, 0
+        for view in pool.views(hold.start, hold.stop):
+            stop = start + len(view)
+            if in_place:
+                pool.gather(old[start:stop], pool.wide, out=view)
+            for rows, entries, offsets in tiles(self.entries, pool.width, start, stop):
+                moved = weighted_sums(error, owner[entries], weights[entries], offsets)
+                new = view[rows.start - start : rows.stop - start]
+                if in_place:
+                    new += moved
+                else:
+                    new.copy_(pool.gather(old[rows], pool.wide).add_(moved))
+            start = stop
+
+
+def deposit(pool: Pool, ids: Tensor, owner: Tensor, weights: Tensor | None, source: Tensor) -> None:
+    """Add weights[e] source[owner[e]] to the gradient of the row ids[e], for all E entries."""
+    if not len(ids):
+        return
+    groups = Groups.of(ids)
+    owner = owner[groups.order]
+    weights = source.new_ones(len(ids)) if weights is None else weights[groups.order]
+    for rows, entries, offsets in tiles(groups.counts, pool.width):
+        pool.gradients.add(groups.unique[rows], weighted_sums(source, owner[entries], weights[entries], offsets))
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A `backward` that refuses to be differentiated. The node that `once_differentiable` leaves for that is not
+    reached from the inputs, so that `torch.autograd.grad` would pass it over and give a part of the derivative."""
+    plain = once_differentiable(backward)
+
+    def checked(ctx: Any, *upstream: Tensor) -> Any:
+        if torch.is_grad_enabled():  # on in a backward pass that makes a graph of its own
+            raise ArgumentError(
+                "fast_weight_memory: a backward pass with create_graph=True goes through impl='sparse' or 'triton', "
+                "which have first derivatives only; choose impl='reference'."
+            )
+        return plain(ctx, *upstream)
+
+    return checked
+
+
+class Base(torch.autograd.Function):
+    """The token of stores that begin as a base which wants a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, base: Tensor, pool: Pool) -> Tensor:
+        ctx.pool = pool
+        return base.new_zeros((), dtype=pool.wide)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        pool: Pool = ctx.pool
+        base = pool.base
+        gradient = torch.zeros_like(base)
+        ids = torch.arange(len(base), device=base.device)
+        place = pool.gradients.places(ids)
+        ids, place = ids[place >= 0], place[place >= 0]
+        for at, some in zip(ids.split(1024), place.split(1024), strict=True):
+            gradient.index_copy_(0, at, pool.gradients.rows.gather(some, base.dtype))
+        pool.gradients.drop(ids)
+        pool.tidy()
+        return gradient, None
+
+
+class Read(torch.autograd.Function):
+    """Weighted sums of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, token: Tensor | None, pool: Pool, ids: Tensor, reach: Reach) -> Tensor:
+        ctx.save_for_backward(weights, ids, pool.pieces[0])
+        ctx.pool, ctx.reach = pool, reach
+        tokens = ids.shape[0] * ids.shape[1]
+        out = pool.sums(ids.flatten(), weights.flatten(), _owner(ids), tokens)
+        return out.view(*ids.shape[:2], pool.width)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        weights, ids, _ = ctx.saved_tensors  # the base only for the check that nobody has changed it
+        pool, source = ctx.pool, upstream.flatten(0, 1)
+        own = token = None
+        if ctx.needs_input_grad[0]:
+            own = pool.products(ids.flatten(), _owner(ids), source).view_as(weights)
+        if ctx.needs_input_grad[1]:
+            token = upstream.new_zeros(())
+            at = ctx.reach.of(pool, ids.flatten(), _owner(ids) // ids.shape[1]).nonzero()[:, 0]
+            deposit(pool, ids.flatten()[at], at // ids.shape[2], weights.flatten()[at], source)
+        return own, token, None, None, None
+
+
+class Rows(torch.autograd.Function):
+    """Rows themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor | None, pool: Pool, ids: Tensor, reach: Reach) -> Tensor:
+        ctx.pool, ctx.ids, ctx.reach = pool, ids, reach
+        return pool.gather(ids.flatten(), pool.wide).view(*ids.shape, pool.width)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        pool, ids = ctx.pool, ctx.ids.flatten()
+        memory = _owner(ctx.ids) // ctx.ids.shape[1]
+        at = ctx.reach.of(pool, ids, memory).nonzero()[:, 0]
+        deposit(pool, ids[at], at, None, upstream.reshape(-1, pool.width))
+        return upstream.new_zeros(()), None, None, None
+
+
+class Write(torch.autograd.Function):
+    """The token of a write: what its backward finds in the pool it hands to shares, errors and the rows before."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shares: Tensor,
+        errors: Tensor,
+        token: Tensor | None,
+        pool: Pool,
+        plan: Plan,
+        old: Tensor,
+        hold: Hold,
+        reach: Reach,
+    ) -> Tensor:
+        ctx.save_for_backward(shares, errors)
+        ctx.pool, ctx.plan, ctx.old, ctx.hold, ctx.reach = pool, plan, old, hold, reach
+        return shares.new_zeros(())
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        shares, errors = ctx.saved_tensors
+        pool, plan = ctx.pool, ctx.plan
+        ids = torch.arange(ctx.hold.start, ctx.hold.stop, device=pool.device)
+        place = pool.gradients.places(ids)
+        share_grad, error_grad = torch.zeros_like(shares), torch.zeros_like(errors)
+        token = shares.new_zeros(()) if ctx.needs_input_grad[2] else None
+        if bool((place >= 0).any()):
+            _pull(pool, plan, place, shares, errors, share_grad, error_grad)
+            has = place >= 0
+            memory = plan.keys[has] // (pool.given or 1)
+            keep = ctx.reach.of(pool, ctx.old[has], memory)
+            pool.gradients.move(ids[has], ctx.old[has], keep)
+        pool.tidy()
+        return share_grad, error_grad, token, None, None, None, None, None
+
+
+def _pull(
+    pool: Pool, plan: Plan, place: Tensor, shares: Tensor, errors: Tensor, share_grad: Tensor, error_grad: Tensor
+) -> None:
+    """Write the gradients of shares and errors, of those of the rows after a write, which are in places `place` [U]."""
+    row = plan.row
+    at = (place[row] >= 0).nonzero()[:, 0]  # a row that nobody read has none
+    entry, owner, where, count = plan.entry[at], plan.owner[at], place[row[at]], plan.count[row[at]]
+    rows, error = pool.gradients.rows, errors.flatten(0, 1)
+    share_grad.view(-1)[entry] = -rows.products(where, owner, error) / count
+    order = owner.argsort()
+    weights = (-shares.flatten()[entry] / count)[order]
+    error_grad.copy_(rows.sums(where[order], weights, owner[order], len(error)).view_as(errors))
+
+
+def _owner(ids: Tensor) -> Tensor:
+    """Of every entry of [M, P, K], which of the M * P tokens it belongs to."""
+    tokens, selected = ids.shape[0] * ids.shape[1], ids.shape[2]
+    return torch.arange(tokens, device=ids.device).repeat_interleave(selected)

@@ -1,0 +1,159 @@
+"""Weighted sums of picked rows of a learned table, at the memory of their result.
+
+`embedding_bag` gives such sums, but in torch 2.13 it has no second derivative, wants weights in the table's type, and
+on some devices no gradient for weights at all; picking rows and multiplying keeps all that was picked, K Dv numbers a
+token. The three functions here are each other's derivatives (w weights, G and H in the shape of the sums):
+
+    sums      s_r = sum_j w_rj V[i_rj]            dw = products(V, G), dV = spread(w, G)
+    products  p_rj = V[i_rj] . G_r                dV = spread(u, G),   dG = sums(V, u)
+    spread    A_i = sum over i_rj = i of w_rj G_r    dw = products(U, G), dG = sums(U, w)
+
+Legend: R tokens, K picked rows of a token, N rows of the table, Dv its width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checks import ArgumentError, floating, on_device, require, shape
+from ...precision import full_precision
+from .row_pieces import TILE, Groups, tiles, weighted_sums
+
+
+def slot_sums(values: Tensor, slots: Tensor, weights: Tensor, *, sparse_grad: bool = False) -> Tensor:
+    """sum over j of weights[..., j] values[slots[..., j]].
+
+    Args:
+        values: [N, Dv].
+        slots: int64 [..., K], from 0 to N - 1.
+        weights: [..., K].
+        sparse_grad: the gradient of `values` is a sparse tensor of the rows that were picked (for
+            `torch.optim.SparseAdam`); it has no further derivative.
+
+    Returns:
+        [..., Dv], float32 at least, whatever autocast says.
+
+    Raises:
+        ArgumentError: shapes, dtypes or devices that do not fit.
+
+    Cost: O(R K Dv) time forward, twice that and a sort of R K numbers backward; memory O(R (K + Dv)), and the gradient
+    of the table: N Dv numbers, or those of the rows picked. Derivatives: to any order, of a dense gradient.
+    """
+    call = "slot_sums"
+    floating(call, "values", values)
+    floating(call, "weights", weights)
+    on_device(call, "slots", slots, values.device)
+    on_device(call, "weights", weights, values.device)
+    require(slots.dtype == torch.int64, call, f"slots has dtype {slots.dtype}, expected torch.int64.")
+    if values.dim() != 2 or slots.shape != weights.shape or slots.dim() < 1:
+        raise ArgumentError(
+            f"{call}: values {shape(values)}, slots {shape(slots)}, weights {shape(weights)}, expected [N, Dv] and "
+            f"twice [..., K]."
+        )
+    wide = torch.promote_types(torch.promote_types(values.dtype, weights.dtype), torch.float32)
+    with full_precision(values.device.type):
+        if torch.compiler.is_compiling() and not sparse_grad:
+            # what a compiler fuses; it cannot see through sorted rows, of whose number it knows nothing
+            return (weights.to(wide)[..., None] * values[slots].to(wide)).sum(-2)
+        flat = slots.reshape(-1, slots.shape[-1])
+        out = _Sums.apply(values, flat, weights.to(wide).reshape(flat.shape), sparse_grad)
+    return out.view(*slots.shape[:-1], values.shape[1])
+
+
+def _sums(values: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+    if values.dtype != weights.dtype:  # a row at a time cannot be widened in one call
+        return torch.cat(
+            [
+                torch.bmm(w[:, None], values[at].to(w.dtype))[:, 0]
+                for at, w in zip(*(x.split(_step(slots, values.shape[1])) for x in (slots, weights)), strict=True)
+            ]
+        )
+    tokens, selected = slots.shape
+    offsets = torch.arange(0, tokens * selected, selected, device=slots.device)
+    return weighted_sums(values, slots.flatten(), weights.flatten(), offsets)
+
+
+def _products(values: Tensor, slots: Tensor, other: Tensor) -> Tensor:
+    step = _step(slots, values.shape[1])
+    return torch.cat(
+        [
+            torch.bmm(values[at].to(g.dtype), g[..., None])[..., 0]
+            for at, g in zip(slots.split(step), other.split(step), strict=True)
+        ]
+    )
+
+
+def _step(slots: Tensor, width: int) -> int:
+    return max(1, TILE // (slots.shape[1] * width))
+
+
+class _Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, slots: Tensor, weights: Tensor, sparse: bool) -> Tensor:
+        ctx.save_for_backward(values, slots, weights)
+        ctx.sparse = sparse
+        return _sums(values, slots, weights)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        values, slots, weights = ctx.saved_tensors
+        own = table = None
+        if ctx.needs_input_grad[2]:
+            own = _Products.apply(values, slots, upstream)
+        if ctx.needs_input_grad[0]:
+            spread = _sparse_spread if ctx.sparse else _Spread.apply
+            table = spread(weights, slots, upstream, len(values), values.dtype)
+        return table, None, own, None
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, slots: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(values, slots, other)
+        return _products(values, slots, other)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        values, slots, other = ctx.saved_tensors
+        table = own = None
+        if ctx.needs_input_grad[0]:
+            table = _Spread.apply(upstream, slots, other, len(values), values.dtype)
+        if ctx.needs_input_grad[2]:
+            own = _Sums.apply(values, slots, upstream, False)
+        return table, None, own
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, slots: Tensor, source: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(weights, slots, source)
+        out = torch.zeros(rows, source.shape[1], dtype=dtype, device=source.device)
+        for at, part in _by_row(weights, slots, source):
+            out.index_copy_(0, at, part.to(dtype))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        weights, slots, source = ctx.saved_tensors
+        own = _Products.apply(upstream, slots, source) if ctx.needs_input_grad[0] else None
+        moved = _Sums.apply(upstream, slots, weights, False) if ctx.needs_input_grad[2] else None
+        return own, None, moved, None, None
+
+
+def _sparse_spread(weights: Tensor, slots: Tensor, source: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """What `_Spread` gives, as a sparse tensor."""
+    found = [(at, part.to(dtype)) for at, part in _by_row(weights.detach(), slots, source.detach())]
+    none = (slots.new_zeros(0), source.new_zeros(0, source.shape[1], dtype=dtype))
+    at, parts = (torch.cat(x) for x in zip(none, *found, strict=True))
+    return torch.sparse_coo_tensor(at[None], parts, (rows, source.shape[1]), is_coalesced=True, check_invariants=False)
+
+
+def _by_row(weights: Tensor, slots: Tensor, source: Tensor) -> Any:
+    """(different rows, ascending; their sums of weights times source), a few at a time."""
+    groups = Groups.of(slots.flatten())
+    owner, weight = groups.order // slots.shape[1], weights.flatten()[groups.order]
+    for rows, entries, offsets in tiles(groups.counts, source.shape[1]):
+        yield groups.unique[rows], weighted_sums(source, owner[entries], weight[entries], offsets)

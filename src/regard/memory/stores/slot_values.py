@@ -1,0 +1,219 @@
+"""The values of memories that are written while they are read: what such a store can do, and its plain form.
+
+A store holds M tables of N values, all of which began as the same table, the base. It is immutable: a write gives a new
+store, and what was read of the old one stays differentiable. Stores are registered by the name under which `impl=`
+chooses them: "reference" is `DenseValues`; `overlay` adds "sparse", which keeps the base once and, of each memory,
+only the rows that were written, and "triton", whole tables that kernels write in place on CUDA devices.
+
+Legend: M memories, N slots, P tokens, K selected slots of a token (all heads), Dv width of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...checks import ArgumentError, require, shape
+from ...registry import Registry
+
+V = TypeVar("V", bound="SlotValues")
+
+
+class SlotValues(Protocol):
+    """M tables of values.
+
+    Arithmetic and what is read are float32 (float64 where the table is), whatever the storage.
+    """
+
+    @classmethod
+    def start(cls: type[V], base: Tensor, memories: int, dtype: torch.dtype | None = None) -> V:
+        """`memories` tables equal to `base` [N, Dv], through which gradients reach it, stored as `dtype` (that of
+        `base` where None)."""
+
+    @property
+    def memories(self) -> int:
+        """M."""
+
+    @property
+    def slots(self) -> int:
+        """N."""
+
+    @property
+    def width(self) -> int:
+        """Dv."""
+
+    @property
+    def bytes(self) -> int:
+        """The memory of all tensors, the base once."""
+
+    def read(self, weights: Tensor, slots: Tensor) -> Tensor:
+        """sum over j of weights_pj V[slots_pj], [M, P, Dv], of weights and slots [M, P, K]; differentiable in the
+        weights and in everything that was written."""
+
+    def rows(self, slots: Tensor) -> Tensor:
+        """V[slots] [M, P, K, Dv], differentiable in everything that was written."""
+
+    def write(self: V, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor) -> V:
+        """The store with
+
+            V_i' = V_i - (1 / N_i) sum over p, j with slots_pj = i of shares_pj errors_p,
+
+        N_i how many entries (p, j) of counted tokens have slots_pj = i, 1 where none. Slots and shares [M, P, K],
+        errors [M, P, Dv], counted bool [M, P]. Entries that are not to be written have share 0, and rows where all do
+        stay as they are. Differentiable in shares, errors and the old values."""
+
+    def reset(self: V, rows: Tensor) -> V:
+        """The memories `rows` (bool [M]) begun anew."""
+
+    def detach(self: V, rows: Tensor | None = None) -> V:
+        """The same numbers, through which no gradient flows in the memories `rows` (bool [M]; None: all). Those that
+        are reset later hand gradients to the base again, where it is a leaf of the graph (a parameter)."""
+
+    def clone(self: V) -> V:
+        """A copy that shares no memory; gradients flow through it."""
+
+    def select(self: V, indices: Tensor) -> V:
+        """The memories `indices`, integers in that order or flags [M]."""
+
+    def repeat(self: V, n: int) -> V:
+        """Every memory `n` times in a row."""
+
+    def written(self) -> Tensor:
+        """How many rows of each memory differ from the base, int64 [M]."""
+
+    def dense(self) -> Tensor:
+        """All values [M, N, Dv]."""
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """Name to tensor, contiguous, for safetensors, the base among them."""
+
+    @classmethod
+    def from_tensors(cls: type[V], tensors: Mapping[str, Tensor]) -> V:
+        """The store that `to_tensors` wrote.
+
+        Raises:
+            ArgumentError: a tensor is missing or unknown, or shapes do not fit.
+        """
+
+
+slot_values: Registry[type[SlotValues]] = Registry(
+    "slot value store", "regard.slot_values", home="regard.implementations"
+)
+
+
+def preferred(base: Tensor, *others: Any) -> str:
+    """The store that impl="auto" takes: the first whose `prefers(base, *others)` says so, if it has one; else "sparse"
+    where it is there, else "reference"."""
+    for name, store in slot_values.items():
+        prefers = getattr(store, "prefers", None)
+        if prefers is not None and prefers(base, *others):
+            return name
+    return "sparse" if "sparse" in slot_values else "reference"
+
+
+@slot_values.register("reference", "dense")
+@dataclass(frozen=True)
+class DenseValues:
+    """Whole tables and autograd: what every other store is tested against.
+
+    Attributes:
+        values: [M, N, Dv].
+        base: [N, Dv].
+
+    Cost: a write makes two tensors of the tables' size.
+    """
+
+    values: Tensor
+    base: Tensor
+
+    @classmethod
+    def start(cls, base: Tensor, memories: int, dtype: torch.dtype | None = None) -> DenseValues:
+        stored = base.to(dtype or base.dtype)
+        return cls(stored.expand(memories, *base.shape), stored)
+
+    @property
+    def memories(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def slots(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.values.shape[2]
+
+    @property
+    def bytes(self) -> int:
+        untouched = self.values.data_ptr() == self.base.data_ptr()  # a view
+        parts = (self.base,) if untouched else (self.values, self.base)
+        return sum(x.numel() * x.element_size() for x in parts)
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self.values.dtype, torch.float32)
+
+    def read(self, weights: Tensor, slots: Tensor) -> Tensor:
+        return (weights[..., None, :].to(self._wide) @ self.rows(slots)).squeeze(-2)
+
+    def rows(self, slots: Tensor) -> Tensor:
+        first = torch.arange(self.memories, device=slots.device)[:, None, None] * self.slots
+        table = self.values.reshape(-1, self.width)
+        found = table.index_select(0, (slots + first).reshape(-1))
+        return found.view(*slots.shape, self.width).to(self._wide)
+
+    def write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor) -> DenseValues:
+        first = torch.arange(self.memories, device=slots.device)[:, None, None] * self.slots
+        flat = (slots + first).reshape(-1)
+        entries = counted[..., None].expand(slots.shape).reshape(-1).to(self._wide)
+        count = entries.new_zeros(self.memories * self.slots).index_add(0, flat, entries).clamp(min=1)
+        parts = (shares[..., None] * errors[..., None, :]).reshape(-1, self.width).to(self._wide)
+        moved = parts.new_zeros(self.memories * self.slots, self.width).index_add(0, flat, parts)
+        after = self.values.to(self._wide) - (moved / count[:, None]).view_as(self.values)
+        return replace(self, values=after.to(self.values.dtype))
+
+    def reset(self, rows: Tensor) -> DenseValues:
+        return replace(self, values=torch.where(rows[:, None, None], self.base, self.values))
+
+    def detach(self, rows: Tensor | None = None) -> DenseValues:
+        if rows is None:
+            return DenseValues(self.values.detach(), self.base if self.base.is_leaf else self.base.detach())
+        return replace(self, values=torch.where(rows[:, None, None], self.values.detach(), self.values))
+
+    def clone(self) -> DenseValues:
+        return DenseValues(self.values.clone(), self.base.clone())
+
+    def select(self, indices: Tensor) -> DenseValues:
+        return replace(self, values=self.values[indices.to(self.values.device)])
+
+    def repeat(self, n: int) -> DenseValues:
+        return replace(self, values=self.values.repeat_interleave(n, 0))
+
+    def written(self) -> Tensor:
+        return (self.values != self.base).any(-1).sum(-1)
+
+    def dense(self) -> Tensor:
+        return self.values
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        return {"values": self.values.contiguous(), "base": self.base.contiguous()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> DenseValues:
+        call = "DenseValues.from_tensors"
+        require(
+            set(tensors) == {"values", "base"},
+            call,
+            f"got {', '.join(sorted(tensors)) or 'nothing'}, expected base, values; give what to_tensors() wrote.",
+        )
+        values, base = tensors["values"], tensors["base"]
+        if values.dim() != 3 or values.shape[1:] != base.shape or values.dtype != base.dtype:
+            raise ArgumentError(
+                f"{call}: values {shape(values)} ({values.dtype}) and base {shape(base)} ({base.dtype}), expected "
+                f"[M, N, Dv] and [N, Dv] of one dtype."
+            )
+        return cls(values, base)

@@ -1,0 +1,1 @@
+"""What all language models share: configuration, base classes, packing, caches, loading."""

@@ -1,0 +1,56 @@
+"""The language models by name: what the trainer builds, the command line offers and transformers' Auto classes load.
+
+A new model is one file that ends with
+
+    language_models.register("my-model")(LanguageModel(MyConfig, MyForCausalLM, "One sentence about it."))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from ...checks import ArgumentError
+from ...registry import Registry
+from .base_config import RegardConfig
+
+if TYPE_CHECKING:
+    from .base import RegardForCausalLM
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A configuration and the model that it configures.
+
+    Attributes:
+        config: built with the fields of `RegardConfig` and its own.
+        model: built with a configuration.
+        about: a sentence for people.
+    """
+
+    config: type[RegardConfig]
+    model: type[RegardForCausalLM]
+    about: str
+
+    def __post_init__(self) -> None:
+        AutoConfig.register(self.config.model_type, self.config, exist_ok=True)
+        AutoModel.register(self.config, self.model.model_class, exist_ok=True)
+        AutoModelForCausalLM.register(self.config, self.model, exist_ok=True)
+
+
+language_models: Registry[LanguageModel] = Registry("model", "regard.models")
+
+
+def model_of(config: RegardConfig) -> type[RegardForCausalLM]:
+    """The class of the model that `config` configures.
+
+    Raises:
+        ArgumentError: it is the configuration of none that is registered.
+    """
+    for _, entry in language_models.items():
+        if isinstance(config, entry.config):
+            return entry.model
+    known = ", ".join(entry.config.__name__ for _, entry in language_models.items())
+    raise ArgumentError(f"model_of: got {type(config).__name__}, expected the configuration of a model: {known}.")

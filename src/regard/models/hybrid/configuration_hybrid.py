@@ -1,0 +1,315 @@
+"""The configuration of the hybrid language model: sizes, and one sentence of the grammar per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ... import Spec
+from ...checks import ArgumentError, number, require, shown, whole, within
+from ...nn import Ridge, Temperature, as_ridge, as_temperature
+from ...nn.arguments import check_heads, check_shared, check_window, positive_int
+from ...nn.attention.norm import NORMS, check_qk_norm
+from ...nn.feed_forward import feed_forwards
+from ...nn.memories import memory_layers
+from ..base.base_config import RegardConfig
+from .memory_places import Places, places_text, read_options, read_places
+from .token_mixers import token_mixers
+
+MEMORY_PLACES = ("before-mixer", "after-mixer")
+
+
+class HybridConfig(RegardConfig):
+    """Configuration of `HybridForCausalLM`, a pre-norm decoder in which every layer names its own estimator.
+
+    Args:
+        vocab_size: number of tokens.
+        hidden_size: model width C.
+        num_hidden_layers: decoder layers.
+        num_attention_heads: query heads.
+        num_key_value_heads: key/value heads, a divisor of the query heads; default as many.
+        head_dim: channels of a head, even; default `hidden_size // num_attention_heads`.
+        intermediate_size: width of the feed-forward layer; default for swiglu 8/3 of `hidden_size`, rounded up to a
+            multiple of 8, for gelu 4 times as wide.
+        feed_forward: what stands between two attentions, one of `regard.nn.feed_forwards`: "swiglu", "gelu" (GPT-2's)
+            or "none".
+        norm: "rms" (RMSNorm) or "layer" (LayerNorm with biases). With `feed_forward="gelu"` and `norm="layer"` the
+            model is GPT-2 with rotary positions.
+        mixers: one for all layers, or a sequence with one per layer: a spec (text, preset or `Spec`) for attention, or
+            the name of a token mixer (`regard.models.token_mixers`: "gated-deltanet", ...). Kept as a list with the
+            normal text of each layer's.
+        mixer_options: sizes of the token mixers by their names, such as {"gated-deltanet": {"num_heads": 8}}; a
+            mapping, or its JSON text.
+        window: attention sees the last `window` tokens only; None for all; one for all layers or a list with one per
+            layer. The cache then keeps no more than that.
+        training_window: in training, the window of the attention layers that have none, in a share
+            `training_window_share` of the steps (pSWA, section 4.2 of the fast-weight paper, Finding 3). Which steps is
+            a function of `training_window_seed` and their number, which the trainer tells, so that it is the same in
+            every process and after a resume; where nobody tells it, forward passes are counted.
+        output_gate: gated attention (see `regard.nn.Attention`).
+        rotary_share: the share of a head's channels that positions turn, above 0 to 1.
+        memories: memories at chosen depths, such as "FwPKM@2,6,10" or "PKM@6+FwPKM@2,10", or a mapping of depths to
+            names of `regard.nn.memory_layers`; depths count from 0. A slow one takes the place of the feed-forward
+            layer, a fast one is added to the residual stream at `memory_place`. Kept as text.
+        memory_place: "before-mixer" (as the authors' program has it) or "after-mixer" (between mixer and feed-forward,
+            as the paper has it).
+        memory_options: sizes of the memories by their names, such as {"fwpkm": {"chunk_size": 512}}; a mapping, or its
+            JSON text.
+        temperatures: how sharp weights are: one rule (text or `regard.nn.Temperature`: "fixed", "learned", "log",
+            "power(exponent=0.5)", ...) for all layers, or a sequence with one per layer. Kept like `mixers`. Files
+            written when there was only `learn_temperature` are read as "learned" or "fixed".
+        ridges: what penalises the slope in local linear layers: one rule (text or `regard.nn.Ridge`: "fixed",
+            "learned", "learned-per-dimension", ...) for all layers that have a ridge, or a sequence with one per
+            layer. Kept like `mixers`, "fixed" for the layers that have none.
+        qk_norm: normalise queries and keys in every layer: None, "rms" or "l2" (see `regard.nn.Attention`).
+        share_query_key: one projection for queries and keys (see `regard.nn.Attention`).
+        exclude_self: attend to earlier tokens only.
+        rope_theta: base of the wavelengths of the rotary positions.
+        max_position_embeddings: longest sequence meant in training. Longer ones are computed; `generate` refuses a
+            longer prompt.
+        rms_norm_eps: added to the mean square in the norms.
+        initializer_range: standard deviation of the initial weights.
+        tie_word_embeddings: use the embedding matrix as the output matrix.
+        use_cache: keep keys and values when the model is called outside training.
+        pad_token_id, bos_token_id, eos_token_id: special tokens, for `generate`.
+
+    Raises:
+        ArgumentError: a number out of range, sizes that do not fit, an unknown spec or rule, a list of the wrong
+            length, a rule that no layer takes, or an unknown keyword (transformers alone would keep a misspelt field
+            as an attribute, and another model than the one asked for would be trained).
+    """
+
+    model_type = "regard_hybrid"
+    size_field: ClassVar[str] = "intermediate_size"
+    unused: ClassVar[dict[str, str]] = {
+        **RegardConfig.unused,
+        # transformers would take it for the temperature of sampling
+        "temperature": "temperatures says how sharp the attention of a layer is, generate(temperature=) the sampling",
+        "rope_parameters": "rotary positions have rope_theta only",
+        "rope_scaling": "rotary positions have rope_theta only",
+        "sliding_window": "window says how far back a token looks",
+    }
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    feed_forward: str = "swiglu"
+    norm: str = "rms"
+    mixer_options: str | dict[str, Any] | None = None
+    window: Any = None
+    training_window: int | None = None
+    training_window_share: float = 0.9
+    training_window_seed: int = 0
+    output_gate: bool = False
+    rotary_share: float = 1.0
+    memories: str | dict[Any, Any] | None = None
+    memory_place: str = "before-mixer"
+    memory_options: str | dict[str, Any] | None = None
+    temperatures: Any = "fixed"
+    ridges: Any = "fixed"
+    qk_norm: str | None = None
+    share_query_key: bool = False
+    exclude_self: bool = False
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if kwargs.pop("learn_temperature", False) and self.temperatures == "fixed":
+            self.temperatures = "learned"  # as files written before there were other rules mean it
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def layout(cls, name: str, memories: str | None = None, **fields: Any) -> HybridConfig:
+        """One of the models of the fast-weight paper (section 4.1, Table 3), at the paper's size where nothing else is
+        said.
+
+        Args:
+            name: "GDN", "GDN+SWA", "GDN+FA", "FA", either of the last two with "-pSWA", or "LaCT". Of the mixed ones
+                every fourth layer is attention.
+            memories: as the field.
+            fields: of this class, in the place of the paper's. `window` is that of SWA, pSWA and LaCT.
+
+        Raises:
+            ArgumentError: an unknown layout, or as the class.
+        """
+        base, _, restricted = name.partition("-")
+        if base not in LAYOUTS or restricted not in ("", "pSWA") or (restricted and not base.endswith("FA")):
+            known = ", ".join([*LAYOUTS, "GDN+FA-pSWA", "FA-pSWA"])
+            raise ArgumentError(f"{cls.__name__}.layout: unknown layout {name!r}, expected one of {known}.")
+        layers, window = fields.pop("num_hidden_layers", 12), fields.pop("window", None)
+        pattern = [LAYOUTS[base][i % 4] for i in range(layers)]
+        if window is not None and not (restricted or {"swa", "lact"} & set(LAYOUTS[base])):
+            raise ArgumentError(f"{cls.__name__}.layout: {name} has no window, got window={window!r}; leave it out.")
+        if base == "LaCT" and window is not None:
+            options = read_options(cls.__name__, "mixer_options", fields.get("mixer_options"), token_mixers, set())
+            fields["mixer_options"] = {**options, "lact": {"window": window, **options.get("lact", {})}}
+        window = 512 if window is None else window
+        own: dict[str, Any] = {
+            **PAPER_SIZE,
+            "num_hidden_layers": layers,
+            "mixers": ["softmax" if mixer == "swa" else mixer for mixer in pattern],
+            "window": [window if mixer == "swa" else None for mixer in pattern] if "swa" in pattern else None,
+            "training_window": window if restricted else None,
+            "memories": memories,
+        }
+        if "num_attention_heads" in fields or "hidden_size" in fields:  # the paper's go with the paper's width
+            own = {key: value for key, value in own.items() if key not in ("head_dim", "num_key_value_heads")}
+        return cls(**{**own, **fields})
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The window in transformers' sense, from which its caches decide how much to keep: the tokens that every
+        layer must see, the present one included."""
+        windows = set(self.layer_windows())
+        window = windows.pop() if len(windows) == 1 else None
+        return None if window is None else window + int(self.exclude_self)
+
+    def layer_windows(self) -> list[int | None]:
+        """The window of each layer's attention, from the first to the last; None where it sees all.
+
+        Raises:
+            ArgumentError: not one per layer, or one that is no positive integer.
+        """
+        if self.window is None or isinstance(self.window, int):
+            windows: list[int | None] = [self.window] * self.num_hidden_layers
+        elif isinstance(self.window, Sequence) and len(self.window) == self.num_hidden_layers:
+            windows = [None if each == "none" else each for each in self.window]
+        else:
+            raise ArgumentError(
+                f"{self.call}: window is {shown(self.window)}, expected a positive integer, None, or a list with one "
+                f"for each of {self.num_hidden_layers} layers."
+            )
+        return [check_window(self.call, window) for window in windows]
+
+    def read_mixer(self, mixer: str | Spec) -> Any:
+        """A spec, or the name of a token mixer.
+
+        Raises:
+            ArgumentError: neither.
+        """
+        if isinstance(mixer, str) and mixer.strip() in token_mixers:
+            return token_mixers.canonical(mixer.strip())
+        return super().read_mixer(mixer)
+
+    def layer_memories(self) -> Places:
+        """The memories of each layer that has some.
+
+        Raises:
+            ArgumentError: as the class.
+        """
+        return read_places(self.call, self.memories, self.num_hidden_layers)
+
+    def normalise(self) -> None:
+        """Check every field and fill in the defaults, in place; see `RegardConfig.normalise`.
+
+        Raises:
+            ArgumentError: as the class.
+        """
+        super().normalise()
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        sizes = (self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim)
+        self.head_dim = check_heads(self.call, *sizes, names=HEADS)
+        require(
+            self.head_dim % 2 == 0,
+            self.call,
+            f"head_dim is {self.head_dim}, expected an even number, since rotary positions turn pairs.",
+        )
+        self.feed_forward = within(self.call, "feed_forward", feed_forwards.canonical, self.feed_forward)
+        if self.intermediate_size is None:
+            self.intermediate_size = feed_forwards.get(self.feed_forward).width(self.hidden_size)
+        positive_int(self.call, "intermediate_size", self.intermediate_size)
+        self.check_choice("norm", NORMS)
+        windows = self.layer_windows()
+        self.window = windows[0] if len(set(windows)) == 1 else windows
+        check_window(self.call, self.training_window, "training_window")
+        number(self.call, "training_window_share", self.training_window_share, low=0.0, high=1.0)
+        whole(self.call, "training_window_seed", self.training_window_seed)
+        for name in ("rope_theta", "rms_norm_eps"):
+            number(self.call, name, getattr(self, name), low=0.0, strict=True)
+        number(self.call, "rotary_share", self.rotary_share, low=0.0, strict=True)
+        number(self.call, "rotary_share", self.rotary_share, high=1.0)
+        self.check_flags("share_query_key", "exclude_self", "output_gate")
+        check_qk_norm(self.call, self.qk_norm)
+        check_shared(self.call, self.share_query_key, self.num_attention_heads, self.num_key_value_heads)
+        mixers, temperatures, ridges = self.layer_mixers(), self.layer_temperatures(), self.layer_ridges()
+        for mixer, temperature, ridge in zip(mixers, temperatures, ridges, strict=True):
+            if isinstance(mixer, Spec):
+                within(self.call, "temperatures", temperature.require, self.call, mixer)
+                within(self.call, "ridges", ridge.require, self.call, mixer)
+            else:
+                self._check_unsharpened(mixer, temperature, ridge)
+        self.temperatures = [str(rule) for rule in temperatures]
+        self.ridges = [str(rule) for rule in ridges]
+        self.check_choice("memory_place", MEMORY_PLACES)
+        places = self.layer_memories()
+        self.memories = places_text(places) or None
+        self.memory_options = read_options(self.call, "memory_options", self.memory_options, memory_layers, set())
+        self.mixer_options = read_options(self.call, "mixer_options", self.mixer_options, token_mixers, set())
+
+    def _check_unsharpened(self, mixer: str, temperature: Temperature, ridge: Ridge) -> None:
+        """A token mixer takes neither a temperature nor a ridge."""
+        if not temperature.neutral or str(ridge) != "fixed":
+            raise ArgumentError(
+                f"{self.call}: {mixer} takes neither a temperature nor a ridge; give 'fixed' for its layer."
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many channels of a head are turned: an even number near `rotary_share` of them."""
+        assert self.head_dim is not None  # filled in by normalise
+        return max(2, 2 * round(self.head_dim * self.rotary_share / 2))
+
+    def layer_temperatures(self) -> list[Temperature]:
+        """The temperature of each layer, from the first to the last.
+
+        Raises:
+            ArgumentError: an unknown rule, or not one per layer.
+        """
+        given = self.one_per_layer("temperatures", Temperature, "log")
+        rules = [as_temperature(rule, self.call, "temperatures") for rule in given]
+        if isinstance(self.temperatures, (str, Temperature)):  # one for all is meant for those that take one
+            attends = [isinstance(mixer, Spec) for mixer in self.layer_mixers()]
+            if any(attends):
+                return [rule if fits else as_temperature("fixed") for rule, fits in zip(rules, attends, strict=True)]
+        return rules
+
+    def layer_ridges(self) -> list[Ridge]:
+        """The ridge of each layer, from the first to the last: one rule for all is meant for the layers that have a
+        ridge.
+
+        Raises:
+            ArgumentError: an unknown rule, not one per layer, or one for all that no layer takes.
+        """
+        rules = [as_ridge(rule, self.call, "ridges") for rule in self.one_per_layer("ridges", Ridge, "learned")]
+        if isinstance(self.ridges, (str, Ridge)):
+            fixed = as_ridge("fixed")
+            fits = [isinstance(mixer, Spec) and mixer.degree == 1 for mixer in self.layer_mixers()]
+            if any(fits):
+                return [rule if fit else fixed for rule, fit in zip(rules, fits, strict=True)]
+        return rules
+
+
+HEADS = ("hidden_size", "num_attention_heads", "num_key_value_heads")
+"""What the sizes of attention are called here."""
+LAYOUTS = {
+    "GDN": ["gated-deltanet"] * 4,
+    "GDN+SWA": ["gated-deltanet"] * 3 + ["swa"],
+    "GDN+FA": ["gated-deltanet"] * 3 + ["softmax"],
+    "FA": ["softmax"] * 4,
+    "LaCT": ["lact"] * 4,
+}
+"""Of each four layers, how they mix tokens."""
+PAPER_SIZE: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 2304,
+    "max_position_embeddings": 4096,
+    "qk_norm": "rms",
+    "output_gate": True,
+    "rotary_share": 0.25,
+    "rms_norm_eps": 1e-5,
+}
+"""Table 3 of the fast-weight paper, and what its program adds."""

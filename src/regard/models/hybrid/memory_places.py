@@ -1,0 +1,121 @@
+"""Where memories stand in a model: the text "FwPKM@2,6,10" or "PKM@6+FwPKM@2,10" (depths count from 0)."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ...checks import ArgumentError, shown, suggestion
+from ...nn.memories import memory_layers
+from ...registry import Registry
+
+_PART = re.compile(r"\s*([A-Za-z][\w-]*)\s*@\s*(\d+(?:\s*,\s*\d+)*)\s*")
+Places = dict[int, list[str]]
+"""Depth to the names of the memories there: one beside the feed-forward layer, one in its place, or both."""
+
+
+def read_places(call: str, given: str | Mapping[Any, Any] | None, depth: int) -> Places:
+    """The memories of each layer that has some.
+
+    Args:
+        call: how messages begin.
+        given: the text, or a mapping of depths to a name or several.
+        depth: how many layers there are.
+
+    Raises:
+        ArgumentError: it cannot be read, an unknown memory, a layer that is not there, or two memories that want the
+            same place.
+    """
+    places: Places = {}
+    for name, at in _pairs(call, given):
+        try:
+            name = memory_layers.canonical(name.lower())
+        except ArgumentError as error:
+            raise ArgumentError(f"{call}: memories: {error}") from None
+        if not 0 <= at < depth:
+            raise ArgumentError(
+                f"{call}: memories puts {name} at layer {at}, but there are layers 0 to {depth - 1} (num_hidden_layers="
+                f"{depth})."
+            )
+        kind = memory_layers.get(name).replaces_feed_forward
+        clash = [n for n in places.get(at, []) if memory_layers.get(n).replaces_feed_forward == kind]
+        if clash:
+            where = "in the place of the feed-forward layer" if kind else "beside the feed-forward layer"
+            raise ArgumentError(f"{call}: memories puts {clash[0]} and {name} {where} of layer {at}; choose one.")
+        places.setdefault(at, []).append(name)
+    return dict(sorted(places.items()))
+
+
+def places_text(places: Places) -> str:
+    """The text from which the places can be read again; "" for none."""
+    names = sorted({name for found in places.values() for name in found})
+    return "+".join(f"{n}@{','.join(str(at) for at, found in places.items() if n in found)}" for n in names)
+
+
+def read_options(
+    call: str, field: str, given: str | Mapping[str, Any] | None, registry: Registry[Any], own: set[str]
+) -> dict[str, dict[str, Any]]:
+    """Options by name, from a mapping or its JSON text.
+
+    Args:
+        call, field: how messages begin.
+        given: name to options.
+        registry: that has the names; an entry with `defaults` takes those options, another the keywords of its class.
+        own: options that the model gives itself.
+
+    Raises:
+        ArgumentError: not such a mapping, an unknown name or option.
+    """
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError(f"{call}: {field} is {shown(given)}, which is no JSON: {error}.") from None
+    given = {} if given is None else given
+    example = next(iter(registry.names()), "name")
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str) and isinstance(each, Mapping) for name, each in given.items()
+    ):
+        raise ArgumentError(f"{call}: {field} is {shown(given)}, expected a mapping such as {{{example!r}: {{...}}}}.")
+    found: dict[str, dict[str, Any]] = {}
+    for name, options in given.items():
+        try:
+            name = registry.canonical(name.lower())
+        except ArgumentError as error:
+            raise ArgumentError(f"{call}: {field}: {error}") from None
+        entry = registry.get(name)
+        known = [*entry.defaults] if hasattr(entry, "defaults") else [*inspect.signature(entry).parameters][1:]
+        for option in options:
+            if option not in known or option in own:
+                known = [each for each in known if each not in own]
+                raise ArgumentError(f"{call}: {field}: {name} has no option {option!r}.{suggestion(option, known)}")
+        found[name] = dict(options)
+    return found
+
+
+def _pairs(call: str, given: str | Mapping[Any, Any] | None) -> list[tuple[str, int]]:
+    """(name, depth) of each memory."""
+    expected = "expected a text such as 'FwPKM@2,6,10' or 'PKM@6+FwPKM@2,10'"
+    if given is None:
+        return []
+    if isinstance(given, Mapping):
+        try:
+            return [
+                (name, int(at))
+                for at, names in given.items()
+                for name in ([names] if isinstance(names, str) else [*names])
+            ]
+        except (TypeError, ValueError):
+            raise ArgumentError(f"{call}: memories is {shown(given)}, {expected}, or depths mapped to names.") from None
+    if not isinstance(given, str):
+        raise ArgumentError(f"{call}: memories is {shown(given)}, {expected}.")
+    found: list[tuple[str, int]] = []
+    for part in given.split("+") if given.strip() else []:
+        match = _PART.fullmatch(part)
+        if match is None:
+            raise ArgumentError(f"{call}: memories is {shown(given)}, {expected}; cannot read {part.strip()!r}.")
+        found += [(match[1], int(at)) for at in match[2].split(",")]
+    return found

@@ -1,0 +1,290 @@
+"""A causal language model in which every layer names its own estimator.
+
+A pre-norm decoder (RMSNorm or LayerNorm, rotary positions, SwiGLU or GELU, tied embeddings). Tokens are mixed by
+`regard.nn.Attention`, with one `Spec` per layer from `HybridConfig.mixers`, or by a `TokenMixer` such as Gated
+DeltaNet; memories, slow and fast, stand at chosen depths.
+
+Shapes: B batch, T tokens given now, N tokens so far (those in the cache and T), C model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ...checks import ArgumentError
+from ...nn import Attention, HookPoint, feed_forwards, rotary_angles
+from ...nn.attention.norm import make_norm
+from ...nn.attention.ridge import RidgeProjection
+from ...nn.memories import MemoryLayer, memory_layers
+from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel, check_depth
+from ..base.catalogue import LanguageModel, language_models
+from ..base.masks import all_real
+from .cache import MemoryCacheLayer, hybrid_cache, remembering
+from .configuration_hybrid import HybridConfig
+from .gated_delta_net import init_delta
+from .large_chunk import init_large_chunk
+from .token_mixers import TokenMixer, own_layer, token_mixers
+
+
+class HybridDecoderLayer(GradientCheckpointingLayer):
+    """x + mixer(norm(x)), then x + feed_forward(norm(x)) where there is one; a fast memory adds to x before the mixer
+    or after it, a slow one stands in the place of the feed-forward layer.
+
+    Attributes:
+        self_attn: the mixer: `regard.nn.Attention`, or a `TokenMixer`.
+        memory: of the layer's memories the one that stands beside the feed-forward layer, or None.
+        memory_index: where the cache keeps the memory's state.
+    """
+
+    def __init__(self, config: HybridConfig, layer_idx: int, memory_index: int) -> None:
+        super().__init__()
+        self.self_attn = _mixer(config, layer_idx)
+        self.input_layernorm = make_norm(config.norm, config.hidden_size, config.rms_norm_eps)
+        self.mlp: nn.Module | None = None
+        self.memory: MemoryLayer | None = None
+        self.memory_first = config.memory_place == "before-mixer"
+        self.memory_index = memory_index
+        self.hook_mlp_out = HookPoint()
+        for name in config.layer_memories().get(layer_idx, []):
+            memory = _memory(config, name)
+            if memory.replaces_feed_forward:
+                self.mlp = memory
+            else:
+                self.memory = memory
+        if self.mlp is None and config.feed_forward != "none":
+            assert config.intermediate_size is not None  # filled in by config.normalise
+            self.mlp = feed_forwards.get(config.feed_forward)(config.hidden_size, config.intermediate_size)
+        if self.mlp is not None:
+            self.post_attention_layernorm = make_norm(config.norm, config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+        tokens_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, T, C] -> ([B, T, C], attention weights or None); arguments as `regard.nn.Attention`, and the boolean mask
+        [B, T] of the tokens given now, where not all are real."""
+        packed = {} if segment_ids is None else {"segment_ids": segment_ids}
+        if self.memory_first:
+            hidden_states = self._recall(hidden_states, tokens_mask, past_key_values, packed)
+        attended, weights = self.self_attn(
+            self.input_layernorm(hidden_states),
+            position_embeddings,
+            attention_mask,
+            past_key_values,
+            output_attentions,
+            **packed,
+        )
+        hidden_states = hidden_states + attended
+        if not self.memory_first:
+            hidden_states = self._recall(hidden_states, tokens_mask, past_key_values, packed)
+        if self.mlp is None:
+            return hidden_states, weights
+        normed = self.post_attention_layernorm(hidden_states)
+        if isinstance(self.mlp, MemoryLayer):
+            given, _ = self.mlp(normed, tokens_mask, **packed)
+        else:
+            given = self.mlp(normed)
+        return hidden_states + self.hook_mlp_out(given), weights
+
+    def require_segments(self, call: str, depth: int) -> None:
+        """Raise where a part of this layer, at that depth, would mix the documents of a row.
+
+        Raises:
+            ArgumentError: the mixer or a memory does not say that it honours segments.
+        """
+        for part in (self.self_attn, self.memory, self.mlp):
+            if isinstance(part, (TokenMixer, MemoryLayer)) and not part.honours_segments:
+                raise ArgumentError(
+                    f"{call}: the rows hold several documents, which {type(part).__name__} at layer {depth} does not "
+                    f"keep apart; give each document a row of its own."
+                )
+
+    def _recall(self, hidden: Tensor, mask: Tensor | None, cache: Cache | None, packed: dict[str, Tensor]) -> Tensor:
+        """The residual stream [B, T, C] with what the memory adds to it."""
+        if self.memory is None:
+            return hidden
+        kept = None
+        if cache is not None and self.memory.remembers:
+            kept = own_layer("HybridForCausalLM", cache, self.memory_index, MemoryCacheLayer)
+        recalled, state = self.memory(hidden, mask, state=None if kept is None else kept.memory, **packed)
+        if kept is not None:
+            kept.memory = state
+        return hidden + recalled
+
+
+def _mixer(config: HybridConfig, layer_idx: int) -> nn.Module:
+    """What mixes the tokens of one layer."""
+    mixer = config.layer_mixers()[layer_idx]
+    if isinstance(mixer, str):
+        kind = token_mixers.get(mixer)
+        return kind.build(config, layer_idx, {**kind.defaults, **_options(config.mixer_options, mixer)})
+    return Attention(
+        config.hidden_size,
+        config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        spec=mixer,
+        layer_idx=layer_idx,
+        window=config.layer_windows()[layer_idx],
+        temperature=config.layer_temperatures()[layer_idx],
+        share_query_key=config.share_query_key,
+        exclude_self=config.exclude_self,
+        qk_norm=config.qk_norm,
+        ridge=config.layer_ridges()[layer_idx],
+        norm_eps=config.rms_norm_eps,
+        output_gate=config.output_gate,
+    )
+
+
+def _memory(config: HybridConfig, name: str) -> MemoryLayer:
+    """A memory of the size that the configuration says."""
+    return memory_layers.get(name)(config.hidden_size, **_options(config.memory_options, name))
+
+
+def _options(given: Any, name: str) -> dict[str, Any]:
+    """Those of one name, in a field that `config.normalise` has read."""
+    return given.get(name, {})
+
+
+class HybridPreTrainedModel(RegardPreTrainedModel):
+    """What the model with and without the output matrix share."""
+
+    config: HybridConfig
+    config_class = HybridConfig
+    _no_split_modules = ["HybridDecoderLayer"]  # noqa: RUF012  (transformers reads a class attribute)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """transformers' initial values, and where learned temperatures and ridges start."""
+        super()._init_weights(module)
+        init_attention(module)
+        init_delta(module)
+        init_large_chunk(module)
+
+
+class HybridModel(HybridPreTrainedModel, RegardModel):
+    """The decoder without the output matrix.
+
+    Attributes:
+        training_step: the number of the optimiser's step, as `tell_step` says it; None where nobody does.
+    """
+
+    honours_segments = True
+
+    def __init__(self, config: HybridConfig) -> None:
+        config.normalise()
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        depth, stateful = config.num_hidden_layers, remembering(config.layer_memories())
+        self.layers = nn.ModuleList(
+            HybridDecoderLayer(config, i, depth + stateful.index(i) if i in stateful else depth) for i in range(depth)
+        )
+        self.cached_layers = depth + len(stateful)
+        self.training_step: int | None = None
+        self.passes = 0
+        self.norm = make_norm(config.norm, config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def new_cache(self, *, pairs: bool = False) -> Cache:
+        """`hybrid_cache` for this model."""
+        return hybrid_cache(self.config, pairs=pairs)
+
+    def decode(self, embedded: Tensor, context: Context) -> Decoded:
+        """The layers, then the last norm."""
+        assert self.config.head_dim is not None  # filled in by config.normalise
+        if context.cache is not None:
+            check_depth(self.call, context.cache, self.cached_layers)
+        if context.segments is not None:
+            for depth, layer in enumerate(self.layers):
+                layer.require_segments(self.call, depth)
+        tokens = None if context.mask is None else context.mask[:, context.past :]
+        tokens = None if all_real(tokens) else tokens
+        narrow = self._training_mask(context, embedded)
+        angles = rotary_angles(context.positions, self.config.rotary_dim, self.config.rope_theta, embedded.dtype)
+        hidden, states, attentions = embedded, [], []
+        for layer, window in zip(self.layers, self.config.layer_windows(), strict=True):
+            states.append(hidden)
+            restricted = narrow is not None and window is None and isinstance(layer.self_attn, Attention)
+            hidden, weights = layer(
+                hidden,
+                angles,
+                attention_mask=narrow if restricted else context.mask,
+                past_key_values=context.cache,
+                output_attentions=context.output_attentions,
+                tokens_mask=tokens,
+                segment_ids=context.segments,
+            )
+            attentions.append(weights)
+        return Decoded(self.norm(hidden), states, attentions)
+
+    def _training_mask(self, context: Context, embedded: Tensor) -> Tensor | None:
+        """The mask [B or 1, 1, T, N] of full attention in a pass in which training restricts it; None in the others.
+
+        A mask and not a window of the layers, since recomputation must see what the forward pass saw.
+        """
+        window = self.config.training_window
+        if window is None or not self.training or not self._restricted():
+            return None
+        total = context.past + embedded.shape[1]
+        key = torch.arange(total, device=embedded.device)
+        query = key[context.past :, None]
+        near = (key <= query) & (key > query - window - int(self.config.exclude_self))
+        return near[None, None] if context.mask is None else near & context.mask[:, None, None]
+
+    def _restricted(self) -> bool:
+        """Whether the training step, or where nobody tells it the pass since the model's making, is one of those with a
+        window."""
+        number = self.passes if self.training_step is None else self.training_step
+        draw = torch.Generator().manual_seed(self.config.training_window_seed * 1_000_003 + number)
+        self.passes += 1
+        return bool(torch.rand((), generator=draw) < self.config.training_window_share)
+
+
+class HybridForCausalLM(HybridPreTrainedModel, RegardForCausalLM):
+    """The causal language model; called as `RegardForCausalLM` says. Its own cache (`hybrid_cache`) keeps sums of
+    fixed size for mixers with finite features, pairs for the others, and the states of token mixers and memories; for
+    a model of sentences alone a `DynamicCache` keeps pairs. What fast memories hold goes on in the cache from call to
+    call (`regard.models.hybrid.memories` has what one does with them); without a cache a call begins with empty ones.
+
+    >>> import torch
+    >>> from regard.models import HybridConfig, HybridForCausalLM
+    >>> config = HybridConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+    ...                       mixers=["softmax", "biweight"])
+    >>> model = HybridForCausalLM(config)
+    >>> model(torch.arange(8)[None]).logits.shape
+    torch.Size([1, 8, 64])
+    """
+
+    model_class = HybridModel
+
+
+def init_attention(module: nn.Module) -> None:
+    """Where the learned temperatures and ridges of an attention layer start; nothing for other modules."""
+    if isinstance(module, Attention):
+        for name, value in module.temperature.start().items():
+            init.constant_(getattr(module, name), value)
+    if isinstance(module, RidgeProjection):
+        init.zeros_(module.weight)
+        init.constant_(module.bias, module.rule.bias())
+
+
+language_models.register("transformer")(
+    LanguageModel(
+        HybridConfig,
+        HybridForCausalLM,
+        "A pre-norm decoder with rotary positions in which every layer names its own sentence of the grammar.",
+    )
+)

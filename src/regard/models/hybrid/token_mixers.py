@@ -1,0 +1,73 @@
+"""What may stand between two feed-forward layers beside a sentence of the grammar: mixers with a name of their own.
+
+A mixer is one file that ends with
+
+    @token_mixers.register("my-mixer")
+    class MyMixer(TokenMixer): ...
+
+and `HybridConfig.mixers` may then name it for any layer.
+
+Shapes: B batch, T tokens given now, N tokens so far, C model width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ...checks import ArgumentError
+from ...registry import Registry
+from ..base.cache_layers import StateCacheLayer
+
+if TYPE_CHECKING:
+    from .configuration_hybrid import HybridConfig
+
+
+class TokenMixer(nn.Module, ABC):
+    """A module that mixes tokens and remembers in a state of its own.
+
+    Called as `regard.nn.Attention` is: hidden states [B, T, C], (cos, sin) of the positions, a boolean mask [B, N], a
+    cache and `output_attentions`; it gives (output [B, T, C], weights or None).
+
+    Where documents are packed into rows, a mixer that says `honours_segments` is also called with `segment_ids`,
+    integers [B or 1, T] that grow by one where a document begins. Each document must then give what it gives alone.
+    There is no cache in such a call.
+
+    Attributes:
+        honours_segments: whether it takes `segment_ids`; where it does not, packed documents are refused.
+        defaults: the options, and what they are when nothing is said.
+        cache_layer: the class of what it keeps in a cache.
+    """
+
+    honours_segments: ClassVar[bool] = False
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    cache_layer: ClassVar[type[StateCacheLayer]]
+    forward: Callable[..., tuple[Tensor, Tensor | None]]
+
+    @staticmethod
+    @abstractmethod
+    def build(config: HybridConfig, layer_idx: int, options: Mapping[str, Any]) -> TokenMixer:
+        """The module of one layer, from the model's configuration, the layer's place and the mixer's options."""
+
+
+token_mixers: Registry[type[TokenMixer]] = Registry("token mixer", "regard.token_mixers")
+
+
+def own_layer(call: str, cache: Cache, index: int, kind: type[StateCacheLayer]) -> Any:
+    """The layer of a cache that a mixer of this kind filled or may fill.
+
+    Raises:
+        ArgumentError: it is of another kind: the cache is another model's, or a plain one.
+    """
+    layers = getattr(cache, "layers", ())
+    layer = layers[index] if index < len(layers) else None
+    if not isinstance(layer, kind):
+        raise ArgumentError(
+            f"{call}: past_key_values is a {type(cache).__name__} without {kind.__name__} at layer {index}; leave it "
+            f"out, or take model.model.new_cache()."
+        )
+    return layer

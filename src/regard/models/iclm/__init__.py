@@ -1,0 +1,1 @@
+"""ICLM: next-token prediction by functional gradient descent."""

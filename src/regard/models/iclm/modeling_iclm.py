@@ -1,0 +1,382 @@
+"""ICLM: a causal language model that predicts by functional gradient descent on its own context.
+
+Two streams over the slots of a text (ICLM paper, section 4 to 6). The covariates phi are a Transformer over the tokens;
+f is never read by attention, and is made of nothing but embeddings of context tokens, weighted by kernels of covariates
+(`regard.nn.FunctionalGradient`), and of a feed-forward layer's output where there is one.
+
+Slot s has the tokens before x_s as context and x_s as target, so that phi at slot s is made of the start vector and
+x_0..x_{s-1}, and the value that goes with it is the embedding of x_s, one place ahead. f of slot t + 1, which sees the
+pairs up to t, gives the logits at position t. With `start="bos"` the first token takes the place of the start vector.
+
+Shapes: B batch, T tokens given now, N tokens so far, S slots so far, R slots given now (T, or T + 1 with the start
+slot), n pairs so far (S - 1), C width of the covariates, E width of f, H heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ... import Spec
+from ...checks import ArgumentError
+from ...nn import Attention, FunctionalGradient, HookPoint, expected_embedding, feed_forwards, rotary_angles
+from ...nn.functional_gradient import Pairs, mean_embedding, pair_rows
+from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel
+from ..base.catalogue import LanguageModel, language_models
+from .configuration_iclm import ICLMConfig
+from .contributions import Contributions, trace
+from .iclm_cache import ICLMCache, PairLayer
+from .slots import Slots, place
+
+Angles = tuple[Tensor, Tensor]
+
+
+class ICLMFeedForward(nn.Module):
+    """The feed-forward layer after a LayerNorm, [B, R, C] -> [B, R, C]; `hook_out` sees what it adds."""
+
+    def __init__(self, kind: str, size: int, inner: int | None, eps: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size, eps=eps)
+        self.feed_forward = feed_forwards.get(kind)(size, inner)
+        self.hook_out = HookPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, R, C] -> [B, R, C]."""
+        return self.hook_out(self.feed_forward(self.norm(x)))
+
+
+class CovariateBlock(GradientCheckpointingLayer):
+    """phi + attention(norm(phi)), then phi + feed_forward(norm(phi)) (equation 9)."""
+
+    def __init__(self, config: ICLMConfig, spec: Spec, layer: int) -> None:
+        super().__init__()
+        assert config.d_phi is not None  # filled in by config.normalise
+        self.norm = nn.LayerNorm(config.d_phi, eps=config.layer_norm_eps)
+        self.attn = Attention(config.d_phi, config.num_attention_heads, spec=spec, layer_idx=layer)
+        self.mlp: ICLMFeedForward | None = None
+        if config.phi_mlp != "none":
+            self.mlp = ICLMFeedForward(config.phi_mlp, config.d_phi, config.intermediate_size, config.layer_norm_eps)
+
+    def forward(
+        self,
+        phi: Tensor,
+        angles: Angles,
+        mask: Tensor | None = None,
+        past_key_values: ICLMCache | None = None,
+        output_attentions: bool = False,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, R, C] -> ([B, R, C], weights [B, H, R, S] or None)."""
+        attended, weights = self.attn(self.norm(phi), angles, mask, past_key_values, output_attentions, segment_ids)
+        phi = phi + attended
+        return phi if self.mlp is None else phi + self.mlp(phi), weights
+
+
+class FunctionBlock(GradientCheckpointingLayer):
+    """f + functional_gradient(norm(phi), values), then f + feed_forward(norm(f)) (equations 11 and 12)."""
+
+    def __init__(self, config: ICLMConfig, spec: Spec, layer: int) -> None:
+        super().__init__()
+        assert config.d_phi is not None  # filled in by config.normalise
+        assert config.d_f is not None
+        assert config.f_attention_heads is not None
+        self.norm = nn.LayerNorm(config.d_phi, eps=config.layer_norm_eps)
+        self.attn = FunctionalGradient(
+            config.d_phi,
+            config.d_f,
+            config.f_attention_heads,
+            spec=spec,
+            variant=config.variant,
+            average=config.f_average,
+            layer_idx=config.covariate_blocks + layer,
+        )
+        self.aside = config.f_mlp == "side"
+        self.mlp: ICLMFeedForward | None = None
+        if config.f_mlp != "none":
+            self.mlp = ICLMFeedForward(
+                config.f_feed_forward, config.d_f, config.f_intermediate_size, config.layer_norm_eps
+            )
+        self.hook_out = HookPoint()
+
+    def forward(
+        self,
+        f: Tensor,
+        side: Tensor | None,
+        phi: Tensor,
+        values: Tensor,
+        angles: Angles | None,
+        pairs: Pairs | None = None,
+        cache: PairLayer | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """f [B, R, E] and what feed-forward layers added aside, from phi [B, R, C] and values [B, n, E]: both, and the
+        weights [B, H, rows, n] or None."""
+        update, weights = self.attn(self.norm(phi), values, angles, pairs, cache, output_attentions)
+        f = f + update
+        if self.mlp is not None:
+            added = self.mlp(f)
+            if self.aside:
+                side = added if side is None else side + added
+            else:
+                f = f + added
+        return self.hook_out(f), side, weights
+
+
+class FinalNorm(nn.LayerNorm):
+    """LayerNorm; `hook_scale` sees its divisor sqrt(variance + eps), [B, T, 1], and may replace it."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps=eps)
+        self.hook_scale = HookPoint()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, E] -> [B, T, E]."""
+        if not self.hook_scale.active:
+            return super().forward(x)
+        centred, scale = self.split(x)
+        return (centred / self.hook_scale(scale)).to(x.dtype) * self.weight + self.bias
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(x less its mean [B, T, E], the divisor [B, T, 1]), in float32 at least."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        centred = x - x.mean(-1, keepdim=True)
+        return centred, (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
+
+
+class StartVector(nn.Module):
+    """The covariate of the context in which nothing was read yet (y_0): a learned vector [C]."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def forward(self, rows: Tensor, slots: Slots) -> Tensor:
+        """The vector in the slots [B, R, C] that have no token, rows [B, T, C] in the others."""
+        start = self.weight.to(rows.dtype)
+        if slots.places is None:
+            return torch.cat((start.expand(rows.shape[0], 1, -1), rows), 1)
+        return place(start.expand(rows.shape[0], slots.positions.shape[1], -1), rows, slots.places)
+
+
+class ICLMPreTrainedModel(RegardPreTrainedModel):
+    """What the model with and without the output matrix share."""
+
+    config: ICLMConfig
+    config_class = ICLMConfig
+    _no_split_modules = ["CovariateBlock", "FunctionBlock"]  # noqa: RUF012  (transformers reads a class attribute)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """transformers' initial values, and a start vector like an embedding."""
+        super()._init_weights(module)
+        if isinstance(module, StartVector):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+
+
+class ICLMModel(ICLMPreTrainedModel, RegardModel):
+    """Both streams, without the output matrix.
+
+    Observers number the covariate blocks first, then the f blocks, and so do:
+
+    - `attentions`: a map [B, H, T, N] of each, between tokens. A column of a covariate block is the token that was read
+      last, one of an f block the token whose value is averaged. Weights of the start slot are left out; they are under
+      the names of the hook points.
+    - `hidden_states`: [B, T, C], the covariates that each pair of blocks begins with; then [B, T, E], f before each f
+      block; then what the output matrix reads. That is one more than `num_hidden_layers`.
+    """
+
+    honours_segments = True
+
+    def __init__(self, config: ICLMConfig) -> None:
+        config.normalise()
+        super().__init__(config)
+        assert config.d_phi is not None
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_covariates = None if config.tie_phi else nn.Embedding(config.vocab_size, config.d_phi)
+        self.start = StartVector(config.d_phi) if config.start == "param" else None
+        self.embed = nn.ModuleDict({"hook_out": HookPoint("embed.hook_out")})
+        specs = config.covariate_specs()[: config.covariate_blocks]
+        self.phi = nn.ModuleList(CovariateBlock(config, spec, i) for i, spec in enumerate(specs))
+        self.f = nn.ModuleList(FunctionBlock(config, spec, i) for i, spec in enumerate(config.layer_specs()))
+        self.norm_values = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_values else None
+        self.ln_final = FinalNorm(config.hidden_size, config.layer_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def new_cache(self, *, pairs: bool = False) -> ICLMCache:
+        """An empty `ICLMCache`; it keeps pairs in any case."""
+        return ICLMCache(len(self.phi), len(self.f), self.start is not None)
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """As `RegardModel`; rows of the covariates' own table, where there is one, come after: [B, T, E + C]."""
+        if self.embed_covariates is None:
+            return super()._embed(input_ids, inputs_embeds)
+        if input_ids is None or inputs_embeds is not None:
+            raise ArgumentError(f"{self.call}: give input_ids; with tie_phi=False the covariates have their own table.")
+        embedded = super()._embed(input_ids, None)
+        return torch.cat((embedded, self.embed_covariates(input_ids)), -1)
+
+    def decode(self, embedded: Tensor, context: Context) -> Decoded:
+        """Both streams, then the last norm."""
+        cache, config = self._own(context.cache, len(embedded)), self.config
+        words = self.embed["hook_out"](embedded[..., : config.hidden_size])
+        phi = words[..., : config.d_phi] if self.embed_covariates is None else embedded[..., config.hidden_size :]
+        slots = Slots.of(context, self.start is not None)
+        if self.start is not None and context.past == 0:
+            phi = self.start(phi, slots)
+        steps = _Steps(self, words, slots, cache, context.past)
+        shown = context.output_attentions
+        turned = self._angles(slots.positions, config.num_attention_heads, phi.dtype)
+        angles = None
+        if config.f_rope:
+            alike = config.f_attention_heads == config.num_attention_heads
+            angles = turned if alike else self._angles(slots.positions, config.f_attention_heads, phi.dtype)
+        f, side = phi.new_zeros(*phi.shape[:2], config.hidden_size), None
+        covariates, functions, weighed, seen = [], [], [], []
+        tokens = words.shape[1]
+        for layer, block in enumerate(self.f):
+            read = phi
+            covariates.append(slots.of_tokens(phi, tokens))
+            if layer < len(self.phi):
+                phi, weights = self.phi[layer](phi, turned, slots.mask, cache, shown, slots.segments)
+                weighed.append(weights)
+            read = phi if config.f_reads == "post" else read
+            functions.append(slots.of_tokens(f, tokens))
+            values = steps.values(layer, f)
+            own = None if cache is None else cache.function_layer(layer)
+            f, side, weights = block(f, side, read, values, angles, slots.pairs, own, shown)
+            # the first slot has no pair: neither a column nor, where it is given now, a row
+            seen.append(None if weights is None else F.pad(weights, (1, 0, phi.shape[1] - weights.shape[2], 0)))
+        hidden = f if side is None else f + side
+        maps = [None if w is None else slots.maps(w, context.past, tokens) for w in weighed + seen]
+        return Decoded(self.ln_final(slots.of_tokens(hidden, tokens)), covariates + functions, maps)
+
+    def _own(self, cache: object, batch: int) -> ICLMCache | None:
+        """The cache, which must be this model's kind."""
+        if cache is None:
+            return None
+        if not isinstance(cache, ICLMCache):
+            raise ArgumentError(
+                f"{self.call}: past_key_values is a {type(cache).__name__}, which has no room for keys that wait for "
+                f"their values; leave it out or give model.model.new_cache()."
+            )
+        cache.require_fits(self.call, batch, len(self.phi), len(self.f))
+        return cache
+
+    def _angles(self, positions: Tensor, heads: int | None, dtype: torch.dtype) -> Angles:
+        assert heads is not None
+        assert self.config.d_phi is not None
+        return rotary_angles(positions, self.config.d_phi // heads, self.config.rope_theta, dtype)
+
+
+class _Steps:
+    """The values of each gradient step: embeddings less what was expected (equation 7)."""
+
+    def __init__(self, model: ICLMModel, words: Tensor, slots: Slots, cache: ICLMCache | None, past: int) -> None:
+        self.config, self.table, self.pairs = model.config, model.embed_tokens.weight, slots.pairs
+        self.cache = None if cache is None else cache.shared
+        # the value of the first slot's pair is the token of the second slot
+        followers = slots.completing(words) if model.start is not None or past else words[:, 1:]
+        self.words = followers if model.norm_values is None else model.norm_values(followers)
+        self.known = {} if self.cache is None else {n: x[:, 0] for n, x in self.cache.grown.items()}
+        self.new: dict[str, Tensor] = {"value": self.words}
+        self.waiting: dict[str, Tensor] = {}
+        self.current = self._start()
+
+    def values(self, layer: int, f: Tensor) -> Tensor:
+        """[B, n, E] for f block `layer`, given f [B, R, E] before it."""
+        span = self.config.pairs // self.config.gd_steps
+        if layer and layer % span == 0:
+            self.current = self._all("value") - self._expected(f"step{layer // span}", f)
+        if layer == (self.config.gd_steps - 1) * span and self.cache is not None:
+            self.cache.extend(
+                {n: x[:, None] for n, x in self.waiting.items()}, **{n: x[:, None] for n, x in self.new.items()}
+            )
+        return self.current
+
+    def _start(self) -> Tensor:
+        """The values where f is 0."""
+        values = self._all("value")
+        return values if self.config.expectation == "none" else values - mean_embedding(self.table)
+
+    def _expected(self, name: str, f: Tensor) -> Tensor:
+        """E(w|f) of every pair so far, [B, n, E]."""
+        expected = expected_embedding(f, self.table)
+        pending = None if self.cache is None else self.cache.pending(name)
+        new, waiting = pair_rows(expected[:, None], pending, self.pairs)
+        self.new[name], self.waiting[name] = new[:, 0], waiting[:, 0]
+        return self._all(name)
+
+    def _all(self, name: str) -> Tensor:
+        """Those of the pairs so far, the new ones last."""
+        new = self.new[name]
+        return torch.cat((self.known[name], new), 1) if name in self.known else new
+
+
+class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
+    """The causal language model; called as `RegardForCausalLM` says. Its cache is an `ICLMCache`.
+
+    >>> import torch
+    >>> from regard.models import ICLMConfig, ICLMForCausalLM
+    >>> config = ICLMConfig(vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, f_mlp="none")
+    >>> model = ICLMForCausalLM(config).eval()
+    >>> text = torch.arange(8)[None]
+    >>> model(text).logits.shape
+    torch.Size([1, 8, 64])
+    >>> parts = model.contributions(text)  # what every context token adds to every logit
+    >>> torch.allclose(parts.logits(), model(text).logits, atol=1e-5)
+    True
+    """
+
+    model_class = ICLMModel
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """transformers' own; refused where there are two tables.
+
+        Raises:
+            ArgumentError: `tie_phi=False`.
+        """
+        if self.model.embed_covariates is not None and (args or kwargs):
+            raise ArgumentError(
+                f"{type(self).__name__}.resize_token_embeddings: with tie_phi=False there is a second table, of "
+                f"covariates, which would stay as it is; build a model with another vocab_size."
+            )
+        return super().resize_token_embeddings(*args, **kwargs)
+
+    @torch.no_grad()
+    def contributions(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        positions: Sequence[int] | Tensor | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> Contributions:
+        """Logits as sums over context tokens, layers and heads; see `Contributions`.
+
+        Args:
+            input_ids: [B, T].
+            attention_mask: [B, T], true where a token is real.
+            positions: those whose logits are explained, from the end where negative; None for all T.
+            segment_ids: [B or 1, T], the number of each token's document where several are packed into a row; tokens of
+                other documents add 0.
+
+        Raises:
+            ArgumentError: as `forward`, or positions outside the text.
+        """
+        return trace(self, input_ids, attention_mask, positions, segment_ids)
+
+
+language_models.register("iclm")(
+    LanguageModel(
+        ICLMConfig,
+        ICLMForCausalLM,
+        "Covariates of the context from a Transformer, and a prediction made of embeddings of context tokens alone.",
+    )
+)

@@ -1,0 +1,118 @@
+"""The configuration of Memory Mosaics: sizes, one sentence of the grammar per contextual memory, and what paper and
+released programs do differently."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from ... import Spec
+from ...checks import ArgumentError, number, within
+from ...nn.arguments import check_heads, positive_int
+from ...nn.mosaic.contextual_memory import LEARNED, check_learned, contextual_spec
+from ...nn.mosaic.features import LOOK_AHEAD, SCALE_LIMIT
+from ...nn.mosaic.persistent_memory import persistent_spec
+from ..base.base_config import RegardConfig
+
+SLOTS = 3.5
+"""Slots of a persistent memory per channel of the model, with which a block has 12 C^2 parameters."""
+_NO_DROPOUT = "the fast forms of attention make no matrix of weights that could be thinned out; use weight decay"
+
+
+class MemoryMosaicConfig(RegardConfig):
+    """Configuration of `MemoryMosaicForCausalLM` (sparse-attention paper, sections 2.4 and B).
+
+    docs/memory-mosaics.md has the table of what differs between paper and released programs, field by field.
+
+    Args:
+        vocab_size, hidden_size, num_hidden_layers, num_attention_heads: sizes; heads divide the width.
+        mixers: the sentences of the contextual memories, one for all layers or one per layer; degree 0 or 1.
+        persistent: the sentence of the persistent memories, a normalised one.
+        persistent_slots: learned pairs per head; default 3.5 `hidden_size`.
+        persistent_copies: sets of slots whose answers are averaged.
+        persistent_keys: "own" projection, rate and keys, or "shared" with the contextual memory (parallel wiring).
+        wiring: "sequential": x += contextual(norm(x)), x += persistent(norm(x)); "parallel": both read the same x.
+        leaky: "sum" or "average", which is times 1 - e^-rate.
+        look_ahead: of values: "sum", v + c v', or "convex", c v + (1 - c) v'.
+        key_eps: added to the length that keys are divided by.
+        scale_limit: where the logarithm of the contextual beta^2 ends; persistent_scale_limit: of the persistent one.
+        learned: numbers of the sentences that are learned per head, of h, bias, margin, alpha, r, ridge.
+        bandwidth_start: "wide" or "spec", where fixed bandwidths begin.
+        uniform_gradient: "straight-through" or "hard", of 0/1 weights.
+        bias: biases in projections and norms.
+        norm_eps: of LayerNorm.
+        scale_logits: divide the logits by sqrt(C).
+        initializer: "fan-in" (N(0, 1/fan-in), output projections less by sqrt(layers), embeddings N(0, 1/C)) or "gpt2"
+            (N(0, initializer_range^2), output projections less by sqrt(2 layers)).
+        max_position_embeddings, initializer_range, tie_word_embeddings, use_cache, pad_token_id, bos_token_id,
+            eos_token_id: as in `RegardConfig`.
+
+    Raises:
+        ArgumentError: as `RegardConfig`; shared keys without parallel wiring.
+    """
+
+    model_type = "regard_memory_mosaic"
+    size_field: ClassVar[str] = "persistent_slots"
+    unused: ClassVar[dict[str, str]] = {
+        **RegardConfig.unused,
+        "attention_dropout": _NO_DROPOUT,
+        "dropout": _NO_DROPOUT,
+        "num_key_value_heads": "keys are queries here, so that there are as many",
+        "intermediate_size": "persistent_slots says how much a block knows by heart",
+    }
+
+    persistent: Any = "softmax"
+    persistent_slots: int | None = None
+    persistent_copies: int = 1
+    persistent_keys: str = "own"
+    wiring: str = "sequential"
+    leaky: str = "sum"
+    look_ahead: str = "sum"
+    key_eps: float = 0.0
+    scale_limit: float = SCALE_LIMIT
+    persistent_scale_limit: float = SCALE_LIMIT
+    learned: Any = LEARNED
+    bandwidth_start: str = "wide"
+    uniform_gradient: str = "straight-through"
+    bias: bool = False
+    norm_eps: float = 1e-5
+    scale_logits: bool = True
+    initializer: str = "fan-in"
+
+    def normalise(self) -> None:
+        """Check every field and fill in the defaults, in place.
+
+        Raises:
+            ArgumentError: as the class.
+        """
+        super().normalise()
+        heads = self.num_attention_heads
+        names = ("hidden_size", "num_attention_heads", "num_attention_heads")
+        check_heads(self.call, self.hidden_size, heads, heads, None, names)
+        if self.persistent_slots is None:
+            self.persistent_slots = max(1, round(SLOTS * self.hidden_size))
+        positive_int(self.call, "persistent_slots", self.persistent_slots)
+        positive_int(self.call, "persistent_copies", self.persistent_copies)
+        self.check_choice("wiring", ("sequential", "parallel"))
+        self.check_choice("persistent_keys", ("own", "shared"))
+        self.check_choice("leaky", ("sum", "average"))
+        self.check_choice("look_ahead", LOOK_AHEAD)
+        self.check_choice("initializer", ("fan-in", "gpt2"))
+        self.check_flags("bias", "scale_logits")
+        number(self.call, "norm_eps", self.norm_eps, low=0.0, strict=True)
+        number(self.call, "key_eps", self.key_eps, low=0.0)
+        for name in ("scale_limit", "persistent_scale_limit"):
+            number(self.call, name, getattr(self, name))
+        if self.persistent_keys == "shared" and self.wiring != "parallel":
+            raise ArgumentError(
+                f"{self.call}: persistent_keys is 'shared' and wiring {self.wiring!r}; both memories have the same "
+                f"keys only where they read the same thing: give wiring='parallel'."
+            )
+        check_learned(self.call, self.learned, self.bandwidth_start, "bandwidth_start")
+        self.learned = list(self.learned)
+        for spec in self.layer_specs():
+            within(self.call, "mixers", contextual_spec, self.call, spec, self.uniform_gradient)
+        self.persistent = str(self.persistent_spec())
+
+    def persistent_spec(self) -> Spec:
+        """The sentence of the persistent memories."""
+        return within(self.call, "persistent", persistent_spec, self.call, self.persistent)

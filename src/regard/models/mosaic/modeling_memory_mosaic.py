@@ -1,0 +1,214 @@
+"""Memory Mosaics: a language model made of associative memories, with any sentence of the grammar in each.
+
+Every block has a contextual memory (kernel regression on the pairs of this text so far) and a persistent one (on
+learned pairs). There are no positions: leaky averages tell what came when (sparse-attention paper, sections 2.4 and
+B.1; Zhang et al. 2025).
+
+Shapes: B batch, T tokens given now, N tokens so far (those in the cache and T), C model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ... import Spec
+from ...checks import ArgumentError
+from ...nn.mosaic.contextual_memory import ContextualMemory, LearnedNumbers
+from ...nn.mosaic.features import KeyFeatures, OutputProjection, Sharpness, ValueFeatures, without_hidden
+from ...nn.mosaic.persistent_memory import PersistentMemory
+from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel, check_depth
+from ..base.catalogue import LanguageModel, language_models
+from ..base.masks import all_real
+from .configuration_memory_mosaic import MemoryMosaicConfig
+from .memory_mosaic_cache import MemoryMosaicCacheLayer, memory_mosaic_cache
+
+
+class MemoryMosaicBlock(GradientCheckpointingLayer):
+    """x + contextual(norm(x)), then x + persistent(norm(x)); or both of the same x, where the wiring is parallel."""
+
+    def __init__(self, config: MemoryMosaicConfig, spec: Spec, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.parallel = config.wiring == "parallel"
+        self.shared = config.persistent_keys == "shared"
+        width, heads = config.hidden_size, config.num_attention_heads
+        features: dict[str, Any] = {
+            "bias": config.bias,
+            "average": config.leaky == "average",
+            "key_eps": config.key_eps,
+        }
+        self.contextual_norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
+        self.contextual = ContextualMemory(
+            width, heads, spec=spec, layer_idx=layer_idx, scale_limit=config.scale_limit, look_ahead=config.look_ahead,
+            learned=config.learned, start=config.bandwidth_start, uniform_gradient=config.uniform_gradient, **features,
+        )  # fmt: skip
+        if not self.shared:
+            self.persistent_norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
+        assert config.persistent_slots is not None  # filled in by config.normalise
+        self.persistent = PersistentMemory(
+            width, heads, config.persistent_slots, spec=config.persistent_spec(), copies=config.persistent_copies,
+            own_keys=not self.shared, scale_limit=config.persistent_scale_limit, **features,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, T, C] -> ([B, T, C], the contextual memory's weights or None); the mask is over all tokens so far,
+        `segment_ids` [B or 1, T] are of packed documents."""
+        kept = None if past_key_values is None else _layer(past_key_values, self.layer_idx)
+        state = None if kept is None else kept.contextual
+        normed = self.contextual_norm(hidden_states)
+        arguments: dict[str, Any] = {
+            "state": state,
+            "remember": kept is not None,
+            "output_attentions": output_attentions,
+            "segment_ids": segment_ids,
+        }
+        if self.shared:
+            mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
+            normed = without_hidden(normed, mask)
+            keys, leaky = self.contextual.keys(normed, mask, None if state is None else state.leaky, segment_ids)
+            recalled, after, weights = self.contextual.recall(keys, leaky, normed, attention_mask, **arguments)
+            known = self.persistent.read(keys)
+        else:
+            recalled, after, weights = self.contextual(normed, attention_mask, **arguments)
+            asked = self.persistent_norm(hidden_states if self.parallel else hidden_states + recalled)
+            held = None if kept is None else kept.persistent
+            known, leaky = self.persistent(asked, attention_mask, held, segment_ids=segment_ids)
+        if kept is not None:
+            kept.contextual, kept.persistent = after, None if self.shared else leaky
+        return hidden_states + recalled + known, weights
+
+
+def _layer(cache: Cache, index: int) -> MemoryMosaicCacheLayer:
+    """This block's layer of the cache.
+
+    Raises:
+        ArgumentError: it is another model's.
+    """
+    layers = getattr(cache, "layers", ())
+    layer = layers[index] if index < len(layers) else None
+    if not isinstance(layer, MemoryMosaicCacheLayer):
+        raise ArgumentError(
+            f"MemoryMosaicForCausalLM: past_key_values is a {type(cache).__name__} without the states of these "
+            f"memories at block {index}; leave it out, or take model.model.new_cache()."
+        )
+    return layer
+
+
+class MemoryMosaicPreTrainedModel(RegardPreTrainedModel):
+    """What the model with and without the output matrix share."""
+
+    config: MemoryMosaicConfig
+    config_class = MemoryMosaicConfig
+    _no_split_modules = ["MemoryMosaicBlock"]  # noqa: RUF012  (transformers reads a class attribute)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initial values by the configuration's `initializer`; numbers of heads where they begin."""
+        config, layers = self.config, self.config.num_hidden_layers
+        fan_in = config.initializer == "fan-in"
+        if isinstance(module, nn.Linear):
+            std = module.in_features**-0.5 if fan_in else config.initializer_range
+            if isinstance(module, OutputProjection):
+                std *= (layers if fan_in else 2 * layers) ** -0.5
+            init.normal_(module.weight, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            std = config.hidden_size**-0.5 if config.tie_word_embeddings else 1.0
+            init.normal_(module.weight, std=std if fan_in else config.initializer_range)
+        else:
+            super()._init_weights(module)
+        _init_numbers(module)
+
+
+def _init_numbers(module: nn.Module) -> None:
+    """Where what is learned per head begins, and the slots of a persistent memory."""
+    if isinstance(module, (KeyFeatures, Sharpness, ValueFeatures, LearnedNumbers, PersistentMemory)):
+        for name, start in module.number_starts().items():
+            init.copy_(getattr(module, name), start)
+    if isinstance(module, PersistentMemory):
+        init.normal_(module.slot_keys, std=module.head_dim**-0.5)
+        init.normal_(module.slot_values, std=module.head_dim**-0.5)
+
+
+class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
+    """The decoder without the output matrix."""
+
+    honours_segments = True
+
+    def __init__(self, config: MemoryMosaicConfig) -> None:
+        config.normalise()
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(MemoryMosaicBlock(config, spec, i) for i, spec in enumerate(config.layer_specs()))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.bias)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def new_cache(self, *, pairs: bool = False) -> Cache:
+        """An empty cache. It keeps pairs always; tokens can never be taken back."""
+        return memory_mosaic_cache(self.config.num_hidden_layers)
+
+    def decode(self, embedded: Tensor, context: Context) -> Decoded:
+        """Run the blocks and the last norm, and divide by sqrt(C) where logits are scaled.
+
+        The factor is applied here, before the output matrix, because fused losses multiply what this returns by that
+        matrix themselves.
+        """
+        if context.cache is not None:
+            check_depth(self.call, context.cache, len(self.layers))
+        mask = None if all_real(context.mask) else context.mask
+        hidden = embedded
+        states: list[Tensor] = []
+        attentions: list[Tensor | None] = []
+        for layer in self.layers:
+            states.append(hidden)
+            hidden, weights = layer(
+                hidden,
+                attention_mask=mask,
+                past_key_values=context.cache,
+                output_attentions=context.output_attentions,
+                segment_ids=context.segments,
+            )
+            attentions.append(weights)
+        normed = self.norm(hidden)
+        if self.config.scale_logits:
+            normed = normed * self.config.hidden_size**-0.5
+        return Decoded(normed, states, attentions)
+
+
+class MemoryMosaicForCausalLM(MemoryMosaicPreTrainedModel, RegardForCausalLM):
+    """The causal language model; called as `RegardForCausalLM` says. `position_ids` are not looked at: there are no
+    positions but those that leaky averages make. Its cache is its own (`model.model.new_cache()`).
+
+    >>> import torch
+    >>> from regard.models import MemoryMosaicConfig, MemoryMosaicForCausalLM
+    >>> config = MemoryMosaicConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+    ...                             mixers="biweight")
+    >>> MemoryMosaicForCausalLM(config)(torch.arange(8)[None]).logits.shape
+    torch.Size([1, 8, 64])
+    """
+
+    model_class = MemoryMosaicModel
+
+
+language_models.register("memory-mosaic")(
+    LanguageModel(
+        MemoryMosaicConfig,
+        MemoryMosaicForCausalLM,
+        "A network of associative memories: kernel regression on the text so far and on learned pairs.",
+    )
+)

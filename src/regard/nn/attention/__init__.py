@@ -1,0 +1,1 @@
+"""Multi-head attention layers and their parts: rotary positions, norms, temperatures, ridges."""

@@ -1,0 +1,46 @@
+"""Normalisation: of queries and keys, head by head, and of a residual stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from ...checks import refuse
+
+QK_NORMS = ("rms", "l2")
+NORMS = ("rms", "layer")
+
+
+class HeadRMSNorm(nn.RMSNorm):
+    """x / sqrt(mean x^2 + eps) over the channels of a head, times a learned gain [D]; in float32 at least, whatever the
+    dtype of x, which the result has.
+
+    Args:
+        dim: D.
+        eps: added to the mean square.
+        unit: vectors of length 1 in the place of mean square 1, without a gain.
+    """
+
+    def __init__(self, dim: int, eps: float, *, unit: bool = False) -> None:
+        super().__init__(dim, eps=eps, elementwise_affine=not unit)
+        self.unit = unit
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        gain = None if self.weight is None else self.weight.to(wide)
+        out = rms_norm(x.to(wide), self.normalized_shape, gain, self.eps)
+        return (out * x.shape[-1] ** -0.5 if self.unit else out).to(x.dtype)
+
+
+def check_qk_norm(call: str, given: str | None) -> str | None:
+    """`given`, after checking that it is None or a known normalisation of queries and keys."""
+    if given is not None and not (isinstance(given, str) and given in QK_NORMS):
+        raise refuse(call, "qk_norm", given, f"None, {' or '.join(map(repr, QK_NORMS))}")
+    return given
+
+
+def make_norm(kind: str, size: int, eps: float) -> nn.Module:
+    """The norm of a residual stream: "rms" (RMSNorm, a gain) or "layer" (LayerNorm, a gain and a bias)."""
+    return nn.RMSNorm(size, eps=eps) if kind == "rms" else nn.LayerNorm(size, eps=eps)

@@ -1,0 +1,67 @@
+"""Rules of a layer (temperatures, ridges) and their text: a name with arguments, such as `power(exponent=0.5)`.
+
+A rule is a frozen dataclass whose fields are numbers or words, registered under its name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import Any, ClassVar
+
+from ...checks import ArgumentError, number, shown
+from ...registry import Registry
+
+_TERM = re.compile(r"\s*([A-Za-z][\w-]*)\s*(?:\(([^()]*)\))?\s*")
+_ARGUMENT = re.compile(r"\s*([A-Za-z]\w*)\s*=\s*(\S+)\s*")
+
+
+class Rule:
+    """A frozen dataclass that prints as the text from which it can be read again."""
+
+    name: ClassVar[str]
+
+    def __str__(self) -> str:
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        text = ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed)
+        return f"{self.name}({text})" if text else self.name
+
+
+def positive(rule: Rule, name: str) -> None:
+    """The field is a number above zero, kept as a float."""
+    value = getattr(rule, name)
+    object.__setattr__(rule, name, number(rule.name, name, value, low=0.0, strict=True))
+
+
+def read_rule(registry: Registry[Any], given: object, example: str) -> Any:
+    """The rule of `registry` that a text names.
+
+    Args:
+        registry: of rules; its kind names them in messages.
+        given: the text.
+        example: one that could be read, for messages.
+
+    Raises:
+        ArgumentError: what cannot be read, an unknown name (with a suggestion) or a number out of range.
+    """
+    kind = registry.kind
+    match = _TERM.fullmatch(given) if isinstance(given, str) else None
+    if match is None:
+        raise ArgumentError(f"{kind} is {shown(given)}, expected the text of one, such as {example!r}.")
+    name, inside = match.groups()
+    make = registry.get(name)
+    words = {f.name: f.type in (str, "str") for f in fields(make)}
+    values: dict[str, float | str] = {}
+    for part in inside.split(",") if inside and inside.strip() else []:
+        pair = _ARGUMENT.fullmatch(part)
+        key, text = pair.groups() if pair else ("", "")
+        if pair is None or key in values:
+            raise ArgumentError(f"{kind} {given!r}: cannot read {part.strip()!r}, expected name=number, each once.")
+        if key not in words:
+            known = ", ".join(words) or "none"
+            raise ArgumentError(f"{kind} {name}: unknown argument {key!r}; it takes {known}.")
+        try:
+            values[key] = text if words[key] else float(text)
+        except ValueError:
+            raise ArgumentError(f"{kind} {name}: {key} is {text!r}, expected a number.") from None
+    return make(**values)

@@ -1,0 +1,1 @@
+"""Memory layers: product-key tables, fast weights, large-chunk test-time training."""

@@ -1,0 +1,475 @@
+"""An episodic memory of n^2 slots that is written while it is read: Fast-weight Product Key Memory (FwPKM;
+arXiv:2601.00671, section 3).
+
+Shapes: B batch, T tokens, C model width, H heads, n sub-keys of a half, N = n^2 slots, k slots read by a head, Dk width
+of a query (two halves), Dv of a value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...checks import ArgumentError, flag, flags, require, shape, shown, suggestion, within
+from ...grammar import Spec
+from ...memory.chunk_stream import check_held, check_meta_grad
+from ...memory.fast_weight_rules import KeyUpdate
+from ...memory.fast_weights import FastWeightState, WriteRule, check_storage, check_sync, fast_weight_memory, flush
+from ...memory.product_key import check_eps, require_top_k, slot_scores, weights_spec
+from ...memory.stores.slot_values import slot_values
+from ...one_node import one_node
+from ..arguments import positive_int
+from ..hooks import HookPoint
+from ..memories import MemoryLayer, memory_layers
+from ..memory_trace import MemoryObserver
+from .projections import MemoryProjections, Projected, Tokens, clean_tokens
+
+CALL = "nn.FastWeightProductKeyMemory"
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"step_rule": "paper", "learning_rate": 1.0, "address_weight": 10.0, "border": True},
+    "program": {
+        "step_rule": "reference",
+        "learning_rate": 1.0,
+        "address_weight": 1.0,
+        "key_update": "pooled-entropy",
+        "border": False,
+    },
+}
+"""How paper and released program write. Sharing a memory and keeping it between calls are options of their own."""
+IMPLS = ("auto", "reference", "sparse", "triton")
+
+
+@memory_layers.register("fwpkm")
+class FastWeightProductKeyMemory(MemoryLayer):
+    """Reads, for every token, the k slots nearest to its query; after every chunk of tokens, moves what was read
+    towards the value of the token that came next, so that the same query finds it at the next reading.
+
+        q, v, g = projections of the token (`nn.memory_projections`)    read = sum_j w_j V_j, j in the k slots of q
+        out = W_o rms(g read + (1 - g) v)                               to be added to the residual stream
+
+    Chunks are counted from the start of a row's stream, whatever the calls that bring it. A full chunk waits and is
+    written when the next token is there, before that one reads; `flush` writes what waits. Padding is as if removed.
+    A token whose hidden state is not finite has the output NaN, writes nothing and is not written; statistics count
+    it (`nn.memory_trace.SlotStatistics`), and `regard.checks.debug` raises.
+
+    Args:
+        hidden_size: C.
+        sub_keys, key_dim, value_dim, heads, top_k: n, Dk, Dv, H, k. All heads read one table of values.
+        chunk_size: tokens between two writes; at least 2 with `look_ahead`. May be set at any time.
+        step_rule: how far a slot moves, of `regard.memory.fast_weights.step_rules`: "normalized" (one write
+            makes a single pair exact), "paper" (equation 35), "reference" (the released program).
+        learning_rate: factor of that step.
+        address_weight: factor of the step by which the keys raise the entropy of the slots' use (section 3.3).
+        key_update: "entropy", "pooled-entropy" (one marginal over all heads, as in the released program), "mse" (keys
+            follow the error as values do; "w/o addr loss" of appendix B) or "none".
+        score: of a slot, "idw" (equation 21) or "dot". spec: the weights of the selected scores, a normalised sentence.
+        look_ahead: a token's target is the value of the next one, else its own. border: also across chunks.
+        value_norm: z-score the values. gating: mix by a gate, else read + v. gate_loss: the gate also weighs errors.
+        meta_grad: gradients flow through the writes: always, never, or cut off at every so many.
+        shared: one memory for the batch, whose tokens are one chunk; else one for each row.
+        learn_initial: `keys` and `values` are parameters, learned from the gradient through reads and writes.
+        storage: dtype of what is written, None for that of `values`; arithmetic is float32 at least.
+        norm_eps: of the RMS norms. idw_eps: added to squared distances. impl: "auto", "reference",
+            "sparse" or "triton".
+        sync: "all_gather" (with `shared`): every process writes the tokens of all, so that memories stay the same.
+        resident: (with `shared`) keep the memory in the module, in training and evaluation, as the released program
+            does: a call without a state goes on in what the last call left, after its waiting pairs are written.
+
+    Attributes:
+        keys: [H, 2, n, Dk/2], uniform in +-1/sqrt(Dk) at the start. values: [N, Dv], N(0, 1/Dv) at the start. Buffers:
+            no optimiser moves them, and only a resident memory changes.
+        frozen: read and do not write; the state comes back as it was given. May be set at any time.
+        observer: None, or a `MemoryObserver` that is told of every read and write.
+        slots: N.
+        hook_gate, hook_read: see the gates [B, T] and what was read [B, T, Dv], before the mix.
+
+    In several processes (DistributedDataParallel) memories live apart: rows, or with `shared` the rows of each process,
+    are written by their own tokens only, and what a process saves is its own resident memory; with "all_gather" all of
+    them equal the memory of one process with the whole batch. Pass `broadcast_buffers=False`: `keys` and `values` are
+    the same everywhere at the start, and sending them with every step would cost 4 N Dv bytes, and put the first
+    process's resident memory in the place of the others'.
+
+    A resident memory changes once for every call, also where activations are made again in the backward pass
+    (`torch.utils.checkpoint`), as long as that comes before the next call.
+
+    Raises:
+        ArgumentError: sizes, numbers or names that do not fit, or options that exclude each other.
+    """
+
+    replaces_feed_forward: ClassVar[bool] = False
+    remembers: ClassVar[bool] = True
+    honours_segments: ClassVar[bool] = True
+    keys: Tensor
+    values: Tensor
+    seed: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        sub_keys: int = 512,
+        key_dim: int = 512,
+        value_dim: int = 512,
+        heads: int = 1,
+        top_k: int = 8,
+        chunk_size: int = 512,
+        step_rule: str = "normalized",
+        learning_rate: float = 1.0,
+        address_weight: float = 10.0,
+        key_update: KeyUpdate = "entropy",
+        score: str = "idw",
+        spec: str | Spec = "softmax",
+        look_ahead: bool = True,
+        border: bool = True,
+        value_norm: bool = True,
+        gating: bool = True,
+        gate_loss: bool = True,
+        meta_grad: bool | int = True,
+        shared: bool = False,
+        learn_initial: bool = False,
+        storage: torch.dtype | str | None = None,
+        norm_eps: float = 1e-5,
+        idw_eps: float = 1e-3,
+        impl: str = "auto",
+        sync: str | None = None,
+        resident: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_sizes(sub_keys, key_dim, heads, top_k, chunk_size, look_ahead)
+        flags(CALL, value_norm=value_norm, gating=gating, shared=shared, learn_initial=learn_initial, resident=resident)
+        _check_kinds(shared, learn_initial, sync, resident)
+        slot_scores.given(CALL, "score", score)
+        weights_spec(CALL, spec)
+        idw_eps = check_eps(CALL, "idw_eps", idw_eps)
+        require(
+            impl in ("auto", *slot_values.names(aliases=True)),
+            CALL,
+            f"unknown impl {shown(impl)}.{suggestion(shown(impl), IMPLS)}",
+        )
+        check_meta_grad(CALL, meta_grad)
+        within(CALL, "step_rule", WriteRule, step_rule)
+        rates = (learning_rate, address_weight, key_update, look_ahead, border, gate_loss)
+        self.rule = within(CALL, None, WriteRule, step_rule, *rates)
+        self.hidden_size, self.heads, self.slots, self.top_k = hidden_size, heads, sub_keys**2, top_k
+        self.score, self.spec, self.idw_eps, self.impl = score, spec, idw_eps, impl
+        self.chunk_size, self.meta_grad = chunk_size, meta_grad
+        self.shared, self.sync, self.resident = shared, sync, resident
+        self.storage = _dtype(storage)
+        self.frozen, self.observer = False, None
+        options = {"value_norm": value_norm, "gating": gating, "norm_eps": norm_eps}
+        positive_int(CALL, "hidden_size", hidden_size)
+        self.projections = within(CALL, None, MemoryProjections, hidden_size, heads * key_dim, value_dim, **options)
+        for name, table in (("keys", (heads, 2, sub_keys, key_dim // 2)), ("values", (self.slots, value_dim))):
+            if learn_initial:
+                self.register_parameter(name, nn.Parameter(torch.empty(table)))
+            else:
+                self.register_buffer(name, torch.empty(table))
+        if resident:
+            self.register_buffer("seed", torch.zeros((), dtype=torch.long))
+        self._held: FastWeightState | None = None
+        self.hook_gate, self.hook_read = HookPoint(), HookPoint()
+        self.reset_parameters()
+
+    @classmethod
+    def from_preset(cls, preset: str, hidden_size: int, **options: Any) -> FastWeightProductKeyMemory:
+        """The layer as `PRESETS` has it under that name ("paper", "program"), but for the options given.
+
+        Raises:
+            ArgumentError: no such preset.
+        """
+        if preset not in PRESETS:
+            raise ArgumentError(f"{CALL}.from_preset: unknown preset {preset!r}.{suggestion(str(preset), PRESETS)}")
+        return cls(hidden_size, **{**PRESETS[preset], **options})
+
+    def reset_parameters(self) -> None:
+        """Begin with other random keys and values."""
+        if self.keys.is_meta:
+            return
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        if self.resident:
+            self.seed.fill_(seed)
+        self._held = None
+        self._draw(seed)
+
+    def reset(self) -> None:
+        """A resident memory forgets what was written: `keys` and `values` are again what they were when the layer was
+        made. Nothing where the caller carries the state."""
+        self._held = None
+        if self.resident:
+            self._draw(int(self.seed))
+
+    @torch.no_grad()
+    def _draw(self, seed: int) -> None:
+        # on the CPU in float32 whatever the layer's place and dtype, so that a seed means the same numbers
+        draw = torch.Generator().manual_seed(seed)
+        reach = (2 * self.keys.shape[-1]) ** -0.5
+        keys = torch.empty(self.keys.shape, device="cpu", dtype=torch.float32).uniform_(-reach, reach, generator=draw)
+        self.keys = self._put(self.keys, keys)
+        values = torch.empty(self.values.shape, device="cpu", dtype=torch.float32)
+        self.values = self._put(self.values, values.normal_(std=values.shape[-1] ** -0.5, generator=draw))
+
+    @staticmethod
+    def _put(held: Tensor, fresh: Tensor) -> Tensor:
+        if isinstance(held, nn.Parameter):
+            return held.copy_(fresh)
+        return fresh.to(held)  # another tensor: a graph may still need the old one
+
+    def fast_numbers(self) -> int:
+        return 0 if isinstance(self.values, nn.Parameter) else self.keys.numel() + self.values.numel()
+
+    def extra_repr(self) -> str:
+        """Sizes and rule, for `print(model)`."""
+        flags = "".join(f", {name}=True" for name in ("shared", "resident", "frozen") if getattr(self, name))
+        return (
+            f"slots={self.slots}, top_k={self.top_k}, heads={self.heads}, chunk_size={self.chunk_size}, "
+            f"step_rule={self.rule.name!r}{flags}"
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None = None,
+        state: FastWeightState | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, FastWeightState | None]:
+        """Read for every token, and write what is full.
+
+        Args:
+            hidden: [B, T, C].
+            mask: boolean [B, T], true where a token is real; None: all.
+            state: what the call before has left; None at the start of a stream.
+            segment_ids: integers [B, T]: documents packed into a row, each with a memory of its own.
+
+        Returns:
+            (output [B, T, C] in the dtype of `hidden`, 0 for padding, NaN for tokens that are not finite; the state).
+
+        Raises:
+            ArgumentError: shapes or dtypes that do not fit, or a state of another layer.
+
+        Cost: O(T (C Dk H + C Dv)) for the projections and O(T H (n Dk + k Dv)) for reading and writing; a resident
+        memory is copied once a call, N Dv numbers. Under torch.compile reading a frozen memory is part of the graph
+        (but for gradients to what a state has written), writing is not. Under torch.export the memory is one node, and
+        None comes in the place of the state.
+        """
+        tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
+        check_held(CALL, "hidden", hidden)
+        own: Projected = self.projections(tokens.hidden)
+        if own.gate is not None:
+            own = own._replace(gate=self.hook_gate(own.gate))
+        apart = self.hook_read.active  # somebody looks at what was read, before the mix
+        found, state = self._remember(tokens, own, mask, state, segment_ids, mix=not apart)
+        out = self.projections.output(self.hook_read(found), own) if apart else self.projections.back(found)
+        return tokens.shown(out).to(hidden.dtype), state
+
+    def _remember(
+        self,
+        tokens: Tokens,
+        own: Projected,
+        mask: Tensor | None,
+        state: FastWeightState | None,
+        segment_ids: Tensor | None,
+        mix: bool,
+    ) -> tuple[Tensor, FastWeightState | None]:
+        """What was read [B, T, Dv], or its mix, and the state after it."""
+        # what a checkpointed layer does again in the backward pass was told and kept in the forward pass
+        again = (self.resident or self.observer is not None) and torch._C._current_graph_task_id() != -1
+        observer = None if again else self.observer
+        if self.resident and not again and state is None:
+            self._settle()
+        if observer is not None:
+            self._tell(observer, tokens, own, state, segment_ids)
+        absent = tokens.spoilt
+        if self.frozen and observer is None and segment_ids is None:
+            # nothing is written, so that it does not matter where padding is: no device is waited for, no graph broken
+            mask, absent = None, ~tokens.counted
+        query = torch.where(absent[..., None], torch.nan, own.query)
+        if torch.compiler.is_exporting():
+            return self._exported(query, own, mask, state, segment_ids, mix), None
+        run = fast_weight_memory
+        if torch.compiler.is_compiling() and not self.frozen:
+            # what is done depends on how many tokens wait, so that a compiler would begin anew with every call
+            run = torch.compiler.disable(fast_weight_memory)
+        found, after = within(
+            CALL,
+            None,
+            run,
+            query.unflatten(-1, (self.heads, -1)),
+            own.value,
+            own.gate,
+            self.keys,
+            self.values,
+            state=state,
+            mask=mask,
+            segment_ids=segment_ids,
+            frozen=self.frozen,
+            mix=mix,
+            meta_grad=self.meta_grad,
+            observer=observer,
+            **self._options(),
+        )
+        if self.resident and not again and not self.frozen:
+            self._held = after.detach()
+            if self.sync is not None:  # now, since all processes are here; one alone may save
+                self._held = self._flushed(self._held, observer)
+        return found, after
+
+    def _exported(
+        self,
+        query: Tensor,
+        own: Projected,
+        mask: Tensor | None,
+        state: FastWeightState | None,
+        segment_ids: Tensor | None,
+        mix: bool,
+    ) -> Tensor:
+        """What was read, by one node of an exported graph."""
+        require(
+            state is None and not self.resident,
+            CALL,
+            "an exported graph keeps nothing from call to call; export without a state, and not a resident memory.",
+        )
+        how = {**self._options(), "rule": asdict(self.rule), "spec": str(self.spec), "frozen": self.frozen, "mix": mix}
+        how["storage"] = None if self.storage is None else str(self.storage).removeprefix("torch.")
+        heads = query.unflatten(-1, (self.heads, -1))
+        return _read(heads, own.value, own.gate, self.keys, self.values, mask, segment_ids, json.dumps(how))
+
+    def _options(self) -> dict[str, Any]:
+        """How this memory reads and writes."""
+        names = ("rule", "top_k", "chunk_size", "spec", "score", "shared", "storage", "impl", "sync")
+        return {**{name: getattr(self, name) for name in names}, "eps": self.idw_eps}
+
+    def _tell(
+        self,
+        observer: MemoryObserver,
+        tokens: Tokens,
+        own: Projected,
+        state: FastWeightState | None,
+        segment_ids: Tensor | None,
+    ) -> None:
+        if observer.by_memory and segment_ids is not None:
+            raise ArgumentError(
+                f"{CALL}: a {type(observer).__name__} follows every row's memory, but segment_ids pack several "
+                f"documents into a row; give each document a row of its own."
+            )
+        if state is None:
+            observer.on_start(self.resident)
+        observer.on_tokens(own.gate, tokens.counted, tokens.spoilt)
+
+    def flush(self, state: FastWeightState) -> FastWeightState:
+        """The state with its waiting pairs written: at the end of a document, or before a question about it. A frozen
+        memory writes nothing."""
+        if self.frozen:
+            return state
+        return flush(state, meta_grad=self.meta_grad, observer=self.observer, **self._options())
+
+    # A resident memory ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _flushed(self, state: FastWeightState, observer: MemoryObserver | None) -> FastWeightState:
+        return flush(state, observer=observer, **self._options())
+
+    def _settled(self, observer: MemoryObserver | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values after all that was written, as tensors of their own."""
+        if self._held is None:
+            return self.keys, self.values
+        held = self._flushed(self._held, observer)
+        return held.keys[0], held.values.dense()[0].to(self.values.dtype)
+
+    def _settle(self) -> None:
+        # never in place: a backward pass of the call before may still read the old tensors
+        if self._held is not None:
+            self.keys, self.values = self._settled(self.observer)
+            self._held = None
+
+    def snapshot(self) -> tuple[Tensor, Tensor, FastWeightState | None]:
+        """All that a resident memory holds now. Nothing is copied, since nothing changes in place."""
+        return self.keys, self.values, self._held
+
+    def restore(self, snapshot: tuple[Tensor, Tensor, FastWeightState | None]) -> None:
+        """Be again what `snapshot` found.
+
+        Raises:
+            ArgumentError: it was taken from a memory of another shape, or this one is not resident.
+        """
+        require(self.resident, f"{CALL}.restore", "only a resident memory keeps something; pass the state instead.")
+        keys, values, held = snapshot
+        for name, tensor in (("keys", keys), ("values", values)):
+            own = getattr(self, name)
+            if tensor.shape != own.shape:
+                raise ArgumentError(
+                    f"{CALL}.restore: the snapshot has {name} {shape(tensor)}, but this memory {shape(own)}; "
+                    f"take it from a memory of these sizes."
+                )
+        self.keys, self.values, self._held = keys, values, held
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastWeightProductKeyMemory:
+        self._settle()  # what is moved or converted is the memory as it is now
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._held is not None:
+            destination[prefix + "keys"], destination[prefix + "values"] = self._settled()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._held = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+@one_node("fast_weight_read", lambda query, value, *_: value.new_empty(value.shape))
+def _read(
+    query: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    options: str,
+) -> Tensor:
+    """What `fast_weight_memory` reads in a stream that begins here, [B, T, Dv]; its options as JSON."""
+    how = json.loads(options)
+    how["rule"], how["storage"] = WriteRule(**how["rule"]), _dtype(how["storage"])
+    return fast_weight_memory(query, value, gate, keys, values, mask=mask, segment_ids=segment_ids, **how)[0]
+
+
+def _check_sizes(sub_keys: int, key_dim: int, heads: int, top_k: int, chunk_size: int, look_ahead: bool) -> None:
+    sizes = {"sub_keys": sub_keys, "key_dim": key_dim, "heads": heads, "chunk_size": chunk_size}
+    for name, size in sizes.items():
+        positive_int(CALL, name, size)
+    flag(CALL, "look_ahead", look_ahead)
+    require(key_dim % 2 == 0, CALL, f"key_dim is {shown(key_dim)}, expected an even number: a query has two halves.")
+    within(CALL, f"sub_keys is {shown(sub_keys)}", require_top_k, CALL, top_k, sub_keys)
+    require(
+        chunk_size >= 2 or not look_ahead,
+        CALL,
+        "chunk_size is 1, expected at least 2: a token's target is the value of the next one; look_ahead=False makes "
+        "it its own.",
+    )
+
+
+def _check_kinds(shared: bool, learn_initial: bool, sync: str | None, resident: bool) -> None:
+    """Options that need or exclude each other."""
+    check_sync(CALL, sync, True)
+    require(
+        shared or not (resident or sync),
+        CALL,
+        f"{'resident' if resident else 'sync'} needs one memory for the batch; give shared=True.",
+    )
+    require(
+        not (resident and learn_initial),
+        CALL,
+        "learn_initial learns what a stream begins with, and a resident memory begins with what it wrote; choose one.",
+    )
+
+
+def _dtype(storage: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype, or the name of one, as configurations have it."""
+    found = getattr(torch, storage, storage) if isinstance(storage, str) else storage
+    check_storage(CALL, found)
+    return found

@@ -1,0 +1,354 @@
+"""A token mixer that attends to a window and learns the rest: LaCT (Test-Time Training Done Right, Zhang et al. 2025,
+arXiv:2505.23884, the language model).
+
+Shapes: B batch, T tokens given now, Tk those given and those remembered, C model width, H attention heads, Hf heads of
+fast weights, D = C / Hf channels of one, F width of its inner layer, W window.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+
+from ...checks import ArgumentError, boolean_mask, flag, flags, number, on_device, require, segments, shape, suggestion
+from ...memory.chunk_stream import check_chunk, check_held, check_meta_grad
+from ...memory.large_chunk import LargeChunkState, as_optimizer, flush, large_chunk_ttt
+from ...pairwise.attention import attention, diagnosed_attention
+from ...recurrent.states import State, require_state
+from ..arguments import check_heads, check_hidden, check_layer_idx, check_positions, positive_int
+from ..attention.norm import HeadRMSNorm
+from ..attention.rotary import rotate
+from ..hooks import HookPoint
+from .projections import Tokens, clean_tokens
+
+CALL = "nn.LargeChunkTTT"
+BASE_RATE = 1e-3
+PRESETS = {
+    "512C+512W": {"chunk_size": 512, "window": 512},
+    "512C+2048W": {"chunk_size": 512, "window": 2048},
+    "512C+4096W": {"chunk_size": 512, "window": 4096},
+    "2048C+2048W": {"chunk_size": 2048, "window": 2048},
+}
+"""The four settings that the FwPKM paper (arXiv:2601.00671, appendix A) compares; the second one was best (its Table 3
+has the two numbers the wrong way round) and is the default."""
+
+
+@dataclass(frozen=True)
+class WindowState(State):
+    """The pairs that a later token's window reaches.
+
+    Attributes:
+        key, value: [B, H, n, C / H], turned by their positions; n <= W - 1.
+        valid: boolean [B, n], which of them may be attended.
+    """
+
+    key: Tensor
+    value: Tensor
+    valid: Tensor
+
+
+class LargeChunkLayer(Protocol):
+    """What the mixer keeps in a cache: two states, None before the first token; the cache's `layers[layer_idx]`."""
+
+    window_state: WindowState | None
+    fast_state: LargeChunkState | None
+
+
+class LargeChunkTTT(nn.Module):
+    """Softmax attention to the last W tokens, beside a SwiGLU network for every sequence and head that learns keys and
+    values chunk by chunk; queries, keys and values are those of the attention.
+
+        q', k' = l2(silu(scale * (q, k) + shift)) turned like q and k,   v' = silu(v)      a scale and a shift a channel
+        out = W_o (attention(q, k, v) + silu(w_s h) rms(f(q')))                             w_s h: one number a head
+        loss of a chunk = - sum_t v'_t^T f(k'_t),     rates eta_t = softplus(w h_t + softplus^-1(1e-3)), three a head
+
+    A chunk reads the weights of its start, is learned when the next token arrives, and every row of a matrix then gets
+    back its first norm (`regard.memory.large_chunk`). Chunks count the real tokens of a sequence from its first, in
+    whatever calls they come; the window counts positions, as in `nn.Attention`.
+
+    Args:
+        hidden_size: C.
+        num_heads: H. fast_heads: Hf. Both divide C.
+        inner: F / D.
+        window, chunk_size: W, and tokens between two writes. `chunk_size` may be set at any time.
+        optimizer: "sgd", "momentum" (m_t = sigmoid of a projection, its mean over the chunk), "muon" (Newton-Schulz)
+            or "momentum-muon".
+        layer_idx: the layer's place in a cache.
+        bias: biases of queries, keys and values.
+        qk_norm: an RMS norm with gains over the whole width of queries, and of keys.
+        fast_rotary: turn q' and k' by their positions too.
+        meta_grad: gradients flow through the writes: always, never, or cut after every so many.
+        norm_eps: of the RMS norms.
+
+    Attributes:
+        gate, up, down: [Hf, F, D], [Hf, F, D], [Hf, D, F], parameters: the weights before the first token.
+        frozen: read the fast weights and do not write; their state comes back as it was given.
+        hook_q, hook_k, hook_v: see queries, keys, values [B, H, T, C / H] of the attention.
+        hook_read: sees what the networks said, [B, T, Hf, D], normed and scaled. hook_out: the output [B, T, C].
+
+    Parameters: 4 C^2 + 3 C F + 4 C + 5 Hf (C + 1) + D with momentum; with C = 768, Hf = 4, F = D they are 2,820,308.
+
+    A token whose hidden state is not finite has the output NaN and keeps its place, but none attends to it and nothing
+    learns from it; `regard.checks.debug` raises.
+
+    Raises:
+        ArgumentError: sizes that do not divide, numbers out of range, or an unknown optimizer.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        fast_heads: int = 4,
+        inner: float = 1.0,
+        window: int = 2048,
+        chunk_size: int = 512,
+        optimizer: str = "momentum",
+        layer_idx: int | None = None,
+        bias: bool = False,
+        qk_norm: bool = False,
+        fast_rotary: bool = True,
+        meta_grad: bool | int = True,
+        norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, None)
+        positive_int(CALL, "fast_heads", fast_heads)
+        flags(CALL, bias=bias, qk_norm=qk_norm, fast_rotary=fast_rotary)
+        number(CALL, "norm_eps", norm_eps, low=0.0, strict=True)
+        number(CALL, "inner", inner, low=0.0, strict=True)
+        if hidden_size % fast_heads:
+            raise ArgumentError(
+                f"{CALL}: hidden_size {hidden_size} is not a multiple of {fast_heads} fast_heads; change one."
+            )
+        positive_int(CALL, "window", window)
+        self.rule = as_optimizer(CALL, optimizer)
+        check_meta_grad(CALL, meta_grad)
+        dim = hidden_size // fast_heads
+        width = int(inner * dim)
+        require(width > 0, CALL, f"inner is {inner!r}, expected a factor that leaves at least one of {dim} channels.")
+        self.hidden_size, self.num_heads, self.head_dim, self.fast_heads = hidden_size, num_heads, head_dim, fast_heads
+        self.window, self.chunk_size = window, check_chunk(CALL, chunk_size, 1)
+        self.optimizer, self.meta_grad, self.fast_rotary = optimizer, meta_grad, fast_rotary
+        self.layer_idx, self.frozen = check_layer_idx(CALL, layer_idx), False
+        for part in ("q", "k", "v"):
+            self.add_module(f"{part}_proj", nn.Linear(hidden_size, hidden_size, bias=bias))
+        self.q_norm, self.k_norm = (HeadRMSNorm(hidden_size, norm_eps) if qk_norm else nn.Identity() for _ in "qk")
+        for part in ("q", "k"):
+            self.register_parameter(f"{part}_scale", nn.Parameter(torch.ones(hidden_size)))
+            self.register_parameter(f"{part}_shift", nn.Parameter(torch.zeros(hidden_size)))
+        self.rate_proj = nn.Linear(hidden_size, 3 * fast_heads)
+        self.momentum_proj = nn.Linear(hidden_size, fast_heads) if self.rule.momentum else None
+        self.read_norm = HeadRMSNorm(dim, norm_eps)
+        self.read_proj = nn.Linear(hidden_size, fast_heads)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.gate = nn.Parameter(torch.empty(fast_heads, width, dim))
+        self.up = nn.Parameter(torch.empty(fast_heads, width, dim))
+        self.down = nn.Parameter(torch.empty(fast_heads, dim, width))
+        self.hook_q, self.hook_k, self.hook_v = HookPoint(), HookPoint(), HookPoint()
+        self.hook_read, self.hook_out = HookPoint(), HookPoint()
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the first fast weights anew: N(0, 1 / inputs)."""
+        for weight in (self.gate, self.up, self.down):
+            weight.normal_(std=weight.shape[-1] ** -0.5)
+
+    @classmethod
+    def from_preset(cls, preset: str, hidden_size: int, num_heads: int, **options: Any) -> LargeChunkTTT:
+        """The layer with the chunk and the window of `PRESETS`, but for the options given.
+
+        Raises:
+            ArgumentError: no such preset.
+        """
+        if preset not in PRESETS:
+            raise ArgumentError(f"{CALL}.from_preset: unknown preset {preset!r}.{suggestion(str(preset), PRESETS)}")
+        return cls(hidden_size, num_heads, **{**PRESETS[preset], **options})
+
+    def extra_repr(self) -> str:
+        """Heads, window, chunk and optimiser, for `print(model)`."""
+        return (
+            f"num_heads={self.num_heads}, fast_heads={self.fast_heads}, window={self.window}, "
+            f"chunk_size={self.chunk_size}, optimizer={self.optimizer!r}{', frozen=True' if self.frozen else ''}"
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        output_attentions: bool = False,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mix the tokens given with all before them.
+
+        Args:
+            hidden_states: [B, T, C].
+            position_embeddings: (cos, sin) of `rotary_angles`; None for no positions.
+            attention_mask: boolean [B, Tk] over tokens so far (the last T columns are those given now), true where a
+                token is real.
+            past_key_values: a cache whose `layers[layer_idx]` is a `LargeChunkLayer`, of which the two states are
+                replaced (the one thing that a forward pass changes).
+            output_attentions: also return the weights of the attention, by the dense reference.
+            segment_ids: integers [B or 1, T]: a change begins a new document, of which no earlier one is seen. The
+                first one goes on from the cache.
+
+        Returns:
+            (output [B, T, C], 0 at padding, weights [B, H, T, Tk] or None; Tk counts the pairs at hand).
+
+        Raises:
+            ArgumentError: wrong rank, dtype or shape; a mask of pairs; a cache without a place for the two states.
+        """
+        layer = self._layer(past_key_values)
+        check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.o_proj)
+        tokens = clean_tokens(CALL, hidden_states, self._new(attention_mask, hidden_states), self.hidden_size)
+        batch, length, _ = hidden_states.shape
+        check_held(CALL, "hidden_states", hidden_states)
+        segments(CALL, segment_ids, batch, length, hidden_states.device)
+        check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
+        flag(CALL, "output_attentions", output_attentions)
+        hidden = tokens.hidden.to(self.o_proj.weight.dtype)
+        query, key = self.q_norm(self.q_proj(hidden)), self.k_norm(self.k_proj(hidden))
+        value = self.v_proj(hidden)
+        read, fast = self._learn(hidden, query, key, value, position_embeddings, tokens, layer, segment_ids)
+        query, key = (self._turned(x, position_embeddings) for x in (query, key))
+        pairs = (self.hook_q(query), self.hook_k(key), self.hook_v(self._split(value)))
+        attended, weights, window = self._attend(*pairs, tokens, layer, segment_ids, output_attentions)
+        out = self.o_proj(attended.transpose(1, 2).flatten(2) + self.hook_read(read).flatten(2).to(attended.dtype))
+        if layer is not None:
+            layer.window_state, layer.fast_state = window, fast
+        return self.hook_out(tokens.shown(out)), weights
+
+    def flush(self, state: LargeChunkState) -> LargeChunkState:
+        """The state after what waits was learned."""
+        return flush(state, optimizer=self.optimizer)
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[B, T, C] to the heads of the attention, [B, H, T, C / H]."""
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def _turned(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[B, T, C] as heads of the attention, turned by their positions."""
+        x = self._split(x)
+        return x if position_embeddings is None else rotate(x, *position_embeddings)
+
+    def _learn(
+        self,
+        hidden: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        tokens: Tokens,
+        layer: LargeChunkLayer | None,
+        segment_ids: Tensor | None,
+    ) -> tuple[Tensor, LargeChunkState]:
+        """What the fast weights say, [B, T, Hf, D], and their state after."""
+        places = position_embeddings if self.fast_rotary else None
+        heads, wide = (self.fast_heads, -1), tokens.hidden.dtype
+        query = silu(query.to(wide) * self.q_scale.to(wide) + self.q_shift.to(wide)).unflatten(-1, heads)
+        key = silu(key.to(wide) * self.k_scale.to(wide) + self.k_shift.to(wide)).unflatten(-1, heads)
+        units = (x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1e-5) for x in (query, key))
+        query, key = (self._turned(x.flatten(2), places).transpose(1, 2).flatten(2).unflatten(-1, heads) for x in units)
+        rates = softplus(self.rate_proj(hidden).to(wide) + math.log(math.expm1(BASE_RATE)))
+        share = None if self.momentum_proj is None else self.momentum_proj(hidden).to(wide).sigmoid()
+        read, state = large_chunk_ttt(
+            query.masked_fill(tokens.spoilt[..., None, None], torch.nan),
+            key,
+            silu(value.to(wide)).unflatten(-1, heads),
+            rates.unflatten(-1, heads),
+            (self.gate, self.up, self.down),
+            share=share,
+            chunk_size=self.chunk_size,
+            optimizer=self.optimizer,
+            state=None if layer is None else layer.fast_state,
+            mask=tokens.counted | tokens.spoilt,
+            segment_ids=segment_ids,
+            frozen=self.frozen,
+            meta_grad=self.meta_grad,
+        )
+        return self.read_norm(read) * silu(self.read_proj(hidden).to(wide))[..., None], state
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        tokens: Tokens,
+        layer: LargeChunkLayer | None,
+        segment_ids: Tensor | None,
+        output_attentions: bool,
+    ) -> tuple[Tensor, Tensor | None, WindowState]:
+        """Attention to the window [B, H, T, C / H], its weights or None, and the pairs for later."""
+        past, valid, seen = None if layer is None else layer.window_state, tokens.counted, 0
+        if past is not None:
+            sizes = {"key": (*key.shape[:2], past.key.shape[2], key.shape[3]), "value": past.key.shape}
+            require_state(CALL, past, WindowState, sizes, key)
+            key, value = torch.cat([past.key, key], 2), torch.cat([past.value, value], 2)
+            valid, seen = torch.cat([past.valid, valid], 1), past.tokens
+        runs = None if segment_ids is None else _documents(segment_ids, tokens.counted, valid.shape[1])
+        weights = None
+        arguments: dict[str, Any] = {"is_causal": True, "window": self.window, "segment_ids": runs}
+        arguments["attn_mask"] = None if valid.all() else valid[:, None, None]
+        if output_attentions:
+            out, diagnostics = diagnosed_attention(query, key, value, "softmax", impl="reference", **arguments)
+            weights = diagnostics.weights
+        else:
+            out = attention(query, key, value, **arguments)
+        kept = slice(max(valid.shape[1] - self.window + 1, 0), None)
+        if runs is not None:
+            valid = valid & (runs == runs[:, -1:])
+        seen += query.shape[2]
+        return out, weights, WindowState(key[:, :, kept], value[:, :, kept], valid[:, kept], tokens=seen)
+
+    def _new(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
+        """The mask of the tokens given now, [B, T]."""
+        if mask is None:
+            return None
+        boolean_mask(CALL, "attention_mask", mask)
+        on_device(CALL, "attention_mask", mask, hidden.device)
+        if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
+            mask = mask[:, 0, 0]
+        if mask.dim() != 2 or hidden.dim() != 3 or mask.shape[0] != hidden.shape[0] or mask.shape[1] < hidden.shape[1]:
+            raise ArgumentError(
+                f"{CALL}: attention_mask has shape {shape(mask)}, expected [B, Tk], a column for every token so far of "
+                f"hidden_states {shape(hidden)}; a mask of pairs cannot say what fast weights may learn: give "
+                f"segment_ids for packed documents."
+            )
+        return mask[:, mask.shape[1] - hidden.shape[1] :]
+
+    def _layer(self, cache: Any) -> LargeChunkLayer | None:
+        """This layer's place in the cache."""
+        if cache is None:
+            return None
+        if self.layer_idx is None:
+            raise ArgumentError(f"{CALL}: past_key_values was given to a layer without layer_idx; set it.")
+        layers = getattr(cache, "layers", ())
+        layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
+        if not hasattr(layer, "window_state") or not hasattr(layer, "fast_state"):
+            raise ArgumentError(
+                f"{CALL}: past_key_values holds a {type(layer).__name__} at layer {self.layer_idx}, no place for "
+                f"window and fast weights; use the model's new_cache()."
+            )
+        return layer
+
+
+def _documents(segment_ids: Tensor, counted: Tensor, keys: int) -> Tensor:
+    """Numbers [B, Tk] of documents that grow from left to right; padding belongs to the document before it (what is
+    remembered, and padding at the left, to the first one)."""
+    batch, tokens = counted.shape
+    ids = segment_ids.expand(batch, tokens)
+    at = torch.arange(tokens, device=ids.device).expand(batch, tokens)
+    last = torch.where(counted, at, -1).cummax(1).values
+    first = counted.int().argmax(1, keepdim=True)
+    ids = ids.gather(1, torch.where(last < 0, first, last))
+    change = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (keys - tokens + 1, 0))
+    return change.long().cumsum(1)

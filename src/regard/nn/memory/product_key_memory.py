@@ -1,0 +1,160 @@
+"""Product-key memory with slow weights: a large table of learned values in the place of a feed-forward layer, of which
+every token reads a few rows (Lample et al. 2019, arXiv:1907.05242; with RMS-normed queries and the gated output of
+Memory Layers at Scale, arXiv:2412.09764, as the fast-weight product-key-memory paper, arXiv:2601.00671, builds it).
+
+Of token t with the hidden state h_t:
+
+    q = norm(W_q h + b_q), H heads;   of each head the k best of n^2 slots and their weights (equations 5-8)
+    out = W_o (p * silu(W_s h + b_s)) + b_o,   p the sum of all heads' weighted values (equation 9)
+
+Shapes: B batch, T tokens, C model width, H heads, n sub-keys of a half, N = n^2 slots, k slots of a head, Dk width of a
+key, Dv of a value.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...checks import flags, number, refuse, require, shown, within
+from ...grammar import Spec
+from ...memory.product_key import product_key_search, require_top_k, slot_scores, slot_weights, weights_spec
+from ...memory.stores.slot_sums import slot_sums
+from ...precision import autocast
+from ..arguments import check_hidden, positive_int
+from ..hooks import HookPoint
+from ..memories import MemoryLayer, memory_layers
+from .projections import clean_tokens
+
+CALL = "nn.ProductKeyMemory"
+QUERY_NORMS = ("rms", "batch", "none")
+
+
+@memory_layers.register("pkm")
+class ProductKeyMemory(MemoryLayer):
+    """A feed-forward layer whose knowledge lies in a table of n^2 learned values.
+
+    Args:
+        hidden_size: C.
+        sub_keys: n.
+        key_dim: Dk, of a head; even.
+        value_dim: Dv.
+        heads: H; all read the same values.
+        top_k: k, of a head, at most n.
+        query_norm: of the queries: "rms" (all heads together, a gain), "batch" (every number over all real tokens of
+            the batch; the first authors' choice, in training not causal) or "none".
+        swilu: gate the output by silu of a projection of the hidden state.
+        score: how a half of a query meets a sub-key: "dot" or "idw".
+        spec: the weights of the slots of a head, made of their scores: a normalised, non-negative `Spec` of degree 0.
+        bias: of the projections.
+        sparse_grad: the gradient of `values` is sparse, for an optimiser that takes it (`optimizer_groups`).
+        eps: of the norms.
+
+    Attributes:
+        keys: [H, 2, n, Dk/2], uniform in +-1/sqrt(Dk) at first.
+        values: [N, Dv], N(0, 1/Dv) at first.
+        hook_read: sees p [B, T, Dv].
+
+    Raises:
+        ArgumentError: sizes that do not fit, or an unknown score, norm or spec.
+
+    At the default sizes and C = 768 these are 137,630,976 parameters (paper, Table 2, "PKM"). `values` and `keys` learn
+    best in a group of their own, with a fixed learning rate and without weight decay: see `optimizer_groups`.
+    """
+
+    replaces_feed_forward = True
+    remembers = False
+    honours_segments = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        sub_keys: int = 512,
+        key_dim: int = 512,
+        value_dim: int = 512,
+        heads: int = 4,
+        top_k: int = 32,
+        query_norm: str = "rms",
+        swilu: bool = True,
+        score: str = "dot",
+        spec: str | Spec = "softmax",
+        bias: bool = True,
+        sparse_grad: bool = False,
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        sizes = {"hidden_size": hidden_size, "sub_keys": sub_keys, "key_dim": key_dim, "value_dim": value_dim}
+        for name, size in {**sizes, "heads": heads}.items():
+            positive_int(CALL, name, size)
+        require(key_dim % 2 == 0, CALL, f"key_dim is {shown(key_dim)}, expected an even number: a key has two halves.")
+        within(CALL, f"sub_keys is {shown(sub_keys)}", require_top_k, CALL, top_k, sub_keys)
+        number(CALL, "eps", eps, low=0.0, strict=True)
+        flags(CALL, swilu=swilu, bias=bias, sparse_grad=sparse_grad)
+        if not isinstance(query_norm, str) or query_norm not in QUERY_NORMS:
+            raise refuse(CALL, "query_norm", query_norm, f"one of {', '.join(QUERY_NORMS)}")
+        slot_scores.given(CALL, "score", score)
+        self.hidden_size, self.heads, self.top_k = hidden_size, heads, top_k
+        self.score, self.spec, self.sparse_grad = score, weights_spec(CALL, spec), sparse_grad
+        self.q_proj = nn.Linear(hidden_size, heads * key_dim, bias=bias)
+        self.q_norm: nn.Module = nn.Identity()
+        if query_norm == "rms":
+            self.q_norm = nn.RMSNorm(heads * key_dim, eps=eps)
+        elif query_norm == "batch":
+            self.q_norm = nn.BatchNorm1d(heads * key_dim, eps=eps)
+        self.gate_proj = nn.Linear(hidden_size, value_dim, bias=bias) if swilu else None
+        self.out_proj = nn.Linear(value_dim, hidden_size, bias=bias)
+        self.keys = nn.Parameter(torch.empty(heads, 2, sub_keys, key_dim // 2))
+        self.values = nn.Parameter(torch.empty(sub_keys**2, value_dim))
+        self.hook_read = HookPoint()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Keys and values as at first."""
+        bound = (2 * self.keys.shape[-1]) ** -0.5
+        nn.init.uniform_(self.keys, -bound, bound)
+        nn.init.normal_(self.values, std=self.values.shape[1] ** -0.5)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None = None,
+        state: None = None,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """What the memory gives for every token by itself.
+
+        Args:
+            hidden: [B, T, C], normed.
+            mask: bool [B, T], true where a token is real; the rest gives 0 and counts for nothing. None: all.
+            state, segment_ids: as for memories that remember; nothing is made of them.
+
+        Returns:
+            (output [B, T, C] in the dtype of `hidden`, None). A token that is not finite gives NaN, and no gradient.
+
+        Raises:
+            ArgumentError: shapes or dtypes that do not fit.
+
+        Cost: O(T H (n Dk + k Dv)) time beside the projections; memory O(T H (n + k Dk)): what is picked of the values
+        is never held.
+        """
+        tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
+        check_hidden(CALL, "hidden", hidden, self.hidden_size, self.q_proj)
+        x = tokens.hidden if autocast(hidden.device.type) else tokens.hidden.to(hidden.dtype)
+        query = self._normed(self.q_proj(x), tokens.counted).unflatten(-1, (self.heads, -1))
+        found = product_key_search(query, self.keys, self.top_k, score=self.score)
+        weights = slot_weights(found, self.spec, joint=False)
+        read = slot_sums(self.values, found.slots.flatten(2), weights.flatten(2), sparse_grad=self.sparse_grad)
+        read = self.hook_read(read.to(x.dtype))
+        if self.gate_proj is not None:
+            read = read * F.silu(self.gate_proj(x))
+        return tokens.shown(self.out_proj(read).to(hidden.dtype)), None
+
+    def _normed(self, query: Tensor, counted: Tensor) -> Tensor:
+        if not isinstance(self.q_norm, nn.BatchNorm1d):
+            return self.q_norm(query)
+        if not self.training:
+            return self.q_norm(query.flatten(0, 1)).view_as(query)
+        normed = self.q_norm(query[counted]) if counted.sum() > 1 else query[counted] * 0  # one number has no spread
+        return torch.zeros_like(query).index_put((counted,), normed)

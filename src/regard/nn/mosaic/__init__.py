@@ -1,0 +1,1 @@
+"""The memory units of Memory Mosaics."""

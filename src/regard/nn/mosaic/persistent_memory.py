@@ -1,0 +1,164 @@
+"""The persistent memory of Memory Mosaics: learned pairs of keys and values, the same for every sequence, read by
+kernel regression in the place of a feed-forward layer (sparse-attention paper, section 2.4; Sukhbaatar et al. 2019).
+
+Shapes: B batch, T tokens, N tokens so far, C model width, H heads, D channels of a head, S slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...checks import flags, instance, require
+from ...grammar import Spec, as_spec
+from ...pairwise.attention import attention
+from ...recurrent.leaky import LeakyState
+from ..arguments import check_heads, positive_int
+from ..hooks import HookPoint
+from .contextual_memory import check_features, check_tokens, measures_distance
+from .features import GAIN, SCALE_LIMIT, VALUE_START, KeyFeatures, OutputProjection, Sharpness, begin, without_hidden
+
+CALL = "nn.PersistentMemory"
+
+
+class PersistentMemory(nn.Module):
+    """Attention from every token to S learned slots per head, each token for itself but for its leaky key.
+
+    Args:
+        hidden_size: C.
+        num_heads: H.
+        slots: S.
+        head_dim: D; default `hidden_size // num_heads`, which must then be exact.
+        spec: a normalised `Spec`, or its text. Where scores have a scale, it is beta^2, learned per head: queries are
+            unit vectors, the slots' keys are as they are. Sentences without one are given queries of length beta^2;
+            `fixed(h=...)` unit queries.
+        copies: sets of slots, whose answers are averaged.
+        own_keys: make keys from a projection and a rate of one's own; without, `read` is given keys, and there is no
+            `forward`.
+        bias: of the projections.
+        average, key_eps: of `KeyFeatures`. scale_limit: of `Sharpness`.
+
+    Attributes:
+        slot_keys, slot_values: [copies, H, S, D], from N(0, 1/D).
+        scale: [H], what is read is multiplied by exp(10 scale).
+        hook_out: sees the output [B, T, C].
+
+    Raises:
+        ArgumentError: sizes that do not fit, an unknown spec, or one that is not normalised or needs a probe.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        slots: int,
+        *,
+        head_dim: int | None = None,
+        spec: str | Spec = "softmax",
+        copies: int = 1,
+        own_keys: bool = True,
+        bias: bool = False,
+        average: bool = False,
+        key_eps: float = 0.0,
+        scale_limit: float = SCALE_LIMIT,
+    ) -> None:
+        super().__init__()
+        flags(CALL, own_keys=own_keys, bias=bias, average=average)
+        check_features(CALL, key_eps, scale_limit)
+        self.num_heads = num_heads
+        self.head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, head_dim)
+        positive_int(CALL, "slots", slots)
+        positive_int(CALL, "copies", copies)
+        self.spec = persistent_spec(CALL, spec)
+        self.keys = None
+        if own_keys:
+            self.keys = KeyFeatures(hidden_size, num_heads, self.head_dim, bias=bias, average=average, eps=key_eps)
+        self.sharpness = None if measures_distance(self.spec) else Sharpness(num_heads, scale_limit)
+        self.slot_keys = nn.Parameter(torch.empty(copies, num_heads, slots, self.head_dim))
+        self.slot_values = nn.Parameter(torch.empty(copies, num_heads, slots, self.head_dim))
+        self.scale = nn.Parameter(torch.empty(num_heads))
+        self.out_proj = OutputProjection(num_heads * self.head_dim, hidden_size, bias=bias)
+        nn.init.normal_(self.slot_keys, std=self.head_dim**-0.5)
+        nn.init.normal_(self.slot_values, std=self.head_dim**-0.5)
+        self.hook_out = HookPoint()
+        begin(self)
+
+    def number_starts(self) -> dict[str, Tensor]:
+        """What is learned per head, as learning begins."""
+        return {"scale": torch.full(self.scale.shape, VALUE_START / GAIN)}
+
+    def extra_repr(self) -> str:
+        """Sizes and spec, for `print(model)`."""
+        copies, _, slots, _ = self.slot_keys.shape
+        return f"slots={slots}, copies={copies}, spec={str(self.spec)!r}"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        state: LeakyState | None = None,
+        *,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, LeakyState]:
+        """What the slots say to every token.
+
+        Args:
+            hidden_states: [B, T, C].
+            attention_mask: boolean [B, N] over all tokens so far, True where a token is real; hidden ones change
+                nothing.
+            state: of the leaky average over the tokens before these, which belong to the first document.
+            segment_ids: integers [B or 1, T] of packed documents, whose leaky averages are their own.
+
+        Returns:
+            (output [B, T, C], the state after these tokens).
+
+        Raises:
+            ArgumentError: wrong rank, dtype or shape, or there are no keys of its own.
+
+        Cost: O(T S C) beside the projections.
+        """
+        require(self.keys is not None, CALL, "has no keys of its own (own_keys=False); call read(keys).")
+        assert self.keys is not None
+        if state is not None:
+            instance(CALL, "state", state, LeakyState, "a LeakyState or None")
+        check_tokens(CALL, hidden_states, attention_mask, 0 if state is None else state.tokens, self.keys)
+        mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
+        keys, after = self.keys(without_hidden(hidden_states, mask), mask, state, segment_ids)
+        return self.read(keys), after
+
+    def read(self, keys: Tensor) -> Tensor:
+        """[B, T, C] for unit keys [B, H, T, D]."""
+        batch, _, tokens, _ = keys.shape
+        # all tokens of all sequences ask the same slots: one batch, so that no slot is copied
+        query = keys.transpose(0, 1).flatten(1, 2)[None]
+        scale = None
+        if self.spec.takes_scale:
+            assert self.sharpness is not None
+            scale = self.sharpness()[:, None]
+        elif self.sharpness is not None:
+            query = query * self.sharpness().to(query.dtype)[:, None, None]
+        slot_keys, slot_values = self.slot_keys.to(query.dtype), self.slot_values.to(query.dtype)
+        found = [
+            attention(query, key[None], value[None], self.spec, scale=scale)
+            for key, value in zip(slot_keys, slot_values, strict=True)
+        ]
+        read = found[0] if len(found) == 1 else torch.stack(found).mean(0)
+        read = read * (GAIN * self.scale).exp().to(read.dtype)[:, None, None]
+        rows = read[0].unflatten(1, (batch, tokens)).permute(1, 2, 0, 3)
+        return self.hook_out(self.out_proj(rows.flatten(2)))
+
+
+def persistent_spec(call: str, given: str | Spec) -> Spec:
+    """The sentence of a persistent memory.
+
+    Raises:
+        ArgumentError: an unknown spec, or one that is not normalised or needs a probe.
+    """
+    spec = as_spec(given, call)
+    require(
+        bool(spec.weighting.normalised) and "probe" not in spec.params,
+        call,
+        f"spec: {spec} has weights that are not divided by their sum, or a slope that is learned from the tokens; a "
+        f"persistent memory needs a normalised sentence, such as softmax or biweight.",
+    )
+    return spec

@@ -1,0 +1,1 @@
+"""Attention over all pairs of queries and keys: one call, its reference form and its fast forms."""

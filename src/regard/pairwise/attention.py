@@ -1,0 +1,458 @@
+"""`regard.attention`: checks, features and the choice of an implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import (
+    ArgumentError,
+    boolean_mask,
+    broadcastable,
+    finite,
+    flags,
+    floating,
+    in_range,
+    instance,
+    is_integer,
+    mapping,
+    on_device,
+    optional_whole,
+    refuse,
+    segments,
+    shape,
+    whole,
+)
+from ..grammar import Spec, as_spec
+from ..grammar.spec import LOCAL_LINEAR
+from ..precision import clean, either, full_precision, overflowing, row_number, transformed
+from .dispatch import Explanation, Inputs, Problem, choose, explain_problem
+from .local_regression import LARGEST, repeat_heads
+from .visibility import Visibility, runs_of
+
+CALL = "attention"
+FAR = 2**48
+"""Positions are cut here, which leaves room for their sums in int64."""
+
+
+def _diagnostics_without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Detach the weights that a call with `return_diagnostics` gives, which would keep its graph in memory."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        return (found[0], found[1].detached()) if isinstance(found, tuple) else found
+
+    return call
+
+
+@_diagnostics_without_gradients
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: Spec | str = "softmax",
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    exclude_self: bool = False,
+    window: int | None = None,
+    query_offset: int | Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    scale: float | Tensor | None = None,
+    params: Mapping[str, float | Tensor] | None = None,
+    enable_gqa: bool = False,
+    impl: str = "auto",
+    return_diagnostics: bool = False,
+) -> Any:
+    """Predict a value at every query by local regression on the visible pairs of keys and values.
+
+    Args:
+        query: [B, H, Tq, D].
+        key: [B, Hkv, Tk, D]; Hkv = H, or a divisor of H with `enable_gqa`.
+        value: [B, Hkv, Tk, Dv].
+        spec: a sentence of the grammar or its text: kernel, bandwidth, local model, similarity.
+        attn_mask: boolean, broadcastable to [B, H, Tq, Tk]; True where a key may be attended.
+        is_causal: query i sees keys j <= i + query_offset.
+        exclude_self: strictly: j < i + query_offset; implies `is_causal`.
+        window: with causal order the last `window` positions it permits, else |i + query_offset - j| < window.
+        query_offset: the key position of query 0: an int, or integers [B]; Tk - Tq (end-aligned) by default.
+        segment_ids: integers [B or 1, Tk] of packed sequences: a query sees only keys of the run of equal ids that its
+            own position lies in, at the cost of those pairs alone. Needs every query to stand at one of the keys.
+        scale: of the scores z = scale * similarity: a number or a tensor broadcastable to [B, H, Tq];
+            1/sqrt(D) for the dot product and the Euclidean similarity, 1 for the cosine. Kernels without a
+            scale refuse one.
+        params: the spec's numbers (`spec.params`) as numbers or tensors broadcastable to [B, H, Tq]; `ridge` of a local
+            linear model also [B, H, Tq, D], one for every coordinate, and `probe` (solver `learned`) always so.
+        enable_gqa: let each key head serve H / Hkv query heads.
+        impl: "auto", or the name of an implementation (`regard.explain` lists them).
+        return_diagnostics: also return a `Diagnostics`.
+
+    Returns:
+        The output [B, H, Tq, Dv] in the dtype of `query`, or (output, Diagnostics). Rows without a visible key
+        are 0, with gradient 0. A row that sees a key, value or query which is not finite, or too large for its products
+        to stay in range, is NaN and passes no gradient on; what a row cannot see never matters, NaN included. Too large
+        is an entry beyond 2^56 (2^500 in float64), or beyond 2^28 (2^250) for similarities that square it (relu2,
+        euclidean), and a query whose entries times the scale sum to more than 2^70 (2^522) in size. An output or
+        gradient that its dtype cannot hold is infinite, as that of any sum in torch: in float16 beyond 65504.
+
+    Raises:
+        ArgumentError: shapes, dtypes or names that do not fit.
+
+    Precision: float32 (float64 for float64 inputs) for features, scores, thresholds and sums. Cost: that of
+    the implementation, see `regard.explain`.
+    """
+    spec = as_spec(spec, CALL)
+    flags(CALL, is_causal=is_causal, exclude_self=exclude_self)
+    flags(CALL, enable_gqa=enable_gqa, return_diagnostics=return_diagnostics)
+    _check_tensors(query, key, value, enable_gqa)
+    batch, heads, queries, dim = query.shape
+    keys = key.shape[2]
+    rows = (batch, heads, queries)
+    offset = _check_offset(query_offset, batch, keys - queries, query.device)
+    visible = Visibility(
+        queries=queries,
+        keys=keys,
+        causal=is_causal or exclude_self,
+        strict=exclude_self,
+        window=_check_window(CALL, window),
+        offset=offset,
+        mask=_check_mask(attn_mask, (*rows, keys), query.device),
+        runs=_check_segments(segment_ids, offset, batch, queries, keys, query.device),
+    )
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    given = {n: _number(n, p, (*rows, dim), dtype, query.device) for n, p in mapping(CALL, "params", params).items()}
+    if scale is not None:
+        in_range(CALL, "scale", scale, low=0.0, strict=True)
+        scale = row_number(CALL, "scale", scale, rows, dtype, query.device)
+    scale, numbers = spec.resolve(dim, scale, given)
+    local = {n: given[n] for n in LOCAL_LINEAR if n in given}
+    problem = _problem(spec, query, key, value, visible, scale, {**numbers, **local}, return_diagnostics)
+    implementation = choose(problem, impl)
+    with full_precision(query.device.type):
+        inputs, poisoned = _prepare(query, key, value, problem, visible, scale, numbers, implementation)
+        if spec.degree:
+            inputs, lost = _with_local(inputs, local)
+            poisoned = either(poisoned, lost)
+        out, diagnostics = implementation.run(inputs)
+        out = out if poisoned is None else torch.where(poisoned[..., None], torch.nan, out)
+        out = out.to(query.dtype)
+    return (out, diagnostics) if return_diagnostics else out
+
+
+def diagnosed_attention(query: Tensor, key: Tensor, value: Tensor, spec: Spec | str, **arguments: Any) -> Any:
+    """Return (output, Diagnostics) of `attention`; the weights of the reference implementation carry gradients."""
+    return attention.__wrapped__(query, key, value, spec, return_diagnostics=True, **arguments)  # type: ignore[attr-defined]
+
+
+def _never(problem: Problem) -> bool:
+    return False
+
+
+def _as_it_came(x: Tensor) -> tuple[Tensor, None]:
+    """In the place of `clean` where the implementation takes tensors raw."""
+    return x, None
+
+
+def _problem(
+    spec: Spec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Visibility,
+    scale: float | Tensor,
+    numbers: dict[str, float | Tensor],
+    diagnostics: bool,
+) -> Problem:
+    """What the implementations are asked about."""
+    mask, tensors = visible.mask, (query, key, value, scale, *numbers.values())
+    return Problem(
+        spec=spec,
+        batch=query.shape[0],
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        queries=query.shape[2],
+        keys=key.shape[2],
+        dim=query.shape[3],
+        value_dim=value.shape[3],
+        dtype=query.dtype,
+        device=query.device.type,
+        causal=visible.causal,
+        strict=visible.strict,
+        window=visible.window,
+        offset=None if isinstance(visible.offset, Tensor) else visible.offset,
+        mask=None if mask is None else ("keys" if mask.shape[-2] == 1 else "pairs"),
+        params=tuple(n for n, p in numbers.items() if isinstance(p, Tensor)),
+        numbers=tuple((n, p) for n, p in numbers.items() if not isinstance(p, Tensor)),
+        scale="tensor" if isinstance(scale, Tensor) else "number",
+        gradient=torch.is_grad_enabled() and any(x.requires_grad for x in tensors if isinstance(x, Tensor)),
+        diagnostics=diagnostics,
+        transformed=transformed(),
+        segments=visible.runs is not None,
+    )
+
+
+def _prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    problem: Problem,
+    visible: Visibility,
+    scale: float | Tensor,
+    numbers: dict[str, float | Tensor],
+    implementation: Any,
+) -> tuple[Inputs, Tensor | None]:
+    """Features in the computing dtype, or for a `native` implementation queries and keys themselves in their own; and
+    which rows [B, H, Tq] see something that is not finite, None for none.
+
+    Vectors that are not finite become 0 here, so that a zero weight never meets a NaN, forward or backward;
+    the rows that see them are marked, and the caller turns those rows, and no others, into NaN. Where the
+    implementation takes tensors `raw`, it does all that itself.
+    """
+    native = getattr(implementation, "native", _never)(problem)
+    raw = native and getattr(implementation, "raw", _never)(problem)
+    look: Callable[..., Any] = _as_it_came if raw else getattr(implementation, "clean", clean)
+    spec, shared = problem.spec, key is query
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        finite(CALL, name, tensor)
+    dtype = query.dtype if native else torch.promote_types(query.dtype, torch.float32)
+    query, query_bad = look(query.to(dtype))
+    key, key_bad = (query, query_bad) if shared else look(key.to(dtype))
+    value, value_bad = look(value.to(dtype))
+    q, k = (query, key) if native else spec.similarity.features(query, key)
+    if not native and getattr(spec.similarity, "grows", True):
+        (q, q_bad), (k, k_bad) = clean(q), clean(k)
+        query_bad, key_bad = either(query_bad, q_bad), either(key_bad, k_bad)
+    over = overflowing(q, scale)
+    if over is not None:
+        shared, query_bad, q = False, either(query_bad, over), torch.where(over[..., None], 0, q)
+    poisoned = _poisoned(query_bad, either(key_bad, value_bad), visible, query.shape[1])
+    if native:
+        x, y = (query, key) if spec.degree else (None, None)
+        return Inputs(q, key, value, x, y, visible, problem, scale, numbers, factor=scale, raw=raw), poisoned
+    if isinstance(scale, Tensor):
+        q = q * scale[..., None]
+    elif shared and getattr(spec.similarity, "symmetric", False):
+        # queries that are the keys: one tensor for both is kept for the backward pass
+        q = k = k if scale == 1.0 else k * scale**0.5
+    elif not spec.takes_scale and isinstance(scale, float) and scale == 1.0:
+        pass  # a factor of one would only keep another copy of the queries for the backward pass
+    else:
+        q = q * scale
+    x, y = (query, key) if spec.degree or spec.trend is not None else (None, None)
+    return Inputs(q, k, value, x, y, visible, problem, scale, numbers), poisoned
+
+
+def _number(
+    name: str, value: float | Tensor, rows: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> float | Tensor:
+    """A number, or a tensor [B, H, Tq]; those of the local linear model [B, H, Tq, 1 or D], given `rows` with D."""
+    label = f"params[{name!r}]"
+    if name not in LOCAL_LINEAR or not isinstance(value, Tensor):
+        return row_number(CALL, label, value, rows[:3], dtype, device)
+    if value.dim() < 4:
+        return row_number(CALL, label, value, rows[:3], dtype, device)[..., None]  # type: ignore[index]
+    floating(CALL, label, value)
+    broadcastable(CALL, label, value, rows)
+    on_device(CALL, label, value, device)
+    return value.to(dtype).expand(*rows[:3], value.shape[3])
+
+
+def _with_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> tuple[Inputs, Tensor | None]:
+    """With the ridge and the probe of the local linear model; and which rows [B, H, Tq] see something though one of
+    theirs is NaN, None for none. It is replaced, since through products over rows it would reach all of them.
+
+    Raises:
+        ArgumentError: a learned solver without its probe, or a probe that is not [B, H, Tq, D].
+    """
+    ridge, probe = given.get("ridge", inputs.spec.ridge), given.get("probe")
+    if inputs.spec.solver.name == "learned":
+        assert inputs.x is not None
+        if not isinstance(probe, Tensor) or probe.shape[-1] != inputs.x.shape[-1]:
+            raise ArgumentError(
+                f"{CALL}: the solver learned takes t from the caller; give params={{'probe': r}}, r a tensor that "
+                f"broadcasts to [B, H, Tq, D] with D = {inputs.x.shape[-1]}."
+            )
+    ridge, ridge_bad = _without_nan(ridge)
+    ridge = ridge.clamp(max=LARGEST) if isinstance(ridge, Tensor) else min(ridge, LARGEST)
+    probe, probe_bad = _without_nan(probe)
+    bad = either(ridge_bad, probe_bad)
+    if bad is not None:
+        ones = bad.new_ones(*inputs.q.shape[:2], inputs.visible.keys)
+        bad = bad & inputs.visible.any_seen(ones)
+    return replace(inputs, ridge=ridge, probe=probe if isinstance(probe, Tensor) else None), bad
+
+
+def _without_nan(x: Any) -> tuple[Any, Tensor | None]:
+    """Numbers of rows [.., 1 or D] with 1 for NaN, and the rows that had one; None for what is no tensor."""
+    if not isinstance(x, Tensor):
+        return x, None
+    bad = x.isnan()
+    return torch.where(bad, 1, x), bad.any(-1)
+
+
+def _poisoned(query_bad: Tensor | None, bad: Tensor | None, visible: Visibility, heads: int) -> Tensor | None:
+    """Rows [B, H, Tq] that see a pair that is not finite, or see anything with a query that is not."""
+    seen = None
+    if bad is not None:
+        seen = visible.any_seen(repeat_heads(bad, heads))
+    if query_bad is not None:
+        ones = query_bad.new_ones(*query_bad.shape[:2], visible.keys)
+        seen = either(seen, query_bad & visible.any_seen(ones))
+    return seen
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        floating(CALL, name, tensor)
+        if tensor.dim() != 4:
+            raise ArgumentError(
+                f"{CALL}: {name} has shape {shape(tensor)}, expected [batch, heads, length, dim]; add the "
+                f"missing axes with unsqueeze."
+            )
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ArgumentError(
+                f"{CALL}: {name} is {tensor.dtype} on {tensor.device}, but query is {query.dtype} on "
+                f"{query.device}; convert one with .to()."
+            )
+    heads, kv_heads = query.shape[1], key.shape[1]
+    for fits, what in (
+        (query.shape[0] == key.shape[0] == value.shape[0], "batch sizes differ"),
+        (query.shape[3] == key.shape[3], "query and key differ in their last axis"),
+        (query.shape[3] > 0, "query and key have no features"),
+        (value.shape[3] > 0, "value has no features"),
+        (key.shape[1:3] == value.shape[1:3], "key and value differ in heads or length"),
+        (
+            heads == kv_heads or enable_gqa,
+            "query and key differ in heads; pass enable_gqa=True to let a key head serve several query heads",
+        ),
+        (
+            heads == kv_heads or (kv_heads > 0 and heads % kv_heads == 0),
+            "{0} query heads cannot be shared out among {1} key heads; the former must be a multiple",
+        ),
+    ):
+        if not fits:
+            shapes = f"query {shape(query)}, key {shape(key)}, value {shape(value)}"
+            raise ArgumentError(f"{CALL}: {what.format(heads, kv_heads)}: {shapes}.")
+
+
+def _check_window(call: str, window: int | None) -> int | None:
+    window = optional_whole(call, "window", window, 1)
+    return window if window is None else min(window, FAR)
+
+
+def _check_offset(offset: int | Tensor | None, batch: int, default: int, device: torch.device) -> int | Tensor:
+    if offset is None:
+        return default
+    if isinstance(offset, Tensor):
+        if not is_integer(offset) or offset.shape != (batch,) or offset.is_meta != (device.type == "meta"):
+            raise ArgumentError(
+                f"{CALL}: query_offset is {offset.dtype} {shape(offset)}, expected integers [{batch}], one a sequence."
+            )
+        return offset.to(device=device, dtype=torch.int64)
+    return max(-FAR, min(whole(CALL, "query_offset", offset, why=" or integers [B]"), FAR))
+
+
+def _check_segments(
+    ids: Tensor | None, first: int | Tensor, batch: int, queries: int, keys: int, device: torch.device
+) -> Tensor | None:
+    """`Visibility.runs`, or None."""
+    if ids is None:
+        return None
+    segments(CALL, ids, batch, keys, device)
+    if isinstance(first, Tensor) or first < 0 or first + queries > keys:
+        raise ArgumentError(
+            f"{CALL}: with segment_ids every query stands at one of the {keys} keys, whose segment is its own; "
+            f"query_offset={'a tensor' if isinstance(first, Tensor) else first} puts {queries} queries elsewhere."
+        )
+    return runs_of(ids)
+
+
+def _check_mask(mask: Tensor | None, target: tuple[int, ...], device: torch.device) -> Tensor | None:
+    if mask is None:
+        return None
+    boolean_mask(CALL, "attn_mask", mask)
+    on_device(CALL, "attn_mask", mask, device)
+    broadcastable(CALL, "attn_mask", mask, target)
+    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    return mask.expand(*mask.shape[:3], target[3])
+
+
+def explain(
+    spec: Spec | str,
+    query_shape: Sequence[int],
+    key_shape: Sequence[int] | None = None,
+    value_dim: int | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    is_causal: bool = False,
+    exclude_self: bool = False,
+    window: int | None = None,
+    query_offset: int | None = None,
+    mask: str | None = None,
+    segments: bool = False,
+    return_diagnostics: bool = False,
+) -> Explanation:
+    """What `regard.attention(..., impl="auto")` would run for these shapes, and why not the others.
+
+    Args:
+        spec: a sentence of the grammar or its text.
+        query_shape: (B, H, Tq, D).
+        key_shape: (B, Hkv, Tk, D); that of the query by default.
+        value_dim: Dv; D by default.
+        segments: whether `segment_ids` are given.
+        mask: None, "keys" (a mask over keys, the same for every query) or "pairs" (Tq x Tk).
+        dtype, device and the rest: as in `attention`.
+
+    Returns:
+        An `Explanation`: `print` it.
+
+    Raises:
+        ArgumentError: shapes that are no four whole numbers, or an unknown kind of mask.
+    """
+    key_shape = query_shape if key_shape is None else key_shape
+    call = "explain"
+    for name, axes in (("query_shape", query_shape), ("key_shape", key_shape)):
+        known = isinstance(axes, Sequence) and all(type(n) is int and 0 <= n <= FAR for n in axes)
+        if not known or len(axes) != 4:
+            raise refuse(call, name, axes, "four whole numbers (B, H, T, D)")
+    if not isinstance(mask, (str, type(None))) or mask not in (None, "keys", "pairs"):
+        raise refuse(call, "mask", mask, "None, 'keys' or 'pairs'")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
+        raise refuse(call, "dtype", dtype, "a floating-point torch.dtype")
+    flags(call, is_causal=is_causal, exclude_self=exclude_self, segments=segments)
+    flags(call, return_diagnostics=return_diagnostics)
+    optional_whole(call, "value_dim", value_dim, 1, FAR)
+    optional_whole(call, "query_offset", query_offset)
+    batch, heads, queries, dim = query_shape
+    keys = key_shape[2]
+    if key_shape[0] != batch or key_shape[3] != dim:
+        shapes = f"query_shape {tuple(query_shape)}, key_shape {tuple(key_shape)}"
+        raise ArgumentError(f"explain: batch and D must be equal: {shapes}.")
+    if not key_shape[1] or heads % key_shape[1]:
+        raise ArgumentError(
+            f"explain: query_shape has {heads} heads, which cannot be shared out among the {key_shape[1]} of "
+            f"key_shape; the former must be a multiple."
+        )
+    problem = Problem(
+        as_spec(spec, call), batch, heads, key_shape[1], queries, keys, dim, value_dim or dim, dtype,
+        _device_type(call, device), causal=is_causal or exclude_self, strict=exclude_self,
+        window=_check_window(call, window),
+        offset=keys - queries if query_offset is None else query_offset, mask=mask, diagnostics=return_diagnostics,
+        segments=segments,
+    )  # fmt: skip
+    return explain_problem(problem)
+
+
+def _device_type(call: str, device: Any) -> str:
+    """Return the type of a device, such as "cuda", which need not be here."""
+    try:
+        return torch.device(instance(call, "device", device, (str, torch.device), "a device or its name")).type
+    except RuntimeError:
+        raise refuse(call, "device", device, "a device or its name, such as 'cuda'") from None

@@ -1,0 +1,240 @@
+"""What is done to blocks of scores, and how a call reaches an operator that takes tensors and text alone.
+
+What becomes of a block of scores is up to its `Rows`: here plain torch operations for any weighting, in `cpu.py`
+loops over rows, which also mark the keys that have weight: the products that follow leave out the rest.
+
+Legend: N = B x H heads in a row; Tq, Tk queries and keys; n heads, q queries, w keys of a block; P row parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ...checks import ArgumentError
+from ...grammar import RowStats, Spec, Weighting
+from ...grammar.kernels import Params
+from ...grammar.weighting import fit_weights
+from ..diagnostics import counts
+from ..dispatch import Inputs
+from ..visibility import Visibility
+from .blocks import ELEMENTS, Block, Work
+
+FLOATS = 6
+"""top, theta, reach, mass, support, effective sample size: what the forward pass keeps of a row, beside three FLAGS,
+empty, fallback and status, and the positions that the rule notes."""
+FLAGS = 3
+
+
+class Rows(Protocol):
+    """What is done to a block of scores [n, q, w], which may be overwritten."""
+
+    @property
+    def indices(self) -> int:
+        """How many positions are kept a row."""
+
+    @property
+    def marks(self) -> bool:
+        """Whether `weigh` marks keys."""
+
+    def exact(self, params: Params) -> bool:
+        """Whether `derive` must be given the very scores that `weigh` saw, and not such as differ by a rounding error
+        because they were made from fewer keys: where a rounding error at the threshold is no small thing."""
+
+    @property
+    def elements(self) -> int:
+        """Pairs of a query and a key to work on at a time."""
+
+    def weigh(
+        self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The weights, and (floats [n, q, FLOATS], flags int32 [n, q, FLAGS], index int64 [n, q, indices]) of the rows.
+        Keys with weight, or on which a threshold hangs, are marked in `marks`, where `self.marks`."""
+
+    def derive(
+        self,
+        block: Block,
+        z: Tensor,
+        g: Tensor,
+        kept: tuple[Tensor, Tensor, Tensor],
+        params: Params,
+        names: list[str],
+        share: Tensor | None = None,
+        p: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(weights, dL/dz, dL/dparameter [n, q] by `names`), given g = dL/dweights and, where the total kernel weight
+        is used besides, share [n, q, 1] = dL/d(its logarithm); p are the weights if `again` made them."""
+
+    def again(self, block: Block, z: Tensor, kept: tuple[Tensor, Tensor, Tensor], params: Params) -> Tensor:
+        """The weights once more; z is left as it was, but for hidden keys."""
+
+
+@dataclass(frozen=True)
+class TorchRows:
+    """Any weighting, by torch operations."""
+
+    weighting: Weighting
+    marks: ClassVar[bool] = False
+    elements: ClassVar[int] = ELEMENTS
+
+    @property
+    def indices(self) -> int:
+        return self.weighting.indices
+
+    def exact(self, params: Params) -> bool:
+        return True
+
+    def weigh(
+        self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        z = block.hide(z)
+        stats, p = fit_weights(self.weighting, z, params, fast=z.device.type == "cpu")
+        seen = counts(p) if counted else (torch.zeros_like(stats.top),) * 2
+        floats = torch.cat([stats.top, stats.theta, stats.reach, stats.mass, *seen], -1)
+        flags = torch.cat([stats.empty.int(), stats.fallback.int(), stats.status], -1)
+        return p, (floats, flags, flags[..., :0].long() if stats.index is None else stats.index)
+
+    def derive(
+        self,
+        block: Block,
+        z: Tensor,
+        g: Tensor,
+        kept: tuple[Tensor, Tensor, Tensor],
+        params: Params,
+        names: list[str],
+        share: Tensor | None = None,
+        p: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        stats, weighting = unpack(*kept), self.weighting
+        p = self.again(block, z, kept, params) if p is None else p
+        a, b = weighting.jacobian(z, p, stats, params)
+        centred = getattr(weighting, "centred", None)
+        g = g if centred is None else centred(g, z, stats, params)
+        rho = (b * g).sum(-1, keepdim=True)
+        rho = rho if share is None else rho - share  # as dL/dz of log sum K is A, but for what `finish` adds
+        del b  # a block of pairs, like all of these: what is not needed must not stand beside what is
+        dz = g.sub_(rho).mul_(a) if not names else a * (g - rho)
+        del a
+        found = weighting.param_grads(dz, g, rho, z, p, stats, params) if names else {}
+        return p, weighting.finish(dz, rho, z, p, stats, params), [found[name][..., 0] for name in names]
+
+    def again(self, block: Block, z: Tensor, kept: tuple[Tensor, Tensor, Tensor], params: Params) -> Tensor:
+        return self.weighting.weights(block.hide(z), unpack(*kept), params)
+
+
+def unpack(floats: Tensor, flags: Tensor, index: Tensor) -> RowStats:
+    """Row statistics [..., 1] from what was kept of the rows."""
+    return RowStats(
+        top=floats[..., 0:1],
+        theta=floats[..., 1:2],
+        reach=floats[..., 2:3],
+        mass=floats[..., 3:4],
+        empty=flags[..., 0:1] != 0,
+        fallback=flags[..., 1:2] != 0,
+        status=flags[..., 2:3],
+        index=index if index.shape[-1] else None,
+    )
+
+
+SOLVERS: dict[str, Callable[[Spec], Rows]] = {"blocked": lambda spec: TorchRows(spec.weighting)}
+"""Name of an implementation to its `Rows`."""
+
+
+class Call(NamedTuple):
+    """A call as the operators take it: row parameters [P, B, H, Tq], mask, moved queries [B], runs [2, B, Tk], all that
+    is no tensor and no length as one string (their schema takes no objects), and the offset."""
+
+    given: Tensor | None
+    mask: Tensor | None
+    moved: Tensor | None
+    runs: Tensor | None
+    text: str
+    offset: int
+
+
+def call_of(solver: str, inputs: Inputs) -> Call:
+    """The call of these inputs, to be done by that solver's rows."""
+    q, visible = inputs.q, inputs.visible
+    names = [n for n, p in inputs.params.items() if isinstance(p, Tensor)]
+    given = [inputs.params[n].to(q.dtype).expand(q.shape[:3]) for n in names]  # type: ignore[union-attr]
+    offset, moved = (0, visible.offset) if isinstance(visible.offset, Tensor) else (visible.offset, None)
+    numbers = ",".join(f"{n}={p!r}" for n, p in inputs.params.items() if not isinstance(p, Tensor))
+    window = "" if visible.window is None else str(visible.window)
+    order = (str(int(visible.causal)), str(int(visible.strict)), window)
+    text = "|".join([solver, inputs.spec.to_json(), ",".join(names), numbers, *order])
+    return Call(torch.stack(given) if given else None, visible.mask, moved, visible.runs, text, offset)
+
+
+@lru_cache(maxsize=256)
+def rows_of(solver: str, spec: str) -> Rows:
+    """The row solver of that name for the Spec of that JSON."""
+    return SOLVERS[solver](Spec.from_json(spec))
+
+
+def rows_in(text: str) -> Rows:
+    return rows_of(*text.split("|")[:2])
+
+
+def spec_in(text: str) -> Spec:
+    """The sentence of a call."""
+    return _spec_of(text.split("|")[1])
+
+
+@lru_cache(maxsize=256)
+def _spec_of(json: str) -> Spec:
+    return Spec.from_json(json)
+
+
+def work_of(
+    q: Tensor, k: Tensor, mask: Tensor | None, moved: Tensor | None, runs: Tensor | None, text: str, offset: int
+) -> Work:
+    """The call as it was described."""
+    _, _, names, numbers, causal, strict, window = text.split("|")
+    visible = Visibility(
+        queries=q.shape[2],
+        keys=k.shape[2],
+        causal=causal == "1",
+        strict=strict == "1",
+        window=int(window) if window else None,
+        offset=offset if moved is None else moved,
+        mask=mask,
+        runs=runs,
+    )
+    pairs = (item.split("=") for item in numbers.split(",") if item)
+    return Work(
+        names=[n for n in names.split(",") if n],
+        numbers={n: float(x) for n, x in pairs},
+        visible=visible,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        total=q.shape[0] * q.shape[1],
+        elements=rows_in(text).elements,
+    )
+
+
+def flat(x: Tensor) -> Tensor:
+    """[B, H, ...] -> [B x H, ...]."""
+    return x.flatten(0, 1)
+
+
+def flat_params(given: Tensor | None) -> Tensor | None:
+    return None if given is None else given.flatten(1, 2)
+
+
+def placed(block: Block, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Statistics with positions among the block's columns; beyond the second, an index holds counts."""
+    floats, flags, index = kept
+    if block.kept is not None:
+        index = torch.cat([block.place(index[..., :2].contiguous()), index[..., 2:]], -1)
+    return floats, flags, index
+
+
+def refuse(ctx: Any, *_: Any) -> None:
+    raise ArgumentError(
+        "attention: fast implementations are differentiable once; for second derivatives use impl='reference'."
+    )

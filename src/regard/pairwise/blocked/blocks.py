@@ -1,0 +1,237 @@
+"""A call of blocked attention, seen as blocks of heads, queries and keys.
+
+Legend: N = B x H heads in a row, of which a group is done at a time; Tq, Tk queries and keys; n heads, q queries and
+w columns (keys) of one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..visibility import Visibility
+
+ELEMENTS = 2**18
+"""Pairs of a query and a key worked on at a time: what fits a core's cache with its copies."""
+ROWS = 128
+"""Queries of a block at most, and queries to one mark of the keys that have weight."""
+COLUMNS = 128
+"""Keys to one mark."""
+CHUNK = 256
+"""Keys to one product with values, where keys are left out."""
+SPARSE = 0.6
+"""The share of marked keys above which leaving out the others saves less than gathering the rest costs."""
+
+
+@dataclass
+class Work:
+    """One call. `names` are the numbers given as tensors, `numbers` the others."""
+
+    names: list[str]
+    numbers: dict[str, float]
+    visible: Visibility
+    heads: int
+    kv_heads: int
+    total: int
+    elements: int = ELEMENTS
+    _ends: tuple[Tensor, Tensor] | None = None
+
+    def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`Visibility.bounds` of all queries, found once."""
+        if self._ends is None:
+            self._ends = self.visible.bounds(0, self.visible.queries, device)
+        return self._ends
+
+    def blocks(self) -> Iterator[Block]:
+        queries = self.visible.queries
+        width = self.visible.keys if self.visible.window is None else 2 * self.visible.window + ROWS
+        rows = ROWS
+        while rows > 16 and rows * min(width, self.visible.keys) > self.elements:
+            rows //= 2  # a power of two, so that no block lies across two rows of marks
+        for first in range(0, queries, rows):
+            last = min(first + rows, queries)
+            low, high = self.visible.span(first, last)
+            if high == low:
+                continue
+            group = max(1, min(self.total, self.elements // ((last - first) * (high - low))))
+            for n in range(0, self.total, group):
+                yield Block(self, slice(n, min(n + group, self.total)), first, last, low, high)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Heads `at`, queries [first, last), and of the keys [low, high) those in `kept` (int64 [w], counted from low), or
+    all where None."""
+
+    work: Work
+    at: slice
+    first: int
+    last: int
+    low: int
+    high: int
+    kept: Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        return int(self.at.stop - self.at.start)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The block's queries of x [N, Tq, ...]."""
+        return x[self.at, self.first : self.last]
+
+    def _kv(self, device: torch.device) -> Tensor | slice:
+        """Which of the B x Hkv key heads the block's heads read."""
+        ratio = self.work.heads // self.work.kv_heads
+        if ratio == 1:
+            return self.at
+        if self.heads == 1:
+            return slice(self.at.start // ratio, self.at.start // ratio + 1)
+        return torch.arange(self.at.start, self.at.stop, device=device) // ratio
+
+    def columns(self, x: Tensor) -> Tensor:
+        """The block's keys of x [B x Hkv, Tk, ...]."""
+        part = x[self._kv(x.device), self.low : self.high]
+        return part if self.kept is None else part[:, self.kept]
+
+    def add_columns(self, total: Tensor, x: Tensor, p: Tensor) -> None:
+        """Add x^T p to the block's keys of `total` [B x Hkv, D, Tk], for x [n, q, D] and p [n, q, w]. Of the ways to
+        write this sum, the one in which p is not transposed is the fastest by a third."""
+        where = self._kv(total.device)
+        x, p = x.to(total.dtype).transpose(-1, -2), p.to(total.dtype)
+        if not isinstance(where, slice):
+            part = x @ p
+            if self.kept is not None:
+                whole = part.new_zeros(*part.shape[:2], self.high - self.low)
+                part = whole.index_copy_(2, self.kept, part)
+            total[..., self.low : self.high].index_add_(0, where, part)
+        elif self.kept is not None:
+            total[where, :, self.low : self.high].index_add_(2, self.kept, x @ p)
+        elif self.heads == 1:
+            total[where.start, :, self.low : self.high].addmm_(x[0], p[0])
+        else:
+            total[where, :, self.low : self.high].baddbmm_(x, p)
+
+    def add_rows(self, total: Tensor, x: Tensor) -> None:
+        """Add x [n, w, D] to the block's keys of `total` [B x Hkv, D, Tk]; of a block with all its keys."""
+        where = self._kv(total.device)
+        part, x = total[..., self.low : self.high], x.to(total.dtype).transpose(-1, -2)
+        if isinstance(where, slice):
+            part[where] += x
+        else:
+            part.index_add_(0, where, x)
+
+    def add_weighted(self, out: Tensor, p: Tensor, v: Tensor, marks: Tensor) -> None:
+        """Add p v to out [n, q, Dv] by chunks of keys, but for those without a mark. The chunks stand where they stand
+        whatever is marked, so that leaving one out adds its zeros: what one row weighs changes no bit of another."""
+        alive = marks.any(0).tolist()
+        for start in range(self.low - self.low % CHUNK, self.high, CHUNK):
+            first, last = max(start, self.low), min(start + CHUNK, self.high)
+            if not any(alive[first // COLUMNS : (last - 1) // COLUMNS + 1]):
+                continue
+            at = slice(first - self.low, last - self.low)
+            if self.heads == 1:
+                out[0].addmm_(p[0, :, at], v[0, at])
+            else:
+                out.baddbmm_(p[..., at], v[:, at])
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """q . k [n, q, w], nothing hidden yet."""
+        return self.rows(q) @ self.columns(k).transpose(-1, -2)
+
+    def hide(self, z: Tensor, *, positional: bool = True, fill: float = -torch.inf) -> Tensor:
+        """z with `fill` where a key is hidden, in place; by the mask alone where position is seen to by `bounds`."""
+        visible = self.work.visible
+        if not positional:
+            visible = replace(visible, causal=False, strict=False, window=None, runs=None)
+        low = self._edge(visible)
+        if low is not None:
+            seen = visible.block(self.first, self.last, low, self.high, z.device)
+            assert seen is not None
+            z[..., low - self.low :].masked_fill_(~seen[0], fill)
+            return z
+        seen = visible.block(self.first, self.last, self.low, self.high, z.device)
+        if seen is None:
+            return z
+        if self.kept is not None and seen.shape[-1] > 1:
+            seen = seen[..., self.kept]
+        if seen.shape[0] == 1 and seen.shape[1] == 1:
+            return z.masked_fill_(~seen[0], fill)
+        full = seen.expand(self.work.total // self.work.heads, self.work.heads, *seen.shape[-2:])
+        n = torch.arange(self.at.start, self.at.stop, device=z.device)
+        return z.masked_fill_(~full[n // self.work.heads, n % self.work.heads], fill)
+
+    def _edge(self, visible: Visibility) -> int | None:
+        """The first key that causal order hides from some query; None where something else hides keys."""
+        other = visible.window is not None or visible.runs is not None or visible.mask is not None
+        if not visible.causal or other or self.kept is not None or isinstance(visible.offset, Tensor):
+            return None
+        seen = self.first + visible.offset + (0 if visible.strict else 1)
+        return max(self.low, min(seen, self.high))
+
+    def common(self, device: torch.device) -> Tensor:
+        """Which keys every query of the block sees that sees any: boolean [n, w]. What is made of them alone is no
+        query's business that it has not seen. Of a block with all its keys."""
+        visible, width = self.work.visible, self.high - self.low
+        if visible.mask is None:
+            low, high = self.bounds(device)
+            some = high > low
+            start, stop = torch.where(some, low, 0).amax(-1), torch.where(some, high, width).amin(-1)
+            at = torch.arange(width, device=device)
+            return (at >= start[:, None]) & (at < stop[:, None])
+        seen = visible.block(self.first, self.last, self.low, self.high, device)
+        assert seen is not None
+        shared = (seen | ~seen.any(-1, keepdim=True)).all(-2)
+        full = shared.expand(self.work.total // self.work.heads, self.work.heads, self.high - self.low)
+        return full.flatten(0, 1)[self.at]
+
+    def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Columns [low, high) that position lets each row see: int64 [n, q] each."""
+        if not self.work.visible.positional:
+            width = self.high - self.low if self.kept is None else self.kept.shape[0]
+            ends = torch.tensor([0, width], device=device)[:, None, None].expand(2, self.heads, self.last - self.first)
+            return ends[0], ends[1]
+        found = []
+        for ends in self.work.ends(device):
+            part = ends[:, self.first : self.last].clamp(self.low, self.high) - self.low
+            if part.shape[0] > 1:
+                part = part[torch.arange(self.at.start, self.at.stop, device=device) // self.work.heads]
+            part = part if self.kept is None else torch.searchsorted(self.kept, part)
+            found.append(part.expand(self.heads, -1))
+        return found[0], found[1]
+
+    def place(self, index: Tensor) -> Tensor:
+        """Positions counted from `low` as positions among the columns."""
+        return index if self.kept is None else torch.searchsorted(self.kept, index)
+
+    def params(self, given: Tensor | None) -> dict[str, float | Tensor]:
+        """Numbers, and the block's rows of `given` [P, N, Tq] as [n, q, 1]."""
+        tensors = {} if given is None else dict(zip(self.work.names, given, strict=True))
+        return {**self.work.numbers, **{n: self.rows(p)[..., None] for n, p in tensors.items()}}
+
+    def marks(self, active: Tensor) -> Tensor:
+        """The block's part of `active` [N, ceil(Tq / ROWS), ceil(Tk / COLUMNS)]: [n, ceil(Tk / COLUMNS)]."""
+        return active[self.at, self.first // ROWS]
+
+    def narrowed(self, marks: Tensor) -> Block:
+        """The block without the keys that no head has marked, where that pays: marks bool [n, ceil(Tk / COLUMNS)]."""
+        if not marks.shape[1]:
+            return self
+        marked = marks.any(0)
+        alive = marked[self.low // COLUMNS : -(-self.high // COLUMNS)]
+        if float(alive.sum()) > SPARSE * alive.shape[0]:
+            return self
+        columns = marked.repeat_interleave(COLUMNS)[self.low : self.high]
+        return replace(self, kept=columns.nonzero()[:, 0])
+
+
+def new_marks(q: Tensor, k: Tensor) -> Tensor:
+    """No key marked: bool [B, H, ceil(Tq / ROWS) + 1, ceil(Tk / COLUMNS) + 1].
+
+    One more than there are, so that no axis has length one: whether a tensor is contiguous depends on that, and a
+    traced graph would hold for up to 128 queries only.
+    """
+    rows, columns = (q.shape[2] + ROWS - 1) // ROWS + 1, (k.shape[2] + COLUMNS - 1) // COLUMNS + 1
+    return q.new_zeros(*q.shape[:2], rows, columns, dtype=torch.bool)

@@ -1,0 +1,82 @@
+"""impl="blocked": any weighting in Theta(n d) memory, on any device, with its own backward.
+
+A block of queries meets all keys it may see; scores, weights and their derivatives live for that block only.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..diagnostics import Diagnostics, diagnose
+from ..dispatch import Cost, Inputs, Problem, register_impl
+from . import local_constant, local_linear
+from .block_rows import FLAGS, Call, call_of, unpack
+from .blocks import ELEMENTS
+
+
+@register_impl("blocked", priority=10)
+class Blocked:
+    """Theta(n d) memory for every kernel and bandwidth."""
+
+    name: ClassVar[str] = "blocked"
+
+    def available(self) -> str | None:
+        return None
+
+    def supports(self, problem: Problem) -> str | None:
+        if problem.transformed:
+            return "is differentiable once, backward: no forward mode, no torch.func transforms"
+        if problem.spec.ridge_mode == "absolute" and {"r", "alpha"} & set(problem.params):
+            return "does not know how an absolute ridge moves with a learned power of the kernel"
+        return None
+
+    def cost(self, problem: Problem) -> Cost:
+        pairs = problem.batch * problem.heads * problem.queries * problem.keys
+        share = 2 if problem.causal and problem.queries == problem.keys else 1
+        rows = problem.batch * problem.heads * problem.queries
+        flops = pairs * (2 * (problem.dim + problem.value_dim) + _solving(problem)) // share
+        return Cost(flops, 4 * (rows * (problem.value_dim + 11) + 8 * max(ELEMENTS, 16 * problem.keys)))
+
+    def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
+        call, solver, negative = call_of(self.name, inputs), None, None
+        if inputs.spec.degree:
+            out, solver, negative, kept = _run_linear(inputs, call)
+        else:
+            out, *kept, _ = local_constant.forward(inputs.q, inputs.k, inputs.v, *call, inputs.diagnostics)
+        if not inputs.diagnostics:
+            return out, None
+        support, ess = kept[0][..., 4:5], kept[0][..., 5:6]
+        scale, params = inputs.scale, inputs.row_params()
+        seen = (support, ess, scale, params, inputs.visible)
+        return out, diagnose(inputs.spec, unpack(*kept), *seen, solver=solver, negative=negative)
+
+
+STEPS = 10
+"""Of conjugate gradients, assumed where a cost is asked for."""
+
+
+def _solving(problem: Problem) -> int:
+    """Operations a pair for the local linear model."""
+    if not problem.spec.degree:
+        return 0
+    solver, dim = problem.spec.solver.name, problem.dim
+    direct = solver == "cholesky" or (solver == "auto" and dim <= problem.spec.solver.SMALL)
+    if solver == "block-diagonal":
+        return 4 * dim + 2 * dim * dim // (problem.spec.solver.blocks or dim)
+    return 4 * dim + (dim * (dim + 1) if direct else 0 if solver == "learned" else 4 * dim * STEPS)
+
+
+def _run_linear(inputs: Inputs, call: Call) -> tuple[Tensor, dict[str, Tensor], Tensor, list[Tensor]]:
+    """(output, statistics of the solver, negative mass, what is kept of the rows)."""
+    assert inputs.x is not None
+    assert inputs.y is not None
+    ridge = inputs.ridge if isinstance(inputs.ridge, Tensor) else None
+    number = 0.0 if ridge is not None else float(inputs.ridge)
+    coordinates = (inputs.x, inputs.y, ridge, inputs.probe)
+    found = local_linear.forward(inputs.q, inputs.k, inputs.v, *coordinates, *call, number, inputs.diagnostics)
+    out, _, statistics, floats, flags, index = found
+    *columns, negative = statistics.unbind(-1)
+    named = dict(zip(local_linear.STATISTICS, columns, strict=True))
+    return out, {"status": flags[..., FLAGS], **named}, negative, [floats, flags[..., :FLAGS], index]

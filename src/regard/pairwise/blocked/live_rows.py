@@ -1,0 +1,108 @@
+"""The local linear model through the keys: a row with fewer weighted keys than coordinates has the smaller system among
+its keys. With Z_i = sqrt(p_ij) (y_j - m_i) ridge^-1/2 over the s keys that weigh anything and b = ridge^-1/2 (x - m_i),
+
+    w = (Z Z^T + 1)^-1 Z b,   sqrt(p_ij) (y_j - m_i) . t_i = w_j,   t_i = ridge^-1/2 (b - Z^T w)
+
+so that slopes come out without the part of t that no key spans, which may be as long as 1 / ridge.
+
+Legend: R rows of s keys at most; as in `weighted_rows` else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...grammar.solvers import Cholesky
+from ...grammar.systems import Solved
+
+MANY = 16
+"""Times D: of as many keys a product with all costs more than a system among 2 D."""
+LEAST = 16
+"""Keys of the smallest systems; the others have twice as many, four times, ... A row's own count alone decides."""
+NUMBERS = 2**21
+"""Of gathered coordinates, at a time."""
+
+
+class Live(NamedTuple):
+    """Rows [R] (of n x q) with their weighted keys: positions [R, s] and weights [R, s], 0 where there are fewer."""
+
+    rows: Tensor
+    index: Tensor
+    weights: Tensor
+
+
+def groups(p: Tensor, dim: int) -> Iterator[Live]:
+    """Rows of p [n q, w] with few weighted keys, by the size of their systems."""
+    alive, most = p > 0, 2 * dim if p.shape[-1] >= MANY * dim else dim
+    count = alive.sum(-1)
+    above, size = -1, LEAST
+    while above < most:
+        rows = ((count > above) & (count <= min(size, most))).nonzero()[:, 0]
+        for part in parts(rows, size * dim):
+            yield _gathered(p, alive, count, part, size)
+        above, size = size, 2 * size
+
+
+def parts(rows: Tensor, numbers: int) -> Iterator[Tensor]:
+    """As many of `rows` at a time as NUMBERS allows, with `numbers` each; a single one twice: a batch of one goes by
+    other routines, which round otherwise."""
+    for part in rows.split(max(2, NUMBERS // max(1, numbers))):
+        if part.shape[0]:
+            yield part if part.shape[0] > 1 else part.repeat(2)
+
+
+def _gathered(p: Tensor, alive: Tensor, count: Tensor, rows: Tensor, size: int) -> Live:
+    row, column = alive[rows].nonzero(as_tuple=True)
+    own = count[rows]
+    rank = torch.arange(row.shape[0], device=row.device) - (own.cumsum(0) - own)[row]
+    index = row.new_zeros(rows.shape[0], size)
+    weights = p.new_zeros(rows.shape[0], size)
+    index[row, rank] = column
+    weights[row, rank] = p[rows[row], column]
+    return Live(rows, index, weights)
+
+
+class Through(NamedTuple):
+    """t [R, D], p_ij (y_j - m_i) . t_i [R, s], the relative residual [R], and whether all is well [R]."""
+
+    value: Tensor
+    tilted: Tensor
+    residual: Tensor
+    sound: Tensor
+
+
+def solve(weights: Tensor, away: Tensor, right: Tensor, ridge: Tensor, source: Tensor | None = None) -> Through:
+    """Rows with weights [R, s], y_j - m_i [R, s, D], right sides [R, D] and ridge [R, 1 or D]. Where a right side is
+    sum_j p_ij source_ij (y_j - m_i), its source [R, s] spares the solution a difference of terms as long as 1 / ridge.
+    """
+    root, share = weights.sqrt(), ridge.rsqrt()
+    z = away * root[..., None] * share[:, None]
+    gram = z @ z.transpose(-1, -2)
+    gram.diagonal(dim1=-2, dim2=-1).add_(1)
+    factor, info = torch.linalg.cholesky_ex(gram)
+    if source is None:
+        b = right * share
+        w = torch.cholesky_solve(z @ b[..., None], factor)
+        value, tilted = share * (b - (z.transpose(-1, -2) @ w)[..., 0]), root * w[..., 0]
+    else:
+        s = (root * source)[..., None]
+        w = torch.cholesky_solve(s, factor)
+        value, tilted = share * (z.transpose(-1, -2) @ w)[..., 0], root * (s - w)[..., 0]
+    left = right - (away.transpose(-1, -2) @ tilted[..., None])[..., 0] - ridge * value
+    size = torch.linalg.vector_norm(right, dim=-1)
+    residual = torch.linalg.vector_norm(left, dim=-1) / torch.where(size > 0, size, 1)
+    pivots = factor.diagonal(dim1=-2, dim2=-1)
+    most = torch.finfo(gram.dtype).eps ** -0.5
+    sound = (info == 0) & (pivots.amax(-1) < most) & torch.isfinite(value).all(-1)
+    return Through(value, tilted, residual, sound)
+
+
+def alone(weights: Tensor, away: Tensor, right: Tensor, ridge: Tensor) -> Solved:
+    """Rows with weights [R, w] and y_j - m_i [R, w, D] by matrices of their own, by Cholesky."""
+    spread = (away * weights[..., None]).transpose(-1, -2) @ away
+    spread.diagonal(dim1=-2, dim2=-1).add_(ridge)
+    return Cholesky().factor(spread, right, ridge)

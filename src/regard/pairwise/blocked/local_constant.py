@@ -1,0 +1,153 @@
+"""Degree 0 by blocks of queries: the forward pass keeps the row statistics, the backward pass computes the weights
+again from them, so that no threshold is searched twice. Both are torch custom operators: one node of a compiled graph.
+
+Legend: as in `block_rows`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...precision import full_precision
+from .block_rows import FLAGS, FLOATS, Rows, flat, flat_params, placed, refuse, rows_in, work_of
+from .blocks import Work, new_marks
+
+
+@torch.library.custom_op("regard::local_constant_forward", mutates_args=())
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Tensor | None,
+    mask: Tensor | None,
+    moved: Tensor | None,
+    runs: Tensor | None,
+    text: str,
+    offset: int,
+    counted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(output [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags int32 [B, H, Tq, FLAGS], index int64 [B, H, Tq, n],
+    marks bool [B, H, ceil(Tq / ROWS), ceil(Tk / COLUMNS)])."""
+    with torch.no_grad():  # off under autograd anyway, and to be off without it: the weightings ask
+        return _forward_blocks(work_of(q, k, mask, moved, runs, text, offset), rows_in(text), q, k, v, given, counted)
+
+
+def _forward_blocks(
+    work: Work, rows: Rows, q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, counted: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    found = _outputs(q, k, v, rows)
+    out, *statistics, active = map(flat, found)
+    statistics[1][..., 0] = 1  # rows of blocks that see no key are skipped
+    q, k, v, given = flat(q), flat(k), flat(v), flat_params(given)
+    for block in work.blocks():
+        marks = torch.zeros(block.heads, active.shape[2], dtype=torch.bool, device=q.device)
+        p, kept = rows.weigh(block, block.scores(q, k), block.params(given), counted, marks)
+        for whole, part in zip(statistics, kept, strict=True):
+            block.rows(whole).copy_(part)
+        if rows.marks:
+            block.marks(active).logical_or_(marks)
+            block.add_weighted(block.rows(out), p, block.columns(v), marks)
+        else:
+            block.rows(out).copy_(p @ block.columns(v))
+    return found
+
+
+def _outputs(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = q.shape[:3]
+    return (
+        q.new_zeros(*shape, v.shape[-1]),
+        q.new_zeros(*shape, FLOATS),
+        q.new_zeros(*shape, FLAGS, dtype=torch.int32),
+        q.new_zeros(*shape, rows.indices, dtype=torch.int64),
+        new_marks(q, k) if rows.marks else q.new_zeros(*shape[:2], 0, 0, dtype=torch.bool),
+    )
+
+
+@forward.register_fake
+def _(q, k, v, given, mask, moved, runs, text, offset, counted):  # type: ignore[no-untyped-def]
+    return _outputs(q, k, v, rows_in(text))
+
+
+@torch.library.custom_op("regard::local_constant_backward", mutates_args=())
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Tensor | None,
+    mask: Tensor | None,
+    moved: Tensor | None,
+    runs: Tensor | None,
+    floats: Tensor,
+    flags: Tensor,
+    index: Tensor,
+    active: Tensor,
+    text: str,
+    offset: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and of the row parameters [P, B, H, Tq]."""
+    with torch.no_grad(), full_precision(grad.device.type):  # backward() may be called where autocast is on
+        work = work_of(q, k, mask, moved, runs, text, offset)
+        kept = (flat(floats), flat(flags), flat(index))
+        return _backward_blocks(work, rows_in(text), grad, q, k, v, given, kept, flat(active))
+
+
+def _backward_blocks(
+    work: Work,
+    rows: Rows,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Tensor | None,
+    kept: tuple[Tensor, Tensor, Tensor],
+    active: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    turned = (x.new_zeros(x.transpose(-1, -2).shape) for x in (k, v))
+    found = q.new_zeros(q.shape), *turned, q.new_zeros(len(work.names), *q.shape[:3])
+    dq, dk, dv = map(flat, found[:3])
+    dgiven = found[3].flatten(1, 2)
+    q, k, v, grad, given = flat(q), flat(k), flat(v), flat(grad), flat_params(given)
+    for block in work.blocks():
+        if rows.marks and not rows.exact(block.params(given)):
+            block = block.narrowed(block.marks(active))
+        own = tuple(block.rows(x) for x in kept)
+        g = block.rows(grad) @ block.columns(v).transpose(-1, -2)
+        z, params = block.scores(q, k), block.params(given)
+        p, dz, dparams = rows.derive(block, z, g, placed(block, own), params, work.names)
+        del z, g
+        block.add_columns(dv, block.rows(grad), p)
+        for row, part in zip(dgiven, dparams, strict=True):
+            block.rows(row).copy_(part)
+        block.rows(dq).copy_(dz @ block.columns(k))
+        block.add_columns(dk, block.rows(q), dz)
+    return found[0], *(x.transpose(-1, -2).contiguous() for x in found[1:3]), found[3]
+
+
+@backward.register_fake
+def _(grad, q, k, v, given, mask, moved, runs, floats, flags, index, active, text, offset):  # type: ignore[no-untyped-def]
+    count = 0 if given is None else given.shape[0]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), q.new_empty(count, *q.shape[:3])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, given, mask, moved, runs, text, offset, _ = inputs
+    ctx.save_for_backward(q, k, v, given, mask, moved, runs, *output[1:])
+    ctx.text, ctx.offset = text, offset
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 10
+    saved = ctx.saved_tensors
+    dq, dk, dv, dgiven = backward(grad.contiguous(), *saved, ctx.text, ctx.offset)
+    return dq, dk, dv, dgiven if saved[3] is not None else None, *(None,) * 6
+
+
+forward.register_autograd(_differentiate, setup_context=_save)
+backward.register_autograd(refuse)

@@ -1,0 +1,368 @@
+"""Degree 1 by blocks of queries: Local Linear Attention in the covariance form, with any weighting, in Theta(n d)
+memory.
+
+Forward, for a block's weights p and coordinates y of the keys (moved so that the mean of the keys that all its queries
+see is their origin: an identity that keeps the products small, decided by nothing that a query does not see):
+
+    m_i = sum_j p_ij y_j,   A_i t_i = x_i - m_i,   a_ij = 1 + (y_j - m_i) . t_i,   o_i = sum_j p_ij a_ij v_j
+
+Backward, for g_i = dL/do_i, gamma_ij = g_i . v_j and gammabar_i = sum_j p_ij gamma_ij, with one more solve:
+
+    A_i u_i = sum_j p_ij (gamma_ij - gammabar_i) y_j,   b_ij = gamma_ij - gammabar_i - (y_j - m_i) . u_i
+    dL/dp_ij = a_ij b_ij up to a constant of the row,   dL/dx = u,   dL/dridge_i = -t_i u_i
+    dL/dy_j = sum_i p_ij (b_ij t_i - a_ij u_i),   dL/dv_j = sum_i p_ij a_ij g_i
+
+and from dL/dp to scores by the weighting's own derivative. An absolute ridge, divided by the kernel weight M_i, adds
+dL/dlog M_i = ridge_i t_i . u_i. Where t is given (the solver `Learned`), u is 0.
+
+Legend: as in `block_rows`; x, y [.., D] coordinates of queries and keys.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...grammar import SolveStatus, Spec
+from ...grammar.systems import unit
+from ...precision import full_precision
+from ..diagnostics import negative_part
+from ..local_regression import relative
+from .block_rows import FLAGS, FLOATS, Rows, flat, flat_params, placed, refuse, rows_in, spec_in, unpack, work_of
+from .blocks import COLUMNS, Block, Work
+from .few_rows import ROWS, FewRows
+from .weighted_rows import WeightedRows
+
+ELEMENTS = 2**19
+"""Pairs of a query and a key worked on at a time: of two heads up to 2048 keys, since threads share heads better than a
+product with 128 rows."""
+STATISTICS = ("iterations", "residual", "jitter")
+"""Of the solver, a row; the negative mass of the row's weights stands behind them."""
+
+
+class Tensors(NamedTuple):
+    """What both passes read, with B x H flattened: x, y coordinates; `ridge` [N, Tq, 1 or D] and `probe` or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    x: Tensor
+    y: Tensor
+    ridge: Tensor | None
+    probe: Tensor | None
+    given: Tensor | None
+
+
+@dataclass(frozen=True)
+class Model:
+    """One call: its sentence, rows, and the ridge where that is a number."""
+
+    spec: Spec
+    rows: Rows
+    number: float
+
+    def ridge(self, block: Block, tensors: Tensors, kept: tuple[Tensor, Tensor, Tensor]) -> float | Tensor:
+        """Relative to the kernel weight: a number or [n, q, 1 or D]."""
+        ridge = self.number if tensors.ridge is None else block.rows(tensors.ridge)
+        if self.spec.ridge_mode == "relative":
+            return ridge
+        params = block.params(tensors.given)
+        return relative(ridge, self.spec.weighting.log_mass(unpack(*kept), params))  # type: ignore[attr-defined]
+
+    def fit(self, block: Block, p: Tensor, tensors: Tensors, ridge: float | Tensor) -> tuple[WeightedRows, Tensor]:
+        """The systems of weighted rows, and their right sides."""
+        y, common = block.columns(tensors.y), block.common(p.device)
+        probe = None if tensors.probe is None else block.rows(tensors.probe)
+        few = p.shape[1] <= ROWS and self.spec.solver.name in ("auto", "cholesky")
+        fewest, most = _seen(block, y)
+        # Where a row may see fewer keys than there are coordinates, the part of q - m that no key spans makes t as long
+        # as 1 / ridge, beside which float32 would round away the rest, all that counts.
+        wide = torch.float64 if fewest < y.shape[-1] or y.shape[-2] <= 2 * y.shape[-1] else p.dtype
+        probe = None if probe is None else probe.to(wide)
+        ridge = ridge.to(wide) if isinstance(ridge, Tensor) else ridge
+        sparse = self._sparse or most <= y.shape[-1]
+        if wide != p.dtype:  # or the mean would lie outside what the keys span, by an eps that 1 / ridge makes large
+            p = p.to(wide)
+            total = p.sum(-1, keepdim=True)
+            p = p / torch.where(total > 0, total, 1)
+        system = (FewRows if few else WeightedRows)(p, y.to(wide), common, ridge, probe, fewest, sparse)
+        if self.spec.ridge_mode == "absolute" and probe is None:
+            system.raise_ridge()
+        return system, block.rows(tensors.x).to(wide) - system.origin - system.mean
+
+    @property
+    def _sparse(self) -> bool:
+        """Whether weights vanish by the sentence."""
+        return getattr(self.spec.kernel, "compact", False) or self.spec.bandwidth.name != "fixed"
+
+
+def _seen(block: Block, y: Tensor) -> tuple[int, int]:
+    """The fewest and the most keys that position lets a query of the block see that sees any."""
+    low, high = block.bounds(y.device)
+    count = high - low
+    return int(torch.where(count > 0, count, y.shape[-2]).amin()), int(count.amax())
+
+
+@torch.library.custom_op("regard::local_linear_forward", mutates_args=())
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    x: Tensor,
+    y: Tensor,
+    ridge: Tensor | None,
+    probe: Tensor | None,
+    given: Tensor | None,
+    mask: Tensor | None,
+    moved: Tensor | None,
+    runs: Tensor | None,
+    text: str,
+    offset: int,
+    number: float,
+    counted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(output [B, H, Tq, Dv], t [B, H, Tq, D], STATISTICS and the negative mass [B, H, Tq, 4], and of the rows floats,
+    flags, the last of which is the solver's status, and index)."""
+    with torch.no_grad():
+        work = work_of(q, k, mask, moved, runs, text, offset)
+        work.elements = max(work.elements, min(ELEMENTS, 2 * work.elements))
+        tensors = _flattened(q, k, v, x, y, ridge, probe, given)
+        found = _outputs(q, v, x, rows_in(text))
+        _forward_blocks(work, Model(spec_in(text), rows_in(text), number), tensors, counted, [flat(z) for z in found])
+    return found
+
+
+def _flattened(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    x: Tensor,
+    y: Tensor,
+    ridge: Tensor | None,
+    probe: Tensor | None,
+    given: Tensor | None,
+) -> Tensors:
+    ridge, probe = (None if z is None else flat(z) for z in (ridge, probe))
+    return Tensors(flat(q), flat(k), flat(v), flat(x), flat(y), ridge, probe, flat_params(given))
+
+
+def _outputs(q: Tensor, v: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = q.shape[:3]
+    return (
+        q.new_zeros(*shape, v.shape[-1]),
+        q.new_zeros(*shape, x.shape[-1]),
+        q.new_zeros(*shape, len(STATISTICS) + 1),
+        q.new_zeros(*shape, FLOATS),
+        q.new_zeros(*shape, FLAGS + 1, dtype=torch.int32),
+        q.new_zeros(*shape, rows.indices, dtype=torch.int64),
+    )
+
+
+def _forward_blocks(work: Work, model: Model, tensors: Tensors, counted: bool, found: list[Tensor]) -> None:
+    out, slope, statistics, floats, flags, index = found
+    flags[..., 0] = 1  # rows of blocks that see no key are skipped
+    rows, failed = model.rows, False
+    for block in work.blocks():
+        marks = torch.zeros(block.heads, -(-work.visible.keys // COLUMNS), dtype=torch.bool, device=out.device)
+        z = block.scores(tensors.q, tensors.k)
+        p, kept = rows.weigh(block, z, block.params(tensors.given), counted, marks)
+        for whole, part in zip((floats, flags[..., :FLAGS], index), kept, strict=True):
+            block.rows(whole).copy_(part)
+        system, right = model.fit(block, p, tensors, model.ridge(block, tensors, kept))
+        size = unit(right) if tensors.probe is None else torch.ones_like(right[..., :1])
+        solved = model.spec.solver.solve(system, right / size)
+        block.rows(slope).copy_(solved.value * size)
+        block.rows(flags)[..., FLAGS].copy_(system.told(solved.status))
+        block.rows(statistics)[..., :-1].copy_(torch.stack([solved.statistics[name] for name in STATISTICS], -1))
+        failed = failed or _unconverged(solved.status)
+        weights = torch.addcmul(system.p, system.tilted(solved.value), size).to(p.dtype)
+        if counted:
+            block.rows(statistics)[..., -1].copy_(negative_part(weights))
+        block.rows(out).copy_(weights @ block.columns(tensors.v))
+    if failed:
+        _warn("forward", model.spec)
+
+
+def _unconverged(status: Tensor) -> bool:
+    return bool((status == int(SolveStatus.UNCONVERGED)).any())
+
+
+def _warn(when: str, spec: Spec) -> None:
+    if getattr(spec.solver, "max_iter", None) == 0:
+        return  # asked for: the local constant model
+    warnings.warn(
+        f"local linear attention: some systems did not converge in the {when} pass ({spec}); return_diagnostics=True "
+        f"says which; give a larger ridge, more max_iter, a larger tol, or solver=cholesky.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+@forward.register_fake
+def _(q, k, v, x, y, ridge, probe, given, mask, moved, runs, text, offset, number, counted):  # type: ignore[no-untyped-def]
+    return _outputs(q, v, x, rows_in(text))
+
+
+@torch.library.custom_op("regard::local_linear_backward", mutates_args=())
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    x: Tensor,
+    y: Tensor,
+    ridge: Tensor | None,
+    probe: Tensor | None,
+    given: Tensor | None,
+    mask: Tensor | None,
+    moved: Tensor | None,
+    runs: Tensor | None,
+    slope: Tensor,
+    floats: Tensor,
+    flags: Tensor,
+    index: Tensor,
+    text: str,
+    offset: int,
+    number: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, x, y, ridge [.., 1 or D], probe, and of the row parameters [P, B, H, Tq]."""
+    with torch.no_grad(), full_precision(grad.device.type):  # backward() may be called where autocast is on
+        work = work_of(q, k, mask, moved, runs, text, offset)
+        work.elements = max(work.elements, min(ELEMENTS, 2 * work.elements))
+        tensors = _flattened(q, k, v, x, y, ridge, probe, given)
+        kept = (flat(floats), flat(flags[..., :FLAGS]), flat(index))
+        turned = [z.new_zeros(z.transpose(-1, -2).shape) for z in (k, v, y)]
+        found = _gradients(q, x, ridge, probe, len(work.names))
+        model = Model(spec_in(text), rows_in(text), number)
+        _backward_blocks(work, model, tensors, flat(grad), flat(slope), kept, found, [flat(z) for z in turned])
+    dk, dv, dy = (z.transpose(-1, -2).contiguous() for z in turned)
+    return found[0], dk, dv, found[1], dy, *found[2:]
+
+
+def _gradients(
+    q: Tensor, x: Tensor, ridge: Tensor | None, probe: Tensor | None, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Zeros for q, x, ridge, probe and row parameters."""
+    rows = q.shape[:3]
+    return (
+        torch.zeros_like(q, memory_format=torch.contiguous_format),
+        torch.zeros_like(x, memory_format=torch.contiguous_format),
+        q.new_zeros(*rows, 0 if ridge is None else ridge.shape[-1]),
+        q.new_zeros(*rows, 0 if probe is None else probe.shape[-1]),
+        q.new_zeros(count, *rows),
+    )
+
+
+def _backward_blocks(
+    work: Work,
+    model: Model,
+    tensors: Tensors,
+    grad: Tensor,
+    slope: Tensor,
+    kept: tuple[Tensor, Tensor, Tensor],
+    found: tuple[Tensor, ...],
+    turned: list[Tensor],
+) -> None:
+    dq, dx, dridge, dprobe = (flat(z) for z in found[:4])
+    dgiven, (dk, dv, dy) = found[4].flatten(1, 2), turned
+    rows, failed = model.rows, False
+    for block in work.blocks():
+        own = tuple(block.rows(z) for z in kept)
+        params, g, t = block.params(tensors.given), block.rows(grad), block.rows(slope)
+        z = block.scores(tensors.q, tensors.k)
+        p = rows.again(block, z, own, params)
+        ridge = model.ridge(block, tensors, own)
+        system = model.fit(block, p, tensors, ridge)[0]
+        g, t, weights = g.to(system.p.dtype), t.to(system.p.dtype), system.p
+        gamma = g @ block.columns(tensors.v).to(g.dtype).transpose(-1, -2)
+        gamma -= (weights * gamma).sum(-1, keepdim=True)
+        right = (weights * gamma) @ system.y
+        a = system.slopes(t).add_(1)
+        block.add_columns(dv, g, a * weights)
+        if tensors.probe is None:
+            size = unit(right)
+            system.source = gamma / size if system.sparse else None  # a block of pairs, for `by_row` alone
+            solved = model.spec.solver.solve(system, right / size)
+            failed = failed or _unconverged(solved.status)
+            u = solved.value * size
+            block.rows(dx).copy_(u)
+        else:
+            u = torch.zeros_like(t)
+            block.rows(dprobe).copy_(-right)
+        dp = _weight_gradient(block, model, system, (t, u), (a, gamma), dy).to(p.dtype)
+        dp = block.hide(dp, fill=0.0)  # a large hidden key may have made it infinite, which a slope of 0 would not undo
+        lost, share = t * u, None
+        if model.spec.ridge_mode == "absolute":
+            lost = lost if system.raised is None else torch.where(system.raised, 0, lost)
+            share = (system.ridge * lost).sum(-1, keepdim=True).to(p.dtype)
+            lost = relative(lost, model.spec.weighting.log_mass(unpack(*own), params))  # type: ignore[attr-defined]
+        if dridge.shape[-1]:
+            block.rows(dridge).copy_(-lost if dridge.shape[-1] > 1 else -lost.sum(-1, keepdim=True))
+        del system, weights, a, gamma
+        _, dz, dparams = rows.derive(block, z, dp, placed(block, own), params, work.names, share, p)
+        for row, part in zip(dgiven, dparams, strict=True):
+            block.rows(row).copy_(part)
+        block.rows(dq).copy_(dz @ block.columns(tensors.k))
+        block.add_columns(dk, block.rows(tensors.q), dz)
+    if failed:
+        _warn("backward", model.spec)
+
+
+def _weight_gradient(
+    block: Block,
+    model: Model,
+    system: WeightedRows,
+    solved: tuple[Tensor, Tensor],
+    pairs: tuple[Tensor, Tensor],
+    dy: Tensor,
+) -> Tensor:
+    """dL/dp [n, q, w] up to a constant of every row, and dL/dy into `dy`: from t and u, and from a and
+    gamma - gammabar, which are overwritten."""
+    (t, u), (a, gamma), p = solved, pairs, system.p
+    blocks = model.spec.solver.blocks if model.spec.solver.name == "block-diagonal" else 1
+    if system.probe is not None:
+        block.add_columns(dy, t, gamma * p)
+        return a.mul_(gamma)
+    if blocks == 1:
+        gamma -= system.slopes(u)  # b
+        block.add_columns(dy, t, gamma * p)
+        block.add_columns(dy, u, (a * p).neg_())
+        return a.mul_(gamma)
+    cross, pulled = system.cross(t, u, blocks or t.shape[-1])
+    block.add_columns(dy, t, gamma * p)
+    block.add_columns(dy, u, -p)
+    block.add_rows(dy, pulled.neg_())
+    return a.mul_(gamma).sub_(system.slopes(u)).sub_(cross)
+
+
+@backward.register_fake
+def _(grad, q, k, v, x, y, ridge, probe, given, mask, moved, runs, slope, floats, flags, index, text, offset, number):  # type: ignore[no-untyped-def]
+    new = lambda z: z.new_empty(z.shape)  # noqa: E731
+    dq, dx, dridge, dprobe, dgiven = _gradients(q, x, ridge, probe, 0 if given is None else given.shape[0])
+    return dq, new(k), new(v), dx, new(y), dridge, dprobe, dgiven
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, text, offset, number, _ = inputs
+    _, slope, _, *kept = output
+    ctx.save_for_backward(*tensors, slope, *kept)
+    ctx.rest = (text, offset, number)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 15
+    saved = ctx.saved_tensors
+    *found, dridge, dprobe, dgiven = backward(grad.contiguous(), *saved, *ctx.rest)
+    optional = [z if s is not None else None for z, s in zip((dridge, dprobe, dgiven), saved[5:8], strict=True)]
+    return *found, *optional, *(None,) * 7
+
+
+forward.register_autograd(_differentiate, setup_context=_save)
+backward.register_autograd(refuse)

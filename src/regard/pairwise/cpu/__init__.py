@@ -1,0 +1,1 @@
+"""impl="cpu": row solvers in numba for compactly supported kernels."""

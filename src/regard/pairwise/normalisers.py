@@ -1,0 +1,220 @@
+"""Weightings on plain score tensors, where softmax would stand: entmax, sparsemax, ReLUmax and friends.
+
+All are differentiable twice in the scores and in every parameter, map -inf and masked scores to exactly 0, give
+0 (and gradient 0) in rows without a score, and NaN in, and only in, rows that hold a NaN. Sums and thresholds are
+computed in float32 at least.
+
+impl="cpu" solves rows in numba (the extra `cpu`), at one to three times the cost of softmax (docs/results.md): one
+tensor of the scores' size more in the forward pass and one in the backward pass. impl="reference" is plain torch on
+any device, forward mode, torch.func transforms and export to other runtimes included; entmax then repeats at most 16
+passes over the scores (64 for alpha > 2 and for alpha given as a tensor). impl="auto" takes "cpu" where numba is
+installed, the scores are on the CPU, no such transform looks on and there is a loop for the weighting (not for
+straight-through and soft top-k); else "reference". Second derivatives are those of "reference" under either.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from ..checks import (
+    ArgumentError,
+    boolean_mask,
+    broadcastable,
+    choice,
+    debugging,
+    finite,
+    floating,
+    in_range,
+    on_device,
+    shape,
+    shown,
+    whole,
+)
+from ..grammar import Spec
+from ..grammar.bandwidths.fixed import Empty
+from ..grammar.bandwidths.nearest import Gradient
+from ..grammar.threshold import widest
+from .cpu import implementation as cpu
+
+MANY = 2**48
+"""More scores than a row can have."""
+IMPLS = ("auto", "cpu", "reference")
+
+
+def entmax(
+    scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Tensor | None = None, impl: str = "auto"
+) -> Tensor:
+    """alpha-entmax: p = [(alpha - 1) z - tau]_+^(1 / (alpha - 1)) with tau such that sum p = 1.
+
+    alpha = 1 is softmax, 1.5 the biweight, 2 sparsemax; larger is sparser. Adaptive bandwidth on the kernel
+    with r = 1 / (alpha - 1) (sparse-attention paper, section 2.3 and Proposition 1).
+
+    Args:
+        scores: any shape.
+        alpha: a number from 1 to 1001, or a tensor of such values broadcastable to `scores` with length 1 along `dim`.
+            A row whose alpha is below 1 is NaN; `regard.checks.debug()` makes that an error.
+        dim: the axis that is to sum to one.
+        mask: boolean, broadcastable to `scores`; True where a score counts.
+        impl: "auto", "cpu" or "reference"; see the module.
+
+    Returns:
+        Weights of the shape and dtype of `scores`. In float32 they are exact to 1e-6, and gradients to 1e-3 of the
+        largest in their row, for alpha up to 5: for alpha > 2 the threshold is measured from the lowest score that has
+        weight. Where alpha < 2 and all but one score lie at the threshold or below, the gradient of the row is all but
+        0, and has an error of 1e-7 of the incoming one.
+
+    Raises:
+        ArgumentError: alpha out of range, a mask that is not boolean, integer scores, shapes that do not fit.
+    """
+    in_range("entmax", "alpha", alpha, low=1.0, high=1001.0, strict=False)
+    if isinstance(alpha, Tensor):
+        return _normalise("entmax", "sparsemax", scores, dim, mask, {"alpha": alpha}, impl)
+    alpha = float(alpha)
+    if alpha == 1 and impl == "cpu":
+        raise ArgumentError("entmax: alpha=1 is softmax, which impl='cpu' does not compute; impl='reference' can.")
+    sentence = "softmax" if alpha - 1 < 1e-12 else f"polynomial(r={_power(alpha)!r})"
+    return _normalise("entmax", sentence, scores, dim, mask, {}, impl)
+
+
+def _power(alpha: float) -> float:
+    """r = 1 / (alpha - 1), whole where only the rounding of alpha keeps it from being so: 4/3 means the triweight."""
+    r = 1 / (alpha - 1)
+    return float(round(r)) if abs(r - round(r)) <= 4e-16 * r * alpha / (alpha - 1) else r
+
+
+def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None, impl: str = "auto") -> Tensor:
+    """Euclidean projection onto the simplex: `entmax` with alpha = 2, the adaptive Epanechnikov kernel."""
+    return _normalise("sparsemax", "sparsemax", scores, dim, mask, {}, impl)
+
+
+def relumax(
+    scores: Tensor, margin: float | Tensor = 1.0, dim: int = -1, mask: Tensor | None = None, impl: str = "auto"
+) -> Tensor:
+    """[z - max z + margin]_+ divided by its sum (sparse-attention paper, equations 20 and 21; its b is the margin).
+
+    Scores that tie for the maximum share its gradient equally. Other arguments as in `entmax`.
+
+    Raises:
+        ArgumentError: as `entmax`; margin <= 0.
+    """
+    number, rows = _number("relumax", "margin", margin, low=0.0, strict=True)
+    return _normalise("relumax", f"epanechnikov*anchored({number})", scores, dim, mask, rows, impl)
+
+
+def normrelu(
+    scores: Tensor,
+    bias: float | Tensor = 0.0,
+    dim: int = -1,
+    mask: Tensor | None = None,
+    empty: Empty = "uniform",
+    impl: str = "auto",
+) -> Tensor:
+    """[z + bias]_+ divided by its sum: the fixed-bandwidth Epanechnikov kernel
+    (sparse-attention paper, equations 11 and 12).
+
+    Args:
+        empty: rows with scores but none above -bias: "uniform", "zero" or "nearest"; no score gradient.
+
+    Other arguments and errors as in `entmax`.
+    """
+    number, rows = _number("normrelu", "bias", bias)
+    choice("normrelu", "empty", empty, get_args(Empty))
+    sentence = f"epanechnikov*fixed({number}{',' if number else ''}empty={empty})"
+    return _normalise("normrelu", sentence, scores, dim, mask, rows, impl)
+
+
+def topk_softmax(
+    scores: Tensor, k: int, dim: int = -1, mask: Tensor | None = None, gradient: Gradient = "hard", impl: str = "auto"
+) -> Tensor:
+    """Softmax over exactly min(k, valid) best scores, the lowest index first among ties.
+
+    Args:
+        gradient: "hard", "straight-through" or "soft"; see `regard.grammar.bandwidths.nearest.Nearest`.
+
+    Raises:
+        ArgumentError: as `entmax`; k < 1, an unknown gradient mode.
+    """
+    return _normalise("topk_softmax", f"gaussian*{_nearest('topk_softmax', k, gradient)}", scores, dim, mask, {}, impl)
+
+
+def topk_uniform(
+    scores: Tensor, k: int, dim: int = -1, mask: Tensor | None = None, gradient: Gradient = "hard", impl: str = "auto"
+) -> Tensor:
+    """1/min(k, valid) on the k best scores: k-nearest neighbours. Arguments as in `topk_softmax`.
+
+    With gradient="hard" the scores get no gradient, so that whatever makes them is not trained.
+    """
+    return _normalise("topk_uniform", f"uniform*{_nearest('topk_uniform', k, gradient)}", scores, dim, mask, {}, impl)
+
+
+def _number(
+    call: str, name: str, value: Any, low: float | None = None, strict: bool = False
+) -> tuple[str, dict[str, Tensor]]:
+    """A rule's number as part of its sentence, or as a row parameter where it is a tensor."""
+    if isinstance(value, Tensor):
+        return "", {name: value}
+    in_range(call, name, value, low=low, strict=strict)
+    return f"{name}={float(value)!r}", {}  # float: a number that is being traced becomes a constant
+
+
+def _nearest(call: str, k: Any, gradient: str) -> str:
+    """The rule that keeps the k best, as text."""
+    k = min(whole(call, "k", k, 1), MANY)
+    return f"nearest(k={k},gradient={choice(call, 'gradient', gradient, get_args(Gradient))})"
+
+
+def _normalise(
+    call: str, sentence: str, scores: Tensor, dim: int, mask: Tensor | None, params: dict[str, Tensor], impl: str
+) -> Tensor:
+    spec = Spec.parse(sentence)
+    choice(call, "impl", impl, IMPLS)
+    floating(call, "scores", scores)
+    if scores.dim() == 0:
+        raise ArgumentError(f"{call}: scores is a scalar, expected at least one axis.")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -scores.dim() <= dim < scores.dim():
+        raise ArgumentError(f"{call}: dim is {shown(dim)}, but scores has shape {shape(scores)}.")
+    if debugging():
+        finite(call, "scores", torch.where(scores == -torch.inf, 0, scores))  # -inf is how a score is hidden
+    if mask is not None:
+        boolean_mask(call, "mask", mask)
+        broadcastable(call, "mask", mask, tuple(scores.shape))
+        on_device(call, "mask", mask, scores.device)
+        scores = torch.where(mask, scores, -torch.inf)
+    if scores.numel() == 0:
+        return scores.clone()
+    z = scores.movedim(dim, -1)
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    rows = {name: _rows(call, name, value, scores, dim).to(z.dtype) for name, value in params.items()}
+    for name, value in rows.items():
+        info = spec.params[name]
+        in_range(call, name, value, low=info.low, strict=info.strict)
+    return _weights(call, spec, z, rows, impl).to(scores.dtype).movedim(-1, dim)
+
+
+def _weights(call: str, spec: Spec, z: Tensor, rows: dict[str, Tensor], impl: str) -> Tensor:
+    """The weights, by the implementation asked for."""
+    reason = None if impl == "reference" else cpu.unable(spec, z)
+    if impl == "cpu" and reason is not None:
+        raise ArgumentError(f"{call}: impl='cpu' {reason}. impl='reference' can.")
+    if impl == "reference" or reason is not None:
+        if "alpha" in rows and rows["alpha"].requires_grad:  # dL/dalpha is r^2 times what cancels in the plain form
+            z, rows = widest(z), {"alpha": widest(rows["alpha"])}
+        return spec.weighting.weights(z, spec.weighting.fit(z, rows), rows)
+    return cpu.normalise(spec, z, rows)
+
+
+def _rows(call: str, name: str, value: Tensor, scores: Tensor, dim: int) -> Tensor:
+    """A row parameter [..., 1] with `dim` moved last."""
+    floating(call, name, value)
+    broadcastable(call, name, value, tuple(scores.shape))
+    on_device(call, name, value, scores.device)
+    value = value.reshape((1,) * (scores.dim() - value.dim()) + tuple(value.shape))
+    if value.shape[dim] != 1:
+        raise ArgumentError(
+            f"{call}: {name} has shape {shape(value)}, but rows run along dim {dim} of scores {shape(scores)}; its "
+            f"length there must be 1."
+        )
+    return value.movedim(dim, -1)

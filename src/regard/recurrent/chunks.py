@@ -1,0 +1,428 @@
+"""The chunked form of `sums`: pairs inside chunks of positions, sums between them; its own backward.
+
+A call is cut into steps in the order of its keys: queries before the first key, keys before the first query, stretches
+of whole chunks in which query and key meet, queries and keys that are left. The forward pass keeps nothing but its
+inputs. The backward pass makes the sums again: once upwards, for what a query reads (its gradient), and once downwards
+with the sums over later queries, for what a key gave. Both passes are torch custom operators: compiled graphs see one
+node, whatever the length.
+
+Legend: as in `sums`; G = B x Hkv groups, R = H / Hkv query heads in each; a step has n chunks of c positions, in which
+phi is P [G, n, R c, F], psi is K [G, n, c, F], val is V [G, n, c, E].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError
+from ..precision import full_precision
+from .feature_sums import Sums, augment
+
+CHUNK = 64
+"""Positions of a chunk."""
+
+ELEMENTS = {"cpu": 2**19}
+"""Numbers of a step's pairs and states: what fits a cache; elsewhere 2^24, to keep a large device busy."""
+
+
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: float | Tensor,
+    mask: Tensor | None,
+    sums: Tensor | None,
+    squares: Tensor | None,
+    causal: bool,
+    offset: int,
+    chunk: int = CHUNK,
+    *,
+    keep: bool = True,
+    guarded: bool = False,
+) -> Sums:
+    """Kernel-selection paper, equations 15-17 and 19 from chunk to chunk, 18 inside.
+
+    Args:
+        q, k: features [B, H, Tq, F - 1], [B, Hkv, Tk, F - 1]; v [B, Hkv, Tk, Dv]; bias a number or [B, H, Tq].
+        mask: boolean [B or 1, Hkv or 1, Tk], or None.
+        sums, squares: the state before, zero where None.
+        keep: whether the state after all keys is wanted; without it, few queries weigh their keys directly.
+        guarded: whether Q is wanted; implied by `squares`.
+
+    O(T) memory, forward and backward; differentiable once, backward.
+    """
+    given, shift = (bias, 0.0) if isinstance(bias, Tensor) else (None, float(bias))
+    guarded = guarded or squares is not None
+    values, mass, power, after, after_squares = _forward(
+        q, k, v, given, mask, sums, squares, shift, causal, offset, guarded, keep, chunk
+    )
+    kept = after if keep else None
+    return Sums(values, mass, power if guarded else None, kept, after_squares if keep and guarded else None)
+
+
+class _Step(NamedTuple):
+    """Queries [q0, q1) and keys [k0, k1), each in n chunks; where it has both, query and key i meet."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    n: int = 1
+
+
+def _steps(queries: int, keys: int, causal: bool, offset: int, keep: bool, chunk: int, width: int) -> list[_Step]:
+    """The steps of a call, at most `width` chunks in each."""
+
+    def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
+        return ((a, min(a + width * chunk, stop)) for a in range(start, stop, width * chunk))
+
+    lead = min(max(-offset, 0), queries) if causal else 0  # queries that see the state alone
+    before = min(max(offset, 0), keys) if causal else keys  # keys that every query sees
+    pairs = max(0, min(queries - lead, keys - before))
+    whole = pairs - pairs % chunk
+    steps = [_Step(a, b, 0, 0) for a, b in cut(0, lead)]
+    steps += [_Step(lead, lead, a, b) for a, b in cut(0, before)]
+    steps += [_Step(lead + a, lead + b, before + a, before + b, (b - a) // chunk) for a, b in cut(0, whole)]
+    if whole < pairs:
+        steps.append(_Step(lead + whole, lead + pairs, before + whole, before + pairs))
+    steps += [_Step(a, b, 0, 0) for a, b in cut(lead + pairs, queries)]
+    if keep:
+        steps += [_Step(queries, queries, a, b) for a, b in cut(before + pairs, keys)]
+    return steps
+
+
+class _Work:
+    """One call's tensors with the heads in groups, and the steps through them."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, shift: float) -> None:
+        batch, kv_heads, self.keys, width = k.shape
+        self.groups, self.ratio, self.queries = batch * kv_heads, q.shape[1] // max(1, kv_heads), q.shape[2]
+        self.features, self.values = width + 1, v.shape[3] + 1
+        self.q = q.reshape(self.groups, self.ratio, self.queries, width)
+        self.k, self.v = k.reshape(self.groups, self.keys, width), v.reshape(self.groups, self.keys, v.shape[3])
+        self.bias: float | Tensor = shift if bias is None else bias.reshape(self.q.shape[:3])
+        self.mask = None if mask is None else mask.expand(k.shape[:3]).reshape(self.groups, self.keys)
+
+    def steps(self, causal: bool, offset: int, keep: bool, chunk: int) -> list[_Step]:
+        size = self.groups * (self.ratio * chunk * chunk + self.features * self.values)
+        width = max(1, ELEMENTS.get(self.q.device.type, 2**24) // max(1, size))
+        return _steps(self.queries, self.keys, causal, offset, keep, chunk, width)
+
+    def step(self, at: _Step) -> tuple[Tensor, Tensor, Tensor]:
+        """P, K and V; no rows where the step has no queries or no keys."""
+        mask = None if self.mask is None else self.mask[:, at.k0 : at.k1]
+        bias = self.bias[:, :, at.q0 : at.q1] if isinstance(self.bias, Tensor) else self.bias
+        k, v = self.k[:, at.k0 : at.k1], self.v[:, at.k0 : at.k1]
+        phi, psi, val = augment(self.q[:, :, at.q0 : at.q1], k, v, bias, mask)
+        each = (at.n, (at.k1 - at.k0) // at.n)
+        return self.cut(phi, at), psi.unflatten(1, each), val.unflatten(1, each)
+
+    def cut(self, x: Tensor, at: _Step) -> Tensor:
+        """The step's queries of x [G, R, n c, ...] as [G, n, R c, ...]."""
+        each = (at.q1 - at.q0) // at.n
+        return x.unflatten(2, (at.n, each)).transpose(1, 2).flatten(2, 3)
+
+    def uncut(self, x: Tensor, at: _Step) -> Tensor:
+        """[G, n, R c, ...] as [G, R, n c, ...]."""
+        return x.unflatten(2, (self.ratio, x.shape[2] // self.ratio)).transpose(1, 2).flatten(2, 3)
+
+    def meet(self, pairs: Tensor) -> Tensor:
+        """Pairs [G, n, R c, c] with zeros where the key comes after the query; in place."""
+        pairs.view(*pairs.shape[:2], self.ratio, pairs.shape[3], pairs.shape[3]).tril_()
+        return pairs
+
+    def zeros(self, *sizes: int) -> Tensor:
+        return self.q.new_zeros(self.groups, *sizes)
+
+    def start(self, given: Tensor | None, columns: int) -> Tensor:
+        """A state [G, F, columns] as given, or zero."""
+        return (
+            self.zeros(self.features, columns) if given is None else given.reshape(self.groups, self.features, columns)
+        )
+
+
+def _running(start: Tensor, parts: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
+    """(start and all parts before each one [G, n, ...], start and all of them); after each one if `backwards`."""
+    if parts.shape[1] == 1:
+        return start[:, None], start + parts[:, 0]
+    before = torch.empty_like(parts)
+    total = start
+    for i in reversed(range(parts.shape[1])) if backwards else range(parts.shape[1]):
+        before[:, i] = total
+        total = total + parts[:, i]
+    return before, total
+
+
+def _turned(x: Tensor) -> Tensor:
+    return x.transpose(-1, -2)
+
+
+@torch.library.custom_op("regard::linear_forward", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    sums: Tensor | None,
+    squares: Tensor | None,
+    shift: float,
+    causal: bool,
+    offset: int,
+    guarded: bool,
+    keep: bool,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(u [B, H, Tq, Dv], Z and Q [B, H, Tq], A [B, Hkv, F, E], M [B, Hkv, F, F]); what is not wanted is empty."""
+    out = _outputs(q, k, v, guarded, keep)
+    work = _Work(q, k, v, bias, mask, shift)
+    values, mass = _grouped(out[0], work), _grouped(out[1], work)
+    power = _grouped(out[2], work) if guarded else None
+    with torch.no_grad(), full_precision(q.device.type):
+        if _direct(work, sums, squares, causal, keep):
+            _weigh(work, values, mass, power, causal, offset)
+            return out
+        a, m = work.start(sums, work.values), work.start(squares, work.features) if guarded else None
+        for at in work.steps(causal, offset, keep, chunk):
+            p, keys, val = work.step(at)
+            before, a = _running(a, _turned(keys) @ val)
+            found = p @ before
+            if m is not None:
+                before, m = _running(m, _turned(keys) @ keys)
+                squared = ((p @ before) * p).sum(-1)
+            if at.q1 > at.q0 and at.k1 > at.k0:
+                pairs = work.meet(p @ _turned(keys))
+                found += pairs @ val
+                if m is not None:
+                    squared += pairs.square_().sum(-1)
+            if at.q1 > at.q0:
+                found = work.uncut(found, at)
+                values[:, :, at.q0 : at.q1], mass[:, :, at.q0 : at.q1] = found[..., :-1], found[..., -1]
+                if power is not None:
+                    power[:, :, at.q0 : at.q1] = work.uncut(squared, at)
+        _put(out[3:], (a, m))
+    return out
+
+
+def _put(out: tuple[Tensor, ...], states: tuple[Tensor | None, ...]) -> None:
+    """States [G, ...] where they are wanted."""
+    for to, state in zip(out, states, strict=True):
+        if to.numel() and state is not None:
+            to.copy_(state.view_as(to))
+
+
+def _outputs(q: Tensor, k: Tensor, v: Tensor, guarded: bool, keep: bool) -> tuple[Tensor, ...]:
+    features, values = k.shape[3] + 1, v.shape[3] + 1
+    return (
+        q.new_zeros(*q.shape[:3], v.shape[3]),
+        q.new_zeros(q.shape[:3]),
+        q.new_zeros(q.shape[:3] if guarded else 0),
+        q.new_zeros((*k.shape[:2], features, values) if keep else 0),
+        q.new_zeros((*k.shape[:2], features, features) if keep and guarded else 0),
+    )
+
+
+@_forward.register_fake
+def _(q, k, v, bias, mask, sums, squares, shift, causal, offset, guarded, keep, chunk):  # type: ignore[no-untyped-def]
+    return _outputs(q, k, v, guarded, keep)
+
+
+def _direct(work: _Work, sums: Tensor | None, squares: Tensor | None, causal: bool, keep: bool) -> bool:
+    """Whether all pairs cost less than the sums over the keys, and nobody asks for the sums."""
+    few = work.ratio * work.queries * (work.features + work.values) <= work.features * work.values
+    return few and not keep and sums is None and squares is None
+
+
+def _pairs(work: _Work, causal: bool, offset: int) -> Tensor:
+    """w [G, R, Tq, Tk], zero where a key is not seen."""
+    w = work.q.flatten(1, 2) @ _turned(work.k)
+    w = w.unflatten(1, (work.ratio, -1))
+    w += work.bias[..., None] if isinstance(work.bias, Tensor) else work.bias
+    return _seen(work, w, causal, offset)
+
+
+def _seen(work: _Work, w: Tensor, causal: bool, offset: int) -> Tensor:
+    if work.mask is not None:
+        w.masked_fill_(~work.mask[:, None, None], 0)
+    return w.tril_(min(max(offset, -work.queries), work.keys)) if causal else w
+
+
+def _weigh(work: _Work, values: Tensor, mass: Tensor, power: Tensor | None, causal: bool, offset: int) -> None:
+    """All pairs at once: few queries, many keys."""
+    w = _pairs(work, causal, offset)
+    torch.matmul(w.flatten(1, 2), work.v, out=values.flatten(1, 2))
+    torch.sum(w, -1, out=mass)
+    if power is not None:
+        power.copy_(w.square_().sum(-1))
+
+
+@torch.library.custom_op("regard::linear_backward", mutates_args=())
+def _backward(
+    g: Tensor,
+    g_mass: Tensor | None,
+    g_power: Tensor | None,
+    g_sums: Tensor | None,
+    g_squares: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    sums: Tensor | None,
+    squares: Tensor | None,
+    shift: float,
+    causal: bool,
+    offset: int,
+    guarded: bool,
+    keep: bool,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, bias, sums and squares; empty where there is no such input."""
+    found = _gradients(q, k, v, bias, sums, squares)
+    work = _Work(q, k, v, bias, mask, shift)
+    g_mass, g_power = (None if x is None else _grouped(x, work)[..., None] for x in (g_mass, g_power))
+    back = _Back(work, _grouped(g, work), g_mass, g_power, found)
+    with torch.no_grad(), full_precision(q.device.type):
+        if _direct(work, sums, squares, causal, keep):
+            back.direct(causal, offset)
+            return found
+        steps = work.steps(causal, offset, keep, chunk)
+        squared = g_power is not None
+        back.upwards(steps, work.start(sums, work.values), work.start(squares, work.features) if squared else None)
+        squared = squared or g_squares is not None
+        after = work.start(g_squares, work.features) if squared else None
+        a, m = back.downwards(steps, work.start(g_sums, work.values), after)
+        _put(found[4:], (a, m))
+    return found
+
+
+def _grouped(x: Tensor, work: _Work) -> Tensor:
+    """x [B, H, Tq, ...] as [G, R, Tq, ...]."""
+    return x.view(*work.q.shape[:3], *x.shape[3:])
+
+
+def _gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """Zeros like the inputs, contiguous; empty for None."""
+    like = next(x for x in inputs if x is not None)
+    return tuple(like.new_zeros(0 if x is None else x.shape) for x in inputs)
+
+
+@_backward.register_fake
+def _(g, g_mass, g_power, g_sums, g_squares, q, k, v, bias, mask, sums, squares, *_):  # type: ignore[no-untyped-def]
+    return _gradients(q, k, v, bias, sums, squares)
+
+
+class _Back:
+    """The backward pass: gradients of u [G, R, Tq, Dv], of Z and Q [G, R, Tq, 1] or None, and where to write."""
+
+    def __init__(
+        self, work: _Work, g: Tensor, g_mass: Tensor | None, g_power: Tensor | None, out: tuple[Tensor, ...]
+    ) -> None:
+        self.work, self.g, self.g_mass, self.g_power = work, g, g_mass, g_power
+        self.dq, self.dk, self.dv = out[0].view_as(work.q), out[1].view_as(work.k), out[2].view_as(work.v)
+        self.dbias = out[3].view(work.q.shape[:3]) if out[3].numel() else None
+
+    def step(self, at: _Step) -> tuple[Tensor, Tensor | None]:
+        """Gradients of [u, Z] and of Q, as P."""
+        rows = slice(at.q0, at.q1)
+        g = self.g[:, :, rows]
+        mass = g.new_zeros(*g.shape[:-1], 1) if self.g_mass is None else self.g_mass[:, :, rows]
+        g = self.work.cut(torch.cat([g, mass], -1), at)
+        return g, None if self.g_power is None else self.work.cut(self.g_power[:, :, rows], at)
+
+    def pairs(self, p: Tensor, keys: Tensor, val: Tensor, g: Tensor, g_power: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(w, dL/dw) of the pairs inside the chunks."""
+        w = self.work.meet(p @ _turned(keys))
+        dw = g @ _turned(val)
+        if g_power is not None:
+            dw += 2 * g_power * w
+        return w, self.work.meet(dw)
+
+    def upwards(self, steps: list[_Step], a: Tensor, m: Tensor | None) -> None:
+        """Gradients of queries and bias, from the sums over the keys before."""
+        for at in steps:
+            p, keys, val = self.work.step(at)
+            g, g_power = self.step(at)
+            before, a = _running(a, _turned(keys) @ val)
+            dp = g @ _turned(before)
+            if m is not None and g_power is not None:
+                before, m = _running(m, _turned(keys) @ keys)
+                dp += g_power * (p @ (before + _turned(before)))
+            if at.q1 > at.q0 and at.k1 > at.k0:
+                dp += self.pairs(p, keys, val, g, g_power)[1] @ keys
+            dp = self.work.uncut(dp, at)
+            self.dq[:, :, at.q0 : at.q1] = dp[..., :-1]
+            if self.dbias is not None:
+                self.dbias[:, :, at.q0 : at.q1] = dp[..., -1]
+
+    def downwards(self, steps: list[_Step], a: Tensor, m: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Gradients of keys and values, from the sums over the queries after; returns those of the first state."""
+        for at in reversed(steps):
+            p, keys, val = self.work.step(at)
+            g, g_power = self.step(at)
+            after, a = _running(a, _turned(p) @ g, backwards=True)
+            dk, dv = val @ _turned(after), keys @ after
+            if m is not None:
+                part = torch.zeros_like(m)[:, None] if g_power is None else _turned(p) @ (g_power * p)
+                after, m = _running(m, part.expand(-1, at.n, -1, -1), backwards=True)
+                dk += keys @ (after + _turned(after))
+            if at.q1 > at.q0 and at.k1 > at.k0:
+                w, dw = self.pairs(p, keys, val, g, g_power)
+                dk += _turned(dw) @ p
+                dv += _turned(w) @ g
+            self._write(slice(at.k0, at.k1), dk.flatten(1, 2)[..., :-1], dv.flatten(1, 2)[..., :-1])
+        return a, m
+
+    def direct(self, causal: bool, offset: int) -> None:
+        """All pairs at once, as `_weigh`."""
+        work = self.work
+        w = _pairs(work, causal, offset)
+        dw = (self.g.flatten(1, 2) @ _turned(work.v)).unflatten(1, (work.ratio, -1))
+        if self.g_mass is not None:
+            dw += self.g_mass
+        if self.g_power is not None:
+            dw += 2 * self.g_power * w
+        dw = _seen(work, dw, causal, offset)
+        if self.dbias is not None:
+            self.dbias.copy_(dw.sum(-1))
+        dw, w = dw.flatten(1, 2), w.flatten(1, 2)
+        self.dq.copy_((dw @ work.k).unflatten(1, (work.ratio, -1)))
+        self._write(slice(None), _turned(dw) @ work.q.flatten(1, 2), _turned(w) @ self.g.flatten(1, 2))
+
+    def _write(self, at: slice, dk: Tensor, dv: Tensor) -> None:
+        mask = self.work.mask
+        self.dk[:, at] = dk if mask is None else torch.where(mask[:, at, None], dk, 0)
+        self.dv[:, at] = dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:7])
+    ctx.how = inputs[7:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    *_, guarded, keep, _ = ctx.how
+    wanted = (True, True, guarded, keep, keep and guarded)
+    g, *rest = (x.contiguous() if x is not None and w else None for x, w in zip(grads, wanted, strict=True))
+    g = saved[0].new_zeros(*saved[0].shape[:3], saved[2].shape[3]) if g is None else g
+    found = _backward(g, *rest, *saved, *ctx.how)
+    dq, dk, dv, *states = found
+    dbias, dsums, dsquares = (d if x is not None else None for x, d in zip((saved[3], *saved[5:]), states, strict=True))
+    return dq, dk, dv, dbias, None, dsums, dsquares, *(None,) * 6
+
+
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise ArgumentError(
+        "the chunked form of linear attention is differentiable once; for second derivatives use "
+        "attention(..., impl='reference') or linear_attention(..., form='parallel')."
+    )
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_refuse)

@@ -1,0 +1,219 @@
+"""Leaky averages: what came before, each token counting less by the same factor for every token after it,
+
+    h_t = sum_{i <= t} e^{-rate (n_t - n_i)} x_i = x_t + e^{-rate} h_{t-1},        n_t the real tokens up to t,
+
+the key features of Memory Mosaics (sparse-attention paper, equation 10, with lambda = e^{-rate}). Masked tokens are
+not there: they add nothing and nothing fades while they pass.
+
+Documents that are packed into one row (`segment_ids`) each begin with nothing: no sum crosses an edge, and none is
+taken back.
+
+Whole sequences are cut into chunks: a triangular matrix of c x c decays inside each, the same for all of them where
+nothing is masked, and the sum so far carried from one to the next. Every exponent is -rate times a count >= 0.
+
+Legend: B batch, H heads, T positions, D channels; n chunks of c positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..checks import (
+    ArgumentError,
+    finite,
+    flag,
+    floating,
+    in_range,
+    on_device,
+    optional_whole,
+    segments,
+    shape,
+    tensor,
+    token_mask,
+)
+from ..one_node import one_node
+from ..pairwise.visibility import runs_of
+from ..precision import clean, full_precision
+from .scan import scan
+from .states import State, require_state
+
+CALL = "leaky_average"
+CHUNK = 32
+"""Positions of a chunk: the products inside cost T c D, the steps between T / c."""
+
+
+@dataclass(frozen=True)
+class LeakyState(State):
+    """What a leaky average remembers: its last sum.
+
+    Attributes:
+        sums: h after the last token [B, H, D], float32 or float64.
+        poisoned: boolean [B, H]: a real token was not finite, so that every later row is NaN.
+        tokens: how many positions were seen, masked ones included.
+    """
+
+    sums: Tensor
+    poisoned: Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        heads: int,
+        dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> LeakyState:
+        """The state before the first token."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        sums = torch.zeros(batch, heads, dim, dtype=dtype, device=device)
+        return cls(sums, torch.zeros(batch, heads, dtype=torch.bool, device=device))
+
+
+def leaky_average(
+    x: Tensor,
+    rate: float | Tensor,
+    *,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    state: LeakyState | None = None,
+    average: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, LeakyState]:
+    """The leaky average at every position, and the state after the last one.
+
+    Args:
+        x: [B, H, T, D].
+        rate: >= 0, decay a token in nats: a number or a tensor [H]. 0 keeps everything.
+        mask: boolean [B, T], True where a token is real; hidden ones change nothing, NaN included.
+        segment_ids: integers [B or 1, T] of packed documents: where the id changes a document begins, which hears
+            nothing of those before it.
+        state: of the tokens before these; None for none. It belongs to the first document.
+        average: times 1 - e^-rate, which makes a constant its own average in the limit; else the plain sum of the
+            paper. Both point the same way.
+        chunk_size: positions of a chunk; changes rounding and speed alone.
+
+    Returns:
+        (h [B, H, T, D] in the dtype of x, `LeakyState` of the last document). At a hidden position h is that of the
+        real token before. A real token that is not finite makes its row and all later ones of its document NaN, and
+        passes no gradient on.
+
+    Raises:
+        ArgumentError: shapes or dtypes that do not fit; a negative rate (tensors only under `regard.checks.debug`).
+
+    Parallel, chunks and single steps are one function's views. In float32 at least; differentiable to any order in x,
+    rate and state. Cost: O(T c D) time and O(T D) memory a head, with a mask or documents O(T c) besides.
+    """
+    flag(CALL, "average", average)
+    _check(x, rate, mask, chunk_size)
+    segments(CALL, segment_ids, x.shape[0], x.shape[2], x.device)
+    batch, heads, tokens, dim = x.shape
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    given = rate if isinstance(rate, Tensor) else torch.full((), min(float(rate), 1e30), dtype=dtype, device=x.device)
+    rates = given.to(dtype).expand(heads)
+    finite(CALL, "x", x)
+    wide = x.to(dtype)
+    if state is None:
+        state = LeakyState.empty(batch, heads, dim, dtype=dtype, device=x.device)
+    else:
+        require_state(CALL, state, LeakyState, {"sums": (batch, heads, dim)}, wide)
+    begins = None  # the first position of every token's document [B or 1, T]
+    if segment_ids is not None:
+        on_device(CALL, "segment_ids", segment_ids, x.device)
+        begins = runs_of(segment_ids)[0] if tokens > 1 else None
+    with full_precision(x.device.type):
+        wide, bad = clean(wide)
+        if mask is not None:
+            wide = torch.where(mask[:, None, :, None], wide, 0)
+            bad = None if bad is None else bad & mask[:, None]
+        if tokens > 1:
+            sums = _chunks(wide, rates, mask, begins, state.sums, chunk_size or CHUNK)
+        else:
+            sums = _step(wide, rates, mask, state.sums)
+        spoilt = _spoilt(bad, state.poisoned, begins)
+        after = sums[:, :, -1].clone() if tokens else state.sums  # a view would keep all of them alive
+        poisoned = spoilt.expand(batch, heads, max(tokens, 1))[..., -1]
+        if average:
+            sums = sums * -torch.expm1(-rates)[:, None, None]
+        out = torch.where(spoilt[..., None], torch.nan, sums).to(x.dtype)
+    return out, LeakyState(after, poisoned, tokens=state.tokens + tokens)
+
+
+def _step(x: Tensor, rates: Tensor, mask: Tensor | None, start: Tensor) -> Tensor:
+    """One token, or none."""
+    if x.shape[2] == 0:
+        return x
+    fade = (-rates).exp()[:, None]
+    faded = start * fade if mask is None else torch.where(mask[:, :1, None], start * fade, start)
+    return x + faded[:, :, None]
+
+
+def _spoilt(bad: Tensor | None, poisoned: Tensor, begins: Tensor | None) -> Tensor:
+    """Which rows [B, H, T or 1] come after a token of their document that is not finite.
+
+    Args:
+        bad: those tokens [B, H, T].
+        poisoned: whether there was one before these tokens [B, H].
+        begins: the first position of every token's document [B or 1, T]; None for one document.
+    """
+    earlier = poisoned[..., None]
+    if begins is None:
+        return earlier if bad is None else earlier | (bad.cumsum(-1) > 0)
+    earlier = earlier & (begins == 0)[:, None]
+    if bad is None:
+        return earlier
+    place = torch.arange(bad.shape[-1], device=bad.device)
+    return earlier | (torch.where(bad, place, -1).cummax(-1).values >= begins[:, None])
+
+
+@one_node("leaky_chunks", lambda x, *_: x.new_empty(x.shape))
+def _chunks(x: Tensor, rates: Tensor, mask: Tensor | None, begins: Tensor | None, start: Tensor, chunk: int) -> Tensor:
+    """h [B, H, T, D] of x [B, H, T, D], after `start` [B, H, D]; `begins` as in `_spoilt`."""
+    tokens = x.shape[2]
+    size = min(chunk, tokens)
+    count = -(-tokens // size)
+    spare = count * size - tokens
+    x = pad(x, (0, 0, 0, spare)).unflatten(2, (count, size))
+    if mask is None and begins is None:  # one matrix a head serves every chunk
+        real = torch.arange(1, size + 1, device=x.device, dtype=x.dtype)[None]
+        decays = _decays(rates[:, None, None], real)
+        inside = torch.einsum("hij,bhnjd->bhnid", decays, x)
+        upto = torch.exp(-rates[:, None, None] * real)[None, ..., None]  # [1, H, 1, c, 1]
+    else:
+        place = torch.arange(count * size, device=x.device).view(count, size)
+        real = pad(x.new_ones(1, tokens) if mask is None else mask, (0, spare))
+        real = real.unflatten(1, (count, size)).cumsum(-1)[:, None].to(x.dtype)
+        decays = _decays(rates[:, None, None, None], real)
+        upto = torch.exp(-rates[:, None, None] * real)[..., None]  # [B or 1, H, n, c, 1]
+        if begins is not None:  # zeros in the products, so that nothing has to be taken back
+            begins = pad(begins, (0, spare)).unflatten(1, (count, size))[:, None, ..., None]
+            decays = decays * (place[:, None] >= begins)
+            upto = upto * (begins < place[:, :1, None].clamp(min=1))
+        inside = decays @ x
+    fades = upto[..., -1, :].expand(x.shape[0], -1, count, 1)
+    before, _ = scan(fades, inside[..., -1:, :], start[:, :, None])
+    return (inside + upto * before).flatten(2, 3)[:, :, :tokens]
+
+
+def _decays(rates: Tensor, real: Tensor) -> Tensor:
+    """e^{-rate (n_i - n_j)} for j <= i, else 0: counts [..., c] to [..., c, c]; one axis of 1 is dropped where counts
+    are the same for all chunks."""
+    apart = (real[..., :, None] - real[..., None, :]).clamp(min=0)
+    return torch.exp(-rates * apart).tril()
+
+
+def _check(x: Tensor, rate: float | Tensor, mask: Tensor | None, chunk: int | None) -> None:
+    tensor(CALL, "x", x, "batch", "heads", "length", "dim")
+    in_range(CALL, "rate", rate, low=0.0, strict=False)
+    if isinstance(rate, Tensor):
+        floating(CALL, "rate", rate)
+        on_device(CALL, "rate", rate, x.device, "x")
+        if tuple(rate.shape) not in ((), (1,), (x.shape[1],)):
+            raise ArgumentError(f"{CALL}: rate has shape {shape(rate)}, expected [{x.shape[1]}], one a head.")
+    token_mask(CALL, "mask", mask, x.shape[0], x.shape[2], like=x, of="x")
+    optional_whole(CALL, "chunk_size", chunk, 1)

@@ -1,0 +1,411 @@
+"""Linear attention: sentences whose weights are dot products of finite features, with a state of fixed size.
+
+Every sentence with the linear kernel weighs a key by w_ij = q_i . k_j + bias = phi_i . psi_j, so that what the keys and
+values leave behind are sums (kernel-selection paper, equations 13-16), and a query reads them (17-22):
+
+    o_i = u_i                    unnormalised (22)
+    o_i = u_i / Z_i              normalised (20, 21)
+
+A signed Z_i near zero is held at GUARD sqrt(n_i Q_i), n_i the keys that query i sees, as in `regard.attention`. With
+`log_decay` the sums fade (`decay`).
+
+Legend: as in `sums`. F counts the features of the similarity and one for the bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError, finite, in_range, mapping, within
+from ..grammar import Spec, as_spec, presets
+from ..grammar.weighting import GUARD, Plain
+from ..pairwise.local_regression import repeat_heads
+from ..pairwise.visibility import Visibility
+from ..precision import clean, either, full_precision, row_number, transformed
+from . import feature_sums as forms
+from .arguments import FAR, Form, PerKey, check, log_decays, no_pairs, order
+from .chunks import CHUNK, chunked
+from .decay import decayed
+from .feature_sums import Sums
+from .packing import by_document, documents
+from .states import State, require_state
+
+CALL = "linear_attention"
+
+
+def finite_features(spec: Spec) -> bool:
+    """Whether the weights of the sentence are dot products of finite features."""
+    plain = spec.degree == 0 and spec.trend is None and isinstance(spec.weighting, Plain)
+    return plain and getattr(spec.kernel, "affine", False)
+
+
+@dataclass(frozen=True)
+class LinearState(State):
+    """What linear attention remembers of all pairs so far: sums, whose size does not grow.
+
+    Attributes:
+        values: sum psi v^T [B, Hkv, F, Dv], float32 or float64 (equation 13).
+        keys: sum psi [B, Hkv, F] (equation 14); its last entry counts the pairs (with a decay of heads or
+            tokens, each as faded as its key).
+        squares: sum psi psi^T [B, Hkv, F, F], for normalised signed weights; None elsewhere.
+        poisoned: boolean [B, Hkv]: a pair that was not finite was seen, so that every later row is NaN.
+        tokens: how many positions were seen, masked ones included.
+    """
+
+    OPTIONAL: ClassVar[dict[str, str]] = {"squares": "weights are signed and normalised"}
+
+    values: Tensor
+    keys: Tensor
+    squares: Tensor | None
+    poisoned: Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        spec: Spec | str,
+        batch: int,
+        kv_heads: int,
+        dim: int,
+        value_dim: int | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> LinearState:
+        """The state before the first pair, for keys of `dim` and values of `value_dim` (`dim` where None).
+
+        Raises:
+            ArgumentError: a spec without finite features.
+        """
+        spec = _require_features(as_spec(spec))
+        dtype = torch.promote_types(dtype, torch.float32)
+        none = torch.zeros(batch, kv_heads, 0, dim, dtype=dtype, device=device)
+        width = spec.similarity.features(none, none)[1].shape[-1] + 1
+        return cls.zeros(
+            spec, batch, kv_heads, width, dim if value_dim is None else value_dim, dtype=dtype, device=device
+        )
+
+    @classmethod
+    def zeros(
+        cls,
+        spec: Spec,
+        batch: int,
+        kv_heads: int,
+        width: int,
+        value_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> LinearState:
+        """Return `empty` for F = `width`, in this very dtype."""
+        zeros = lambda *sizes: torch.zeros(batch, kv_heads, *sizes, dtype=dtype, device=device)  # noqa: E731
+        return cls(
+            values=zeros(width, value_dim),
+            keys=zeros(width),
+            squares=zeros(width, width) if signed(spec) else None,
+            poisoned=torch.zeros(batch, kv_heads, dtype=torch.bool, device=device),
+        )
+
+    def read(
+        self,
+        query: Tensor,
+        spec: Spec | str = "elu",
+        *,
+        scale: float | Tensor | None = None,
+        params: Mapping[str, float | Tensor] | None = None,
+    ) -> Tensor:
+        """What the state gives for other queries [B, H, Tq, D] after all pairs, [B, H, Tq, Dv] in the queries' dtype.
+
+        Args:
+            spec: the sentence that wrote the state.
+            scale, params: as in `linear_attention`, whose errors it raises.
+        """
+        nothing = no_pairs(CALL, query, self.keys.shape[1], self.values.shape[3])
+        how: dict[str, Any] = {"form": "parallel", "is_causal": False, "scale": scale, "params": params}
+        return linear_attention(query, *nothing, spec, state=self, **how)[0]
+
+
+def bias_of(spec: Spec, numbers: Mapping[str, float | Tensor]) -> float | Tensor:
+    """The bias of the call, or that of the sentence."""
+    return numbers.get("bias", spec.weighting.bias)  # type: ignore[attr-defined]
+
+
+def signed(spec: Spec) -> bool:
+    """Whether the weights are divided by a sum that may vanish, so that the guard and its squares are needed."""
+    return bool(spec.weighting.normalised and not spec.weighting.nonnegative)
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: Spec | str = "elu",
+    *,
+    log_decay: float | Tensor | None = None,
+    state: LinearState | None = None,
+    form: Form = "chunked",
+    chunk_size: int | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = True,
+    exclude_self: bool = False,
+    segment_ids: Tensor | None = None,
+    scale: float | Tensor | None = None,
+    params: Mapping[str, float | Tensor] | None = None,
+) -> tuple[Tensor, LinearState]:
+    """Attention by sums over keys, in time linear in the length, with a state to go on from.
+
+    Prefill, chunks and single steps agree: each call takes the state of the one before. Nothing is mutated.
+
+    Args:
+        query: [B, H, Tq, D].
+        key: [B, Hkv, Tk, D]; Hkv = H or a divisor of H.
+        value: [B, Hkv, Tk, Dv].
+        spec: a sentence with the linear kernel, or its text: linear, cosine, shift-cosine, relu, relu2, elu, ...
+        log_decay: g <= 0, by which what is remembered fades: the weight of the pair (i, j) is multiplied, inside the
+            dot product of the features, by exp(sum of g over j < l <= i). Per key head [Hkv] (RetNet) or one number,
+            per token [B, Hkv, Tk] (Mamba-2), per feature [B, Hkv, Tk, F] (GLA); -inf forgets everything. Masked
+            positions do not fade anything. Not for signed weights that are normalised, nor per feature with a bias.
+        state: what earlier calls left; None at the beginning.
+        form: "chunked" (all pairs inside chunks, sums between them), "parallel" (all pairs; kernel-selection paper,
+            equations 17-20) or "recurrent" (one pair at a time; equations 15, 16, 21, 22).
+        chunk_size: positions of a chunk; `chunks.CHUNK` where None.
+        attn_mask: boolean over the keys of this call, [B, Tk] or [B, 1, 1, Tk]; True where a key may be attended.
+        is_causal: query i sees the state and the keys j <= i; Tq must equal Tk. Otherwise every query sees the
+            state and all keys.
+        exclude_self: j < i; implies `is_causal`. Query i reads what the pairs before it left, not yet faded by g_i.
+        segment_ids: integers [B or 1, T] of packed sequences, T = Tq = Tk: a document begins wherever the id changes,
+            so that an id that comes back begins another one. Every document is computed as if it were alone, and the
+            states that come in and go out hold one entry a document on the batch axis, ordered row by row (their
+            `tokens` is that of the longest document). Padding with an id of its own counts as a document.
+        scale, params: as in `regard.attention`.
+
+    Returns:
+        (output [B, H, Tq, Dv] in the dtype of `query`, the state after all pairs). Rows without a visible key are
+        0; rows that see what is not finite are NaN, as in `regard.attention`, here or in any later call.
+
+    Raises:
+        ArgumentError: shapes or dtypes that do not fit, a spec without finite features, or a decay that it cannot have.
+
+    Precision: float32 (float64 for float64 inputs) for features, products and sums. Derivatives: "chunked" once,
+    backward (under forward mode and torch.func transforms it is "parallel"); "parallel" and "recurrent" to any order,
+    and with log_decay all of them.
+    Cost: O(T F Dv) time; "chunked" adds O(T chunk_size) pairs and O(T) memory, forward and backward; "parallel" O(T^2)
+    both; the state O(F Dv) a head, with squares O(F^2) more.
+    With segment_ids, documents of similar lengths are computed as one batch: fewer than T / 3 positions are added, and
+    there are O(log T) batches, one after the other (`packing`). The ids are read on the host, so that a GPU is waited
+    for, and torch.compile leaves packed calls out of its graphs.
+    """
+    spec = _require_features(as_spec(spec, CALL))
+    causal = order(CALL, is_causal, exclude_self)
+    mask = check(CALL, query, key, value, attn_mask, form, chunk_size, causal)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scale, bias = _numbers(query, spec, scale, mapping(CALL, "params", params), dtype)
+    packed = documents(CALL, segment_ids, query, key)
+    with full_precision(query.device.type):
+        (q, k, v), query_bad, pair_bad = _features(query, key, value, spec, scale, dtype)
+        if state is not None:
+            heads, width = (query.shape[0] if packed is None else packed.count, k.shape[1]), k.shape[3] + 1
+            squares = (*heads, width, width) if signed(spec) else None
+            sizes = {"values": (*heads, width, v.shape[3]), "keys": (*heads, width), "squares": squares}
+            require_state(CALL, state, LinearState, sizes, k)
+        fade = log_decays(CALL, log_decay, key, k.shape[-1], dtype)
+        if fade is not None:
+            _require_fading(spec, fade.value, bias)
+            pair_bad = pair_bad | fade.bad
+        read = partial(_read, spec=spec, causal=causal, strict=exclude_self, form=form, chunk_size=chunk_size)
+        inputs = _Inputs(q, k, v, bias, fade, query_bad, pair_bad)
+        out, after = by_document(packed, read, inputs, mask, state)
+        return out.to(query.dtype), after
+
+
+class _Inputs(NamedTuple):
+    """Features, values and numbers of one call, and what was not finite [B, H, Tq], [B, Hkv, Tk]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: float | Tensor
+    fade: PerKey | None
+    query_bad: Tensor
+    pair_bad: Tensor
+
+
+def _read(
+    inputs: _Inputs,
+    mask: Tensor | None,
+    state: LinearState | None,
+    *,
+    spec: Spec,
+    causal: bool,
+    strict: bool,
+    form: str,
+    chunk_size: int | None,
+) -> tuple[Tensor, LinearState]:
+    """(output in the computing dtype, the state after all pairs); mask [B, 1, Tk]."""
+    q, k, v, bias, fade, query_bad, pair_bad = inputs
+    if state is None:
+        sizes = (k.shape[0], k.shape[1], k.shape[3] + 1, v.shape[3])
+        state = LinearState.zeros(spec, *sizes, dtype=k.dtype, device=k.device)
+    visible = Visibility(q.shape[2], k.shape[2], causal, strict, mask=None if mask is None else mask[:, :, None])
+    counts = visible.counts(q.device) + repeat_heads(state.keys[..., -1:].detach(), q.shape[1])
+    poisoned = repeat_heads(visible.any_seen(pair_bad) | state.poisoned[..., None], q.shape[1]) | (
+        query_bad & (counts > 0)
+    )
+    g = None if fade is None else fade.kept(mask).value
+
+    def sum_keys(q: Tensor, bias: float | Tensor) -> Sums:
+        if g is not None:
+            return _fading(q, k, v, bias, g, mask, visible, state, form, chunk_size)
+        return _sum_keys(q, k, v, bias, mask, visible, state, form, chunk_size)
+
+    out, found = estimate(q, bias, counts, spec, sum_keys)
+    seen_bad = pair_bad if mask is None else pair_bad & mask
+    assert found.sums is not None
+    after = LinearState(
+        values=found.sums[..., :-1],
+        keys=found.sums[..., -1],
+        squares=found.squares,
+        poisoned=state.poisoned | seen_bad.any(-1),
+        tokens=state.tokens + k.shape[2],
+    )
+    return torch.where(poisoned[..., None], torch.nan, out), after
+
+
+def estimate(
+    q: Tensor, bias: float | Tensor, counts: Tensor, spec: Spec, sum_keys: Callable[..., Sums]
+) -> tuple[Tensor, Sums]:
+    """(output [B, H, Tq, Dv], the sums it came from).
+
+    Args:
+        q: features [B, H, Tq, F - 1], scale included; bias a number or [B, H, Tq].
+        counts: how many keys each query sees, broadcastable to [B, H, Tq].
+        sum_keys: (q, bias) -> `Sums`.
+    """
+    if not signed(spec):
+        found = sum_keys(q, bias)
+        if not spec.weighting.normalised:
+            return found.values, found
+        return found.values / torch.where(found.mass == 0, 1, found.mass)[..., None], found
+    # Squares of the scores of rows of size one are in range, and a row's size is in no quotient.
+    bias = bias if isinstance(bias, Tensor) else q.new_full(q.shape[:3], bias)
+    unit = torch.maximum(q.detach().abs().amax(-1), bias.detach().abs())
+    unit = torch.where(unit > 0, unit, 1)
+    found = sum_keys(q / unit[..., None], bias / unit)
+    assert found.power is not None
+    some = found.power > 0
+    size = torch.where(some, (counts * torch.where(some, found.power, 1)).sqrt(), 0)
+    mass = found.mass
+    near = mass.abs() < GUARD * size
+    mass = torch.where(near, torch.where(mass < 0, -size, size) * GUARD, mass)
+    mass = torch.where(some, mass, 1 / unit)  # weights of zero, divided by one
+    return found.values / mass[..., None], found
+
+
+def _sum_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: float | Tensor,
+    mask: Tensor | None,
+    visible: Visibility,
+    state: LinearState,
+    form: str,
+    chunk_size: int | None,
+) -> Sums:
+    """The sums of this call's keys on top of the state, in the form that was asked for."""
+    start = torch.cat([state.values, state.keys[..., None]], -1)
+    order = (visible.causal, -int(visible.strict))
+    if form == "chunked" and q.shape[2] == k.shape[2] == 1:
+        form = "recurrent"
+    elif form == "chunked" and transformed():  # which would not see the derivative that `chunked` brings along
+        form = "parallel"
+    if form == "chunked":
+        return chunked(q, k, v, bias, mask, start, state.squares, *order, min(chunk_size or CHUNK, FAR))
+    augmented = forms.augment(q, k, v, bias, mask)
+    make = forms.parallel if form == "parallel" else forms.recurrent
+    return make(*augmented, start, state.squares, *order)
+
+
+def _fading(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: float | Tensor,
+    g: Tensor,
+    mask: Tensor | None,
+    visible: Visibility,
+    state: LinearState,
+    form: str,
+    chunk_size: int | None,
+) -> Sums:
+    """`_sum_keys` with a decay g [B, Hkv, Tk, 1 or F - 1]."""
+    start = torch.cat([state.values, state.keys[..., None]], -1)
+    if g.shape[-1] > 1:  # the bias is zero, and its key goes on counting the pairs
+        g = torch.nn.functional.pad(g, (0, 1))
+    rows, after = decayed(
+        *forms.augment(q, k, v, bias, mask), g, start,
+        causal=visible.causal, strict=visible.strict, form=form, chunk=chunk_size,
+    )  # fmt: skip
+    return Sums(rows[..., :-1], rows[..., -1], None, after, None)
+
+
+def _require_fading(spec: Spec, g: Tensor, bias: float | Tensor) -> None:
+    """Raises where a decay g [B, Hkv, T, 1 or F] has no meaning."""
+    if signed(spec):
+        raise ArgumentError(
+            f"{CALL}: log_decay: {spec} divides signed weights by their sum, which is held off zero by a count of keys "
+            f"and a sum of squares; neither fades. Use log_decay with unnormalised weights (linear, cosine) or "
+            f"features that are not negative (elu, relu)."
+        )
+    if g.shape[-1] > 1 and (isinstance(bias, Tensor) or bias != 0):
+        raise ArgumentError(
+            f"{CALL}: log_decay: {spec} has a bias, which belongs to no feature that could fade; give a log_decay per "
+            f"token [B, Hkv, T], or a sentence without bias such as linear, cosine or elu."
+        )
+
+
+def _features(
+    query: Tensor, key: Tensor, value: Tensor, spec: Spec, scale: float | Tensor, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    """Features and values in the computing dtype; which queries [B, H, Tq] and pairs [B, Hkv, Tk] are not finite."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        finite(CALL, name, tensor)
+    query, query_bad = clean(query.to(dtype))
+    key, key_bad = clean(key.to(dtype))
+    value, value_bad = clean(value.to(dtype))
+    pair_bad = either(key_bad, value_bad)
+    nothing = lambda x: x.new_zeros(x.shape[:3], dtype=torch.bool)  # noqa: E731
+    query_bad = nothing(query) if query_bad is None else query_bad
+    pair_bad = nothing(key) if pair_bad is None else pair_bad
+    q, k = spec.similarity.features(query, key)
+    q = q * (scale[..., None] if isinstance(scale, Tensor) else scale)
+    return (q, k, value), query_bad, pair_bad
+
+
+def _numbers(
+    query: Tensor, spec: Spec, scale: float | Tensor | None, params: Mapping[str, float | Tensor], dtype: torch.dtype
+) -> tuple[float | Tensor, float | Tensor]:
+    """Scale and bias, as numbers or [B, H, Tq]."""
+    rows = (query.shape[0], query.shape[1], query.shape[2])
+    to_rows = lambda name, x: row_number(CALL, name, x, rows, dtype, query.device)  # noqa: E731
+    given = {name: to_rows(f"params[{name!r}]", x) for name, x in params.items()}
+    if scale is not None:
+        in_range(CALL, "scale", scale, low=0.0, strict=True)
+        scale = to_rows("scale", scale)
+    scale, numbers = within(CALL, None, spec.resolve, query.shape[3], scale, given)
+    return scale, bias_of(spec, numbers)
+
+
+def _require_features(spec: Spec) -> Spec:
+    if not finite_features(spec):
+        able = ", ".join(name for name, preset in presets().items() if finite_features(preset))
+        raise ArgumentError(
+            f"{CALL}: the spec {spec} has no finite features, so that no state of fixed size holds what it needs; "
+            f"those that have: {able}, and any linear*fixed sentence. Use regard.attention for {spec}."
+        )
+    return spec

@@ -1,0 +1,350 @@
+"""The systems of Mesa attention, one for every query, in chunks of positions:
+
+    (H_i + Diag(lambda_i)) t_i = b_i,
+    H_i = exp(g_1 + ... + g_i) H_0 + sum_{j <= i} exp(g_{j+1} + ... + g_i) beta_j k_j k_j^T
+
+* nothing fades and lambda is the same for all queries of a head: exactly, by one Cholesky factor of the matrix before a
+  chunk and one of I + K A^-1 K^T inside it. The matrix of query i adds the first i keys to A, so that its factor is
+  the leading block of that one, and no query has a factor of its own;
+* otherwise exactly, by a matrix for every query, a block of them at a time;
+* or by conjugate gradients on all queries of some chunks at once, H_i p_i being linear attention with the keys for
+  values; a query that has converged stays as it is. The residual that counts is the true one.
+
+All are one torch operator without a derivative; `solved` gives its result the derivative of A_i^-1 b_i.
+
+Legend: B batch, H query heads, Hkv key heads, T positions, D channels; b and t [B, H, T, D], k [B, Hkv, T, D], beta
+[B, Hkv, T] or None, g [B, Hkv, T, 1] or None, H_0 [B, Hkv, D, D], lambda [B, H, 1 or T, D]; c positions of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError
+from ..pairwise.local_regression import repeat_heads
+from .decay import Chunks, decayed, prefix, segments, suffix
+
+BLOCK = 16
+"""Queries whose matrices are held at once."""
+ELEMENTS = 2**21
+"""Numbers of the states and pairs that conjugate gradients hold at once."""
+ROUNDS = 3
+"""How often conjugate gradients begin anew from the true residual."""
+SLACK = 20.0
+"""They do where it is as many times `tol`: less is rounding, which a new beginning would not mend."""
+
+
+class Systems(NamedTuple):
+    """What the systems are made of; see the module."""
+
+    key: Tensor
+    beta: Tensor | None
+    g: Tensor | None
+    gram: Tensor
+    ridge: Tensor
+
+    def detach(self) -> Systems:
+        """Without derivatives."""
+        return Systems(*(None if x is None else x.detach() for x in self))
+
+    @property
+    def written(self) -> Tensor:
+        """beta k."""
+        return self.key if self.beta is None else self.key * self.beta[..., None]
+
+    def times(self, t: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        """(A_i t_i [B, H, T, D], H after all pairs)."""
+        product, after = decayed(t, self.key, self.written, self.g, self.gram, chunk=chunk)
+        return product + self.ridge * t, after
+
+
+class How(NamedTuple):
+    """How to solve: method "direct", "dense" or "cg", positions of a chunk, and when conjugate gradients stop."""
+
+    method: str
+    chunk: int
+    tol: float
+    max_iter: int
+
+
+class Solution(NamedTuple):
+    """t, |b - A t| / |b|, the steps taken [B, H, T], and H after all pairs."""
+
+    value: Tensor
+    residual: Tensor
+    iterations: Tensor
+    gram: Tensor
+
+
+def method(solver: str, systems: Systems) -> str:
+    """The method that "cholesky" or "cg" means for these systems."""
+    if solver == "cg":
+        return "cg"
+    return "direct" if systems.g is None and systems.ridge.shape[2] == 1 else "dense"
+
+
+def solved(b: Tensor, systems: Systems, how: How) -> Solution:
+    """A_i^-1 b_i, differentiable once, backward, by one more solve: with u = A^-1 dt, db = u and dA = -u t^T."""
+    value, iterations = _solve(b.detach(), *systems.detach(), *how)
+    product, gram = systems.times(value, how.chunk)
+    left = b - product  # nearly zero, with the derivative of b - A t at constant t
+    size = b.detach().norm(dim=-1)
+    residual = left.detach().norm(dim=-1) / torch.where(size > 0, size, 1)
+    return Solution(_attach(left, value, *systems.detach(), *how), residual, iterations, gram)
+
+
+@torch.library.custom_op("regard::mesa_solve", mutates_args=())
+def _solve(
+    b: Tensor,
+    key: Tensor,
+    beta: Tensor | None,
+    g: Tensor | None,
+    gram: Tensor,
+    ridge: Tensor,
+    method: str,
+    chunk: int,
+    tol: float,
+    max_iter: int,
+) -> tuple[Tensor, Tensor]:
+    """(t, the steps of conjugate gradients [B, H, T], else 0)."""
+    systems = Systems(key, beta, g, gram, ridge.expand(*b.shape[:2], -1, -1))
+    iterations = b.new_zeros(b.shape[:3], dtype=torch.int32)
+    with torch.no_grad():
+        if method == "direct":
+            return _direct(b, systems, chunk), iterations
+        if method == "dense":
+            return _dense(b, systems), iterations
+        return _conjugate(b, systems, tol, max_iter)
+
+
+@_solve.register_fake
+def _(b, *_):  # type: ignore[no-untyped-def]
+    return torch.empty_like(b, memory_format=torch.contiguous_format), b.new_empty(b.shape[:3], dtype=torch.int32)
+
+
+@torch.library.custom_op("regard::mesa_attach", mutates_args=())
+def _attach(
+    left: Tensor,
+    value: Tensor,
+    key: Tensor,
+    beta: Tensor | None,
+    g: Tensor | None,
+    gram: Tensor,
+    ridge: Tensor,
+    method: str,
+    chunk: int,
+    tol: float,
+    max_iter: int,
+) -> Tensor:
+    """`value`, with the derivative of value + A^-1 left."""
+    return value.clone()
+
+
+@_attach.register_fake
+def _(left, value, *_):  # type: ignore[no-untyped-def]
+    return torch.empty_like(value)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[2:7])
+    ctx.how = inputs[7:]
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return (_solve(grad.contiguous(), *ctx.saved_tensors, *ctx.how)[0], *(None,) * 10)
+
+
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise ArgumentError(
+        "the chunked form of Mesa attention is differentiable once; for second derivatives use form='parallel' or "
+        "'recurrent'."
+    )
+
+
+_attach.register_autograd(_differentiate, setup_context=_save)
+_solve.register_autograd(_refuse)
+
+
+# Exactly, where nothing fades --------------------------------------------------------------------------------
+
+
+def _direct(b: Tensor, systems: Systems, chunk: int) -> Tensor:
+    """Woodbury's identity with nested factors; memory Theta(T D + c D + D^2) a head."""
+    key = systems.key if systems.beta is None else systems.key * systems.beta.sqrt()[..., None]
+    gram, heads = systems.gram, b.shape[1]
+    ridge = systems.ridge[:, :, 0]
+    found = [b[:, :, :0]]
+    for first in range(0, b.shape[2], chunk):
+        k = key[:, :, first : first + chunk]
+        found.append(_inside(b[:, :, first : first + chunk], repeat_heads(k, heads), repeat_heads(gram, heads), ridge))
+        gram = gram + k.transpose(-1, -2) @ k
+    return torch.cat(found, 2)
+
+
+def _inside(b: Tensor, k: Tensor, gram: Tensor, ridge: Tensor) -> Tensor:
+    """One chunk: b and k [B, H, c, D], gram [B, H, D, D] before it, ridge [B, H, D]."""
+    size = k.shape[2]
+    whole = gram + torch.diag_embed(ridge)
+    factor = _cholesky(whole)
+    from_keys = torch.cholesky_solve(k.transpose(-1, -2), factor)  # A^-1 K^T
+    inner = _cholesky(torch.eye(size, dtype=k.dtype, device=k.device) + k @ from_keys)
+    upto = torch.ones(size, size, dtype=torch.bool, device=k.device).triu()  # key a (down) no later than query i
+    # What an enormous later key makes of its own rows must not reach earlier ones as 0 * NaN.
+    rows = torch.linalg.solve_triangular(inner, from_keys.transpose(-1, -2), upper=False)
+    rows = torch.nan_to_num(rows, 0.0, 0.0, 0.0)
+
+    def solve(right: Tensor) -> Tensor:
+        from_right = torch.cholesky_solve(right.transpose(-1, -2), factor)  # A^-1 b, each query's a column
+        across = torch.linalg.solve_triangular(inner, k @ from_right, upper=False)
+        return from_right.transpose(-1, -2) - torch.where(upto, across, 0).transpose(-1, -2) @ rows
+
+    t = solve(b)
+    pairs = torch.where(upto.T, t @ k.transpose(-1, -2), 0)
+    return t + solve(b - t @ whole - pairs @ k)  # the difference of large numbers, made good
+
+
+def _cholesky(matrix: Tensor) -> Tensor:
+    """A factor. Where rounding left a pivot none, the diagonal is raised from there on, never before: earlier rows are
+    those of earlier queries. The residual shows by how much."""
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    amount = torch.finfo(matrix.dtype).eps * matrix.shape[-1]
+    place = torch.arange(1, matrix.shape[-1] + 1, device=matrix.device)
+    for _ in range(5):
+        if not bool(info.any()):
+            break
+        late = (info[..., None] > 0) & (place >= info[..., None])
+        diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+        matrix = matrix + torch.diag_embed(torch.where(late, amount * diagonal.abs(), 0))
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        amount = amount * 16
+    return factor
+
+
+# A matrix for every query ------------------------------------------------------------------------------------
+
+
+def _dense(b: Tensor, systems: Systems) -> Tensor:
+    """Memory Theta(T D + BLOCK D^2) a head."""
+    key, written, gram, found = systems.key, systems.written, systems.gram, [b[:, :, :0]]
+    for first in range(0, b.shape[2], BLOCK):
+        at = slice(first, first + BLOCK)
+        g = None if systems.g is None else systems.g[:, :, at]
+        matrices = every_gram(key[:, :, at], written[:, :, at], g, gram)
+        ridge = systems.ridge if systems.ridge.shape[2] == 1 else systems.ridge[:, :, at]
+        whole, last = repeat_heads(matrices, b.shape[1]), matrices[:, :, -1].clone()
+        whole.diagonal(dim1=-2, dim2=-1).add_(ridge)
+        found.append(torch.linalg.solve_ex(whole, b[:, :, at])[0])
+        gram = last
+    return torch.cat(found, 2)
+
+
+def every_gram(key: Tensor, written: Tensor, g: Tensor | None, gram: Tensor) -> Tensor:
+    """H_i [B, Hkv, T, D, D]; Theta(T D^2) memory, differentiable to any order."""
+    length, dim = key.shape[2], key.shape[3]
+    outer = (written[..., :, None] * key[..., None, :]).flatten(-2)
+    if g is None:
+        return gram[:, :, None] + outer.cumsum(2).unflatten(-1, (dim, dim))
+    faded = prefix(g).exp()[..., None] * gram[:, :, None] if length else gram[:, :, None][:, :, :0]
+    return faded + (segments(g[..., 0]) @ outer).unflatten(-1, (dim, dim))
+
+
+# Conjugate gradients -----------------------------------------------------------------------------------------
+
+
+def _conjugate(b: Tensor, systems: Systems, tol: float, max_iter: int) -> tuple[Tensor, Tensor]:
+    """Some chunks of `BLOCK` queries at a time, as many as `ELEMENTS` allow."""
+    (batch, heads, length, dim), gram = b.shape, systems.gram
+    chunk = max(1, min(BLOCK, length))
+    width = max(1, ELEMENTS // max(1, batch * heads * (chunk * chunk + 2 * dim * dim)))
+    found, steps = [b[:, :, :0]], [b.new_zeros(batch, heads, 0, dtype=torch.int32)]
+    for first in range(0, length, width * chunk):
+        at = slice(first, min(first + width * chunk, length))
+        part = lambda x, at=at: None if x is None else x[:, :, at]  # noqa: E731
+        ridge = systems.ridge if systems.ridge.shape[2] == 1 else systems.ridge[:, :, at]
+        span = _Span(Systems(part(systems.key), part(systems.beta), part(systems.g), gram, ridge), heads, chunk)
+        x, taken = span.solve(b[:, :, at], tol, max_iter)
+        found.append(x)
+        steps.append(taken)
+        gram = span.after
+    return torch.cat(found, 2), torch.cat(steps, 2)
+
+
+class _Span:
+    """Some chunks [B, H, n, c, ...], and the product of their matrices with a vector for each query."""
+
+    def __init__(self, systems: Systems, heads: int, chunk: int) -> None:
+        self.chunks = Chunks(systems.key.shape[2], chunk)
+        k, written = self.chunks.cut(systems.key), self.chunks.cut(systems.written)
+        size = self.chunks.size
+        self.upto: Tensor | None = None
+        if systems.g is None:
+            self.seen = torch.ones(size, size, dtype=k.dtype, device=k.device).tril()
+            fade, part = None, written.transpose(-1, -2) @ k
+        else:
+            g = self.chunks.cut(systems.g)
+            self.seen = repeat_heads(segments(g[..., 0]), heads)
+            self.upto = repeat_heads(prefix(g).exp(), heads)
+            fade, part = prefix(g)[..., -1:, :].exp(), (written * suffix(g).exp()).transpose(-1, -2) @ k
+        starts, state = [], systems.gram
+        for n in range(self.chunks.count):
+            starts.append(state)
+            state = (state if fade is None else state * fade[:, :, n]) + part[:, :, n]
+        self.after = state
+        self.start = repeat_heads(torch.stack(starts, 2), heads)
+        self.key, self.written = repeat_heads(k, heads), repeat_heads(written, heads)
+        ridge = systems.ridge
+        self.ridge = ridge[:, :, None] if ridge.shape[2] == 1 else self.chunks.cut(ridge)
+
+        self.inverse = self._middle()
+
+    def _middle(self) -> Tensor:
+        """The inverse of the matrix of a query in the middle of each chunk: of the others it differs by a few ranks and
+        a fade, so that preconditioned by it they are done in few steps."""
+        at = self.chunks.size // 2
+        weighted = self.written * self.seen[..., at, :, None]
+        matrix = weighted.transpose(-1, -2) @ self.key
+        matrix += self.start if self.upto is None else self.start * self.upto[..., at, :, None]
+        matrix.diagonal(dim1=-2, dim2=-1).add_(self.ridge[..., 0, :])  # the first is always a real one
+        return torch.cholesky_inverse(_cholesky(matrix))
+
+    def times(self, p: Tensor) -> Tensor:
+        state = p @ self.start
+        state = state if self.upto is None else state * self.upto
+        return self.ridge * p + state + (self.seen * (p @ self.key.transpose(-1, -2))) @ self.written
+
+    def solve(self, b: Tensor, tol: float, max_iter: int) -> tuple[Tensor, Tensor]:
+        """(x, steps) of b [B, H, T, D]."""
+        b = self.chunks.cut(b)
+        x, goal = torch.zeros_like(b), tol * tol * b.square().sum(-1, keepdim=True)
+        steps = b.new_zeros(*b.shape[:-1], 1, dtype=torch.int32)
+        left, enough = b, goal
+        for _ in range(ROUNDS):
+            active = (left.square().sum(-1, keepdim=True) > enough) & (steps < max_iter)
+            if not bool(active.any()):
+                break
+            x, steps = self._round(x, left, active, goal, steps, max_iter)
+            left, enough = b - self.times(x), SLACK * SLACK * goal
+        cut = lambda y: y.flatten(2, 3)[:, :, : self.chunks.length]  # noqa: E731
+        return cut(x), cut(steps)[..., 0]
+
+    def _round(
+        self, x: Tensor, left: Tensor, active: Tensor, goal: Tensor, steps: Tensor, max_iter: int
+    ) -> tuple[Tensor, Tensor]:
+        """Conjugate gradients until every system is done or has taken `max_iter` steps."""
+        p = near = left @ self.inverse
+        slope = (left * near).sum(-1, keepdim=True)
+        while bool(active.any()):
+            forward = self.times(p)
+            curve = (p * forward).sum(-1, keepdim=True)
+            active = active & (curve > 0) & (slope > 0)  # also false for NaN
+            rate = torch.where(active, slope / torch.where(active, curve, 1), 0)
+            x, left = x + rate * p, left - rate * forward
+            near = left @ self.inverse
+            new = (left * near).sum(-1, keepdim=True)
+            p = torch.where(active, near + new / torch.where(active, slope, 1) * p, p)
+            steps, slope = steps + active.int(), torch.where(active, new, slope)
+            active = active & (left.square().sum(-1, keepdim=True) > goal) & (steps < max_iter)
+        return x, steps

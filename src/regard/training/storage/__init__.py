@@ -1,0 +1,1 @@
+"""Files of a training run: folders, locks, checkpoints, saved models and tokenizers."""

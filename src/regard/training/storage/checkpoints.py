@@ -1,0 +1,216 @@
+"""Complete checkpoints: what `Trainer` wrote counts only once a list of its files lies beside it.
+
+`COMPLETE.json` holds the size and SHA-256 of every file and is written last, under another name, flushed to
+the disk and renamed. A crash, a full disk or a kill at any moment therefore leaves either a checkpoint
+that verifies or one that is recognised as incomplete and passed over. The saved model carries the same seal.
+
+The seal shows damage, not malice: who changes files on purpose can seal the folder again. What a sealed folder
+holds is therefore checked once more when it is read (`saved_model`, `saved_tokenizer`, `resuming`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from ..errors import TrainingStopped
+from .files import is_plain_name, regular_size
+
+MANIFEST = "COMPLETE.json"
+_NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
+_MOST_MANIFEST = 1 << 24
+_OF_MODEL = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("config.json",),
+    ("tokenizer.json",),
+)
+_OF_CHECKPOINT = (
+    *_OF_MODEL,
+    ("optimizer.pt",),
+    ("scheduler.pt",),
+    ("trainer_state.json",),
+    ("rng_state*.pth",),
+)
+"""What a seal must list: of each line one name, or one that fits the pattern."""
+_READ_BY_TRAINER = (".bin", ".pt", ".pth", ".safetensors")
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    match = _NAME.fullmatch(folder.name)
+    assert match, folder
+    return int(match[1])
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """All checkpoint folders of a run, complete or not, oldest first."""
+    folders = [
+        path
+        for path in run.glob("checkpoint-*")
+        if path.is_dir() and not path.is_symlink() and _NAME.fullmatch(path.name)
+    ]
+    return sorted(folders, key=step_of)
+
+
+def seal(folder: Path) -> None:
+    """Flush every file of a checkpoint or a saved model to the disk and mark the folder complete.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+    listed = {path.name: fingerprint(path, flush=True) for path in files}
+    step = {"step": step_of(folder)} if _NAME.fullmatch(folder.name) else {}
+    write_atomically(folder / MANIFEST, json.dumps({**step, "files": listed}, indent=1))
+
+
+def fault(folder: Path) -> str | None:
+    """Return why a checkpoint or a sealed model cannot be used, or None if it is complete and unchanged.
+
+    The seal shows damage, not malice: who changes a file on purpose can write a new seal.
+    """
+    try:
+        if regular_size(folder / MANIFEST, links=False) > _MOST_MANIFEST:
+            return f"{MANIFEST} cannot be read"
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        listed = {name: (size, digest) for name, (size, digest) in manifest["files"].items()}
+        step = manifest.get("step")
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"{MANIFEST} cannot be read"
+    is_checkpoint = _NAME.fullmatch(folder.name) is not None
+    if is_checkpoint and (step != step_of(folder) or isinstance(step, bool)):
+        return f"{MANIFEST} is that of step {step!r}"
+    return _not_listed(folder, listed, is_checkpoint) or _differing(folder, listed)
+
+
+def _not_listed(folder: Path, listed: dict[str, tuple[object, object]], is_checkpoint: bool) -> str | None:
+    """Return which file a seal should name and does not, or names and should not, or None."""
+    needed = _OF_CHECKPOINT if is_checkpoint else _OF_MODEL
+    for patterns in needed:
+        if not any(fnmatchcase(name, pattern) for name in listed for pattern in patterns):
+            return f"{MANIFEST} does not list {patterns[0]}"
+    odd = next((name for name in listed if not is_plain_name(name)), None)
+    if odd is not None:
+        return f"{MANIFEST} lists {odd!r}, which is no name of a file in the folder"
+    if is_checkpoint:  # Trainer would read these, too
+        others = (path.name for path in sorted(folder.iterdir()) if path.is_dir() or path.suffix in _READ_BY_TRAINER)
+        other = next((name for name in others if name not in listed), None)
+        return other and f"{other} was not there when it was written"
+    return None
+
+
+def _differing(folder: Path, listed: dict[str, tuple[object, object]]) -> str | None:
+    """Return which file is not as it is listed, or None. All sizes are compared before a file is read."""
+    try:
+        for name, (size, _) in listed.items():
+            if regular_size(folder / name, links=False) != size:
+                return f"{name} differs from what was written"
+        for name, (size, digest) in listed.items():
+            if fingerprint(folder / name) != [size, digest]:
+                return f"{name} differs from what was written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def last_complete(run: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and one line for each newer one that does not."""
+    skipped: list[str] = []
+    for folder in reversed(checkpoints(run)):
+        reason = fault(folder)
+        if reason is None:
+            return folder, skipped
+        skipped.append(f"skipping {folder.name}: {reason}")
+    return None, skipped
+
+
+def last_good(run: Path) -> str:
+    """Which checkpoint is the last good one and how to go on from it, as the end of a message."""
+    folder, _ = last_complete(run)
+    if folder is None:
+        return "there is no checkpoint yet"
+    return f"the last good checkpoint is {folder}; continue with: regard train --resume --out {run}"
+
+
+@contextmanager
+def writing(path: Path, run: Path) -> Iterator[None]:
+    """Turn whatever a refused write raises into one clear error.
+
+    Raises:
+        TrainingStopped: naming `path`, the reason, and the last good checkpoint of `run`.
+    """
+    try:
+        yield
+    except TrainingStopped:
+        raise
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError
+        reason = getattr(error, "strerror", None) or _refusal(path) or " ".join(str(error).split())
+        raise TrainingStopped(f"cannot write {path}: {reason}; {last_good(run)}") from error
+
+
+def _refusal(folder: Path) -> str | None:
+    """Return why the system refuses to write to a file of a checkpoint that is not complete, or None if it does not:
+    torch.save does not say it. Adds to these files, which count for nothing."""
+    if not _NAME.fullmatch(folder.name) or (folder / MANIFEST).exists():
+        return None
+    for path in folder.glob("*"):
+        try:
+            with open(path, "ab", buffering=0) as file:
+                file.write(b"\0" * 4096)
+        except OSError as error:
+            return error.strerror
+    return None
+
+
+def remove_after(run: Path, step: int) -> None:
+    """Delete the checkpoints of later steps (they are incomplete, and would be written again)."""
+    for folder in checkpoints(run):
+        if step_of(folder) > step:
+            shutil.rmtree(folder)
+
+
+def prune(run: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints. Call after the newest was sealed."""
+    for folder in checkpoints(run)[:-keep]:
+        shutil.rmtree(folder)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that it is either the old one or the new one, never half of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # it may be a link to another file
+    with open(temporary, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself lives in the folder
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def fingerprint(path: Path, *, flush: bool = False) -> list[int | str]:
+    """Return [size in bytes, SHA-256] of a file; with `flush`, after the file has reached the disk."""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        if flush:
+            os.fsync(file.fileno())
+        while block := file.read(1 << 20):
+            digest.update(block)
+            size += len(block)
+    return [size, digest.hexdigest()]

@@ -1,0 +1,85 @@
+"""One run at a time in a folder: a lock that the system takes back when the process ends, however it ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from ...errors import ArgumentError
+
+LOCK = "run.lock"
+"""The file that is locked. It stays in the folder: it also says that a run was begun there."""
+
+
+@contextmanager
+def only_run(folder: Path, *, call: str) -> Iterator[None]:
+    """Hold the lock of a run folder inside the block; the folder is created if it is not there.
+
+    Raises:
+        ArgumentError: another process holds it, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _open(folder / LOCK)
+    except OSError as error:
+        raise ArgumentError(f"{call}: cannot write to --out {folder}: {error.strerror or error}.") from None
+    with file:  # closing it gives the lock back
+        _take(file, folder, call)
+        with suppress(OSError):  # a full disk: the lock is held all the same
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        yield
+
+
+def _open(path: Path) -> TextIO:
+    """Open the lock file, and nothing else that a folder from elsewhere may have in its place.
+
+    Raises:
+        OSError: it is a link, a device or a pipe, or cannot be written.
+    """
+    safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | safe, 0o644)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(f"{path.name} is no regular file")
+    return os.fdopen(number, "r+", encoding="utf-8")
+
+
+def _take(file: TextIO, folder: Path, call: str) -> None:
+    try:
+        _lock(file.fileno())
+    except (BlockingIOError, PermissionError):
+        holder = ""
+        with suppress(OSError, UnicodeError):
+            file.seek(0)
+            holder = file.read(200).strip()
+        raise ArgumentError(
+            f"{call}: --out {folder} is in use: {holder or 'another process'} is training there; wait for its end or "
+            "choose another folder."
+        ) from None
+    except OSError as error:
+        print(f"regard {call}: note: {folder} cannot be locked ({error}); start no second run there", file=sys.stderr)
+
+
+def _lock(file: int) -> None:
+    """Lock an open file.
+
+    Raises:
+        BlockingIOError, PermissionError: it is locked already.
+        OSError: the file system knows no locks.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        msvcrt.locking(file, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined, unused-ignore]
+    else:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

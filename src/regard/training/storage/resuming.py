@@ -1,0 +1,219 @@
+"""Checking a checkpoint against the run that continues from it, before anything of the run is touched.
+
+The seal of a checkpoint shows damage. What a checkpoint holds is checked here: a missing tensor would begin at random,
+and a fused optimiser writes past the end of moments that have another shape than their parameter.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...checks import ArgumentError
+from ..fields import read_mapping
+from .checkpoints import step_of
+from .saved_model import load_weights
+
+if TYPE_CHECKING:
+    from ..trainer import RegardTrainer
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_SCHEDULED = ("lr", "initial_lr")
+"""What the schedule sets in a parameter group."""
+
+
+def check_checkpoint(folder: Path, trainer: RegardTrainer, *, call: str) -> None:
+    """Check that a trainer can continue from a checkpoint: weights, optimiser, schedule, generators and step fit.
+
+    Raises:
+        ArgumentError: one does not; the message names the file.
+    """
+    saved = load_weights(folder, call=call)
+    with _errors(folder, "model.safetensors", call):
+        _check_weights(saved, trainer.model)
+    trainer.create_optimizer_and_scheduler(trainer.args.max_steps)
+    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+    assert optimizer is not None
+    assert scheduler is not None
+    with _errors(folder, "optimizer.pt", call):
+        _check_optimizer(_load(folder / "optimizer.pt"), optimizer, _unchanged(saved, trainer.model), step_of(folder))
+    with _errors(folder, "scheduler.pt", call):
+        _check_scheduler(_load(folder / "scheduler.pt"), scheduler.state_dict(), step_of(folder))
+    for path in sorted(folder.glob("rng_state*.pth")):
+        with _errors(folder, path.name, call):
+            _check_generators(_load(path))
+    with _errors(folder, "trainer_state.json", call):
+        _check_state(read_mapping(folder / "trainer_state.json", call=call), step_of(folder))
+
+
+def put_weights(model: nn.Module, folder: Path, *, call: str) -> None:
+    """Copy the weights of a checkpoint into a model.
+
+    Raises:
+        ArgumentError: they cannot be read, or are not those of the model.
+    """
+    saved = load_weights(folder, call=call)
+    with _errors(folder, "model.safetensors", call):
+        _check_weights(saved, model)
+    model.load_state_dict(saved, strict=False)  # tied tensors are saved once
+
+
+@contextmanager
+def _errors(folder: Path, name: str, call: str) -> Iterator[None]:
+    """Turn whatever reading a file of a checkpoint raises into one ArgumentError."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise ArgumentError(f"{call}: cannot continue from {folder}: {name}: {reason}.") from None
+
+
+def _load(path: Path) -> Any:
+    """Return what torch saved in a file, plain data and tensors only."""
+    from transformers.trainer_pt_utils import safe_globals
+
+    try:
+        with safe_globals():  # numpy arrays, in the states of generators
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # its own message is a page long
+        raise ValueError(f"cannot be read ({type(error).__name__})") from None
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _check_weights(saved: dict[str, Tensor], model: nn.Module) -> None:
+    """Check that these are the model's tensors, each with its shape and dtype, finite, none missing."""
+    ours = model.state_dict()
+    for name, tensor in saved.items():
+        _require(name in ours, f"{name} is no tensor of the model")
+        same = (tensor.shape, tensor.dtype) == (ours[name].shape, ours[name].dtype)
+        _require(same, f"{name} is {_kind(tensor)}, expected {_kind(ours[name])}")
+        _require(not tensor.is_floating_point() or bool(tensor.isfinite().all()), f"{name} is not finite")
+    held = {ours[name].data_ptr() for name in saved}  # of tied tensors one is saved
+    missing = [name for name, tensor in ours.items() if name not in saved and tensor.data_ptr() not in held]
+    _require(not missing, f"{missing[:1]} is missing")
+
+
+def _unchanged(saved: dict[str, Tensor], model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that training has not changed, since nothing depends on them."""
+    named = model.named_parameters()
+    return {id(ours) for name, ours in named if name in saved and torch.equal(saved[name], ours.detach().cpu())}
+
+
+def _check_optimizer(saved: Any, optimizer: torch.optim.Optimizer, unchanged: set[int], step: int) -> None:
+    """Check that the state is that of this optimiser (AdamW) after so many steps.
+
+    Args:
+        unchanged: ids of parameters that may have no state.
+    """
+    fresh = optimizer.state_dict()
+    _require(isinstance(saved, dict) and saved.keys() == fresh.keys(), f"expected {' and '.join(fresh)}")
+    groups, states = saved["param_groups"], saved["state"]
+    _require(isinstance(groups, list) and isinstance(states, dict), "param_groups and state are of other types")
+    _require(len(groups) == len(fresh["param_groups"]), f"has {len(groups)} groups of parameters")
+    for group, expected in zip(groups, fresh["param_groups"], strict=True):
+        _check_group(group, expected)
+    numbers = [number for group in fresh["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _require(not set(states) - set(numbers), "has the state of a parameter that the model does not have")
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in states:
+            _check_moments(states[number], parameter, f"of parameter {number}", step)
+        else:
+            _require(id(parameter) in unchanged, f"has no state of parameter {number}")
+
+
+def _check_group(group: Any, expected: dict[str, Any]) -> None:
+    """Check that a group has the settings of the run, and a learning rate of its schedule."""
+    _require(isinstance(group, dict) and group.keys() >= {"params", "lr"}, "a group of parameters is incomplete")
+    for name, value in group.items():
+        _require(name in expected, f"{name!r} is no setting of the optimiser")
+        if name not in _SCHEDULED:
+            same = _plain(value) == _plain(expected[name])
+            _require(same, f"{name} is {value!r}, the run has {expected[name]!r}")
+    most = max(expected["lr"], expected.get("initial_lr", 0.0))
+    for name in _SCHEDULED:
+        rate = group.get(name, 0.0)
+        fits = isinstance(rate, float) and 0 <= rate <= most
+        _require(fits, f"{name} is {rate!r}, expected a number from 0 to {most}")
+
+
+def _check_moments(state: Any, parameter: Tensor, where: str, step: int) -> None:
+    """Check the moments of a parameter: its shape, dtype and strides, and a number of steps that can be."""
+    _require(isinstance(state, dict) and state.keys() == {"step", *_MOMENTS}, f"the state {where} is incomplete")
+    count = state["step"]
+    _require(isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32, f"step {where} is odd")
+    _require(count.item() in range(1, step + 1), f"step {where} is {count.item()}, expected 1 to {step}")
+    for name in _MOMENTS:
+        moment = state[name]
+        _require(type(moment) is Tensor and moment.layout == torch.strided, f"{name} {where} is no tensor")
+        same = (moment.shape, moment.dtype, moment.stride()) == (parameter.shape, parameter.dtype, parameter.stride())
+        _require(same, f"{name} {where} is {_kind(moment)}, expected {_kind(parameter)}")
+        _require(bool(moment.isfinite().all()), f"{name} {where} is not finite")
+    _require(not state["exp_avg_sq"].lt(0).any(), f"exp_avg_sq {where} is negative")
+
+
+def _check_scheduler(saved: Any, fresh: dict[str, Any], step: int) -> None:
+    """Check that the state is that of this schedule after so many steps."""
+    _require(isinstance(saved, dict) and saved.keys() == fresh.keys(), f"expected {', '.join(sorted(fresh))}")
+    for name, expected in {**fresh, "last_epoch": step, "_step_count": step + 1}.items():
+        if name == "_last_lr":
+            rates, most = saved[name], max(fresh["base_lrs"], default=0.0)
+            fits = isinstance(rates, list) and len(rates) == len(fresh["base_lrs"])
+            fits = fits and all(isinstance(rate, float) and 0 <= rate <= most for rate in rates)
+            _require(fits, f"{name} is {rates!r}, expected learning rates from 0 to {most}")
+        else:
+            same = _plain(saved[name]) == _plain(expected)
+            _require(same, f"{name} is {saved[name]!r}, expected {expected!r}")
+
+
+def _check_generators(saved: Any) -> None:
+    """Check the states of the random generators on generators that nothing else uses."""
+    _require(isinstance(saved, dict) and saved.keys() >= {"python", "numpy", "cpu"}, "expected python, numpy and cpu")
+    random.Random().setstate(saved["python"])
+    np.random.RandomState().set_state(saved["numpy"])
+    place = saved["numpy"][2]
+    _require(isinstance(place, int) and 0 <= place <= 624, f"numpy's position is {place!r}")  # it is not looked at
+    torch.Generator().set_state(saved["cpu"])
+
+
+def _check_state(saved: dict[str, Any], step: int) -> None:
+    """Check Trainer's record: fields that it knows, of the step in the folder's name."""
+    from transformers import TrainerState
+
+    plain = TrainerState()
+    known = {field.name for field in fields(TrainerState)}
+    for name, value in saved.items():
+        _require(name in known, f"{name!r} is no field of it")
+        usual = 0 if name == "train_batch_size" else getattr(plain, name)
+        kinds = (int, float) if isinstance(usual, int) else type(usual)
+        _require(isinstance(value, kinds), f"{name} is {value!r}")
+        _require(not isinstance(value, float) or isfinite(value), f"{name} is {value!r}")
+    _require("train_batch_size" in saved, "train_batch_size is missing")
+    reached = saved.get("global_step")
+    _require(_plain(reached) == _plain(step), f"global_step is {reached!r}, expected {step}")
+
+
+def _plain(value: Any) -> Any:
+    """Return the value with its type, so that 1, 1.0 and True differ; lists and tuples do not."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return type(value).__name__, value
+
+
+def _kind(tensor: Tensor) -> str:
+    """Return shape, dtype and, where these are not the usual ones, strides as text."""
+    strides = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{strides}"

@@ -1,0 +1,65 @@
+"""impl="triton": which kernels do a call of `regard.attention`. Every part says for itself what it can do."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..pairwise.diagnostics import Diagnostics
+from ..pairwise.dispatch import Cost, Inputs, Problem, register_impl
+from .compact import implementation as compact
+from .decode import compact as compact_decode
+from .decode import local_linear as local_linear_decode
+from .decode.plan import ROWS
+from .local_linear import implementation as local_linear
+from .runtime import support
+
+
+@register_impl("triton", priority=35)
+class Triton:
+    """Fused kernels on a GPU: compact attention and local linear attention in Theta(n d) memory, forward and backward;
+    with one query, keys split among programs."""
+
+    name: ClassVar[str] = "triton"
+
+    def available(self) -> str | None:
+        return support.MISSING
+
+    def supports(self, problem: Problem) -> str | None:
+        return support.unsupported(problem) or _kernels(problem.spec.degree).supports(problem)
+
+    def hesitates(self, problem: Problem) -> str | None:
+        return "for tests: on this device Triton only interprets" if problem.device == "cpu" else None
+
+    def native(self, problem: Problem) -> bool:
+        return bool(problem.spec.similarity.name == "dot")
+
+    def raw(self, problem: Problem) -> bool:
+        """Where one query decodes: a copy of the cache would be twice the bytes that are read."""
+        return self.native(problem) and _decodes(problem)
+
+    def clean(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`precision.clean` in one pass over the numbers."""
+        from .runtime.finite import clean
+
+        return clean(x)
+
+    def cost(self, problem: Problem) -> Cost:
+        return _kernels(problem.spec.degree, _decodes(problem)).cost(problem)
+
+    def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
+        return _kernels(inputs.spec.degree, _decodes(inputs.problem)).run(inputs)
+
+
+def _kernels(degree: int, decoding: bool = False) -> Any:
+    """The module whose kernels do it."""
+    general, decode = (compact, compact_decode) if degree == 0 else (local_linear, local_linear_decode)
+    return decode if decoding else general
+
+
+def _decodes(problem: Problem) -> bool:
+    """Whether there is one query, for which programs must share out the keys, and nothing but the output is asked."""
+    one = problem.queries == 1 and problem.heads <= ROWS * problem.kv_heads
+    more = problem.gradient or problem.diagnostics
+    return one and not more and (problem.spec.degree == 0 or local_linear_decode.fits(problem))

@@ -1,0 +1,1 @@
+"""Attention with compactly supported kernels: search of the threshold, forward, backward."""

@@ -1,0 +1,172 @@
+"""The backward pass of compact attention and softmax: lists of live blocks, then two kernels.
+
+Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..runtime.launch import launch
+from ..runtime.span import Span, batch_stride
+from ..runtime.support import interpreted
+from ..runtime.tiles import Tiles, TileTable
+from .backward_kernels import Form, compact_dkv_kernel, compact_dq_kernel
+from .lists import Lists, lists_of
+from .math import ANCHORED, SOFTMAX
+from .rows import padded
+
+SHIPPED = {
+    (64, 2): Tiles(64, 64, 4, 3),
+    (256, 2): Tiles(32, 32, 8, 1),
+    (64, 4): Tiles(32, 32, 8, 1),
+    (128, 4): Tiles(16, 32, 8, 1),
+    (256, 4): Tiles(16, 16, 8, 1),
+}
+DQ = TileTable("compact_dq", {**SHIPPED, (128, 2): Tiles(64, 64, 4, 2)}, [Tiles(64, 64, 8, 2), Tiles(64, 32, 4, 2)])
+DKV = TileTable("compact_dkv", {**SHIPPED, (128, 2): Tiles(64, 64, 8, 2)}, [Tiles(32, 64, 4, 3), Tiles(32, 64, 8, 2)])
+NARROW = 32
+"""What streams past at most where products take their operands from registers: a wider block needs too many."""
+
+
+def _streamed(size: int) -> int:
+    """The rows of a streamed block on the current device."""
+    if interpreted():
+        return size
+    from triton.runtime import driver
+
+    arch = driver.active.get_current_target().arch
+    return min(size, NARROW) if isinstance(arch, int) and arch < 90 else size
+
+
+class _Call(NamedTuple):
+    """A call of `backward`: what both its kernels are given."""
+
+    floats: Tensor
+    flags: Tensor
+    index: Tensor
+    factor: Tensor | float
+    matrices: tuple[tuple[Tensor, int, int], ...]  # grad, q, k, v, tilt
+    span: Span
+    live: Tensor
+    granule: tuple[int, int]
+    sizes: tuple[int, int, int, int, int]  # H, H / Hkv, Tq, Tk, all rows
+    form: Form
+
+    def by_queries(self, tiles: Tiles, table: Tensor, outs: tuple[Tensor, ...]) -> Tensor:
+        """Fill `table` and outs: dq, dfactor, dgiven. Which blocks of queries have a row where keys tie for the best,
+        uint8 [B x H, blocks], as many for every granule."""
+        queries = self.sizes[2]
+        own = tiles.rows if self.soft else min(tiles.rows, self.granule[0])
+        heads, blocks = self.sizes[4] // max(1, queries), -(-queries // own)
+        padded = blocks if self.soft else -(-queries // self.granule[0]) * (self.granule[0] // own)
+        ties = torch.zeros(heads, padded, dtype=torch.uint8, device=table.device)
+        lists, form = self._lists(2, own, _streamed(tiles.keys), 1)
+        mask, *steps = self._mask()
+        launch(
+            compact_dq_kernel, (heads * blocks,), self.floats, self.flags, self.index, self.factor, self.matrices,
+            self.span.low, self.span.high, mask, lists.listed, lists.counts, table, ties, outs, *self.sizes[:4],
+            batch_stride(self.span.low), *steps, lists.rows, lists.length, padded, tiles=tiles, FORM=form,
+        )  # fmt: skip
+        return ties
+
+    def by_keys(self, tiles: Tiles, table: Tensor, ties: Tensor, outs: tuple[Tensor, ...]) -> None:
+        """Fill outs: dk, dv."""
+        lists, form = self._lists(3, tiles.keys, _streamed(tiles.rows), self.sizes[1], ties)
+        blocks = outs[0].shape[0] * outs[0].shape[1] * -(-self.sizes[3] // tiles.keys)
+        mask, *steps = self._mask()
+        heads, _, queries, keys, _ = self.sizes
+        launch(
+            compact_dkv_kernel, (blocks,), self.floats, self.index, self.factor, self.matrices, self.span.first,
+            self.span.last, mask, lists.listed, lists.counts, table, outs, heads, queries, keys,
+            batch_stride(self.span.first), *steps, lists.rows, lists.length, tiles=tiles, FORM=form,
+        )  # fmt: skip
+
+    @property
+    def soft(self) -> bool:
+        return self.form.rule == SOFTMAX.value
+
+    def _lists(self, axis: int, own: int, tile: int, group: int, ties: Tensor | None = None) -> tuple[Lists, Form]:
+        """What streams past blocks of `own` owners along that axis of `live`, and the form of the kernel."""
+        if self.soft:
+            return Lists(None, None, 0, 0), self.form._replace(own=own, tile=tile, listed=0, split=1, group=group)
+        own_granule, granule = self.granule if axis == 2 else self.granule[::-1]
+        listed, tile = max(own, own_granule), min(tile, granule)
+        ends, owners = (self.span[:2] if axis == 2 else self.span[2:4]), self.sizes[axis]
+        sizes, flags = (own_granule, granule), ties if self.form.rule == ANCHORED.value else None
+        lists = lists_of(self.live, *ends, self.form.masked, owners, sizes, listed, axis, group, flags)
+        return lists, self.form._replace(own=own, tile=tile, listed=listed, split=granule // tile, group=group)
+
+    def _mask(self) -> tuple[Tensor | None, int, int]:
+        mask = self.span.mask
+        if mask is None:
+            return None, 0, 0
+        return mask, *(mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 1))
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: Tensor | float,
+    span: Span,
+    floats: Tensor,
+    flags: Tensor,
+    index: Tensor,
+    tilt: Tensor,
+    live: Tensor,
+    granule: tuple[int, int],
+    rule: int,
+    r: int,
+    stand: int,
+    wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of one call.
+
+    Args:
+        grad: [B, H, Tq, Dv], dL/do.
+        q, k, v: [B, H, Tq, D], [B, Hkv, Tk, D], [B, Hkv, Tk, Dv].
+        factor: of the dot products, to be scores: a number or float32 [B, H, Tq].
+        span: what each query sees.
+        floats, flags: row statistics, float32 [B, H, Tq, 6] and int32 [B, H, Tq, 3], as `block_rows` keeps them.
+        index: int32 [B, H, Tq, n]. Anchored: the first key with the best score, the last, how many there are; fixed: of
+            rows without a key in the bandwidth how many they see or, where the nearest stands in, which that is.
+        tilt: [B, H, Tq, Dv], sum_j B_j v_j: the output, for adaptive sum_j A_j v_j / sum_j A_j.
+        live: uint8 [B, H, blocks of queries, blocks of keys], whether any pair has weight; not read for softmax.
+        granule: queries and keys of these blocks, powers of two.
+        rule, r, stand: constants of `compact_math`, and the kernel's power.
+        wanted: whether the rule's number is a tensor.
+
+    Returns:
+        dq, dk, dv like q, k, v; dfactor and dgiven float32 [B, H, Tq], or [0] where they are numbers.
+
+    Cost: 7 products of all live blocks, 2 above the least, as both kernels compute scores and dL/dp; float32
+    [4, B, H, Tq] and two bytes a pair of blocks.
+    """
+    grad, q, k, v, tilt = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, tilt))
+    (batch, heads, queries, dim), (key_heads, keys, value_dim) = q.shape, v.shape[1:]
+    factors, masked, soft = isinstance(factor, Tensor), span.mask is not None, rule == SOFTMAX.value
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    sizes = (heads, heads // max(1, key_heads), queries, keys, batch * heads * queries)
+    every = (grad, q, k, v, tilt)
+    widths, steps = (*padded(dim), *padded(value_dim)), tuple(x.stride(2) for x in every)
+    form = Form(rule, r, stand, *widths, 0, 0, 0, 0, 1, factors, masked, wanted, precision, steps)
+    matrices = tuple((x, x.stride(0), x.stride(1)) for x in every)
+    by = factor.contiguous() if isinstance(factor, Tensor) else float(factor)
+    call = _Call(floats, flags, index, by, matrices, span, live, granule, sizes, form)
+
+    own = {"device": q.device, "dtype": torch.float32}
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dfactor, dgiven = (torch.empty(q.shape[:3] if some else (0,), **own) for some in (factors, wanted))
+    table = torch.empty(*q.shape[:2], 2 if soft else 4, queries, **own)
+    key, outs = (max(dim, value_dim), q.dtype), (dq, dfactor, dgiven)
+    flags_of = (rule, r, stand, factors, masked, wanted)
+    tiles = DQ.pick(*key, lambda tiles: call.by_queries(tiles, table, outs), flags_of)
+    ties = call.by_queries(tiles, table, outs)
+    tiles = DKV.pick(*key, lambda tiles: call.by_keys(tiles, table, ties, (dk, dv)), flags_of)
+    call.by_keys(tiles, table, ties, (dk, dv))
+    return dq, dk, dv, dfactor, dgiven

@@ -1,0 +1,418 @@
+"""Kernels for the gradients of compact attention and softmax: one by blocks of queries, one by blocks of keys.
+
+With g = mass^(-1/r) / reach of a row and a = [z - theta]_+ g, its weights are p = a^r and their slope by z is
+A = r g a^(r-1); for softmax A = p. Given G = dL/dp and rho = sum_j B_j G_j (`grammar.weighting`),
+
+    dL/dz_j = A_j (G_j - rho),    dL/d(margin or bias) = sum_j dL/dz_j,
+
+and where the threshold hangs on the best key, those that tie for it take that sum away again in equal shares. Weights
+are computed again from the row statistics, and blocks without weight are not visited (`compact_lists`). The kernel by
+queries runs first and leaves theta, g, rho and the shares of the best keys in tables that the kernel by keys reads.
+
+Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..runtime.blocks import load, load_block, load_span, seen, store_block
+from .lists import block_of, plan_of
+from .math import ANCHORED, FIXED, LOG2E, NEAREST, SOFTMAX, UNIFORM, cube_root, excess, lower_power
+
+NEAR = tl.constexpr(2.0**-19)  # relative distance from the best score within which rounding may have moved another best
+GRAD, Q, K, V, TILT = (tl.constexpr(i) for i in range(5))  # matrices, in the order of their steps
+THETA, RHO, SCALE, EXTRA = (tl.constexpr(i) for i in range(4))  # tables; the last: shares of best keys, or stand-ins
+LENGTHS = [
+    "heads", "group", "range_step", "mask_batch", "mask_head", "list_rows", "list_length", "padded",
+]  # fmt: skip
+"""What nothing is compiled for; of what stands in a tuple, Triton would compile for 1 and for multiples of 16. It does
+so for the numbers of queries and keys: knowing that they are such multiples saves registers, which at 128 features are
+short."""
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        rule, r, stand: as `backward` takes them.
+        dim, wide, value_dim, value_wide: D and Dv, each with the power of two that holds it.
+        own, tile: rows of a program's own block and of those that stream past.
+        listed, split: owners of a list, 0 of a range; blocks of a listed number.
+        group: heads that stream past an own block.
+        factors, masked, wanted: whether there are a factor a row, a mask over keys, and a gradient of the row numbers.
+        precision: of products.
+        steps: from one row to the next of grad, q, k, v, tilt; as constants they cost no registers.
+    """
+
+    rule: int
+    r: int
+    stand: int
+    dim: int
+    wide: int
+    value_dim: int
+    value_wide: int
+    own: int
+    tile: int
+    listed: int
+    split: int
+    group: int
+    factors: bool
+    masked: bool
+    wanted: bool
+    precision: str
+    steps: tuple[int, int, int, int, int]
+
+
+@triton.jit
+def _tile(at, start, total, OF: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr, FORM: tl.constexpr):
+    """Rows [start, start + SIZE) of one of the matrices; 0 beyond `total` rows, which PART blocks alone reach."""
+    STEP: tl.constexpr = FORM.steps[OF]
+    if OF == Q or OF == K:  # noqa: SIM109 - kernels have no "in"
+        return load_block(at, start, STEP, total, SIZE, FORM.dim, FORM.wide, PART, STEP * SIZE >= 2**31)
+    else:
+        return load_block(at, start, STEP, total, SIZE, FORM.value_dim, FORM.value_wide, PART, STEP * SIZE >= 2**31)
+
+
+@triton.jit
+def _line(at, start, total, other, SIZE: tl.constexpr, PART: tl.constexpr):
+    """Numbers of rows [start, start + SIZE); `other` of those beyond `total`, which PART blocks alone have."""
+    row = start + tl.arange(0, SIZE)
+    return tl.load(at + row, mask=row < total, other=other) if PART else tl.load(at + row)
+
+
+@triton.jit
+def _of_head(matrix, batch, head):
+    """Where one head lies, of (base, strides of batch and head)."""
+    return matrix[0] + batch * matrix[1] + head * matrix[2]
+
+
+@triton.jit
+def _tables_of(table, head, queries, FORM: tl.constexpr):
+    """Where the tables of a head lie, one behind the other."""
+    COUNT: tl.constexpr = 2 if FORM.rule == SOFTMAX else 4
+    return table + head * queries * COUNT
+
+
+@triton.jit
+def _row_scales(floats, flags, line, inside, FORM: tl.constexpr):
+    """(theta, g) of rows, for softmax (log2 of the sum of exp z, 1). No weight where no key is in the bandwidth."""
+    mass = tl.load(floats + line * 6 + 3, mask=inside, other=1.0)
+    if FORM.rule == SOFTMAX:
+        theta = tl.load(floats + line * 6, mask=inside, other=0.0) * LOG2E + tl.log2(mass)
+        g = tl.full((FORM.own,), 1.0, tl.float32)
+    else:
+        theta = tl.load(floats + line * 6 + 1, mask=inside, other=0.0)
+        reach = tl.load(floats + line * 6 + 2, mask=inside, other=1.0)
+        none = tl.load(flags + line * 3, mask=inside, other=1) | tl.load(flags + line * 3 + 1, mask=inside, other=1)
+        root = mass
+        if FORM.r == 2:
+            root = tl.sqrt_rn(mass)
+        if FORM.r == 3:
+            root = cube_root(mass)
+        g = tl.where(none != 0, 0.0, 1 / (root * reach))
+    return theta, g
+
+
+@triton.jit
+def _weights(dot, factor, theta, g, seen, PART: tl.constexpr, FORM: tl.constexpr):
+    """(weights, slopes / (r g)) of a tile of dot products; 0 where PART and not seen."""
+    if FORM.rule == SOFTMAX:
+        z = dot * (factor * LOG2E) - theta
+        if PART:
+            z = tl.where(seen, z, float("-inf"))
+        p = tl.exp2(z)
+        slope = p
+    else:
+        e = excess(dot, factor, theta)
+        if PART:
+            e = tl.where(seen, e, 0.0)
+        a = e * g
+        slope = lower_power(a, FORM.r)
+        p = slope * a
+    return p, slope
+
+
+@triton.jit
+def _tops(floats, index, line, inside):
+    """(first key with the best score of a row, last, how many, size of the score), of rows."""
+    first = tl.load(index + line * 3, mask=inside, other=-1)
+    last = tl.load(index + line * 3 + 1, mask=inside, other=-1)
+    count = tl.load(index + line * 3 + 2, mask=inside, other=0)
+    top = tl.load(floats + line * 6, mask=inside, other=0.0)
+    size = tl.abs(top) + tl.load(floats + line * 6 + 2, mask=inside, other=0.0)
+    return first, last, count, top, size * NEAR
+
+
+@triton.jit
+def _others(key, z, first, last, count, top, near):
+    """Which keys tie for the best score of a row, beside the first: the last and, of more than two, those between."""
+    between = (count > 2) & (key < last) & (tl.abs(z - top) <= near)
+    return (key > first) & ((key == last) | between)
+
+
+@triton.jit
+def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.constexpr):
+    """One block of keys past a block of queries: state (sum of dz k, of dz)."""
+    q, grad = own
+    factor, theta, g, rho, low, high = rows
+    start = block_of(plan, t, PART, FORM)[0] * FORM.tile
+    k = _tile(kv[0], start, keys, K, FORM.tile, PART, FORM)
+    v = _tile(kv[1], start, keys, V, FORM.tile, PART, FORM)
+    shown = None
+    if PART:
+        shown = seen(start + tl.arange(0, FORM.tile), low, high, kv[2], keys, FORM.masked)
+    dot = tl.dot(q, tl.trans(k), input_precision=FORM.precision)
+    _, slope = _weights(dot, factor, theta[:, None], g[:, None], shown, PART, FORM)
+    dz = slope * (tl.dot(grad, tl.trans(v), input_precision=FORM.precision) - rho[:, None])
+    moved = state[1]
+    if FORM.wanted or FORM.rule == ANCHORED:
+        moved += tl.sum(dz, 1)
+    return tl.dot(dz.to(k.dtype), k, state[0], input_precision=FORM.precision), moved
+
+
+@triton.jit
+def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
+    """The mean of the keys that tie for the best score of each row; more than one, seldom, are looked for."""
+    first, last, count, top, near = tops
+    places = kv[0] + first.to(tl.int64)[:, None] * FORM.steps[2] + tl.arange(0, FORM.wide)[None, :]
+    total = load(places, first >= 0, FORM.dim, FORM.wide, True).to(tl.float32)
+    if tl.max(count, 0) > 1:
+        for t in range(plan[1] + plan[2]):
+            if t < plan[1]:
+                start = block_of(plan, t, False, FORM)[0] * FORM.tile
+            else:
+                start = block_of(plan, t - plan[1], True, FORM)[0] * FORM.tile
+            k = _tile(kv[0], start, keys, K, FORM.tile, True, FORM)
+            z = tl.dot(q, tl.trans(k), input_precision=FORM.precision) * rows[0]
+            key = start + tl.arange(0, FORM.tile)
+            tie = _others(key[None, :], z, first[:, None], last[:, None], count[:, None], top[:, None], near[:, None])
+            tie = tie & seen(key, rows[4], rows[5], kv[2], keys, FORM.masked)
+            total = tl.dot(tie.to(k.dtype), k, total, input_precision=FORM.precision)
+    return total / tl.maximum(count, 1)[:, None]
+
+
+@triton.jit
+def _leave_rows(table, ties, left, index, row, inside, queries, FORM: tl.constexpr):
+    """What the kernel by keys must know of rows of a head."""
+    rho, theta, g, moved, count = left
+    tl.store(table + THETA * queries + row, theta, mask=inside)
+    tl.store(table + RHO * queries + row, rho, mask=inside)
+    if FORM.rule != SOFTMAX:
+        tl.store(table + SCALE * queries + row, g, mask=inside)
+    if FORM.rule == ANCHORED:
+        tl.store(table + EXTRA * queries + row, -moved / tl.maximum(count, 1), mask=inside)
+        tl.store(ties, (tl.max(count, 0) > 1).to(tl.uint8))
+    if FORM.rule == FIXED and FORM.stand == UNIFORM:
+        some = tl.load(index + row, mask=inside, other=0)
+        tl.store(table + EXTRA * queries + row, tl.where(some > 0, 1.0 / some, 0.0), mask=inside)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def compact_dq_kernel(
+    floats, flags, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, table, ties, outs,
+    heads, group, queries, keys, range_step, mask_batch, mask_head, list_rows, list_length, padded,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """dq, and the gradients of the rows' numbers, of one block of queries; tables for the kernel by keys."""
+    blocks = tl.cdiv(queries, FORM.own)
+    block = blocks - 1 - tl.program_id(0) % blocks  # in causal order the last have most to do
+    nth = (tl.program_id(0) // blocks).to(tl.int64)
+    batch, head = nth // heads, nth % heads
+    start = block * FORM.own
+    row = start + tl.arange(0, FORM.own)
+    inside, line = row < queries, nth * queries + row
+    low, high = low_ptr + batch * range_step, high_ptr + batch * range_step
+    plan = plan_of((listed, counts, list_rows, list_length), low, high, nth, start, queries, FORM)
+    mask_at = low
+    if FORM.masked:
+        mask_at = mask_ptr + batch * mask_batch + head * mask_head
+    kv = _of_head(matrices[2], batch, head // group), _of_head(matrices[3], batch, head // group), mask_at
+
+    tilt = _tile(_of_head(matrices[4], batch, head), start, queries, TILT, FORM.own, True, FORM)
+    grad = _tile(_of_head(matrices[0], batch, head), start, queries, GRAD, FORM.own, True, FORM)
+    rho = tl.sum(grad.to(tl.float32) * tilt.to(tl.float32), 1)
+    q = _tile(_of_head(matrices[1], batch, head), start, queries, Q, FORM.own, True, FORM)
+    theta, g = _row_scales(floats, flags, line, inside, FORM)
+    by = factor
+    if FORM.factors:
+        by = tl.load(factor + line, mask=inside, other=0.0)[:, None]
+    low_of, high_of = load_span(low, high, row, inside)
+    rows = by, theta, g, rho, low_of, high_of
+
+    state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own,), 0.0, tl.float32)
+    for t in range(plan[1]):
+        state = _dq_step(state, plan, t, (q, grad), rows, kv, keys, False, FORM)
+    for t in range(plan[2]):
+        state = _dq_step(state, plan, t, (q, grad), rows, kv, keys, True, FORM)
+    dq, moved = state
+    count = 1
+    if FORM.rule == ANCHORED:
+        tops = _tops(floats, index, line, inside)
+        dq -= moved[:, None] * _best_keys(plan, tops, q, rows, kv, keys, FORM)
+        count = tops[2]
+    left = rho, theta, g, moved, count
+    table, ties = _tables_of(table, nth, queries, FORM), ties + nth * padded + block
+    _leave_rows(table, ties, left, index + nth * queries, row, inside, queries, FORM)
+    slope = FORM.r * g
+    if FORM.wanted:
+        tl.store(outs[2] + line, moved * slope, mask=inside)
+    if FORM.factors:
+        dfactor = tl.sum(dq * q.to(tl.float32), 1) * slope
+        if FORM.rule == FIXED:  # a factor of scores above a threshold of 0 cancels, and so would terms of any size
+            dfactor = tl.where(theta == 0, 0.0, dfactor)
+        tl.store(outs[1] + line, dfactor, mask=inside)
+    at = outs[0] + nth * queries * FORM.dim
+    store_block(at, dq * (slope[:, None] * by), start, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
+
+
+@triton.jit
+def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constexpr):
+    """dk with what the best keys of a row give back, but the first; seldom there are any."""
+    k, _, key, first, last = own
+    queries, keys = sizes
+    table, index, floats, factor = tables
+    for t in range(plan[1] + plan[2]):
+        if t < plan[1]:
+            block, head = block_of(plan, t, False, FORM)
+        else:
+            block, head = block_of(plan, t - plan[1], True, FORM)
+        start, at = block * FORM.tile, tl.cast(head, tl.int64) * queries
+        row = start + tl.arange(0, FORM.tile)
+        first_best, last_best, count, top, near = _tops(floats + at * 6, index + at * 3, row, row < queries)
+        if tl.max(count, 0) > 1:
+            q_at = matrices[1] + tl.cast(head, tl.int64) * matrices[3]
+            q = _tile(q_at, start, queries, Q, FORM.tile, True, FORM)
+            by = factor
+            if FORM.factors:
+                by = _line(factor + at, start, queries, 0.0, FORM.tile, True)[None, :]
+            z = tl.dot(k, tl.trans(q), input_precision=FORM.precision) * by
+            bests = first_best[None, :], last_best[None, :], count[None, :], top[None, :], near[None, :]
+            tie = _others(key[:, None], z, bests[0], bests[1], bests[2], bests[3], bests[4])
+            tie = tie & _seen_rows(start, key, first, last, mask, head, keys, FORM)
+            rows = _tables_of(table, tl.cast(head, tl.int64), queries, FORM)
+            share = _line(rows + EXTRA * queries, start, queries, 0.0, FORM.tile, True)[None, :]
+            g = _line(rows + SCALE * queries, start, queries, 0.0, FORM.tile, True)[None, :]
+            dk = tl.dot(tl.where(tie, share * (by * g), 0.0).to(q.dtype), q, dk, input_precision=FORM.precision)
+    return dk
+
+
+@triton.jit
+def _with_stand_ins(p, key, alike_at, best_at, start, queries, seen, PART: tl.constexpr, FORM: tl.constexpr):
+    """Weights with those of rows that have no key in the bandwidth."""
+    if FORM.stand == UNIFORM:
+        alike = _line(alike_at, start, queries, 0.0, FORM.tile, PART)[None, :]
+        if PART:
+            alike = tl.where(seen, alike, 0.0)
+        p += alike
+    if FORM.stand == NEAREST:
+        best = _line(best_at, start, queries, -1, FORM.tile, PART)
+        p = tl.where(key[:, None] == best[None, :], 1.0, p)
+    return p
+
+
+@triton.jit
+def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.constexpr, FORM: tl.constexpr):
+    """One block of queries past a block of keys: state (sum of dz q, sum of p dL/do)."""
+    k, v, key, first, last = own
+    queries, keys = sizes
+    block, head = block_of(plan, t, PART, FORM)
+    start = block * FORM.tile
+    row = start + tl.arange(0, FORM.tile)
+    at = tl.cast(head, tl.int64) * queries
+    table, index, _, factor = tables
+    head_at = tl.cast(head, tl.int64)
+    q = _tile(matrices[1] + head_at * matrices[3], start, queries, Q, FORM.tile, PART, FORM)
+    grad = _tile(matrices[0] + head_at * matrices[2], start, queries, GRAD, FORM.tile, PART, FORM)
+    table = _tables_of(table, head_at, queries, FORM)
+    theta = _line(table + THETA * queries, start, queries, 0.0, FORM.tile, PART)
+    rho = _line(table + RHO * queries, start, queries, 0.0, FORM.tile, PART)
+    g = theta
+    if FORM.rule != SOFTMAX:
+        g = _line(table + SCALE * queries, start, queries, 0.0, FORM.tile, PART)
+    by = factor
+    if FORM.factors:
+        by = _line(factor + at, start, queries, 0.0, FORM.tile, PART)[None, :]
+    dot = tl.dot(k, tl.trans(q), input_precision=FORM.precision)
+    seen = None
+    if PART:
+        seen = _seen_rows(start, key, first, last, mask, head, keys, FORM)
+    p, slope = _weights(dot, by, theta[None, :], g[None, :], seen, PART, FORM)
+    if FORM.rule == FIXED:
+        p = _with_stand_ins(p, key, table + EXTRA * queries, index + at, start, queries, seen, PART, FORM)
+    dv = tl.dot(p.to(grad.dtype), grad, state[1], input_precision=FORM.precision)
+    dz = slope * (tl.dot(v, tl.trans(grad), input_precision=FORM.precision) - rho[None, :])
+    if FORM.rule == ANCHORED:
+        best = tl.load(index + (at + row) * 3, mask=row < queries, other=-1)
+        share = _line(table + EXTRA * queries, start, queries, 0.0, FORM.tile, PART)
+        dz += tl.where(key[:, None] == best[None, :], share[None, :], 0.0)
+    if FORM.rule != SOFTMAX:
+        by *= g[None, :]
+    if FORM.rule != SOFTMAX or FORM.factors:
+        dz *= by
+    return tl.dot(dz.to(q.dtype), q, state[0], input_precision=FORM.precision), dv
+
+
+@triton.jit
+def _seen_rows(start, key, first, last, mask, head, keys, FORM: tl.constexpr):
+    """Which rows of a block see own keys."""
+    if FORM.masked:
+        shown = tl.load(mask[0] + head * mask[1] + key, mask=key < keys, other=0)
+        last = tl.where(shown != 0, last, 0)
+    row = start + tl.arange(0, FORM.tile)
+    return (row[None, :] >= first[:, None]) & (row[None, :] < last[:, None])
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def compact_dkv_kernel(
+    floats, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, table, outs,
+    heads, queries, keys, range_step, mask_batch, mask_head, list_rows, list_length, FORM: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of keys, of all query heads that use them."""
+    blocks = tl.cdiv(keys, FORM.own)
+    start = tl.program_id(0) % blocks * FORM.own
+    nth = (tl.program_id(0) // blocks).to(tl.int64)
+    batch, key_head = nth // (heads // FORM.group), nth % (heads // FORM.group)
+    head = key_head * FORM.group
+    query_nth = batch * heads + head
+    at = query_nth * queries
+    key = start + tl.arange(0, FORM.own)
+    inside = key < keys
+    low, high = low_ptr + batch * range_step, high_ptr + batch * range_step
+    first, last = load_span(low, high, key, inside)
+    k = _tile(_of_head(matrices[2], batch, key_head), start, keys, K, FORM.own, True, FORM)
+    v = _tile(_of_head(matrices[3], batch, key_head), start, keys, V, FORM.own, True, FORM)
+    streams = _of_head(matrices[0], batch, head), _of_head(matrices[1], batch, head), matrices[0][2], matrices[1][2]
+    by = factor
+    if FORM.factors:
+        by = factor + at
+    shown = low, 0
+    if FORM.masked:
+        shown = mask_ptr + batch * mask_batch + head * mask_head, mask_head
+    numbers = index
+    if FORM.rule == ANCHORED:
+        numbers = index + at * 3
+    if FORM.rule == FIXED:
+        numbers = index + at
+    rows = _tables_of(table, query_nth, queries, FORM), numbers, floats + at * 6, by
+    own, size = (k, v, key, first, last), (queries, keys)
+
+    plan = plan_of((listed, counts, list_rows, list_length), low, high, nth, start, keys, FORM)
+    state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
+    for t in range(plan[1]):
+        state = _dkv_step(state, plan, t, own, streams, rows, shown, size, False, FORM)
+    for t in range(plan[2]):
+        state = _dkv_step(state, plan, t, own, streams, rows, shown, size, True, FORM)
+    dk, dv = state
+    if FORM.rule == ANCHORED and plan[3] > 0:
+        dk = _other_shares(dk, plan, own, streams, rows, shown, size, FORM)
+    if FORM.rule != SOFTMAX:
+        dk *= FORM.r
+    elif not FORM.factors:
+        dk *= factor
+    dk_at, dv_at = outs[0] + nth * keys * FORM.dim, outs[1] + nth * keys * FORM.value_dim
+    store_block(dk_at, dk, start, FORM.dim, keys, FORM.own, FORM.dim, FORM.wide)
+    store_block(dv_at, dv, start, FORM.value_dim, keys, FORM.own, FORM.value_dim, FORM.value_wide)

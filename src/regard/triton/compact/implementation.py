@@ -1,0 +1,302 @@
+"""Compact attention and softmax at degree 0: what the kernels are asked for, as torch custom operators.
+
+Forward keeps floats and flags of every row (`block_rows`) and which blocks of pairs hold weight; backward visits those.
+The formulas are those of `grammar.weighting`; sparse-attention paper, sections 2 and 3.
+
+Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, D and Dv features of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...grammar import Spec
+from ...grammar.bandwidths.adaptive import Adaptive
+from ...grammar.bandwidths.anchored import Anchored
+from ...grammar.bandwidths.fixed import Fixed
+from ...grammar.kernels import Gaussian, Polynomial
+from ...grammar.weighting import Ratio
+from ...pairwise.blocked.block_rows import FLAGS, FLOATS, refuse, unpack
+from ...pairwise.diagnostics import Diagnostics, diagnose
+from ...pairwise.dispatch import Cost, Inputs, Problem
+from ..runtime.span import Span
+from ..runtime.tiles import Tiles, TileTable
+
+SOFTMAX, ADAPTIVE, ANCHORED, FIXED = range(4)  # as in compact_math, which is not imported before a kernel runs
+STANDS = {"uniform": 0, "zero": 1, "nearest": 2}
+POWERS = (1.0, 2.0, 3.0)
+GRANULE = 64
+"""Rows at most of a block of pairs that is skipped where it holds no weight; fewer where tiles are smaller."""
+
+
+def _tables(name: str, narrow: list[Tiles], wide: list[Tiles]) -> dict[int, TileTable]:
+    """The tables of a kernel by bytes of a number, 2 and 4, from the tiles for widths up to 64, 128 and 256. As marks
+    of blocks pass from kernel to kernel, what does not fit `granule_of` is brought to fit before a launch."""
+
+    def table(size: int, tiles: list[Tiles], other: Tiles) -> TileTable:
+        return TileTable(f"{name}_{size}", {(64 << i, size): own for i, own in enumerate(tiles)}, [other])
+
+    return {2: table(2, narrow, Tiles(64, 64, 4, 3)), 4: table(4, wide, Tiles(64, 32, 4, 2))}
+
+
+STREAM = _tables(
+    "compact_stream",
+    [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)],
+    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)],
+)
+STAND_IN = _tables(
+    "compact_stand_in",
+    [Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)],
+    [Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1)],
+)
+SEARCH = _tables(
+    "compact_search",
+    [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)],
+    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)],
+)
+WEIGH = _tables(
+    "compact_weigh",
+    [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)],
+    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)],
+)
+WEIGH_KEPT = _tables(  # what a backward pass needs besides takes registers
+    "compact_weigh_kept",
+    [Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)],
+    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)],
+)
+
+
+def granule_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Rows and keys of a block of pairs that a mark is for, which a call decides once, for all its kernels and for its
+    backward pass: those of the shipped STREAM, GRANULE rows at most. `width`: the larger of D and Dv."""
+    tiles = STREAM[dtype.itemsize].pick(width, dtype)
+    return min(GRANULE, tiles.rows), tiles.keys
+
+
+class Rule(NamedTuple):
+    """A weighting as the kernels know it.
+
+    Attributes:
+        code: SOFTMAX, ADAPTIVE, ANCHORED or FIXED.
+        r: power of the kernel; 1 for softmax.
+        number: margin or bias.
+        stand: one of STANDS, what a row does that no key is near enough to.
+        row: the name under which `number` may be given a row; "" where there is none.
+    """
+
+    code: int
+    r: int
+    number: float = 0.0
+    stand: int = STANDS["zero"]
+    row: str = ""
+
+
+def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Sequence[str] = ()) -> Rule | str:
+    """The rule of a sentence with these numbers in place of its own, or why the kernels do not know it. What is named
+    in `tensors` is given as one, as are tensors among the numbers."""
+    kernel, rule, numbers = spec.kernel, spec.bandwidth, numbers or {}
+    if type(spec.weighting) is not Ratio or type(rule) not in (Adaptive, Anchored, Fixed):
+        return f"knows normalised kernels under the rules adaptive, anchored and fixed; this is {spec}"
+    if type(kernel) is Gaussian and type(rule) is Fixed:
+        return Rule(SOFTMAX, 1)
+    if type(kernel) is not Polynomial:
+        return f"knows polynomial kernels, and the gaussian one under the rule fixed; this is {spec}"
+    for name in ("r", "alpha"):
+        if name in tensors or isinstance(numbers.get(name), Tensor):
+            return f"takes {name} as a number, not as a tensor"
+    power = rule.kernel_params(numbers).get("r", kernel.r)
+    r = min(POWERS, key=lambda whole: abs(whole - power))
+    if abs(r - power) > 1e-9 * r:  # alpha = 4/3 is rounded, and so its power
+        return f"knows the powers r = 1, 2 and 3; this is r = {power:g}"
+    if type(rule) is Adaptive:
+        return Rule(ADAPTIVE, int(r))
+    if type(rule) is Anchored:
+        return Rule(ANCHORED, int(r), _number(numbers.get("margin"), rule.margin), row="margin")
+    return Rule(FIXED, int(r), _number(numbers.get("bias"), rule.bias or 0.0), STANDS[rule.empty], "bias")
+
+
+def _number(given: Any, default: float) -> float:
+    return float(given) if isinstance(given, (int, float)) else default
+
+
+def supports(problem: Problem) -> str | None:
+    """None where the kernels do it, else why not."""
+    found = rule_of(problem.spec, dict(problem.numbers), tensors=problem.params)
+    return found if isinstance(found, str) else None
+
+
+STEPS = 4
+"""Passes over blocks with weight until a threshold is found, assumed where a cost is asked for."""
+
+
+def cost(problem: Problem) -> Cost:
+    """Operations of the forward pass as though no block could be skipped, and its memory."""
+    pairs = problem.batch * problem.heads * problem.queries * problem.keys
+    share = 2 if problem.causal and problem.queries == problem.keys else 1
+    rule = rule_of(problem.spec)
+    code = rule.code if isinstance(rule, Rule) else SOFTMAX
+    passes = {ADAPTIVE: 2 + STEPS, ANCHORED: 2}.get(code, 1)
+    rows = problem.batch * problem.heads * problem.queries
+    saved = 4 * rows * (FLOATS + FLAGS + problem.value_dim)
+    lists = 5 * pairs // GRANULE**2 if code in (ADAPTIVE, ANCHORED) else 0
+    return Cost(2 * pairs * (passes * problem.dim + problem.value_dim) // share, saved + lists)
+
+
+def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
+    """Output [B, H, Tq, Dv] in the dtype of the values, and diagnostics where they are asked for."""
+    rule = rule_of(inputs.spec, inputs.params)
+    assert isinstance(rule, Rule), rule  # `supports` has refused what it does not know
+    q, k, v = (_rows_together(x) for x in (inputs.q, inputs.k, inputs.v))
+    span = Span.of(inputs.visible, q.device)
+    factor, scale = _tensor_or_number(inputs.factor, 1.0)
+    given, number = _tensor_or_number(inputs.params.get(rule.row), rule.number)
+    leaves = (q, k, v, factor, given)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+    granule = granule_of(max(q.shape[3], v.shape[3]), q.dtype)
+    numbers = (scale, number, rule.code, rule.r, rule.stand, *granule)
+    out, *kept = forward(q, k, v, factor, given, *span, *numbers, keep, inputs.diagnostics)
+    if not inputs.diagnostics:
+        return out, None
+    floats, flags = kept[:2]
+    stats = unpack(floats, flags, flags[..., :0])
+    seen = (floats[..., 4:5], floats[..., 5:6], inputs.scale, inputs.row_params(), inputs.visible)
+    return out, diagnose(inputs.spec, stats, *seen)
+
+
+def _rows_together(x: Tensor) -> Tensor:
+    """x with its features side by side, as kernels load them."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _tensor_or_number(x: Any, default: float) -> tuple[Tensor | None, float]:
+    """A number of every row [B, H, Tq], float32 and contiguous, or None and the number of all."""
+    if isinstance(x, Tensor):
+        return x.to(torch.float32).contiguous(), default
+    return None, default if x is None else float(x)
+
+
+@torch.library.custom_op("regard::triton_compact_forward", mutates_args=())
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: Tensor | None,
+    given: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    first: Tensor,
+    last: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    number: float,
+    rule: int,
+    r: int,
+    stand: int,
+    live_rows: int,
+    live_keys: int,
+    keep: bool,
+    counted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags int32 [B, H, Tq, FLAGS], index int32 [B, H, Tq, n],
+    tilt float32 [B, H, Tq, Dv], live uint8 [B, H, ceil(Tq / live_rows), ceil(Tk / live_keys)]).
+
+    `factor` and `given` (margin or bias), [B, H, Tq], stand in the place of `scale` and `number`. Without `keep`
+    nothing is kept for a backward pass; `counted` says whether support and effective sample size are.
+    """
+    from . import forward as compact_forward
+
+    span = Span(low, high, first, last, mask)
+    found = _outputs(q, k, v, rule, stand, live_rows, live_keys, keep)
+    own = scale if factor is None else factor, number if given is None else given
+    compact_forward.forward(q, k, v, *own, span, found, rule, r, stand, (live_rows, live_keys), keep, counted)
+    return found
+
+
+def _outputs(
+    q: Tensor, k: Tensor, v: Tensor, rule: int, stand: int, live_rows: int, live_keys: int, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = q.shape[:3]
+    indices = {ANCHORED: 3, FIXED: int(stand != STANDS["zero"])}.get(rule, 0)
+    blocks = -(-shape[2] // live_rows), -(-k.shape[2] // live_keys)
+    used = keep and rule != SOFTMAX  # of softmax every block has weight
+    return (
+        torch.empty(*shape, v.shape[3], dtype=v.dtype, device=q.device),
+        torch.empty(*shape, FLOATS, dtype=torch.float32, device=q.device),
+        torch.empty(*shape, FLAGS, dtype=torch.int32, device=q.device),
+        torch.empty(*shape, indices if keep else 0, dtype=torch.int32, device=q.device),
+        torch.empty(*shape, v.shape[3] if keep and rule == ADAPTIVE else 0, dtype=torch.float32, device=q.device),
+        torch.zeros(*shape[:2], *(blocks if used else (0, 0)), dtype=torch.uint8, device=q.device),
+    )
+
+
+@forward.register_fake
+def _(q, k, v, factor, given, low, high, first, last, mask, scale, number, rule, r, stand, *rest):
+    return _outputs(q, k, v, rule, stand, *rest[:3])
+
+
+@torch.library.custom_op("regard::triton_compact_backward", mutates_args=())
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: Tensor | None,
+    given: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    first: Tensor,
+    last: Tensor,
+    mask: Tensor | None,
+    floats: Tensor,
+    flags: Tensor,
+    index: Tensor,
+    tilt: Tensor,
+    live: Tensor,
+    scale: float,
+    rule: int,
+    r: int,
+    stand: int,
+    live_rows: int,
+    live_keys: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, and of the factor and the margin or bias, float32 [B, H, Tq] where these were tensors."""
+    from . import backward as compact_backward
+
+    return compact_backward.backward(
+        grad, q, k, v, scale if factor is None else factor, Span(low, high, first, last, mask), floats, flags, index,
+        tilt, live, (live_rows, live_keys), rule, r, stand, given is not None,
+    )  # fmt: skip
+
+
+@backward.register_fake
+def _(grad, q, k, v, factor, given, *rest):
+    rows = [(0,) if x is None else q.shape[:3] for x in (factor, given)]
+    return (*map(torch.empty_like, (q, k, v)), *(q.new_empty(shape, dtype=torch.float32) for shape in rows))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    out, *kept = output
+    rule = inputs[12]
+    if rule != ADAPTIVE:
+        kept[3] = out  # what the derivative of the sum of weights is weighed with
+    ctx.save_for_backward(*inputs[:10], *kept)
+    ctx.numbers = inputs[10], *inputs[12:17]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 19
+    saved = ctx.saved_tensors
+    dq, dk, dv, dfactor, dgiven = backward(grad, *saved, *ctx.numbers)
+    dfactor, dgiven = (None if x is None else dx for x, dx in zip(saved[3:5], (dfactor, dgiven), strict=True))
+    return dq, dk, dv, dfactor, dgiven, *(None,) * 14
+
+
+forward.register_autograd(_differentiate, setup_context=_save)
+backward.register_autograd(refuse)

@@ -1,0 +1,176 @@
+"""Which blocks stream past a block of queries, or of keys, in the backward pass of compact attention.
+
+Of softmax all that is visible, by its range; of compact weightings what the forward pass marked, by lists. Blocks that
+all owners see whole come first: they need no mask. Past keys stream the queries of all heads that use them: number
+n of a list is block n // GROUP of head n % GROUP of them.
+
+Legend: owners are the queries (keys) of a program; granules are the blocks of the marks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.launch import launch
+from ..runtime.span import batch_stride
+from ..runtime.tiles import Tiles
+
+CHUNK = 256
+"""Blocks that the maker of a list looks at in one go."""
+
+
+class Lists(NamedTuple):
+    """Numbers of live blocks, as kernels read them.
+
+    Attributes:
+        listed: int16 (int32 of many blocks) [B x owners' heads x rows x length]; None of softmax, as `counts`.
+        counts: int32 [B x owners' heads x rows x 3]: how many need no mask, at the front of a list, how many do, at its
+            end, and how many are flagged.
+        rows: lists of a head.
+        length: of a list, at most.
+    """
+
+    listed: Tensor | None
+    counts: Tensor | None
+    rows: int
+    length: int
+
+
+@triton.jit
+def ranges(low, high, start, size, total, TILE: tl.constexpr):
+    """Of the blocks of TILE that stream past owners [start, start + size): (first to meet, first that all owners see
+    whole, end of those, end of all)."""
+    final = tl.minimum(start + size, total) - 1
+    first = tl.load(low + start) // TILE
+    finish = tl.maximum(first, tl.cdiv(tl.load(high + final), TILE))
+    whole = tl.minimum(tl.maximum(tl.cdiv(tl.load(low + final), TILE), first), finish)
+    ended = tl.minimum(tl.maximum(tl.load(high + start) // TILE, whole), finish)
+    return first, whole, ended, finish
+
+
+@triton.jit(do_not_specialize=["span_step", "heads", "owners", "granules", "blocks", "along", "across"])
+def compact_lists_kernel(
+    live, listed, counts, flags, low, high, span_step, heads, owners, granules, blocks, along, across,
+    GROUP: tl.constexpr, MERGED: tl.constexpr, OWNER: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+    FLAGS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The list past MERGED granules of OWNER owners each; `along`, `across`: from one owner's mark to the next, and
+    from one streamed block's; FLAGS of each of these are looked at."""
+    rows = tl.cdiv(granules, MERGED)
+    row = tl.program_id(0) % rows
+    head = (tl.program_id(0) // rows).to(tl.int64)
+    own = head * rows + row
+    step = head // heads * span_step
+    _, whole_from, whole_to, _ = ranges(low + step, high + step, row * MERGED * OWNER, MERGED * OWNER, owners, TILE)
+    if MASKED:
+        whole_to = whole_from
+    listed += own * blocks * GROUP
+    whole, part, flagged = 0, 0, 0
+    for n in range(tl.cdiv(blocks, CHUNK) * GROUP):
+        block = n // GROUP * CHUNK + tl.arange(0, CHUNK)
+        marks = live + (head * GROUP + n % GROUP) * granules * blocks
+        marked = tl.zeros((CHUNK,), tl.int32)
+        for i in tl.static_range(MERGED):
+            granule = row * MERGED + i
+            real = block < tl.where(granule < granules, blocks, 0)
+            marked |= tl.load(marks + granule * along + block * across, mask=real, other=0).to(tl.int32)
+        full = (marked != 0) & (block >= whole_from) & (block < whole_to)
+        rest = (marked != 0) & ((block < whole_from) | (block >= whole_to))
+        number = block * GROUP + n % GROUP
+        tl.store(listed + whole + tl.cumsum(full.to(tl.int32), 0) - 1, number, mask=full)
+        tl.store(listed + blocks * GROUP - part - tl.cumsum(rest.to(tl.int32), 0), number, mask=rest)
+        whole += tl.sum(full.to(tl.int32), 0)
+        part += tl.sum(rest.to(tl.int32), 0)
+        for i in tl.static_range(FLAGS):
+            place = (head * GROUP + n % GROUP) * blocks * FLAGS + block * FLAGS + i
+            flagged += tl.sum(tl.load(flags + place, mask=marked != 0, other=0).to(tl.int32), 0)
+    tl.store(counts + own * 3, whole)
+    tl.store(counts + own * 3 + 1, part)
+    tl.store(counts + own * 3 + 2, flagged)
+
+
+@triton.jit
+def plan_of(lists, low, high, head, start, owners, FORM: tl.constexpr):
+    """What streams past owners [start, start + FORM.own): (list, how many blocks without mask, how many with one, how
+    many flagged, and what `block_of` needs besides). Lists are of granules of FORM.split blocks, past FORM.listed
+    owners each; of 0 owners there are none, but a range."""
+    listed, counts, rows, length = lists
+    if FORM.listed == 0:
+        first, whole, ended, finish = ranges(low, high, start, FORM.own, owners, FORM.tile)
+        if FORM.masked:
+            ended = whole
+        full = ended - whole
+        plan = low, full * FORM.group, (finish - first - full) * FORM.group, 0, first, whole, ended
+    else:
+        own = head * rows + start // FORM.listed
+        count = counts + own * 3
+        many = tl.load(count) * FORM.split, tl.load(count + 1) * FORM.split, tl.load(count + 2)
+        plan = listed + own * length, many[0], many[1], many[2], length - 1, 0, 0
+    return plan
+
+
+@triton.jit
+def block_of(plan, t, PART: tl.constexpr, FORM: tl.constexpr):
+    """(number, head of the group) of the t-th block without mask or, PART, of the t-th with one."""
+    listed, _, _, _, first, whole, ended = plan
+    if FORM.listed > 0:
+        place = t // FORM.split
+        if PART:
+            place = first - place
+        number = tl.load(listed + place).to(tl.int32)
+        block = number // FORM.group * FORM.split + t % FORM.split
+        head = number % FORM.group
+    else:
+        n = t // FORM.group
+        head = t % FORM.group
+        block = whole + n
+        if PART:
+            block = tl.where(n < whole - first, first + n, ended - (whole - first) + n)
+    return block, head
+
+
+def lists_of(
+    live: Tensor,
+    low: Tensor,
+    high: Tensor,
+    masked: bool,
+    owners: int,
+    sizes: tuple[int, int],
+    listed: int,
+    axis: int,
+    group: int,
+    flags: Tensor | None = None,
+) -> Lists:
+    """The lists past groups of `listed` owners, a multiple of the granule.
+
+    Args:
+        live: uint8 [B, H, queries' granules, keys' granules], contiguous.
+        low, high: int32 [B or 1, owners]; what each owner sees.
+        masked: whether every block needs a mask.
+        owners: how many.
+        sizes: of a granule, in owners and in what streams past.
+        axis: of `live` that the owners are along, 2 or 3.
+        group: heads of `live` that share an owner.
+        flags: uint8 [B x H, streamed granules x n], of which the marked are counted.
+
+    Cost: two bytes for a pair of blocks; no wait for the device.
+    """
+    batch, heads, granules, blocks = live.shape if axis == 2 else live.transpose(2, 3).shape
+    heads, merged = heads // group, listed // sizes[0]
+    rows, length = -(-granules // merged), blocks * group
+    kind = torch.int16 if length < 2**15 else torch.int32
+    numbers = torch.empty(batch * heads * rows * length, dtype=kind, device=live.device)
+    counts = torch.empty(batch * heads * rows * 3, dtype=torch.int32, device=live.device)
+    flagged = 0 if flags is None else flags.shape[1] // max(1, blocks)
+    own = (live, numbers, counts, counts if flags is None else flags, low, high, batch_stride(low))
+    args = (*own, heads, owners, granules, blocks, live.stride(axis), live.stride(5 - axis))
+    launch(
+        compact_lists_kernel, (batch * heads * rows,), *args, tiles=Tiles(warps=1, stages=1), GROUP=group,
+        MERGED=merged, OWNER=sizes[0], TILE=sizes[1], MASKED=masked, FLAGS=flagged, CHUNK=CHUNK,
+    )  # fmt: skip
+    return Lists(numbers, counts, rows, length)

@@ -1,0 +1,197 @@
+"""Compact attention, forward, for rules that need no search: softmax, and a fixed threshold. One pass over the keys of
+a block of queries, rescaled as better keys turn up; and under a fixed threshold what stands in where no key is near
+enough.
+
+Legend: R = ROWS queries of a program, K = KEYS keys of a block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..runtime.blocks import load_rows, seen
+from .math import LOG2E, SOFTMAX, UNIFORM, power
+from .rows import (
+    applied,
+    block_of,
+    count_of,
+    counted,
+    factors,
+    key_blocks,
+    key_scores,
+    load_values,
+    marks_of,
+    own_rows,
+    place_of,
+    row_marks,
+    row_number,
+    sight_of,
+    store_row,
+    store_values,
+)
+
+SMALLEST = tl.constexpr(2.0**-100)
+BEYOND = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def reach_of(best, factor, bias):
+    """How far the best score lies above the threshold -bias; not so little that one over it is too much."""
+    return tl.maximum(best * factor + bias, SMALLEST)
+
+
+@triton.jit
+def relative(dot, before, best, factor, bias, RULE: tl.constexpr, R: tl.constexpr):
+    """(weights [R, K] over the weight at the best score so far, what weights over that at the best `before` are to be
+    multiplied with). The factor of softmax holds log2 e."""
+    if RULE == SOFTMAX:
+        level = tl.where(best == -float("inf"), 0.0, best * factor)
+        w = tl.exp2(dot * factor[:, None] - level[:, None])
+        kept = tl.exp2(before * factor - level)
+    else:
+        g = 1.0 / reach_of(best, factor, bias)
+        w = power(tl.maximum(dot * factor[:, None] + bias[:, None], 0.0) * g[:, None], R)
+        kept = power(reach_of(before, factor, bias) * g, R)
+    return w, kept
+
+
+@triton.jit
+def count_weights(q, k, run, sight, best, scales, bias, FORM: tl.constexpr):
+    """(how many weights are not 0, sum of their squares), over the weight at the best score."""
+    factor, by = scales
+    counts = tl.zeros(best.shape, tl.float32), tl.zeros(best.shape, tl.float32)
+    for block in range(run[0], run[3]):
+        dot, _ = key_scores(q, k, block, factor, sight, True, FORM)
+        w, _ = relative(dot, best, best, by, bias, FORM.rule, FORM.r)
+        counts = counted(counts, w)
+    return counts
+
+
+@triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
+def compact_stream_kernel(
+    q_ptr, k_ptr, v_ptr, factor_ptr, given_ptr, low_ptr, high_ptr, mask_ptr,
+    out_ptr, floats_ptr, flags_ptr, marks_ptr, scale, number, heads, group, queries, keys,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, range_batch, mask_batch, mask_head,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """The output and the statistics of rows; for a backward pass, under a fixed threshold, marks of the key blocks with
+    weight. Rows that no key is near enough to are flagged, and get 0."""
+    place = place_of(queries, heads, FORM)
+    rows, real, flat = own_rows(place, queries, FORM)
+    sight = sight_of(low_ptr, high_ptr, mask_ptr, place, rows, range_batch, mask_batch, mask_head)
+    factor, by = factors(factor_ptr, flat, scale, FORM)
+    bias = row_number(given_ptr, flat, number, FORM.given, FORM)
+    q = load_rows(q_ptr + place[2] * q_batch + place[3] * q_head, rows, q_row, FORM.dim, FORM.wide)
+    k = k_ptr + place[2] * k_batch + place[3] // group * k_head, k_row, keys
+    v = v_ptr + place[2] * v_batch + place[3] // group * v_head, v_row, keys
+    marked = row_marks(marks_of(marks_ptr, place, queries, keys, FORM), keys, FORM)
+    run = key_blocks(sight, FORM)
+    if FORM.rule == SOFTMAX:
+        by = by * LOG2E
+
+    best = tl.full((FORM.rows,), -float("inf"), tl.float32)
+    mass = tl.full((FORM.rows,), 0.0, tl.float32)
+    acc = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
+    for side in tl.static_range(2):
+        for t in range(count_of(run, side == 0)):
+            block = block_of(run, t, side == 0)
+            dot, _ = key_scores(q, k, block, factor, sight, side == 0, FORM)
+            before = best
+            best = tl.maximum(best, tl.max(dot, 1))
+            w, kept = relative(dot, before, best, by, bias, FORM.rule, FORM.r)
+            x = load_values(v, block, side == 0, FORM)
+            acc, part, _ = applied(acc * kept[:, None], w, x)
+            mass = mass * kept + part
+            if FORM.keep and FORM.rule != SOFTMAX:
+                tl.store(marked + block, 1, mask=real & (part > 0))
+    empty = best == -float("inf")
+    lost = real & (mass == 0) & (best > -float("inf"))  # keys are seen, but none lies inside
+
+    support, square = tl.full((FORM.rows,), 0.0, tl.float32), tl.full((FORM.rows,), 0.0, tl.float32)
+    if FORM.counted:
+        support, square = count_weights(q, k, run, sight, best, (factor, by), bias, FORM)
+    ess = tl.where(square > 0, mass * mass / tl.where(square > 0, square, 1.0), 0.0)
+    some = mass > 0
+    mass = tl.where(some, mass, 1.0)
+    store_values(out_ptr, flat, acc / mass[:, None], real, FORM)
+    if FORM.rule == SOFTMAX:
+        top = best if FORM.factors else best * factor
+        theta = tl.full((FORM.rows,), -float("inf"), tl.float32)
+        reach = tl.full((FORM.rows,), 1.0, tl.float32)
+    else:
+        top = best * by
+        theta = -bias
+        reach = tl.where(some, reach_of(best, by, bias), 1.0)
+    top = tl.where(empty, 0.0, top)
+    theta = tl.where(empty, -1.0, theta)
+    store_row(floats_ptr, flags_ptr, flat, real, top, theta, reach, mass, support, ess, empty, lost)
+
+
+@triton.jit
+def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
+    """(sum of the values [R, Dv] that lost rows see, how many these are)."""
+    acc = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
+    count = tl.full((FORM.rows,), 0, tl.int32)
+    for block in range(run[0], run[3]):
+        columns = block * FORM.keys + tl.arange(0, FORM.keys)
+        taken = seen(columns, sight[0], sight[1], sight[2], v[2], FORM.masked) & lost[:, None]
+        x = load_values(v, block, True, FORM)
+        acc = tl.dot(taken.to(x.dtype), x, acc, input_precision="ieee")
+        part = tl.sum(taken.to(tl.int32), 1)
+        count += part
+        if FORM.keep:
+            tl.store(marked + block, 1, mask=part > 0)
+    return acc, count
+
+
+@triton.jit
+def nearest(q, k, run, sight, scales, FORM: tl.constexpr):
+    """The first key with the best score of each row that sees any."""
+    best = tl.full((FORM.rows,), -float("inf"), tl.float32)
+    found = tl.full((FORM.rows,), 0, tl.int32)
+    for block in range(run[0], run[3]):
+        dot, columns = key_scores(q, k, block, scales[0], sight, True, FORM)
+        here = tl.max(dot, 1)
+        at = tl.min(tl.where(dot == here[:, None], columns[None, :], BEYOND), 1)
+        found = tl.where(here > best, at, found)
+        best = tl.maximum(best, here)
+    return found
+
+
+@triton.jit(do_not_specialize=["heads", "group", "queries", "keys"])
+def compact_stand_in_kernel(
+    q_ptr, k_ptr, v_ptr, factor_ptr, low_ptr, high_ptr, mask_ptr, out_ptr, floats_ptr, flags_ptr, index_ptr, marks_ptr,
+    scale, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    range_batch, mask_batch, mask_head, FORM: tl.constexpr,
+):  # fmt: skip
+    """The output of rows that are flagged: the mean of the values that they see, or the value of the best key alone;
+    and for a backward pass how many they see or which is the best, and marks of those blocks."""
+    place = place_of(queries, heads, FORM)
+    rows, real, flat = own_rows(place, queries, FORM)
+    lost = real & (tl.load(flags_ptr + flat * 3 + 1) != 0)
+    if FORM.keep:
+        tl.store(index_ptr + flat, tl.full((FORM.rows,), -1, tl.int32), mask=real)
+    if tl.max(lost.to(tl.int32), 0) > 0:
+        sight = sight_of(low_ptr, high_ptr, mask_ptr, place, rows, range_batch, mask_batch, mask_head)
+        k = k_ptr + place[2] * k_batch + place[3] // group * k_head, k_row, keys
+        v = v_ptr + place[2] * v_batch + place[3] // group * v_head, v_row, keys
+        marked = row_marks(marks_of(marks_ptr, place, queries, keys, FORM), keys, FORM)
+        run = key_blocks(sight, FORM)
+        if FORM.stand == UNIFORM:
+            acc, stand_in = alike(v, run, sight, lost, marked, FORM)
+            count = tl.maximum(stand_in, 1).to(tl.float32)
+        else:
+            scales = factors(factor_ptr, flat, scale, FORM)
+            q = load_rows(q_ptr + place[2] * q_batch + place[3] * q_head, rows, q_row, FORM.dim, FORM.wide)
+            stand_in = nearest(q, k, run, sight, scales, FORM)
+            acc = load_rows(v[0], stand_in, v_row, FORM.value_dim, FORM.value_wide).to(tl.float32)
+            count = tl.full((FORM.rows,), 1.0, tl.float32)
+            if FORM.keep:
+                tl.store(marked + stand_in // FORM.keys, 1, mask=lost)
+        store_values(out_ptr, flat, acc / count[:, None], lost, FORM)
+        if FORM.keep:
+            tl.store(index_ptr + flat, stand_in, mask=lost)
+        if FORM.counted:
+            tl.store(floats_ptr + flat * 6 + 4, count, mask=lost)
+            tl.store(floats_ptr + flat * 6 + 5, count, mask=lost)

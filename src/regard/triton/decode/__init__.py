@@ -1,0 +1,1 @@
+"""Decoding with split keys."""

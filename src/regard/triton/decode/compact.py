@@ -1,0 +1,321 @@
+"""Degree 0 with few queries: programs share out the keys, and the queries of all heads that one key head serves meet
+its keys together.
+
+Softmax reads keys and values once. The compact rules read keys once and keep their scores (4 bytes a row and key beside
+the 2 D or 4 D of the key), find every row's threshold among the scores near its best, and then read the values of keys
+with weight and no others. With `KeyBounds` blocks of keys that cannot have weight are not read either. Where tensors
+are `raw`, rows that see what is not finite are NaN: softmax meets it as it reads, compact rules read all values.
+
+Forward only: where a gradient is needed the general kernels do it.
+
+Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...checks import ArgumentError
+from ...pairwise.diagnostics import Diagnostics
+from ...pairwise.dispatch import Cost, Inputs, Problem
+from ...pairwise.visibility import Visibility
+from ..compact.implementation import SOFTMAX, Rule, rule_of
+from ..runtime.launch import launch
+from ..runtime.tiles import Tiles, TileTable
+from .plan import Ranges, group_of, masked, ranges_of, row_tensor, rows_of, splits_of, strides
+
+TABLE = TileTable(
+    "compact_decode",
+    {(64, 2): Tiles(keys=64, stages=3), (256, 2): Tiles(keys=32, stages=3), (256, 4): Tiles(keys=32)},
+    others=(Tiles(keys=64), Tiles(keys=128), Tiles(keys=128, warps=8)),
+)
+CHUNK = Tiles(keys=1024, warps=4, stages=1)
+"""Scores that one program looks at together when it solves for a threshold."""
+PARTS = 8
+"""Splits that are added up together."""
+
+
+def cost(problem: Problem) -> Cost:
+    """Of the forward pass; the bytes are those of scores and splits."""
+    rows = problem.batch * problem.heads * problem.queries
+    return Cost(2 * rows * problem.keys * (problem.dim + problem.value_dim), 8 * rows * problem.keys)
+
+
+def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
+    """The output [B, H, Tq, Dv] in the dtype of the values; no diagnostics.
+
+    Raises:
+        ArgumentError: a power of the kernel, given as a number with the call, that the kernels do not know.
+    """
+    rule = rule_of(inputs.spec, inputs.params)
+    if isinstance(rule, str):
+        raise ArgumentError(f"attention: impl='triton' {rule}. Use impl='blocked'.")
+    given = inputs.params.get(rule.row)
+    given = given if isinstance(given, Tensor) else None
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.factor)
+    return decode(*tensors, rule, given, inputs.visible, raw=inputs.raw)[0], None
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: float | Tensor,
+    rule: Rule,
+    given: Tensor | None,
+    visible: Visibility,
+    bounds: tuple[Tensor, Tensor, int] | None = None,
+    counted: bool = False,
+    raw: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of few queries.
+
+    Args:
+        q, k, v: [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv], of one dtype.
+        factor: of the products, a number or [B, H, Tq].
+        given: the rule's number for every row [B, H, Tq], or None.
+        bounds: (centre, radius, keys of a block) of `KeyBounds`, or None.
+        counted: whether to count what is read.
+        raw: whether rows that see a vector that is not finite (or beyond 2^56) are to be NaN; not with bounds, by which
+            not all is read. Else such vectors may be where no row sees them, and nowhere else.
+
+    Returns:
+        (output [B, H, Tq, Dv], and uint8 [B, Hkv, programs, n] whether a tile of keys was read and one of values; n = 0
+        where they are not counted).
+    """
+    ranges = ranges_of(visible, q.device)
+    scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
+    given = None if given is None else row_tensor(given, q)
+    centre, radius, block = (None, None, 0) if bounds is None else bounds
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    text = (*rule[:4], scale, block, ranges.most, counted, raw)
+    return _decode(q, k, v, by, given, ranges.low, ranges.high, ranges.mask, centre, radius, *text)
+
+
+@torch.library.custom_op("regard::triton_compact_decode", mutates_args=())
+def _decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: Tensor | None,
+    given: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    mask: Tensor | None,
+    centre: Tensor | None,
+    radius: Tensor | None,
+    code: int,
+    power: int,
+    number: float,
+    stand: int,
+    scale: float,
+    block: int,
+    most: int,
+    counted: bool,
+    raw: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ranges, rule = Ranges(low, high, mask, most), Rule(code, power, number, stand)
+    tiles = tiles_of(q, v, block)
+    found = _outputs(q, k, v, most, tiles.keys, counted)
+    if q.numel() == 0 or k.shape[2] == 0:
+        found[0].zero_()
+        return found
+    if code == SOFTMAX:
+        _softmax(q, k, v, factor, scale, ranges, found[0], tiles, raw)
+    else:
+        bounds = None if centre is None or radius is None else (centre, radius, block)
+        _compact(q, k, v, factor, scale, rule, given, ranges, bounds, found, tiles, raw)
+    return found
+
+
+def _outputs(q: Tensor, k: Tensor, v: Tensor, most: int, keys: int, counted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows = q.shape[:3]
+    room = room_for(most, keys) if counted else 0
+    programs = -(-group_of(q, k) * q.shape[2] // rows_of(group_of(q, k) * q.shape[2], k.dtype))
+    return (
+        v.new_empty(*rows, v.shape[-1]),
+        q.new_zeros(*k.shape[:2], programs, room, dtype=torch.uint8),
+        q.new_zeros(*k.shape[:2], programs, room, dtype=torch.uint8),
+    )
+
+
+@_decode.register_fake
+def _(
+    q, k, v, factor, given, low, high, mask, centre, radius, code, power, number, stand, scale, block, most, counted,
+    raw,
+):  # fmt: skip
+    return _outputs(q, k, v, most, tiles_of(q, v, block).keys, counted)
+
+
+def tiles_of(q: Tensor, v: Tensor, block: int = 0) -> Tiles:
+    """The tiles of a call; none is larger than a block of bounds."""
+    tiles = TABLE.pick(max(q.shape[-1], v.shape[-1]), v.dtype)
+    return replace(tiles, keys=min(tiles.keys, block)) if block else tiles
+
+
+def room_for(most: int, keys: int) -> int:
+    """Tiles that so many keys can touch."""
+    return (most + keys - 2) // keys + 1
+
+
+class Shape(NamedTuple):
+    """Sizes that every kernel of a call is given; `rows` of a key head are one program's."""
+
+    heads: int
+    group: int
+    queries: int
+    rows: int
+    programs: int
+    most: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, one: bool = False) -> Shape:
+        """Of a call; `one`: every program has a row."""
+        from .math import next_power_of_2
+
+        group, queries = group_of(q, k), q.shape[2]
+        count = group * queries
+        rows = 1 if one else rows_of(count, k.dtype)
+        programs = k.shape[0] * k.shape[1] * -(-count // rows)
+        return cls(k.shape[1], group, queries, rows, programs, next_power_of_2(queries))
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.heads, self.group, self.queries
+
+
+def width_of(x: Tensor) -> int:
+    """Columns of a tile that holds its features."""
+    from .math import next_power_of_2
+
+    return max(16, next_power_of_2(x.shape[-1]))
+
+
+def _softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: Tensor | None,
+    scale: float,
+    ranges: Ranges,
+    out: Tensor,
+    tiles: Tiles,
+    raw: bool,
+) -> None:
+    from .compact_kernels import merge_kernel, online_kernel
+
+    shape, room = Shape.of(q, k), room_for(ranges.most, tiles.keys)
+    splits = splits_of(q.device, shape.programs, room, shape.rows)
+    part = q.new_empty(splits, *out.shape, dtype=torch.float32)
+    state = q.new_empty(splits, *out.shape[:3], 2, dtype=torch.float32)
+    grid = (shape.programs, splits)
+    widths = {"D": q.shape[-1], "WIDTH": width_of(q), "DV": v.shape[-1], "WIDTH_V": width_of(v)}
+    flagged = {"GIVEN": factor is not None, "MASKED": masked(ranges), "RAW": raw}
+    if flagged["MASKED"] == 2:  # a mask a head takes registers of every pair
+        tiles = replace(tiles, warps=8)
+    launch(
+        online_kernel, grid, q, k, v, factor, *ranges.tensors, part, state, *shape.sizes, scale,
+        *strides(q), *strides(k), *strides(v), *ranges.strides, part.stride(0), state.stride(0),
+        tiles=tiles, **widths, ROWS=shape.rows, KEYS=tiles.keys, MOST=shape.most, **flagged,
+    )  # fmt: skip
+    launch(
+        merge_kernel, (out[..., 0].numel(),), part, state, out, splits, part.stride(0), state.stride(0),
+        tiles=Tiles(warps=4, stages=1), DV=v.shape[-1], WIDTH=width_of(v), PARTS=PARTS,
+    )  # fmt: skip
+
+
+def _compact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: Tensor | None,
+    scale: float,
+    rule: Rule,
+    given: Tensor | None,
+    ranges: Ranges,
+    bounds: tuple[Tensor, Tensor, int] | None,
+    into: tuple[Tensor, Tensor, Tensor],
+    tiles: Tiles,
+    raw: bool,
+) -> None:
+    from .compact_kernels import output_kernel, scores_kernel, sum_kernel, threshold_kernel
+
+    out, read_k, read_v = into
+    shape, room = Shape.of(q, k), room_for(ranges.most, tiles.keys)
+    rows, counted = q.shape[:3], read_k.shape[-1] > 0
+    z, near = q.new_empty(2, *rows, room * tiles.keys, dtype=torch.float32)
+    tops = q.new_empty(*rows, room, dtype=torch.float32)
+    found = q.new_empty(*rows, 3, dtype=torch.float32)
+    best = q.new_empty(*rows, 2, dtype=torch.int32)
+    splits = splits_of(q.device, shape.programs, room, shape.rows)
+    grid = (shape.programs, splits)
+    kinds = {"RULE": rule.code, "R": rule.r, "EMPTY": rule.stand}
+    seen = {"MASKED": masked(ranges), "MOST": shape.most}
+    widths = {"D": q.shape[-1], "WIDTH": width_of(q), "DV": v.shape[-1], "WIDTH_V": width_of(v)}
+    upper = edge = None
+    block, blocks = tiles.keys, 0
+    if bounds is not None:
+        upper, edge = _edges(q, k, factor, scale, rule, given, ranges, bounds, shape)
+        block, blocks = bounds[2], upper.shape[-1]
+    launch(
+        scores_kernel, grid, q, k, v, factor, *ranges.tensors, upper, edge, z, tops, read_k, *shape.sizes, room,
+        blocks, scale, *strides(q), *strides(k), *strides(v), *ranges.strides,
+        tiles=tiles, **widths, ROWS=shape.rows, KEYS=tiles.keys, BLOCK=block, **seen,
+        GIVEN=factor is not None, BOUNDED=bounds is not None, COUNTED=counted, RAW=raw,
+    )  # fmt: skip
+    launch(
+        threshold_kernel, (rows.numel(),), z, tops, near, given, *ranges.tensors, found, best, *shape.sizes, room,
+        rule.number, *ranges.strides,
+        tiles=CHUNK, KEYS=tiles.keys, CHUNK=min(CHUNK.keys, 16 * tiles.keys), PARAMETER=given is not None, **seen,
+        **kinds,
+    )  # fmt: skip
+    part = out[None] if splits == 1 else q.new_empty(splits, *out.shape, dtype=torch.float32)
+    launch(
+        output_kernel, grid, v, z, tops, *ranges.tensors, found, best, part, read_v, *shape.sizes, room,
+        *strides(v), *ranges.strides, part.stride(0),
+        tiles=tiles, DV=v.shape[-1], WIDTH=width_of(v), ROWS=shape.rows, KEYS=tiles.keys, **seen, **kinds,
+        COUNTED=counted,
+    )  # fmt: skip
+    if splits > 1:
+        launch(
+            sum_kernel, (rows.numel(),), part, out, splits, part.stride(0),
+            tiles=Tiles(warps=4, stages=1), DV=v.shape[-1], WIDTH=width_of(v), PARTS=PARTS,
+        )  # fmt: skip
+
+
+def _edges(
+    q: Tensor,
+    k: Tensor,
+    factor: Tensor | None,
+    scale: float,
+    rule: Rule,
+    given: Tensor | None,
+    ranges: Ranges,
+    bounds: tuple[Tensor, Tensor, int],
+    shape: Shape,
+) -> tuple[Tensor, Tensor]:
+    """(what no score of a block exceeds [B, H, Tq, blocks], up to which score a key has no weight [B, H, Tq])."""
+    from .key_bounds_kernels import bound_kernel, probe_kernel
+
+    centre, radius, block = bounds
+    tiles = TABLE.pick(q.shape[-1], k.dtype)
+    keys, room = min(tiles.keys, 64), room_for(ranges.most, block)
+    upper = q.new_empty(*q.shape[:3], room, dtype=torch.float32)
+    edge = q.new_empty(*q.shape[:3], dtype=torch.float32)
+    shared = {"D": q.shape[-1], "WIDTH": width_of(q), "MOST": shape.most, "BLOCK": block, "GIVEN": factor is not None}
+    launch(
+        bound_kernel, (shape.programs, -(-room // keys)), q, factor, centre, radius, *ranges.tensors[:2],
+        upper, *shape.sizes, room, centre.shape[2], -(-k.shape[2] // block), scale, *strides(q), ranges.strides[0],
+        tiles=tiles, **shared, ROWS=shape.rows, KEYS=keys,
+    )  # fmt: skip
+    launch(
+        probe_kernel, (edge.numel(),), q, k, factor, given, *ranges.tensors, upper, edge, *shape.sizes, room, scale,
+        rule.number, *strides(q), *strides(k), *ranges.strides,
+        tiles=tiles, **shared, KEYS=min(tiles.keys, block), PLACES=256, RULE=rule.code, R=rule.r, EMPTY=rule.stand,
+        PARAMETER=given is not None, MASKED=masked(ranges),
+    )  # fmt: skip
+    return upper, edge

@@ -1,0 +1,355 @@
+"""The kernels of `compact_decode`.
+
+Softmax is one pass (`online_kernel`) and a merge. The compact rules keep their scores: `scores_kernel` writes them with
+the largest of every tile, `threshold_kernel` finds each row's threshold among those that can have weight, and
+`output_kernel` reads the values that do.
+
+Legend: heads Hkv of keys, each with `count` = group x queries rows; N = B x Hkv; tiles are counted from the first that
+a query of the sequence sees, and `room` are held for each row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..compact.math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, cube_root, lower_power, power
+from ..runtime.blocks import FAR, LENGTHS, row_scale
+from ..runtime.finite_kernel import broken
+from .math import add_weighted, extent, guarded, load_queries, load_tile, part_of, products, seen_keys, store_part
+
+STEPS = tl.constexpr(24)
+"""Of Newton's method."""
+EPS = tl.constexpr(2.0**-23)
+
+
+# Scores and thresholds ------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def scores_kernel(
+    q, k, v, factor, low, high, mask, upper, edge, z, tops, visited, heads, group, queries, room, blocks, scale,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_low, stride_mb, stride_mh,
+    D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr,
+    BOUNDED: tl.constexpr, COUNTED: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """Scores z [N, count, room KEYS], -inf where hidden, and the largest of every tile, tops [N, count, room]. Tiles in
+    blocks whose bound `upper` [N, count, blocks] passes no row's `edge` are not read: their tops are -inf. RAW: values
+    are looked at, too, and what is not finite has the score inf, so that its row has no weights."""
+    count = group * queries
+    batch, head, rows, held, own, start, to, origin, first, last, stop = part_of(
+        low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
+    )
+    place = batch * stride_mb + head * group * stride_mh
+    a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
+    by = row_scale(factor, scale, own, held, GIVEN)
+    ends = tl.load(edge + own, mask=held, other=float("inf")) if BOUNDED else by
+    k += batch * stride_kb + head * stride_kh
+    v += batch * stride_vb + head * stride_vh
+    wrong = broken(a)
+    for n in range(first, last):
+        j = (origin + n) * KEYS
+        wanted = True  # a constant unless BOUNDED: loads within a branch are not pipelined
+        if BOUNDED:
+            block = j // BLOCK - origin * KEYS // BLOCK
+            bound = tl.load(upper + own * blocks + block, mask=held, other=float("-inf"))
+            wanted = tl.sum((held & ~(bound <= ends)).to(tl.int32), 0) > 0
+        if wanted:
+            real = j + tl.arange(0, KEYS) < stop
+            keys = load_tile(k, j, real, stride_kt, D, WIDTH, KEYS)
+            lost = broken(keys)
+            if RAW:  # loaded before anything waits for the keys
+                lost |= broken(load_tile(v, j, real, stride_vt, DV, WIDTH_V, KEYS))
+            score = products(a, keys, ROWS) * by[:, None]
+            seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
+            score = tl.where(seen, score, float("-inf"))
+            if RAW:
+                score = tl.where(seen & (wrong[:, None] | lost[None, :]), float("inf"), score)
+            into = z + (own * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+            tl.store(into, score, mask=held[:, None])
+            tl.store(tops + own * room + n, tl.max(score, 1), mask=held)
+        else:
+            tl.store(tops + own * room + n, tl.full((ROWS,), float("-inf"), tl.float32), mask=held)
+        if COUNTED:
+            tl.store(visited + tl.program_id(0).to(tl.int64) * room + n, tl.where(wanted, 1, 0).to(tl.int8))
+
+
+@triton.jit
+def visible_count(low, high, mask, place, MASKED: tl.constexpr, CHUNK: tl.constexpr):
+    """How many of the keys [low, high) the mask of a row, at `place`, lets be seen."""
+    found = tl.maximum(high - low, 0)
+    if MASKED:
+        part = tl.zeros((CHUNK,), tl.int32)
+        for j in range(low, high, CHUNK):
+            n = j + tl.arange(0, CHUNK)
+            part += (tl.load(mask + place + n, mask=n < high, other=0) != 0).to(tl.int32)
+        found = tl.sum(part, 0)
+    return found
+
+
+@triton.jit
+def nearest_key(z, tops, top, tiles, CHUNK: tl.constexpr, KEYS: tl.constexpr):
+    """The first key whose score is the best."""
+    found = tl.full((CHUNK,), FAR, tl.int32)
+    for n in range(0, tiles * KEYS, CHUNK):
+        at = n + tl.arange(0, CHUNK)
+        own = tl.load(tops + at // KEYS, mask=at < tiles * KEYS, other=float("-inf"))
+        score = tl.load(z + at, mask=own == top, other=float("-inf"))
+        found = tl.minimum(found, tl.where((own == top) & (score == top), at, FAR))
+    return tl.min(found, 0)
+
+
+@triton.jit
+def gather_near(z, tops, near, top, reach, tiles, CHUNK: tl.constexpr, KEYS: tl.constexpr):
+    """Distances top - z below `reach`, in the order of the keys, to `near`; returns how many. Tiles that are out of
+    reach are not read."""
+    count = 0
+    for n in range(0, tiles * KEYS, CHUNK):
+        at = n + tl.arange(0, CHUNK)
+        own = top - tl.load(tops + at // KEYS, mask=at < tiles * KEYS, other=float("-inf"))
+        if tl.min(own, 0) < reach:
+            d = top - tl.load(z + at, mask=own < reach, other=float("-inf"))
+            inside = ((own < reach) & (d < reach)).to(tl.int32)
+            tl.store(near + count + tl.cumsum(inside, 0) - 1, d, mask=inside != 0)
+            count += tl.sum(inside, 0)
+    return count
+
+
+@triton.jit
+def norm_sums(near, count, b, R: tl.constexpr, CHUNK: tl.constexpr):
+    """(sum a^R, sum a^(R-1) over a > 0) of a = [b - d/R]_+."""
+    total, lower = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    for n in range(0, count, CHUNK):
+        at = n + tl.arange(0, CHUNK)
+        a = tl.maximum(b - tl.load(near + at, mask=at < count, other=float("inf")) / R, 0.0)
+        slope = lower_power(a, R)
+        lower += slope
+        total += slope * a
+    return tl.sum(total, 0), tl.sum(lower, 0)
+
+
+@triton.jit
+def solve_peak(near, count, R: tl.constexpr, CHUNK: tl.constexpr):
+    """b with sum_j [b - d_j/R]_+^R = 1: Newton's descent on the R-norm from b = 1."""
+    b, going, step = 1.0, count > 0, 0
+    total = 1.0
+    while going:
+        total, lower = norm_sums(near, count, b, R, CHUNK)
+        norm = total if R == 1 else (tl.sqrt(total) if R == 2 else cube_root(total))
+        new = b - (norm - 1) * (total / norm) / lower
+        step += 1
+        going = (new < b) & (norm > 1 + 2 * EPS) & (step < STEPS)
+        b = tl.where((new < b) & (norm > 1 + 2 * EPS), new, b)
+    return b
+
+
+@triton.jit
+def total_weight(near, count, reach, R: tl.constexpr, CHUNK: tl.constexpr):
+    """sum w of w = [1 - d/reach]_+^R."""
+    mass = tl.zeros((CHUNK,), tl.float32)
+    for n in range(0, count, CHUNK):
+        at = n + tl.arange(0, CHUNK)
+        mass += power(tl.maximum(1 - tl.load(near + at, mask=at < count, other=float("inf")) / reach, 0.0), R)
+    return tl.sum(mass, 0)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def threshold_kernel(
+    z, tops, near, given, low, high, mask, found, best, heads, group, queries, room, number,
+    stride_low, stride_mb, stride_mh,
+    KEYS: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, R: tl.constexpr,
+    EMPTY: tl.constexpr, PARAMETER: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Of one row: found [N, count, 3] = (the best score, how far below it weights end, their sum) and, for rows without
+    a key inside, whose reach is 0, what stands in: best [N, count, 2] = (how many keys are visible, the nearest).
+    `near`, of the shape of z, is scratch."""
+    row = tl.program_id(0).to(tl.int64)
+    count = group * queries
+    at, r = row // count, (row % count).to(tl.int32)
+    batch, head = at // heads, at % heads
+    origin, tiles, _ = extent(low + batch * stride_low, high + batch * stride_low, queries, KEYS, MOST)
+    own, to = tl.load(low + batch * stride_low + r % queries), tl.load(high + batch * stride_low + r % queries)
+    z, near, tops = z + row * room * KEYS, near + row * room * KEYS, tops + row * room
+    largest = tl.full((CHUNK,), float("-inf"), tl.float32)
+    for n in range(0, tiles, CHUNK):
+        places = n + tl.arange(0, CHUNK)
+        largest = tl.maximum(largest, tl.load(tops + places, mask=places < tiles, other=float("-inf")))
+    top = tl.max(largest, 0)
+    none, visible = top == float("-inf"), 0
+    if RULE == FIXED:  # where bounds are used, nothing may have been read of a row that sees keys
+        place = batch * stride_mb + (head * group + r // queries) * stride_mh
+        visible = visible_count(own, to, mask, place, MASKED, CHUNK)
+        none = visible == 0
+    value = tl.load(given + row) if PARAMETER else number
+    if RULE == ADAPTIVE:
+        reach = value * 0.0 + R  # no peak exceeds one
+    elif RULE == ANCHORED:
+        reach = value + 0.0
+    else:
+        reach = top + value
+    lost = (reach <= 0) & ~none
+    kept, nearest = 0, 0
+    if ~(none | lost):
+        kept = gather_near(z, tops, near, top, reach, tiles, CHUNK, KEYS)
+        tl.debug_barrier()  # what other threads have written is read from here on
+        if RULE == ADAPTIVE:
+            reach = R * solve_peak(near, kept, R, CHUNK)
+    if EMPTY == NEAREST:  # noqa: SIM102 (known when the kernel is compiled, the next is not)
+        if lost:
+            nearest = origin * KEYS + nearest_key(z, tops, top, tiles, CHUNK, KEYS)
+    mass = total_weight(near, kept, reach, R, CHUNK)
+    found += row * 3
+    tl.store(found, tl.where(top == float("-inf"), 0.0, top))
+    tl.store(found + 1, tl.where(lost, 0.0, tl.where(none, 1.0, reach)))
+    tl.store(found + 2, tl.where(none | lost, 1.0, mass))
+    tl.store(best + row * 2, visible)
+    tl.store(best + row * 2 + 1, nearest)
+
+
+# Output ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def output_kernel(
+    v, z, tops, low, high, mask, found, best, part, visited, heads, group, queries, room,
+    stride_b, stride_h, stride_t, stride_low, stride_mb, stride_mh, stride_part,
+    DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr,
+    R: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr, MASKED: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """The sums of weighted values over a program's tiles: part [splits, N, count, DV], `stride_part` a split. A value
+    is read where a row of the tile gives it weight. A row whose best score is inf is NaN."""
+    count = group * queries
+    batch, head, rows, held, own, start, to, origin, first, last, _ = part_of(
+        low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
+    )
+    place = batch * stride_mb + head * group * stride_mh
+    top = tl.load(found + own * 3, mask=held, other=0.0)
+    reach = tl.load(found + own * 3 + 1, mask=held, other=1.0)
+    mass = tl.load(found + own * 3 + 2, mask=held, other=1.0)
+    lost = reach == 0
+    visible, nearest = tl.load(best + own * 2, mask=held, other=1), tl.load(best + own * 2 + 1, mask=held, other=-1)
+    v += batch * stride_b + head * stride_h
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for n in range(first, last):
+        j = (origin + n) * KEYS
+        near = held & (top - tl.load(tops + own * room + n, mask=held, other=float("-inf")) < reach)
+        stands = near
+        if RULE == FIXED:
+            if EMPTY == UNIFORM:
+                stands = lost & (start < j + KEYS) & (to > j)
+            elif EMPTY == NEAREST:
+                stands = lost & (nearest >= j) & (nearest < j + KEYS)
+        wanted = tl.sum((near | stands).to(tl.int32), 0) > 0
+        if wanted:
+            score = z + (own * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+            score = tl.load(score, mask=near[:, None], other=float("-inf"))
+            p = power(tl.maximum(1 - (top[:, None] - score) / reach[:, None], 0.0), R) / mass[:, None]
+            p = tl.where(near[:, None], p, 0.0)
+            if RULE == FIXED:
+                if EMPTY == UNIFORM:
+                    seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
+                    p = tl.where(lost[:, None] & seen, 1 / tl.maximum(visible, 1).to(tl.float32)[:, None], p)
+                elif EMPTY == NEAREST:
+                    p = tl.where(
+                        (lost & stands)[:, None] & (j + tl.arange(0, KEYS)[None, :] == nearest[:, None]), 1.0, p
+                    )
+            values = load_tile(v, j, tl.max(p, 0) > 0, stride_t, DV, WIDTH, KEYS)
+            total = add_weighted(total, p, values, ROWS)
+        if COUNTED:
+            tl.store(visited + tl.program_id(0).to(tl.int64) * room + n, tl.where(wanted, 1, 0).to(tl.int8))
+    store_part(part, stride_part, own, held, tl.where((top == float("inf"))[:, None], float("nan"), total), DV, WIDTH)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def sum_kernel(part, out, splits, stride_part, DV: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """One row of the output: the sum over splits."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    total = tl.zeros((PARTS, WIDTH), tl.float32)
+    for s in range(0, splits, PARTS):
+        at = s + tl.arange(0, PARTS)
+        held = (at < splits)[:, None] & (columns < DV)[None, :]
+        total += tl.load(
+            part + at[:, None].to(tl.int64) * stride_part + row * DV + columns[None, :], mask=held, other=0.0
+        )
+    tl.store(out + row * DV + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=columns < DV)
+
+
+# Softmax --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def online_kernel(
+    q, k, v, factor, low, high, mask, part, state, heads, group, queries, scale,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_low, stride_mb, stride_mh, stride_part, stride_state,
+    D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """Softmax over a program's tiles: part [splits, N, count, DV], not divided by the mass, and state [splits, N,
+    count, 2] = (m in base 2, sum w). RAW: sums are NaN in rows that see what is not finite."""
+    count = group * queries
+    batch, head, rows, held, own, start, to, origin, first, last, stop = part_of(
+        low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
+    )
+    place = batch * stride_mb + head * group * stride_mh
+    a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
+    by = row_scale(factor, scale, own, held, GIVEN) * LOG2E
+    k += batch * stride_kb + head * stride_kh
+    v += batch * stride_vb + head * stride_vh
+    wrong = broken(a)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    mass, total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH_V), tl.float32)
+    for n in range(first, last):
+        j = (origin + n) * KEYS
+        keys = load_tile(k, j, j + tl.arange(0, KEYS) < stop, stride_kt, D, WIDTH, KEYS)
+        lost = broken(keys)
+        score = products(a, keys, ROWS) * by[:, None]
+        seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
+        score = tl.where(seen, score, float("-inf"))
+        new = tl.maximum(top, tl.max(score, 1))
+        level = tl.where(new == float("-inf"), 0.0, new)
+        w, fade = tl.exp2(score - level[:, None]), tl.exp2(top - level)
+        values = load_tile(v, j, tl.max(seen.to(tl.int32), 0) != 0, stride_vt, DV, WIDTH_V, KEYS)
+        if RAW:
+            w, values = guarded(w, lost, values, seen, wrong, MOST == 1 and MASKED != 2)
+        total = add_weighted(total * fade[:, None], w, values, ROWS)
+        mass = mass * fade + tl.sum(w, 1)
+        top = new
+    store_part(part, stride_part, own, held, total, DV, WIDTH_V)
+    state += tl.program_id(1).to(tl.int64) * stride_state + own * 2
+    tl.store(state, top, mask=held)
+    tl.store(state + 1, mass, mask=held)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def merge_kernel(
+    part, state, out, splits, stride_part, stride_state,
+    DV: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One row of softmax from its splits."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    state += row * 2
+    largest = tl.full((PARTS,), float("-inf"), tl.float32)
+    for s in range(0, splits, PARTS):
+        at = s + tl.arange(0, PARTS)
+        largest = tl.maximum(
+            largest, tl.load(state + at.to(tl.int64) * stride_state, mask=at < splits, other=float("-inf"))
+        )
+    top = tl.max(largest, 0)
+    none = top == float("-inf")
+    level = tl.where(none, 0.0, top)
+    mass, total = tl.zeros((PARTS,), tl.float32), tl.zeros((PARTS, WIDTH), tl.float32)
+    for s in range(0, splits, PARTS):
+        at = s + tl.arange(0, PARTS)
+        own, held = state + at.to(tl.int64) * stride_state, at < splits
+        w = tl.exp2(tl.load(own, mask=held, other=float("-inf")) - level)
+        mass += w * tl.load(own + 1, mask=held, other=0.0)
+        inside = held[:, None] & (columns < DV)[None, :]
+        to = part + at[:, None].to(tl.int64) * stride_part + row * DV + columns[None, :]
+        total += w[:, None] * tl.load(to, mask=inside, other=0.0)
+    whole = tl.where(none, 1.0, tl.sum(mass, 0))
+    tl.store(out + row * DV + columns, (tl.sum(total, 0) / whole).to(out.dtype.element_ty), mask=columns < DV)

@@ -1,0 +1,184 @@
+"""Rows that see few keys, solved one by one among these keys.
+
+With a_j = sqrt(p_j) (k_j - mean) for the n keys of a row, the push-through identity turns D equations into n:
+
+    (A^T A + ridge)^-1 b = ridge^-1 (b - A^T z),   (1 + A ridge^-1 A^T) z = A ridge^-1 b,   A = [a_1 ... a_n]^T
+
+Its matrix has no eigenvalue below 1, however small the ridge and however few the keys, which is where conjugate
+gradients take the most steps and lose the most to rounding.
+
+In float64, and without a tile of features: a small ridge makes t long, most of it where no key reaches, and what counts
+is the rest. The residual that is told is |b - A t| / |b| of the t that is left, as of all other rows: rounding a long t
+to float32 alone may make it large.
+
+Legend: as in `local_linear_math`; ROWS rows of a program, one after another; KEYS keys a row at most.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...grammar import SolveStatus
+from ..runtime.blocks import LENGTHS, load_span
+from ..runtime.launch import launch
+from ..runtime.span import Span, batch_stride
+from ..runtime.tiles import Tiles, TileTable
+from .math import LOG2E, mask_strides, number_or_rows
+
+TILES = TileTable("local_linear_direct", {(256, 4): Tiles(rows=4, keys=32, warps=2, stages=1)})
+LEAST = tl.constexpr(1e-30)
+"""A ridge below it is raised to it."""
+RAISED = tl.constexpr(int(SolveStatus.JITTER))
+
+
+@triton.jit
+def _inverse(matrix, KEYS: tl.constexpr):
+    """Of a positive definite matrix [KEYS, KEYS], by Gauss and Jordan, in place."""
+    at = tl.arange(0, KEYS)
+    for j in range(KEYS):
+        here = at == j
+        row = tl.sum(tl.where(here[:, None], matrix, 0.0), 0)
+        column = tl.sum(tl.where(here[None, :], matrix, 0.0), 1)
+        pivot = tl.sum(tl.where(here, row, 0.0), 0)
+        row = tl.where(here, 1.0, row) / pivot
+        rest = tl.where(here[None, :], 0.0, matrix) - column[:, None] * row[None, :]
+        matrix = tl.where(here[:, None], row[None, :], rest)
+    return matrix
+
+
+@triton.jit
+def _away(k_ptr, k_row, at, there, p, root, d):
+    """Feature d of the a_j [KEYS], float64: from the mean of these very weights, which no rounding takes out of the
+    keys' span."""
+    k = tl.load(k_ptr + at * k_row + d, mask=there, other=0.0).to(tl.float32).to(tl.float64)
+    return root * (k - tl.sum(p * k, 0))
+
+
+@triton.jit
+def _ridge(ridge_ptr, number, row, d, WIDTH: tl.constexpr, RIDGE: tl.constexpr):
+    """The ridge of one feature of a row, float32."""
+    if RIDGE == 0:
+        return number
+    elif RIDGE == 1:
+        return tl.load(ridge_ptr + row)
+    else:
+        return tl.load(ridge_ptr + row * WIDTH + d)
+
+
+@triton.jit
+def _one(
+    row, low, high, right_ptr, q_ptr, k_ptr, lse_ptr, factor_ptr, factor, ridge_ptr, ridge_number, mask_ptr,
+    value_ptr, statistics_ptr, status_ptr, q_row, k_row,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, GIVEN: tl.constexpr, RIDGE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Solve one row."""
+    row = tl.cast(row, tl.int64)
+    at = low.to(tl.int64) + tl.arange(0, KEYS)
+    there = at < high
+    if MASKED:
+        there &= tl.load(mask_ptr + at, mask=there, other=0) != 0
+    z = tl.zeros((KEYS,), tl.float32)
+    for d in range(WIDTH):
+        k = tl.load(k_ptr + at * k_row + d, mask=there, other=0.0).to(tl.float32)
+        z += tl.load(q_ptr + row * q_row + d).to(tl.float32) * k
+    c = (tl.load(factor_ptr + row) if GIVEN else factor) * LOG2E
+    p = tl.where(there, tl.exp2(z * c - tl.load(lse_ptr + row)), 0.0).to(tl.float64)
+    mass = tl.sum(p, 0)
+    p = p / tl.where(mass > 0, mass, 1.0)
+    root = tl.sqrt(p)
+    inner = tl.arange(0, KEYS)
+    matrix = (inner[:, None] == inner[None, :]).to(tl.float64)
+    h = tl.zeros((KEYS,), tl.float64)
+    least = tl.full((), 1.0, tl.float32)
+    for d in range(WIDTH):
+        own = _ridge(ridge_ptr, ridge_number, row, d, WIDTH, RIDGE)
+        least = tl.minimum(least, own)
+        a = _away(k_ptr, k_row, at, there, p, root, d)
+        scaled = a / tl.maximum(own, LEAST).to(tl.float64)
+        matrix += a[:, None] * scaled[None, :]
+        h += scaled * tl.load(right_ptr + row * WIDTH + d).to(tl.float64)
+    z = tl.sum(_inverse(matrix, KEYS) * h[None, :], 1)
+    slope = tl.zeros((KEYS,), tl.float64)
+    for d in range(WIDTH):
+        own = tl.maximum(_ridge(ridge_ptr, ridge_number, row, d, WIDTH, RIDGE), LEAST).to(tl.float64)
+        a = _away(k_ptr, k_row, at, there, p, root, d)
+        value = ((tl.load(right_ptr + row * WIDTH + d).to(tl.float64) - tl.sum(a * z, 0)) / own).to(tl.float32)
+        tl.store(value_ptr + row * WIDTH + d, value)
+        slope += a * value.to(tl.float64)
+    tl.debug_barrier()  # other threads made the value
+    left, size = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
+    for d in range(WIDTH):
+        own = tl.maximum(_ridge(ridge_ptr, ridge_number, row, d, WIDTH, RIDGE), LEAST).to(tl.float64)
+        a = _away(k_ptr, k_row, at, there, p, root, d)
+        b = tl.load(right_ptr + row * WIDTH + d).to(tl.float64)
+        rest = b - tl.sum(a * slope, 0) - own * tl.load(value_ptr + row * WIDTH + d).to(tl.float64)
+        left += rest * rest
+        size += b * b
+    tl.store(statistics_ptr + row * 2, 0.0)
+    tl.store(statistics_ptr + row * 2 + 1, tl.sqrt(left / tl.where(size > 0, size, 1.0)).to(tl.float32))
+    tl.store(status_ptr + row, tl.where(least < LEAST, RAISED, 0))
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _few(
+    right_ptr, q_ptr, k_ptr, lse_ptr, factor_ptr, factor, ridge_ptr, ridge_number, low_ptr, high_ptr, mask_ptr,
+    value_ptr, statistics_ptr, status_ptr, heads, group, queries,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, span_batch, mask_batch, mask_head,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, GIVEN: tl.constexpr, RIDGE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The rows among ROWS that see from 1 to KEYS keys."""
+    first = tl.program_id(0) * ROWS
+    head = tl.program_id(1).to(tl.int64)
+    batch, own = head // heads, head % heads
+    low_ptr += batch * span_batch
+    high_ptr += batch * span_batch
+    rows = first + tl.arange(0, ROWS)
+    lows, highs = load_span(low_ptr, high_ptr, rows, rows < queries)
+    if tl.max(((highs > lows) & (highs - lows <= KEYS)).to(tl.int32), 0) == 0:
+        return
+    at = head * queries
+    for n in range(ROWS):
+        row = first + n
+        if row < queries:
+            low, high = tl.load(low_ptr + row), tl.load(high_ptr + row)
+            if (high > low) & (high - low <= KEYS):
+                _one(
+                    row, low, high, right_ptr + at * WIDTH, q_ptr + batch * q_batch + own * q_head,
+                    k_ptr + batch * k_batch + (own // group) * k_head, lse_ptr + at, factor_ptr + at, factor,
+                    ridge_ptr + at * RIDGE, ridge_number, mask_ptr + batch * mask_batch + own * mask_head,
+                    value_ptr + at * WIDTH, statistics_ptr + at * 2, status_ptr + at, q_row, k_row,
+                    KEYS, WIDTH, GIVEN, RIDGE, MASKED,
+                )  # fmt: skip
+
+
+def solve_few(
+    right: Tensor,
+    x: Tensor,
+    y: Tensor,
+    factor: float | Tensor,
+    ridge: float | Tensor,
+    lse: Tensor,
+    span: Span,
+    found: tuple[Tensor, Tensor, Tensor],
+    tiles: Tiles,
+) -> None:
+    """Solve, into `found` (as `local_linear_solve.solve` returns it), the rows that see from 1 to `tiles.keys` keys."""
+    batch, heads, queries, width = right.shape
+    mask = span.mask
+    launch(
+        _few,
+        (triton.cdiv(queries, tiles.rows), batch * heads),
+        right, x, y, lse, *number_or_rows(factor, lse), *number_or_rows(ridge, lse), span.low, span.high,
+        span.low if mask is None else mask, *found, heads, heads // max(1, y.shape[1]), queries,
+        *x.stride()[:3], *y.stride()[:3], batch_stride(span.low), *mask_strides(mask),
+        tiles=tiles,
+        ROWS=tiles.rows,
+        KEYS=tiles.keys,
+        WIDTH=width,
+        GIVEN=isinstance(factor, Tensor),
+        RIDGE=ridge.shape[-1] if isinstance(ridge, Tensor) else 0,
+        MASKED=mask is not None,
+    )  # fmt: skip

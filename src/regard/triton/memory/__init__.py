@@ -1,0 +1,1 @@
+"""Fast-weight product-key memories: search, read, write."""

@@ -1,0 +1,212 @@
+"""Sub-keys up the entropy of their use (equation 38 of the fast-weight product-key-memory paper with its sign mended),
+and sums of queries by the sub-keys that they met, without atomic operations: every program looks through all tokens for
+its own keys.
+
+With p the softmax of a half's k scores s, p- its mean over the C counted tokens at each key, slope = log(p- + F) +
+p- / (p- + F) and a_tj the slope at the key of entry (t, j), the gradient of sum p- log(p- + F) by a score is
+
+    u_tj = p_tj (a_tj - sum_l p_tl a_tl) / C
+
+and by a key sum u_tj ds_tj/dK, which is 2 (K sum c - sum c q), c = -u exp(s), for s = -log(eps + |q - K|^2), and
+sum u q for products.
+
+Legend: M memories, G = M * H * 2 sets of n sub-keys, P tokens of a memory, k entries of a token, d width of a half.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...memory.fast_weight_rules import FLOOR
+from ..runtime.blocks import LENGTHS
+from ..runtime.launch import launch
+from ..runtime.tiles import Tiles, TileTable
+from .search import bytes_of
+
+MARGINAL = TileTable("memory_marginal", {(1 << 20, 4): Tiles(rows=16, keys=32, warps=4, stages=2)})
+KEYS = TileTable("memory_keys", {(1 << 20, 4): Tiles(rows=32, keys=32, warps=8, stages=2)})
+"""`rows`: tokens, `keys`: sub-keys of a block."""
+
+
+@triton.jit
+def _softmax(s, among):
+    s = tl.where(among, s, -float("inf"))
+    e = tl.exp(s - tl.max(s, 1)[:, None])
+    return e / tl.sum(e, 1)[:, None]
+
+
+@triton.jit
+def _counts(counted, tokens, COUNTED: tl.constexpr):
+    """C, at least 1."""
+    number = tokens
+    if COUNTED:
+        number = 0
+        for start in range(0, tokens, 1024):
+            at = start + tl.arange(0, 1024)
+            number += tl.sum(tl.load(counted + at, mask=at < tokens, other=0).to(tl.int32), 0)
+    return tl.maximum(number, 1).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _marginal(
+    scores, halves, counted, out, slope, tokens, n, floor,
+    SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, COUNTED: tl.constexpr, RAW: tl.constexpr,
+    R: tl.constexpr, KT: tl.constexpr,
+):  # fmt: skip
+    """p- and its slope of a block of sub-keys of one set; RAW: the sums of what is given instead of scores."""
+    memory, member = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    counted += memory * tokens
+    own = tl.program_id(0) * KT + tl.arange(0, KT)
+    place = tl.arange(0, KP)
+    total = tl.zeros((KT,), tl.float32)
+    for start in range(0, tokens, R):
+        row = start + tl.arange(0, R)
+        fits = (row < tokens)[:, None] & (place < K)[None, :]
+        part = ((memory * tokens + row) * SETS + member)[:, None] * K + place[None, :]
+        if RAW:
+            p = tl.load(scores + part, mask=fits, other=0.0)
+        else:
+            p = _softmax(tl.load(scores + part, mask=fits, other=0.0), (place < K)[None, :])
+        fine = fits
+        if COUNTED and not RAW:
+            fine = fits & (tl.load(counted + row, mask=row < tokens, other=0) != 0)[:, None]
+        index = tl.load(halves + part, mask=fits, other=-1).to(tl.int32)
+        index = tl.reshape(tl.where(fine, index, -1), (R * KP,))
+        p = tl.reshape(p, (R * KP,))
+        total += tl.sum(tl.where(index[None, :] == own[:, None], p[None, :], 0.0), 1)
+    to = (memory * SETS + member) * n + own
+    if RAW:
+        tl.store(out + to, total, mask=own < n)
+    else:
+        mean = total / _counts(counted, tokens, COUNTED)
+        tl.store(out + to, mean, mask=own < n)
+        tl.store(slope + to, tl.log(mean + floor) + mean / (mean + floor), mask=own < n)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _moved(
+    sub_keys, query, scores, halves, counted, slope, out, tokens, n, rate,
+    stride_m, stride_q, stride_t, stride_h, length,
+    D: tl.constexpr, SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, COUNTED: tl.constexpr, RAW: tl.constexpr,
+    DISTANCE: tl.constexpr, R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """A block of sub-keys of one set. RAW: `scores` are coefficients c, and what comes out is 2 (K sum c - sum c q), or
+    sum c q; otherwise K - rate times that with the c of the entropy."""
+    set_ = tl.program_id(2).to(tl.int64)
+    memory, member = set_ // SETS, set_ % SETS
+    counted += memory * tokens
+    own = tl.program_id(0) * KT + tl.arange(0, KT)
+    column = tl.program_id(1) * DT + tl.arange(0, DT)
+    place = tl.arange(0, KP)
+    pulled, weight = tl.zeros((KT, DT), tl.float32), tl.zeros((KT,), tl.float32)
+    for start in range(0, tokens, R):
+        row = start + tl.arange(0, R)
+        token = memory * tokens + row
+        fits = (row < tokens)[:, None] & (place < K)[None, :]
+        part = (token * SETS + member)[:, None] * K + place[None, :]
+        index = tl.load(halves + part, mask=fits, other=-1).to(tl.int32)
+        if RAW:
+            c = tl.load(scores + part, mask=fits, other=0.0)
+        else:
+            s = tl.load(scores + part, mask=fits, other=0.0)
+            p = _softmax(s, (place < K)[None, :])
+            a = tl.load(slope + set_ * n + index, mask=fits, other=0.0)
+            c = p * (a - tl.sum(p * a, 1)[:, None])
+            if DISTANCE:
+                c = tl.where(fits, -c * tl.exp(s), 0.0)
+            if COUNTED:
+                c = tl.where((tl.load(counted + row, mask=row < tokens, other=0) != 0)[:, None], c, 0.0)
+        spread = tl.sum(tl.where(index[None, :, :] == own[:, None, None], c[None, :, :], 0.0), 2)
+        inside = (row < tokens)[:, None] & (column < D)[None, :]
+        from_ = query + (token // length) * stride_q + (token % length) * stride_t
+        from_ += (member // 2) * stride_h + (member % 2) * D
+        q = tl.load(from_[:, None] + column[None, :], mask=inside, other=0.0)
+        pulled = tl.dot(spread, q, pulled, input_precision="tf32x3")
+        weight += tl.sum(spread, 1)
+    fits = (own < n)[:, None] & (column < D)[None, :]
+    at = sub_keys + memory * stride_m + (member * n + own)[:, None] * D + column[None, :]
+    key = tl.load(at, mask=fits, other=0.0)
+    gradient = pulled
+    if DISTANCE:
+        gradient = 2.0 * (key * weight[:, None] - pulled)
+    if not RAW:
+        gradient = key - gradient * (rate / _counts(counted, tokens, COUNTED))
+    tl.store(out + (set_ * n + own)[:, None] * D + column[None, :], gradient, mask=fits)
+
+
+def marginal_of(
+    scores: Tensor, halves: Tensor, counted: Tensor | None, memories: int, n: int, *, raw: bool = False
+) -> tuple[Tensor, Tensor]:
+    """p- and the slope of the entropy's loss there.
+
+    Args:
+        scores: float32 [B, T, H, 2, k], halves: int64, likewise; contiguous. counted: bool [M, P] or None for all.
+        memories: M; P = B T / M. raw: sums of `scores` by key instead.
+
+    Returns:
+        both float32 [M * H * 2, n]; with `raw` no slope, an empty one. One launch.
+    """
+    batch, length, heads, _, k = halves.shape
+    tokens, sets = batch * length // max(1, memories), heads * 2
+    mean = torch.empty(memories * sets, n, dtype=torch.float32, device=halves.device)
+    slope = torch.empty((0,) if raw else mean.shape, dtype=torch.float32, device=halves.device)
+
+    def run(tiles: Tiles) -> None:
+        kp = triton.next_power_of_2(k)
+        launch(
+            _marginal, (triton.cdiv(n, tiles.keys), sets, memories), scores.contiguous(), halves.contiguous(),
+            halves if counted is None else bytes_of(counted), mean, slope, tokens, n, FLOOR,
+            tiles=tiles, SETS=sets, K=k, KP=kp, COUNTED=counted is not None, RAW=raw,
+            R=max(1, tiles.rows * 8 // kp), KT=tiles.keys,
+        )  # fmt: skip
+
+    run(MARGINAL.pick(n, mean.dtype, run))
+    return mean, slope
+
+
+def moved_keys(
+    keys: Tensor,
+    query: Tensor,
+    scores: Tensor,
+    halves: Tensor,
+    counted: Tensor | None,
+    slope: Tensor | None,
+    rate: float,
+    *,
+    distance: bool,
+) -> Tensor:
+    """Sub-keys after a step up the entropy; or, without a slope, sums of queries.
+
+    Args:
+        keys: float32 [M, H, 2, n, d].
+        query: float32 [B, T, H, 2 d]. scores: float32 [B, T, H, 2, k]; halves: int64, likewise.
+        counted: bool [M, P] or None for all. slope: float32 [M * H * 2, n] of `marginal_of`, or None: then `scores` are
+            coefficients c.
+        distance: scores are those of distances, else products.
+
+    Returns:
+        float32 [M, H, 2, n, d]: keys - rate * gradient; without slope 2 (K sum c - sum c q), or sum c q for products.
+        One launch.
+    """
+    (batch, length), (memories, heads, _, n, width) = query.shape[:2], keys.shape
+    tokens, sets, k = batch * length // max(1, memories), heads * 2, halves.shape[-1]
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    keys = keys if keys[:1].is_contiguous() else keys.contiguous()
+    out = torch.empty(keys.shape, dtype=torch.float32, device=keys.device)
+
+    def run(tiles: Tiles) -> None:
+        kp, dt = triton.next_power_of_2(k), max(16, min(64, triton.next_power_of_2(width)))
+        grid = (triton.cdiv(n, tiles.keys), triton.cdiv(width, dt), memories * sets)
+        launch(
+            _moved, grid, keys, query, scores.contiguous(), halves.contiguous(),
+            halves if counted is None else bytes_of(counted), keys if slope is None else slope, out, tokens, n, rate,
+            keys.stride(0) if memories > 1 else 0, query.stride(0), query.stride(1), query.stride(2), length,
+            tiles=tiles, D=width, SETS=sets, K=k, KP=kp, COUNTED=counted is not None, RAW=slope is None,
+            DISTANCE=distance, R=max(16, min(tiles.rows, tiles.rows * 8 // kp)), KT=tiles.keys, DT=dt,
+        )  # fmt: skip
+
+    run(KEYS.pick(width, keys.dtype, run))
+    return out

@@ -1,0 +1,309 @@
+"""Slots of sorted halves and their weights (equations 5 and 30 of the fast-weight product-key-memory paper), sums of
+picked rows of a table, and their mixes with the tokens' own values (equation 24).
+
+Legend: B batch, T tokens, H heads, k slots a head, K = H k; M tables of N rows of Dv numbers, P = B T / M tokens of
+each.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.blocks import LENGTHS
+from ..runtime.launch import launch
+from ..runtime.tiles import Tiles, TileTable
+from .search import _float, _ordered, bytes_of
+
+JOIN = TileTable("memory_join", {(64, 4): Tiles(warps=1, stages=1), (1 << 20, 4): Tiles(warps=4, stages=1)})
+ROWS = TileTable(
+    "memory_rows",
+    {(512, 4): Tiles(rows=8, keys=512, warps=4, stages=1), (1 << 20, 4): Tiles(8, 1024, 8, 1)},
+    (Tiles(8, 512, 2, 1), Tiles(16, 512, 4, 1)),
+)
+"""`rows`: rows of the table that are under way at once; `keys`: the widest part of a row."""
+PULLS = TileTable("memory_pulls", ROWS.shipped, ROWS.others)
+"""Likewise."""
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _join(
+    scores, halves, slots, weights, n,
+    H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """The slots of one token. Of sorted halves only pairs with (a + 1)(b + 1) <= k can be among the k best sums."""
+    token = tl.program_id(0).to(tl.int64)
+    head, pair, place = tl.arange(0, HP), tl.arange(0, KP * KP), tl.arange(0, KP)
+    a, b = pair // KP, pair % KP
+    may = (head < H)[:, None] & ((a + 1) * (b + 1) <= K)[None, :]
+    first = ((token * H + head) * 2 * K)[:, None] + a[None, :]
+    second = ((token * H + head) * 2 * K + K)[:, None] + b[None, :]
+    total = tl.load(scores + first, mask=may, other=0.0) + tl.load(scores + second, mask=may, other=0.0)
+    slot = tl.load(halves + first, mask=may, other=0) * n + tl.load(halves + second, mask=may, other=0)
+    low: tl.constexpr = 0x7FFFFFFF
+    packed = (_ordered(total).to(tl.int64) << 32) | (low - slot)
+    none: tl.constexpr = -9223372036854775808
+    packed = tl.where(may, packed, none)
+    best = tl.full((HP, KP), none, tl.int64)
+    for j in range(K):
+        top = tl.max(packed, 1)
+        best = tl.where(place[None, :] == j, top[:, None], best)
+        packed = tl.where(packed == top[:, None], none, packed)
+    inside = (head < H)[:, None] & (place < K)[None, :]
+    score = tl.where(inside, _float((best >> 32).to(tl.int32)), -float("inf"))
+    score = tl.exp(score - tl.max(tl.max(score, 1), 0))
+    weight = score / tl.sum(tl.sum(score, 1), 0)
+    to = ((token * H + head) * K)[:, None] + place[None, :]
+    tl.store(slots + to, low - (best & low), mask=inside)
+    tl.store(weights + to, weight, mask=inside)
+
+
+@triton.jit
+def _looked_at(good, token, K: tl.constexpr, D: tl.constexpr, GOOD: tl.constexpr):
+    """(entries, numbers) of a token that are looked at: all, or none where it is not good."""
+    reach, wide = K, D
+    if GOOD:
+        some = tl.load(good + token).to(tl.int32)
+        reach, wide = some * K, some * D
+    return reach, wide
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _rows(
+    table, slots, weights, other, good, sums, dots, value, gate, mixed, tokens, length,
+    stride_m, stride_v, stride_vt, stride_g, stride_gt,
+    K: tl.constexpr, D: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr, GOOD: tl.constexpr, MIX: tl.constexpr,
+    GATE: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """One token: sum over j of w_j V[slot_j], its mix with a value, and the products of those rows with `other`."""
+    token = tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)
+    table += tl.program_id(1).to(tl.int64) * stride_m
+    column, place = tl.arange(0, DT), tl.arange(0, R)
+    reach, wide = _looked_at(good, token, K, D, GOOD)
+    share = 1.0
+    if MIX:
+        value += (token // length) * stride_v + (token % length) * stride_vt
+        if GATE:
+            gate += (token // length) * stride_g + (token % length) * stride_gt
+            share = tl.load(gate, mask=wide > 0, other=0.0).to(tl.float32)
+    once: tl.constexpr = DT >= D
+    if SUMS:
+        for start in range(0, D, DT):
+            inside = start + column < D
+            total = tl.zeros((DT,), tl.float32)
+            for j in range(0, K, R):
+                there = j + place < reach
+                slot = tl.load(slots + token * K + j + place, mask=there, other=0)
+                part = slot[:, None] * D + (start + column)[None, :]
+                row = tl.load(table + part, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
+                weight = tl.load(weights + token * K + j + place, mask=there, other=0.0)
+                total += tl.sum(weight[:, None] * row, 0)
+                if DOTS and once:
+                    given = tl.load(other + token * D + column, mask=column < wide, other=0.0)
+                    tl.store(dots + token * K + j + place, tl.sum(row * given[None, :], 1), mask=j + place < K)
+            tl.store(sums + token * D + start + column, total, mask=inside)
+            if MIX:
+                own = tl.load(value + start + column, mask=start + column < wide, other=0.0).to(tl.float32)
+                total = own + share * (total - own) if GATE else own + total
+                tl.store(mixed + token * D + start + column, total, mask=inside)
+    if DOTS and not (SUMS and once):
+        for j in range(0, K, R):
+            there = j + place < reach
+            slot = tl.load(slots + token * K + j + place, mask=there, other=0)
+            found = tl.zeros((R,), tl.float32)
+            for start in range(0, D, DT):
+                inside = start + column < D
+                part = slot[:, None] * D + (start + column)[None, :]
+                row = tl.load(table + part, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
+                given = tl.load(other + token * D + start + column, mask=start + column < wide, other=0.0)
+                found += tl.sum(row * given[None, :], 1)
+            tl.store(dots + token * K + j + place, found, mask=j + place < K)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _pulls(
+    table, slots, good, by_sum, by_mix, sums, value, gate, dots, pull, by_value, by_gate, tokens, length,
+    stride_m, stride_b, stride_t, stride_v, stride_vt, stride_g, stride_gt,
+    K: tl.constexpr, D: tl.constexpr, GOOD: tl.constexpr, SUM: tl.constexpr, GATE: tl.constexpr,
+    R: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """One token, back through its mix and its sum: u = dL/dsum + g dL/dmix, the products of its rows with u, and the
+    gradients of value and gate."""
+    token = tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)
+    table += tl.program_id(1).to(tl.int64) * stride_m
+    row, at = token // length, token % length
+    by_mix += row * stride_b + at * stride_t
+    value += row * stride_v + at * stride_vt
+    column, place = tl.arange(0, DT), tl.arange(0, R)
+    reach, wide = _looked_at(good, token, K, D, GOOD)
+    share = 1.0
+    if GATE:
+        share = tl.load(gate + row * stride_g + at * stride_gt, mask=wide > 0, other=0.0).to(tl.float32)
+    for j in range(0, K, R):
+        there = j + place < reach
+        slot = tl.load(slots + token * K + j + place, mask=there, other=0)
+        found, change = tl.zeros((R,), tl.float32), tl.zeros((DT,), tl.float32)
+        for start in range(0, D, DT):
+            seen = start + column < wide
+            given = tl.load(by_mix + start + column, mask=seen, other=0.0)
+            u = share * given
+            if SUM:
+                u += tl.load(by_sum + token * D + start + column, mask=seen, other=0.0)
+            if j == 0:
+                inside = start + column < D
+                tl.store(pull + token * D + start + column, u, mask=inside)
+                tl.store(by_value + token * D + start + column, given - share * given if GATE else given, mask=inside)
+                if GATE:
+                    own = tl.load(value + start + column, mask=seen, other=0.0).to(tl.float32)
+                    change += given * (tl.load(sums + token * D + start + column, mask=seen, other=0.0) - own)
+            part = slot[:, None] * D + (start + column)[None, :]
+            rows = tl.load(table + part, mask=there[:, None] & seen[None, :], other=0.0).to(tl.float32)
+            found += tl.sum(rows * u[None, :], 1)
+        tl.store(dots + token * K + j + place, found, mask=j + place < K)
+        if GATE and j == 0:
+            tl.store(by_gate + token, tl.sum(change, 0))
+
+
+def join(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The k best of all n^2 sums and their weights, one softmax over all heads.
+
+    Args:
+        half_scores: float32 [B, T, H, 2, k], sorted, best first; halves: int64, their sub-keys. Contiguous.
+
+    Returns:
+        (slots int64 [B, T, H, k], best first, the lowest of equals first; weights float32). One launch.
+    """
+    batch, tokens, heads, _, k = halves.shape
+    slots = torch.empty(batch, tokens, heads, k, dtype=torch.int64, device=halves.device)
+    weights = torch.empty(slots.shape, dtype=torch.float32, device=halves.device)
+    hp, kp = triton.next_power_of_2(heads), triton.next_power_of_2(k)
+
+    def run(tiles: Tiles) -> None:
+        grid = (batch * tokens,)
+        launch(_join, grid, half_scores, halves, slots, weights, n, tiles=tiles, H=heads, K=k, HP=hp, KP=kp)
+
+    run(JOIN.pick(hp * kp * kp, weights.dtype, run))
+    return slots, weights
+
+
+def picked_rows(
+    table: Tensor,
+    slots: Tensor,
+    weights: Tensor | None,
+    other: Tensor | None = None,
+    good: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Sums and products of picked rows.
+
+    Args:
+        table: float32 or bfloat16 [M, N, Dv], contiguous.
+        slots: int64 [M, P, K].
+        weights: float32 [M, P, K], or None where no sums are wanted, which are then empty.
+        other: float32 [M, P, Dv], or None where no products are wanted, likewise.
+        good: bool [M, P]; others have 0. None: all.
+
+    Returns:
+        (sum_j weights_pj V[slots_pj] [M, P, Dv]; V[slots_pj] . other_p [M, P, K]), float32. One launch; reads
+        P K Dv numbers of the table.
+    """
+    (memories, tokens, k), width = slots.shape, table.shape[-1]
+    sums = _float32(table, *((0,) if weights is None else (memories, tokens, width)))
+    dots = _float32(table, *((0,) if other is None else slots.shape))
+
+    def run(tiles: Tiles) -> None:
+        launch(
+            _rows, (tokens, memories), table, slots.contiguous(), sums if weights is None else weights.contiguous(),
+            dots if other is None else other.contiguous(), table if good is None else bytes_of(good), sums, dots,
+            table, table, table, tokens, 1, table.stride(0), 0, 0, 0, 0,
+            tiles=tiles, K=k, D=width, SUMS=weights is not None, DOTS=other is not None, GOOD=good is not None,
+            MIX=False, GATE=False, **_widths(tiles, k, width),
+        )  # fmt: skip
+
+    run(ROWS.pick(width, table.dtype, run))
+    return sums, dots
+
+
+def mixed_rows(
+    table: Tensor, slots: Tensor, weights: Tensor, good: Tensor | None, value: Tensor, gate: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Sums of picked rows, and their mixes with values.
+
+    Args:
+        table, slots, weights, good: as in `picked_rows`.
+        value: float32 [B, T, Dv]; gate: float32 [B, T], or None.
+
+    Returns:
+        (the sums [M, P, Dv]; g sum + (1 - g) value, without a gate sum + value, and 0 where not good, [B, T, Dv]),
+        float32. One launch.
+    """
+    (memories, tokens, k), width = slots.shape, table.shape[-1]
+    value = value if value.stride(-1) == 1 else value.contiguous()
+    sums, mixed = _float32(table, memories, tokens, width), _float32(table, *value.shape)
+
+    def run(tiles: Tiles) -> None:
+        launch(
+            _rows, (tokens, memories), table, slots.contiguous(), weights.contiguous(), table,
+            table if good is None else bytes_of(good), sums, table, value, value if gate is None else gate, mixed,
+            tokens, value.shape[1], table.stride(0), *value.stride()[:2], *_strides(gate),
+            tiles=tiles, K=k, D=width, SUMS=True, DOTS=False, GOOD=good is not None,
+            MIX=True, GATE=gate is not None, **_widths(tiles, k, width),
+        )  # fmt: skip
+
+    run(ROWS.pick(width, table.dtype, run, (gate is not None,)))
+    return sums, mixed
+
+
+def pulled_rows(
+    table: Tensor,
+    slots: Tensor,
+    good: Tensor | None,
+    by_sum: Tensor | None,
+    by_mix: Tensor,
+    sums: Tensor,
+    value: Tensor,
+    gate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Back through `mixed_rows`.
+
+    Args:
+        table, slots, good, value, gate: what it took; sums: what it gave.
+        by_sum: float32 [M, P, Dv], the gradient of the sums, or None where there is none.
+        by_mix: float32 [B, T, Dv], that of the mixes.
+
+    Returns:
+        (u . V[slots_pj] [M, P, K], the gradient of the weights; u = by_sum + g by_mix [M, P, Dv]; the gradients of
+        value [B, T, Dv] and gate [B, T], which without a gate means nothing), float32. One launch; reads P K Dv numbers
+        of the table.
+    """
+    (memories, tokens, k), width = slots.shape, table.shape[-1]
+    by_mix, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (by_mix, value))
+    shapes = (slots.shape, sums.shape, value.shape, value.shape[:2])
+    dots, pull, by_value, by_gate = (_float32(table, *shape) for shape in shapes)
+
+    def run(tiles: Tiles) -> None:
+        launch(
+            _pulls, (tokens, memories), table, slots.contiguous(), table if good is None else bytes_of(good),
+            by_mix if by_sum is None else by_sum.contiguous(), by_mix, sums, value, value if gate is None else gate,
+            dots, pull, by_value, by_gate, tokens, value.shape[1],
+            table.stride(0), *by_mix.stride()[:2], *value.stride()[:2], *_strides(gate),
+            tiles=tiles, K=k, D=width, GOOD=good is not None, SUM=by_sum is not None, GATE=gate is not None,
+            **_widths(tiles, k, width),
+        )  # fmt: skip
+
+    run(PULLS.pick(width, table.dtype, run, (gate is not None,)))
+    return dots, pull, by_value, by_gate
+
+
+def _float32(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _strides(gate: Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if gate is None else gate.stride()
+
+
+def _widths(tiles: Tiles, k: int, width: int) -> dict[str, int]:
+    """Rows and numbers of a row that are under way at once."""
+    return {"R": min(tiles.rows, triton.next_power_of_2(k)), "DT": min(tiles.keys, triton.next_power_of_2(width))}

@@ -1,0 +1,304 @@
+"""Rounds of a memory of fast weights by kernels: what tokens find and read, and how they are written, each step with a
+derivative of its own. `TableValues` hands `fast_weight_stream` the two functions `looked` and `rewritten`.
+
+A chunk takes nine launches: search, join, rows (mixed with the tokens' values at once); errors, shares, order, write,
+marginal, keys.
+
+Legend: B batch, T tokens, M memories (B, or 1 for all), P = B T / M, H heads, n sub-keys of a half, k slots a head, d
+width of a half, Dv of a value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...memory.fast_weight_rules import FLOOR
+from ...memory.fast_weight_stream import How, Looked
+from ...memory.product_key import SOFTMAX, InverseDistance, _joined, by_set, weigh
+from ...memory.stores.overlay_pool import first_order
+from .operators import RULES, best_halves, errors_of, join, marginal_of, moved_keys, picked_rows, shares_of
+from .values import TableValues
+
+if TYPE_CHECKING:
+    from ...memory.fast_weight_state import Tokens
+
+
+def looked(store: TableValues, how: How, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
+    """As `Rounds.looked`."""
+    query, good = tokens["query"], tokens.get("good")
+    if store.refuses(store.base, None, query, keys, how.top_k, how.kind) is not None:
+        return None
+    memories, n = len(keys), keys.shape[-2]
+    half_scores, halves = _Search.apply(query, keys, how.top_k, how.eps, isinstance(how.kind, InverseDistance))
+    scores = None
+    if how.spec == SOFTMAX and how.rule.key_update != "mse":
+        slots, weights = _Join.apply(half_scores, halves, n)
+    else:
+        slots, scores = _joined(half_scores, halves, n)
+        weights = weigh(scores.flatten(-2), how.spec).view_as(scores)
+    weight, slot = (_by_memory(x.flatten(-2), memories) for x in (weights, slots))
+    mix = (tokens["value"], tokens.get("gate")) if how.mix else ()
+    read, mixed = store.mixed(weight, slot, None if good is None else _by_memory(good, memories), *mix)
+    read = read.view(*query.shape[:2], store.width)
+    return Looked(slots, weights, read, read if mixed is None else mixed, halves, half_scores, scores)
+
+
+def rewritten(
+    store: TableValues,
+    how: How,
+    keys: Tensor,
+    tokens: Tokens,
+    following: dict[str, Tensor] | None,
+) -> tuple[Tensor, TableValues] | None:
+    """As `Rounds.rewritten`."""
+    rule, moved = how.rule, how.rule.key_update != "none"
+    known = (
+        rule.name in RULES and rule.key_update != "mse" and (rule.key_update != "pooled-entropy" or keys.shape[1] == 1)
+    )
+    refused = store.refuses(store.base, None, tokens.value, keys, tokens.slots.shape[-1], how.kind) is not None
+    if refused or not known or (moved and tokens.query is None):
+        return None
+    after = following if rule.look_ahead and rule.border else None
+    value, good = (None, None) if after is None else (after["value"], after.get("good"))
+    errors, written, _ = _Errors.apply(tokens.read, tokens.value, value, tokens.good, good, rule.look_ahead)
+    memories = store.memories
+    counted = None if tokens.good is None else _by_memory(tokens.good, memories)
+    gate = None if tokens.gate is None or not rule.gate_loss else _by_memory(tokens.gate, memories)
+    weights, slots = _by_memory(tokens.weights, memories), _by_memory(tokens.slots, memories)
+    written = _by_memory(written, memories)
+    shares = _Shares.apply(weights, gate, slots, counted, written, rule.name, rule.learning_rate)
+    if moved:
+        distance, rate = isinstance(how.kind, InverseDistance), rule.learning_rate * rule.address_weight
+        keys = _Keys.apply(keys, tokens.query, tokens.half_scores, tokens.halves, counted, rate, distance)
+    return keys, store.write(slots.flatten(-2), shares.flatten(-2), _by_memory(errors, memories), counted)
+
+
+def _by_memory(x: Tensor, memories: int) -> Tensor:
+    """[B, T, ...] as [M, P, ...]."""
+    return x if len(x) == memories else x.reshape(memories, -1, *x.shape[2:])
+
+
+def _at(numbers: Tensor, halves: Tensor) -> Tensor:
+    """Numbers [M * H * 2, n] of the sub-keys `halves` [B, T, H, 2, k]."""
+    batch, tokens, heads = halves.shape[:3]
+    own = numbers.view(-1, 1, heads, 2, numbers.shape[-1])
+    return own.expand(batch, tokens, -1, -1, -1).gather(-1, halves)
+
+
+def _pulled(table: Tensor, halves: Tensor, weights: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_j weights_j K_j [B, T, H, 2, d] and q . K_j [B, T, H, 2, k], K the rows `halves` of table [M, H, 2, n, d]."""
+    one = len(table) == 1
+    index, back = by_set(halves, one)
+    own, given = by_set(weights, one)[0], by_set(query.unflatten(-1, (2, -1)), one)[0]
+    rows = table.reshape(-1, *table.shape[-2:]).contiguous()
+    sums, dots = picked_rows(rows, index, own, given)
+    return back(sums), back(dots)
+
+
+class _Search(torch.autograd.Function):
+    """Scores of the best sub-keys of each half [B, T, H, 2, k], and which those are."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, keys: Tensor, k: int, eps: float, distance: bool) -> tuple[Tensor, Tensor]:
+        scores, halves = best_halves(query, keys, k, eps, distance=distance)
+        ctx.save_for_backward(query, keys, scores, halves)
+        ctx.distance = distance
+        ctx.mark_non_differentiable(halves)
+        ctx.set_materialize_grads(False)
+        return scores, halves
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        none = (None,) * 3
+        if upstream is None:
+            return None, None, *none
+        query, keys, scores, halves = ctx.saved_tensors
+        own = moved = None
+        c = -upstream * scores.exp() if ctx.distance else upstream  # by squared distances, or products
+        if ctx.needs_input_grad[0]:
+            pull = _pulled(keys, halves, c, query)[0].flatten(-2)
+            if ctx.distance:
+                total = c.sum(-1)[..., None].expand(*c.shape[:-1], keys.shape[-1]).flatten(-2)
+                pull = 2 * (query * total - pull)
+            own = pull
+        if ctx.needs_input_grad[1]:
+            moved = moved_keys(keys, query, c, halves, None, None, 0.0, distance=ctx.distance)
+        return own, moved, *none
+
+
+class _Join(torch.autograd.Function):
+    """The best slots of sorted halves and their weights [B, T, H, k]."""
+
+    @staticmethod
+    def forward(ctx: Any, half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        slots, weights = join(half_scores, halves, n)
+        ctx.save_for_backward(halves, slots, weights)
+        ctx.n = n
+        ctx.mark_non_differentiable(slots)
+        return slots, weights
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, _: Tensor, upstream: Tensor) -> tuple[Tensor, None, None]:
+        halves, slots, weights = ctx.saved_tensors
+        mean = (weights * upstream).sum((-2, -1), keepdim=True)
+        own = weights * (upstream - mean)
+        places = torch.stack([slots // ctx.n, slots % ctx.n], -2)  # [B, T, H, 2, k]
+        met = halves[..., :, None] == places[..., None, :]
+        return torch.where(met, own[..., None, None, :], 0).sum(-1), None, None
+
+
+class _Errors(torch.autograd.Function):
+    """v^ - target [R, L, Dv], which tokens are written, and where their targets stand."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        read: Tensor,
+        value: Tensor,
+        following: Tensor | None,
+        good: Tensor | None,
+        good_next: Tensor | None,
+        look_ahead: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        errors, written, place = errors_of(read, value, following, good, good_next, look_ahead)
+        ctx.save_for_backward(written, place)
+        ctx.mark_non_differentiable(written, place)
+        return errors, written, place
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        written, place = ctx.saved_tensors
+        upstream = torch.where(written[..., None], upstream, 0)
+        if not any(ctx.needs_input_grad[1:3]):
+            return upstream, *(None,) * 5
+        streams, length = written.shape
+        # whose target each place is: one token's at most, so that nothing has to be added up
+        whose = torch.full((streams, length + 2), length, device=place.device)
+        tokens = torch.arange(length, device=place.device).expand(streams, -1)
+        whose.scatter_(1, torch.where(written, place, length + 1), tokens)
+        padded = torch.cat([upstream, torch.zeros_like(upstream[:, :1])], 1)
+        index = whose[:, : length + 1, None].expand(-1, -1, upstream.shape[-1])
+        targets = -padded.gather(1, index)
+        after = targets[:, length:] if ctx.needs_input_grad[2] else None
+        return upstream, targets[:, :length], after, None, None, None
+
+
+class _Shares(torch.autograd.Function):
+    """rate g_t w_tj step_t [M, P, H, k], 0 where nothing is written."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weights: Tensor,
+        gate: Tensor | None,
+        slots: Tensor,
+        counted: Tensor | None,
+        written: Tensor,
+        rule: str,
+        rate: float,
+    ) -> Tensor:
+        ctx.save_for_backward(weights, gate, slots, counted, written)
+        ctx.rule, ctx.rate = rule, rate
+        return shares_of(weights, slots, gate, counted, written, rule, rate)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        weights, gate, slots, counted, written = ctx.saved_tensors
+        weights, upstream = (x.flatten(-2) for x in (weights, upstream))
+        slope = None
+        if ctx.rule == "paper":
+            step = torch.full_like(weights[..., 0], ctx.rate)
+        elif ctx.rule == "reference":
+            read = weights.shape[1] if counted is None else counted.sum(-1, keepdim=True)
+            step = ctx.rate * weights.shape[-1] * read / written.sum(-1, keepdim=True).clamp(min=1)
+            step = step.to(weights.dtype).expand_as(written)
+        else:
+            total, number = _together(weights, slots)
+            seen = (weights * total / number).sum(-1)
+            step, slope = ctx.rate / seen, -2 * total / number / seen[..., None]  # of log step by weights
+        plain = torch.where(written, step, 0)
+        step = plain if gate is None else plain * gate
+        whole = (upstream * weights).sum(-1)
+        own = step[..., None] * upstream
+        if slope is not None:
+            own = own + (step * whole)[..., None] * slope
+        own = torch.where(written[..., None], own, 0)
+        gates = plain * whole if ctx.needs_input_grad[1] else None
+        return own.view(slots.shape), gates, *(None,) * 5
+
+
+def _together(weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | float]:
+    """Of every entry [M, P, K]: the weight that all heads give its slot, and in how many entries that stands."""
+    if slots.shape[-2] == 1:
+        return weights, 1.0
+    slots = slots.flatten(-2)
+    same = slots[..., :, None] == slots[..., None, :]
+    return torch.where(same, weights[..., None, :], 0).sum(-1), same.sum(-1)
+
+
+class _Keys(torch.autograd.Function):
+    """Sub-keys [M, H, 2, n, d] after a step up the entropy of their use."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        keys: Tensor,
+        query: Tensor,
+        scores: Tensor,
+        halves: Tensor,
+        counted: Tensor | None,
+        rate: float,
+        distance: bool,
+    ) -> Tensor:
+        mean, slope = marginal_of(scores, halves, counted, len(keys), keys.shape[-2])
+        ctx.save_for_backward(keys, query, scores, halves, counted, mean, slope)
+        ctx.rate, ctx.distance = rate, distance
+        return moved_keys(keys, query, scores, halves, counted, slope, rate, distance=distance)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        keys, query, scores, halves, counted, mean, slope = ctx.saved_tensors
+        share = _share(counted, halves, len(keys))
+        p, a = scores.softmax(-1), _at(slope, halves)
+        centred = a - (p * a).sum(-1, keepdim=True)
+        u = share * p * centred
+        c = -u * scores.exp() if ctx.distance else u
+        gamma = -ctx.rate * upstream
+        pulled, dots = _pulled(gamma, halves, c, query)
+        if ctx.distance:
+            total = marginal_of(c, halves, None, len(keys), keys.shape[-2], raw=True)[0]
+            upstream = upstream + 2 * gamma * total.view(*keys.shape[:-1], 1)
+            by_c = 2 * (_at((gamma * keys).sum(-1).view_as(mean), halves) - dots)
+            by_u, own, pulled = -by_c * scores.exp(), by_c * c, -2 * pulled
+        else:
+            by_u, own = dots, torch.zeros_like(scores)
+        return upstream, pulled.flatten(-2), own + _entropy_pull(ctx, p, a, centred, share * by_u, share), *(None,) * 4
+
+
+def _share(counted: Tensor | None, halves: Tensor, memories: int) -> Tensor:
+    """1 / C of counted tokens, else 0: [B, T, 1, 1, 1]."""
+    batch, tokens = halves.shape[:2]
+    if counted is None:
+        return torch.full((1, 1, 1, 1, 1), memories / (batch * tokens), device=halves.device)
+    share = counted / counted.sum(-1, keepdim=True).clamp(min=1)
+    return share.view(batch, tokens, 1, 1, 1)
+
+
+def _entropy_pull(ctx: Any, p: Tensor, a: Tensor, centred: Tensor, x: Tensor, share: Tensor) -> Tensor:
+    """dL/dscores through u_tj = p_tj (a_tj - sum_l p_tl a_tl) share, given x = share dL/du: through p and through the
+    slopes a of p-."""
+    keys, _, _, halves, _, mean, _ = ctx.saved_tensors
+    inner = (x * p).sum(-1, keepdim=True)
+    by_p = x * centred - inner * a
+    by_slope = marginal_of(p * (x - inner), halves, None, len(keys), keys.shape[-2], raw=True)[0]
+    by_mean = by_slope * (1 / (mean + FLOOR) + FLOOR / (mean + FLOOR).square())
+    by_p = by_p + share * _at(by_mean, halves)
+    return p * (by_p - (p * by_p).sum(-1, keepdim=True))

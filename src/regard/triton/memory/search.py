@@ -1,0 +1,230 @@
+"""The nearest sub-keys of every half of a query, exactly, without a tensor of all scores (Lample et al. 2019, section
+3.1; the score of equation 21 of the fast-weight product-key-memory paper).
+
+A first pass ranks all n sub-keys by 2 q.K - |K|^2 (or q.K) from products of tiles, in float32 with a known bound on
+its error, and keeps the best 2 k or more of them in registers, as one integer each: a score whose last bits are the
+key's number. What survives is then measured anew, squared differences (or products) added up in float64 and rounded to
+float32 once, and sorted; of equals the lowest number comes first. Where the bound does not exclude that a key that was
+left out is as good as the k-th best (keys that lie closely together, or twice), the rows of the block measure all keys
+that way. So what comes out depends on no product's precision.
+
+Legend: B batch, T tokens, H heads, n sub-keys of a half, k selected, d width of a half; a set is a head and a half.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.blocks import LENGTHS
+from ..runtime.launch import launch
+from ..runtime.tiles import Tiles, TileTable
+
+TABLE = TileTable("memory_search", {(1 << 20, 4): Tiles(16, 64, 8, 3)}, (Tiles(16, 64, 4, 2), Tiles(32, 64, 8, 3)))
+GAPS = 2048
+"""Numbers of differences that a program holds at once."""
+
+
+@triton.jit
+def _ordered(x):
+    """float32 as int32 of the same order."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _float(bits):
+    """What `_ordered` was given."""
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _measured(
+    q_row, keys, index, there, d, DISTANCE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, FINE: tl.constexpr
+):  # fmt: skip
+    """Of keys `index` [R, M]: squared distances, or minus products, in float64, infinite where not `there`."""
+    total = tl.zeros((R, M), tl.float64)
+    at = tl.arange(0, FINE)
+    for start in range(0, d, FINE):
+        inside = start + at < d
+        q = tl.load(q_row[:, None] + (start + at)[None, :], mask=inside[None, :], other=0.0).to(tl.float64)
+        key = tl.load(
+            keys + index[:, :, None] * d + (start + at)[None, None, :],
+            mask=there[:, :, None] & inside[None, None, :],
+            other=0.0,
+        ).to(tl.float64)
+        if DISTANCE:
+            gap = q[:, None, :] - key
+            total += tl.sum(gap * gap, 2)
+        else:
+            total -= tl.sum(q[:, None, :] * key, 2)
+    return tl.where(there, total, float("inf"))
+
+
+@triton.jit
+def _packed(measure, index):
+    """int64 of the order of (measure rounded to float32, index)."""
+    return (_ordered(measure.to(tl.float32)).to(tl.int64) << 32) | index.to(tl.int64)
+
+
+@triton.jit
+def _rough(
+    q_row, keys, start, n, d, most, DISTANCE: tl.constexpr, R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr
+):  # fmt: skip
+    """Scores [R, KT] of the keys from `start` on, larger being nearer, up to their error; the largest |K|^2 so far."""
+    at, own = tl.arange(0, DT), start + tl.arange(0, KT)
+    dots, squares = tl.zeros((R, KT), tl.float32), tl.zeros((KT,), tl.float32)
+    for j in range(0, d, DT):
+        inside = j + at < d
+        q = tl.load(q_row[:, None] + (j + at)[None, :], mask=inside[None, :], other=0.0)
+        key = tl.load(keys + own[:, None] * d + (j + at)[None, :], mask=(own < n)[:, None] & inside[None, :], other=0.0)
+        dots = tl.dot(q, tl.trans(key), dots, input_precision="tf32x3")
+        squares += tl.sum(key * key, 1)
+    if DISTANCE:
+        dots = 2.0 * dots - squares[None, :]
+    return tl.where((own < n)[None, :], dots, -float("inf")), tl.maximum(most, tl.max(squares, 0))
+
+
+@triton.jit
+def _survivors(
+    q_row, keys, n, d,
+    DISTANCE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """M of the best by rough scores: int32 [R, M], a score's high bits before LOW bits of n's complement; the best of
+    all others [R]; and the largest |K|^2. Every KT-th key meets the same four places, of which the best stay: the k
+    best of a row are hardly ever five in one."""
+    none: tl.constexpr = -(2**31)
+    a = tl.full((R, KT), none, tl.int32)
+    b, c, e, out = a, a, a, a
+    most = 0.0
+    for start in range(0, n, KT):
+        scores, most = _rough(q_row, keys, start, n, d, most, DISTANCE, R, KT, DT)
+        number = (1 << LOW) - 1 - (start + tl.arange(0, KT))
+        x = ((_ordered(scores) >> LOW) << LOW) | number[None, :]
+        x, a = tl.minimum(a, x), tl.maximum(a, x)
+        x, b = tl.minimum(b, x), tl.maximum(b, x)
+        x, c = tl.minimum(c, x), tl.maximum(c, x)
+        x, e = tl.minimum(e, x), tl.maximum(e, x)
+        out = tl.maximum(out, x)
+    found = tl.full((R, M), none, tl.int32)
+    for j in range(M):
+        top = tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, e)), 1)
+        found = tl.where(tl.arange(0, M)[None, :] == j, top[:, None], found)
+        a, b = tl.where(a == top[:, None], none, a), tl.where(b == top[:, None], none, b)
+        c, e = tl.where(c == top[:, None], none, c), tl.where(e == top[:, None], none, e)
+    left = tl.maximum(tl.maximum(tl.maximum(a, b), tl.maximum(c, e)), out)
+    return found, tl.max(left, 1), most
+
+
+@triton.jit
+def _least(one, other, K: tl.constexpr, R: tl.constexpr, M: tl.constexpr):
+    """The K least of [R, M] twice, ascending, in the first places of [R, M]; no number stands there twice."""
+    none: tl.constexpr = 9223372036854775807
+    best = tl.full((R, M), none, tl.int64)
+    for j in range(K):
+        top = tl.minimum(tl.min(one, 1), tl.min(other, 1))
+        best = tl.where(tl.arange(0, M)[None, :] == j, top[:, None], best)
+        one, other = tl.where(one == top[:, None], none, one), tl.where(other == top[:, None], none, other)
+    return best
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _search(
+    query, sub_keys, halves, scores, rows, tokens, n, d, stride_b, stride_t, stride_h, stride_m, eps,
+    H: tl.constexpr, K: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, DISTANCE: tl.constexpr, ROUGH: tl.constexpr,
+    R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
+    member, memory = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    row = tl.minimum(row, rows - 1)  # those past the end do the last one again
+    token = memory * rows + row
+    q_row = query + (token // tokens) * stride_b + (token % tokens) * stride_t
+    q_row += (member // 2) * stride_h + (member % 2) * d
+    sub_keys += memory * stride_m + member.to(tl.int64) * n * d
+    place = tl.arange(0, M)
+    last = tl.full((R, M), 9223372036854775807, tl.int64)
+    whole = not ROUGH
+    best = last
+    if ROUGH:
+        found, left, most = _survivors(q_row, sub_keys, n, d, DISTANCE, R, M, LOW, KT, DT)
+        index = (1 << LOW) - 1 - (found & ((1 << LOW) - 1))
+        measure = _measured(q_row, sub_keys, index, index < n, d, DISTANCE, R, M, FINE)
+        best = _least(_packed(measure, index), last, K, R, M)
+        square = tl.zeros((R,), tl.float64)
+        for j in range(0, d, FINE):
+            inside = j + tl.arange(0, FINE) < d
+            q = tl.load(q_row[:, None] + (j + tl.arange(0, FINE))[None, :], mask=inside[None, :], other=0.0)
+            square += tl.sum(q.to(tl.float64) * q.to(tl.float64), 1)
+        worst = _float(((left >> LOW) + 1) << LOW)  # rounded up
+        kth = tl.sum(tl.where(place[None, :] == K - 1, best, 0), 1)
+        kth = _float((kth >> 32).to(tl.int32))
+        # what no key that was left out can exceed: its rough score and the error of the products
+        grain = (d + 16) * 2.0**-21
+        reach = tl.sqrt(square.to(tl.float32) * most)
+        error = tl.abs(kth) * 2.0**-21
+        if DISTANCE:
+            safe = (square - kth).to(tl.float32) > worst + error + grain * (2.0 * reach + most)
+        else:
+            safe = -kth > worst + error + grain * reach
+        whole = tl.min(safe.to(tl.int32), 0) == 0
+    if whole:
+        best = last
+        for start in range(0, n, M):
+            index = tl.zeros((R, M), tl.int32) + (start + place)[None, :]
+            measure = _measured(q_row, sub_keys, index, index < n, d, DISTANCE, R, M, FINE)
+            packed = tl.where(index < n, _packed(measure, index), 9223372036854775807)
+            best = _least(best, packed, K, R, M)
+    index = (best & 0xFFFFFFFF).to(tl.int32)
+    measure = _float((best >> 32).to(tl.int32))
+    score = -measure
+    if DISTANCE:
+        score = -tl.log(eps + measure)
+    to = (token * H * 2 + member)[:, None] * K + place[None, :]
+    tl.store(halves + to, index.to(tl.int64), mask=(place < K)[None, :])
+    tl.store(scores + to, score, mask=(place < K)[None, :])
+
+
+def bytes_of(flags: Tensor) -> Tensor:
+    """Booleans as the bytes that they are, contiguous: kernels then read and write numbers."""
+    return flags.contiguous().view(torch.uint8)
+
+
+def best_halves(query: Tensor, keys: Tensor, k: int, eps: float, *, distance: bool) -> tuple[Tensor, Tensor]:
+    """The k best sub-keys of each half.
+
+    Args:
+        query: float32 [B, T, H, Dk], the last axis contiguous.
+        keys: float32 [M, H, 2, n, Dk/2], M = B, or 1 for all sequences.
+        k: from 1 to n. eps: added to squared distances.
+        distance: scores -log(eps + |q - K|^2), else q.K.
+
+    Returns:
+        (scores float32 [B, T, H, 2, k], best first; index int64 of the same shape).
+
+    Cost: 2 B T H n Dk multiplications, k float64 differences a row and key kept; one launch.
+    """
+    (batch, tokens, heads, width), (memories, n) = query.shape, (keys.shape[0], keys.shape[3])
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    if not keys[:1].is_contiguous():
+        keys = keys.contiguous()
+    halves = torch.empty(batch, tokens, heads, 2, k, dtype=torch.int64, device=query.device)
+    scores = torch.empty(halves.shape, dtype=torch.float32, device=query.device)
+    rows = batch * tokens // max(1, memories)
+    kept = max(16, triton.next_power_of_2(k + 4))
+    low = max(1, (n - 1).bit_length())
+
+    def run(tiles: Tiles) -> None:
+        kt = tiles.keys if k <= 8 else 2 * tiles.keys
+        grid = (triton.cdiv(rows, tiles.rows), heads * 2, memories)
+        launch(
+            _search, grid, query, keys, halves, scores, rows, tokens, n, width // 2,
+            query.stride(0), query.stride(1), query.stride(2), keys.stride(0) if memories > 1 else 0, eps,
+            tiles=tiles, H=heads, K=k, M=kept, LOW=low, DISTANCE=distance,
+            ROUGH=n > kept, R=tiles.rows, KT=kt, DT=32, FINE=max(2, GAPS // (tiles.rows * kept)),
+        )  # fmt: skip
+
+    run(TABLE.pick(width // 2, query.dtype, run))
+    return scores, halves

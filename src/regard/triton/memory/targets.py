@@ -1,0 +1,191 @@
+"""What the tokens of a chunk are written with: errors against the next token's value, and by how much each moves its
+slots (`fast_weight_rules`).
+
+Legend: R streams of L tokens, M memories (R, or 1 for all), P tokens of a memory, H heads, k slots a head, K = H k, Dv
+width of a value.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.blocks import LENGTHS
+from ..runtime.launch import launch
+from ..runtime.tiles import Tiles, TileTable
+from .operators import RULES
+from .search import bytes_of
+
+ERRORS = TileTable("memory_errors", {(1 << 20, 4): Tiles(rows=16, keys=128, warps=4, stages=2)})
+SHARES = TileTable("memory_shares", {(1 << 20, 4): Tiles(rows=32, warps=4, stages=1)})
+NORMALIZED, REFERENCE = tl.constexpr(RULES["normalized"]), tl.constexpr(RULES["reference"])
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _errors(
+    read, value, following, good, good_next, errors, written, place, length,
+    stride_r, stride_t, stride_n,
+    D: tl.constexpr, AHEAD: tl.constexpr, BORDER: tl.constexpr, GOOD: tl.constexpr, GOOD_NEXT: tl.constexpr,
+    R: tl.constexpr, OT: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """v^ - target of a block of tokens of one stream. A target is the value of the next good token: `place` says which,
+    the length standing for the one that follows the chunk."""
+    stream = tl.program_id(1).to(tl.int64)
+    mine = tl.program_id(0) * R + tl.arange(0, R)
+    inside = mine < length
+    own = inside
+    if GOOD:
+        own = inside & (tl.load(good + stream * length + mine, mask=inside, other=0) != 0)
+    at = mine
+    there = own
+    if AHEAD:
+        at = tl.full((R,), 2147483647, tl.int32)
+        for start in range(0, length, OT):
+            other = start + tl.arange(0, OT)
+            fine = other < length
+            if GOOD:
+                fine = fine & (tl.load(good + stream * length + other, mask=fine, other=0) != 0)
+            later = fine[None, :] & (other[None, :] > mine[:, None])
+            at = tl.minimum(at, tl.min(tl.where(later, other[None, :], 2147483647), 1))
+        if BORDER:
+            end = length
+            if GOOD_NEXT:
+                end = tl.where(tl.load(good_next + stream) != 0, length, 2147483647)
+            at = tl.minimum(at, end)
+        there = own & (at <= length)
+        at = tl.where(there, at, 0)
+    to = stream * length + mine
+    tl.store(place + to, at.to(tl.int64), mask=inside)
+    tl.store(written + to, there.to(tl.uint8), mask=inside)
+    for start in range(0, D, DT):
+        column = start + tl.arange(0, DT)
+        fits = there[:, None] & (column < D)[None, :]
+        seen = tl.load(read + to[:, None] * D + column[None, :], mask=fits, other=0.0)
+        here = (at < length)[:, None]
+        from_chunk = value + stream * stride_r + at[:, None].to(tl.int64) * stride_t + column[None, :]
+        target = tl.load(from_chunk, mask=fits & here, other=0.0)
+        if AHEAD and BORDER:
+            from_next = following + stream * stride_n + column[None, :] + at[:, None] * 0
+            target += tl.load(from_next, mask=fits & ~here, other=0.0)
+        all_ = inside[:, None] & (column < D)[None, :]
+        tl.store(errors + to[:, None] * D + column[None, :], seen - target, mask=all_)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _shares(
+    weights, slots, gate, counted, written, shares, tokens, rate, stride_g,
+    H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RULE: tl.constexpr, GATE: tl.constexpr, COUNTED: tl.constexpr,
+    R: tl.constexpr,
+):  # fmt: skip
+    """rate g_t w_tj step_t of a block of tokens of one memory, 0 where nothing is written."""
+    memory = tl.program_id(1).to(tl.int64)
+    row, place = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, KP)
+    inside = row < tokens
+    token = memory * tokens + row
+    part = token[:, None] * K + place[None, :]
+    fits = inside[:, None] & (place < K)[None, :]
+    weight = tl.load(weights + part, mask=fits, other=0.0)
+    step = tl.zeros((R,), tl.float32) + rate
+    if RULE == NORMALIZED:
+        if H == 1:
+            step = rate / tl.where(inside, tl.sum(weight * weight, 1), 1.0)
+        else:  # the weight that all heads together give a slot, for each of its entries
+            slot = tl.load(slots + part, mask=fits, other=-1)
+            own = tl.zeros((R,), tl.float32)
+            for j in range(K):
+                mine = tl.load(slots + token * K + j, mask=inside, other=-1)
+                same = (slot == mine[:, None]) & fits
+                total = tl.sum(tl.where(same, weight, 0.0), 1)
+                alone = tl.load(weights + token * K + j, mask=inside, other=0.0)
+                own += alone * total / tl.maximum(tl.sum(same.to(tl.float32), 1), 1.0)
+            step = rate / tl.where(inside, own, 1.0)
+    if RULE == REFERENCE:
+        pairs, read = 0, 0
+        for start in range(0, tokens, 1024):
+            at = start + tl.arange(0, 1024)
+            pairs += tl.sum(tl.load(written + memory * tokens + at, mask=at < tokens, other=0).to(tl.int32), 0)
+            if COUNTED:
+                read += tl.sum(tl.load(counted + memory * tokens + at, mask=at < tokens, other=0).to(tl.int32), 0)
+        if not COUNTED:
+            read = tokens
+        step += rate * (K * tl.cast(read, tl.float32) / tl.maximum(pairs, 1).to(tl.float32) - 1.0)
+    if GATE:
+        step = step * tl.load(gate + memory * stride_g + row, mask=inside, other=0.0)
+    fine = tl.load(written + token, mask=inside, other=0) != 0
+    tl.store(shares + part, tl.where(fine[:, None], step[:, None] * weight, 0.0), mask=fits)
+
+
+def errors_of(
+    read: Tensor,
+    value: Tensor,
+    following: Tensor | None,
+    good: Tensor | None,
+    good_next: Tensor | None,
+    look_ahead: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Errors of the tokens of a chunk.
+
+    Args:
+        read: float32 [R, L, Dv]. value: float32 [R, L, Dv], the last axis contiguous.
+        following: float32 [R, 1, Dv], the value of the token after the chunk, or None where nothing is bound to it.
+        good: bool [R, L], good_next: bool [R, 1]; None: all are.
+        look_ahead: targets are the next good token's values, else the token's own.
+
+    Returns:
+        (errors float32 [R, L, Dv], 0 where nothing is written; written bool [R, L]; place int64 [R, L] of the target,
+        L for the following one). One launch.
+    """
+    streams, length, width = read.shape
+    read, value = read.contiguous(), value if value.stride(-1) == 1 else value.contiguous()
+    errors = torch.empty_like(read)
+    written = torch.empty(streams, length, dtype=torch.bool, device=read.device)
+    place = torch.empty(streams, length, dtype=torch.int64, device=read.device)
+    border = following is not None
+    after = value if following is None else following if following.stride(-1) == 1 else following.contiguous()
+
+    def run(tiles: Tiles) -> None:
+        launch(
+            _errors, (triton.cdiv(length, tiles.rows), streams), read, value, after,
+            read if good is None else bytes_of(good), read if good_next is None else bytes_of(good_next), errors,
+            bytes_of(written), place, length, value.stride(0), value.stride(1), after.stride(0),
+            tiles=tiles, D=width, AHEAD=look_ahead, BORDER=border, GOOD=good is not None,
+            GOOD_NEXT=good_next is not None, R=tiles.rows, OT=tiles.keys, DT=min(128, triton.next_power_of_2(width)),
+        )  # fmt: skip
+
+    run(ERRORS.pick(width, read.dtype, run))
+    return errors, written, place
+
+
+def shares_of(
+    weights: Tensor,
+    slots: Tensor,
+    gate: Tensor | None,
+    counted: Tensor | None,
+    written: Tensor,
+    rule: str,
+    rate: float,
+) -> Tensor:
+    """rate g_t w_tj step_t, float32 [M, P, H, k].
+
+    Args:
+        weights: float32 [M, P, H, k]; slots: int64, likewise; gate: float32 [M, P] or None for 1.
+        counted, written: bool [M, P]; counted None: all. rule: of `RULES`.
+    """
+    memories, tokens, heads, k = weights.shape
+    weights, slots = weights.contiguous(), slots.contiguous()
+    gate = gate if gate is None or gate.stride(-1) == 1 else gate.contiguous()
+    shares = torch.empty_like(weights)
+
+    def run(tiles: Tiles) -> None:
+        launch(
+            _shares, (triton.cdiv(tokens, tiles.rows), memories), weights, slots, weights if gate is None else gate,
+            bytes_of(written if counted is None else counted), bytes_of(written), shares, tokens, rate,
+            0 if gate is None else gate.stride(0),
+            tiles=tiles, H=heads, K=heads * k, KP=triton.next_power_of_2(heads * k), RULE=RULES[rule],
+            GATE=gate is not None, COUNTED=counted is not None, R=tiles.rows,
+        )  # fmt: skip
+
+    run(SHARES.pick(heads * k, weights.dtype, run))
+    return shares

@@ -1,0 +1,304 @@
+"""Values of memories as whole tables that are written in place, for kernels: a `SlotValues`. A store is a version of
+its table (`memory_versions`), so that it stays what it was when another one goes on from it.
+
+Legend: as in `slot_values`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ... import precision
+from ...checks import ArgumentError, require, shape
+from ...memory.product_key import Dot, InverseDistance, SlotScore
+from ...memory.stores.slot_values import slot_values
+from ..runtime.finite import clean
+from ..runtime.support import DTYPES, GRID, MISSING, unsupported_device
+from .operators import order_of, written
+from .versions import Anchor, Dense, Read, Rows, Version, Write
+
+if TYPE_CHECKING:
+    from ...memory.fast_weight_state import Tokens
+    from ...memory.fast_weight_stream import How, Looked
+
+CALL = "TableValues"
+MOST_KEYS, MOST_PAIRS = 4096, 8192
+"""Sub-keys of a half, and heads times the square of k (both up to a power of two), that kernels hold at once."""
+
+
+@slot_values.register("triton", "table")
+@dataclass(frozen=True, eq=False)
+class TableValues:
+    """M tables of values that kernels write in place: a `SlotValues`, on CUDA devices.
+
+    Attributes:
+        version: of which table and when.
+        base: [N, Dv], as it is stored.
+        token: what stands for everything that was written in autograd's graph; None: no gradient flows through it.
+
+    Precision: stored in float32 or bfloat16; sums and gradients are float32.
+    Derivatives: once.
+    Cost: the first write copies the tables (M N Dv numbers). Then a read takes one launch and O(P K Dv) time, a write
+    two launches and O(P K (P K + Dv)) (beyond 8192 entries a sort), memory P K Dv numbers of log as long as an older
+    version or a graph is kept; a backward pass M N Dv float32 numbers, once. `reset`, `select`, `repeat`, `clone` and
+    `detach(rows)` copy tables. No device is waited for.
+    """
+
+    version: Version
+    base: Tensor
+    token: Tensor | None
+
+    @classmethod
+    def start(cls, base: Tensor, memories: int, dtype: torch.dtype | None = None) -> TableValues:
+        """`memories` tables equal to `base` [N, Dv], which is copied at the first write.
+
+        Raises:
+            ArgumentError: a device or dtype on which no kernel runs.
+        """
+        reason = cls.refuses(base, dtype)
+        require(reason is None, CALL, f"impl='triton' {reason}. impl='sparse' and 'reference' can.")
+        return cls._begun(base.to(dtype or base.dtype), memories)
+
+    @classmethod
+    def refuses(
+        cls,
+        base: Tensor,
+        dtype: torch.dtype | None = None,
+        query: Tensor | None = None,
+        keys: Tensor | None = None,
+        top_k: int = 1,
+        kind: SlotScore | None = None,
+    ) -> str | None:
+        """None where kernels do all that these need, else why not: values [N, Dv] stored as `dtype`, query [B, T, H,
+        Dk], keys [H, 2, n, Dk/2]."""
+        if MISSING is not None:
+            return MISSING
+        reason = unsupported_device(base.device.type)
+        if reason is not None:
+            return reason
+        stored = dtype or base.dtype
+        if stored not in DTYPES:
+            return f"stores values in float32 and bfloat16; these are {stored}"
+        for name, x in {"query": query, "keys": keys}.items():
+            if x is not None and x.dtype == torch.float64:
+                return f"computes in float32; {name} is {x.dtype}"
+        if kind is not None and type(kind) not in (InverseDistance, Dot):
+            return f"knows the scores 'idw' and 'dot', not {type(kind).__name__}"
+        if keys is not None and keys.shape[-2] > MOST_KEYS:
+            return f"looks through at most {MOST_KEYS} sub-keys of a half; these are {keys.shape[-2]}"
+        heads = 1 if keys is None else keys.shape[-4]
+        pairs = (1 << (heads - 1).bit_length()) * 4 ** (top_k - 1).bit_length()
+        if pairs > MOST_PAIRS:
+            return f"joins at most {MOST_PAIRS} pairs of a token; top_k={top_k} with {heads} heads makes {pairs}"
+        sets = 2 * heads * (1 if query is None else len(query))
+        if sets > GRID:
+            return f"takes at most {GRID} sets of sub-keys at once; two halves of {heads} heads of every row are {sets}"
+        return None
+
+    @classmethod
+    def prefers(cls, base: Tensor, *others: Any) -> bool:
+        """Whether impl="auto" takes this store: on CUDA devices, where kernels do all that is needed."""
+        return base.device.type == "cuda" and cls.refuses(base, *others) is None
+
+    @classmethod
+    def _begun(cls, base: Tensor, memories: int) -> TableValues:
+        version = Version(base.detach().contiguous().expand(memories, *base.shape), borrowed=True)
+        return cls(version, base, None)._anchored(base.expand(memories, *base.shape))
+
+    @classmethod
+    def _made(cls, table: Tensor, base: Tensor) -> TableValues:
+        """A store of tables [M, N, Dv] that nobody else holds."""
+        return cls(Version(table.detach().contiguous()), base, None)._anchored(table)
+
+    def _anchored(self, table: Tensor) -> TableValues:
+        """The store whose gradients reach `table`."""
+        if not (torch.is_grad_enabled() and table.requires_grad):
+            return self
+        return replace(self, token=Anchor.apply(table, self.version))
+
+    @property
+    def memories(self) -> int:
+        """M."""
+        return self.version.table.shape[0]
+
+    @property
+    def slots(self) -> int:
+        """N."""
+        return self.base.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Dv."""
+        return self.base.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """The memory of tables and base, without logs, which older stores hold."""
+        parts = (self.base,) if self.version.borrowed else (self.version.table, self.base)
+        return sum(x.numel() * x.element_size() for x in parts)
+
+    def read(self, weights: Tensor, slots: Tensor) -> Tensor:
+        """sum over j of weights_pj V[slots_pj], [M, P, Dv], of weights and slots [M, P, K]."""
+        if torch.compiler.is_compiling():
+            return (weights[..., None] * self._plain(slots)).sum(-2)
+        return self.mixed(weights.float(), slots, None)[0]
+
+    def mixed(
+        self,
+        weights: Tensor,
+        slots: Tensor,
+        good: Tensor | None,
+        value: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`read`, and its mix with `value` [B, T, Dv] by `gate` [B, T] (None: the sum), None without a value; both 0
+        for tokens that are not `good` (bool [M, P]). Weights are float32."""
+        self._require_device()
+        return Read.apply(weights, self.token, self.version, slots, good, value, gate)
+
+    def rows(self, slots: Tensor) -> Tensor:
+        """V[slots] [M, P, K, Dv]."""
+        if torch.compiler.is_compiling() or self.token is None:
+            return self._plain(slots)
+        return Rows.apply(self.token, self.version, slots)
+
+    def _plain(self, slots: Tensor) -> Tensor:
+        first = torch.arange(self.memories, device=slots.device)[:, None, None]
+        return self.version.rooted()[first, slots].float()
+
+    def write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None) -> TableValues:
+        """As in `SlotValues.write`; counted None: all are."""
+        self._require_device()
+        shares, errors = shares.float(), errors.float()
+        recorded = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (shares, errors, self.token)
+        )
+        new, count = self._write(slots, shares.detach(), errors.detach(), counted)
+        if not recorded:
+            return replace(self, version=new, token=None)
+        token = Write.apply(shares, errors, self.token, self.version, new, slots, count, counted)
+        return replace(self, version=new, token=token)
+
+    @torch.no_grad()
+    def _write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None) -> tuple[Version, Tensor]:
+        """The version after the write, and N_i of every entry [M, P, K]."""
+        (ordered, entries, count), before = order_of(slots, counted, self.slots), self.version
+        table, log = before.rooted(), None
+        if before.borrowed:
+            table = table.clone(memory_format=torch.contiguous_format)
+        else:
+            log = torch.empty(len(table), ordered.shape[1], self.width, dtype=table.dtype, device=table.device)
+        written(table, ordered, entries, shares, errors, log)
+        after = Version(table)
+        if log is not None:
+            before.follow(after, ordered, log)
+        return after, count.view(slots.shape)
+
+    def clean(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`precision.clean` by a kernel: `fast_weight_stream.Rounds`."""
+        kernel = x.dtype == torch.float32 and unsupported_device(x.device.type) is None
+        return clean(x) if kernel else precision.clean(x)
+
+    def looked(self, how: How, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
+        """What tokens find and read, by kernels: `fast_weight_stream.Rounds`."""
+        from .rounds import looked
+
+        return looked(self, how, keys, tokens)
+
+    def rewritten(
+        self, how: How, keys: Tensor, tokens: Tokens, following: dict[str, Tensor] | None
+    ) -> tuple[Tensor, TableValues] | None:
+        """Keys and values after a write, by kernels: `fast_weight_stream.Rounds`."""
+        from .rounds import rewritten
+
+        return rewritten(self, how, keys, tokens, following)
+
+    def reset(self, rows: Tensor) -> TableValues:
+        """The memories `rows` (bool [M]) begun anew."""
+        return self._made(torch.where(rows.to(self.base.device)[:, None, None], self.base, self.dense()), self.base)
+
+    def detach(self, rows: Tensor | None = None) -> TableValues:
+        """The same numbers; through the memories `rows` (bool [M]; None: all) no gradient flows any more."""
+        if rows is None:
+            return replace(self, token=None, base=self.base if self.base.is_leaf else self.base.detach())
+        if self.token is None:
+            return self
+        table = self.dense()
+        return self._made(torch.where(rows.to(table.device)[:, None, None], table.detach(), table), self.base)
+
+    def clone(self) -> TableValues:
+        """A copy with a table of its own; gradients flow through it."""
+        return self._made(self.dense(), self.base.clone())
+
+    def select(self, indices: Tensor) -> TableValues:
+        """The memories `indices`, integers in that order or flags [M]: a copy of their tables."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        index = indices.to(self.base.device)
+        return self._copied(len(index), lambda table: table[index])
+
+    def repeat(self, n: int) -> TableValues:
+        """Every memory `n` times in a row: a copy of their tables."""
+        return self._copied(self.memories * n, lambda x: x[:, None].expand(-1, n, -1, -1).flatten(0, 1))
+
+    def _copied(self, memories: int, pick: Callable[[Tensor], Tensor]) -> TableValues:
+        if not self.version.borrowed:
+            return self._made(pick(self.dense()), self.base)
+        begun = self._begun(self.base, memories)
+        return begun if self.token is not None else replace(begun, token=None)
+
+    def written(self) -> Tensor:
+        """How many rows of each memory differ from the base, int64 [M]."""
+        return (self.version.rooted() != self.base).any(-1).sum(-1)
+
+    def dense(self) -> Tensor:
+        """All values [M, N, Dv], a copy."""
+        if self.token is None:
+            return self.version.rooted().clone(memory_format=torch.contiguous_format)
+        return Dense.apply(self.token, self.version)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """values [M, N, Dv] and base [N, Dv]."""
+        return {"values": self.dense(), "base": self.base.contiguous()}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> TableValues:
+        """The store that `to_tensors` wrote, on whatever device; only on CUDA devices it can be read and written.
+
+        Raises:
+            ArgumentError: a tensor is missing or unknown, or shapes do not fit.
+        """
+        call = f"{CALL}.from_tensors"
+        require(
+            set(tensors) == {"values", "base"},
+            call,
+            f"got {', '.join(sorted(tensors)) or 'nothing'}, expected base, values; give what to_tensors() wrote.",
+        )
+        values, base = tensors["values"], tensors["base"]
+        fit = values.dim() == 3 and values.shape[1:] == base.shape
+        if not (fit and values.dtype == base.dtype and base.dtype in DTYPES):
+            raise ArgumentError(
+                f"{call}: values {shape(values)} ({values.dtype}) and base {shape(base)} ({base.dtype}), expected "
+                f"[M, N, Dv] and [N, Dv] of one dtype, torch.float32 or torch.bfloat16."
+            )
+        return cls._made(values.clone(memory_format=torch.contiguous_format), base)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableValues:
+        """A store with a table of its own, without gradients; it shares the base unless that is copied too."""
+        table = self.version.rooted().clone(memory_format=torch.contiguous_format)
+        return TableValues(Version(table), memo.get(id(self.base), self.base), None)
+
+    def __reduce__(self) -> Any:
+        return TableValues.from_tensors, ({name: x.detach() for name, x in self.to_tensors().items()},)
+
+    def _require_device(self) -> None:
+        reason = unsupported_device(self.base.device.type)
+        if reason is not None:
+            raise ArgumentError(
+                f"{CALL}: impl='triton' {reason}; move the state to a CUDA device, or begin with impl='sparse'."
+            )

@@ -1,0 +1,233 @@
+"""Versions of a table of values that is written in place, and how gradients go through them.
+
+A write overwrites the rows that it changes and logs what stood there. The newest version is what the table holds, and
+of every older one a log leads to the next newer. Reading an older version swaps logs and rows on the way, after which
+the table holds that version, and the logs lead back to the others (Baker 1991, shallow binding). So every version stays
+what it was, a backward pass restores the rows of each chunk by going back through the versions, and two that go on from
+one are both right; going from one to the other costs the rows between them.
+
+Gradients by the rows of a version are summed up in one table while a backward pass is under way. Every write makes a
+number of no value, the token, that later reads and writes take, so that autograd reaches the write after all of those;
+it hands the table of gradients on to the version before, as it is: with U = dL/dV' of the rows after the write,
+
+    dL/dshare_pj = -U_i . e_p / N_i (i = slots_pj),    dL/de_p = -sum_j share_pj U_i / N_i,    dL/dV_i = U_i.
+
+Legend: as in `slot_values`; E = P K entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from ...memory.stores.overlay_pool import first_order
+from .operators import mixed_rows, order_of, picked_rows, pulled_rows, swapped, written
+
+
+class Version:
+    """What one table of values was, is or will be again.
+
+    Attributes:
+        table: [M, N, Dv], which versions share.
+        link: None where the table holds this version now; otherwise another version, nearer to that one, with slots
+            [M, E] and a log [M, E, Dv] of the rows by which the two differ, as this version has them.
+        borrowed: the table is somebody else's, and not written.
+        older: the version from which this one was written, as long as anybody keeps that.
+        logged: the bytes of the logs that lead here, of older versions that were kept.
+    """
+
+    __slots__ = ("__weakref__", "_gradient", "_pass", "borrowed", "link", "logged", "older", "table")
+
+    def __init__(self, table: Tensor, *, borrowed: bool = False) -> None:
+        self.table, self.borrowed = table, borrowed
+        self.link: tuple[Version, Tensor, Tensor] | None = None
+        self.older: ref[Version] | None = None
+        self.logged = 0
+        self._gradient: Tensor | None = None
+        self._pass = -1
+
+    def rooted(self) -> Tensor:
+        """The table, holding this version."""
+        path: list[Version] = [self]
+        while (link := path[-1].link) is not None:
+            path.append(link[0])
+        for version in reversed(path[:-1]):
+            assert version.link is not None
+            newer, slots, log = version.link
+            swapped(self.table, slots, log)
+            newer.link, version.link = (version, slots, log), None
+        return self.table
+
+    def follow(self, newer: Version, slots: Tensor, log: Tensor) -> None:
+        """Lead to a version that was just written from this one, over this one's table. The oldest version gets a table
+        of its own when the logs on the way to it are larger than that."""
+        self.link, newer.older = (newer, slots, log), ref(self)
+        kept = self.older is not None and self.older() is not None  # else the logs before this one are gone, too
+        newer.logged = kept * self.logged + log.numel() * log.element_size()
+        if newer.logged > self.table.numel() * self.table.element_size():
+            oldest: Version | None = self
+            while oldest is not None and oldest.table is self.table:
+                last, oldest = oldest, None if oldest.older is None else oldest.older()
+            last.settle()
+            newer.logged = 0
+
+    def settle(self) -> None:
+        """Go on in a table of its own."""
+        path: list[Version] = [self]
+        while (link := path[-1].link) is not None:
+            path.append(link[0])
+        table = self.table.clone()
+        for version in reversed(path[:-1]):
+            assert version.link is not None
+            _, slots, log = version.link
+            swapped(table, slots, log, keep=True)
+        self.table, self.link = table, None
+        path[1].older = None
+
+    def gradient(self) -> Tensor:
+        """The gradients of this version [M, N, Dv], float32, of the backward pass that is under way."""
+        if self._gradient is None or self._pass != torch._C._current_graph_task_id():
+            self.give(torch.zeros(self.table.shape, dtype=torch.float32, device=self.table.device))
+        assert self._gradient is not None
+        return self._gradient
+
+    def give(self, gradient: Tensor) -> None:
+        """Add to the gradients; the tensor may be kept."""
+        now = torch._C._current_graph_task_id()
+        if self._gradient is None or self._pass != now:
+            self._gradient, self._pass = gradient, now
+        else:
+            self._gradient += gradient
+
+    def take(self) -> Tensor | None:
+        """The gradients, of which it keeps none; None where there were none."""
+        found = self._gradient if self._pass == torch._C._current_graph_task_id() else None
+        self._gradient = None
+        return found
+
+
+class Anchor(torch.autograd.Function):
+    """The token of stores whose tables came from a tensor [M, N, Dv] that wants a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, version: Version) -> Tensor:
+        ctx.version, ctx.dtype = version, table.dtype
+        return torch.zeros((), device=table.device)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        found = ctx.version.take()
+        return None if found is None else found.to(ctx.dtype), None
+
+
+class Read(torch.autograd.Function):
+    """Weighted sums of rows [M, P, Dv] and, where there are values [B, T, Dv], their mixes with those, else None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weights: Tensor,
+        token: Tensor | None,
+        version: Version,
+        slots: Tensor,
+        good: Tensor | None,
+        value: Tensor | None,
+        gate: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.version, mixed = version, None
+        ctx.set_materialize_grads(False)
+        if value is None:
+            read, _ = picked_rows(version.rooted(), slots, weights, None, good)
+        else:
+            read, mixed = mixed_rows(version.rooted(), slots, weights, good, value, gate)
+        ctx.save_for_backward(weights, slots, good, None if value is None else read, value, gate)
+        return read, mixed
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, upstream: Tensor | None, by_mix: Tensor | None) -> tuple[Tensor | None, ...]:
+        (weights, slots, good, read, value, gate), version = ctx.saved_tensors, ctx.version
+        own = token = by_value = by_gate = None
+        if by_mix is not None:
+            table = version.rooted()
+            own, upstream, by_value, by_gate = pulled_rows(table, slots, good, upstream, by_mix, read, value, gate)
+        elif upstream is not None and ctx.needs_input_grad[0]:
+            own = picked_rows(version.rooted(), slots, None, upstream, good)[1]
+        if upstream is not None and ctx.needs_input_grad[1]:
+            token = upstream.new_zeros(())
+            ordered, entries, _ = order_of(slots, good, version.table.shape[1])
+            written(version.gradient(), ordered, entries, weights, upstream, add=True)
+        return own, token, None, None, None, by_value, None if gate is None else by_gate
+
+
+class Rows(torch.autograd.Function):
+    """Rows themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, version: Version, slots: Tensor) -> Tensor:
+        ctx.version, ctx.slots = version, slots
+        first = torch.arange(len(slots), device=slots.device)[:, None, None]
+        return version.rooted()[first, slots].float()
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        slots = ctx.slots.flatten(1)[..., None]  # every entry a token of its own
+        ordered, entries, _ = order_of(slots, None, ctx.version.table.shape[1])
+        ones = torch.ones_like(slots, dtype=torch.float32)
+        written(ctx.version.gradient(), ordered, entries, ones, upstream.flatten(1, 2), add=True)
+        return upstream.new_zeros(()), None, None
+
+
+class Write(torch.autograd.Function):
+    """The token of a write that was done: what its backward finds by the version after it, it hands to shares, errors
+    and the version before."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shares: Tensor,
+        errors: Tensor,
+        token: Tensor | None,
+        before: Version,
+        after: Version,
+        slots: Tensor,
+        count: Tensor,
+        counted: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(shares, errors, slots, count, counted)
+        ctx.before, ctx.after = before, after
+        return shares.new_zeros(())
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        shares, errors, slots, count, counted = ctx.saved_tensors
+        found = ctx.after.take()
+        none = (None,) * 5
+        token = shares.new_zeros(()) if ctx.needs_input_grad[2] else None
+        if found is None:
+            return torch.zeros_like(shares), torch.zeros_like(errors), token, *none
+        own, dots = picked_rows(found, slots, -shares / count, errors, counted)
+        if token is not None:
+            ctx.before.give(found)
+        return -dots / count, own, token, *none
+
+
+class Dense(torch.autograd.Function):
+    """The whole tables."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, version: Version) -> Tensor:
+        ctx.version = version
+        return version.rooted().clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        ctx.version.give(upstream.to(torch.float32, copy=True, memory_format=torch.contiguous_format))
+        return upstream.new_zeros((), dtype=torch.float32), None

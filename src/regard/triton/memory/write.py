@@ -1,0 +1,211 @@
+"""Writing rows of a table in place (equations 35 and 36 of the fast-weight product-key-memory paper), without atomic
+operations: entries (token, j) are sorted by their slots, and the first of every slot does the whole row.
+
+    V_i <- V_i - (1 / N_i) sum over entries of slot i of share e_token,        N_i the entries of counted tokens
+
+What stood in a row before goes into a log, with which `swapped` takes a write back, and does it again.
+
+Legend: M tables of N rows of Dv numbers, P tokens, K slots of each, E = P K entries.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..runtime.blocks import LENGTHS
+from ..runtime.launch import launch
+from ..runtime.tiles import Tiles, TileTable
+from .search import bytes_of
+
+ORDER = TileTable("memory_order", {(1 << 20, 8): Tiles(rows=32, keys=256, warps=4, stages=2)})
+WRITE = TileTable(
+    "memory_write",
+    {(512, 4): Tiles(rows=4, keys=512, warps=4, stages=1), (1 << 20, 4): Tiles(4, 1024, 8, 1)},
+    (Tiles(2, 512, 4, 1), Tiles(8, 512, 4, 1)),
+)
+"""`rows`: entries of a slot that are under way at once; `keys`: the widest part of a row."""
+COUNTED = 8192
+"""Entries of a table up to which an entry's place is counted by looking at all others; more are sorted by torch."""
+
+
+class Order(NamedTuple):
+    """Entries by slot.
+
+    Attributes:
+        slots: int32 [M, E], ascending; N where a token is not counted.
+        entries: int32 [M, E], which of the entries stands there; those of one slot in their order.
+        count: int32 [M, E], of every entry (in the order of tokens), how many of counted tokens have its slot.
+    """
+
+    slots: Tensor
+    entries: Tensor
+    count: Tensor
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _order(
+    slots, counted, ordered, entries, count, total, n,
+    K: tl.constexpr, COUNTED: tl.constexpr, R: tl.constexpr, OT: tl.constexpr,
+):  # fmt: skip
+    memory = tl.program_id(1).to(tl.int64)
+    slots += memory * total
+    counted += memory * (total // K)
+    mine = tl.program_id(0) * R + tl.arange(0, R)
+    inside = mine < total
+    own = tl.load(slots + mine, mask=inside, other=0).to(tl.int32)
+    if COUNTED:
+        own = tl.where(tl.load(counted + mine // K, mask=inside, other=0) != 0, own, n)
+    rank, same = tl.zeros((R,), tl.int32), tl.zeros((R,), tl.int32)
+    for start in range(0, total, OT):
+        at = start + tl.arange(0, OT)
+        other = tl.load(slots + at, mask=at < total, other=0).to(tl.int32)
+        if COUNTED:
+            other = tl.where(tl.load(counted + at // K, mask=at < total, other=0) != 0, other, n)
+        other = tl.where(at < total, other, 0x7FFFFFFF)
+        equal = other[None, :] == own[:, None]
+        before = (other[None, :] < own[:, None]) | (equal & (at[None, :] < mine[:, None]))
+        rank += tl.sum(before.to(tl.int32), 1)
+        same += tl.sum(equal.to(tl.int32), 1)
+    to = memory * total
+    tl.store(ordered + to + rank, own, mask=inside)
+    tl.store(entries + to + rank, mine, mask=inside)
+    tl.store(count + to + mine, same, mask=inside)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _write(
+    table, log, slots, entries, shares, errors, total, tokens, rows,
+    K: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """The row of one slot, if this entry is its first; as above, or with ADD V_i <- V_i + sum of share e."""
+    memory = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0)
+    slots += memory * total
+    entries += memory * total
+    key = tl.load(slots + first)
+    before = tl.load(slots + first - 1, mask=first > 0, other=-1)
+    if (key < rows) & (key != before):
+        column = tl.program_id(2) * DT + tl.arange(0, DT)
+        inside = column < D
+        moved = tl.zeros((DT,), tl.float32)
+        number = 0
+        j = first
+        more = True
+        while more:
+            at = j + tl.arange(0, R)
+            mine = tl.load(slots + at, mask=at < total, other=-1) == key
+            entry = tl.load(entries + at, mask=mine, other=0)
+            share = tl.load(shares + memory * total + entry, mask=mine, other=0.0)
+            token = memory * tokens + entry // K
+            error = tl.load(
+                errors + token[:, None] * D + column[None, :], mask=mine[:, None] & inside[None, :], other=0.0
+            )
+            moved += tl.sum(share[:, None] * error, 0)
+            number += tl.sum(mine.to(tl.int32), 0)
+            j += R
+            more = tl.min(mine.to(tl.int32), 0) > 0
+        to = table + (memory * rows + key) * D + column
+        old = tl.load(to, mask=inside, other=0.0)
+        if LOG:
+            tl.store(log + (memory * total + first) * D + column, old, mask=inside)
+        if not ADD:
+            moved = -moved / tl.cast(number, tl.float32)
+        tl.store(to, (old.to(tl.float32) + moved).to(old.dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, DT: tl.constexpr):
+    """The row of one slot and what the log has of it change places, if this entry is its first; KEEP: the log stays."""
+    memory = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0)
+    slots += memory * total
+    key = tl.load(slots + first)
+    before = tl.load(slots + first - 1, mask=first > 0, other=-1)
+    if (key < rows) & (key != before):
+        column = tl.program_id(2) * DT + tl.arange(0, DT)
+        inside = column < D
+        one = table + (memory * rows + key) * D + column
+        other = log + (memory * total + first) * D + column
+        held = tl.load(one, mask=inside)
+        tl.store(one, tl.load(other, mask=inside), mask=inside)
+        if not KEEP:
+            tl.store(other, held, mask=inside)
+
+
+def order_of(slots: Tensor, counted: Tensor | None, n: int) -> Order:
+    """Entries of slots int64 [M, P, K] by slot, those of tokens that are not `counted` (bool [M, P]; None: all are)
+    behind. Cost: one launch up to `COUNTED` entries of a table, else a stable sort."""
+    memories, tokens, k = slots.shape
+    total = tokens * k
+    if total > COUNTED:
+        return _sorted(slots, counted, n)
+    slots = slots.contiguous()
+    found = [torch.empty(memories, total, dtype=torch.int32, device=slots.device) for _ in range(3)]
+
+    def run(tiles: Tiles) -> None:
+        launch(
+            _order, (triton.cdiv(total, tiles.rows), memories), slots,
+            slots if counted is None else bytes_of(counted), *found, total, n,
+            tiles=tiles, K=k, COUNTED=counted is not None, R=tiles.rows, OT=tiles.keys,
+        )  # fmt: skip
+
+    run(ORDER.pick(k, slots.dtype, run))
+    return Order(*found)
+
+
+def _sorted(slots: Tensor, counted: Tensor | None, n: int) -> Order:
+    slots = slots.to(torch.int32)
+    keys = (slots if counted is None else torch.where(counted[..., None], slots, n)).flatten(1)
+    ordered, entries = keys.sort(dim=-1, stable=True)
+    sides = (torch.searchsorted(ordered, ordered, right=side, out_int32=True) for side in (True, False))
+    count = torch.sub(*sides)
+    return Order(ordered, entries.int(), torch.empty_like(count).scatter_(1, entries, count))
+
+
+def written(
+    table: Tensor,
+    slots: Tensor,
+    entries: Tensor,
+    shares: Tensor,
+    errors: Tensor,
+    log: Tensor | None = None,
+    *,
+    add: bool = False,
+) -> None:
+    """Write rows of `table` in place.
+
+    Args:
+        table: [M, N, Dv], contiguous; float32 or bfloat16.
+        slots, entries: of an `Order`.
+        shares: float32 [M, P, K]; errors: float32 [M, P, Dv].
+        log: as `table` [M, E, Dv]: takes the rows before, each in the place of its slot's first entry. None: none.
+        add: instead, add sum share e to the rows (what a backward pass does with gradients).
+
+    Cost: one launch; reads U rows of the table and those of the errors, writes U rows of table and log, of U slots.
+    """
+    (memories, rows, width), (_, tokens, k) = table.shape, shares.shape
+
+    def run(tiles: Tiles) -> None:
+        wide = min(tiles.keys, triton.next_power_of_2(width))
+        launch(
+            _write, (tokens * k, memories, triton.cdiv(width, wide)), table, table if log is None else log,
+            slots, entries, shares.contiguous(), errors.contiguous(), tokens * k, tokens, rows,
+            tiles=tiles, K=k, D=width, ADD=add, LOG=log is not None, R=tiles.rows, DT=wide,
+        )  # fmt: skip
+
+    run(WRITE.pick(width, table.dtype))  # never timed: it changes what it works on
+
+
+def swapped(table: Tensor, slots: Tensor, log: Tensor, *, keep: bool = False) -> None:
+    """Let the rows of a write and its log change places: back before it, or there again. `keep`: the log stays as it
+    is. One launch."""
+    memories, rows, width = table.shape
+    tiles = WRITE.pick(width, table.dtype)
+    wide = min(tiles.keys, triton.next_power_of_2(width))
+    grid = (slots.shape[1], memories, triton.cdiv(width, wide))
+    launch(_swap, grid, table, log, slots, slots.shape[1], rows, tiles=tiles, D=width, KEEP=keep, DT=wide)

@@ -1,0 +1,1 @@
+"""What all kernels share: launching, tile sizes, spans of visible keys, loads."""

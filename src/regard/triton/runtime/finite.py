@@ -1,0 +1,65 @@
+"""`precision.clean` in one pass: vectors that are not finite put to zero, and which those are.
+
+Legend: N vectors of D numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .launch import launch
+from .tiles import Tiles, TileTable
+
+TABLE = TileTable(
+    "finite",
+    {
+        (64, 4): Tiles(rows=32),
+        (128, 4): Tiles(rows=16, warps=8),
+        (256, 4): Tiles(rows=8, warps=8),
+        (1 << 20, 4): Tiles(rows=2, warps=8),
+    },
+)
+
+
+def clean(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(x [..., D] with zeros for vectors that are not finite or hold numbers beyond 2^56, which those are [...])."""
+    good, bad = _clean(x)
+    return good, bad
+
+
+@torch.library.custom_op("regard::triton_clean", mutates_args=())
+def _clean(x: Tensor) -> tuple[Tensor, Tensor]:
+    from .finite_kernel import clean_kernel, next_power_of_2
+
+    good, bad = x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.bool)
+    if x.dim() != 4 or x.stride(-1) != 1:
+        x = x.contiguous().view(1, 1, -1, x.shape[-1])
+    batch, heads, length, dim = x.shape
+    tiles = TABLE.pick(dim, x.dtype)
+    grid = (-(-length // tiles.rows), batch * heads)
+    steps = [x.stride(i) if x.shape[i] > 1 else 0 for i in (0, 1)]  # of one head these would be its length
+    launch(
+        clean_kernel, grid, x, good, bad, heads, length, *steps, x.stride(2),
+        tiles=tiles, D=dim, WIDTH=next_power_of_2(dim), ROWS=tiles.rows,
+    )  # fmt: skip
+    return good, bad
+
+
+@_clean.register_fake
+def _(x):
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.bool)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _pull(ctx: Any, grad: Tensor, _: Any) -> Tensor:
+    return torch.where(ctx.saved_tensors[0][..., None], 0, grad)
+
+
+_clean.register_autograd(_pull, setup_context=_save)

@@ -1,0 +1,66 @@
+"""Where the kernels run: on a CUDA device, or in Triton's interpreter on the CPU, which is for tests."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+
+from ...pairwise.dispatch import Problem
+from .launch import watching
+
+OLDEST = (3, 6)
+"""The first Triton whose compiler takes the kernels."""
+
+
+def _missing() -> str | None:
+    if not find_spec("triton"):
+        return "needs triton, which is not installed: pip install 'regard[gpu]'"
+    try:
+        found = version("triton")
+    except PackageNotFoundError:  # under another name: whoever put it there knows which it is
+        return None
+    if tuple(map(int, found.split(".")[:2])) < OLDEST:
+        return f"needs triton >= {OLDEST[0]}.{OLDEST[1]}, installed is {found}: pip install 'regard[gpu]'"
+    return None
+
+
+MISSING = _missing()
+"""None where triton is installed, else what to do."""
+DTYPES = (torch.float32, torch.bfloat16)
+WIDEST = 256
+"""Features of keys and of values."""
+GRID = 65535
+"""Programs along the second and third axis of a grid, where kernels put heads: CUDA's limit."""
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, statement by statement; it reads the variable when it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def unsupported_device(device: str) -> str | None:
+    """None where kernels run on tensors of that device, else why not."""
+    if device == "cuda" or (device == "cpu" and (interpreted() or watching())):
+        return None
+    return f"runs on CUDA devices (on the CPU under TRITON_INTERPRET=1 alone); the tensors are on {device}"
+
+
+def unsupported(problem: Problem) -> str | None:
+    """What no attention kernel here does: None, or the reason with what is supported."""
+    device = unsupported_device(problem.device)
+    if device is not None:
+        return device
+    if problem.dtype not in DTYPES:
+        return f"computes in float32 and bfloat16; the inputs are {problem.dtype}"
+    if max(problem.dim, problem.value_dim) > WIDEST:
+        return f"holds rows of at most {WIDEST} features; these have {problem.dim} and {problem.value_dim}"
+    if problem.batch * problem.heads > GRID:
+        return f"takes at most {GRID} heads of all sequences together; there are {problem.batch * problem.heads}"
+    if problem.transformed:
+        return "is differentiable once, backward: no forward mode, no torch.func transforms"
+    if problem.mask == "pairs":
+        return "takes a mask over keys, not one over pairs of queries and keys"
+    return None

@@ -1,0 +1,1 @@
+"""Tools of developers: compile kernels for a GPU that is not present."""

@@ -1,0 +1,1 @@
+"""Recipes: the experiments of `regard reproduce`, and `regard demo`. `regard` imports nothing from here."""

@@ -1,0 +1,148 @@
+"""The text of the demo: real English that every machine has, or the user's own; split and encoded once."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from regard.checks import ArgumentError
+from regard.training import char_tokenizer, encode, load_text, split_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LONGEST = 4_000_000
+"""Characters that are used at most: a demo should not count n-grams for an hour."""
+HELD_OUT = 0.1
+"""Share of the text that is held out, at its end, up to `MOST_HELD_OUT` characters."""
+MOST_HELD_OUT = 40_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """The text of a demo, prepared.
+
+    Attributes:
+        source: where it came from, for people.
+        content: the characters that are used; `held_out` is the end of it, `share` its share.
+        tokenizer: one token per character of the part to learn.
+        train_tokens, held_out_tokens: int32 [n], as `train` will encode them.
+        excerpt: the beginning of the first held-out paragraph, for maps and (`prompt`) samples.
+    """
+
+    source: str
+    content: str
+    held_out: str
+    share: float
+    tokenizer: PreTrainedTokenizerBase
+    train_tokens: Tensor
+    held_out_tokens: Tensor
+    excerpt: str
+
+    @property
+    def excerpt_tokens(self) -> Tensor:
+        """int32 [characters of the excerpt]."""
+        start = self.held_out.index(self.excerpt)
+        return self.held_out_tokens[start : start + len(self.excerpt)]
+
+    @property
+    def prompt(self) -> str:
+        """The excerpt without the word in which it ends, for samples; whole where that is more than half of it."""
+        words, _, rest = self.excerpt.rpartition(" ")
+        return words if len(words) > len(rest) else self.excerpt
+
+    def described(self) -> dict[str, str]:
+        """In figures, for people, with the digest of the UTF-8 bytes."""
+        return {
+            "source": self.source,
+            "characters": f"{len(self.content):,}",
+            "held out": f"the last {len(self.held_out):,} characters",
+            "vocabulary": f"{len(self.tokenizer)} (with three special tokens)",
+            "SHA-256": hashlib.sha256(self.content.encode()).hexdigest(),
+        }
+
+
+def prepare(data: Path | None, *, context: int, excerpt: int, call: str) -> Material:
+    """Read the text, split it, and encode it.
+
+    Args:
+        data: a UTF-8 file or a folder; None for the manual inside the interpreter.
+        context: least length of each of the two parts, in characters.
+        excerpt: length of the excerpt.
+
+    Raises:
+        ArgumentError: the text is missing, empty, not UTF-8, or too short.
+    """
+    if data is None:
+        source, content = "the Python manual inside this interpreter (pydoc_data.topics)", python_manual(call)
+    else:
+        text = load_text(data, call=call)
+        source, content = str(text.path), text.content
+    if len(content) > LONGEST:
+        source += f", the first {LONGEST:,} of {len(content):,} characters"
+        content = content[:LONGEST]
+    share = min(HELD_OUT, MOST_HELD_OUT / len(content))
+    learn, held_out = split_text(content, share)
+    if min(len(learn), len(held_out)) < context:
+        raise ArgumentError(
+            f"{call}: the text in {data} has {len(content):,} characters; the tenth that is held out must "
+            f"have at least {context}, so give a text of {round(context / HELD_OUT):,} or more."
+        )
+    tokenizer = char_tokenizer(learn)
+    return Material(
+        source=source,
+        content=content,
+        held_out=held_out,
+        share=share,
+        tokenizer=tokenizer,
+        train_tokens=encode(tokenizer, learn),
+        held_out_tokens=encode(tokenizer, held_out),
+        excerpt=first_paragraph(held_out, excerpt),
+    )
+
+
+def first_paragraph(text: str, length: int) -> str:
+    """`length` characters from where the first whole paragraph begins; from the start where there is none."""
+    gap = text.find("\n\n")
+    start = gap + len(text[gap:]) - len(text[gap:].lstrip()) if gap >= 0 else 0
+    return text[start : start + length] if start + length <= len(text) else text[:length]
+
+
+def python_manual(call: str) -> str:
+    """The language reference that `help()` shows, as one text; see `join_topics`.
+
+    Raises:
+        ArgumentError: this interpreter was installed without it.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ArgumentError(
+            f"{call}: this Python was installed without its manual (the module pydoc_data.topics), the text "
+            "that is used unless you name another; give one with --data FILE."
+        ) from None
+    return join_topics(topics)
+
+
+def join_topics(topics: dict[str, str]) -> str:
+    """Topics in sorted order, every paragraph once (compared without regard to blanks and line breaks).
+
+    Topics overlap ("compound" holds "if", "for", "try" nearly word for word). Kept, a fifth of the text would
+    be repetition, and what is held out at the end would in part be known from what was learned.
+    """
+    seen: set[str] = set()
+    parts = []
+    for name in sorted(topics):
+        kept = []
+        for paragraph in topics[name].split("\n\n"):
+            words = " ".join(paragraph.split())
+            if words and words not in seen:
+                seen.add(words)
+                kept.append(paragraph.strip("\n"))
+        if kept:
+            parts.append("\n\n".join(kept))
+    return "\n\n\n".join(parts) + "\n"

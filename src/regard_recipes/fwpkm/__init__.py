@@ -1,0 +1,1 @@
+"""Recipes on fast-weight product-key memories."""

@@ -1,0 +1,175 @@
+"""The models of the fast-weight paper at any size: its layouts, each with its memories, by a name for each pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from regard.checks import ArgumentError, suggestion
+
+LAYOUTS = ("GDN", "GDN+SWA", "GDN+FA", "FA", "FA-pSWA")
+MEMORIES = ("none", "PKM", "FwPKM", "PKM+FwPKM", "FwMLP")
+LACT = "LaCT"
+KNOWN = (*LAYOUTS, "GDN+FA-pSWA")
+FULL, RESTRICTED = ("GDN+FA", "FA"), {"FA-pSWA": "FA", "GDN+FA-pSWA": "GDN+FA"}
+"""Layouts with attention that sees everything; those whose attention sees little in most training steps, and what they
+are without that."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model of a comparison.
+
+    Attributes:
+        layout: how its layers mix tokens; memory: one of `MEMORIES`.
+    """
+
+    layout: str
+    memory: str = "none"
+
+    @property
+    def name(self) -> str:
+        """For people, unique."""
+        return self.layout if self.memory == "none" else f"{self.layout} | {self.memory}"
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it has a memory that is written while reading."""
+        return "Fw" in self.memory
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a mixer has a state of fixed size."""
+        return self.layout.startswith("GDN") or self.layout == LACT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How large the models are.
+
+    Attributes:
+        vocabulary, width, layers, heads: of the decoder; context: tokens of a training window.
+        sub_keys: n of both product-key memories, which have n^2 slots; memory_dim: channels of their keys and values.
+        chunk: tokens between two writes of a fast memory; also the window of SWA and pSWA.
+        slow_depths, fast_depths: where a memory that is not shared with the other kind stands, from 0; a model of both
+            kinds has the slow one at `mixed_slow` and the fast one at `mixed_fast`.
+        pkm_heads, pkm_top_k, fast_top_k: how many slots are read; mlp_hidden: width of the fast-weight MLP.
+    """
+
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    context: int
+    sub_keys: int
+    memory_dim: int
+    chunk: int
+    slow_depths: tuple[int, ...]
+    fast_depths: tuple[int, ...]
+    mixed_slow: tuple[int, ...]
+    mixed_fast: tuple[int, ...]
+    pkm_heads: int = 4
+    pkm_top_k: int = 32
+    fast_top_k: int = 8
+    mlp_hidden: int = 2304
+
+
+def sentence(row: Row, sizes: Sizes) -> str | None:
+    """The memories of a row, as `HybridConfig.memories` has them."""
+    at = lambda name, depths: f"{name}@{','.join(map(str, depths))}"  # noqa: E731
+    found = {
+        "none": None,
+        "PKM": at("PKM", sizes.slow_depths),
+        "FwPKM": at("FwPKM", sizes.fast_depths),
+        "PKM+FwPKM": f"{at('PKM', sizes.mixed_slow)}+{at('FwPKM', sizes.mixed_fast)}",
+        "FwMLP": at("FwMLP", sizes.fast_depths),
+    }
+    return found[row.memory]
+
+
+def row_config(row: Row, sizes: Sizes, **fields: Any) -> Any:
+    """The configuration of a row.
+
+    Args:
+        fields: of `HybridConfig`, besides.
+
+    Raises:
+        ArgumentError: sizes that do not fit.
+    """
+    from regard.models import HybridConfig
+
+    head = sizes.width // sizes.heads
+    memory = {"key_dim": sizes.memory_dim, "value_dim": sizes.memory_dim, "sub_keys": sizes.sub_keys}
+    options = {
+        "PKM": {"pkm": {**memory, "heads": sizes.pkm_heads, "top_k": sizes.pkm_top_k}},
+        "FwPKM": {"fwpkm": {**memory, "top_k": sizes.fast_top_k, "chunk_size": sizes.chunk}},
+        "FwMLP": {
+            "fwmlp": {
+                "in_dim": sizes.memory_dim,
+                "value_dim": sizes.memory_dim,
+                "hidden_dim": sizes.mlp_hidden,
+                "chunk_size": sizes.chunk,
+            }
+        },
+    }
+    mixers: dict[str, Any] = {}
+    if row.layout.startswith("GDN"):
+        mixers = {"gated-deltanet": {"num_heads": sizes.heads, "head_dim": head}}
+    if row.layout == LACT:
+        mixers = {"lact": {"window": 4 * sizes.chunk, "chunk_size": sizes.chunk}}  # the paper's best preset
+    own: dict[str, Any] = {
+        "vocab_size": sizes.vocabulary,
+        "hidden_size": sizes.width,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.heads,
+        "head_dim": head,
+        "intermediate_size": 3 * sizes.width,
+        "max_position_embeddings": sizes.context,
+        "mixer_options": mixers or None,
+        "memory_options": {k: v for part in row.memory.split("+") for k, v in options.get(part, {}).items()} or None,
+    }
+    if row.layout == "GDN+SWA" or row.layout in RESTRICTED:
+        own["window"] = sizes.chunk
+    return HybridConfig.layout(row.layout, sentence(row, sizes), **{**own, **fields})
+
+
+def rows_of(layouts: Sequence[str], memories: Sequence[str], also: Iterable[Row] = ()) -> list[Row]:
+    """Every layout with every memory, and some more, each once."""
+    found = [Row(layout, memory) for layout in layouts for memory in memories]
+    return list(dict.fromkeys([*found, *also]))
+
+
+def check_names(call: str, flag: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Every name is known and named once.
+
+    Raises:
+        ArgumentError: one is not.
+    """
+    if not names:
+        raise ArgumentError(f"{call}: {flag} names nothing; choose from {', '.join(known)}.")
+    for name in names:
+        if name not in known:
+            raise ArgumentError(f"{call}: {flag} names {name!r}, which is unknown.{suggestion(name, known)}")
+        if names.count(name) > 1:
+            raise ArgumentError(f"{call}: {flag} names {name!r} twice; name it once.")
+
+
+def check_sizes(call: str, config: Any) -> None:
+    """The flags that sizes are made of are in range.
+
+    Raises:
+        ArgumentError: one is not.
+    """
+    least = {"layers": 4, "chunk": 2, "sub_keys": 2, "memory_dim": 2, "context": 2}
+    for name, low in least.items():
+        if (number := getattr(config, name)) < low:
+            raise ArgumentError(f"{call}: --{name.replace('_', '-')} is {number}, expected at least {low}.")
+    if config.memory_dim % 2:
+        raise ArgumentError(f"{call}: --memory-dim is {config.memory_dim}, expected an even number: keys have halves.")
+    if config.context < 2 * config.chunk:
+        raise ArgumentError(
+            f"{call}: --context {config.context} has less than two chunks of {config.chunk}: nothing that is written "
+            f"would be read; take a smaller --chunk."
+        )

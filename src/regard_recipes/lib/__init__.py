@@ -1,0 +1,1 @@
+"""What recipes share: running many models, tables, result folders."""

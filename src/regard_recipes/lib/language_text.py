@@ -1,0 +1,119 @@
+"""The text of a recipe, in tokens of any of the trainer's tokenizers."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from regard.checks import ArgumentError
+
+from .language_training import Corpus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HELD_OUT = 0.1
+"""Share of the text that is held out, at its end; less of a long text."""
+LEAST = 40_000
+"""Characters that are held out of a long text at least: fewer would hang on a single topic."""
+LONGEST_TOKEN = 8
+"""Characters of a token, on the safe side."""
+PADDED = 64
+"""Vocabularies of more than a thousand tokens are rounded up to a multiple of this, as the sparse-attention paper does:
+matrices of such sizes are faster."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageText:
+    """A text, prepared.
+
+    Attributes:
+        tokenizer: made from, or chosen for, the part to learn.
+        train_tokens, held_out_tokens: int32 [n]; results are measured on the held-out ones.
+        choice_tokens: those before them, int32 [n], held out to choose settings on; none where nothing is chosen.
+        described: for people.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    train_tokens: Tensor
+    held_out_tokens: Tensor
+    choice_tokens: Tensor
+    described: dict[str, str]
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens a model has."""
+        count = len(self.tokenizer)
+        return count if count <= 1000 else -(-count // PADDED) * PADDED
+
+    @property
+    def choosing(self) -> Corpus:
+        """The text with what settings are chosen on as the held-out part."""
+        return Corpus(self.train_tokens, self.choice_tokens)
+
+    def words(self, tokens: Tensor) -> list[str]:
+        """Every token [n] as text."""
+        return [self.tokenizer.decode([token]) for token in tokens.tolist()]
+
+    def windows(self, count: int, context: int) -> list[list[int]]:
+        """The first held-out windows, `count` at most and one at least, without overlap."""
+        tokens = self.held_out_tokens
+        many = max(1, min(count, len(tokens) // context))
+        return [tokens[i * context : (i + 1) * context].tolist() for i in range(many)]
+
+
+def read_text(
+    data: Path | None, tokenizer: str, *, context: int, measured: int, call: str, choice: int = 0
+) -> LanguageText:
+    """Read, split and encode.
+
+    Args:
+        data: a UTF-8 file or a folder; None for the manual inside the interpreter.
+        tokenizer: a name of the trainer's tokenizers.
+        context: least length of each part, in tokens.
+        measured: held-out tokens that are wanted for the results.
+        choice: those that are wanted before them to choose settings on; never more than a third of what is held out.
+
+    Raises:
+        ArgumentError: the text is missing, empty, not UTF-8 or too short, or the tokenizer cannot be made.
+    """
+    from regard.training import TOKENIZERS, encode, load_text, split_text
+
+    from ..demo.demo_text import python_manual
+
+    if data is None:
+        source, content = "the Python manual inside this interpreter (pydoc_data.topics)", python_manual(call)
+    else:
+        text = load_text(data, call=call)
+        source, content = str(text.path), text.content
+    share = min(HELD_OUT, max(LEAST, LONGEST_TOKEN * (measured + choice)) / len(content))
+    learn, held_out = split_text(content, share)
+    made = TOKENIZERS.get(tokenizer)(learn)
+    train_tokens, unseen = encode(made, learn), encode(made, held_out)
+    cut = min(choice, len(unseen) // 3)
+    choice_tokens, held_out_tokens = unseen[:cut], unseen[cut:]
+    if min(len(train_tokens), len(held_out_tokens), len(choice_tokens) if choice else context) < context:
+        raise ArgumentError(
+            f"{call}: the text has {len(content):,} characters, {len(train_tokens):,} tokens to learn and "
+            f"{len(unseen):,} held out; each part must have at least a context of {context}, so give about "
+            f"{round((3 if choice else 1) * context / HELD_OUT):,} tokens or more, or a smaller --context."
+        )
+    described = {
+        "source": source,
+        "characters": f"{len(content):,}",
+        "tokens": f"{len(train_tokens):,} to learn from, {len(held_out_tokens):,} held out"
+        + (f", {cut:,} more to choose on" if choice else ""),
+        "tokenizer": f"{tokenizer}, {len(made):,} tokens",
+        "SHA-256": hashlib.sha256(content.encode()).hexdigest(),
+    }
+    return LanguageText(
+        tokenizer=made,
+        train_tokens=train_tokens,
+        held_out_tokens=held_out_tokens,
+        choice_tokens=choice_tokens,
+        described=described,
+    )

@@ -1,0 +1,1 @@
+"""Recipes on local linear attention."""

@@ -1,0 +1,1 @@
+"""Recipes on long texts: needles, streaming perplexity."""

@@ -1,0 +1,210 @@
+"""Read a haystack n times, then answer: the paper's n-iter evaluation, and what its protocol measures.
+
+Fast-weight Product Key Memory paper, section 4.3. Its program sets the chunk to the length of the whole input, so that
+the memory is written once, after the input was read: the first digit of the answer is then predicted from a memory
+that has seen this haystack only in the reads before. With one read that is not at all, unless a state or attention of
+the last read holds the needle. Three protocols, the first the paper's:
+
+    whole       chunk = haystack and question; written after the question was read, before the second digit
+    chunked     the chunk of the training: all but the last tokens of the haystack are written before the question
+    flushed     chunk = haystack; written before the question
+
+The chunk of a whole input is for memories with slots alone: fast-weight MLPs and LaCT, which make one step a chunk,
+keep theirs, as the paper's did, and only what waits is written at the same moments.
+
+In all protocols pairs, recurrent states and positions begin anew at every read, and of the read before nothing is left
+but the memory; of LaCT, whose memory is in its mixers, its fast weights.
+
+Shapes: B haystacks side by side, L tokens of each, Q of a question, A of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from regard.checks import ArgumentError, shape
+
+from .streaming import copied, evaluating, passed
+
+Protocol = Literal["whole", "chunked", "flushed"]
+PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model answered.
+
+    Attributes:
+        tokens: int64 [n, B, A], by the number of reads, 1 to n.
+    """
+
+    tokens: Tensor
+
+    def after(self, reads: int) -> Tensor:
+        """[B, A] after so many reads."""
+        return self.tokens[reads - 1]
+
+
+@torch.no_grad()
+def read_and_answer(
+    model: Any,
+    haystacks: Tensor,
+    questions: Tensor,
+    length: int,
+    *,
+    protocol: Protocol = "flushed",
+    reads: int = 4,
+    reset: bool = True,
+    recurrent: bool = False,
+    piece: int = 4096,
+) -> Answers:
+    """Greedy answers after 1 to n reads.
+
+    Args:
+        model: any causal language model of `regard.models`; it is left in the mode it was in.
+        haystacks: int [B, L], or [E, B, L]: E examples for each of B rows, one after another.
+        questions: int [B, Q], or [E, B, Q].
+        length: A, tokens of an answer.
+        protocol: see above.
+        reads: n.
+        reset: memories begin anew with every example. Otherwise (the paper's program) each number of reads is a
+            stream of its own, in which what was read and answered before stays in the memory.
+        recurrent: states of mixers go on from read to read, as far as they know nothing of positions: for LaCT.
+        piece: tokens that are read in one pass, to bound what attention takes; changes nothing else.
+
+    Returns:
+        Answers with tokens [n, B, A], or [n, E, B, A].
+
+    Raises:
+        ArgumentError: shapes that do not fit, or a number below 1.
+
+    Cost: n reads with a reset, n (n + 1) / 2 without.
+    """
+    _check(haystacks, questions, length, protocol, reads, piece)
+    single = haystacks.dim() == 2
+    if single:
+        haystacks, questions = haystacks[None], questions[None]
+    reader = _Reader(model, protocol, length, piece, recurrent, haystacks.shape[-1], questions.shape[-1])
+    with ExitStack() as inside:
+        inside.enter_context(evaluating(model))
+        inside.enter_context(reader.chunks())
+        found = reader.fresh(haystacks, questions, reads) if reset else reader.kept(haystacks, questions, reads)
+    return Answers(found[:, 0] if single else found)
+
+
+def _check(haystacks: Tensor, questions: Tensor, length: int, protocol: str, reads: int, piece: int) -> None:
+    call = "read_and_answer"
+    for name, number in {"length": length, "reads": reads, "piece": piece}.items():
+        if number < 1:
+            raise ArgumentError(f"{call}: {name} is {number}, expected at least 1.")
+    if protocol not in PROTOCOLS:
+        raise ArgumentError(f"{call}: protocol is {protocol!r}, expected one of {', '.join(PROTOCOLS)}.")
+    fits = haystacks.dim() == questions.dim() in (2, 3) and haystacks.shape[:-1] == questions.shape[:-1]
+    if not fits or 0 in (*haystacks.shape, *questions.shape):
+        raise ArgumentError(
+            f"{call}: haystacks are {shape(haystacks)} and questions {shape(questions)}, expected [B, L] and [B, Q], "
+            f"or [E, B, L] and [E, B, Q]."
+        )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """One way to read: model and protocol."""
+
+    model: Any
+    protocol: Protocol
+    length: int
+    piece: int
+    recurrent: bool
+    haystack: int
+    question: int
+
+    @contextmanager
+    def chunks(self) -> Iterator[None]:
+        """The chunk of this protocol."""
+        from regard.nn import FastWeightProductKeyMemory
+
+        slots = [module for module in self.model.modules() if isinstance(module, FastWeightProductKeyMemory)]
+        before = [module.chunk_size for module in slots]
+        try:
+            for module in slots if self.protocol != "chunked" else ():
+                # what waits from an answer before this haystack must not end the chunk early
+                module.chunk_size = 2 * (self.haystack + self.question + self.length)
+            yield
+        finally:
+            for module, old in zip(slots, before, strict=True):
+                module.chunk_size = old
+
+    def fresh(self, haystacks: Tensor, questions: Tensor, reads: int) -> Tensor:
+        """Memories begin anew with every example: one line of reads serves every number of them. [n, E, B, A]."""
+        found = []
+        for haystack, question in zip(haystacks, questions, strict=True):
+            answers, cache = [], None
+            for _ in range(reads):
+                cache = self.read(haystack, cache)
+                answers.append(self.answer(question, copied(cache))[0])
+                self.close(cache)
+            found.append(torch.stack(answers))
+        return torch.stack(found, 1)
+
+    def kept(self, haystacks: Tensor, questions: Tensor, reads: int) -> Tensor:
+        """Memories go on from example to example, for every number of reads apart. [n, E, B, A]."""
+        found = []
+        for many in range(1, reads + 1):
+            answers, cache = [], None
+            for haystack, question in zip(haystacks, questions, strict=True):
+                for turn in range(many):
+                    cache = self.read(haystack, cache)
+                    if turn + 1 < many:
+                        self.close(cache)
+                answer, cache = self.answer(question, cache)
+                answers.append(answer)
+            found.append(torch.stack(answers))
+        return torch.stack(found)
+
+    def read(self, haystack: Tensor, before: Any) -> Any:
+        """The cache after a haystack, of which `before` gave the memories."""
+        cache = passed(self.model, before, memory=True, recurrent=self.recurrent)
+        for piece in haystack.split(self.piece, dim=1):
+            self.model(input_ids=piece.to(self.device).long(), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cache
+
+    def close(self, cache: Any) -> None:
+        """The end of a read that is followed by another: what waits is written, unless the training's chunk goes on."""
+        from regard.models.hybrid.memories import flush_memory
+
+        if self.protocol != "chunked":
+            flush_memory(self.model, cache)
+
+    def answer(self, question: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """[B, A] greedy tokens after the question, and the cache, which is read on in place."""
+        from regard.models.hybrid.memories import flush_memory
+
+        if self.protocol == "flushed":
+            flush_memory(self.model, cache)
+        given, said = question.to(self.device).long(), []
+        for place in range(self.length):
+            logits = self.model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            if place == 0 and self.protocol == "whole":
+                flush_memory(self.model, cache)
+            given = logits[:, -1:].argmax(-1)
+            said.append(given)
+        return torch.cat(said, 1).cpu(), cache
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+def grouped(prompts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
+    """Which prompts (haystack, question) can be read side by side: those of equal lengths, in order."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, (haystack, question) in enumerate(prompts):
+        groups.setdefault((len(haystack), len(question)), []).append(i)
+    return list(groups.values())

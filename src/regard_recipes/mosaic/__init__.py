@@ -1,0 +1,1 @@
+"""Recipes on Memory Mosaics."""

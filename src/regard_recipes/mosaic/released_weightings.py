@@ -1,0 +1,160 @@
+"""Normalised ReLU and ReLUmax as the released programs of the sparse-attention paper computed them.
+
+Two programs were released. The fast one, with which the language models were trained, hides one pair too many from
+every row but the first, gives normalised ReLU no bandwidth at all, and ReLUmax a margin that is not learned; the
+regular one has keys that carry beta already and divides by the temperature again. Cosines are s, the largest of a row
+m, beta^2 the learned sharpness:
+
+| form    | normalised ReLU                     | ReLUmax                        | row t sees pairs |
+|---------|-------------------------------------|--------------------------------|------------------|
+| fast    | relu(s) / sum, that is h = sqrt 2   | relu(beta^2 (s - m) + 1) / sum | j <= t - 2       |
+| mended  | the same                            | the same                       | j <= t - 1       |
+| regular | relu(2 beta^4 s + 1 - 2 beta^2)/sum | relu(beta^4 (s - m) + 1) / sum | j <= t - 1       |
+| defined | relu(2 s / h^2 + 1 - 2 / h^2) / sum | relu(beta^2 (s - m) + b) / sum | j <= t - 1       |
+
+(equations 11 and 21; the last row is what `regard` computes.) "mended" is the fast form with the right mask, so that
+the two faults can be told apart. These are for comparison only, dense and without diagnostics: an experiment puts them
+into a Memory Mosaic with `use_released`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.checks import ArgumentError
+from regard.nn.mosaic.contextual_memory import ContextualMemory
+
+RULES = ("normrelu", "relumax")
+FORMS = ("fast", "mended", "regular")
+LEAST_SUM = 1e-6
+"""What rows are divided by at least: those with less sum to less than one."""
+
+
+@dataclass(frozen=True)
+class Released:
+    """A weighting of the released programs.
+
+    Args:
+        rule: "normrelu" or "relumax".
+        form: "fast", "mended" or "regular".
+
+    Raises:
+        ArgumentError: another word.
+    """
+
+    rule: str
+    form: str
+
+    def __post_init__(self) -> None:
+        for name, given, known in (("rule", self.rule, RULES), ("form", self.form, FORMS)):
+            if given not in known:
+                raise ArgumentError(f"Released: {name} is {given!r}, expected one of {', '.join(known)}.")
+
+    @property
+    def hidden(self) -> int:
+        """Pairs before a token that its row should see and does not."""
+        return int(self.form == "fast")
+
+    def weigh(self, cosines: Tensor, sharpness: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights, and rows that are empty.
+
+        Args:
+            cosines: [B, H, T, P] of T tokens with P pairs, the last token standing after the last pair.
+            sharpness: beta^2, [H].
+
+        Returns:
+            Weights [B, H, T, P]; boolean [B, H, T], True in rows where no pair has weight by itself: normalised ReLU
+            then weighs all pairs that the row sees equally, without a gradient to the cosines; where it sees none, the
+            weights are 0.
+        """
+        tokens, pairs = cosines.shape[-2:]
+        row = torch.arange(tokens, device=cosines.device)[:, None] + pairs - tokens
+        seen = torch.arange(pairs, device=cosines.device) <= row - self.hidden
+        square = sharpness.to(cosines.dtype)[:, None, None] ** (2 if self.form == "regular" else 1)
+        raw = self._normrelu(cosines, seen, square) if self.rule == "normrelu" else _relumax(cosines, seen, square)
+        raw = raw * (row >= 0)  # rows without a pair were never written
+        total = raw.sum(-1, keepdim=True)
+        even = seen.to(raw.dtype) / seen.sum(-1, keepdim=True).clamp(min=1)
+        weights = torch.where(total == 0, even, raw / total.clamp(min=LEAST_SUM))
+        return weights, total[..., 0] == 0
+
+    def _normrelu(self, cosines: Tensor, seen: Tensor, square: Tensor) -> Tensor:
+        if self.form != "regular":
+            return cosines.relu() * seen
+        # As released: what is hidden has cosine 0, so that for beta^2 < 1/2 it has weight.
+        return ((2 * square * cosines).masked_fill(~seen, 0) + 1 - 2 * square.sqrt()).relu()
+
+
+def _relumax(cosines: Tensor, seen: Tensor, square: Tensor) -> Tensor:
+    scores = (square * cosines).masked_fill(~seen, -torch.inf)
+    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
+    return (scores - torch.where(top == -torch.inf, 0, top) + 1).relu()
+
+
+class ReleasedMemory(ContextualMemory):
+    """A contextual memory, made of one that there is, that weighs as a released program did.
+
+    Attributes:
+        released: how.
+        fallen: [B, H, T] of the last call: rows in which no pair had weight by itself.
+    """
+
+    released: Released
+    fallen: Tensor
+
+    @classmethod
+    def of(cls, memory: ContextualMemory, released: Released) -> ReleasedMemory:
+        """The memory with the same parameters.
+
+        Raises:
+            ArgumentError: its sentence leaves it without the sharpness that these weightings need.
+        """
+        if memory.sharpness is None:
+            raise ArgumentError(
+                f"ReleasedMemory: {memory.spec} has no learned sharpness; build the memory with the spec 'softmax'."
+            )
+        made = cls.__new__(cls)
+        made.__dict__ = memory.__dict__ | {"released": released, "fallen": torch.zeros(0)}
+        return made
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        output_attentions: bool,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As the memory's own, for texts without hidden tokens and outside generation."""
+        if mask is not None or output_attentions or segment_ids is not None:
+            raise ArgumentError(
+                "ReleasedMemory: takes no attention mask, no packed documents and no output_attentions; leave them out."
+            )
+        assert self.sharpness is not None  # of() saw to it
+        cosines = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32))
+        weights, fallen = self.released.weigh(cosines, self.sharpness())
+        self.fallen = fallen.detach()
+        return weights.to(value.dtype) @ value, None
+
+
+def use_released(model: nn.Module, released: Released) -> None:
+    """Let every contextual memory of a model weigh as a released program did, with the parameters that it has.
+
+    Raises:
+        ArgumentError: the model has none, or as `ReleasedMemory.of`.
+    """
+    places: list[tuple[Any, str, ContextualMemory]] = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, ContextualMemory)
+    ]
+    if not places:
+        raise ArgumentError("use_released: the model has no contextual memory; give a Memory Mosaic.")
+    for parent, name, child in places:
+        setattr(parent, name, ReleasedMemory.of(child, released))

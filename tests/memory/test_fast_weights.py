@@ -1,0 +1,248 @@
+"""Reading and writing of fast-weight product-key memory against dense losses and autograd, in float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from dense_fast_weights import Dense, all_scores, best, half_scores, stream
+from oracles import entmax_rows
+from torch import Tensor
+
+import regard
+from regard.checks import ArgumentError
+from regard.memory.fast_weights import FastWeightState, flush
+
+IMPLS = ("reference", "auto")
+STEPS = ("normalized", "paper", "reference")
+CHUNK, TOP_K = 5, 3
+Streams = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def draw(
+    tokens: int = 17, rows: int = 2, heads: int = 2, n: int = 5, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> Streams:
+    """query [rows, tokens, heads, 6], value [rows, tokens, 4], gate [rows, tokens], keys, values."""
+    make = torch.Generator().manual_seed(seed)
+    shapes = ((rows, tokens, heads, 6), (rows, tokens, 4), (rows, tokens), (heads, 2, n, 3), (n * n, 4))
+    query, value, gate, keys, values = (torch.randn(s, generator=make, dtype=torch.float64).to(dtype) for s in shapes)
+    return query, value, gate.sigmoid(), keys, values
+
+
+def call(given: Streams, rule: regard.WriteRule, **how: Any) -> tuple[Tensor, FastWeightState]:
+    return regard.fast_weight_memory(*given, rule=rule, **{"top_k": TOP_K, "chunk_size": CHUNK, **how})
+
+
+def rule_of(memory: Dense, **more: Any) -> regard.WriteRule:
+    return regard.WriteRule(
+        memory.step,
+        learning_rate=memory.rate,
+        address_weight=memory.address,
+        key_update=memory.key_update,
+        look_ahead=memory.look_ahead,
+        border=memory.border,
+        **more,
+    )
+
+
+def compare(given: Streams, options: dict[str, Any], impl: str, shared: bool, score: str, tolerance: float) -> None:
+    """Two full chunks are written and a third one waits, of which a flush writes what has a target."""
+    groups = [slice(None)] if shared else [slice(b, b + 1) for b in range(len(given[0]))]
+    wide = [x.double() for x in given]
+    rule = rule_of(Dense(wide[3], wide[4], TOP_K, **options))
+    out, state = call(given, rule, shared=shared, impl=impl, score=score)
+    after = flush(state, rule=rule, score=score)
+    for at, group in enumerate(groups):
+        memory = Dense(wide[3], wide[4], TOP_K, score=score, **options)
+        q, v, g = (x[group] for x in wide[:3])
+        assert (out[group] - stream(memory, q, v, g, CHUNK)).abs().max() < tolerance
+        assert (state.keys[at] - memory.keys).abs().max() < tolerance
+        assert (state.values.dense()[at] - memory.values).abs().max() < tolerance
+        tail = slice(3 * CHUNK, None)
+        memory.write(q[:, tail], v[:, tail], g[:, tail], None)
+        assert (memory.values - wide[4]).abs().max() > 0.05
+        assert (after.keys[at] - memory.keys).abs().max() < tolerance
+        assert (after.values.dense()[at] - memory.values).abs().max() < tolerance
+    assert after.waiting.empty
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("key_update", ["entropy", "pooled-entropy", "mse", "none"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_stream_is_that_of_the_formulas(step: str, key_update: str, shared: bool, impl: str) -> None:
+    options = {"step": step, "key_update": key_update, "rate": 0.7, "address": 0.3}
+    compare(draw(), options, impl, shared, "idw", 1e-10)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("look_ahead", "border"), [(False, True), (True, False)], ids=["own-value", "no-border"])
+@pytest.mark.parametrize("score", ["idw", "dot"])
+def test_ablations_are_those_of_the_formulas(score: str, look_ahead: bool, border: bool, impl: str) -> None:
+    for step, key_update in itertools.product(STEPS, ["entropy", "pooled-entropy", "mse"]):
+        options = {"step": step, "key_update": key_update, "rate": 0.5, "address": 0.2}
+        compare(draw(), {**options, "look_ahead": look_ahead, "border": border}, impl, False, score, 1e-10)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("step", STEPS)
+def test_float32_is_the_formula_to_1e5(step: str, impl: str) -> None:
+    given = draw(heads=1, dtype=torch.float32)
+    compare(given, {"step": step, "rate": 0.5, "address": 0.1}, impl, False, "idw", 1e-5)
+
+
+def test_without_gates_all_errors_weigh_the_same() -> None:
+    query, value, gate, keys, values = draw()
+    ones = torch.ones_like(gate)
+    out, state = call((query, value, ones, keys, values), regard.WriteRule())
+    for given, more in (
+        ((query, value, None, keys, values), {}),
+        ((query, value, gate, keys, values), {"gate_loss": False}),
+    ):
+        own, after = call(given, regard.WriteRule(**more))
+        assert torch.equal(own, out)
+        assert torch.equal(after.values.dense(), state.values.dense())
+    assert (call((query, value, gate, keys, values), regard.WriteRule())[0] - out).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("heads", [1, 3])
+def test_one_write_of_a_single_pair_is_exact(heads: int, impl: str) -> None:
+    """In float32, also for a query that sits on a key (all weight on one slot) and where heads meet in a slot."""
+    rule = regard.WriteRule(key_update="none", look_ahead=False)
+    for seed in range(20):
+        query, value, _, keys, values = draw(1, 2, heads, seed=seed, dtype=torch.float32)
+        if seed % 2:
+            keys[:] = keys[:1]
+            query[:, 0] = torch.cat([keys[0, 0, 2], keys[0, 1, 3]])
+        given = (query, value, None, keys, values)
+        before, state = call(given, rule, impl=impl)
+        after, _ = call(given, rule, state=flush(state, rule=rule), frozen=True)
+        assert (after - value).norm() < 1e-5 * (before - value).norm()
+
+
+def repeated(step: str, times: int, on_key: float) -> list[float]:
+    """The errors of a chunk of queries near keys, written again and again."""
+    query, value, _, keys, values = draw(9, 1, 1, n=8, seed=3)
+    place = torch.arange(9) % 4
+    query[0, :, 0] = torch.cat([keys[0, 0, place], keys[0, 1, place]], -1) + on_key * query[0, :, 0]
+    rule = regard.WriteRule(step, key_update="none", look_ahead=False)
+    state, errors = None, []
+    for _ in range(times):
+        read, state = call((query, value, None, keys, values), rule, state=state, chunk_size=9)
+        state = flush(state, rule=rule)
+        errors.append(float((read - value).norm()))
+    return errors
+
+
+@pytest.mark.parametrize("on_key", [0.0, 0.01, 0.3, 1.0])
+def test_writing_again_never_expands(on_key: float) -> None:
+    errors = repeated("normalized", 12, on_key)
+    assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(errors))
+    assert errors[-1] < 0.9 * errors[0]
+
+
+def test_the_released_rule_diverges_on_a_key() -> None:
+    errors = repeated("reference", 12, 0.0)
+    assert errors[-1] > 100 * errors[0]
+
+
+@pytest.mark.parametrize("clustered", [False, True], ids=["random", "clustered"])
+@pytest.mark.parametrize("address", [0.01, 1.0, 10.0])
+def test_a_key_update_does_not_lower_the_entropy(address: float, clustered: bool) -> None:
+    """In 38 of 40 random chunks."""
+    risen = 0
+    for seed in range(40):
+        make = torch.Generator().manual_seed(seed)
+        query = torch.randn(1, 256, 1, 32, generator=make, dtype=torch.float64)
+        if clustered:
+            query = query[:, torch.randint(0, 6, (256,), generator=make)] + 0.2 * query
+        keys = torch.randn(1, 2, 32, 16, generator=make, dtype=torch.float64)
+        values, value = torch.zeros(1024, 2, dtype=torch.float64), torch.zeros(1, 256, 2, dtype=torch.float64)
+        rule = regard.WriteRule(address_weight=address)
+        _, state = call((query, value, None, keys, values), rule, chunk_size=256, top_k=8)
+        after = flush(state, rule=rule)
+        before = Dense(keys, values, 8).entropy(query)
+        risen += bool(Dense(after.keys[0], values, 8).entropy(query) >= before)
+    assert risen >= 38
+
+
+def test_readers_are_counted_whether_they_write_or_not() -> None:
+    """A chunk's last token without a target still shares the slots it read."""
+    query, value, gate, keys, values = draw(4, 1, 1)
+    query[:, 3] = query[:, 2]  # both read the same slots; the last one has no target
+    rule = regard.WriteRule("paper", key_update="none")
+    _, state = call((query, value, gate, keys, values), rule)
+    after = flush(state, rule=rule).values.dense()[0]
+    memory = Dense(keys, values, TOP_K, "paper", key_update="none")
+    memory.write(query, value, gate, None)
+    assert (after - memory.values).abs().max() < 1e-12
+    alone = Dense(keys, values, TOP_K, "paper", key_update="none")
+    alone.write(query[:, :3], value[:, :3], gate[:, :3], value[:, 3])
+    assert (after - alone.values).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("spec", "alpha"), [("sparsemax", 2.0), ("biweight", 1.5), ("triweight", 4 / 3)])
+def test_other_weights_of_the_slots(spec: str, alpha: float) -> None:
+    """One write moves each selected slot by its share of the error, all heads' slots weighed together."""
+    query, value, _, keys, values = draw(2, 1, 2)
+    rule = regard.WriteRule("paper", key_update="none")
+    read, state = call((query, value, None, keys, values), rule, spec=spec)
+    after = flush(state, rule=rule, spec=spec).values.dense()[0]
+    scores = all_scores(half_scores(query[0], keys))
+    at = best(scores, TOP_K)
+    weights = torch.from_numpy(entmax_rows(scores.gather(-1, at).flatten(-2).numpy(), alpha).astype(float))
+    places = at.flatten(-2)
+    expected = (weights[..., None] * values[places]).sum(1)
+    assert (read[0] - expected).abs().max() < 1e-12
+    readers = torch.bincount(places.flatten(), minlength=25).clamp(min=1)
+    share = torch.zeros(25, dtype=torch.float64).index_add(0, places[0], weights[0]) / readers
+    moved = values - share[:, None] * (expected[0] - value[0, 1])
+    assert (after - moved).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("spec", ["sparsemax", "biweight", "epanechnikov*anchored"])
+def test_the_error_reaches_keys_through_any_weights(spec: str) -> None:
+    """key_update="mse" against finite differences of the chunk's error by the keys."""
+    query, value, gate, keys, values = draw(4, 1, 1)
+    rule = regard.WriteRule("paper", key_update="mse")
+    _, state = call((query, value, gate, keys, values), rule, spec=spec)
+    moved = flush(state, rule=rule, spec=spec).keys[0] - keys
+
+    def error(own: Tensor) -> float:
+        read, _ = call((query, value, gate, own, values), rule, spec=spec, frozen=True)
+        each = (read[:, :3] - value[:, 1:]).square().mean(-1) / 2
+        return float((gate[:, :3] * each).mean())
+
+    for at in itertools.product([0], [0, 1], range(5), [1]):
+        step = torch.zeros_like(keys)
+        step[at] = 1e-6
+        slope = (error(keys + step) - error(keys - step)) / 2e-6
+        assert abs(float(moved[at]) + slope) < 1e-6
+    assert moved.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": "normalised"}, "Did you mean 'normalized'"),
+        ({"learning_rate": -1.0}, "learning_rate is -1"),
+        ({"address_weight": float("nan")}, "address_weight"),
+        ({"key_update": "entropie"}, "Did you mean 'entropy'"),
+        ({"border": 1}, "border is 1"),
+    ],
+)
+def test_rules_that_are_none(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        regard.WriteRule(**change)
+
+
+def test_a_rule_by_its_name() -> None:
+    given = draw()
+    assert torch.equal(call(given, "paper")[0], call(given, regard.WriteRule("paper"))[0])
+    with pytest.raises(ArgumentError, match="unknown step rule 'best'"):
+        call(given, "best")
+    with pytest.raises(ArgumentError, match="expected a WriteRule or its name"):
+        call(given, 1.0)

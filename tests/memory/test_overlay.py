@@ -1,0 +1,406 @@
+"""The sparse store of memories' values: every number against dense float64 torch that is written here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from regard.memory.stores.overlay import OverlayValues
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def picks(memories: int, tokens: int, selected: int, slots: int, seed: int) -> Tensor:
+    """Slots of tokens: those of one token differ, those of several meet."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(memories, tokens, slots, generator=generator).argsort(-1)
+    return order[..., :selected].contiguous()
+
+
+def dense_read(table: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+    """Sums over one-hot selections of tables [M, N, D]."""
+    hot = torch.nn.functional.one_hot(slots, table.shape[1]).to(table.dtype)
+    return torch.einsum("mpk,mpkn,mnd->mpd", weights, hot, table)
+
+
+def dense_write(table: Tensor, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor) -> Tensor:
+    hot = torch.nn.functional.one_hot(slots, table.shape[1]).to(table.dtype)
+    number = torch.einsum("mpkn,mp->mn", hot, counted.to(table.dtype)).clamp(min=1)
+    moved = torch.einsum("mpkn,mpk,mpd->mnd", hot, shares, errors)
+    return table - moved / number[..., None]
+
+
+class Chunks:
+    """Random chunks of reads and writes."""
+
+    def __init__(self, memories: int = 2, count: int = 3, tokens: int = 7, selected: int = 3, slots: int = 12) -> None:
+        sizes = (memories, tokens, selected)
+        self.slots = [picks(*sizes, slots, seed=c) for c in range(count)]
+        self.weights = [drawn(*sizes, seed=10 + c).softmax(-1).requires_grad_() for c in range(count)]
+        self.shares = [drawn(*sizes, seed=20 + c).requires_grad_() for c in range(count)]
+        self.values = [drawn(memories, tokens, 5, seed=30 + c).requires_grad_() for c in range(count)]
+        self.counted = [
+            torch.rand(memories, tokens, generator=torch.Generator().manual_seed(c)) < 0.8 for c in range(count)
+        ]
+        self.base = drawn(slots, 5, seed=40).requires_grad_()
+        self.leaves = [*self.weights, *self.shares, *self.values, self.base]
+
+    def share(self, chunk: int) -> Tensor:
+        """Tokens that are not counted write nothing."""
+        return torch.where(self.counted[chunk][..., None], self.shares[chunk], 0)
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        table = self.base.expand(self.slots[0].shape[0], -1, -1)
+        reads = []
+        for c, slots in enumerate(self.slots):
+            reads.append(dense_read(table, self.weights[c], slots))
+            table = dense_write(table, slots, self.share(c), reads[-1] - self.values[c], self.counted[c])
+        return torch.stack(reads), table
+
+    def sparse(self) -> tuple[Tensor, OverlayValues]:
+        store = OverlayValues.start(self.base, self.slots[0].shape[0])
+        reads = []
+        for c, slots in enumerate(self.slots):
+            reads.append(store.read(self.weights[c], slots))
+            store = store.write(slots, self.share(c), reads[-1] - self.values[c], self.counted[c])
+        return torch.stack(reads), store
+
+
+def agree(given: Any, wanted: Any, atol: float = 1e-11) -> None:
+    for a, b in zip(given, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("memories", [1, 2])
+def test_reads_writes_and_gradients_are_those_of_dense_tables(memories: int) -> None:
+    chunks = Chunks(memories, count=5)
+    reads, table = chunks.dense()
+    found, store = chunks.sparse()
+    torch.testing.assert_close(found, reads, atol=1e-12, rtol=0)
+    torch.testing.assert_close(store.dense(), table, atol=1e-12, rtol=0)
+    up, down = drawn(*reads.shape, seed=50), drawn(*table.shape, seed=51)
+    wanted = torch.autograd.grad((reads * up).sum() + (table * down).sum(), chunks.leaves)
+    agree(torch.autograd.grad((found * up).sum() + (store.dense() * down).sum(), chunks.leaves), wanted)
+
+
+def test_gradients_through_three_writes_and_reads_are_the_finite_differences() -> None:
+    chunks = Chunks(memories=1, count=3, tokens=4, selected=2, slots=6)
+
+    def reads(*leaves: Tensor) -> Tensor:
+        chunks.weights, chunks.shares, chunks.values = (list(leaves[i : i + 3]) for i in (0, 3, 6))
+        chunks.base = leaves[9]
+        return chunks.sparse()[0]
+
+    assert torch.autograd.gradcheck(reads, chunks.leaves)
+
+
+def test_gradients_do_not_depend_on_earlier_or_partial_backward_passes() -> None:
+    """Of one graph: twice the same, and what a pass that asks for a few inputs left behind does no harm."""
+    chunks = Chunks(count=4)
+    wanted = torch.autograd.grad(chunks.dense()[0].square().sum(), chunks.leaves[:-1], allow_unused=True)
+    found, _ = chunks.sparse()
+    loss = found.square().sum()
+    torch.autograd.grad(loss, chunks.weights[3], retain_graph=True)
+    torch.autograd.grad(found[1].sum(), chunks.weights[0], retain_graph=True)
+    for _ in range(2):
+        given = torch.autograd.grad(loss, chunks.leaves[:-1], retain_graph=True, allow_unused=True)
+        for a, b in zip(given, wanted, strict=True):
+            a, b = (torch.zeros(1) if x is None else x for x in (a, b))
+            assert torch.allclose(a.double(), b.double(), atol=1e-11)
+
+
+class Allocations(TorchDispatchMode):
+    """Every number of elements of a tensor with memory of its own that an operator gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, Tensor) and not x.is_sparse:
+                self.sizes.append((x.untyped_storage().nbytes() // x.element_size(), str(func)))
+        return out
+
+
+def pass_of(slots: int, wants_base: bool) -> list[tuple[int, str]]:
+    """What a forward and backward pass of four chunks allocates, D = 5; 21 rows a chunk and memory."""
+    chunks = Chunks(count=4, slots=slots)
+    base = chunks.base if wants_base else chunks.base.detach()
+    with Allocations() as seen:
+        store, loss = OverlayValues.start(base, 2), 0.0
+        for c, at in enumerate(chunks.slots):
+            read = store.read(chunks.weights[c], at)
+            store = store.write(at, chunks.share(c), read - chunks.values[c], chunks.counted[c])
+            loss = loss + read.square().sum()
+        loss.backward()
+    return [(size, name) for size, name in seen.sizes if size >= slots * 5 and "detach" not in name]
+
+
+def test_no_table_is_allocated_for_a_chunk() -> None:
+    """Nothing of N D numbers forward or backward, but for the gradient of a base that wants one: once, at the end."""
+    assert pass_of(3000, wants_base=False) == []
+    large = {name.split(".")[1] for _, name in pass_of(3000, wants_base=True)}
+    assert large <= {"zeros_like", "empty_like", "zero_", "index_copy_"}
+    made = [name for size, name in pass_of(3000, wants_base=True) if "zeros_like" in name]
+    assert len(made) == 1
+
+
+def test_two_continuations_of_one_store_do_not_see_each_other() -> None:
+    chunks = Chunks(count=3)
+    (a, b, c), share = chunks.slots, chunks.share
+    table = dense_write(chunks.base.expand(2, -1, -1), a, share(0), chunks.values[0], chunks.counted[0])
+    store = OverlayValues.start(chunks.base, 2).write(a, share(0), chunks.values[0], chunks.counted[0])
+    before = store.dense().detach().clone()
+    tables, stores = [], []
+    for i, at in ((1, b), (2, c)):
+        tables.append(dense_write(table, at, share(i), chunks.values[i], chunks.counted[i]))
+        stores.append(store.write(at, share(i), chunks.values[i], chunks.counted[i]))
+    agree([s.dense() for s in stores], tables)
+    assert torch.equal(store.dense(), before)
+    leaves = [*chunks.shares, *chunks.values, chunks.base]
+    loss = lambda parts: sum((x * drawn(*x.shape, seed=i)).sum() for i, x in enumerate(parts))  # noqa: E731
+    wanted = torch.autograd.grad(loss([*tables, table]), leaves)
+    agree(torch.autograd.grad(loss([*(s.dense() for s in stores), store.dense()]), leaves), wanted)
+
+
+def test_beams_share_rows_and_gradients_add_up() -> None:
+    chunks = Chunks(count=2)
+    rows = torch.tensor([1, 1, 0, 1])
+    table = dense_write(
+        chunks.base.expand(2, -1, -1), chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0]
+    )
+    store = OverlayValues.start(chunks.base, 2)
+    store = store.write(chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0])
+    held = store.pool.bytes
+    beams, tables = store.select(rows).repeat(2), table[rows].repeat_interleave(2, 0)
+    assert store.pool.bytes == held
+    assert beams.memories == 8
+    own = lambda x: x[rows].repeat_interleave(2, 0)  # noqa: E731
+    more = (own(chunks.slots[1]), own(chunks.share(1)), own(chunks.values[1]), own(chunks.counted[1]))
+    beams, tables = beams.write(*more), dense_write(tables, *more)
+    agree([beams.dense()], [tables])
+    agree([beams.select(torch.tensor([False, True] * 4)).dense()], [tables[1::2]])
+    up, leaves = drawn(*tables.shape, seed=7), [*chunks.shares, *chunks.values, chunks.base]
+    wanted = torch.autograd.grad((tables * up).sum(), leaves, retain_graph=True)
+    agree(torch.autograd.grad((beams.dense() * up).sum(), leaves), wanted)
+
+
+def test_rows_are_differentiable() -> None:
+    chunks = Chunks(count=2)
+    table = dense_write(
+        chunks.base.expand(2, -1, -1), chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0]
+    )
+    store = OverlayValues.start(chunks.base, 2)
+    store = store.write(chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0])
+    wanted = torch.stack([table[m][chunks.slots[1][m]] for m in range(2)])
+    given, up = store.rows(chunks.slots[1]), drawn(*wanted.shape, seed=3)
+    agree([given], [wanted])
+    leaves = [chunks.shares[0], chunks.values[0], chunks.base]
+    agree(torch.autograd.grad(given, leaves, up), torch.autograd.grad(wanted, leaves, up))
+
+
+def test_detach_and_reset_cut_gradients_where_they_should() -> None:
+    chunks = Chunks(count=3)
+    again = torch.tensor([False, True])
+
+    def dense(rows: Tensor) -> Tensor:
+        base = chunks.base.expand(2, -1, -1)
+        table = dense_write(base, chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0]).detach()
+        table = torch.where(rows[:, None, None], base, table)
+        return dense_write(table, chunks.slots[1], chunks.share(1), chunks.values[1], chunks.counted[1])
+
+    def sparse(rows: Tensor) -> Tensor:
+        store = OverlayValues.start(chunks.base, 2)
+        store = store.write(chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0]).detach().reset(rows)
+        return store.write(chunks.slots[1], chunks.share(1), chunks.values[1], chunks.counted[1]).dense()
+
+    agree([sparse(again)], [dense(again)])
+    up, leaves = drawn(2, 12, 5, seed=4), [chunks.shares[0], chunks.shares[1], chunks.values[1], chunks.base]
+    wanted = torch.autograd.grad((dense(again) * up).sum(), leaves, allow_unused=True)
+    given = torch.autograd.grad((sparse(again) * up).sum(), leaves, allow_unused=True)
+    assert wanted[0] is None
+    assert given[0] is None
+    agree(given[1:], wanted[1:])
+    (after,) = torch.autograd.grad((sparse(torch.tensor([False, False])) * up).sum(), chunks.base, allow_unused=True)
+    assert after is None
+
+
+def test_memories_are_cut_one_by_one() -> None:
+    chunks = Chunks(count=3)
+    cut = torch.tensor([True, False])
+    args = [(chunks.slots[c], chunks.share(c), chunks.values[c], chunks.counted[c]) for c in range(3)]
+    store = OverlayValues.start(chunks.base, 2).write(*args[0]).detach(cut).write(*args[1]).select(torch.tensor([1, 0]))
+    table = dense_write(chunks.base.expand(2, -1, -1), *args[0])
+    table = dense_write(torch.where(cut[:, None, None], table.detach(), table), *args[1])[[1, 0]]
+    agree([store.dense()], [table])
+    up, leaves = drawn(2, 12, 5, seed=8), [*chunks.shares[:2], *chunks.values[:2], chunks.base]
+    wanted = torch.autograd.grad((table * up).sum(), leaves, retain_graph=True)
+    assert not wanted[0][0].any()
+    assert wanted[0][1].any()
+    agree(torch.autograd.grad((store.dense() * up).sum(), leaves), wanted)
+
+
+def test_shares_of_zero_have_their_gradient_and_leave_no_trace() -> None:
+    chunks = Chunks(count=1)
+    shares = (chunks.shares[0].detach() * 0).requires_grad_()
+    args = (chunks.slots[0], shares, chunks.values[0], torch.ones(2, 7, dtype=torch.bool))
+    table = dense_write(chunks.base.expand(2, -1, -1), *args)
+    store = OverlayValues.start(chunks.base, 2).write(*args)
+    up = drawn(2, 12, 5, seed=5)
+    wanted = torch.autograd.grad((table * up).sum(), [shares, chunks.base])
+    agree(torch.autograd.grad((store.dense() * up).sum(), [shares, chunks.base]), wanted)
+    assert store.written().tolist() == [0, 0]
+    with torch.no_grad():
+        assert OverlayValues.start(chunks.base, 2).write(*args).pool.bytes == 0
+
+
+@pytest.mark.parametrize("content", [float("nan"), float("inf")])
+def test_tokens_that_do_not_count_may_hold_anything(content: float) -> None:
+    chunks = Chunks(count=2)
+    spoilt = [
+        torch.where(n[..., None], v.detach(), content) for n, v in zip(chunks.counted, chunks.values, strict=True)
+    ]
+    _, table = chunks.dense()
+    values = [v.requires_grad_() for v in spoilt]
+    store = OverlayValues.start(chunks.base, 2)
+    for c, at in enumerate(chunks.slots):
+        read = store.read(chunks.weights[c], at)
+        store = store.write(at, chunks.share(c), read - values[c], chunks.counted[c])
+    agree([store.dense()], [table])
+    up = drawn(*table.shape, seed=6)
+    given = torch.autograd.grad((store.dense() * up).sum(), [*values, *chunks.shares])
+    wanted = torch.autograd.grad((table * up).sum(), [*chunks.values, *chunks.shares])
+    agree(given, wanted)
+
+
+@torch.no_grad()
+def test_rows_that_nothing_points_at_go() -> None:
+    """A thousand writes to the same slots keep no more rows than a few writes."""
+    base = drawn(1000, 4)
+    slots = torch.arange(12).view(1, 4, 3)
+    counted, wanted = torch.ones(1, 4, dtype=torch.bool), base.clone()[None]
+    store = OverlayValues.start(base, 1)
+    first = store
+    for i in range(1000):
+        shares, errors = drawn(1, 4, 3, seed=i).abs() * 0.1, drawn(1, 4, 4, seed=i + 1)
+        store = store.write(slots, shares, errors, counted)
+        wanted[0, :12] -= (shares[..., None] * errors[:, :, None]).view(12, 4)
+        assert store.pool.bytes <= 6 * 12 * 4 * 8
+    agree([store.dense()], [wanted])
+    assert store.written().tolist() == [12]
+    assert torch.equal(first.dense()[0], base)
+
+
+@torch.no_grad()
+def test_a_long_stream_of_writes_without_gradients() -> None:
+    """Rows are read from every piece of the pool; from the one that is being written, where a few rows that were
+    written last are written again."""
+    base = drawn(200, 3)
+    store, wanted, counted = OverlayValues.start(base, 2), base.expand(2, -1, -1), torch.ones(2, 4, dtype=torch.bool)
+    for i in range(60):
+        slots = picks(2, 4, 3, 200, seed=i // 4)
+        shares, errors = drawn(2, 4, 3, seed=i) * 0.3, drawn(2, 4, 3, seed=i + 100)
+        store, wanted = store.write(slots, shares, errors, counted), dense_write(wanted, slots, shares, errors, counted)
+        agree([store.read(shares, slots)], [dense_read(wanted, shares, slots)])
+    agree([store.dense()], [wanted])
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_attempts_that_are_given_up_leave_nothing(recorded: bool) -> None:
+    """Going on from one kept store again and again; what somebody still holds stays."""
+    chunks = Chunks(count=3, memories=1, slots=400)
+    with torch.set_grad_enabled(recorded):
+        args = [(chunks.slots[c], chunks.share(c), chunks.values[c], chunks.counted[c]) for c in range(3)]
+        store = OverlayValues.start(chunks.base, 1).write(*args[0])
+        kept = store.write(*args[1])
+        wanted = kept.dense().detach().clone()
+        sizes = []
+        for i in range(40):
+            attempt = store.write(*args[2])
+            for _ in range(i % 3):
+                attempt = attempt.write(*args[2])
+            sizes.append(store.bytes)
+        assert len(set(sizes[10:])) == 1
+        assert torch.equal(kept.dense(), wanted)
+        if recorded:
+            table = chunks.base.expand(1, -1, -1)
+            for c in (0, 1):
+                table = dense_write(table, *args[c])
+            leaves = [*chunks.shares[:2], *chunks.values[:2]]
+            agree(
+                torch.autograd.grad(kept.dense().square().sum(), leaves, retain_graph=True),
+                torch.autograd.grad(table.square().sum(), leaves),
+            )
+
+
+def test_a_graph_holds_its_rows_without_a_store() -> None:
+    chunks = Chunks(count=3, memories=1, slots=400)
+    args = [(chunks.slots[c], chunks.share(c), chunks.values[c], chunks.counted[c]) for c in range(3)]
+    start = OverlayValues.start(chunks.base, 1)
+    one = start.write(*args[0]).read(chunks.weights[1], chunks.slots[0])
+    two = start.write(*args[1]).read(chunks.weights[1], chunks.slots[1])  # whose rows must not take the others' place
+    tables = [dense_write(chunks.base.expand(1, -1, -1), *args[c]) for c in (0, 1)]
+    wanted = sum(dense_read(tables[c], chunks.weights[1], chunks.slots[c]).square().sum() for c in (0, 1))
+    leaves = [chunks.weights[1], *chunks.shares[:2], *chunks.values[:2], chunks.base]
+    given = torch.autograd.grad(one.square().sum() + two.square().sum(), leaves, retain_graph=True)
+    agree(given, torch.autograd.grad(wanted, leaves))
+
+
+def test_rows_written_after_detach_have_their_gradient_where_others_gave_up_theirs() -> None:
+    chunks = Chunks(count=3, memories=1, slots=400)
+    args = [(chunks.slots[c], chunks.share(c), chunks.values[c], chunks.counted[c]) for c in range(3)]
+    first = OverlayValues.start(chunks.base.detach(), 1).write(*args[0])
+    longer = first.write(*args[1]).write(*args[1]).write(*args[1])
+    cut = first.detach()
+    del longer
+    read = cut.write(*args[2]).read(chunks.weights[2], chunks.slots[2])
+    table = dense_write(chunks.base.detach().expand(1, -1, -1), *args[0]).detach()
+    wanted = dense_read(dense_write(table, *args[2]), chunks.weights[2], chunks.slots[2])
+    leaves = [chunks.weights[2], chunks.shares[2], chunks.values[2]]
+    given = torch.autograd.grad(read.square().sum(), leaves, retain_graph=True)
+    agree(given, torch.autograd.grad(wanted.square().sum(), leaves))
+
+
+def test_reads_of_what_was_written_compile_whole() -> None:
+    chunks = Chunks(count=3)
+    with torch.no_grad():
+        _, store = chunks.sparse()
+    weights = chunks.weights[0].detach().requires_grad_()
+    call = lambda w, s: store.read(w, s)  # noqa: E731
+    out = torch.compile(call, fullgraph=True, backend="aot_eager")(weights, chunks.slots[0])
+    with torch.no_grad():
+        table = chunks.dense()[1]
+    wanted = dense_read(table, weights, chunks.slots[0])
+    agree([out], [wanted])
+    agree(torch.autograd.grad(out.sum(), weights), torch.autograd.grad(wanted.sum(), weights))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_same_again_is_the_same_to_the_last_bit(recorded: bool) -> None:
+    """Whatever else grew from the store in between, and so wherever the pieces of the pool end."""
+    store = OverlayValues.start(drawn(40, 5, dtype=torch.float32), 1)
+    counted = torch.ones(1, 4, dtype=torch.bool)
+
+    def go_on(store: OverlayValues, seed: int) -> tuple[Tensor, OverlayValues]:
+        reads = []
+        for i in range(seed, seed + 6):
+            slots, shares = picks(1, 4, 3, 40, seed=i), drawn(1, 4, 3, seed=i, dtype=torch.float32) * 0.3
+            reads.append(store.read(shares, slots))
+            store = store.write(slots, shares, reads[-1].requires_grad_(recorded), counted)
+        return torch.stack(reads), store
+
+    with torch.set_grad_enabled(recorded):
+        _, store = go_on(store, 0)
+        first, _ = go_on(store, 6)
+        for i in range(5):
+            go_on(store, 7 * i)
+            again, _ = go_on(store, 6)
+            assert torch.equal(again, first)

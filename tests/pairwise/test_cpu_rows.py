@@ -1,0 +1,418 @@
+"""The row solvers of impl="cpu" on plain scores, where the contracts' short rows do not reach: lengths on both sides of
+their tiles and spans, rows with a few tiles in reach and gaps between them, every rule and kernel with all of its
+derivatives, against dense float64 formulas; threads, processes and what is compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import dense
+import pytest
+import torch
+from dense import close
+from torch import Tensor
+
+import regard
+from regard.grammar import Spec
+
+pytest.importorskip("numba")
+
+from regard.pairwise.cpu import implementation as cpu
+from regard.pairwise.cpu.rows import base
+
+INF = float("inf")
+LENGTHS = (1, 2, 31, 32, 33, 127, 128, 129, 511, 512, 513, 1000, 8192)
+R, W, K = 6, 0.4, 7  # rows of a case, bias of the fixed rule, keys of the nearest one
+
+# sentence -> arguments of `dense.weights`, without the number, and that of the rule
+CASES: dict[str, tuple[dict[str, Any], float]] = {
+    "epanechnikov*adaptive": ({"rule": "adaptive"}, 0.0),
+    "biweight*adaptive": ({"rule": "adaptive", "r": 2.0}, 0.0),
+    "triweight*adaptive": ({"rule": "adaptive", "r": 3.0}, 0.0),
+    "polynomial(r=1.5)*adaptive": ({"rule": "adaptive", "r": 1.5}, 0.0),
+    "polynomial(r=10)*adaptive": ({"rule": "adaptive", "r": 10.0}, 0.0),
+    "polynomial(r=0.5)*adaptive": ({"rule": "adaptive", "r": 0.5}, 0.0),
+    "epanechnikov*anchored": ({"rule": "anchored"}, 1.1),
+    "biweight*anchored": ({"rule": "anchored", "r": 2.0}, 1.1),
+    "triweight*anchored": ({"rule": "anchored", "r": 3.0}, 1.1),
+    "polynomial(r=2.5)*anchored": ({"rule": "anchored", "r": 2.5}, 1.1),
+    "gaussian*anchored": ({"rule": "anchored", "kernel": "gaussian"}, 1.1),
+    "uniform*anchored": ({"rule": "anchored", "kernel": "uniform"}, 1.1),
+    "epanechnikov*fixed": ({"rule": "fixed"}, W),
+    "biweight*fixed": ({"rule": "fixed", "r": 2.0}, W),
+    "triweight*fixed(empty=zero)": ({"rule": "fixed", "r": 3.0, "empty": "zero"}, W),
+    "polynomial(r=1.7)*fixed(empty=nearest)": ({"rule": "fixed", "r": 1.7, "empty": "nearest"}, W),
+    "uniform*fixed": ({"rule": "fixed", "kernel": "uniform"}, W),
+    f"epanechnikov*nearest(k={K})": ({"rule": "nearest", "k": K}, 0.0),
+    f"biweight*nearest(k={K})": ({"rule": "nearest", "r": 2.0, "k": K}, 0.0),
+    f"polynomial(r=1.5)*nearest(k={K})": ({"rule": "nearest", "r": 1.5, "k": K}, 0.0),
+    f"gaussian*nearest(k={K})": ({"rule": "nearest", "kernel": "gaussian", "k": K}, 0.0),
+    f"uniform*nearest(k={K})": ({"rule": "nearest", "kernel": "uniform", "k": K}, 0.0),
+}
+NUMBER = {"anchored": "margin", "fixed": "bias"}
+
+
+def scores(n: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """[R, n]: normal, flat, steep, few tiles in reach with gaps of every length, half hidden, ties."""
+    make = torch.Generator().manual_seed(n)
+    x = torch.randn(R, n, generator=make, dtype=torch.float64)
+    x[1] *= 0.05
+    x[2] *= 4
+    far = x[3] * 0.2 - 9
+    at, gap = 0, 0
+    while at < n:  # one key a tile, at another place in each, after ever longer runs of tiles out of reach
+        place = min(n - 1, at + (gap * 11) % base.TILE)
+        far[place] = 0.3 * x[3, place].clamp(-1, 1)
+        gap += 1
+        at += base.TILE * (1 + gap % 8)
+    x[3] = far
+    x[4][torch.rand(n, generator=make) < 0.5] = -INF
+    x[4, n // 2 : n // 2 + 2 * base.TILE] = -INF
+    x[5] = (x[5] * 3).round() / 4
+    return x.to(dtype)
+
+
+def solve(label: str, z: Tensor, params: dict[str, Tensor]) -> Tensor:
+    """The weights, through the operator."""
+    spec = Spec.parse(label)
+    assert cpu.unable(spec, z) is None
+    return cpu.normalise(spec, z, params)
+
+
+def derivatives(p: Tensor, leaves: dict[str, Tensor], g: Tensor) -> dict[str, Tensor]:
+    """dL/dleaf by name; zero for a leaf that has no part in p."""
+    if not p.requires_grad:
+        return {name: torch.zeros_like(x) for name, x in leaves.items()}
+    found = torch.autograd.grad(p, list(leaves.values()), g, allow_unused=True)
+    return {n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), found, strict=True)}
+
+
+def compare(label: str, z: Tensor, learned: bool, tolerance: float) -> None:
+    """Weights and every derivative against the dense formula in float64."""
+    how, number = dict(CASES[label][0]), CASES[label][1]
+    spec, rule = Spec.parse(label), how["rule"]
+    make = torch.Generator().manual_seed(7)
+    g = torch.randn(z.shape, generator=make, dtype=torch.float64).to(z.dtype)
+    wobble = torch.rand(len(z), 1, generator=make, dtype=torch.float64).to(z.dtype) * 0.2
+    leaves = {"z": z.clone().requires_grad_()}
+    truths = {"z": z.double().requires_grad_()}
+    if rule in NUMBER:  # a number of the rule that is not the default has to be given
+        leaves[NUMBER[rule]] = (number + (wobble if learned else 0 * wobble)).requires_grad_()
+    if learned and "alpha" in spec.params:
+        leaves["alpha"] = (1 + 1 / how.get("r", 1.0) + 0.3 * wobble).requires_grad_()
+    if learned and "r" in spec.params:
+        leaves["r"] = (how.get("r", 1.0) + wobble).requires_grad_()
+    truths |= {name: x.detach().double().requires_grad_() for name, x in leaves.items() if name != "z"}
+    p = solve(label, leaves["z"], {name: x for name, x in leaves.items() if name != "z"})
+    if "alpha" in truths:
+        how["r"] = 1 / (truths["alpha"] - 1)
+    if "r" in truths:
+        how["r"] = truths["r"]
+    if rule in NUMBER:
+        how["number"] = truths[NUMBER[rule]]
+    expected = dense.weights(truths["z"], **how)
+    close(p, expected, tolerance, "weights")
+    found, truth = derivatives(p, leaves, g), derivatives(expected, truths, g.double())
+    for name in leaves:
+        close(found[name], truth[name], tolerance, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("label", CASES)
+def test_float64_equals_the_formula(label: str, n: int) -> None:
+    compare(label, scores(n), False, 1e-11)
+
+
+@pytest.mark.parametrize("n", [1, 2, 33, 513, 1000])
+@pytest.mark.parametrize("label", [label for label in CASES if set(Spec.parse(label).params)])
+def test_float64_with_numbers_of_every_row(label: str, n: int) -> None:
+    """alpha, r, margin and bias as tensors, with their gradients."""
+    compare(label, scores(n), True, 1e-9 if "0.5" in label else 1e-11)
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 129, 512, 513, 8192])
+@pytest.mark.parametrize("label", [label for label in CASES if "0.5" not in label])
+def test_float32_equals_the_formula(label: str, n: int) -> None:
+    """float32's own rounding alone. With r < 1 it is magnified without bound at the threshold."""
+    compare(label, scores(n, torch.float32), False, 1e-5)
+
+
+@pytest.mark.parametrize("label", ["biweight*adaptive", "epanechnikov*anchored", f"gaussian*nearest(k={K})"])
+def test_65536_columns(label: str) -> None:
+    compare(label, scores(65536)[3:4], False, 1e-11)
+    compare(label, scores(65536, torch.float32)[:1], False, 1e-5)
+
+
+@pytest.mark.parametrize("border", [base.TILE, base.GAP * base.TILE, base.SPAN])
+@pytest.mark.parametrize(
+    "label", ["biweight*adaptive", "epanechnikov*anchored", "triweight*fixed(empty=zero)", f"biweight*nearest(k={K})"]
+)
+def test_keys_at_either_side_of_a_border(label: str, border: int) -> None:
+    """One column in reach here and one there, at every place where a tile, a gap or a span may end."""
+    n = 4 * base.SPAN + 5
+    z = torch.full((12, n), -50.0, dtype=torch.float64)
+    for i in range(12):
+        first = border * (1 + i % 3)
+        for place, score in ((first - 1, 0.2), (first, 0.1), (first + border - 1, 0.35), (n - 1 - i, 0.0), (i, -0.1)):
+            z[i, place] = score + 0.01 * i
+        z[i, first + 1] = -INF
+    compare(label, z, False, 1e-11)
+
+
+def test_a_row_in_reach_from_end_to_end_and_one_that_is_a_single_key() -> None:
+    for n in LENGTHS:
+        flat, single = torch.full((1, n), 0.7), torch.full((1, n), -INF)
+        single[0, n // 2] = -3.0
+        for alpha in (1.1, 4 / 3, 1.5, 1.75, 2.0, 3.0):
+            close(regard.entmax(flat, alpha, impl="cpu"), torch.full((1, n), 1 / n), 3e-7)
+            alone = regard.entmax(single, alpha, impl="cpu")
+            assert alone[0].nonzero().flatten().tolist() == [n // 2]
+            close(alone[0, n // 2], torch.tensor(1.0), 2.5e-7)
+
+
+@pytest.mark.parametrize("k", [1, 31, 32, 33, 512, 999, 1000, 1001, 5000])
+@pytest.mark.parametrize("kernel", ["gaussian", "uniform", "epanechnikov"])
+def test_any_number_of_nearest_keys(kernel: str, k: int) -> None:
+    z = scores(1000)
+    leaf, truth = z.clone().requires_grad_(), z.clone().requires_grad_()
+    p = solve(f"{kernel}*nearest(k={k})", leaf, {})
+    name = "polynomial" if kernel == "epanechnikov" else kernel
+    expected = dense.weights(truth, "nearest", name, k=k)
+    close(p, expected, 1e-11)
+    g = torch.randn(z.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    close(derivatives(p, {"z": leaf}, g)["z"], derivatives(expected, {"z": truth}, g)["z"], 1e-11)
+
+
+# Rows do not depend on each other, on the memory they lie in, or on who computes them ------------------------
+
+
+def everything(label: str, z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = z.clone().requires_grad_()
+    rule = CASES[label][0]["rule"]
+    params = {NUMBER[rule]: torch.tensor([CASES[label][1]], dtype=z.dtype)} if rule in NUMBER else {}
+    p = solve(label, leaf, params)
+    return p.detach(), derivatives(p, {"z": leaf}, g)["z"]
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_bits_of_a_row_do_not_depend_on_other_rows_or_threads(label: str) -> None:
+    z = torch.cat([scores(1000, torch.float32), scores(1000, torch.float32).flip(-1)])
+    g = torch.randn(z.shape, generator=torch.Generator().manual_seed(2))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = everything(label, z, g)
+        torch.set_num_threads(2)
+        two = everything(label, z, g)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    alone = [everything(label, z[i : i + 1], g[i : i + 1]) for i in range(len(z))]
+    for a, b, c in zip(one, two, zip(*alone, strict=True), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, torch.cat(c))
+
+
+def test_calls_from_several_python_threads_at_once() -> None:
+    labels = list(CASES)
+    inputs = [(label, scores(500 + i), torch.ones(R, 500 + i).double()) for i, label in enumerate(labels * 3)]
+    serial = [everything(*given) for given in inputs]
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda given: everything(*given), inputs))
+    assert torch.get_num_threads() == before
+    for one, other in zip(serial, together, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_the_tensors_of_the_caller_are_only_read(label: str) -> None:
+    """Scores and the output's gradient as views in the middle of a larger tensor, handed over without a copy."""
+    n = 130
+    store = scores(5 * n)[0].repeat(R).clone()
+    z = store[n : n + R * n].view(R, n)
+    upper = torch.randn(R * n + 2 * n, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    g = upper[n : n + R * n].view(R, n)
+    kept_store, kept_upper = store.clone(), upper.clone()
+    number = torch.full((R, 1), CASES[label][1], dtype=torch.float64)
+    rule = CASES[label][0]["rule"]
+    leaf = z.requires_grad_()
+    p = solve(label, leaf, {NUMBER[rule]: number} if rule in NUMBER else {})
+    again = derivatives(p, {"z": leaf}, g)["z"]
+    assert torch.equal(store.detach(), kept_store)
+    assert torch.equal(upper, kept_upper)
+    assert bool((number == CASES[label][1]).all())
+    fresh, dz = everything(label, kept_store[n : n + R * n].view(R, n).clone(), g.clone())
+    assert torch.equal(p.detach(), fresh)
+    assert torch.equal(again, dz)
+    assert p.data_ptr() != store.data_ptr()
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_a_gradient_that_is_one_number_expanded(label: str) -> None:
+    z = scores(77)
+    close(
+        everything(label, z, torch.ones(()).double().expand(R, 77))[1],
+        everything(label, z, torch.ones(R, 77).double())[1],
+        0.0,
+    )
+
+
+def test_what_weighs_nothing_passes_nothing_on_not_even_nan() -> None:
+    """dL/dp = NaN or infinity at a key without weight is multiplied by nothing."""
+    z = torch.tensor([[0.5, 0.4, -9.0, -INF, 0.3] + [-20.0] * 100], dtype=torch.float64)
+    g = torch.ones_like(z).cumsum(-1)
+    bad = g.clone()
+    bad[0, 3], bad[0, 50], bad[0, 80] = float("nan"), INF, float("nan")
+    for label in ("biweight*adaptive", "epanechnikov*anchored", "epanechnikov*fixed", "gaussian*nearest(k=3)"):
+        leaf = z.clone().requires_grad_()
+        number = {"epanechnikov*fixed": {"bias": torch.tensor([W], dtype=torch.float64)}}.get(label, {})
+        p = solve(label, leaf, number)
+        clean, found = (torch.autograd.grad(p, leaf, x, retain_graph=True)[0] for x in (g, bad))
+        assert torch.equal(clean, found), label
+
+
+# Status ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("r", [0.5, 1.0, 1.5, 2.0, 3.0, 10.0])
+def test_every_search_converges(r: float, dtype: torch.dtype) -> None:
+    """On all kinds of rows, far from zero too; and what was found is reported."""
+    for n in (1, 33, 1000, 8192):
+        for scale, shift in ((1.0, 0.0), (1e-3, 0.0), (1.0, 1e3), (100.0, -1e4)):
+            z = scores(n, dtype) * scale + shift
+            key = z.view(1, R, n, 1)
+            query = torch.ones(1, R, 1, 1, dtype=dtype)
+            _, found = regard.attention(
+                query, key, key.nan_to_num(neginf=0.0), f"polynomial(r={r})*adaptive", scale=1.0, impl="cpu",
+                attn_mask=(key > -INF).transpose(-1, -2), return_diagnostics=True,
+            )  # fmt: skip
+            assert not bool(found.status.any())
+
+
+# Processes ---------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import json, sys, time
+import torch, regard
+assert "numba" not in sys.modules, "import regard imports numba"
+z = torch.linspace(-1, 1, 500).reshape(2, 250).requires_grad_()
+p = regard.entmax(z, 1.5, impl="cpu")
+assert "numba" in sys.modules
+(p * z.detach()).sum().backward()
+from regard.pairwise.cpu import rows
+entries = [rows.forward, rows.backward, rows.forward_part, rows.backward_part]  # by the number of threads
+stats = [d.stats for d in entries]
+print(json.dumps({
+    "hits": sum(sum(s.cache_hits.values()) for s in stats),
+    "misses": sum(sum(s.cache_misses.values()) for s in stats),
+    "parts": sum(len(d.overloads) for m in list(sys.modules.values())
+                 if m.__name__.startswith("regard.pairwise.cpu.rows.")
+                 for d in vars(m).values() if hasattr(d, "overloads") and d not in entries),
+    "p": p.tolist(), "grad": z.grad.tolist(),
+}))
+"""
+
+
+def run(program: str, **environment: str) -> Any:
+    """What a fresh process prints, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=500, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(tmp_path: Any) -> None:
+    first, second = (run(PROGRAM, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2))
+    assert (first["hits"], first["misses"]) == (0, 2)
+    assert (second["hits"], second["misses"]) == (2, 0)
+    assert first["parts"] > 0 == second["parts"]
+    assert (first["p"], first["grad"]) == (second["p"], second["grad"])
+
+
+FORK = """
+import json, os, torch, regard
+torch.set_num_threads(2)
+z = torch.linspace(-1, 1, 400000).reshape(400, 1000)
+p = regard.entmax(z, 1.5, impl="cpu")
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)  # as a data loader's worker does: torch's own threads do not survive a fork
+    os._exit(0 if torch.equal(regard.entmax(z, 1.5, impl="cpu"), p) else 3)
+print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_can_compute_too() -> None:
+    """As workers of a data loader are."""
+    assert run(FORK, NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2") == 0
+
+
+THREADS = """
+import json, torch, regard
+from concurrent.futures import ThreadPoolExecutor
+found = []
+make = torch.Generator().manual_seed(0)
+z = torch.randn(301, 1000, generator=make)
+for threads in (1, 2, 3):
+    torch.set_num_threads(threads)
+    leaf = z.clone().requires_grad_()
+    p = regard.entmax(leaf, 1.5, impl="cpu")
+    p.square().sum().backward()
+    q = torch.randn(1, 3, 200, 16, generator=make.manual_seed(1), requires_grad=True)
+    out = regard.attention(q, q, q, "relumax", is_causal=True, impl="cpu")
+    out.square().sum().backward()
+    found.append((p.detach(), leaf.grad))
+    assert torch.get_num_threads() == threads
+with ThreadPoolExecutor(4) as pool:
+    together = list(pool.map(lambda _: regard.entmax(z, 1.5, impl="cpu"), range(12)))
+assert all(torch.equal(p, found[0][0]) for p in together)
+print(json.dumps(all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))))
+"""
+
+
+def test_threads_really_used_change_no_bit() -> None:
+    """Three threads, whatever the machine has."""
+    assert run(THREADS, NUMBA_NUM_THREADS="3", OMP_NUM_THREADS="3")
+
+
+BOUNDS = """
+import json, torch, regard
+def attend(spec, keys, **how):
+    make = torch.Generator().manual_seed(keys)
+    q, k, v = (torch.randn(1, 1, n, 4, generator=make).requires_grad_() for n in (40, keys, keys))
+    regard.attention(q, k, v, spec, impl="cpu", **how).sum().backward()
+specs = "biweight*nearest(k=3)", "gaussian*nearest(k=3)", "biweight", "relumax", "epanechnikov*fixed(empty=nearest)"
+for spec in specs:
+    for keys in (1, 127, 128, 129, 256):
+        for how in ({}, {"is_causal": True}, {"exclude_self": True, "query_offset": -5},
+                    {"is_causal": True, "window": 4, "query_offset": torch.tensor([keys])},
+                    {"is_causal": True, "window": 3, "query_offset": 2 * keys},
+                    {"window": 4, "query_offset": torch.tensor([keys - 2])}):
+            attend(spec, keys, **how)
+calls = (regard.entmax, regard.sparsemax, regard.relumax, regard.normrelu,
+         lambda z, impl: regard.topk_softmax(z, 7, impl=impl), lambda z, impl: regard.entmax(z, 3.0, impl=impl))
+for n in (1, 31, 32, 33, 63, 64, 65, 511, 512, 513, 1500):
+    z = torch.randn(3, n, generator=torch.Generator().manual_seed(n))
+    z[1] = -torch.inf
+    for call in calls:
+        leaf = z.clone().requires_grad_()
+        call(leaf, impl="cpu").square().sum().backward()
+print(json.dumps(True))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nothing_is_read_or_written_outside_its_array(tmp_path: Any) -> None:
+    """With numba's check of every index, which compiles another program."""
+    assert run(BOUNDS, NUMBA_CACHE_DIR=str(tmp_path), NUMBA_BOUNDSCHECK="1")

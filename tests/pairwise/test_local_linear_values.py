@@ -1,0 +1,341 @@
+"""Local linear attention against the weighted ridge regression that it is, and against what follows from that."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from regression import brute_force, dense, draw, entmax15, fit, lower, ratio, rectified, shares, softmax, textbook
+from torch import Tensor
+
+import regard
+from regard.grammar.solvers import BlockDiagonal, ConjugateGradient
+from regard.pairwise.blocked import block_rows
+from regard.pairwise.blocked.blocks import Work
+from regard.pairwise.cpu import implementation as cpu
+
+LENGTHS = (1, 2, 3, 17, 64, 130)
+IMPLS = ("reference", "blocked")
+
+
+def local(q: Tensor, k: Tensor, v: Tensor, **call) -> Tensor:
+    return regard.local_linear_attention(q, k, v, **{"is_causal": True, **call})
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float, what: object = "") -> None:
+    gap = float((found.double() - expected.double()).detach().abs().max()) if found.numel() else 0.0
+    assert found.shape == expected.shape, what
+    assert gap <= tolerance * max(1.0, float(expected.detach().abs().max())), (what, gap)
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+
+
+# The regression ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_equals_the_brute_force_fit(length: int, impl: str) -> None:
+    """A stacked least-squares problem for every query; D_v != D; relative and absolute ridge, which is equation 7."""
+    q, k, v = draw(1, 2, length, 4, value_dim=3, seed=length)
+    z, seen = scores(q, k), lower(length)
+    w = torch.where(seen, z.exp(), 0)
+    for ridge in (1.0, 0.03):
+        found = local(q, k, v, ridge=ridge, impl=impl)
+        close(found, brute_force(softmax(z, seen), q, k, v, ridge), 1e-10, ridge)
+        found = local(q, k, v, ridge=ridge, ridge_mode="absolute", impl=impl)
+        close(found, brute_force(w, q, k, v, ridge), 1e-10, f"absolute {ridge}")
+        close(found, textbook(w, q, k, v, ridge), 1e-9, f"textbook {ridge}")
+
+
+@pytest.mark.parametrize("solver", ["cholesky", ConjugateGradient(tol=1e-13), ConjugateGradient(precondition=True)])
+def test_every_exact_solver_finds_it(solver) -> None:
+    q, k, v = draw(1, 2, 90, 12, seed=1)
+    expected = dense(q, k, v, lower(90), 0.05)
+    for impl in IMPLS:
+        close(local(q, k, v, ridge=0.05, solver=solver, impl=impl), expected, 1e-9, impl)
+
+
+@pytest.mark.parametrize("name", ["biweight", "relumax"])
+@pytest.mark.parametrize("impl", ["reference", "blocked", "cpu"])
+def test_compact_weights(name: str, impl: str) -> None:
+    """Weights by the package `entmax` and by the definition of ReLUmax."""
+    q, k, v = draw(2, 2, 70, 5, value_dim=3, seed=2)
+    q = q * 2
+    expected = dense(q, k, v, lower(70), 0.2, name)
+    close(local(q, k, v, spec=name, ridge=0.2, impl=impl), expected, 1e-9)
+    close(regard.attention(q, k, v, f"local-linear[{name}]", params={"ridge": 0.2}, is_causal=True), expected, 1e-9)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_absolute_ridge_of_kernels_with_a_weight_of_their_own(impl: str) -> None:
+    """Against the sum of [z - theta]_+^r, and of [z + bias]_+."""
+    q, k, v = draw(1, 2, 40, 3, seed=3)
+    z, seen = scores(q, k), lower(40)
+    cases = {
+        "triweight*anchored(margin=1.5)": rectified(z, seen, 1.5, 3),
+        "epanechnikov*fixed(bias=2)": torch.where(seen, (z + 2).clamp(min=0), 0),
+        "gaussian*anchored(margin=2)": torch.where(rectified(z, seen, 2.0) > 0, z.exp(), 0),
+    }
+    for spec, w in cases.items():
+        found = local(q, k, v, spec=spec, ridge=0.3, ridge_mode="absolute", impl=impl)
+        close(found, brute_force(w, q, k, v, 0.3), 1e-10, spec)
+        relative = local(q, k, v, spec=spec, ridge=0.3, impl=impl)
+        close(relative, brute_force(shares(w), q, k, v, 0.3), 1e-10, spec)
+
+
+def test_ridge_of_every_shape() -> None:
+    """A number for a head, a token, both, and one for every coordinate."""
+    q, k, v = draw(2, 3, 40, 4, seed=4)
+    z, seen = scores(q, k), lower(40)
+    make = torch.Generator().manual_seed(5)
+    for shape in ((1,), (3, 1), (40,), (2, 1, 1), (2, 3, 40), (1, 1, 1, 4), (1, 3, 1, 4), (2, 3, 40, 4), (2, 3, 40, 1)):
+        ridge = torch.rand(shape, generator=make, dtype=torch.float64) + 0.05
+        whole = ridge.expand(2, 3, 40, 4) if len(shape) == 4 else ridge.expand(2, 3, 40)
+        expected = fit(softmax(z, seen), q, k, v, whole)
+        for impl in IMPLS:
+            close(local(q, k, v, ridge=ridge, impl=impl), expected, 1e-9, (shape, impl))
+
+
+# Sizes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def poisoned():
+    """torch.empty comes filled with NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("length", "dim"),
+    [(1, 8), (5, 128), (63, 16), (65, 48), (100, 60), (127, 64), (129, 100), (129, 64), (1000, 64)]
+    + [pytest.param(1000, dim, marks=pytest.mark.slow) for dim in (8, 16, 48, 60, 100, 128)],
+)
+def test_sizes_that_are_no_multiples(length: int, dim: int) -> None:
+    """Values and gradients in float32; nothing that was never written is read."""
+    q, k, v = (x.requires_grad_() for x in draw(1, 1, length, dim, seed=dim, dtype=torch.float32))
+    out = local(q, k, v, ridge=0.1)
+    assert ratio(out, dense(q.detach(), k.detach(), v.detach(), lower(length), 0.1)) <= 3e-6
+    found = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert all(bool(g.isfinite().all()) for g in found)
+
+
+@pytest.mark.parametrize("elements", [64, 1000, 2**14])
+@pytest.mark.parametrize("spec", ["softmax", "biweight"])
+def test_every_size_of_blocks_gives_the_same(elements: int, spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = draw(2, 2, 150, 8, seed=6, dtype=torch.float32)
+    expected = dense(q, k, v, lower(150), 0.1, spec)
+    for rows in (block_rows.TorchRows, cpu.NumbaRows):
+        monkeypatch.setattr(rows, "elements", elements)
+    assert ratio(local(q, k, v, spec=spec), expected) <= 1e-5
+    assert ratio(local(q, k, v, spec=spec, solver="cg"), expected) <= 1e-5
+
+
+# Invariants --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    "solver", ["cholesky", BlockDiagonal(), BlockDiagonal(2), *(ConjugateGradient(max_iter=n) for n in (0, 1, 2, 5))]
+)
+@pytest.mark.filterwarnings("ignore:local linear attention")
+def test_effective_weights_sum_to_one_at_any_budget(impl: str, solver) -> None:
+    """Read off as the output for values that are the identity; of an unconverged solution too. A slope is lost to
+    rounding by eps |k| |t|, with |t| up to |q - kbar| over the ridge."""
+    for dtype, ridge, tolerance in (
+        (torch.float32, 1.0, 2e-6),
+        (torch.float32, 0.1, 1e-5),
+        (torch.float64, 0.1, 1e-13),
+    ):
+        q, k, _ = draw(1, 2, 50, 6, seed=7, dtype=dtype)
+        v = torch.eye(50, dtype=dtype).expand(1, 2, 50, 50)
+        weights = local(q, k, v, ridge=ridge, solver=solver, impl=impl)
+        assert float((weights.sum(-1) - 1).abs().max()) <= tolerance
+        assert bool((weights[..., ~lower(50)] == 0).all())
+        assert bool((weights < 0).any()) == (solver != ConjugateGradient(max_iter=0))
+
+
+@pytest.mark.parametrize("spec", ["softmax", "biweight", "relumax"])
+def test_no_steps_and_a_large_ridge_are_attention(spec: str) -> None:
+    q, k, v = draw(2, 2, 60, 8, seed=8, dtype=torch.float32)
+    z = scores(q.double(), k.double())
+    p = {"softmax": softmax, "biweight": entmax15, "relumax": lambda z, s: shares(rectified(z, s))}[spec](z, lower(60))
+    expected = p @ v.double()
+    for impl in IMPLS:
+        assert ratio(local(q, k, v, spec=spec, max_iter=0, impl=impl), expected) <= 1e-6
+        assert ratio(local(q, k, v, spec=spec, ridge=1e6, impl=impl), expected) <= 1e-4
+        assert ratio(local(q, k, v, spec=spec, ridge=0.01, impl=impl), expected) > 0.1
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_affine_values_are_reproduced(impl: str) -> None:
+    """By rows that see more than D keys, as the ridge vanishes, in float32."""
+    q, k, _ = draw(1, 2, 80, 6, seed=9, dtype=torch.float32)
+    make = torch.Generator().manual_seed(10)
+    slope, offset = torch.randn(6, 3, generator=make), torch.randn(3, generator=make)
+    out = local(q, k, k @ slope + offset, ridge=1e-6, impl=impl)
+    exact = q.double() @ slope.double() + offset.double()
+    assert ratio(out[:, :, 12:], exact[:, :, 12:]) <= 1e-4
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked", "cpu"])
+def test_the_first_row_is_its_value(impl: str) -> None:
+    """o_1 = v_1 and dq_1 = 0, exactly: there is nothing to compare."""
+    q, k, v = (x.requires_grad_() for x in draw(2, 2, 40, 8, seed=11, dtype=torch.float32))
+    for ridge in (1.0, 1e-3):
+        out = local(q, k, v, spec="biweight" if impl == "cpu" else "softmax", ridge=ridge, impl=impl)
+        assert torch.equal(out[:, :, 0], v[:, :, 0])
+        (dq,) = torch.autograd.grad(out.square().sum(), q)
+        assert bool((dq[:, :, 0] == 0).all())
+        assert bool((dq[:, :, 1:] != 0).any())
+
+
+# Windows -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 64, 150, 151, 10**6])
+def test_a_window_is_a_mask(window: int) -> None:
+    q, k, v = draw(1, 2, 150, 6, seed=12)
+    seen = lower(150, window=window)
+    for impl in IMPLS:
+        out = local(q, k, v, window=window, impl=impl)
+        close(out, dense(q, k, v, seen, 0.1), 1e-9, impl)
+    if window == 1:
+        close(out, v, 1e-13)
+    if window >= 150:
+        close(out, local(q, k, v), 1e-12)
+
+
+def test_the_cost_of_a_window_is_in_its_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pairs that the blocks work on grow as T W: measured over what both passes ask for."""
+    counted = []
+    blocks = Work.blocks
+
+    def spy(self):
+        for block in blocks(self):
+            counted[-1] += block.heads * (block.last - block.first) * (block.high - block.low)
+            yield block
+
+    monkeypatch.setattr(Work, "blocks", spy)
+    window = 32
+    for length in (512, 1024, 2048):
+        q, k, v = (x.requires_grad_() for x in draw(1, 1, length, 8, seed=13, dtype=torch.float32))
+        counted.append(0)
+        local(q, k, v, window=window).sum().backward()
+        assert counted[-1] <= 2 * length * (window + 128)  # both passes; blocks of at most 128 queries
+        assert counted[-1] >= 2 * length * window * 0.9
+    assert counted[2] <= 2.1 * counted[1]
+
+
+# Shared heads, other solvers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("spec", ["softmax", "biweight"])
+def test_grouped_heads(kv_heads: int, spec: str) -> None:
+    """Equal to repeated heads; dk and dv summed over the group, a ridge's gradient for every query head."""
+    q, k, v = (x.requires_grad_() for x in draw(2, 4, 40, 5, kv_heads=kv_heads, seed=14))
+    ridge = torch.full((4, 1), 0.2, dtype=torch.float64, requires_grad=True)
+    inputs = (q, k, v, ridge)
+    make = torch.Generator().manual_seed(15)
+    weight = torch.randn(q.shape, generator=make, dtype=torch.float64)
+    expected = dense(q, k, v, lower(40), ridge.expand(2, 4, 40), spec)
+    wanted = torch.autograd.grad((expected * weight).sum(), inputs)
+    for impl in IMPLS:
+        out = local(q, k, v, ridge=ridge, spec=spec, enable_gqa=True, impl=impl)
+        close(out, expected, 1e-9)
+        for grad, want in zip(torch.autograd.grad((out * weight).sum(), inputs), wanted, strict=True):
+            close(grad, want, 1e-8)
+
+
+def masked_covariance(q: Tensor, k: Tensor, v: Tensor, p: Tensor, ridge: float, blocks: int) -> Tensor:
+    """Local linear attention whose covariance about the mean has zeros outside its diagonal blocks."""
+    mean = p @ k
+    away = k[..., None, :, :] - mean[..., :, None, :]
+    spread = torch.einsum("...ij,...ija,...ijb->...iab", p, away, away)
+    at = torch.arange(q.shape[-1]) * blocks // q.shape[-1]
+    matrix = torch.where(at[:, None] == at, spread, 0) + ridge * torch.eye(q.shape[-1], dtype=q.dtype)
+    t = torch.linalg.solve(matrix, (q - mean)[..., None])
+    return (p * (1 + (away @ t)[..., 0])) @ v
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2, 3, 4, 6, 12])
+def test_block_diagonal_is_the_masked_covariance(blocks: int) -> None:
+    """For every number of blocks that divides D, in closed form or by factors; gradients by autograd of the dense
+    form. One block is local linear attention itself."""
+    q, k, v = (x.requires_grad_() for x in draw(1, 2, 40, 12, value_dim=3, seed=16))
+    p = softmax(scores(q, k), lower(40))
+    expected = masked_covariance(q, k, v, p, 0.4, blocks or 12)
+    wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    if blocks == 1:
+        close(expected, dense(q, k, v, lower(40), 0.4), 1e-9)
+    for impl in IMPLS:
+        out = local(q, k, v, ridge=0.4, solver=BlockDiagonal(blocks), impl=impl)
+        close(out, expected, 1e-10, impl)
+        for grad, want in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), wanted, strict=True):
+            close(grad, want, 1e-9, impl)
+
+
+def cone(length: int, dim: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys in a cone about one direction, values linear in them: where blocks of the query-centred matrix fail."""
+    make = torch.Generator().manual_seed(seed)
+    centre = torch.randn(1, 1, 1, dim, generator=make, dtype=torch.float64)
+    k = centre * 2 + torch.randn(1, 1, length, dim, generator=make, dtype=torch.float64)
+    v = k @ torch.randn(dim, dim, generator=make, dtype=torch.float64)
+    return k, k, v
+
+
+def test_block_diagonal_about_the_query_loses_its_sign_and_about_the_mean_does_not() -> None:
+    """Erratum E15: with blocks of Sigma about the query, delta <= 0 nearly everywhere; about the mean of the keys there
+    is no delta, the weights are those of a better fit than attention's."""
+    q, k, v = cone(100, 8, 17)
+    seen = lower(100)
+    p = softmax(scores(q, k), seen)
+    z = k[..., None, :, :] - q[..., :, None, :]
+    mu = (p[..., None] * z).sum(-2)
+    diagonal = torch.einsum("...ij,...ija->...ia", p, z * z) + 1.0
+    delta = 1 - (mu * mu / diagonal).sum(-1)
+    assert float((delta[..., 8:] <= 0).double().mean()) > 0.5  # the paper's form breaks on these data
+    out = local(q, k, v, ridge=1.0, solver="block-diagonal")
+    error = lambda x: float((x - v)[:, :, 8:].square().mean())  # noqa: E731
+    assert error(out) < error(p @ v)
+    identity = torch.eye(100, dtype=torch.float64).expand(1, 1, 100, 100)
+    weights = local(q, k, identity, ridge=1.0, solver="block-diagonal")
+    close(weights.sum(-1), torch.ones(1, 1, 100, dtype=torch.float64), 1e-12)
+
+
+def test_a_probe_that_is_the_solution_gives_the_same() -> None:
+    """Parallax with r = -t is local linear attention; values, and dq, dk and dv by the note's identity are those of
+    autograd through the dense form with the probe held or not."""
+    q, k, v = draw(1, 2, 60, 6, seed=18)
+    z, seen = scores(q, k), lower(60)
+    p = softmax(z, seen)
+    mean = p @ k
+    away = k[..., None, :, :] - mean[..., :, None, :]
+    matrix = torch.einsum("...ij,...ija,...ijb->...iab", p, away, away) + 0.1 * torch.eye(6, dtype=torch.float64)
+    t = torch.linalg.solve(matrix, (q - mean)[..., None])[..., 0]
+    expected = dense(q, k, v, seen, 0.1)
+    for impl in IMPLS:
+        close(local(q, k, v, solver="learned", probe=-t, impl=impl), expected, 1e-10)
+        close(local(q, k, v, solver="learned", probe=torch.zeros_like(t), impl=impl), p @ v, 1e-12)
+    weights = local(q, k, torch.eye(60, dtype=torch.float64).expand(1, 2, 60, 60), solver="learned", probe=-t)
+    close(weights, p * (1 + (away @ t[..., None])[..., 0]), 1e-10)
+
+
+def test_extrapolation_is_what_attention_cannot_do() -> None:
+    """On a line through the keys and beyond them, degree 1 follows the line and degree 0 stops at the last value."""
+    k = torch.linspace(-1, 1, 33, dtype=torch.float64).view(1, 1, -1, 1)
+    q = torch.tensor([1.5, 2.0], dtype=torch.float64).view(1, 1, 2, 1)
+    out = regard.local_linear_attention(q, k, 3 * k, ridge=1e-9, spec="biweight")
+    close(out, 3 * q, 1e-6)
+    assert float(regard.attention(q, k, 3 * k, "biweight").max()) <= 3
+    assert math.isclose(float(k.max()), 1.0)

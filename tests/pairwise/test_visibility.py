@@ -1,0 +1,142 @@
+"""Which keys a query sees, against a loop over pairs that says it in words."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import oracles
+import pytest
+import torch
+
+import regard
+from regard.pairwise.visibility import Visibility
+
+CPU = torch.device("cpu")
+SIZES = [(1, 1), (1, 5), (4, 4), (3, 7), (7, 3), (6, 1)]
+ORDERS = [
+    {"causal": causal, "strict": strict, "window": window}
+    for (causal, strict), window in itertools.product(
+        [(False, False), (True, False), (True, True)], [None, 1, 2, 3, 50]
+    )
+]
+
+
+def seen(visible: Visibility) -> np.ndarray:
+    block = visible.block(0, visible.queries, 0, visible.keys, CPU)
+    full = torch.ones(visible.queries, visible.keys, dtype=torch.bool)
+    return full.numpy() if block is None else (full & block[0, 0]).numpy()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("queries", "keys"), SIZES)
+def test_pairs(order: dict, queries: int, keys: int) -> None:
+    for offset in (-3, 0, 1, keys - queries, keys, keys + 4):
+        visible = Visibility(queries, keys, offset=offset, **order)
+        expected = oracles.visible_pairs(queries, keys, offset=offset, **order)
+        np.testing.assert_array_equal(seen(visible), expected)
+        for first, last in ((0, queries), (0, 1), (queries - 1, queries), (queries // 2, queries)):
+            low, high = visible.span(first, last)
+            assert 0 <= low <= high <= keys
+            outside = np.ones(keys, dtype=bool)
+            outside[low:high] = False
+            assert not expected[first:last, outside].any()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_same_through_attention(order: dict) -> None:
+    """Uniform weights of equal scores show who is seen; end-aligned by default."""
+    named = {"is_causal": order["causal"], "exclude_self": order["strict"], "window": order["window"]}
+    for (queries, keys), offset in itertools.product(SIZES, (None, 0, 2)):
+        expected = oracles.visible_pairs(queries, keys, offset=offset, **order)
+        share = expected / np.maximum(expected.sum(-1, keepdims=True), 1)
+        q, k = torch.zeros(1, 1, queries, 3), torch.zeros(1, 1, keys, 3)
+        eye = torch.eye(keys)[None, None]
+        for impl in ("auto", "reference", "blocked"):
+            out = regard.attention(q, k, eye, query_offset=offset, impl=impl, **named)[0, 0]
+            np.testing.assert_allclose(out.numpy(), share, rtol=0, atol=1e-7)
+
+
+def test_exclude_self_implies_causal() -> None:
+    q = torch.randn(1, 1, 5, 3, generator=torch.Generator().manual_seed(0))
+    eye = torch.eye(5)[None, None]
+    strict = oracles.visible_pairs(5, 5, strict=True)
+    for causal in (False, True):
+        out = regard.attention(q, q, eye, "softmax", is_causal=causal, exclude_self=True)[0, 0]
+        np.testing.assert_array_equal((out != 0).numpy(), strict)
+        assert not bool(out[0].any())
+
+
+def test_an_offset_for_each_sequence() -> None:
+    q, k = torch.zeros(3, 2, 4, 2), torch.zeros(3, 2, 6, 2)
+    eye = torch.eye(6).expand(3, 2, 6, 6)
+    offsets = [0, 2, 5]
+    for how in ({"is_causal": True}, {"exclude_self": True}, {"is_causal": True, "window": 2}, {"window": 2}):
+        for impl in ("auto", "reference", "blocked"):
+            out = regard.attention(q, k, eye, query_offset=torch.tensor(offsets), impl=impl, **how)
+            for b, offset in enumerate(offsets):
+                expected = oracles.visible_pairs(
+                    4,
+                    6,
+                    causal="is_causal" in how,
+                    strict="exclude_self" in how,
+                    window=how.get("window"),
+                    offset=offset,
+                )
+                share = expected / np.maximum(expected.sum(-1, keepdims=True), 1)
+                for head in range(2):
+                    np.testing.assert_allclose(out[b, head].numpy(), share, rtol=0, atol=1e-7)
+
+
+MASKS = [(7,), (5, 7), (1, 7), (5, 1), (2, 1, 5, 7), (1, 3, 1, 7), (2, 3, 5, 7), (2, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("shape", MASKS)
+def test_masks_are_joined_with_position(shape: tuple[int, ...]) -> None:
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.6
+    q, k = torch.zeros(2, 3, 5, 2), torch.zeros(2, 3, 7, 2)
+    eye = torch.eye(7).expand(2, 3, 7, 7)
+    full = np.broadcast_to(mask.numpy(), (2, 3, 5, 7))
+    for how in ({}, {"is_causal": True}, {"exclude_self": True, "window": 3}):
+        position = oracles.visible_pairs(
+            5, 7, causal="is_causal" in how, strict="exclude_self" in how, window=how.get("window")
+        )
+        expected = full & position
+        share = expected / np.maximum(expected.sum(-1, keepdims=True), 1)
+        for impl in ("auto", "reference", "blocked"):
+            out = regard.attention(q, k, eye, attn_mask=mask, impl=impl, **how)
+            np.testing.assert_allclose(out.numpy(), share, rtol=0, atol=1e-7)
+
+
+def test_who_sees_a_marked_key() -> None:
+    g = torch.Generator().manual_seed(2)
+    marked = torch.rand(2, 3, 7, generator=g) < 0.2
+    for mask_shape, order in itertools.product((None, (2, 1, 5, 7), (1, 3, 5, 7), (2, 3, 1, 7)), ORDERS):
+        mask = None if mask_shape is None else torch.rand(mask_shape, generator=g) < 0.5
+        visible = Visibility(5, 7, offset=2, mask=mask, **order)
+        pairs = oracles.visible_pairs(5, 7, offset=2, **order)
+        full = np.broadcast_to(pairs if mask is None else pairs & mask.numpy(), (2, 3, 5, 7))
+        expected = (full & marked.numpy()[:, :, None, :]).any(-1)
+        np.testing.assert_array_equal(visible.any_seen(marked).numpy(), expected)
+
+
+def test_how_many_keys_a_query_sees() -> None:
+    g = torch.Generator().manual_seed(3)
+    masks = (None, (2, 1, 5, 7), (1, 3, 5, 7), (2, 3, 1, 7), (1, 1, 1, 7), (2, 1, 5, 1), (2, 1, 1, 1))
+    offsets = (0, 2, -3, 9, torch.tensor([0, 4]))
+    for shape, order, offset in itertools.product(masks, ORDERS, offsets):
+        mask = None if shape is None else torch.rand(shape, generator=g) < 0.6
+        found = Visibility(5, 7, offset=offset, mask=mask, **order).counts()
+        assert found.dtype == torch.int64
+        assert found.shape[-1] == 5
+        for b in range(2):
+            at = int(offset[b]) if isinstance(offset, torch.Tensor) else offset
+            pairs = oracles.visible_pairs(5, 7, offset=at, **order)
+            full = np.broadcast_to(pairs if mask is None else pairs & mask.numpy(), (2, 3, 5, 7))
+            np.testing.assert_array_equal(found.expand(2, 3, 5)[b].numpy(), full[b].sum(-1))
+
+
+def test_counts_without_keys() -> None:
+    mask = torch.ones(2, 1, 1, 0, dtype=torch.bool)
+    assert not Visibility(3, 0, causal=True, offset=-3, mask=mask).counts().any()
+    assert Visibility(3, 0).counts().tolist() == [[[0, 0, 0]]]

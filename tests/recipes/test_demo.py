@@ -1,0 +1,299 @@
+"""The demo from its flags to its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import regard
+from regard.checks import ArgumentError
+from regard.training import TrainConfig, TrainingInterrupted, TrainingStopped, generate_text, load_model
+from regard.training.storage.lock import LOCK, only_run
+from regard_recipes.demo import demo_output, demo_train
+from regard_recipes.demo.demo import DemoConfig, parse_specs, run_demo
+from regard_recipes.demo.ngram import NGram
+
+SPECS = "softmax,gaussian*nearest(k=4)"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "story.txt"
+    lines = [f"On day {i} the {i % 7}th fox ate {i * i % 11} plums & <left> the rest.\n" for i in range(60)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def done(story: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoConfig, int]:
+    """A whole demo of three steps."""
+    out = tmp_path_factory.mktemp("demo") / "out"
+    config = DemoConfig(steps=3, data=story, specs=SPECS, out=out, seed=5)
+    return config, run_demo(config)
+
+
+def results(out: Path) -> dict[str, Any]:
+    return json.loads((out / "results.json").read_text(encoding="utf-8"))
+
+
+# Flags -------------------------------------------------------------------------------------------------------
+
+
+def test_the_config_is_frozen_and_every_field_explains_itself() -> None:
+    config = DemoConfig()
+    with pytest.raises(FrozenInstanceError):
+        config.steps = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        DemoConfig(5)  # type: ignore[misc]
+    assert [f.name for f in fields(DemoConfig)] == ["steps", "data", "specs", "out", "seed"]
+
+
+def test_the_default_specs_are_four_sentences() -> None:
+    assert [str(spec) for spec in parse_specs(DemoConfig().specs)] == [
+        "softmax",
+        "biweight",
+        "relumax",
+        "shift-cosine",
+    ]
+
+
+def test_sentences_of_the_grammar() -> None:
+    found = parse_specs("triweight*anchored(margin=0.5),local-linear[biweight],topk-softmax")
+    assert found == [
+        regard.Spec("triweight", regard.Spec.parse("triweight*anchored(margin=0.5)").bandwidth),
+        regard.Spec("biweight", degree=1, ridge=0.1),
+        regard.presets()["topk-softmax"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"specs": "softmax,biweigt"}, "--specs.*biweigt.*biweight"),
+        ({"specs": "softmax,,relumax"}, "--specs"),
+        ({"specs": ""}, "--specs"),
+        ({"specs": "softmax,biweight,biweight*adaptive"}, "'biweight' twice"),
+        ({"specs": "triweight*anchored(margin=-1)"}, "margin"),
+        ({"steps": 0}, "--steps is 0"),
+        ({"seed": -1}, "--seed is -1"),
+        ({"seed": 2**32}, "--seed is 4294967296, expected 0 to 4294967295"),
+        ({"data": Path("/nowhere/at/all.txt")}, "does not exist"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_is_written(
+    story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(demo_train, "train", lambda *_, **__: pytest.fail("training began"))
+    config = replace(DemoConfig(data=story, out=tmp_path / "out"), **changes)
+    with pytest.raises(ArgumentError, match=message) as caught:
+        run_demo(config)
+    assert str(caught.value).startswith("demo: ")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sentence_that_cannot_be_trained_is_found_first(
+    story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = demo_train.language_model
+
+    def refusing(config: TrainConfig, tokenizer: Any) -> Any:
+        if config.spec == ("biweight",):
+            raise ArgumentError("attention: no implementation.")
+        return build(config, tokenizer)
+
+    monkeypatch.setattr(demo_train, "language_model", refusing)
+    monkeypatch.setattr(demo_train, "train", lambda *_, **__: pytest.fail("training began"))
+    with pytest.raises(ArgumentError, match="demo: --specs: biweight cannot be trained: attention: no impl"):
+        run_demo(DemoConfig(steps=1, data=story, out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+# What comes out ----------------------------------------------------------------------------------------------
+
+
+def test_everything_is_there(done: tuple[DemoConfig, int]) -> None:
+    config, code = done
+    assert code == 0
+    found = {str(path.relative_to(config.out)) for path in config.out.rglob("*") if path.is_file()}
+    assert {
+        *("report.html", "table.md", "results.json", "text.txt", "figures/curves.png"),
+        *("figures/attention-1-softmax.png", "figures/attention-2-gaussian-nearest-k-4.png"),
+        "runs/1-softmax/model/model.safetensors",
+        "runs/2-gaussian-nearest-k-4/model/model.safetensors",
+    } <= found
+
+
+def test_the_results_say_what_was_done(done: tuple[DemoConfig, int], story: Path) -> None:
+    found = results(done[0].out)
+    assert found["finished"] is True
+    assert (found["settings"]["steps"], found["settings"]["seed"]) == ("3", "5")
+    assert found["installation"]["versions"]["torch"] == torch.__version__
+    assert found["text"]["source"] == str(story)
+    assert [model["spec"] for model in found["models"]] == ["softmax", "gaussian*nearest(k=4)"]
+    for model in found["models"]:
+        assert model["train_seconds"] > 0
+        assert model["tokens_per_second"] == pytest.approx(3 * 8 * 128 / model["train_seconds"])
+        assert model["curve"]["steps"] == [1, 2, 3]
+        assert model["curve"]["held_out_steps"] == [1, 2, 3]
+        assert model["curve"]["held_out_bits"][-1] == model["bits_per_char"]
+        assert len(model["sample"]) == 400
+        assert model["prompt"].startswith("On day")
+
+
+def test_models_differ_in_their_attention_only(done: tuple[DemoConfig, int]) -> None:
+    one, two = results(done[0].out)["models"]
+    assert one["parameters"] == two["parameters"]
+    assert one["support"] == pytest.approx(64.5)  # softmax: all of 1 .. 128 visible keys
+    assert two["support"] == pytest.approx((1 + 2 + 3 + 125 * 4) / 128)
+    configs = [json.loads((done[0].out / m["run"] / "config.json").read_text()) for m in (one, two)]
+    differing = {key for key in configs[0] if configs[0][key] != configs[1][key]}
+    assert differing == {"spec", "out"}
+
+
+def test_the_bits_are_those_of_the_saved_model(done: tuple[DemoConfig, int]) -> None:
+    """Measured again without the library's evaluation: every held-out character but the first, from the
+    64 or more characters before it that lie in the first window of 128, at steps of 64, that holds it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = done[0].out / "runs" / "1-softmax" / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    text = (done[0].out / "text.txt").read_text(encoding="utf-8")
+    held_out = text[len(text) - round(len(text) / 10) :]
+    ids = torch.tensor(tokenizer(held_out)["input_ids"])
+    assert len(ids) == len(held_out) > 128
+    nats = 0.0
+    for i in range(1, len(ids)):
+        window = 0 if i < 128 else min(-(-(i - 127) // 64) * 64, len(ids) - 128)
+        with torch.no_grad():
+            logits = model(ids[window:i][None]).logits[0, -1].double()
+        nats -= logits.log_softmax(-1)[ids[i]].item()
+    measured = results(done[0].out)["models"][0]["bits_per_char"]
+    assert nats / (len(ids) - 1) / math.log(2) == pytest.approx(measured, abs=1e-4)
+
+
+def test_the_table_shows_what_was_measured(done: tuple[DemoConfig, int]) -> None:
+    found = results(done[0].out)
+    lines = (done[0].out / "table.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:5]]
+    assert rows[0][:2] == ["5-gram", f"{found['baseline']['bits_per_char']:.3f}"]
+    for row, model in zip(rows[1:], found["models"], strict=True):
+        against = model["bits_per_char"] - found["baseline"]["bits_per_char"]
+        assert row[:3] == [model["spec"], f"{model['bits_per_char']:.3f}", f"{against:+.3f}"]
+        assert row[5:] == [f"{model['parameters']:,}", f"{model['support']:.1f}"]
+
+
+def test_the_baseline_saw_the_same_text(done: tuple[DemoConfig, int]) -> None:
+    text = (done[0].out / "text.txt").read_text(encoding="utf-8")
+    learn, held_out = text[: len(text) - round(len(text) / 10)], text[len(text) - round(len(text) / 10) :]
+    letters = sorted(set(learn))
+    model = NGram([letters.index(c) for c in learn], len(letters) + 3, 5)
+    expected = model.loss([letters.index(c) for c in held_out]) / math.log(2)
+    # per character of the whole text, as for the models: the first is not predicted, and counts
+    assert results(done[0].out)["baseline"]["bits_per_char"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_page_holds_it_all(done: tuple[DemoConfig, int]) -> None:
+    html = (done[0].out / "report.html").read_text(encoding="utf-8")
+    assert html.count("data:image/png;base64,") == 3
+    for model in results(done[0].out)["models"]:
+        assert f"{model['bits_per_char']:.3f}" in html
+    assert "&lt;left&gt;" in html
+    assert "<left>" not in html
+
+
+def test_the_same_seed_gives_the_same_results(done: tuple[DemoConfig, int], tmp_path: Path) -> None:
+    again = replace(done[0], out=tmp_path / "again", specs="softmax")
+    run_demo(again)
+    first, second = results(done[0].out)["models"][0], results(again.out)["models"][0]
+    for key in ("bits_per_char", "support", "sample", "curve"):
+        assert first[key] == second[key], key
+
+
+def test_the_largest_seed_still_writes_a_sample(done: tuple[DemoConfig, int]) -> None:
+    model, tokenizer = load_model(done[0].out / "runs" / "1-softmax", call="test")
+    half, length = demo_train.CONTEXT // 2, demo_train.CONTEXT
+    text = demo_train.write_on(model, tokenizer, "On day", 2**32 - 1, length)
+    assert len(text) == length
+    tail = text[:half]  # the second piece is drawn with seed 0
+    assert text[half:] == generate_text(model, tokenizer, tail, max_new_tokens=half, temperature=0.8, seed=0)[half:]
+
+
+# What can go wrong -------------------------------------------------------------------------------------------
+
+
+def trained_or(failing: str, error: Exception) -> Callable[..., Any]:
+    """`train`, which fails for one sentence."""
+    train = demo_train.train
+
+    def run(config: TrainConfig, **arguments: Any) -> Any:
+        if config.spec == (failing,):
+            raise error
+        return train(config, **arguments)
+
+    return run
+
+
+def test_one_model_stops_and_the_others_are_kept(
+    story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = TrainingStopped("the loss is nan at step 2")
+    monkeypatch.setattr(demo_train, "train", trained_or("biweight", error))
+    config = DemoConfig(steps=1, data=story, specs="biweight,softmax", out=tmp_path / "out")
+    assert run_demo(config) == 1
+    stopped, kept = results(config.out)["models"]
+    assert stopped == {"spec": "biweight", "run": "runs/1-biweight", "failure": "the loss is nan at step 2"}
+    assert kept["bits_per_char"] > 0
+    assert "stopped" in capsys.readouterr().out
+    assert "the loss is nan at step 2" in (config.out / "report.html").read_text(encoding="utf-8")
+
+
+def test_an_interrupted_demo_leaves_a_folder_that_may_be_replaced(
+    story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = DemoConfig(steps=1, data=story, specs="softmax", out=tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(demo_train, "train", trained_or("softmax", TrainingInterrupted("interrupted")))
+        with pytest.raises(TrainingInterrupted):
+            run_demo(config)
+    assert results(config.out)["finished"] is False
+    (config.out / "mine.txt").write_text("keep me")
+    assert run_demo(config) == 0
+    assert results(config.out)["finished"] is True
+    assert (config.out / "mine.txt").read_text() == "keep me"
+
+
+def test_one_demo_at_a_time(story: Path, tmp_path: Path) -> None:
+    config = DemoConfig(steps=3, data=story, specs="softmax", out=tmp_path / "out")
+    with only_run(config.out, call="demo"), pytest.raises(ArgumentError, match="is in use: process"):
+        run_demo(config)
+    assert [path.name for path in config.out.iterdir()] == [LOCK]
+    demo_output.check_out(config.out, "demo")  # the lock alone is no reason to refuse
+
+
+def test_results_that_cannot_be_written(story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: str) -> None:
+        if path.name == demo_output.PAGE:
+            raise OSError(28, "No space left on device")
+        path.write_text(content, encoding="utf-8", newline="")
+
+    monkeypatch.setattr(demo_output, "_write", full)
+    config = DemoConfig(steps=1, data=story, specs="softmax", out=tmp_path / "out")
+    with pytest.raises(TrainingStopped, match=r"No space left on device; the trained models are in .*runs"):
+        run_demo(config)
+    assert results(config.out)["finished"] is False

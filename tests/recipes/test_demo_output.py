@@ -1,0 +1,117 @@
+"""The folder of the demo: which may be written, what is removed, and the parts of the results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from regard.checks import ArgumentError
+from regard_recipes.demo import demo_output
+from regard_recipes.demo.demo_output import Baseline, Outcome, Result, begin, check_out, folder_name, table
+
+
+def marked(folder: Path, **more: object) -> Path:
+    """An earlier demo's folder."""
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps({"made_by": "regard demo", **more}))
+    return folder
+
+
+def test_folders_that_may_be_written(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for out in (tmp_path / "new", tmp_path / "far" / "away", tmp_path / "empty", marked(tmp_path / "earlier")):
+        check_out(out, "demo")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier", "empty"]
+
+
+@pytest.mark.parametrize("content", [None, "not json", "[1]", '{"made_by": "someone else"}'])
+def test_a_foreign_folder_is_left_alone(tmp_path: Path, content: str | None) -> None:
+    out = tmp_path / "mine"
+    out.mkdir()
+    (out / "thesis.txt").write_text("years of work")
+    if content is not None:
+        (out / "results.json").write_text(content)
+    with pytest.raises(ArgumentError, match=r"demo: --out .* is not empty .*nothing was deleted"):
+        check_out(out, "demo")
+    assert (out / "thesis.txt").read_text() == "years of work"
+
+
+def test_files_in_the_way(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ArgumentError, match=r"demo: --out .* is a file"):
+        check_out(file, "demo")
+    with pytest.raises(ArgumentError, match=r"demo: --out .* cannot be written"):
+        check_out(file / "below", "demo")
+
+
+def test_a_disk_that_is_nearly_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 5 * 2**20))
+    with pytest.raises(ArgumentError, match=r"demo: the disk of --out .* has 5 MiB free; 64 are needed"):
+        check_out(tmp_path / "out", "demo")
+
+
+def test_begin_removes_the_earlier_demo_and_nothing_else(tmp_path: Path) -> None:
+    out = marked(tmp_path / "out", finished=True)
+    (out / "runs" / "1-old").mkdir(parents=True)
+    (out / "figures").mkdir()
+    (out / "figures" / "old.png").write_text("")
+    for name in ("report.html", "table.md", "notes.md"):
+        (out / name).write_text("old")
+    begin(out, "line\r\nline\n", "demo")
+    assert sorted(str(p.relative_to(out)) for p in out.rglob("*")) == [
+        *("figures", "notes.md", "results.json", "text.txt")
+    ]
+    assert (out / "text.txt").read_bytes() == b"line\r\nline\n"
+    assert json.loads((out / "results.json").read_text())["finished"] is False
+    check_out(out, "demo")
+
+
+def test_begin_does_not_follow_links(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("x")
+    out = marked(tmp_path / "out")
+    (out / "runs").symlink_to(elsewhere)
+    begin(out, "text", "demo")
+    assert (elsewhere / "precious").exists()
+    assert not (out / "runs").exists()
+
+
+def test_a_folder_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(ArgumentError, match=r"demo: cannot write to --out .*: Permission denied"):
+        begin(tmp_path / "out", "text", "demo")
+
+
+def test_folder_names() -> None:
+    assert folder_name(0, "softmax") == "1-softmax"
+    assert folder_name(3, "triweight*anchored(margin=1.0)") == "4-triweight-anchored-margin-1-0"
+    assert folder_name(1, "../../etc") == "2-etc"
+    assert len(folder_name(9, "x" * 500)) < 80
+
+
+def test_the_table_of_a_model_that_stopped() -> None:
+    result = Result(
+        settings={"seed": "7"},
+        text={},
+        visible=64.5,
+        baseline=Baseline(name="5-gram", bits_per_char=1.9, train_seconds=0.25, tokens_per_second=1e6),
+        outcomes=(Outcome(name="softmax", run=Path("runs/1-softmax"), failure="disk full"),),
+        seconds=1.0,
+    )
+    found = table(result)
+    assert found.rows == (
+        ("5-gram", "1.900", "–", "0.2 s", "1,000,000", "–", "–"),
+        ("softmax", "stopped", "–", "–", "–", "–", "–"),
+    )
+    assert "one seed (7)" in found.note
+    assert demo_output.page(result, {}).sections[0].failure == "Training stopped: disk full"

@@ -1,0 +1,198 @@
+"""`regard reproduce lla-numerics`: its truth and its emulations against the paper's equation 8 written out, and what a
+small run leaves behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from regard.cli import main
+from regard_recipes.local_linear import lla_numerics as numerics
+from regard_recipes.local_linear import lla_numerics_schemes as schemes
+
+SMALL = "--length 96 --dim 8 --draws 2 --families normal anisotropic --steps 1 4 16 --tols 0.01 0.0001 --ridges 1 0.1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("numerics") / "out"
+    assert main(["reproduce", "lla-numerics", "--out", str(out), *SMALL.split()]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "lla-numerics.json").read_text())
+
+
+def equation_8(q: np.ndarray, k: np.ndarray, v: np.ndarray, ridge: float) -> np.ndarray:
+    """o_i, row by row, with the ridge times the total weight."""
+    rows = []
+    for i, query in enumerate(q):
+        z = k[: i + 1] - query
+        score = k[: i + 1] @ query / np.sqrt(q.shape[1])
+        w = np.exp(score - score.max())
+        sigma = (w[:, None] * z).T @ z + ridge * w.sum() * np.eye(q.shape[1])
+        mu = w @ z
+        rho = np.linalg.solve(sigma, mu)
+        rows.append((w * (1 - z @ rho) / (w.sum() - mu @ rho)) @ v[: i + 1])
+    return np.array(rows)
+
+
+def drawn(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(24, 5, generator=generator, dtype=torch.float64) for _ in range(3))
+    return q, k + 3, v
+
+
+@pytest.mark.parametrize("ridge", [1.0, 0.01])
+def test_the_dense_solution_is_equation_8(ridge: float) -> None:
+    q, k, v = drawn()
+    t = schemes.dense(q, k, [ridge, 7.0], torch.float64)[ridge]
+    np.testing.assert_allclose(
+        schemes.output(q, k, v, t), equation_8(*(x.numpy() for x in (q, k, v)), ridge), atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("name", schemes.SCHEMES)
+def test_schemes_without_rounding_are_equation_8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemes, "rounded", lambda x: x)
+    monkeypatch.setattr(schemes, "SHIFT", 0.0)
+    q, k, v = drawn(1)
+    k = k - 3 if name == "q-centred" else k
+    outs = dict(schemes.SCHEMES[name](q, k, v, 0.1, (1, 24)))
+    expected = equation_8(*(x.numpy() for x in (q, k, v)), 0.1)
+    assert list(outs) == [1, 24]
+    np.testing.assert_allclose(outs[24], expected, atol=1e-4)  # the iteration ends at 1e-6 of the residual
+    assert np.abs(outs[1].numpy() - expected).max() > 0.1
+
+
+def test_products_are_those_of_bfloat16() -> None:
+    a = torch.tensor([[1.0, 2**-9]])
+    b = torch.tensor([[1.0 + 2**-9], [1.0]])
+    assert schemes.product(a, b).item() == 1.0 + 2**-9  # an operand 1 + 2^-9 becomes 1; a sum stays
+
+
+def test_data_are_what_they_are_called() -> None:
+    config = numerics.NumericsConfig(length=512, dim=16)
+    q, k, _ = numerics.draw(config, "normalised", 0)
+    np.testing.assert_allclose(torch.stack([q, k]).norm(dim=-1), 1.0, atol=1e-6)
+    _, k, _ = numerics.draw(config, "anisotropic", 0)
+    assert k.shape == (512, 16)
+    spread = k.std(0)
+    assert 6 < spread[0] / spread[-1] < 16
+    assert k.mean(0).norm() > 4
+    q, k, _ = numerics.draw(config, "recall", 0)
+    near = (q[:, None] - k[None]).norm(dim=-1).tril() + torch.full((512, 512), 99.0).triu(1)
+    assert near.amin(1).max() < 1.0
+    again = numerics.draw(config, "recall", 0)[0]
+    assert torch.equal(q, again)
+    assert not torch.equal(q, numerics.draw(config, "recall", 1)[0])
+    assert not torch.equal(q, numerics.draw(replace(config, seed=1), "recall", 0)[0])
+
+
+def case(found: dict[str, Any], family: str, dtype: str, ridge: float) -> dict[str, Any]:
+    (one,) = (r for r in found["records"] if (r["family"], r["dtype"], r["ridge"]) == (family, dtype, ridge))
+    return one
+
+
+@pytest.mark.parametrize("family", ["normal", "anisotropic"])
+@pytest.mark.parametrize("ridge", [1.0, 0.1])
+def test_errors_fall_with_steps_to_what_the_precision_allows(found: dict[str, Any], family: str, ridge: float) -> None:
+    single, half = (case(found, family, dtype, ridge)["budgets"] for dtype in ("float32", "bfloat16"))
+    for own in (single, half):
+        falling = [own[f"steps {n}"]["relative"] for n in (1, 4, 16)]
+        assert falling == sorted(falling, reverse=True)
+        assert own["steps 16"]["iterations"]["max"] <= 16
+        assert own["steps 1"]["status"]["UNCONVERGED"] > 100
+        assert own["auto"]["status"] == {"OK": 192}
+        for budget in own.values():
+            assert sum(budget["status"].values()) == 192
+            assert budget["not_finite"] == 0
+            assert budget["worst_row"] >= 0.5 * budget["relative"]
+    for tol in (1e-2, 1e-4):
+        assert 0 < single[f"tol {tol:g}"]["relative"] <= tol
+        assert single[f"tol {tol:g}"]["residual"]["max"] <= tol * 1.001
+    assert single["default"]["relative"] < 1e-5
+    assert 1e-3 < half["default"]["relative"] < 3e-3
+    assert single["tol 0.01"]["iterations"]["mean"] < single["tol 0.0001"]["iterations"]["mean"]
+
+
+def test_stored_errors_are_those_of_equation_8(found: dict[str, Any]) -> None:
+    """The schemes' and the floor's data once more, by the textbook form: zero steps would be 1 or more away."""
+    config = numerics.NumericsConfig(length=96, dim=8)
+    q, k, v = (x.bfloat16().double().numpy() for x in numerics.draw(config, "normal", 0))
+    expected = equation_8(q, k, v, 1.0)
+    prepared = numerics.prepare(replace(config, draws=1, ridges=(1.0,)), "normal", "bfloat16")
+    np.testing.assert_allclose(prepared.truth[1.0][0], expected, atol=1e-9)
+    off = np.linalg.norm(prepared.floors["floor"][1.0][0].double().numpy() - expected) / np.linalg.norm(expected)
+    assert 1e-3 < off < 2e-2
+    once = prepared.floors["rounding"][1.0][0].double().numpy()
+    np.testing.assert_allclose(once, expected, rtol=2**-8)  # half a unit in the last place
+    stored = case(found, "normal", "bfloat16", 1.0)
+    assert 1e-3 < stored["rounding"]["relative"] < 2**-8
+    assert stored["budgets"]["default"]["relative"] == pytest.approx(stored["rounding"]["relative"], rel=0.05)
+    assert 0.3 * off < stored["floor"]["relative"] < 3 * off
+
+
+def test_only_the_centred_covariance_form_stands_moved_keys(found: dict[str, Any]) -> None:
+    low = case(found, "anisotropic", "bfloat16", 0.1)
+    last = {name: low["schemes"][name]["64"]["relative"] for name in schemes.SCHEMES}
+    assert last["covariance, keys centred"] < 0.05
+    assert last["q-centred"] > 3 * last["covariance, keys centred"]
+    assert last["covariance"] > 3 * last["covariance, keys centred"]
+    assert low["budgets"]["default"]["relative"] < low["floor"]["relative"]
+    assert "schemes" not in case(found, "anisotropic", "float32", 0.1)
+
+
+def test_errors_leave_out_what_is_not_finite() -> None:
+    truth = torch.tensor([[[3.0, 4.0], [1.0, 0.0]]], dtype=torch.float64)
+    off = torch.tensor([[[3.0, 4.5], [float("nan"), 0.0]]])
+    assert numerics.errors(off, truth) == {
+        "absolute": pytest.approx(0.5 / 2**0.5, rel=1e-3),
+        "relative": 0.1,
+        "worst_row": 0.1,
+        "not_finite": 1,
+    }
+    assert numerics.errors(torch.full((1, 2, 2), torch.inf), truth)["relative"] is None
+
+
+def test_tables_and_figures(folder: Path, found: dict[str, Any]) -> None:
+    page = (folder / "lla-numerics.md").read_text()
+    for name in ("steps", "iterations"):
+        assert (folder / f"lla-numerics-{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "Anisotropic keys, bfloat16 inputs, ridge 0.1" in page
+    said = f"{case(found, 'normal', 'float32', 1.0)['budgets']['steps 4']['relative']:.1e}".replace("e-0", "e-")
+    (row, *_) = (line for line in page.splitlines() if line.startswith("| normal, ridge 1, float32"))
+    assert row.split("|")[3].strip() == said
+    assert found["config"]["length"] == 96
+
+
+def test_quick_leaves_what_was_given() -> None:
+    quick = numerics.effective(numerics.NumericsConfig(quick=True, length=300))
+    assert (quick.length, quick.dim, quick.draws) == (300, 32, 1)
+    assert numerics.effective(numerics.NumericsConfig()) == numerics.NumericsConfig()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--dim", "0"), "--dim is 0, expected 1 to 128"),
+        (("--steps", "0"), "--steps has 0"),
+        (("--families", "odd"), "expected some of normal, normalised, anisotropic, recall"),
+        (("--ridges", "0.1", "0.1"), "--ridges names one twice"),
+    ],
+)
+def test_mistakes(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "lla-numerics", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,222 @@
+"""`regard reproduce lla-variants`: the paper's blocks and the formulas written out, and what a small run leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from regard.cli import main
+from regard_recipes.local_linear import lla_variants as variants
+from regard_recipes.local_linear.lla_variants_cost import COSTS, Sizes
+
+SMALL = (
+    "--dim 8 --length 128 --segment 32 --sequences 3 --windows 16 32 --steps 0 1 4 --tols 0.1 0.001 --repeats 2 "
+    "--ridges 0.1 1"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("variants") / "out"
+    assert main(["reproduce", "lla-variants", "--out", str(out), *SMALL.split()]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "lla-variants.json").read_text())
+
+
+def weighted(k: np.ndarray, i: int, seen: slice) -> tuple[np.ndarray, np.ndarray]:
+    """Kernel weights with sum 1 of the keys that position i sees, and those keys less the query."""
+    score = k[seen] @ k[i] / np.sqrt(k.shape[1])
+    w = np.exp(score - score.max())
+    return w / w.sum(), k[seen] - k[i]
+
+
+def masked_blocks(matrix: np.ndarray, count: int) -> np.ndarray:
+    """With 0 outside its diagonal blocks."""
+    place = np.arange(len(matrix)) // (len(matrix) // count)
+    return np.where(place[:, None] == place[None, :], matrix, 0.0)
+
+
+def papers(k: np.ndarray, v: np.ndarray, ridge: float, count: int, strict: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Equation 8 with the diagonal blocks of Sigma, and delta / omega."""
+    outs, deltas = [np.zeros(v.shape[1])] * strict, [1.0] * strict
+    for i in range(strict, len(k)):
+        seen = slice(0, i if strict else i + 1)
+        w, z = weighted(k, i, seen)
+        sigma = masked_blocks((w[:, None] * z).T @ z + ridge * np.eye(k.shape[1]), count)
+        rho = np.linalg.solve(sigma, w @ z)
+        deltas.append(1 - w @ z @ rho)
+        outs.append((w * (1 - z @ rho)) @ v[seen] / deltas[-1])
+    return np.array(outs), np.array(deltas)
+
+
+def covariances(k: np.ndarray, v: np.ndarray, ridge: float, count: int, window: int | None, strict: bool) -> np.ndarray:
+    """The same with the diagonal blocks of the covariance."""
+    outs = [np.zeros(v.shape[1])] * strict
+    for i in range(strict, len(k)):
+        last = i if strict else i + 1
+        seen = slice(max(0, last - window) if window else 0, last)
+        w, z = weighted(k, i, seen)
+        away = z - w @ z
+        t = np.linalg.solve(masked_blocks((w[:, None] * away).T @ away + ridge * np.eye(k.shape[1]), count), -(w @ z))
+        outs.append((w * (1 + away @ t)) @ v[seen])
+    return np.array(outs)
+
+
+def sequences() -> tuple[variants.Data, list[tuple[np.ndarray, np.ndarray]]]:
+    config = variants.VariantsConfig(dim=8, length=128, segment=32, sequences=3)
+    data = variants.draw(config)
+    pairs = zip(data.keys[:, 0].double().numpy(), data.values[:, 0].double().numpy(), strict=True)
+    return data, list(pairs)
+
+
+def error(outs: list[np.ndarray], pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    off = sum(((out - v)[32:] ** 2).sum() for out, (_, v) in zip(outs, pairs, strict=True))
+    return float(off / sum((v[32:] ** 2).sum() for _, v in pairs))
+
+
+def record(found: dict[str, Any], name: str, ridge: float | None) -> dict[str, Any]:
+    (one,) = (r for r in found["records"] if (r["name"], r["ridge"]) == (name, ridge))
+    return one
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_the_papers_blocks_are_those_of_sigma(count: int, strict: bool) -> None:
+    generator = torch.Generator().manual_seed(count)
+    k, v = (torch.randn(140, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    out, delta = variants.q_centred_blocks(k, v, [0.5], [count], strict)[0.5, count]
+    expected, share = papers(k.numpy(), v.numpy(), 0.5, count, strict)
+    np.testing.assert_allclose(delta, share, atol=1e-9)
+    np.testing.assert_allclose(out * delta[:, None], expected * share[:, None], atol=1e-8)
+
+
+@pytest.mark.parametrize("protocol", ["self-included", "strictly-past"])
+def test_stored_errors_are_those_of_the_formulas(found: dict[str, Any], protocol: str) -> None:
+    _, pairs = sequences()
+    strict = protocol == "strictly-past"
+    for name, ridge, count, window in (
+        ("auto", 0.1, 1, None),
+        ("cholesky", 1.0, 1, None),
+        ("blocks 8", 1.0, 8, None),
+        ("blocks 2", 0.1, 2, None),
+        ("window 16", 0.1, 1, 16),
+        ("blocks 4, window 32", 1.0, 4, 32),
+    ):
+        expected = error([covariances(k, v, ridge, count, window, strict) for k, v in pairs], pairs)
+        assert record(found, name, ridge)["error"][protocol][0] == pytest.approx(expected, rel=5e-3), name
+    for their in (t for t in found["q_centred"] if t["protocol"] == protocol and t["blocks"] in (1, 8)):
+        made = [papers(k, v, their["ridge"], their["blocks"], strict) for k, v in pairs]
+        share = np.mean([delta[32:] <= 0 for _, delta in made])
+        assert their["error"][0] == pytest.approx(error([out for out, _ in made], pairs), rel=1e-3)
+        assert their["not_positive"] == pytest.approx(share, abs=1e-3)
+
+
+def test_blocks_of_sigma_lose_their_sign_and_those_of_the_covariance_do_not(found: dict[str, Any]) -> None:
+    """Erratum: the paper's denominator is not positive nearly everywhere once blocks are taken of Sigma."""
+    for their in found["q_centred"]:
+        own = record(found, f"blocks {their['blocks']}", their["ridge"])["error"][their["protocol"]][0]
+        if their["blocks"] == 1:
+            assert their["not_positive"] == 0
+            assert their["error"][0] == pytest.approx(own, rel=5e-3)
+        elif their["blocks"] >= 4:
+            assert their["not_positive"] > (0.7 if their["ridge"] == 0.1 else 0.25)
+            assert own < their["error"][0]
+            assert own < 1
+
+
+def test_budgets_end_at_what_they_approximate(found: dict[str, Any]) -> None:
+    softmax = record(found, "softmax", None)["error"]
+    assert record(found, "sdpa", None)["error"]["self-included"] == pytest.approx(softmax["self-included"], rel=1e-2)
+    for ridge in (0.1, 1):
+        full = record(found, "auto", ridge)
+        for protocol in variants.PROTOCOLS:
+            assert record(found, "steps 0", ridge)["error"][protocol] == pytest.approx(softmax[protocol], rel=1e-2)
+            assert record(found, "tol 0.001", ridge)["error"][protocol][0] == pytest.approx(
+                full["error"][protocol][0], rel=5e-3
+            )
+        counts = [record(found, f"steps {n}", ridge)["steps"]["self-included"] for n in (0, 1, 4)]
+        assert counts[0] == 0
+        assert 0.9 < counts[1] <= 1
+        assert 2 < counts[2] <= 4
+        assert record(found, "cholesky", ridge)["steps"]["self-included"] is None
+
+
+def test_costs_are_those_of_counted_operations() -> None:
+    """Written out as sums of products: an [a, b] by [b, c] product is 2 a b c operations."""
+    n, d, steps, g, tile = 100, 16, 5, 4, 128
+    sizes = Sizes(n, d, steps, g, tile)
+    product = 2 * n * d
+    assert COSTS["softmax"].flops(sizes) == 2 * product
+    assert COSTS["softmax"].numbers(sizes) == 2 * n * d / tile
+    assert COSTS["lla, weights again"].flops(sizes) == 2 * product + 3 * product * steps + 3 * product
+    assert COSTS["lla, weights kept"].flops(sizes) == 2 * product + 2 * product * steps + 2 * product
+    assert COSTS["lla, weights again"].numbers(sizes) == (steps + 3) * n * d / tile
+    pairs = d * (d + 1) / 2  # of a symmetric matrix
+    assert COSTS["lla, direct"].flops(sizes) == pytest.approx(2 * n * pairs + d**3 / 3 + 4 * product)
+    s = d // g
+    pairs = g * s * (s + 1) / 2
+    assert COSTS["block-diagonal, direct"].flops(sizes) == pytest.approx(2 * n * pairs + g * s**3 / 3 + 4 * product)
+    assert COSTS["block-diagonal, cg"].flops(sizes) == pytest.approx(
+        2 * n * pairs + steps * g * 2 * s * s + 4 * product
+    )
+    assert COSTS["mesa"].flops(sizes) == steps * 2 * d * d + 3 * 2 * d * d
+    assert COSTS["mesa"].numbers(sizes) == 4 * d
+
+
+def test_every_record_has_its_cost_and_times(found: dict[str, Any]) -> None:
+    names = {r["name"] for r in found["records"]}
+    assert {f"blocks {g}" for g in (1, 2, 4, 8)} | {"sdpa", "mesa", "window 16", "softmax, window 32"} <= names
+    for r in found["records"]:
+        assert len(r["microseconds"]) == 2
+        assert min(r["microseconds"]) > 0
+        assert r["microseconds_median"] in r["microseconds"]
+    assert record(found, "auto", 1)["keys"] == 64.5
+    assert record(found, "window 16", 1)["keys"] == (sum(range(1, 16)) + 113 * 16) / 128
+    assert record(found, "softmax", None)["flops"] == pytest.approx(4 * 64.5 * 8, rel=1e-3)
+    steps = record(found, "tol 0.1", 1)["steps"]["self-included"]
+    assert record(found, "tol 0.1", 1)["flops"] == pytest.approx((4 * steps + 8) * 64.5 * 8, rel=1e-3)
+
+
+def test_tables_and_figures(folder: Path, found: dict[str, Any]) -> None:
+    page = (folder / "lla-variants.md").read_text()
+    for name in ("time", "blocks"):
+        assert (folder / f"lla-variants-{name}.png").read_bytes().startswith(b"\x89PNG")
+    mean, half = record(found, "blocks 2", 0.1)["error"]["self-included"]
+    (row, *_) = (line for line in page.splitlines() if line.startswith("| blocks 2 |"))
+    assert row.split("|")[2].strip() == f"{mean:.3g} ± {half:.1g}"
+    for words in ("O(Td²) + O(nd)", "4Tnd + 8nd", "delta <= 0 in", "the fastest with at most"):
+        assert words in page
+
+
+def test_quick_leaves_what_was_given() -> None:
+    quick = variants.effective(variants.VariantsConfig(quick=True, dim=32))
+    assert (quick.dim, quick.length, quick.repeats) == (32, 256, 2)
+    assert variants.effective(variants.VariantsConfig()) == variants.VariantsConfig()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--dim", "12"), "--dim is 12, expected a power of two"),
+        (("--segment", "100"), "expected a power of two, at most 2^dim"),
+        (("--windows", "0"), "--windows has 0"),
+        (("--tols", "0.001", "0.1"), "give the smallest last"),
+        (("--ridges", "1", "1"), "each once"),
+    ],
+)
+def test_mistakes(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "lla-variants", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,402 @@
+"""`regard reproduce`: recipes at a tiny size through the command line, and the numbers they leave behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oracles import entmax_row, softmax
+
+import regard as package
+from regard.cli import main
+from regard.recipes import Findings, recipes
+
+SMALL = (
+    "--dim 32 --pairs 8 64 --stored 48 --noise 0.5 4 --erased 0.25 0.9 --zeroed 0.1 0.5 0.9 --jitter 0.5 4 "
+    "--cues 32 --seeds 3 --scales 1 30"
+)
+TINY = SMALL.split()
+PANELS = {"pairs": 2, "noise": 2, "erased": 2, "zeroed": 3, "jitter": 2}
+
+
+def reproduce(*words: object) -> int:
+    return main(["reproduce", *map(str, words)])
+
+
+def record(folder: Path, name: str) -> dict:
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def chosen(found: dict, name: str, store: str = "pairs") -> dict:
+    kernel = found["kernels"][name]
+    return next(r for r in kernel["runs"] if r["store"] == store and r["scale"] == kernel["best_scale"])
+
+
+def means(run: dict, panel: str, what: str = "match") -> list[float]:
+    return [mean for mean, _ in run[panel][what]]
+
+
+@pytest.fixture(scope="module")
+def capacity(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("recall") / "out"
+    assert reproduce("recall-capacity", "--out", out, *TINY) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("zoo") / "out"
+    assert reproduce("kernel-zoo", "--out", out, "--points", 13, "--plane", 7) == 0
+    return out
+
+
+def test_every_preset_is_measured_under_every_condition(capacity: Path) -> None:
+    found = record(capacity, "recall-capacity")
+    names = [name for name, kernel in found["kernels"].items() for name in (name, *kernel["same_as"])]
+    assert sorted(names) == sorted(package.presets())
+    for name, kernel in found["kernels"].items():
+        assert {r["scale"] for r in kernel["runs"]} == {1, 30}
+        for run in kernel["runs"]:
+            for panel, levels in PANELS.items():
+                if run["store"] == "sums" and panel not in ("zeroed", "jitter"):
+                    assert panel not in run  # whole sums read as whole pairs
+                    continue
+                match, error = run[panel]["match"], run[panel]["error"]
+                assert len(match) == len(error) == levels, name
+                assert all(0 <= mean <= 1 and 0 <= spread < 0.6 for mean, spread in match)
+                assert all(mean >= 0 for mean, _ in error)
+    with_sums = {name for name, k in found["kernels"].items() if any(r["store"] == "sums" for r in k["runs"])}
+    assert with_sums == {"linear", "cosine", "shift-cosine", "relu", "relu2", "elu"}
+
+
+def test_sharp_kernels_recall_more_than_linear_ones(capacity: Path) -> None:
+    found = record(capacity, "recall-capacity")
+    for name in ("softmax", "sparsemax", "biweight", "triweight", "relumax"):
+        assert found["kernels"][name]["best_scale"] == 30
+        run = chosen(found, name)
+        assert means(run, "pairs") == [1.0, 1.0]
+        assert means(run, "pairs", "error")[1] < 1e-3
+    linear = chosen(found, "linear")
+    assert means(linear, "pairs")[1] < 0.95  # 64 pairs in a 32 x 32 matrix
+    assert means(linear, "pairs", "error")[0] < means(linear, "pairs", "error")[1]
+    for name in ("linear", "shift-cosine", "elu", "relu"):
+        assert means(chosen(found, name), "noise")[0] < means(chosen(found, "softmax"), "noise")[0]
+
+
+def test_more_damage_recalls_less(capacity: Path) -> None:
+    found = record(capacity, "recall-capacity")
+    for name in ("softmax", "biweight", "sparsemax", "linear", "topk-softmax"):
+        run = chosen(found, name)
+        for panel in PANELS:
+            match = means(run, panel)
+            assert match == sorted(match, reverse=True), (name, panel)
+        assert means(run, "zeroed")[0] > means(run, "zeroed")[2] + 0.3
+    sums, pairs = chosen(found, "linear", "sums"), chosen(found, "linear")
+    assert means(sums, "zeroed")[0] > means(sums, "zeroed")[2] + 0.3
+    assert means(sums, "zeroed")[1] > means(pairs, "zeroed")[1]  # one matrix is spread out, pairs are hit twice
+
+
+def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
+    """|A k_i - v_i|^2 with A = sum v k^T, in numpy, over the recipe's own memories."""
+    import torch
+
+    from regard_recipes.kernels.recall_capacity import Condition, RecallCapacityConfig, reader, recall, trial
+
+    config = RecallCapacityConfig(dim=16, cues=10, seeds=2)
+    case = trial(config, Condition("pairs", 20, 20))
+    k, v = case.keys[:, 0].numpy(), case.values[:, 0].numpy()
+    assert np.abs((k * k).sum(-1) - 1).max() < 1e-5
+    assert np.abs((v * v).sum(-1) - 1).max() < 1e-5
+    read = np.einsum("sjd,sje,scd->sce", k, v, k[:, :10])
+    error = ((read - v[:, :10]) ** 2).sum(-1).mean(-1)
+    nearest = ((read[:, :, None] - v[:, None]) ** 2).sum(-1).argmin(-1)
+    for store in ("pairs", "sums"):
+        found = recall(reader(package.Spec.parse("linear"), 1.0, store), case)
+        assert np.abs(found["error"].numpy() - error).max() < 1e-4
+        assert np.abs(found["match"].numpy() - (nearest == np.arange(10)).mean(-1)).max() < 1e-9
+    assert torch.equal(case.keys, trial(config, Condition("pairs", 20, 20)).keys)  # a function of the seed
+    erased = trial(config, Condition("erased", 0.75, 20)).cues
+    assert ((erased == 0).sum(-1) == 12).all()
+    noisy = trial(config, Condition("noise", 1.0, 20))
+    cosine = (noisy.cues * noisy.keys[:, :, :10]).sum(-1)
+    assert abs(cosine.mean().item() - 0.5**0.5) < 0.1
+
+
+def test_signal_and_interference_are_those_of_equation_5() -> None:
+    """Local Linear Attention, equation 5, written out: (k.k - 1) v_j and the sum over the others, for keys of length
+    sqrt(2); for Mesa and softmax, the weights of the values by their formulas."""
+    from regard_recipes.kernels.recall_capacity import (
+        Condition,
+        Reader,
+        RecallCapacityConfig,
+        model,
+        reader,
+        recall,
+        trial,
+    )
+
+    case = trial(RecallCapacityConfig(dim=16, cues=10, seeds=2), Condition("pairs", 20, 20))
+    k, v = (x[:, 0].double().numpy() for x in (case.keys, case.values))
+    linear = 2 * np.einsum("scd,sjd->scj", k[:, :10], k)
+    gram = np.einsum("sjd,sje->sde", k, k) + np.eye(16)
+    mesa = np.einsum("scd,sde,sje->scj", k[:, :10], np.linalg.inv(gram), k)
+    weights = softmax(7.0 * np.einsum("scd,sjd->scj", k[:, :10], k).reshape(-1, 20)).reshape(2, 10, 20)
+    stretched = Reader(lambda: package.AssociativeMemory("linear", scale=1.0), 2**0.5)
+    for how, a in (
+        (stretched, linear),
+        (model("mesa"), mesa),
+        (reader(package.Spec.parse("softmax"), 7.0, "pairs"), weights),
+    ):
+        found = {name: x.numpy() for name, x in recall(how, case).items()}
+        own = np.einsum("scc->sc", a[:, :, :10])[..., None] * v[:, :10]
+        others = a @ v - own
+        assert np.abs(found["bias"] - ((own - v[:, :10]) ** 2).sum(-1).mean(-1)).max() < 1e-4
+        assert np.abs(found["interference"] - (others**2).sum(-1).mean(-1)).max() < 1e-4
+        ratio = (others**2).sum((1, 2)) / (own**2).sum((1, 2))
+        assert np.abs(found["inverse_snr"] - ratio).max() < 1e-4 * ratio.max()
+        whole = ((own + others - v[:, :10]) ** 2).sum(-1).mean(-1)
+        assert np.abs(found["error"] - whole).max() < 1e-4
+
+
+def test_the_best_linear_model_recalls_more_than_sums(capacity: Path) -> None:
+    """As many pairs as dimensions and fewer are what a linear map can hold."""
+    found = record(capacity, "recall-capacity")
+    assert list(found["models"]) == ["mesa(ridge=0.01)", "mesa(ridge=1)", "delta"]
+    for run in found["models"].values():
+        for panel, levels in PANELS.items():
+            assert len(run[panel]["match"]) == len(run[panel]["error"]) == levels
+    few = {name: means(run, "pairs", "error")[0] for name, run in found["models"].items()}
+    sums = means(chosen(found, "linear"), "pairs", "error")[0]
+    assert few["mesa(ridge=0.01)"] < 0.01 * sums
+    assert few["delta"] < 0.8 * sums
+    ratios = {name: [mean for mean, _ in run["pairs"]["inverse_snr"]] for name, run in found["models"].items()}
+    assert all(one < two for one, two in ratios.values())  # more pairs interfere more
+    table = (capacity / "recall-capacity.md").read_text()
+    assert "| mesa(ridge=0.01) | 8 |" in table
+
+
+def test_the_same_seed_gives_the_same_numbers(capacity: Path, tmp_path: Path) -> None:
+    again, other = tmp_path / "again", tmp_path / "other"
+    few = (*TINY, "--specs", "biweight", "relu")
+    assert reproduce("recall-capacity", "--out", again, *few) == 0
+    assert reproduce("recall-capacity", "--out", other, *few, "--seed", 1) == 0
+    first, second, third = (record(f, "recall-capacity")["kernels"] for f in (capacity, again, other))
+    assert list(second) == ["biweight", "relu"]
+    assert {name: first[name] for name in second} == second != third
+
+
+def test_the_zoo_holds_every_kernel_and_every_product(zoo: Path) -> None:
+    found = record(zoo, "kernel-zoo")
+    registries = package.registries()
+    assert sorted(n for shape in found["kernels"] for n in shape["names"]) == sorted(registries["kernel"].names())
+    pairs = [(p["kernel"], p["bandwidth"]) for p in found["products"]]
+    assert len(set(pairs)) == len(pairs) == len(found["kernels"]) * len(registries["bandwidth"].names())
+    missing = {(p["kernel"], p["bandwidth"]) for p in found["products"] if "reason" in p}
+    assert missing == {("gaussian", "adaptive"), ("uniform", "adaptive")} | {
+        (k, r) for k in ("linear", "geometric", "clipped-geometric") for r in ("adaptive", "anchored", "nearest")
+    }
+    assert all(p["reason"] for p in found["products"] if "reason" in p)
+
+
+def test_kernels_are_densities(zoo: Path) -> None:
+    shapes = {name: shape for shape in record(zoo, "kernel-zoo")["kernels"] for name in shape["names"]}
+    x = np.array(shapes["biweight"]["x"])
+    inside = np.maximum(1 - x * x, 0)
+    for name, expected in {
+        "epanechnikov": 3 / 4 * inside,
+        "biweight": 15 / 16 * inside**2,
+        "triweight": 35 / 32 * inside**3,
+        "uniform": (np.abs(x) < 1) / 2,
+        "gaussian": np.exp(-x * x / 2) / np.sqrt(2 * np.pi),
+    }.items():
+        assert np.abs(np.array(shapes[name]["value"]) - expected).max() < 1e-4, name
+    slope = -15 / 4 * x * inside
+    assert np.abs(np.array(shapes["biweight"]["slope"]) - slope).max() < 1e-3
+    geometric = shapes["geometric"]
+    assert [v for z, v in zip(geometric["x"], geometric["value"], strict=True) if z >= 1] == [None] * 5
+    assert geometric["value"][6] == 1.0
+
+
+def test_weights_over_three_scores(zoo: Path) -> None:
+    found = {(p["kernel"], p["bandwidth"]): p for p in record(zoo, "kernel-zoo")["products"]}
+    t = np.linspace(-3, 3, 13)
+    rows = np.stack([t, 0 * t, -t], -1)
+    for key, alpha in {"epanechnikov": 2.0, "biweight": 1.5, "triweight": 4 / 3}.items():  # r = 1/(alpha - 1)
+        weights = np.array([entmax_row(row, alpha)[0].astype(float) for row in rows])
+        assert np.abs(np.array(found[key, "adaptive"]["line"]) - weights).max() < 1e-4
+    weights = softmax(rows).astype(float)
+    assert np.abs(np.array(found["gaussian", "fixed"]["line"]) - weights).max() < 1e-4
+    slopes = weights * (np.array([1, 0, -1]) - (weights * [1, 0, -1]).sum(-1, keepdims=True))
+    assert np.abs(np.array(found["gaussian", "fixed"]["slopes"]) - slopes).max() < 1e-4
+    anchored = np.maximum(rows - rows.max(-1, keepdims=True) + 1, 0)
+    anchored /= anchored.sum(-1, keepdims=True)
+    assert np.abs(np.array(found["epanechnikov", "anchored"]["line"]) - anchored).max() < 1e-4
+    side = np.linspace(-3, 3, 7)
+    plane = [[entmax_row([0, u1, u2], 2.0)[0].astype(float) for u1 in side] for u2 in side]
+    sparse = found["epanechnikov", "adaptive"]
+    assert np.abs(np.array(sparse["plane"]) - np.array(plane)[..., 0]).max() < 1e-4
+    assert sparse["support"] == ["".join(str((p > 1e-12).sum()) for p in row) for row in plane]
+    assert set("".join(found["uniform", "nearest"]["support"])) == {"2"}
+
+
+def test_the_slip_in_the_caption_is_mended(zoo: Path) -> None:
+    said = record(zoo, "kernel-zoo")["correction"]
+    assert "1.5-entmax is r = 2, the biweight kernel, and 4/3-entmax is r = 3, the triweight kernel" in said
+    assert said in (zoo / "kernel-zoo.md").read_text()
+
+
+def test_provenance_tables_and_figures(capacity: Path, zoo: Path) -> None:
+    for folder, name in ((capacity, "recall-capacity"), (zoo, "kernel-zoo")):
+        found = record(folder, name)
+        assert found["made_by"] == "regard reproduce"
+        assert found["command"].startswith(f"regard reproduce {name} --out ")
+        assert found["installation"]["versions"]["regard"] == package.__version__
+        assert {"processor", "cores", "threads"} <= set(found["installation"]["hardware"])
+        assert found["date"].startswith("20")
+        config = package.registries()["recipe"].get(name).Config
+        assert set(found["config"]) == {f.name for f in fields(config)}
+        pictures = list(folder.glob("*.png"))
+        assert len(pictures) >= 2
+        assert all(p.read_bytes().startswith(b"\x89PNG") and p.stat().st_size > 10_000 for p in pictures)
+    table = (capacity / "recall-capacity.md").read_text()
+    assert f"Made by `{record(capacity, 'recall-capacity')['command']}`." in table
+    assert "| biweight, 30 |" in table
+
+
+@pytest.fixture
+def counting() -> Iterator[None]:
+    """A recipe of another package."""
+    recipes.register("counting")(Counting)
+    yield
+    del recipes._objects["counting"]
+
+
+@dataclass(frozen=True)
+class CountingConfig:
+    """Count."""
+
+    out: Path = Path("counting-out")
+    """Folder to write."""
+    upto: int = 3
+    """How far."""
+
+
+class Counting:
+    """Count up to a number."""
+
+    Config = CountingConfig
+
+    @staticmethod
+    def run(config: CountingConfig, progress: Callable[[str], None]) -> Findings:
+        from regard.inspect.tables import Table
+
+        table = Table(("n", "square"), tuple((str(n), str(n * n)) for n in range(config.upto)))
+        return Findings({"numbers": list(range(config.upto))}, {"Squares": table}, {}, ("That was all.",))
+
+
+@pytest.mark.usefixtures("counting")
+def test_another_package_can_add_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert reproduce("counting", "--upto", 4, "--output", tmp_path / "out") == 0  # as in commands that were kept
+    out = capsys.readouterr().out
+    assert "Squares" in out
+    assert "That was all." in out
+    assert record(tmp_path / "out", "counting")["numbers"] == [0, 1, 2, 3]
+    assert "| 3 | 9 |" in (tmp_path / "out" / "counting.md").read_text()
+    assert reproduce("--help") == 0
+    assert "Count up to a number." in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("counting")
+def test_a_folder_is_replaced_only_if_a_recipe_wrote_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "out"
+    assert reproduce("counting", "--out", out) == 0
+    (out / "mine.txt").write_text("kept")
+    assert reproduce("counting", "--out", out, "--upto", 2) == 0
+    assert record(out, "counting")["numbers"] == [0, 1]
+    assert (out / "mine.txt").read_text() == "kept"
+    letters = tmp_path / "letters"
+    letters.mkdir()
+    (letters / "letter.txt").write_text("dear")
+    capsys.readouterr()
+    assert reproduce("counting", "--out", letters) == 2
+    assert "is not empty and holds no result of `regard reproduce`" in capsys.readouterr().err
+    assert [p.name for p in letters.iterdir()] == ["letter.txt"]
+    assert reproduce("counting", "--out", letters / "letter.txt") == 2
+    assert "is a file; give a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "name a recipe: boundary-bias, fast-weight-recall, fwpkm-ablation, fwpkm-case-studies, "),
+        (("kernel-zo",), "unknown recipe 'kernel-zo'. Did you mean 'kernel-zoo'"),
+        (("--out", "x"), "the name of a recipe comes first"),
+        (("kernel-zoo", "--point", "3"), "unknown option --point. Did you mean '--points'"),
+        (("kernel-zoo", "--points", "1"), "kernel-zoo: --points is 1, expected at least 3."),
+        (("kernel-zoo", "--reach", "nan"), "--reach is nan, expected a number between 0 and 100."),
+        (("recall-capacity", "--specs", "softmax", "biweigth"), "--specs: unknown spec 'biweigth'. Did you mean"),
+        (("recall-capacity", "--models", "messa"), "--models: unknown model 'messa'. Did you mean 'mesa'?"),
+        (("recall-capacity", "--models", "mesa(ridge=0)"), "--models: mesa: ridge is 0, expected ridge > 0."),
+        (("recall-capacity", "--zeroed", "1.5"), "--zeroed is 1.5, expected 0 to 1."),
+        (("recall-capacity", "--scales", "0"), "--scales is 0, expected 1e-06 to 1e+06."),
+        (("recall-capacity", "--seeds", "0"), "--seeds is 0, expected at least 1."),
+        (("recall-capacity", "--seed", "-1"), "--seed is -1, expected 0 to 2147483647."),
+    ],
+)
+def test_mistakes(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert reproduce(*words) == 2
+    err = capsys.readouterr().err.strip().splitlines()
+    assert said in err[-1]
+    assert err[-1].startswith("regard reproduce: error: ")
+    assert not any(tmp_path.iterdir())
+
+
+def test_help_and_list(capsys: pytest.CaptureFixture) -> None:
+    assert reproduce("--help") == 0
+    top = capsys.readouterr().out
+    assert main(["list", "recipes"]) == 0
+    listed = capsys.readouterr().out
+    for name, recipe in package.registries()["recipe"].items():
+        assert name in top
+        assert name in listed
+        assert reproduce(name, "--help") == 0
+        text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        for field in fields(recipe.Config):
+            flag = field.name.replace("_", "-")
+            assert f"--no-{flag} " in text if field.default is True else f"--{flag} " in text
+
+
+def test_recipes_are_listed_without_what_draws_them() -> None:
+    code = "import sys, regard; regard.registries(); print([m for m in ('matplotlib', 'rich') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    """docs/associative-memory.md: its tables are those of the stored run, its example prints what it says."""
+    from regard_recipes.kernels import recall_capacity_output as output
+    from regard_recipes.kernels.recall_capacity import RecallCapacityConfig
+
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    page = (docs / "associative-memory.md").read_text(encoding="utf-8")
+    stored = record(docs / "results", "recall-capacity")
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in stored["config"].items()}
+    given["out"] = given.pop("output")  # as it was called then
+    config = RecallCapacityConfig(**given)
+    for table in (output.table(config, stored["kernels"]), output.by_scale(config, stored["kernels"])):
+        assert table.markdown().split("\n\n")[0].strip() in page
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    said = re.findall(r"print\(.*\)  # (.*?)(?::.*)?$", example, flags=re.MULTILINE)
+    ran = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == said
+    assert len(said) == 4

@@ -1,0 +1,322 @@
+"""Long texts segment by segment: losses by hand, what is carried, gates; and n reads of a haystack."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from regard.checks import ArgumentError
+from regard.models import HybridConfig, HybridForCausalLM
+from regard_recipes.long_text.needle_reading import PROTOCOLS, grouped, read_and_answer
+from regard_recipes.long_text.streaming import Carry, GateCount, streamed
+
+V, C, CHUNK = 23, 16, 4
+MEMORY = {"sub_keys": 4, "key_dim": 8, "value_dim": 8, "top_k": 2, "chunk_size": CHUNK}
+
+
+def hybrid(layout: str, memories: str | None = None, **options: object) -> HybridForCausalLM:
+    torch.manual_seed(1)
+    fields: dict = {"mixer_options": {"gated-deltanet": {"num_heads": 2, "head_dim": 8}}} if "GDN" in layout else {}
+    if memories:
+        fields["memory_options"] = {"fwpkm": {**MEMORY, **options}}
+    config = HybridConfig.layout(
+        layout, memories, vocab_size=V, hidden_size=C, num_hidden_layers=4 if "+" in layout else 2,
+        num_attention_heads=2, head_dim=8, intermediate_size=16, max_position_embeddings=64,
+        initializer_range=0.3, **fields,
+    )  # fmt: skip
+    return HybridForCausalLM(config).eval()
+
+
+def texts(*sizes: int, seed: int = 0) -> list[Tensor]:
+    drawn = torch.Generator().manual_seed(seed)
+    return [torch.randint(V, (size,), generator=drawn) for size in sizes]
+
+
+def nats(model: HybridForCausalLM, tokens: Tensor) -> float:
+    """Of one pass over all tokens but the last, every one the target of the one before."""
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0].double().numpy()
+    logits -= logits.max(-1, keepdims=True)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return -float(logp[np.arange(len(tokens) - 1), tokens[1:].numpy()].sum())
+
+
+class Bigram(nn.Module):
+    """A table of logits: what comes next depends on the last token alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(V, V, generator=torch.Generator().manual_seed(4)))
+        self.model = SimpleNamespace(new_cache=lambda: SimpleNamespace(layers=[]))
+        self.modes: list[bool] = []
+
+    def forward(self, input_ids: Tensor, past_key_values: object, use_cache: bool) -> SimpleNamespace:
+        self.modes.append(self.training)
+        return SimpleNamespace(logits=self.table[input_ids], past_key_values=past_key_values)
+
+
+@pytest.mark.parametrize("segment", [1, 7, 50, 400])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_token_but_the_first_is_predicted_once(segment: int, rows: int) -> None:
+    model = Bigram().train()
+    documents = texts(50, 50, 50) if rows == 3 else texts(50, 2, 33)
+    found = streamed(model, documents, segment, rows=rows)
+    table = model.table.detach().double().numpy()
+    logp = table - np.log(np.exp(table).sum(-1, keepdims=True))
+    for each, tokens, document in zip(found.nats, found.tokens, documents, strict=True):
+        d = document.numpy()
+        assert each == pytest.approx(-logp[d[:-1], d[1:]].sum(), rel=1e-5)
+        assert tokens == len(d) - 1
+    assert found.loss == pytest.approx(sum(found.nats) / sum(found.tokens))
+    assert found.perplexity == pytest.approx(math.exp(found.loss))
+    assert len(found.by_segment) == -(-(max(map(len, documents)) - 1) // segment)
+    first = np.concatenate([-logp[d[:-1], d[1:]][:segment] for d in (document.numpy() for document in documents)])
+    assert found.by_segment[0] == pytest.approx(first.mean(), rel=1e-5)
+    assert model.training
+    assert not any(model.modes)
+
+
+@pytest.mark.parametrize("memories", [None, "FwPKM@1"])
+@pytest.mark.parametrize("segment", [5, 8])
+def test_with_all_states_carried_segments_are_one_text(memories: str | None, segment: int) -> None:
+    """A delta net and a memory that go on know no segments; new ones do."""
+    model = hybrid("GDN", memories)
+    documents = texts(30, 23)
+    carried = streamed(model, documents, segment, Carry("document", "document"))
+    assert carried.nats == pytest.approx([nats(model, document) for document in documents], rel=1e-4)
+    new = streamed(model, documents, segment, Carry("segment", "segment"))
+    pieces = [[d[i : i + segment + 1] for i in range(0, len(d) - 1, segment)] for d in documents]
+    assert new.nats == pytest.approx([sum(nats(model, piece) for piece in each) for each in pieces], rel=1e-4)
+    assert carried.nats != pytest.approx(new.nats, rel=1e-4)
+
+
+def test_a_stream_goes_on_through_documents() -> None:
+    """The next document's first token follows the last one that was read."""
+    model = hybrid("GDN", "FwPKM@1")
+    one, other = texts(21, 18)
+    found = streamed(model, [one, other], 6, Carry("stream", "stream"))
+    both = torch.cat([one[:-1], other])
+    lost = -float(
+        torch.log_softmax(
+            model(input_ids=both[None, :-1], use_cache=False).logits[0, len(one) - 2].detach().double(), -1
+        )[other[0]]
+    )
+    alone = nats(model, one[:-1])
+    assert found.nats[1] == pytest.approx(nats(model, both) - alone - lost, rel=1e-4)
+    assert found.nats[0] == pytest.approx(nats(model, one), rel=1e-4)
+    apart = streamed(model, [one, other], 6, Carry("document", "document"))
+    assert apart.nats[0] == pytest.approx(found.nats[0], rel=1e-6)
+    assert apart.nats[1] != pytest.approx(found.nats[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["GDN", "GDN+FA", "FA"])
+def test_rows_are_streams_of_their_own(layout: str) -> None:
+    model = hybrid(layout, "FwPKM@1")
+    documents = texts(19, 19, 19)
+    rows = streamed(model, documents, 6, Carry("stream", "segment"), rows=2)
+    first = streamed(model, [documents[0], documents[2]], 6, Carry("stream", "segment"))
+    second = streamed(model, [documents[1]], 6, Carry("stream", "segment"))
+    assert (rows.nats[0], rows.nats[2]) == pytest.approx(first.nats, rel=1e-4)
+    assert rows.nats[1] == pytest.approx(second.nats[0], rel=1e-4)
+
+
+def test_pairs_are_new_at_every_segment() -> None:
+    model = hybrid("FA")
+    (document,) = texts(25)
+    new = sum(nats(model, document[i : i + 9]) for i in range(0, 24, 8))
+    for carry in (Carry(), Carry("stream", "stream")):
+        assert streamed(model, [document], 8, carry).nats[0] == pytest.approx(new, rel=1e-4)
+
+
+def test_frozen_memories_do_not_depend_on_what_was_read() -> None:
+    model = hybrid("FA", "FwPKM@1")
+    documents = texts(25, 25)
+    read = [streamed(model, documents, 8, carry, frozen=True).nats for carry in (Carry("segment"), Carry("stream"))]
+    assert read[0] == pytest.approx(read[1], rel=1e-6)
+    assert streamed(model, documents, 8, Carry("stream")).nats != pytest.approx(read[0], rel=1e-4)
+    assert not any(module.frozen for module in model.modules() if hasattr(module, "frozen"))
+
+
+def test_the_chunk_of_this_reading_alone() -> None:
+    model = hybrid("GDN", "FwPKM@1")
+    (document,) = texts(25)
+    once = streamed(model, [document], 24, Carry("segment"), chunk=1000).nats[0]
+    frozen = streamed(model, [document], 24, Carry("segment"), frozen=True).nats[0]
+    assert once == pytest.approx(frozen, rel=1e-5)  # nothing was written in time to be read
+    assert streamed(model, [document], 24, Carry("segment")).nats[0] != pytest.approx(once, rel=1e-4)
+    assert model.model.layers[1].memory.chunk_size == CHUNK
+
+
+def test_gates_and_slots_are_counted() -> None:
+    model = hybrid("GDN", "FwPKM@1")
+    heard: list[Tensor] = []
+    point = model.model.layers[1].memory.hook_gate
+    handle = point.register_forward_hook(lambda module, args, out: heard.append(out.detach().flatten()))
+    documents = texts(26, 26)
+    found = streamed(model, documents, 5, Carry("stream"), rows=2, statistics=True)
+    handle.remove()
+    (counts,) = found.gates.values()
+    expected = np.histogram(torch.cat(heard).double().numpy(), bins=10, range=(0, 1))[0]
+    assert list(counts) == expected.tolist()
+    assert list(found.means.values()) == pytest.approx([torch.cat(heard).mean().item()], rel=1e-6)
+    assert sum(counts) == 2 * 25
+    (slots,) = found.slots.values()
+    assert slots["reads"] == 2 * 25 * MEMORY["top_k"]
+    assert 0 < slots["coverage"] <= 1
+    assert not streamed(model, documents, 5).gates
+    assert not streamed(hybrid("GDN"), documents, 5, statistics=True).gates
+
+
+def test_gates_that_are_not_finite_are_in_no_bin() -> None:
+    count = GateCount()
+    count.add(torch.tensor([[0.05, 1.0], [math.nan, 0.1]]))
+    assert count.counts.tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0, 1]
+    assert count.tokens == 4
+    assert math.isnan(count.mean)
+
+
+@pytest.mark.parametrize(
+    ("documents", "options", "message"),
+    [
+        ([], {}, "there are none"),
+        ([torch.zeros(1, dtype=torch.long)], {}, "document 0 is \\[1\\]"),
+        ([torch.zeros(5, dtype=torch.long)], {"segment": 0}, "segment is 0"),
+        ([torch.zeros(n, dtype=torch.long) for n in (5, 6)], {"rows": 2}, "have \\[5, 6\\] tokens"),
+    ],
+)
+def test_mistakes(documents: list[Tensor], options: dict, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        streamed(Bigram(), documents, **{"segment": 3, **options})
+
+
+def test_unknown_spans() -> None:
+    with pytest.raises(ArgumentError, match="memory is 'forever', expected one of stream, document, segment"):
+        Carry("forever")  # type: ignore[arg-type]
+
+
+# Reading a haystack ----------------------------------------------------------------------------------------------
+
+
+def greedy(model: HybridForCausalLM, tokens: Tensor, length: int) -> list[int]:
+    """By passes over everything, without a cache."""
+    said: list[int] = []
+    for _ in range(length):
+        with torch.no_grad():
+            all_tokens = torch.cat([tokens, torch.tensor(said, dtype=torch.long)])
+            said.append(int(model(input_ids=all_tokens[None], use_cache=False).logits[0, -1].argmax()))
+    return said
+
+
+def asked(seed: int = 3, length: int = 21) -> tuple[Tensor, Tensor]:
+    return torch.stack(texts(length, length, seed=seed)), torch.stack(texts(5, 5, seed=seed + 1))
+
+
+@pytest.mark.parametrize("layout", ["GDN", "GDN+FA", "FA"])
+@pytest.mark.parametrize("memories", [None, "FwPKM@1"])
+def test_one_read_is_reading_on(layout: str, memories: str | None) -> None:
+    """With the training's chunk the answer is what plain greedy decoding says."""
+    model = hybrid(layout, memories)
+    haystacks, questions = asked()
+    found = read_and_answer(model, haystacks, questions, 4, protocol="chunked", reads=1, piece=8).after(1)
+    for row in range(2):
+        assert found[row].tolist() == greedy(model, torch.cat([haystacks[row], questions[row]]), 4)
+
+
+def test_the_papers_protocol_answers_before_it_writes() -> None:
+    """The first token comes from a memory that has not seen the haystack; with it written, another one may."""
+    model = hybrid("FA", "FwPKM@1")
+    haystacks, questions = asked()
+    found = read_and_answer(model, haystacks, questions, 3, protocol="whole", reads=2)
+    blank = hybrid("FA", "FwPKM@1", chunk_size=1000)
+    for row in range(2):
+        assert found.after(1)[row, 0] == greedy(blank, torch.cat([haystacks[row], questions[row]]), 1)[0]
+
+
+def test_flushed_is_written_before_the_question() -> None:
+    """As a memory without pairs across chunks whose chunk is the haystack: it is written when the question begins."""
+    model = hybrid("GDN", "FwPKM@1", border=False)
+    same = hybrid("GDN", "FwPKM@1", border=False, chunk_size=21)
+    haystacks, questions = asked()
+    found = read_and_answer(model, haystacks, questions, 3, protocol="flushed", reads=1).after(1)
+    for row in range(2):
+        assert found[row].tolist() == greedy(same, torch.cat([haystacks[row], questions[row]]), 3)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_reads_one_by_one_or_in_a_line(protocol: str) -> None:
+    """A single example without a reset is an example with one; without a memory no read adds anything."""
+    model = hybrid("GDN", "FwPKM@1")
+    haystacks, questions = asked()
+    line = read_and_answer(model, haystacks, questions, 3, protocol=protocol, reads=3).tokens
+    apart = read_and_answer(model, haystacks[None], questions[None], 3, protocol=protocol, reads=3, reset=False).tokens
+    assert line.shape == (3, 2, 3)
+    assert torch.equal(line, apart[:, 0])
+    none = read_and_answer(hybrid("GDN"), haystacks, questions, 3, protocol=protocol, reads=3).tokens
+    assert torch.equal(none[0], none[2])
+    assert model.model.layers[1].memory.chunk_size == CHUNK
+
+
+@pytest.mark.parametrize(("memories", "layout"), [("FwMLP@1", "GDN"), (None, "LaCT")])
+def test_fast_weights_without_slots_keep_their_chunk(memories: str | None, layout: str) -> None:
+    """They make one step a chunk: with that of a whole haystack they would learn nothing of it in time."""
+    torch.manual_seed(1)
+    options = {"in_dim": 8, "value_dim": 8, "hidden_dim": 8, "chunk_size": CHUNK, "learning_rate": 5.0}
+    model = HybridForCausalLM(
+        HybridConfig.layout(
+            layout, memories, vocab_size=V, hidden_size=C, num_hidden_layers=2, num_attention_heads=2, head_dim=8,
+            num_key_value_heads=2, intermediate_size=16, initializer_range=0.3,
+            mixer_options={"lact": {"chunk_size": CHUNK, "window": 4, "fast_heads": 2}} if layout == "LaCT"
+            else {"gated-deltanet": {"num_heads": 2, "head_dim": 8}},
+            memory_options={"fwmlp": options} if memories else None,
+        )
+    ).eval()  # fmt: skip
+    haystacks, questions = asked()
+    written: list[int] = []
+    layer = model.model.layers[1].memory if memories else model.model.layers[1].self_attn
+    seen = lambda module, args, out: written.append(module.chunk_size)  # noqa: E731
+    handle = layer.register_forward_hook(seen)
+    found = read_and_answer(model, haystacks, questions, 2, protocol="whole", reads=2, recurrent=True).tokens
+    handle.remove()
+    assert set(written) == {CHUNK}
+    for row in range(2):  # the first token sees every full chunk of its own haystack, as in one pass
+        assert found[0, row, 0] == greedy(model, torch.cat([haystacks[row], questions[row]]), 1)[0]
+
+
+def test_without_a_reset_the_order_matters() -> None:
+    """On the first read nothing of the haystack has been written by the paper's protocol: what differs is what was
+    read before."""
+    model = hybrid("FA", "FwPKM@1")
+    many = [asked(seed) for seed in range(10, 18)]
+    haystacks, questions = (torch.stack(each) for each in zip(*many, strict=True))
+    new = read_and_answer(model, haystacks, questions, 2, protocol="whole", reads=1).after(1)
+    kept = read_and_answer(model, haystacks, questions, 2, protocol="whole", reads=1, reset=False).after(1)
+    assert new.shape == kept.shape == (8, 2, 2)
+    assert torch.equal(new[0], kept[0])
+    assert not torch.equal(new[1:], kept[1:])
+
+
+def test_prompts_of_equal_lengths_are_read_together() -> None:
+    prompts = [([0] * n, [0] * q) for n, q in ((5, 2), (6, 2), (5, 2), (5, 3))]
+    assert grouped(prompts) == [[0, 2], [1], [3]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 0}, "length is 0"),
+        ({"reads": 0}, "reads is 0"),
+        ({"protocol": "half"}, "protocol is 'half', expected one of whole, chunked, flushed"),
+        ({"questions": torch.zeros(3, 2, dtype=torch.long)}, "questions \\[3, 2\\], expected"),
+        ({"haystacks": torch.zeros(2, 0, dtype=torch.long)}, "haystacks are \\[2, 0\\]"),
+    ],
+)
+def test_reading_mistakes(options: dict, message: str) -> None:
+    haystacks, questions = asked()
+    given = {"haystacks": haystacks, "questions": questions, "length": 2, **options}
+    with pytest.raises(ArgumentError, match=message):
+        read_and_answer(hybrid("FA"), **given)

@@ -1,0 +1,295 @@
+"""The leaky average against its definition, a dense T x T matrix of decays in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from packed import runs
+
+from regard.checks import ArgumentError
+from regard.recurrent.leaky import LeakyState, leaky_average
+
+RATES = torch.tensor([0.0, 0.05, 0.5, 5.0], dtype=torch.float64)
+
+
+def dense(x, rates, mask=None, start=None):
+    """h of float64 tensors: the sum over real tokens with e^{-rate (n_t - n_i)} written out pair by pair."""
+    batch, _, tokens, _ = x.shape
+    real = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask
+    count = real.double().cumsum(-1)
+    apart = count[:, None, :, None] - count[:, None, None, :]
+    w = torch.where(torch.ones(tokens, tokens).tril().bool(), (-rates[:, None, None] * apart.clamp(min=0)).exp(), 0.0)
+    w = w * real[:, None, None, :]
+    out = w @ torch.where(real[:, None, :, None], x, 0.0)
+    if start is not None:
+        out = out + (-rates[:, None] * count[:, None]).exp()[..., None] * start[:, :, None]
+    return out
+
+
+def sample(tokens, batch=2, dim=3, seed=0):
+    return torch.randn(batch, 4, tokens, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 31, 32, 33, 257])
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_the_dense_form(tokens, masked):
+    x = sample(tokens)
+    mask = torch.rand(2, tokens, generator=torch.Generator().manual_seed(1)) < 0.6 if masked else None
+    start = sample(1, seed=3)[:, :, 0]
+    state = LeakyState(start, torch.zeros(2, 4, dtype=torch.bool), tokens=5)
+    for given, begin in ((None, None), (state, start)):
+        got, after = leaky_average(x, RATES, mask=mask, state=given)
+        want = dense(x, RATES, mask, begin)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+        torch.testing.assert_close(after.sums, want[:, :, -1], rtol=0, atol=1e-12)
+        assert after.tokens == tokens + (5 if given else 0)
+    narrow, _ = leaky_average(x.float(), RATES.float(), mask=mask)
+    size = dense(x, RATES, mask).abs().max()
+    assert (narrow.double() - dense(x, RATES, mask)).abs().max() <= 1e-6 * size
+
+
+def test_long_sequences_in_float32():
+    x = sample(4096, batch=1)
+    got, _ = leaky_average(x.float(), RATES[1:].float().repeat(2)[:4])
+    want = dense(x, RATES[1:].repeat(2)[:4])
+    assert (got.double() - want).abs().max() <= 1e-6 * want.abs().max()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sizes", [[1] * 40, [7, 1, 32, 0], [39, 1], [0, 40]])
+def test_chunks_and_steps_are_views_of_one_function(sizes, masked):
+    x = sample(40).float()
+    mask = torch.rand(2, 40, generator=torch.Generator().manual_seed(2)) < 0.5 if masked else None
+    rates = RATES.float()
+    whole, last = leaky_average(x, rates, mask=mask)
+    state, parts, at = None, [], 0
+    for size in sizes:
+        part = slice(at, at + size)
+        out, state = leaky_average(x[:, :, part], rates, mask=None if mask is None else mask[:, part], state=state)
+        parts, at = [*parts, out], at + size
+    torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.sums, last.sums, rtol=1e-5, atol=1e-5)
+    assert state.tokens == last.tokens == 40
+
+
+def test_chunk_size_changes_nothing():
+    x = sample(50)
+    for size in (1, 3, 50, 64):
+        got, _ = leaky_average(x, RATES, chunk_size=size)
+        torch.testing.assert_close(got, dense(x, RATES), rtol=0, atol=1e-12)
+
+
+def test_average_of_a_constant():
+    rates = torch.tensor([0.3, 2.0], dtype=torch.float64)
+    x = torch.ones(1, 2, 6, 1, dtype=torch.float64)
+    got, after = leaky_average(x, rates, average=True)
+    want = 1 - torch.exp(-rates[:, None] * torch.arange(1.0, 7.0, dtype=torch.float64))
+    torch.testing.assert_close(got[0, :, :, 0], want)
+    torch.testing.assert_close(after.sums[0, :, 0], (want / (1 - torch.exp(-rates))[:, None])[:, -1])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_derivatives(masked):
+    mask = torch.tensor([[True, False, True, True, False]]) if masked else None
+    x = torch.randn(1, 2, 5, 2, dtype=torch.float64, requires_grad=True)
+    rates = torch.tensor([0.3, 1.5], dtype=torch.float64, requires_grad=True)
+    start = torch.randn(1, 2, 2, dtype=torch.float64, requires_grad=True)
+
+    def run(x, rates, start):
+        state = LeakyState(start, torch.zeros(1, 2, dtype=torch.bool))
+        out, after = leaky_average(x, rates, mask=mask, state=state, chunk_size=2, average=True)
+        return out, after.sums
+
+    assert torch.autograd.gradcheck(run, (x, rates, start))
+    assert torch.autograd.gradgradcheck(run, (x, rates, start))
+
+
+def test_hidden_tokens_change_nothing():
+    mask = torch.tensor([[False, False, True, False, True, True, False, True]])
+    x = sample(8, batch=1)
+    out, after = leaky_average(x, RATES, mask=mask)
+    alone, state = leaky_average(x[:, :, mask[0]], RATES)
+    torch.testing.assert_close(out[:, :, mask[0]], alone)
+    torch.testing.assert_close(after.sums, state.sums)
+    for junk in (torch.nan, torch.inf, 1e30):
+        dirty = torch.where(mask[:, None, :, None], x, junk).requires_grad_()
+        rates = RATES.clone().requires_grad_()
+        got, _ = leaky_average(dirty, rates, mask=mask)
+        assert torch.equal(got, out)
+        got[:, :, mask[0]].square().sum().backward()
+        assert torch.equal(dirty.grad[:, :, ~mask[0]], torch.zeros(1, 4, 4, 3, dtype=torch.float64))
+        assert torch.isfinite(dirty.grad).all()
+        assert torch.isfinite(rates.grad).all()
+
+
+def test_nothing_seen_gives_zeros():
+    x = torch.full((1, 4, 3, 2), torch.nan)
+    out, state = leaky_average(x, RATES.float(), mask=torch.zeros(1, 3, dtype=torch.bool))
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(state.sums, torch.zeros(1, 4, 2))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_spoils_later_rows_alone(bad):
+    x = sample(40).float()
+    clean, _ = leaky_average(x, RATES.float())
+    dirty = x.clone()
+    dirty[0, 1, 20, 0] = bad
+    dirty.requires_grad_()
+    got, state = leaky_average(dirty, RATES.float())
+    assert torch.equal(got[:, :, :20], clean[:, :, :20])
+    assert got[0, 1, 20:].isnan().all()
+    assert torch.equal(got[1], clean[1])
+    assert torch.equal(got[0, 2], clean[0, 2])
+    got[:, :, :20].sum().backward()
+    assert torch.isfinite(dirty.grad).all()
+    later, _ = leaky_average(x[:, :, :2], RATES.float(), state=state)
+    assert later[0, 1].isnan().all()
+    assert torch.isfinite(later[1]).all()
+
+
+def test_the_state_protocol():
+    x = sample(6)
+    _, state = leaky_average(x, RATES)
+    assert state.bytes == 2 * 4 * 3 * 8 + 2 * 4
+    assert torch.equal(state.select(torch.tensor([1, 1])).sums, state.sums[[1, 1]])
+    assert torch.equal(state.repeat(2).sums, state.sums[[0, 0, 1, 1]])
+    again = LeakyState.from_tensors(state.to_tensors())
+    assert again.tokens == 6
+    assert torch.equal(again.sums, state.sums)
+    assert torch.equal(state.reset().sums, torch.zeros_like(state.sums))
+    with pytest.raises(ArgumentError, match="cannot go back"):
+        state.crop(5)
+
+
+def test_low_precision_is_summed_in_float32():
+    x = sample(300).to(torch.bfloat16)
+    got, state = leaky_average(x, torch.tensor([0.0, 0.05, 0.5, 5.0]))
+    assert got.dtype == torch.bfloat16
+    assert state.sums.dtype == torch.float32
+    want = dense(x.double(), RATES)
+    assert (state.sums.double() - want[:, :, -1]).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x": torch.zeros(2, 3, 4)}, "x has shape"),
+        ({"x": torch.zeros(2, 4, 3, 2).long()}, "floating-point"),
+        ({"rate": torch.zeros(3)}, "one a head"),
+        ({"rate": -1.0}, ">= 0"),
+        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, "mask has shape"),
+        ({"mask": torch.ones(2, 3)}, "torch.bool"),
+        ({"segment_ids": torch.zeros(2, 4, dtype=torch.long)}, "segment_ids has shape"),
+        ({"segment_ids": torch.zeros(2, 3)}, "expected integers"),
+        ({"chunk_size": 0}, "chunk_size"),
+        ({"state": LeakyState.empty(1, 4, 2)}, "state holds sums"),
+        ({"state": 3}, "expected a LeakyState"),
+    ],
+)
+def test_bad_arguments(change, words):
+    arguments = {"x": torch.zeros(2, 4, 3, 2), "rate": RATES.float(), **change}
+    with pytest.raises(ArgumentError, match=words):
+        leaky_average(arguments.pop("x"), arguments.pop("rate"), **arguments)
+
+
+def test_compiles_without_a_break():
+    compiled = torch.compile(lambda x, r: leaky_average(x, r)[0], fullgraph=True, backend="aot_eager")
+    x, rates = sample(70).float(), RATES.float()
+    torch.testing.assert_close(compiled(x, rates), leaky_average(x, rates)[0])
+    packed = torch.compile(lambda x, r, s: leaky_average(x, r, segment_ids=s)[0], fullgraph=True, backend="aot_eager")
+    x = x[:, :, :40]
+    torch.testing.assert_close(packed(x, rates, PACKED), leaky_average(x, rates, segment_ids=PACKED)[0])
+
+
+PACKED = torch.tensor([[4] * 7 + [9] + [4] * 20 + [0] * 12, [1] * 1 + [2] * 31 + [3] * 8])
+"""Documents of two rows of 40 tokens; an id that comes back begins another document."""
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("size", [None, 1, 5, 64])
+def test_every_document_is_alone(masked, size):
+    """Against the dense form of each document; gradients too."""
+    x = sample(40).requires_grad_()
+    rates = RATES.clone().requires_grad_()
+    mask = torch.rand(2, 40, generator=torch.Generator().manual_seed(2)) < 0.7 if masked else None
+    out, after = leaky_average(x, rates, mask=mask, segment_ids=PACKED, chunk_size=size)
+    parts = []
+    for row, span in runs(PACKED):
+        seen = None if mask is None else mask[row, span][None]
+        parts.append((out[row, :, span], dense(x[row, :, span][None], rates, seen)[0]))
+    for got, want in parts:
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    torch.testing.assert_close(after.sums, out[:, :, -1], rtol=0, atol=1e-12)
+    weigh = torch.randn_like(out)
+    got = torch.autograd.grad((out * weigh).sum(), (x, rates), retain_graph=True)
+    total = sum((want * weigh[row, :, span]).sum() for (row, span), (_, want) in zip(runs(PACKED), parts, strict=True))
+    for ours, theirs in zip(got, torch.autograd.grad(total, (x, rates)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+def test_a_row_of_ids_serves_the_batch_and_the_state_belongs_to_the_first_document():
+    x, start = sample(40), sample(1, seed=3)[:, :, 0]
+    state = LeakyState(start, torch.zeros(2, 4, dtype=torch.bool), tokens=5)
+    for ids in (PACKED[:1], PACKED):
+        out, after = leaky_average(x, RATES, segment_ids=ids, state=state)
+        for row, span in runs(ids.expand(2, -1)):
+            begin = start[row][None] if span.start == 0 else None
+            want = dense(x[row, :, span][None], RATES, None, begin)[0]
+            torch.testing.assert_close(out[row, :, span], want, rtol=0, atol=1e-12)
+        assert after.tokens == 45
+    one, _ = leaky_average(x[:, :, :1], RATES, segment_ids=PACKED[:, :1], state=state)
+    torch.testing.assert_close(one, leaky_average(x[:, :, :1], RATES, state=state)[0])
+    none, kept = leaky_average(x[:, :, :0], RATES, segment_ids=PACKED[:, :0], state=state)
+    assert none.shape == (2, 4, 0, 3)
+    assert torch.equal(kept.sums, start)
+
+
+def test_documents_hear_nothing_of_one_another():
+    """Large numbers, NaN and infinity in one document do not move a bit of the next."""
+    x, rates = sample(40).float(), RATES.float()
+    out, _ = leaky_average(x, rates, segment_ids=PACKED)
+    for junk in (1e16, -torch.inf, torch.nan):
+        dirty = x.clone()
+        dirty[0, :, :7] = junk
+        dirty[1, :, 0] = junk
+        dirty.requires_grad_()
+        got, after = leaky_average(dirty, rates, segment_ids=PACKED)
+        assert torch.equal(got[0, :, 7:], out[0, :, 7:])
+        assert torch.equal(got[1, :, 1:], out[1, :, 1:])
+        assert not after.poisoned.any()
+        (got[0, :, 7:].sum() + got[1, :, 1:].sum()).backward()
+        assert torch.equal(dirty.grad[0, :, :7], torch.zeros(4, 7, 3))
+        assert dirty.grad.isfinite().all()
+    spoilt = LeakyState(torch.zeros(2, 4, 3), torch.ones(2, 4, dtype=torch.bool), tokens=1)
+    got, after = leaky_average(x, rates, segment_ids=PACKED, state=spoilt)
+    assert got[0, :, :7].isnan().all()
+    assert torch.equal(got[0, :, 7:], out[0, :, 7:])
+    assert not after.poisoned.any()
+
+
+MEMORY = """
+import resource, torch
+from regard.recurrent.leaky import leaky_average
+torch.set_num_threads(1)
+x = torch.randn(1, 2, {tokens}, 32, requires_grad=True)
+rates = torch.tensor([0.1, 1.0], requires_grad=True)
+ids = torch.arange({tokens})[None] // 100 if {packed} else None
+leaky_average(x[:, :, :64], rates)[0].sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+leaky_average(x, rates, segment_ids=ids)[0].sum().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_memory_is_linear(packed):
+    """Forward and backward of 16384 tokens: their T x T matrices alone would take 2 GiB."""
+    command = [sys.executable, "-c", MEMORY.format(tokens=16384, packed=packed)]
+    environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert int(done.stdout) < 100 * 1024  # KiB: 25 times the 4 MiB of x

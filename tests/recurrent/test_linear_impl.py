@@ -1,0 +1,162 @@
+"""impl="linear": who gets it, and the sums over many chunks against a dense formula written here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard.checks import ArgumentError
+from regard.recurrent import implementation as linear
+
+SHAPE = (2, 4, 128, 16)
+FINITE = ("linear", "cosine", "shift-cosine", "relu", "relu2", "elu")
+
+
+def reason(spec: str, **how: Any) -> str | None:
+    return next(why for name, why, _ in regard.explain(spec, SHAPE, **how).rows if name == "linear")
+
+
+def test_auto_takes_it_for_finite_features_and_for_nothing_else() -> None:
+    for name, spec in regard.presets().items():
+        assert (regard.explain(spec, SHAPE, is_causal=True).chosen == "linear") == (name in FINITE)
+    for spec in ("linear*fixed*normalised", "linear*fixed*euclidean", "linear*fixed(bias=2)*cosine*unnormalised"):
+        for how in ({}, {"mask": "keys"}, {"exclude_self": True}, {"is_causal": True, "query_offset": 3}):
+            assert regard.explain(spec, SHAPE, **how).chosen == "linear"
+
+
+@pytest.mark.parametrize(
+    ("spec", "how", "why"),
+    [
+        ("softmax", {}, "finite features"),
+        ("local-linear", {}, "finite features"),
+        ("linear*fixed*elu*linear(ridge=0.1)", {}, "finite features"),
+        ("elu", {"is_causal": True, "window": 4}, "has no window"),
+        ("elu", {"mask": "pairs"}, "depend on the key alone"),
+        ("elu", {"return_diagnostics": True}, "has no row statistics"),
+    ],
+)
+def test_reasons(spec: str, how: dict[str, Any], why: str) -> None:
+    assert why in str(reason(spec, **how))
+
+
+def test_offsets_that_differ_are_refused_in_causal_order_alone() -> None:
+    q, k, v = draw(4, 6)
+    call: dict[str, Any] = {"query_offset": torch.tensor([0, 2]), "enable_gqa": True}
+    with pytest.raises(ArgumentError, match="needs one query_offset for all sequences"):
+        regard.attention(q, k, v, "elu", impl="linear", is_causal=True, **call)
+    out = regard.attention(q, k, v, "elu", impl="linear", **call)
+    torch.testing.assert_close(out, dense("elu", q, k, v, torch.ones(4, 6, dtype=torch.bool)), rtol=1e-11, atol=1e-12)
+
+
+def test_costs_are_linear_and_say_when_pairs_are_cheaper() -> None:
+    def cost(queries: int, keys: int, name: str) -> Any:
+        rows = regard.explain("elu", (1, 4, queries, 64), (1, 4, keys, 64), is_causal=True).rows
+        return next(cost for n, _, cost in rows if n == name)
+
+    assert cost(65536, 65536, "linear").flops == pytest.approx(2 * cost(32768, 32768, "linear").flops, rel=1e-3)
+    assert cost(65536, 65536, "linear").bytes <= 2.1 * cost(32768, 32768, "linear").bytes
+    assert cost(4096, 4096, "linear").flops < cost(4096, 4096, "blocked").flops / 10
+    # One query weighs the keys it has; making their sums first would cost F times as much.
+    assert cost(1, 4096, "linear").flops <= 1.1 * cost(1, 4096, "blocked").flops
+
+
+def draw(queries: int, keys: int, seed: int = 0) -> list[Tensor]:
+    make = torch.Generator().manual_seed(seed)
+    sizes = ((4, queries, 6), (2, keys, 6), (2, keys, 5))
+    return [torch.randn(2, *s, generator=make, dtype=torch.float64).requires_grad_() for s in sizes]
+
+
+def dense(text: str, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """All pairs at the default numbers of `elu`, `linear` and `linear*fixed*normalised`."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    if text == "elu":
+        q, k = (torch.where(x > 0, x + 1, torch.exp(torch.where(x > 0, 0, x))) for x in (q, k))
+    w = q @ k.transpose(-1, -2) * (1 if text == "elu" else 6**-0.5)
+    w = torch.where(seen, w, 0)
+    total = w.sum(-1, keepdim=True)
+    if text == "linear":
+        return w @ v
+    if text != "elu":
+        square, count = (w * w).sum(-1, keepdim=True), seen.sum(-1, keepdim=True)
+        some = square > 0
+        size = 1e-3 * torch.where(some, count * torch.where(some, square, 1), 1).sqrt() * some
+        total = torch.where(total.abs() < size, torch.where(total < 0, -size, size), total)
+    return w @ v / torch.where(total == 0, 1, total)
+
+
+def limits(queries: int, keys: int) -> dict[str, tuple[dict[str, Any], Tensor]]:
+    """Arguments of a call and, written out, which pairs they leave."""
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)[None]
+    every = torch.ones(queries, keys, dtype=torch.bool)
+    padding = torch.rand(2, 1, 1, keys, generator=torch.Generator().manual_seed(2)) < 0.7
+    heads = torch.rand(2, 4, 1, keys, generator=torch.Generator().manual_seed(3)) < 0.7
+    end = keys - queries
+    found: dict[str, tuple[dict[str, Any], Tensor]] = {
+        "all": ({}, every),
+        "padding": ({"attn_mask": padding}, every & padding),
+        "causal": ({"is_causal": True}, j <= i + end),
+        "strict": ({"exclude_self": True}, j < i + end),
+        "strict, padding": ({"exclude_self": True, "attn_mask": padding}, (j < i + end) & padding),
+        "a mask a head": ({"is_causal": True, "attn_mask": heads}, (j <= i + end) & heads),
+    }
+    for offset in (-(2**62), -3, 0, 2, keys, 2**62):
+        found[f"offset {offset}"] = ({"is_causal": True, "query_offset": offset}, j <= i + offset)
+        found[f"strict, offset {offset}"] = ({"exclude_self": True, "query_offset": offset}, j < i + offset)
+    return found
+
+
+@pytest.mark.parametrize("chunk", [3, 8, 64])
+@pytest.mark.parametrize("text", ["linear", "elu", "linear*fixed*normalised"])
+@pytest.mark.parametrize(("queries", "keys"), [(17, 17), (1, 23), (2, 23), (23, 40), (40, 9), (24, 24)])
+def test_every_order_over_many_chunks(
+    text: str, queries: int, keys: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "CHUNK", chunk)
+    loose = 1e4 if text == "linear*fixed*normalised" else 1
+    for how, (call, seen) in limits(queries, keys).items():
+        inputs = draw(queries, keys)
+        out = regard.attention(*inputs, text, impl="linear", enable_gqa=True, **call)
+        expected = dense(text, *inputs, seen)
+        gap = (out - expected).abs().max().item()
+        assert gap <= 1e-12 * loose * max(1, expected.abs().max().item()), how
+        weight = torch.arange(1.0, out.numel() + 1, dtype=out.dtype).view(out.shape).cos()
+        wanted = torch.autograd.grad(expected, inputs, weight)
+        for got, grad in zip(torch.autograd.grad(out, inputs, weight), wanted, strict=True):
+            gap = (got - grad).abs().max().item()
+            assert gap <= 1e-11 * loose * max(1, grad.abs().max().item()), how
+
+
+@pytest.mark.parametrize("text", ["linear", "elu", "linear*fixed*normalised"])
+def test_segments_are_sequences_of_their_own(text: str) -> None:
+    """Packed sequences of odd lengths, masks of keys and of heads: outputs and gradients against all pairs."""
+    assert reason(text, segments=True) is None
+    assert regard.explain(text, SHAPE, segments=True).chosen == "linear"
+    ids = torch.tensor([[0] * 70 + [1] * 5 + [0] * 24 + [2], [3] * 9 + [4] * 30 + [5] * 61])
+    run = torch.cat([torch.zeros(2, 1, dtype=torch.int64), (ids[:, 1:] != ids[:, :-1]).cumsum(-1)], 1)
+    own = (run[:, :, None] == run[:, None, :])[:, None]
+    for how, (call, seen) in limits(100, 100).items():
+        if how.endswith(("offset 0", "causal", "strict", "padding", "all", "a mask a head")):
+            inputs = draw(100, 100)
+            call = {**call, "segment_ids": ids, "enable_gqa": True}
+            out = regard.attention(*inputs, text, impl="linear", **call)
+            expected = dense(text, *inputs, seen & own)
+            gap = (out - expected).abs().max().item()
+            assert gap <= 1e-8 * max(1, expected.abs().max().item()), how
+            weight = torch.arange(1.0, out.numel() + 1, dtype=out.dtype).view(out.shape).cos()
+            wanted = torch.autograd.grad(expected, inputs, weight)
+            for got, grad in zip(torch.autograd.grad(out, inputs, weight), wanted, strict=True):
+                assert (got - grad).abs().max().item() <= 1e-7 * max(1, grad.abs().max().item()), how
+
+
+def test_segments_whose_ids_are_out_of_reach_go_elsewhere() -> None:
+    """A graph and the meta device hold no ids: another implementation computes the same."""
+    assert regard.explain("elu", SHAPE, segments=True, device="meta").chosen != "linear"
+    ids = (torch.arange(9) > 3).long()[None]
+    q, k, v = (x.detach() for x in draw(9, 9))
+    run = lambda q: regard.attention(q, k, v, "elu", segment_ids=ids, enable_gqa=True)  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q), run(q), rtol=1e-12, atol=1e-12)
