@@ -14,6 +14,7 @@ from regard.checks import ArgumentError
 from regard.training import TrainConfig
 from regard.training.config import split_sentences
 from regard.training.fields import from_mapping, read_mapping, to_mapping
+from regard.training.validation import validate
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ from regard.training.fields import from_mapping, read_mapping, to_mapping
 )
 def test_what_is_out_of_range_is_named(tiny: Callable, changes: dict, message: str) -> None:
     with pytest.raises(ArgumentError) as caught:
-        tiny(**changes).validate()
+        validate(tiny(**changes))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -95,15 +96,15 @@ def test_blanks_and_commas_between_sentences(words: tuple[str, ...]) -> None:
 def test_sizes_that_nothing_computes_are_named_by_their_flags(tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     one = 2 * 16 * 16 * 8  # numbers per window of the local linear model
     sizes = {"layers": 2, "spec": ("softmax", "local-linear")}
-    tiny(**sizes, batch=2**20).validate()  # in blocks it has no limit
+    validate(tiny(**sizes, batch=2**20))  # in blocks it has no limit
     for name in ("blocked", "cpu"):  # what is left is the plain form, which has one
         impl = type(regard.registries()["impl"].get(name).impl)
         monkeypatch.setattr(impl, "supports", lambda self, problem: "is away" if problem.spec.degree else None)
     monkeypatch.setattr("regard.pairwise.reference.LIMIT", 6 * one)
-    tiny(**sizes, batch=6).validate()
-    tiny(batch=24).validate()  # the others have no such limit
+    validate(tiny(**sizes, batch=6))
+    validate(tiny(batch=24))  # the others have no such limit
     with pytest.raises(ArgumentError) as caught:
-        tiny(**sizes, batch=24).validate()
+        validate(tiny(**sizes, batch=24))
     message = str(caught.value)
     assert message.startswith(
         "train: --spec local-linear cannot be computed with --batch 24, --heads 2 and --context 16"
@@ -112,23 +113,23 @@ def test_sizes_that_nothing_computes_are_named_by_their_flags(tiny: Callable, mo
     assert "\n" not in message
     monkeypatch.setattr("regard.pairwise.reference.LIMIT", one - 1)
     with pytest.raises(ArgumentError, match="Give a smaller --context, at any --batch"):
-        tiny(**sizes).validate()
+        validate(tiny(**sizes))
 
 
 def test_ridges_are_for_the_sentences_that_have_one(tiny: Callable) -> None:
-    tiny(layers=2, spec=("softmax", "local-linear[biweight]"), ridge="learned(start=0.5)", qk_norm="rms").validate()
+    validate(tiny(layers=2, spec=("softmax", "local-linear[biweight]"), ridge="learned(start=0.5)", qk_norm="rms"))
     with pytest.raises(ArgumentError, match=r"train: --ridge: ridge learned needs a local linear model .* softmax"):
-        tiny(spec=("softmax",), ridge="learned").validate()
+        validate(tiny(spec=("softmax",), ridge="learned"))
     with pytest.raises(ArgumentError, match=r"train: --ridge: unknown ridge 'learnt'\. Did you mean 'learned'"):
-        tiny(spec=("local-linear",), ridge="learnt").validate()
+        validate(tiny(spec=("local-linear",), ridge="learnt"))
 
 
 def test_a_device_that_is_not_there(tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     with pytest.raises(ArgumentError, match="'cuda' is not available here; available: cpu"):
-        tiny(device="cuda").validate()
-    tiny(device="auto").validate()
+        validate(tiny(device="cuda"))
+    validate(tiny(device="auto"))
 
 
 def test_plain_data_and_back(tiny: Callable, tmp_path: Path) -> None:

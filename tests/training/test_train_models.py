@@ -23,6 +23,7 @@ from regard.training import TrainConfig, char_tokenizer, generate_text, language
 from regard.training.fields import from_mapping, from_text, to_mapping
 from regard.training.models import check_model
 from regard.training.storage.folder import saved_config
+from regard.training.validation import validate
 
 MODELS = language_models.names()
 TOKENIZER = char_tokenizer("abcdefgh ")
@@ -169,11 +170,11 @@ def test_an_option_given_twice_and_a_model_that_is_not_there() -> None:
     with pytest.raises(ArgumentError, match="--option norm is given twice"):
         made("transformer", option=("norm=rms", "norm=layer"))
     with pytest.raises(ArgumentError, match=r"unknown model 'transfomer'\. Did you mean 'transformer'"):
-        small("transfomer").validate()
+        validate(small("transfomer"))
     with pytest.raises(
         ArgumentError, match=r"train: --model iclm: ICLMConfig: num_hidden_layers is 3, expected an even"
     ):
-        small("iclm", layers=3).validate()
+        validate(small("iclm", layers=3))
 
 
 @pytest.mark.parametrize(

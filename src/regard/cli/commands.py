@@ -13,6 +13,7 @@ import tyro
 
 from ..errors import ArgumentError
 from ..training.config import LARGEST, TrainConfig
+from ..training.validation import validate
 from .options import parse
 from .show import print_pairs
 
@@ -27,7 +28,7 @@ def train(argv: list[str]) -> int:
 
         saved = saved_config(config.out, call="train")
         config = parse(TrainConfig, argv, command="train", base=saved)
-    config.validate()  # before the slow imports
+    validate(config)  # before the slow imports
     from ..training.run import train as run
 
     summary = run(config)

@@ -39,6 +39,7 @@ from .storage.checkpoints import last_good, remove_after, step_of, write_atomica
 from .storage.lock import only_run
 from .storage.resuming import check_checkpoint
 from .trainer import RegardTrainer
+from .validation import validate
 
 ModelBuilder = Callable[[TrainConfig, PreTrainedTokenizerBase], PreTrainedModel]
 
@@ -104,7 +105,7 @@ def train(
         TrainingStopped: the run could not go on (non-finite loss, full disk).
         TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
-    config.validate()
+    validate(config)
     if _main_process():  # which may have begun to fill the folder when the others look
         folder.check_out(config, call="train")
     with ExitStack() as held:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from regard.cli.options import parse
 from regard.errors import ArgumentError
-from regard.training.config import check_seed, read_sentence, split_sentences
+from regard.training.config import check_seed
+from regard.training.sentences import read_sentence, split_sentences
 from regard.training.storage.lock import only_run
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from regard.training import (
 )
 from regard.training.callbacks import Clock
 from regard.training.config import SEEDS
+from regard.training.validation import validate
 
 from .demo_output import RUNS, TEXT, Baseline, Outcome, Trained, folder_name
 from .demo_text import Material
@@ -95,7 +96,7 @@ def rehearse(plans: Sequence[TrainConfig], material: Material, call: str) -> Non
     """
     window = material.train_tokens[:CONTEXT].long()[None]
     for settings in plans:
-        settings.validate(call)
+        validate(settings, call)
         try:
             with torch.random.fork_rng(devices=[]):
                 model = build_model(settings, material.tokenizer)

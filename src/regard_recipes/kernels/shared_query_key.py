@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from regard.checks import ArgumentError
 from regard.recipes import Findings, Progress, recipes
-from regard.training.config import SEEDS, read_sentence, split_sentences
+from regard.training.config import SEEDS
+from regard.training.sentences import read_sentence, split_sentences
 
 if TYPE_CHECKING:
     from regard.models import HybridForCausalLM

@@ -18,12 +18,12 @@ from dense_oracles import RULES, Rule, attend, local_linear, near, seen_pairs
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from regard.triton.compact import implementation as compact
+from regard.triton.compact import rules as compact
 from regard.triton.runtime import tiles
 from regard.triton.runtime.tiles import Tiles, TileTable
 
 MODULES = (
-    "compact.implementation",
+    "compact.rules",
     "compact.backward",
     "local_linear.forward",
     "local_linear.backward",

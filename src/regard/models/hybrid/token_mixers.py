@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -22,9 +22,6 @@ from transformers.cache_utils import Cache
 from ...checks import ArgumentError
 from ...registry import Registry
 from ..base.cache_layers import StateCacheLayer
-
-if TYPE_CHECKING:
-    from .configuration_hybrid import HybridConfig
 
 
 class TokenMixer(nn.Module, ABC):
@@ -50,8 +47,8 @@ class TokenMixer(nn.Module, ABC):
 
     @staticmethod
     @abstractmethod
-    def build(config: HybridConfig, layer_idx: int, options: Mapping[str, Any]) -> TokenMixer:
-        """The module of one layer, from the model's configuration, the layer's place and the mixer's options."""
+    def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> TokenMixer:
+        """Build the module of layer `layer_idx` of a model with this `HybridConfig` and these options."""
 
 
 token_mixers: Registry[type[TokenMixer]] = Registry("token mixer", "regard.token_mixers")

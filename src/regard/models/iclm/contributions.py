@@ -17,17 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...checks import ArgumentError, shape
+from ..base.base import RegardForCausalLM
 from .slots import Slots, of_tokens
-
-if TYPE_CHECKING:
-    from .modeling_iclm import ICLMForCausalLM
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,7 @@ class Contributions:
 
 
 def trace(
-    model: ICLMForCausalLM,
+    model: RegardForCausalLM,
     input_ids: Tensor,
     attention_mask: Tensor | None,
     positions: Sequence[int] | Tensor | None,
@@ -214,7 +212,7 @@ def trace(
 class _Seen:
     """Listens to the f blocks of a model while it is open."""
 
-    def __init__(self, model: ICLMForCausalLM, tokens: int) -> None:
+    def __init__(self, model: RegardForCausalLM, tokens: int) -> None:
         self.model, self.tokens = model.model, tokens
         self.places: Tensor | None = None
         self.weights: list[Tensor] = []

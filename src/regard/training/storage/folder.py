@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ...checks import ArgumentError
 from ..config import TrainConfig
 from ..fields import from_mapping, read_mapping, to_mapping
+from ..validation import validate
 from .checkpoints import MANIFEST, checkpoints, fault, fingerprint, last_complete, seal, write_atomically, writing
 from .files import MOST_JSON, is_plain_name, regular_size
 from .lock import LOCK
@@ -125,7 +126,7 @@ def saved_config(out: Path, *, call: str) -> TrainConfig:
     table = read_mapping(out / "config.json", call=call)
     found = from_mapping(TrainConfig(), table, call=call, source=str(out / "config.json"))
     found = replace(found, out=out, resume=False, overwrite=False)
-    found.validate(f"{call}: {out / 'config.json'}", here=False)
+    validate(found, f"{call}: {out / 'config.json'}", here=False)
     return found
 
 

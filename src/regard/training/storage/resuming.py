@@ -24,14 +24,14 @@ from .checkpoints import step_of
 from .saved_model import load_weights
 
 if TYPE_CHECKING:
-    from ..trainer import RegardTrainer
+    from transformers import Trainer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCHEDULED = ("lr", "initial_lr")
 """What the schedule sets in a parameter group."""
 
 
-def check_checkpoint(folder: Path, trainer: RegardTrainer, *, call: str) -> None:
+def check_checkpoint(folder: Path, trainer: Trainer, *, call: str) -> None:
     """Check that a trainer can continue from a checkpoint: weights, optimiser, schedule, generators and step fit.
 
     Raises:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..runtime.launch import launch
 from ..runtime.span import Span, batch_stride
 from ..runtime.tiles import Tiles, TileTable
-from . import implementation as compact
+from . import rules as compact
 from .rows import Form, padded
 from .search import compact_search_kernel, compact_weigh_kernel
 from .stream import compact_stand_in_kernel, compact_stream_kernel

@@ -23,7 +23,7 @@ from ...checks import ArgumentError
 from ...pairwise.diagnostics import Diagnostics
 from ...pairwise.dispatch import Cost, Inputs, Problem
 from ...pairwise.visibility import Visibility
-from ..compact.implementation import SOFTMAX, Rule, rule_of
+from ..compact.rules import SOFTMAX, Rule, rule_of
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable
 from .plan import Ranges, group_of, masked, ranges_of, row_tensor, rows_of, splits_of, strides

@@ -18,7 +18,7 @@ from ...grammar import Spec, as_spec
 from ...pairwise.attention import _check_mask, _check_offset, _check_tensors, _check_window
 from ...pairwise.visibility import Visibility
 from ...precision import full_precision, row_number
-from ..compact.implementation import SOFTMAX, Rule, rule_of
+from ..compact.rules import SOFTMAX, Rule, rule_of
 from ..runtime import support
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable

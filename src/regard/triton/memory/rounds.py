@@ -20,13 +20,12 @@ from ...memory.fast_weight_stream import How, Looked
 from ...memory.product_key import SOFTMAX, InverseDistance, _joined, by_set, weigh
 from ...memory.stores.overlay_pool import first_order
 from .operators import RULES, best_halves, errors_of, join, marginal_of, moved_keys, picked_rows, shares_of
-from .values import TableValues
 
 if TYPE_CHECKING:
     from ...memory.fast_weight_state import Tokens
 
 
-def looked(store: TableValues, how: How, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
+def looked(store: Any, how: How, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
     """As `Rounds.looked`."""
     query, good = tokens["query"], tokens.get("good")
     if store.refuses(store.base, None, query, keys, how.top_k, how.kind) is not None:
@@ -47,12 +46,12 @@ def looked(store: TableValues, how: How, keys: Tensor, tokens: dict[str, Tensor]
 
 
 def rewritten(
-    store: TableValues,
+    store: Any,
     how: How,
     keys: Tensor,
     tokens: Tokens,
     following: dict[str, Tensor] | None,
-) -> tuple[Tensor, TableValues] | None:
+) -> tuple[Tensor, Any] | None:
     """As `Rounds.rewritten`."""
     rule, moved = how.rule, how.rule.key_update != "none"
     known = (

@@ -1,0 +1,99 @@
+"""The layout of the source: no import circles, no import upward, small folders."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+LAYERS = (
+    *("_version", "errors", "checks", "registry", "precision", "one_node"),
+    *("grammar", "pairwise", "recurrent", "memory", "triton", "implementations"),
+    *("nn", "tasks", "recipes", "public", "", "models"),
+    *("inspect", "integrations", "doctor", "training", "cli", "__main__"),
+)  # fmt: skip
+"""Parts of `regard`: each imports only what stands before it. "" is the package itself; `public` holds its names."""
+MOST_FILES = 16
+
+
+def _modules() -> dict[str, Path]:
+    found = {}
+    for path in SRC.rglob("*.py"):
+        parts = path.relative_to(SRC).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _imports(name: str, path: Path) -> set[str]:
+    """Modules of this repository that a module imports anywhere: at its top, in a function, or for types alone."""
+    found = set()
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {inner if (inner := f"{base}.{a.name}") in MODULES else base for a in node.names}
+    return {module for module in found if module in MODULES and module != name}
+
+
+GRAPH = {name: _imports(name, path) for name, path in MODULES.items()}
+
+
+def _reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import themselves through others."""
+    return sorted(name for name in graph if name in _reached(name, graph))
+
+
+def upward(graph: dict[str, set[str]]) -> list[str]:
+    """Imports in `regard` of a part above the importing module's."""
+    rank = {part: i for i, part in enumerate(LAYERS)}
+
+    def part(module: str) -> str:
+        return (*module.split("."), "")[1]
+
+    return sorted(
+        f"{name} imports {other}"
+        for name, others in graph.items()
+        for other in others
+        if name.split(".")[0] == "regard" and (other.split(".")[0] != "regard" or rank[part(other)] > rank[part(name)])
+    )
+
+
+def test_no_import_circles() -> None:
+    assert [name for name in circles(GRAPH) if name.split(".")[0] == "regard"] == []
+
+
+def test_no_import_upward() -> None:
+    assert upward(GRAPH) == []
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda p: p.name)
+def test_folders_are_small(folder: Path) -> None:
+    assert len(list(folder.glob("*.py"))) <= MOST_FILES
+
+
+def test_no_source_file_looks_like_a_test() -> None:
+    assert [str(path) for path in MODULES.values() if path.name.startswith("test_")] == []
+
+
+def test_faults_are_seen() -> None:
+    graph = {"regard.checks": {"regard.nn"}, "regard.nn": {"regard.checks", "regard_recipes"}, "regard_recipes": set()}
+    assert circles(graph) == ["regard.checks", "regard.nn"]
+    assert upward(graph) == ["regard.checks imports regard.nn", "regard.nn imports regard_recipes"]
