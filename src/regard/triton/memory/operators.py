@@ -1,7 +1,7 @@
-"""The kernels of the fast-weight memory as torch custom operators, with fakes: what `memory_rounds` and
-`memory_versions` call. What they take and give is said where the kernels are; none imports triton before it runs.
+"""The kernels of the fast-weight memory as torch custom operators, with fakes: what `rounds` and
+`versions` call. What they take and give is said where the kernels are; none imports triton before it runs.
 
-No derivative is filed here: `memory_rounds` and `memory_versions` differentiate whole steps, since the values that a
+No derivative is filed here: `rounds` and `versions` differentiate whole steps, since the values that a
 read or a write works on belong to versions of a table and are no tensors of their own.
 """
 
@@ -40,7 +40,7 @@ def _found(query: Tensor, keys: Tensor, k: int, *_: Any, **__: Any) -> tuple[Ten
 
 
 best_halves = _operator(
-    "memory_search.best_halves",
+    "search.best_halves",
     "(Tensor query, Tensor keys, int k, float eps, *, bool distance) -> (Tensor, Tensor)",
     _found,
 )
@@ -51,7 +51,7 @@ def _joined(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor
     return _like(halves, *shape, dtype=torch.int64), _like(halves, *shape)
 
 
-join = _operator("memory_read.join", "(Tensor half_scores, Tensor halves, int n) -> (Tensor, Tensor)", _joined)
+join = _operator("read.join", "(Tensor half_scores, Tensor halves, int n) -> (Tensor, Tensor)", _joined)
 
 
 def _picked(
@@ -62,19 +62,19 @@ def _picked(
 
 
 picked_rows = _operator(
-    "memory_read.picked_rows",
+    "read.picked_rows",
     "(Tensor table, Tensor slots, Tensor? weights, Tensor? other=None, Tensor? good=None) -> (Tensor, Tensor)",
     _picked,
 )
 mixed_rows = _operator(
-    "memory_read.mixed_rows",
+    "read.mixed_rows",
     "(Tensor table, Tensor slots, Tensor weights, Tensor? good, Tensor value, Tensor? gate) -> (Tensor, Tensor)",
     lambda table, slots, weights, good, value, gate: (
         _like(table, *slots.shape[:2], table.shape[-1]), _like(table, *value.shape)
     ),
 )  # fmt: skip
 pulled_rows = _operator(
-    "memory_read.pulled_rows",
+    "read.pulled_rows",
     "(Tensor table, Tensor slots, Tensor? good, Tensor? by_sum, Tensor by_mix, Tensor sums, Tensor value, Tensor? gate)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     lambda table, slots, good, by_sum, by_mix, sums, value, gate: tuple(
@@ -89,13 +89,13 @@ def _errors(read: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 errors_of = _operator(
-    "memory_targets.errors_of",
+    "targets.errors_of",
     "(Tensor read, Tensor value, Tensor? following, Tensor? good, Tensor? good_next, bool look_ahead)"
     " -> (Tensor, Tensor, Tensor)",
     _errors,
 )
 shares_of = _operator(
-    "memory_targets.shares_of",
+    "targets.shares_of",
     "(Tensor weights, Tensor slots, Tensor? gate, Tensor? counted, Tensor written, str rule, float rate) -> Tensor",
     lambda weights, *_: _like(weights, *weights.shape),
 )
@@ -109,12 +109,12 @@ def _marginal(
 
 
 marginal_of = _operator(
-    "memory_keys.marginal_of",
+    "keys.marginal_of",
     "(Tensor scores, Tensor halves, Tensor? counted, int memories, int n, *, bool raw=False) -> (Tensor, Tensor)",
     _marginal,
 )
 moved_keys = _operator(
-    "memory_keys.moved_keys",
+    "keys.moved_keys",
     "(Tensor keys, Tensor query, Tensor scores, Tensor halves, Tensor? counted, Tensor? slope, float rate, *,"
     " bool distance) -> Tensor",
     lambda keys, *_, **__: _like(keys, *keys.shape),
@@ -127,17 +127,17 @@ def _ordered(slots: Tensor, *_: Any) -> tuple[Tensor, ...]:
 
 
 order_of = _operator(
-    "memory_write.order_of", "(Tensor slots, Tensor? counted, int n) -> (Tensor, Tensor, Tensor)", _ordered
+    "write.order_of", "(Tensor slots, Tensor? counted, int n) -> (Tensor, Tensor, Tensor)", _ordered
 )
 written = _operator(
-    "memory_write.written",
+    "write.written",
     "(Tensor(a!) table, Tensor slots, Tensor entries, Tensor shares, Tensor errors, Tensor(b!)? log=None, *,"
     " bool add=False) -> ()",
     lambda *_, **__: None,
     ("table", "log"),
 )
 swapped = _operator(
-    "memory_write.swapped",
+    "write.swapped",
     "(Tensor(a!) table, Tensor slots, Tensor(b!) log, *, bool keep=False) -> ()",
     lambda *_, **__: None,
     ("table", "log"),
