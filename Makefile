@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready-$(shell printf '%s' '$(TORCH) $(EXTRAS)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-peers lint format typecheck clean
+.PHONY: help setup demo test test-all test-peers lint format typecheck clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,8 +30,8 @@ demo: setup ## train four small models on real text and write a table, figures a
 test: setup lint typecheck ## lint, types and the tests (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal -q $(ARGS)
 
-test-slow: setup ## the long tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n $(WORKERS) -q $(ARGS)
+test-all: setup lint typecheck ## every test (about an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q $(ARGS)
 
 test-peers: ## check regard with TRL, PEFT, lm-eval and others, in an environment of their own
 	$(MAKE) setup VENV=.venv-peers EXTRAS='$(EXTRAS),peers'
