@@ -6,8 +6,8 @@ which `conftest.py` marks. `make test-all` runs everything. To renew the list fr
     make test-all ARGS=--durations=0 > LOG
     python tests/tiers.py LOG
 
-A case is listed if it takes more than `LIMIT` seconds of a quiet core. The cheapest case of a function stays in the first
-tier if it takes at most `REPRESENTATIVE` seconds. Functions in `ALWAYS` stay with all their cases.
+A case is listed if it takes more than `LIMIT` seconds of a quiet core. The cheapest case of a function stays in the
+first tier if it takes at most `REPRESENTATIVE` seconds. Functions in `ALWAYS` stay with all their cases.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ ALWAYS = (
     "test_two_runs_are_bit_equal",
     "test_half_and_half_equals_straight",
     "test_the_core_of_the_kernels_compiles_within_its_ceilings",
+    "test_a_few_cases_of_every_file_in_the_interpreter",
 )
 LINE = re.compile(r"^([0-9.]+)s (?:call|setup|teardown)\s+(.+)$")
 

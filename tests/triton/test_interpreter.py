@@ -26,15 +26,15 @@ NO_TESTS = 5
 """What pytest returns where nothing was chosen."""
 
 
-def run(names: list[str], marks: str, seconds: int = 590) -> tuple[int, str]:
+def run(names: list[str], marks: str, seconds: int = 590, *more: str) -> tuple[int, str]:
     """(exit code, output) of the tests of files that have these marks; none may take more than some minutes, nor all
     of them so many seconds."""
     command = [sys.executable, "-m", "pytest", *(str(HERE / "interpreted" / name) for name in names), "-q", "-m", marks]
-    command += ["-p", "no:cacheprovider", "-p", "pytest_timeout", "--timeout", "560", "--durations", "3"]
+    command += ["-p", "no:cacheprovider", "-p", "pytest_timeout", "--timeout", "560", "--durations", "3", *more]
     # what the process that asks was told (by pytest-xdist, for one) is not for this one, and plugins take seconds
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    more = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    environment = {**inherited, **more}
+    own = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = {**inherited, **own}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=seconds, env=environment, cwd=HERE.parents[1], check=False
     )
@@ -54,6 +54,13 @@ def test_there_are_files_to_run() -> None:
     assert all(GROUPS.values())
 
 
+def test_a_few_cases_of_every_file_in_the_interpreter() -> None:
+    code, output = run(FILES, "not slow", 590, "--few", "3")
+    assert code == 0, tail(output)
+    assert passed(output) > 2 * len(FILES), tail(output)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_in_the_interpreter(kind: str) -> None:
     code, output = run(GROUPS[kind], "not slow")

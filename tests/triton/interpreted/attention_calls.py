@@ -38,7 +38,7 @@ def weight_of(out: Tensor, seed: int = 9) -> Tensor:
 
 
 def some(names: Any, quick: Any) -> list[Any]:
-    """All of them, of which those that are not quick are left to `make test-slow`."""
+    """All of them, of which those that are not quick are left to `make test-all`."""
     return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in names]
 
 

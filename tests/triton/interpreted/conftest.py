@@ -20,6 +20,21 @@ if INTERPRETED:
     shortcuts.take()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--few", type=int, help="run the first case of so many test functions of each file")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    few = config.getoption("--few", default=None)
+    if few is not None:
+        first: dict[str, dict[str, pytest.Item]] = {}
+        for item in items:
+            if not item.get_closest_marker("slow"):
+                file, _, function = item.nodeid.split("[")[0].partition("::")
+                first.setdefault(file, {}).setdefault(function, item)
+        items[:] = [item for functions in first.values() for item in list(functions.values())[:few]]
+
+
 @pytest.fixture
 def in_bounds() -> Iterator[None]:
     """The test fails where a kernel reads or writes outside of the tensors that it was given."""

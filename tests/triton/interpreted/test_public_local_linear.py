@@ -146,6 +146,7 @@ def test_every_order_in_bfloat16(call: str, poisoned: None) -> None:
         compared(out, local_linear(*exact, seen, 0.1), leaves, exact, (4e-3, 6e-3), call)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_close_fit_in_bfloat16(poisoned: None) -> None:
     """With fewer keys than coordinates little is left of gamma: of it dk is made, beside which u is large."""
     leaves = draw(12, 16, 40, 3, batch=1, dtype=torch.bfloat16)
