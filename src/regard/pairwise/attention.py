@@ -175,6 +175,11 @@ def _as_it_came(x: Tensor) -> tuple[Tensor, None]:
     return x, None
 
 
+def _contiguous(x: Tensor) -> tuple[Tensor, None]:
+    """In the place of `clean` where it would find nothing; laid out as it would."""
+    return x.contiguous(), None
+
+
 def _problem(
     spec: Spec,
     sizes: Sizes,
@@ -233,14 +238,11 @@ def _prepare(
             finite(CALL, name, tensor)
     if not native and query.dtype not in (torch.float32, torch.float64):
         query, key, value = query.float(), key.float(), value.float()
-    key = query if shared else key
-    query_bad = key_bad = value_bad = None
     if look is clean and all_clean(query, key, value):
-        query, value, other = query.contiguous(), value.contiguous(), key.contiguous()
-    else:
-        (query, query_bad), (value, value_bad) = look(query), look(value)
-        other, key_bad = (query, query_bad) if shared else look(key)
-    key = query if shared else other
+        look = _contiguous
+    query, query_bad = look(query)
+    key, key_bad = (query, query_bad) if shared else look(key)
+    value, value_bad = look(value)
     q, k = (query, key) if native else spec.similarity.features(query, key)
     if not native and getattr(spec.similarity, "grows", True):
         (q, q_bad), (k, k_bad) = clean(q), clean(k)
@@ -329,7 +331,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
     """Return the sizes of a call after checking that its tensors fit together."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         floating(CALL, name, tensor)
-        if tensor.dim() != 4:
+        if tensor.ndim != 4:
             raise ArgumentError(
                 f"{CALL}: {name} has shape {shape(tensor)}, expected [batch, heads, length, dim]; add the "
                 f"missing axes with unsqueeze."

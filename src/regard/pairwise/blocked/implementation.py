@@ -56,8 +56,8 @@ class Blocked:
         """What the operator returns. Where nothing is recorded it is called as a function, with the call as it is."""
         arguments = (*arguments, inputs.diagnostics)
         if at_once(inputs):
-            return operator.run(work_of(self.name, inputs), *arguments)  # type: ignore[no-any-return]
-        return operator.forward(*arguments, *described(self.name, inputs))  # type: ignore[no-any-return]
+            return operator.run(work_of(self.name, inputs), *arguments)
+        return operator.forward(*arguments, *described(self.name, inputs))
 
     def _linear(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor], Tensor, list[Tensor]]:
         """(output, statistics of the solver, negative mass, what is kept of the rows)."""

@@ -75,22 +75,12 @@ def _(q, k, v, given, counted, mask, moved, runs, solver, spec, *_):  # type: ig
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? given, Tensor floats, Tensor flags, Tensor index, "
     f"Tensor active, {DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    given: Tensor | None,
-    floats: Tensor,
-    flags: Tensor,
-    index: Tensor,
-    active: Tensor,
-    *call: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the row parameters [P, B, H, Tq]."""
     with torch.no_grad(), full_precision(grad.device.type):  # backward() may be called where autocast is on
-        kept = (flat(floats), flat(flags), flat(index))
-        return _backward_blocks(work_from(q, k, *call), grad, q, k, v, given, kept, flat(active))
+        q, k, v, given, *statistics = arguments[:8]
+        *kept, active = map(flat, statistics)
+        return _backward_blocks(work_from(q, k, *arguments[8:]), grad, q, k, v, given, kept, active)
 
 
 def _backward_blocks(
@@ -100,7 +90,7 @@ def _backward_blocks(
     k: Tensor,
     v: Tensor,
     given: Tensor | None,
-    kept: tuple[Tensor, Tensor, Tensor],
+    kept: list[Tensor],
     active: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = work.rows

@@ -123,22 +123,10 @@ TENSORS = "Tensor q, Tensor k, Tensor v, Tensor x, Tensor y, Tensor? ridge, Tens
     mutates_args=(),
     schema=f"({TENSORS}, float number, bool counted, {DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    x: Tensor,
-    y: Tensor,
-    ridge: Tensor | None,
-    probe: Tensor | None,
-    given: Tensor | None,
-    number: float,
-    counted: bool,
-    *call: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(output [B, H, Tq, Dv], t [B, H, Tq, D], STATISTICS and the negative mass [B, H, Tq, 4], and of the rows floats,
     flags, the last of which is the solver's status, and index)."""
-    return run(work_from(q, k, *call), q, k, v, x, y, ridge, probe, given, number, counted)
+    return run(work_from(*arguments[:2], *arguments[10:]), *arguments[:10])
 
 
 @torch.no_grad()
@@ -150,18 +138,9 @@ def run(work: Work, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     return found
 
 
-def _flattened(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    x: Tensor,
-    y: Tensor,
-    ridge: Tensor | None,
-    probe: Tensor | None,
-    given: Tensor | None,
-) -> Tensors:
-    ridge, probe = (None if z is None else flat(z) for z in (ridge, probe))
-    return Tensors(flat(q), flat(k), flat(v), flat(x), flat(y), ridge, probe, flat_params(given))
+def _flattened(*given: Tensor | None) -> Tensors:
+    *tensors, params = given
+    return Tensors(*(None if z is None else flat(z) for z in tensors), flat_params(params))  # type: ignore[call-arg]
 
 
 def _outputs(q: Tensor, v: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -228,27 +207,13 @@ def _(q, k, v, x, y, ridge, probe, given, number, counted, mask, moved, runs, so
     schema=f"(Tensor grad, {TENSORS}, Tensor slope, Tensor floats, Tensor flags, Tensor index, float number, "
     f"{DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    x: Tensor,
-    y: Tensor,
-    ridge: Tensor | None,
-    probe: Tensor | None,
-    given: Tensor | None,
-    slope: Tensor,
-    floats: Tensor,
-    flags: Tensor,
-    index: Tensor,
-    number: float,
-    *call: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, x, y, ridge [.., 1 or D], probe, and of the row parameters [P, B, H, Tq]."""
     with torch.no_grad(), full_precision(grad.device.type):  # backward() may be called where autocast is on
-        work = work_from(q, k, *call)
-        tensors = _flattened(q, k, v, x, y, ridge, probe, given)
+        (q, k, v, x, y, ridge, probe, _), (slope, *rest, number) = arguments[:8], arguments[8:13]
+        floats, flags, index = rest
+        work = work_from(q, k, *arguments[13:])
+        tensors = _flattened(*arguments[:8])
         kept = (flat(floats), flat(flags[..., :FLAGS]), flat(index))
         turned = [z.new_zeros(z.transpose(-1, -2).shape) for z in (k, v, y)]
         found = _gradients(q, x, ridge, probe, len(work.names))
