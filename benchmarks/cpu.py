@@ -1,13 +1,14 @@
 """What regard costs on a CPU, side by side with what else one could run: `python benchmarks/cpu.py --write`.
 
-Six parts, each with times, memory and its own provenance:
+Seven parts, each with times, memory and its own provenance:
 
 normalisers: regard's weightings of plain scores, torch.softmax and the entmax package;
 attention: regard's compact kernels, scaled_dot_product_attention and dense entmax15 attention;
 linear: the linear-time forms up to 65536 positions, and the cost of a decoded token;
 local_linear: local linear attention, scaled_dot_product_attention and the plain dense form;
 models: training steps of the language models, and what a cache saves in decoding;
-fast_weights: a memory of fast weights, its dense form and the package fast-weight-product-key-memory.
+fast_weights: a memory of fast weights, its dense form and the package fast-weight-product-key-memory;
+token: one decoded token against few keys on one thread, `regard.attention` and scaled_dot_product_attention.
 
 Within a configuration the contestants take turns, and ratios are those of medians within one run. Needs the extras
 `lm`, `dev` and `cpu`. All parts take about half an hour on two quiet cores and at most 8 GiB of memory.
@@ -26,7 +27,7 @@ import cpu_table
 import torch
 from cpu_measure import ROOT, peaks, provenance, say
 
-PARTS = ("normalisers", "attention", "linear", "local_linear", "models", "fast_weights")
+PARTS = ("normalisers", "attention", "linear", "local_linear", "models", "fast_weights", "token")
 STORED = ROOT / "benchmarks" / "results" / "cpu.json"
 PAGE = ROOT / "docs" / "results.md"
 

@@ -32,19 +32,34 @@ def transformed() -> bool:
 
 
 def clean(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """x with vectors that are not finite put to zero, and which those are; x itself and None where it can be seen, at
-    no device's waiting and in no graph, that there are none. Entries so large that a product of two of them could
-    overflow count as not finite: infinity would come out of what is hidden, times zero."""
-    limit = 2.0 ** _largest(x.dtype)[0]
-    if _at_hand(x) and _within(x.detach(), limit):
+    """Zero the non-finite vectors of x and return their mask; return (x, None) where a check on the CPU finds none.
+
+    The check does not wait for a device and is no part of a graph. Entries so large that a product of two of them
+    could overflow count as non-finite: zero times infinity would turn hidden content into NaN.
+    """
+    if all_clean(x):
         return x.contiguous(), None  # laid out as the copy below, so that not a bit depends on which it was
-    bad = ~(x.detach().abs().amax(-1) <= limit)
+    bad = ~(x.detach().abs().amax(-1) <= _limit(x.dtype))
     return torch.where(bad[..., None], 0, x), bad
+
+
+def all_clean(*tensors: Tensor) -> bool:
+    """Return whether `clean` finds nothing in any of them; False as well where their numbers cannot be read here."""
+    return _at_hand(*tensors) and all(map(_within, tensors))
 
 
 def _largest(dtype: torch.dtype) -> tuple[int, int]:
     """As powers of two: the largest entry of a vector, and the largest score, half of what the dtype can hold."""
     return (500, 1022) if dtype == torch.float64 else (56, 126)
+
+
+def _limit(dtype: torch.dtype) -> float:
+    """The largest entry of a vector, as a number of that dtype: in float16 a larger one would be infinite itself."""
+    return min(2.0 ** _largest(dtype)[0], torch.finfo(dtype).max)
+
+
+SQUARES = {dtype: 4.0 ** _largest(dtype)[0] for dtype in (torch.float32, torch.float64)}
+"""A sum of squares below this has no entry larger than `_largest`."""
 
 
 def overflowing(query: Tensor, scale: float | Tensor) -> Tensor | None:
@@ -58,18 +73,26 @@ def overflowing(query: Tensor, scale: float | Tensor) -> Tensor | None:
     return None if _at_hand(bad) and not bool(bad.any()) else bad
 
 
-def _within(x: Tensor, limit: float) -> bool:
-    """Whether all of x lies in [-limit, limit], in one pass."""
+def _within(x: Tensor) -> bool:
+    """Return whether no entry of x is too large or not a number. A sum of squares mostly tells, at one reading."""
+    most = SQUARES.get(x.dtype)
+    x = x.detach() if x.requires_grad else x
+    if most is not None and x.is_contiguous():
+        flat = x.view(-1)
+        if torch.dot(flat, flat).item() < most:  # not so for NaN
+            return True
     if x.numel() == 0:
         return True
+    limit = _limit(x.dtype)
     least, most = torch.aminmax(x)
     return bool((least >= -limit) & (most <= limit))  # false for NaN, which aminmax hands on
 
 
-def _at_hand(x: Tensor) -> bool:
-    """Whether the numbers in x can be looked at here and now."""
-    drawn = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return x.device.type == "cpu" and not drawn and type(x) in PLAIN and not transformed()
+def _at_hand(*tensors: Tensor) -> bool:
+    """Whether the numbers in these tensors can be looked at here and now."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed():
+        return False
+    return all(x.is_cpu and type(x) in PLAIN for x in tensors)
 
 
 PLAIN = (Tensor, torch.nn.Parameter)

@@ -68,7 +68,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [*CONTESTANTS, "models", "fast_weights"])
+@pytest.mark.parametrize("part", [*CONTESTANTS, "models", "fast_weights", "token"])
 def test_every_part_says_where_it_comes_from(found: dict[str, Any], part: str) -> None:
     origin = found[part]["provenance"]
     assert origin["quick"] is True
@@ -91,7 +91,7 @@ def cells(found: dict[str, Any], part: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [*CONTESTANTS, "models", "fast_weights"])
+@pytest.mark.parametrize("part", [*CONTESTANTS, "models", "fast_weights", "token"])
 def test_medians_and_ratios_are_those_of_the_stored_samples(found: dict[str, Any], part: str) -> None:
     for baseline, contestants in cells(found, part):
         base = contestants[baseline]["raw_ms"]
@@ -219,7 +219,7 @@ def test_the_page_shows_the_stored_numbers_between_its_markers(found: dict[str, 
     assert page.startswith(f"above\n{BEGIN}")
     assert page.endswith(f"{END}\nbelow\n")
     assert "old" not in page.split("\n")
-    assert page.count("Tiny sizes") == 6
+    assert page.count("Tiny sizes") == 7
     rows = [[c.strip() for c in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| ")]
     times = found["normalisers"]["times"]
     for which in ("forward", "both"):
@@ -457,3 +457,17 @@ def test_the_peak_sees_what_is_freed_again() -> None:
     command = [sys.executable, "-c", MEMORY]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
     assert 62 <= float(done.stdout) <= 72
+
+
+def test_a_decoded_token_is_measured_in_turns_and_shown(module: Any) -> None:
+    part = module("cpu_token").run(quick=True, threads=torch.get_num_threads())
+    (times,) = part["times"]
+    assert times["config"] == {"keys": 64, "heads": 8, "dim": 64}
+    assert list(times["contestants"]) == ["sdpa", "softmax", "biweight", "local-linear[biweight]"]
+    least = times["contestants"]["sdpa"]["cpu_us"]
+    for cell in times["contestants"].values():
+        assert cell["cpu_us"] > 0
+        assert cell["cpu_ratio"] == pytest.approx(cell["cpu_us"] / least, rel=2e-3)
+    table = list(module("cpu_table").token({**part, "provenance": module("cpu_measure").provenance(True)}))[-1]
+    row = next(line for line in table.splitlines() if line.startswith("| biweight | 64 |"))
+    assert float(row.split("|")[3]) == pytest.approx(1e3 * times["contestants"]["biweight"]["median_ms"], rel=6e-3)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from ..checks import (
     ArgumentError,
     boolean_mask,
     broadcastable,
+    debugging,
     finite,
     flags,
     floating,
@@ -30,7 +30,7 @@ from ..checks import (
 )
 from ..grammar import Spec, as_spec
 from ..grammar.spec import LOCAL_LINEAR
-from ..precision import clean, either, full_precision, overflowing, row_number, transformed
+from ..precision import all_clean, clean, either, full_precision, overflowing, row_number, transformed
 from .dispatch import Explanation, Inputs, Problem, choose, explain_problem
 from .local_regression import LARGEST, repeat_heads
 from .visibility import Visibility, runs_of
@@ -38,6 +38,18 @@ from .visibility import Visibility, runs_of
 CALL = "attention"
 FAR = 2**48
 """Positions are cut here, which leaves room for their sums in int64."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    dim: int
+    value_dim: int
 
 
 def _diagnostics_without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,11 +120,15 @@ def attention(
     the implementation, see `regard.explain`.
     """
     spec = as_spec(spec, CALL)
-    flags(CALL, is_causal=is_causal, exclude_self=exclude_self)
-    flags(CALL, enable_gqa=enable_gqa, return_diagnostics=return_diagnostics)
-    _check_tensors(query, key, value, enable_gqa)
-    batch, heads, queries, dim = query.shape
-    keys = key.shape[2]
+    flags(
+        CALL,
+        is_causal=is_causal,
+        exclude_self=exclude_self,
+        enable_gqa=enable_gqa,
+        return_diagnostics=return_diagnostics,
+    )
+    sizes = _check_tensors(query, key, value, enable_gqa)
+    batch, heads, _, queries, keys, dim, _ = sizes
     rows = (batch, heads, queries)
     offset = _check_offset(query_offset, batch, keys - queries, query.device)
     visible = Visibility(
@@ -120,28 +136,28 @@ def attention(
         keys=keys,
         causal=is_causal or exclude_self,
         strict=exclude_self,
-        window=_check_window(CALL, window),
+        window=window if window is None else _check_window(CALL, window),
         offset=offset,
         mask=_check_mask(attn_mask, (*rows, keys), query.device),
         runs=_check_segments(segment_ids, offset, batch, queries, keys, query.device),
     )
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    given = {n: _number(n, p, (*rows, dim), dtype, query.device) for n, p in mapping(CALL, "params", params).items()}
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    named = {} if params is None else mapping(CALL, "params", params)
+    given = {n: _number(n, p, (*rows, dim), dtype, query.device) for n, p in named.items()}
     if scale is not None:
         in_range(CALL, "scale", scale, low=0.0, strict=True)
         scale = row_number(CALL, "scale", scale, rows, dtype, query.device)
     scale, numbers = spec.resolve(dim, scale, given)
     local = {n: given[n] for n in LOCAL_LINEAR if n in given}
-    problem = _problem(spec, query, key, value, visible, scale, {**numbers, **local}, return_diagnostics)
+    problem = _problem(spec, sizes, (query, key, value), visible, scale, {**numbers, **local}, return_diagnostics)
     implementation = choose(problem, impl)
     with full_precision(query.device.type):
         inputs, poisoned = _prepare(query, key, value, problem, visible, scale, numbers, implementation)
         if spec.degree:
-            inputs, lost = _with_local(inputs, local)
-            poisoned = either(poisoned, lost)
+            poisoned = either(poisoned, _add_local(inputs, local))
         out, diagnostics = implementation.run(inputs)
         out = out if poisoned is None else torch.where(poisoned[..., None], torch.nan, out)
-        out = out.to(query.dtype)
+        out = out if out.dtype == query.dtype else out.to(query.dtype)
     return (out, diagnostics) if return_diagnostics else out
 
 
@@ -159,38 +175,37 @@ def _as_it_came(x: Tensor) -> tuple[Tensor, None]:
     return x, None
 
 
+def _contiguous(x: Tensor) -> tuple[Tensor, None]:
+    """In the place of `clean` where it would find nothing; laid out as it would."""
+    return x.contiguous(), None
+
+
 def _problem(
     spec: Spec,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    sizes: Sizes,
+    tensors: tuple[Tensor, ...],
     visible: Visibility,
     scale: float | Tensor,
     numbers: dict[str, float | Tensor],
     diagnostics: bool,
 ) -> Problem:
     """What the implementations are asked about."""
-    mask, tensors = visible.mask, (query, key, value, scale, *numbers.values())
+    mask, offset = visible.mask, visible.offset
     return Problem(
-        spec=spec,
-        batch=query.shape[0],
-        heads=query.shape[1],
-        kv_heads=key.shape[1],
-        queries=query.shape[2],
-        keys=key.shape[2],
-        dim=query.shape[3],
-        value_dim=value.shape[3],
-        dtype=query.dtype,
-        device=query.device.type,
+        spec,
+        *sizes,
+        dtype=tensors[0].dtype,
+        device=tensors[0].device.type,
         causal=visible.causal,
         strict=visible.strict,
         window=visible.window,
-        offset=None if isinstance(visible.offset, Tensor) else visible.offset,
+        offset=None if isinstance(offset, Tensor) else offset,
         mask=None if mask is None else ("keys" if mask.shape[-2] == 1 else "pairs"),
         params=tuple(n for n, p in numbers.items() if isinstance(p, Tensor)),
         numbers=tuple((n, p) for n, p in numbers.items() if not isinstance(p, Tensor)),
         scale="tensor" if isinstance(scale, Tensor) else "number",
-        gradient=torch.is_grad_enabled() and any(x.requires_grad for x in tensors if isinstance(x, Tensor)),
+        gradient=torch.is_grad_enabled()
+        and any(x.requires_grad for x in (*tensors, scale, *numbers.values()) if isinstance(x, Tensor)),
         diagnostics=diagnostics,
         transformed=transformed(),
         segments=visible.runs is not None,
@@ -218,12 +233,16 @@ def _prepare(
     raw = native and getattr(implementation, "raw", _never)(problem)
     look: Callable[..., Any] = _as_it_came if raw else getattr(implementation, "clean", clean)
     spec, shared = problem.spec, key is query
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        finite(CALL, name, tensor)
-    dtype = query.dtype if native else torch.promote_types(query.dtype, torch.float32)
-    query, query_bad = look(query.to(dtype))
-    key, key_bad = (query, query_bad) if shared else look(key.to(dtype))
-    value, value_bad = look(value.to(dtype))
+    if debugging():
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            finite(CALL, name, tensor)
+    if not native and query.dtype not in (torch.float32, torch.float64):
+        query, key, value = query.float(), key.float(), value.float()
+    if look is clean and all_clean(query, key, value):
+        look = _contiguous
+    query, query_bad = look(query)
+    key, key_bad = (query, query_bad) if shared else look(key)
+    value, value_bad = look(value)
     q, k = (query, key) if native else spec.similarity.features(query, key)
     if not native and getattr(spec.similarity, "grows", True):
         (q, q_bad), (k, k_bad) = clean(q), clean(k)
@@ -263,9 +282,9 @@ def _number(
     return value.to(dtype).expand(*rows[:3], value.shape[3])
 
 
-def _with_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> tuple[Inputs, Tensor | None]:
-    """With the ridge and the probe of the local linear model; and which rows [B, H, Tq] see something though one of
-    theirs is NaN, None for none. It is replaced, since through products over rows it would reach all of them.
+def _add_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> Tensor | None:
+    """Set the ridge and the probe of the local linear model. Return the rows [B, H, Tq] that see a key and have a NaN
+    in theirs, None for none: it is replaced, since products over rows would spread it to all of them.
 
     Raises:
         ArgumentError: a learned solver without its probe, or a probe that is not [B, H, Tq, D].
@@ -285,7 +304,8 @@ def _with_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> tuple[In
     if bad is not None:
         ones = bad.new_ones(*inputs.q.shape[:2], inputs.visible.keys)
         bad = bad & inputs.visible.any_seen(ones)
-    return replace(inputs, ridge=ridge, probe=probe if isinstance(probe, Tensor) else None), bad
+    inputs.ridge, inputs.probe = ridge, probe if isinstance(probe, Tensor) else None
+    return bad
 
 
 def _without_nan(x: Any) -> tuple[Any, Tensor | None]:
@@ -307,10 +327,11 @@ def _poisoned(query_bad: Tensor | None, bad: Tensor | None, visible: Visibility,
     return seen
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Sizes:
+    """Return the sizes of a call after checking that its tensors fit together."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         floating(CALL, name, tensor)
-        if tensor.dim() != 4:
+        if tensor.ndim != 4:
             raise ArgumentError(
                 f"{CALL}: {name} has shape {shape(tensor)}, expected [batch, heads, length, dim]; add the "
                 f"missing axes with unsqueeze."
@@ -320,25 +341,26 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
                 f"{CALL}: {name} is {tensor.dtype} on {tensor.device}, but query is {query.dtype} on "
                 f"{query.device}; convert one with .to()."
             )
-    heads, kv_heads = query.shape[1], key.shape[1]
-    for fits, what in (
-        (query.shape[0] == key.shape[0] == value.shape[0], "batch sizes differ"),
-        (query.shape[3] == key.shape[3], "query and key differ in their last axis"),
-        (query.shape[3] > 0, "query and key have no features"),
-        (value.shape[3] > 0, "value has no features"),
-        (key.shape[1:3] == value.shape[1:3], "key and value differ in heads or length"),
-        (
-            heads == kv_heads or enable_gqa,
-            "query and key differ in heads; pass enable_gqa=True to let a key head serve several query heads",
-        ),
-        (
-            heads == kv_heads or (kv_heads > 0 and heads % kv_heads == 0),
-            "{0} query heads cannot be shared out among {1} key heads; the former must be a multiple",
-        ),
-    ):
-        if not fits:
-            shapes = f"query {shape(query)}, key {shape(key)}, value {shape(value)}"
-            raise ArgumentError(f"{CALL}: {what.format(heads, kv_heads)}: {shapes}.")
+    (batch, heads, queries, dim), (key_batch, kv_heads, keys, key_dim) = query.shape, key.shape
+    value_batch, value_heads, values, value_dim = value.shape
+    wrong = None
+    if not batch == key_batch == value_batch:
+        wrong = "batch sizes differ"
+    elif dim != key_dim:
+        wrong = "query and key differ in their last axis"
+    elif dim == 0:
+        wrong = "query and key have no features"
+    elif value_dim == 0:
+        wrong = "value has no features"
+    elif kv_heads != value_heads or keys != values:
+        wrong = "key and value differ in heads or length"
+    elif heads != kv_heads and not enable_gqa:
+        wrong = "query and key differ in heads; pass enable_gqa=True to let a key head serve several query heads"
+    elif heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        wrong = f"{heads} query heads cannot be shared out among {kv_heads} key heads; the former must be a multiple"
+    if wrong is not None:
+        raise ArgumentError(f"{CALL}: {wrong}: query {shape(query)}, key {shape(key)}, value {shape(value)}.")
+    return Sizes(batch, heads, kv_heads, queries, keys, dim, value_dim)
 
 
 def _check_window(call: str, window: int | None) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from .diagnostics import Diagnostics
 from .visibility import Visibility
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # not frozen, which would take longer to make
 class Problem:
     """What an implementation needs to know before it can say yes; no tensors.
 
@@ -69,7 +70,7 @@ class Problem:
         return self.causal or self.window is not None or self.segments
 
 
-@dataclass(frozen=True)
+@dataclass
 class Inputs:
     """Checked inputs of one call.
 
@@ -168,7 +169,7 @@ def implementations() -> list[tuple[str, str | None]]:
 
 
 def _ranked() -> list[_Entry]:
-    return sorted((e for _, e in implementations_registry.items()), key=lambda e: -e.priority)
+    return sorted([e for _, e in implementations_registry.items()], key=attrgetter("priority"), reverse=True)
 
 
 def _reason(entry: _Entry, problem: Problem) -> str | None:

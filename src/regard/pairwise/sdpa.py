@@ -63,10 +63,11 @@ class SDPA:
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
         q, k, v, visible = inputs.q, inputs.k, inputs.v, inputs.visible
-        width = v.shape[3]
+        dim, width = q.shape[3], v.shape[3]
+        if dim == width:
+            return self._attend(q, k, v, visible, inputs.factor), None
         # torch's linear-memory kernel needs equal widths; zeros change neither a score nor an output.
-        if q.shape[3] != width:
-            q, k, v = (pad(x, (0, max(q.shape[3], width) - x.shape[3])) for x in (q, k, v))
+        q, k, v = (pad(x, (0, max(dim, width) - x.shape[3])) for x in (q, k, v))
         return self._attend(q, k, v, visible, inputs.factor)[..., :width], None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visibility, scale: float | Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is done to blocks of scores, and how a call reaches an operator that takes tensors and text alone.
+"""What is done to blocks of scores, and how a call reaches an operator, whose arguments are tensors and plain values.
 
 What becomes of a block of scores is up to its `Rows`: here plain torch operations for any weighting, in `cpu.py`
 loops over rows, which also mark the keys that have weight: the products that follow leave out the rest.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ...checks import ArgumentError
 from ...grammar import RowStats, Spec, Weighting
 from ...grammar.kernels import Params
 from ...grammar.weighting import fit_weights
+from ...precision import PLAIN
 from ..diagnostics import counts
 from ..dispatch import Inputs
 from ..visibility import Visibility
@@ -145,44 +146,58 @@ SOLVERS: dict[str, Callable[[Spec], Rows]] = {"blocked": lambda spec: TorchRows(
 """Name of an implementation to its `Rows`."""
 
 
-class Call(NamedTuple):
-    """A call as the operators take it: row parameters [P, B, H, Tq], mask, moved queries [B], runs [2, B, Tk], all that
-    is no tensor and no length as one string (their schema takes no objects), and the offset."""
-
-    given: Tensor | None
-    mask: Tensor | None
-    moved: Tensor | None
-    runs: Tensor | None
-    text: str
-    offset: int
+DESCRIBED = (
+    "Tensor? mask, Tensor? moved, Tensor? runs, str solver, str spec, str[] names, float[] numbers, bool causal, "
+    "bool strict, SymInt? window, SymInt offset"
+)
+"""What `described` returns, in the schema of an operator. The spec is JSON, so that a stored graph holds all it needs;
+`names` are those of the row parameters, then those of `numbers`."""
 
 
-def call_of(solver: str, inputs: Inputs) -> Call:
-    """The call of these inputs, to be done by that solver's rows."""
-    q, visible = inputs.q, inputs.visible
-    names = [n for n, p in inputs.params.items() if isinstance(p, Tensor)]
-    given = [inputs.params[n].to(q.dtype).expand(q.shape[:3]) for n in names]  # type: ignore[union-attr]
+def given_of(inputs: Inputs) -> Tensor | None:
+    """Return the row parameters [P, B, H, Tq] that are tensors; None where none is."""
+    q = inputs.q
+    tensors = [p.to(q.dtype).expand(q.shape[:3]) for p in inputs.params.values() if isinstance(p, Tensor)]
+    return torch.stack(tensors) if tensors else None
+
+
+def _names_of(inputs: Inputs) -> tuple[list[str], dict[str, float]]:
+    """Return the names of the parameters that are tensors, and the numbers by name."""
+    named = inputs.params.items()
+    return [n for n, p in named if isinstance(p, Tensor)], {n: p for n, p in named if not isinstance(p, Tensor)}
+
+
+def work_of(solver: str, inputs: Inputs) -> Work:
+    """Return the call as the loop over its blocks reads it."""
+    q, spec = inputs.q, inputs.spec
+    heads = (q.shape[1], inputs.k.shape[1], q.shape[0] * q.shape[1])
+    return Work(spec, SOLVERS[solver](spec), *_names_of(inputs), inputs.visible, *heads)
+
+
+def described(solver: str, inputs: Inputs) -> tuple[Any, ...]:
+    """Return the call as the plain arguments of an operator."""
+    visible, (names, numbers) = inputs.visible, _names_of(inputs)
     offset, moved = (0, visible.offset) if isinstance(visible.offset, Tensor) else (visible.offset, None)
-    numbers = ",".join(f"{n}={p!r}" for n, p in inputs.params.items() if not isinstance(p, Tensor))
-    window = "" if visible.window is None else str(visible.window)
-    order = (str(int(visible.causal)), str(int(visible.strict)), window)
-    text = "|".join([solver, inputs.spec.to_json(), ",".join(names), numbers, *order])
-    return Call(torch.stack(given) if given else None, visible.mask, moved, visible.runs, text, offset)
+    words = (solver, inputs.spec.to_json(), [*names, *numbers], [*numbers.values()])
+    return visible.mask, moved, visible.runs, *words, visible.causal, visible.strict, visible.window, offset
+
+
+def work_from(
+    q: Tensor, k: Tensor, mask: Any, moved: Any, runs: Any, solver: str, spec: str, names: list[str],
+    numbers: list[float], causal: bool, strict: bool, window: int | None, offset: int,
+) -> Work:  # fmt: skip
+    """Return the call that `described` gives, for queries q and keys k."""
+    at = offset if moved is None else moved
+    visible = Visibility(q.shape[2], k.shape[2], causal, strict, window, at, mask, runs)
+    rows, count = rows_of(solver, spec), len(names) - len(numbers)
+    named, heads = dict(zip(names[count:], numbers, strict=True)), (q.shape[1], k.shape[1], q.shape[0] * q.shape[1])
+    return Work(_spec_of(spec), rows, list(names[:count]), named, visible, *heads)
 
 
 @lru_cache(maxsize=256)
 def rows_of(solver: str, spec: str) -> Rows:
     """The row solver of that name for the Spec of that JSON."""
-    return SOLVERS[solver](Spec.from_json(spec))
-
-
-def rows_in(text: str) -> Rows:
-    return rows_of(*text.split("|")[:2])
-
-
-def spec_in(text: str) -> Spec:
-    """The sentence of a call."""
-    return _spec_of(text.split("|")[1])
+    return SOLVERS[solver](_spec_of(spec))
 
 
 @lru_cache(maxsize=256)
@@ -190,31 +205,12 @@ def _spec_of(json: str) -> Spec:
     return Spec.from_json(json)
 
 
-def work_of(
-    q: Tensor, k: Tensor, mask: Tensor | None, moved: Tensor | None, runs: Tensor | None, text: str, offset: int
-) -> Work:
-    """The call as it was described."""
-    _, _, names, numbers, causal, strict, window = text.split("|")
-    visible = Visibility(
-        queries=q.shape[2],
-        keys=k.shape[2],
-        causal=causal == "1",
-        strict=strict == "1",
-        window=int(window) if window else None,
-        offset=offset if moved is None else moved,
-        mask=mask,
-        runs=runs,
-    )
-    pairs = (item.split("=") for item in numbers.split(",") if item)
-    return Work(
-        names=[n for n in names.split(",") if n],
-        numbers={n: float(x) for n, x in pairs},
-        visible=visible,
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        total=q.shape[0] * q.shape[1],
-        elements=rows_in(text).elements,
-    )
+def at_once(inputs: Inputs) -> bool:
+    """Return whether an operator's function can be called in place of the operator: there is no graph to record."""
+    recorded = inputs.problem.gradient or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if recorded or inputs.q.is_meta or torch._C._len_torch_dispatch_stack():
+        return False
+    return all(x is None or type(x) in PLAIN for x in (inputs.q, inputs.k, inputs.v, inputs.visible.mask))
 
 
 def flat(x: Tensor) -> Tensor:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...grammar import Spec
 from ..visibility import Visibility
 
 ELEMENTS = 2**18
@@ -28,15 +30,22 @@ SPARSE = 0.6
 
 @dataclass
 class Work:
-    """One call. `names` are the numbers given as tensors, `numbers` the others."""
+    """One call: all that its blocks read, but for the tensors they are cut from.
 
+    Attributes:
+        rows: what an implementation does to a block of scores.
+        names: of the parameters given as tensors; `numbers` are the others.
+        heads, kv_heads, total: H, Hkv and N.
+    """
+
+    spec: Spec
+    rows: Any
     names: list[str]
     numbers: dict[str, float]
     visible: Visibility
     heads: int
     kv_heads: int
     total: int
-    elements: int = ELEMENTS
     _ends: tuple[Tensor, Tensor] | None = None
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -45,18 +54,20 @@ class Work:
             self._ends = self.visible.bounds(0, self.visible.queries, device)
         return self._ends
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self, elements: int | None = None) -> Iterator[Block]:
+        """The blocks, of at most `elements` pairs each where that can be; those of `rows` where None."""
+        elements = self.rows.elements if elements is None else elements
         queries = self.visible.queries
         width = self.visible.keys if self.visible.window is None else 2 * self.visible.window + ROWS
         rows = ROWS
-        while rows > 16 and rows * min(width, self.visible.keys) > self.elements:
+        while rows > 16 and rows * min(width, self.visible.keys) > elements:
             rows //= 2  # a power of two, so that no block lies across two rows of marks
         for first in range(0, queries, rows):
             last = min(first + rows, queries)
             low, high = self.visible.span(first, last)
             if high == low:
                 continue
-            group = max(1, min(self.total, self.elements // ((last - first) * (high - low))))
+            group = max(1, min(self.total, elements // ((last - first) * (high - low))))
             for n in range(0, self.total, group):
                 yield Block(self, slice(n, min(n + group, self.total)), first, last, low, high)
 
@@ -144,6 +155,8 @@ class Block:
     def hide(self, z: Tensor, *, positional: bool = True, fill: float = -torch.inf) -> Tensor:
         """z with `fill` where a key is hidden, in place; by the mask alone where position is seen to by `bounds`."""
         visible = self.work.visible
+        if visible.mask is None and not (positional and visible.positional):
+            return z
         if not positional:
             visible = replace(visible, causal=False, strict=False, window=None, runs=None)
         low = self._edge(visible)
@@ -175,6 +188,8 @@ class Block:
         """Which keys every query of the block sees that sees any: boolean [n, w]. What is made of them alone is no
         query's business that it has not seen. Of a block with all its keys."""
         visible, width = self.work.visible, self.high - self.low
+        if visible.mask is None and not visible.positional:
+            return torch.ones(self.heads, width, dtype=torch.bool, device=device)
         if visible.mask is None:
             low, high = self.bounds(device)
             some = high > low

@@ -37,7 +37,9 @@ class FewRows(WeightedRows):
         self.raw, self.ridge, self.probe, self.p = y, ridge, probe, p
         self.fewest, self.sparse = fewest, sparse
         self._last = self.source = self.raised = None
-        near = common & (common.flip(-1).cumsum(-1).flip(-1) <= NEAREST)
+        near = common
+        if common.shape[-1] > NEAREST:
+            near = common & (common.flip(-1).cumsum(-1).flip(-1) <= NEAREST)
         self.share = near / near.sum(-1, keepdim=True).clamp(min=1).to(p.dtype)
         self.origin = self._origin(near)
         self.mean = p.new_zeros(p.shape[0], p.shape[1], y.shape[-1])
@@ -54,7 +56,8 @@ class FewRows(WeightedRows):
         origin = share @ y
         far = origin.square().sum(-1, keepdim=True) > 0.5 * (share @ y.square().sum(-1, keepdim=True))
         # Heads that need no move are done as if none did: their bits are not to hang on other heads' keys.
-        self._far, self._moved, self._all_moved = far, bool(far.any()), bool(far.all())
+        count = int(far.sum())
+        self._far, self._moved, self._all_moved = far, count > 0, count == far.numel()
         return torch.where(far, origin, 0)
 
     def _chunks(self) -> Iterator[tuple[slice, Tensor]]:

@@ -5,14 +5,14 @@ A block of queries meets all keys it may see; scores, weights and their derivati
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ..diagnostics import Diagnostics, diagnose
 from ..dispatch import Cost, Inputs, Problem, register_impl
 from . import local_constant, local_linear
-from .block_rows import FLAGS, Call, call_of, unpack
+from .block_rows import FLAGS, at_once, described, given_of, unpack, work_of
 from .blocks import ELEMENTS
 
 
@@ -40,17 +40,34 @@ class Blocked:
         return Cost(flops, 4 * (rows * (problem.value_dim + 11) + 8 * max(ELEMENTS, 16 * problem.keys)))
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-        call, solver, negative = call_of(self.name, inputs), None, None
+        solver, negative = None, None
         if inputs.spec.degree:
-            out, solver, negative, kept = _run_linear(inputs, call)
+            out, solver, negative, kept = self._linear(inputs)
         else:
-            out, *kept, _ = local_constant.forward(inputs.q, inputs.k, inputs.v, *call, inputs.diagnostics)
+            out, *kept, _ = self._operate(local_constant, inputs, inputs.q, inputs.k, inputs.v, given_of(inputs))
         if not inputs.diagnostics:
             return out, None
         support, ess = kept[0][..., 4:5], kept[0][..., 5:6]
         scale, params = inputs.scale, inputs.row_params()
         seen = (support, ess, scale, params, inputs.visible)
         return out, diagnose(inputs.spec, unpack(*kept), *seen, solver=solver, negative=negative)
+
+    def _operate(self, operator: Any, inputs: Inputs, *arguments: Any) -> tuple[Tensor, ...]:
+        """What the operator returns. Where nothing is recorded it is called as a function, with the call as it is."""
+        arguments = (*arguments, inputs.diagnostics)
+        if at_once(inputs):
+            return operator.run(work_of(self.name, inputs), *arguments)
+        return operator.forward(*arguments, *described(self.name, inputs))
+
+    def _linear(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor], Tensor, list[Tensor]]:
+        """(output, statistics of the solver, negative mass, what is kept of the rows)."""
+        ridge = inputs.ridge if isinstance(inputs.ridge, Tensor) else None
+        number = 0.0 if ridge is not None else float(inputs.ridge)
+        tensors = (inputs.q, inputs.k, inputs.v, inputs.x, inputs.y, ridge, inputs.probe, given_of(inputs))
+        out, _, statistics, floats, flags, index = self._operate(local_linear, inputs, *tensors, number)
+        *columns, negative = statistics.unbind(-1)
+        named = dict(zip(local_linear.STATISTICS, columns, strict=True))
+        return out, {"status": flags[..., FLAGS], **named}, negative, [floats, flags[..., :FLAGS], index]
 
 
 STEPS = 10
@@ -66,17 +83,3 @@ def _solving(problem: Problem) -> int:
     if solver == "block-diagonal":
         return 4 * dim + 2 * dim * dim // (problem.spec.solver.blocks or dim)
     return 4 * dim + (dim * (dim + 1) if direct else 0 if solver == "learned" else 4 * dim * STEPS)
-
-
-def _run_linear(inputs: Inputs, call: Call) -> tuple[Tensor, dict[str, Tensor], Tensor, list[Tensor]]:
-    """(output, statistics of the solver, negative mass, what is kept of the rows)."""
-    assert inputs.x is not None
-    assert inputs.y is not None
-    ridge = inputs.ridge if isinstance(inputs.ridge, Tensor) else None
-    number = 0.0 if ridge is not None else float(inputs.ridge)
-    coordinates = (inputs.x, inputs.y, ridge, inputs.probe)
-    found = local_linear.forward(inputs.q, inputs.k, inputs.v, *coordinates, *call, number, inputs.diagnostics)
-    out, _, statistics, floats, flags, index = found
-    *columns, negative = statistics.unbind(-1)
-    named = dict(zip(local_linear.STATISTICS, columns, strict=True))
-    return out, {"status": flags[..., FLAGS], **named}, negative, [floats, flags[..., :FLAGS], index]

@@ -39,18 +39,21 @@ def groups(p: Tensor, dim: int) -> Iterator[Live]:
     """Rows of p [n q, w] with few weighted keys, by the size of their systems."""
     alive, most = p > 0, 2 * dim if p.shape[-1] >= MANY * dim else dim
     count = alive.sum(-1)
+    low, high = (int(x) for x in count.aminmax())
     above, size = -1, LEAST
-    while above < most:
-        rows = ((count > above) & (count <= min(size, most))).nonzero()[:, 0]
-        for part in parts(rows, size * dim):
-            yield _gathered(p, alive, count, part, size)
+    while above < min(most, high):
+        if low <= min(size, most):
+            rows = ((count > above) & (count <= min(size, most))).nonzero()[:, 0]
+            for part in parts(rows, size * dim):
+                yield _gathered(p, alive, count, part, size)
         above, size = size, 2 * size
 
 
 def parts(rows: Tensor, numbers: int) -> Iterator[Tensor]:
     """As many of `rows` at a time as NUMBERS allows, with `numbers` each; a single one twice: a batch of one goes by
     other routines, which round otherwise."""
-    for part in rows.split(max(2, NUMBERS // max(1, numbers))):
+    most = max(2, NUMBERS // max(1, numbers))
+    for part in rows.split(most) if rows.shape[0] > most else (rows,):
         if part.shape[0]:
             yield part if part.shape[0] > 1 else part.repeat(2)
 
@@ -67,15 +70,18 @@ def _gathered(p: Tensor, alive: Tensor, count: Tensor, rows: Tensor, size: int) 
 
 
 class Through(NamedTuple):
-    """t [R, D], p_ij (y_j - m_i) . t_i [R, s], the relative residual [R], and whether all is well [R]."""
+    """t [R, D], p_ij (y_j - m_i) . t_i [R, s], the relative residual [R] where asked for, and whether all is well
+    [R]."""
 
     value: Tensor
     tilted: Tensor
-    residual: Tensor
+    residual: Tensor | None
     sound: Tensor
 
 
-def solve(weights: Tensor, away: Tensor, right: Tensor, ridge: Tensor, source: Tensor | None = None) -> Through:
+def solve(
+    weights: Tensor, away: Tensor, right: Tensor, ridge: Tensor, source: Tensor | None = None, checked: bool = True
+) -> Through:
     """Rows with weights [R, s], y_j - m_i [R, s, D], right sides [R, D] and ridge [R, 1 or D]. Where a right side is
     sum_j p_ij source_ij (y_j - m_i), its source [R, s] spares the solution a difference of terms as long as 1 / ridge.
     """
@@ -92,9 +98,11 @@ def solve(weights: Tensor, away: Tensor, right: Tensor, ridge: Tensor, source: T
         s = (root * source)[..., None]
         w = torch.cholesky_solve(s, factor)
         value, tilted = share * (z.transpose(-1, -2) @ w)[..., 0], root * (s - w)[..., 0]
-    left = right - (away.transpose(-1, -2) @ tilted[..., None])[..., 0] - ridge * value
-    size = torch.linalg.vector_norm(right, dim=-1)
-    residual = torch.linalg.vector_norm(left, dim=-1) / torch.where(size > 0, size, 1)
+    residual = None
+    if checked:
+        left = right - (away.transpose(-1, -2) @ tilted[..., None])[..., 0] - ridge * value
+        size = torch.linalg.vector_norm(right, dim=-1)
+        residual = torch.linalg.vector_norm(left, dim=-1) / torch.where(size > 0, size, 1)
     pivots = factor.diagonal(dim1=-2, dim2=-1)
     most = torch.finfo(gram.dtype).eps ** -0.5
     sound = (info == 0) & (pivots.amax(-1) < most) & torch.isfinite(value).all(-1)

@@ -12,32 +12,30 @@ import torch
 from torch import Tensor
 
 from ...precision import full_precision
-from .block_rows import FLAGS, FLOATS, Rows, flat, flat_params, placed, refuse, rows_in, work_of
+from .block_rows import DESCRIBED, FLAGS, FLOATS, Rows, flat, flat_params, placed, refuse, rows_of, work_from
 from .blocks import Work, new_marks
 
 
-@torch.library.custom_op("regard::local_constant_forward", mutates_args=())
+@torch.library.custom_op(
+    "regard::local_constant_forward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? given, bool counted, {DESCRIBED}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    given: Tensor | None,
-    mask: Tensor | None,
-    moved: Tensor | None,
-    runs: Tensor | None,
-    text: str,
-    offset: int,
-    counted: bool,
+    q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, counted: bool, *call: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(output [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags int32 [B, H, Tq, FLAGS], index int64 [B, H, Tq, n],
     marks bool [B, H, ceil(Tq / ROWS), ceil(Tk / COLUMNS)])."""
-    with torch.no_grad():  # off under autograd anyway, and to be off without it: the weightings ask
-        return _forward_blocks(work_of(q, k, mask, moved, runs, text, offset), rows_in(text), q, k, v, given, counted)
+    return run(work_from(q, k, *call), q, k, v, given, counted)
 
 
-def _forward_blocks(
-    work: Work, rows: Rows, q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, counted: bool
+@torch.no_grad()  # off under autograd anyway, and to be off without it: the weightings ask
+def run(
+    work: Work, q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, counted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `forward` returns, of a call as it is."""
+    rows = work.rows
     found = _outputs(q, k, v, rows)
     out, *statistics, active = map(flat, found)
     statistics[1][..., 0] = 1  # rows of blocks that see no key are skipped
@@ -67,45 +65,35 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tenso
 
 
 @forward.register_fake
-def _(q, k, v, given, mask, moved, runs, text, offset, counted):  # type: ignore[no-untyped-def]
-    return _outputs(q, k, v, rows_in(text))
+def _(q, k, v, given, counted, mask, moved, runs, solver, spec, *_):  # type: ignore[no-untyped-def]
+    return _outputs(q, k, v, rows_of(solver, spec))
 
 
-@torch.library.custom_op("regard::local_constant_backward", mutates_args=())
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    given: Tensor | None,
-    mask: Tensor | None,
-    moved: Tensor | None,
-    runs: Tensor | None,
-    floats: Tensor,
-    flags: Tensor,
-    index: Tensor,
-    active: Tensor,
-    text: str,
-    offset: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "regard::local_constant_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? given, Tensor floats, Tensor flags, Tensor index, "
+    f"Tensor active, {DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the row parameters [P, B, H, Tq]."""
     with torch.no_grad(), full_precision(grad.device.type):  # backward() may be called where autocast is on
-        work = work_of(q, k, mask, moved, runs, text, offset)
-        kept = (flat(floats), flat(flags), flat(index))
-        return _backward_blocks(work, rows_in(text), grad, q, k, v, given, kept, flat(active))
+        q, k, v, given, *statistics = arguments[:8]
+        *kept, active = map(flat, statistics)
+        return _backward_blocks(work_from(q, k, *arguments[8:]), grad, q, k, v, given, kept, active)
 
 
 def _backward_blocks(
     work: Work,
-    rows: Rows,
     grad: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     given: Tensor | None,
-    kept: tuple[Tensor, Tensor, Tensor],
+    kept: list[Tensor],
     active: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = work.rows
     turned = (x.new_zeros(x.transpose(-1, -2).shape) for x in (k, v))
     found = q.new_zeros(q.shape), *turned, q.new_zeros(len(work.names), *q.shape[:3])
     dq, dk, dv = map(flat, found[:3])
@@ -128,25 +116,24 @@ def _backward_blocks(
 
 
 @backward.register_fake
-def _(grad, q, k, v, given, mask, moved, runs, floats, flags, index, active, text, offset):  # type: ignore[no-untyped-def]
+def _(grad, q, k, v, given, *_):  # type: ignore[no-untyped-def]
     count = 0 if given is None else given.shape[0]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), q.new_empty(count, *q.shape[:3])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, given, mask, moved, runs, text, offset, _ = inputs
-    ctx.save_for_backward(q, k, v, given, mask, moved, runs, *output[1:])
-    ctx.text, ctx.offset = text, offset
+    q, k, v, given, _, mask, moved, runs, *ctx.call = inputs
+    ctx.save_for_backward(mask, moved, runs, q, k, v, given, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 10
-    saved = ctx.saved_tensors
-    dq, dk, dv, dgiven = backward(grad.contiguous(), *saved, ctx.text, ctx.offset)
-    return dq, dk, dv, dgiven if saved[3] is not None else None, *(None,) * 6
+        return (None,) * 16
+    mask, moved, runs, *saved = ctx.saved_tensors
+    dq, dk, dv, dgiven = backward(grad.contiguous(), *saved, mask, moved, runs, *ctx.call)
+    return dq, dk, dv, dgiven if saved[3] is not None else None, *(None,) * 12
 
 
 forward.register_autograd(_differentiate, setup_context=_save)

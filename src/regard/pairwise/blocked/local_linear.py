@@ -32,7 +32,7 @@ from ...grammar.systems import unit
 from ...precision import full_precision
 from ..diagnostics import negative_part
 from ..local_regression import relative
-from .block_rows import FLAGS, FLOATS, Rows, flat, flat_params, placed, refuse, rows_in, spec_in, unpack, work_of
+from .block_rows import DESCRIBED, FLAGS, FLOATS, Rows, flat, flat_params, placed, refuse, rows_of, unpack, work_from
 from .blocks import COLUMNS, Block, Work
 from .few_rows import ROWS, FewRows
 from .weighted_rows import WeightedRows
@@ -64,6 +64,11 @@ class Model:
     spec: Spec
     rows: Rows
     number: float
+
+    @property
+    def elements(self) -> int:
+        """Pairs of a block at most."""
+        return max(self.rows.elements, min(ELEMENTS, 2 * self.rows.elements))
 
     def ridge(self, block: Block, tensors: Tensors, kept: tuple[Tensor, Tensor, Tensor]) -> float | Tensor:
         """Relative to the kernel weight: a number or [n, q, 1 or D]."""
@@ -102,52 +107,40 @@ class Model:
 
 def _seen(block: Block, y: Tensor) -> tuple[int, int]:
     """The fewest and the most keys that position lets a query of the block see that sees any."""
+    if not block.work.visible.positional:
+        return y.shape[-2], y.shape[-2]
     low, high = block.bounds(y.device)
     count = high - low
     return int(torch.where(count > 0, count, y.shape[-2]).amin()), int(count.amax())
 
 
-@torch.library.custom_op("regard::local_linear_forward", mutates_args=())
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    x: Tensor,
-    y: Tensor,
-    ridge: Tensor | None,
-    probe: Tensor | None,
-    given: Tensor | None,
-    mask: Tensor | None,
-    moved: Tensor | None,
-    runs: Tensor | None,
-    text: str,
-    offset: int,
-    number: float,
-    counted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+TENSORS = "Tensor q, Tensor k, Tensor v, Tensor x, Tensor y, Tensor? ridge, Tensor? probe, Tensor? given"
+"""`Tensors` in the schema of an operator."""
+
+
+@torch.library.custom_op(
+    "regard::local_linear_forward",
+    mutates_args=(),
+    schema=f"({TENSORS}, float number, bool counted, {DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(output [B, H, Tq, Dv], t [B, H, Tq, D], STATISTICS and the negative mass [B, H, Tq, 4], and of the rows floats,
     flags, the last of which is the solver's status, and index)."""
-    with torch.no_grad():
-        work = work_of(q, k, mask, moved, runs, text, offset)
-        work.elements = max(work.elements, min(ELEMENTS, 2 * work.elements))
-        tensors = _flattened(q, k, v, x, y, ridge, probe, given)
-        found = _outputs(q, v, x, rows_in(text))
-        _forward_blocks(work, Model(spec_in(text), rows_in(text), number), tensors, counted, [flat(z) for z in found])
+    return run(work_from(*arguments[:2], *arguments[10:]), *arguments[:10])
+
+
+@torch.no_grad()
+def run(work: Work, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what `forward` does, of a call as it is."""
+    *given, number, counted = arguments
+    found = _outputs(given[0], given[2], given[3], work.rows)
+    _forward_blocks(work, Model(work.spec, work.rows, number), _flattened(*given), counted, [flat(z) for z in found])
     return found
 
 
-def _flattened(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    x: Tensor,
-    y: Tensor,
-    ridge: Tensor | None,
-    probe: Tensor | None,
-    given: Tensor | None,
-) -> Tensors:
-    ridge, probe = (None if z is None else flat(z) for z in (ridge, probe))
-    return Tensors(flat(q), flat(k), flat(v), flat(x), flat(y), ridge, probe, flat_params(given))
+def _flattened(*given: Tensor | None) -> Tensors:
+    *tensors, params = given
+    return Tensors(*(None if z is None else flat(z) for z in tensors), flat_params(params))  # type: ignore[call-arg]
 
 
 def _outputs(q: Tensor, v: Tensor, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -166,22 +159,23 @@ def _forward_blocks(work: Work, model: Model, tensors: Tensors, counted: bool, f
     out, slope, statistics, floats, flags, index = found
     flags[..., 0] = 1  # rows of blocks that see no key are skipped
     rows, failed = model.rows, False
-    for block in work.blocks():
+    for block in work.blocks(model.elements):
         marks = torch.zeros(block.heads, -(-work.visible.keys // COLUMNS), dtype=torch.bool, device=out.device)
         z = block.scores(tensors.q, tensors.k)
         p, kept = rows.weigh(block, z, block.params(tensors.given), counted, marks)
         for whole, part in zip((floats, flags[..., :FLAGS], index), kept, strict=True):
             block.rows(whole).copy_(part)
         system, right = model.fit(block, p, tensors, model.ridge(block, tensors, kept))
+        system.counted = counted
         size = unit(right) if tensors.probe is None else torch.ones_like(right[..., :1])
         solved = model.spec.solver.solve(system, right / size)
         block.rows(slope).copy_(solved.value * size)
         block.rows(flags)[..., FLAGS].copy_(system.told(solved.status))
-        block.rows(statistics)[..., :-1].copy_(torch.stack([solved.statistics[name] for name in STATISTICS], -1))
         failed = failed or _unconverged(solved.status)
         weights = torch.addcmul(system.p, system.tilted(solved.value), size).to(p.dtype)
         if counted:
-            block.rows(statistics)[..., -1].copy_(negative_part(weights))
+            kept_here = [*(solved.statistics[name] for name in STATISTICS), negative_part(weights)]
+            block.rows(statistics).copy_(torch.stack(kept_here, -1))
         block.rows(out).copy_(weights @ block.columns(tensors.v))
     if failed:
         _warn("forward", model.spec)
@@ -203,41 +197,27 @@ def _warn(when: str, spec: Spec) -> None:
 
 
 @forward.register_fake
-def _(q, k, v, x, y, ridge, probe, given, mask, moved, runs, text, offset, number, counted):  # type: ignore[no-untyped-def]
-    return _outputs(q, v, x, rows_in(text))
+def _(q, k, v, x, y, ridge, probe, given, number, counted, mask, moved, runs, solver, spec, *_):  # type: ignore[no-untyped-def]
+    return _outputs(q, v, x, rows_of(solver, spec))
 
 
-@torch.library.custom_op("regard::local_linear_backward", mutates_args=())
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    x: Tensor,
-    y: Tensor,
-    ridge: Tensor | None,
-    probe: Tensor | None,
-    given: Tensor | None,
-    mask: Tensor | None,
-    moved: Tensor | None,
-    runs: Tensor | None,
-    slope: Tensor,
-    floats: Tensor,
-    flags: Tensor,
-    index: Tensor,
-    text: str,
-    offset: int,
-    number: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "regard::local_linear_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {TENSORS}, Tensor slope, Tensor floats, Tensor flags, Tensor index, float number, "
+    f"{DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, x, y, ridge [.., 1 or D], probe, and of the row parameters [P, B, H, Tq]."""
     with torch.no_grad(), full_precision(grad.device.type):  # backward() may be called where autocast is on
-        work = work_of(q, k, mask, moved, runs, text, offset)
-        work.elements = max(work.elements, min(ELEMENTS, 2 * work.elements))
-        tensors = _flattened(q, k, v, x, y, ridge, probe, given)
+        (q, k, v, x, y, ridge, probe, _), (slope, *rest, number) = arguments[:8], arguments[8:13]
+        floats, flags, index = rest
+        work = work_from(q, k, *arguments[13:])
+        tensors = _flattened(*arguments[:8])
         kept = (flat(floats), flat(flags[..., :FLAGS]), flat(index))
         turned = [z.new_zeros(z.transpose(-1, -2).shape) for z in (k, v, y)]
         found = _gradients(q, x, ridge, probe, len(work.names))
-        model = Model(spec_in(text), rows_in(text), number)
+        model = Model(work.spec, work.rows, number)
         _backward_blocks(work, model, tensors, flat(grad), flat(slope), kept, found, [flat(z) for z in turned])
     dk, dv, dy = (z.transpose(-1, -2).contiguous() for z in turned)
     return found[0], dk, dv, found[1], dy, *found[2:]
@@ -270,13 +250,14 @@ def _backward_blocks(
     dq, dx, dridge, dprobe = (flat(z) for z in found[:4])
     dgiven, (dk, dv, dy) = found[4].flatten(1, 2), turned
     rows, failed = model.rows, False
-    for block in work.blocks():
+    for block in work.blocks(model.elements):
         own = tuple(block.rows(z) for z in kept)
         params, g, t = block.params(tensors.given), block.rows(grad), block.rows(slope)
         z = block.scores(tensors.q, tensors.k)
         p = rows.again(block, z, own, params)
         ridge = model.ridge(block, tensors, own)
         system = model.fit(block, p, tensors, ridge)[0]
+        system.counted = False
         g, t, weights = g.to(system.p.dtype), t.to(system.p.dtype), system.p
         gamma = g @ block.columns(tensors.v).to(g.dtype).transpose(-1, -2)
         gamma -= (weights * gamma).sum(-1, keepdim=True)
@@ -340,28 +321,27 @@ def _weight_gradient(
 
 
 @backward.register_fake
-def _(grad, q, k, v, x, y, ridge, probe, given, mask, moved, runs, slope, floats, flags, index, text, offset, number):  # type: ignore[no-untyped-def]
+def _(grad, q, k, v, x, y, ridge, probe, given, *_):  # type: ignore[no-untyped-def]
     new = lambda z: z.new_empty(z.shape)  # noqa: E731
     dq, dx, dridge, dprobe, dgiven = _gradients(q, x, ridge, probe, 0 if given is None else given.shape[0])
     return dq, new(k), new(v), dx, new(y), dridge, dprobe, dgiven
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, text, offset, number, _ = inputs
+    tensors, (ctx.number, _, mask, moved, runs, *ctx.call) = inputs[:8], inputs[8:]
     _, slope, _, *kept = output
-    ctx.save_for_backward(*tensors, slope, *kept)
-    ctx.rest = (text, offset, number)
+    ctx.save_for_backward(mask, moved, runs, *tensors, slope, *kept)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 15
-    saved = ctx.saved_tensors
-    *found, dridge, dprobe, dgiven = backward(grad.contiguous(), *saved, *ctx.rest)
+        return (None,) * 21
+    mask, moved, runs, *saved = ctx.saved_tensors
+    *found, dridge, dprobe, dgiven = backward(grad.contiguous(), *saved, ctx.number, mask, moved, runs, *ctx.call)
     optional = [z if s is not None else None for z, s in zip((dridge, dprobe, dgiven), saved[5:8], strict=True)]
-    return *found, *optional, *(None,) * 7
+    return *found, *optional, *(None,) * 13
 
 
 forward.register_autograd(_differentiate, setup_context=_save)

@@ -38,6 +38,9 @@ class WeightedRows:
         source: [n, q, w], where the right sides are sum_j p_ij source_ij y_j with sum_j p_ij source_ij = 0.
     """
 
+    counted = True
+    """Whether residuals are asked for."""
+
     def __init__(
         self,
         p: Tensor,
@@ -87,8 +90,10 @@ class WeightedRows:
         for rows, index, weights in live_rows.groups(p, dim):
             away = self._keys((rows // q)[:, None] * w + index) - means[rows, None]
             source = None if sources is None else sources[rows].gather(1, index)
-            found = live_rows.solve(weights, away, flat[rows], self._ridge_of(rows), source)
-            value[rows], residual[rows], left[rows] = found.value, found.residual, ~found.sound
+            found = live_rows.solve(weights, away, flat[rows], self._ridge_of(rows), source, self.counted)
+            value[rows], left[rows] = found.value, ~found.sound
+            if found.residual is not None:
+                residual[rows] = found.residual
             tilted[rows] = tilted.new_zeros(rows.shape[0], w).scatter_add_(1, index, found.tilted)  # padding adds 0
         for rows in live_rows.parts(left.nonzero()[:, 0], w * dim):
             away = self._keys((rows // q)[:, None] * w + torch.arange(w, device=rows.device)) - means[rows, None]

@@ -217,6 +217,8 @@ class NumbaRows:
 
 
 def _flat_bounds(block: Block, z: Tensor) -> tuple[Tensor, Tensor]:
+    if not block.work.visible.positional:
+        return _whole(z.flatten(0, 1))
     low, high = block.bounds(z.device)
     return low.flatten(), high.flatten()
 
@@ -241,7 +243,7 @@ def _bits(x: Tensor) -> Tensor:
 
 def _arrays(*tensors: Tensor) -> list[Any]:
     """numpy views of the memory of contiguous tensors."""
-    return [x.detach().contiguous().numpy() for x in tensors]
+    return [(x.detach() if x.requires_grad else x).contiguous().numpy() for x in tensors]
 
 
 _FORKED: list[int] = []
@@ -290,10 +292,14 @@ class Cpu(Blocked):
 # Normalisers -------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("regard::normalise_forward", mutates_args=())
-def _normalise(z: Tensor, given: Tensor | None, text: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "regard::normalise_forward",
+    mutates_args=(),
+    schema="(Tensor z, Tensor? given, str spec, str[] names) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _normalise(z: Tensor, given: Tensor | None, spec: str, names: list[str]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(weights [R, w], floats [R, FLOATS], flags [R, FLAGS], index [R, n]) of scores z [R, w]; given [P, R]."""
-    rows, names = _solver(text)
+    rows: Any = rows_of("cpu", spec)
     found = _normalise_outputs(z, rows)
     floats, flags, index = rows.solve(
         z.detach(), found[0], _whole(z), _named(names, given), False, 0, z.new_empty(1, 0, dtype=torch.bool)
@@ -312,16 +318,22 @@ def _normalise_outputs(z: Tensor, rows: Any) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 @_normalise.register_fake
-def _(z, given, text):  # type: ignore[no-untyped-def]
-    return _normalise_outputs(z, _solver(text)[0])
+def _(z, given, spec, names):  # type: ignore[no-untyped-def]
+    return _normalise_outputs(z, rows_of("cpu", spec))
 
 
-@torch.library.custom_op("regard::normalise_backward", mutates_args=())
+@torch.library.custom_op(
+    "regard::normalise_backward",
+    mutates_args=(),
+    schema="(Tensor g, Tensor z, Tensor? given, Tensor floats, Tensor flags, Tensor index, str spec, str[] names) "
+    "-> (Tensor, Tensor)",
+)
 def _normalise_grad(
-    g: Tensor, z: Tensor, given: Tensor | None, floats: Tensor, flags: Tensor, index: Tensor, text: str
-) -> tuple[Tensor, Tensor]:
+    g: Tensor, z: Tensor, given: Tensor | None, floats: Tensor, flags: Tensor, index: Tensor, spec: str,
+    names: list[str],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(dL/dz [R, w], dL/dgiven [P, R])."""
-    rows, names = _solver(text)
+    rows: Any = rows_of("cpu", spec)
     dz, kept = torch.empty_like(z), _flat_kept((floats, flags, index))
     nowhere = z.new_empty(z.shape[0], 0)
     grads = rows.differentiate(z, g, nowhere, dz, _whole(z), kept, _named(names, given), names)
@@ -329,13 +341,8 @@ def _normalise_grad(
 
 
 @_normalise_grad.register_fake
-def _(g, z, given, floats, flags, index, text):  # type: ignore[no-untyped-def]
+def _(g, z, given, floats, flags, index, spec, names):  # type: ignore[no-untyped-def]
     return torch.empty_like(z), z.new_empty(0 if given is None else given.shape[0], z.shape[0])
-
-
-def _solver(text: str) -> tuple[Any, list[str]]:
-    solver, spec, names = text.split("|")
-    return rows_of(solver, spec), [n for n in names.split(",") if n]
 
 
 def _whole(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -348,26 +355,26 @@ def _named(names: list[str], given: Tensor | None) -> dict[str, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    z, given, text = inputs
+    z, given, *ctx.names = inputs
     ctx.save_for_backward(z, given, *output[1:])
-    ctx.text = text
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if grad is None:
-        return None, None, None
+        return None, None, None, None
     z, given, *kept = ctx.saved_tensors
     if torch.is_grad_enabled():  # derivatives of this derivative are wanted: only the plain form has them
-        return *_plain_grads(grad, z, given, ctx.text), None
-    dz, dgiven = _normalise_grad(grad.contiguous(), z, given, *kept, ctx.text)
-    return dz, None if given is None else dgiven, None
+        return *_plain_grads(grad, z, given, *ctx.names), None, None
+    dz, dgiven = _normalise_grad(grad.contiguous(), z, given, *kept, *ctx.names)
+    return dz, None if given is None else dgiven, None, None
 
 
-def _plain_grads(grad: Tensor, z: Tensor, given: Tensor | None, text: str) -> tuple[Tensor | None, Tensor | None]:
-    rows, names = _solver(text)
-    params, weighting = _named(names, given), rows.spec.weighting
+def _plain_grads(
+    grad: Tensor, z: Tensor, given: Tensor | None, spec: str, names: list[str]
+) -> tuple[Tensor | None, Tensor | None]:
+    params, weighting = _named(names, given), Spec.from_json(spec).weighting
     wanted = [x for x in (z, given) if x is not None and x.requires_grad]
     p = weighting.weights(z, weighting.fit(z, params), params)
     found = iter(torch.autograd.grad(p, wanted, grad, create_graph=True))
@@ -392,8 +399,7 @@ def normalise(spec: Spec, z: Tensor, params: dict[str, Tensor]) -> Tensor:
     Saves a threshold a row and recomputes in backward; second derivatives are those of the plain form."""
     shape = z.shape
     rows = [p.expand(*shape[:-1], 1).reshape(-1) for p in params.values()]
-    text = "|".join(["cpu", spec.to_json(), ",".join(params)])
     flat = z.reshape(-1, shape[-1]).contiguous()
     if isinstance(spec.kernel, Uniform):  # 0 or 1: no score has a gradient, as in the plain form
         flat = flat.detach()
-    return _normalise(flat, torch.stack(rows) if rows else None, text)[0].reshape(shape)
+    return _normalise(flat, torch.stack(rows) if rows else None, spec.to_json(), list(params))[0].reshape(shape)
