@@ -1,4 +1,4 @@
-"""What this machine and this installation can do: versions, devices, implementations."""
+"""A report on this installation: versions, devices, available implementations."""
 
 from __future__ import annotations
 
@@ -13,40 +13,37 @@ PACKAGES = (
 
 
 def report() -> dict[str, dict[str, str]]:
-    """Sections of (name, text): versions, devices, implementations."""
+    """Return sections of names and texts: versions, devices, implementations."""
     return {"versions": _versions(), "devices": _devices(), "implementations": _implementations()}
 
 
 def _versions() -> dict[str, str]:
     from ._version import __version__
 
-    found = {"regard": __version__, "python": f"{platform.python_version()} on {platform.platform()}"}
+    entries = {"regard": __version__, "python": f"{platform.python_version()} on {platform.platform()}"}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            entries[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            entries[package] = "not installed"
+    return entries
 
 
 def _devices() -> dict[str, str]:
     import torch
 
-    found = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in use"}
+    entries = {"cpu": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in use"}
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(i)
-            found[f"cuda:{i}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+            entries[f"cuda:{i}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     else:
         built = torch.version.cuda
-        found["cuda"] = (
-            f"not available: torch was built for CUDA {built}, and no device answers"
-            if built
-            else "not available: this torch was built without CUDA"
-        )
+        fault = f"no device was found (torch was built for CUDA {built})" if built else "torch was built without CUDA"
+        entries["cuda"] = f"not available: {fault}"
     if torch.backends.mps.is_available():
-        found["mps"] = "Apple GPU"
-    return found
+        entries["mps"] = "Apple GPU"
+    return entries
 
 
 def _implementations() -> dict[str, str]:

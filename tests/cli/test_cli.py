@@ -52,7 +52,7 @@ def test_train_eval_generate(regard: Callable, text_file: Path, tmp_path: Path) 
     assert len(texts[0]) == len("line ") + 12 + 1
     noted = regard(*words, "--prompt", "ñ")
     assert noted.code == 0
-    assert noted.error == "regard generate: note: the model never saw 'ñ'; read as <unk>"
+    assert noted.error == "regard generate: note: the model does not know 'ñ'; read as <unk>"
 
 
 def test_eval_on_another_text(regard: Callable, run_folder: Path, tmp_path: Path) -> None:
@@ -87,18 +87,16 @@ def test_what_is_proposed_at_the_end_works(regard: Callable, tmp_path: Path, tex
     for command in (words, words[:2]):  # without a prompt too
         result = regard(*command, *short)
         assert result.code == 0
-        assert "never saw" not in result.err
+        assert "does not know" not in result.err
         assert set(result.out) <= set(text + "\n")
 
 
-def test_commas_between_sentences(regard: Callable, text_file: Path, tmp_path: Path) -> None:
-    sentences = "softmax,triweight*anchored(margin=1)"
+def test_commas_between_specs(regard: Callable, text_file: Path, tmp_path: Path) -> None:
+    specs = "softmax,triweight*anchored(margin=1)"
     words = ("train", "--data", text_file, "--out", tmp_path / "run", "--steps", 1, *TINY, "--layers", 2)
-    assert regard(*words, "--spec", sentences).code == 0
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["spec"] == sentences.split(",")
-    assert (
-        regard("train", "--resume", "--out", tmp_path / "run", "--steps", 2, "--spec", *sentences.split(",")).code == 0
-    )
+    assert regard(*words, "--spec", specs).code == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["spec"] == specs.split(",")
+    assert regard("train", "--resume", "--out", tmp_path / "run", "--steps", 2, "--spec", *specs.split(",")).code == 0
 
 
 def test_sizes_that_evaluation_cannot_take(
@@ -175,7 +173,7 @@ def test_every_option_has_help() -> None:
         ("train extra", "unexpected argument 'extra'"),
         ("train --config", "--config expects a file"),
         ("train --config none.toml", "config file none.toml does not exist"),
-        ("train", "no text to learn from; give --data FILE or --data FOLDER."),
+        ("train", "no training text; give --data FILE or --data FOLDER."),
         ("train --data nowhere.txt", "nowhere.txt does not exist"),
         ("train --data {text} --spec biwait", "--spec: "),
         ("train --data {text} --spec biwait", "'biweight'"),
@@ -186,18 +184,18 @@ def test_every_option_has_help() -> None:
         ("train --data {text} --context 1000", "held-out part of {text} has"),
         ("train --data {text} --context 99999", "tokens to train on, less than one --context"),
         ("train --data {text} --device gpu", "unknown device 'gpu'. Choose from: auto, cpu, cuda, mps."),
-        ("train --data {text} --out {run}", "holds a run already; continue it with --resume"),
+        ("train --data {text} --out {run}", "already holds a run; continue it with --resume"),
         ("train --data {empty}", "is empty"),
         ("train --data {latin}", "is not UTF-8"),
         ("train --data {text} --seed 5000000000", "--seed is 5000000000, expected 0 to 4294967295."),
         ("train --data {text} --seed 1" + "0" * 30, "expected 0 to 4294967295."),
         ("generate {run} --seed 4294967296", "--seed is 4294967296, expected 0 to 4294967295."),
         ("demo --seed 5000000000 --data {text}", "demo: error: --seed is 5000000000, expected 0 to 4294967295."),
-        ("train --data {text} --spec softmax,biweight --layers 3", "--spec has 2 sentences for 3 layers"),
-        ("train --data {text} --spec softmax,,biweight", "--spec names nothing at one place"),
+        ("train --data {text} --spec softmax,biweight --layers 3", "--spec has 2 specs for 3 layers"),
+        ("train --data {text} --spec softmax,,biweight", "--spec has an empty part"),
         ("train --data {text} --model transfomer", "unknown model 'transfomer'. Did you mean 'transformer'?"),
         ("train --data {text} --model iclm --layers 3", "ICLMConfig: num_hidden_layers is 3, expected an even number"),
-        ("train --data {text} --model iclm --window 8", "--window is not for --model iclm, which has no window; leave"),
+        ("train --data {text} --model iclm --window 8", "--window is not for --model iclm, which has no window; omit"),
         ("train --data {text} --option nrom=layer", "--model transformer has no such field. Did you mean 'norm'?"),
         ("train --data {text} --option norm", "--option is 'norm', expected key=value"),
         ("train --data {text} --option rope_theta=x", "--option rope_theta is 'x', expected a number."),
@@ -222,7 +220,7 @@ def test_every_option_has_help() -> None:
         ("generate {run} --prompt=", "the prompt is empty"),
         ("generate {run} --prompt aaaaaaaaaaaaaaaaa", "the prompt has 17 tokens, more than the model's context of 16"),
         ("list kernelz", "Did you mean 'kernels'"),
-        ("list kernels presets", "expected one thing"),
+        ("list kernels presets", "expected one kind"),
         ("doctor please", "takes no arguments"),
     ],
 )
@@ -303,7 +301,7 @@ def test_control_c_saves_and_exits_with_130(regard: Callable, text_file: Path, t
 def test_list_shows_all_that_is_registered(regard: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     import regard as package
 
-    everything = regard("list").out
+    everything = regard("list", "all").out
     assert "\nmodels:\n    `regard list models` shows them\n" in everything  # which takes seconds
     for kind, registry in package.registries().items():
         assert registry.names()
@@ -312,6 +310,9 @@ def test_list_shows_all_that_is_registered(regard: Callable, monkeypatch: pytest
     for name, preset in package.presets().items():
         assert f"\n  {name:<19}{'*'.join(preset.parts())}\n" in everything
     assert "\n  biweight           biweight*adaptive\n" in everything
+    default, presets = regard("list").out, regard("list", "presets").out
+    assert default.startswith(presets)
+    assert set(default.removeprefix(presets).split(": ")[1].rstrip(".\n").split(", ")) >= {"all", "kernels", "models"}
     assert regard("list", "kernel").out == regard("list", "kernels").out
     assert regard("list", "kernels").out in everything
 
@@ -410,7 +411,8 @@ HEAVY = ("torch", "transformers", "accelerate", "tokenizers", "matplotlib", "num
         ("doctor", ("torch",)),
         ("list presets", ("torch",)),
         ("list slot-scores", ("torch",)),
-        ("list", ("torch", "regard_recipes.long_text.needle")),
+        ("list", ("torch",)),
+        ("list all", ("torch", "regard_recipes.long_text.needle")),
         ("reproduce --help", ("torch", "regard_recipes.long_text.needle")),
         ("reproduce needle --help", ("torch", "regard_recipes.long_text.needle")),
     ],
@@ -426,7 +428,7 @@ def test_what_is_not_imported(words: str, wanted: tuple[str, ...]) -> None:
     assert set(ran.stdout.splitlines()[-1].split()) == set(wanted)
 
 
-def test_a_full_stop_in_a_formula_ends_no_sentence(regard: Callable) -> None:
+def test_a_full_stop_in_a_formula_does_not_end_the_summary(regard: Callable) -> None:
     assert "\n  dot  q . K (equation 6)." in regard("list", "slot-scores").out
 
 
@@ -434,7 +436,7 @@ def test_a_full_stop_in_a_formula_ends_no_sentence(regard: Callable) -> None:
     ("words", "message"),
     [
         ("train {base} --window 1" + "0" * 30, "--window is 1e+30, expected at most 2147483647."),
-        ("train {base} --steps 2000000000 --batch 2000000000 --accumulate 2000000000", "windows of text; give smaller"),
+        ("train {base} --steps 2000000000 --batch 2000000000 --accumulate 2000000000", "sequences; give smaller"),
         ("train {base} --weight-decay inf", "--weight-decay is inf, expected at most 2147483647."),
         ("train {base} --width 2000000000", "a number is too large"),
         ("train {base} --option head_dim=1" + "0" * 21, "a number is too large|head_dim is 1000000000000000000000, "),
@@ -470,7 +472,7 @@ def test_a_damaged_line_of_metrics_is_left_out(regard: Callable, text_file: Path
     (out / "summary.json").unlink()
     resumed = regard("train", "--resume", "--out", out, "--steps", 6)
     assert resumed.code == 0
-    assert "metrics.jsonl: left out 4 damaged lines" in resumed.err
+    assert "metrics.jsonl: removed 4 damaged lines" in resumed.err
     steps = [json.loads(line)["step"] for line in file.read_text().splitlines() if '"loss"' in line]
     assert steps == [1, 3, 4, 5, 6]
 

@@ -31,7 +31,7 @@ resource.setrlimit(resource.RLIMIT_AS, ({bound}, {bound}))
 import torch
 torch.set_num_threads(1)
 from regard.cli import main
-import regard.training.run, regard.training.saved_model
+import regard.training.run, regard.training.storage.saved_model
 for line in sys.stdin:
     out, err = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err):

@@ -110,7 +110,7 @@ def test_no_loader_runs_code_of_the_folder(run_folder: Path, marker: Path) -> No
 def test_an_unknown_type_is_not_looked_for_in_the_folder(run_folder: Path, marker: Path, regard: Callable) -> None:
     change_json(run_folder / "model" / "config.json", lambda table: {**table, "model_type": "evil"})
     reseal(run_folder)
-    assert "is of type 'evil', which is not known here" in regard("eval", run_folder).error
+    assert "has type 'evil', which is unknown" in regard("eval", run_folder).error
     assert not marker.exists()
 
 

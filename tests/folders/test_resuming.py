@@ -74,7 +74,7 @@ OPTIMIZER = {
     "betas": (group(betas=(0.9, 2.0)), "betas is (0.9, 2.0), the run has (0.9, 0.95)"),
     "eps": (group(eps=float("nan")), "eps is nan, the run has 1e-08"),
     "decay": (group(weight_decay=-5), "weight_decay is -5, the run has 0.1"),
-    "unknown setting": (group(wild=True), "'wild' is no setting of the optimiser"),
+    "unknown setting": (group(wild=True), "'wild' is not a setting of the optimiser"),
     "parameters": (group(params=[0]), "params is [0], the run has"),
     "groups": (lambda s: s["param_groups"].__delitem__(1), "has 1 groups of parameters"),
     "a list": (lambda s: [1, 2], "expected state and param_groups"),
@@ -144,7 +144,7 @@ def test_states_of_generators(run_folder: Path, regard: Callable, which: str) ->
         ({"global_step": 3}, "global_step is 3, expected 4"),
         ({"global_step": "4"}, "global_step is '4'"),
         ({"global_step": True}, "global_step is True"),
-        ({"colour": 1}, "'colour' is no field of it"),
+        ({"colour": 1}, "'colour' is not a field of it"),
         ({"log_history": 7}, "log_history is 7"),
         ({"epoch": float("nan")}, "epoch is nan"),
         ({"max_steps": [1]}, "max_steps is [1]"),
@@ -167,7 +167,7 @@ def test_weights_that_do_not_fit(run_folder: Path, regard: Callable) -> None:
     name = next(name for name in sound if sound[name].dim() == 2 and "layers" in name)
     for tensors, reason in (
         ({key: value for key, value in sound.items() if key != name}, f"['{name}'] is missing"),
-        ({**sound, "stowaway": torch.zeros(1)}, "stowaway is no tensor of the model"),
+        ({**sound, "stowaway": torch.zeros(1)}, "stowaway is not a tensor of the model"),
         ({**sound, name: sound[name][:-1].clone()}, f"{name} is ["),
         ({**sound, name: sound[name].double()}, "float64, expected ["),
         ({**sound, name: sound[name] * torch.nan}, f"{name} is not finite"),

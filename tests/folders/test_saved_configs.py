@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(60)
     [
         ({"context": 1}, "--context is 1, expected at least 2"),
         ({"context": -7}, "--context is -7, expected at least 2"),
-        ({"validation": 0.0}, "--validation is 0.0, expected a share between 0 and 1"),
+        ({"validation": 0.0}, "--validation is 0.0, expected a fraction between 0 and 1"),
         ({"validation": float("nan")}, "--validation is nan"),
         ({"layers": 10**9}, "--layers is 1000000000, expected at most 1024"),
         ({"width": 10**9, "heads": 7}, "--heads is 7, which does not divide"),
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(60)
         ({"spec": ["biwait"]}, "unknown spec 'biwait'"),
         ({"model": "wild"}, "wild"),
         ({"tokenizer": "wild"}, "wild"),
-        ({"kv-heads": 1}, "stands twice"),
+        ({"kv-heads": 1}, "duplicate key"),
     ],
 )
 def test_eval_and_resume_check_the_saved_config(run_folder: Path, regard: Callable, fields: dict, reason: str) -> None:
@@ -41,7 +41,7 @@ def test_a_text_that_is_a_pipe_or_a_device(run_folder: Path, tmp_path: Path, reg
     for path in (tmp_path / "pipe.txt", "/dev/zero"):
         change_json(run_folder / "config.json", lambda table, path=path: {**table, "data": str(path)})
         reseal(run_folder)
-        assert "is no regular file" in regard("eval", run_folder).error
+        assert "is not a regular file" in regard("eval", run_folder).error
 
 
 def test_a_run_lies_where_it_was_read(run_folder: Path, tmp_path: Path, regard: Callable) -> None:
@@ -57,8 +57,8 @@ def test_a_run_lies_where_it_was_read(run_folder: Path, tmp_path: Path, regard: 
     [
         ({"format": 2}, "has run format 2"),
         ({"format": True}, "has run format True"),
-        ({"text": []}, "does not say which text the run was trained on"),
-        ({"text": {"sha256": 7}}, "does not say which text the run was trained on"),
+        ({"text": []}, "lacks the digest of the text"),
+        ({"text": {"sha256": 7}}, "lacks the digest of the text"),
         ({"text": {"sha256": "0"}}, "is not the one the run in"),
         ({"files": 7}, "expected a table"),
         ({"files": {"config.json": 7}}, "differs from what was written"),

@@ -81,7 +81,7 @@ def test_names_are_labels_or_paths(model):
 
 def test_two_points_of_one_name_are_an_error(model):
     model.model.layers[0].hook_out.label = "last.hook_out"
-    with pytest.raises(ArgumentError, match=r"two hook points of Model are called 'last.hook_out'"):
+    with pytest.raises(ArgumentError, match=r"two hook points of Model are named 'last.hook_out'"):
         named_hook_points(model)
 
 
@@ -109,7 +109,7 @@ def test_the_cache_holds_what_passed(model, ids):
 )
 def test_what_is_kept_can_be_chosen(model, ids, names, kept):
     if kept is None:
-        with pytest.raises(ArgumentError, match="nothing passed at idle, so that its hook was never asked"):
+        with pytest.raises(ArgumentError, match="idle did not run, so its hook was never called"):
             run_with_cache(model, ids, names)
     else:
         assert sorted(run_with_cache(model, ids, names)[1]) == sorted(kept)
@@ -121,7 +121,7 @@ def test_a_cache_moves_pickles_and_names_the_nearest(model, ids):
     half = cache.to(torch.float32)
     assert (half["last.hook_out"].dtype, cache["last.hook_out"].dtype) == (torch.float32, torch.float64)
     assert type(pickle.loads(pickle.dumps(half))) is type(cache)
-    with pytest.raises(ArgumentError, match=r"nothing was kept under 'last.hook'. Did you mean 'last.hook_out'"):
+    with pytest.raises(ArgumentError, match=r"there is no activation 'last.hook'. Did you mean 'last.hook_out'"):
         cache["last.hook"]
     assert "last.hook" not in cache
 
@@ -191,12 +191,10 @@ def test_nothing_is_left_after_an_error(model, ids, fault):
         with pytest.raises(ArgumentError, match=r"at last.hook_out returned float, expected None"):
             run_with_hooks(model, ids, [("last.hook_out", lambda x, hook: 1.0)])
     else:
-        with pytest.raises(
-            ArgumentError, match=r"no hook point is called 'last.hook_ou'. Did you mean 'last.hook_out'"
-        ):
+        with pytest.raises(ArgumentError, match=r"no hook point is named 'last.hook_ou'. Did you mean 'last.hook_out'"):
             run_with_hooks(model, ids, [*hooks, ("last.hook_ou", fails)])
         with pytest.raises(
-            ArgumentError, match=r"run_with_cache: names: no hook point is called 'nothing like it'. Choose"
+            ArgumentError, match=r"run_with_cache: names: no hook point is named 'nothing like it'. Choose"
         ):
             run_with_cache(model, ids, ["last.hook_out", "nothing like it"])
         assert model.calls == 0  # found before anything ran

@@ -81,7 +81,7 @@ def test_an_even_pattern_with_more_columns_than_rows():
         (torch.rand(3, 3), 0, r"pattern has shape \[3, 3\]"),
         (torch.ones(1, 1, 3, 3, dtype=torch.int64), 0, "dtype torch.int64"),
         (torch.rand(1, 1, 4, 3), 0, "no more rows than columns"),
-        (torch.rand(1, 1, 3, 3), 3, "from_row is 3, expected 0 to 2"),
+        (torch.rand(1, 1, 3, 3), 3, "from_row is 3, expected a whole number from 0 to 2"),
         (torch.rand(1, 1, 3, 3), -1, "from_row is -1"),
     ],
 )
@@ -98,7 +98,7 @@ def test_evenness_of_hand_made_heads():
     ones = (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4
     assert found.tolist() == pytest.approx([1, ones, (1 + 1 + 2 / 3 + 2 / 4) / 4, 0])
     assert evenness(halves, from_row=3).tolist() == pytest.approx([0.5])
-    with pytest.raises(ArgumentError, match="evenness: from_row is 4, expected 0 to 3"):
+    with pytest.raises(ArgumentError, match="evenness: from_row is 4, expected a whole number from 0 to 3"):
         evenness(halves, from_row=4)
 
 
@@ -266,7 +266,7 @@ def test_ablations_touch_the_named_heads_only():
         expected = [1 / (row + 2)] * (row + 2) + [0.0] * (3 - row)
         for head in (0, 2):
             assert level[1, head, row].tolist() == pytest.approx(expected)
-    with pytest.raises(ArgumentError, match="head 3 is none of the layer's 3"):
+    with pytest.raises(ArgumentError, match="head 3 does not exist, expected 0 to 2"):
         knock_out(3)(pattern, None)
 
 
@@ -368,7 +368,7 @@ def test_the_patterns_of_a_transformer():
         assert torch.equal(p.wanted(logits), logits.argmax(-1))
     with pytest.raises(ArgumentError, match="no f blocks"):
         mechanisms.logit_lens(model, ids)
-    with pytest.raises(ArgumentError, match="no attention whose rows"):
+    with pytest.raises(ArgumentError, match="no attention with known rows"):
         mechanisms.patterns(model, ids, ["f"])
 
 

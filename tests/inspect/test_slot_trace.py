@@ -75,7 +75,7 @@ def test_the_table_marks_hits() -> None:
     table = slot_table(readings(), reach=2)
     assert [row[-1] for row in table.rows] == ["", "[HIT]", "[HIT]", ""]
     assert table.rows[3][4:7] == ("never written", "-", "-")
-    assert "50 % of the slots, 62 % of the weight; 75 % of the slots by one of the last four" in table.note
+    assert "in 50 % of the slots with 62 % of the weight; for one of the last four writes, in 75 %" in table.note
 
 
 def test_a_trace_is_made_ready() -> None:
@@ -100,7 +100,7 @@ def test_a_trace_is_made_ready() -> None:
     other = slot_readings({"a": seen}, TOKENS, LABELS, [4], row=1, answers={4: 3})
     assert [slot.slot for slot in other.readings[0].slots] == [9, 9]
     assert other.answers == {4: 3}
-    with pytest.raises(ArgumentError, match="reach beyond the 6 tokens"):
+    with pytest.raises(ArgumentError, match="are out of range for 6 tokens"):
         slot_readings({"a": seen}, TOKENS, LABELS, [6])
     with pytest.raises(ArgumentError, match="5 labels for 6 tokens"):
         slot_readings({"a": seen}, TOKENS, LABELS[:-1], [3])

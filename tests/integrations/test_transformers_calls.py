@@ -95,7 +95,7 @@ def test_a_preset_of_another_package_has_a_name_at_once() -> None:
     ("positional", "named", "message"),
     [
         (["biwieght"], {}, "Did you mean 'biweight'"),
-        ([], {"softmax": "biweight"}, "'regard_softmax' stands for softmax already"),
+        ([], {"softmax": "biweight"}, "'regard_softmax' is already softmax"),
         ([], {"a/b": "biweight"}, "reads '/'"),
         ([], {"flashy": "biweight"}, "reads 'flash'"),
         ([], {"sdpa2": "biweight"}, "reads 'sdpa'"),

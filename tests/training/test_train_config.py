@@ -12,7 +12,7 @@ import pytest
 import regard
 from regard.checks import ArgumentError
 from regard.training import TrainConfig
-from regard.training.config import split_sentences
+from regard.training.config import split_specs
 from regard.training.fields import from_mapping, read_mapping, to_mapping
 from regard.training.validation import validate
 
@@ -33,8 +33,8 @@ from regard.training.validation import validate
         ({"clip": float("inf")}, "--clip is inf"),
         ({"weight_decay": -0.1}, "--weight-decay is -0.1"),
         ({"weight_decay": float("nan")}, "--weight-decay is nan"),
-        ({"warmup": 1.5}, "--warmup is 1.5, expected a share from 0 to 1"),
-        ({"validation": 0.0}, "--validation is 0.0, expected a share between 0 and 1"),
+        ({"warmup": 1.5}, "--warmup is 1.5, expected a fraction from 0 to 1"),
+        ({"validation": 0.0}, "--validation is 0.0, expected a fraction between 0 and 1"),
         ({"validation": 1.0}, "--validation is 1.0"),
         ({"seed": -1}, "--seed is -1"),
         ({"seed": 2**32}, "--seed is 4294967296, expected 0 to 4294967295"),
@@ -43,18 +43,18 @@ from regard.training.validation import validate
         ({"heads": 16}, "--heads is 16, which gives heads of 1 channels at --width 16"),
         ({"heads": 4, "width": 36}, "choose from 1, 2, 3, 6, 9, 18, or a --width that is a multiple of 8"),
         ({"heads": 4, "kv_heads": 3}, "--kv-heads is 3"),
-        ({"spec": ("softmax", "biweight")}, "--spec has 2 sentences for 1 layers"),
-        ({"spec": ("softmax,",)}, "--spec names nothing at one place"),
-        ({"spec": ()}, "--spec names nothing; give a sentence"),
+        ({"spec": ("softmax", "biweight")}, "--spec has 2 specs for 1 layers"),
+        ({"spec": ("softmax,",)}, "--spec has an empty part"),
+        ({"spec": ()}, "--spec is empty; give a spec"),
         ({"model": "mosaic"}, "unknown model 'mosaic'"),
         ({"option": ("norm",)}, "--option is 'norm', expected key=value"),
         ({"spec": ("cosine",), "temperature": "learned"}, "--temperature: temperature learned needs scores"),
         ({"temperature": "lgo"}, "--temperature: unknown temperature 'lgo'. Did you mean 'log'?"),
-        ({"heads": 2, "kv_heads": 1, "share_query_key": True}, "--kv-heads 1 must be --heads 2; leave --kv-heads out"),
+        ({"heads": 2, "kv_heads": 1, "share_query_key": True}, "--kv-heads 1 must equal --heads 2; omit --kv-heads"),
         ({"spec": ("biwait",)}, "Did you mean 'biweight'"),
         ({"tokenizer": "chars"}, "Did you mean 'char'"),
         ({"device": "gpu"}, "unknown device 'gpu'"),
-        ({"data": None}, "no text to learn from; give --data"),
+        ({"data": None}, "no training text; give --data"),
         ({"resume": True, "overwrite": True}, "give one of them"),
     ],
 )
@@ -78,7 +78,7 @@ def test_what_is_out_of_range_is_named(tiny: Callable, changes: dict, message: s
     ],
 )
 def test_commas_in_brackets_do_not_split(text: str, expected: list[str]) -> None:
-    assert split_sentences(text) == expected
+    assert split_specs(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_commas_in_brackets_do_not_split(text: str, expected: list[str]) -> None
         ("softmax,", "rbf*nearest(k=4),", "relu"),
     ],
 )
-def test_blanks_and_commas_between_sentences(words: tuple[str, ...]) -> None:
+def test_spaces_and_commas_between_specs(words: tuple[str, ...]) -> None:
     assert TrainConfig(spec=words).spec == ("softmax", "rbf*nearest(k=4)", "relu")
 
 
@@ -116,7 +116,7 @@ def test_sizes_that_nothing_computes_are_named_by_their_flags(tiny: Callable, mo
         validate(tiny(**sizes))
 
 
-def test_ridges_are_for_the_sentences_that_have_one(tiny: Callable) -> None:
+def test_ridges_are_for_the_specs_that_have_one(tiny: Callable) -> None:
     validate(tiny(layers=2, spec=("softmax", "local-linear[biweight]"), ridge="learned(start=0.5)", qk_norm="rms"))
     with pytest.raises(ArgumentError, match=r"train: --ridge: ridge learned needs a local linear model .* softmax"):
         validate(tiny(spec=("softmax",), ridge="learned"))

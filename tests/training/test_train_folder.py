@@ -101,7 +101,7 @@ def test_a_run_that_began_meanwhile_is_seen(tiny: Callable, silent: Console, mon
         return prepare(*args)
 
     monkeypatch.setattr("regard.training.run._prepare_text", other_first)
-    with pytest.raises(ArgumentError, match="holds a run already"):
+    with pytest.raises(ArgumentError, match="already holds a run"):
         train(config, console=silent)
 
 
@@ -123,9 +123,9 @@ def test_killed_while_a_run_begins(
         train(config, console=silent)
     monkeypatch.undo()
     if where != "tokenizer":  # in which case nothing was written
-        with pytest.raises(ArgumentError, match="holds the beginnings of a run, replace it with --overwrite"):
+        with pytest.raises(ArgumentError, match="holds the beginning of a run, replace it with --overwrite"):
             train(config, console=silent)
-    with pytest.raises(ArgumentError, match="stopped while it began or was deleted; start anew with --overwrite"):
+    with pytest.raises(ArgumentError, match="stopped while it began or was deleted; start again with --overwrite"):
         train(tiny(steps=1, resume=True), console=silent)
     (config.out / "notes.md").write_text("mine")
     assert train(tiny(steps=1, overwrite=True), console=silent).step == 1
@@ -188,6 +188,6 @@ def test_two_commands_at_once(tiny: Callable) -> None:
     codes = [process.returncode for process in both]
     assert sorted(codes) == [0, 2], errors
     refused = errors[codes.index(2)]
-    assert "is in use: process" in refused or "holds a run already" in refused
+    assert "is in use: process" in refused or "already holds a run" in refused
     steps = [line.split(",")[0] for line in (config.out / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     assert steps == [f'{{"step": {i}' for i in range(1, 301)]

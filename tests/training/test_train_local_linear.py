@@ -1,4 +1,4 @@
-"""Training local linear models: what is logged, what is said once, and that the ridge is learned."""
+"""Training local linear models: what is logged, what is shown once, and that the ridge is learned."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_without_local_linear_layers_there_is_no_solver_to_log(tiny: Callable, s
     assert not {"negative_mass", "solver_iterations", "solver_residual", "unconverged"} & set(first)
 
 
-def test_systems_that_do_not_converge_are_said_once(tiny: Callable) -> None:
+def test_systems_that_do_not_converge_are_shown_once(tiny: Callable) -> None:
     log = io.StringIO()
     config = tiny(spec=("gaussian*linear(ridge=0.0001,solver=cg(max_iter=1))",), heads=1, steps=4)
     with warnings.catch_warnings():
@@ -112,7 +112,7 @@ def test_systems_that_do_not_converge_are_said_once(tiny: Callable) -> None:
         train(config, console=Console(file=log, width=400))
     said = [line for line in log.getvalue().splitlines() if "systems did not converge" in line]
     assert len(said) == 1
-    assert "Said once" in said[0]
+    assert "Shown once" in said[0]
     assert "solver=cholesky" in said[0]
     assert all(line["unconverged"] > 0 for line in metrics(config.out) if "loss" in line)
 

@@ -53,7 +53,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @every_model
-def test_sizes_and_sentences_reach_every_model(name: str) -> None:
+def test_sizes_and_specs_reach_every_model(name: str) -> None:
     config = made(name, layers=4, width=24, heads=2, context=20, spec=("triweight",))
     assert type(config) is language_models.get(name).config
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (24, 4, 2)
@@ -62,7 +62,7 @@ def test_sizes_and_sentences_reach_every_model(name: str) -> None:
     places = len(config.mixers)
     each = tuple(["softmax", "biweight"] * places)[:places]
     assert made(name, layers=4, spec=each).mixers == list(each)
-    with pytest.raises(ArgumentError, match=rf"--spec has {places + 1} sentences for {places} .*give one for all"):
+    with pytest.raises(ArgumentError, match=rf"--spec has {places + 1} specs for {places} .*give 1 or {places}"):
         made(name, layers=4, spec=("softmax",) * (places + 1))
 
 
@@ -135,9 +135,9 @@ def test_flags_of_the_transformer_reach_it_and_are_refused_where_they_have_no_me
         ("initializer_range=x", r"--option initializer_range is 'x', expected a number"),
         ("initializer_range=-1", r"--model {}: \w+: initializer_range is -1"),
         ("tie_word_embeddings=yes", r"--option tie_word_embeddings is 'yes', expected true or false"),
-        ("hidden_size=8", r"--option hidden_size: this field has a flag of its own, --width"),
-        ("mixers=softmax", r"--option mixers: this field has a flag of its own, --spec"),
-        ("vocab_size=8", r"--option vocab_size: the tokenizer says that"),
+        ("hidden_size=8", r"--option hidden_size: use the flag of this field, --width"),
+        ("mixers=softmax", r"--option mixers: use the flag of this field, --spec"),
+        ("vocab_size=8", r"--option vocab_size: set by the tokenizer"),
     ],
 )
 def test_options_that_cannot_be(name: str, option: str, message: str) -> None:
@@ -388,9 +388,9 @@ def test_configs_that_do_not_fit(saved: Path) -> None:
     kind = json.loads(sound)["model_type"]
     other = next(entry.config.model_type for _, entry in language_models.items() if entry.config.model_type != kind)
     cases = [
-        ({"model_type": "frobnicator"}, "is of type 'frobnicator', which is not known here; expected one of"),
-        ({"model_type": "t5"}, "is of type 't5', which is no causal language model"),
-        ({"model_type": None}, "is of type None"),
+        ({"model_type": "frobnicator"}, "has type 'frobnicator', which is unknown; expected a type of"),
+        ({"model_type": "t5"}, "has type 't5', which is not a causal language model"),
+        ({"model_type": None}, "has type None"),
         ({"model_type": other}, f"eval: (cannot load the model in {saved}|the weights in {saved} do not fit)"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide', expected a positive integer"),
         ({"mixers": "biwait"}, "unknown spec 'biwait'"),
@@ -415,7 +415,9 @@ def test_configs_that_do_not_fit(saved: Path) -> None:
 def test_a_tokenizer_of_another_model(saved: Path) -> None:
     try:
         char_tokenizer("abcdefgh ijk").save_pretrained(saved)
-        with pytest.raises(ArgumentError, match=r"has tokens up to 14, its model knows 0 to 11; they do not belong"):
+        with pytest.raises(
+            ArgumentError, match=r"has token ids up to 14, but its model has 0 to 11; they do not belong"
+        ):
             load_model(saved, call="generate")
     finally:
         TOKENIZER.save_pretrained(saved)

@@ -1,8 +1,8 @@
 """The `regard` command.
 
-A command is a function `(arguments) -> exit code`, named here as "module:function" and imported when asked
-for, so that `regard --help` loads nothing. Mistakes in what the user gave (`ArgumentError`) are one line on
-standard error and exit code 2; a run that cannot go on is one line and 1; an interrupted one 130.
+A command is a function `(arguments) -> exit code`, named here as "module:function" and imported when it is run, so that
+`regard --help` imports nothing. Mistakes in the arguments (`ArgumentError`) give one line on standard error and exit
+code 2, a run that cannot continue gives one line and 1, an interrupted run 130.
 """
 
 from __future__ import annotations
@@ -15,36 +15,21 @@ from contextlib import contextmanager, nullcontext
 from importlib import import_module
 
 COMMANDS = {
-    "demo": (
-        None,
-        "train four small models on real text, end with a table and a report",
-    ),
+    "demo": (None, "train four small models on real text, and write a table and a report"),
     "train": ("regard.cli.commands:train", "train a language model on your text"),
     "eval": ("regard.cli.commands:evaluate", "measure a trained model on held-out text"),
-    "generate": ("regard.cli.commands:generate", "let a trained model continue a prompt"),
+    "generate": ("regard.cli.commands:generate", "continue a prompt with a trained model"),
     "reproduce": (None, "run an experiment: table, figures and JSON in a folder"),
-    "list": ("regard.cli.show:listing", "show what can be chosen by name: kernels, presets, ..."),
-    "doctor": ("regard.cli.show:doctor", "show versions, devices, and which implementations can run"),
+    "list": ("regard.cli.show:listing", "show what can be selected by name: presets, kernels, ..."),
+    "doctor": ("regard.cli.show:doctor", "show versions, devices, and available implementations"),
 }
 """Command name to ("module:function", one line of help). None: an entry point of the group "regard.commands"."""
-_SHOWING = ("list", "doctor")
-"""Commands that import and print, and compute nothing."""
-
-_LM = (
-    "tyro",
-    "rich",
-    "transformers",
-    "accelerate",
-    "tokenizers",
-    "safetensors",
-    "matplotlib",
-    "jinja2",
-    "tomli",
-)
+_LM = ("tyro", "rich", "transformers", "accelerate", "tokenizers", "safetensors", "matplotlib", "jinja2", "tomli")
+"""Packages of the extra `lm`."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
@@ -63,27 +48,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """The text of `regard --help`."""
-    lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "regard: attention is regression done at test time.",
-            "",
-            "usage: regard COMMAND [options]",
-            "",
-            *lines,
-            "",
-            "`regard COMMAND --help` lists the options of a command.",
-            "Begin with `regard demo`, or with `regard train --data FILE` and `regard generate runs/train`.",
-        ]
+    """Return the text of `regard --help`."""
+    lines = "\n".join(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items())
+    return (
+        "regard: attention as regression at test time.\n\nusage: regard COMMAND [options]\n\n"
+        f"{lines}\n\n`regard COMMAND --help` lists the options of a command.\n"
+        "Start with `regard demo`, or with `regard train --data FILE` and `regard generate runs/train`."
     )
 
 
 def _guarded(name: str, rest: list[str]) -> int:
-    """Run a command and turn what can go wrong into one line and an exit code."""
+    """Run a command, and turn errors into one line and an exit code."""
     prefix = f"regard {name}: error: "
     try:
-        with _quick() if name in _SHOWING or rest in (["-h"], ["--help"]) else nullcontext():
+        with _no_garbage_collection() if name in ("list", "doctor") or rest in (["-h"], ["--help"]) else nullcontext():
             return _load(name)(rest)
     except SystemExit as stop:  # --help
         return stop.code if isinstance(stop.code, int) else 0
@@ -107,26 +85,25 @@ def _guarded(name: str, rest: list[str]) -> int:
             return _fail(f"regard {name}: {message}", 130)
         if isinstance(error, TrainingStopped):
             return _fail(prefix + message, 1)
-        limit = _beyond_a_limit(error)
-        if limit:
-            return _fail(f"{prefix}{limit}", 2)
+        if limit := _limit(error):
+            return _fail(prefix + limit, 2)
         raise
 
 
 @contextmanager
-def _quick() -> Iterator[None]:
-    """Put off garbage collection: what is imported lives on, and looking through it takes a third of a second."""
-    on = gc.isenabled()
+def _no_garbage_collection() -> Iterator[None]:
+    """Delay garbage collection inside the block, which saves a third of a second of imports."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if on:
+        if enabled:
             gc.enable()
 
 
-def _beyond_a_limit(error: Exception) -> str | None:
-    """Return one line about input that is too large, too deep or not readable as text, or None for a fault of ours."""
+def _limit(error: Exception) -> str | None:
+    """Return one line about input that is too large, too deep or unreadable, or None for a bug."""
     text = " ".join(str(error).split())
     if isinstance(error, RecursionError):
         return "the input is nested too deeply."
@@ -140,13 +117,13 @@ def _beyond_a_limit(error: Exception) -> str | None:
 
 
 def _load(name: str) -> Callable[[list[str]], int]:
-    place = COMMANDS[name][0]
-    if place is None:
+    target = COMMANDS[name][0]
+    if target is None:
         from importlib.metadata import entry_points
 
         (point,) = entry_points(group="regard.commands", name=name)
         return point.load()
-    module, _, function = place.partition(":")
+    module, _, function = target.partition(":")
     return getattr(import_module(module), function)
 
 

@@ -1,5 +1,4 @@
-"""The commands. Each takes its arguments as a list and returns the exit code; what is slow to import is
-imported inside."""
+"""The commands. Each takes its arguments as a list and returns the exit code. Slow imports are inside."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 
 def train(argv: list[str]) -> int:
-    """`regard train`. With --resume the run's own config is the base, so that nothing need be repeated."""
+    """Run `regard train`; with --resume, options that are not given are those of the run."""
     config = parse(TrainConfig, argv, command="train", epilogue=_TRAIN)
     if config.resume:
         from ..training.storage.folder import saved_config
@@ -32,14 +31,15 @@ def train(argv: list[str]) -> int:
     from ..training.run import train as run
 
     summary = run(config)
+    support = [] if summary.support is None else [("support", f"{summary.support:.1f} keys per query")]
     lines = [
         ("held-out loss", f"{summary.loss:.4f} nats/token"),
         ("", f"{summary.bits_per_char:.4f} bits/character, {summary.bits_per_byte:.4f} bits/byte"),
         ("speed", f"{summary.tokens_per_second:,.0f} tokens/s"),
+        *support,
+        ("parameters", f"{summary.parameters:,}"),
+        ("run folder", summary.out),
     ]
-    if summary.support is not None:
-        lines.append(("support", f"{summary.support:.1f} keys per query"))
-    lines += [("parameters", f"{summary.parameters:,}"), ("run folder", summary.out)]
     print_pairs(lines)
     hint = f" --prompt {shlex.quote(summary.prompt)}" if summary.prompt else ""
     print(f"\nTry: regard generate {shlex.quote(summary.out)}{hint}")
@@ -48,32 +48,30 @@ def train(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Measure a trained model on held-out text.
-
-    Nothing is drawn at random: the same command prints the same loss.
-    """
+    """Measure a trained model on held-out text."""
 
     run: Run
     """Folder of a training run (its --out), or of a saved model."""
     data: Path | None = None
-    """UTF-8 file or folder to measure on, all of it. By default the text that was held out in training."""
+    """UTF-8 file or folder to measure on. By default the text that was held out in training."""
     context: int | None = None
-    """Tokens per window. By default the context of the training."""
+    """Tokens per window. By default the context length of the training."""
     stride: int | None = None
-    """Tokens by which windows advance; smaller gives each token more context. By default half a context."""
+    """Tokens by which windows advance; a smaller stride gives more context. By default half the context."""
     batch: int = 16
-    """Windows computed at once."""
+    """Windows per forward pass."""
     device: str = "auto"
-    """'cpu', 'cuda', 'mps', or 'auto' for the fastest that is there."""
+    """'cpu', 'cuda', 'mps', or 'auto' for the fastest available."""
 
 
 def evaluate(argv: list[str]) -> int:
-    """`regard eval`."""
+    """Run `regard eval`."""
     options = parse(EvalOptions, argv, command="eval", epilogue=_EVAL)
     for name, least in (("context", 2), ("stride", 1), ("batch", 1)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise ArgumentError(f"eval: --{name} is {value}, expected at least {least}.")
+    from ..checks import require
     from ..training.data.tokenizers import encode
     from ..training.device import resolve_device
     from ..training.evaluation import Units
@@ -85,18 +83,13 @@ def evaluate(argv: list[str]) -> int:
     content, saved = _eval_text(options)
     context = options.context or (saved.context if saved else model.config.max_position_embeddings)
     if options.stride is not None and options.stride >= context:
-        raise ArgumentError(
-            f"eval: --stride is {options.stride}, expected 1 to {context - 1}, less than the context of {context}."
-        )
+        raise ArgumentError(f"eval: --stride is {options.stride}, expected 1 to {context - 1} (context - 1).")
     tokens = encode(tokenizer, content)
-    if len(tokens) < context:
-        raise ArgumentError(
-            f"eval: the text has {len(tokens)} tokens, less than one context of {context}; "
-            "give more text or a smaller --context."
-        )
-    sizes: dict[str, Any] = {"context": context, "stride": options.stride, "batch": options.batch}
+    few = f"the text has {len(tokens)} tokens, less than one context of {context}"
+    require(len(tokens) >= context, "eval", f"{few}; give more text or a smaller --context.")
+    units = Units.of(content, len(tokens))
     try:
-        result = measure(model.to(device), tokens, Units.of(content, len(tokens)), **sizes)
+        result = measure(model.to(device), tokens, units, context=context, stride=options.stride, batch=options.batch)
     except ArgumentError as error:
         raise ArgumentError(f"eval: with --batch {options.batch} and --context {context}: {error}") from None
     lines = [
@@ -115,7 +108,7 @@ def evaluate(argv: list[str]) -> int:
 
 
 def _eval_text(options: EvalOptions) -> tuple[str, TrainConfig | None]:
-    """The text to measure on, and the run's config if the folder is a run."""
+    """Return the text to measure on, and the run's config if the folder is a run."""
     from ..training.data.text import load_text, split_text
     from ..training.storage.folder import check_text, saved_config
 
@@ -124,7 +117,7 @@ def _eval_text(options: EvalOptions) -> tuple[str, TrainConfig | None]:
     if options.data is not None:
         return load_text(options.data, call="eval").content, saved
     if saved is None or saved.data is None:
-        raise ArgumentError(f"eval: {options.run} is a model without its run; give the text with --data FILE.")
+        raise ArgumentError(f"eval: {options.run} is a model without a run; give the text with --data FILE.")
     text = load_text(saved.data, call="eval")
     check_text(options.run, text, call="eval")
     return split_text(text.content, saved.validation)[1], saved
@@ -132,26 +125,26 @@ def _eval_text(options: EvalOptions) -> tuple[str, TrainConfig | None]:
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Let a trained model continue a prompt. The same seed gives the same text."""
+    """Continue a prompt with a trained model. The same seed gives the same text."""
 
     run: Run
     """Folder of a training run (its --out), or of a saved model."""
     prompt: str | None = None
-    """Text to continue. By default a new line, or another character where the model never saw one."""
+    """Text to continue. By default a newline, or another character if the model does not know it."""
     max_new_tokens: int = 200
-    """Tokens to add."""
+    """Tokens to generate."""
     temperature: float = 0.8
-    """Below 1 safer, above 1 wilder; 0 always takes the likeliest token."""
+    """Sampling temperature; 0 always takes the most likely token."""
     top_k: int | None = None
-    """Choose among so many likeliest tokens only. By default among all."""
+    """Sample from this many most likely tokens. By default from all."""
     seed: int = 0
-    """Decides the draws."""
+    """Random seed."""
     device: str = "auto"
-    """'cpu', 'cuda', 'mps', or 'auto' for the fastest that is there."""
+    """'cpu', 'cuda', 'mps', or 'auto' for the fastest available."""
 
 
 def generate(argv: list[str]) -> int:
-    """`regard generate`."""
+    """Run `regard generate`."""
     options = parse(GenerateOptions, argv, command="generate")
     from ..training.device import resolve_device
     from ..training.generate import check_sampling, default_prompt, generate_text, unknown_characters
@@ -171,17 +164,17 @@ def generate(argv: list[str]) -> int:
     prompt = default_prompt(tokenizer) if options.prompt is None else options.prompt
     unknown = unknown_characters(tokenizer, prompt)
     if unknown:
-        print(f"regard generate: note: the model never saw {unknown!r}; read as <unk>", file=sys.stderr)
+        print(f"regard generate: note: the model does not know {unknown!r}; read as <unk>", file=sys.stderr)
     print(generate_text(model.to(device), tokenizer, prompt, **numbers))
     return 0
 
 
 _TRAIN = (
-    "Example: regard train --data notes.txt --spec biweight --steps 500 --out runs/notes. The folder "
-    "then holds config, tokenizer, metrics.jsonl, checkpoints and the model; --resume continues it after an "
-    "interruption, and Ctrl-C stops it after the current step with a checkpoint."
+    "Example: regard train --data notes.txt --spec biweight --steps 500 --out runs/notes. The folder then holds "
+    "config, tokenizer, metrics.jsonl, checkpoints and the model. Ctrl-C stops the run after the current step with a "
+    "checkpoint, and --resume continues it."
 )
 _EVAL = (
-    "The text is read in windows of one context that advance by --stride; every token but the first is "
-    "predicted exactly once. Nothing is drawn at random."
+    "The text is read in windows of one context that advance by --stride; every token but the first is predicted "
+    "exactly once. The result does not depend on random numbers."
 )

@@ -1,7 +1,7 @@
-"""Flags and TOML files to dataclasses, with every mistake as one line.
+"""Reading dataclasses from flags and TOML files, with every mistake reported in one line.
 
-Flags come from the fields of a dataclass by tyro; tyro's own messages, which fill a box, are brought down to
-one line, and an unknown flag is answered with the closest known ones.
+tyro makes the flags from the fields of a dataclass. Its boxed messages are reduced to one line, and an unknown flag is
+answered with the closest known ones.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import dataclasses
 import io
 import re
 from contextlib import redirect_stderr
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import ArgumentError, suggestion
+from ..training.fields import flag as flag_of
 from ..training.fields import from_mapping, read_mapping
 
 C = TypeVar("C")
@@ -29,15 +31,15 @@ _PLAIN = tuple(
     )
 )
 _OUTPUT = re.compile(r"^--output(?=$|=)")
-"""What recipes called --out before; commands with it stand in results that were kept."""
+"""The former name of --out, which appears in stored results."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def parse(cls: type[C], argv: list[str], *, command: str, base: C | None = None, epilogue: str = "") -> C:
-    """The dataclass `cls` from flags, over the TOML or JSON file of `--config` if given, over `base`.
+    """Return the dataclass `cls` from flags, which override the file of `--config`, which overrides `base`.
 
     Args:
-        base: values where neither flag nor file says anything; default: the class's own defaults.
+        base: values set by neither flag nor file; default: the defaults of the class.
         epilogue: a paragraph for `--help`.
 
     Raises:
@@ -48,13 +50,13 @@ def parse(cls: type[C], argv: list[str], *, command: str, base: C | None = None,
 
     argv = [_OUTPUT.sub("--out", word) for word in argv]
     file, argv = _take_config(argv, command)
-    argv = _gather(argv, cls, command)
+    argv = _join_repeated(argv, cls, command)
     default = _defaults(cls) if base is None else base
     if file is not None:
         default = from_mapping(default, read_mapping(file, call=command), call=command, source=str(file))
-    complaints = io.StringIO()
+    errors = io.StringIO()
     try:
-        with redirect_stderr(complaints):
+        with redirect_stderr(errors):
             value, unknown = tyro.cli(
                 cls,
                 args=argv,
@@ -67,14 +69,14 @@ def parse(cls: type[C], argv: list[str], *, command: str, base: C | None = None,
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ArgumentError(f"{command}: {_squash(complaints.getvalue())}") from None
+        raise ArgumentError(f"{command}: {_squash(errors.getvalue())}") from None
     if unknown:
         raise ArgumentError(f"{command}: {_unknown(unknown[0], cls)}")
     return value
 
 
 def _take_config(argv: list[str], command: str) -> tuple[Path | None, list[str]]:
-    """Take `--config FILE` or `--config=FILE` out of the arguments."""
+    """Remove `--config FILE` or `--config=FILE` from the arguments."""
     rest: list[str] = []
     file: Path | None = None
     words = iter(argv)
@@ -91,34 +93,31 @@ def _take_config(argv: list[str], command: str) -> tuple[Path | None, list[str]]
     return file, rest
 
 
-def _gather(argv: list[str], cls: type[Any], command: str) -> list[str]:
-    """The words after every occurrence of a repeatable flag, behind one occurrence at the end: `--option a=1
-    --option b=2` says the same as `--option a=1 b=2`.
-
-    Raises:
-        ArgumentError: none follows.
-    """
-    repeatable = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(cls) if f.metadata.get("repeatable")}
+def _join_repeated(argv: list[str], cls: type[Any], command: str) -> list[str]:
+    """Move the words after all occurrences of a repeatable flag behind one occurrence at the end, so that
+    `--option a=1 --option b=2` is the same as `--option a=1 b=2`."""
+    repeatable = {flag_of(f.name) for f in dataclasses.fields(cls) if f.metadata.get("repeatable")}
     rest: list[str] = []
-    words: dict[str, list[str]] = {}
-    into = rest
+    repeated: dict[str, list[str]] = {}
+    target = rest
     for word in argv:
         flag, equals, value = word.partition("=")
-        if flag.startswith("-") and flag.replace("_", "-") in repeatable:
-            into = words.setdefault(flag.replace("_", "-"), [])
-            into += [value] if equals else []
+        flag = flag.replace("_", "-")
+        if flag in repeatable:
+            target = repeated.setdefault(flag, [])
+            target += [value] if equals else []
             continue
         if word.startswith("-"):
-            into = rest
-        into.append(word)
-    for flag, gathered in words.items():
-        if not gathered:
+            target = rest
+        target.append(word)
+    for flag, words in repeated.items():
+        if not words:
             raise ArgumentError(f"{command}: {flag} expects a value.")
-    return rest + [word for flag, gathered in words.items() for word in (flag, *gathered)]
+    return rest + [word for flag, words in repeated.items() for word in (flag, *words)]
 
 
 def _defaults(cls: type[C]) -> C:
-    """An instance with every default; fields without one are marked missing, so that tyro asks for them."""
+    """Return an instance with every default; fields without one are marked as missing for tyro."""
     import tyro
 
     required = {
@@ -131,12 +130,12 @@ def _defaults(cls: type[C]) -> C:
 
 def _describe(cls: type[Any], epilogue: str) -> str:
     text = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
-    config = "--config FILE.toml reads any of these options from a file; a flag wins over the file."
+    config = "--config FILE.toml reads any of these options from a file; flags override the file."
     return "\n\n".join(part for part in (text, epilogue, config) if part)
 
 
 def _unknown(word: str, cls: type[Any]) -> str:
-    flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(cls)]
+    flags = [flag_of(field.name) for field in dataclasses.fields(cls)]
     if not word.startswith("-"):
         return f"unexpected argument {word!r}; options begin with --. See --help."
     flag = word.partition("=")[0]
@@ -144,15 +143,11 @@ def _unknown(word: str, cls: type[Any]) -> str:
 
 
 def _squash(box: str) -> str:
-    """A boxed message as one line, without the help text that tyro repeats below it."""
+    """Return a boxed message as one line, without the help text that tyro repeats below it."""
     lines = (_BOX.sub(" ", line).strip() for line in _ANSI.sub("", box).splitlines())
-    kept = []
-    for line in lines:
-        if line.startswith(("Argument helptext", "For full helptext")):
-            break
-        if line.strip("-") and line not in _TITLES:  # a line of dashes is a box where UTF-8 is not spoken
-            kept.append(line)
-    text = " ".join(" ".join(kept).split())
+    message = takewhile(lambda line: not line.startswith(("Argument helptext", "For full helptext")), lines)
+    # without UTF-8 a box is made of dashes
+    text = " ".join(word for line in message if line.strip("-") and line not in _TITLES for word in line.split())
     for pattern, plain in _PLAIN:
         text = pattern.sub(plain, text)
     return text or "the options could not be read. See --help."

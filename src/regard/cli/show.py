@@ -1,4 +1,4 @@
-"""`regard list` and `regard doctor`: what can be chosen, and what can run here. Neither needs a model."""
+"""The commands `regard list` and `regard doctor`: what can be selected, and what runs on this machine."""
 
 from __future__ import annotations
 
@@ -11,36 +11,41 @@ from ..errors import ArgumentError, suggestion
 
 
 def listing(argv: list[str]) -> int:
-    """`regard list [WHAT]`."""
+    """Run `regard list [KIND]`."""
     if argv and argv[0] in ("-h", "--help"):
-        print(f"usage: regard list [WHAT]\n\nShow what can be chosen by name: {_WHAT}.")
+        print(
+            "usage: regard list [KIND]\n\nShow what can be selected by name: presets (the default), another kind, such "
+            "as kernels, recipes, models or token-mixers, or all kinds with `regard list all`."
+        )
         return 0
     if len(argv) > 1:
-        raise ArgumentError(f"list: expected one thing to list, got {len(argv)}: {' '.join(argv)}.")
-    shelves = _shelves()
+        raise ArgumentError(f"list: expected one kind, got {len(argv)}: {' '.join(argv)}.")
+    kinds = _kinds()
+    wanted = argv[0] if argv else "presets"
+    kind = wanted if wanted in kinds else _plural(wanted)
+    if wanted == "all":
+        for name, entries in kinds.items():
+            _show(name, entries() if name not in _SLOW else [("", f"`regard list {name}` shows them")])
+    elif kind in kinds:
+        _show(kind, kinds[kind]())
+    else:
+        raise ArgumentError(f"list: unknown kind {wanted!r}.{suggestion(wanted, [*kinds, 'all'])}")
     if not argv:
-        for shelf, items in shelves.items():
-            _show(shelf, items() if shelf not in _SLOW else [("", f"`regard list {shelf}` shows them")])
-        return 0
-    shelf = argv[0] if argv[0] in shelves else _plural(argv[0])
-    if shelf not in shelves:
-        raise ArgumentError(f"list: there are no {argv[0]!r}.{suggestion(argv[0], shelves)}")
-    _show(shelf, shelves[shelf]())
+        print(f"\n`regard list KIND` shows another kind: all, {', '.join(kinds)}.")
     return 0
 
 
-_WHAT = "everything, or one kind, such as kernels, presets, recipes, models or token-mixers"
 _SLOW = ("token-mixers", "models")
-"""What only transformers can tell, which takes seconds to import: listed when it is asked for."""
+"""Kinds that need transformers, which takes seconds to import; `all` does not list their entries."""
 
 
-def _show(shelf: str, items: Iterable[tuple[str, str]]) -> None:
-    print(f"{shelf}:")
-    print_pairs([(f"  {name}", line) for name, line in items])
+def _show(title: str, entries: Iterable[tuple[str, str]]) -> None:
+    print(f"{title}:")
+    print_pairs([(f"  {name}", line) for name, line in entries])
 
 
-def _shelves() -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
-    """What can be listed, by name: a function that gives names and lines about them."""
+def _kinds() -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
+    """Return by kind a function that yields names, each with a line of description."""
     import regard
 
     from ..training.data.tokenizers import TOKENIZERS
@@ -56,7 +61,7 @@ def _shelves() -> dict[str, Callable[[], Iterator[tuple[str, str]]]]:
 
 
 def _token_mixers() -> Iterator[tuple[str, str]]:
-    """What `--spec` may name beside a sentence of the grammar, with its options."""
+    """Yield the token mixers that `--spec` takes besides attention specs, with their options."""
     from ..models import token_mixers
 
     for name, mixer in token_mixers.items():
@@ -65,36 +70,36 @@ def _token_mixers() -> Iterator[tuple[str, str]]:
 
 
 def _models() -> Iterator[tuple[str, str]]:
-    """Every model with the flags and options that are its own."""
+    """Yield every model with its own flags and options."""
+    from ..training.fields import flag
     from ..training.models import language_models, options
 
     for name, entry in language_models.items():
         flags, fields = options(name)
         yield name, entry.about
         if flags:
-            yield "", "flags: " + ", ".join("--" + flag.replace("_", "-") for flag in flags)
+            yield "", "flags: " + ", ".join(map(flag, flags))
         yield "", "--option: " + ", ".join(f"{field}={_word(value)}" for field, value in fields.items())
 
 
 def _word(value: Any) -> str:
-    """A default as one writes it on the command line."""
+    """Return a default as it is written on the command line."""
     if isinstance(value, (tuple, list)):
         return ",".join(map(_word, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def doctor(argv: list[str]) -> int:
-    """`regard doctor`."""
+    """Run `regard doctor`."""
     if argv and argv[0] not in ("-h", "--help"):
         raise ArgumentError(f"doctor: takes no arguments, got {' '.join(argv)}.")
     if argv:
-        print("usage: regard doctor\n\nShow versions, devices, and which implementations can run.")
+        print("usage: regard doctor\n\nShow versions, devices, and available implementations.")
         return 0
     from ..doctor import report
 
-    for title, pairs in report().items():
-        print(f"{title}:")
-        print_pairs([(f"  {name}", text) for name, text in pairs.items()])
+    for title, entries in report().items():
+        _show(title, entries.items())
     return 0
 
 
@@ -113,8 +118,8 @@ def _plural(kind: str) -> str:
 
 
 def about(thing: Any) -> str:
-    """Return one line about something registered: a preset spelt out, else the first sentence of a docstring."""
+    """Return one line about a registered object: the spec of a preset, else the first sentence of a docstring."""
     if hasattr(thing, "parts"):
         return "*".join(thing.parts())
     text = " ".join((getattr(thing, "impl", thing).__doc__ or "").split("\n\n")[0].split())
-    return re.split(r"(?<=\S\.) (?=[A-Z])", text)[0]  # "q . K" has a blank before the full stop
+    return re.split(r"(?<=\S\.) (?=[A-Z])", text)[0]  # not at the space in "q . K"

@@ -1,4 +1,4 @@
-"""Reading the diagnostics of attention layers while a model runs, without touching what it computes."""
+"""Reading the diagnostics of attention layers while a model runs, without changing what it computes."""
 
 from __future__ import annotations
 
@@ -16,40 +16,54 @@ from ..pairwise.diagnostics import Diagnostics
 
 @dataclass
 class Capture:
-    """What was seen.
+    """Diagnostics of a model.
 
     Attributes:
-        layers: the diagnostics of the latest forward pass by layer, in the order in which the layers ran; a
-            layer without `layer_idx` goes by its place among the model's attention layers. No gradients.
+        layers: diagnostics of the latest forward pass by `layer_idx`, in the order in which the layers ran, detached. A
+            layer without `layer_idx` is numbered by its position among `observable_layers`.
     """
 
     layers: dict[int, Diagnostics] = field(default_factory=dict)
 
 
+def observable_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers with attributes `observer` and `observe_weights`, as `regard.nn.Attention` has them."""
+    return [m for m in model.modules() if hasattr(m, "observer") and hasattr(m, "observe_weights")]
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode inside the block."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
 @contextmanager
 def capture(model: nn.Module, weights: bool = False) -> Iterator[Capture]:
-    """Collect the diagnostics of every attention layer of `model` for the forward passes in this block.
+    """Collect the diagnostics of all `observable_layers` for the forward passes in this block.
 
-    A layer takes part if it has an `observer` and an `observe_weights` attribute, as `regard.nn.Attention`
-    has. Both are put back on leaving, also after an exception; an observer that was there before is not
-    called inside the block.
+    Observers that were set before are not called inside the block, and are restored on leaving.
 
     Args:
-        model: any module, with or without such layers.
-        weights: also the full matrices of weights [B, H, Tq, Tk], by the dense reference implementation; the
-            outputs then differ from the fast one's by rounding.
+        model: any module.
+        weights: also collect the full weights [B, H, Tq, Tk], computed by the dense reference implementation; the
+            outputs then differ from the fast implementation's by rounding.
 
     Yields:
-        A `Capture` that each forward pass fills anew.
+        A `Capture` that each forward pass fills again.
     """
     instance("capture", "model", model, nn.Module, "a torch.nn.Module")
     flag("capture", "weights", weights)
-    layers = [m for m in model.modules() if hasattr(m, "observer") and hasattr(m, "observe_weights")]
+    layers: list[Any] = observable_layers(model)
     before = [(layer.observer, layer.observe_weights) for layer in layers]
     seen = Capture()
     try:
-        for place, layer in enumerate(layers):
-            layer.observer = _Recorder(seen, place)
+        for position, layer in enumerate(layers):
+            layer.observer = _Recorder(seen, position)
             layer.observe_weights = weights
         yield seen
     finally:
@@ -59,18 +73,18 @@ def capture(model: nn.Module, weights: bool = False) -> Iterator[Capture]:
 
 @dataclass(frozen=True)
 class _Recorder:
-    """The observer of one layer."""
+    """Observer of one layer."""
 
     seen: Capture
-    place: int
+    position: int
 
     def __call__(self, layer_idx: int | None, diagnostics: Diagnostics) -> None:
-        key = self.place if layer_idx is None else layer_idx
+        key = self.position if layer_idx is None else layer_idx
         self.seen.layers[key] = _detached(diagnostics)
 
 
 def _detached(diagnostics: Any) -> Any:
-    """The same diagnostics without the graph, which would otherwise stay in memory as long as they do."""
+    """Return the diagnostics detached from the graph, which would otherwise stay in memory."""
     tensors = {
         f.name: value.detach()
         for f in dataclasses.fields(diagnostics)

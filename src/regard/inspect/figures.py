@@ -1,7 +1,6 @@
 """Figures as PNG files, drawn without a display and without pyplot's global state.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart; where they run out, the line style
-changes.
+Colours are the colour-blind safe palette of Okabe and Ito. More than six curves also differ in line style.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from .measures import AttentionMaps
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 STYLES = ("-", "--", "-.", ":")
 LEAST_WEIGHT = 1e-3
-"""Smaller weights are drawn as this one, so that they still differ from weights that are exactly zero."""
-# Both begin well away from white: white is kept for weights that are exactly zero.
+"""Smaller weights are drawn as this one, distinct from weights that are exactly zero."""
+# Neither includes white, which stands for weights that are exactly zero.
 _POSITIVE = LinearSegmentedColormap.from_list("weight", ["#cfe3f2", "#5a9bd0", "#0b4f8a", "#03213f"])
 _NEGATIVE = LinearSegmentedColormap.from_list("minus", ["#fbe0cc", "#e58b4a", "#a3450d", "#4a1c02"])
 _HIDDEN = ListedColormap(["#ececec"])
@@ -32,12 +31,12 @@ _HIDDEN = ListedColormap(["#ececec"])
 
 @dataclass(frozen=True)
 class Curve:
-    """The course of one model's training, in bits per character.
+    """Loss curve of one model, in bits per character.
 
     Attributes:
         name: for the legend.
-        steps, bits: the training loss.
-        held_out_steps, held_out_bits: the loss on held-out text, at least one; the last is the final result.
+        steps, bits: training loss.
+        held_out_steps, held_out_bits: loss on held-out text, at least one; the last is the final result.
     """
 
     name: str
@@ -47,39 +46,31 @@ class Curve:
     held_out_bits: tuple[float, ...]
 
 
-def line_style(place: int) -> tuple[str, str]:
-    """(colour, line style) of the curve at a place; all different for the first 24."""
-    return COLOURS[place % len(COLOURS)], STYLES[place // len(COLOURS) % len(STYLES)]
+def line_style(number: int) -> tuple[str, str]:
+    """Return (colour, line style) of a curve by number, all different for the first 24."""
+    return COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
 
 
 def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str) -> bytes:
-    """Bits per character against steps: training loss thin, held-out loss with dots, the baseline dashed.
+    """Draw bits per character against steps: training loss thin, held-out loss with dots, the baseline dashed.
 
-    The axis ends at twice the baseline or above the highest final result: the first steps, near log2 of the
-    vocabulary, would flatten what is worth seeing.
+    The axis ends at twice the baseline or above the highest final result, to cut off the high loss of the first steps.
 
     Returns:
         A PNG.
     """
     figure = Figure(figsize=(9.0, 4.8), dpi=140, layout="constrained")
     axes = figure.add_subplot()
-    for place, curve in enumerate(curves):
-        colour, style = line_style(place)
+    dots: dict[str, Any] = {"marker": "o", "markersize": 4}
+    for number, curve in enumerate(curves):
+        colour, style = line_style(number)
         axes.plot(curve.steps, curve.bits, color=colour, linestyle=style, linewidth=0.9, alpha=0.45)
-        axes.plot(
-            curve.held_out_steps,
-            curve.held_out_bits,
-            color=colour,
-            linestyle=style,
-            linewidth=1.8,
-            marker="o",
-            markersize=4,
-            label=f"{curve.name}: {curve.held_out_bits[-1]:.3f}",
-        )
+        held_out: dict[str, Any] = {"linewidth": 1.8, "label": f"{curve.name}: {curve.held_out_bits[-1]:.3f}", **dots}
+        axes.plot(curve.held_out_steps, curve.held_out_bits, color=colour, linestyle=style, **held_out)
         last = curve.held_out_steps[-1], curve.held_out_bits[-1]
-        axes.plot(*last, color=colour, marker="o", markersize=4, clip_on=False)  # at the edge, and whole
-    named = f"{baseline_name}: {baseline:.3f}"
-    axes.axhline(baseline, label=named, color="#333333", linestyle=(0, (6, 3)), linewidth=1.3)
+        axes.plot(*last, color=colour, clip_on=False, **dots)  # not clipped at the edge
+    name = f"{baseline_name}: {baseline:.3f}"
+    axes.axhline(baseline, label=name, color="#333333", linestyle=(0, (6, 3)), linewidth=1.3)
     lowest = min([baseline, *(b for c in curves for b in (*c.bits, *c.held_out_bits))])
     highest = max([2.0 * baseline, *(1.15 * c.held_out_bits[-1] for c in curves)])
     axes.set_ylim(lowest - 0.1 * baseline, highest)
@@ -96,22 +87,21 @@ def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str)
 
 
 def _name_ends(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Write each curve's name beside its last point, moved up where the name below would be covered."""
+    """Write each curve's name next to its last point, moved up where it would cover the name below."""
     last, (low, high) = -np.inf, axes.get_ylim()
     gap = 0.04 * (high - low)
-    for place, curve in sorted(enumerate(curves), key=lambda pair: pair[1].held_out_bits[-1]):
+    for number, curve in sorted(enumerate(curves), key=lambda pair: pair[1].held_out_bits[-1]):
         last = max(last + gap, curve.held_out_bits[-1])
         axes.annotate(
             f" {curve.name}", (curve.held_out_steps[-1], last), xytext=(6, 0), textcoords="offset points",
-            color=line_style(place)[0], va="center", fontsize=9, annotation_clip=False,
+            color=line_style(number)[0], va="center", fontsize=9, annotation_clip=False,
         )  # fmt: skip
 
 
 def attention_map(maps: AttentionMaps, layer: int, head: int, *, title: str) -> bytes:
-    """One head's weights, queries down and keys across, with the support size of every row beside it.
+    """Draw one head's weights, queries down and keys across, with the support size of every query at the side.
 
-    White: exactly zero. Shades: the size of the weight on a logarithmic scale, blue positive, orange
-    negative. Grey: keys that come later and cannot be seen.
+    White is exactly zero, blue positive, orange negative, with the size on a logarithmic scale. Grey keys are masked.
 
     Returns:
         A PNG.
@@ -145,42 +135,42 @@ def _draw_weights(axes: Axes, weights: np.ndarray, figure: Figure) -> None:
 
 
 def _label_tokens(axes: Axes, labels: Sequence[str]) -> None:
-    """Write the tokens along both sides; every one up to 72, beyond that evenly thinned."""
+    """Write the tokens along both sides, at most 72, evenly spaced."""
     every = -(-len(labels) // 72)
-    places = range(0, len(labels), every)
-    names = [visible(labels[i]) for i in places]
+    ticks = range(0, len(labels), every)
+    names = [visible(labels[i]) for i in ticks]
     style: dict[str, Any] = {"fontsize": 7 if len(labels) > 40 else 9, "family": "monospace"}
-    axes.set_xticks(places, names, **style)
-    axes.set_yticks(places, names, **style)
+    axes.set_xticks(ticks, names, **style)
+    axes.set_yticks(ticks, names, **style)
     axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
 
 
 def _draw_support(axes: Axes, support: np.ndarray) -> None:
     rows = np.arange(len(support))
     axes.barh(rows, rows + 1, color="#ececec", height=1.0, label="visible")
-    axes.barh(rows, support, color="#0b4f8a", height=0.8, label="weight not zero")
+    axes.barh(rows, support, color="#0b4f8a", height=0.8, label="nonzero weight")
     axes.set_xlabel("keys per query")
     axes.xaxis.set_label_position("top")
     axes.tick_params(axis="x", top=True, labeltop=True, bottom=False, labelbottom=False)
     axes.tick_params(axis="y", length=0, labelleft=False)
     axes.spines[["bottom", "right"]].set_visible(False)
-    axes.legend(
-        loc="upper right",
-        fontsize=7,
-        frameon=False,
-        title=f"mean {support.mean():.1f}\nof {(len(support) + 1) / 2:.1f} visible",
-    )
+    title = f"mean {support.mean():.1f}\nof {(len(support) + 1) / 2:.1f} visible"
+    axes.legend(loc="upper right", fontsize=7, frameon=False, title=title)
 
 
 def visible(token: str) -> str:
-    """A token that can be seen and that every font has: blanks and line ends as signs, the rest of the
-    unprintable as a dot, no mathematical markup."""
+    """Return a token with signs for spaces and line ends, dots for other unprintable characters, and escaped "$"."""
     signs = {" ": "␣", "\n": "↵", "\t": "→", "\r": "↵", "$": r"\$"}
     return "".join(signs.get(c, c if c.isprintable() else "·") for c in token)
 
 
+def unescaped(text: str) -> str:
+    """Return `visible(text)` without the escapes that figures need."""
+    return visible(text).replace(r"\$", "$")
+
+
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG without a date, so that equal data give equal bytes."""
+    """Return the figure as a PNG without a date, so that equal data give equal bytes."""
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     return buffer.getvalue()

@@ -1,9 +1,8 @@
-"""Listening at the named places of a model, and putting other tensors in the place of what passes there.
+"""Reading and replacing activations at the hook points (`regard.nn.hooks.HookPoint`) of a model.
 
-The places are the `HookPoint` modules (`regard.nn.hooks`) of a model; `named_hook_points` lists them. Hooks hold for
-one call, or for one `with hooked(...)` block, and are gone afterwards, also after an exception. Names and manners are
-those that users of TransformerLens know: `phi.0.attn.hook_pattern`, and functions `fn(tensor, hook)` that return a
-replacement or None.
+`named_hook_points` lists them. Hooks are active for one call or one `with hooked(...)` block, and are always removed
+afterwards. The names and functions are as in TransformerLens: `phi.0.attn.hook_pattern`, and `fn(tensor, hook)` that
+returns a replacement or None.
 
 Shapes: B batch, T tokens.
 """
@@ -26,56 +25,53 @@ _WRAPPERS = ("_orig_mod.", "module.", "model.")
 
 
 class Activations(dict[str, Tensor]):
-    """Name of a hook point to what passed there, in the order in which it ran. Detached from the graph."""
+    """Activations by hook point, in the order in which the points ran, detached from the graph."""
 
     def to(self, *args: Any, **kwargs: Any) -> Activations:
-        """All tensors by `Tensor.to`, in a new cache."""
+        """Apply `Tensor.to` to all tensors, in a new cache."""
         return Activations({name: value.to(*args, **kwargs) for name, value in self.items()})
 
     def __missing__(self, name: str) -> Tensor:
-        raise ArgumentError(f"Activations: nothing was kept under {name!r}.{suggestion(name, list(self))}")
+        raise ArgumentError(f"Activations: there is no activation {name!r}.{suggestion(name, list(self))}")
 
 
 def named_hook_points(model: nn.Module) -> dict[str, HookPoint]:
-    """Name to hook point, in the order of the model's modules; empty for a model without any.
+    """Return the hook points of a model by name, in the order of its modules.
 
-    A point goes by its label, else by its path in the model, without the `model.` under which a causal language model
-    holds its decoder and without the wrappers of torch.compile and DistributedDataParallel.
+    The name is the point's label, or else its path in the model, without the prefix `model.` of causal language models
+    and without the wrappers of torch.compile and DistributedDataParallel.
 
     Raises:
         ArgumentError: two points of the model have the same name.
     """
     instance("named_hook_points", "model", model, nn.Module, "a torch.nn.Module")
-    found: dict[str, HookPoint] = {}
+    points: dict[str, HookPoint] = {}
     for path, module in model.named_modules():
         if not isinstance(module, HookPoint):
             continue
         name = module.label if module.label is not None else _plain(path)
-        if name in found:
-            raise ArgumentError(f"named_hook_points: two hook points of {_kind(model)} are called {name!r}.")
-        found[name] = module
-    return found
+        if name in points:
+            raise ArgumentError(f"named_hook_points: two hook points of {_kind(model)} are named {name!r}.")
+        points[name] = module
+    return points
 
 
 def run_with_hooks(
     model: nn.Module, input_ids: Tensor, hooks: Iterable[tuple[str | Filter, HookFunction]] = (), **kwargs: Any
 ) -> Any:
-    """One forward pass under hooks: `model(input_ids=..., use_cache=False, **kwargs)`.
+    """Run `model(input_ids=..., use_cache=False, **kwargs)` with hooks, and return its output.
 
     Args:
-        model: in whatever mode it is (call `model.eval()` first to look at a trained model); gradients flow as usual.
+        model: a model with hook points, in its current mode; gradients flow as usual.
         input_ids: int [B, T].
-        hooks: pairs (name, fn), or (filter of names, fn). `fn(tensor, hook)` is called with what passes and the
-            `HookPoint`, and may return a tensor of the same shape that takes its place. Several at one place are called
-            in the order given, each with what the one before left.
+        hooks: pairs (name, fn) or (filter of names, fn). `fn(tensor, hook)` is called with the activation and the
+            `HookPoint`, and may return a replacement of the same shape. Several hooks at one point are called in the
+            given order, each with the result of the one before.
         kwargs: further arguments of the model.
 
-    Returns:
-        The model's output.
-
     Raises:
-        ArgumentError: the model has no hook points, a name it does not have (the nearest is suggested), a replacement
-            of another shape, or a named point that did not run, so that the hook was never asked.
+        ArgumentError: the model has no hook points, an unknown name, a replacement of another shape, or a named point
+            that did not run.
     """
     call = "run_with_hooks"
     with hooked(model, hooks, call=call):
@@ -89,17 +85,16 @@ def run_with_cache(
     hooks: Iterable[tuple[str | Filter, HookFunction]] = (),
     **kwargs: Any,
 ) -> tuple[Any, Activations]:
-    """One forward pass that keeps what passes at hook points.
+    """Run a forward pass and keep the activations at hook points.
 
     Args:
         model, input_ids, kwargs: as in `run_with_hooks`.
-        names: which to keep: a name, several, a filter of names, or None for all. Whoever listens to the weights of
-            attention has them made in full, in O(T^2) memory for every layer and head, by the dense reference: name
-            what is needed.
-        hooks: as in `run_with_hooks`; what is kept is what these left.
+        names: points to keep: a name, several, a filter of names, or None for all. Attention weights are computed by
+            the dense reference in O(T^2) memory for every layer and head, so name only what is needed.
+        hooks: as in `run_with_hooks`; activations are kept after these.
 
     Returns:
-        (the model's output, the cache). The cache is detached, a point that runs more than once keeps its last.
+        (the model's output, the detached activations). Of a point that runs several times, the last is kept.
 
     Raises:
         ArgumentError: as `run_with_hooks`.
@@ -133,12 +128,12 @@ def hooked(
     call: str = "hooked",
     required: bool = True,
 ) -> Iterator[None]:
-    """Hooks for every pass in this block, `generate` included; a compiled model runs uncompiled in it.
+    """Activate hooks for every pass in this block, `generate` included. A compiled model runs uncompiled in it.
 
     Args:
         model, hooks: as in `run_with_hooks`.
         call: for error messages.
-        required: whether a hook that was given by name must have been asked at least once when the block ends.
+        required: whether every hook that was given by name must be called in the block.
 
     Raises:
         ArgumentError: as `run_with_hooks`.
@@ -146,64 +141,66 @@ def hooked(
     points = _points(model, call)
     flag(call, "required", required)
     hooks = _pairs(call, hooks)
-    asked: dict[str, bool] = {}
+    called: dict[str, bool] = {}
     handles = []
     try:
         for which, function in hooks:
             for name in within(call, "hooks", _names, which, points, call):
-                asked.setdefault(name, callable(which))
-                handles.append(points[name].register_forward_hook(_listener(name, function, asked, call)))
+                called.setdefault(name, callable(which))
+                handles.append(points[name].register_forward_hook(_listener(name, function, called, call)))
         with _uncompiled(model):
             yield
     finally:
         for handle in handles:
             handle.remove()
-    silent = [name for name, heard in asked.items() if not heard]
-    if silent and required:
-        raise ArgumentError(f"{call}: hooks: nothing passed at {silent[0]}, so that its hook was never asked.")
+    unused = next((name for name, done in called.items() if not done), None)
+    if required and unused is not None:
+        raise ArgumentError(f"{call}: hooks: {unused} did not run, so its hook was never called.")
 
 
 def _points(model: nn.Module, call: str) -> dict[str, HookPoint]:
     points = within(call, "model", named_hook_points, model)
     if not points:
-        raise ArgumentError(f"{call}: {_kind(model)} has no hook points; ICLMForCausalLM is a model that has.")
+        raise ArgumentError(
+            f"{call}: {_kind(model)} has no hook points; models of regard, such as ICLMForCausalLM, do."
+        )
     return points
 
 
 def _pairs(call: str, hooks: Any) -> list[tuple[str | Filter, HookFunction]]:
-    """Return the pairs (name or filter, function) that were given."""
+    """Return the pairs (name or filter, function) after checking them."""
     expected = "pairs (name or filter of names, function)"
     if not isinstance(hooks, Iterable) or isinstance(hooks, (str, bytes, Tensor)):
         raise refuse(call, "hooks", hooks, expected)
     pairs = list(hooks)
     for pair in pairs:
-        known = isinstance(pair, (tuple, list)) and len(pair) == 2 and callable(pair[1])
-        if not known or not (isinstance(pair[0], str) or callable(pair[0])):
+        valid = isinstance(pair, (tuple, list)) and len(pair) == 2 and callable(pair[1])
+        if not valid or not (isinstance(pair[0], str) or callable(pair[0])):
             raise refuse(call, "hooks", pair, expected)
     return pairs
 
 
 def _names(which: str | Filter, points: dict[str, HookPoint], call: str) -> list[str]:
-    """The points that are meant."""
+    """Return the names of the selected points."""
     if callable(which):
         return [name for name in points if which(name)]
     if not isinstance(which, str) or which not in points:
-        raise ArgumentError(f"{call}: no hook point is called {shown(which)}.{suggestion(shown(which), list(points))}")
+        raise ArgumentError(f"{call}: no hook point is named {shown(which)}.{suggestion(shown(which), list(points))}")
     return [which]
 
 
-def _listener(name: str, function: HookFunction, asked: dict[str, bool], call: str) -> Callable[..., Tensor | None]:
-    """`function` as a forward hook of torch that says so when it was asked."""
+def _listener(name: str, function: HookFunction, called: dict[str, bool], call: str) -> Callable[..., Tensor | None]:
+    """Return `function` as a forward hook of torch that records its calls."""
 
     def listen(point: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        asked[name] = True
+        called[name] = True
         assert isinstance(point, HookPoint)
         replaced = function(output, point)
         if replaced is None:
             return None
         if not isinstance(replaced, Tensor) or replaced.shape != output.shape:
-            came = shape(replaced) if isinstance(replaced, Tensor) else type(replaced).__name__
-            raise ArgumentError(f"{call}: the hook at {name} returned {came}, expected None or {shape(output)}.")
+            got = shape(replaced) if isinstance(replaced, Tensor) else type(replaced).__name__
+            raise ArgumentError(f"{call}: the hook at {name} returned {got}, expected None or {shape(output)}.")
         return replaced
 
     return listen
@@ -220,6 +217,6 @@ def _kind(model: nn.Module) -> str:
 
 
 def _uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Graphs that were compiled before the hooks came would not call them."""
+    """Disable compiled graphs, which would not call hooks that were added later."""
     compiled = any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod") for m in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

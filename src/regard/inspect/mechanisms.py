@@ -1,17 +1,16 @@
-"""Measures of what attention heads do: sinks, copying, induction, and what is lost without a head.
+"""Measures of what attention heads do: sinks, copying, induction, and the effect of removing a head.
 
-All of them take the weights of one layer, `pattern` [B, H, R, K]: R rows (queries), K columns (keys), aligned at their
-ends, so that row r sees the columns 0 .. r + K - R. What rows and columns stand for differs between the streams of an
-ICLM and a Transformer; `Roles` says it, in tokens x_0 .. x_{T-1}:
+All take the weights of one layer, `pattern` [B, H, R, K]: R rows (queries) and K columns (keys), aligned at their ends,
+so that row r sees the columns 0 .. r + K - R. `Roles` describes what rows and columns stand for in the streams of an
+ICLM and in a Transformer, for tokens x_0 .. x_{T-1}:
 
     stream        pattern         row r predicts  column c holds
     phi           [T + 1, T + 1]  x_r             x_{c-1}, column 0 the start token
-    f             [T, T]          x_{r+1}         x_c: a key is a context, its value the token that followed
+    f             [T, T]          x_{r+1}         x_c: the key is a context, its value the token that followed
     Transformer   [T, T]          x_{r+1}         x_c
 
-The row that predicts x_i therefore sees x_0 .. x_{i-1} in each of them. An induction head of f looks from the slot of
-x_i to that of its earlier occurrence, P slots before; one of phi or of a Transformer to the position P - 1 before: in
-all three that is the column which holds the token to be copied.
+The row that predicts x_i therefore sees x_0 .. x_{i-1} in each of them. With period P, an induction head of f attends P
+positions back, and one of phi or of a Transformer P - 1 positions: always to the column with the token to be copied.
 
 Shapes: B texts, H heads, T tokens, V vocabulary.
 """
@@ -27,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import ArgumentError, floating, instance, integers, on_device, shape, shown, tensor, whole
+from ..checks import ArgumentError, floating, instance, integers, on_device, require, shape, shown, tensor, whole
 from ..nn.hooks import HookPoint
 from .hooks import HookFunction, run_with_cache
 
 EPSILON = 0.3
-"""The mean weight above which a first token counts as a sink (Gu et al., arXiv 2410.10781, section 3)."""
+"""Mean weight above which the first token is a sink (Gu et al., arXiv 2410.10781, section 3)."""
 
 
 @dataclass(frozen=True)
@@ -40,38 +39,37 @@ class Roles:
     """What rows and columns of a pattern stand for.
 
     Attributes:
-        predicts: row r stands where token `predicts + r` is predicted.
-        holds: column c carries token `holds + c`; -1 is a start token that is none of the text.
+        predicts: row r predicts token `predicts + r`.
+        holds: column c holds token `holds + c`; -1 is a start token outside the text.
     """
 
     predicts: int
     holds: int
 
     def columns(self, tokens: Tensor, count: int) -> Tensor:
-        """The tokens [B, count] that the columns carry, -1 where it is none of the text [B, T]."""
+        """Return the tokens [B, count] that the columns hold, -1 outside the text [B, T]."""
         return _placed(tokens, self.holds, count)
 
     def rows(self, tokens: Tensor, count: int) -> Tensor:
-        """The tokens [B, count] that the rows predict, -1 where it is none of the text [B, T]."""
+        """Return the tokens [B, count] that the rows predict, -1 outside the text [B, T]."""
         return _placed(tokens, self.predicts, count)
 
 
 ROLES = {"phi": Roles(0, -1), "f": Roles(1, 0), "transformer": Roles(1, 0)}
-"""Stream to what its patterns' rows and columns stand for."""
-
-
+"""Roles by stream."""
 BEGUN = {"phi": Roles(1, 0), "f": Roles(2, 1), "transformer": Roles(1, 0)}
-"""The same for an ICLM whose start token is the first of the text: it is never a value, nor predicted."""
+"""Roles of an ICLM whose start token is the first of the text, which is neither a value nor predicted."""
 
 
 def _placed(tokens: Tensor, first: int, count: int) -> Tensor:
-    places = torch.arange(first, first + count, device=tokens.device)
-    inside = (places >= 0) & (places < tokens.shape[1])
-    return tokens[:, places.clamp(0, tokens.shape[1] - 1)].masked_fill(~inside, -1)
+    """Return the tokens from position `first` on, -1 outside the text."""
+    positions = torch.arange(first, first + count, device=tokens.device)
+    inside = (positions >= 0) & (positions < tokens.shape[1])
+    return tokens[:, positions.clamp(0, tokens.shape[1] - 1)].masked_fill(~inside, -1)
 
 
 def _visible(pattern: Tensor) -> Tensor:
-    """Which column each row may see, [R, K]."""
+    """Return which columns each row sees, [R, K]."""
     rows, columns = pattern.shape[-2:]
     return torch.ones(rows, columns, dtype=torch.bool, device=pattern.device).tril(columns - rows)
 
@@ -87,19 +85,18 @@ def _check(call: str, pattern: Tensor) -> None:
 
 def _check_rows(call: str, pattern: Tensor, from_row: int) -> None:
     _check(call, pattern)
-    if type(from_row) is not int or not 0 <= from_row < pattern.shape[2]:
-        raise ArgumentError(f"{call}: from_row is {shown(from_row)}, expected 0 to {pattern.shape[2] - 1}.")
+    whole(call, "from_row", from_row, 0, pattern.shape[2] - 1)
 
 
 @dataclass(frozen=True)
 class Sinks:
-    """Where the heads of a layer leave their weight, whatever the query: means over texts and rows.
+    """Mean weights of the columns over texts and rows, for the heads of a layer.
 
     Attributes:
-        first: [H], the mean weight of column 0.
-        strongest: [H], the largest mean weight of any column.
-        place: int64 [H], which column that is.
-        uniform: the mean weight of column 0 if every row weighed all that it sees alike.
+        first: [H], mean weight of column 0.
+        strongest: [H], largest mean weight of any column.
+        place: int64 [H], that column.
+        uniform: mean weight of column 0 under uniform attention.
     """
 
     first: Tensor
@@ -108,27 +105,23 @@ class Sinks:
     uniform: float
 
     def rate(self, epsilon: float = EPSILON) -> float:
-        """Share of heads whose column 0 has a mean weight above `epsilon`."""
+        """Return the share of heads whose column 0 has a mean weight above `epsilon`."""
         return (self.first > epsilon).double().mean().item()
 
     def anywhere(self, epsilon: float = EPSILON) -> float:
-        """Share of heads with any column of such a mean weight."""
+        """Return the share of heads with any column of such a mean weight."""
         return (self.strongest > epsilon).double().mean().item()
 
 
 def sinks(pattern: Tensor, from_row: int = 0) -> Sinks:
-    """The sinks of one layer: the mean weight of every column over the rows from `from_row` on (a column counts as 0
-    in rows that do not see it), averaged over the texts.
+    """Return the mean weight of the columns over the texts and the rows from `from_row` on, 0 for unseen columns.
 
-    With `from_row` = 0 the number for column 0 is alpha of Gu et al. (arXiv 2410.10781, equation in section 3.1), which
-    the first rows, with little else to see, raise: compare with `uniform`, or leave them out.
+    With `from_row` = 0, that of column 0 is alpha of Gu et al. (arXiv 2410.10781, section 3.1). The first rows see few
+    columns and increase it: compare with `uniform`, or exclude them.
 
     Args:
         pattern: [B, H, R, K], without padding.
         from_row: the first row that counts, 0 to R - 1.
-
-    Raises:
-        ArgumentError: a pattern of another kind, a row that it does not have.
     """
     _check_rows("sinks", pattern, from_row)
     mean = pattern[:, :, from_row:].double().mean((0, 2))
@@ -138,15 +131,10 @@ def sinks(pattern: Tensor, from_row: int = 0) -> Sinks:
 
 
 def evenness(pattern: Tensor, from_row: int = 0) -> Tensor:
-    """How evenly heads weigh what they see: [H], the mean over texts and rows of (sum p)^2 / (n sum p^2), where a row
-    sees n columns: 1 for equal weights, 1/n for all weight on one column.
+    """Return how uniform the weights of the heads are, [H], with arguments as `sinks`.
 
-    Args:
-        pattern: [B, H, R, K], without padding.
-        from_row: the first row that counts.
-
-    Raises:
-        ArgumentError: as `sinks`.
+    This is the mean over texts and rows of (sum p)^2 / (n sum p^2) for a row that sees n columns: 1 for equal weights,
+    1/n for all weight on one column.
     """
     _check_rows("evenness", pattern, from_row)
     weights = pattern[:, :, from_row:].double()
@@ -157,13 +145,13 @@ def evenness(pattern: Tensor, from_row: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Copying:
-    """How much weight the heads of a layer give to columns that carry the wanted token.
+    """Weight that the heads of a layer give to columns with the wanted token.
 
     Attributes:
-        weight: [H], the mean of sum_j A_ij over the columns j with x_j the token wanted in row i, over all rows in
-            which there is one.
-        uniform: the same of weights that are alike on all columns a row sees: the mean of count / visible.
-        rows: over how many rows; 0 rows give weight 0.
+        weight: [H], the sum of A_ij over the columns j that hold the token wanted in row i, as the mean over all rows
+            with such a column.
+        uniform: the same under uniform attention.
+        rows: number of these rows; 0 rows give weight 0.
     """
 
     weight: Tensor
@@ -172,22 +160,19 @@ class Copying:
 
     @property
     def lift(self) -> Tensor:
-        """[H], weight / uniform: 1 for a head that does not care, 0 where there was no row."""
+        """[H], weight / uniform: 1 for uniform attention, 0 without rows."""
         return self.weight / self.uniform if self.rows else torch.zeros_like(self.weight)
 
 
 def copying(pattern: Tensor, roles: Roles, tokens: Tensor, wanted: Tensor) -> Copying:
-    """The induction score on any text: the weight on earlier occurrences of the token that is predicted.
+    """Return the induction score on any text: the weight on earlier occurrences of the predicted token.
 
     Args:
         pattern: [B, H, R, K], without padding.
         roles: what rows and columns stand for.
         tokens: int [B, T], the text.
-        wanted: int [B, R], the token that counts in each row: the model's prediction there, or the token that does
-            follow (`roles.rows`); negative where a row is not to count.
-
-    Raises:
-        ArgumentError: shapes that do not fit.
+        wanted: int [B, R], the token for each row: the model's prediction, or the true next token (`roles.rows`);
+            negative for rows that do not count.
     """
     _check("copying", pattern)
     instance("copying", "roles", roles, Roles, "Roles")
@@ -213,16 +198,14 @@ def copying(pattern: Tensor, roles: Roles, tokens: Tensor, wanted: Tensor) -> Co
 
 
 def induction(pattern: Tensor, roles: Roles, period: int) -> Tensor:
-    """The induction score on blocks that repeat: [H], the mean weight on the column that carries token i - P in the
-    rows that predict token i, over all i > P (token P itself follows from nothing before it).
+    """Return the induction score on a repeated block, [H].
+
+    This is the mean weight of the rows that predict token i on the column that holds token i - P, over all i > P.
 
     Args:
         pattern: [B, H, R, K] on a text that repeats with this period.
         roles: what rows and columns stand for.
         period: P >= 1.
-
-    Raises:
-        ArgumentError: a pattern too short to hold a repetition.
     """
     _check("induction", pattern)
     instance("induction", "roles", roles, Roles, "Roles")
@@ -238,16 +221,12 @@ def induction(pattern: Tensor, roles: Roles, period: int) -> Tensor:
 def repeated_blocks(
     vocabulary: int, period: int, length: int, count: int, generator: torch.Generator, first: int = 0
 ) -> Tensor:
-    """Texts that repeat one random block: int64 [count, length], cut where the length ends.
+    """Return texts that repeat one random block of `period` different tokens, int64 [count, length].
 
-    A block has no token twice, so that the token to come is found behind the earlier occurrence of the present one and
-    nowhere else.
+    The next token is thus found only after the earlier occurrence of the current one.
 
     Args:
-        vocabulary: how many tokens to draw from, at least `period`: first .. first + vocabulary - 1.
-
-    Raises:
-        ArgumentError: a vocabulary too small for the block.
+        vocabulary: number of tokens to draw from, at least `period`: first .. first + vocabulary - 1.
     """
     call = "repeated_blocks"
     for name, size in {"vocabulary": vocabulary, "length": length, "count": count}.items():
@@ -263,13 +242,14 @@ def repeated_blocks(
 
 @dataclass(frozen=True)
 class Eigenvalues:
-    """Whether heads raise the token that they read: of the matrices P_h W_e W_e^T (their eigenvalues are those of the
-    V x V maps from a token read to logits written, up to zeros).
+    """Whether heads increase the logit of the token that they read, from the eigenvalues of P_h W_e W_e^T.
+
+    Up to zeros, these are the eigenvalues of the V x V maps from a token read to the logits written.
 
     Attributes:
-        share: [H], share of the eigenvalues that are not 0 whose real part is positive.
+        share: [H], share of the nonzero eigenvalues whose real part is positive.
         balance: [H], sum of eigenvalues / sum of their sizes, in [-1, 1] (Elhage et al. 2021, "copying").
-        Both are NaN for heads whose map has an entry that is not finite.
+        Both are NaN for heads whose map has a non-finite entry.
     """
 
     share: Tensor
@@ -278,16 +258,13 @@ class Eigenvalues:
 
 @torch.no_grad()
 def copying_eigenvalues(projections: Tensor, embedding: Tensor) -> Eigenvalues:
-    """Eigenvalues of the heads' maps from the embedding of a token read to the logits written.
-
-    Args:
-        projections: P_h, [H, C, C]: a head adds P_h e(x) to the stream, e(x) as a column.
-        embedding: W_e^T, [V, C], tied: e(x) are its rows, and logits are e(v) . f.
+    """Return statistics of the eigenvalues of the heads' maps from the embedding of a token read to the logits written.
 
     Cost: O(V C^2 + H C^3), in float64.
 
-    Raises:
-        ArgumentError: shapes that do not fit.
+    Args:
+        projections: P_h, [H, C, C]: a head adds P_h e(x) to the stream, with e(x) as a column.
+        embedding: W_e^T, [V, C], tied: its rows are e(x), and the logits are e(v) . f.
     """
     floating("copying_eigenvalues", "embedding", embedding)
     tensor("copying_eigenvalues", "projections", projections, like=embedding, of="embedding")
@@ -300,17 +277,17 @@ def copying_eigenvalues(projections: Tensor, embedding: Tensor) -> Eigenvalues:
     wide = embedding.double()
     maps = projections.double() @ (wide.T @ wide)
     known = maps.isfinite().all(-1).all(-1)
-    found = torch.linalg.eigvals(maps.where(known[:, None, None], 0.0))
-    size = found.abs()
+    values = torch.linalg.eigvals(maps.where(known[:, None, None], 0.0))
+    size = values.abs()
     counted = size > 1e-9 * size.amax(-1, keepdim=True)
-    share = ((found.real > 0) & counted).sum(-1) / counted.sum(-1).clamp_min(1)
+    share = ((values.real > 0) & counted).sum(-1) / counted.sum(-1).clamp_min(1)
     total = size.sum(-1)
-    balance = torch.where(total > 0, found.real.sum(-1) / total.where(total > 0, 1.0), 0.0)
+    balance = torch.where(total > 0, values.real.sum(-1) / total.where(total > 0, 1.0), 0.0)
     return Eigenvalues(share.where(known, math.nan), balance.where(known, math.nan))
 
 
 def knock_out(*heads: int) -> HookFunction:
-    """A hook for weights [B, H, R, K] that puts those of the given heads to zero (all heads where none is named)."""
+    """Return a hook for weights [B, H, R, K] that sets those of the given heads (default: all) to zero."""
 
     def silence(pattern: Tensor, hook: HookPoint) -> Tensor:
         return _for_heads(pattern, torch.zeros_like(pattern), heads, "knock_out")
@@ -319,8 +296,8 @@ def knock_out(*heads: int) -> HookFunction:
 
 
 def uniform_attention(*heads: int) -> HookFunction:
-    """A hook for weights [B, H, R, K] without padding that spreads those of the given heads evenly over the columns a
-    row sees (all heads where none is named): what is left is the mean, and no choice."""
+    """Return a hook for weights [B, H, R, K] without padding that makes those of the given heads (default: all)
+    uniform over the columns a row sees."""
 
     def spread(pattern: Tensor, hook: HookPoint) -> Tensor:
         seen = _visible(pattern).to(pattern.dtype)
@@ -330,27 +307,23 @@ def uniform_attention(*heads: int) -> HookFunction:
 
 
 def zero(tensor: Tensor, hook: HookPoint) -> Tensor:
-    """A hook that removes what a block adds."""
+    """Remove the output of a block (a hook)."""
     return torch.zeros_like(tensor)
 
 
 def mean(tensor: Tensor, hook: HookPoint) -> Tensor:
-    """A hook for [B, T, C] that leaves of what a block adds its mean over all positions of the batch."""
+    """Replace the output [B, T, C] of a block by its mean over all positions of the batch (a hook)."""
     return tensor.mean((0, 1), keepdim=True).expand_as(tensor)
 
 
 def _for_heads(pattern: Tensor, other: Tensor, heads: tuple[int, ...], call: str) -> Tensor:
-    """`pattern` with those heads from `other`."""
+    """Return `pattern` with the given heads taken from `other`."""
     count = pattern.shape[1]
-    wrong = [head for head in heads if not 0 <= head < count]
-    if wrong:
-        raise ArgumentError(f"{call}: head {wrong[0]} is none of the layer's {count}, expected 0 to {count - 1}.")
+    for head in heads:
+        require(0 <= head < count, call, f"head {head} does not exist, expected 0 to {count - 1}.")
     chosen = torch.zeros(count, dtype=torch.bool, device=pattern.device)
     chosen[list(heads) if heads else slice(None)] = True
     return torch.where(chosen[:, None, None], other, pattern)
-
-
-# Models ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -358,8 +331,8 @@ class LayerPattern:
     """The weights of one layer of a model on some texts.
 
     Attributes:
-        name: of the hook point.
-        stream: "phi", "f" or "transformer"; layer: its place in the stream, from 0.
+        name: name of the hook point.
+        stream: "phi", "f" or "transformer"; layer: its number in the stream, from 0.
         roles: what rows and columns stand for.
         weights: [B, H, R, K].
     """
@@ -371,8 +344,7 @@ class LayerPattern:
     weights: Tensor
 
     def wanted(self, logits: Tensor) -> Tensor:
-        """The tokens [B, R] that a model predicts in each row, from its logits [B, T, V] (position t predicts x_{t+1}),
-        -1 where no position does."""
+        """Return the tokens [B, R] that the logits [B, T, V] predict in each row, -1 for rows without prediction."""
         return _placed(logits.argmax(-1), self.roles.predicts - 1, self.weights.shape[2])
 
 
@@ -383,12 +355,12 @@ _POINT = re.compile(r"(?:(phi|f)|layers)\.(\d+)\.(?:self_)?attn\.hook_pattern")
 def patterns(
     model: nn.Module, input_ids: Tensor, streams: Sequence[str] | None = None
 ) -> tuple[Tensor, list[LayerPattern]]:
-    """Run an ICLM or a Transformer and keep the weights of its heads.
+    """Run an ICLM or a Transformer and return the weights of its heads.
 
     Args:
-        model: `ICLMForCausalLM` or `HybridForCausalLM`, in whatever mode it is.
+        model: `ICLMForCausalLM` or `HybridForCausalLM`.
         input_ids: int [B, T], without padding.
-        streams: which of "phi", "f" and "transformer"; default all that there are.
+        streams: any of "phi", "f" and "transformer"; default all that the model has.
 
     Returns:
         (logits [B, T, V], the patterns in the order in which the layers run).
@@ -396,39 +368,32 @@ def patterns(
     Raises:
         ArgumentError: the model has no such layers.
     """
-    kept = lambda name: (found := _POINT.fullmatch(name)) is not None and _stream(found) in (streams or ROLES)  # noqa: E731
+
+    def stream_of(name: str) -> tuple[str, int] | None:
+        match = _POINT.fullmatch(name)
+        return match and (match[1] or "transformer", int(match[2]))
+
+    kept = lambda name: (found := stream_of(name)) is not None and found[0] in (streams or ROLES)  # noqa: E731
     output, cache = run_with_cache(model, input_ids, kept)
     if not cache:
         raise ArgumentError(
-            f"patterns: {type(model).__name__} has no attention whose rows and columns are known here; ICLM and "
-            f"Transformer have."
+            f"patterns: {type(model).__name__} has no attention with known rows; give an ICLM or Transformer."
         )
     config: Any = getattr(model, "config", None)
     roles = BEGUN if getattr(config, "start", "param") == "bos" else ROLES
-    found = []
-    for name, weights in cache.items():
-        matched = _POINT.fullmatch(name)
-        assert matched is not None
-        stream = _stream(matched)
-        found.append(LayerPattern(name, stream, int(matched[2]), roles[stream], weights))
-    return output.logits, found
-
-
-def _stream(matched: re.Match[str]) -> str:
-    return matched[1] or "transformer"
+    layers = ((name, *(stream_of(name) or ("", 0)), weights) for name, weights in cache.items())
+    return output.logits, [LayerPattern(name, stream, i, roles[stream], weights) for name, stream, i, weights in layers]
 
 
 @torch.no_grad()
 def logit_lens(model: Any, input_ids: Tensor) -> Tensor:
-    """What an ICLM would predict if it ended after each f block: the last norm and the output matrix on f as it is
-    there, with the divisor of its own variance. Natural here, as f lives in the space of the embeddings from 0 on.
+    """Return the logits [L/2, B, T, V] that an ICLM would give if it ended after each f block.
+
+    The final norm and the output matrix are applied to f, which is in the space of the embeddings from the start.
 
     Args:
-        model: `ICLMForCausalLM`. With `f_mlp="side"` the sum of what feed-forward layers add aside is left out.
+        model: `ICLMForCausalLM`. With `f_mlp="side"` the sum of the feed-forward outputs at the side is excluded.
         input_ids: int [B, T], without padding.
-
-    Returns:
-        Logits [L/2, B, T, V].
     """
     _, cache = run_with_cache(model, input_ids, lambda name: re.fullmatch(r"f\.\d+\.hook_out", name) is not None)
     if not cache:
@@ -438,9 +403,9 @@ def logit_lens(model: Any, input_ids: Tensor) -> Tensor:
 
 
 def head_projections(layer: Any) -> Tensor:
-    """P_h of a `regard.nn.FunctionalGradient`, [H, E, E]: a head with all its weight on value r adds P_h r to f.
+    """Return P_h of a `regard.nn.FunctionalGradient`, [H, E, E]: a head with all its weight on value r adds P_h r to f.
 
-    The variants "wv" and "slice" have P_h of rank E/H.
+    In the variants "wv" and "slice", P_h has rank E/H.
     """
     heads, size = layer.num_heads, layer.value_size
     outputs = layer.o_proj.weight.unflatten(1, (heads, -1)).transpose(0, 1)  # [H, E, Dv]

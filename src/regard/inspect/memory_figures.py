@@ -1,4 +1,4 @@
-"""Pictures of memory layers: gates over a text, histograms of gates, and retrieved slots with their hits."""
+"""Figures of memory layers: gates over a text, histograms of gates, and retrieved slots with their hits."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .gates import BINS, GateTrace, histogram
 from .slot_trace import HIT, SlotReadings
 
 GATES = LinearSegmentedColormap.from_list("gate", ["#ffffff", "#f6c99f", "#D55E00"])
-"""From a closed gate to an open one."""
+"""Colours from a closed to an open gate."""
 ACROSS = 6
-"""Histograms side by side."""
+"""Most histograms side by side."""
 HIT_COLOUR, MISS_COLOUR, EMPTY_COLOUR = "#a6dbc9", "#f4f1ea", "#ffffff"
 
 
 def gate_text(trace: GateTrace, *, title: str, columns: int = 100) -> bytes:
-    """The text once for every memory layer, each token on a ground that says how open the gate is there.
+    """Draw the text once for every memory layer, with the background of each token coloured by its gate.
 
     Args:
-        columns: characters of a line.
+        columns: characters per line.
 
     Returns:
         A PNG.
@@ -39,50 +39,44 @@ def gate_text(trace: GateTrace, *, title: str, columns: int = 100) -> bytes:
     for axes, name, gates in zip(panels[:, 0], trace.layers, trace.gates.numpy(), strict=True):
         _draw_text(axes, lines, gates, columns)
         axes.set_title(f"{name}: mean gate {float(np.nanmean(gates)):.2f}", loc="left", fontsize=9)
-    figure.colorbar(
-        ScalarMappable(Normalize(0, 1), GATES),
-        ax=list(panels[:, 0]),
-        location="right",
-        shrink=0.6,
-        aspect=30,
-        label="gate",
-    )
+    bar: dict[str, Any] = {"location": "right", "shrink": 0.6, "aspect": 30, "label": "gate"}
+    figure.colorbar(ScalarMappable(Normalize(0, 1), GATES), ax=list(panels[:, 0]), **bar)
     figure.suptitle(title, x=0.02, ha="left", fontsize=11)
     return png(figure)
 
 
 def wrap(labels: Sequence[str], columns: int) -> list[list[tuple[str, int]]]:
-    """Lines of at most `columns` characters, each a list of (character, number of its token); a line also ends behind
+    """Return lines of at most `columns` characters, each a list of (character, number of its token), which also end at
     every line end of the text."""
     lines: list[list[tuple[str, int]]] = [[]]
-    for place, label in enumerate(labels):
-        for sign in label:
+    for token, label in enumerate(labels):
+        for char in label:
             if len(lines[-1]) >= columns:
                 lines.append([])
-            lines[-1].append((sign, place))
-            if sign == "\n":
+            lines[-1].append((char, token))
+            if char == "\n":
                 lines.append([])
     return lines if lines[-1] else lines[:-1] or [[]]
 
 
 def _draw_text(axes: Axes, lines: Sequence[Sequence[tuple[str, int]]], gates: np.ndarray, columns: int) -> None:
-    ground = np.full((len(lines), columns), np.nan)
+    background = np.full((len(lines), columns), np.nan)
     for row, line in enumerate(lines):
-        for column, (sign, place) in enumerate(line):
-            ground[row, column] = gates[place]
-            if not sign.isspace():
-                axes.text(column, row, visible(sign), ha="center", va="center", fontsize=6.5, family="monospace")
+        for column, (char, token) in enumerate(line):
+            background[row, column] = gates[token]
+            if not char.isspace():
+                axes.text(column, row, visible(char), ha="center", va="center", fontsize=6.5, family="monospace")
     axes.set_axis_off()
-    masked = np.ma.masked_invalid(ground)
-    axes.imshow(masked, cmap=GATES, norm=Normalize(0, 1), aspect="auto", interpolation="nearest")
+    axes.imshow(
+        np.ma.masked_invalid(background), cmap=GATES, norm=Normalize(0, 1), aspect="auto", interpolation="nearest"
+    )
 
 
 def gate_histograms(gates: Mapping[str, Mapping[str, Tensor]], *, title: str) -> bytes:
-    """How often each memory layer's gate has each value, in ten parts of [0, 1]: a row for every layer, a column for
-    every model; more than `ACROSS` models go on below.
+    """Draw a histogram of every memory layer's gates, with a row per layer and a column per model.
 
     Args:
-        gates: model to layer to gates of any shape [...], or to shares [10] that are in bins already (sum 1).
+        gates: by model and layer, gates of any shape [...], or their shares [10] in the bins.
 
     Returns:
         A PNG.
@@ -94,9 +88,9 @@ def gate_histograms(gates: Mapping[str, Mapping[str, Tensor]], *, title: str) ->
     grid: Any = figure.subplots(rows, across, squeeze=False, sharex=True, sharey=True)
     for axes in grid.flat:
         axes.set_axis_off()
-    for place, (model, layers) in enumerate(gates.items()):
+    for index, (model, layers) in enumerate(gates.items()):
         for row, (layer, values) in enumerate(layers.items()):
-            axes = grid[place // across * depth + row, place % across]
+            axes = grid[index // across * depth + row, index % across]
             axes.set_axis_on()
             shares = values.double().numpy() if values.shape == (BINS,) else histogram(values.flatten()).numpy()
             axes.bar((np.arange(BINS) + 0.5) / BINS, shares, width=1 / BINS, color=COLOURS[0], edgecolor="white")
@@ -111,10 +105,10 @@ def gate_histograms(gates: Mapping[str, Mapping[str, Tensor]], *, title: str) ->
 
 
 def gate_rarity(trace: GateTrace, bits: Tensor, correlations: Sequence[float], *, title: str) -> bytes:
-    """Mean gate of tokens whose words are equally rare, a line for every memory layer.
+    """Draw the mean gate against how rare the words are, with a line for every memory layer.
 
     Args:
-        bits: how rare each token is, float [T]; NaN where that has no meaning.
+        bits: how rare each token is, float [T], or NaN.
         correlations: rank correlation of the gates of each layer with `bits`, for the legend.
 
     Returns:
@@ -126,18 +120,12 @@ def gate_rarity(trace: GateTrace, bits: Tensor, correlations: Sequence[float], *
     part = np.clip(np.searchsorted(edges, rare, side="right") - 1, 0, max(0, len(edges) - 2))
     figure = Figure(figsize=(6.4, 4.0), dpi=120, layout="constrained")
     axes = figure.subplots()
-    for place, (name, gates) in enumerate(zip(trace.layers, trace.gates.numpy(), strict=True)):
-        own = gates[known]
-        parts = [at for at in range(max(1, len(edges) - 1)) if (part == at).any()]
-        axes.plot(
-            [rare[part == at].mean() for at in parts],
-            [own[part == at].mean() for at in parts],
-            color=COLOURS[place % len(COLOURS)],
-            marker="o",
-            markersize=4,
-            label=f"{name}: rank correlation {correlations[place]:+.2f}",
-        )
-    axes.set(xlabel="how rare the word is where the model learned, bits", ylabel="mean gate", ylim=(0, 1), title=title)
+    for index, (name, gates) in enumerate(zip(trace.layers, trace.gates.numpy(), strict=True)):
+        bins = [part == number for number in range(max(1, len(edges) - 1)) if (part == number).any()]
+        x, y = ([values[chosen].mean() for chosen in bins] for values in (rare, gates[known]))
+        label = f"{name}: rank correlation {correlations[index]:+.2f}"
+        axes.plot(x, y, color=COLOURS[index % len(COLOURS)], marker="o", markersize=4, label=label)
+    axes.set(xlabel="how rare the word is in the training text, bits", ylabel="mean gate", ylim=(0, 1), title=title)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
@@ -145,50 +133,48 @@ def gate_rarity(trace: GateTrace, bits: Tensor, correlations: Sequence[float], *
 
 
 def slot_figure(trace: SlotReadings, *, title: str) -> bytes:
-    """A column for every token that asked, a cell for every slot that it got: what the latest write stored there
-    ("query token > target token"), green where the target is the true next token.
+    """Draw a column for every querying token with a cell for every retrieved slot.
+
+    A cell shows what the latest write stored ("query token > target token"), green if the target is the next token.
 
     Returns:
         A PNG.
     """
-    asked = list(dict.fromkeys(reading.position for reading in trace.readings))
-    deep = {layer: max(len(r.slots) for r in trace.readings if r.layer == layer) for layer in trace.layers}
-    rows = sum(deep.values())
-    figure = Figure(figsize=(1.15 * len(asked) + 2.2, 0.24 * rows + 1.5), dpi=120, layout="constrained")
+    columns = list(dict.fromkeys(reading.position for reading in trace.readings))
+    heights = {layer: max(len(r.slots) for r in trace.readings if r.layer == layer) for layer in trace.layers}
+    rows = sum(heights.values())
+    figure = Figure(figsize=(1.15 * len(columns) + 2.2, 0.24 * rows + 1.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     top = 0
-    for layer, height in deep.items():
+    for layer, height in heights.items():
         for reading in (r for r in trace.readings if r.layer == layer):
-            for place, slot in enumerate(reading.slots):
+            for index, slot in enumerate(reading.slots):
                 hit = trace.hit(reading, slot)
-                said = "never written"
-                if slot.writers:
-                    said = " > ".join(
-                        visible(trace.labels[at]) for at in (slot.writers[0].query, slot.writers[0].target)
-                    )
+                written = [position for writer in slot.writers[:1] for position in (writer.query, writer.target)]
+                text = " > ".join(visible(trace.labels[position]) for position in written) or "never written"
                 colour = HIT_COLOUR if hit else MISS_COLOUR if slot.writers else EMPTY_COLOUR
-                _cell(axes, asked.index(reading.position), top + place, said, slot.weight, colour)
+                _cell(axes, columns.index(reading.position), top + index, text, slot.weight, colour)
         axes.text(-0.6, top + height / 2 - 0.5, layer, rotation=90, ha="center", va="center", fontsize=8)
         axes.axhline(top - 0.5, color="#333333", linewidth=0.8)
         top += height
-    axes.set(xlim=(-0.75, max(1, len(asked)) - 0.5), ylim=(max(1, top) - 0.5, -0.5))
-    axes.set_xticks(range(len(asked)), [_asked(trace, at) for at in asked], fontsize=8, family="monospace")
+    axes.set(xlim=(-0.75, max(1, len(columns)) - 0.5), ylim=(max(1, top) - 0.5, -0.5))
+    axes.set_xticks(range(len(columns)), [_next(trace, at) for at in columns], fontsize=8, family="monospace")
     axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False, left=False, labelleft=False)
     axes.spines[:].set_visible(False)
     axes.set_title(f"{title}\ngreen: {HIT}, the target is the true next token", loc="left", fontsize=10)
     return png(figure)
 
 
-def _cell(axes: Axes, column: int, row: int, said: str, weight: float, colour: str) -> None:
+def _cell(axes: Axes, column: int, row: int, text: str, weight: float, colour: str) -> None:
     from matplotlib.patches import Rectangle
 
     axes.add_patch(Rectangle((column - 0.48, row - 0.46), 0.96, 0.92, facecolor=colour, edgecolor="#cccccc", lw=0.5))
-    axes.text(column - 0.44, row, said, ha="left", va="center", fontsize=6.5, family="monospace", clip_on=True)
+    axes.text(column - 0.44, row, text, ha="left", va="center", fontsize=6.5, family="monospace", clip_on=True)
     axes.text(column + 0.45, row, f"{weight:.2f}", ha="right", va="center", fontsize=6, color="#555555")
 
 
-def _asked(trace: SlotReadings, position: int) -> str:
-    """The token that asked and the true next one."""
+def _next(trace: SlotReadings, position: int) -> str:
+    """Return the querying token and the expected next one."""
     reading = next(r for r in trace.readings if r.position == position)
     answer = trace.answer(reading)
     labels = dict(zip(trace.tokens, trace.labels, strict=True))

@@ -1,18 +1,15 @@
-"""A page of what memories did: retrieved slots with their hits, and gates over a text; one self-contained HTML file
-without scripts, a server, a network, or other files beside it."""
+"""A page on memory layers: retrieved slots with their hits, and gates over a text, as one self-contained HTML file."""
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
-from .figures import visible
+from .figures import unescaped, visible
 from .gates import GateTrace
+from .report import template
 from .slot_trace import HIT, SlotReadings, slot_rows
 
 
@@ -22,9 +19,9 @@ class MemoryPage:
 
     Attributes:
         title, introduction: of the page.
-        slots: title to what was retrieved.
-        gates: title to the gates of a text.
-        notes: sentences under a part's title, by that title.
+        slots: retrieved slots by title.
+        gates: gates of a text by title.
+        notes: paragraphs below a title, by that title.
     """
 
     title: str
@@ -35,17 +32,14 @@ class MemoryPage:
 
 
 def render_memory(page: MemoryPage, *, reach: int = 10) -> str:
-    """The page as HTML. All text is escaped.
+    """Return the page as HTML, with all text escaped.
 
     Args:
         reach: tokens of context on each side of the token that wrote a slot.
     """
-    source = importlib.resources.files(__package__).joinpath("templates/memory.html.j2").read_text("utf-8")
-    # autoescape by hand: jinja2 decides by the file's suffix only where it loads files itself
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     parts = [_part(page, title, steps=_steps(trace, reach)) for title, trace in page.slots.items()]
     parts += [_part(page, title, layers=_layers(trace)) for title, trace in page.gates.items()]
-    return environment.from_string(source).render(page=page, parts=parts, hit=HIT)
+    return template("memory.html.j2").render(page=page, parts=parts, hit=HIT)
 
 
 def _part(page: MemoryPage, title: str, **content: Any) -> dict[str, Any]:
@@ -53,24 +47,19 @@ def _part(page: MemoryPage, title: str, **content: Any) -> dict[str, Any]:
 
 
 def _steps(trace: SlotReadings, reach: int) -> list[dict[str, Any]]:
-    """The retrieved slots of every token that asked, all layers together."""
+    """Return the retrieved slots of every querying token, with all layers together."""
     names = dict(zip(trace.tokens, trace.labels, strict=True))
     rows = sorted(slot_rows(trace, reach=reach), key=lambda row: row["position"])  # stable: layers stay in order
-    found = []
+    steps = []
     for _, group in groupby(rows, key=lambda row: row["position"]):
-        own = list(group)
-        for row in own:
-            row.update({name: _plain(row[name]) for name in ("before", "query", "target", "after")})
-        answer = own[0]["answer"]
-        said = "?" if answer is None else visible(names.get(answer, str(answer)))
-        hits = sum(row["hit"] for row in own)
-        found.append({"token": _plain(own[0]["token"]), "answer": said, "hits": hits, "rows": own})
-    return found
-
-
-def _plain(text: str) -> str:
-    """Visible, without the escapes that figures need."""
-    return visible(text).replace(r"\$", "$")
+        slots = list(group)
+        for row in slots:
+            row.update({name: unescaped(row[name]) for name in ("before", "query", "target", "after")})
+        answer = slots[0]["answer"]
+        label = "?" if answer is None else visible(names.get(answer, str(answer)))
+        hits = sum(row["hit"] for row in slots)
+        steps.append({"token": unescaped(slots[0]["token"]), "answer": label, "hits": hits, "rows": slots})
+    return steps
 
 
 def _layers(trace: GateTrace) -> list[dict[str, Any]]:

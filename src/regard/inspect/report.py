@@ -1,11 +1,9 @@
-"""A page to look inside: one self-contained HTML file, without a server, a network, or other files beside it.
+"""A report on trained models as one self-contained HTML file.
 
-The images are inlined. The attention viewer at the end is some hand-written JavaScript in the template; the
-weights go into the page as one signed byte each:
+Images are inlined, and the attention viewer is a small script in the template. Each weight is stored as one signed
+byte, so that zero differs from small and small weights stay visible:
 
-    code = 0 where the weight is exactly zero, else sign(w) * max(1, round(127 sqrt(|w| / largest)))
-
-so that zero stays distinguishable from small, and the square root keeps small weights visible.
+    code = 0 if the weight is exactly zero, else sign(w) * max(1, round(127 sqrt(|w| / largest)))
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from .measures import AttentionMaps
 from .tables import Table
@@ -28,9 +26,9 @@ class Sample:
     """Generated text.
 
     Attributes:
-        prompt: what was given.
-        continuation: what the model wrote.
-        how: a sentence about how it was sampled.
+        prompt: the given text.
+        continuation: the generated text.
+        how: how it was sampled.
     """
 
     prompt: str
@@ -40,16 +38,16 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """What the page says of one model.
+    """The part of the page about one model.
 
     Attributes:
-        title: its name.
-        facts: short facts, name to value.
-        sample: text that it wrote, if any.
-        picture: a PNG, with `caption`, if any.
-        maps: its weights, for the viewer, if any.
-        layers: what its layers are like, if known (`summary.layer_table`).
-        failure: why there is nothing to see, if so.
+        title: name of the model.
+        facts: short facts by name.
+        sample: generated text.
+        picture, caption: a PNG and its caption.
+        maps: weights for the viewer.
+        layers: table of its layers (`summary.layer_table`).
+        failure: why the model has no results.
     """
 
     title: str
@@ -69,9 +67,9 @@ class Page:
     Attributes:
         title, introduction: of the page.
         table: the main result.
-        curves: a PNG, with `curves_caption`.
+        curves, curves_caption: a PNG and its caption.
         sections: one per model.
-        settings: groups of settings, each a name and a mapping.
+        settings: groups of settings by name.
     """
 
     title: str
@@ -84,17 +82,22 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """The page as HTML. All text is escaped."""
-    source = importlib.resources.files(__package__).joinpath("templates/report.html.j2").read_text("utf-8")
-    # autoescape by hand: jinja2 decides by the file's suffix only where it loads files itself
+    """Return the page as HTML, with all text escaped."""
+    viewer = [viewer_data(s.title, s.maps) for s in page.sections if s.maps is not None]
+    return template("report.html.j2").render(page=page, viewer=viewer)
+
+
+def template(name: str) -> Template:
+    """Return a template of this package."""
+    source = importlib.resources.files(__package__).joinpath(f"templates/{name}").read_text("utf-8")
+    # jinja2 selects autoescape by the file's suffix only if it loads the file itself
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["png"] = lambda image: "data:image/png;base64," + base64.b64encode(image).decode()
-    viewer = [viewer_data(s.title, s.maps) for s in page.sections if s.maps is not None]
-    return environment.from_string(source).render(page=page, viewer=viewer)
+    return environment.from_string(source)
 
 
 def viewer_data(name: str, maps: AttentionMaps) -> dict[str, Any]:
-    """What the viewer needs of one model: the lower triangles of all heads, row by row, as base64."""
+    """Return the data of one model for the viewer: the lower triangles of all heads, row by row, as base64."""
     weights = maps.weights.double().numpy()
     layers, heads, n = weights.shape[:3]
     largest = np.abs(weights).max(axis=(2, 3), initial=0.0)

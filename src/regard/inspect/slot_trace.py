@@ -1,8 +1,8 @@
-"""Which slots a memory read, who had written them, and whether that was the right answer.
+"""Which slots a memory read, who had written them, and whether they held the right answer.
 
-"Fast-weight Product Key Memory" (section 5.1) looks at a needle's answer slot by slot: what the latest write into each
-retrieved slot stored (the query token, the target token and the text around them), marked [HIT] where the target is
-the true next token. Positions count the tokens of one stream, everything that the memory has read one after the other.
+"Fast-weight Product Key Memory" (arXiv:2601.00671, section 5.1) shows for each slot that was retrieved at a needle what
+the latest write stored there: the query token, the target token and their context, marked [HIT] if the target is the
+true next token. Positions count the tokens of one stream, which is all that the memory has read.
 
 Legend: T tokens of the stream.
 """
@@ -26,9 +26,9 @@ class Writer:
     """One write into a slot.
 
     Attributes:
-        query: position of the token whose query found the slot.
+        query: position of the token whose query selected the slot.
         target: position of the token whose value was written.
-        weight: by how much of the error the write moved this slot.
+        weight: fraction of the error by which the write changed this slot.
     """
 
     query: int
@@ -41,9 +41,9 @@ class RetrievedSlot:
     """A slot that was read, with the last writes into it.
 
     Attributes:
-        slot: its number.
-        weight: of the reading.
-        writers: the latest first; none where nothing was written yet.
+        slot: number of the slot.
+        weight: weight of the slot in the reading.
+        writers: the last writes, the latest first.
     """
 
     slot: int
@@ -53,12 +53,12 @@ class RetrievedSlot:
 
 @dataclass(frozen=True)
 class SlotReading:
-    """What one memory layer retrieved for one token.
+    """The slots that one memory layer retrieved for one token.
 
     Attributes:
-        layer: its name.
-        position: of the token that asked.
-        slots: the heaviest first.
+        layer: name of the layer.
+        position: position of the querying token.
+        slots: the retrieved slots by decreasing weight.
     """
 
     layer: str
@@ -68,13 +68,12 @@ class SlotReading:
 
 @dataclass(frozen=True)
 class SlotReadings:
-    """What the memories of a model retrieved over a stretch of a stream.
+    """The slots that the memories of a model retrieved over a part of a stream.
 
     Attributes:
-        tokens: of the whole stream, T of them.
-        labels: the same as text.
-        readings: token by token, and of each token layer by layer.
-        answers: position to the token that should come after it, where that is not the stream's own next one.
+        tokens, labels: the T tokens of the stream, and the same as text.
+        readings: readings by token, and for each token by layer.
+        answers: the expected next token by position, where it is not the next token of the stream.
     """
 
     tokens: tuple[int, ...]
@@ -83,55 +82,49 @@ class SlotReadings:
     answers: dict[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.labels):
-            raise ArgumentError(
-                f"SlotReadings: {len(self.labels)} labels for {len(self.tokens)} tokens, expected one each."
-            )
+        tokens, labels = len(self.tokens), len(self.labels)
+        if tokens != labels:
+            raise ArgumentError(f"SlotReadings: {labels} labels for {tokens} tokens, expected one each.")
 
     def answer(self, reading: SlotReading) -> int | None:
-        """The true next token of a reading; None after the last token of the stream."""
+        """Return the expected next token of a reading, or None after the last token of the stream."""
         if self.answers is not None and reading.position in self.answers:
             return self.answers[reading.position]
         after = reading.position + 1
         return self.tokens[after] if after < len(self.tokens) else None
 
     def hit(self, reading: SlotReading, slot: RetrievedSlot, last: int = 1) -> bool:
-        """Whether one of the last writes into a slot stored the true next token."""
+        """Return whether one of the `last` writes into a slot stored the expected next token."""
         answer = self.answer(reading)
         return answer is not None and any(self.tokens[writer.target] == answer for writer in slot.writers[:last])
 
     def hits(self, last: int = 1, layer: str | None = None) -> float:
-        """Share of retrieved slots that are hits, 0 where none was retrieved."""
-        found = [
-            self.hit(reading, slot, last)
-            for reading in self.readings
-            if layer in (None, reading.layer)
-            for slot in reading.slots
-        ]
-        return sum(found) / len(found) if found else 0.0
+        """Return the share of retrieved slots that are hits, 0 without retrieved slots."""
+        hits = [self.hit(reading, slot, last) for reading, slot in self._slots(layer)]
+        return sum(hits) / len(hits) if hits else 0.0
 
     def hit_weight(self, layer: str | None = None) -> float:
-        """Share of the readings' weight that is on hits of the latest write, 0 where nothing was read."""
+        """Return the share of the readings' weight on hits of the latest write, 0 without readings."""
         total = right = 0.0
-        for reading in self.readings:
-            for slot in reading.slots if layer in (None, reading.layer) else ():
-                total += slot.weight
-                right += slot.weight * self.hit(reading, slot)
+        for reading, slot in self._slots(layer):
+            total += slot.weight
+            right += slot.weight * self.hit(reading, slot)
         return right / total if total else 0.0
+
+    def _slots(self, layer: str | None) -> Iterator[tuple[SlotReading, RetrievedSlot]]:
+        """Yield every retrieved slot of a layer (None: of all) with its reading."""
+        readings = (reading for reading in self.readings if layer in (None, reading.layer))
+        return ((reading, slot) for reading in readings for slot in reading.slots)
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Their names, in the order in which they read."""
+        """Names of the layers in the order in which they read."""
         return tuple(dict.fromkeys(reading.layer for reading in self.readings))
 
     def context(self, position: int, reach: int) -> tuple[str, str, str]:
-        """The text of `reach` tokens before a position, of the one there, and of as many after it."""
-        join = "".join
-        before, after = (
-            self.labels[max(0, position - reach) : position],
-            self.labels[position + 1 : position + 1 + reach],
-        )
-        return join(before), self.labels[position], join(after)
+        """Return the text of `reach` tokens before a position, of the token there, and of as many after it."""
+        before = "".join(self.labels[max(0, position - reach) : position])
+        return before, self.labels[position], "".join(self.labels[position + 1 : position + 1 + reach])
 
 
 def slot_readings(
@@ -143,41 +136,42 @@ def slot_readings(
     answers: Mapping[int, int] | None = None,
     row: int = 0,
 ) -> SlotReadings:
-    """What the memories of a model retrieved at some positions, made ready to be looked at.
+    """Return the slots that the memories of a model retrieved at some positions.
 
     Args:
-        retrieved: name of a layer to what `regard.nn.memory_trace.WriterTrace` noted, or None where it read nothing.
-        tokens: of everything that row of the batch was given since the trace began; labels: the same as text.
-        positions: of the tokens that asked.
+        retrieved: records of `regard.nn.memory_trace.WriterTrace` by layer.
+        tokens, labels: all tokens of the row since the trace began, and the same as text.
+        positions: positions of the querying tokens.
         answers: as in `SlotReadings`.
+        row: row of the batch.
 
     Raises:
-        ArgumentError: labels do not match the tokens, or a position beyond them.
+        ArgumentError: labels do not match the tokens, or a position is out of range.
     """
     if any(not 0 <= position < len(tokens) for position in positions):
-        raise ArgumentError(f"slot_readings: positions {sorted(positions)} reach beyond the {len(tokens)} tokens.")
+        raise ArgumentError(f"slot_readings: positions {sorted(positions)} are out of range for {len(tokens)} tokens.")
     wanted = set(positions)
-    found = []
+    readings = []
     for layer, seen in retrieved.items():
         for at in ((seen.row == row).nonzero()[:, 0]).tolist():
             position = int(seen.position[at])
             if position in wanted:
-                slots = tuple(_retrieved_slot(seen, at, place) for place in range(seen.slots.shape[1]))
-                found.append(SlotReading(layer, position, tuple(sorted(slots, key=lambda slot: -slot.weight))))
-    order = {layer: place for place, layer in enumerate(retrieved)}
-    found.sort(key=lambda reading: (reading.position, order[reading.layer]))
-    return SlotReadings(tuple(tokens), tuple(labels), tuple(found), dict(answers) if answers else None)
+                slots = (_retrieved_slot(seen, at, index) for index in range(seen.slots.shape[1]))
+                readings.append(SlotReading(layer, position, tuple(sorted(slots, key=lambda slot: -slot.weight))))
+    order = {layer: index for index, layer in enumerate(retrieved)}
+    readings.sort(key=lambda reading: (reading.position, order[reading.layer]))
+    return SlotReadings(tuple(tokens), tuple(labels), tuple(readings), dict(answers) if answers else None)
 
 
-def _retrieved_slot(seen: Retrieved, at: int, place: int) -> RetrievedSlot:
+def _retrieved_slot(seen: Retrieved, at: int, index: int) -> RetrievedSlot:
     writers = seen.writers
-    own = (x[at, place].tolist() for x in (writers.position, writers.target, writers.share))
-    known = tuple(Writer(query, target, share) for query, target, share in zip(*own, strict=True) if query >= 0)
-    return RetrievedSlot(int(seen.slots[at, place]), float(seen.weights[at, place]), known)
+    values = (x[at, index].tolist() for x in (writers.position, writers.target, writers.share))
+    known = tuple(Writer(query, target, share) for query, target, share in zip(*values, strict=True) if query >= 0)
+    return RetrievedSlot(int(seen.slots[at, index]), float(seen.weights[at, index]), known)
 
 
 def slot_rows(trace: SlotReadings, *, reach: int = 10) -> Iterator[dict[str, Any]]:
-    """A row for every retrieved slot, as plain data for tables, pages and JSON.
+    """Yield a row of plain data for every retrieved slot.
 
     Args:
         reach: tokens of context on each side of the writing token (10 in the paper's figure 5).
@@ -203,14 +197,16 @@ def slot_rows(trace: SlotReadings, *, reach: int = 10) -> Iterator[dict[str, Any
 
 
 def slot_table(trace: SlotReadings, *, reach: int = 10) -> Any:
-    """Every retrieved slot with what its latest write stored, as a `tables.Table`."""
-    from .figures import visible
+    """Return a `tables.Table` of the retrieved slots with what their latest writes stored."""
+    from .figures import unescaped, visible
     from .tables import Table
 
     header = ("token read", "layer", "slot", "weight", "written by", "target", "around it", "")
     rows = []
     for row in slot_rows(trace, reach=reach):
-        around = f"{_shown(row['before'])}[{_shown(row['query'])}]{_shown(row['after'])}" if row["query"] else "-"
+        around = (
+            f"{unescaped(row['before'])}[{unescaped(row['query'])}]{unescaped(row['after'])}" if row["query"] else "-"
+        )
         rows.append(
             (
                 visible(row["token"]),
@@ -224,14 +220,8 @@ def slot_table(trace: SlotReadings, *, reach: int = 10) -> Any:
             )
         )
     note = (
-        f"Of each retrieved slot the latest write. {HIT}: its target is the true next token. All in all "
-        f"{100 * trace.hits():.0f} % of the slots, {100 * trace.hit_weight():.0f} % of the weight; "
-        f"{100 * trace.hits(last=4):.0f} % of the slots by one of the last four writes."
+        f"The latest write into each retrieved slot. {HIT}: its target is the true next token, in "
+        f"{100 * trace.hits():.0f} % of the slots with {100 * trace.hit_weight():.0f} % of the weight; for one of the "
+        f"last four writes, in {100 * trace.hits(last=4):.0f} % of the slots."
     )
     return Table(header, tuple(rows), note)
-
-
-def _shown(text: str) -> str:
-    from .figures import visible
-
-    return visible(text).replace(r"\$", "$")

@@ -1,4 +1,4 @@
-"""The layers of a model in one table: how many keys count, how much weight is negative, how its systems were solved."""
+"""A table of a model's attention layers: support sizes, negative weights and solver statistics."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from .tables import Table
 
 NONE = "-"
 STRONG = 0.1
-"""The size of a weight that appendix F.3 of Local Linear Attention (arXiv 2510.01450) counts."""
+"""Threshold of `AttentionMaps.strong`, from appendix F.3 of Local Linear Attention (arXiv 2510.01450)."""
 
 
 def layer_table(maps: AttentionMaps) -> Table:
-    """One row a layer, means over heads and queries (the residual: the largest). Solver columns stand there where some
-    layer has systems to solve."""
+    """Return a table of one row per layer, with means over heads and queries (of the residual, the maximum).
+
+    There are solver columns if some layer is local linear.
+    """
     solved = any(maps.solver)
     header = ("layer", "keys with weight", "of the visible", f"with weight above {STRONG:g}", "negative weight")
     solver = ("solver steps", "residual", "not converged") if solved else ()

@@ -1,4 +1,4 @@
-"""One table, three prints: the terminal, Markdown, and (by the page's template) HTML."""
+"""A table that can be printed on the terminal, as Markdown, and (by the page's template) as HTML."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text.
+    """Table with cells of text.
 
     Attributes:
-        header: names of the columns; the first column is aligned left, the others right.
+        header: column names; the first column is aligned left, the others right.
         rows: one tuple of cells per row, as long as the header.
-        note: a sentence below the table.
+        note: text below the table.
     """
 
     header: tuple[str, ...]
@@ -27,14 +27,14 @@ class Table:
         assert all(len(row) == len(self.header) for row in self.rows)
 
     def markdown(self) -> str:
-        """A GitHub table, with `|` in cells escaped."""
+        """Return the table as GitHub Markdown, with `|` in cells escaped."""
         rule = ("---", *("---:" for _ in self.header[1:]))
         lines = ["| " + " | ".join(_escape(cell) for cell in row) + " |" for row in (self.header, *self.rows)]
         lines.insert(1, "|" + "|".join(rule) + "|")
         return "\n".join([*lines, *(["", self.note] if self.note else []), ""])
 
     def rich(self, title: str = "") -> RichTable:
-        """For `rich.console.Console.print`; brackets in cells are text, not markup."""
+        """Return the table for `rich.console.Console.print`, with brackets in cells as text, not markup."""
         table = RichTable(title=title or None, box=box.SIMPLE_HEAD, caption=self.note or None)
         for i, name in enumerate(self.header):
             table.add_column(Text(name), justify="right" if i else "left", overflow="fold")

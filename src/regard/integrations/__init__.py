@@ -1,1 +1,1 @@
-"""Bridges to other packages; each module imports the one it is named after, so that this package imports none."""
+"""Integrations with other packages. Each module imports the package it is named after; this one imports none."""

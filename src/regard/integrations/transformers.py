@@ -1,23 +1,23 @@
-"""Every sentence of the grammar as an attention implementation of Hugging Face transformers.
+"""Attention specs as attention implementations of Hugging Face transformers.
 
     from regard.integrations.transformers import register
     register()                                            # "regard_softmax", "regard_biweight", ...
     model.set_attn_implementation("regard_biweight")      # or attn_implementation= when a model is made
 
-An attention implementation is two functions under one name: one that computes (`attend`), one that says beforehand
-who sees whom (`visible_keys`). Between the two a mask is one of five things:
+An attention implementation is two functions under one name: the attention (`attend`), and its mask function
+(`visible_keys`), which is called before. The mask that is passed between them takes one of these forms:
 
-    None                 no key is hidden; causal order if the layer is causal, queries at the end of the keys
-    boolean [B, Tk]      keys that are hidden from every query of a causal layer; queries at the end of the keys
-    integers [B, Tk]     causal order inside the runs of equal numbers: documents that are packed into a row
+    None                 no key is masked; causal if the layer is causal, with queries at the end of the keys
+    boolean [B, Tk]      keys that are masked for every query of a causal layer, with queries at the end of the keys
+    integers [B, Tk]     causal within runs of equal numbers, which are the documents packed into a row
     boolean 4-D          [B or 1, H or 1, Tq or 1, Tk or 1], causal order and windows included
     additive 4-D         the same from older callers: 0 where a key may be attended, else the lowest number
 
-A caller's own mask of four axes says all there is to say. A mask that is made here may lack packed documents: where
-there is a padding mask, even one of ones, or a cache, even an empty one, transformers does not look for them. `attend`
-looks for them in what layers hand on: position ids that begin again, `cu_seq_lens_q`, `seq_idx`, `segment_ids`.
+A caller's 4-D mask is complete. A mask made here may lack packed documents, since transformers does not look for them
+if there is a padding mask (even of ones) or a cache (even an empty one). `attend` then finds them in arguments of the
+layer: position ids that start again, `cu_seq_lens_q`, `seq_idx`, `segment_ids`.
 
-Legend: B batch, H query heads, Hkv key heads, Tq and Tk queries and keys, D and Dv channels of a head.
+Legend: B batch, H query heads, Hkv key heads, Tq and Tk queries and keys, D and Dv channels per head.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..grammar import as_spec
 from ..models.base.packing import ARGUMENTS, Documents
 from ..pairwise.attention import diagnosed_attention
 
-try:  # how a model says that it collects weights, where a layer does not hand `output_attentions` on (GPT-2)
+try:  # tells whether a model collects weights, if a layer does not pass `output_attentions` on (GPT-2)
     from transformers.utils.output_capturing import _active_collector
 except ImportError:
     _active_collector = None
@@ -50,10 +50,10 @@ except ImportError:
 CALL = "integrations.transformers"
 PREFIX = "regard_"
 READ_BY_TRANSFORMERS = ("/", "flash", "flex_attention", "sdpa")
-"""What transformers takes in a name as a repository on its hub or as a backend of its own."""
+"""Parts of a name by which transformers recognises a repository on its hub or a backend of its own."""
 
 HIDDEN = -1e4
-"""Additive masks hold 0 or something below this."""
+"""Additive masks hold 0 or a number below this."""
 
 REFUSED = {
     "softcap": "caps the scores",
@@ -63,74 +63,74 @@ REFUSED = {
     "head_mask": "multiplies the weights",
     "cache": "pages the keys (continuous batching)",
 }
-"""Arguments of other attention functions that would change the result, and what they do."""
+"""Arguments of other attention functions that would change the result, with their effects."""
 
 _SPECS: dict[str, Spec] = {}
 _ROWS = "_regard_rows"
-"""The attribute of 4-D masks made here: which queries are real, boolean [B, Tq], or None for all."""
+"""Attribute of 4-D masks made here: which queries are not padding, boolean [B, Tq], or None for all."""
 _FOUND = WeakIdKeyDictionary()
-"""Position ids to what `_documents` found in them last, since all layers of a model ask the same."""
+"""Last result of `_documents` by position ids, which all layers of a model share."""
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def register(*specs: Spec | str, **named: Spec | str) -> list[str]:
-    """Make every preset, its local linear form, and the sentences given, an `attn_implementation` of transformers.
+    """Register every preset, its local linear form, and the given specs as an `attn_implementation` of transformers.
+
+    May be called again, which also registers presets that have been added since.
 
     Args:
-        specs: sentences or their text; the name is "regard_" and the text without spaces, as given (of a Spec, as
-            it prints): `register("biweight*anchored(margin=2)")` files "regard_biweight*anchored(margin=2)".
-        named: names of your own: `register(sharp="biweight*anchored(margin=0.5)")` files "regard_sharp".
+        specs: specs, named "regard_" and their text without spaces: `register("biweight*anchored(margin=2)")` registers
+            "regard_biweight*anchored(margin=2)".
+        named: specs by name: `register(sharp="biweight*anchored(margin=0.5)")` registers "regard_sharp".
 
     Returns:
-        The names: those of all presets (those of other packages included), "regard_local-linear[NAME]" for those whose
-        weights are not negative and sum to one, then those given, in order. Calling again is harmless, and files
-        presets that have been added since.
+        The names of all presets (those of other packages included), "regard_local-linear[NAME]" for the presets whose
+        weights are nonnegative and sum to one, then the given ones in order.
 
     Raises:
-        ArgumentError: a text that cannot be read, a name that stands for another sentence already, or one that
-            transformers would take for something else ("/", "flash", "flex_attention", "sdpa").
+        ArgumentError: an invalid spec, a name that is already used for another spec, or one that transformers would
+            misread ("/", "flash", "flex_attention", "sdpa").
     """
-    wanted_specs = {f"specs[{i}]": spec for i, spec in enumerate(specs)} | named
-    for name, spec in wanted_specs.items():
+    for name, spec in ({f"specs[{i}]": spec for i, spec in enumerate(specs)} | named).items():
         as_spec(spec, "register", name)
     given = [(_name(spec), spec) for spec in specs] + list(named.items())
     linear = [f"local-linear[{name}]" for name, spec in presets().items() if spec.degree == 0 and spec.convex]
     wanted: list[tuple[str, Spec | str]] = [*presets().items(), *((name, name) for name in linear), *given]
-    return [_file(name, spec) for name, spec in wanted]
+    return [_register(name, spec) for name, spec in wanted]
 
 
 def convert(model: Model, spec: Spec | str) -> Model:
-    """Put `spec` in the place of softmax in every attention layer of a model, in place.
+    """Replace softmax by `spec` in every attention layer of a model, in place.
 
     Args:
-        model: any model of transformers whose layers ask for their attention function by name.
-        spec: a sentence, its text, or a name that `register` returned.
+        model: a model of transformers whose layers look up their attention function by name.
+        spec: a spec, its text, or a name returned by `register`.
 
     Returns:
-        The model. `model.set_attn_implementation("sdpa")` undoes it.
+        The model. `model.set_attn_implementation("sdpa")` reverts it.
 
     Raises:
-        ArgumentError: a model with attention of its own (transformers itself would go on with softmax and only
-            log a warning), or a text that cannot be read.
+        ArgumentError: an invalid spec, or a model that computes attention itself (for which transformers would only log
+            a warning and keep softmax).
     """
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError(f"convert: model is a {type(model).__name__}, expected a transformers PreTrainedModel.")
     if not (isinstance(spec, str) and spec in _SPECS):
         as_spec(spec, "convert")
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    deaf = [part for part in parts if not part._can_set_attn_implementation()]
-    if deaf or not any(map(_asks_by_name, model.modules())):
+    fixed = [part for part in parts if not part._can_set_attn_implementation()]
+    if fixed or not any(map(_looks_up_attention, model.modules())):
         raise ArgumentError(
-            f"convert: {type((deaf or parts)[0]).__name__} computes attention by itself and would stay as it is; take "
-            f"a model whose layers use transformers' AttentionInterface."
+            f"convert: {type((fixed or parts)[0]).__name__} computes attention by itself and would not change; use a "
+            f"model whose layers use transformers' AttentionInterface."
         )
-    model.set_attn_implementation(spec if isinstance(spec, str) and spec in _SPECS else _file(_name(spec), spec))
+    model.set_attn_implementation(spec if isinstance(spec, str) and spec in _SPECS else _register(_name(spec), spec))
     return model
 
 
-def _asks_by_name(layer: nn.Module) -> bool:
-    """Whether the file that defines the layer knows transformers' table of attention functions."""
+def _looks_up_attention(layer: nn.Module) -> bool:
+    """Return whether the file that defines the layer uses transformers' table of attention functions."""
     return hasattr(sys.modules.get(type(layer).__module__), "ALL_ATTENTION_FUNCTIONS")
 
 
@@ -138,14 +138,14 @@ def _name(spec: Spec | str) -> str:
     return "".join(spec.split()) if isinstance(spec, str) else str(as_spec(spec))
 
 
-def _file(name: str, spec: Spec | str) -> str:
+def _register(name: str, spec: Spec | str) -> str:
     """Register both functions under PREFIX + name, once."""
     spec, full = as_spec(spec), PREFIX + name
     for part in READ_BY_TRANSFORMERS:
         if part in name:
             raise ArgumentError(f"register: transformers reads {part!r} in {full!r} as its own; choose another name.")
     if _SPECS.setdefault(full, spec) != spec:
-        raise ArgumentError(f"register: {full!r} stands for {_SPECS[full]} already; choose another name.")
+        raise ArgumentError(f"register: {full!r} is already {_SPECS[full]}; choose another name.")
     AttentionInterface.register(full, partial(attend, spec))
     AttentionMaskInterface.register(full, visible_keys)
     return full
@@ -164,34 +164,34 @@ def visible_keys(
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask function: who sees whom, in the smallest form that says it (see the module).
+    """Return the mask in the smallest form that represents it (see the module); the mask function of transformers.
 
     Args:
         batch_size, q_length, kv_length: B, Tq, Tk.
-        q_offset: position of the first query; a tensor where a cache has a fixed length.
+        q_offset: position of the first query; a tensor for a cache of fixed length.
         kv_offset: position of the first key.
-        mask_function: of transformers: (b, h, q, k) -> whether query q sees key k.
+        mask_function: function of transformers, (b, h, q, k) -> whether query q sees key k.
         attention_mask: boolean [B, tokens], False at padding, over all positions so far.
-        local_size: the window or chunk, where there is one.
-        allow_is_causal_skip, allow_is_bidirectional_skip: False where the model needs the pairs themselves.
-        kwargs: what transformers' `sdpa_mask` takes besides.
+        local_size: window or chunk size.
+        allow_is_causal_skip, allow_is_bidirectional_skip: False if the model needs the full mask.
+        kwargs: other arguments of transformers' `sdpa_mask`.
 
     Returns:
         None, boolean [B, Tk], [B, 1, 1, Tk] or [B, 1, Tq, Tk], or the documents of packed rows, integers [B, Tk]. Only
-        windows, chunks and caches of a fixed length need pairs, which take B Tq Tk bytes.
+        windows, chunks and caches of fixed length need the full mask of B Tq Tk bytes.
     """
     aligned = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     causal = mask_function is causal_mask_function and allow_is_causal_skip and aligned
     if causal or (mask_function is bidirectional_mask_function and allow_is_bidirectional_skip):
         keys = _real_keys(attention_mask, kv_length, kv_offset)
-        return (
-            keys if keys is None or causal else _made_here(keys[:, None, None, :], attention_mask, q_offset, q_length)
-        )
+        if keys is None or causal:
+            return keys
+        return _with_rows(keys[:, None, None, :], attention_mask, q_offset, q_length)
     documents = _packed(mask_function)
     if documents is not None and aligned and attention_mask is None:
         return documents
-    # transformers leaves the mask out of a first pass over a fixed-length cache too, where None would mean that the
-    # queries stand at the first keys; here it means the last.
+    # In the first pass over a fixed-length cache, transformers would return None for queries at the first keys; here
+    # None means queries at the last keys.
     made = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -205,15 +205,14 @@ def visible_keys(
         allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         **kwargs,
     )
-    return None if made is None else _made_here(made, attention_mask, q_offset, q_length)
+    return None if made is None else _with_rows(made, attention_mask, q_offset, q_length)
 
 
 def _packed(mask_function: Callable[..., Any]) -> Tensor | None:
-    """Read the documents [B, T] out of transformers' mask function for packed sequences; None for every other function,
-    and for one that says more than causal order inside documents.
+    """Return the documents [B, T] of transformers' mask function for packed sequences; None for any other function.
 
-    The variables that it closes over have no public names. Where they are not found, the mask is computed pair by pair,
-    as transformers does it.
+    They are read from the variables in its closure, which are not public. If they are not found, the full mask is
+    computed, as transformers does.
     """
     if torch.compiler.is_compiling():
         return None
@@ -226,13 +225,13 @@ def _packed(mask_function: Callable[..., Any]) -> Tensor | None:
 
 
 def _closed_over(function: Callable[..., Any]) -> dict[str, Any]:
-    """The variables that a function has from where it was made, by name."""
+    """Return the variables in a function's closure by name."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     return {} if code is None else {n: cell.cell_contents for n, cell in zip(code.co_freevars, cells, strict=True)}
 
 
-def _made_here(made: Tensor, mask: Tensor | None, offset: int | Tensor, queries: int) -> Tensor:
-    """The mask `made`, marked with the queries that are real by a mask over all positions so far."""
+def _with_rows(made: Tensor, mask: Tensor | None, offset: int | Tensor, queries: int) -> Tensor:
+    """Return the mask `made` with an attribute for the queries that are not padding."""
     rows = None
     if mask is not None:
         at = offset + torch.arange(queries, device=mask.device)
@@ -242,7 +241,7 @@ def _made_here(made: Tensor, mask: Tensor | None, offset: int | Tensor, queries:
 
 
 def _real_keys(mask: Tensor | None, length: int, offset: int) -> Tensor | None:
-    """Boolean [B, Tk], False at padding; None where nothing is."""
+    """Return a boolean mask [B, Tk], False at padding, or None without padding."""
     if mask is None:
         return None
     missing = offset + length - mask.shape[-1]
@@ -265,43 +264,42 @@ def attend(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function: `regard.attention` as transformers' layers call it.
+    """Compute `regard.attention` as transformers' layers call it.
+
+    Cost: that of `regard.attention`. Dropout and returned weights use its dense reference in Theta(Tq Tk) memory, with
+    dropout or gradients at Tk / Dv + 1 times the work of the weighted sum.
 
     Args:
-        spec: the sentence; bound by `register`.
-        module: the layer; its `is_causal` says whether it is causal where the argument does not.
+        spec: the spec, bound by `register`.
+        module: the layer; its attribute `is_causal` is the default of the argument.
         query: [B, H, Tq, D].
         key: [B, Hkv, Tk, D], Hkv a divisor of H.
         value: [B, Hkv, Tk, Dv].
-        attention_mask: one of the four forms of the module's legend.
-        dropout: share of the weights put to zero, the others divided by 1 - dropout, as in transformers' "eager".
-        scaling: of the scores. Sentences without a scale (`spec.takes_scale`: feature maps, bounded similarities,
-            clipped-geometric) have their own and do not look at it.
-        is_causal: causal order where the mask does not say it.
-        sliding_window: where the mask is None, the last so many positions (to both sides, the query's own
-            included, if the layer is not causal). Elsewhere the mask holds it.
-        kwargs: `output_attentions`; `position_ids` [B or 1, Tq] and the keywords of
-            `regard.models.base.packing.ARGUMENTS`, which say where packed documents begin; what would change
-            the result is refused; the rest is for other functions.
+        attention_mask: one of the forms listed in the module.
+        dropout: share of the weights set to zero; the others are divided by 1 - dropout, as in transformers' "eager".
+        scaling: scale of the scores, ignored by specs without one (`spec.takes_scale`: feature maps, bounded
+            similarities, clipped-geometric).
+        is_causal: whether the layer is causal, if the mask does not include causal order.
+        sliding_window: number of last positions that are visible if the mask is None (on both sides, the query's own
+            included, if the layer is not causal). Other masks include it.
+        kwargs: `output_attentions`; `position_ids` [B or 1, Tq] and `regard.models.base.packing.ARGUMENTS`, which
+            determine packed documents. Arguments that would change the result are errors; others are ignored.
 
     Returns:
-        The output [B, Tq, H, Dv] in the dtype of `value`, and the weights [B, H, Tq, Tk] or None. The weights, after
-        dropout, are those with weights @ value = output: those of a local linear model may be negative. Rows that
-        see no key are 0.
+        The output [B, Tq, H, Dv] in the dtype of `value`, and the weights [B, H, Tq, Tk] after dropout, with
+        weights @ value = output, or None. Weights of local linear attention may be negative. Queries without visible
+        keys give 0.
 
     Raises:
-        ArgumentError: soft caps, sinks, biases, head masks, paged caches; masks of other kinds; packed documents in a
-            layer that is not causal, after tokens in a cache, or whose positions go on from one to the next.
-
-    Cost: that of `regard.attention`. With dropout or weights, its dense reference in Theta(Tq Tk) memory; where these
-    need a gradient or dropout, Tk / Dv + 1 times the work of the weighted sum.
+        ArgumentError: soft caps, sinks, biases, head masks, paged caches; other kinds of masks; packed documents in a
+            layer that is not causal, after tokens in a cache, or whose positions continue from one to the next.
     """
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
-            raise ArgumentError(f"{CALL}: {name} {what}, which {spec} has no place for; use a model without it.")
+            raise ArgumentError(f"{CALL}: {name} {what}, which {spec} does not support; use a model without it.")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     seen = _seen(attention_mask, causal, sliding_window, query.shape[2])
-    if not _says_all(attention_mask):
+    if not _is_complete(attention_mask):
         tokens = (query.shape[0], query.shape[2])
         documents = _documents(module, tokens, key.shape[2], causal, attention_mask, kwargs)
         if documents is not None:
@@ -311,7 +309,7 @@ def attend(
     if query.shape[1] != key.shape[1]:
         seen["enable_gqa"] = True
     dtype = value.dtype
-    wide = torch.promote_types(torch.promote_types(query.dtype, key.dtype), dtype)  # autocast leaves some narrower
+    wide = torch.promote_types(torch.promote_types(query.dtype, key.dtype), dtype)  # dtypes differ under autocast
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     if dropout or _weights_wanted(kwargs):
         out, weights = _dense(query, key, value, spec, dropout, seen)
@@ -324,10 +322,10 @@ def attend(
 def _dense(
     query: Tensor, key: Tensor, value: Tensor, spec: Spec, dropout: float, seen: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Tq, Dv] and weights [B, H, Tq, Tk], with gradients.
+    """Return the output [B, H, Tq, Dv] and the weights [B, H, Tq, Tk], with gradients.
 
-    For dropout: every estimate is linear in the values, so that the identity as values gives the weights, of degree 1
-    too. The values themselves ride along: rows that see one that is not finite become NaN, and no others.
+    With dropout, the weights are computed as the output for identity values, since the output is linear in the values.
+    The true values are appended, so that queries that see a non-finite value become NaN.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
@@ -346,21 +344,21 @@ def _weights_wanted(kwargs: dict[str, Any]) -> bool:
     if kwargs.get("output_attentions"):
         return True
     if _active_collector is None or (torch.compiler.is_compiling() and not _active_collector.compiling):
-        return False  # a ContextVar, which cannot be traced; a model compiled as a whole keeps a plain variable
+        return False  # a ContextVar cannot be traced; a fully compiled model uses a plain variable
     return any(name.endswith("attentions") for name in _active_collector.get() or ())
 
 
 def _number(scaling: float | Tensor) -> float | Tensor:
-    """A scale for all heads; others would have to say which axis they follow."""
+    """Return the scale after checking that it is one number."""
     if isinstance(scaling, Tensor) and scaling.dim():
         raise ArgumentError(f"{CALL}: scaling has shape {shape(scaling)}, expected one number for all heads.")
     return scaling
 
 
 def _seen(mask: Tensor | None, causal: bool, window: int | None, queries: int) -> dict[str, Any]:
-    """Who sees whom, as arguments of `regard.attention`."""
+    """Return the visible keys as arguments of `regard.attention`."""
     if mask is None:
-        # One query at the end sees every key, which implementations need not find out from causal order.
+        # a single query at the end sees every key
         return {"is_causal": causal and (queries > 1 or window is not None), "window": window}
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
         what = shape(mask) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
@@ -380,40 +378,39 @@ def _seen(mask: Tensor | None, causal: bool, window: int | None, queries: int) -
     return {"attn_mask": mask[:, None, None, :], "is_causal": queries > 1}
 
 
-def _says_all(mask: Tensor | None) -> bool:
-    """Whether packed documents cannot be missing in a mask: transformers found them, or it is the caller's own."""
+def _is_complete(mask: Tensor | None) -> bool:
+    """Return whether a mask includes packed documents: transformers found them, or it is the caller's own."""
     return mask is not None and (not hasattr(mask, _ROWS) if mask.dim() == 4 else mask.dtype != torch.bool)
 
 
 def _documents(
     module: nn.Module, tokens: tuple[int, int], keys: int, causal: bool, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Number the documents that are packed into the rows, integers [B or 1, T]; None where each row is one.
+    """Return the numbers of the documents packed into the rows, integers [B or 1, T]; None if each row is one document.
 
-    Looks at the position ids of a call once for all layers, which waits for a device. A graph that is being compiled
-    cannot look: where there is no mask of pairs, it asserts that each row is one document.
+    Position ids are read once for all layers, which synchronises the device. A compiled graph without a full mask
+    instead asserts that each row is one document.
     """
     positions, packing = kwargs.get("position_ids"), {n: kwargs[n] for n in ARGUMENTS if kwargs.get(n) is not None}
     fits = isinstance(positions, Tensor) and tuple(positions.shape) in (tokens, (1, tokens[1]))
     crossed = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
-    if not fits or crossed:  # those of images have more axes; those of other keys say nothing of these
+    if not fits or crossed:  # ids of images have more axes; in cross-attention they are not those of the keys
         positions = None
     if positions is None and not packing:
         return None
     if positions is None or torch.compiler.is_compiling():
         return _look(tokens, keys, causal, mask, positions, packing)
     held = (mask, *packing.values())
-    asked = [tokens, keys, causal, *packing, *map(_stamp, (positions, *held))]
+    inputs = [tokens, keys, causal, *packing, *map(_stamp, (positions, *held))]
     known = _FOUND.get(positions)
-    if known is None or known[0] != asked:
-        known = asked, held, _look(tokens, keys, causal, mask, positions, packing)
+    if known is None or known[0] != inputs:
+        known = inputs, held, _look(tokens, keys, causal, mask, positions, packing)
         _FOUND[positions] = known
     return known[2]
 
 
 def _stamp(x: object) -> object:
-    """Something that stays equal while x, which is held, stays the same; a tensor that keeps no count of its changes
-    never does."""
+    """Return a value that changes when x, which must be kept alive, changes; for inference tensors, always."""
     if not isinstance(x, Tensor):
         return id(x)
     return object() if x.is_inference() else (id(x), x._version)
@@ -427,35 +424,35 @@ def _look(
     positions: Tensor | None,
     packing: dict[str, Any],
 ) -> Tensor | None:
-    """As `_documents`, of the arguments that count."""
+    """Compute `_documents` without cache."""
     rows = getattr(mask, _ROWS, None)
     if mask is not None and mask.dim() == 2:
         rows = mask[:, mask.shape[1] - tokens[1] :]
-    told = Documents.of(CALL, tokens, rows, None, packing) if packing else None
-    begun = None if positions is None else Documents.of(CALL, tokens, rows, positions, {})
-    found = begun if told is None else told
-    if found is None:
+    given = Documents.of(CALL, tokens, rows, None, packing) if packing else None
+    counted = None if positions is None else Documents.of(CALL, tokens, rows, positions, {})
+    documents = counted if given is None else given
+    if documents is None:
         return None
-    faults = dict(found.faults)
-    if told is not None and begun is not None:
+    faults = dict(documents.faults)
+    if given is not None and counted is not None:
         faults[
             f"position_ids do not begin again where the documents of {' and '.join(packing)} do; give position_ids "
             f"that count from the same number in every document"
-        ] = (told.begins != begun.begins).any()
-    blind = torch.compiler.is_compiling() and not _of_pairs(mask)  # segments for all calls would cost those without
+        ] = (given.begins != counted.begins).any()
+    blind = torch.compiler.is_compiling() and not _of_pairs(mask)  # segments would make every call slower
     for wrong, why in (
         (not causal, "but this layer is not causal; give each document a row of its own, or a 4-D mask"),
         (keys != tokens[1], "but keys come from a cache, which holds one document a row; call with use_cache=False"),
         (blind, "which a compiled model keeps apart only if called without attention_mask and with use_cache=False"),
     ):
         if wrong:
-            faults[f"the rows hold several documents, {why}"] = found.begins.any()
-    segments = replace(found, faults=faults).segments(CALL, cache_kept=False, cache_asked=False)
+            faults[f"the rows hold several documents, {why}"] = documents.begins.any()
+    segments = replace(documents, faults=faults).segments(CALL, cache_kept=False, cache_asked=False)
     return None if blind else segments
 
 
 def _keep_apart(seen: dict[str, Any], documents: Tensor) -> None:
-    """Add documents to the arguments of `regard.attention`: to the pairs of a mask where there are some."""
+    """Add documents to the arguments of `regard.attention`: to a full mask if there is one."""
     if _of_pairs(seen.get("attn_mask")):
         seen["attn_mask"] = seen["attn_mask"] & (documents[:, None, :, None] == documents[:, None, None, :])
     else:
@@ -463,13 +460,12 @@ def _keep_apart(seen: dict[str, Any], documents: Tensor) -> None:
 
 
 def _of_pairs(mask: Tensor | None) -> bool:
-    """Whether a mask has an entry for every query and key."""
+    """Return whether a mask has an entry for every query and key."""
     return mask is not None and mask.dim() == 4 and mask.shape[2] > 1
 
 
 def _boolean(mask: Tensor) -> Tensor:
-    """The mask as booleans. Masks made here are; others are looked into once per layer, since a bias on the scores
-    has the same form as a mask and would silently hide everything."""
+    """Return the mask as booleans; raise for a bias on the scores, which would silently mask everything."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():

@@ -1,11 +1,11 @@
-"""Training on transformers' Trainer: text, tokenizers, seeded sampling, run folders, resume.
+"""Training on transformers' Trainer: text, tokenizers, seeded sampling, run folders, resuming.
 
     from pathlib import Path
     from regard.training import TrainConfig, train
 
     train(TrainConfig(data=Path("notes.txt"), spec=("biweight",), steps=500, out=Path("runs/notes")))
 
-Names are loaded when first used, so that `regard train --help` need not wait for transformers.
+Names are imported on first use, so that `regard train --help` does not wait for transformers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""What listens to a run: the metrics file, the progress bar, Ctrl-C.
+"""Callbacks of a training run: the metrics file, the progress bar, Ctrl-C.
 
-`metrics.jsonl` has one JSON object per line. Training lines: step, loss (nats per token, mean since the last
-line), bits_per_char, bits_per_byte, grad_norm, learning_rate, tokens (seen so far), tokens_per_second
-(since the last line; evaluation and saving do not count), and of the first held-out window what `row_means` says:
-support, density, of layers with a fixed bandwidth empty_rows, and of local linear layers negative_mass,
-solver_iterations, solver_residual, unconverged, and of memories memory_coverage, memory_collisions, memory_kl_uniform,
-memory_marginal_entropy, memory_gate, memory_not_finite (absent where no layer reports them). Lines about held-out text
-have the same names behind `eval_`.
+`metrics.jsonl` has one JSON object per line. Training lines hold step, loss (mean nats per token since the last line),
+bits_per_char, bits_per_byte, grad_norm, learning_rate, tokens (so far), tokens_per_second (since the last line, without
+evaluation and saving), and the entries of `evaluation.row_means` on the first held-out window. Lines about held-out
+text have the same names with the prefix `eval_`.
 """
 
 from __future__ import annotations
@@ -17,14 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ..models.base.base import tell_step
 from .errors import TrainingInterrupted
@@ -44,73 +41,53 @@ _BRIEF = (
 
 
 class MetricsFile(TrainerCallback):
-    """Appends every log to `metrics.jsonl`, flushed line by line.
+    """Append every log to `metrics.jsonl`, flushed line by line.
 
     Args:
-        path: the file. Lines of steps after `step` are dropped first, since a resumed run writes them again, and
-            damaged ones.
-        step: the step from which the run (re)starts.
+        path: the file. Damaged lines and lines of steps after `step` are removed first.
+        step: the step from which the run starts or continues.
 
     Attributes:
-        damaged: how many damaged lines were dropped.
+        damaged: number of damaged lines that were removed.
     """
 
     def __init__(self, path: Path, *, step: int) -> None:
         self.path = path
         self.damaged = 0
-        kept = [line for line in self._sound_lines() if json.loads(line)["step"] <= step]
+        kept = [line for line in self._valid_lines() if json.loads(line)["step"] <= step]
         with writing(path, path.parent):
             write_atomically(path, "".join(kept))
 
-    def _sound_lines(self) -> Iterator[str]:
-        """Yield the whole lines. A process that was killed leaves half a line at the end, and a power cut may leave
-        NULs: such lines are left out, and those before the end are counted in `damaged`."""
+    def _valid_lines(self) -> Iterator[str]:
+        """Yield the valid lines; count the others (a power cut may leave NULs), except an incomplete last one."""
         if not self.path.exists():
             return
         with writing(self.path, self.path.parent):
             regular_size(self.path)
             *lines, _half = self.path.read_bytes().split(b"\n")
         for line in lines:
-            if _is_record(line):
+            record = None
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+            if isinstance(record, dict) and type(record.get("step")) is int:
                 yield line.decode() + "\n"
             else:
                 self.damaged += 1
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
         logs = logs or {}
         if state.is_world_process_zero and ("loss" in logs or "eval_loss" in logs):
             values = {key: value for key, value in logs.items() if key not in _NOISE}
             self.append({"step": state.global_step, **values})
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one line.
-
-        Raises:
-            TrainingStopped: the file cannot be written.
-        """
+        """Write one line, or raise TrainingStopped if the file cannot be written."""
         with writing(self.path, self.path.parent), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
 
-def _is_record(line: bytes) -> bool:
-    """Return whether a line is one that `MetricsFile` wrote."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(record, dict) and type(record.get("step")) is int
-
-
 class Clock(TrainerCallback):
-    """Seconds spent in training steps, in all and since the last lap; logging, evaluating and saving are not
-    counted."""
+    """Time spent in training steps, in total and since the last lap, without logging, evaluation and saving."""
 
     def __init__(self) -> None:
         self.seconds, self.steps, self._begin, self._last = 0.0, 0, 0.0, (0, 0.0)
@@ -123,68 +100,53 @@ class Clock(TrainerCallback):
         self.steps += 1
 
     def lap(self) -> tuple[int, float]:
-        """(steps, seconds) since the last lap; starts a new one."""
+        """Return (steps, seconds) since the last lap, and start a new one."""
         steps, seconds = self.steps - self._last[0], self.seconds - self._last[1]
         self._last = (self.steps, self.seconds)
         return steps, seconds
 
 
 class StepNumber(TrainerCallback):
-    """Tells the model which step begins (`tell_step`)."""
+    """Pass the number of each step to the model (`tell_step`)."""
 
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **_: Any,
-    ) -> None:
-        assert model is not None  # transformers always gives it
-        tell_step(model, state.global_step)
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **given: Any) -> None:
+        tell_step(given["model"], state.global_step)
 
 
-class Rhythm(TrainerCallback):
-    """Asks for an evaluation every so many steps and for a log after the last. (Trainer's own `eval_strategy`
-    wants a dataset; the held-out text is read by strided windows instead.)"""
+class Schedule(TrainerCallback):
+    """Request an evaluation every `steps` steps, and a log after the last step. (Trainer's `eval_strategy` needs a
+    dataset; the held-out text is read in strided windows instead.)"""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         control.should_evaluate = state.global_step % self.steps == 0
         control.should_log |= state.global_step == state.max_steps
 
 
 class RichProgress(TrainerCallback):
-    """A bar on a terminal; elsewhere one plain line per log, so that a log file shows progress too."""
+    """Show a progress bar on a terminal, and elsewhere one plain line per log."""
 
     def __init__(self, console: Console | None = None, label: str = "training") -> None:
         self.console = console or Console(stderr=True)
-        # no markup: a label such as local-linear[biweight] has brackets of its own
+        # no markup: labels such as local-linear[biweight] have brackets
         label_column = TextColumn("{task.description}", markup=False)
         note_column = TextColumn("{task.fields[note]}", markup=False)
         columns = (label_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note_column)
         self.bar = Progress(*columns, console=self.console, transient=True)
         self.task = self.bar.add_task(label, note="", start=False)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero and self.console.is_terminal:
             self.bar.start()
         self.bar.start_task(self.task)
         self.bar.update(self.task, total=state.max_steps, completed=state.global_step)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self.bar.update(self.task, completed=state.global_step)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
         logs = logs or {}
         held_out = "eval_loss" in logs
         if not state.is_world_process_zero or not (held_out or "loss" in logs):
@@ -199,14 +161,14 @@ class RichProgress(TrainerCallback):
             self.bar.update(self.task, note=note)
 
     def close(self) -> None:
-        """Take the bar off the terminal."""
+        """Remove the bar from the terminal."""
         if self.bar.live.is_started:
             self.bar.stop()
 
 
 class StopGently(TrainerCallback):
-    """A context in which the first Ctrl-C (or SIGTERM) ends the run after the current step, with a
-    checkpoint, and the second one ends it at once. Outside the main thread signals are left alone."""
+    """A context in which the first Ctrl-C (or SIGTERM) ends the run after the current step with a checkpoint, and the
+    second one ends it immediately. Outside the main thread it does nothing."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -223,7 +185,7 @@ class StopGently(TrainerCallback):
             signal.signal(number, handler)
         self._before.clear()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.requested:
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
@@ -232,4 +194,4 @@ class StopGently(TrainerCallback):
         if self.requested:
             raise TrainingInterrupted("interrupted twice: the current step was not saved")
         self.requested = True
-        print("\nstopping after this step, then saving; once more to stop at once", file=sys.stderr)
+        print("\nstopping and saving after this step; press Ctrl-C again to stop immediately", file=sys.stderr)

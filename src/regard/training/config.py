@@ -1,23 +1,19 @@
-"""Everything a training run can be told: each field is a flag of `regard train` and a key of its
-TOML file."""
+"""The options of a training run: each field is a flag of `regard train` and a key of its TOML file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ..errors import ArgumentError
-from .sentences import split_sentences
-
-if TYPE_CHECKING:
-    pass
+from .specs import split_specs
 
 LARGEST = 2**31 - 1
-"""The largest number of anything that is counted."""
+"""The largest count that an option takes."""
 MOST_LAYERS = 1024
 SEEDS = 2**32
-"""Seeds are 0 .. SEEDS - 1: what numpy's generator, which transformers seeds too, can take."""
+"""Seeds are 0 .. SEEDS - 1, the range of numpy's generator, which transformers seeds too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,107 +24,95 @@ class TrainConfig:
     """
 
     data: Path | None = None
-    """Text to learn from: a UTF-8 file, or a folder whose text files are read in sorted order."""
+    """Training text: a UTF-8 file, or a folder whose text files are read in sorted order."""
     tokenizer: str = "char"
-    """What a token is: 'char' (one character), 'byte' (one UTF-8 byte; any text can be written) or 'gpt2' (GPT-2's
-    50257 pieces of words; any text can be written)."""
+    """Tokens: 'char' (one per known character), 'byte' (one per UTF-8 byte) or 'gpt2' (GPT-2's 50257 tokens)."""
     validation: float = 0.1
-    """Share of the text, at its end, that is held out and never trained on."""
+    """Fraction of the text, at its end, that is held out for evaluation."""
     context: int = 256
-    """Tokens the model sees at once."""
+    """Context length in tokens."""
 
     model: str = "transformer"
-    """What is trained, such as 'transformer', 'memory-mosaic' or 'iclm'. `regard list models` shows all."""
+    """Model, such as 'transformer', 'memory-mosaic' or 'iclm'. `regard list models` shows all."""
     spec: tuple[str, ...] = ("softmax",)
-    """The attention of the layers, in the grammar: one sentence for all layers or one per layer (with blanks
-    or commas between them), such as 'biweight' or 'triweight*anchored(margin=1)'. `regard list presets` shows
-    the named ones, `regard list token-mixers` what a layer of a transformer may be besides."""
+    """Attention specs, one for all layers or one each: see `regard list presets` and `regard list token-mixers`."""
     option: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
-    """Further fields of the model's configuration as key=value, several after one --option or each after its own,
-    such as wiring=parallel or feed_forward=gelu. `regard list models` shows them."""
+    """Other fields of the model as key=value, such as norm=layer feed_forward=gelu: see `regard list models`."""
     layers: int = 4
     """Number of layers."""
     width: int = 128
     """Size of the hidden state."""
     heads: int = 4
-    """Attention heads per layer; must divide the width."""
+    """Attention heads per layer. Must divide the width."""
     kv_heads: int | None = None
-    """Heads that keep keys and values (grouped queries); must divide the heads. By default as many."""
+    """Key and value heads (grouped-query attention). Must divide the heads. By default the same number."""
     mlp_width: int | None = None
-    """Size inside the feed-forward part. By default what is usual for its kind, about 8/3 of the width."""
+    """Hidden size of the feed-forward layers. By default the usual size of their kind, about 8/3 of the width."""
     window: int | None = None
-    """Let attention look at the last so many tokens only. By default at all of them."""
+    """Sliding window of attention in tokens. By default none."""
     temperature: str = "fixed"
-    """How sharp attention is: 'fixed', 'learned' (one number per head), or growing with the number of tokens a
-    row sees, 'log' or 'power'. `regard list temperatures` shows them."""
+    """Temperature: 'fixed', 'learned' (one per head), 'log' or 'power' (growing with the number of visible tokens)."""
     ridge: str = "fixed"
-    """What penalises the slope in local linear layers: 'fixed' (the number of the sentence), or learned from every
-    token, 'learned' (a number per head) or 'learned-per-dimension'. `regard list ridges` shows them."""
+    """Ridge of local linear layers: 'fixed' (in the spec), 'learned' (one per head) or 'learned-per-dimension'."""
     qk_norm: Literal["none", "rms", "l2"] = "none"
-    """Normalise queries and keys of every head: 'rms' with a learned gain, 'l2' to length one."""
+    """Normalisation of queries and keys per head: 'rms' with a learned gain, 'l2' to length one."""
     share_query_key: bool = False
-    """Make the queries of the keys: one projection less. Consider --exclude-self with it."""
+    """Use the keys as queries, with one projection less. Consider --exclude-self with it."""
     exclude_self: bool = False
-    """Let attention look at earlier tokens only."""
+    """Exclude the query's own position from attention."""
 
     steps: int = 1000
     """Optimiser steps."""
     batch: int = 16
-    """Windows of text per device and forward pass."""
+    """Sequences per device and forward pass."""
     accumulate: int = 1
-    """Forward passes per optimiser step: batches of batch x accumulate windows in the memory of one."""
+    """Gradient accumulation: forward passes per optimiser step."""
     learning_rate: float = 1e-3
-    """Highest learning rate, reached after the warm-up; it then falls along a cosine."""
+    """Peak learning rate, reached after the warm-up, followed by cosine decay."""
     warmup: float = 0.05
-    """Share of the steps over which the learning rate rises from zero."""
+    """Fraction of the steps over which the learning rate rises from zero."""
     final_learning_rate: float = 0.1
-    """The learning rate of the last step, as a share of the highest."""
+    """Learning rate of the last step, as a fraction of the peak."""
     weight_decay: float = 0.1
-    """AdamW weight decay (of matrices; norms and biases are left alone)."""
+    """AdamW weight decay of matrices. Norms and biases have none."""
     clip: float = 1.0
-    """Largest norm of the gradient; a longer one is scaled down to it."""
+    """Largest norm of the gradient (gradient clipping)."""
     seed: int = 0
-    """Decides the first weights and which windows each step sees."""
+    """Random seed of the initial weights and of the sampled sequences."""
     device: str = "auto"
-    """'cpu', 'cuda', 'mps', or 'auto' for the fastest that is there."""
+    """'cpu', 'cuda', 'mps', or 'auto' for the fastest available."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the products in the forward pass. Weights and their updates are float32 either way."""
+    """Precision of the forward pass. Weights and their updates are float32 either way."""
 
     out: Path = Path("runs/train")
-    """Folder to write: config, tokenizer, metrics.jsonl, checkpoints, and the trained model in model/."""
+    """Output folder: config, tokenizer, metrics.jsonl, checkpoints, and the trained model in model/."""
     resume: bool = False
     """Continue the run in the output folder from its last complete checkpoint."""
     overwrite: bool = False
-    """Delete the run that is in the output folder and start anew."""
+    """Delete the run in the output folder and start again."""
     log_every: int = 10
-    """Steps between two lines of metrics."""
+    """Steps between log lines."""
     eval_every: int = 200
-    """Steps between two looks at the held-out text."""
+    """Steps between evaluations on held-out text."""
     eval_tokens: int = 16384
-    """Held-out tokens, from the start of the held-out text, used for each look; all are used at the end."""
+    """Held-out tokens per evaluation, from the start of the held-out text. The final one uses all."""
     save_every: int = 200
-    """Steps between two checkpoints."""
+    """Steps between checkpoints."""
     keep: int = 2
-    """Checkpoints to keep; older ones are deleted once a newer one is complete."""
+    """Checkpoints to keep. Older ones are deleted once a newer one is complete."""
 
     def __post_init__(self) -> None:
-        last = len(self.spec) - 1
-        # a comma at the end of a word stands before the next: --spec softmax, biweight
-        words = (word if i == last else word.removesuffix(",") for i, word in enumerate(self.spec))
-        sentences = tuple(sentence for word in words for sentence in split_sentences(word))
-        object.__setattr__(self, "spec", sentences)
+        # a comma may end every word but the last: --spec softmax, biweight
+        words = (*(word.removesuffix(",") for word in self.spec[:-1]), *self.spec[-1:])
+        object.__setattr__(self, "spec", tuple(spec for word in words for spec in split_specs(word)))
 
     @property
     def per_step(self) -> int:
-        """Windows of one optimiser step on one device."""
+        """Sequences per optimiser step on one device."""
         return self.batch * self.accumulate
 
 
 def check_seed(seed: int, call: str) -> None:
-    """`--seed` is one that every generator takes.
-
-    Raises:
-        ArgumentError: it is not.
-    """
+    """Check that every random generator accepts `--seed`."""
     if not 0 <= seed < SEEDS:
         raise ArgumentError(f"{call}: --seed is {seed}, expected 0 to {SEEDS - 1}.")

@@ -1,4 +1,4 @@
-"""Which device a run uses, by name."""
+"""The device of a run, by name."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ from ..checks import ArgumentError
 
 
 def available_devices() -> dict[str, str]:
-    """Device kinds that work here, fastest first, each with a description."""
-    found = {}
+    """Return the available device types, fastest first, each with a description."""
+    devices = {}
     if torch.cuda.is_available():
-        found["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        devices["cuda"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     if torch.backends.mps.is_available():
-        found["mps"] = "Apple GPU"
-    found["cpu"] = f"{torch.get_num_threads()} threads"
-    return found
+        devices["mps"] = "Apple GPU"
+    devices["cpu"] = f"{torch.get_num_threads()} threads"
+    return devices
 
 
 def resolve_device(name: str, *, call: str) -> str:
-    """ "cpu", "cuda" or "mps" for a name that may also be "auto".
+    """Return "cpu", "cuda" or "mps" for a name that may also be "auto".
 
     Raises:
-        ArgumentError: an unknown name, or a device that is not there; the message says what is.
+        ArgumentError: an unknown name or a device that is not available.
     """
-    here = available_devices()
+    available = available_devices()
     if name == "auto":
-        return next(iter(here))
-    if name in here:
+        return next(iter(available))
+    if name in available:
         return name
-    if name.partition(":")[0] in ("cuda", "mps") and name.partition(":")[0] in here:
-        raise ArgumentError(
-            f"{call}: device {name!r}: choose one of several by CUDA_VISIBLE_DEVICES and say --device cuda."
-        )
-    if name.partition(":")[0] in ("cuda", "mps"):
-        raise ArgumentError(f"{call}: device {name!r} is not available here; available: {', '.join(here)}.")
+    kind = name.partition(":")[0]
+    if kind in ("cuda", "mps") and kind in available:
+        raise ArgumentError(f"{call}: device {name!r}: use --device cuda and select one with CUDA_VISIBLE_DEVICES.")
+    if kind in ("cuda", "mps"):
+        raise ArgumentError(f"{call}: device {name!r} is not available here; available: {', '.join(available)}.")
     raise ArgumentError(f"{call}: unknown device {name!r}. Choose from: auto, cpu, cuda, mps.")

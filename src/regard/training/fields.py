@@ -1,6 +1,6 @@
-"""Dataclasses from TOML and JSON files: every key is a field; a wrong key or type is an error that teaches.
+"""Reading dataclasses from TOML and JSON files and from text, with checked keys and types.
 
-Only plain data is read (numbers, text, lists); nothing in a file is ever imported or executed.
+Only plain data is read (numbers, text, lists). Nothing in a file is imported or executed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ArgumentError, suggestion
-from .sentences import split_sentences
+from .errors import one_line
+from .specs import split_specs
 from .storage.files import read_text
 
 try:
@@ -26,12 +27,17 @@ C = TypeVar("C")
 _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", Path: "a path as text"}
 
 
+def flag(name: str) -> str:
+    """Return the command-line flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
 def read_mapping(path: Path, *, call: str) -> dict[str, Any]:
     """Return the table in a `.toml` or `.json` file.
 
     Raises:
-        ArgumentError: the file is missing, unreadable, no regular file, of another kind, not a table, or names a key
-            twice.
+        ArgumentError: the file is missing, unreadable, not a regular file, of another format, not a table, or has a
+            duplicate key.
     """
     if path.suffix not in (".toml", ".json"):
         raise ArgumentError(f"{call}: {path} is neither a .toml nor a .json file.")
@@ -40,38 +46,41 @@ def read_mapping(path: Path, *, call: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise ArgumentError(f"{call}: config file {path} does not exist.") from None
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"{call}: cannot read config file {path}: {_one_line(error)}.") from None
+        raise ArgumentError(f"{call}: cannot read config file {path}: {one_line(error)}.") from None
     try:
         table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_no_key_twice)
     except (ValueError, RecursionError) as error:  # both decoders derive their errors from ValueError
-        raise ArgumentError(f"{call}: {path} is not valid {path.suffix[1:].upper()}: {_one_line(error)}.") from None
+        raise ArgumentError(f"{call}: {path} is not valid {path.suffix[1:].upper()}: {one_line(error)}.") from None
     if not isinstance(table, dict):
         raise ArgumentError(f"{call}: {path} holds a {type(table).__name__}, expected a table of settings.")
     return table
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the table of these pairs; a key that stands twice is a ValueError."""
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} stands twice")
+    """Return the pairs as a table.
+
+    Raises:
+        ValueError: a duplicate key.
+    """
+    table: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in table:
+            raise ValueError(f"duplicate key {name!r}")
+        table[name] = value
     return table
 
 
 def from_mapping(base: C, table: Mapping[str, Any], *, call: str, source: str) -> C:
-    """`base` (a dataclass instance) with the table's values in place of its own.
+    """Return a copy of the dataclass `base` with the values of a table.
 
     Args:
-        table: field name to value; `-` in a key is read as `_`, so that flags can be copied.
-        source: where the table came from, for messages.
+        table: values by field name. A `-` in a key is read as `_`, as in flags.
+        source: name of the table's source, for error messages.
 
     Raises:
-        ArgumentError: a key that is no field, or a value of the wrong type.
+        ArgumentError: an unknown or duplicate key, or a value of the wrong type.
     """
-    cls = type(base)
-    hints = get_type_hints(cls, include_extras=False)
+    hints = get_type_hints(type(base), include_extras=False)
     names = [field.name for field in dataclasses.fields(base)]  # type: ignore[arg-type]
     values = {}
     for key, value in table.items():
@@ -79,13 +88,13 @@ def from_mapping(base: C, table: Mapping[str, Any], *, call: str, source: str) -
         if name not in names:
             raise ArgumentError(f"{call}: unknown key {key!r} in {source}.{suggestion(name, names)}")
         if name in values:
-            raise ArgumentError(f"{call}: {key!r} stands twice in {source}.")
+            raise ArgumentError(f"{call}: duplicate key {key!r} in {source}.")
         values[name] = _coerce(value, hints[name], f"{call}: {key} in {source}")
     return dataclasses.replace(base, **values)  # type: ignore[type-var]
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The fields of a dataclass as plain JSON data; `from_mapping` reads it back to an equal object."""
+    """Return the fields of a dataclass as JSON data, from which `from_mapping` makes an equal object."""
     return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 
@@ -96,7 +105,7 @@ def _plain(value: Any) -> Any:
 
 
 def _coerce(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the type `hint` (a plain type, a union with None, a Literal or `tuple[X, ...]`)."""
+    """Return `value` as the type `hint` (a plain type, a union with None, a Literal or `tuple[X, ...]`)."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         if value is None:
@@ -106,8 +115,7 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
     if origin is Literal:
         choices = get_args(hint)
         if value not in choices:
-            listed = suggestion(str(value), [str(choice) for choice in choices])
-            raise ArgumentError(f"{where} is {value!r}.{listed}")
+            raise ArgumentError(f"{where} is {value!r}.{suggestion(str(value), map(str, choices))}")
         return value
     if origin is tuple:
         items = value if isinstance(value, list) else [value]
@@ -124,26 +132,27 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
 
 
 def from_text(text: str, hint: Any, where: str) -> Any:
-    """A value of the type `hint` from the text of a command line: numbers, true or false, none where the type allows
-    it, lists with commas between their parts. Of several types the first that fits; where any is allowed, text, or a
-    list of texts if there are commas outside brackets.
+    """Return the value of type `hint` that a command-line text stands for.
+
+    Texts are numbers, true or false, none for optional types, and lists separated by commas. Of a union, the first type
+    that fits is taken. For `Any`, the result is text, or a list of texts if there are commas outside brackets.
 
     Raises:
-        ArgumentError: the text is no such value; the message begins with `where`.
+        ArgumentError: the text does not fit; the message begins with `where`.
     """
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        kinds = [kind for kind in get_args(hint) if kind is not type(None)]
-        if len(kinds) < len(get_args(hint)) and text.lower() == "none":
+        *first, last = (kind for kind in get_args(hint) if kind is not type(None))
+        if type(None) in get_args(hint) and text.lower() == "none":
             return None
-        for kind in kinds[:-1]:
+        for kind in first:
             with suppress(ArgumentError):
                 return from_text(text, kind, where)
-        return from_text(text, kinds[-1], where)
+        return from_text(text, last, where)
     if origin is Literal:
         return _coerce(text, hint, where)
     if hint is Any or origin in (list, tuple, Sequence):
-        parts = split_sentences(text)
+        parts = split_specs(text)
         if hint is Any:
             return parts[0] if len(parts) == 1 else parts
         inner = (*get_args(hint), Any)[0]
@@ -156,7 +165,3 @@ def from_text(text: str, hint: Any, where: str) -> Any:
     elif hint in (str, Path):
         return hint(text)
     raise ArgumentError(f"{where} is {text!r}, expected {_WORDS.get(hint, str(hint))}.")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()).rstrip(".")

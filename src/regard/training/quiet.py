@@ -1,4 +1,4 @@
-"""Keeps notices and progress bars of others off the terminal, where ours say what matters."""
+"""Silencing the notices and progress bars of other libraries."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 from transformers.utils import logging
 
+UNCONVERGED = "systems did not converge"
+"""Text of the warning that `unconverged_once` filters."""
+
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Errors only and no bars inside the block (or the function it decorates); as before afterwards."""
+    """Let transformers print only errors and no progress bars, inside a block or a decorated function."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -26,24 +29,20 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def unconverged_once(say: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block the warning that local linear systems did not converge, which may come at every step, is given
-    to `say` when it comes first; other warnings go where they went."""
-    said = False
+    """Pass the first warning about local linear systems that did not converge to `say`, and drop the later ones, which
+    may come at every step. Other warnings are shown as before."""
+    shown = False
     with warnings.catch_warnings():
         others = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-            nonlocal said
+        def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+            nonlocal shown
             if UNCONVERGED not in str(message):
-                others(message, category, *place, **more)
-            elif not said:
-                said = True
-                say(f"{message} (Said once; `unconverged` in metrics.jsonl goes on to count.)")
+                others(message, category, *args, **kwargs)
+            elif not shown:
+                shown = True
+                say(f"{message} (Shown once; see `unconverged` in metrics.jsonl.)")
 
         warnings.showwarning = show
         warnings.filterwarnings("always", message=f".*{UNCONVERGED}", category=RuntimeWarning)
         yield
-
-
-UNCONVERGED = "systems did not converge"
-"""What the warning says."""

@@ -1,4 +1,4 @@
-"""A whole training run: text in, run folder out."""
+"""A training run, from the text to the run folder."""
 
 from __future__ import annotations
 
@@ -14,22 +14,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainingArguments
 
 from ..checks import ArgumentError
-from .callbacks import MetricsFile, Rhythm, RichProgress, StopGently
+from .callbacks import MetricsFile, RichProgress, Schedule, StopGently
 from .config import TrainConfig
 from .data.text import Text, load_text, split_text
 from .data.tokenizers import TOKENIZERS, encode
 from .data.windows import SampledWindows
 from .device import resolve_device
-from .errors import TrainingInterrupted
+from .errors import TrainingInterrupted, one_line
 from .evaluation import Units
 from .generate import opening
 from .models import language_model
@@ -46,14 +40,14 @@ ModelBuilder = Callable[[TrainConfig, PreTrainedTokenizerBase], PreTrainedModel]
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The result of a run, as in `summary.json`.
+    """Result of a run, as in `summary.json`.
 
     Attributes:
         out: the run folder.
-        step: optimiser steps done.
-        parameters: of the model.
+        step: number of optimiser steps.
+        parameters: number of parameters of the model.
         loss, bits_per_char, bits_per_byte, support: on the whole held-out text, see `Evaluation`.
-        tokens_per_second: while training, evaluating and saving not counted; of this call alone.
+        tokens_per_second: training speed of this call, without evaluation and saving.
         prompt: words of the held-out text to try the model with; may be empty.
     """
 
@@ -70,7 +64,7 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class _Corpus:
-    """Both halves of the text as tokens, with their sizes, and words of the second to begin with."""
+    """Training and held-out tokens with the sizes of their texts, and a prompt from the held-out text."""
 
     text: Text
     tokenizer: PreTrainedTokenizerBase
@@ -90,23 +84,23 @@ def train(
     console: Console | None = None,
     label: str = "training",
 ) -> RunSummary:
-    """Train a language model as `config` says. Seeds torch's, numpy's and Python's global generators, as
-    transformers' Trainer does.
+    """Train a language model. Seeds the global generators of torch, numpy and Python, as transformers' Trainer does.
 
     Args:
-        build_model: makes the model, called under the config's seed; default `language_model`.
-        callbacks: further listeners.
+        config: the options of the run.
+        build_model: function that builds the model, called under the config's seed; default `language_model`.
+        callbacks: additional callbacks.
         console: where progress is shown, default standard error; `Console(quiet=True)` shows none.
         label: name of the progress bar.
 
     Raises:
         ArgumentError: a mistake in the config or the text, or another process trains in the folder; nothing has been
             written.
-        TrainingStopped: the run could not go on (non-finite loss, full disk).
+        TrainingStopped: the run cannot continue (non-finite loss, full disk).
         TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was saved.
     """
     validate(config)
-    if _main_process():  # which may have begun to fill the folder when the others look
+    if _main_process():  # only this one, which may fill the folder before the others check it
         folder.check_out(config, call="train")
     with ExitStack() as held:
         if config.resume and (config.out / "run.json").is_file():
@@ -120,17 +114,19 @@ def train(
         arguments = _arguments(config)
         if _main_process() and checkpoint is None:
             _hold(config, held)
-            folder.check_out(config, call="train")  # once more: another run may have begun there since
+            folder.check_out(config, call="train")  # again, since another run may have begun there
             folder.begin(config, text, corpus.tokenizer, call="train")
         trainer = _trainer(config, arguments, model, corpus)
         if checkpoint is not None:
             check_checkpoint(checkpoint, trainer, call="train")
             if _main_process():
-                _rewind(config.out, step_of(checkpoint))
+                with writing(config.out, config.out):  # restore the state after the checkpoint
+                    remove_after(config.out, step_of(checkpoint))
+                    (config.out / "summary.json").unlink(missing_ok=True)
         progress = RichProgress(console, label)
         for line in skipped:
             progress.console.print(line, highlight=False, markup=False)
-        _listen(trainer, config, progress, step=step_of(checkpoint) if checkpoint else 0)
+        _add_callbacks(trainer, config, progress, step=step_of(checkpoint) if checkpoint else 0)
         for callback in callbacks:
             trainer.add_callback(callback)
         with unconverged_once(partial(progress.console.print, highlight=False, markup=False)):
@@ -139,16 +135,16 @@ def train(
 
 
 def _hold(config: TrainConfig, held: ExitStack) -> None:
-    """Lock the run folder until `held` ends, in the process that writes."""
+    """Lock the run folder until `held` is closed, in the main process."""
     if _main_process():
         held.enter_context(only_run(config.out, call="train"))
 
 
 def _prepare_text(config: TrainConfig, text: Text) -> _Corpus:
-    """Split, build (or on resume load) the tokenizer, encode.
+    """Split the text, build the tokenizer (load it when resuming), and encode both parts.
 
     Raises:
-        ArgumentError: one of the two halves is shorter than one context.
+        ArgumentError: a part is shorter than one context.
     """
     learn, held_out = split_text(text.content, config.validation)
     if config.resume:
@@ -166,27 +162,17 @@ def _prepare_text(config: TrainConfig, text: Text) -> _Corpus:
             f"train: the held-out part of {text.path} has {len(held_out_tokens)} tokens, less than one "
             f"--context {config.context}; give more text, a larger --validation or a smaller --context."
         )
-    return _Corpus(
-        text=text,
-        tokenizer=tokenizer,
-        train=tokens,
-        held_out=held_out_tokens,
-        train_units=Units.of(learn, len(tokens)),
-        held_out_units=Units.of(held_out, len(held_out_tokens)),
-        prompt=opening(tokenizer, held_out),
-    )
+    units = Units.of(learn, len(tokens)), Units.of(held_out, len(held_out_tokens))
+    return _Corpus(text, tokenizer, tokens, held_out_tokens, *units, prompt=opening(tokenizer, held_out))
 
 
 def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedModel, corpus: _Corpus) -> RegardTrainer:
+    per_step = config.per_step * args.world_size
     trainer = RegardTrainer(
         model=model,
         args=args,
         train_dataset=SampledWindows(
-            corpus.train,
-            context=config.context,
-            steps=config.steps,
-            per_step=config.per_step * args.world_size,
-            seed=config.seed,
+            corpus.train, context=config.context, steps=config.steps, per_step=per_step, seed=config.seed
         ),
         processing_class=corpus.tokenizer,
         held_out=corpus.held_out[: config.eval_tokens],
@@ -200,15 +186,15 @@ def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedMode
     return trainer
 
 
-def _listen(trainer: RegardTrainer, config: TrainConfig, progress: RichProgress, *, step: int) -> None:
-    """Attach what writes and shows; the run folder exists by now."""
-    trainer.add_callback(Rhythm(config.eval_every))
+def _add_callbacks(trainer: RegardTrainer, config: TrainConfig, progress: RichProgress, *, step: int) -> None:
+    """Add the callbacks that evaluate, show progress and write metrics; the run folder exists by now."""
+    trainer.add_callback(Schedule(config.eval_every))
     trainer.add_callback(progress)
     if not _main_process():
         return
     metrics = MetricsFile(config.out / "metrics.jsonl", step=step)
     if metrics.damaged:
-        progress.console.print(f"metrics.jsonl: left out {metrics.damaged} damaged lines", highlight=False)
+        progress.console.print(f"metrics.jsonl: removed {metrics.damaged} damaged lines", highlight=False)
     trainer.add_callback(metrics)
     with suppress(ImportError):  # TensorBoard is optional
         from torch.utils.tensorboard import SummaryWriter
@@ -218,10 +204,10 @@ def _listen(trainer: RegardTrainer, config: TrainConfig, progress: RichProgress,
 
 
 def _arguments(config: TrainConfig) -> TrainingArguments:
-    """The config in Trainer's words.
+    """Return the arguments of Trainer for a config.
 
     Raises:
-        ArgumentError: the device cannot compute in the dtype.
+        ArgumentError: the device does not support the dtype.
     """
     device = resolve_device(config.device, call="train")
     settings: dict[str, Any] = {
@@ -242,12 +228,12 @@ def _arguments(config: TrainConfig) -> TrainingArguments:
         "dataloader_pin_memory": device == "cuda",
         "remove_unused_columns": False,
         "ddp_find_unused_parameters": False,
-        "ddp_broadcast_buffers": False,  # tables of fast weights are buffers, of half a gigabyte a layer
+        "ddp_broadcast_buffers": False,  # fast weights are buffers of up to half a gigabyte per layer
         "logging_strategy": "steps",
         "logging_steps": config.log_every,
         "logging_first_step": True,
-        "logging_nan_inf_filter": False,  # a non-finite loss is an error, not a gap in the log
-        "eval_strategy": "no",  # Rhythm asks instead
+        "logging_nan_inf_filter": False,  # a non-finite loss is an error
+        "eval_strategy": "no",  # see callbacks.Schedule
         "save_strategy": "steps",
         "save_steps": config.save_every,
         "report_to": "none",
@@ -256,18 +242,14 @@ def _arguments(config: TrainConfig) -> TrainingArguments:
     try:
         args = TrainingArguments(**settings)
     except ValueError as error:
-        raise ArgumentError(f"train: {' '.join(str(error).split())}") from None
-    if args.n_gpu > 1:  # several devices are for torchrun; otherwise Trainer would take nn.DataParallel
+        raise ArgumentError(f"train: {one_line(error)}.") from None
+    if args.n_gpu > 1:  # torchrun is for several devices; Trainer would use nn.DataParallel
         args._n_gpu = 1
     return args
 
 
 def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, progress: RichProgress) -> None:
-    """The training itself.
-
-    Raises:
-        TrainingInterrupted: a signal ended it; a checkpoint was saved.
-    """
+    """Train, or raise TrainingInterrupted after a signal, with a checkpoint saved."""
     with StopGently() as stop:
         trainer.add_callback(stop)
         try:
@@ -283,13 +265,12 @@ def _run(trainer: RegardTrainer, config: TrainConfig, checkpoint: Path | None, p
 
 
 def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> RunSummary:
-    """Write `model/`, measure the whole held-out text, write `summary.json`."""
+    """Write `model/`, evaluate on the whole held-out text, and write `summary.json`."""
     model = trainer.model
     if _main_process():
         with trainer.own_config():
             folder.save_model(config.out, model, corpus.tokenizer)
-    result = trainer.measure(corpus.held_out)
-    clock = trainer.clock
+    result, clock = trainer.measure(corpus.held_out), trainer.clock
     summary = RunSummary(
         out=str(config.out),
         step=trainer.state.global_step,
@@ -308,13 +289,6 @@ def _finish(trainer: RegardTrainer, config: TrainConfig, corpus: _Corpus) -> Run
     return summary
 
 
-def _rewind(out: Path, step: int) -> None:
-    """Make the folder as it was right after the checkpoint of `step`."""
-    with writing(out, out):
-        remove_after(out, step)
-        (out / "summary.json").unlink(missing_ok=True)
-
-
 def _main_process() -> bool:
-    """Whether this process writes: true unless torchrun started several and this is not the first."""
+    """Return whether this process writes: the only one, or the first of those that torchrun started."""
     return os.environ.get("RANK", "0") == "0"

@@ -1,13 +1,13 @@
-"""`transformers.Trainer` with nine differences, each in a method or two:
+"""`transformers.Trainer` with these differences:
 
-- the data are read in order, since `SampledWindows` already is a function of (seed, step);
-- memories learn at a rate of their own;
-- evaluation is the strided one of `evaluate`;
-- logs are completed with bits, tokens per second and what the attention's rows are like;
-- a non-finite loss or gradient stops the run before the weights are touched;
-- a checkpoint is sealed once written, and a disk that refuses gives one clear error;
-- from a checkpoint only safetensors become weights, and these must be all those of the model;
-- the losses since the last log are part of a checkpoint;
+- the data are read in order, since `SampledWindows` is a function of (seed, step);
+- memories have a learning rate of their own;
+- evaluation reads the held-out text in strided windows (`evaluate`);
+- logs also have bits, tokens per second and means of the attention diagnostics;
+- a non-finite loss or gradient stops the run before the weights change;
+- a checkpoint is sealed once written, and a failed write gives one clear error;
+- weights are loaded from safetensors only, and none may be missing;
+- a checkpoint includes the losses since the last log;
 - the config is saved with the `use_cache` that the model was built with.
 """
 
@@ -36,14 +36,14 @@ from .storage.resuming import put_weights
 
 
 class RegardTrainer(Trainer):
-    """See the module.
+    """Trainer of language models; see the module for its differences from `transformers.Trainer`.
 
     Args:
-        held_out: int tokens of the held-out text used during training.
+        held_out: held-out tokens that are evaluated during training.
         train_units, held_out_units: sizes of the two texts, for bits.
-        context, eval_batch: C, and windows per evaluation batch.
-        keep: checkpoints to keep.
-        **kwargs: as for `transformers.Trainer`.
+        context, eval_batch: tokens per window, and windows per evaluation batch.
+        keep: number of checkpoints to keep.
+        **kwargs: arguments of `transformers.Trainer`.
     """
 
     control: TrainerControl
@@ -63,7 +63,7 @@ class RegardTrainer(Trainer):
         self.held_out, self.context, self.eval_batch, self.keep = held_out, context, eval_batch, keep
         self.train_units, self.held_out_units = train_units, held_out_units
         self.clock = Clock()
-        # Trainer switches it off, in the config too
+        # Trainer sets it to False in the config
         self.built_with_cache = getattr(kwargs["model"].config, "use_cache", True)
         self.since_log = {"loss": 0.0, "step": 0}
         super().__init__(**kwargs)
@@ -73,7 +73,7 @@ class RegardTrainer(Trainer):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimiser step, over all devices and micro-batches."""
+        """Tokens per optimiser step, over all devices and micro-batches."""
         args = self.args
         return args.train_batch_size * args.gradient_accumulation_steps * args.world_size * self.context
 
@@ -81,25 +81,25 @@ class RegardTrainer(Trainer):
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimiser; slow weights of memories in a group of their own (`regard.nn.optimizer_groups`).
+        """Create the optimiser, with memories in a parameter group of their own (`regard.nn.optimizer_groups`).
 
         Raises:
-            ArgumentError: a memory with sparse gradients, which take an optimiser of their own.
+            ArgumentError: a memory with sparse gradients, which need an optimiser of their own.
         """
         network = self.model if model is None else model
         if self.optimizer is None and memory_parameters(network)[0]:
             groups = optimizer_groups(network, weight_decay=self.args.weight_decay)
             if groups.sparse:
                 raise ArgumentError(
-                    "train: a memory has sparse_grad=True, which this loop does not take; leave it out, or train with "
-                    "a loop of your own and torch.optim.SparseAdam."
+                    "train: a memory has sparse_grad=True, which this trainer does not support; omit it, or use your "
+                    "own training loop with torch.optim.SparseAdam."
                 )
             kind, settings = self.get_optimizer_cls_and_kwargs(self.args, network)
             self.optimizer = kind(groups.dense, **settings)
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule of the learning rate, which leaves the groups with a fixed rate alone."""
+        """Create the learning rate schedule, which does not apply to groups with a fixed rate."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         for i, group in enumerate(scheduler.optimizer.param_groups):
             if group.get("fixed_rate"):
@@ -108,18 +108,19 @@ class RegardTrainer(Trainer):
         return scheduler
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Held-out loss and its relatives on the first `eval_tokens` tokens, logged behind `eval_`."""
-        metrics = evaluation_logs(self.measure(self.held_out))
+        """Evaluate on the first `eval_tokens` held-out tokens, and log the results with the prefix `eval_`."""
+        results = vars(self.measure(self.held_out)).items()
+        metrics = {f"eval_{key}": value for key, value in results if value is not None}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def measure(self, tokens: Tensor) -> Evaluation:
-        """Held-out loss of the present weights on some tokens of the held-out text."""
+        """Return the evaluation of the current weights on some tokens of the held-out text."""
         return evaluate(self.model, tokens, self.held_out_units, context=self.context, batch=self.eval_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Complete a training log with bits, tokens/s, support and its relatives, then log as usual."""
+        """Add bits, tokens per second and means of the diagnostics to a training log, then log it."""
         if "loss" in logs:
             steps, seconds = self.clock.lap()
             per_step = self.tokens_per_step
@@ -132,10 +133,10 @@ class RegardTrainer(Trainer):
         super().log(logs, start_time)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The loss, if it is finite.
+        """Return the loss.
 
         Raises:
-            TrainingStopped: it is not; the message names the step and the first non-finite tensor.
+            TrainingStopped: it is not finite; the message names the step and the first non-finite tensor.
         """
         result = super().compute_loss(model, inputs, *args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
@@ -146,10 +147,10 @@ class RegardTrainer(Trainer):
         return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """One micro-batch, if its gradients are finite.
+        """Compute the gradients of one micro-batch.
 
         Raises:
-            TrainingStopped: a gradient is not; raised before the optimiser could write it into the weights.
+            TrainingStopped: a gradient is not finite; raised before the optimiser step.
         """
         loss = super().training_step(*args, **kwargs)
         named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
@@ -161,7 +162,7 @@ class RegardTrainer(Trainer):
 
     @contextmanager
     def own_config(self) -> Iterator[None]:
-        """Give the model's config back the `use_cache` it was built with, as it is to be saved."""
+        """Restore the `use_cache` that the model was built with inside the block, for saving."""
         config = self.model.config
         config.use_cache, training = self.built_with_cache, config.use_cache
         try:
@@ -188,7 +189,7 @@ class RegardTrainer(Trainer):
                 super()._save_checkpoint(*args, **kwargs)
                 self.accelerator.wait_for_everyone()
                 if self.args.should_save:
-                    # a pickle of the arguments that nothing here ever reads
+                    # a pickle of the arguments, which is never read
                     (folder / "training_args.bin").unlink(missing_ok=True)
                     seal(folder)
         except TrainingStopped:
@@ -199,7 +200,7 @@ class RegardTrainer(Trainer):
 
 
 class SinceLog(TrainerCallback, ExportableState):
-    """Keeps in every checkpoint what was lost since the last log, so that a resumed run logs the same mean."""
+    """Save the loss since the last log in every checkpoint, so that a resumed run logs the same mean."""
 
     def __init__(self, trainer: RegardTrainer) -> None:
         self.trainer = trainer
@@ -221,25 +222,21 @@ class SinceLog(TrainerCallback, ExportableState):
         self.trainer._globalstep_last_logged = step
 
 
-def evaluation_logs(result: Evaluation) -> dict[str, float]:
-    """An `Evaluation` as log entries behind `eval_`."""
-    named = {f"eval_{key}": value for key, value in vars(result).items()}
-    return {key: value for key, value in named.items() if value is not None}
-
-
 @torch.no_grad()
 def first_non_finite(model: nn.Module, inputs: dict[str, Any]) -> str:
-    """The first parameter, or else the first module output in the order of computation, that holds NaN or
-    infinity. Runs the model once more with hooks."""
+    """Return the first parameter, or else the first module output, that holds NaN or infinity.
+
+    Runs the model once more with hooks to find the output.
+    """
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             return f"parameter {name}"
-    found: list[str] = []
+    outputs: list[str] = []
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not found and any(not torch.isfinite(t).all() for t in _float_tensors(output)):
-                found.append(f"output of {name or 'the model'} ({type(module).__name__})")
+            if not outputs and not all(torch.isfinite(t).all() for t in _float_tensors(output)):
+                outputs.append(f"output of {name or 'the model'} ({type(module).__name__})")
 
         return hook
 
@@ -249,17 +246,12 @@ def first_non_finite(model: nn.Module, inputs: dict[str, Any]) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else "the loss itself (every output of a module is finite)"
+    return outputs[0] if outputs else "the loss itself (every output of a module is finite)"
 
 
-def _float_tensors(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in nested outputs."""
+def _float_tensors(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors in nested outputs."""
     if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _float_tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _float_tensors(item)
+        return [value] if value.is_floating_point() else []
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for item in items for tensor in _float_tensors(item)]

@@ -1,124 +1,117 @@
-"""Checks of a training run that need no text: numbers, specs, the model at its sizes."""
+"""Checks of a training run before its text is read: numbers, specs, and the model at its sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
 from .config import LARGEST, MOST_LAYERS, TrainConfig, check_seed
-from .sentences import read_sentence
+from .fields import flag
+from .specs import read_spec
 
 if TYPE_CHECKING:
     from .. import Spec
     from ..models import RegardConfig
 
+_LEAST = {
+    **dict.fromkeys(("layers", "width", "heads", "kv_heads", "mlp_width", "window", "steps", "batch", "accumulate"), 1),
+    **dict.fromkeys(("log_every", "eval_every", "save_every", "keep"), 1),
+    **dict.fromkeys(("context", "eval_tokens"), 2),  # one token to see and one to predict
+    "weight_decay": 0,
+}
+"""The smallest value of each option that has one."""
 
-def validate(config: TrainConfig, call: str = "train", *, here: bool = True) -> None:
+
+def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> None:
     """Check all that can be checked without reading the text.
 
     Args:
         config: the options of the run.
-        call: the name of the call, for errors.
-        here: also check what a new run needs here: a text, the device, and a model that can be computed.
+        call: name of the call, for error messages.
+        new: also check what a new run needs: a text, the device, and an implementation for each spec.
 
     Raises:
-        ArgumentError: a number out of its range, heads that do not divide, an unknown spec, tokenizer
-            or device, or a spec that cannot be computed at these sizes.
+        ArgumentError: a number out of range, heads that do not divide, an unknown spec, tokenizer or device, or a spec
+            that cannot be computed at these sizes.
     """
-    model = ("layers", "width", "heads", "kv_heads", "mlp_width", "window")
-    rhythm = ("log_every", "eval_every", "save_every", "keep")
-    for name in (*model, "steps", "batch", "accumulate", *rhythm):
-        _at_least(config, name, 1, call)
-    if config.layers > MOST_LAYERS:
-        raise ArgumentError(f"{call}: --layers is {config.layers}, expected at most {MOST_LAYERS}.")
-    _at_least(config, "context", 2, call)  # one token to see and one to predict
-    _at_least(config, "eval_tokens", 2, call)
-    for name in ("learning_rate", "clip"):
-        _above_zero(config, name, call)
-    _at_least(config, "weight_decay", 0, call)
-    if config.steps * config.per_step >= 2**63:
-        raise ArgumentError(
-            f"{call}: --steps {config.steps}, --batch {config.batch} and --accumulate {config.accumulate} make "
-            f"{config.steps * config.per_step:.1e} windows of text; give smaller ones."
-        )
-    check_seed(config.seed, call)
-    for name in ("warmup", "final_learning_rate"):
-        _share(config, name, call, ends=True)
-    _share(config, "validation", call, ends=False)
-    if here and config.data is None:
-        raise ArgumentError(f"{call}: no text to learn from; give --data FILE or --data FOLDER.")
+    _check_numbers(config, call)
+    if new and config.data is None:
+        raise ArgumentError(f"{call}: no training text; give --data FILE or --data FOLDER.")
     if config.resume and config.overwrite:
         raise ArgumentError(f"{call}: --resume continues the run, --overwrite deletes it; give one of them.")
     if not config.spec:
-        raise ArgumentError(f"{call}: --spec names nothing; give a sentence such as softmax.")
-    specs = _specs(config.spec, call)
-    _check_names(config, call, here=here)
+        raise ArgumentError(f"{call}: --spec is empty; give a spec such as softmax.")
+    specs = _specs(config, call)
+    from .data.tokenizers import TOKENIZERS
+
+    TOKENIZERS.get(config.tokenizer)
+    if new:
+        from .device import resolve_device
+
+        resolve_device(config.device, call=call)
     _check_rules(config, specs, call)
     from .models import check_model, has_field  # imports transformers, which takes seconds
 
     _check_heads(config, call, rotary=has_field(config.model, "rope_theta"))
-    if here:
+    if new:
         _check_sizes(config, specs, check_model(config, call), call)
 
 
-def _specs(words: Sequence[str], call: str) -> list[Spec]:
-    """The sentences among `words`, each once; the others name token mixers."""
-    found: dict[Spec, None] = {}
-    for word in words:
+def _check_numbers(config: TrainConfig, call: str) -> None:
+    def check(name: str, fits: bool, expected: str) -> None:
+        if not fits:
+            raise ArgumentError(f"{call}: {flag(name)} is {getattr(config, name)}, expected {expected}.")
+
+    for name, least in _LEAST.items():
+        value = getattr(config, name)
+        check(name, value is None or value >= least, f"at least {least}")  # NaN fails, too
+        if value is not None and value > LARGEST:
+            raise ArgumentError(f"{call}: {flag(name)} is {value:.3g}, expected at most {LARGEST}.")
+    check("layers", config.layers <= MOST_LAYERS, f"at most {MOST_LAYERS}")
+    for name in ("learning_rate", "clip"):
+        check(name, 0 < getattr(config, name) < float("inf"), "a number above 0")
+    if config.steps * config.per_step >= 2**63:
+        raise ArgumentError(
+            f"{call}: --steps {config.steps}, --batch {config.batch} and --accumulate {config.accumulate} make "
+            f"{config.steps * config.per_step:.1e} sequences; give smaller ones."
+        )
+    check_seed(config.seed, call)
+    for name in ("warmup", "final_learning_rate"):
+        check(name, 0 <= getattr(config, name) <= 1, "a fraction from 0 to 1")
+    check("validation", 0 < config.validation < 1, "a fraction between 0 and 1, both excluded")
+
+
+def _specs(config: TrainConfig, call: str) -> list[Spec]:
+    """Return the attention specs of a run, each once; other words in `config.spec` name token mixers."""
+    specs: dict[Spec, None] = {}
+    for word in config.spec:
         try:
-            found[read_sentence(word, "--spec", call)] = None
+            specs[read_spec(word, "--spec", call)] = None
         except ArgumentError:
-            from ..models import token_mixers  # transformers, which takes seconds to import: only where it is needed
+            from ..models import token_mixers  # imports transformers, which takes seconds
 
             if word not in token_mixers:
                 raise
-    return list(found)
-
-
-def _at_least(config: TrainConfig, name: str, least: int, call: str) -> None:
-    value = getattr(config, name)
-    if value is not None and not value >= least:  # `not >=` so that NaN is caught too
-        raise ArgumentError(f"{call}: {_flag(name)} is {value}, expected at least {least}.")
-    if value is not None and value > LARGEST:
-        raise ArgumentError(f"{call}: {_flag(name)} is {value:.3g}, expected at most {LARGEST}.")
-
-
-def _above_zero(config: TrainConfig, name: str, call: str) -> None:
-    value = getattr(config, name)
-    if not 0 < value < float("inf"):
-        raise ArgumentError(f"{call}: {_flag(name)} is {value}, expected a number above 0.")
-
-
-def _share(config: TrainConfig, name: str, call: str, *, ends: bool) -> None:
-    value = getattr(config, name)
-    if not (0 <= value <= 1 if ends else 0 < value < 1):
-        raise ArgumentError(
-            f"{call}: {_flag(name)} is {value}, expected a share "
-            f"{'from 0 to 1' if ends else 'between 0 and 1, both excluded'}."
-        )
+    return list(specs)
 
 
 def _check_heads(config: TrainConfig, call: str, *, rotary: bool) -> None:
-    """Heads share the width in equal parts, which rotary positions need to be even; keys and values share the heads."""
+    """Check that the heads divide the width, into even parts for rotary positions, and kv_heads the heads."""
     width, heads, kv_heads = config.width, config.heads, config.kv_heads
     part = 2 if rotary else 1
     if width % part:
         raise ArgumentError(f"{call}: --width is {width}, expected an even number.")
     if width % (part * heads):
-        fault = (
-            f"which does not divide --width {width}"
-            if width % heads
-            else f"which gives heads of {width // heads} channels at --width {width}, expected an even number"
-        )
+        fault = f"which gives heads of {width // heads} channels at --width {width}, expected an even number"
+        fault = f"which does not divide --width {width}" if width % heads else fault
         raise ArgumentError(
             f"{call}: --heads is {heads}, {fault}; choose from {_divisors(width // part)}, "
             f"or a --width that is a multiple of {part * heads}."
         )
     if config.share_query_key and kv_heads not in (None, heads):
         raise ArgumentError(
-            f"{call}: --share-query-key makes queries of the keys, so that --kv-heads {kv_heads} must be --heads "
-            f"{heads}; leave --kv-heads out."
+            f"{call}: --share-query-key uses the keys as queries, so --kv-heads {kv_heads} must equal --heads {heads}; "
+            f"omit --kv-heads."
         )
     if kv_heads is not None and heads % kv_heads:
         raise ArgumentError(
@@ -131,29 +124,19 @@ def _divisors(number: int) -> str:
 
 
 def _check_rules(config: TrainConfig, specs: list[Spec], call: str) -> None:
-    """The rules of temperature and ridge exist and fit the sentences."""
+    """Check that the rules of temperature and ridge exist and fit the specs."""
     from ..nn import as_ridge, as_temperature
 
     rule = as_temperature(config.temperature, call, "--temperature")
     for spec in specs:
         rule.require(f"{call}: --temperature", spec)
     ridge = as_ridge(config.ridge, call, "--ridge")
-    for spec in [spec for spec in specs if spec.degree] or specs:  # the others have none to learn
+    for spec in [spec for spec in specs if spec.degree] or specs:  # other specs have no ridge to learn
         ridge.require(f"{call}: --ridge", spec)
 
 
-def _check_names(config: TrainConfig, call: str, *, here: bool) -> None:
-    from .data.tokenizers import TOKENIZERS
-    from .device import resolve_device
-
-    TOKENIZERS.get(config.tokenizer)
-    if here:
-        resolve_device(config.device, call=call)
-
-
 def _check_sizes(config: TrainConfig, specs: list[Spec], model: RegardConfig, call: str) -> None:
-    """Some implementation computes every sentence at the run's sizes, so that none fails once the folder is
-    written."""
+    """Check that some implementation computes every spec at the run's sizes."""
     for spec in specs:
         reason = _obstacle(config, spec, model, config.batch)
         if reason is None:
@@ -161,25 +144,23 @@ def _check_sizes(config: TrainConfig, specs: list[Spec], model: RegardConfig, ca
         batch = config.batch // 2
         while batch and _obstacle(config, spec, model, batch) is not None:
             batch //= 2
-        mend = (
-            f"a smaller --batch (such as {batch}) with a larger --accumulate, or a smaller --context" if batch else ""
-        )
+        smaller = f"a smaller --batch (such as {batch}) with a larger --accumulate, or a smaller --context"
         raise ArgumentError(
             f"{call}: --spec {spec} cannot be computed with --batch {config.batch}, --heads {config.heads} and "
-            f"--context {config.context}: {reason}. Give {mend or 'a smaller --context, at any --batch'}."
+            f"--context {config.context}: {reason}. Give {smaller if batch else 'a smaller --context, at any --batch'}."
         )
 
 
 def _obstacle(config: TrainConfig, spec: Spec, model: RegardConfig, batch: int) -> str | None:
-    """Why nothing can train and measure `batch` windows at once, or None."""
+    """Return why no implementation can train on `batch` sequences and measure their support, or None if one can."""
     import torch
 
     from .. import explain
     from .device import resolve_device
 
     dim = getattr(model, "head_dim", None) or config.width // config.heads
-    for diagnostics in (False, True):  # training, and measuring the support
-        found = explain(
+    for diagnostics in (False, True):  # training, then measuring the support
+        plan = explain(
             spec,
             (batch, config.heads, config.context, dim),
             (batch, config.kv_heads or config.heads, config.context, dim),
@@ -190,11 +171,7 @@ def _obstacle(config: TrainConfig, spec: Spec, model: RegardConfig, batch: int) 
             window=config.window,
             return_diagnostics=diagnostics,
         )
-        if all(reason is not None for _, reason, _ in found.rows):
-            name, reason, _ = found.rows[-1]  # the plainest, which only size can stop
+        if all(reason is not None for _, reason, _ in plan.rows):
+            name, reason, _ = plan.rows[-1]  # the reference, which only size can stop
             return f"{name} {reason}"
     return None
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from regard.cli.options import parse
 from regard.errors import ArgumentError
 from regard.training.config import check_seed
-from regard.training.sentences import read_sentence, split_sentences
+from regard.training.specs import read_spec, split_specs
 from regard.training.storage.lock import only_run
 
 if TYPE_CHECKING:
@@ -138,8 +138,8 @@ def parse_specs(text: str) -> list[Spec]:
         ArgumentError: an empty or unknown sentence, or one that is named twice.
     """
     specs: list[Spec] = []
-    for sentence in split_sentences(text):
-        spec = read_sentence(sentence, "--specs", CALL)
+    for sentence in split_specs(text):
+        spec = read_spec(sentence, "--specs", CALL)
         if spec in specs:
             raise ArgumentError(f"{CALL}: --specs names {str(spec)!r} twice; name every sentence once.")
         specs.append(spec)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from regard.checks import ArgumentError
 from regard.recipes import Findings, Progress, recipes
 from regard.training.config import SEEDS
-from regard.training.sentences import read_sentence, split_sentences
+from regard.training.specs import read_spec, split_specs
 
 if TYPE_CHECKING:
     from regard.models import HybridForCausalLM
@@ -120,7 +120,7 @@ def check(config: SharedQueryKeyConfig) -> list[str]:
             raise ArgumentError(f"{CALL}: --{name} is {getattr(config, name)}, expected at least 1.")
     if not 0 <= config.seed <= SEEDS - config.seeds:
         raise ArgumentError(f"{CALL}: --seed is {config.seed}, expected 0 to {SEEDS - config.seeds}.")
-    specs = [str(read_sentence(text, "--specs", CALL)) for text in split_sentences(config.specs)]
+    specs = [str(read_spec(text, "--specs", CALL)) for text in split_specs(config.specs)]
     for spec in specs:
         if specs.count(spec) > 1:
             raise ArgumentError(f"{CALL}: --specs names {spec!r} twice; name every sentence once.")

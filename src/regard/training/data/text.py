@@ -1,10 +1,9 @@
-"""Text from the user's disk: a UTF-8 file or a folder of them, split by position.
+"""Reading text from a UTF-8 file or a folder of them, and splitting it by position.
 
-The rule for folders: every file below the folder whose suffix is in `TEXT_SUFFIXES`, in the order of its
-path relative to the folder (compared part by part, as Unicode), with a newline between two files where the
-first lacks one. Files and folders whose name starts with a dot are left out, links to folders are not
-followed. A single file is read whatever its suffix. A byte-order mark is dropped; nothing else is changed,
-line ends included.
+Of a folder, every file whose suffix is in `TEXT_SUFFIXES` is read, in the order of its path relative to the folder
+(compared part by part, as Unicode), with a newline between two files if the first lacks one. Hidden files and folders
+are skipped, links to folders are not followed. A single file is read whatever its suffix. A byte-order mark is removed;
+nothing else is changed, line ends included.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ TEXT_SUFFIXES = (
 
 @dataclass(frozen=True)
 class Text:
-    """A text and where it came from.
+    """A text and its source.
 
     Attributes:
         content: the characters.
         path: absolute path of the file or folder.
-        files: how many files it was read from.
+        files: number of files.
     """
 
     content: str
@@ -41,12 +40,12 @@ class Text:
 
     @property
     def sha256(self) -> str:
-        """Digest of the UTF-8 bytes: the same text, wherever it lies."""
+        """Digest of the UTF-8 bytes."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 
 def load_text(path: Path | str, *, call: str = "load_text") -> Text:
-    """Read a UTF-8 file, or all text files of a folder (see the module's rule).
+    """Read a UTF-8 file, or all text files of a folder (see the module).
 
     Raises:
         ArgumentError: the path does not exist, cannot be read, is a pipe or a device, holds no text, or is not UTF-8.
@@ -73,7 +72,7 @@ def load_text(path: Path | str, *, call: str = "load_text") -> Text:
 
 
 def split_text(content: str, validation: float) -> tuple[str, str]:
-    """Cut at a character: the first `1 - validation` of the characters to train on, the rest held out."""
+    """Return the first `1 - validation` of the characters, to train on, and the rest, which is held out."""
     cut = len(content) - round(len(content) * validation)
     return content[:cut], content[cut:]
 
@@ -88,7 +87,7 @@ def _text_files(folder: Path) -> Iterator[Path]:
 
 def _read(file: Path, call: str) -> str:
     try:
-        regular_size(file)  # a pipe or a device could be read for ever, and a run reads its text again
+        regular_size(file)  # a pipe or a device could be read forever, and a resumed run reads its text again
         return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ArgumentError(

@@ -1,7 +1,7 @@
 """Windows of a token sequence: sampled for training, in order for evaluation.
 
-Sampling is a pure function of (seed, step): example i of step s is the same window on every machine, in
-every process and after every resume. Nothing is shuffled and no position has to be stored.
+Sampling is a pure function of (seed, step): example i of step s is the same window on every machine, in every process
+and after every resume, and no position has to be stored.
 
 Shapes: n tokens in the text, C the context (tokens per window).
 """
@@ -16,32 +16,31 @@ from torch.utils.data import Dataset
 
 
 def window_starts(seed: int, step: int, count: int, positions: int) -> Tensor:
-    """Where the windows of one step begin: int64 [count], uniform over 0 .. positions - 1.
+    """Return where the windows of one step begin: int64 [count], uniform over 0 .. positions - 1.
 
-    Depends on nothing but the arguments, and its first k entries do not depend on `count`.
+    Depends only on the arguments; the first k entries do not depend on `count`.
     """
     digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    # one draw at a time: a vectorised draw may order its numbers by `count`
+    # one draw at a time, since a vectorised draw may depend on `count`
     return torch.cat([torch.randint(positions, (1,), generator=generator) for _ in range(count)])
 
 
 class SampledWindows(Dataset):
-    """Example i of step s at index `s * per_step + i`: a map-style dataset that is read in order.
+    """Map-style dataset with example i of step s at index `s * per_step + i`, to be read in order.
+
+    Items are dicts with `input_ids` and `labels`, both int64 [C]; the model shifts the labels.
 
     Args:
         tokens: int [n], n > C.
         context: C.
         steps: number of optimiser steps.
-        per_step: examples of one step, over all devices and accumulated micro-batches.
+        per_step: examples per step, over all devices and accumulated micro-batches.
         seed: the sampling seed.
-
-    Items are dicts with `input_ids` and `labels`, both int64 [C]; the model shifts the labels.
     """
 
     def __init__(self, tokens: Tensor, *, context: int, steps: int, per_step: int, seed: int) -> None:
-        self.tokens, self.context, self.per_step, self.steps = tokens, context, per_step, steps
-        self.seed = seed
+        self.tokens, self.context, self.per_step, self.steps, self.seed = tokens, context, per_step, steps, seed
         self._latest = (-1, torch.empty(0))
 
     def __len__(self) -> int:
@@ -49,7 +48,7 @@ class SampledWindows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         step, i = divmod(index, self.per_step)
-        if self._latest[0] != step:  # one draw serves all examples of a step
+        if self._latest[0] != step:  # drawn once per step
             positions = len(self.tokens) - self.context + 1
             self._latest = (step, window_starts(self.seed, step, self.per_step, positions))
         start = int(self._latest[1][i])
@@ -58,14 +57,12 @@ class SampledWindows(Dataset):
 
 
 def strided_windows(n: int, context: int, stride: int) -> list[tuple[int, int]]:
-    """Windows that score every token of a text but the first exactly once.
+    """Return windows in which every token of a text but the first is counted exactly once.
 
     Returns:
-        Pairs (start, skip): the window covers tokens start .. start + C - 1, and the predictions of its
-        first `skip` tokens are not counted, since an earlier window made them (or, for the very first
-        token, since nothing precedes it). Windows advance by `stride`; the last is moved back so that it
-        ends with the text. So a counted token of any window but the first is predicted from at least
-        `context - stride` tokens. A text shorter than C is one short window.
+        Pairs (start, skip): the window covers tokens start .. start + C - 1, and its first `skip` tokens are not
+        counted, since an earlier window counted them (or nothing precedes them). Windows advance by `stride`; the last
+        is moved back to end with the text. A text shorter than C is one short window.
     """
     if n <= context:
         return [(0, 1)]

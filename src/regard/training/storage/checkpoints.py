@@ -1,11 +1,11 @@
-"""Complete checkpoints: what `Trainer` wrote counts only once a list of its files lies beside it.
+"""Checkpoints, which count as complete once a list of their files has been written.
 
-`COMPLETE.json` holds the size and SHA-256 of every file and is written last, under another name, flushed to
-the disk and renamed. A crash, a full disk or a kill at any moment therefore leaves either a checkpoint
-that verifies or one that is recognised as incomplete and passed over. The saved model carries the same seal.
+`COMPLETE.json` (the seal) holds the size and SHA-256 of every file. It is written last, flushed and renamed.
+A crash, a full disk or a kill at any moment therefore leaves either a checkpoint that can be verified, or one that is
+recognised as incomplete and skipped. The saved model has the same seal.
 
-The seal shows damage, not malice: who changes files on purpose can seal the folder again. What a sealed folder
-holds is therefore checked once more when it is read (`saved_model`, `saved_tokenizer`, `resuming`).
+The seal detects damage, not malice: anyone who changes files on purpose can seal the folder again. The contents are
+therefore checked again when they are read (`saved_model`, `saved_tokenizer`, `resuming`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..errors import TrainingStopped
+from ..errors import TrainingStopped, one_line
 from .files import is_plain_name, regular_size
 
 MANIFEST = "COMPLETE.json"
@@ -35,38 +36,27 @@ _OF_MODEL = (
 )
 _OF_CHECKPOINT = (
     *_OF_MODEL,
-    ("optimizer.pt",),
-    ("scheduler.pt",),
-    ("trainer_state.json",),
-    ("rng_state*.pth",),
+    *((name,) for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state*.pth")),
 )
-"""What a seal must list: of each line one name, or one that fits the pattern."""
+"""What a seal must list: one match of each group of patterns."""
 _READ_BY_TRAINER = (".bin", ".pt", ".pth", ".safetensors")
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint folder's name."""
+    """Return the step in a checkpoint folder's name."""
     match = _NAME.fullmatch(folder.name)
     assert match, folder
     return int(match[1])
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """All checkpoint folders of a run, complete or not, oldest first."""
-    folders = [
-        path
-        for path in run.glob("checkpoint-*")
-        if path.is_dir() and not path.is_symlink() and _NAME.fullmatch(path.name)
-    ]
-    return sorted(folders, key=step_of)
+    """Return all checkpoint folders of a run, complete or not, oldest first."""
+    paths = (path for path in run.glob("checkpoint-*") if _NAME.fullmatch(path.name))
+    return sorted((path for path in paths if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
 def seal(folder: Path) -> None:
-    """Flush every file of a checkpoint or a saved model to the disk and mark the folder complete.
-
-    Raises:
-        OSError: the disk refused.
-    """
+    """Flush every file of a checkpoint or a saved model to the disk, and mark the folder as complete."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
     listed = {path.name: fingerprint(path, flush=True) for path in files}
     step = {"step": step_of(folder)} if _NAME.fullmatch(folder.name) else {}
@@ -74,10 +64,7 @@ def seal(folder: Path) -> None:
 
 
 def fault(folder: Path) -> str | None:
-    """Return why a checkpoint or a sealed model cannot be used, or None if it is complete and unchanged.
-
-    The seal shows damage, not malice: who changes a file on purpose can write a new seal.
-    """
+    """Return why a checkpoint or a sealed model cannot be used, or None if it is complete and unchanged."""
     try:
         if regular_size(folder / MANIFEST, links=False) > _MOST_MANIFEST:
             return f"{MANIFEST} cannot be read"
@@ -90,20 +77,19 @@ def fault(folder: Path) -> str | None:
         return f"{MANIFEST} cannot be read"
     is_checkpoint = _NAME.fullmatch(folder.name) is not None
     if is_checkpoint and (step != step_of(folder) or isinstance(step, bool)):
-        return f"{MANIFEST} is that of step {step!r}"
+        return f"{MANIFEST} belongs to step {step!r}"
     return _not_listed(folder, listed, is_checkpoint) or _differing(folder, listed)
 
 
 def _not_listed(folder: Path, listed: dict[str, tuple[object, object]], is_checkpoint: bool) -> str | None:
-    """Return which file a seal should name and does not, or names and should not, or None."""
-    needed = _OF_CHECKPOINT if is_checkpoint else _OF_MODEL
-    for patterns in needed:
+    """Return which file is missing from a seal or should not be in it, or None."""
+    for patterns in _OF_CHECKPOINT if is_checkpoint else _OF_MODEL:
         if not any(fnmatchcase(name, pattern) for name in listed for pattern in patterns):
             return f"{MANIFEST} does not list {patterns[0]}"
     odd = next((name for name in listed if not is_plain_name(name)), None)
     if odd is not None:
-        return f"{MANIFEST} lists {odd!r}, which is no name of a file in the folder"
-    if is_checkpoint:  # Trainer would read these, too
+        return f"{MANIFEST} lists {odd!r}, which is not the name of a file in the folder"
+    if is_checkpoint:  # Trainer would read these
         others = (path.name for path in sorted(folder.iterdir()) if path.is_dir() or path.suffix in _READ_BY_TRAINER)
         other = next((name for name in others if name not in listed), None)
         return other and f"{other} was not there when it was written"
@@ -111,14 +97,12 @@ def _not_listed(folder: Path, listed: dict[str, tuple[object, object]], is_check
 
 
 def _differing(folder: Path, listed: dict[str, tuple[object, object]]) -> str | None:
-    """Return which file is not as it is listed, or None. All sizes are compared before a file is read."""
+    """Return which file differs from the seal, or None. All sizes are compared before any file is read."""
     try:
-        for name, (size, _) in listed.items():
-            if regular_size(folder / name, links=False) != size:
-                return f"{name} differs from what was written"
-        for name, (size, digest) in listed.items():
-            if fingerprint(folder / name) != [size, digest]:
-                return f"{name} differs from what was written"
+        sizes = (name for name, (size, _) in listed.items() if regular_size(folder / name, links=False) != size)
+        digests = (name for name, entry in listed.items() if fingerprint(folder / name) != list(entry))
+        for name in chain(sizes, digests):
+            return f"{name} differs from what was written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
@@ -127,7 +111,7 @@ def _differing(folder: Path, listed: dict[str, tuple[object, object]]) -> str | 
 
 
 def last_complete(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and one line for each newer one that does not."""
+    """Return the newest valid checkpoint, and one line about each newer one."""
     skipped: list[str] = []
     for folder in reversed(checkpoints(run)):
         reason = fault(folder)
@@ -138,7 +122,7 @@ def last_complete(run: Path) -> tuple[Path | None, list[str]]:
 
 
 def last_good(run: Path) -> str:
-    """Which checkpoint is the last good one and how to go on from it, as the end of a message."""
+    """Return the end of a message: which checkpoint is the last good one, and how to continue from it."""
     folder, _ = last_complete(run)
     if folder is None:
         return "there is no checkpoint yet"
@@ -147,23 +131,21 @@ def last_good(run: Path) -> str:
 
 @contextmanager
 def writing(path: Path, run: Path) -> Iterator[None]:
-    """Turn whatever a refused write raises into one clear error.
-
-    Raises:
-        TrainingStopped: naming `path`, the reason, and the last good checkpoint of `run`.
-    """
+    """Turn the errors of a failed write into TrainingStopped, with the reason and the last good checkpoint of `run`."""
     try:
         yield
     except TrainingStopped:
         raise
     except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError
-        reason = getattr(error, "strerror", None) or _refusal(path) or " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or _refusal(path) or one_line(error)
         raise TrainingStopped(f"cannot write {path}: {reason}; {last_good(run)}") from error
 
 
 def _refusal(folder: Path) -> str | None:
-    """Return why the system refuses to write to a file of a checkpoint that is not complete, or None if it does not:
-    torch.save does not say it. Adds to these files, which count for nothing."""
+    """Return why the system cannot write to a file of an incomplete checkpoint (torch.save does not tell), or None.
+
+    Appends to these files, which are not used.
+    """
     if not _NAME.fullmatch(folder.name) or (folder / MANIFEST).exists():
         return None
     for path in folder.glob("*"):
@@ -176,20 +158,20 @@ def _refusal(folder: Path) -> str | None:
 
 
 def remove_after(run: Path, step: int) -> None:
-    """Delete the checkpoints of later steps (they are incomplete, and would be written again)."""
+    """Delete the checkpoints of later steps, which are incomplete and will be written again."""
     for folder in checkpoints(run):
         if step_of(folder) > step:
             shutil.rmtree(folder)
 
 
 def prune(run: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints. Call after the newest was sealed."""
+    """Delete all but the newest `keep` checkpoints, once the newest is sealed."""
     for folder in checkpoints(run)[:-keep]:
         shutil.rmtree(folder)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that it is either the old one or the new one, never half of it."""
+    """Write a small file so that a crash leaves either the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # it may be a link to another file
     with open(temporary, "x", encoding="utf-8") as file:
@@ -197,7 +179,7 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself lives in the folder
+    folder = os.open(path.parent, os.O_RDONLY)  # flushes the rename
     try:
         os.fsync(folder)
     finally:
@@ -205,7 +187,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def fingerprint(path: Path, *, flush: bool = False) -> list[int | str]:
-    """Return [size in bytes, SHA-256] of a file; with `flush`, after the file has reached the disk."""
+    """Return [size in bytes, SHA-256] of a file, with `flush` after writing it to the disk."""
     digest, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
         if flush:

@@ -1,4 +1,4 @@
-"""Reading files that may come from elsewhere: what a path is gets looked at before anything is opened."""
+"""Reading files from untrusted folders: the type of a file is checked before it is opened."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 MOST_JSON = 1 << 28
-"""The largest JSON file that is read, in bytes. The tokenizers of large models have some ten million."""
+"""The largest JSON file that is read, in bytes. Tokenizers of large models have about ten million."""
 _MOST_HOLES = 1 << 30
 
 
@@ -19,34 +19,33 @@ def regular_size(path: Path, *, links: bool = True) -> int:
         links: also accept a symbolic link to a regular file.
 
     Raises:
-        OSError: there is no such file, or it is a folder, a device, a pipe or, unless allowed, a link; or next to
-            nothing of its size is on the disk.
+        OSError: there is no such file, or it is a folder, a device, a pipe or, unless allowed, a link; or almost
+            nothing of it is on the disk.
     """
-    found = os.stat(path, follow_symlinks=links)
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(f"{path.name} is no regular file")
-    if found.st_size > _MOST_HOLES:
-        holes = _holes(path, found.st_size)
-        if holes > max(_MOST_HOLES, found.st_size // 16 * 15):
-            raise OSError(f"{path.name} has {found.st_size} bytes, of which {holes} were never written")
-    return found.st_size
+    status = os.stat(path, follow_symlinks=links)
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"{path.name} is not a regular file")
+    if size > _MOST_HOLES and (holes := _holes(path, size)) > max(_MOST_HOLES, size // 16 * 15):
+        raise OSError(f"{path.name} has {size} bytes, of which {holes} were never written")
+    return size
 
 
 def _holes(path: Path, size: int) -> int:
-    """Return how many bytes of a file were never written: a small archive can hold a file that is read for days."""
+    """Return how many bytes of a file were never written. A small archive can hold a file that takes days to read."""
     if not hasattr(os, "SEEK_DATA"):  # Windows
         return 0
-    place = holes = 0
+    position = holes = 0
     with open(path, "rb") as file:
-        while place < size:
+        while position < size:
             try:
-                data = os.lseek(file.fileno(), place, os.SEEK_DATA)
+                data = os.lseek(file.fileno(), position, os.SEEK_DATA)
             except OSError as error:
-                if error.errno != errno.ENXIO:  # the file system does not know
+                if error.errno != errno.ENXIO:  # not supported by the file system
                     return 0
-                data = size  # nothing but a hole up to the end
-            holes += data - place
-            place = os.lseek(file.fileno(), data, os.SEEK_HOLE) if data < size else size
+                data = size  # the rest is a hole
+            holes += data - position
+            position = os.lseek(file.fileno(), data, os.SEEK_HOLE) if data < size else size
     return holes
 
 
@@ -57,12 +56,11 @@ def read_text(path: Path, *, most: int = MOST_JSON) -> str:
         OSError: there is no such regular file, or it is larger than `most` bytes.
         UnicodeDecodeError: it is not UTF-8.
     """
-    size = regular_size(path)
-    if size > most:
+    if (size := regular_size(path)) > most:
         raise OSError(f"{path.name} has {size} bytes, at most {most} are read")
     return path.read_text(encoding="utf-8")
 
 
 def is_plain_name(name: object) -> bool:
-    """Return whether `name` is the name of a file in a folder: no path, no `..`, nothing hidden in it."""
+    """Return whether `name` is a file name without any path."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")

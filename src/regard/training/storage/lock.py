@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock that the system takes back when the process ends, however it ends."""
+"""A lock that allows one run at a time in a folder; the system releases it when the process ends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import TextIO
 from ...errors import ArgumentError
 
 LOCK = "run.lock"
-"""The file that is locked. It stays in the folder: it also says that a run was begun there."""
+"""The locked file. It is never deleted, and so also shows that a run has begun in the folder."""
 
 
 @contextmanager
 def only_run(folder: Path, *, call: str) -> Iterator[None]:
-    """Hold the lock of a run folder inside the block; the folder is created if it is not there.
+    """Hold the lock of a run folder inside the block; the folder is created if it does not exist.
 
     Raises:
         ArgumentError: another process holds it, or the folder cannot be written.
@@ -29,9 +29,9 @@ def only_run(folder: Path, *, call: str) -> Iterator[None]:
         file = _open(folder / LOCK)
     except OSError as error:
         raise ArgumentError(f"{call}: cannot write to --out {folder}: {error.strerror or error}.") from None
-    with file:  # closing it gives the lock back
+    with file:  # closing it releases the lock
         _take(file, folder, call)
-        with suppress(OSError):  # a full disk: the lock is held all the same
+        with suppress(OSError):  # a full disk; the lock is held anyway
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
@@ -39,16 +39,12 @@ def only_run(folder: Path, *, call: str) -> Iterator[None]:
 
 
 def _open(path: Path) -> TextIO:
-    """Open the lock file, and nothing else that a folder from elsewhere may have in its place.
-
-    Raises:
-        OSError: it is a link, a device or a pipe, or cannot be written.
-    """
+    """Open the lock file; raise OSError if a folder from elsewhere has a link, a device or a pipe in its place."""
     safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | safe, 0o644)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise OSError(f"{path.name} is no regular file")
+        raise OSError(f"{path.name} is not a regular file")
     return os.fdopen(number, "r+", encoding="utf-8")
 
 
@@ -61,19 +57,22 @@ def _take(file: TextIO, folder: Path, call: str) -> None:
             file.seek(0)
             holder = file.read(200).strip()
         raise ArgumentError(
-            f"{call}: --out {folder} is in use: {holder or 'another process'} is training there; wait for its end or "
-            "choose another folder."
+            f"{call}: --out {folder} is in use: {holder or 'another process'} trains there; wait for it, or choose "
+            "another folder."
         ) from None
     except OSError as error:
-        print(f"regard {call}: note: {folder} cannot be locked ({error}); start no second run there", file=sys.stderr)
+        print(
+            f"regard {call}: note: {folder} cannot be locked ({error}); start no second run there",
+            file=sys.stderr,
+        )
 
 
 def _lock(file: int) -> None:
     """Lock an open file.
 
     Raises:
-        BlockingIOError, PermissionError: it is locked already.
-        OSError: the file system knows no locks.
+        BlockingIOError, PermissionError: it is already locked.
+        OSError: the file system does not support locks.
     """
     try:
         import fcntl

@@ -1,14 +1,12 @@
-"""Checking a checkpoint against the run that continues from it, before anything of the run is touched.
+"""Checks of a checkpoint against the run that continues from it, before anything of the run changes.
 
-The seal of a checkpoint shows damage. What a checkpoint holds is checked here: a missing tensor would begin at random,
-and a fused optimiser writes past the end of moments that have another shape than their parameter.
+The seal detects damage; the contents are checked here. A missing tensor would start at random values, and a fused
+optimiser writes out of bounds if its moments have another shape than their parameter.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from math import isfinite
 from pathlib import Path
@@ -18,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...checks import ArgumentError
+from ..errors import one_error
 from ..fields import read_mapping
 from .checkpoints import step_of
 from .saved_model import load_weights
@@ -28,30 +26,31 @@ if TYPE_CHECKING:
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCHEDULED = ("lr", "initial_lr")
-"""What the schedule sets in a parameter group."""
+"""Settings of a parameter group that the schedule changes."""
 
 
 def check_checkpoint(folder: Path, trainer: Trainer, *, call: str) -> None:
-    """Check that a trainer can continue from a checkpoint: weights, optimiser, schedule, generators and step fit.
+    """Check that a trainer can continue from a checkpoint.
 
     Raises:
-        ArgumentError: one does not; the message names the file.
+        ArgumentError: the weights, optimiser, schedule, generators or step do not fit; the message names the file.
     """
+    where = f"{call}: cannot continue from {folder}"
     saved = load_weights(folder, call=call)
-    with _errors(folder, "model.safetensors", call):
+    with one_error(f"{where}: model.safetensors"):
         _check_weights(saved, trainer.model)
     trainer.create_optimizer_and_scheduler(trainer.args.max_steps)
     optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
     assert optimizer is not None
     assert scheduler is not None
-    with _errors(folder, "optimizer.pt", call):
+    with one_error(f"{where}: optimizer.pt"):
         _check_optimizer(_load(folder / "optimizer.pt"), optimizer, _unchanged(saved, trainer.model), step_of(folder))
-    with _errors(folder, "scheduler.pt", call):
+    with one_error(f"{where}: scheduler.pt"):
         _check_scheduler(_load(folder / "scheduler.pt"), scheduler.state_dict(), step_of(folder))
     for path in sorted(folder.glob("rng_state*.pth")):
-        with _errors(folder, path.name, call):
+        with one_error(f"{where}: {path.name}"):
             _check_generators(_load(path))
-    with _errors(folder, "trainer_state.json", call):
+    with one_error(f"{where}: trainer_state.json"):
         _check_state(read_mapping(folder / "trainer_state.json", call=call), step_of(folder))
 
 
@@ -59,32 +58,22 @@ def put_weights(model: nn.Module, folder: Path, *, call: str) -> None:
     """Copy the weights of a checkpoint into a model.
 
     Raises:
-        ArgumentError: they cannot be read, or are not those of the model.
+        ArgumentError: they cannot be read, or do not fit the model.
     """
     saved = load_weights(folder, call=call)
-    with _errors(folder, "model.safetensors", call):
+    with one_error(f"{call}: cannot continue from {folder}: model.safetensors"):
         _check_weights(saved, model)
     model.load_state_dict(saved, strict=False)  # tied tensors are saved once
 
 
-@contextmanager
-def _errors(folder: Path, name: str, call: str) -> Iterator[None]:
-    """Turn whatever reading a file of a checkpoint raises into one ArgumentError."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        raise ArgumentError(f"{call}: cannot continue from {folder}: {name}: {reason}.") from None
-
-
 def _load(path: Path) -> Any:
-    """Return what torch saved in a file, plain data and tensors only."""
+    """Return the plain data and tensors that torch saved in a file."""
     from transformers.trainer_pt_utils import safe_globals
 
     try:
         with safe_globals():  # numpy arrays, in the states of generators
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # its own message is a page long
+    except Exception as error:  # torch's message is a page long
         raise ValueError(f"cannot be read ({type(error).__name__})") from None
 
 
@@ -94,34 +83,30 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _check_weights(saved: dict[str, Tensor], model: nn.Module) -> None:
-    """Check that these are the model's tensors, each with its shape and dtype, finite, none missing."""
+    """Check that these are all of the model's tensors, with their shapes and dtypes, and finite."""
     ours = model.state_dict()
     for name, tensor in saved.items():
-        _require(name in ours, f"{name} is no tensor of the model")
+        _require(name in ours, f"{name} is not a tensor of the model")
         same = (tensor.shape, tensor.dtype) == (ours[name].shape, ours[name].dtype)
         _require(same, f"{name} is {_kind(tensor)}, expected {_kind(ours[name])}")
         _require(not tensor.is_floating_point() or bool(tensor.isfinite().all()), f"{name} is not finite")
-    held = {ours[name].data_ptr() for name in saved}  # of tied tensors one is saved
+    held = {ours[name].data_ptr() for name in saved}  # tied tensors are saved once
     missing = [name for name, tensor in ours.items() if name not in saved and tensor.data_ptr() not in held]
     _require(not missing, f"{missing[:1]} is missing")
 
 
 def _unchanged(saved: dict[str, Tensor], model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that training has not changed, since nothing depends on them."""
+    """Return the ids of the parameters that training has not changed."""
     named = model.named_parameters()
     return {id(ours) for name, ours in named if name in saved and torch.equal(saved[name], ours.detach().cpu())}
 
 
 def _check_optimizer(saved: Any, optimizer: torch.optim.Optimizer, unchanged: set[int], step: int) -> None:
-    """Check that the state is that of this optimiser (AdamW) after so many steps.
-
-    Args:
-        unchanged: ids of parameters that may have no state.
-    """
+    """Check the state of this optimiser (AdamW) after `step` steps; `unchanged` parameters (ids) may have none."""
     fresh = optimizer.state_dict()
     _require(isinstance(saved, dict) and saved.keys() == fresh.keys(), f"expected {' and '.join(fresh)}")
     groups, states = saved["param_groups"], saved["state"]
-    _require(isinstance(groups, list) and isinstance(states, dict), "param_groups and state are of other types")
+    _require(isinstance(groups, list) and isinstance(states, dict), "param_groups or state has the wrong type")
     _require(len(groups) == len(fresh["param_groups"]), f"has {len(groups)} groups of parameters")
     for group, expected in zip(groups, fresh["param_groups"], strict=True):
         _check_group(group, expected)
@@ -136,10 +121,10 @@ def _check_optimizer(saved: Any, optimizer: torch.optim.Optimizer, unchanged: se
 
 
 def _check_group(group: Any, expected: dict[str, Any]) -> None:
-    """Check that a group has the settings of the run, and a learning rate of its schedule."""
+    """Check that a group has the settings of the run and a learning rate within its schedule."""
     _require(isinstance(group, dict) and group.keys() >= {"params", "lr"}, "a group of parameters is incomplete")
     for name, value in group.items():
-        _require(name in expected, f"{name!r} is no setting of the optimiser")
+        _require(name in expected, f"{name!r} is not a setting of the optimiser")
         if name not in _SCHEDULED:
             same = _plain(value) == _plain(expected[name])
             _require(same, f"{name} is {value!r}, the run has {expected[name]!r}")
@@ -151,14 +136,17 @@ def _check_group(group: Any, expected: dict[str, Any]) -> None:
 
 
 def _check_moments(state: Any, parameter: Tensor, where: str, step: int) -> None:
-    """Check the moments of a parameter: its shape, dtype and strides, and a number of steps that can be."""
+    """Check shape, dtype and strides of the moments of a parameter, and its number of steps."""
     _require(isinstance(state, dict) and state.keys() == {"step", *_MOMENTS}, f"the state {where} is incomplete")
     count = state["step"]
-    _require(isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32, f"step {where} is odd")
+    _require(
+        isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32,
+        f"step {where} is no scalar",
+    )
     _require(count.item() in range(1, step + 1), f"step {where} is {count.item()}, expected 1 to {step}")
     for name in _MOMENTS:
         moment = state[name]
-        _require(type(moment) is Tensor and moment.layout == torch.strided, f"{name} {where} is no tensor")
+        _require(type(moment) is Tensor and moment.layout == torch.strided, f"{name} {where} is not a tensor")
         same = (moment.shape, moment.dtype, moment.stride()) == (parameter.shape, parameter.dtype, parameter.stride())
         _require(same, f"{name} {where} is {_kind(moment)}, expected {_kind(parameter)}")
         _require(bool(moment.isfinite().all()), f"{name} {where} is not finite")
@@ -166,7 +154,7 @@ def _check_moments(state: Any, parameter: Tensor, where: str, step: int) -> None
 
 
 def _check_scheduler(saved: Any, fresh: dict[str, Any], step: int) -> None:
-    """Check that the state is that of this schedule after so many steps."""
+    """Check the state of this schedule after `step` steps."""
     _require(isinstance(saved, dict) and saved.keys() == fresh.keys(), f"expected {', '.join(sorted(fresh))}")
     for name, expected in {**fresh, "last_epoch": step, "_step_count": step + 1}.items():
         if name == "_last_lr":
@@ -180,23 +168,23 @@ def _check_scheduler(saved: Any, fresh: dict[str, Any], step: int) -> None:
 
 
 def _check_generators(saved: Any) -> None:
-    """Check the states of the random generators on generators that nothing else uses."""
+    """Check the states of the random generators by loading them into unused generators."""
     _require(isinstance(saved, dict) and saved.keys() >= {"python", "numpy", "cpu"}, "expected python, numpy and cpu")
     random.Random().setstate(saved["python"])
     np.random.RandomState().set_state(saved["numpy"])
-    place = saved["numpy"][2]
-    _require(isinstance(place, int) and 0 <= place <= 624, f"numpy's position is {place!r}")  # it is not looked at
+    position = saved["numpy"][2]  # which numpy does not check
+    _require(isinstance(position, int) and 0 <= position <= 624, f"numpy's position is {position!r}")
     torch.Generator().set_state(saved["cpu"])
 
 
 def _check_state(saved: dict[str, Any], step: int) -> None:
-    """Check Trainer's record: fields that it knows, of the step in the folder's name."""
+    """Check the fields of Trainer's state, and that its step is that of the folder's name."""
     from transformers import TrainerState
 
     plain = TrainerState()
     known = {field.name for field in fields(TrainerState)}
     for name, value in saved.items():
-        _require(name in known, f"{name!r} is no field of it")
+        _require(name in known, f"{name!r} is not a field of it")
         usual = 0 if name == "train_batch_size" else getattr(plain, name)
         kinds = (int, float) if isinstance(usual, int) else type(usual)
         _require(isinstance(value, kinds), f"{name} is {value!r}")
@@ -207,13 +195,13 @@ def _check_state(saved: dict[str, Any], step: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with its type, so that 1, 1.0 and True differ; lists and tuples do not."""
+    """Return the value with its type, so that 1, 1.0 and True differ (but lists and tuples do not)."""
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
     return type(value).__name__, value
 
 
 def _kind(tensor: Tensor) -> str:
-    """Return shape, dtype and, where these are not the usual ones, strides as text."""
+    """Return the shape, the dtype and any unusual strides as text."""
     strides = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{strides}"

@@ -1,8 +1,8 @@
-"""Reading models from folders that may come from elsewhere.
+"""Reading models from untrusted folders.
 
-`config.json` and safetensors are read, nothing else. transformers gets a configuration and tensors, never the folder:
-it can find no code, adapter, pickle or generation setting in it. Sizes in the configuration are held against those
-in the headers of the weights before anything is allocated.
+Only `config.json` and safetensors are read. transformers gets a configuration and tensors, never the folder, so that it
+finds no code, adapter, pickle or generation settings there. Sizes in the configuration are compared with those in the
+headers of the weights before anything is allocated.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from ...checks import ArgumentError
 from ..config import MOST_LAYERS
+from ..errors import one_error
 from ..fields import read_mapping
 from .files import is_plain_name, regular_size
 
@@ -28,49 +29,49 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 _FLOATS = ("F64", "F32", "F16", "BF16")
-"""The same in the headers of safetensors."""
-_IGNORED = {  # what a causal language model has no use for, and what names code
+"""The same dtypes in the headers of safetensors."""
+_IGNORED = {  # fields that a causal language model does not use, and fields that name code
     *("auto_map", "num_labels", "id2label", "label2id", "transformers_weights", "fusion_config"),
     *("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
 }
 _SLACK = 1 << 24
-"""Numbers that a model may hold beside those in its file: masks and tables that are computed."""
+"""How many computed numbers, such as masks and tables, a model may have in addition to its weights."""
 
 
 def load_weights(folder: Path, *, call: str) -> dict[str, Tensor]:
     """Return the tensors in a folder's safetensors, by name.
 
     Raises:
-        ArgumentError: there are none, or a file is damaged or lies elsewhere.
+        ArgumentError: there are none, or a file is damaged or outside the folder.
     """
-    with _errors(folder, call), weights(folder) as found:
-        return {name: each.file.get_tensor(name) for name, each in found.items()}
+    with one_error(f"{call}: cannot load the model in {folder}"), weights(folder) as saved:
+        return {name: entry.file.get_tensor(name) for name, entry in saved.items()}
 
 
 def read_model(folder: Path, *, call: str) -> PreTrainedModel:
     """Return the causal language model in a folder.
 
     Raises:
-        ArgumentError: no model in it, one of a type that is not known or no language model, or a damaged one: tensors
-            that are missing, too many, of another shape or not finite, or a config of a model that is far larger.
+        ArgumentError: there is no model, its type is unknown or not a causal language model, tensors are missing, too
+            many, of another shape or not finite, or the config describes a much larger model.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from ...models.base.loading import misfits
 
     table = _config_table(folder, call)
-    with _errors(folder, call):
-        with weights(folder) as found:
-            config = _config(table, len(found))
+    with one_error(f"{call}: cannot load the model in {folder}"):
+        with weights(folder) as saved:
+            config = _config(table, len(saved))
             kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            _check_tensors(kind, config, found)
+            _check_tensors(kind, config, saved)
         model, loading = kind.from_pretrained(
             None,
             config=config,
             state_dict=load_weights(folder, call=call),
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are reported below, in one line
+            ignore_mismatched_sizes=True,  # reported below in one line
         )
         model.config.name_or_path = str(folder)
         wrong = misfits(model, loading)
@@ -81,69 +82,49 @@ def read_model(folder: Path, *, call: str) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in a file, of which only the header was read."""
+    """A tensor in a file of which only the header has been read."""
 
     file: Any
     shape: list[int]
     dtype: str
 
-    @property
-    def numel(self) -> int:
-        """How many numbers it has."""
-        return int(torch.Size(self.shape).numel())
-
 
 @contextmanager
 def weights(folder: Path) -> Iterator[dict[str, SavedTensor]]:
-    """Open the safetensors of a folder, and give the tensors' names, shapes and dtypes.
+    """Open the safetensors of a folder, and yield their tensors by name.
 
     Raises:
         ValueError, OSError, SafetensorError: they cannot be read.
     """
     index = None if (folder / SINGLE).exists() or not (folder / INDEX).exists() else _index(folder)
-    found = {}
+    saved = {}
     with ExitStack() as files:
         for shard in [SINGLE] if index is None else sorted(set(index.values())):
             regular_size(folder / shard)
             file = files.enter_context(safe_open(folder / shard, framework="pt"))
-            for name in file.keys():  # noqa: SIM118  (it is no mapping)
+            for name in file.keys():  # noqa: SIM118  (not a mapping)
                 if index is None or index.get(name) == shard:
                     piece = file.get_slice(name)
-                    found[name] = SavedTensor(file, piece.get_shape(), piece.get_dtype())
-        absent = sorted(set(index or ()) - set(found))
-        if absent:
-            raise ValueError(f"{absent[0]} is not in the file that {INDEX} names")
-        yield found
+                    saved[name] = SavedTensor(file, piece.get_shape(), piece.get_dtype())
+        missing = sorted(set(index or ()) - set(saved))
+        if missing:
+            raise ValueError(f"{missing[0]} is not in the file that {INDEX} names")
+        yield saved
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Return which file holds each tensor; every one a safetensors file in the folder."""
-    places = read_mapping(folder / INDEX, call="index").get("weight_map")
-    if not isinstance(places, dict) or not places:
+    """Return the name of the safetensors file of each tensor, from the index."""
+    files = read_mapping(folder / INDEX, call="index").get("weight_map")
+    if not isinstance(files, dict) or not files:
         raise ValueError(f"{INDEX} has no weight_map")
-    for place in places.values():
-        if not is_plain_name(place) or not place.endswith(".safetensors"):
-            raise ValueError(f"{INDEX} names {place!r}, expected a .safetensors file in the same folder")
-    return places
-
-
-@contextmanager
-def _errors(folder: Path, call: str) -> Iterator[None]:
-    """Turn whatever reading raises into one ArgumentError: a changed file can make any line of a library fail."""
-    try:
-        yield
-    except (Exception, SafetensorError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        prefix = f"{call}: cannot load the model in {folder}: "
-        raise ArgumentError(reason if reason.startswith(prefix) else prefix + reason) from None
+    for file in files.values():
+        if not is_plain_name(file) or not file.endswith(".safetensors"):
+            raise ValueError(f"{INDEX} names {file!r}, expected a .safetensors file in the same folder")
+    return files
 
 
 def _config_table(folder: Path, call: str) -> dict[str, Any]:
-    """Return the fields in a folder's `config.json`, of a causal language model.
-
-    Raises:
-        ArgumentError: it cannot be read, or is of another type.
-    """
+    """Return the fields of a folder's `config.json` after checking that the model is a causal language model."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     from ...models import language_models
@@ -154,14 +135,14 @@ def _config_table(folder: Path, call: str) -> dict[str, Any]:
     if known and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING:
         return table
     ours = ", ".join(entry.config.model_type for _, entry in language_models.items())
-    fault = "which is no causal language model" if known else "which is not known here"
+    fault = "which is not a causal language model" if known else "which is unknown"
     raise ArgumentError(
-        f"{call}: the model in {folder} is of type {kind!r}, {fault}; expected one of transformers' or of ours: {ours}."
+        f"{call}: the model in {folder} has type {kind!r}, {fault}; expected a type of transformers or one of {ours}."
     )
 
 
 def _config(table: dict[str, Any], tensors: int) -> PreTrainedConfig:
-    """Return the configuration of these fields, of a model with so many tensors.
+    """Return the configuration of a model with so many tensors.
 
     Raises:
         ValueError: a field would make transformers allocate, import or overwrite something.
@@ -171,7 +152,7 @@ def _config(table: dict[str, Any], tensors: int) -> PreTrainedConfig:
     kind = CONFIG_MAPPING[table["model_type"]]
     table = {name: value for name, value in table.items() if name not in _IGNORED}
     if table.get("quantization_config") is not None:
-        raise ValueError("its weights are quantised, which is not supported here")
+        raise ValueError("quantised weights are not supported")
     for name in ("dtype", "torch_dtype"):
         if table.get(name) not in (None, *_DTYPES):
             raise ValueError(f"{name} is {table[name]!r}, expected one of {', '.join(_DTYPES)}")
@@ -180,14 +161,11 @@ def _config(table: dict[str, Any], tensors: int) -> PreTrainedConfig:
 
 
 def _check_fields(table: dict[str, Any], kind: type | None, most_layers: int) -> None:
-    """Refuse numbers of layers beyond what a file can hold, and names of the configuration's own methods.
-
-    Raises:
-        ValueError: there is one; in tables inside the table, too.
-    """
+    """Raise ValueError for more layers than the weights can hold, and for names of the configuration's methods, in
+    nested tables too."""
     for name, value in table.items():
         if kind is not None and callable(getattr(kind, name, None)):
-            raise ValueError(f"{name!r} is no field of a configuration")
+            raise ValueError(f"{name!r} is not a field of a configuration")
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ValueError(f"{name} is a number of {value.bit_length()} bits")
         if "layer" in name and isinstance(value, int) and value > most_layers:
@@ -196,21 +174,17 @@ def _check_fields(table: dict[str, Any], kind: type | None, most_layers: int) ->
             _check_fields(value, None, most_layers)
 
 
-def _check_tensors(kind: type[PreTrainedModel], config: PreTrainedConfig, found: dict[str, SavedTensor]) -> None:
-    """Refuse a configuration of a model far larger than the weights beside it, without allocating it, and weights
-    that are no floating-point numbers: transformers would cast them.
-
-    Raises:
-        ValueError: they are.
-    """
-    held = sum(each.numel for each in found.values())
+def _check_tensors(kind: type[PreTrainedModel], config: PreTrainedConfig, saved: dict[str, SavedTensor]) -> None:
+    """Raise ValueError for a model much larger than its weights, without allocating it, and for weights that are not
+    floating-point numbers, which transformers would cast."""
+    held = sum(torch.Size(entry.shape).numel() for entry in saved.values())
     with torch.device("meta"):
         model = kind(config)
-    asked = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
-    if asked > 2 * held + _SLACK:
-        raise ValueError(f"its config describes a model of {asked:,} numbers, its weights are {held:,}")
-    ours = model.state_dict()
-    for name, each in found.items():
-        tensor = ours.get(name, ours.get(f"{kind.base_model_prefix}.{name}"))
-        if tensor is not None and tensor.is_floating_point() and each.dtype not in _FLOATS:
-            raise ValueError(f"{name} is saved as {each.dtype}, expected one of {', '.join(_FLOATS)}")
+    needed = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
+    if needed > 2 * held + _SLACK:
+        raise ValueError(f"its config describes a model of {needed:,} numbers, its weights are {held:,}")
+    expected = model.state_dict()
+    for name, entry in saved.items():
+        tensor = expected.get(name, expected.get(f"{kind.base_model_prefix}.{name}"))
+        if tensor is not None and tensor.is_floating_point() and entry.dtype not in _FLOATS:
+            raise ValueError(f"{name} is saved as {entry.dtype}, expected one of {', '.join(_FLOATS)}")
