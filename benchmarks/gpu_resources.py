@@ -278,9 +278,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--core", action="store_true", help="only the few of the fast tests")
     parser.add_argument("--arch", nargs="*", type=int, choices=ARCHS, default=list(ARCHS))
     parser.add_argument("--out", type=Path, help="write the rows there, as JSON")
-    parser.add_argument(
-        "--write", action="store_true", help=f"renew {STORED.name} and {TABLE.name}"
-    )
+    parser.add_argument("--write", action="store_true", help=f"renew {STORED.name} and {TABLE.name}")
     parser.add_argument("--reason", default="", help="why ceilings must rise")
     return parser.parse_args(arguments)
 

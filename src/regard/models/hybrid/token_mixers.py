@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...checks import ArgumentError
 from ...registry import Registry
@@ -37,18 +37,25 @@ class TokenMixer(nn.Module, ABC):
     Attributes:
         honours_segments: whether it takes `segment_ids`; where it does not, packed documents are refused.
         defaults: the options, and what they are when nothing is said.
-        cache_layer: the class of what it keeps in a cache.
+        cache_layer: the class of what it keeps in a cache, a layer of a transformers `Cache`; made without arguments.
     """
 
     honours_segments: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}
-    cache_layer: ClassVar[type[StateCacheLayer]]
+    cache_layer: ClassVar[type[CacheLayerMixin]]
     forward: Callable[..., tuple[Tensor, Tensor | None]]
 
     @staticmethod
     @abstractmethod
     def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> TokenMixer:
         """Build the module of layer `layer_idx` of a model with this `HybridConfig` and these options."""
+
+    def init_weights(self) -> None:
+        """Set the initial values of the parameters that transformers does not know; by default there are none.
+
+        Use the functions of `transformers.initialization`, which leave loaded parameters as they are. The model calls
+        this once its modules have been initialised as transformers does it.
+        """
 
 
 token_mixers: Registry[type[TokenMixer]] = Registry("token mixer", "regard.token_mixers")
