@@ -289,7 +289,7 @@ def test_packing_needs_a_query_at_every_key() -> None:
 def test_a_layer_decodes_as_it_was_trained() -> None:
     """The whole at once, and token by token from a cache of keys and values."""
     cache = pytest.importorskip("transformers").DynamicCache()
-    from regard.models.hybrid.interpolated import InterpolatedMixer
+    from regard.models.hybrid.mixers.interpolated import InterpolatedMixer
 
     torch.manual_seed(0)
     layer = InterpolatedMixer(8, 2, trend="mesa", layer_idx=0)
@@ -297,3 +297,16 @@ def test_a_layer_decodes_as_it_was_trained() -> None:
     whole = layer(x)[0]
     steps = [layer(x[:, t : t + 1], past_key_values=cache)[0] for t in range(6)]
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_tells_observers_of_the_weights() -> None:
+    pytest.importorskip("transformers")
+    from regard.models.hybrid.mixers.interpolated import InterpolatedMixer
+
+    layer, x, told = InterpolatedMixer(8, 2, spec="biweight", layer_idx=3), torch.randn(2, 6, 8), []
+    expected = layer(x)[0]
+    layer.observer = lambda index, diagnostics: told.append((index, diagnostics.support.shape))
+    assert torch.equal(layer(x)[0], expected)
+    assert told == [(3, (2, 2, 6))]
+    with pytest.raises(ArgumentError, match="spec linear has weights that do not sum to one"):
+        InterpolatedMixer(8, 2, spec="linear")

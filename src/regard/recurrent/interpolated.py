@@ -102,7 +102,7 @@ def interpolated_attention(
     q, k, v = (x.to(torch.promote_types(query.dtype, torch.float32)) for x in (query, key, value))
     both = within(CALL, None, attention, q, k, torch.cat([v, k], -1), weights, **how)
     mean, centre = both.split([value.shape[3], key.shape[3]], -1)
-    given = {"attn_mask": mask, "is_causal": causal, "exclude_self": exclude_self}
+    given: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "exclude_self": exclude_self}
     if segment_ids is not None:
         given["segment_ids"] = segment_ids
     with full_precision(query.device.type):

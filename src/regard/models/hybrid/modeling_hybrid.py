@@ -27,9 +27,6 @@ from ..base.catalogue import LanguageModel, language_models
 from ..base.masks import all_real
 from .cache import MemoryCacheLayer, hybrid_cache, remembering
 from .configuration_hybrid import HybridConfig
-from .gated_delta_net import GatedDeltaNet  # noqa: F401
-from .interpolated import InterpolatedMixer  # noqa: F401
-from .large_chunk import LargeChunkMixer  # noqa: F401
 from .token_mixers import TokenMixer, own_layer, token_mixers
 
 

@@ -1,6 +1,6 @@
-"""What may stand between two feed-forward layers beside a sentence of the grammar: mixers with a name of their own.
+"""Token mixers: what may mix the tokens of a layer beside attention with a spec.
 
-A mixer is one file that ends with
+A mixer is one file in `mixers/` that ends with
 
     @token_mixers.register("my-mixer")
     class MyMixer(TokenMixer): ...
@@ -50,6 +50,9 @@ class TokenMixer(nn.Module, ABC):
     def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> TokenMixer:
         """Build the module of layer `layer_idx` of a model with this `HybridConfig` and these options."""
 
+    def write_waiting(self, layer: Any) -> None:
+        """Write what waits for the end of a chunk in this mixer's layer of a cache; by default nothing does."""
+
     def init_weights(self) -> None:
         """Set the initial values of the parameters that transformers does not know; by default there are none.
 
@@ -58,7 +61,9 @@ class TokenMixer(nn.Module, ABC):
         """
 
 
-token_mixers: Registry[type[TokenMixer]] = Registry("token mixer", "regard.token_mixers")
+token_mixers: Registry[type[TokenMixer]] = Registry(
+    "token mixer", "regard.token_mixers", home="regard.models.hybrid.mixers"
+)
 
 
 def own_layer(call: str, cache: Cache, index: int, kind: type[StateCacheLayer]) -> Any:

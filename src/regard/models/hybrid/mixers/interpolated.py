@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from ...checks import within
-from ...grammar import Spec
-from ...nn import Attention
-from ...recurrent.interpolated import interpolated_attention, require_averages
-from ...recurrent.trends import Trend, as_trend
-from .token_mixers import TokenMixer, token_mixers
+from ....checks import ArgumentError, within
+from ....grammar import Spec
+from ....nn import Attention
+from ....recurrent.interpolated import interpolated_attention, require_averages
+from ....recurrent.trends import Trend, as_trend
+from ..token_mixers import TokenMixer, token_mixers
 
 if TYPE_CHECKING:
-    from .configuration_hybrid import HybridConfig
+    from ..configuration_hybrid import HybridConfig
 
 
 @token_mixers.register("interpolated")
@@ -65,7 +65,13 @@ class InterpolatedMixer(Attention, TokenMixer):
         local: dict[str, float | Tensor],
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """[B, H, T, D], and no weights."""
+        """Return [B, H, T, D], and no weights; an observer is told the diagnostics of those that average residuals."""
+        if self.hook_pattern.active:
+            raise ArgumentError(
+                "InterpolatedMixer: something listens to hook_pattern, but no weights times values are the output."
+            )
+        if self.observer is not None:
+            super()._attend(query, key, value, mask, False, local, segment_ids)
         out = interpolated_attention(
             query,
             key,

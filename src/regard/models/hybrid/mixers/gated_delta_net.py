@@ -25,17 +25,17 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from ...checks import number, require, segments
-from ...nn.arguments import check_layer_idx, positive_int
-from ...one_node import one_node
-from ...recurrent.delta import delta_rule
-from ...recurrent.states import State
-from ..base.cache_layers import StateCacheLayer
-from ..base.masks import all_real
-from .token_mixers import TokenMixer, own_layer, token_mixers
+from ....checks import number, require, segments
+from ....nn.arguments import check_layer_idx, positive_int
+from ....one_node import one_node
+from ....recurrent.delta import delta_rule
+from ....recurrent.states import State
+from ...base.cache_layers import StateCacheLayer
+from ...base.masks import all_real
+from ..token_mixers import TokenMixer, own_layer, token_mixers
 
 if TYPE_CHECKING:
-    from .configuration_hybrid import HybridConfig
+    from ..configuration_hybrid import HybridConfig
 
 
 @dataclass(frozen=True)
