@@ -19,7 +19,6 @@ from ..checks import (
     ArgumentError,
     boolean_mask,
     broadcastable,
-    floating,
     on_device,
     optional_whole,
     shape,
@@ -27,7 +26,7 @@ from ..checks import (
     within,
 )
 from ..grammar import Spec, as_spec
-from ..pairwise.attention import attention
+from ..pairwise.attention import _check_tensors, attention
 from ..precision import clean, full_precision
 from .arguments import order
 from .trends import as_trend, predict_from
@@ -83,8 +82,7 @@ def interpolated_attention(
     require_averages(weights)
     causal = order(CALL, is_causal, exclude_self)
     optional_whole(CALL, "query_offset", query_offset)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        floating(CALL, name, tensor)
+    within(CALL, None, _check_tensors, query, key, value, enable_gqa)
     mask = _key_mask(attn_mask, key)
     how: dict[str, Any] = {
         "attn_mask": None if mask is None else mask[:, None, None], "is_causal": causal, "exclude_self": exclude_self,
@@ -109,10 +107,10 @@ def interpolated_attention(
         # rows that see a non-finite number are NaN in `mean`; the model must not spread it to others
         apart, k, v = (clean(x)[0] for x in (q - centre, k, v))
         if model is None:
-            slope = trend(apart, k, v, **given)
+            slope = within(CALL, None, trend, apart, k, v, **given)
         else:
             offset = key.shape[2] - query.shape[2] if query_offset is None else query_offset
-            slope = predict_from(model, apart, k, v, offset=offset, **given)
+            slope = within(CALL, None, predict_from, model, apart, k, v, offset=offset, **given)
     if not isinstance(slope, Tensor) or slope.shape != mean.shape:
         raise ArgumentError(f"{CALL}: trend gave {shown(slope)}, expected W_i q_i, a tensor {shape(mean)}.")
     return (mean + slope).to(query.dtype)
