@@ -26,36 +26,30 @@ LENGTHS = {16384: 1, 32768: 8, 131072: 1}
 
 WHOLE = "whole call"
 """What a contestant's name ends with that is `regard.attention`; the others are its kernels alone."""
-CLUSTERED = "clustered keys"
-"""What a contestant's name ends with, or holds, whose keys lie in clusters."""
 
 
 @lru_cache(maxsize=1)
-def inputs(bench: Bench, length: int, batch: int, dim: int, clustered: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """A query [batch, 32, 1, dim], and keys and values [batch, 8, length, dim], in bfloat16: normal ones; or keys in
-    clusters of 64 along time, with queries near the centres of some, so that most blocks of keys are far from all."""
+def inputs(bench: Bench, length: int, batch: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a query [batch, 32, 1, dim], and keys and values [batch, 8, length, dim]: bfloat16, normal."""
     make = bench.generator(length)
-    kv_heads, size = (2, 16) if bench.dry else (KV_HEADS, 64)
+    kv_heads = 2 if bench.dry else KV_HEADS
     shapes = [(batch, kv_heads * GROUP, 1, dim), (batch, kv_heads, length, dim), (batch, kv_heads, length, dim)]
     q, k, v = (torch.randn(shape, device=bench.device, generator=make) for shape in shapes)
-    if clustered:
-        centres = torch.randn(batch, kv_heads, -(-length // size), dim, device=bench.device, generator=make)
-        k = 2 * centres.repeat_interleave(size, 2)[:, :, :length] + 0.2 * k
-        q = 2 * centres[:, :, :1].repeat_interleave(GROUP, 1) + 0.2 * q
     return q.bfloat16(), k.bfloat16(), v.bfloat16()
 
 
-def decode(spec: str, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
-    """The kernels alone."""
-    if spec == "local-linear":
-        from regard.pairwise.visibility import Visibility
-        from regard.triton.decode.local_linear import decode as local_linear
+def decode(text: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Call the kernels alone."""
+    from regard.pairwise.visibility import Visibility
+    from regard.triton.compact.rules import rule_of
+    from regard.triton.decode import compact, local_linear
 
-        visible = Visibility(q.shape[2], k.shape[2], causal=True, offset=k.shape[2] - q.shape[2])
-        return local_linear(q, k, v, q.shape[3] ** -0.5, RIDGE, None, visible)
-    from regard.triton.decode.decode import decode_attention
-
-    return decode_attention(q, k, v, spec, is_causal=True, **more)
+    spec = regard.Spec.parse(text)
+    scale, numbers = spec.resolve(q.shape[3], None, {})
+    visible = Visibility(q.shape[2], k.shape[2], causal=True, offset=k.shape[2] - q.shape[2])
+    if spec.degree:
+        return local_linear.decode(q, k, v, scale, RIDGE, None, visible)
+    return compact.decode(q, k, v, scale, rule_of(spec, numbers), None, visible)
 
 
 def attend(spec: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -71,9 +65,8 @@ def rows(bench: Bench) -> Iterator[Row]:
             yield Row(name, "correctness", 1 if spec in SPECS else 9, partial(correctness, spec, dim, bench), 12)
     for length, batch in {96: 1}.items() if bench.dry else LENGTHS.items():
         for dim in dims[::-1]:
-            bounded = (f"regard biweight, {CLUSTERED}", f"regard biweight, {CLUSTERED}, key bounds")
             whole = [f"regard {spec}, {WHOLE}" for spec in SPECS]
-            for name in ("flash", *(f"regard {spec}" for spec in SPECS), *bounded, *whole):
+            for name in ("flash", *(f"regard {spec}" for spec in SPECS), *whole):
                 words = f"decoding, {length} keys, B {batch}, D {dim}, {name}"
                 run = partial(timed, name, length, batch, dim, bench)
                 yield Row(words, "decoding", 3 if dim == 128 else 11, run, 6)
@@ -101,8 +94,8 @@ def correctness(spec: str, dim: int, bench: Bench) -> dict[str, Any]:
 def timed(name: str, length: int, batch: int, dim: int, bench: Bench) -> dict[str, Any]:
     """The device's time of a step, that of a call from Python, and the rate at which keys and values come in, counting
     each number once."""
-    q, k, v = inputs(bench, length, batch, dim, CLUSTERED in name)
-    call, more = contestant(name, q, k, v, bench)
+    q, k, v = inputs(bench, length, batch, dim)
+    call = contestant(name, q, k, v)
     with torch.inference_mode(), small_tiles(bench):
         eager = bench.milliseconds(call)
         ms = bench.milliseconds(bench.graphed(call))
@@ -115,23 +108,12 @@ def timed(name: str, length: int, batch: int, dim: int, bench: Bench) -> dict[st
         "eager_ms": digits(eager),
         "gbps": digits(rate),
         "of_ceiling": digits(rate / ceilings(bench)["gbps"], 3),
-        **more,
     }
 
 
-def contestant(
-    name: str, q: Tensor, k: Tensor, v: Tensor, bench: Bench
-) -> tuple[Callable[[], Tensor], dict[str, float]]:
-    """A step, and with bounds of key blocks what share of the keys it reads."""
+def contestant(name: str, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    """Return a step of that name."""
     if name == "flash":
-        return partial(gpu_peers.torch_attention, q, k, v, backend="flash", causal=False), {}
+        return partial(gpu_peers.torch_attention, q, k, v, backend="flash", causal=False)
     spec = name.removeprefix("regard ").split(",")[0]
-    if not name.endswith("key bounds"):
-        return partial(attend if name.endswith(WHOLE) else decode, spec, q, k, v), {}
-    from regard.triton.decode.decode import KeyBounds
-
-    with small_tiles(bench):
-        bounds = KeyBounds.of(k, 16 if bench.dry else 64)
-        call = partial(decode, spec, q, k, v, key_bounds=bounds)
-        visited = call(return_visited=True)[1]
-    return call, {"keys_read": digits(float(visited.keys.sum() / visited.total.sum()), 3)}
+    return partial(attend if name.endswith(WHOLE) else decode, spec, q, k, v)

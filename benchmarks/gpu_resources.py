@@ -2,7 +2,8 @@
 
 Every case below is a call of a public function. What it would launch is compiled for sm_80 and sm_90
 (`regard.triton.tools.compiled`), and registers, local memory and shared memory of every kernel go into
-tests/triton/resources.json, which `tests/triton/test_compile.py` holds the kernels to, and into docs/gpu.md.
+tests/triton/resources.json, which `tests/triton/test_compile.py` holds the kernels to, and as a table into
+benchmarks/results/gpu-resources.md.
 
 Ceilings may only fall: where a kernel would take more local memory than the file says, --write refuses, unless --reason
 says why it must be so.
@@ -17,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,7 @@ from regard.triton.tools.compiled import SHARED, resources_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED = ROOT / "tests" / "triton" / "resources.json"
-PAGE = ROOT / "docs" / "gpu.md"
-BEGIN, END = "<!-- benchmarks/gpu_resources.py: begin -->", "<!-- benchmarks/gpu_resources.py: end -->"
+TABLE = ROOT / "benchmarks" / "results" / "gpu-resources.md"
 COMPACT = ("softmax", "sparsemax", "biweight", "triweight", "relumax", "normrelu")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ARCHS = tuple(SHARED)
@@ -87,14 +86,6 @@ def attend(
         return regard.attention(q, k, v, spec, enable_gqa=True, impl="triton", **more)
 
     return call
-
-
-def bounded(dim: int) -> Tensor:
-    """A step of decoding that leaves blocks of keys unread."""
-    from regard.triton.decode.decode import KeyBounds, decode_attention
-
-    q, k, v = tensors(dim, torch.bfloat16, queries=1)
-    return decode_attention(q, k, v, "biweight", is_causal=True, key_bounds=KeyBounds.of(k))
 
 
 def remember(
@@ -157,8 +148,6 @@ def decoding_cases() -> Iterator[Case]:
         for dim in (64, 128):
             call = attend(spec, dim, "bfloat16", queries=1, masks=4)
             yield Case("decoding", f"{spec}, one query, a mask a head, D {dim}, bfloat16", dim, call)
-    for dim in (64, 128):
-        yield Case("decoding", f"biweight, one query, key bounds, D {dim}, bfloat16", dim, partial(bounded, dim))
 
 
 def memory_cases() -> Iterator[Case]:
@@ -249,9 +238,17 @@ def load(path: Path = STORED) -> dict[str, Any]:
 
 # The table --------------------------------------------------------------------------------------------------------
 
+HEAD = """# What the kernels take of a GPU
+
+Written by `python benchmarks/gpu_resources.py --write`: registers of a thread, bytes of local memory (stack and spills)
+of a thread, and shared memory of a program, as shipped, for both compute capabilities. Programs of a kernel with
+several variants in one call (boundary blocks, say) are one line with the largest numbers.
+
+"""
+
 
 def table(stored: dict[str, Any]) -> str:
-    """docs/gpu.md's table: a line for every case, pass and kernel, both capabilities side by side."""
+    """Return the table: a line for every case, pass and kernel, both capabilities side by side."""
     lines: dict[tuple[Any, ...], dict[int, Row]] = {}
     for row in stored["kernels"]:
         lines.setdefault((row["case"], row["pass"], row["kernel"]), {})[row["arch"]] = row
@@ -266,17 +263,11 @@ def table(stored: dict[str, Any]) -> str:
     there = {row["case"] for row in stored["kernels"]}
     open_ = [case.name for case in cases() if case.name not in there]
     left = f"\n\nNot in the file yet: {'; '.join(open_)}." if open_ else ""
-    return f"\nCompiled with {used}.\n\n" + "\n".join(text) + left + f"\n\nWhere local memory is not 0:{said}\n\n"
+    return f"{HEAD}Compiled with {used}.\n\n" + "\n".join(text) + left + f"\n\nWhere local memory is not 0:{said}\n"
 
 
 def numbers(row: Row | None) -> str:
     return "–" if row is None else f"{row['registers']}, {row['local']}, {row['shared'] / 1024:.3g} KiB"
-
-
-def placed(page: str, text: str) -> str:
-    """The page with `text` between its markers."""
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n{text}{END}{rest.split(END)[1]}"
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -287,7 +278,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--core", action="store_true", help="only the few of the fast tests")
     parser.add_argument("--arch", nargs="*", type=int, choices=ARCHS, default=list(ARCHS))
     parser.add_argument("--out", type=Path, help="write the rows there, as JSON")
-    parser.add_argument("--write", action="store_true", help=f"renew {STORED.relative_to(ROOT)} and the page's table")
+    parser.add_argument("--write", action="store_true", help=f"renew {STORED.name} and {TABLE.name}")
     parser.add_argument("--reason", default="", help="why ceilings must rise")
     return parser.parse_args(arguments)
 
@@ -315,7 +306,7 @@ def main() -> int:
 
 
 def _write(args: argparse.Namespace, rows: list[Row], names: set[str], failed: list[str]) -> int:
-    """Renew the file and the page; 1 where that would raise a ceiling without a reason, or where something failed."""
+    """Renew the file and the table; 1 where that would raise a ceiling without a reason, or where something failed."""
     stored = load()
     higher = raised(rows, stored)
     if failed or args.arch != list(ARCHS):
@@ -326,8 +317,8 @@ def _write(args: argparse.Namespace, rows: list[Row], names: set[str], failed: l
         return 1
     stored = merged(rows, stored, names, args.reason)
     STORED.write_text(dump(stored), encoding="utf-8")
-    PAGE.write_text(placed(PAGE.read_text(encoding="utf-8"), table(stored)), encoding="utf-8")
-    print(f"wrote {STORED} and {PAGE}")
+    TABLE.write_text(table(stored), encoding="utf-8")
+    print(f"wrote {STORED} and {TABLE}")
     return 0
 
 

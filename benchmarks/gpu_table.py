@@ -163,7 +163,7 @@ def decoding(stored: Entry) -> Iterator[str]:
     if rows:
         yield (
             "One decoded token against a cache, bfloat16: microseconds on the device (a CUDA graph), and GB/s if keys "
-            "and values are read once; with bounds of key blocks, which share of the keys is read. A whole call of "
+            "and values are read once. A whole call of "
             "`regard.attention` also looks for numbers that are not finite, by compact rules in every value."
         )
         places = list(dict.fromkeys((r["config"]["length"], r["config"]["batch"], r["config"]["dim"]) for r in rows))
@@ -176,8 +176,7 @@ def decoding(stored: Entry) -> Iterator[str]:
 
 
 def decoded(row: Entry) -> str:
-    read = f"; {row['keys_read']:.0%}" if "keys_read" in row else ""
-    return f"{number(1e3 * row['ms'])} ({number(row['gbps'])}{read})"
+    return f"{number(1e3 * row['ms'])} ({number(row['gbps'])})"
 
 
 def memory(stored: Entry) -> Iterator[str]:

@@ -50,7 +50,6 @@ def page() -> str:
         "bandwidth": "Bandwidth rules",
         "similarity": "Similarities",
         "solver": "Solvers",
-        "trend": "Trends",
         "temperature": "Temperatures (of layers, see [layers.md](layers.md))",
         "ridge": "Ridges (of layers, see [layers.md](layers.md))",
     }

@@ -8,14 +8,12 @@ from .pairwise import reference, sdpa
 from .pairwise.blocked import implementation as blocked
 from .pairwise.cpu import implementation as cpu
 from .recurrent import implementation as linear
-from .recurrent import interpolated
 from .triton import attention as triton_attention
 from .triton.memory import values as triton_memory
 
 __all__ = [
     "blocked",
     "cpu",
-    "interpolated",
     "linear",
     "overlay",
     "reference",

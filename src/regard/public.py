@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .grammar import Spec, bandwidths, kernels, presets, presets_registry, similarities, solvers, trends
+from .grammar import Spec, bandwidths, kernels, presets, presets_registry, similarities, solvers
 from .memory.associative import AssociativeMemory, energies
 from .memory.fast_weight_rules import step_rules
 from .memory.fast_weights import FastWeightState, WriteRule, fast_weight_memory
@@ -24,6 +24,7 @@ from .recurrent.delta import DeltaState, delta_rule
 from .recurrent.interpolated import interpolated_attention
 from .recurrent.linear import LinearState, linear_attention
 from .recurrent.mesa import MesaState, mesa_attention
+from .recurrent.trends import trends
 from .registry import Registry
 from .tasks import tasks
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import iter_modules
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,6 +22,12 @@ from .checks import ArgumentError, shown, suggestion, within
 T = TypeVar("T")
 
 
+def import_all(name: str) -> None:
+    """Import a module and, where it is a package, every module in it."""
+    for inner in iter_modules(getattr(import_module(name), "__path__", ())):
+        import_module(f"{name}.{inner.name}")
+
+
 class Registry(Generic[T]):
     """Names to objects.
 
@@ -28,8 +35,9 @@ class Registry(Generic[T]):
         kind: what is registered, in the singular, for messages ("kernel").
         group: entry-point group through which other packages add names ("regard.kernels"). Loading an entry
             point imports its module, whose own `register` call does the work.
-        home: module that imports what is built in, on first use ("regard.implementations"). By default what
-            is built in registers itself when this package is imported.
+        home: package whose modules register what is built in, or one module that imports them; imported on first
+            use ("regard.tasks"). A new file in the package is then found with no other edit. Without it the package
+            calls `import_all` itself, as those do whose names are needed while regard is imported.
     """
 
     def __init__(self, kind: str, group: str | None = None, *, home: str | None = None) -> None:
@@ -100,7 +108,7 @@ class Registry(Generic[T]):
             return
         self._loaded = True  # first, since the modules that are imported here may ask this registry
         if self.home is not None:
-            import_module(self.home)
+            import_all(self.home)
         for point in entry_points(group=self.group) if self.group is not None else ():
             try:
                 point.load()

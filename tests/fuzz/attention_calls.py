@@ -17,7 +17,7 @@ from .draw import Call, Draw, called
 from .kinds import OBJECTS, Anything, Flag, Floats, Integers, Kind, Mask, Other, Real, Refused, Sentence, Whole, Word
 
 IMPLS = tuple(regard.registries()["impl"].names())
-KNOWN = [s for s in SPECS.values() if s.trend is None and oracle.knows(oracle.read(s))]
+KNOWN = [s for s in SPECS.values() if oracle.knows(oracle.read(s))]
 LOCAL = [s for s in KNOWN if s.degree == 0 and s.convex and s.kernel.name != "uniform"]
 
 
@@ -217,7 +217,7 @@ def local_linear(draw: Draw) -> Call:
         "max_iter": Whole(low=0, high=2**31, none=True) if cg else Refused(none=True),
         "tol": Tolerance(low=0.0, high=1.0, none=True) if cg else Refused(none=True),
         "probe": Refused(none=True),
-        "spec": Sentence(also=("linear", "geometric*fixed*cosine*unnormalised", "interpolated[mesa]")),
+        "spec": Sentence(also=("linear", "geometric*fixed*cosine*unnormalised", "rbf")),
     }
     call = Call("local_linear_attention", regard.local_linear_attention, given, kinds)
     if solver != "block-diagonal" and given["max_iter"] is None:
@@ -420,7 +420,6 @@ def spec(draw: Draw) -> Call:
         similarity=(draw.one("dot", "euclidean"), Word(words=("dot", "cosine", "euclidean"))),
         normalise=(draw.one(None, True), Other(none=True, test=lambda v: v is True)),
         ridge_mode=("relative", Word(words=("relative",))),
-        trend=(None, Other(none=True, also=("mesa", "mesas"))),
     )
 
 
@@ -449,7 +448,7 @@ def parse(draw: Draw) -> Call:
 
 
 def from_json(draw: Draw) -> Call:
-    text = regard.Spec.parse(draw.one("biweight", "local-linear", "interpolated[mesa]")).to_json()
+    text = regard.Spec.parse(draw.one("biweight", "local-linear", "relumax")).to_json()
     changes = (("name", "nam"), ("null", "{}"), ("null", "[]"), ("null", "3"), ("true", "3"), ('"', "'"))
     changed = (*(text.replace(*change) for change in changes), text.replace(":", ": [", 1))
     broken = (

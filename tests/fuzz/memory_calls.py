@@ -43,7 +43,7 @@ SCORES = ("idw", "dot", "inverse-distance")
 OPTIMIZERS = ("sgd", "momentum", "muon", "momentum-muon")
 EPS = Real(low=0.0, high=1e30, strict=True)
 WEIGHTS = ("softmax", "sparsemax", "biweight")
-SIGNED = Sentence(also=("linear", "local-linear", "rbf", "interpolated[mesa]"))
+SIGNED = Sentence(also=("linear", "local-linear", "rbf"))
 
 
 # Associative -------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_greedy_decoding_is_that_without_a_cache(changes):
     assert torch.equal(model.generate(ids, **beams), model.generate(ids, use_cache=False, **beams))
 
 
-@pytest.mark.parametrize("mixers", [*regard.presets(), "local-linear[biweight]", "interpolated[mesa]"])
+@pytest.mark.parametrize("mixers", [*regard.presets(), "local-linear[biweight]"])
 def test_every_kernel_decodes_and_adds_up(mixers):
     model = make(mixers=mixers)
     ids, mask = prompt()

@@ -224,23 +224,27 @@ def test_mistakes_are_named(call: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_a_sentence_with_a_trend_is_run_by_attention() -> None:
-    """Also where heads see different keys, with its weights' diagnostics, and under transforms."""
+def test_forward_mode() -> None:
     q, k, v = (x.detach() for x in draw())
-    spec = "epanechnikov*anchored(margin=1)*residual(trend=mesa(ridge=0.2,log_decay=-0.3))"
-    expected = dense(q, k, v, "mesa(ridge=0.2,log_decay=-0.3)", "relumax")
-    out, found = regard.attention(q, k, v, spec, is_causal=True, enable_gqa=True, return_diagnostics=True)
-    close(out, expected, 1e-11)
-    assert found.support.shape == (2, 4, 7)
-    seen = torch.stack([key_mask(), ~key_mask()], 1)[:, :, None].repeat_interleave(2, 1)  # [2, 4, 1, 7]
-    out = regard.attention(q, k, v, "interpolated[mesa]", attn_mask=seen, exclude_self=True, enable_gqa=True)
-    for mask, heads in ((key_mask(), slice(0, 2)), (~key_mask(), slice(2, 4))):
-        close(out[:, heads], dense(q, k, v, "mesa", order="strict", mask=mask)[:, heads], 1e-11)
     direction = torch.linspace(-1, 1, q.numel(), dtype=F64).view_as(q)
-    run = lambda x: regard.attention(x, k, v, "interpolated[mesa]", is_causal=True, enable_gqa=True)  # noqa: E731
+    run = lambda x: regard.interpolated_attention(x, k, v, enable_gqa=True)  # noqa: E731
     _, tangent = torch.func.jvp(run, (q,), (direction,))
     ends = [dense(q + e * direction, k, v, "mesa") for e in (1e-6, -1e-6)]
     close(tangent, (ends[0] - ends[1]) / 2e-6, 1e-6)
+
+
+def test_a_row_that_sees_nan_gives_others_no_gradient_of_it() -> None:
+    """The pairs before the one that is not finite get the gradients of the rows before it."""
+    q, k, v = draw(heads=2)
+    whole = regard.interpolated_attention(q, k, v)
+    wanted = torch.autograd.grad(whole[:, :, :4].sin().sum(), (q, k, v))
+    broken = k.detach().clone()
+    broken[:, :, 4] = torch.nan
+    broken.requires_grad_()
+    out = regard.interpolated_attention(q, broken, v)
+    assert out[:, :, 4:].isnan().all()
+    for got, grad in zip(torch.autograd.grad(out[:, :, :4].sin().sum(), (q, broken, v)), wanted, strict=True):
+        torch.testing.assert_close(got, grad)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -282,31 +286,27 @@ def test_packing_needs_a_query_at_every_key() -> None:
         regard.interpolated_attention(q[:, :, 5:], k, v, **how)
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ({"window": 3}, "the state of a trend cannot forget the oldest pairs"),
-        ({"attn_mask": torch.ones(7, 7, dtype=torch.bool)}, "a mask may depend on the key alone"),
-        ({"query_offset": torch.zeros(2, dtype=torch.int64)}, "needs one query_offset for all sequences"),
-        ({"impl": "reference"}, "computes weights, not the trend whose residuals they average"),
-    ],
-)
-def test_what_a_trend_cannot_do_has_a_reason(how: dict[str, Any], reason: str) -> None:
-    inputs = [x.detach() for x in draw(heads=2)]
-    with pytest.raises(ArgumentError) as caught:
-        regard.attention(*inputs, "interpolated[mesa]", is_causal=True, **how)
-    assert reason in str(caught.value)
-    with pytest.raises(ArgumentError, match="impl='trend' is for sentences with a trend"):
-        regard.attention(*inputs, impl="trend")
-    assert regard.explain("interpolated[mesa]", (1, 2, 7, 4), is_causal=True).chosen == "trend"
-
-
 def test_a_layer_decodes_as_it_was_trained() -> None:
     """The whole at once, and token by token from a cache of keys and values."""
     cache = pytest.importorskip("transformers").DynamicCache()
+    from regard.models.hybrid.mixers.interpolated import InterpolatedMixer
+
     torch.manual_seed(0)
-    layer = regard.nn.Attention(8, 2, spec="interpolated[mesa]", layer_idx=0)
+    layer = InterpolatedMixer(8, 2, trend="mesa", layer_idx=0)
     x = torch.randn(2, 6, 8)
     whole = layer(x)[0]
     steps = [layer(x[:, t : t + 1], past_key_values=cache)[0] for t in range(6)]
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_tells_observers_of_the_weights() -> None:
+    pytest.importorskip("transformers")
+    from regard.models.hybrid.mixers.interpolated import InterpolatedMixer
+
+    layer, x, told = InterpolatedMixer(8, 2, spec="biweight", layer_idx=3), torch.randn(2, 6, 8), []
+    expected = layer(x)[0]
+    layer.observer = lambda index, diagnostics: told.append((index, diagnostics.support.shape))
+    assert torch.equal(layer(x)[0], expected)
+    assert told == [(3, (2, 2, 6))]
+    with pytest.raises(ArgumentError, match="spec linear has weights that do not sum to one"):
+        InterpolatedMixer(8, 2, spec="linear")

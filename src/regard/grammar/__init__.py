@@ -6,7 +6,6 @@ from .similarities import similarities
 from .solvers import Solver, solvers
 from .spec import Spec, as_spec, local_linear, presets, presets_registry
 from .systems import Dense, Solved, SolveStatus, System
-from .trends import trends
 from .weighting import RowStats, Status, Weighting
 
 __all__ = [
@@ -28,5 +27,4 @@ __all__ = [
     "presets_registry",
     "similarities",
     "solvers",
-    "trends",
 ]

@@ -5,12 +5,10 @@ form.
     triweight*anchored(margin=0.5)              kernel * bandwidth rule
     gaussian*fixed*euclidean                    ... * similarity
     biweight*adaptive*linear(ridge=0.1)         ... * local linear model
-    gaussian*fixed*residual(trend=mesa)         ... * a global linear model, whose residuals are averaged
     linear*fixed*cosine*normalised              ... * normalised | unnormalised, where it is not the default
 
 The first part is always the kernel; the others may stand in any order. A preset's name stands for its
-sentence, `local-linear[NAME]` for the local linear model with the weights of NAME, and `interpolated[TREND]` for the
-residuals of a trend, such as mesa(ridge=0.5), under the weights of softmax.
+sentence, and `local-linear[NAME]` for the local linear model with the weights of NAME.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 from ..checks import ArgumentError, in_range, number, refuse, shown, suggestion, within
@@ -28,7 +26,6 @@ from .kernels import NAMED_POWERS, Number, ParamInfo, Params, Polynomial, kernel
 from .reader import Reader
 from .similarities import similarities
 from .solvers import solvers
-from .trends import trends
 from .weighting import Weighting
 
 DEGREES = (0, 1)
@@ -52,8 +49,6 @@ class Spec:
         normalise: whether weights are divided by their sum; where None, yes unless they are signed.
         ridge_mode: "relative" (to the total kernel weight), or "absolute" (Local Linear Attention, equation 7), for
             weights that are not made to sum to one by their bandwidth: a Gaussian, or the rules fixed and anchored.
-        trend: a global linear model or its name (`regard.grammar.trends`), whose residuals the weights average
-            (Local Linear Attention, equation 9); None for none. Needs degree 0 and weights that sum to one.
 
     Raises:
         ArgumentError: an unknown name (with a suggestion), a number out of range, or a product that has no
@@ -68,7 +63,6 @@ class Spec:
     similarity: Any = "dot"
     normalise: bool | None = None
     ridge_mode: str = "relative"
-    trend: Any = None
 
     def __post_init__(self) -> None:
         if isinstance(self.kernel, str) and self.kernel not in kernels and self.kernel in presets_registry:
@@ -103,25 +97,13 @@ class Spec:
         if self.normalise is None:
             put("normalise", self._normalised_by_default())
         weighting = self.bandwidth.weighting(self.kernel, self.normalise, self.similarity)
-        if self.trend is not None:
-            put("trend", within("Spec", "trend", as_trend, self.trend))
-            self._check_trend(weighting)
         put("_weighting", weighting)  # built here once: products without a meaning are refused
         put("_json", self._write_json())
-        put("_local", None if self.trend is None else replace(self, trend=None))
         if self.degree == 1 and not (weighting.nonnegative and weighting.normalised):
             able = ", ".join(n for n, s in presets_registry.items() if s.degree == 0 and s.convex)
             raise ArgumentError(
                 f"Spec: the local linear model needs non-negative weights that sum to one; {self.kernel.name} with "
                 f"these choices (normalise={self.normalise}) has none. Presets that do: {able}."
-            )
-
-    def _check_trend(self, weighting: Weighting) -> None:
-        if self.degree or not weighting.normalised:
-            why = "the local linear model is one itself" if self.degree else "these weights do not sum to one"
-            raise ArgumentError(
-                f"Spec: a trend leaves residuals to average, but {why}; use degree=0 and normalised weights, such as "
-                f"those of softmax or biweight."
             )
 
     def _check_ridge_mode(self) -> None:
@@ -149,11 +131,6 @@ class Spec:
     def weighting(self) -> Weighting:
         """Kernel x bandwidth as one object."""
         return self._weighting  # type: ignore[attr-defined]
-
-    @property
-    def local(self) -> Spec:
-        """The sentence without its trend: the weights that average the residuals."""
-        return self._local or self  # type: ignore[attr-defined]
 
     @property
     def convex(self) -> bool:
@@ -220,8 +197,6 @@ class Spec:
             for name, preset in presets_registry.items():
                 if preset.degree == 0 and preset.convex and local_linear(preset) == self:
                     return f"local-linear[{name}]"
-        if self.trend is not None and self.local == presets_registry.get("softmax"):
-            return f"interpolated[{_term(self.trend)}]"
         return "*".join(self.parts())
 
     def parts(self) -> list[str]:
@@ -233,8 +208,6 @@ class Spec:
             solver = "" if self.solver.name == "auto" else f",solver={_term(self.solver)}"
             mode = "" if self.ridge_mode == "relative" else f",ridge_mode={self.ridge_mode}"
             parts.append(f"linear(ridge={self.ridge!r}{solver}{mode})")
-        if self.trend is not None:
-            parts.append(f"residual(trend={_term(self.trend)})")
         if self.normalise != self._normalised_by_default():
             parts.append("normalised" if self.normalise else "unnormalised")
         return parts
@@ -264,6 +237,8 @@ class Spec:
             raise ArgumentError(f"Spec.from_json: not JSON ({error}).") from None
         if not isinstance(data, dict) or data.get("kernel") is None:
             raise ArgumentError("Spec.from_json: expected an object with at least 'kernel'.")
+        if data.pop("trend", None) is not None:
+            raise ArgumentError(f"Spec.from_json: {NO_TREND}")
         known = [f.name for f in fields(cls)]
         for key in data:
             if key not in known:
@@ -277,18 +252,23 @@ AXES: dict[str, Registry[Any]] = {
     "bandwidth": bandwidths,
     "similarity": similarities,
     "solver": solvers,
-    "trend": trends,
 }
 PLAIN_FIELDS = ("degree", "ridge", "normalise", "ridge_mode")
+NO_TREND = (
+    "a spec has no trend now. Call regard.interpolated_attention(query, key, value, trend='mesa', spec='softmax'), or "
+    "let HybridConfig use the token mixer 'interpolated', whose mixer_options are {'interpolated': {'trend': "
+    "'mesa', 'spec': 'softmax'}}."
+)
+"""Said of spec texts and files written when `interpolated[mesa]` was a spec."""
 
 
 def axis_object(axis: str, value: Any) -> Any:
     """Return the object of an axis ("kernel", "solver", ...): as given, or made from its registered name."""
-    return _instance(AXES[axis], value)
+    return instance_of(AXES[axis], value)
 
 
-def _instance(registry: Registry[Any], value: Any, **arguments: Any) -> Any:
-    """An object of the axis: as given, or made from its registered name."""
+def instance_of(registry: Registry[Any], value: Any, **arguments: Any) -> Any:
+    """Return an object of a registry: as given, or made from its registered name."""
     if not isinstance(value, str):
         if isinstance(value, type) or getattr(value, "name", None) not in registry:
             raise ArgumentError(
@@ -308,7 +288,7 @@ def _instance(registry: Registry[Any], value: Any, **arguments: Any) -> Any:
 
 def _require_registered(registry: Registry[Any], value: Any) -> None:
     """An object must be what its name and arguments make: fast forms and saved models know it by those."""
-    same = is_dataclass(value) and _instance(registry, _name(value), **_arguments(value))
+    same = is_dataclass(value) and instance_of(registry, _name(value), **_arguments(value))
     if not is_dataclass(value) or type(same) is not type(value) or same != value:
         raise ArgumentError(
             f"Spec: {value!r} is not what the {registry.kind} registered as {value.name!r} makes; register its class "
@@ -346,40 +326,27 @@ def _to_dict(value: Any) -> Any:
 
 def _from_dict(registry: Registry[Any], value: Any) -> Any:
     if value is None or isinstance(value, str):
-        return None if value is None else _instance(registry, value)
+        return None if value is None else instance_of(registry, value)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ArgumentError(f"Spec.from_json: a {registry.kind} is a name or an object with 'name', got {value!r}.")
-    return _instance(registry, value["name"], **{k: v for k, v in value.items() if k != "name"})
+    return instance_of(registry, value["name"], **{k: v for k, v in value.items() if k != "name"})
 
 
 # Parsing ----------------------------------------------------------------------------------------------------
 
-_READ: dict[tuple[bool, str], Any] = {}
+_READ: dict[str, Spec] = {}
 
 
 def _parsed(text: str) -> Spec:
-    _remember(text, False)
-    found: Spec = _READ[False, text]
-    return found
+    _remember(text)
+    return _READ[text]
 
 
-def as_trend(trend: Any) -> Any:
-    """A trend as it is, or made of its name or text, such as mesa(ridge=0.5).
-
-    Raises:
-        ArgumentError: an unknown name or argument, or a number out of range.
-    """
-    if not isinstance(trend, str):
-        return _instance(trends, trend)
-    _remember(trend, True)
-    return _READ[True, trend]
-
-
-def _remember(text: str, trend: bool) -> bool:
-    if not isinstance(text, str) or (trend, text) not in _READ:
+def _remember(text: str) -> bool:
+    if not isinstance(text, str) or text not in _READ:
         if len(_READ) >= 1024:  # a number that changes at every call must not fill the memory
             _READ.clear()
-        _READ[trend, text] = _parse_trend(text) if trend else _parse(text)
+        _READ[text] = _parse(text)
     return True
 
 
@@ -396,17 +363,9 @@ def _parse(text: str) -> Spec:
     match = re.fullmatch(r"\s*local-linear\[(.+)\]\s*", text)
     if match:
         return local_linear(_parse(match.group(1)))
-    match = re.fullmatch(r"\s*interpolated\[(.+)\]\s*", text)
-    if match:
-        return replace(presets_registry.get("softmax"), trend=match.group(1))
+    if re.fullmatch(r"\s*interpolated\[.+\]\s*", text):
+        raise ArgumentError(f"Spec.parse: {NO_TREND}")
     return _compose(Reader(text).terms(), text)
-
-
-def _parse_trend(text: str) -> Any:
-    terms = Reader(text).terms()
-    if len(terms) > 1:
-        raise ArgumentError(f"Spec.parse: a trend is one term, such as mesa(ridge=0.5), not {text!r}.")
-    return _instance(trends, terms[0][0], **terms[0][1])
 
 
 def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
@@ -422,7 +381,7 @@ def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
             )
         what = "spec" if len(terms) == 1 else "kernel"
         raise ArgumentError(f"unknown {what} {name!r}.{suggestion(name, known)}")
-    made: dict[str, Any] = {"kernel": _instance(kernels, name, **arguments)}
+    made: dict[str, Any] = {"kernel": instance_of(kernels, name, **arguments)}
     for name, arguments in terms[1:]:
         found = _part(name, arguments)
         twice = set(found) & set(made)
@@ -440,21 +399,17 @@ def _part(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
                 raise ArgumentError(f"{name}: unknown argument {key!r}; it takes: {', '.join(known) or 'none'}.")
         solver = arguments.get("solver")
         if isinstance(solver, tuple):
-            arguments = {**arguments, "solver": _instance(solvers, solver[0], **solver[1])}
+            arguments = {**arguments, "solver": instance_of(solvers, solver[0], **solver[1])}
         return {"degree": int(name == "linear"), **arguments}
     if name == "residual":
-        for key in arguments:
-            if key != "trend":
-                raise ArgumentError(f"residual: unknown argument {key!r}; it takes: trend.")
-        trend = arguments.get("trend", "mesa")
-        return {"trend": _instance(trends, trend[0], **trend[1]) if isinstance(trend, tuple) else trend}
+        raise ArgumentError(f"Spec.parse: {NO_TREND}")
     if name in ("normalised", "unnormalised"):
         return {"normalise": name == "normalised"}
     if name in bandwidths:
-        return {"bandwidth": _instance(bandwidths, name, **arguments)}
+        return {"bandwidth": instance_of(bandwidths, name, **arguments)}
     if name in similarities:
-        return {"similarity": _instance(similarities, name, **arguments)}
-    parts = [*bandwidths.names(), *similarities.names(), "linear", "residual", "normalised", "unnormalised"]
+        return {"similarity": instance_of(similarities, name, **arguments)}
+    parts = [*bandwidths.names(), *similarities.names(), "linear", "normalised", "unnormalised"]
     raise ArgumentError(f"unknown part {name!r}.{suggestion(name, parts)}")
 
 

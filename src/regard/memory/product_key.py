@@ -158,10 +158,10 @@ def weights_spec(call: str, spec: str | Spec) -> Spec:
         ArgumentError: it cannot.
     """
     known = as_spec(spec, call)
-    if not known.convex or known.degree or known.trend is not None or known.similarity.name != "dot":
+    if not known.convex or known.degree or known.similarity.name != "dot":
         raise ArgumentError(
             f"{call}: spec is {str(known)!r}, expected weights over scores that are not negative and sum to one, of "
-            f"degree 0, without a trend and without a similarity of their own, such as 'softmax' or 'sparsemax'."
+            f"degree 0, without a similarity of their own, such as 'softmax' or 'sparsemax'."
         )
     return known
 

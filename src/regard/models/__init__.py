@@ -9,7 +9,6 @@ from .base.catalogue import LanguageModel, language_models
 from .base.matching import Matched, count_parameters, match_parameters
 from .hybrid.cache import RegardCacheLayer, hybrid_cache
 from .hybrid.configuration_hybrid import HybridConfig
-from .hybrid.gated_delta_net import GatedDeltaNet
 from .hybrid.memories import (
     chunk_size,
     count_fast_weights,
@@ -21,6 +20,7 @@ from .hybrid.memories import (
     reset_memory,
     with_memory,
 )
+from .hybrid.mixers.gated_delta_net import GatedDeltaNet
 from .hybrid.modeling_hybrid import HybridForCausalLM, HybridModel
 from .hybrid.token_mixers import TokenMixer, token_mixers
 from .iclm.configuration_iclm import ICLMConfig

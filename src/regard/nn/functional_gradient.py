@@ -343,7 +343,7 @@ class FunctionalGradient(nn.Module):
     def _weights(self, query: Tensor, key: Tensor, share: Tensor | None, arguments: dict[str, Any]) -> Tensor:
         """What the values are multiplied by, [B, H, rows, n]."""
         batch, heads, n, _ = key.shape
-        if query.requires_grad or self.spec.degree or self.spec.trend is not None:
+        if query.requires_grad or self.spec.degree:
             # a sum is linear in the values, so that the sums of unit vectors are its weights, with their gradients, and
             # solved for by the implementation that makes the sums
             unit = torch.eye(n, dtype=query.dtype, device=query.device).expand(batch, heads, n, n)

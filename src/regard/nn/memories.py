@@ -1,6 +1,6 @@
 """Memories that stand at chosen depths of a model, by name: what `HybridConfig.memories` may name.
 
-A memory is one file that ends with
+A memory is one file in `memory/` that ends with
 
     @memory_layers.register("my-memory")
     class MyMemory(MemoryLayer): ...
@@ -50,4 +50,4 @@ class MemoryLayer(nn.Module):
         return 0
 
 
-memory_layers: Registry[type[MemoryLayer]] = Registry("memory", "regard.memory_layers")
+memory_layers: Registry[type[MemoryLayer]] = Registry("memory", "regard.memory_layers", home="regard.nn.memory")

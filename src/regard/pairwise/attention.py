@@ -263,7 +263,7 @@ def _prepare(
         pass  # a factor of one would only keep another copy of the queries for the backward pass
     else:
         q = q * scale
-    x, y = (query, key) if spec.degree or spec.trend is not None else (None, None)
+    x, y = (query, key) if spec.degree else (None, None)
     return Inputs(q, k, value, x, y, visible, problem, scale, numbers), poisoned
 
 

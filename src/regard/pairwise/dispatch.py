@@ -133,7 +133,6 @@ class Implementation(Protocol):
         """The output [B, H, Tq, Dv] in the dtype of `inputs.v`."""
 
     # Where they matter, also
-    #   trends: ClassVar[bool], whether it knows the trend whose residuals some sentences average;
     #   native(problem) -> bool, whether it takes queries and keys as they came (`Inputs`);
     #   raw(problem) -> bool, whether it also takes them, and values, with whatever is not finite in them, and itself
     #       answers NaN in the rows that see such numbers, and in no other;
@@ -173,8 +172,6 @@ def _ranked() -> list[_Entry]:
 
 
 def _reason(entry: _Entry, problem: Problem) -> str | None:
-    if problem.spec.trend is not None and not getattr(entry.impl, "trends", False):
-        return "computes weights, not the trend whose residuals they average"
     return entry.impl.available() or entry.impl.supports(problem)
 
 

@@ -10,7 +10,6 @@ the best W near the query is local linear attention; in between, W may be any st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from ..checks import (
     ArgumentError,
     boolean_mask,
     broadcastable,
-    floating,
     on_device,
     optional_whole,
     shape,
@@ -28,12 +26,10 @@ from ..checks import (
     within,
 )
 from ..grammar import Spec, as_spec
-from ..grammar.spec import as_trend
-from ..pairwise.attention import attention
-from ..pairwise.diagnostics import Diagnostics
-from ..pairwise.dispatch import Cost, Inputs, Problem, choose, register_impl
+from ..pairwise.attention import _check_tensors, attention
+from ..precision import clean, full_precision
 from .arguments import order
-from .trends import predict_from
+from .trends import as_trend, predict_from
 
 CALL = "interpolated_attention"
 
@@ -54,19 +50,17 @@ def interpolated_attention(
     params: Mapping[str, float | Tensor] | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """A global linear model at every query, and the weighted mean of what it leaves unexplained (equation 9).
-
-    With a trend that has a name it is `regard.attention` with the Spec of both, such as interpolated[mesa].
+    """Add the weighted mean of the residuals of a global linear model to what it predicts (equation 9).
 
     Args:
         query: [B, H, Tq, D].
         key: [B, Hkv, Tk, D].
         value: [B, Hkv, Tk, Dv].
-        trend: the global linear model W_i: a name, text or object of `regard.grammar.trends` ("linear-attention",
+        trend: the global linear model W_i: a name, text or object of `regard.recurrent.trends` ("linear-attention",
             "mesa", "mesa(ridge=0.5)", "delta", "gated-delta"), or, for learned numbers, a function of (query, key,
             value, attn_mask=, is_causal=, exclude_self=, and segment_ids= where given) that gives W_i q_i for any
             queries, as lambda q, k, v, **how: regard.mesa_attention(q, k, v, ridge=ridge, **how)[0].
-        spec: the weights s: a sentence whose weights sum to one, or its text.
+        spec: the weights s: a spec whose weights sum to one, or its text.
         attn_mask: boolean over the keys, broadcastable to [B, 1, 1, Tk]; True where a key may be attended.
         is_causal, exclude_self: as in `regard.attention`; the model sees what the weights see.
         query_offset: the key position of query 0, a whole number; Tk - Tq (end-aligned) by default. A function as
@@ -88,50 +82,38 @@ def interpolated_attention(
     require_averages(weights)
     causal = order(CALL, is_causal, exclude_self)
     optional_whole(CALL, "query_offset", query_offset)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        floating(CALL, name, tensor)
+    within(CALL, None, _check_tensors, query, key, value, enable_gqa)
     mask = _key_mask(attn_mask, key)
     how: dict[str, Any] = {
         "attn_mask": None if mask is None else mask[:, None, None], "is_causal": causal, "exclude_self": exclude_self,
         "query_offset": query_offset, "segment_ids": segment_ids, "scale": scale, "params": params,
         "enable_gqa": enable_gqa,
     }  # fmt: skip
-    if not callable(trend) or hasattr(trend, "name"):
-        joined = within(CALL, "trend", _joined, spec, trend)
-        found: Tensor = within(CALL, None, attention, query, key, value, joined, **how)
-        return found
-    if query_offset not in (None, 0) or key.shape[2] != query.shape[2]:
+    function = callable(trend) and not hasattr(trend, "name")
+    model = None if function else within(CALL, "trend", as_trend, trend)
+    if function and (query_offset not in (None, 0) or key.shape[2] != query.shape[2]):
         raise ArgumentError(f"{CALL}: a function as trend needs query_offset 0, as many queries as keys.")
+    if segment_ids is not None and key.shape[2] != query.shape[2]:
+        raise ArgumentError(
+            f"{CALL}: takes segments only with a query at every key: each document then has a state of its own."
+        )
     q, k, v = (x.to(torch.promote_types(query.dtype, torch.float32)) for x in (query, key, value))
     both = within(CALL, None, attention, q, k, torch.cat([v, k], -1), weights, **how)
     mean, centre = both.split([value.shape[3], key.shape[3]], -1)
-    given = {"attn_mask": mask, "is_causal": causal, "exclude_self": exclude_self}
-    slope = trend(q - centre, k, v, **given, **({} if segment_ids is None else {"segment_ids": segment_ids}))
+    given: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "exclude_self": exclude_self}
+    if segment_ids is not None:
+        given["segment_ids"] = segment_ids
+    with full_precision(query.device.type):
+        # rows that see a non-finite number are NaN in `mean`; the model must not spread it to others
+        apart, k, v = (clean(x)[0] for x in (q - centre, k, v))
+        if model is None:
+            slope = within(CALL, None, trend, apart, k, v, **given)
+        else:
+            offset = key.shape[2] - query.shape[2] if query_offset is None else query_offset
+            slope = within(CALL, None, predict_from, model, apart, k, v, offset=offset, **given)
     if not isinstance(slope, Tensor) or slope.shape != mean.shape:
         raise ArgumentError(f"{CALL}: trend gave {shown(slope)}, expected W_i q_i, a tensor {shape(mean)}.")
     return (mean + slope).to(query.dtype)
-
-
-_JOINED: dict[tuple[str, str], Spec] = {}
-
-
-def _joined(spec: Spec | str, trend: Any) -> Spec:
-    """The sentence with the trend."""
-    if isinstance(spec, str) and isinstance(trend, str):
-        _remember(spec, trend)
-        return _JOINED[spec, trend]
-    return replace(as_spec(spec), trend=as_trend(trend))
-
-
-def _remember(spec: str, trend: str) -> bool:
-    if (spec, trend) not in _JOINED:
-        if len(_JOINED) >= 1024:  # a number that changes at every call must not fill the memory
-            _JOINED.clear()
-        _JOINED[spec, trend] = replace(as_spec(spec), trend=as_trend(trend))
-    return True
-
-
-_remember._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run for real while a graph is traced
 
 
 def require_averages(spec: Spec) -> None:
@@ -143,7 +125,7 @@ def require_averages(spec: Spec) -> None:
     if spec.degree or not spec.weighting.normalised:
         why = "has a linear model of its own" if spec.degree else "has weights that do not sum to one"
         raise ArgumentError(
-            f"{CALL}: the spec {spec} {why}, so that it has no residuals to average; use a normalised sentence of "
+            f"{CALL}: the spec {spec} {why}, so that it has no residuals to average; use a normalised spec of "
             f"degree 0, such as softmax or biweight."
         )
 
@@ -166,61 +148,3 @@ def _key_mask(mask: Tensor | None, key: Tensor) -> Tensor | None:
     mask = mask[:, 0, 0] if mask.dim() == 4 else mask
     broadcastable(CALL, "attn_mask", mask, (key.shape[0], key.shape[2]))
     return mask.expand(key.shape[0], key.shape[2])
-
-
-@register_impl("trend", priority=1)
-class Interpolated:
-    """Sentences with a trend: the best implementation for their weights, over values and keys side by side, and the
-    trend read where those leave it. Diagnostics are those of the weights."""
-
-    trends = True
-
-    def available(self) -> str | None:
-        return None
-
-    def supports(self, problem: Problem) -> str | None:
-        if problem.spec.trend is None:
-            return "is for sentences with a trend, such as interpolated[mesa]"
-        if problem.window is not None:
-            return "has no window: the state of a trend cannot forget the oldest pairs"
-        if problem.mask == "pairs":
-            return "makes one state for all queries, so that a mask may depend on the key alone"
-        if problem.segments and problem.queries != problem.keys:
-            return "takes segments only with a query at every key: each document then has a state of its own"
-        if problem.offset is None:
-            return "needs one query_offset for all sequences, an int"
-        return None
-
-    def cost(self, problem: Problem) -> Cost:
-        local = _local(problem)
-        inner = choose(local, "auto").cost(local)
-        state = problem.dim * problem.value_dim
-        tokens = problem.batch * problem.heads * max(problem.queries, problem.keys)
-        return Cost(inner.flops + 4 * tokens * state, inner.bytes + 16 * tokens * (problem.dim + problem.value_dim))
-
-    def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-        assert inputs.x is not None
-        assert inputs.y is not None
-        visible, mask, keys = inputs.visible, inputs.visible.mask, inputs.y
-        asked = replace(_local(inputs.problem), dim=inputs.q.shape[3], dtype=inputs.q.dtype)
-        inner = replace(inputs, problem=asked, v=torch.cat([inputs.v, keys], -1), x=None, y=None)
-        both, diagnostics = choose(asked, "auto").run(inner)
-        mean, centre = both.split([inputs.v.shape[3], keys.shape[3]], -1)
-        q, values, heads = inputs.x - centre, inputs.v, inputs.x.shape[1]
-        how: dict[str, Any] = {"is_causal": visible.causal, "exclude_self": visible.strict, "offset": visible.offset}
-        how["segment_ids"] = None if visible.runs is None else visible.runs[0]
-        if mask is None or mask.shape[1] == 1:
-            kept = None if mask is None else mask[:, 0, 0].expand(keys.shape[0], -1)
-            return mean + predict_from(inputs.spec.trend, q, keys, values, attn_mask=kept, **how), diagnostics
-        found = []  # heads may see different keys, and then have different states
-        for head in range(heads):
-            own = head * keys.shape[1] // heads
-            one = (q[:, head : head + 1], keys[:, own : own + 1], values[:, own : own + 1])
-            kept = mask[:, head, 0].expand(keys.shape[0], -1)
-            found.append(predict_from(inputs.spec.trend, *one, attn_mask=kept, **how))
-        return mean + torch.cat(found, 1), diagnostics
-
-
-def _local(problem: Problem) -> Problem:
-    """What is asked of the implementation of the weights."""
-    return replace(problem, spec=problem.spec.local, value_dim=problem.value_dim + problem.dim)

@@ -41,7 +41,7 @@ CALL = "linear_attention"
 
 def finite_features(spec: Spec) -> bool:
     """Whether the weights of the sentence are dot products of finite features."""
-    plain = spec.degree == 0 and spec.trend is None and isinstance(spec.weighting, Plain)
+    plain = spec.degree == 0 and isinstance(spec.weighting, Plain)
     return plain and getattr(spec.kernel, "affine", False)
 
 

@@ -1,68 +1,167 @@
-"""Trends computed: what a global linear model of the pairs seen so far predicts for a query.
+"""Global linear models by name ("trends"): what a linear map W_i of the pairs seen so far predicts for a query.
+
+`regard.interpolated_attention` averages the residuals of one, and `regard.AssociativeMemory` can hold the state of one.
+A model of one's own is one class with a name, numbers and `predict`:
+
+    @trends.register("my-model")
+    @dataclass(frozen=True)
+    class MyModel(Trend): ...
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, D channels of a key, Dv of a value.
 """
 
 from __future__ import annotations
 
-from functools import singledispatch
-from typing import Any
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
-from ..grammar.trends import Delta, GatedDelta, LinearAttention, Mesa
+from ..checks import ArgumentError, number
+from ..grammar.reader import Reader
+from ..grammar.spec import instance_of
+from ..registry import Registry
 from .delta import delta_rule
 from .linear import linear_attention
 from .mesa import mesa_attention
 
+RANGES: dict[str, dict[str, Any]] = {
+    "ridge": {"low": 0.0, "strict": True},
+    "beta": {"low": 0.0, "strict": True},
+    "log_decay": {"high": 0.0, "strict": False},
+}
 
-@singledispatch
-def predict(trend: Any, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
-    """(W_i q_i [B, H, Tq, Dv], the state after all pairs); register a function for a trend of one's own.
+
+class Trend(ABC):
+    """A global linear model: numbers, checked by `RANGES`, and what it predicts."""
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            if f.name in RANGES:
+                value = number(self.name, f.name, getattr(self, f.name), **RANGES[f.name])
+                object.__setattr__(self, f.name, value)
+
+    @abstractmethod
+    def predict(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
+        """Return (W_i q_i [B, H, Tq, Dv], the state after all pairs).
+
+        Args:
+            query: [B, H, Tq, D]; key: [B, Hkv, Tk, D]; value: [B, Hkv, Tk, Dv].
+            how: state, attn_mask, is_causal, exclude_self as in `regard.linear_attention`; segment_ids only where a
+                call has them.
+        """
+
+
+trends: Registry[type[Trend]] = Registry("trend", "regard.trends")
+
+
+@trends.register("linear-attention")
+@dataclass(frozen=True)
+class LinearAttention(Trend):
+    """W_i = sum_j gamma_ij v_j k_j^T: the sums of linear attention, as if keys were uncorrelated and of length one.
 
     Args:
-        trend: an object of `regard.grammar.trends`.
-        query: [B, H, Tq, D]; key: [B, Hkv, Tk, D]; value: [B, Hkv, Tk, Dv].
-        how: state, attn_mask, is_causal, exclude_self as in `regard.linear_attention`; segment_ids only where a call
-            has them.
+        log_decay: g <= 0 a token, gamma_ij = exp(g (i - j)).
+    """
+
+    log_decay: float = 0.0
+    name: ClassVar[str] = "linear-attention"
+
+    def predict(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
+        return linear_attention(query, key, value, "linear", scale=1.0, log_decay=self.log_decay or None, **how)
+
+
+@trends.register("mesa")
+@dataclass(frozen=True)
+class Mesa(Trend):
+    """W_i = argmin sum_j gamma_ij |v_j - W k_j|^2 + ridge |W|^2: the best linear model (`regard.mesa_attention`).
+
+    Args:
+        ridge: > 0, absolute, in units of a squared key.
+        log_decay: g <= 0 a token, gamma_ij = exp(g (i - j)).
+    """
+
+    ridge: float = 1.0
+    log_decay: float = 0.0
+    name: ClassVar[str] = "mesa"
+
+    def predict(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
+        fade = self.log_decay or None
+        found: tuple[Tensor, Any] = mesa_attention(query, key, value, ridge=self.ridge, log_decay=fade, **how)
+        return found
+
+
+@trends.register("delta")
+@dataclass(frozen=True)
+class Delta(Trend):
+    """The delta rule (`regard.delta_rule`) with steps beta / |k_j|^2: one step of size 1 stores the pair.
+
+    Args:
+        beta: > 0; stable below 2.
+    """
+
+    beta: float = 1.0
+    name: ClassVar[str] = "delta"
+
+    def predict(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
+        return delta_rule(query, key, value, unit_steps(key, self.beta), **how)
+
+
+@trends.register("gated-delta")
+@dataclass(frozen=True)
+class GatedDelta(Trend):
+    """The gated delta rule: `Delta`, and W fades by exp(log_decay) a token.
+
+    Args:
+        beta: > 0; stable below 2.
+        log_decay: g <= 0 a token.
+    """
+
+    beta: float = 1.0
+    log_decay: float = -0.01
+    name: ClassVar[str] = "gated-delta"
+
+    def predict(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
+        fade = self.log_decay or None
+        return delta_rule(query, key, value, unit_steps(key, self.beta), log_decay=fade, **how)
+
+
+_READ: dict[str, Trend] = {}
+
+
+def as_trend(trend: Any) -> Trend:
+    """Return a trend as it is, or made of its name or text, such as mesa(ridge=0.5).
 
     Raises:
-        ArgumentError: nothing is registered for the trend.
+        ArgumentError: an unknown name or argument, or a number out of range.
     """
-    raise ArgumentError(
-        f"trend: nothing computes {trend!r}; register a function by regard.recurrent.trends.predict.register."
-    )
+    if not isinstance(trend, str):
+        found: Trend = instance_of(trends, trend)
+        return found
+    _remember(trend)
+    return _READ[trend]
 
 
-def _fade(trend: Any) -> float | None:
-    return trend.log_decay or None
+def _remember(text: str) -> bool:
+    if text not in _READ:
+        if len(_READ) >= 1024:  # a number that changes at every call must not fill the memory
+            _READ.clear()
+        terms = Reader(text).terms()
+        if len(terms) > 1:
+            raise ArgumentError(f"a trend is one term, such as mesa(ridge=0.5), not {text!r}.")
+        _READ[text] = instance_of(trends, terms[0][0], **terms[0][1])
+    return True
 
 
-@predict.register
-def _(trend: LinearAttention, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
-    return linear_attention(query, key, value, "linear", scale=1.0, log_decay=_fade(trend), **how)
-
-
-@predict.register
-def _(trend: Mesa, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
-    found: tuple[Tensor, Any] = mesa_attention(query, key, value, ridge=trend.ridge, log_decay=_fade(trend), **how)
-    return found
-
-
-@predict.register
-def _(trend: Delta, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
-    return delta_rule(query, key, value, unit_steps(key, trend.beta), **how)
-
-
-@predict.register
-def _(trend: GatedDelta, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
-    return delta_rule(query, key, value, unit_steps(key, trend.beta), log_decay=_fade(trend), **how)
+_remember._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run for real while a graph is traced
 
 
 def unit_steps(key: Tensor, beta: float) -> Tensor:
-    """beta / |k|^2 for every key, 0 for keys of zero: [B, Hkv, Tk]."""
+    """Return beta / |k|^2 for every key, 0 for keys of zero: [B, Hkv, Tk]."""
     square = key.to(torch.promote_types(key.dtype, torch.float32)).square().sum(-1)
     return torch.where(square == 0, 0, beta / torch.where(square == 0, 1, square))
 
@@ -79,7 +178,7 @@ def predict_from(
     exclude_self: bool = False,
     segment_ids: Tensor | None = None,
 ) -> Tensor:
-    """W_i q_i where query i stands at key position i + offset: the keys before are read into a state first.
+    """Return W_i q_i where query i stands at key position i + offset: the keys before are read into a state first.
 
     Args:
         offset: may be negative (queries that see nothing yet give 0) or beyond the keys.
@@ -91,26 +190,26 @@ def predict_from(
     rows, keys = query.shape[2], key.shape[2]
     if segment_ids is not None:
         order: dict[str, Any] = {"is_causal": is_causal, "exclude_self": exclude_self, "segment_ids": segment_ids}
-        return predict(trend, query, key, value, attn_mask=attn_mask, **order)[0]
+        return trend.predict(query, key, value, attn_mask=attn_mask, **order)[0]
     if not (is_causal or exclude_self):
-        return predict(trend, query, key, value, attn_mask=attn_mask, is_causal=False)[0]
+        return trend.predict(query, key, value, attn_mask=attn_mask, is_causal=False)[0]
     lead = min(max(-offset, 0), rows)
     before = min(max(offset, 0), keys)
     pairs = min(rows - lead, keys - before)
     mask = lambda a, b: None if attn_mask is None else attn_mask[:, a:b]  # noqa: E731
     state, found = None, [query.new_zeros(*query.shape[:2], lead, value.shape[3])]
     if before:
-        state = predict(
-            trend, query[:, :, :0], key[:, :, :before], value[:, :, :before],
+        state = trend.predict(
+            query[:, :, :0], key[:, :, :before], value[:, :, :before],
             attn_mask=mask(0, before), is_causal=False,
         )[1]  # fmt: skip
     last = before + pairs
-    out, state = predict(
-        trend, query[:, :, lead : lead + pairs], key[:, :, before:last], value[:, :, before:last], state=state,
+    out, state = trend.predict(
+        query[:, :, lead : lead + pairs], key[:, :, before:last], value[:, :, before:last], state=state,
         attn_mask=mask(before, last), exclude_self=exclude_self,
     )  # fmt: skip
     found.append(out)
     if lead + pairs < rows:  # later than every key
         nothing = (key[:, :, :0], value[:, :, :0])
-        found.append(predict(trend, query[:, :, lead + pairs :], *nothing, state=state, is_causal=False)[0])
+        found.append(trend.predict(query[:, :, lead + pairs :], *nothing, state=state, is_causal=False)[0])
     return torch.cat(found, 2)

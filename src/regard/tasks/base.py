@@ -16,7 +16,7 @@ def check_place(call: str, seed: Any, index: Any) -> None:
     whole(call, "index", index, 0, 2**63)
 
 
-tasks: Registry[Any] = Registry("task", "regard.tasks")
+tasks: Registry[Any] = Registry("task", "regard.tasks", home="regard.tasks")
 
 
 @runtime_checkable

@@ -29,11 +29,11 @@ from torch.nn.functional import normalize
 
 from regard.checks import ArgumentError, suggestion
 from regard.grammar import Spec, as_spec, presets_registry
-from regard.grammar.trends import trends
 from regard.memory.associative import AssociativeMemory
 from regard.memory.associative.sums import trend_of
 from regard.recipes import Findings, Progress, recipes
 from regard.recurrent.linear import finite_features
+from regard.recurrent.trends import trends
 
 CALL = "reproduce: recall-capacity"
 DIGITS = 4

@@ -1,5 +1,5 @@
-"""Decoding with split keys, against dense formulas in float64: every rule, local linear attention, balls around blocks
-of keys that leave them unread. Tiles of 16 keys, so that short caches have many, and several splits."""
+"""Decoding with split keys, against dense formulas in float64: every rule, and local linear attention. Tiles of 16
+keys, so that short caches have many, and several splits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from dense_oracles import RULES, Rule, attend, local_linear, near, ratio, scores
 from torch import Tensor
 
 import regard
-from regard.checks import ArgumentError
 from regard.pairwise.visibility import Visibility
+from regard.precision import full_precision
+from regard.triton.compact.rules import rule_of
+from regard.triton.decode import compact as compact_decode
 from regard.triton.decode import local_linear as local_linear_decode
-from regard.triton.decode.decode import KeyBounds, decode_attention
 from regard.triton.runtime.tiles import forced
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-3}
@@ -48,13 +49,40 @@ def seen_by(q: Tensor, k: Tensor, **options: Any) -> Tensor:
     return seen_pairs(q.shape[0], q.shape[1], q.shape[2], k.shape[2], **options)
 
 
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    text: str,
+    scale: float | Tensor | None = None,
+    params: dict[str, Tensor] | None = None,
+    is_causal: bool = False,
+    exclude_self: bool = False,
+    window: int | None = None,
+    query_offset: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+) -> Tensor:
+    """Call the kernels alone, for one query or several; `regard.attention` decodes one."""
+    scale, numbers = regard.Spec.parse(text).resolve(q.shape[3], scale, params or {})
+    rule = rule_of(regard.Spec.parse(text), numbers)
+    assert not isinstance(rule, str)
+    offset = k.shape[2] - q.shape[2] if query_offset is None else query_offset
+    mask = None if attn_mask is None else attn_mask.expand(-1, -1, 1, k.shape[2])
+    causal = is_causal or exclude_self
+    visible = Visibility(q.shape[2], k.shape[2], causal, exclude_self, window, offset, mask)
+    number = numbers.get(rule.row)
+    number = number if isinstance(number, Tensor) else None
+    with full_precision("cpu"):
+        return compact_decode.decode(q, k, v, scale, rule, number, visible)
+
+
 def check(rule: Rule, q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, hidden: float = 0.0, **options: Any) -> None:
-    """`decode_attention` against the dense formula; what nobody sees is `hidden` for the kernels."""
+    """`decode` against the dense formula; what nobody sees is `hidden` for the kernels."""
     seen = seen_by(q, k, **options)
     expected = attend(q.double(), k.double(), v.double(), seen, rule, scale)
     lost = ~seen.unflatten(1, (k.shape[1], -1)).any((2, 3))[..., None]
     k, v = torch.where(lost, hidden, k), torch.where(lost, hidden, v)
-    found = decode_attention(q, k, v, rule.text, scale=scale, **options)
+    found = decode(q, k, v, rule.text, scale=scale, **options)
     assert found.dtype == q.dtype
     near([found], [expected], TOLERANCE[q.dtype], rule.text)
 
@@ -99,7 +127,7 @@ def test_rows_that_see_nothing_are_zero(name: str, dtype: torch.dtype) -> None:
     q, k, v = tensors(20, dtype, batch=2, queries=2)
     k[0], v[0] = torch.nan, torch.nan
     offset = torch.tensor([-7, 19])
-    found = decode_attention(q, k, v, RULES[name].text, is_causal=True, query_offset=offset, scale=1.0)
+    found = decode(q, k, v, RULES[name].text, is_causal=True, query_offset=offset, scale=1.0)
     assert torch.equal(found[0], torch.zeros_like(found[0]))
     assert found[1].abs().amin() > 0
 
@@ -112,7 +140,7 @@ def test_rows_without_a_key_inside(empty: str) -> None:
     mask = torch.ones(2, 2, 1, 40, dtype=torch.bool)
     mask[0, 1, :, ::3] = mask[1, :, :, 20:] = False
     if empty == "zero":
-        assert torch.equal(decode_attention(q, k, v, rule.text, scale=1.0), torch.zeros(2, 2, 1, 5))
+        assert torch.equal(decode(q, k, v, rule.text, scale=1.0), torch.zeros(2, 2, 1, 5))
     else:
         check(rule, q, k, v, attn_mask=mask)
 
@@ -121,7 +149,7 @@ def test_the_first_of_keys_that_tie() -> None:
     q, k, v = tensors(40, heads=1)
     k[:, :, 33] = k[:, :, 7] = q[:, :, 0] * 9
     k[:, :, 21] = k[:, :, 7]
-    found = decode_attention(q, k, v, "biweight*fixed(bias=-1e4,empty=nearest)", scale=1.0)
+    found = decode(q, k, v, "biweight*fixed(bias=-1e4,empty=nearest)", scale=1.0)
     assert torch.equal(found, v[:, :, [7]])
 
 
@@ -131,7 +159,7 @@ def test_numbers_of_rows() -> None:
     g = torch.Generator().manual_seed(4)
     scale, number = torch.rand(1, 2, 1, generator=g) + 0.5, torch.rand(1, 2, 1, generator=g) + 0.2
     for name, label in (("anchored 2", "margin"), ("fixed 2", "bias")):
-        found = decode_attention(q, k, v, RULES[name].text, scale=scale, params={label: number})
+        found = decode(q, k, v, RULES[name].text, scale=scale, params={label: number})
         wide = (x.double() for x in (q, k, v))
         expected = attend(*wide, seen_by(q, k), RULES[name], scale.double(), number.double())
         near([found], [expected], 2e-5, name)
@@ -141,7 +169,7 @@ def test_numbers_of_rows() -> None:
 def test_flat_rows_of_many_keys_are_shared_out_equally(power: int) -> None:
     """The longest search: every key is inside until the very end."""
     q, k, v = tensors(257, heads=1)
-    found = decode_attention(q, torch.zeros_like(k), v, RULES[f"adaptive {power}"].text)
+    found = decode(q, torch.zeros_like(k), v, RULES[f"adaptive {power}"].text)
     assert ratio(found, v.double().mean(2, keepdim=True)) < 1e-5
 
 
@@ -152,14 +180,14 @@ def test_scores_far_from_zero_lose_nothing() -> None:
     k[..., 0], k[..., 1] = (k[..., 0] * 64).round() / 64, 1.0
     for name in ("adaptive 2", "anchored 1"):
         expected = attend(*(x.double() for x in (q, k, v)), seen_by(q, k), RULES[name], 1.0)
-        assert ratio(decode_attention(q, k, v, RULES[name].text, scale=1.0), expected) < 1e-5
+        assert ratio(decode(q, k, v, RULES[name].text, scale=1.0), expected) < 1e-5
 
 
 def test_strides_of_a_cache_laid_out_by_tokens() -> None:
     q, k, v = tensors(40, torch.bfloat16, heads=4, kv_heads=2)
     moved = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     assert not moved[1].is_contiguous()
-    same = [decode_attention(*x, "biweight") for x in ((q, k, v), moved)]
+    same = [decode(*x, "biweight") for x in ((q, k, v), moved)]
     assert torch.equal(*same)
 
 
@@ -175,7 +203,7 @@ def test_keys_of_a_tile_may_lie_more_than_2_31_numbers_apart(name: str) -> None:
         if name == "linear":
             near([linear_decode(q, *far)], [local_linear(*wide, seen, 0.1, 1.0)], LOOSE[torch.bfloat16])
         else:
-            found = decode_attention(q, *far, RULES[name].text, scale=1.0)
+            found = decode(q, *far, RULES[name].text, scale=1.0)
             near([found], [attend(*wide, seen, RULES[name], 1.0)], TOLERANCE[torch.bfloat16])
 
 
@@ -192,132 +220,9 @@ def test_no_token_changes_an_earlier_row() -> None:
     other[0][:, :, 1] *= 3
     other[1][:, :, -1], other[2][:, :, -1] = 5.0, -1.0
     for name in ("softmax", "adaptive 2", "anchored 1", "fixed 1"):
-        a, b = (decode_attention(*x, RULES[name].text, is_causal=True) for x in ((q, k, v), other))
+        a, b = (decode(*x, RULES[name].text, is_causal=True) for x in ((q, k, v), other))
         assert torch.equal(a[:, :, 0], b[:, :, 0]), name
         assert not torch.equal(a[:, :, 1], b[:, :, 1])
-
-
-# Balls ----------------------------------------------------------------------------------------------------------
-
-
-def clustered(dtype: torch.dtype = torch.float32, heads: int = 1, queries: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """9 blocks of 16 keys that are near to each other, the last not full, and queries near block 2."""
-    g = torch.Generator().manual_seed(2)
-    k = torch.randn(1, heads, 9, 1, 8, generator=g) * 3 + 0.1 * torch.randn(1, heads, 9, 16, 8, generator=g)
-    k = k.flatten(2, 3)[:, :, :139].contiguous()
-    q = k[:, :, 40:41].repeat_interleave(2, 1) + 0.1 * torch.randn(1, 2 * heads, queries, 8, generator=g)
-    return q.to(dtype), k.to(dtype), torch.randn(1, heads, 139, 5, generator=g).to(dtype)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param("adaptive 1", torch.float32, marks=pytest.mark.slow),
-        ("fixed 3", torch.float32),
-        ("adaptive 2", torch.bfloat16),
-        ("anchored 1", torch.bfloat16),
-        pytest.param("fixed 1", torch.bfloat16, marks=pytest.mark.slow),
-    ],
-)
-def test_blocks_that_cannot_count_are_not_read(name: str, dtype: torch.dtype) -> None:
-    """Those without a weight in any row may hold NaN once their balls are known; the output is that of the formula."""
-    q, k, v = clustered(dtype, heads=1 if dtype == torch.float32 else 2)
-    rule, seen = RULES[name], seen_by(q, k)
-    expected = attend(q.double(), k.double(), v.double(), seen, rule, 1.0)
-    weights = rule.weights(scores(q.double(), k.double(), 1.0), seen).unflatten(1, (-1, 2)).sum((2, 3))
-    plain = decode_attention(q, k, v, rule.text, scale=1.0)
-    bounds = KeyBounds.of(k, 16)
-    z = scores(q.double(), k.double(), 1.0).unflatten(1, (-1, 2))
-    spread = torch.nn.functional.pad(z, (0, 5), value=-torch.inf).unflatten(-1, (9, 16)).amax((2, 3, 5))
-    # out of reach of every rule here, [1, heads, 9]
-    far = (spread < spread.amax(-1, keepdim=True) - 8) & (spread < -8)
-    lost = far.repeat_interleave(16, -1)[..., :139, None]
-    assert far.sum(-1).amin() >= 2
-    assert weights[lost[..., 0]].abs().max() == 0
-    k, v = torch.where(lost, torch.nan, k), torch.where(lost, torch.nan, v)
-    found, read = decode_attention(q, k, v, rule.text, scale=1.0, key_bounds=bounds, return_visited=True)
-    near([found], [expected], TOLERANCE[dtype], name)
-    assert torch.equal(found, plain)
-    assert (read.keys <= 9 - far.sum(-1)).all()
-    assert (read.values <= read.keys).all()
-    assert (read.total == 9).all()
-
-
-def test_bounds_with_a_mask_a_window_and_larger_blocks() -> None:
-    """The block that promises most may be hidden, and blocks of bounds may hold several tiles."""
-    q, k, v = clustered(torch.bfloat16, queries=2)
-    mask = torch.ones(1, 1, 1, 139, dtype=torch.bool)
-    mask[..., 32:48] = False
-    options = {"attn_mask": mask, "is_causal": True, "window": 120}
-    for name, block in (("adaptive 2", 16), ("anchored 1", 64)):
-        expected = attend(*(x.double() for x in (q, k, v)), seen_by(q, k, **options), RULES[name], 1.0)
-        bounds = KeyBounds.of(k, block)
-        found = decode_attention(q, k, v, RULES[name].text, scale=1.0, key_bounds=bounds, **options)
-        near([found], [expected], TOLERANCE[torch.bfloat16], (name, block))
-
-
-def test_softmax_reads_everything() -> None:
-    q, k, v = clustered(torch.bfloat16)
-    bounds = KeyBounds.of(k, 16)
-    found, read = decode_attention(q, k, v, key_bounds=bounds, return_visited=True)
-    assert torch.equal(found, decode_attention(q, k, v))
-    assert (read.keys == 9).all()
-    assert read.size == 16
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("keys", [1, 31, 70])
-def test_balls_hold_their_keys(dtype: torch.dtype, keys: int) -> None:
-    k = tensors(keys, dtype, batch=2, heads=4, kv_heads=2, dim=7)[1] + 2
-    bounds = KeyBounds.of(k, 32)
-    assert bounds.centre.shape == (2, 2, -(-keys // 32), 7)
-    for n in range(bounds.blocks):
-        part = k[:, :, 32 * n : 32 * n + 32].double()
-        distance = (part - bounds.centre[:, :, n : n + 1].double()).norm(dim=-1).amax(-1)
-        torch.testing.assert_close(bounds.radius[:, :, n].double(), distance, rtol=1e-5, atol=1e-6)
-        assert ratio(bounds.centre[:, :, n], part.mean(2)) < TOLERANCE[dtype]
-
-
-def test_a_block_with_a_key_that_is_not_finite_is_always_read() -> None:
-    q, k, v = clustered(torch.bfloat16)
-    k[:, :, 3] = torch.nan
-    bounds = KeyBounds.of(k, 16)
-    assert bounds.radius[:, :, 0].isnan().all()
-    assert bounds.radius[:, :, 1:].isfinite().all()
-    mask = torch.ones(1, 1, 1, 139, dtype=torch.bool)
-    mask[..., 3] = False
-    found, read = decode_attention(q, k, v, "relumax", attn_mask=mask, key_bounds=bounds, return_visited=True)
-    k[:, :, 3] = 0.0
-    expected = attend(*(x.double() for x in (q, k, v)), seen_by(q, k, attn_mask=mask), RULES["anchored 1"])
-    near([found], [expected], TOLERANCE[torch.bfloat16])
-    assert (read.keys >= 2).all()
-
-
-def test_a_cache_that_grows() -> None:
-    """Full blocks are not looked at again, the last one is; every ball holds its keys at every length."""
-    k = tensors(70, dim=6)[1]
-    bounds = KeyBounds.of(k[:, :, :20], 16)
-    for length in (21, 32, 70):
-        shown = k[:, :, :length].clone()
-        shown[:, :, : bounds.length // 16 * 16] = torch.nan
-        bounds = bounds.extended(shown)
-        assert bounds.length == length
-        fresh = KeyBounds.of(k[:, :, :length], 16)
-        assert torch.equal(bounds.centre, fresh.centre)
-        assert torch.equal(bounds.radius, fresh.radius)
-
-
-def test_two_continuations_and_a_crop_do_not_meet() -> None:
-    k = tensors(50, dim=6)[1]
-    first = KeyBounds.of(k[:, :, :20], 16)
-    one, two = k[:, :, :40].clone(), k[:, :, :40].clone()
-    two[:, :, 20:] += 50
-    a, b = first.extended(one), first.extended(two)
-    for found, keys in ((a, one), (b, two), (b.extended(two[:, :, :5]), two[:, :, :5])):
-        assert torch.equal(found.centre, KeyBounds.of(keys, 16).centre)
-        assert torch.equal(found.radius, KeyBounds.of(keys, 16).radius)
-    distance = (k[:, :, 16:20] - first.centre[:, :, 1:2]).norm(dim=-1).amax(-1)
-    assert (first.radius[:, :, 1] >= distance - 1e-5).all()
 
 
 # Local linear attention -----------------------------------------------------------------------------------------
@@ -391,30 +296,3 @@ def test_local_linear_rows_that_see_nothing_are_zero(spec: str) -> None:
     found = linear(q, k, v, spec, is_causal=True, query_offset=torch.tensor([-7, 19]), params=params)
     assert torch.equal(found[0], torch.zeros_like(found[0]))
     assert found[1].abs().amin() > 0
-
-
-# Arguments ------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_refused() -> None:
-    q, k, v = tensors(20, batch=2)
-    bounds = KeyBounds.of(k, 16)
-    for message, spec, options in (
-        ("forward only", "softmax", {"query": q.clone().requires_grad_()}),
-        ("20 keys", "biweight", {"key": k[:, :, :19], "value": v[:, :, :19], "key_bounds": bounds}),
-        ("KeyBounds.of", "biweight", {"key_bounds": bounds.centre}),
-        ("float64", "softmax", {"query": q.double(), "key": k.double(), "value": v.double()}),
-        ("degree 0", "local-linear", {}),
-        ("dot product", "rbf", {}),
-        ("64 rows", "softmax", {"query": q.expand(2, 2, 33, 8)}),
-        ("topk", "topk-softmax", {}),
-        ("r = 1.42857", "biweight", {"params": {"alpha": 1.7}}),
-        ("unknown parameter", "softmax", {"params": {"alpha": 1.7}}),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            decode_attention(**{"query": q, "key": k, "value": v, "spec": spec, **options})
-    for message, key, block in (("block is 20", k, 20), ("float32 or bfloat16", k.half(), 16)):
-        with pytest.raises(ArgumentError, match=message):
-            KeyBounds.of(key, block)
-    with pytest.raises(ArgumentError, match="unlike"):
-        bounds.extended(k[:1])

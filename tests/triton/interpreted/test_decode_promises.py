@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import regard
-from regard.triton.decode.decode import decode_attention
+from regard.triton.decode import compact
 from regard.triton.runtime.launch import watched
 from regard.triton.runtime.tiles import forced
 
@@ -121,10 +121,14 @@ def test_the_largest_number_that_counts_as_finite(name: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("name", ["softmax", "adaptive 2"])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_what_is_finite_is_as_without_the_promise(name: str, dtype: torch.dtype) -> None:
+def test_what_is_finite_is_as_without_the_promise(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the last bit."""
     q, k, v = tensors(40, dtype)
-    assert torch.equal(call(name, q, k, v), decode_attention(q, k, v, RULES[name].text))
+    promised, own = call(name, q, k, v), compact.decode
+    monkeypatch.setattr(compact, "decode", lambda *tensors, raw: own(*tensors, raw=not raw))
+    assert torch.equal(promised, call(name, q, k, v))
 
 
 @pytest.mark.slow

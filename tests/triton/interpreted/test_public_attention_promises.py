@@ -33,7 +33,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "linear": ({"spec": "linear"}, "."),
     "another power": ({"spec": "polynomial(r=1.7)"}, "."),
     "a learned power": ({"params": {"alpha": torch.tensor(1.5)}}, "alpha"),
-    "a trend": ({"spec": "interpolated[mesa]"}, "."),
 }
 
 
@@ -383,7 +382,7 @@ def test_what_it_cannot_do(name: str) -> None:
     assert "Those that can: " in text
     able = text.split("Those that can: ")[1].rstrip(".").split(", ")
     assert "triton" not in able
-    assert {"blocked", "reference", "trend"} & set(able)
+    assert {"blocked", "reference"} & set(able)
     out = regard.attention(*leaves, spec, enable_gqa=True, **how)
     assert bool(out.isfinite().all())
     mask = "pairs" if "attn_mask" in how else None

@@ -81,8 +81,9 @@ class AssociativeMemory(nn.Module):
         scale: of the scores; the spec's default where None.
         params: the spec's numbers (`spec.params`); `read` takes tensors for both.
         store: "pairs" keeps every pair: O(n) memory, O(n) a read. "sums" keeps sum phi(k) v^T and sum phi(k):
-            O(D Dv) whatever n, and a pair can be forgotten only by giving it again. A trend, such as "delta" or
-            "mesa(ridge=0.1)" (`regard.grammar.trends`), with spec="linear", keeps its state and forgets all or nothing.
+            O(D Dv) whatever n, and a pair can be forgotten only by giving it again. A global linear model, such as
+            "delta" or "mesa(ridge=0.1)" (`regard.recurrent.trends`), with spec="linear", keeps its state and forgets
+            all or nothing.
         capacity: the most short-term pairs held; None for no bound. Needs `store="pairs"`.
         overflow: what a write beyond the capacity does: "oldest" drops the oldest pairs (`write` returns how
             many), "error" raises and writes nothing.

@@ -115,7 +115,7 @@ def _weights(z: Tensor, spec: Spec, params: Params) -> Tensor:
 
 def _straight(spec: Spec) -> bool:
     """Whether scores are affine in the query, up to a term that all keys share."""
-    return spec.degree == 0 and spec.trend is None and spec.similarity.name in ("dot", "euclidean")
+    return spec.degree == 0 and spec.similarity.name in ("dot", "euclidean")
 
 
 def _hard(spec: Spec) -> bool:

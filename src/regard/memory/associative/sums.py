@@ -1,5 +1,5 @@
 """What a memory holds in place of its pairs, of fixed size: sums (generalized-memory paper, equations 9 to 16), or the
-state of a global linear model (`regard.grammar.trends`)."""
+state of a global linear model (`regard.recurrent.trends`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from torch import Tensor
 
 from ...checks import ArgumentError, within
 from ...grammar import Spec, presets_registry
-from ...grammar.spec import as_trend
-from ...grammar.trends import trends
 from ...recurrent.delta import DeltaState
 from ...recurrent.linear import LinearState, finite_features, linear_attention
 from ...recurrent.mesa import MesaState
-from ...recurrent.trends import predict
+from ...recurrent.trends import as_trend, trends
 from .pairs import Pairs
 
 
@@ -66,7 +64,7 @@ class Sums:
         if trend is not None:
             nobody = pairs.keys[:, :, :0]
             how: dict[str, Any] = {"attn_mask": pairs.mask, "is_causal": False}
-            return cls(spec, predict(trend, nobody, pairs.keys, pairs.values, **how)[1], pairs.dtype, trend)
+            return cls(spec, trend.predict(nobody, pairs.keys, pairs.values, **how)[1], pairs.dtype, trend)
         state = LinearState.empty(
             spec, *pairs.leading, pairs.keys.shape[3], pairs.values.shape[3], dtype=pairs.dtype, device=pairs.device
         )
@@ -115,7 +113,7 @@ class Sums:
         nobody = new.keys[:, :, :0]
         if self.trend is not None:
             how: dict[str, Any] = {"state": self.state, "attn_mask": new.mask, "is_causal": False}
-            return replace(self, state=predict(self.trend, nobody, new.keys, new.values, **how)[1])
+            return replace(self, state=self.trend.predict(nobody, new.keys, new.values, **how)[1])
         assert isinstance(self.state, LinearState)
         _, state = linear_attention(
             nobody,
@@ -157,7 +155,7 @@ class Sums:
             if scale is not None or params:
                 raise ArgumentError(f"AssociativeMemory.read: {self.trend!r} takes no scale and no params.")
             nothing = query.new_empty(*query.shape[:2], 0, width)
-            out: Tensor = predict(self.trend, query, none, nothing, state=self.state, is_causal=False)[0]
+            out: Tensor = self.trend.predict(query, none, nothing, state=self.state, is_causal=False)[0]
             return out
         assert isinstance(self.state, LinearState)
         return linear_attention(

@@ -1,6 +1,6 @@
 """The language models by name: what the trainer builds, the command line offers and transformers' Auto classes load.
 
-A new model is one file that ends with
+A new model is one file in this folder's parent, `regard/models`, that ends with
 
     language_models.register("my-model")(LanguageModel(MyConfig, MyForCausalLM, "One sentence about it."))
 """
@@ -40,7 +40,7 @@ class LanguageModel:
         AutoModelForCausalLM.register(self.config, self.model, exist_ok=True)
 
 
-language_models: Registry[LanguageModel] = Registry("model", "regard.models")
+language_models: Registry[LanguageModel] = Registry("model", "regard.models", home="regard.models")
 
 
 def model_of(config: RegardConfig) -> type[RegardForCausalLM]:

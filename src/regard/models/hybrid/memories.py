@@ -20,7 +20,7 @@ from ..base.base_config import RegardConfig
 from ..base.cache_layers import StateCacheLayer
 from ..base.catalogue import model_of
 from .cache import MemoryCacheLayer
-from .large_chunk import LargeChunkCacheLayer
+from .token_mixers import TokenMixer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,8 +75,8 @@ def flush_memory(model: nn.Module, cache: Cache) -> None:
             layer.memory = modules[layer.depth].flush(layer.memory)
     mixers = [decoder.self_attn for decoder in getattr(model, "model", model).layers]
     for mixer, layer in zip(mixers, cache.layers, strict=False):  # memories stand behind the mixers
-        if isinstance(layer, LargeChunkCacheLayer) and layer.fast_state is not None:
-            layer.fast_state = mixer.flush(layer.fast_state)
+        if isinstance(mixer, TokenMixer):
+            mixer.write_waiting(layer)
 
 
 def keep_memory(model: nn.Module, cache: Cache, *, memory: bool = True, recurrent: bool = False) -> Cache:

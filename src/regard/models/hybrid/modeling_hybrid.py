@@ -27,8 +27,6 @@ from ..base.catalogue import LanguageModel, language_models
 from ..base.masks import all_real
 from .cache import MemoryCacheLayer, hybrid_cache, remembering
 from .configuration_hybrid import HybridConfig
-from .gated_delta_net import init_delta
-from .large_chunk import init_large_chunk
 from .token_mixers import TokenMixer, own_layer, token_mixers
 
 
@@ -170,8 +168,8 @@ class HybridPreTrainedModel(RegardPreTrainedModel):
         """transformers' initial values, and where learned temperatures and ridges start."""
         super()._init_weights(module)
         init_attention(module)
-        init_delta(module)
-        init_large_chunk(module)
+        if isinstance(module, TokenMixer):
+            module.init_weights()
 
 
 class HybridModel(HybridPreTrainedModel, RegardModel):
@@ -217,7 +215,7 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         hidden, states, attentions = embedded, [], []
         for layer, window in zip(self.layers, self.config.layer_windows(), strict=True):
             states.append(hidden)
-            restricted = narrow is not None and window is None and isinstance(layer.self_attn, Attention)
+            restricted = narrow is not None and window is None and not isinstance(layer.self_attn, TokenMixer)
             hidden, weights = layer(
                 hidden,
                 angles,

@@ -1,6 +1,6 @@
-"""What may stand between two feed-forward layers beside a sentence of the grammar: mixers with a name of their own.
+"""Token mixers: what may mix the tokens of a layer beside attention with a spec.
 
-A mixer is one file that ends with
+A mixer is one file in `mixers/` that ends with
 
     @token_mixers.register("my-mixer")
     class MyMixer(TokenMixer): ...
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...checks import ArgumentError
 from ...registry import Registry
@@ -37,12 +37,12 @@ class TokenMixer(nn.Module, ABC):
     Attributes:
         honours_segments: whether it takes `segment_ids`; where it does not, packed documents are refused.
         defaults: the options, and what they are when nothing is said.
-        cache_layer: the class of what it keeps in a cache.
+        cache_layer: the class of what it keeps in a cache, a layer of a transformers `Cache`; made without arguments.
     """
 
     honours_segments: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}
-    cache_layer: ClassVar[type[StateCacheLayer]]
+    cache_layer: ClassVar[type[CacheLayerMixin]]
     forward: Callable[..., tuple[Tensor, Tensor | None]]
 
     @staticmethod
@@ -50,8 +50,20 @@ class TokenMixer(nn.Module, ABC):
     def build(config: Any, layer_idx: int, options: Mapping[str, Any]) -> TokenMixer:
         """Build the module of layer `layer_idx` of a model with this `HybridConfig` and these options."""
 
+    def write_waiting(self, layer: Any) -> None:
+        """Write what waits for the end of a chunk in this mixer's layer of a cache; by default nothing does."""
 
-token_mixers: Registry[type[TokenMixer]] = Registry("token mixer", "regard.token_mixers")
+    def init_weights(self) -> None:
+        """Set the initial values of the parameters that transformers does not know; by default there are none.
+
+        Use the functions of `transformers.initialization`, which leave loaded parameters as they are. The model calls
+        this once its modules have been initialised as transformers does it.
+        """
+
+
+token_mixers: Registry[type[TokenMixer]] = Registry(
+    "token mixer", "regard.token_mixers", home="regard.models.hybrid.mixers"
+)
 
 
 def own_layer(call: str, cache: Cache, index: int, kind: type[StateCacheLayer]) -> Any:

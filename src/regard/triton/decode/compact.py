@@ -3,8 +3,8 @@ its keys together.
 
 Softmax reads keys and values once. The compact rules read keys once and keep their scores (4 bytes a row and key beside
 the 2 D or 4 D of the key), find every row's threshold among the scores near its best, and then read the values of keys
-with weight and no others. With `KeyBounds` blocks of keys that cannot have weight are not read either. Where tensors
-are `raw`, rows that see what is not finite are NaN: softmax meets it as it reads, compact rules read all values.
+with weight and no others. Where tensors are `raw`, rows that see a non-finite number are NaN: softmax meets it as it
+reads, compact rules read all values.
 
 Forward only: where a gradient is needed the general kernels do it.
 
@@ -57,7 +57,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
     given = inputs.params.get(rule.row)
     given = given if isinstance(given, Tensor) else None
     tensors = (inputs.q, inputs.k, inputs.v, inputs.factor)
-    return decode(*tensors, rule, given, inputs.visible, raw=inputs.raw)[0], None
+    return decode(*tensors, rule, given, inputs.visible, raw=inputs.raw), None
 
 
 def decode(
@@ -68,32 +68,22 @@ def decode(
     rule: Rule,
     given: Tensor | None,
     visible: Visibility,
-    bounds: tuple[Tensor, Tensor, int] | None = None,
-    counted: bool = False,
     raw: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of few queries.
+) -> Tensor:
+    """Return the attention of few queries, [B, H, Tq, Dv] in the dtype of the values.
 
     Args:
         q, k, v: [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv], of one dtype.
         factor: of the products, a number or [B, H, Tq].
         given: the rule's number for every row [B, H, Tq], or None.
-        bounds: (centre, radius, keys of a block) of `KeyBounds`, or None.
-        counted: whether to count what is read.
-        raw: whether rows that see a vector that is not finite (or beyond 2^56) are to be NaN; not with bounds, by which
-            not all is read. Else such vectors may be where no row sees them, and nowhere else.
-
-    Returns:
-        (output [B, H, Tq, Dv], and uint8 [B, Hkv, programs, n] whether a tile of keys was read and one of values; n = 0
-        where they are not counted).
+        raw: whether rows that see a vector that is not finite (or beyond 2^56) are to be NaN. Else such vectors may be
+            where no row sees them, and nowhere else.
     """
     ranges = ranges_of(visible, q.device)
     scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
     given = None if given is None else row_tensor(given, q)
-    centre, radius, block = (None, None, 0) if bounds is None else bounds
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    text = (*rule[:4], scale, block, ranges.most, counted, raw)
-    return _decode(q, k, v, by, given, ranges.low, ranges.high, ranges.mask, centre, radius, *text)
+    return _decode(q, k, v, by, given, *ranges.tensors, *rule[:4], scale, ranges.most, raw)
 
 
 @torch.library.custom_op("regard::triton_compact_decode", mutates_args=())
@@ -106,55 +96,29 @@ def _decode(
     low: Tensor,
     high: Tensor,
     mask: Tensor | None,
-    centre: Tensor | None,
-    radius: Tensor | None,
     code: int,
     power: int,
     number: float,
     stand: int,
     scale: float,
-    block: int,
     most: int,
-    counted: bool,
     raw: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:
     ranges, rule = Ranges(low, high, mask, most), Rule(code, power, number, stand)
-    tiles = tiles_of(q, v, block)
-    found = _outputs(q, k, v, most, tiles.keys, counted)
+    out = v.new_empty(*q.shape[:3], v.shape[-1])
     if q.numel() == 0 or k.shape[2] == 0:
-        found[0].zero_()
-        return found
+        return out.zero_()
+    tiles = TABLE.pick(max(q.shape[-1], v.shape[-1]), v.dtype)
     if code == SOFTMAX:
-        _softmax(q, k, v, factor, scale, ranges, found[0], tiles, raw)
+        _softmax(q, k, v, factor, scale, ranges, out, tiles, raw)
     else:
-        bounds = None if centre is None or radius is None else (centre, radius, block)
-        _compact(q, k, v, factor, scale, rule, given, ranges, bounds, found, tiles, raw)
-    return found
-
-
-def _outputs(q: Tensor, k: Tensor, v: Tensor, most: int, keys: int, counted: bool) -> tuple[Tensor, Tensor, Tensor]:
-    rows = q.shape[:3]
-    room = room_for(most, keys) if counted else 0
-    programs = -(-group_of(q, k) * q.shape[2] // rows_of(group_of(q, k) * q.shape[2], k.dtype))
-    return (
-        v.new_empty(*rows, v.shape[-1]),
-        q.new_zeros(*k.shape[:2], programs, room, dtype=torch.uint8),
-        q.new_zeros(*k.shape[:2], programs, room, dtype=torch.uint8),
-    )
+        _compact(q, k, v, factor, scale, rule, given, ranges, out, tiles, raw)
+    return out
 
 
 @_decode.register_fake
-def _(
-    q, k, v, factor, given, low, high, mask, centre, radius, code, power, number, stand, scale, block, most, counted,
-    raw,
-):  # fmt: skip
-    return _outputs(q, k, v, most, tiles_of(q, v, block).keys, counted)
-
-
-def tiles_of(q: Tensor, v: Tensor, block: int = 0) -> Tiles:
-    """The tiles of a call; none is larger than a block of bounds."""
-    tiles = TABLE.pick(max(q.shape[-1], v.shape[-1]), v.dtype)
-    return replace(tiles, keys=min(tiles.keys, block)) if block else tiles
+def _(q, k, v, factor, given, low, high, mask, code, power, number, stand, scale, most, raw):
+    return v.new_empty(*q.shape[:3], v.shape[-1])
 
 
 def room_for(most: int, keys: int) -> int:
@@ -237,16 +201,14 @@ def _compact(
     rule: Rule,
     given: Tensor | None,
     ranges: Ranges,
-    bounds: tuple[Tensor, Tensor, int] | None,
-    into: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
     tiles: Tiles,
     raw: bool,
 ) -> None:
     from .compact_kernels import output_kernel, scores_kernel, sum_kernel, threshold_kernel
 
-    out, read_k, read_v = into
     shape, room = Shape.of(q, k), room_for(ranges.most, tiles.keys)
-    rows, counted = q.shape[:3], read_k.shape[-1] > 0
+    rows = q.shape[:3]
     z, near = q.new_empty(2, *rows, room * tiles.keys, dtype=torch.float32)
     tops = q.new_empty(*rows, room, dtype=torch.float32)
     found = q.new_empty(*rows, 3, dtype=torch.float32)
@@ -256,16 +218,10 @@ def _compact(
     kinds = {"RULE": rule.code, "R": rule.r, "EMPTY": rule.stand}
     seen = {"MASKED": masked(ranges), "MOST": shape.most}
     widths = {"D": q.shape[-1], "WIDTH": width_of(q), "DV": v.shape[-1], "WIDTH_V": width_of(v)}
-    upper = edge = None
-    block, blocks = tiles.keys, 0
-    if bounds is not None:
-        upper, edge = _edges(q, k, factor, scale, rule, given, ranges, bounds, shape)
-        block, blocks = bounds[2], upper.shape[-1]
     launch(
-        scores_kernel, grid, q, k, v, factor, *ranges.tensors, upper, edge, z, tops, read_k, *shape.sizes, room,
-        blocks, scale, *strides(q), *strides(k), *strides(v), *ranges.strides,
-        tiles=tiles, **widths, ROWS=shape.rows, KEYS=tiles.keys, BLOCK=block, **seen,
-        GIVEN=factor is not None, BOUNDED=bounds is not None, COUNTED=counted, RAW=raw,
+        scores_kernel, grid, q, k, v, factor, *ranges.tensors, z, tops, *shape.sizes, room, scale,
+        *strides(q), *strides(k), *strides(v), *ranges.strides,
+        tiles=tiles, **widths, ROWS=shape.rows, KEYS=tiles.keys, **seen, GIVEN=factor is not None, RAW=raw,
     )  # fmt: skip
     launch(
         threshold_kernel, (rows.numel(),), z, tops, near, given, *ranges.tensors, found, best, *shape.sizes, room,
@@ -275,47 +231,12 @@ def _compact(
     )  # fmt: skip
     part = out[None] if splits == 1 else q.new_empty(splits, *out.shape, dtype=torch.float32)
     launch(
-        output_kernel, grid, v, z, tops, *ranges.tensors, found, best, part, read_v, *shape.sizes, room,
+        output_kernel, grid, v, z, tops, *ranges.tensors, found, best, part, *shape.sizes, room,
         *strides(v), *ranges.strides, part.stride(0),
         tiles=tiles, DV=v.shape[-1], WIDTH=width_of(v), ROWS=shape.rows, KEYS=tiles.keys, **seen, **kinds,
-        COUNTED=counted,
     )  # fmt: skip
     if splits > 1:
         launch(
             sum_kernel, (rows.numel(),), part, out, splits, part.stride(0),
             tiles=Tiles(warps=4, stages=1), DV=v.shape[-1], WIDTH=width_of(v), PARTS=PARTS,
         )  # fmt: skip
-
-
-def _edges(
-    q: Tensor,
-    k: Tensor,
-    factor: Tensor | None,
-    scale: float,
-    rule: Rule,
-    given: Tensor | None,
-    ranges: Ranges,
-    bounds: tuple[Tensor, Tensor, int],
-    shape: Shape,
-) -> tuple[Tensor, Tensor]:
-    """(what no score of a block exceeds [B, H, Tq, blocks], up to which score a key has no weight [B, H, Tq])."""
-    from .key_bounds_kernels import bound_kernel, probe_kernel
-
-    centre, radius, block = bounds
-    tiles = TABLE.pick(q.shape[-1], k.dtype)
-    keys, room = min(tiles.keys, 64), room_for(ranges.most, block)
-    upper = q.new_empty(*q.shape[:3], room, dtype=torch.float32)
-    edge = q.new_empty(*q.shape[:3], dtype=torch.float32)
-    shared = {"D": q.shape[-1], "WIDTH": width_of(q), "MOST": shape.most, "BLOCK": block, "GIVEN": factor is not None}
-    launch(
-        bound_kernel, (shape.programs, -(-room // keys)), q, factor, centre, radius, *ranges.tensors[:2],
-        upper, *shape.sizes, room, centre.shape[2], -(-k.shape[2] // block), scale, *strides(q), ranges.strides[0],
-        tiles=tiles, **shared, ROWS=shape.rows, KEYS=keys,
-    )  # fmt: skip
-    launch(
-        probe_kernel, (edge.numel(),), q, k, factor, given, *ranges.tensors, upper, edge, *shape.sizes, room, scale,
-        rule.number, *strides(q), *strides(k), *ranges.strides,
-        tiles=tiles, **shared, KEYS=min(tiles.keys, block), PLACES=256, RULE=rule.code, R=rule.r, EMPTY=rule.stand,
-        PARAMETER=given is not None, MASKED=masked(ranges),
-    )  # fmt: skip
-    return upper, edge

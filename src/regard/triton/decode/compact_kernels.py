@@ -28,16 +28,14 @@ EPS = tl.constexpr(2.0**-23)
 
 @triton.jit(do_not_specialize=LENGTHS)
 def scores_kernel(
-    q, k, v, factor, low, high, mask, upper, edge, z, tops, visited, heads, group, queries, room, blocks, scale,
+    q, k, v, factor, low, high, mask, z, tops, heads, group, queries, room, scale,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_low, stride_mb, stride_mh,
     D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr,
-    BOUNDED: tl.constexpr, COUNTED: tl.constexpr, RAW: tl.constexpr,
+    KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Scores z [N, count, room KEYS], -inf where hidden, and the largest of every tile, tops [N, count, room]. Tiles in
-    blocks whose bound `upper` [N, count, blocks] passes no row's `edge` are not read: their tops are -inf. RAW: values
-    are looked at, too, and what is not finite has the score inf, so that its row has no weights."""
+    """Scores z [N, count, room KEYS], -inf where hidden, and the largest of every tile, tops [N, count, room]. RAW:
+    values are looked at, too, and what is not finite has the score inf, so that its row has no weights."""
     count = group * queries
     batch, head, rows, held, own, start, to, origin, first, last, stop = part_of(
         low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
@@ -45,35 +43,24 @@ def scores_kernel(
     place = batch * stride_mb + head * group * stride_mh
     a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
     by = row_scale(factor, scale, own, held, GIVEN)
-    ends = tl.load(edge + own, mask=held, other=float("inf")) if BOUNDED else by
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
     wrong = broken(a)
     for n in range(first, last):
         j = (origin + n) * KEYS
-        wanted = True  # a constant unless BOUNDED: loads within a branch are not pipelined
-        if BOUNDED:
-            block = j // BLOCK - origin * KEYS // BLOCK
-            bound = tl.load(upper + own * blocks + block, mask=held, other=float("-inf"))
-            wanted = tl.sum((held & ~(bound <= ends)).to(tl.int32), 0) > 0
-        if wanted:
-            real = j + tl.arange(0, KEYS) < stop
-            keys = load_tile(k, j, real, stride_kt, D, WIDTH, KEYS)
-            lost = broken(keys)
-            if RAW:  # loaded before anything waits for the keys
-                lost |= broken(load_tile(v, j, real, stride_vt, DV, WIDTH_V, KEYS))
-            score = products(a, keys, ROWS) * by[:, None]
-            seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
-            score = tl.where(seen, score, float("-inf"))
-            if RAW:
-                score = tl.where(seen & (wrong[:, None] | lost[None, :]), float("inf"), score)
-            into = z + (own * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
-            tl.store(into, score, mask=held[:, None])
-            tl.store(tops + own * room + n, tl.max(score, 1), mask=held)
-        else:
-            tl.store(tops + own * room + n, tl.full((ROWS,), float("-inf"), tl.float32), mask=held)
-        if COUNTED:
-            tl.store(visited + tl.program_id(0).to(tl.int64) * room + n, tl.where(wanted, 1, 0).to(tl.int8))
+        real = j + tl.arange(0, KEYS) < stop
+        keys = load_tile(k, j, real, stride_kt, D, WIDTH, KEYS)
+        lost = broken(keys)
+        if RAW:  # loaded before anything waits for the keys
+            lost |= broken(load_tile(v, j, real, stride_vt, DV, WIDTH_V, KEYS))
+        score = products(a, keys, ROWS) * by[:, None]
+        seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
+        score = tl.where(seen, score, float("-inf"))
+        if RAW:
+            score = tl.where(seen & (wrong[:, None] | lost[None, :]), float("inf"), score)
+        into = z + (own * room + n)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+        tl.store(into, score, mask=held[:, None])
+        tl.store(tops + own * room + n, tl.max(score, 1), mask=held)
 
 
 @triton.jit
@@ -178,10 +165,9 @@ def threshold_kernel(
         largest = tl.maximum(largest, tl.load(tops + places, mask=places < tiles, other=float("-inf")))
     top = tl.max(largest, 0)
     none, visible = top == float("-inf"), 0
-    if RULE == FIXED:  # where bounds are used, nothing may have been read of a row that sees keys
+    if RULE == FIXED:
         place = batch * stride_mb + (head * group + r // queries) * stride_mh
         visible = visible_count(own, to, mask, place, MASKED, CHUNK)
-        none = visible == 0
     value = tl.load(given + row) if PARAMETER else number
     if RULE == ADAPTIVE:
         reach = value * 0.0 + R  # no peak exceeds one
@@ -213,10 +199,10 @@ def threshold_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def output_kernel(
-    v, z, tops, low, high, mask, found, best, part, visited, heads, group, queries, room,
+    v, z, tops, low, high, mask, found, best, part, heads, group, queries, room,
     stride_b, stride_h, stride_t, stride_low, stride_mb, stride_mh, stride_part,
     DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr,
-    R: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr, MASKED: tl.constexpr, COUNTED: tl.constexpr,
+    R: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sums of weighted values over a program's tiles: part [splits, N, count, DV], `stride_part` a split. A value
     is read where a row of the tile gives it weight. A row whose best score is inf is NaN."""
@@ -257,8 +243,6 @@ def output_kernel(
                     )
             values = load_tile(v, j, tl.max(p, 0) > 0, stride_t, DV, WIDTH, KEYS)
             total = add_weighted(total, p, values, ROWS)
-        if COUNTED:
-            tl.store(visited + tl.program_id(0).to(tl.int64) * room + n, tl.where(wanted, 1, 0).to(tl.int8))
     store_part(part, stride_part, own, held, tl.where((top == float("inf"))[:, None], float("nan"), total), DV, WIDTH)
 
 

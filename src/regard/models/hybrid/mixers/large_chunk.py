@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import nn
-
-from ...memory.large_chunk import LargeChunkState
-from ...nn.memory.large_chunk_ttt import LargeChunkTTT, WindowState
-from ..base.cache_layers import StateCacheLayer
-from .token_mixers import TokenMixer, token_mixers
+from ....memory.large_chunk import LargeChunkState
+from ....nn.memory.large_chunk_ttt import LargeChunkTTT, WindowState
+from ...base.cache_layers import StateCacheLayer
+from ..token_mixers import TokenMixer, token_mixers
 
 if TYPE_CHECKING:
-    from .configuration_hybrid import HybridConfig
+    from ..configuration_hybrid import HybridConfig
 
 
 class LargeChunkCacheLayer(StateCacheLayer):
@@ -60,8 +58,11 @@ class LargeChunkMixer(LargeChunkTTT, TokenMixer):
             config.hidden_size, config.num_attention_heads, layer_idx=layer_idx, norm_eps=config.rms_norm_eps, **options
         )
 
+    def init_weights(self) -> None:
+        """Set the first fast weights."""
+        self.reset_parameters()
 
-def init_large_chunk(module: nn.Module) -> None:
-    """The first fast weights of a `LargeChunkTTT`; nothing for other modules."""
-    if isinstance(module, LargeChunkTTT):
-        module.reset_parameters()
+    def write_waiting(self, layer: LargeChunkCacheLayer) -> None:
+        """Write the last, incomplete chunk."""
+        if layer.fast_state is not None:
+            layer.fast_state = self.flush(layer.fast_state)

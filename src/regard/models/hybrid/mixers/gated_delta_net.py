@@ -19,23 +19,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Qwen3NextConfig
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from ...checks import number, require, segments
-from ...nn.arguments import check_layer_idx, positive_int
-from ...one_node import one_node
-from ...recurrent.delta import delta_rule
-from ...recurrent.states import State
-from ..base.cache_layers import StateCacheLayer
-from ..base.masks import all_real
-from .token_mixers import TokenMixer, own_layer, token_mixers
+from ....checks import number, require, segments
+from ....nn.arguments import check_layer_idx, positive_int
+from ....one_node import one_node
+from ....recurrent.delta import delta_rule
+from ....recurrent.states import State
+from ...base.cache_layers import StateCacheLayer
+from ...base.masks import all_real
+from ..token_mixers import TokenMixer, own_layer, token_mixers
 
 if TYPE_CHECKING:
-    from .configuration_hybrid import HybridConfig
+    from ..configuration_hybrid import HybridConfig
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class GatedDeltaNet(TokenMixer):
         """The layer of a hybrid model."""
         return GatedDeltaNet(config.hidden_size, **options, norm_eps=config.rms_norm_eps, layer_idx=layer_idx)
 
-    def init_numbers(self) -> None:
-        """Where the decay of the heads begins, as Qwen3-Next has it."""
+    def init_weights(self) -> None:
+        """Set the decay of the heads as Qwen3-Next does."""
         init.ones_(self.net.dt_bias)
         init.copy_(self.net.A_log, torch.empty_like(self.net.A_log, device="cpu").uniform_(0.01, 16).log_())
 
@@ -287,9 +287,3 @@ def _latest(inputs: Tensor, real: Tensor | None, reach: int) -> Tensor:
         return inputs[..., inputs.shape[-1] - reach :]
     first = real.sum(1)[:, None] + torch.arange(reach, device=inputs.device)
     return inputs.gather(2, first[:, None].expand(-1, inputs.shape[1], -1))
-
-
-def init_delta(module: nn.Module) -> None:
-    """The decay of a Gated DeltaNet where it begins; nothing for other modules."""
-    if isinstance(module, GatedDeltaNet):
-        module.init_numbers()

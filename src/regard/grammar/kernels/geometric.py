@@ -1,0 +1,37 @@
+"""The geometric kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .base import Params, PointwiseKernel, kernels
+
+
+@kernels.register("geometric")
+@dataclass(frozen=True)
+class Geometric(PointwiseKernel):
+    """K(z) = 1 / (1 - z) for z < 1, the geometric series: needs the cosine similarity.
+
+    Kernel-selection paper, Table 1. With the paper's eps = 1e-3 a unit key equal to its query weighs about
+    1000 times an orthogonal one, so attend strictly before the query (`exclude_self`) in self-attention.
+    """
+
+    name: ClassVar[str] = "geometric"
+    nonnegative: ClassVar[bool] = True
+    below: ClassVar[float] = 1.0  # the similarity must stay below this
+
+    def value(self, a: Tensor, params: Params) -> Tensor:
+        return 1 / self._gap(a)
+
+    def slope(self, a: Tensor, params: Params) -> Tensor:
+        gap = self._gap(a)
+        return torch.where(1 - a < gap, 0, gap**-2)
+
+    @staticmethod
+    def _gap(a: Tensor) -> Tensor:
+        """1 - z, which the rounding of a cosine must not make negative."""
+        return (1 - a).clamp(min=torch.finfo(a.dtype).eps)

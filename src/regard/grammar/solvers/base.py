@@ -1,0 +1,54 @@
+"""Solvers: how the local linear model's systems (C_i + ridge_i) t_i = b_i are solved, one for every query.
+
+A solver sees a `System`, which can form its matrices or merely apply them, and says of every row how it fared: none is
+left unconverged in silence.
+
+Legend: as in `regard.grammar.systems`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ...registry import Registry
+from ..systems import Solved, System
+
+solvers: Registry[Any] = Registry("solver", "regard.solvers")
+
+
+@runtime_checkable
+class Solver(Protocol):
+    """Solves systems."""
+
+    name: ClassVar[str]
+    exact: ClassVar[bool]  # whether autograd may go through `solve`; else its gradient is that of the exact solution
+    needs_ridge: ClassVar[bool]  # whether ridge 0 is refused
+
+    def solve(self, system: System, right: Tensor) -> Solved:
+        """t with (C + ridge) t = `right` [..., D]."""
+
+
+@torch.no_grad()
+def direct_solution(
+    matrix: Tensor, right: Tensor, value: Tensor, status: Tensor, jitter: Tensor | None = None
+) -> Solved:
+    """What a direct solution of `matrix` x = `right` comes to: no iterations, and the residual |b - A x| / |b|."""
+    size = torch.linalg.vector_norm(right, dim=-1)
+    left = torch.linalg.vector_norm(right - (matrix @ value[..., None])[..., 0], dim=-1)
+    none = torch.zeros_like(size)
+    residual = torch.where(size > 0, left / torch.where(size > 0, size, 1), 0)
+    return Solved(
+        value,
+        status.int(),
+        {"iterations": none, "residual": residual, "jitter": none if jitter is None else jitter},
+    )
+
+
+def has_ridge(ridge: float | Tensor, like: Tensor) -> Tensor:
+    """Which systems have a ridge above zero in every coordinate, as booleans like `like`."""
+    if isinstance(ridge, Tensor):
+        return (ridge.detach().amin(-1) > 0).expand(like.shape)
+    return torch.full_like(like, ridge > 0, dtype=torch.bool)

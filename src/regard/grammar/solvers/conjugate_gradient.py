@@ -1,0 +1,60 @@
+"""Conjugate gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ...checks import flag, number, optional_whole
+from ..conjugate import conjugate_gradients
+from ..systems import Solved, System
+from .base import solvers
+
+
+@solvers.register("cg")
+@dataclass(frozen=True)
+class ConjugateGradient:
+    """Conjugate gradients, matrix-free: a row's iteration ends when its true residual |b - A t| is `tol` |b|, or as
+    small as the precision allows; the block's, when every row's has.
+
+    Args:
+        max_iter: the most steps; 4 D where None. 0 gives t = 0, the local constant model.
+        tol: relative residual; 1e-6 in float32 and 1e-10 in float64 where None. The relative error of the output
+            is at most 0.8 times it, that of a row 3.6 times, on the data of `regard reproduce lla-numerics`.
+        precondition: divide by one factored matrix a block, of the keys that all its rows see: fewer steps where
+            keys are badly conditioned, more in early blocks.
+
+    Cost: 4 D a step and pair.
+    """
+
+    max_iter: int | None = None
+    tol: float | None = None
+    precondition: bool = False
+
+    name: ClassVar[str] = "cg"
+    exact: ClassVar[bool] = False
+    needs_ridge: ClassVar[bool] = True
+
+    RESTARTS: ClassVar[int] = 3
+    """How often a row whose recurrence was over before its true residual was small begins again."""
+
+    def __post_init__(self) -> None:
+        optional_whole("cg", "max_iter", self.max_iter, 0, 2**31)
+        if self.tol is not None:
+            number("cg", "tol", self.tol, low=0.0, strict=True)
+            object.__setattr__(self, "tol", number("cg", "tol", self.tol, high=1.0))
+        flag("cg", "precondition", self.precondition)
+
+    @torch.no_grad()
+    def solve(self, system: System, right: Tensor) -> Solved:
+        tol = self.tol if self.tol is not None else (1e-10 if right.dtype == torch.float64 else 1e-6)
+        limit = 4 * right.shape[-1] if self.max_iter is None else self.max_iter
+        if right.is_meta:  # no residual to look at
+            none = torch.zeros_like(right[..., 0])
+            return Solved(
+                torch.zeros_like(right), none.int(), dict.fromkeys(("iterations", "residual", "jitter"), none)
+            )
+        return conjugate_gradients(system, right, tol, limit, self.precondition, self.RESTARTS)

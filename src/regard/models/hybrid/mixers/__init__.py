@@ -1,0 +1,1 @@
+"""Token mixers, one file each; `token_mixers` imports all files of this folder."""

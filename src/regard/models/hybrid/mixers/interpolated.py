@@ -1,0 +1,87 @@
+"""Attention to the residuals of a global linear model (`regard.interpolated_attention`) as a mixer of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from ....checks import ArgumentError, within
+from ....grammar import Spec
+from ....nn import Attention
+from ....recurrent.interpolated import interpolated_attention, require_averages
+from ....recurrent.trends import Trend, as_trend
+from ..token_mixers import TokenMixer, token_mixers
+
+if TYPE_CHECKING:
+    from ..configuration_hybrid import HybridConfig
+
+
+@token_mixers.register("interpolated")
+class InterpolatedMixer(Attention, TokenMixer):
+    """`regard.nn.Attention` whose heads are `regard.interpolated_attention`; it has no weights to show.
+
+    Args:
+        trend: the global linear model, a name or text of `regard.recurrent.trends`.
+        spec: the weights that average its residuals.
+        sizes: as `regard.nn.Attention`.
+    """
+
+    honours_segments = True
+    defaults: ClassVar[Mapping[str, Any]] = {"trend": "mesa", "spec": "softmax"}
+    cache_layer = DynamicLayer
+
+    def __init__(self, *sizes: int, trend: str | Trend = "mesa", spec: str | Spec = "softmax", **more: Any) -> None:
+        super().__init__(*sizes, spec=spec, **more)
+        within("InterpolatedMixer", "spec", require_averages, self.spec)
+        self.trend = within("InterpolatedMixer", "trend", as_trend, trend)
+
+    @staticmethod
+    def build(config: HybridConfig, layer_idx: int, options: Mapping[str, Any]) -> InterpolatedMixer:
+        """Build the layer of a hybrid model; its heads are the model's."""
+        return InterpolatedMixer(
+            config.hidden_size,
+            config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            layer_idx=layer_idx,
+            share_query_key=config.share_query_key,
+            exclude_self=config.exclude_self,
+            qk_norm=config.qk_norm,
+            norm_eps=config.rms_norm_eps,
+            output_gate=config.output_gate,
+            **options,
+        )
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        output_attentions: bool,
+        local: dict[str, float | Tensor],
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Return [B, H, T, D], and no weights; an observer is told the diagnostics of those that average residuals."""
+        if self.hook_pattern.active:
+            raise ArgumentError(
+                "InterpolatedMixer: something listens to hook_pattern, but no weights times values are the output."
+            )
+        if self.observer is not None:
+            super()._attend(query, key, value, mask, False, local, segment_ids)
+        out = interpolated_attention(
+            query,
+            key,
+            value,
+            self.trend,
+            self.spec,
+            attn_mask=mask,
+            exclude_self=self.exclude_self,
+            segment_ids=segment_ids,
+            enable_gqa=self.num_kv_heads != self.num_heads,
+            **self._temper(None),
+        )
+        return out, None
