@@ -126,9 +126,7 @@ def _ordered(slots: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(_like(slots, *shape, dtype=torch.int32) for _ in range(3))
 
 
-order_of = _operator(
-    "write.order_of", "(Tensor slots, Tensor? counted, int n) -> (Tensor, Tensor, Tensor)", _ordered
-)
+order_of = _operator("write.order_of", "(Tensor slots, Tensor? counted, int n) -> (Tensor, Tensor, Tensor)", _ordered)
 written = _operator(
     "write.written",
     "(Tensor(a!) table, Tensor slots, Tensor entries, Tensor shares, Tensor errors, Tensor(b!)? log=None, *,"
