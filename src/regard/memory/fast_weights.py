@@ -18,15 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, flags, floating, instance, refuse, require, shape, tensor, token_mask, within
+from ..checks import ArgumentError, flags, floating, instance, refuse, require, shape, tensor, within
 from ..grammar import Spec
-from ..precision import clean, either, full_precision
-from .chunk_stream import Streams, check_chunk, check_held, check_meta_grad, check_segments
+from ..precision import full_precision
 from .fast_weight_rules import WriteRule
 from .fast_weight_state import FastWeightState, check_state
-from .fast_weight_stream import How, Memory, Rounds, WriteObserver, run
 from .product_key import check_eps, require_top_k, slot_scores, weights_spec
-from .stores.slot_values import SlotValues, preferred, slot_values
+from .slot_memory import Rounds, SlotMemory, WriteObserver
+from .stores.slot_values import preferred, slot_values
+from .stream import Streams, check_chunk, check_meta_grad, check_tokens, flushed, follow
+from .tokens import finite_tokens
 
 __all__ = ["FastWeightState", "WriteObserver", "WriteRule", "fast_weight_memory", "flush"]
 
@@ -106,34 +107,31 @@ def fast_weight_memory(
     is waited for, but for what the store of the values does (the sparse one counts the rows that it touches).
     """
     flags(CALL, shared=shared, frozen=frozen, mix=mix)
-    how = replace(_how(CALL, rule, top_k, spec, score, eps, meta_grad, observer, sync, shared), mix=mix)
-    chunk = check_chunk(CALL, chunk_size, 2 if how.rule.look_ahead else 1)
-    _check_tensors(query, value, gate, keys, values, mask, top_k)
-    check_held(CALL, "query", query)
-    batch, tokens = query.shape[:2]
-    check_segments(CALL, segment_ids, batch, tokens, shared, query.device)
+    memory = replace(_memory(CALL, rule, top_k, spec, score, eps, observer, sync, shared), mix=mix)
+    chunk = check_chunk(CALL, chunk_size, 2 if memory.rule.look_ahead else 1)
+    detach_every = check_meta_grad(CALL, meta_grad)
+    _check_tensors(query, value, gate, keys, values, top_k)
+    check_tokens(CALL, query, mask, segment_ids, shared, exports=True)
     check_storage(CALL, storage)
+    batch, tokens = query.shape[:2]
     if state is None:
         start = keys.to(torch.promote_types(query.dtype, keys.dtype))
-        impl = _store(impl, values, storage, query, keys, top_k, how.kind)
+        impl = _store(impl, values, storage, query, keys, top_k, memory.kind)
         state = FastWeightState.empty(start, values, batch, shared=shared, storage=storage, impl=impl)
     else:
         state = check_state(CALL, state, keys, values, batch, shared, top_k)
+    streams = Streams.of(query, mask, segment_ids, shared)
+    if streams.row:
+        memory = replace(memory, row=torch.tensor(streams.row, device=query.device))
     with full_precision(query.device.type):
-        new = _finite_tokens(query.to(state.keys.dtype), value, gate, state.values)
-        if mask is None and segment_ids is None:
-            new["position"] = _positions(state.seen, tokens, query.device)
-            out, after = run(how, new, (tokens,) * len(state.waiting.counts), state, chunk, frozen, None)
-            seen: Sequence[int] = (tokens,) * batch
-        else:
-            mask = query.new_ones(batch, tokens, dtype=torch.bool) if mask is None else mask
-            streams = Streams.of(mask, segment_ids, shared)
-            out, after = _packed(how, new, streams, mask, state, keys.to(state.keys.dtype), chunk, frozen)
-            seen = mask.sum(1).tolist()
+        new = _finite(query.to(state.keys.dtype), value, gate, state)
+        new["position"] = _positions(state.seen, mask if streams.valid is not None else None, tokens, query.device)
+        begun = streams.begin(state, {"initial_keys": keys.to(state.keys.dtype)})
+        out, after = follow(memory, state, begun, new, streams, chunk, detach_every, frozen)
     if not frozen:
-        total = tuple(a + b for a, b in zip(state.seen, seen, strict=True))
-        state = replace(after, seen=total, tokens=state.tokens + tokens)
-    return out.to(value.dtype), state
+        seen = [tokens] * batch if mask is None else mask.sum(1).tolist()
+        after = replace(after, seen=tuple(a + b for a, b in zip(state.seen, seen, strict=True)))
+    return out.to(value.dtype), after
 
 
 def check_storage(call: str, storage: Any) -> None:
@@ -177,34 +175,29 @@ def flush(
     """
     call = f"{CALL}.flush"
     instance(call, "state", state, FastWeightState, "a FastWeightState")
-    how = _how(call, rule, 1, spec, score, 1e-3, meta_grad, observer, sync, state.shared)
-    if state.waiting.empty:
-        return state
+    memory = _memory(call, rule, 1, spec, score, 1e-3, observer, sync, state.shared)
+    detach_every = check_meta_grad(call, meta_grad)
     with full_precision(state.keys.device.type):
-        memory = Memory(how, state, None)
-        memory.write([n > 0 for n in state.waiting.counts], None)
-    return memory.state()
+        return flushed(memory, state, detach_every)
 
 
-def _how(
+def _memory(
     call: str,
     rule: WriteRule | str,
     top_k: int,
     spec: str | Spec,
     score: str,
     eps: float,
-    meta_grad: bool | int,
     observer: WriteObserver | None,
     sync: str | None,
     shared: bool,
-) -> How:
+) -> SlotMemory:
     eps = check_eps(call, "eps", eps)
     check_sync(call, sync, shared)
     if observer is not None and not all(callable(getattr(observer, n, None)) for n in ("on_read", "on_write")):
         raise refuse(call, "observer", observer, "an object with on_read and on_write, or None")
     kind, known = slot_scores.given(call, "score", score)(), weights_spec(call, spec)
-    made = within(call, "rule", WriteRule.of, rule)
-    return How(made, top_k, kind, eps, known, check_meta_grad(call, meta_grad), observer, sync)
+    return SlotMemory(within(call, "rule", WriteRule.of, rule), top_k, kind, eps, known, observer, sync)
 
 
 def check_sync(call: str, sync: Any, shared: bool) -> None:
@@ -214,9 +207,7 @@ def check_sync(call: str, sync: Any, shared: bool) -> None:
     require(sync is None or shared, call, "sync='all_gather' is for one memory of all processes; give shared=True.")
 
 
-def _check_tensors(
-    query: Tensor, value: Tensor, gate: Tensor | None, keys: Tensor, values: Tensor, mask: Tensor | None, top_k: int
-) -> None:
+def _check_tensors(query: Tensor, value: Tensor, gate: Tensor | None, keys: Tensor, values: Tensor, top_k: int) -> None:
     floating(CALL, "query", query)
     for name, given in {"value": value, "gate": gate, "keys": keys, "values": values}.items():
         if given is not None or name != "gate":
@@ -236,56 +227,24 @@ def _check_tensors(
         )
     if gate is not None and tuple(gate.shape) != (batch, tokens):
         raise ArgumentError(f"{CALL}: gate is {shape(gate)}, expected [{batch}, {tokens}], as query {shape(query)}.")
-    token_mask(CALL, "mask", mask, batch, tokens, like=query)
     require_top_k(CALL, top_k, keys.shape[2])
 
 
-# What comes in ------------------------------------------------------------------------------------------------
+def _finite(query: Tensor, value: Tensor, gate: Tensor | None, state: FastWeightState) -> dict[str, Tensor]:
+    """Return the fields of the tokens in float32 at least, as `finite_tokens` does, by the store's kernels if it has
+    any."""
+    fields = {"query": query, "value": value} if gate is None else {"query": query, "value": value, "gate": gate}
+    wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in fields.items()}
+    if isinstance(state.values, Rounds) and not torch.compiler.is_compiling():
+        return finite_tokens(wide, state.values.clean)
+    return finite_tokens(wide)
 
 
-def _finite_tokens(query: Tensor, value: Tensor, gate: Tensor | None, values: SlotValues) -> dict[str, Tensor]:
-    """The tokens' tensors [B, T, ...] in float32 at least, 0 at tokens that are not finite, and, where there may be
-    some, `good` [B, T]: which are. Kernels of `values` look for them, where it has any."""
-    wide = {"query": query.flatten(2), "value": value}
-    if gate is not None:
-        wide["gate"] = gate[..., None]
-    bad = None
-    look = values.clean if not torch.compiler.is_compiling() and isinstance(values, Rounds) else clean
-    for name, x in wide.items():
-        wide[name], own = look(x.to(torch.promote_types(x.dtype, torch.float32)))
-        bad = either(bad, own)
-    wide["query"] = wide["query"].view(query.shape)
-    if gate is not None:
-        wide["gate"] = wide["gate"][..., 0]
-    if bad is not None:
-        wide["good"] = ~bad
-    return wide
-
-
-def _positions(seen: Sequence[int], tokens: int, device: torch.device) -> Tensor:
-    """Of every token, how many came before it in its row: [B, T]."""
+def _positions(seen: Sequence[int], mask: Tensor | None, tokens: int, device: torch.device) -> Tensor:
+    """Return for each token the number of real tokens before it in its row, [B, T]."""
+    if mask is not None:
+        return mask.cumsum(1) - 1 + torch.tensor(seen, device=device)[:, None]
     if len(set(seen)) == 1:
         return torch.arange(seen[0], seen[0] + tokens, device=device).expand(len(seen), tokens)
     before = torch.tensor(seen, device=device, dtype=torch.long)
     return before[:, None] + torch.arange(tokens, device=device)
-
-
-def _packed(
-    how: How,
-    new: dict[str, Tensor],
-    streams: Streams,
-    mask: Tensor,
-    state: FastWeightState,
-    first: Tensor,
-    chunk: int,
-    frozen: bool,
-) -> tuple[Tensor, FastWeightState]:
-    """`run` of rows with padding, or with several documents, which begin with the sub-keys `first`."""
-    batch, tokens = mask.shape
-    new["position"] = mask.cumsum(1) - 1 + torch.tensor(state.seen, device=mask.device)[:, None]
-    own = {name: streams.cut(x) for name, x in new.items()}
-    own["good"] = own["good"] & streams.valid if "good" in own else streams.valid
-    rows = torch.tensor(streams.row, device=mask.device) if streams.row else None
-    begun = streams.begin(state, {"initial_keys": first})  # type: ignore[type-var]
-    out, after = run(how, own, streams.counts, begun, chunk, frozen, rows)
-    return streams.join(out, batch, tokens), streams.end(after)  # type: ignore[type-var]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ...checks import flags, within
-from ...memory.chunk_stream import check_chunk, check_held, check_meta_grad
 from ...memory.fast_weight_mlp import NAMES, FastMLPRule, FastMLPState, fast_weight_mlp, flush
+from ...memory.stream import check_chunk, check_held, check_meta_grad
 from ..arguments import positive_int
 from ..hooks import HookPoint
 from ..memories import MemoryLayer, memory_layers

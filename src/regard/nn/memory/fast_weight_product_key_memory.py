@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from ...checks import ArgumentError, flag, flags, require, shape, shown, suggestion, within
 from ...grammar import Spec
-from ...memory.chunk_stream import check_held, check_meta_grad
 from ...memory.fast_weight_rules import KeyUpdate
 from ...memory.fast_weights import FastWeightState, WriteRule, check_storage, check_sync, fast_weight_memory, flush
 from ...memory.product_key import check_eps, require_top_k, slot_scores, weights_spec
 from ...memory.stores.slot_values import slot_values
+from ...memory.stream import check_held, check_meta_grad
 from ...one_node import one_node
 from ..arguments import positive_int
 from ..hooks import HookPoint

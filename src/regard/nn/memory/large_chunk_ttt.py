@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from ...checks import ArgumentError, boolean_mask, flag, flags, number, on_device, require, segments, shape, suggestion
-from ...memory.chunk_stream import check_chunk, check_held, check_meta_grad
 from ...memory.large_chunk import LargeChunkState, as_optimizer, flush, large_chunk_ttt
+from ...memory.stream import check_chunk, check_held, check_meta_grad
 from ...pairwise.attention import attention, diagnosed_attention
 from ...recurrent.states import State, require_state
 from ..arguments import check_heads, check_hidden, check_layer_idx, check_positions, positive_int

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checks import ArgumentError, boolean_mask, finite, floating, number, on_device, require, shape
-from ...memory.fast_weight_stream import mixed
+from ...memory.slot_memory import mixed
 from ...precision import clean
 from ..arguments import positive_int
 from ..attention.norm import HeadRMSNorm
