@@ -89,7 +89,7 @@ class FastWeightMLP(MemoryLayer):
         sizes = {"hidden_size": hidden_size, "in_dim": in_dim, "hidden_dim": hidden_dim, "value_dim": value_dim}
         for name, size in sizes.items():
             positive_int(CALL, name, size)
-        flags(CALL, value_norm=value_norm, gating=gating, shared=shared, learn_initial=learn_initial)
+        flags(CALL, shared=shared, learn_initial=learn_initial)
         self.hidden_size, self.value_dim, self.shared = hidden_size, value_dim, shared
         self.chunk_size = check_chunk(CALL, chunk_size, 2)
         self.rule = FastMLPRule(learning_rate, target).check(CALL)

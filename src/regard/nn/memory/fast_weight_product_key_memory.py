@@ -8,25 +8,22 @@ of a query (two halves), Dv of a value.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ...checks import ArgumentError, flag, flags, require, shape, shown, suggestion, within
-from ...grammar import Spec
-from ...memory.fast_weight_rules import KeyUpdate
-from ...memory.fast_weights import FastWeightState, WriteRule, check_storage, check_sync, fast_weight_memory, flush
-from ...memory.product_key import check_eps, require_top_k, slot_scores, weights_spec
-from ...memory.stores.slot_values import slot_values
-from ...memory.stream import check_held, check_meta_grad
+from ...checks import ArgumentError, require, shape, suggestion, within
+from ...memory.fast_weights import FastWeightState, WriteRule, fast_weight_memory, flush
+from ...memory.stream import check_held
 from ...one_node import one_node
 from ..arguments import positive_int
 from ..hooks import HookPoint
 from ..memories import MemoryLayer, memory_layers
 from ..memory_trace import MemoryObserver
+from .fast_weight_config import FastWeightConfig, as_dtype
 from .projections import MemoryProjections, Projected, Tokens, clean_tokens
 
 CALL = "nn.FastWeightProductKeyMemory"
@@ -40,62 +37,44 @@ PRESETS: dict[str, dict[str, Any]] = {
         "border": False,
     },
 }
-"""How paper and released program write. Sharing a memory and keeping it between calls are options of their own."""
-IMPLS = ("auto", "reference", "sparse", "triton")
+"""How the paper and the released program write. A shared or resident memory is a separate option."""
 
 
 @memory_layers.register("fwpkm")
 class FastWeightProductKeyMemory(MemoryLayer):
-    """Reads, for every token, the k slots nearest to its query; after every chunk of tokens, moves what was read
-    towards the value of the token that came next, so that the same query finds it at the next reading.
+    """Read, for every token, the k slots nearest to its query; after every chunk of tokens, move what was read towards
+    the value of the token that came next, so that the same query finds that value at the next reading.
 
-        q, v, g = projections of the token (`nn.memory_projections`)    read = sum_j w_j V_j, j in the k slots of q
+        q, v, g = projections of the token (`nn.memory.projections`)    read = sum_j w_j V_j, j in the k slots of q
         out = W_o rms(g read + (1 - g) v)                               to be added to the residual stream
 
-    Chunks are counted from the start of a row's stream, whatever the calls that bring it. A full chunk waits and is
-    written when the next token is there, before that one reads; `flush` writes what waits. Padding is as if removed.
-    A token whose hidden state is not finite has the output NaN, writes nothing and is not written; statistics count
-    it (`nn.memory_trace.SlotStatistics`), and `regard.checks.debug` raises.
+    Chunks are counted from the start of a row's stream, however it is cut into calls. A full chunk waits until the next
+    token arrives and is written before that token reads; `flush` writes what waits. Padding is removed. A token whose
+    hidden state is not finite gets the output NaN and is neither written nor a target; statistics count it
+    (`nn.memory_trace.SlotStatistics`), and `regard.checks.debug` raises.
 
     Args:
         hidden_size: C.
-        sub_keys, key_dim, value_dim, heads, top_k: n, Dk, Dv, H, k. All heads read one table of values.
-        chunk_size: tokens between two writes; at least 2 with `look_ahead`. May be set at any time.
-        step_rule: how far a slot moves, of `regard.memory.fast_weights.step_rules`: "normalized" (one write
-            makes a single pair exact), "paper" (equation 35), "reference" (the released program).
-        learning_rate: factor of that step.
-        address_weight: factor of the step by which the keys raise the entropy of the slots' use (section 3.3).
-        key_update: "entropy", "pooled-entropy" (one marginal over all heads, as in the released program), "mse" (keys
-            follow the error as values do; "w/o addr loss" of appendix B) or "none".
-        score: of a slot, "idw" (equation 21) or "dot". spec: the weights of the selected scores, a normalised sentence.
-        look_ahead: a token's target is the value of the next one, else its own. border: also across chunks.
-        value_norm: z-score the values. gating: mix by a gate, else read + v. gate_loss: the gate also weighs errors.
-        meta_grad: gradients flow through the writes: always, never, or cut off at every so many.
-        shared: one memory for the batch, whose tokens are one chunk; else one for each row.
-        learn_initial: `keys` and `values` are parameters, learned from the gradient through reads and writes.
-        storage: dtype of what is written, None for that of `values`; arithmetic is float32 at least.
-        norm_eps: of the RMS norms. idw_eps: added to squared distances. impl: "auto", "reference",
-            "sparse" or "triton".
-        sync: "all_gather" (with `shared`): every process writes the tokens of all, so that memories stay the same.
-        resident: (with `shared`) keep the memory in the module, in training and evaluation, as the released program
-            does: a call without a state goes on in what the last call left, after its waiting pairs are written.
+        config: the settings, in groups; None for the defaults.
+        options: changes to the settings, by the names of `FastWeightConfig.with_options`, such as `sub_keys=64`.
 
     Attributes:
-        keys: [H, 2, n, Dk/2], uniform in +-1/sqrt(Dk) at the start. values: [N, Dv], N(0, 1/Dv) at the start. Buffers:
-            no optimiser moves them, and only a resident memory changes.
+        keys: [H, 2, n, Dk/2], uniform in +-1/sqrt(Dk) at the start.
+        values: [N, Dv], N(0, 1/Dv) at the start. Keys and values are buffers, which no optimiser moves and only a
+            resident memory changes, or parameters (`learn_initial`).
+        chunk_size: tokens between two writes. May be set at any time.
         frozen: read and do not write; the state comes back as it was given. May be set at any time.
         observer: None, or a `MemoryObserver` that is told of every read and write.
         slots: N.
         hook_gate, hook_read: see the gates [B, T] and what was read [B, T, Dv], before the mix.
 
-    In several processes (DistributedDataParallel) memories live apart: rows, or with `shared` the rows of each process,
-    are written by their own tokens only, and what a process saves is its own resident memory; with "all_gather" all of
-    them equal the memory of one process with the whole batch. Pass `broadcast_buffers=False`: `keys` and `values` are
-    the same everywhere at the start, and sending them with every step would cost 4 N Dv bytes, and put the first
-    process's resident memory in the place of the others'.
+    In several processes (DistributedDataParallel) every process has memories of its own, written by its own tokens; a
+    checkpoint saves the resident memory of the process that writes it. With sync="all_gather" all memories equal that
+    of one process with the whole batch. Pass `broadcast_buffers=False`: `keys` and `values` are equal at the start, and
+    sending them at every step would cost 4 N Dv bytes and replace the other processes' resident memories.
 
-    A resident memory changes once for every call, also where activations are made again in the backward pass
-    (`torch.utils.checkpoint`), as long as that comes before the next call.
+    A resident memory changes once for every call, also where activations are computed again in the backward pass
+    (`torch.utils.checkpoint`), if that happens before the next call.
 
     Raises:
         ArgumentError: sizes, numbers or names that do not fit, or options that exclude each other.
@@ -104,72 +83,34 @@ class FastWeightProductKeyMemory(MemoryLayer):
     replaces_feed_forward: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
     honours_segments: ClassVar[bool] = True
+    defaults: ClassVar[Mapping[str, Any]] = FastWeightConfig.defaults()
     keys: Tensor
     values: Tensor
     seed: Tensor
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        sub_keys: int = 512,
-        key_dim: int = 512,
-        value_dim: int = 512,
-        heads: int = 1,
-        top_k: int = 8,
-        chunk_size: int = 512,
-        step_rule: str = "normalized",
-        learning_rate: float = 1.0,
-        address_weight: float = 10.0,
-        key_update: KeyUpdate = "entropy",
-        score: str = "idw",
-        spec: str | Spec = "softmax",
-        look_ahead: bool = True,
-        border: bool = True,
-        value_norm: bool = True,
-        gating: bool = True,
-        gate_loss: bool = True,
-        meta_grad: bool | int = True,
-        shared: bool = False,
-        learn_initial: bool = False,
-        storage: torch.dtype | str | None = None,
-        norm_eps: float = 1e-5,
-        idw_eps: float = 1e-3,
-        impl: str = "auto",
-        sync: str | None = None,
-        resident: bool = False,
-    ) -> None:
+    def __init__(self, hidden_size: int, config: FastWeightConfig | None = None, **options: Any) -> None:
         super().__init__()
-        _check_sizes(sub_keys, key_dim, heads, top_k, chunk_size, look_ahead)
-        flags(CALL, value_norm=value_norm, gating=gating, shared=shared, learn_initial=learn_initial, resident=resident)
-        _check_kinds(shared, learn_initial, sync, resident)
-        slot_scores.given(CALL, "score", score)
-        weights_spec(CALL, spec)
-        idw_eps = check_eps(CALL, "idw_eps", idw_eps)
-        require(
-            impl in ("auto", *slot_values.names(aliases=True)),
-            CALL,
-            f"unknown impl {shown(impl)}.{suggestion(shown(impl), IMPLS)}",
-        )
-        check_meta_grad(CALL, meta_grad)
-        within(CALL, "step_rule", WriteRule, step_rule)
-        rates = (learning_rate, address_weight, key_update, look_ahead, border, gate_loss)
-        self.rule = within(CALL, None, WriteRule, step_rule, *rates)
-        self.hidden_size, self.heads, self.slots, self.top_k = hidden_size, heads, sub_keys**2, top_k
-        self.score, self.spec, self.idw_eps, self.impl = score, spec, idw_eps, impl
-        self.chunk_size, self.meta_grad = chunk_size, meta_grad
-        self.shared, self.sync, self.resident = shared, sync, resident
-        self.storage = _dtype(storage)
-        self.frozen, self.observer = False, None
-        options = {"value_norm": value_norm, "gating": gating, "norm_eps": norm_eps}
         positive_int(CALL, "hidden_size", hidden_size)
-        self.projections = within(CALL, None, MemoryProjections, hidden_size, heads * key_dim, value_dim, **options)
-        for name, table in (("keys", (heads, 2, sub_keys, key_dim // 2)), ("values", (self.slots, value_dim))):
-            if learn_initial:
-                self.register_parameter(name, nn.Parameter(torch.empty(table)))
+        config = FastWeightConfig() if config is None else config
+        if not isinstance(config, FastWeightConfig):
+            raise ArgumentError(f"{CALL}: config is a {type(config).__name__}, expected a FastWeightConfig or None.")
+        config = within(CALL, None, config.with_options, **options)
+        table, mix, store = config.table, config.mix, config.store
+        self.hidden_size, self.heads, self.slots, self.top_k = hidden_size, table.heads, table.sub_keys**2, table.top_k
+        self.score, self.spec, self.idw_eps = table.score, table.spec, table.idw_eps
+        self.rule, self.chunk_size, self.meta_grad = config.rule, config.chunk_size, config.meta_grad
+        self.shared, self.resident, self.sync = store.shared, store.resident, store.sync
+        self.storage, self.impl = store.storage, store.impl
+        self.frozen, self.observer = False, None
+        sizes = (hidden_size, table.heads * table.key_dim, table.value_dim)
+        self.projections = within(CALL, None, MemoryProjections, *sizes, **asdict(mix))
+        shapes = {"keys": (table.heads, 2, table.sub_keys, table.key_dim // 2), "values": (self.slots, table.value_dim)}
+        for name, size in shapes.items():
+            if store.learn_initial:
+                self.register_parameter(name, nn.Parameter(torch.empty(size)))
             else:
-                self.register_buffer(name, torch.empty(table))
-        if resident:
+                self.register_buffer(name, torch.empty(size))
+        if store.resident:
             self.register_buffer("seed", torch.zeros((), dtype=torch.long))
         self._held: FastWeightState | None = None
         self.hook_gate, self.hook_read = HookPoint(), HookPoint()
@@ -434,42 +375,5 @@ def _read(
 ) -> Tensor:
     """What `fast_weight_memory` reads in a stream that begins here, [B, T, Dv]; its options as JSON."""
     how = json.loads(options)
-    how["rule"], how["storage"] = WriteRule(**how["rule"]), _dtype(how["storage"])
+    how["rule"], how["storage"] = WriteRule(**how["rule"]), as_dtype(how["storage"])
     return fast_weight_memory(query, value, gate, keys, values, mask=mask, segment_ids=segment_ids, **how)[0]
-
-
-def _check_sizes(sub_keys: int, key_dim: int, heads: int, top_k: int, chunk_size: int, look_ahead: bool) -> None:
-    sizes = {"sub_keys": sub_keys, "key_dim": key_dim, "heads": heads, "chunk_size": chunk_size}
-    for name, size in sizes.items():
-        positive_int(CALL, name, size)
-    flag(CALL, "look_ahead", look_ahead)
-    require(key_dim % 2 == 0, CALL, f"key_dim is {shown(key_dim)}, expected an even number: a query has two halves.")
-    within(CALL, f"sub_keys is {shown(sub_keys)}", require_top_k, CALL, top_k, sub_keys)
-    require(
-        chunk_size >= 2 or not look_ahead,
-        CALL,
-        "chunk_size is 1, expected at least 2: a token's target is the value of the next one; look_ahead=False makes "
-        "it its own.",
-    )
-
-
-def _check_kinds(shared: bool, learn_initial: bool, sync: str | None, resident: bool) -> None:
-    """Options that need or exclude each other."""
-    check_sync(CALL, sync, True)
-    require(
-        shared or not (resident or sync),
-        CALL,
-        f"{'resident' if resident else 'sync'} needs one memory for the batch; give shared=True.",
-    )
-    require(
-        not (resident and learn_initial),
-        CALL,
-        "learn_initial learns what a stream begins with, and a resident memory begins with what it wrote; choose one.",
-    )
-
-
-def _dtype(storage: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype, or the name of one, as configurations have it."""
-    found = getattr(torch, storage, storage) if isinstance(storage, str) else storage
-    check_storage(CALL, found)
-    return found

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...checks import ArgumentError, boolean_mask, finite, floating, number, on_device, require, shape
+from ...checks import ArgumentError, boolean_mask, finite, flags, floating, number, on_device, require, shape
 from ...memory.slot_memory import mixed
 from ...precision import clean
 from ..arguments import positive_int
@@ -118,6 +118,7 @@ class MemoryProjections(nn.Module):
             value_dim >= 2 or not value_norm, call, "the z-score needs value_dim >= 2; widen it, or value_norm=False."
         )
         number(call, "norm_eps", norm_eps, low=0.0, strict=True)
+        flags(call, value_norm=value_norm, gating=gating)
         self.value_norm, self.gating = value_norm, gating
         self.q_norm = HeadRMSNorm(hidden_size, norm_eps)
         self.q_proj = nn.Linear(hidden_size, query_dim)
