@@ -1,8 +1,8 @@
-"""A SwiGLU network whose weights are written while it reads: its gradients in closed form, and the memory FwMLP.
+"""SwiGLU networks as fast weights: gradients in closed form, their state, and the memory FwMLP.
 
 Shapes: B batch, T tokens, M memories (B, or 1 when the batch shares one), P tokens of one chunk in one memory, Din, F,
-Dv widths of input, inner layer and output, with one more column where there are biases: gate and up [M, F, Din (+1)],
-down [M, Dv, F (+1)].
+Dv widths of input, inner layer and output. gate and up are [M, F, Din (+1)], down [M, Dv, F (+1)], with one more
+column if there are biases.
 
     f(x) = W_down (silu(a) * u),    a = W_gate x,  u = W_up x,    with biases: x, and the inner layer, have a last 1
 
@@ -10,9 +10,9 @@ For an error e = dL/df, with s = sigmoid(a) and d = (W_down^T e) without the bia
 
     dL/dW_down = e (silu(a) * u)^T,   dL/dW_up = (d * silu(a)) x^T,   dL/dW_gate = (d * u * (s + silu(a) (1 - s))) x^T
 
-FwMLP (Fast-weight Product Key Memory, arXiv:2601.00671, appendix A; where it is silent, the released program): after a
-chunk every matrix goes one step, of size eta = 0.1, down the mean over the chunk's pairs and the Dv features of
-(f(q_t) - y_t)^2, y_t = (v_t + v_{t+1}) / 2. There is neither a factor 1/2 nor a gate in the loss.
+FwMLP (Fast-weight Product Key Memory, arXiv:2601.00671, appendix A, completed from the released program): after a
+chunk, every matrix takes one gradient step of size eta = 0.1 on the mean of (f(q_t) - y_t)^2 over the chunk's pairs and
+the Dv features, y_t = (v_t + v_{t+1}) / 2. The loss has neither a factor 1/2 nor a gate.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ TARGETS = {
     "mean": lambda own, following: (own + following) / 2,
     "look-ahead": lambda own, following: following,
 }
-"""Name to what f(q_t) is to be, of the token's own value and the next one's."""
+"""The target of f(q_t) by name, as a function of the token's own value and the next one's."""
 
 
 class SwiGLU(NamedTuple):
-    """The matrices of M networks [M, ...] (or [M, H, ...], of heads), biases as last columns where there are any."""
+    """The matrices of M networks, [M, ...] or, for heads, [M, H, ...]; biases are last columns."""
 
     gate: Tensor
     up: Tensor
     down: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., P, Din] to [..., P, Dv]."""
+        """Return f(x) [..., P, Dv] for x [..., P, Din]."""
         x = widened(x, self.gate)
         inner = silu(x @ self.gate.mT) * (x @ self.up.mT)
         return widened(inner, self.down) @ self.down.mT
 
     def gradients(self, x: Tensor, error: Tensor | Callable[[Tensor], Tensor], rates: SwiGLU | None = None) -> SwiGLU:
-        """Of a loss whose derivative by f(x_t) is `error` [M, P, Dv], or that of f(x); of a matrix, token t counts
-        rates_t [M, P, 1] times."""
+        """Return the gradients of a loss whose derivative by f(x_t) is `error` [M, P, Dv], or a function of f(x). Each
+        matrix weights token t by its rates_t [M, P, 1]."""
         x = widened(x, self.gate)
         a, u = x @ self.gate.mT, x @ self.up.mT
         s = a.sigmoid()
@@ -71,7 +71,7 @@ class SwiGLU(NamedTuple):
 
 
 def widened(x: Tensor, matrix: Tensor) -> Tensor:
-    """x [..., D], with a last 1 where the matrix has a column for a bias."""
+    """Append a 1 to x [..., D] if the matrix has a column for a bias."""
     return x if matrix.shape[-1] == x.shape[-1] else torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
 
 
@@ -183,7 +183,7 @@ def fit(call: str, state: Any, empty: NetworkState, rows: int, sizes: dict[str, 
 
 
 def first_fields(weights: SwiGLU) -> Tensors:
-    """The fields of a state that hold the first weights."""
+    """Return the fields of a state that hold the first weights."""
     return {f"{name}_first": w for name, w in zip(NAMES, weights, strict=True)}
 
 
@@ -260,40 +260,37 @@ def fast_weight_mlp(
     frozen: bool = False,
     meta_grad: bool | int = True,
 ) -> tuple[Tensor, FastMLPState]:
-    """Read a SwiGLU network at every query, and teach it the values of the tokens, chunk by chunk.
+    """Read a SwiGLU network at every query, and train it on the values of the tokens, chunk by chunk.
 
-    All tokens of a chunk read the network as it was at the chunk's start. A full chunk is taught when the next token
-    arrives, before that token reads, since it is the target of the chunk's last pair: so the answer does not depend on
-    how a stream is cut into calls, and no token is learned before it is there.
+    When chunks are read and written is described in `memory.stream`.
 
     Args:
         query: [B, T, Din].
         value: [B, T, Dv].
-        weights: gate [F, Din + 1], up [F, Din + 1], down [Dv, F + 1], biases last, with which every sequence or
-            document begins that begins in this call.
+        weights: gate [F, Din + 1], up [F, Din + 1], down [Dv, F + 1], biases last: the first weights of
+            every sequence or document that begins in this call.
         chunk_size: tokens between two writes, >= 2; it may change from call to call.
         learning_rate: eta >= 0.
         target: "mean", (v_t + v_{t+1}) / 2, or "look-ahead", v_{t+1}.
-        shared: one network for the whole batch, whose clock counts columns in which any row has a token. Otherwise a
-            network per sequence.
-        state: what an earlier call left; None at the beginning.
-        mask: boolean [B, T], true where a token is real. Others read 0, teach nothing and do not count: the answer is
-            as if they were not there. A token that is not finite reads 0 and teaches nothing either, but keeps its
-            place in its chunk; the one before it is taught with the one after it.
-        segment_ids: integers [B or 1, T]: a change begins a new document, with a network as at first. The first
-            document of a row goes on from `state`, the last one leaves it.
-        frozen: read only; the state given comes back.
-        meta_grad: True: gradients flow through all writes; False: through none, so that a chunk's outputs depend on no
-            earlier chunk; m: through at most m - 1 writes, being cut after every m-th.
+        shared: one network for the whole batch; a chunk counts the columns in which any row has a token. Otherwise each
+            sequence has its own.
+        state: returned by the previous call; None at the beginning.
+        mask: boolean [B, T], true where a token is real. Padding reads 0 and is otherwise as if removed. A token that
+            is not finite reads 0 and is not learned from, but keeps its place in its chunk; the token before it is
+            paired with the one after it.
+        segment_ids: integers [B or 1, T]: a change begins a new document with the first weights. The first document of
+            a row continues from `state`, the last one leaves it.
+        frozen: read only, and return the given state.
+        meta_grad: True: gradients flow through all writes; False: through none; m: cut after every m-th write.
 
     Returns:
-        (what was read [B, T, Dv] in the dtype of `query`, the state after).
+        (what was read [B, T, Dv] in the dtype of `query`, the state after the call).
 
     Raises:
         ArgumentError: shapes, dtypes or numbers that do not fit; a state of another shape.
 
-    Precision: float32 (float64 for float64). Cost: 6 F (Din + Dv) or so multiplications a token to read, twice that to
-    write; with gradients a copy of the three matrices for each memory and chunk is kept.
+    Precision: float32 (float64 for float64). Cost: about 6 F (Din + Dv) multiplications per token to read, twice that
+    to write; with gradients, a copy of the three matrices is kept for each memory and chunk.
     """
     flags(CALL, shared=shared, frozen=frozen)
     rule = FastMLPRule(learning_rate, target).check(CALL)

@@ -1,9 +1,8 @@
-"""Product-key memory whose sub-keys and values are fast weights: read and written chunk by chunk along a stream
-(section 3 of the fast-weight product-key-memory paper).
+"""Product-key memory whose sub-keys and values are fast weights, written while it is read (section 3 of the fast-weight
+product-key-memory paper).
 
-All tokens of a chunk read the memory as it is at the chunk's start (`product_key`). When the next token is there, and
-before it is read, the chunk is written (`fast_weight_rules`): what each token read is moved towards the value of the
-token after it. So what comes out depends on the stream alone, not on the calls that brought it.
+Tokens read slots as in `product_key`. After each chunk, what a token read is moved towards the value of the token after
+it (`fast_weight_rules`). When chunks are read and written is described in `stream`.
 
 Legend: B batch, T tokens, H heads, n sub-keys of a half, N = n^2 slots, k slots a head, K = H k, Dk width of a query
 (two halves), Dv of a value.
@@ -59,52 +58,52 @@ def fast_weight_memory(
     observer: WriteObserver | None = None,
     sync: str | None = None,
 ) -> tuple[Tensor, FastWeightState]:
-    """What a memory that is written while it is read gives for every token, and its state to go on from.
+    """Read a product-key memory for every token, and write it chunk by chunk.
 
-    Any way of cutting a stream into calls gives the same, token by token included. Nothing is mutated.
+    The result does not depend on how a stream is cut into calls. Nothing is changed in place.
 
     Args:
         query: [B, T, H, Dk].
         value: [B, T, Dv]; that of a token is the target of the one before it.
-        gate: [B, T], the weight of a token's error, and of what it reads where that is mixed; None for 1.
-        keys: [H, 2, n, Dk/2], with which every memory begins that begins in this call.
-        values: [N, Dv], likewise; with a state, those that it began with (the same tensor, as a rule).
+        gate: [B, T], the weight of a token's error and, with `mix`, of what it reads; None for 1.
+        keys: [H, 2, n, Dk/2], the first sub-keys of every memory that begins in this call.
+        values: [N, Dv], the first values likewise; with a state, those that it began with (usually the same tensor).
         rule: how a chunk is written, or the name of its step: "normalized", "paper", "reference".
         top_k: k, from 1 to n.
-        chunk_size: tokens between two writes, >= 2 (>= 1 where a token's target is its own value). It may change from
-            call to call; what waits is written when it makes a chunk.
-        spec: weighs the K selected slots of a token, all heads together (`product_key.slot_weights`).
+        chunk_size: tokens between two writes, >= 2 (>= 1 if a token's target is its own value). It may change from
+            call to call.
+        spec: of the weights of a token's K selected slots, all heads together (`product_key.slot_weights`).
         score: of the halves, "idw" or "dot"; eps, > 0, is added to squared distances.
-        shared: one memory for the batch, whose rows are written together; a chunk is counted in columns with a real
-            token in any row. Otherwise every row has its own.
-        state: what the call before left; None at the beginning.
-        mask: boolean [B, T], true where a token is real. Padding is as if it were removed.
-        segment_ids: integers [B or 1, T]: where they change between real tokens, a new document begins, with a memory
-            of its own as at the beginning. The first goes on from `state`, the last one leaves the state.
-        frozen: only read; the state comes back as it was.
-        mix: return g v^ + (1 - g) v (equation 24), without gates v^ + v, in the place of v^.
-        meta_grad: gradients flow through the writes: True, False, or through at most m - 1, being cut after every m-th
-            of a memory.
-        storage: in which values that were written are stored, None for the dtype of `values`.
-        impl: how values are stored at the start of a stream: "reference" (whole tables), "sparse" (what was written),
-            "triton" (whole tables written in place, with kernels that search, read, write and move keys, on CUDA
-            devices), or "auto" for the last on CUDA devices where kernels do what is asked, else the sparse form.
-        observer: who is told of every read and write.
-        sync: "all_gather" makes the processes of torch.distributed write the tokens of all into every one's shared
-            memory, as one process with the whole batch would; all must give equal shapes. Gradients stay in their own.
+        shared: one memory for the whole batch; a chunk counts the columns in which any row has a token. Otherwise each
+            sequence has its own.
+        state: returned by the previous call; None at the beginning.
+        mask: boolean [B, T], true where a token is real. Padding reads 0 and is otherwise as if removed.
+        segment_ids: integers [B or 1, T]: a change between real tokens begins a new document with the first keys and
+            values. The first document of a row continues from `state`, the last one leaves it.
+        frozen: read only, and return the given state.
+        mix: return g v^ + (1 - g) v (equation 24), or v^ + v without gates, instead of v^.
+        meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
+        storage: dtype of written values; None for that of `values`.
+        impl: how a new stream stores values: "reference" (whole tables), "sparse" (only written rows), "triton" (CUDA
+            devices: whole tables written in place, by kernels that also search, read and move keys), or "auto" (triton
+            where its kernels can do what is asked, otherwise sparse).
+        observer: an object that is told of every read and write.
+        sync: "all_gather": every process of torch.distributed writes the tokens of all processes into its shared
+            memory, as one process with the whole batch would. All must give equal shapes; gradients stay within a
+            process.
 
     Returns:
-        (what was read, v^ [B, T, Dv] in the dtype of `value`, or its mix; the state). A token with a query, value or
-        gate that is not finite keeps its place in the chunk but reads 0, and 0 comes out for it, is nobody's target,
-        and is neither written nor counted; so does a masked one, which keeps no place either.
+        (what was read, v^ [B, T, Dv] in the dtype of `value`, or its mix; the state after the call). A token with a
+        non-finite query, value or gate keeps its place in the chunk, but its output is 0, and it is neither written,
+        nor a target, nor counted.
 
     Raises:
         ArgumentError: shapes or dtypes that do not fit, numbers out of range, or a state of another memory.
 
-    Precision: float32 at least, whatever the inputs and autocast. Derivatives by query, value, gate, keys and values;
-    to any order with impl="reference".
-    Cost: per token O(H n Dk) for the search and O(K Dv) for reading and writing. Without mask and segment_ids no device
-    is waited for, but for what the store of the values does (the sparse one counts the rows that it touches).
+    Precision: float32 at least, whatever the inputs and autocast. Differentiable in query, value, gate, keys and
+    values; to any order with impl="reference".
+    Cost per token: O(H n Dk) for the search and O(K Dv) for reading and writing. Without mask and segment_ids, only the
+    sparse store waits for the device (it counts the rows that it touches).
     """
     flags(CALL, shared=shared, frozen=frozen, mix=mix)
     memory = replace(_memory(CALL, rule, top_k, spec, score, eps, observer, sync, shared), mix=mix)
@@ -142,7 +141,7 @@ def check_storage(call: str, storage: Any) -> None:
 
 
 def _store(impl: str, values: Tensor, *needs: Any) -> str:
-    """The name of the store for `impl`, which can do what is needed."""
+    """Return the name of the store for `impl`, after checking that it can do what is needed."""
     if impl == "auto":
         return preferred(values, *needs)
     refuses = getattr(slot_values.given(CALL, "impl", impl), "refuses", None)
@@ -162,13 +161,12 @@ def flush(
     sync: str | None = None,
     **others: Any,
 ) -> FastWeightState:
-    """The state in which nothing waits: the chunk ends here. Every waiting token whose target is there is written; the
-    last one of a row, whose target is not, counts as read and is then forgotten.
+    """End the chunk here: write every waiting token whose target has arrived, and drop the last one of each row.
 
     Args:
         state: of `fast_weight_memory`.
-        rule, spec, score, meta_grad, observer, sync: as they are given there.
-        others: the other arguments that are given there; nothing depends on them.
+        rule, spec, score, meta_grad, observer, sync: as given there.
+        others: other arguments given there; not used.
 
     Raises:
         ArgumentError: an unknown name or number, or tokens that were read under another rule.

@@ -1,15 +1,15 @@
-"""Fast weights that are written by large chunks of tokens: the learning half of LaCT (Test-Time Training Done Right,
-Zhang et al. 2025, arXiv:2505.23884; what the paper leaves open as in its released program).
+"""Fast weights that are written by large chunks of tokens: the recurrent half of LaCT (Test-Time Training Done Right,
+Zhang et al. 2025, arXiv:2505.23884, completed from its released program).
 
 Shapes: B batch, T tokens, H fast-weight heads, D channels of a head, F width of the inner layer, R streams, P tokens
 of a chunk. Weights of a head: gate, up [F, D], down [D, F], without biases; f as in `fast_weight_mlp`.
 
-After a chunk, with eta_t three rates of token t (one a matrix) and the loss -v_t^T f(k_t) of every token,
+After a chunk, with three rates eta_t for token t (one per matrix) and the loss -v_t^T f(k_t) of every token,
 
     g = sum_t eta_t d/dW v_t^T f(k_t),      s <- g + m s  (momentum, m the chunk's mean of m_t; else s = g)
-    W <- W + s  (or the orthogonal factor of s, Muon),      then every row of W gets the norm it had at first
+    W <- W + s  (or the orthogonal factor of s, Muon),      then every row of W is scaled to its first norm
 
-All tokens of a chunk read the weights as they were at its start. Each head learns alone.
+Each head learns alone. When chunks are read and written is described in `memory.stream`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS = (
     (2.8366, -3.0525, 1.2012),
 )
 """Coefficients (a, b, c) of the five odd polynomials a x + b x^3 + c x^5 that `orthogonal` applies to singular values
-(those of the released program): all that begin above 0.005 end between 0.97 and 1.12."""
+(those of the released program). Values above 0.005 end between 0.97 and 1.12."""
 
 
 class Optimizer(NamedTuple):
@@ -51,11 +51,11 @@ OPTIMIZERS = {
     "muon": Optimizer(orthogonal=True),
     "momentum-muon": Optimizer(momentum=True, orthogonal=True),
 }
-"""Name to optimiser: plain gradient, data-dependent momentum, Newton-Schulz of the gradient, and of the momentum."""
+"""Optimisers by name: plain gradient, data-dependent momentum, Newton-Schulz of the gradient, and of the momentum."""
 
 
 def as_optimizer(call: str, name: object) -> Optimizer:
-    """The optimiser of that name.
+    """Return the optimiser of that name.
 
     Raises:
         ArgumentError: there is none.
@@ -64,7 +64,7 @@ def as_optimizer(call: str, name: object) -> Optimizer:
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """About U V^T of x = U S V^T [..., F, D], by five Newton-Schulz steps; 0 for 0."""
+    """Return approximately U V^T for x = U S V^T [..., F, D], by five Newton-Schulz steps; 0 for 0."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)
@@ -75,12 +75,12 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """Norms of the rows, [..., F, D] to [..., F, 1]."""
+    """Return the norms of the rows of x [..., F, D], [..., F, 1]."""
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
 def all_norms(weights: SwiGLU) -> Tensor:
-    """Those of all three, one after another: [..., 2 F + D, 1]."""
+    """Return the row norms of all three matrices, one after another: [..., 2 F + D, 1]."""
     return torch.cat([row_norms(w) for w in weights], -2)
 
 
@@ -115,7 +115,7 @@ class LargeChunkState(NetworkState):
 
     @property
     def norms_first(self) -> Tensor:
-        """`norms` of a sequence that begins."""
+        """The norms of the first weights."""
         return all_norms(SwiGLU(self.gate_first, self.up_first, self.down_first))
 
 
@@ -162,37 +162,35 @@ def large_chunk_ttt(
     frozen: bool = False,
     meta_grad: bool | int = True,
 ) -> tuple[Tensor, LargeChunkState]:
-    """Read a SwiGLU network of every sequence and head, and teach it keys and values, chunk by chunk.
+    """Read a SwiGLU network for every sequence and head, and train it on keys and values, chunk by chunk.
 
-    A chunk is read with the weights of its start. It is taught when the next token arrives, every complete chunk is,
-    the last one too, and a partial chunk waits in the state: so the answer does not depend on how a stream is cut into
-    calls. (The released program never teaches the last chunk of a call, and leaves no state.)
+    Unlike the released program, which drops the last chunk of a call and has no state, every complete chunk is written,
+    and a partial one waits in the state.
 
     Args:
         query, key, value: [B, T, H, D].
         rates: eta >= 0, [B, T, H, 3] of gate, up and down.
-        weights: gate [H, F, D], up [H, F, D], down [H, D, F], with which every sequence or document begins that begins
-            in this call.
-        share: m_t of the momentum, [B, T, H]; needed by optimisers with momentum alone.
+        weights: gate [H, F, D], up [H, F, D], down [H, D, F]: the first weights of every sequence or document that
+            begins in this call.
+        share: m_t of the momentum, [B, T, H]; needed only by optimisers with momentum.
         chunk_size: tokens between two writes, >= 1; it may change from call to call.
         optimizer: a name in `OPTIMIZERS`.
-        state: what an earlier call left; None at the beginning.
-        mask: boolean [B, T], true where a token is real. Others read 0, teach nothing and do not count: the answer is
-            as if they were not there. A token that is not finite reads 0 and teaches nothing either, but keeps its
-            place in its chunk.
-        segment_ids: integers [B or 1, T]: a change begins a new document, with the first weights. The first document
-            of a row goes on from `state`, the last one leaves it.
-        frozen: read only; the state given comes back.
+        state: returned by the previous call; None at the beginning.
+        mask: boolean [B, T], true where a token is real. Padding reads 0 and is otherwise as if removed. A token that
+            is not finite reads 0 and is not learned from, but keeps its place in its chunk.
+        segment_ids: integers [B or 1, T]: a change begins a new document with the first weights. The first document of
+            a row continues from `state`, the last one leaves it.
+        frozen: read only, and return the given state.
         meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
 
     Returns:
-        (what was read [B, T, H, D] in the dtype of `query`, the state after).
+        (what was read [B, T, H, D] in the dtype of `query`, the state after the call).
 
     Raises:
         ArgumentError: shapes, dtypes or numbers that do not fit; a state of another shape.
 
-    Precision: float32 (float64 for float64). Cost: 18 H D F multiplications a token, and for Muon some 30 H F D^2 a
-    chunk; in training the weights of every chunk are kept.
+    Precision: float32 (float64 for float64). Cost: 18 H D F multiplications per token, and for Muon about 30 H F D^2
+    per chunk; in training, the weights of every chunk are kept.
     """
     rule = LargeChunkRule(as_optimizer(CALL, optimizer))
     flag(CALL, "frozen", frozen)

@@ -1,4 +1,4 @@
-"""An episodic memory of n^2 slots that is written while it is read: Fast-weight Product Key Memory (FwPKM;
+"""A memory layer of n^2 slots that is written while it is read: Fast-weight Product Key Memory (FwPKM;
 arXiv:2601.00671, section 3).
 
 Shapes: B batch, T tokens, C model width, H heads, n sub-keys of a half, N = n^2 slots, k slots read by a head, Dk width
@@ -118,7 +118,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
 
     @classmethod
     def from_preset(cls, preset: str, hidden_size: int, **options: Any) -> FastWeightProductKeyMemory:
-        """The layer as `PRESETS` has it under that name ("paper", "program"), but for the options given.
+        """Return the layer with the options of a preset, "paper" or "program", changed by those given.
 
         Raises:
             ArgumentError: no such preset.
@@ -128,7 +128,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         return cls(hidden_size, **{**PRESETS[preset], **options})
 
     def reset_parameters(self) -> None:
-        """Begin with other random keys and values."""
+        """Draw new random keys and values."""
         if self.keys.is_meta:
             return
         seed = int(torch.randint(2**62, (), device="cpu"))
@@ -138,15 +138,15 @@ class FastWeightProductKeyMemory(MemoryLayer):
         self._draw(seed)
 
     def reset(self) -> None:
-        """A resident memory forgets what was written: `keys` and `values` are again what they were when the layer was
-        made. Nothing where the caller carries the state."""
+        """Set a resident memory back to the keys and values that the layer was made with. Do nothing if the memory is
+        not resident, since then the caller holds the state."""
         self._held = None
         if self.resident:
             self._draw(int(self.seed))
 
     @torch.no_grad()
     def _draw(self, seed: int) -> None:
-        # on the CPU in float32 whatever the layer's place and dtype, so that a seed means the same numbers
+        # always on the CPU in float32, so that a seed means the same numbers on every device and in every dtype
         draw = torch.Generator().manual_seed(seed)
         reach = (2 * self.keys.shape[-1]) ** -0.5
         keys = torch.empty(self.keys.shape, device="cpu", dtype=torch.float32).uniform_(-reach, reach, generator=draw)
@@ -158,13 +158,13 @@ class FastWeightProductKeyMemory(MemoryLayer):
     def _put(held: Tensor, fresh: Tensor) -> Tensor:
         if isinstance(held, nn.Parameter):
             return held.copy_(fresh)
-        return fresh.to(held)  # another tensor: a graph may still need the old one
+        return fresh.to(held)  # a new tensor, since a graph may still need the old one
 
     def fast_numbers(self) -> int:
         return 0 if isinstance(self.values, nn.Parameter) else self.keys.numel() + self.values.numel()
 
     def extra_repr(self) -> str:
-        """Sizes and rule, for `print(model)`."""
+        """Return sizes and rule, for `print(model)`."""
         flags = "".join(f", {name}=True" for name in ("shared", "resident", "frozen") if getattr(self, name))
         return (
             f"slots={self.slots}, top_k={self.top_k}, heads={self.heads}, chunk_size={self.chunk_size}, "
@@ -178,13 +178,13 @@ class FastWeightProductKeyMemory(MemoryLayer):
         state: FastWeightState | None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, FastWeightState | None]:
-        """Read for every token, and write what is full.
+        """Read for every token, and write complete chunks.
 
         Args:
             hidden: [B, T, C].
             mask: boolean [B, T], true where a token is real; None: all.
-            state: what the call before has left; None at the start of a stream.
-            segment_ids: integers [B, T]: documents packed into a row, each with a memory of its own.
+            state: returned by the previous call; None at the start of a stream.
+            segment_ids: integers [B or 1, T]: documents packed into a row, each with a memory of its own.
 
         Returns:
             (output [B, T, C] in the dtype of `hidden`, 0 for padding, NaN for tokens that are not finite; the state).
@@ -193,16 +193,16 @@ class FastWeightProductKeyMemory(MemoryLayer):
             ArgumentError: shapes or dtypes that do not fit, or a state of another layer.
 
         Cost: O(T (C Dk H + C Dv)) for the projections and O(T H (n Dk + k Dv)) for reading and writing; a resident
-        memory is copied once a call, N Dv numbers. Under torch.compile reading a frozen memory is part of the graph
-        (but for gradients to what a state has written), writing is not. Under torch.export the memory is one node, and
-        None comes in the place of the state.
+        memory is copied once per call, N Dv numbers. Under torch.compile, reading a frozen memory is part of the graph
+        (without gradients to what a state has written), writing is not. Under torch.export the memory is one node, and
+        the state is None.
         """
         tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
         check_held(CALL, "hidden", hidden)
         own: Projected = self.projections(tokens.hidden)
         if own.gate is not None:
             own = own._replace(gate=self.hook_gate(own.gate))
-        apart = self.hook_read.active  # somebody looks at what was read, before the mix
+        apart = self.hook_read.active  # a hook wants what was read before the mix
         found, state = self._remember(tokens, own, mask, state, segment_ids, mix=not apart)
         out = self.projections.output(self.hook_read(found), own) if apart else self.projections.back(found)
         return tokens.shown(out).to(hidden.dtype), state
@@ -216,8 +216,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
         segment_ids: Tensor | None,
         mix: bool,
     ) -> tuple[Tensor, FastWeightState | None]:
-        """What was read [B, T, Dv], or its mix, and the state after it."""
-        # what a checkpointed layer does again in the backward pass was told and kept in the forward pass
+        """Return what was read [B, T, Dv], or its mix, and the state after the call."""
+        # a checkpointed layer runs again in the backward pass; observers and the memory took the first run
         again = (self.resident or self.observer is not None) and torch._C._current_graph_task_id() != -1
         observer = None if again else self.observer
         if self.resident and not again and state is None:
@@ -226,14 +226,14 @@ class FastWeightProductKeyMemory(MemoryLayer):
             self._tell(observer, tokens, own, state, segment_ids)
         absent = tokens.spoilt
         if self.frozen and observer is None and segment_ids is None:
-            # nothing is written, so that it does not matter where padding is: no device is waited for, no graph broken
+            # nothing is written, so the place of padding does not matter; no device is waited for and no graph broken
             mask, absent = None, ~tokens.counted
         query = torch.where(absent[..., None], torch.nan, own.query)
         if torch.compiler.is_exporting():
             return self._exported(query, own, mask, state, segment_ids, mix), None
         run = fast_weight_memory
         if torch.compiler.is_compiling() and not self.frozen:
-            # what is done depends on how many tokens wait, so that a compiler would begin anew with every call
+            # the steps depend on how many tokens wait, so a compiler would recompile at every call
             run = torch.compiler.disable(fast_weight_memory)
         found, after = within(
             CALL,
@@ -255,7 +255,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         )
         if self.resident and not again and not self.frozen:
             self._held = after.detach()
-            if self.sync is not None:  # now, since all processes are here; one alone may save
+            if self.sync is not None:  # now, while all processes take part; later a single one may save
                 self._held = self._flushed(self._held, observer)
         return found, after
 
@@ -268,7 +268,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         segment_ids: Tensor | None,
         mix: bool,
     ) -> Tensor:
-        """What was read, by one node of an exported graph."""
+        """Return what was read, by one node of an exported graph."""
         require(
             state is None and not self.resident,
             CALL,
@@ -280,7 +280,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         return _read(heads, own.value, own.gate, self.keys, self.values, mask, segment_ids, json.dumps(how))
 
     def _options(self) -> dict[str, Any]:
-        """How this memory reads and writes."""
+        """Return the options of `fast_weight_memory`."""
         names = ("rule", "top_k", "chunk_size", "spec", "score", "shared", "storage", "impl", "sync")
         return {**{name: getattr(self, name) for name in names}, "eps": self.idw_eps}
 
@@ -302,8 +302,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
         observer.on_tokens(own.gate, tokens.counted, tokens.spoilt)
 
     def flush(self, state: FastWeightState) -> FastWeightState:
-        """The state with its waiting pairs written: at the end of a document, or before a question about it. A frozen
-        memory writes nothing."""
+        """Return the state with its waiting tokens written, at the end of a document or before a question about it. A
+        frozen memory writes nothing."""
         if self.frozen:
             return state
         return flush(state, meta_grad=self.meta_grad, observer=self.observer, **self._options())
@@ -315,24 +315,24 @@ class FastWeightProductKeyMemory(MemoryLayer):
         return flush(state, observer=observer, **self._options())
 
     def _settled(self, observer: MemoryObserver | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values after all that was written, as tensors of their own."""
+        """Return keys and values with everything written, as new tensors."""
         if self._held is None:
             return self.keys, self.values
         held = self._flushed(self._held, observer)
         return held.keys[0], held.values.dense()[0].to(self.values.dtype)
 
     def _settle(self) -> None:
-        # never in place: a backward pass of the call before may still read the old tensors
+        # not in place: the backward pass of the previous call may still need the old tensors
         if self._held is not None:
             self.keys, self.values = self._settled(self.observer)
             self._held = None
 
     def snapshot(self) -> tuple[Tensor, Tensor, FastWeightState | None]:
-        """All that a resident memory holds now. Nothing is copied, since nothing changes in place."""
+        """Return what a resident memory holds now. Nothing is copied, since nothing changes in place."""
         return self.keys, self.values, self._held
 
     def restore(self, snapshot: tuple[Tensor, Tensor, FastWeightState | None]) -> None:
-        """Be again what `snapshot` found.
+        """Set a resident memory back to what `snapshot` returned.
 
         Raises:
             ArgumentError: it was taken from a memory of another shape, or this one is not resident.
@@ -349,7 +349,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         self.keys, self.values, self._held = keys, values, held
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastWeightProductKeyMemory:
-        self._settle()  # what is moved or converted is the memory as it is now
+        self._settle()  # so that the current memory is moved or converted
         return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -373,7 +373,7 @@ def _read(
     segment_ids: Tensor | None,
     options: str,
 ) -> Tensor:
-    """What `fast_weight_memory` reads in a stream that begins here, [B, T, Dv]; its options as JSON."""
+    """Return what `fast_weight_memory` reads in a new stream, [B, T, Dv]; `options` are JSON."""
     how = json.loads(options)
     how["rule"], how["storage"] = WriteRule(**how["rule"]), as_dtype(how["storage"])
     return fast_weight_memory(query, value, gate, keys, values, mask=mask, segment_ids=segment_ids, **how)[0]
