@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.memory.stream import StreamState
+
 from .draw import Draw
 from .judge import quiet
 from .table import CALLS
@@ -44,6 +46,8 @@ def pieces(x: Any) -> Iterator[bytes]:
         yield x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
     elif isinstance(x, nn.Module):
         yield from pieces(x.state_dict())
+    elif isinstance(x, StreamState):
+        yield from pieces(x.to_tensors())  # what it holds, not how
     elif dataclasses.is_dataclass(x) and not isinstance(x, type):
         yield from pieces({f.name: getattr(x, f.name) for f in dataclasses.fields(x)})
     elif isinstance(x, dict):

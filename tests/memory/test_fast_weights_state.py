@@ -197,8 +197,8 @@ def test_tokens_that_wait_are_copied_seldom() -> None:
     for t in range(44):
         _, state = call(turned(given, (slice(None), slice(t, t + 1))), state=state, chunk_size=1000)
     assert state is not None
-    assert [piece.width for piece in state.waiting.pieces] == [32, 8, 4]
-    assert torch.equal(state.waiting.tokens().value, given[1])
+    assert [piece["slots"].shape[1] for piece in state.waiting.pieces] == [32, 8, 4]
+    assert torch.equal(state.waiting.tokens()["value"], given[1])
 
 
 def test_crop_only_to_what_it_is() -> None:

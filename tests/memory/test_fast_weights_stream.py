@@ -150,7 +150,7 @@ def test_a_chunk_larger_than_the_stream_writes_at_the_flush() -> None:
 def test_large_chunks_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     given = draw(2, 23)
     whole = call(given, chunk_size=20)
-    monkeypatch.setattr("regard.memory.fast_weight_stream.BLOCK", 6)
+    monkeypatch.setattr("regard.memory.slot_memory.BLOCK", 6)
     monkeypatch.setattr("regard.memory.fast_weight_rules.BLOCK", 4)
     for key_update in ("entropy", "mse"):
         rule = regard.WriteRule(address_weight=0.3, key_update=key_update)

@@ -11,9 +11,11 @@ from fwpkm_layers import CHUNK, SMALL, C, N, close, layer, oracle, tokens
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from regard import WriteRule
 from regard.checks import ArgumentError
-from regard.nn import FastWeightProductKeyMemory
+from regard.nn import FastWeightConfig, FastWeightProductKeyMemory
 from regard.nn.memories import memory_layers
+from regard.nn.memory.fast_weight_config import MemoryStore, SlotTable, ValueMix
 
 # The definition -------------------------------------------------------------------------------------------------
 
@@ -329,6 +331,40 @@ def test_activations_made_again(reentrant):
         close(one, other, 1e-12)
     for name, tensor in plain.state_dict().items():
         close(made.state_dict()[name], tensor, 1e-12)
+
+
+# Settings -------------------------------------------------------------------------------------------------------
+
+
+def test_groups_and_options_make_the_same_layer():
+    options = {"sub_keys": N, "step_rule": "paper", "gating": False, "shared": True, "storage": "bfloat16"}
+    made = FastWeightProductKeyMemory(C, **options, key_dim=8, value_dim=4, top_k=2, chunk_size=3)
+    config = FastWeightConfig(
+        table=SlotTable(sub_keys=N, key_dim=8, value_dim=4, top_k=2),
+        rule=WriteRule("paper"),
+        mix=ValueMix(gating=False),
+        store=MemoryStore(shared=True, storage=torch.bfloat16),
+        chunk_size=3,
+    )
+    other = FastWeightProductKeyMemory(C, config)
+    assert str(made) == str(other)
+    assert made._options() == other._options()
+    shapes = [{name: x.shape for name, x in each.state_dict().items()} for each in (made, other)]
+    assert shapes[0] == shapes[1]
+    assert FastWeightProductKeyMemory(C, config, chunk_size=5, top_k=1).top_k == 1
+
+
+def test_every_option_has_its_default():
+    """A model's `memory_options` may name any of them, as configurations that were saved do."""
+    plain, given = FastWeightConfig(), FastWeightConfig().with_options(**FastWeightProductKeyMemory.defaults)
+    assert plain == given
+    assert len(FastWeightProductKeyMemory.defaults) == 26
+    with pytest.raises(ArgumentError, match=r"unknown option 'sub_key'\. Did you mean 'sub_keys'"):
+        FastWeightProductKeyMemory(C, sub_key=4)
+    with pytest.raises(ArgumentError, match=r"config is a dict, expected a FastWeightConfig"):
+        FastWeightProductKeyMemory(C, {"sub_keys": 4})
+    with pytest.raises(ArgumentError, match="rule is 'paper', expected a WriteRule"):
+        FastWeightConfig(rule="paper")
 
 
 # Refusals -------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""A SwiGLU network whose weights are written while it reads: its gradients in closed form, and the memory FwMLP.
+"""SwiGLU networks as fast weights: gradients in closed form, their state, and the memory FwMLP.
 
 Shapes: B batch, T tokens, M memories (B, or 1 when the batch shares one), P tokens of one chunk in one memory, Din, F,
-Dv widths of input, inner layer and output, with one more column where there are biases: gate and up [M, F, Din (+1)],
-down [M, Dv, F (+1)].
+Dv widths of input, inner layer and output. gate and up are [M, F, Din (+1)], down [M, Dv, F (+1)], with one more
+column if there are biases.
 
     f(x) = W_down (silu(a) * u),    a = W_gate x,  u = W_up x,    with biases: x, and the inner layer, have a last 1
 
@@ -10,50 +10,26 @@ For an error e = dL/df, with s = sigmoid(a) and d = (W_down^T e) without the bia
 
     dL/dW_down = e (silu(a) * u)^T,   dL/dW_up = (d * silu(a)) x^T,   dL/dW_gate = (d * u * (s + silu(a) (1 - s))) x^T
 
-FwMLP (Fast-weight Product Key Memory, arXiv:2601.00671, appendix A; where it is silent, the released program): after a
-chunk every matrix goes one step, of size eta = 0.1, down the mean over the chunk's pairs and the Dv features of
-(f(q_t) - y_t)^2, y_t = (v_t + v_{t+1}) / 2. There is neither a factor 1/2 nor a gate in the loss.
+FwMLP (Fast-weight Product Key Memory, arXiv:2601.00671, appendix A, completed from the released program): after a
+chunk, every matrix takes one gradient step of size eta = 0.1 on the mean of (f(q_t) - y_t)^2 over the chunk's pairs and
+the Dv features, y_t = (v_t + v_{t+1}) / 2. The loss has neither a factor 1/2 nor a gate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ..checks import (
-    ArgumentError,
-    choice,
-    flags,
-    floating,
-    instance,
-    number,
-    refuse,
-    require,
-    shape,
-    tensor,
-    token_mask,
-)
+from ..checks import ArgumentError, choice, flags, floating, instance, number, refuse, require, shape, tensor
 from ..precision import full_precision
-from .chunk_stream import (
-    ChunkState,
-    Streams,
-    Tensors,
-    check_chunk,
-    check_held,
-    check_meta_grad,
-    check_segments,
-    finite_tokens,
-    first_in_rows,
-    flushed,
-    hidden_where,
-    run,
-    with_next,
-)
+from ..recurrent.states import require_state
+from .stream import Streams, StreamState, check_chunk, check_meta_grad, check_tokens, flushed, follow
+from .tokens import Tensors, Waiting, finite_tokens, hidden_where, joined, marked
 
 CALL = "fast_weight_mlp"
 NAMES = ("gate", "up", "down")
@@ -61,25 +37,25 @@ TARGETS = {
     "mean": lambda own, following: (own + following) / 2,
     "look-ahead": lambda own, following: following,
 }
-"""Name to what f(q_t) is to be, of the token's own value and the next one's."""
+"""The target of f(q_t) by name, as a function of the token's own value and the next one's."""
 
 
 class SwiGLU(NamedTuple):
-    """The matrices of M networks [M, ...] (or [M, H, ...], of heads), biases as last columns where there are any."""
+    """The matrices of M networks, [M, ...] or, for heads, [M, H, ...]; biases are last columns."""
 
     gate: Tensor
     up: Tensor
     down: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., P, Din] to [..., P, Dv]."""
+        """Return f(x) [..., P, Dv] for x [..., P, Din]."""
         x = widened(x, self.gate)
         inner = silu(x @ self.gate.mT) * (x @ self.up.mT)
         return widened(inner, self.down) @ self.down.mT
 
     def gradients(self, x: Tensor, error: Tensor | Callable[[Tensor], Tensor], rates: SwiGLU | None = None) -> SwiGLU:
-        """Of a loss whose derivative by f(x_t) is `error` [M, P, Dv], or that of f(x); of a matrix, token t counts
-        rates_t [M, P, 1] times."""
+        """Return the gradients of a loss whose derivative by f(x_t) is `error` [M, P, Dv], or a function of f(x). Each
+        matrix weights token t by its rates_t [M, P, 1]."""
         x = widened(x, self.gate)
         a, u = x @ self.gate.mT, x @ self.up.mT
         s = a.sigmoid()
@@ -95,22 +71,25 @@ class SwiGLU(NamedTuple):
 
 
 def widened(x: Tensor, matrix: Tensor) -> Tensor:
-    """x [..., D], with a last 1 where the matrix has a column for a bias."""
+    """Append a 1 to x [..., D] if the matrix has a column for a bias."""
     return x if matrix.shape[-1] == x.shape[-1] else torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
 
 
+N = TypeVar("N", bound="NetworkState")
+
+
 @dataclass(frozen=True, kw_only=True)
-class FastMLPState(ChunkState):
-    """The weights of M networks, and the tokens that they were not yet taught.
+class NetworkState(StreamState):
+    """The state of a memory whose fast weights are SwiGLU networks [M, ...].
 
     Attributes:
-        gate, up, down: [M, F, Din + 1], [M, F, Din + 1], [M, Dv, F + 1], float32 at least.
-        gate_first, up_first, down_first: what they were at first, without M.
-        query, value, finite: [B, P, Din], [B, P, Dv], boolean [B, P], of the tokens that wait.
+        gate, up, down: the weights of the M networks, in float32 or float64.
+        gate_first, up_first, down_first: their first values, without M.
     """
 
     MEMORY: ClassVar = {name: f"{name}_first" for name in NAMES}
-    WAITING: ClassVar = ("query", "value", "finite")
+    WAITING: ClassVar[tuple[str, ...]] = ()
+    """Fields of the waiting tokens."""
 
     gate: Tensor
     up: Tensor
@@ -118,46 +97,109 @@ class FastMLPState(ChunkState):
     gate_first: Tensor
     up_first: Tensor
     down_first: Tensor
-    query: Tensor
-    value: Tensor
-    finite: Tensor
 
     @property
     def network(self) -> SwiGLU:
         """The M networks."""
         return SwiGLU(self.gate, self.up, self.down)
 
+    def to_tensors(self) -> Tensors:
+        """Return name to tensor, contiguous, for safetensors; `from_tensors` restores the state."""
+        none = self.gate.new_zeros(len(self.writes), 0)
+        held = dict.fromkeys(self.WAITING, none) | {"good": none.bool()}
+        held |= marked(self.waiting.tokens()) if self.waiting.pieces else {}
+        held["valid"] = held["finite"] = held.pop("good")
+        plain = {name: torch.tensor(getattr(self, name)) for name in ("waits", "writes", "shared")}
+        return {**super().to_tensors(), **{name: x.contiguous() for name, x in held.items()}, **plain}
+
     @classmethod
-    def start(cls, weights: SwiGLU, batch: int, value_dim: int, shared: bool) -> FastMLPState:
-        """`batch` rows before their first token; `weights` are without M."""
-        memories = 1 if shared else batch
-        like = weights.gate
-        return cls(
-            **{name: w.expand(memories, -1, -1) for name, w in zip(NAMES, weights, strict=True)},
-            **first_fields(weights),
-            query=like.new_zeros(batch, 0, like.shape[-1] - 1),
-            value=like.new_zeros(batch, 0, value_dim),
-            finite=torch.zeros(batch, 0, dtype=torch.bool, device=like.device),
-            valid=torch.zeros(batch, 0, dtype=torch.bool, device=like.device),
-            waits=(0,) * memories,
-            writes=(0,) * memories,
-            shared=shared,
+    def from_tensors(cls: type[N], tensors: Mapping[str, Tensor]) -> N:
+        """Return the state that `to_tensors` wrote.
+
+        Raises:
+            ArgumentError: a tensor is missing or unknown.
+        """
+        fast = {f.name for f in fields(cls)} - {"waiting"}
+        known = fast | {*cls.WAITING, "valid", "finite", "waits"}
+        require(
+            set(tensors) == known,
+            f"{cls.__name__}.from_tensors",
+            f"got {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(known))}.",
         )
+        counts, writes = (tuple(int(n) for n in tensors[name]) for name in ("waits", "writes"))
+        good = tensors["valid"].bool() & tensors["finite"].bool()
+        piece = {**{name: tensors[name] for name in cls.WAITING}, "good": good}
+        own: dict[str, Any] = {name: tensors[name] for name in fast}
+        own |= {"writes": writes, "shared": bool(tensors["shared"]), "tokens": int(tensors["tokens"])}
+        return cls(**own, waiting=Waiting((piece,) if any(counts) else (), counts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastMLPState(NetworkState):
+    """The weights of M networks, and the tokens that they have not yet learned from.
+
+    Attributes:
+        gate, up, down: [M, F, Din + 1], [M, F, Din + 1], [M, Dv, F + 1].
+        waiting: tokens with fields query [B, P, Din] and value [B, P, Dv].
+    """
+
+    WAITING: ClassVar = ("query", "value")
+
+    @classmethod
+    def start(cls, weights: SwiGLU, batch: int, shared: bool) -> FastMLPState:
+        """Return the state of `batch` rows before their first token; `weights` are without M."""
+        memories = 1 if shared else batch
+        own = {name: w.expand(memories, -1, -1) for name, w in zip(NAMES, weights, strict=True)}
+        none = (0,) * memories
+        return cls(**own, **first_fields(weights), waiting=Waiting((), none), writes=none, shared=shared)
+
+
+def fit(call: str, state: Any, empty: NetworkState, rows: int, sizes: dict[str, tuple[int, ...]]) -> None:
+    """Check that `state` is of the same kind and sizes as `empty`, for so many rows, and that its waiting tokens have
+    these sizes beyond the first two axes.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    kind = type(empty)
+    if not isinstance(state, kind):
+        raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a {kind.__name__} or None.")
+    require(state.shared == empty.shared, call, f"state has shared={state.shared}, but this call {empty.shared}.")
+    waiting = state.waiting.tokens()
+    held = next((len(x) for x in waiting.values()), rows if state.shared else len(state.writes))
+    require(
+        held == rows and len(state.waits) == len(state.writes) == len(empty.writes),
+        call,
+        f"state is of {held} rows{' that share a memory' if state.shared else ''}, but {rows} are given now; select or "
+        f"repeat its rows, or begin with state=None.",
+    )
+    require_state(call, state, kind, {name: tuple(x.shape) for name, x in empty.memory.items()}, empty.gate)
+    for name, size in sizes.items() if waiting else ():
+        if waiting[name].shape[2:] != size:
+            raise ArgumentError(
+                f"{call}: state holds {name} {shape(waiting[name])}, but these tensors need [..., "
+                f"{', '.join(map(str, size))}]; give each layer its own state."
+            )
 
 
 def first_fields(weights: SwiGLU) -> Tensors:
-    """The fields of a state that hold the first weights."""
+    """Return the fields of a state that hold the first weights."""
     return {f"{name}_first": w for name, w in zip(NAMES, weights, strict=True)}
 
 
 class FastMLPRule(NamedTuple):
-    """How the networks learn: the size of the step, and the target, a name in `TARGETS`."""
+    """How the networks read and learn.
+
+    Attributes:
+        learning_rate: the size of the step.
+        target: a name in `TARGETS`.
+    """
 
     learning_rate: float = 0.1
     target: str = "mean"
 
     def check(self, call: str) -> FastMLPRule:
-        """The rule itself.
+        """Return the rule.
 
         Raises:
             ArgumentError: a negative rate, or an unknown target.
@@ -166,11 +208,19 @@ class FastMLPRule(NamedTuple):
         choice(call, "target", self.target, TARGETS)
         return self
 
-    def write(self, state: FastMLPState, following: Tensors, valid: Tensor) -> Tensors:
-        """One step on what waits. A token is taught with the next one of its row that is there and finite, in its
-        chunk or just after; the last one, where there is none, teaches nothing."""
-        tokens, there = with_next(state, following, valid)
-        tokens, there = first_in_rows(tokens, there & tokens["finite"])
+    def read(self, state: FastMLPState, tokens: Tensors, keep: bool) -> tuple[Tensor, Tensors]:
+        """Return f(q) of the tokens, [B, w, Dv], and the tokens."""
+        query = tokens["query"]
+        found = state.network(folded(query, len(state.writes)))
+        return found.reshape(*query.shape[:2], found.shape[-1]), tokens
+
+    def write(self, state: FastMLPState, tokens: Tensors, following: Tensors | None) -> Tensors:
+        """Take one step. The target of a token comes from the next good token of its row, in its chunk or just after
+        it; a token without such a successor is not learned from."""
+        tokens = marked(tokens)
+        following = {n: torch.zeros_like(x[:, :1]) for n, x in tokens.items()} if following is None else following
+        tokens = good_first(joined((tokens, following)))
+        there = tokens["good"]
         pairs = (there[:, :-1] & there[:, 1:])[..., None]
         query, own, after = tokens["query"][:, :-1], tokens["value"][:, :-1], tokens["value"][:, 1:]
         memories = len(state.writes)
@@ -180,16 +230,19 @@ class FastMLPRule(NamedTuple):
         return {n: w - self.learning_rate * g for n, w, g in zip(NAMES, state.network, steps, strict=True)}
 
 
+def good_first(tokens: Tensors) -> Tensors:
+    """Move the good tokens of every row to its left, in their order."""
+    there = tokens["good"]
+    if there.all():
+        return tokens
+    order = torch.argsort(~there, dim=1, stable=True)
+    rows = torch.arange(len(order), device=order.device)[:, None]
+    return {name: x[rows, order] for name, x in tokens.items()}
+
+
 def folded(x: Tensor, memories: int) -> Tensor:
-    """[B, P, ...] to [M, B P / M, ...]: the rows that share a memory side by side."""
+    """Reshape [B, P, ...] to [M, B P / M, ...], so that rows that share a memory stand side by side."""
     return x.reshape(memories, len(x) // max(memories, 1) * x.shape[1], *x.shape[2:])
-
-
-def read(state: FastMLPState, piece: Mapping[str, Tensor]) -> Tensor:
-    """f(q) of the tokens of a round, [B, w, Dv]."""
-    query = piece["query"]
-    found = state.network(folded(query, len(state.writes)))
-    return found.reshape(*query.shape[:2], found.shape[-1])
 
 
 def fast_weight_mlp(
@@ -207,74 +260,66 @@ def fast_weight_mlp(
     frozen: bool = False,
     meta_grad: bool | int = True,
 ) -> tuple[Tensor, FastMLPState]:
-    """Read a SwiGLU network at every query, and teach it the values of the tokens, chunk by chunk.
+    """Read a SwiGLU network at every query, and train it on the values of the tokens, chunk by chunk.
 
-    All tokens of a chunk read the network as it was at the chunk's start. A full chunk is taught when the next token
-    arrives, before that token reads, since it is the target of the chunk's last pair: so the answer does not depend on
-    how a stream is cut into calls, and no token is learned before it is there.
+    When chunks are read and written is described in `memory.stream`.
 
     Args:
         query: [B, T, Din].
         value: [B, T, Dv].
-        weights: gate [F, Din + 1], up [F, Din + 1], down [Dv, F + 1], biases last, with which every sequence or
-            document begins that begins in this call.
+        weights: gate [F, Din + 1], up [F, Din + 1], down [Dv, F + 1], biases last: the first weights of
+            every sequence or document that begins in this call.
         chunk_size: tokens between two writes, >= 2; it may change from call to call.
         learning_rate: eta >= 0.
         target: "mean", (v_t + v_{t+1}) / 2, or "look-ahead", v_{t+1}.
-        shared: one network for the whole batch, whose clock counts columns in which any row has a token. Otherwise a
-            network per sequence.
-        state: what an earlier call left; None at the beginning.
-        mask: boolean [B, T], true where a token is real. Others read 0, teach nothing and do not count: the answer is
-            as if they were not there. A token that is not finite reads 0 and teaches nothing either, but keeps its
-            place in its chunk; the one before it is taught with the one after it.
-        segment_ids: integers [B or 1, T]: a change begins a new document, with a network as at first. The first
-            document of a row goes on from `state`, the last one leaves it.
-        frozen: read only; the state given comes back.
-        meta_grad: True: gradients flow through all writes; False: through none, so that a chunk's outputs depend on no
-            earlier chunk; m: through at most m - 1 writes, being cut after every m-th.
+        shared: one network for the whole batch; a chunk counts the columns in which any row has a token. Otherwise each
+            sequence has its own.
+        state: returned by the previous call; None at the beginning.
+        mask: boolean [B, T], true where a token is real. Padding reads 0 and is otherwise as if removed. A token that
+            is not finite reads 0 and is not learned from, but keeps its place in its chunk; the token before it is
+            paired with the one after it.
+        segment_ids: integers [B or 1, T]: a change begins a new document with the first weights. The first document of
+            a row continues from `state`, the last one leaves it.
+        frozen: read only, and return the given state.
+        meta_grad: True: gradients flow through all writes; False: through none; m: cut after every m-th write.
 
     Returns:
-        (what was read [B, T, Dv] in the dtype of `query`, the state after).
+        (what was read [B, T, Dv] in the dtype of `query`, the state after the call).
 
     Raises:
         ArgumentError: shapes, dtypes or numbers that do not fit; a state of another shape.
 
-    Precision: float32 (float64 for float64). Cost: 6 F (Din + Dv) or so multiplications a token to read, twice that to
-    write; with gradients a copy of the three matrices for each memory and chunk is kept.
+    Precision: float32 (float64 for float64). Cost: about 6 F (Din + Dv) multiplications per token to read, twice that
+    to write; with gradients, a copy of the three matrices is kept for each memory and chunk.
     """
     flags(CALL, shared=shared, frozen=frozen)
     rule = FastMLPRule(learning_rate, target).check(CALL)
-    mask, start = _check(query, value, weights, mask, segment_ids, shared)
+    start = _check(query, value, weights, mask, segment_ids, shared)
     detach_every = check_meta_grad(CALL, meta_grad)
     chunk_size = check_chunk(CALL, chunk_size, 2)
-    (batch, tokens), dtype = query.shape[:2], start.gate.dtype
-    sizes = {name: tuple(w.shape) for name, w in zip(NAMES, start, strict=True)}
+    empty = FastMLPState.start(start, len(query), shared)
     if state is not None:
-        _check_state(state, sizes, query, value, dtype, shared)
-    streams = Streams.of(mask, segment_ids, shared)
+        fit(CALL, state, empty, len(query), {"query": query.shape[2:], "value": value.shape[2:]})
+    streams = Streams.of(query, mask, segment_ids, shared)
     with full_precision(query.device.type):
-        new, finite = finite_tokens({"query": query.to(dtype), "value": value.to(dtype)})
-        new = {name: streams.cut(x) for name, x in {**new, "finite": finite}.items()}
-        now = FastMLPState.start(start, len(streams.valid), value.shape[2], shared) if state is None else state
-        now = now if state is None else streams.begin(state, first_fields(start))
-        if frozen:
-            after, out = state, read(now, new)
-            after = FastMLPState.start(start, batch, value.shape[2], shared) if after is None else after
+        new = finite_tokens({name: x.to(start.gate.dtype) for name, x in (("query", query), ("value", value))})
+        if state is None:
+            state, begun = empty, FastMLPState.start(start, len(streams.counts), shared)
         else:
-            out, now = run(now, new, streams, chunk_size, read=read, write=rule.write, detach_every=detach_every)
-            after = replace(streams.end(now), tokens=(0 if state is None else state.tokens) + tokens)
-    return hidden_where(~finite, streams.join(out, batch, tokens)).to(query.dtype), after
+            begun = streams.begin(state, first_fields(start))
+        out, after = follow(rule, state, begun, new, streams, chunk_size, detach_every, frozen)
+    return (hidden_where(~new["good"], out) if "good" in new else out).to(query.dtype), after
 
 
 def flush(state: FastMLPState, *, learning_rate: float = 0.1, target: str = "mean") -> FastMLPState:
-    """The state after what waits was taught, as far as its targets are there; then nothing waits."""
+    """Return the state after all waiting tokens were learned from whose targets have arrived; then none waits."""
     call = f"{CALL}.flush"
     instance(call, "state", state, FastMLPState, "a FastMLPState")
-    return flushed(state, FastMLPRule(learning_rate, target).check(call).write)
+    return flushed(FastMLPRule(learning_rate, target).check(call), state)
 
 
-def _check(query: Any, value: Any, weights: Any, mask: Any, segment_ids: Any, shared: bool) -> tuple[Tensor, SwiGLU]:
-    """Which tokens are real, boolean [B, T], and the first weights in the computing dtype."""
+def _check(query: Any, value: Any, weights: Any, mask: Any, segment_ids: Any, shared: bool) -> SwiGLU:
+    """Return the first weights in the dtype of the computation."""
     for name, x in (("query", query), ("value", value)):
         floating(CALL, name, x)
         tensor(CALL, name, x, like=query)
@@ -282,24 +327,15 @@ def _check(query: Any, value: Any, weights: Any, mask: Any, segment_ids: Any, sh
             raise ArgumentError(
                 f"{CALL}: {name} has shape {shape(x)}, expected query [B, T, Din] and value [B, T, Dv] with T >= 1."
             )
-    check_held(CALL, "query", query)
-    batch, tokens, _ = query.shape
-    token_mask(CALL, "mask", mask, batch, tokens, like=query)
-    if mask is None:
-        mask = torch.ones(batch, tokens, dtype=torch.bool, device=query.device)
-    check_segments(CALL, segment_ids, batch, tokens, shared, query.device)
-    gate, up, down = three_matrices(CALL, weights, query)
-    wide = gate.shape[0]
-    for name, w, size in (
-        ("gate", gate, (wide, query.shape[2] + 1)),
-        ("up", up, (wide, query.shape[2] + 1)),
-        ("down", down, (value.shape[2], wide + 1)),
-    ):
+    check_tokens(CALL, query, mask, segment_ids, shared)
+    network = three_matrices(CALL, weights, query)
+    wide = network.gate.shape[0]
+    sizes = ((wide, query.shape[2] + 1), (wide, query.shape[2] + 1), (value.shape[2], wide + 1))
+    for name, w, size in zip(NAMES, network, sizes, strict=True):
         if w.shape != size:
             given = f"for query {shape(query)} and value {shape(value)}, biases last"
             raise ArgumentError(f"{CALL}: weights {name} are {shape(w)}, expected {list(size)} {given}.")
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    return mask, SwiGLU(gate.to(dtype), up.to(dtype), down.to(dtype))
+    return SwiGLU(*(w.to(torch.promote_types(query.dtype, torch.float32)) for w in network))
 
 
 def three_matrices(call: str, weights: Any, query: Tensor) -> SwiGLU:
@@ -310,14 +346,3 @@ def three_matrices(call: str, weights: Any, query: Tensor) -> SwiGLU:
         tensor(call, f"weights {name}", w, like=query)
         require(w.dim() >= 2, call, f"weights {name} have shape {shape(w)}, expected a matrix.")
     return SwiGLU(*weights)
-
-
-def _check_state(
-    state: Any, sizes: dict[str, tuple[int, ...]], query: Tensor, value: Tensor, dtype: torch.dtype, shared: bool
-) -> None:
-    """`state` is one for these tensors."""
-    if not isinstance(state, FastMLPState):
-        raise ArgumentError(f"{CALL}: state is a {type(state).__name__}, expected a FastMLPState or None.")
-    require(state.shared == shared, CALL, f"state has shared={state.shared}, but this call shared={shared}.")
-    like = query.new_empty(query.shape[0], 0, dtype=dtype)
-    state.fit(CALL, FastMLPState, {**sizes, "query": query.shape[2:], "value": value.shape[2:]}, like)

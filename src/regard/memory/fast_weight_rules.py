@@ -1,14 +1,14 @@
-"""How a memory of fast weights is written: by how much every token of a chunk moves the slots that it read, and how the
-sub-keys move (sections 3.2 and 3.3 of the fast-weight product-key-memory paper).
+"""How a chunk is written into a fast-weight product-key memory: how far each token moves the slots that it read, and
+how the sub-keys move (sections 3.2 and 3.3 of the paper).
 
-With w the weights with which token t read its slots, e_t = v^_t - v_t+1 its error, g_t its gate and N_i how often slot
-i was read in the chunk,
+Let w be the weights with which token t read its slots, e_t = v^_t - v_t+1 its error, g_t its gate, and N_i the number
+of times that slot i was read in the chunk:
 
     V_i <- V_i - (1 / N_i) sum over t, j with slot_tj = i of share_tj e_t,       share_tj = rate g_t w_tj step_t,
 
-and the registry `step_rules` holds what step_t is. Sub-keys climb the entropy of the marginal p- of each set over the
-chunk: rate * address_weight times the gradient of -sum_i p-_i log(p-_i + 1e-8) (equation 38 with its sign mended). With
-several heads the released program takes one marginal for the halves of all heads together.
+and the registry `step_rules` defines step_t. Sub-keys take a step of rate * address_weight up the gradient of the
+entropy -sum_i p-_i log(p-_i + 1e-8), p- the marginal use of each set of sub-keys over the chunk (equation 38, sign
+corrected). With several heads the released program uses one marginal for all heads.
 
 Legend: M memories, P tokens of one write, H heads, n sub-keys of a half, k slots a head, d = Dk / 2, Dv of a value; G
 sets of sub-keys, M * H * 2.
@@ -34,21 +34,21 @@ KeyUpdate = Literal["entropy", "pooled-entropy", "mse", "none"]
 FLOOR = 1e-8
 """Added to a probability under the logarithm, as the released program does."""
 BLOCK = 4096
-"""Tokens of a memory that are taken at once where every one needs n or K Dv numbers."""
+"""Tokens of a memory that are handled at once if each needs n or K Dv numbers."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """The tokens of one write. Entries of tokens that are not counted are finite and mean nothing.
+    """The tokens of one write. Entries of tokens that are not counted are finite and unused.
 
     Attributes:
         slots, weights: [M, P, H, k], what was read.
         errors: [M, P, Dv], v^ - target; 0 where nothing is written.
         gate: [M, P], or None for 1.
-        counted: bool [M, P], tokens that read.
-        written: bool [M, P], those of them that have a target.
-        query: [M, P, H, Dk], halves: int64 [M, P, H, 2, k], half_scores: [M, P, H, 2, k], scores: [M, P, H, k]: where
-            the keys' update needs them, else None.
+        counted: boolean [M, P], tokens that read.
+        written: boolean [M, P], those of them that have a target.
+        query: [M, P, H, Dk], halves: int64 [M, P, H, 2, k], half_scores: [M, P, H, 2, k], scores: [M, P, H, k]: None if
+            the keys' update does not need them.
     """
 
     slots: Tensor
@@ -63,22 +63,22 @@ class Written:
     scores: Tensor | None = None
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Written:
-        """The same with `fn` applied to every tensor."""
+        """Apply `fn` to every tensor."""
         return Written(**{f.name: None if (x := getattr(self, f.name)) is None else fn(x) for f in fields(self)})
 
 
 StepRule = Callable[[Written], Tensor | float]
-"""step_t [M, P] of the tokens of one write, or one number."""
+"""Return step_t [M, P] for the tokens of one write, or one number."""
 step_rules: Registry[StepRule] = Registry("step rule", "regard.step_rules")
 
 
 @step_rules.register("normalized")
 def normalized(tokens: Written) -> Tensor:
-    """1 / S: one write makes the reading of a single pair exact, whatever its weights, and the same chunk written again
-    and again never drives its errors up.
+    """Return 1 / S: one write makes a single pair exact, whatever its weights, and writing the same chunk again never
+    increases its errors.
 
-    S = sum over the token's slots of W^2 / m, W the weight that all heads together give the slot and m in how many of
-    its entries it stands (1 but where heads meet): the share of the step that the token itself sees.
+    S, the share of the step that the token itself sees, is the sum over its slots of W^2 / m: W is the weight that all
+    heads together give the slot, m the number of heads that selected it.
     """
     weights, slots = tokens.weights.flatten(-2), tokens.slots.flatten(-2)
     if tokens.slots.shape[-2] == 1:
@@ -90,14 +90,14 @@ def normalized(tokens: Written) -> Tensor:
 
 @step_rules.register("paper")
 def paper(tokens: Written) -> float:
-    """1: equations 35 and 36 as they stand."""
+    """Return 1: equations 35 and 36."""
     return 1.0
 
 
 @step_rules.register("reference", "program")
 def reference(tokens: Written) -> Tensor:
-    """k H C / pairs: what the released program does, which diverges where g k H S exceeds 2, as for a query that sits
-    on a key. C are the tokens that were read, pairs those with a target."""
+    """Return k H C / pairs, as the released program does, with C the number of tokens read and pairs those with a
+    target. Repeated writes diverge where g k H S exceeds 2, for example for a query that equals a key."""
     heads, k = tokens.slots.shape[-2:]
     pairs = tokens.written.sum(-1, keepdim=True).clamp(min=1)
     return heads * k * tokens.counted.sum(-1, keepdim=True).to(tokens.weights.dtype) / pairs
@@ -108,18 +108,17 @@ class WriteRule:
     """How a chunk is written.
 
     Args:
-        name: what the step is (`step_rules`): "normalized", "paper" or "reference".
+        name: of the step (`step_rules`): "normalized", "paper" or "reference".
         learning_rate: rate, >= 0, of values and keys (1 in the paper).
-        address_weight: factor of the keys' step up the entropy, >= 0: 10 in the paper, 1 in the released program.
-        key_update: "entropy": a marginal for each set of sub-keys, as in the paper; "pooled-entropy": for each half
-            one marginal over all heads, as in the released program (the same with one head); "mse": sub-keys go down
-            the mean of g_t e_t^2 / 2 over the chunk's pairs and the Dv features, by the rate, through weights and
-            scores (the paper's ablation without addressing loss; scaled as in the released program, where only values
-            have a sum over the chunk, k H and 1 / N_i); or "none".
-        look_ahead: the target of a token is the value of the next one, otherwise its own.
-        border: the last token of a chunk is bound to the first of the next one, otherwise to nothing (the released
-            program while it trains).
-        gate_loss: gates weigh the errors.
+        address_weight: factor of the keys' entropy step, >= 0: 10 in the paper, 1 in the released program.
+        key_update: "entropy": one marginal for each set of sub-keys, as in the paper; "pooled-entropy": one marginal
+            over all heads for each half, as in the released program (the same with one head); "mse": a gradient step
+            of size rate on the mean of g_t e_t^2 / 2 over the chunk's pairs and the Dv features, through weights and
+            scores (the paper's ablation without addressing loss, scaled as in the released program); or "none".
+        look_ahead: the target of a token is the value of the next token, otherwise its own.
+        border: the target of a chunk's last token is the first token of the next chunk; otherwise it has none (the
+            released program in training).
+        gate_loss: gates weight the errors.
 
     The paper is WriteRule("paper", address_weight=10), the released program WriteRule("reference", address_weight=1,
     border=False, key_update="pooled-entropy").
@@ -145,7 +144,7 @@ class WriteRule:
 
     @classmethod
     def of(cls, rule: str | WriteRule) -> WriteRule:
-        """`rule` itself, or the one of that name.
+        """Return `rule` itself, or the rule of that name.
 
         Raises:
             ArgumentError: neither.
@@ -155,17 +154,17 @@ class WriteRule:
         return cls(instance(CALL, "rule", rule, str, "a WriteRule or its name"))
 
     def steps(self, tokens: Written) -> Tensor:
-        """rate g_t step_t [M, P], 0 where nothing is written."""
+        """Return rate g_t step_t [M, P], 0 where nothing is written."""
         step = self.learning_rate * step_rules.get(self.name)(tokens)
         if tokens.gate is not None and self.gate_loss:
             step = step * tokens.gate
         return torch.where(tokens.written, step, tokens.errors.new_zeros(()))
 
     def moved_keys(self, keys: Tensor, values: SlotValues, tokens: Written, kind: SlotScore, spec: Spec) -> Tensor:
-        """The sub-keys [M, H, 2, n, d] after a write.
+        """Return the sub-keys [M, H, 2, n, d] after a write.
 
         Args:
-            keys, values: with which the tokens were read.
+            keys, values: that the tokens were read with.
             kind, spec: the score of a half, and the weights of the slots.
         """
         if self.key_update == "none":
@@ -194,12 +193,12 @@ class WriteRule:
 
 
 def _sets(x: Tensor) -> Tensor:
-    """[M, P, H, 2, ...] as [G, P, ...]."""
+    """Reshape [M, P, H, 2, ...] to [G, P, ...]."""
     return by_set(x, shared=False)[0]
 
 
 def _by_token(x: Tensor, sets: int) -> Tensor:
-    """[M, P] as [G, P]."""
+    """Repeat [M, P] to [G, P]."""
     return x.repeat_interleave(sets // len(x), 0)
 
 
@@ -219,7 +218,7 @@ def _entropy_gradient(scores: Tensor, index: Tensor, counted: Tensor, n: int, po
 
 
 def _error_gradient(tokens: Written, gated: bool, values: SlotValues, n: int, spec: Spec) -> Tensor:
-    """d/dhalf_scores [M, P, H, 2, k] of the mean of g_t e_t^2 / 2 over the pairs and features."""
+    """Return d/dhalf_scores [M, P, H, 2, k] of the mean of g_t e_t^2 / 2 over the pairs and features."""
     assert tokens.scores is not None
     assert tokens.halves is not None
     pairs = tokens.written.sum(-1, keepdim=True).clamp(min=1)

@@ -1,9 +1,8 @@
-"""Product-key memory whose sub-keys and values are fast weights: read and written chunk by chunk along a stream
-(section 3 of the fast-weight product-key-memory paper).
+"""Product-key memory whose sub-keys and values are fast weights, written while it is read (section 3 of the fast-weight
+product-key-memory paper).
 
-All tokens of a chunk read the memory as it is at the chunk's start (`product_key`). When the next token is there, and
-before it is read, the chunk is written (`fast_weight_rules`): what each token read is moved towards the value of the
-token after it. So what comes out depends on the stream alone, not on the calls that brought it.
+Tokens read slots as in `product_key`. After each chunk, what a token read is moved towards the value of the token after
+it (`fast_weight_rules`). When chunks are read and written is described in `stream`.
 
 Legend: B batch, T tokens, H heads, n sub-keys of a half, N = n^2 slots, k slots a head, K = H k, Dk width of a query
 (two halves), Dv of a value.
@@ -18,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, flags, floating, instance, refuse, require, shape, tensor, token_mask, within
+from ..checks import ArgumentError, flags, floating, instance, refuse, require, shape, tensor, within
 from ..grammar import Spec
-from ..precision import clean, either, full_precision
-from .chunk_stream import Streams, check_chunk, check_held, check_meta_grad, check_segments
+from ..precision import full_precision
 from .fast_weight_rules import WriteRule
 from .fast_weight_state import FastWeightState, check_state
-from .fast_weight_stream import How, Memory, Rounds, WriteObserver, run
 from .product_key import check_eps, require_top_k, slot_scores, weights_spec
-from .stores.slot_values import SlotValues, preferred, slot_values
+from .slot_memory import Rounds, SlotMemory, WriteObserver
+from .stores.slot_values import preferred, slot_values
+from .stream import Streams, check_chunk, check_meta_grad, check_tokens, flushed, follow
+from .tokens import finite_tokens
 
 __all__ = ["FastWeightState", "WriteObserver", "WriteRule", "fast_weight_memory", "flush"]
 
@@ -58,82 +58,79 @@ def fast_weight_memory(
     observer: WriteObserver | None = None,
     sync: str | None = None,
 ) -> tuple[Tensor, FastWeightState]:
-    """What a memory that is written while it is read gives for every token, and its state to go on from.
+    """Read a product-key memory for every token, and write it chunk by chunk.
 
-    Any way of cutting a stream into calls gives the same, token by token included. Nothing is mutated.
+    The result does not depend on how a stream is cut into calls. Nothing is changed in place.
 
     Args:
         query: [B, T, H, Dk].
         value: [B, T, Dv]; that of a token is the target of the one before it.
-        gate: [B, T], the weight of a token's error, and of what it reads where that is mixed; None for 1.
-        keys: [H, 2, n, Dk/2], with which every memory begins that begins in this call.
-        values: [N, Dv], likewise; with a state, those that it began with (the same tensor, as a rule).
+        gate: [B, T], the weight of a token's error and, with `mix`, of what it reads; None for 1.
+        keys: [H, 2, n, Dk/2], the first sub-keys of every memory that begins in this call.
+        values: [N, Dv], the first values likewise; with a state, those that it began with (usually the same tensor).
         rule: how a chunk is written, or the name of its step: "normalized", "paper", "reference".
         top_k: k, from 1 to n.
-        chunk_size: tokens between two writes, >= 2 (>= 1 where a token's target is its own value). It may change from
-            call to call; what waits is written when it makes a chunk.
-        spec: weighs the K selected slots of a token, all heads together (`product_key.slot_weights`).
+        chunk_size: tokens between two writes, >= 2 (>= 1 if a token's target is its own value). It may change from
+            call to call.
+        spec: of the weights of a token's K selected slots, all heads together (`product_key.slot_weights`).
         score: of the halves, "idw" or "dot"; eps, > 0, is added to squared distances.
-        shared: one memory for the batch, whose rows are written together; a chunk is counted in columns with a real
-            token in any row. Otherwise every row has its own.
-        state: what the call before left; None at the beginning.
-        mask: boolean [B, T], true where a token is real. Padding is as if it were removed.
-        segment_ids: integers [B or 1, T]: where they change between real tokens, a new document begins, with a memory
-            of its own as at the beginning. The first goes on from `state`, the last one leaves the state.
-        frozen: only read; the state comes back as it was.
-        mix: return g v^ + (1 - g) v (equation 24), without gates v^ + v, in the place of v^.
-        meta_grad: gradients flow through the writes: True, False, or through at most m - 1, being cut after every m-th
-            of a memory.
-        storage: in which values that were written are stored, None for the dtype of `values`.
-        impl: how values are stored at the start of a stream: "reference" (whole tables), "sparse" (what was written),
-            "triton" (whole tables written in place, with kernels that search, read, write and move keys, on CUDA
-            devices), or "auto" for the last on CUDA devices where kernels do what is asked, else the sparse form.
-        observer: who is told of every read and write.
-        sync: "all_gather" makes the processes of torch.distributed write the tokens of all into every one's shared
-            memory, as one process with the whole batch would; all must give equal shapes. Gradients stay in their own.
+        shared: one memory for the whole batch; a chunk counts the columns in which any row has a token. Otherwise each
+            sequence has its own.
+        state: returned by the previous call; None at the beginning.
+        mask: boolean [B, T], true where a token is real. Padding reads 0 and is otherwise as if removed.
+        segment_ids: integers [B or 1, T]: a change between real tokens begins a new document with the first keys and
+            values. The first document of a row continues from `state`, the last one leaves it.
+        frozen: read only, and return the given state.
+        mix: return g v^ + (1 - g) v (equation 24), or v^ + v without gates, instead of v^.
+        meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
+        storage: dtype of written values; None for that of `values`.
+        impl: how a new stream stores values: "reference" (whole tables), "sparse" (only written rows), "triton" (CUDA
+            devices: whole tables written in place, by kernels that also search, read and move keys), or "auto" (triton
+            where its kernels can do what is asked, otherwise sparse).
+        observer: an object that is told of every read and write.
+        sync: "all_gather": every process of torch.distributed writes the tokens of all processes into its shared
+            memory, as one process with the whole batch would. All must give equal shapes; gradients stay within a
+            process.
 
     Returns:
-        (what was read, v^ [B, T, Dv] in the dtype of `value`, or its mix; the state). A token with a query, value or
-        gate that is not finite keeps its place in the chunk but reads 0, and 0 comes out for it, is nobody's target,
-        and is neither written nor counted; so does a masked one, which keeps no place either.
+        (what was read, v^ [B, T, Dv] in the dtype of `value`, or its mix; the state after the call). A token with a
+        non-finite query, value or gate keeps its place in the chunk, but its output is 0, and it is neither written,
+        nor a target, nor counted.
 
     Raises:
         ArgumentError: shapes or dtypes that do not fit, numbers out of range, or a state of another memory.
 
-    Precision: float32 at least, whatever the inputs and autocast. Derivatives by query, value, gate, keys and values;
-    to any order with impl="reference".
-    Cost: per token O(H n Dk) for the search and O(K Dv) for reading and writing. Without mask and segment_ids no device
-    is waited for, but for what the store of the values does (the sparse one counts the rows that it touches).
+    Precision: float32 at least, whatever the inputs and autocast. Differentiable in query, value, gate, keys and
+    values; to any order with impl="reference".
+    Cost per token: O(H n Dk) for the search and O(K Dv) for reading and writing. Without mask and segment_ids, only the
+    sparse store waits for the device (it counts the rows that it touches).
     """
     flags(CALL, shared=shared, frozen=frozen, mix=mix)
-    how = replace(_how(CALL, rule, top_k, spec, score, eps, meta_grad, observer, sync, shared), mix=mix)
-    chunk = check_chunk(CALL, chunk_size, 2 if how.rule.look_ahead else 1)
-    _check_tensors(query, value, gate, keys, values, mask, top_k)
-    check_held(CALL, "query", query)
-    batch, tokens = query.shape[:2]
-    check_segments(CALL, segment_ids, batch, tokens, shared, query.device)
+    memory = replace(_memory(CALL, rule, top_k, spec, score, eps, observer, sync, shared), mix=mix)
+    chunk = check_chunk(CALL, chunk_size, 2 if memory.rule.look_ahead else 1)
+    detach_every = check_meta_grad(CALL, meta_grad)
+    _check_tensors(query, value, gate, keys, values, top_k)
+    check_tokens(CALL, query, mask, segment_ids, shared, exports=True)
     check_storage(CALL, storage)
+    batch, tokens = query.shape[:2]
     if state is None:
         start = keys.to(torch.promote_types(query.dtype, keys.dtype))
-        impl = _store(impl, values, storage, query, keys, top_k, how.kind)
+        impl = _store(impl, values, storage, query, keys, top_k, memory.kind)
         state = FastWeightState.empty(start, values, batch, shared=shared, storage=storage, impl=impl)
     else:
         state = check_state(CALL, state, keys, values, batch, shared, top_k)
+    streams = Streams.of(query, mask, segment_ids, shared)
+    if streams.row:
+        memory = replace(memory, row=torch.tensor(streams.row, device=query.device))
     with full_precision(query.device.type):
-        new = _finite_tokens(query.to(state.keys.dtype), value, gate, state.values)
-        if mask is None and segment_ids is None:
-            new["position"] = _positions(state.seen, tokens, query.device)
-            out, after = run(how, new, (tokens,) * len(state.waiting.counts), state, chunk, frozen, None)
-            seen: Sequence[int] = (tokens,) * batch
-        else:
-            mask = query.new_ones(batch, tokens, dtype=torch.bool) if mask is None else mask
-            streams = Streams.of(mask, segment_ids, shared)
-            out, after = _packed(how, new, streams, mask, state, keys.to(state.keys.dtype), chunk, frozen)
-            seen = mask.sum(1).tolist()
+        new = _finite(query.to(state.keys.dtype), value, gate, state)
+        new["position"] = _positions(state.seen, mask if streams.valid is not None else None, tokens, query.device)
+        begun = streams.begin(state, {"initial_keys": keys.to(state.keys.dtype)})
+        out, after = follow(memory, state, begun, new, streams, chunk, detach_every, frozen)
     if not frozen:
-        total = tuple(a + b for a, b in zip(state.seen, seen, strict=True))
-        state = replace(after, seen=total, tokens=state.tokens + tokens)
-    return out.to(value.dtype), state
+        seen = [tokens] * batch if mask is None else mask.sum(1).tolist()
+        after = replace(after, seen=tuple(a + b for a, b in zip(state.seen, seen, strict=True)))
+    return out.to(value.dtype), after
 
 
 def check_storage(call: str, storage: Any) -> None:
@@ -144,7 +141,7 @@ def check_storage(call: str, storage: Any) -> None:
 
 
 def _store(impl: str, values: Tensor, *needs: Any) -> str:
-    """The name of the store for `impl`, which can do what is needed."""
+    """Return the name of the store for `impl`, after checking that it can do what is needed."""
     if impl == "auto":
         return preferred(values, *needs)
     refuses = getattr(slot_values.given(CALL, "impl", impl), "refuses", None)
@@ -164,47 +161,41 @@ def flush(
     sync: str | None = None,
     **others: Any,
 ) -> FastWeightState:
-    """The state in which nothing waits: the chunk ends here. Every waiting token whose target is there is written; the
-    last one of a row, whose target is not, counts as read and is then forgotten.
+    """End the chunk here: write every waiting token whose target has arrived, and drop the last one of each row.
 
     Args:
         state: of `fast_weight_memory`.
-        rule, spec, score, meta_grad, observer, sync: as they are given there.
-        others: the other arguments that are given there; nothing depends on them.
+        rule, spec, score, meta_grad, observer, sync: as given there.
+        others: other arguments given there; not used.
 
     Raises:
         ArgumentError: an unknown name or number, or tokens that were read under another rule.
     """
     call = f"{CALL}.flush"
     instance(call, "state", state, FastWeightState, "a FastWeightState")
-    how = _how(call, rule, 1, spec, score, 1e-3, meta_grad, observer, sync, state.shared)
-    if state.waiting.empty:
-        return state
+    memory = _memory(call, rule, 1, spec, score, 1e-3, observer, sync, state.shared)
+    detach_every = check_meta_grad(call, meta_grad)
     with full_precision(state.keys.device.type):
-        memory = Memory(how, state, None)
-        memory.write([n > 0 for n in state.waiting.counts], None)
-    return memory.state()
+        return flushed(memory, state, detach_every)
 
 
-def _how(
+def _memory(
     call: str,
     rule: WriteRule | str,
     top_k: int,
     spec: str | Spec,
     score: str,
     eps: float,
-    meta_grad: bool | int,
     observer: WriteObserver | None,
     sync: str | None,
     shared: bool,
-) -> How:
+) -> SlotMemory:
     eps = check_eps(call, "eps", eps)
     check_sync(call, sync, shared)
     if observer is not None and not all(callable(getattr(observer, n, None)) for n in ("on_read", "on_write")):
         raise refuse(call, "observer", observer, "an object with on_read and on_write, or None")
     kind, known = slot_scores.given(call, "score", score)(), weights_spec(call, spec)
-    made = within(call, "rule", WriteRule.of, rule)
-    return How(made, top_k, kind, eps, known, check_meta_grad(call, meta_grad), observer, sync)
+    return SlotMemory(within(call, "rule", WriteRule.of, rule), top_k, kind, eps, known, observer, sync)
 
 
 def check_sync(call: str, sync: Any, shared: bool) -> None:
@@ -214,9 +205,7 @@ def check_sync(call: str, sync: Any, shared: bool) -> None:
     require(sync is None or shared, call, "sync='all_gather' is for one memory of all processes; give shared=True.")
 
 
-def _check_tensors(
-    query: Tensor, value: Tensor, gate: Tensor | None, keys: Tensor, values: Tensor, mask: Tensor | None, top_k: int
-) -> None:
+def _check_tensors(query: Tensor, value: Tensor, gate: Tensor | None, keys: Tensor, values: Tensor, top_k: int) -> None:
     floating(CALL, "query", query)
     for name, given in {"value": value, "gate": gate, "keys": keys, "values": values}.items():
         if given is not None or name != "gate":
@@ -236,56 +225,24 @@ def _check_tensors(
         )
     if gate is not None and tuple(gate.shape) != (batch, tokens):
         raise ArgumentError(f"{CALL}: gate is {shape(gate)}, expected [{batch}, {tokens}], as query {shape(query)}.")
-    token_mask(CALL, "mask", mask, batch, tokens, like=query)
     require_top_k(CALL, top_k, keys.shape[2])
 
 
-# What comes in ------------------------------------------------------------------------------------------------
+def _finite(query: Tensor, value: Tensor, gate: Tensor | None, state: FastWeightState) -> dict[str, Tensor]:
+    """Return the fields of the tokens in float32 at least, as `finite_tokens` does, by the store's kernels if it has
+    any."""
+    fields = {"query": query, "value": value} if gate is None else {"query": query, "value": value, "gate": gate}
+    wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in fields.items()}
+    if isinstance(state.values, Rounds) and not torch.compiler.is_compiling():
+        return finite_tokens(wide, state.values.clean)
+    return finite_tokens(wide)
 
 
-def _finite_tokens(query: Tensor, value: Tensor, gate: Tensor | None, values: SlotValues) -> dict[str, Tensor]:
-    """The tokens' tensors [B, T, ...] in float32 at least, 0 at tokens that are not finite, and, where there may be
-    some, `good` [B, T]: which are. Kernels of `values` look for them, where it has any."""
-    wide = {"query": query.flatten(2), "value": value}
-    if gate is not None:
-        wide["gate"] = gate[..., None]
-    bad = None
-    look = values.clean if not torch.compiler.is_compiling() and isinstance(values, Rounds) else clean
-    for name, x in wide.items():
-        wide[name], own = look(x.to(torch.promote_types(x.dtype, torch.float32)))
-        bad = either(bad, own)
-    wide["query"] = wide["query"].view(query.shape)
-    if gate is not None:
-        wide["gate"] = wide["gate"][..., 0]
-    if bad is not None:
-        wide["good"] = ~bad
-    return wide
-
-
-def _positions(seen: Sequence[int], tokens: int, device: torch.device) -> Tensor:
-    """Of every token, how many came before it in its row: [B, T]."""
+def _positions(seen: Sequence[int], mask: Tensor | None, tokens: int, device: torch.device) -> Tensor:
+    """Return for each token the number of real tokens before it in its row, [B, T]."""
+    if mask is not None:
+        return mask.cumsum(1) - 1 + torch.tensor(seen, device=device)[:, None]
     if len(set(seen)) == 1:
         return torch.arange(seen[0], seen[0] + tokens, device=device).expand(len(seen), tokens)
     before = torch.tensor(seen, device=device, dtype=torch.long)
     return before[:, None] + torch.arange(tokens, device=device)
-
-
-def _packed(
-    how: How,
-    new: dict[str, Tensor],
-    streams: Streams,
-    mask: Tensor,
-    state: FastWeightState,
-    first: Tensor,
-    chunk: int,
-    frozen: bool,
-) -> tuple[Tensor, FastWeightState]:
-    """`run` of rows with padding, or with several documents, which begin with the sub-keys `first`."""
-    batch, tokens = mask.shape
-    new["position"] = mask.cumsum(1) - 1 + torch.tensor(state.seen, device=mask.device)[:, None]
-    own = {name: streams.cut(x) for name, x in new.items()}
-    own["good"] = own["good"] & streams.valid if "good" in own else streams.valid
-    rows = torch.tensor(streams.row, device=mask.device) if streams.row else None
-    begun = streams.begin(state, {"initial_keys": first})  # type: ignore[type-var]
-    out, after = run(how, own, streams.counts, begun, chunk, frozen, rows)
-    return streams.join(out, batch, tokens), streams.end(after)  # type: ignore[type-var]

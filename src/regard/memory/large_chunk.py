@@ -1,41 +1,30 @@
-"""Fast weights that are written by large chunks of tokens: the learning half of LaCT (Test-Time Training Done Right,
-Zhang et al. 2025, arXiv:2505.23884; what the paper leaves open as in its released program).
+"""Fast weights that are written by large chunks of tokens: the recurrent half of LaCT (Test-Time Training Done Right,
+Zhang et al. 2025, arXiv:2505.23884, completed from its released program).
 
 Shapes: B batch, T tokens, H fast-weight heads, D channels of a head, F width of the inner layer, R streams, P tokens
 of a chunk. Weights of a head: gate, up [F, D], down [D, F], without biases; f as in `fast_weight_mlp`.
 
-After a chunk, with eta_t three rates of token t (one a matrix) and the loss -v_t^T f(k_t) of every token,
+After a chunk, with three rates eta_t for token t (one per matrix) and the loss -v_t^T f(k_t) of every token,
 
     g = sum_t eta_t d/dW v_t^T f(k_t),      s <- g + m s  (momentum, m the chunk's mean of m_t; else s = g)
-    W <- W + s  (or the orthogonal factor of s, Muon),      then every row of W gets the norm it had at first
+    W <- W + s  (or the orthogonal factor of s, Muon),      then every row of W is scaled to its first norm
 
-All tokens of a chunk read the weights as they were at its start. Each head learns alone.
+Each head learns alone. When chunks are read and written is described in `memory.stream`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, choice, flag, floating, instance, require, shape, tensor, token_mask
+from ..checks import ArgumentError, choice, flag, floating, instance, require, shape, tensor
 from ..precision import full_precision
-from .chunk_stream import (
-    ChunkState,
-    Streams,
-    Tensors,
-    check_chunk,
-    check_held,
-    check_meta_grad,
-    check_segments,
-    finite_tokens,
-    flushed,
-    hidden_where,
-    run,
-)
-from .fast_weight_mlp import NAMES, SwiGLU, first_fields, three_matrices
+from .fast_weight_mlp import NAMES, NetworkState, SwiGLU, first_fields, fit, three_matrices
+from .stream import Streams, check_chunk, check_meta_grad, check_tokens, flushed, follow
+from .tokens import Tensors, Waiting, finite_tokens, hidden_where, marked
 
 CALL = "large_chunk_ttt"
 STEPS = (
@@ -46,7 +35,7 @@ STEPS = (
     (2.8366, -3.0525, 1.2012),
 )
 """Coefficients (a, b, c) of the five odd polynomials a x + b x^3 + c x^5 that `orthogonal` applies to singular values
-(those of the released program): all that begin above 0.005 end between 0.97 and 1.12."""
+(those of the released program). Values above 0.005 end between 0.97 and 1.12."""
 
 
 class Optimizer(NamedTuple):
@@ -62,11 +51,11 @@ OPTIMIZERS = {
     "muon": Optimizer(orthogonal=True),
     "momentum-muon": Optimizer(momentum=True, orthogonal=True),
 }
-"""Name to optimiser: plain gradient, data-dependent momentum, Newton-Schulz of the gradient, and of the momentum."""
+"""Optimisers by name: plain gradient, data-dependent momentum, Newton-Schulz of the gradient, and of the momentum."""
 
 
 def as_optimizer(call: str, name: object) -> Optimizer:
-    """The optimiser of that name.
+    """Return the optimiser of that name.
 
     Raises:
         ArgumentError: there is none.
@@ -75,7 +64,7 @@ def as_optimizer(call: str, name: object) -> Optimizer:
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """About U V^T of x = U S V^T [..., F, D], by five Newton-Schulz steps; 0 for 0."""
+    """Return approximately U V^T for x = U S V^T [..., F, D], by five Newton-Schulz steps; 0 for 0."""
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)
@@ -86,97 +75,64 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """Norms of the rows, [..., F, D] to [..., F, 1]."""
+    """Return the norms of the rows of x [..., F, D], [..., F, 1]."""
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
 def all_norms(weights: SwiGLU) -> Tensor:
-    """Those of all three, one after another: [..., 2 F + D, 1]."""
+    """Return the row norms of all three matrices, one after another: [..., 2 F + D, 1]."""
     return torch.cat([row_norms(w) for w in weights], -2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LargeChunkState(ChunkState):
-    """The fast weights of R sequences, their momentum, and the tokens that they were not yet taught.
+class LargeChunkState(NetworkState):
+    """The fast weights of R sequences, their momentum, and the tokens that they have not yet learned from.
 
     Attributes:
-        gate, up, down: [R, H, F, D], [R, H, F, D], [R, H, D, F], float32 at least.
+        gate, up, down: [R, H, F, D], [R, H, F, D], [R, H, D, F].
         gate_step, up_step, down_step: the last steps s, of those shapes; [R, H, 0, 0] without momentum.
-        norms: of their rows at first, [R, H, 2 F + D, 1], those of gate, up and down after one another.
-        gate_first, up_first, down_first: the weights at first, without R.
-        key, value, rates, share, finite: of the tokens that wait, [R, P, H, D] twice, eta [R, P, H, 3] of gate, up and
-            down, m [R, P, H], boolean [R, P].
+        norms: the first norms of the rows of gate, up and down, one after another, [R, H, 2 F + D, 1].
+        waiting: tokens with fields key and value [R, P, H, D], rates [R, P, H, 3], share [R, P, H].
     """
 
-    MEMORY: ClassVar = {
-        **{n: f"{n}_first" for n in NAMES},
-        **{f"{n}_step": None for n in NAMES},
-        "norms": "norms_first",
-    }
-    WAITING: ClassVar = ("key", "value", "rates", "share", "finite")
+    MEMORY: ClassVar = {**NetworkState.MEMORY, **{f"{n}_step": None for n in NAMES}, "norms": "norms_first"}
+    WAITING: ClassVar = ("key", "value", "rates", "share")
 
-    gate: Tensor
-    up: Tensor
-    down: Tensor
     gate_step: Tensor
     up_step: Tensor
     down_step: Tensor
     norms: Tensor
-    gate_first: Tensor
-    up_first: Tensor
-    down_first: Tensor
-    key: Tensor
-    value: Tensor
-    rates: Tensor
-    share: Tensor
-    finite: Tensor
 
     @classmethod
     def start(cls, weights: SwiGLU, batch: int, momentum: bool) -> LargeChunkState:
-        """`batch` rows before their first token; `weights` are [H, ...]."""
-        like, (heads, _, dim) = weights.gate, weights.gate.shape
-        named = dict(zip(NAMES, weights, strict=True))
-        return cls(
-            **{name: w.expand(batch, -1, -1, -1) for name, w in named.items()},
-            **{
-                f"{n}_step": like.new_zeros(batch, heads, *(w.shape[1:] if momentum else (0, 0)))
-                for n, w in named.items()
-            },
-            norms=all_norms(weights).expand(batch, -1, -1, -1),
-            **first_fields(weights),
-            key=like.new_zeros(batch, 0, heads, dim),
-            value=like.new_zeros(batch, 0, heads, dim),
-            rates=like.new_zeros(batch, 0, heads, 3),
-            share=like.new_zeros(batch, 0, heads),
-            finite=torch.zeros(batch, 0, dtype=torch.bool, device=like.device),
-            valid=torch.zeros(batch, 0, dtype=torch.bool, device=like.device),
-            waits=(0,) * batch,
-            writes=(0,) * batch,
-            shared=False,
-        )
-
-    @property
-    def network(self) -> SwiGLU:
-        """The R H networks."""
-        return SwiGLU(self.gate, self.up, self.down)
+        """Return the state of `batch` rows before their first token; `weights` are [H, ...]."""
+        own, none = {}, (0,) * batch
+        for name, w in zip(NAMES, weights, strict=True):
+            own[name] = w.expand(batch, -1, -1, -1)
+            own[f"{name}_step"] = w.new_zeros(batch, len(w), *(w.shape[1:] if momentum else (0, 0)))
+        own["norms"] = all_norms(weights).expand(batch, -1, -1, -1)
+        return cls(**own, **first_fields(weights), waiting=Waiting((), none), writes=none)
 
     @property
     def norms_first(self) -> Tensor:
-        """`norms` of a sequence that begins."""
+        """The norms of the first weights."""
         return all_norms(SwiGLU(self.gate_first, self.up_first, self.down_first))
 
 
 class LargeChunkRule(NamedTuple):
-    """How the networks learn."""
+    """How the networks read and learn."""
 
     optimizer: Optimizer
 
-    def write(self, state: LargeChunkState, following: Tensors, valid: Tensor) -> Tensors:
-        """One step on what waits; a next token, `following`, has no part in it."""
-        there = state.valid & state.finite
-        key, value, rates, share = (
-            hidden_where(~there, x).transpose(1, 2) for x in (state.key, state.value, state.rates, state.share)
-        )
+    def read(self, state: LargeChunkState, tokens: Tensors, keep: bool) -> tuple[Tensor, Tensors]:
+        """Return f(q) of the tokens, [R, w, H D], and the fields that wait."""
+        out = state.network(tokens["query"].transpose(1, 2)).transpose(1, 2).flatten(2)
+        return out, {name: x for name, x in tokens.items() if name != "query"}
+
+    def write(self, state: LargeChunkState, tokens: Tensors, following: Tensors | None) -> Tensors:
+        """Take one step; the next token plays no part in it."""
+        there = marked(tokens)["good"]
+        key, value, rates, share = (hidden_where(~there, tokens[name]).transpose(1, 2) for name in state.WAITING)
         found = dict(zip(NAMES, state.network.gradients(key, value, SwiGLU(*rates.split(1, -1))), strict=True))
         memory = {}
         if self.optimizer.momentum:
@@ -188,11 +144,6 @@ class LargeChunkRule(NamedTuple):
             new = getattr(state, name) + (orthogonal(step) if self.optimizer.orthogonal else step)
             memory[name] = new / (row_norms(new) + 1e-5) * norm
         return memory
-
-
-def read(state: LargeChunkState, piece: Tensors) -> Tensor:
-    """f(q) of the tokens of a round, [R, w, H D]."""
-    return state.network(piece["query"].transpose(1, 2)).transpose(1, 2).flatten(2)
 
 
 def large_chunk_ttt(
@@ -211,93 +162,80 @@ def large_chunk_ttt(
     frozen: bool = False,
     meta_grad: bool | int = True,
 ) -> tuple[Tensor, LargeChunkState]:
-    """Read a SwiGLU network of every sequence and head, and teach it keys and values, chunk by chunk.
+    """Read a SwiGLU network for every sequence and head, and train it on keys and values, chunk by chunk.
 
-    A chunk is read with the weights of its start. It is taught when the next token arrives, every complete chunk is,
-    the last one too, and a partial chunk waits in the state: so the answer does not depend on how a stream is cut into
-    calls. (The released program never teaches the last chunk of a call, and leaves no state.)
+    Unlike the released program, which drops the last chunk of a call and has no state, every complete chunk is written,
+    and a partial one waits in the state.
 
     Args:
         query, key, value: [B, T, H, D].
         rates: eta >= 0, [B, T, H, 3] of gate, up and down.
-        weights: gate [H, F, D], up [H, F, D], down [H, D, F], with which every sequence or document begins that begins
-            in this call.
-        share: m_t of the momentum, [B, T, H]; needed by optimisers with momentum alone.
+        weights: gate [H, F, D], up [H, F, D], down [H, D, F]: the first weights of every sequence or document that
+            begins in this call.
+        share: m_t of the momentum, [B, T, H]; needed only by optimisers with momentum.
         chunk_size: tokens between two writes, >= 1; it may change from call to call.
         optimizer: a name in `OPTIMIZERS`.
-        state: what an earlier call left; None at the beginning.
-        mask: boolean [B, T], true where a token is real. Others read 0, teach nothing and do not count: the answer is
-            as if they were not there. A token that is not finite reads 0 and teaches nothing either, but keeps its
-            place in its chunk.
-        segment_ids: integers [B or 1, T]: a change begins a new document, with the first weights. The first document
-            of a row goes on from `state`, the last one leaves it.
-        frozen: read only; the state given comes back.
+        state: returned by the previous call; None at the beginning.
+        mask: boolean [B, T], true where a token is real. Padding reads 0 and is otherwise as if removed. A token that
+            is not finite reads 0 and is not learned from, but keeps its place in its chunk.
+        segment_ids: integers [B or 1, T]: a change begins a new document with the first weights. The first document of
+            a row continues from `state`, the last one leaves it.
+        frozen: read only, and return the given state.
         meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
 
     Returns:
-        (what was read [B, T, H, D] in the dtype of `query`, the state after).
+        (what was read [B, T, H, D] in the dtype of `query`, the state after the call).
 
     Raises:
         ArgumentError: shapes, dtypes or numbers that do not fit; a state of another shape.
 
-    Precision: float32 (float64 for float64). Cost: 18 H D F multiplications a token, and for Muon some 30 H F D^2 a
-    chunk; in training the weights of every chunk are kept.
+    Precision: float32 (float64 for float64). Cost: 18 H D F multiplications per token, and for Muon about 30 H F D^2
+    per chunk; in training, the weights of every chunk are kept.
     """
     rule = LargeChunkRule(as_optimizer(CALL, optimizer))
     flag(CALL, "frozen", frozen)
     floating(CALL, "query", query)
     new = {"query": query, "key": key, "value": value, "rates": rates}
     new["share"] = query[..., :0].sum(-1) if share is None else share
-    mask, start = _check(new, weights, mask, segment_ids, rule.optimizer.momentum and share is None)
+    start = _check(new, weights, mask, segment_ids, rule.optimizer.momentum and share is None)
     detach_every = check_meta_grad(CALL, meta_grad)
     chunk_size = check_chunk(CALL, chunk_size, 1)
-    (batch, tokens, heads, dim), dtype = query.shape, start.gate.dtype
-    empty = LargeChunkState.start(start, batch, rule.optimizer.momentum)
+    empty = LargeChunkState.start(start, len(query), rule.optimizer.momentum)
     if state is not None:
-        _check_state(state, empty)
-    streams = Streams.of(mask, segment_ids, False)
+        fit(CALL, state, empty, len(query), {name: new[name].shape[2:] for name in empty.WAITING})
+    streams = Streams.of(query, mask, segment_ids, False)
     with full_precision(query.device.type):
-        new, finite = finite_tokens({name: x.to(dtype) for name, x in new.items()})
-        new = {name: streams.cut(x) for name, x in {**new, "finite": finite}.items()}
+        new = finite_tokens({name: x.to(start.gate.dtype) for name, x in new.items()})
         if state is None:
-            now = LargeChunkState.start(start, len(streams.valid), rule.optimizer.momentum)
+            state, begun = empty, LargeChunkState.start(start, len(streams.counts), rule.optimizer.momentum)
         else:
-            now = streams.begin(state, first_fields(start))
-        if frozen:
-            out, after = read(now, new), empty if state is None else state
-        else:
-            out, now = run(now, new, streams, chunk_size, read=read, write=rule.write, detach_every=detach_every)
-            after = replace(streams.end(now), tokens=(0 if state is None else state.tokens) + tokens)
-    out = hidden_where(~finite, streams.join(out, batch, tokens))
-    return out.unflatten(-1, (heads, dim)).to(query.dtype), after
+            begun = streams.begin(state, first_fields(start))
+        out, after = follow(rule, state, begun, new, streams, chunk_size, detach_every, frozen)
+    out = hidden_where(~new["good"], out) if "good" in new else out
+    return out.unflatten(-1, query.shape[2:]).to(query.dtype), after
 
 
 def flush(state: LargeChunkState, *, optimizer: str = "momentum") -> LargeChunkState:
-    """The state after what waits was taught; then nothing waits."""
+    """Return the state after all waiting tokens were learned from; then none waits."""
     call = f"{CALL}.flush"
     instance(call, "state", state, LargeChunkState, "a LargeChunkState")
-    return flushed(state, LargeChunkRule(as_optimizer(call, optimizer)).write)
+    return flushed(LargeChunkRule(as_optimizer(call, optimizer)), state)
 
 
-def _check(new: Tensors, weights: Any, mask: Any, segment_ids: Any, lacking: bool) -> tuple[Tensor, SwiGLU]:
-    """Which tokens are real, boolean [B, T], and the first weights in the computing dtype."""
+def _check(new: Tensors, weights: Any, mask: Any, segment_ids: Any, lacking: bool) -> SwiGLU:
+    """Return the first weights in the dtype of the computation."""
     query = new["query"]
     require(not lacking, CALL, "this optimizer has momentum, which needs share [B, T, H]; give it, or optimizer='sgd'.")
     fits = query.dim() == 4 and 0 not in query.shape[1:]
     require(fits, CALL, f"query has shape {shape(query)}, expected [B, T, H, D] with T >= 1.")
-    check_held(CALL, "query", query)
-    batch, tokens, heads, dim = query.shape
+    heads, dim = query.shape[2:]
     sizes = {"key": query.shape, "value": query.shape, "rates": (*query.shape[:3], 3), "share": query.shape[:3]}
     for name, size in sizes.items():
         tensor(CALL, name, new[name], like=query)
         if new[name].shape != size:
             given = f"{list(size)} for query {shape(query)}"
             raise ArgumentError(f"{CALL}: {name} has shape {shape(new[name])}, expected {given}.")
-    token_mask(CALL, "mask", mask, batch, tokens, like=query)
-    if mask is None:
-        mask = torch.ones(batch, tokens, dtype=torch.bool, device=query.device)
-    check_segments(CALL, segment_ids, batch, tokens, False, query.device)
-    dtype = torch.promote_types(query.dtype, torch.float32)
+    check_tokens(CALL, query, mask, segment_ids, False)
     network = three_matrices(CALL, weights, query)
     inner = network.gate.shape[-2]
     expected = ((heads, inner, dim), (heads, inner, dim), (heads, dim, inner))
@@ -305,13 +243,4 @@ def _check(new: Tensors, weights: Any, mask: Any, segment_ids: Any, lacking: boo
         if w.shape != wanted:
             given = f"{list(wanted)} for query {shape(query)}"
             raise ArgumentError(f"{CALL}: weights {name} are {shape(w)}, expected {given}.")
-    return mask, SwiGLU(*(w.to(dtype) for w in network))
-
-
-def _check_state(state: Any, empty: LargeChunkState) -> None:
-    """`state` is one for these tensors, as `empty` is."""
-    if not isinstance(state, LargeChunkState):
-        raise ArgumentError(f"{CALL}: state is a {type(state).__name__}, expected a LargeChunkState or None.")
-    sizes = {name: tuple(x.shape[1:]) for name, x in empty.memory.items()}
-    sizes |= {name: tuple(x.shape[2:]) for name, x in empty.waiting.items() if name != "finite"}
-    state.fit(CALL, LargeChunkState, sizes, empty.gate)
+    return SwiGLU(*(w.to(torch.promote_types(query.dtype, torch.float32)) for w in network))

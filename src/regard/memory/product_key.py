@@ -1,4 +1,4 @@
-"""Product-key memory: N = n^2 slots found through two sets of n sub-keys, of which a query meets one half each
+"""Product-key memory: N = n^2 slots that are found through two sets of n sub-keys, one for each half of a query
 (Lample et al. 2019; section 2 of the fast-weight product-key-memory paper).
 
 A slot (i, j) scores s_i + s_j, the scores of the halves, so that the k best of all n^2 are among the k best of either
@@ -31,17 +31,18 @@ SOFTMAX = Spec.parse("softmax")
 
 
 class SlotScore(Protocol):
-    """How well a half of a query meets a sub-key."""
+    """The score of a half query and a sub-key."""
 
     def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
-        """The k best sub-keys of each query: (scores [G, T, k], best first, differentiable; index int64 [G, T, k]).
+        """Return the k best sub-keys of each query: (scores [G, T, k], best first, differentiable; index int64
+        [G, T, k]).
 
-        query [G, T, d] and keys [G, n, d] in float32 or float64; of equal scores the lowest index comes first.
+        query [G, T, d] and keys [G, n, d] are float32 or float64; of equal scores the lowest index comes first.
         """
 
     def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:
-        """sum over t, j of upstream_tj ds_tj/dK [G, n, d], itself differentiable in all arguments; those are what
-        `best` took and gave, and `upstream` [G, T, k]."""
+        """Return the sum over t, j of upstream_tj ds_tj/dK, [G, n, d], differentiable in all arguments: those and the
+        results of `best`, and `upstream` [G, T, k]."""
 
 
 slot_scores: Registry[type[SlotScore]] = Registry("slot score", "regard.slot_scores")
@@ -65,21 +66,19 @@ class Found:
 
 
 def product_key_search(query: Tensor, keys: Tensor, top_k: int, *, score: str = "idw", eps: float = 1e-3) -> Found:
-    """The `top_k` best of all n^2 slots, exactly, for every query and head.
+    """Return the `top_k` best of all n^2 slots, exactly, for every query and head.
 
     Args:
         query: [B, T, H, Dk], Dk even.
-        keys: [H, 2, n, Dk/2], or [B, H, 2, n, Dk/2] where every sequence has its own.
+        keys: [H, 2, n, Dk/2], or [B, H, 2, n, Dk/2] if every sequence has its own.
         top_k: k, from 1 to n.
         score: a registered name, "idw" or "dot".
         eps: added to the squared distance under "idw", > 0.
 
     Returns:
-        What was found; the scores are differentiable in queries and keys, to any order, and in float32 at least.
-        Squared distances are those of the numbers given, rounded to float32 once: near a key, where scores are
-        steepest, and among keys that lie closely together, too. Neither autocast nor the precision to which torch's
-        matrix products are set changes them. A query that is not finite has scores NaN (and some slots) and passes no
-        gradient on.
+        The slots found. Scores are float32 at least and differentiable in queries and keys, to any order. Squared
+        distances are rounded to float32 only once, whatever autocast and the precision of matrix products. A query that
+        is not finite has scores NaN (and arbitrary slots) and no gradient.
 
     Raises:
         ArgumentError: shapes or dtypes that do not fit, or a number out of range.
@@ -100,7 +99,7 @@ def product_key_search(query: Tensor, keys: Tensor, top_k: int, *, score: str = 
 
 
 def search(query: Tensor, keys: Tensor, top_k: int, kind: SlotScore, eps: float) -> Found:
-    """`product_key_search` of finite numbers of one dtype, float32 or float64, that fit."""
+    """Do as `product_key_search`, for checked, finite tensors of one dtype, float32 or float64."""
     (batch, tokens, heads, width), n = query.shape, keys.shape[-2]
     q, back = by_set(query.reshape(batch, tokens, heads, 2, width // 2), keys.dim() == 4)
     scores, index = kind.best(q, keys.reshape(-1, n, width // 2), top_k, eps)
@@ -110,13 +109,12 @@ def search(query: Tensor, keys: Tensor, top_k: int, kind: SlotScore, eps: float)
 
 
 def slot_weights(found: Found, spec: str | Spec = "softmax", *, joint: bool) -> Tensor:
-    """The weights of the selected slots, [B, T, H, k].
+    """Return the weights of the selected slots, [B, T, H, k].
 
     Args:
-        spec: a sentence whose weights are not negative and sum to one, at degree 0, or its text; it weighs the scores
-            that were found, so that it has no similarity of its own.
-        joint: one weighting over all H k slots of a token (fast-weight product-key memory); otherwise one for each
-            head (product-key memory).
+        spec: a spec of degree 0 with non-negative weights that sum to one, and without a similarity of its own.
+        joint: weight all H k slots of a token together (fast-weight product-key memory); otherwise each head alone
+            (product-key memory).
 
     Raises:
         ArgumentError: a spec that gives no such weights.
@@ -130,7 +128,7 @@ def slot_weights(found: Found, spec: str | Spec = "softmax", *, joint: bool) -> 
 
 
 def weigh(scores: Tensor, spec: Spec) -> Tensor:
-    """The weights of scores [..., k], for a spec that `weights_spec` let pass."""
+    """Return the weights of scores [..., k], for a spec that `weights_spec` accepts."""
     with full_precision(scores.device.type):
         if spec == SOFTMAX:
             return scores.softmax(-1)
@@ -140,7 +138,7 @@ def weigh(scores: Tensor, spec: Spec) -> Tensor:
 
 
 def score_gradient(scores: Tensor, weights: Tensor, upstream: Tensor, spec: Spec) -> Tensor:
-    """dL/dscores [..., k] of `weights` = weigh(scores, spec), given dL/dweights; itself differentiable."""
+    """Return dL/dscores [..., k] for `weights` = weigh(scores, spec), given dL/dweights; differentiable."""
     if spec == SOFTMAX:
         return weights * (upstream - (weights * upstream).sum(-1, keepdim=True))
     scale, params = spec.resolve(1, None, {})
@@ -152,7 +150,7 @@ def score_gradient(scores: Tensor, weights: Tensor, upstream: Tensor, spec: Spec
 
 
 def weights_spec(call: str, spec: str | Spec) -> Spec:
-    """`spec` as a Spec that can weigh selected slots.
+    """Return `spec` as a Spec, after checking that it can weight selected slots.
 
     Raises:
         ArgumentError: it cannot.
@@ -177,7 +175,7 @@ def product_key_read(
     spec: str | Spec = "softmax",
     joint: bool = False,
 ) -> tuple[Tensor, Found]:
-    """Weighted sums of the values of the selected slots, all heads added up (equation 9).
+    """Return the weighted sums of the values of the selected slots, over all heads (equation 9).
 
     Args:
         values: [N, Dv], N = n^2, one table for all heads.
@@ -202,8 +200,8 @@ def product_key_read(
 
 
 def by_set(x: Tensor, shared: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """[B, T, H, 2, d] as [G, T', d], and the way back: G = H * 2 sets of keys that the tokens of all sequences meet
-    (T' = B T), or B * H * 2."""
+    """Reshape [B, T, H, 2, d] to [G, T', d], and return the inverse: G = H * 2 sets of keys if the sequences share them
+    (T' = B T), otherwise B * H * 2."""
     batch, tokens, heads = x.shape[:3]
     if shared:
         flat = x.permute(2, 3, 0, 1, 4).reshape(heads * 2, batch * tokens, x.shape[-1])
@@ -240,7 +238,7 @@ def _check(call: str, query: Tensor, keys: Tensor, top_k: int, eps: float) -> fl
 
 
 def require_top_k(call: str, top_k: int, n: int) -> None:
-    """`top_k` is a whole number from 1 to the number of sub-keys of a half.
+    """Check that `top_k` is a whole number from 1 to the number of sub-keys of a half.
 
     Raises:
         ArgumentError: it is not.
@@ -253,7 +251,7 @@ def require_top_k(call: str, top_k: int, n: int) -> None:
 
 @slot_scores.register("idw", "inverse-distance")
 class InverseDistance:
-    """-log(eps + |q - K|^2) (equation 21): a key is the centre of what it is selected for, whatever its length."""
+    """-log(eps + |q - K|^2) (equation 21)."""
 
     def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
         squares, index = _selected(lambda q, of: -_squares(q, of), query, keys, k)
@@ -276,7 +274,7 @@ class Dot:
 
 
 def _squares(query: Tensor, keys: Tensor) -> Tensor:
-    """|q - K|^2 [G, T, n]."""
+    """Return |q - K|^2, [G, T, n]."""
     if query.dtype == torch.float64:
         return (query[:, :, None] - keys[:, None]).square().sum(-1)
     q, k = _wide(query), _wide(keys)
@@ -285,21 +283,21 @@ def _squares(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def _dots(query: Tensor, keys: Tensor) -> Tensor:
-    """q . K [G, T, n]."""
+    """Return q . K, [G, T, n]."""
     if query.dtype == torch.float64:
         return (query[:, :, None] * keys[:, None]).sum(-1)
     return (_wide(query) @ _wide(keys).mT).to(query.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float64, so that of the products' cancellation enough is left for float32, near a key and where keys lie
-    closely together far from the origin; the precision of float32 products, as torch is set, then does not matter."""
-    return x if x.device.type == "mps" else x.double()  # which has no float64
+    """Convert to float64, so that cancellation in the products leaves float32 precision, even near a key or for close
+    keys far from the origin."""
+    return x if x.device.type == "mps" else x.double()  # MPS has no float64
 
 
 class _Squares(torch.autograd.Function):
-    """`squares` [G, T, k] as the squared distances that they are, of queries and the sub-keys `index`. The derivatives
-    are written down since autograd would keep all differences [G, T, k, d]."""
+    """Squared distances `squares` [G, T, k] of queries and the sub-keys `index`, with derivatives in closed form, since
+    autograd would keep all differences [G, T, k, d]."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, keys: Tensor, index: Tensor, squares: Tensor) -> Tensor:
@@ -319,7 +317,7 @@ class _Squares(torch.autograd.Function):
 
 
 class _Dots(torch.autograd.Function):
-    """As `_Squares`, of products."""
+    """As `_Squares`, for products."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor) -> Tensor:
@@ -335,13 +333,13 @@ class _Dots(torch.autograd.Function):
 
 
 def _square_gradient(query: Tensor, keys: Tensor, index: Tensor, upstream: Tensor) -> Tensor:
-    """sum over t, j of upstream_tj d|q_t - K|^2 / dK [G, n, d]."""
+    """Return the sum over t, j of upstream_tj d|q_t - K|^2 / dK, [G, n, d]."""
     spread = _spread(upstream, index, keys.shape[1])
     return 2 * (keys * spread.sum(1)[..., None] - spread.mT @ query)
 
 
 def _spread(values: Tensor, index: Tensor, n: int) -> Tensor:
-    """[G, T, n] with `values` [G, T, k] in the places `index`, which are different ones in a row."""
+    """Scatter `values` [G, T, k] to [G, T, n] at `index`, distinct within a row."""
     return values.new_zeros(*index.shape[:-1], n).scatter(-1, index, values)
 
 
@@ -349,17 +347,17 @@ def _spread(values: Tensor, index: Tensor, n: int) -> Tensor:
 
 
 TILE = 2**23
-"""Numbers that are made at once while sub-keys are selected."""
+"""Numbers computed at once while sub-keys are selected."""
 
 
 @torch.no_grad()
 def _selected(
     measure: Callable[[Tensor, Tensor], Tensor], query: Tensor, keys: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """The k largest of measure(query, keys) [G, T, n], best first, and where they stand."""
+    """Return the k largest of measure(query, keys) [G, T, n], best first, and their indices."""
     numbers = keys.numel() if query.dtype == torch.float64 else len(keys) * keys.shape[1]
     found = []
-    # an exported graph has one tile, since their number depends on the length
+    # an exported graph has one tile, since the number of tiles depends on the length
     whole = torch.compiler.is_exporting()
     for part in (query,) if whole else query.split(max(1, TILE // max(1, numbers)), 1):
         scores = measure(part, keys)
@@ -371,12 +369,13 @@ def _selected(
 
 
 def _largest(scores: Tensor, m: int) -> Tensor:
-    """Where the m largest of each row stand, best first, the lowest index first among equals; int64 [..., m]."""
+    """Return the indices of the m largest of each row, int64 [..., m], best first, and of equals the lowest
+    index first."""
     n = scores.shape[-1]
     if scores.dtype != torch.float32:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :m]
-    # A float's bits, the lower 31 turned over where it is negative, are ordered as it is; with n - 1 - index behind
-    # them no two numbers of a row are equal. topk alone leaves open which of equals it takes.
+    # A float's bits, the lower 31 inverted if it is negative, have the order of the float; n - 1 - index in the low
+    # half breaks ties, for which topk alone gives no order.
     bits = (scores + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     places = torch.arange(n - 1, -1, -1, device=scores.device)
@@ -385,13 +384,13 @@ def _largest(scores: Tensor, m: int) -> Tensor:
 
 
 def _places(k: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The places (a, b) of sorted halves that can be among the k best sums."""
+    """Return the places (a, b) of sorted halves that can be among the k best sums."""
     at = (k, like.device)
     if at in _PLACES and type(like) is Tensor:
         return _PLACES[at]
     pairs = [(a, b) for a in range(k) for b in range(k // (a + 1))]
     with torch.inference_mode(False):
-        a, b = torch.tensor(pairs).T.contiguous().to(like.device, non_blocking=True)  # which need not be waited for
+        a, b = torch.tensor(pairs).T.contiguous().to(like.device, non_blocking=True)  # without waiting
     if not torch.compiler.is_compiling() and type(like) is Tensor:
         _PLACES[at] = a, b
     return a, b
@@ -401,7 +400,7 @@ _PLACES: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
 
 def _joined(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """(slots, scores), both [B, T, H, k], of sorted halves [B, T, H, 2, k]."""
+    """Return (slots, scores), both [B, T, H, k], given sorted halves [B, T, H, 2, k]."""
     k = halves.shape[-1]
     a, b = _places(k, halves)
     slots = halves[..., 0, :].index_select(-1, a) * n + halves[..., 1, :].index_select(-1, b)

@@ -8,6 +8,7 @@ from .attention.temperature import Temperature, as_temperature, temperatures
 from .feed_forward import feed_forwards
 from .functional_gradient import FunctionalGradient, expected_embedding
 from .hooks import HookPoint
+from .memory.fast_weight_config import FastWeightConfig
 from .memory.fast_weight_mlp import FastWeightMLP
 from .memory.fast_weight_product_key_memory import FastWeightProductKeyMemory
 from .memory.large_chunk_ttt import LargeChunkTTT
@@ -19,6 +20,7 @@ from .optimizer_groups import OptimizerGroups, optimizer_groups
 __all__ = [
     "Attention",
     "ContextualMemory",
+    "FastWeightConfig",
     "FastWeightMLP",
     "FastWeightProductKeyMemory",
     "FunctionalGradient",

@@ -1,4 +1,4 @@
-"""Memories that stand at chosen depths of a model, by name: what `HybridConfig.memories` may name.
+"""The registry of memory layers, which `HybridConfig.memories` places at chosen depths of a model.
 
 A memory is one file in `memory/` that ends with
 
@@ -21,23 +21,23 @@ from ..registry import Registry
 class MemoryLayer(nn.Module):
     """A module `cls(hidden_size, **options)` whose output is added to the residual stream.
 
-    Called with hidden [B, T, C], `mask` (bool [B, T], true where a token is real; None: all), `state` (of an earlier
-    call, or None) and `segment_ids` (int [B or 1, T], documents packed into a row; None: one), it gives
-    (output [B, T, C], state), the state None where `remembers` is False. `segment_ids` come only to a memory that says
-    `honours_segments`.
+    It is called with hidden [B, T, C], `mask` (boolean [B, T], true where a token is real; None: all), `state` (of the
+    previous call, or None) and, if `honours_segments`, `segment_ids` (integers [B or 1, T], documents packed into a
+    row; None: one). It returns (output [B, T, C], state); the state is None if `remembers` is False.
 
-    Those that remember have, besides:
+    Layers that remember also have:
 
-        chunk_size: tokens read between two writes; may be set at any time.
-        frozen: nothing is written; may be set at any time.
-        flush: a state to one whose waiting pairs are written.
+        chunk_size: tokens between two writes; may be set at any time.
+        frozen: whether nothing is written; may be set at any time.
+        flush(state): the state with its waiting tokens written.
 
     Attributes:
-        replaces_feed_forward: it stands in the place of a feed-forward layer (and reads the normed stream), not beside
-            one (and norms the raw stream itself).
-        remembers: it is written while it reads, and carries a state.
-        honours_segments: each document of a packed row gives what it gives alone; where that does not hold, models
-            refuse packed documents.
+        defaults: options and their defaults, if they are not the keywords of the class.
+        replaces_feed_forward: the layer replaces a feed-forward layer and reads the normalised residual stream;
+            otherwise it stands beside one and normalises the stream itself.
+        remembers: the layer is written while it is read, and has a state.
+        honours_segments: each document of a packed row gets the result that it gets alone. Models refuse packed
+            documents if a layer does not.
     """
 
     replaces_feed_forward: ClassVar[bool] = False
@@ -46,7 +46,7 @@ class MemoryLayer(nn.Module):
     forward: Callable[..., tuple[Tensor, Any]]
 
     def fast_numbers(self) -> int:
-        """How many numbers of the memory are written at test time, for counts beside `parameters()`."""
+        """Return how many numbers are written at test time and are not parameters."""
         return 0
 
 

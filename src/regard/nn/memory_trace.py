@@ -1,4 +1,4 @@
-"""Who reads and who wrote the slots of a memory: statistics for training logs, and a trace of single slots.
+"""Observers of memory layers: statistics of slots for training logs, and a trace of who wrote each slot.
 
 An observer is set as the `observer` of a memory layer, or of all layers of a model by `observed`. It is told of every
 read and write, and changes nothing.
@@ -22,45 +22,45 @@ from ..checks import ArgumentError, require, shape
 from .arguments import positive_int
 
 NOBODY = -1
-"""The position of a writer that there is not."""
+"""The position that stands for no writer."""
 
 
 class MemoryObserver:
-    """What a memory layer tells. Every method does nothing; a subclass has those that it wants.
+    """Base class of observers: every method does nothing, and a subclass overrides those it needs.
 
     Class attributes:
-        by_memory: it keeps notes on every memory from call to call, so that the memories of a call have to be the rows
-            of its batch (or the one that they share): not so with documents packed into a row.
+        by_memory: whether it keeps notes on every memory from call to call; documents packed into a row are then
+            refused.
     """
 
     by_memory = False
 
     def on_start(self, kept: bool) -> None:
-        """A stream starts: in fresh memories, or (`kept`) in the memory that the stream before has left."""
+        """Start a stream, in new memories or (`kept`) in the memory that the previous stream left."""
 
     def on_tokens(self, gate: Tensor | None, counted: Tensor, spoilt: Tensor) -> None:
-        """The tokens of one call: gates [B, T], which of them read (boolean [B, T]), and which are not finite."""
+        """Take the tokens of one call: gates [B, T], which tokens read (boolean [B, T]), and which are not finite."""
 
     def on_read(self, slots: Tensor, weights: Tensor, position: Tensor, valid: Tensor, row: Tensor) -> None:
-        """Slots [M, P, K] are read with these weights by the tokens at position [M, P] of row [M, P], where valid."""
+        """Take slots and weights [M, P, K] that the tokens at position [M, P] of row [M, P] read, where valid."""
 
     def on_write(
         self, slots: Tensor, shares: Tensor, position: Tensor, target: Tensor, written: Tensor, row: Tensor
     ) -> None:
-        """Slots [M, P, K] are moved by these shares of the errors of the tokens at position [M, P] towards the values
-        of the tokens at target [M, P], where written."""
+        """Take slots [M, P, K] and shares: each slot moves by that share of the error of the token at position [M, P],
+        towards the value of the token at target [M, P], where written."""
 
 
 class SlotStatistics(MemoryObserver):
-    """How evenly the slots of a memory are used, as the released program of arXiv:2601.00671 measures it in streams:
-    coverage, collisions and divergence from uniform use, in counts of reads.
+    """How evenly the slots of a memory are used: coverage, collisions and divergence from uniform use, in counts of
+    reads, as in the released program of arXiv:2601.00671.
 
     Args:
         slots: N, a square.
 
     Attributes:
         reads: int64 [M, N], how often each slot was read.
-        mass: float64 [M, N], the sum of the weights with which it was.
+        mass: float64 [M, N], the sum of the weights it was read with.
 
     Cost: one scatter of M P K numbers a read; 16 M N bytes.
     """
@@ -72,7 +72,7 @@ class SlotStatistics(MemoryObserver):
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete all records."""
         self.reads = torch.zeros(0, self.slots, dtype=torch.long)
         self.mass = torch.zeros(0, self.slots, dtype=torch.float64)
         self._gates, self._gated, self._tokens, self._spoilt = 0.0, 0, 0, 0
@@ -96,14 +96,14 @@ class SlotStatistics(MemoryObserver):
         self.mass[: len(slots)].scatter_add_(1, at, mass.flatten(1))
 
     def summary(self) -> dict[str, float]:
-        """What was seen, in one number each; the mean over the memories that were read.
+        """Return one number per statistic, the mean over the memories that were read.
 
         Returns:
-            tokens and not_finite (tokens that took part; that did not since they were not finite), gate (their mean)
-            where there is one, and where something was read: reads (slots read), coverage (share of the slots that
-            were read), collisions (share of the reads that hit a slot that was read more than once), kl_uniform (nats
-            from the reads' distribution over slots to the uniform one, 0 to log N), and marginal_entropy (nats of
-            the distribution of the weights over the sub-keys of a half, mean of both halves; at most log n).
+            tokens and not_finite (the number of finite and non-finite tokens), gate (its mean) if there is one, and if
+            something was read: reads (slots read), coverage (share of the slots that
+            were read), collisions (share of the reads of slots that were read more than once), kl_uniform (divergence
+            of the reads' distribution over slots from the uniform one in nats, 0 to log N), and marginal_entropy
+            (entropy in nats of the weights over the sub-keys of a half, mean of both halves; at most log n).
         """
         found: dict[str, float] = {"tokens": float(self._tokens), "not_finite": float(self._spoilt)}
         if self._gated:
@@ -126,7 +126,7 @@ class SlotStatistics(MemoryObserver):
 
 
 def _entropy(mass: Tensor) -> Tensor:
-    """Nats of the distributions proportional to the rows."""
+    """Return the entropy, in nats, of the distributions proportional to the rows."""
     share = mass / mass.sum(-1, keepdim=True)
     return -torch.xlogy(share, share).sum(-1)
 
@@ -136,9 +136,9 @@ class Writers:
     """The last W writers of slots, the latest first; each [..., W].
 
     Attributes:
-        row, position: who wrote, as its query; NOBODY where there was none.
+        row, position: of the token that wrote; NOBODY if there was none.
         target: the position, in the same row, of the token whose value was written.
-        share: by how much of the error, as the layer's `step_rule` has it.
+        share: of the error, as the layer's `step_rule` defines it.
     """
 
     row: Tensor
@@ -147,22 +147,22 @@ class Writers:
     share: Tensor
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Writers:
-        """The same with `fn` applied to every tensor."""
+        """Apply `fn` to every tensor."""
         return Writers(*(fn(getattr(self, f.name)) for f in fields(self)))
 
     @classmethod
     def none(cls, *sizes: int) -> Writers:
-        """Nobody, [*sizes]."""
+        """Return no writers, [*sizes]."""
         where = torch.full(sizes, NOBODY, dtype=torch.int32)
         return cls(where, where.clone(), where.clone(), torch.zeros(sizes))
 
 
 @dataclass(frozen=True)
 class Retrieved:
-    """What R tokens have read, in the order of reading.
+    """What R tokens read, in the order of reading.
 
     Attributes:
-        row, position: int64 [R], who read.
+        row, position: int64 [R], of the token that read.
         slots, weights: [R, K].
         writers: [R, K, W], of these slots at that time.
     """
@@ -174,10 +174,10 @@ class Retrieved:
     writers: Writers
 
     def hits(self, tokens: Tensor) -> Hits:
-        """Which writers had written the token that really comes next.
+        """Return which writers wrote the token that really comes next.
 
         Args:
-            tokens: int [rows, T], the stream of every row without padding; negative: not known.
+            tokens: integers [rows, T], the stream of every row without padding; negative: unknown.
 
         Raises:
             ArgumentError: not integers [rows, T], or fewer rows or tokens than were traced.
@@ -208,15 +208,15 @@ class Hits:
 
     Attributes:
         hit: boolean [R, K, W].
-        known: boolean [R], whether the next token is known; other reads count in no rate.
+        known: boolean [R], whether the next token is known; rates use these reads only.
     """
 
     hit: Tensor
     known: Tensor
 
     def rate(self, writers: int | None = None) -> float:
-        """Share of the retrieved slots for which one of the last `writers` writers (None: of all that were kept) has
-        written the next token; slots that nobody wrote are misses. NaN where nothing is known.
+        """Return the share of retrieved slots for which one of the last `writers` writers (None: all that were kept)
+        wrote the next token; slots without a writer are misses. NaN if no next token is known.
 
         Raises:
             ArgumentError: more writers than were kept.
@@ -229,16 +229,16 @@ class Hits:
 
 
 class WriterTrace(MemoryObserver):
-    """For every slot that is read, who wrote it last.
+    """For every slot that is read, the tokens that wrote it last.
 
-    A stream that starts anew goes on counting positions where the longest row before it has ended; so the tokens of a
-    trace are all that were given to the layer since it began. What a snapshot brings back is not known to it.
+    A new stream continues to count positions where the longest row before it ended, so the tokens of a trace are all
+    that the layer was given since the trace began. Snapshots that are restored are not tracked.
 
     Args:
         slots: N.
-        writers: W, how many are kept of a slot.
+        writers: W, how many are kept for each slot.
 
-    Cost: 16 M N W bytes on the CPU, where everything is kept, and 16 K W bytes a read.
+    Cost: 16 M N W bytes on the CPU, and 16 K W bytes per read.
     """
 
     by_memory = True
@@ -250,13 +250,13 @@ class WriterTrace(MemoryObserver):
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete all records."""
         self.written = Writers.none(0, self.slots, self.writers)
         self._reads: list[Retrieved] = []
         self._offset = self._end = 0
 
     def forget_reads(self) -> None:
-        """Forget who read, and not who wrote."""
+        """Delete the records of reads, and keep those of writes."""
         self._reads = []
 
     def on_start(self, kept: bool) -> None:
@@ -293,7 +293,7 @@ class WriterTrace(MemoryObserver):
         self._push(place, Writers(of(row), of(position) + offset, of(target) + offset, share))
 
     def retrieved(self) -> Retrieved:
-        """All reads so far.
+        """Return all reads so far.
 
         Raises:
             ArgumentError: nothing was read.
@@ -312,7 +312,7 @@ class WriterTrace(MemoryObserver):
             self.written = Writers(*(torch.cat(pair) for pair in pairs))
 
     def _push(self, place: Tensor, new: Writers) -> None:
-        """Entries sorted by place (memory N + slot) and, within it, by time, become its last writers."""
+        """Make entries, sorted by place (memory N + slot) and then by time, the last writers of their places."""
         rows, counts = place.unique_consecutive(return_counts=True)
         end = counts.cumsum(0)
         depth = torch.arange(self.writers)
@@ -335,14 +335,14 @@ def observed(model: nn.Module) -> AbstractContextManager[dict[str, SlotStatistic
 def observed(model: nn.Module, make: Callable[[int], Seen]) -> AbstractContextManager[dict[str, Seen]]: ...
 @contextmanager
 def observed(model: nn.Module, make: Callable[[int], Any] = SlotStatistics) -> Iterator[dict[str, Any]]:
-    """Watch every memory of `model` in this block.
+    """Observe every memory of `model` inside this block.
 
     Args:
         model: any module; layers with an `observer` and `slots` take part, as `nn.FastWeightProductKeyMemory`.
-        make: makes the observer of a layer with so many slots.
+        make: returns an observer, given a layer's number of slots.
 
     Yields:
-        The observers by the layers' names in the model. Those that were there before are put back at the end.
+        The observers by the layers' names in the model. The earlier observers are restored at the end.
     """
     layers: dict[str, Any] = {
         name: layer
@@ -361,9 +361,9 @@ def observed(model: nn.Module, make: Callable[[int], Any] = SlotStatistics) -> I
 
 
 def memory_means(model: nn.Module, run: Callable[[], object]) -> dict[str, float]:
-    """The statistics of all memories of `model` while `run()` runs, for a line of a log: means over the layers, sums of
-    counts (tokens, not_finite, reads); nothing for a model without such a memory. A memory that keeps what it writes
-    (`resident`) is put back afterwards."""
+    """Return the statistics of all memories of `model` while `run()` runs, for a line of a log: means over the layers,
+    sums of counts (tokens, not_finite, reads); {} for a model without memories. Resident memories are restored
+    afterwards."""
     resident: list[Any] = [layer for layer in model.modules() if getattr(layer, "resident", False)]
     before = [layer.snapshot() for layer in resident]
     try:

@@ -1,4 +1,4 @@
-"""A memory that is a SwiGLU network, written while it is read: FwMLP, the dense counterpart of FwPKM
+"""A memory layer that is a SwiGLU network, written while it is read: FwMLP, the dense counterpart of FwPKM
 (arXiv:2601.00671, appendix A).
 
 Shapes: B batch, T tokens, C model width, Din width of a query, F of the inner layer, Dv of a value.
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ...checks import flags, within
-from ...memory.chunk_stream import check_chunk, check_held, check_meta_grad
 from ...memory.fast_weight_mlp import NAMES, FastMLPRule, FastMLPState, fast_weight_mlp, flush
+from ...memory.stream import check_chunk, check_held, check_meta_grad
 from ..arguments import positive_int
 from ..hooks import HookPoint
 from ..memories import MemoryLayer, memory_layers
@@ -24,38 +24,38 @@ CALL = "nn.FastWeightMLP"
 
 @memory_layers.register("fwmlp")
 class FastWeightMLP(MemoryLayer):
-    """Reads a SwiGLU network with biases at every token's query; after every chunk of tokens its three matrices go one
-    gradient step towards what the tokens' values are.
+    """Read a SwiGLU network with biases at every token's query; after every chunk of tokens, its three matrices take
+    one gradient step towards the tokens' values.
 
-        q, v, g = projections of the token (`nn.MemoryProjections`)     read = W_down (silu(W_gate q) * (W_up q))
+        q, v, g = projections of the token (`MemoryProjections`)        read = W_down (silu(W_gate q) * (W_up q))
         out = W_o rms(g read + (1 - g) v)                               to be added to the residual stream
         loss of a chunk = mean over pairs and features of (read_t - y_t)^2,     y_t = (v_t + v_{t+1}) / 2
 
-    Chunks are counted from the start of a row's stream, whatever the calls that bring it; a full chunk is written when
-    the next token is there, before that one reads. Padding is as if removed. A token whose hidden state is not finite
-    has the output NaN, and is neither learned nor learned from; `regard.checks.debug` raises.
+    Chunks are counted from the start of a row's stream, however it is cut into calls; a full chunk is written when the
+    next token arrives, before that token reads. Padding is removed. A token whose hidden state is not finite gets the
+    output NaN, and is neither a target nor learned from; `regard.checks.debug` raises.
 
     Args:
         hidden_size: C.
         in_dim, hidden_dim, value_dim: Din, F, Dv.
         chunk_size: tokens between two writes, >= 2. May be set at any time.
-        learning_rate: of the step, >= 0. Nothing bounds the step: 0.1 is small at the default sizes, where the mean is
-            over 512 features, and with few features or short chunks the weights may grow without end.
+        learning_rate: of the step, >= 0. Nothing bounds the step: 0.1 is small at the default sizes, where the loss is
+            a mean over 512 features; with few features or short chunks the weights may diverge.
         target: "mean", as above, or "look-ahead": y_t = v_{t+1}.
         value_norm: z-score the values. gating: mix by a gate, else read + v.
         meta_grad: gradients flow through the writes: always, never, or cut after every so many.
-        shared: one network for the batch (as in the paper, whose program learns it over all rows), else one a row.
+        shared: one network for the batch (as in the paper's program); otherwise one for each row.
         learn_initial: the first weights are parameters, learned from the gradient through reads and writes.
         norm_eps: of the RMS norms.
 
     Attributes:
-        gate, up, down: [F, Din + 1], [F, Din + 1], [Dv, F + 1], the first weights, biases last; buffers that are never
-            changed here, or parameters. They start as those of `torch.nn.Linear`.
+        gate, up, down: [F, Din + 1], [F, Din + 1], [Dv, F + 1], the first weights, biases last; parameters with
+            `learn_initial`, otherwise buffers that never change. Initialised as `torch.nn.Linear`.
         frozen: read and do not write; the state comes back as it was given. May be set at any time.
         hook_gate, hook_read: see the gates [B, T] and what was read [B, T, Dv], before the mix.
 
     Memory: 2 F (Din + 1) + Dv (F + 1) float32 numbers for each sequence (14 MB at the sizes of the paper), and in
-    training as much again for every chunk, since each has weights of its own.
+    training as many again for every chunk.
 
     Raises:
         ArgumentError: sizes or numbers out of range, or an unknown target.
@@ -89,7 +89,7 @@ class FastWeightMLP(MemoryLayer):
         sizes = {"hidden_size": hidden_size, "in_dim": in_dim, "hidden_dim": hidden_dim, "value_dim": value_dim}
         for name, size in sizes.items():
             positive_int(CALL, name, size)
-        flags(CALL, value_norm=value_norm, gating=gating, shared=shared, learn_initial=learn_initial)
+        flags(CALL, shared=shared, learn_initial=learn_initial)
         self.hidden_size, self.value_dim, self.shared = hidden_size, value_dim, shared
         self.chunk_size = check_chunk(CALL, chunk_size, 2)
         self.rule = FastMLPRule(learning_rate, target).check(CALL)
@@ -109,21 +109,21 @@ class FastWeightMLP(MemoryLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the first weights anew, as `torch.nn.Linear` does: uniform in +-1/sqrt(inputs)."""
+        """Draw new first weights, uniform in +-1/sqrt(inputs), as `torch.nn.Linear` does."""
         for name in NAMES:
             weight = getattr(self, name)
             bound = (weight.shape[1] - 1) ** -0.5
             weight.uniform_(-bound, bound)
 
     def extra_repr(self) -> str:
-        """Sizes and rule, for `print(model)`."""
+        """Return sizes and rule, for `print(model)`."""
         (inner, wide), (out, _) = self.gate.shape, self.down.shape
         rest = "".join(f", {name}=True" for name in ("shared", "frozen") if getattr(self, name))
         sizes = f"in_dim={wide - 1}, hidden_dim={inner}, value_dim={out}, chunk_size={self.chunk_size}"
         return f"{sizes}, learning_rate={self.rule.learning_rate}, target={self.rule.target!r}{rest}"
 
     def fast_numbers(self) -> int:
-        """2 F (Din + 1) + Dv (F + 1), where they are no parameters."""
+        """Return 2 F (Din + 1) + Dv (F + 1), or 0 if these are parameters."""
         weights = [getattr(self, name) for name in NAMES]
         return sum(w.numel() for w in weights if not isinstance(w, nn.Parameter))
 
@@ -134,16 +134,16 @@ class FastWeightMLP(MemoryLayer):
         state: FastMLPState | None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, FastMLPState]:
-        """Read, and write the chunks that are complete.
+        """Read for every token, and write complete chunks.
 
         Args:
-            hidden: [B, T, C], the raw residual stream (the layer norms it itself).
+            hidden: [B, T, C], the residual stream, not normalised.
             mask: boolean [B, T], true where a token is real.
-            state: what an earlier call returned; None at the beginning of every sequence.
+            state: returned by the previous call; None at the beginning of a sequence.
             segment_ids: integers [B or 1, T]: a change begins a new document, with the first weights.
 
         Returns:
-            (output [B, T, C] to be added to the residual stream, 0 at padding; the state to go on from).
+            (output [B, T, C] to be added to the residual stream, 0 at padding; the state after the call).
 
         Raises:
             ArgumentError: shapes or dtypes that do not fit, or a state of another shape.
@@ -165,7 +165,7 @@ class FastWeightMLP(MemoryLayer):
             target=self.rule.target,
             shared=self.shared,
             state=state,
-            mask=tokens.counted | tokens.spoilt,
+            mask=mask,
             segment_ids=segment_ids,
             frozen=self.frozen,
             meta_grad=self.meta_grad,
@@ -173,5 +173,5 @@ class FastWeightMLP(MemoryLayer):
         return tokens.shown(self.projections.output(self.hook_read(read), own)).to(hidden.dtype), state
 
     def flush(self, state: FastMLPState) -> FastMLPState:
-        """The state after what waits was written, as far as its targets are there."""
+        """Return the state after all waiting tokens were written whose targets have arrived."""
         return flush(state, learning_rate=self.rule.learning_rate, target=self.rule.target)

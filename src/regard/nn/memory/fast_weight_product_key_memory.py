@@ -1,4 +1,4 @@
-"""An episodic memory of n^2 slots that is written while it is read: Fast-weight Product Key Memory (FwPKM;
+"""A memory layer of n^2 slots that is written while it is read: Fast-weight Product Key Memory (FwPKM;
 arXiv:2601.00671, section 3).
 
 Shapes: B batch, T tokens, C model width, H heads, n sub-keys of a half, N = n^2 slots, k slots read by a head, Dk width
@@ -8,25 +8,22 @@ of a query (two halves), Dv of a value.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ...checks import ArgumentError, flag, flags, require, shape, shown, suggestion, within
-from ...grammar import Spec
-from ...memory.chunk_stream import check_held, check_meta_grad
-from ...memory.fast_weight_rules import KeyUpdate
-from ...memory.fast_weights import FastWeightState, WriteRule, check_storage, check_sync, fast_weight_memory, flush
-from ...memory.product_key import check_eps, require_top_k, slot_scores, weights_spec
-from ...memory.stores.slot_values import slot_values
+from ...checks import ArgumentError, require, shape, suggestion, within
+from ...memory.fast_weights import FastWeightState, WriteRule, fast_weight_memory, flush
+from ...memory.stream import check_held
 from ...one_node import one_node
 from ..arguments import positive_int
 from ..hooks import HookPoint
 from ..memories import MemoryLayer, memory_layers
 from ..memory_trace import MemoryObserver
+from .fast_weight_config import FastWeightConfig, as_dtype
 from .projections import MemoryProjections, Projected, Tokens, clean_tokens
 
 CALL = "nn.FastWeightProductKeyMemory"
@@ -40,62 +37,44 @@ PRESETS: dict[str, dict[str, Any]] = {
         "border": False,
     },
 }
-"""How paper and released program write. Sharing a memory and keeping it between calls are options of their own."""
-IMPLS = ("auto", "reference", "sparse", "triton")
+"""How the paper and the released program write. A shared or resident memory is a separate option."""
 
 
 @memory_layers.register("fwpkm")
 class FastWeightProductKeyMemory(MemoryLayer):
-    """Reads, for every token, the k slots nearest to its query; after every chunk of tokens, moves what was read
-    towards the value of the token that came next, so that the same query finds it at the next reading.
+    """Read, for every token, the k slots nearest to its query; after every chunk of tokens, move what was read towards
+    the value of the token that came next, so that the same query finds that value at the next reading.
 
-        q, v, g = projections of the token (`nn.memory_projections`)    read = sum_j w_j V_j, j in the k slots of q
+        q, v, g = projections of the token (`nn.memory.projections`)    read = sum_j w_j V_j, j in the k slots of q
         out = W_o rms(g read + (1 - g) v)                               to be added to the residual stream
 
-    Chunks are counted from the start of a row's stream, whatever the calls that bring it. A full chunk waits and is
-    written when the next token is there, before that one reads; `flush` writes what waits. Padding is as if removed.
-    A token whose hidden state is not finite has the output NaN, writes nothing and is not written; statistics count
-    it (`nn.memory_trace.SlotStatistics`), and `regard.checks.debug` raises.
+    Chunks are counted from the start of a row's stream, however it is cut into calls. A full chunk waits until the next
+    token arrives and is written before that token reads; `flush` writes what waits. Padding is removed. A token whose
+    hidden state is not finite gets the output NaN and is neither written nor a target; statistics count it
+    (`nn.memory_trace.SlotStatistics`), and `regard.checks.debug` raises.
 
     Args:
         hidden_size: C.
-        sub_keys, key_dim, value_dim, heads, top_k: n, Dk, Dv, H, k. All heads read one table of values.
-        chunk_size: tokens between two writes; at least 2 with `look_ahead`. May be set at any time.
-        step_rule: how far a slot moves, of `regard.memory.fast_weights.step_rules`: "normalized" (one write
-            makes a single pair exact), "paper" (equation 35), "reference" (the released program).
-        learning_rate: factor of that step.
-        address_weight: factor of the step by which the keys raise the entropy of the slots' use (section 3.3).
-        key_update: "entropy", "pooled-entropy" (one marginal over all heads, as in the released program), "mse" (keys
-            follow the error as values do; "w/o addr loss" of appendix B) or "none".
-        score: of a slot, "idw" (equation 21) or "dot". spec: the weights of the selected scores, a normalised sentence.
-        look_ahead: a token's target is the value of the next one, else its own. border: also across chunks.
-        value_norm: z-score the values. gating: mix by a gate, else read + v. gate_loss: the gate also weighs errors.
-        meta_grad: gradients flow through the writes: always, never, or cut off at every so many.
-        shared: one memory for the batch, whose tokens are one chunk; else one for each row.
-        learn_initial: `keys` and `values` are parameters, learned from the gradient through reads and writes.
-        storage: dtype of what is written, None for that of `values`; arithmetic is float32 at least.
-        norm_eps: of the RMS norms. idw_eps: added to squared distances. impl: "auto", "reference",
-            "sparse" or "triton".
-        sync: "all_gather" (with `shared`): every process writes the tokens of all, so that memories stay the same.
-        resident: (with `shared`) keep the memory in the module, in training and evaluation, as the released program
-            does: a call without a state goes on in what the last call left, after its waiting pairs are written.
+        config: the settings, in groups; None for the defaults.
+        options: changes to the settings, by the names of `FastWeightConfig.with_options`, such as `sub_keys=64`.
 
     Attributes:
-        keys: [H, 2, n, Dk/2], uniform in +-1/sqrt(Dk) at the start. values: [N, Dv], N(0, 1/Dv) at the start. Buffers:
-            no optimiser moves them, and only a resident memory changes.
+        keys: [H, 2, n, Dk/2], uniform in +-1/sqrt(Dk) at the start.
+        values: [N, Dv], N(0, 1/Dv) at the start. Keys and values are buffers, which no optimiser moves and only a
+            resident memory changes, or parameters (`learn_initial`).
+        chunk_size: tokens between two writes. May be set at any time.
         frozen: read and do not write; the state comes back as it was given. May be set at any time.
         observer: None, or a `MemoryObserver` that is told of every read and write.
         slots: N.
         hook_gate, hook_read: see the gates [B, T] and what was read [B, T, Dv], before the mix.
 
-    In several processes (DistributedDataParallel) memories live apart: rows, or with `shared` the rows of each process,
-    are written by their own tokens only, and what a process saves is its own resident memory; with "all_gather" all of
-    them equal the memory of one process with the whole batch. Pass `broadcast_buffers=False`: `keys` and `values` are
-    the same everywhere at the start, and sending them with every step would cost 4 N Dv bytes, and put the first
-    process's resident memory in the place of the others'.
+    In several processes (DistributedDataParallel) every process has memories of its own, written by its own tokens; a
+    checkpoint saves the resident memory of the process that writes it. With sync="all_gather" all memories equal that
+    of one process with the whole batch. Pass `broadcast_buffers=False`: `keys` and `values` are equal at the start, and
+    sending them at every step would cost 4 N Dv bytes and replace the other processes' resident memories.
 
-    A resident memory changes once for every call, also where activations are made again in the backward pass
-    (`torch.utils.checkpoint`), as long as that comes before the next call.
+    A resident memory changes once for every call, also where activations are computed again in the backward pass
+    (`torch.utils.checkpoint`), if that happens before the next call.
 
     Raises:
         ArgumentError: sizes, numbers or names that do not fit, or options that exclude each other.
@@ -104,72 +83,34 @@ class FastWeightProductKeyMemory(MemoryLayer):
     replaces_feed_forward: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
     honours_segments: ClassVar[bool] = True
+    defaults: ClassVar[Mapping[str, Any]] = FastWeightConfig.defaults()
     keys: Tensor
     values: Tensor
     seed: Tensor
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        sub_keys: int = 512,
-        key_dim: int = 512,
-        value_dim: int = 512,
-        heads: int = 1,
-        top_k: int = 8,
-        chunk_size: int = 512,
-        step_rule: str = "normalized",
-        learning_rate: float = 1.0,
-        address_weight: float = 10.0,
-        key_update: KeyUpdate = "entropy",
-        score: str = "idw",
-        spec: str | Spec = "softmax",
-        look_ahead: bool = True,
-        border: bool = True,
-        value_norm: bool = True,
-        gating: bool = True,
-        gate_loss: bool = True,
-        meta_grad: bool | int = True,
-        shared: bool = False,
-        learn_initial: bool = False,
-        storage: torch.dtype | str | None = None,
-        norm_eps: float = 1e-5,
-        idw_eps: float = 1e-3,
-        impl: str = "auto",
-        sync: str | None = None,
-        resident: bool = False,
-    ) -> None:
+    def __init__(self, hidden_size: int, config: FastWeightConfig | None = None, **options: Any) -> None:
         super().__init__()
-        _check_sizes(sub_keys, key_dim, heads, top_k, chunk_size, look_ahead)
-        flags(CALL, value_norm=value_norm, gating=gating, shared=shared, learn_initial=learn_initial, resident=resident)
-        _check_kinds(shared, learn_initial, sync, resident)
-        slot_scores.given(CALL, "score", score)
-        weights_spec(CALL, spec)
-        idw_eps = check_eps(CALL, "idw_eps", idw_eps)
-        require(
-            impl in ("auto", *slot_values.names(aliases=True)),
-            CALL,
-            f"unknown impl {shown(impl)}.{suggestion(shown(impl), IMPLS)}",
-        )
-        check_meta_grad(CALL, meta_grad)
-        within(CALL, "step_rule", WriteRule, step_rule)
-        rates = (learning_rate, address_weight, key_update, look_ahead, border, gate_loss)
-        self.rule = within(CALL, None, WriteRule, step_rule, *rates)
-        self.hidden_size, self.heads, self.slots, self.top_k = hidden_size, heads, sub_keys**2, top_k
-        self.score, self.spec, self.idw_eps, self.impl = score, spec, idw_eps, impl
-        self.chunk_size, self.meta_grad = chunk_size, meta_grad
-        self.shared, self.sync, self.resident = shared, sync, resident
-        self.storage = _dtype(storage)
-        self.frozen, self.observer = False, None
-        options = {"value_norm": value_norm, "gating": gating, "norm_eps": norm_eps}
         positive_int(CALL, "hidden_size", hidden_size)
-        self.projections = within(CALL, None, MemoryProjections, hidden_size, heads * key_dim, value_dim, **options)
-        for name, table in (("keys", (heads, 2, sub_keys, key_dim // 2)), ("values", (self.slots, value_dim))):
-            if learn_initial:
-                self.register_parameter(name, nn.Parameter(torch.empty(table)))
+        config = FastWeightConfig() if config is None else config
+        if not isinstance(config, FastWeightConfig):
+            raise ArgumentError(f"{CALL}: config is a {type(config).__name__}, expected a FastWeightConfig or None.")
+        config = within(CALL, None, config.with_options, **options)
+        table, mix, store = config.table, config.mix, config.store
+        self.hidden_size, self.heads, self.slots, self.top_k = hidden_size, table.heads, table.sub_keys**2, table.top_k
+        self.score, self.spec, self.idw_eps = table.score, table.spec, table.idw_eps
+        self.rule, self.chunk_size, self.meta_grad = config.rule, config.chunk_size, config.meta_grad
+        self.shared, self.resident, self.sync = store.shared, store.resident, store.sync
+        self.storage, self.impl = store.storage, store.impl
+        self.frozen, self.observer = False, None
+        sizes = (hidden_size, table.heads * table.key_dim, table.value_dim)
+        self.projections = within(CALL, None, MemoryProjections, *sizes, **asdict(mix))
+        shapes = {"keys": (table.heads, 2, table.sub_keys, table.key_dim // 2), "values": (self.slots, table.value_dim)}
+        for name, size in shapes.items():
+            if store.learn_initial:
+                self.register_parameter(name, nn.Parameter(torch.empty(size)))
             else:
-                self.register_buffer(name, torch.empty(table))
-        if resident:
+                self.register_buffer(name, torch.empty(size))
+        if store.resident:
             self.register_buffer("seed", torch.zeros((), dtype=torch.long))
         self._held: FastWeightState | None = None
         self.hook_gate, self.hook_read = HookPoint(), HookPoint()
@@ -177,7 +118,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
 
     @classmethod
     def from_preset(cls, preset: str, hidden_size: int, **options: Any) -> FastWeightProductKeyMemory:
-        """The layer as `PRESETS` has it under that name ("paper", "program"), but for the options given.
+        """Return the layer with the options of a preset, "paper" or "program", changed by those given.
 
         Raises:
             ArgumentError: no such preset.
@@ -187,7 +128,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         return cls(hidden_size, **{**PRESETS[preset], **options})
 
     def reset_parameters(self) -> None:
-        """Begin with other random keys and values."""
+        """Draw new random keys and values."""
         if self.keys.is_meta:
             return
         seed = int(torch.randint(2**62, (), device="cpu"))
@@ -197,15 +138,15 @@ class FastWeightProductKeyMemory(MemoryLayer):
         self._draw(seed)
 
     def reset(self) -> None:
-        """A resident memory forgets what was written: `keys` and `values` are again what they were when the layer was
-        made. Nothing where the caller carries the state."""
+        """Set a resident memory back to the keys and values that the layer was made with. Do nothing if the memory is
+        not resident, since then the caller holds the state."""
         self._held = None
         if self.resident:
             self._draw(int(self.seed))
 
     @torch.no_grad()
     def _draw(self, seed: int) -> None:
-        # on the CPU in float32 whatever the layer's place and dtype, so that a seed means the same numbers
+        # always on the CPU in float32, so that a seed means the same numbers on every device and in every dtype
         draw = torch.Generator().manual_seed(seed)
         reach = (2 * self.keys.shape[-1]) ** -0.5
         keys = torch.empty(self.keys.shape, device="cpu", dtype=torch.float32).uniform_(-reach, reach, generator=draw)
@@ -217,13 +158,13 @@ class FastWeightProductKeyMemory(MemoryLayer):
     def _put(held: Tensor, fresh: Tensor) -> Tensor:
         if isinstance(held, nn.Parameter):
             return held.copy_(fresh)
-        return fresh.to(held)  # another tensor: a graph may still need the old one
+        return fresh.to(held)  # a new tensor, since a graph may still need the old one
 
     def fast_numbers(self) -> int:
         return 0 if isinstance(self.values, nn.Parameter) else self.keys.numel() + self.values.numel()
 
     def extra_repr(self) -> str:
-        """Sizes and rule, for `print(model)`."""
+        """Return sizes and rule, for `print(model)`."""
         flags = "".join(f", {name}=True" for name in ("shared", "resident", "frozen") if getattr(self, name))
         return (
             f"slots={self.slots}, top_k={self.top_k}, heads={self.heads}, chunk_size={self.chunk_size}, "
@@ -237,13 +178,13 @@ class FastWeightProductKeyMemory(MemoryLayer):
         state: FastWeightState | None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, FastWeightState | None]:
-        """Read for every token, and write what is full.
+        """Read for every token, and write complete chunks.
 
         Args:
             hidden: [B, T, C].
             mask: boolean [B, T], true where a token is real; None: all.
-            state: what the call before has left; None at the start of a stream.
-            segment_ids: integers [B, T]: documents packed into a row, each with a memory of its own.
+            state: returned by the previous call; None at the start of a stream.
+            segment_ids: integers [B or 1, T]: documents packed into a row, each with a memory of its own.
 
         Returns:
             (output [B, T, C] in the dtype of `hidden`, 0 for padding, NaN for tokens that are not finite; the state).
@@ -252,16 +193,16 @@ class FastWeightProductKeyMemory(MemoryLayer):
             ArgumentError: shapes or dtypes that do not fit, or a state of another layer.
 
         Cost: O(T (C Dk H + C Dv)) for the projections and O(T H (n Dk + k Dv)) for reading and writing; a resident
-        memory is copied once a call, N Dv numbers. Under torch.compile reading a frozen memory is part of the graph
-        (but for gradients to what a state has written), writing is not. Under torch.export the memory is one node, and
-        None comes in the place of the state.
+        memory is copied once per call, N Dv numbers. Under torch.compile, reading a frozen memory is part of the graph
+        (without gradients to what a state has written), writing is not. Under torch.export the memory is one node, and
+        the state is None.
         """
         tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
         check_held(CALL, "hidden", hidden)
         own: Projected = self.projections(tokens.hidden)
         if own.gate is not None:
             own = own._replace(gate=self.hook_gate(own.gate))
-        apart = self.hook_read.active  # somebody looks at what was read, before the mix
+        apart = self.hook_read.active  # a hook wants what was read before the mix
         found, state = self._remember(tokens, own, mask, state, segment_ids, mix=not apart)
         out = self.projections.output(self.hook_read(found), own) if apart else self.projections.back(found)
         return tokens.shown(out).to(hidden.dtype), state
@@ -275,8 +216,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
         segment_ids: Tensor | None,
         mix: bool,
     ) -> tuple[Tensor, FastWeightState | None]:
-        """What was read [B, T, Dv], or its mix, and the state after it."""
-        # what a checkpointed layer does again in the backward pass was told and kept in the forward pass
+        """Return what was read [B, T, Dv], or its mix, and the state after the call."""
+        # a checkpointed layer runs again in the backward pass; observers and the memory took the first run
         again = (self.resident or self.observer is not None) and torch._C._current_graph_task_id() != -1
         observer = None if again else self.observer
         if self.resident and not again and state is None:
@@ -285,14 +226,14 @@ class FastWeightProductKeyMemory(MemoryLayer):
             self._tell(observer, tokens, own, state, segment_ids)
         absent = tokens.spoilt
         if self.frozen and observer is None and segment_ids is None:
-            # nothing is written, so that it does not matter where padding is: no device is waited for, no graph broken
+            # nothing is written, so the place of padding does not matter; no device is waited for and no graph broken
             mask, absent = None, ~tokens.counted
         query = torch.where(absent[..., None], torch.nan, own.query)
         if torch.compiler.is_exporting():
             return self._exported(query, own, mask, state, segment_ids, mix), None
         run = fast_weight_memory
         if torch.compiler.is_compiling() and not self.frozen:
-            # what is done depends on how many tokens wait, so that a compiler would begin anew with every call
+            # the steps depend on how many tokens wait, so a compiler would recompile at every call
             run = torch.compiler.disable(fast_weight_memory)
         found, after = within(
             CALL,
@@ -314,7 +255,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         )
         if self.resident and not again and not self.frozen:
             self._held = after.detach()
-            if self.sync is not None:  # now, since all processes are here; one alone may save
+            if self.sync is not None:  # now, while all processes take part; later a single one may save
                 self._held = self._flushed(self._held, observer)
         return found, after
 
@@ -327,7 +268,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         segment_ids: Tensor | None,
         mix: bool,
     ) -> Tensor:
-        """What was read, by one node of an exported graph."""
+        """Return what was read, by one node of an exported graph."""
         require(
             state is None and not self.resident,
             CALL,
@@ -339,7 +280,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         return _read(heads, own.value, own.gate, self.keys, self.values, mask, segment_ids, json.dumps(how))
 
     def _options(self) -> dict[str, Any]:
-        """How this memory reads and writes."""
+        """Return the options of `fast_weight_memory`."""
         names = ("rule", "top_k", "chunk_size", "spec", "score", "shared", "storage", "impl", "sync")
         return {**{name: getattr(self, name) for name in names}, "eps": self.idw_eps}
 
@@ -361,8 +302,8 @@ class FastWeightProductKeyMemory(MemoryLayer):
         observer.on_tokens(own.gate, tokens.counted, tokens.spoilt)
 
     def flush(self, state: FastWeightState) -> FastWeightState:
-        """The state with its waiting pairs written: at the end of a document, or before a question about it. A frozen
-        memory writes nothing."""
+        """Return the state with its waiting tokens written, at the end of a document or before a question about it. A
+        frozen memory writes nothing."""
         if self.frozen:
             return state
         return flush(state, meta_grad=self.meta_grad, observer=self.observer, **self._options())
@@ -374,24 +315,24 @@ class FastWeightProductKeyMemory(MemoryLayer):
         return flush(state, observer=observer, **self._options())
 
     def _settled(self, observer: MemoryObserver | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values after all that was written, as tensors of their own."""
+        """Return keys and values with everything written, as new tensors."""
         if self._held is None:
             return self.keys, self.values
         held = self._flushed(self._held, observer)
         return held.keys[0], held.values.dense()[0].to(self.values.dtype)
 
     def _settle(self) -> None:
-        # never in place: a backward pass of the call before may still read the old tensors
+        # not in place: the backward pass of the previous call may still need the old tensors
         if self._held is not None:
             self.keys, self.values = self._settled(self.observer)
             self._held = None
 
     def snapshot(self) -> tuple[Tensor, Tensor, FastWeightState | None]:
-        """All that a resident memory holds now. Nothing is copied, since nothing changes in place."""
+        """Return what a resident memory holds now. Nothing is copied, since nothing changes in place."""
         return self.keys, self.values, self._held
 
     def restore(self, snapshot: tuple[Tensor, Tensor, FastWeightState | None]) -> None:
-        """Be again what `snapshot` found.
+        """Set a resident memory back to what `snapshot` returned.
 
         Raises:
             ArgumentError: it was taken from a memory of another shape, or this one is not resident.
@@ -408,7 +349,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
         self.keys, self.values, self._held = keys, values, held
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastWeightProductKeyMemory:
-        self._settle()  # what is moved or converted is the memory as it is now
+        self._settle()  # so that the current memory is moved or converted
         return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -432,44 +373,7 @@ def _read(
     segment_ids: Tensor | None,
     options: str,
 ) -> Tensor:
-    """What `fast_weight_memory` reads in a stream that begins here, [B, T, Dv]; its options as JSON."""
+    """Return what `fast_weight_memory` reads in a new stream, [B, T, Dv]; `options` are JSON."""
     how = json.loads(options)
-    how["rule"], how["storage"] = WriteRule(**how["rule"]), _dtype(how["storage"])
+    how["rule"], how["storage"] = WriteRule(**how["rule"]), as_dtype(how["storage"])
     return fast_weight_memory(query, value, gate, keys, values, mask=mask, segment_ids=segment_ids, **how)[0]
-
-
-def _check_sizes(sub_keys: int, key_dim: int, heads: int, top_k: int, chunk_size: int, look_ahead: bool) -> None:
-    sizes = {"sub_keys": sub_keys, "key_dim": key_dim, "heads": heads, "chunk_size": chunk_size}
-    for name, size in sizes.items():
-        positive_int(CALL, name, size)
-    flag(CALL, "look_ahead", look_ahead)
-    require(key_dim % 2 == 0, CALL, f"key_dim is {shown(key_dim)}, expected an even number: a query has two halves.")
-    within(CALL, f"sub_keys is {shown(sub_keys)}", require_top_k, CALL, top_k, sub_keys)
-    require(
-        chunk_size >= 2 or not look_ahead,
-        CALL,
-        "chunk_size is 1, expected at least 2: a token's target is the value of the next one; look_ahead=False makes "
-        "it its own.",
-    )
-
-
-def _check_kinds(shared: bool, learn_initial: bool, sync: str | None, resident: bool) -> None:
-    """Options that need or exclude each other."""
-    check_sync(CALL, sync, True)
-    require(
-        shared or not (resident or sync),
-        CALL,
-        f"{'resident' if resident else 'sync'} needs one memory for the batch; give shared=True.",
-    )
-    require(
-        not (resident and learn_initial),
-        CALL,
-        "learn_initial learns what a stream begins with, and a resident memory begins with what it wrote; choose one.",
-    )
-
-
-def _dtype(storage: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype, or the name of one, as configurations have it."""
-    found = getattr(torch, storage, storage) if isinstance(storage, str) else storage
-    check_storage(CALL, found)
-    return found

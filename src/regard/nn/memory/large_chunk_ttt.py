@@ -1,7 +1,7 @@
-"""A token mixer that attends to a window and learns the rest: LaCT (Test-Time Training Done Right, Zhang et al. 2025,
+"""A token mixer of window attention and fast weights: LaCT (Test-Time Training Done Right, Zhang et al. 2025,
 arXiv:2505.23884, the language model).
 
-Shapes: B batch, T tokens given now, Tk those given and those remembered, C model width, H attention heads, Hf heads of
+Shapes: B batch, T new tokens, Tk new and cached tokens, C model width, H attention heads, Hf heads of
 fast weights, D = C / Hf channels of one, F width of its inner layer, W window.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from ...checks import ArgumentError, boolean_mask, flag, flags, number, on_device, require, segments, shape, suggestion
-from ...memory.chunk_stream import check_chunk, check_held, check_meta_grad
 from ...memory.large_chunk import LargeChunkState, as_optimizer, flush, large_chunk_ttt
+from ...memory.stream import check_chunk, check_held, check_meta_grad
 from ...pairwise.attention import attention, diagnosed_attention
 from ...recurrent.states import State, require_state
 from ..arguments import check_heads, check_hidden, check_layer_idx, check_positions, positive_int
@@ -34,17 +34,17 @@ PRESETS = {
     "512C+4096W": {"chunk_size": 512, "window": 4096},
     "2048C+2048W": {"chunk_size": 2048, "window": 2048},
 }
-"""The four settings that the FwPKM paper (arXiv:2601.00671, appendix A) compares; the second one was best (its Table 3
-has the two numbers the wrong way round) and is the default."""
+"""The four settings that the FwPKM paper (arXiv:2601.00671, appendix A) compares. The second was best and is the
+default (the paper's Table 3 swaps the two numbers)."""
 
 
 @dataclass(frozen=True)
 class WindowState(State):
-    """The pairs that a later token's window reaches.
+    """The keys and values within the window of later tokens.
 
     Attributes:
-        key, value: [B, H, n, C / H], turned by their positions; n <= W - 1.
-        valid: boolean [B, n], which of them may be attended.
+        key, value: [B, H, n, C / H], keys rotated by their positions; n <= W - 1.
+        valid: boolean [B, n], which of them may be attended to.
     """
 
     key: Tensor
@@ -53,23 +53,22 @@ class WindowState(State):
 
 
 class LargeChunkLayer(Protocol):
-    """What the mixer keeps in a cache: two states, None before the first token; the cache's `layers[layer_idx]`."""
+    """The mixer's entry in a cache, `layers[layer_idx]`: two states, None before the first token."""
 
     window_state: WindowState | None
     fast_state: LargeChunkState | None
 
 
 class LargeChunkTTT(nn.Module):
-    """Softmax attention to the last W tokens, beside a SwiGLU network for every sequence and head that learns keys and
-    values chunk by chunk; queries, keys and values are those of the attention.
+    """Softmax attention to the last W tokens, plus a SwiGLU network for every sequence and head that is trained on keys
+    and values chunk by chunk. Both use the same queries, keys and values.
 
-        q', k' = l2(silu(scale * (q, k) + shift)) turned like q and k,   v' = silu(v)      a scale and a shift a channel
-        out = W_o (attention(q, k, v) + silu(w_s h) rms(f(q')))                             w_s h: one number a head
-        loss of a chunk = - sum_t v'_t^T f(k'_t),     rates eta_t = softplus(w h_t + softplus^-1(1e-3)), three a head
+        q', k' = l2(silu(scale * (q, k) + shift)) rotated as q and k,    v' = silu(v)    one scale and shift per channel
+        out = W_o (attention(q, k, v) + silu(w_s h) rms(f(q')))                             w_s h: one number per head
+        loss of a chunk = - sum_t v'_t^T f(k'_t),     rates eta_t = softplus(w h_t + softplus^-1(1e-3)), three per head
 
-    A chunk reads the weights of its start, is learned when the next token arrives, and every row of a matrix then gets
-    back its first norm (`regard.memory.large_chunk`). Chunks count the real tokens of a sequence from its first, in
-    whatever calls they come; the window counts positions, as in `nn.Attention`.
+    A chunk reads the weights of its start and is learned when the next token arrives (`regard.memory.large_chunk`).
+    Chunks count the real tokens of a sequence; the window counts positions, as in `nn.Attention`.
 
     Args:
         hidden_size: C.
@@ -81,20 +80,20 @@ class LargeChunkTTT(nn.Module):
         layer_idx: the layer's place in a cache.
         bias: biases of queries, keys and values.
         qk_norm: an RMS norm with gains over the whole width of queries, and of keys.
-        fast_rotary: turn q' and k' by their positions too.
+        fast_rotary: also rotate q' and k' by their positions.
         meta_grad: gradients flow through the writes: always, never, or cut after every so many.
         norm_eps: of the RMS norms.
 
     Attributes:
         gate, up, down: [Hf, F, D], [Hf, F, D], [Hf, D, F], parameters: the weights before the first token.
-        frozen: read the fast weights and do not write; their state comes back as it was given.
+        frozen: read the fast weights and do not write; the fast state stays as it is.
         hook_q, hook_k, hook_v: see queries, keys, values [B, H, T, C / H] of the attention.
-        hook_read: sees what the networks said, [B, T, Hf, D], normed and scaled. hook_out: the output [B, T, C].
+        hook_read: sees what the networks return, [B, T, Hf, D], normalised and scaled. hook_out: the output [B, T, C].
 
     Parameters: 4 C^2 + 3 C F + 4 C + 5 Hf (C + 1) + D with momentum; with C = 768, Hf = 4, F = D they are 2,820,308.
 
-    A token whose hidden state is not finite has the output NaN and keeps its place, but none attends to it and nothing
-    learns from it; `regard.checks.debug` raises.
+    A token whose hidden state is not finite gets the output NaN and keeps its place, but it is neither attended to nor
+    learned from; `regard.checks.debug` raises.
 
     Raises:
         ArgumentError: sizes that do not divide, numbers out of range, or an unknown optimizer.
@@ -157,13 +156,13 @@ class LargeChunkTTT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the first fast weights anew: N(0, 1 / inputs)."""
+        """Draw new first weights, N(0, 1 / inputs)."""
         for weight in (self.gate, self.up, self.down):
             weight.normal_(std=weight.shape[-1] ** -0.5)
 
     @classmethod
     def from_preset(cls, preset: str, hidden_size: int, num_heads: int, **options: Any) -> LargeChunkTTT:
-        """The layer with the chunk and the window of `PRESETS`, but for the options given.
+        """Return the layer with the chunk and window of a preset, changed by the options given.
 
         Raises:
             ArgumentError: no such preset.
@@ -173,7 +172,7 @@ class LargeChunkTTT(nn.Module):
         return cls(hidden_size, num_heads, **{**PRESETS[preset], **options})
 
     def extra_repr(self) -> str:
-        """Heads, window, chunk and optimiser, for `print(model)`."""
+        """Return heads, window, chunk and optimiser, for `print(model)`."""
         return (
             f"num_heads={self.num_heads}, fast_heads={self.fast_heads}, window={self.window}, "
             f"chunk_size={self.chunk_size}, optimizer={self.optimizer!r}{', frozen=True' if self.frozen else ''}"
@@ -188,21 +187,22 @@ class LargeChunkTTT(nn.Module):
         output_attentions: bool = False,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Mix the tokens given with all before them.
+        """Mix new tokens with all earlier ones.
 
         Args:
             hidden_states: [B, T, C].
             position_embeddings: (cos, sin) of `rotary_angles`; None for no positions.
-            attention_mask: boolean [B, Tk] over tokens so far (the last T columns are those given now), true where a
+            attention_mask: boolean [B, Tk] over all tokens so far (the last T columns are the new ones), true where a
                 token is real.
-            past_key_values: a cache whose `layers[layer_idx]` is a `LargeChunkLayer`, of which the two states are
-                replaced (the one thing that a forward pass changes).
-            output_attentions: also return the weights of the attention, by the dense reference.
-            segment_ids: integers [B or 1, T]: a change begins a new document, of which no earlier one is seen. The
-                first one goes on from the cache.
+            past_key_values: a cache whose `layers[layer_idx]` is a `LargeChunkLayer`; its two states are replaced, the
+                only change in place.
+            output_attentions: also return the attention weights, computed by the dense reference.
+            segment_ids: integers [B or 1, T]: a change begins a new document, which sees no earlier one. The first
+                document continues from the cache.
 
         Returns:
-            (output [B, T, C], 0 at padding, weights [B, H, T, Tk] or None; Tk counts the pairs at hand).
+            (output [B, T, C], 0 at padding, weights [B, H, T, Tk] or None; Tk counts the keys in the window state and
+            the new ones).
 
         Raises:
             ArgumentError: wrong rank, dtype or shape; a mask of pairs; a cache without a place for the two states.
@@ -228,15 +228,15 @@ class LargeChunkTTT(nn.Module):
         return self.hook_out(tokens.shown(out)), weights
 
     def flush(self, state: LargeChunkState) -> LargeChunkState:
-        """The state after what waits was learned."""
+        """Return the state after all waiting tokens were learned from."""
         return flush(state, optimizer=self.optimizer)
 
     def _split(self, x: Tensor) -> Tensor:
-        """[B, T, C] to the heads of the attention, [B, H, T, C / H]."""
+        """Split [B, T, C] into attention heads, [B, H, T, C / H]."""
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _turned(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
-        """[B, T, C] as heads of the attention, turned by their positions."""
+        """Split [B, T, C] into attention heads and rotate them by their positions."""
         x = self._split(x)
         return x if position_embeddings is None else rotate(x, *position_embeddings)
 
@@ -251,7 +251,7 @@ class LargeChunkTTT(nn.Module):
         layer: LargeChunkLayer | None,
         segment_ids: Tensor | None,
     ) -> tuple[Tensor, LargeChunkState]:
-        """What the fast weights say, [B, T, Hf, D], and their state after."""
+        """Return what the fast weights read, [B, T, Hf, D], and their state after the call."""
         places = position_embeddings if self.fast_rotary else None
         heads, wide = (self.fast_heads, -1), tokens.hidden.dtype
         query = silu(query.to(wide) * self.q_scale.to(wide) + self.q_shift.to(wide)).unflatten(-1, heads)
@@ -287,7 +287,7 @@ class LargeChunkTTT(nn.Module):
         segment_ids: Tensor | None,
         output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None, WindowState]:
-        """Attention to the window [B, H, T, C / H], its weights or None, and the pairs for later."""
+        """Return attention to the window [B, H, T, C / H], its weights or None, and the next window state."""
         past, valid, seen = None if layer is None else layer.window_state, tokens.counted, 0
         if past is not None:
             sizes = {"key": (*key.shape[:2], past.key.shape[2], key.shape[3]), "value": past.key.shape}
@@ -310,7 +310,7 @@ class LargeChunkTTT(nn.Module):
         return out, weights, WindowState(key[:, :, kept], value[:, :, kept], valid[:, kept], tokens=seen)
 
     def _new(self, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
-        """The mask of the tokens given now, [B, T]."""
+        """Return the mask of the new tokens, [B, T]."""
         if mask is None:
             return None
         boolean_mask(CALL, "attention_mask", mask)
@@ -326,7 +326,7 @@ class LargeChunkTTT(nn.Module):
         return mask[:, mask.shape[1] - hidden.shape[1] :]
 
     def _layer(self, cache: Any) -> LargeChunkLayer | None:
-        """This layer's place in the cache."""
+        """Return this layer's entry in the cache."""
         if cache is None:
             return None
         if self.layer_idx is None:
@@ -342,8 +342,8 @@ class LargeChunkTTT(nn.Module):
 
 
 def _documents(segment_ids: Tensor, counted: Tensor, keys: int) -> Tensor:
-    """Numbers [B, Tk] of documents that grow from left to right; padding belongs to the document before it (what is
-    remembered, and padding at the left, to the first one)."""
+    """Return increasing document numbers [B, Tk]. Padding belongs to the document before it; cached tokens and padding
+    at the left belong to the first one."""
     batch, tokens = counted.shape
     ids = segment_ids.expand(batch, tokens)
     at = torch.arange(tokens, device=ids.device).expand(batch, tokens)

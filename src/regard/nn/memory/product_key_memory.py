@@ -1,6 +1,6 @@
-"""Product-key memory with slow weights: a large table of learned values in the place of a feed-forward layer, of which
-every token reads a few rows (Lample et al. 2019, arXiv:1907.05242; with RMS-normed queries and the gated output of
-Memory Layers at Scale, arXiv:2412.09764, as the fast-weight product-key-memory paper, arXiv:2601.00671, builds it).
+"""Product-key memory with slow weights: a large table of learned values that replaces a feed-forward layer and of
+which every token reads a few rows (Lample et al. 2019, arXiv:1907.05242; with RMS-normed queries and the gated output
+of Memory Layers at Scale, arXiv:2412.09764, as the fast-weight product-key-memory paper, arXiv:2601.00671, builds it).
 
 Of token t with the hidden state h_t:
 
@@ -33,20 +33,20 @@ QUERY_NORMS = ("rms", "batch", "none")
 
 @memory_layers.register("pkm")
 class ProductKeyMemory(MemoryLayer):
-    """A feed-forward layer whose knowledge lies in a table of n^2 learned values.
+    """A feed-forward layer that reads a table of n^2 learned values.
 
     Args:
         hidden_size: C.
         sub_keys: n.
-        key_dim: Dk, of a head; even.
+        key_dim: Dk, for each head; even.
         value_dim: Dv.
         heads: H; all read the same values.
-        top_k: k, of a head, at most n.
-        query_norm: of the queries: "rms" (all heads together, a gain), "batch" (every number over all real tokens of
-            the batch; the first authors' choice, in training not causal) or "none".
+        top_k: k, slots that a head reads; at most n.
+        query_norm: "rms" (over all heads, with a gain), "batch" (batch norm over all real tokens, as in the first
+            paper; not causal in training) or "none".
         swilu: gate the output by silu of a projection of the hidden state.
-        score: how a half of a query meets a sub-key: "dot" or "idw".
-        spec: the weights of the slots of a head, made of their scores: a normalised, non-negative `Spec` of degree 0.
+        score: of a half query and a sub-key: "dot" or "idw".
+        spec: turns the scores of a head's slots into weights: a normalised, non-negative `Spec` of degree 0.
         bias: of the projections.
         sparse_grad: the gradient of `values` is sparse, for an optimiser that takes it (`optimizer_groups`).
         eps: of the norms.
@@ -111,7 +111,7 @@ class ProductKeyMemory(MemoryLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Keys and values as at first."""
+        """Draw new keys and values."""
         bound = (2 * self.keys.shape[-1]) ** -0.5
         nn.init.uniform_(self.keys, -bound, bound)
         nn.init.normal_(self.values, std=self.values.shape[1] ** -0.5)
@@ -123,21 +123,21 @@ class ProductKeyMemory(MemoryLayer):
         state: None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """What the memory gives for every token by itself.
+        """Read the memory for every token.
 
         Args:
             hidden: [B, T, C], normed.
-            mask: bool [B, T], true where a token is real; the rest gives 0 and counts for nothing. None: all.
-            state, segment_ids: as for memories that remember; nothing is made of them.
+            mask: boolean [B, T], true where a token is real; padding gets the output 0. None: all.
+            state, segment_ids: not used.
 
         Returns:
-            (output [B, T, C] in the dtype of `hidden`, None). A token that is not finite gives NaN, and no gradient.
+            (output [B, T, C] in the dtype of `hidden`, None). A token that is not finite gets NaN, and no gradient.
 
         Raises:
             ArgumentError: shapes or dtypes that do not fit.
 
-        Cost: O(T H (n Dk + k Dv)) time beside the projections; memory O(T H (n + k Dk)): what is picked of the values
-        is never held.
+        Cost: O(T H (n Dk + k Dv)) time beside the projections; O(T H (n + k Dk)) memory, since selected values are not
+        stored.
         """
         tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
         check_hidden(CALL, "hidden", hidden, self.hidden_size, self.q_proj)
@@ -156,5 +156,5 @@ class ProductKeyMemory(MemoryLayer):
             return self.q_norm(query)
         if not self.training:
             return self.q_norm(query.flatten(0, 1)).view_as(query)
-        normed = self.q_norm(query[counted]) if counted.sum() > 1 else query[counted] * 0  # one number has no spread
+        normed = self.q_norm(query[counted]) if counted.sum() > 1 else query[counted] * 0  # one token has no variance
         return torch.zeros_like(query).index_put((counted,), normed)

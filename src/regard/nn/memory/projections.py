@@ -1,4 +1,4 @@
-"""What stands around a fast-weight memory: projections into it, the gate, and the way back to the residual stream.
+"""Projections from the residual stream into a fast-weight memory and back, and the gate between.
 
 Shapes: B batch, T tokens, C model width, Dq width of the queries (all heads), Dv width of a value.
 
@@ -18,23 +18,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...checks import ArgumentError, boolean_mask, finite, floating, number, on_device, require, shape
-from ...memory.fast_weight_stream import mixed
+from ...checks import ArgumentError, boolean_mask, finite, flags, floating, number, on_device, require, shape
+from ...memory.slot_memory import mixed
 from ...precision import clean
 from ..arguments import positive_int
 from ..attention.norm import HeadRMSNorm
 
 GATES = 8
-"""Numbers whose mean is the gate before the sigmoid."""
+"""Number of features whose mean, after a sigmoid, is the gate."""
 
 
 class Tokens(NamedTuple):
-    """Hidden states in which everything is finite.
+    """Finite hidden states.
 
     Attributes:
         hidden: [B, T, C], float32 at least; 0 where not `counted`.
         counted: boolean [B, T]: tokens that read and may be written.
-        spoilt: boolean [B, T]: tokens that are not padding, and not finite.
+        spoilt: boolean [B, T]: tokens that are real but not finite.
     """
 
     hidden: Tensor
@@ -42,13 +42,13 @@ class Tokens(NamedTuple):
     spoilt: Tensor
 
     def shown(self, out: Tensor) -> Tensor:
-        """`out` [B, T, ...] as it is for counted tokens, NaN for spoilt ones, 0 for padding."""
+        """Return `out` [B, T, ...] with NaN for spoilt tokens and 0 for padding."""
         more = (...,) + (None,) * (out.dim() - 2)
         return torch.where(self.counted[more], out, torch.where(self.spoilt[more], torch.nan, 0.0).to(out.dtype))
 
 
 def clean_tokens(call: str, hidden: Tensor, mask: Tensor | None, hidden_size: int) -> Tokens:
-    """`hidden` [B, T, C] without what is masked or not finite (NaN, infinite, or beyond 2^56 in float32).
+    """Set masked and non-finite tokens of `hidden` [B, T, C] to 0 (NaN, infinite, or beyond 2^56 in float32).
 
     Raises:
         ArgumentError: a wrong rank, width or dtype, or a mask that is not boolean [B, T]; under `regard.checks.debug`
@@ -74,8 +74,7 @@ def clean_tokens(call: str, hidden: Tensor, mask: Tensor | None, hidden_size: in
 
 
 class Projected(NamedTuple):
-    """What a token brings to the memory: query [B, T, Dq], value [B, T, Dv] (the z-scored one), gate [B, T] or None;
-    float32 at least."""
+    """Projections of tokens, float32 at least: query [B, T, Dq], value [B, T, Dv] (z-scored), gate [B, T] or None."""
 
     query: Tensor
     value: Tensor
@@ -83,14 +82,14 @@ class Projected(NamedTuple):
 
 
 class MemoryProjections(nn.Module):
-    """Queries, values and gates of tokens, and the output made of what was read.
+    """Queries, values and gates of tokens, and the output projection.
 
     Args:
         hidden_size: C.
         query_dim: Dq.
         value_dim: Dv, >= 2 with `value_norm`.
         value_norm: z-score the values.
-        gating: a gate between what was read and the token's own value; without, their sum.
+        gating: mix what was read and the token's own value by a gate; otherwise add them.
         norm_eps: added to the mean square in the four RMS norms.
 
     With C = 768 and Dq = Dv = 512 these are 1,190,408 parameters (paper, Table 2, beside the fast weights).
@@ -118,6 +117,7 @@ class MemoryProjections(nn.Module):
             value_dim >= 2 or not value_norm, call, "the z-score needs value_dim >= 2; widen it, or value_norm=False."
         )
         number(call, "norm_eps", norm_eps, low=0.0, strict=True)
+        flags(call, value_norm=value_norm, gating=gating)
         self.value_norm, self.gating = value_norm, gating
         self.q_norm = HeadRMSNorm(hidden_size, norm_eps)
         self.q_proj = nn.Linear(hidden_size, query_dim)
@@ -134,7 +134,7 @@ class MemoryProjections(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, hidden: Tensor) -> Projected:
-        """[B, T, C], float32 at least, to `Projected`."""
+        """Project hidden states [B, T, C], float32 at least."""
         wide = hidden.dtype
         query = _linear(self.q_proj, self.q_norm(hidden)).to(wide)
         value = _linear(self.v_proj, self.v_norm(hidden)).to(wide)
@@ -144,21 +144,21 @@ class MemoryProjections(nn.Module):
         return Projected(query, z_score(value) if self.value_norm else value, gate)
 
     def output(self, read: Tensor, own: Projected) -> Tensor:
-        """What was read [B, T, Dv], mixed with the tokens' own values, as [B, T, C] for the residual stream."""
+        """Mix what was read [B, T, Dv] with the tokens' own values, and project it to [B, T, C]."""
         return self.back(mixed(read, own.value, own.gate))
 
     def back(self, mixed: Tensor) -> Tensor:
-        """Mixes [B, T, Dv] as [B, T, C] for the residual stream."""
+        """Project mixes [B, T, Dv] to [B, T, C]."""
         return _linear(self.out_proj, self.out_norm(mixed))
 
 
 def z_score(x: Tensor) -> Tensor:
-    """(x - mean) / (std + 1e-6) over the last axis, with the unbiased standard deviation."""
-    if x.shape[0] == 0:  # torch warns of a deviation of no numbers
+    """Return (x - mean) / (std + 1e-6) over the last axis, with the unbiased standard deviation."""
+    if x.shape[0] == 0:  # torch would warn about a standard deviation of no numbers
         return x
     return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """`layer` of x, which may be wider than its matrix."""
+    """Apply `layer` to x, cast to the dtype of its matrix."""
     return layer(x.to(layer.weight.dtype))

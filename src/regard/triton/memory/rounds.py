@@ -1,5 +1,5 @@
 """Rounds of a memory of fast weights by kernels: what tokens find and read, and how they are written, each step with a
-derivative of its own. `TableValues` hands `fast_weight_stream` the two functions `looked` and `rewritten`.
+derivative of its own. `TableValues` hands `slot_memory` the two functions `looked` and `rewritten`.
 
 A chunk takes nine launches: search, join, rows (mixed with the tokens' values at once); errors, shares, order, write,
 marginal, keys.
@@ -10,22 +10,19 @@ width of a half, Dv of a value.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...memory.fast_weight_rules import FLOOR
-from ...memory.fast_weight_stream import How, Looked
 from ...memory.product_key import SOFTMAX, InverseDistance, _joined, by_set, weigh
+from ...memory.slot_memory import Looked, SlotMemory
 from ...memory.stores.overlay_pool import first_order
 from .operators import RULES, best_halves, errors_of, join, marginal_of, moved_keys, picked_rows, shares_of
 
-if TYPE_CHECKING:
-    from ...memory.fast_weight_state import Tokens
 
-
-def looked(store: Any, how: How, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
+def looked(store: Any, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
     """As `Rounds.looked`."""
     query, good = tokens["query"], tokens.get("good")
     if store.refuses(store.base, None, query, keys, how.top_k, how.kind) is not None:
@@ -47,9 +44,9 @@ def looked(store: Any, how: How, keys: Tensor, tokens: dict[str, Tensor]) -> Loo
 
 def rewritten(
     store: Any,
-    how: How,
+    how: SlotMemory,
     keys: Tensor,
-    tokens: Tokens,
+    tokens: dict[str, Tensor],
     following: dict[str, Tensor] | None,
 ) -> tuple[Tensor, Any] | None:
     """As `Rounds.rewritten`."""
@@ -57,21 +54,22 @@ def rewritten(
     known = (
         rule.name in RULES and rule.key_update != "mse" and (rule.key_update != "pooled-entropy" or keys.shape[1] == 1)
     )
-    refused = store.refuses(store.base, None, tokens.value, keys, tokens.slots.shape[-1], how.kind) is not None
-    if refused or not known or (moved and tokens.query is None):
+    query, gate, good = (tokens.get(name) for name in ("query", "gate", "good"))
+    refused = store.refuses(store.base, None, tokens["value"], keys, tokens["slots"].shape[-1], how.kind) is not None
+    if refused or not known or (moved and query is None):
         return None
     after = following if rule.look_ahead and rule.border else None
-    value, good = (None, None) if after is None else (after["value"], after.get("good"))
-    errors, written, _ = _Errors.apply(tokens.read, tokens.value, value, tokens.good, good, rule.look_ahead)
+    value, good_next = (None, None) if after is None else (after["value"], after.get("good"))
+    errors, written, _ = _Errors.apply(tokens["read"], tokens["value"], value, good, good_next, rule.look_ahead)
     memories = store.memories
-    counted = None if tokens.good is None else _by_memory(tokens.good, memories)
-    gate = None if tokens.gate is None or not rule.gate_loss else _by_memory(tokens.gate, memories)
-    weights, slots = _by_memory(tokens.weights, memories), _by_memory(tokens.slots, memories)
+    counted = None if good is None else _by_memory(good, memories)
+    gate = None if gate is None or not rule.gate_loss else _by_memory(gate, memories)
+    weights, slots = _by_memory(tokens["weights"], memories), _by_memory(tokens["slots"], memories)
     written = _by_memory(written, memories)
     shares = _Shares.apply(weights, gate, slots, counted, written, rule.name, rule.learning_rate)
     if moved:
         distance, rate = isinstance(how.kind, InverseDistance), rule.learning_rate * rule.address_weight
-        keys = _Keys.apply(keys, tokens.query, tokens.half_scores, tokens.halves, counted, rate, distance)
+        keys = _Keys.apply(keys, query, tokens["half_scores"], tokens["halves"], counted, rate, distance)
     return keys, store.write(slots.flatten(-2), shares.flatten(-2), _by_memory(errors, memories), counted)
 
 

@@ -23,8 +23,7 @@ from .operators import order_of, written
 from .versions import Anchor, Dense, Read, Rows, Version, Write
 
 if TYPE_CHECKING:
-    from ...memory.fast_weight_state import Tokens
-    from ...memory.fast_weight_stream import How, Looked
+    from ...memory.slot_memory import Looked, SlotMemory
 
 CALL = "TableValues"
 MOST_KEYS, MOST_PAIRS = 4096, 8192
@@ -200,20 +199,20 @@ class TableValues:
         return after, count.view(slots.shape)
 
     def clean(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`precision.clean` by a kernel: `fast_weight_stream.Rounds`."""
+        """`precision.clean` by a kernel: `slot_memory.Rounds`."""
         kernel = x.dtype == torch.float32 and unsupported_device(x.device.type) is None
         return clean(x) if kernel else precision.clean(x)
 
-    def looked(self, how: How, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
-        """What tokens find and read, by kernels: `fast_weight_stream.Rounds`."""
+    def looked(self, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
+        """What tokens find and read, by kernels: `slot_memory.Rounds`."""
         from .rounds import looked
 
         return looked(self, how, keys, tokens)
 
     def rewritten(
-        self, how: How, keys: Tensor, tokens: Tokens, following: dict[str, Tensor] | None
+        self, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor], following: dict[str, Tensor] | None
     ) -> tuple[Tensor, TableValues] | None:
-        """Keys and values after a write, by kernels: `fast_weight_stream.Rounds`."""
+        """Keys and values after a write, by kernels: `slot_memory.Rounds`."""
         from .rounds import rewritten
 
         return rewritten(self, how, keys, tokens, following)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from regard.memory.chunk_schedule import schedule
+from regard.memory.stream import schedule
 
 
 def followed(pending, new, chunk):

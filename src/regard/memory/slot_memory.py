@@ -1,0 +1,234 @@
+"""How a fast-weight product-key memory is read and written.
+
+Legend: R streams (rows of the batch, or documents packed into rows), M memories (R, or 1 if the batch shares one), w
+tokens of a read, P tokens of a write in one memory, H heads, k slots a head, K = H k, n sub-keys of a half, Dk width of
+a query, Dv of a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError
+from ..grammar import Spec
+from .fast_weight_rules import WriteRule, Written
+from .fast_weight_state import FastWeightState
+from .product_key import SlotScore, search, weigh
+from .stores.slot_values import SlotValues
+from .tokens import Tensors, joined, marked
+
+BLOCK = 8192
+"""Tokens of the batch that are read at once, however large the chunk."""
+
+
+class WriteObserver(Protocol):
+    """An object that is told of all reads and writes; its tensors carry no gradient."""
+
+    def on_read(self, slots: Tensor, weights: Tensor, position: Tensor, valid: Tensor, row: Tensor) -> None:
+        """Take the slots and weights [M, P, K] of tokens, their `position` [M, P] in the stream of batch row `row`
+        [M, P], and `valid` [M, P], which of them exist."""
+
+    def on_write(
+        self, slots: Tensor, shares: Tensor, position: Tensor, target: Tensor, written: Tensor, row: Tensor
+    ) -> None:
+        """Take the slots and shares [M, P, K] of the tokens at `position`, which move towards the value at position
+        `target` [M, P] where `written` [M, P]."""
+
+
+class Looked(NamedTuple):
+    """What tokens [R, w] read.
+
+    Attributes:
+        slots, weights: [R, w, H, k].
+        read: [R, w, Dv].
+        out: `read`, or its mix with the tokens' values (`SlotMemory.mix`).
+        halves, half_scores: [R, w, H, 2, k].
+        scores: [R, w, H, k]; None if no write needs them.
+    """
+
+    slots: Tensor
+    weights: Tensor
+    read: Tensor
+    out: Tensor
+    halves: Tensor
+    half_scores: Tensor
+    scores: Tensor | None
+
+
+@runtime_checkable
+class Rounds(Protocol):
+    """A store of values with kernels of its own for whole reads and writes. They return None if they cannot do what is
+    asked."""
+
+    def clean(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Do as `precision.clean`."""
+
+    def looked(self, how: SlotMemory, keys: Tensor, tokens: Tensors) -> Looked | None:
+        """Return what tokens [R, w, ...] read with keys [M, H, 2, n, Dk/2]; 0 where they are not good."""
+
+    def rewritten(
+        self, how: SlotMemory, keys: Tensor, tokens: Tensors, following: Tensors | None
+    ) -> tuple[Tensor, SlotValues] | None:
+        """Return keys and values after a write of `tokens`; `following`, [R, 1, ...], are the next ones."""
+
+
+def mixed(read: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:
+    """Return g read + (1 - g) v for tokens [..., Dv] and their gates [...], or read + v without gates (equation 24)."""
+    value = value.to(read.dtype)
+    return read + value if gate is None else torch.lerp(value, read, gate[..., None].to(read.dtype))
+
+
+def _shown(x: Tensor, good: Tensor | None) -> Tensor:
+    """Set x [R, w, Dv] to 0 where not good."""
+    return x if good is None else torch.where(good[..., None], x, 0)
+
+
+@dataclass(frozen=True)
+class SlotMemory:
+    """How a fast-weight product-key memory is read and written: a `ChunkMemory`.
+
+    Attributes:
+        rule: how chunks are written.
+        top_k, kind, eps, spec: how slots are found and weighted.
+        observer: who is told of reads and writes.
+        sync: "all_gather" or None (`fast_weight_memory`).
+        mix: return a mix of what was read and the tokens' values.
+        row: int64 [R], the batch row of each stream; None: the streams are the rows.
+    """
+
+    rule: WriteRule
+    top_k: int
+    kind: SlotScore
+    eps: float
+    spec: Spec
+    observer: WriteObserver | None
+    sync: str | None
+    mix: bool = False
+    row: Tensor | None = None
+
+    def read(self, state: FastWeightState, tokens: Tensors, keep: bool) -> tuple[Tensor, Tensors]:
+        """Return what the tokens read, or its mix, [R, w, Dv], and (if `keep`) the fields that a write needs."""
+        streams, width = tokens["value"].shape[:2]
+        size = max(1, BLOCK // max(1, streams))
+        if width <= size:
+            return self._read(state, tokens)
+        starts = range(0, width, size)
+        parts = [self._read(state, {n: x[:, i : i + size] for n, x in tokens.items()}) for i in starts]
+        outs, kept = zip(*parts, strict=True)
+        return torch.cat(outs, 1), joined(kept) if keep else {}
+
+    def _read(self, state: FastWeightState, tokens: Tensors) -> tuple[Tensor, Tensors]:
+        found = self._looked(state, tokens)
+        position = tokens["position"]
+        if self.observer is not None:
+            valid = tokens.get("good", torch.ones_like(position, dtype=torch.bool))
+            told = (found.slots.flatten(-2), found.weights.flatten(-2).detach(), position, valid, self._rows(valid))
+            self.observer.on_read(*(by_memory(x, state) for x in told))
+        kept = {"slots": found.slots, "weights": found.weights, "read": found.read}
+        kept |= {name: tokens[name] for name in ("value", "position", "gate", "good") if name in tokens}
+        if self.rule.key_update != "none":
+            kept |= {"query": tokens["query"], "halves": found.halves, "half_scores": found.half_scores}
+        if self.rule.key_update == "mse":
+            assert found.scores is not None
+            kept["scores"] = found.scores
+        return found.out, kept
+
+    def _looked(self, state: FastWeightState, tokens: Tensors) -> Looked:
+        query, good, keys = tokens["query"], tokens.get("good"), state.keys
+        if not torch.compiler.is_compiling() and isinstance(state.values, Rounds):
+            looked = state.values.looked(self, keys, tokens)
+            if looked is not None:
+                return looked
+        found = search(query, keys[0] if len(keys) == 1 else keys, self.top_k, self.kind, self.eps)
+        weights = weigh(found.scores.flatten(-2), self.spec)
+        slots = by_memory(found.slots.flatten(-2), state)
+        read = state.values.read(by_memory(weights, state), slots).view(*query.shape[:2], state.values.width)
+        read = _shown(read, good)
+        out = _shown(mixed(read, tokens["value"], tokens.get("gate")), good) if self.mix else read
+        halves = (found.halves, found.half_scores, found.scores)
+        return Looked(found.slots, weights.view_as(found.slots), read, out, *halves)
+
+    def write(self, state: FastWeightState, tokens: Tensors, following: Tensors | None) -> dict[str, Any]:
+        """Return keys and values after a write of the tokens."""
+        new = None
+        if isinstance(state.values, Rounds) and self.observer is None and self.sync is None:
+            new = state.values.rewritten(self, state.keys, tokens, following)
+        if new is None:
+            written = self._paired(state, tokens, following)
+            if self.sync is not None:
+                written = written.map(_of_all_processes)
+            shares = (self.rule.steps(written)[..., None, None] * written.weights).flatten(-2)
+            keys = self.rule.moved_keys(state.keys, state.values, written, self.kind, self.spec)
+            slots = written.slots.flatten(-2)
+            new = keys, state.values.write(slots, shares, written.errors, written.counted)
+        return {"keys": new[0], "values": new[1]}
+
+    def _paired(self, state: FastWeightState, tokens: Tensors, following: Tensors | None) -> Written:
+        """Return the tokens of a write, with their errors."""
+        tokens = marked(tokens)
+        good, value, position = tokens["good"], tokens["value"], tokens["position"]
+        target, at, written = value, position, good
+        if self.rule.look_ahead:
+            target, at, there = _next(tokens, following if self.rule.border else None)
+            written = good & there
+        read = tokens["read"]
+        parts = {
+            "slots": torch.where(good[..., None, None], tokens["slots"], 0),
+            "errors": torch.where(written[..., None], read - target.to(read.dtype), 0),
+            "counted": good,
+            "written": written,
+            **{n: tokens.get(n) for n in ("weights", "gate", "query", "halves", "half_scores", "scores")},
+        }
+        found = Written(**{n: None if x is None else by_memory(x, state) for n, x in parts.items()})
+        if self.observer is not None:
+            with torch.no_grad():
+                shares = (self.rule.steps(found)[..., None, None] * found.weights).flatten(-2)
+            own, to, row = (by_memory(x, state) for x in (position, at, self._rows(position)))
+            self.observer.on_write(found.slots.flatten(-2), shares, own, to, found.written, row)
+        return found
+
+    def _rows(self, like: Tensor) -> Tensor:
+        """Return the batch row of tokens [R, w]."""
+        rows = torch.arange(len(like), device=like.device) if self.row is None else self.row
+        return rows[:, None].expand_as(like)
+
+
+def by_memory(x: Tensor, state: FastWeightState) -> Tensor:
+    """Reshape [R, w, ...] to [M, P, ...]."""
+    return x.reshape(1, -1, *x.shape[2:]) if state.shared else x
+
+
+def _next(tokens: Tensors, following: Tensors | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each token the next good one of its stream: value [R, P, Dv], position [R, P], and whether there is
+    one."""
+    value, position, good = tokens["value"], tokens["position"], tokens["good"]
+    if following is None:
+        following = {"value": value[:, :1], "position": position[:, :1], "good": torch.zeros_like(good[:, :1])}
+    last = following.get("good", torch.ones_like(good[:, :1]))
+    end = good.shape[1]
+    places = torch.arange(end + 1, device=good.device)
+    at = torch.where(torch.cat([good, last], 1), places, end + 1)
+    at = at.flip(1).cummin(1).values.flip(1)[:, 1:]
+    there, at = at <= end, at.clamp(max=end)
+    value = torch.cat([value, following["value"]], 1).gather(1, at[..., None].expand(*at.shape, value.shape[-1]))
+    return value, torch.cat([position, following["position"]], 1).gather(1, at), there
+
+
+def _of_all_processes(x: Tensor) -> Tensor:
+    """Gather [1, P, ...] from all W processes as [1, W P, ...], in their order; only this process's part carries a
+    gradient."""
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        raise ArgumentError(
+            "fast_weight_memory: sync='all_gather' needs torch.distributed; call init_process_group() first."
+        )
+    own = x.to(torch.uint8) if x.dtype == torch.bool else x
+    parts = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(parts, own.detach().contiguous())
+    parts[distributed.get_rank()] = own
+    return torch.cat(parts, 1).to(x.dtype)

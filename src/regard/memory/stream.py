@@ -1,0 +1,459 @@
+"""Run a memory along a stream of tokens: all tokens are read at once, and written chunk by chunk.
+
+A stream is cut into chunks of C tokens, counted from its first token. The tokens of a chunk all read the memory as it
+was at the start of the chunk. A full chunk waits until the next token arrives, because that token is the target of the
+chunk's last one; it is written before the new token is read. The result therefore depends on the stream alone, not on
+how it is cut into calls, and no token is used as a target before it has arrived.
+
+The rows of a batch are separate streams, each at its own position in its chunk. Padding is removed first, and documents
+packed into one row are streams of their own. A memory brings a state (`StreamState`) and two functions, `read` and
+`write` (`ChunkMemory`); `follow` does the rest.
+
+Shapes: B batch, T tokens of a call, R streams, W tokens of the longest, w tokens of one step, P waiting tokens, M
+memories (R, or 1 if the batch shares one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError, refuse, require, segments, token_mask, whole
+from ..recurrent.states import State
+from .tokens import Tensors, Waiting, blend, device_of, hidden_where, limited, picked, repeated, width
+
+S = TypeVar("S", bound="StreamState")
+H = TypeVar("H", bound="StreamState", contravariant=True)
+
+
+# When to read and when to write -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """One write of full chunks, then one read.
+
+    Attributes:
+        flush: for each row, whether its waiting tokens are written first.
+        start, stop: for each row, the range of its new tokens to read then (start = stop: none).
+    """
+
+    flush: tuple[bool, ...]
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """The length of the longest range."""
+        return max(self.counts)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The length of each range."""
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows do the same."""
+        return len(set(zip(self.flush, self.start, self.stop, strict=True))) == 1
+
+
+def schedule(pending: Sequence[int], new: Sequence[int], chunk: int) -> list[Step]:
+    """Return the steps of one call.
+
+    Args:
+        pending: for each row, the number of tokens that wait. `chunk` of them or more are written together (the chunk
+            size may shrink between calls).
+        new: for each row, the number of new tokens.
+        chunk: C.
+
+    Returns:
+        As many steps as the row with the most chunks needs; none if no row has a new token. A row whose tokens are used
+        up neither reads nor writes.
+    """
+    waiting, read = list(pending), [0] * len(new)
+    steps = []
+    while any(at < count for at, count in zip(read, new, strict=True)):
+        flush, start = [], tuple(read)
+        for row, count in enumerate(new):
+            left = count - read[row]
+            flush.append(left > 0 and waiting[row] >= chunk)
+            if flush[row]:
+                waiting[row] = 0
+            taken = min(left, chunk - waiting[row]) if left > 0 else 0
+            read[row] += taken
+            waiting[row] += taken
+        steps.append(Step(tuple(flush), start, tuple(read)))
+    return steps
+
+
+# Tokens and states --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamState(State):
+    """A memory in the middle of a stream. Nothing is changed in place.
+
+    Attributes:
+        waiting: tokens that were read but not yet written.
+        writes: how often each memory was written.
+        shared: whether the batch has one memory.
+        tokens: the number of positions seen, padding included.
+    """
+
+    MEMORY: ClassVar[dict[str, str | None]] = {}
+    """Fields [M, ...] that are written, and the attributes [...] that hold their first values (None: zeros)."""
+
+    waiting: Waiting
+    writes: tuple[int, ...]
+    shared: bool = False
+
+    @property
+    def memory(self) -> Tensors:
+        """The fields that are written."""
+        return {name: getattr(self, name) for name in self.MEMORY}
+
+    @property
+    def waits(self) -> tuple[int, ...]:
+        """The number of waiting tokens of each row, or of the shared memory."""
+        return self.waiting.counts
+
+    @property
+    def _firsts(self) -> set[str]:
+        return {name for name in self.MEMORY.values() if name}
+
+    @property
+    def bytes(self) -> int:
+        """The memory of all tensors, without the first values, which belong to the layer."""
+        own = [x for name, x in self._tensors().items() if name not in self._firsts]
+        return self.waiting.bytes + sum(x.numel() * x.element_size() for x in own)
+
+    def _each(self: S, fn: Callable[[Tensor], Tensor]) -> S:
+        tensors = {name: fn(x) for name, x in self._tensors().items()}
+        return replace(self, **tensors, waiting=self.waiting.map(fn))
+
+    def map(self: S, fn: Callable[[Tensor], Tensor]) -> S:
+        """Apply `fn` to every tensor."""
+        return self._each(fn)
+
+    def clone(self: S) -> S:
+        """Return a copy that shares no memory; gradients flow through it."""
+        return self._each(torch.clone)
+
+    def detach(self: S) -> S:
+        """Cut off gradients (truncated backpropagation). Memories that restart later still pass gradients to their
+        first values if those are leaves of the graph (parameters)."""
+        kept = {name: x for name, x in self._tensors().items() if name in self._firsts and x.is_leaf}
+        return replace(self._each(Tensor.detach), **kept)
+
+    def detach_written(self: S, names: Iterable[str], rows: Tensor | None) -> S:
+        """Cut off the gradients of these fields, for the memories `rows` (boolean [M]; None: all)."""
+        new = {n: x.detach() if rows is None else blend(rows, x.detach(), x) for n in names for x in [getattr(self, n)]}
+        return replace(self, **new)
+
+    def restart(self: S, rows: Tensor | None = None) -> S:
+        """Set the memories `rows` (boolean [M]; None: all) back to their first values, and drop their waiting
+        tokens."""
+        rows = self._all() if rows is None else rows
+        flags = rows.tolist()
+        memory = self.memory
+        for name, first in self.MEMORY.items():
+            old = memory[name]
+            memory[name] = blend(rows, getattr(self, first) if first else old.new_zeros(()), old)
+        writes = tuple(0 if again else n for again, n in zip(flags, self.writes, strict=True))
+        return replace(self, **memory, waiting=self.waiting.written(flags), writes=writes)
+
+    def _all(self) -> Tensor:
+        device = next(iter(self._tensors().values())).device
+        return torch.ones(len(self.writes), dtype=torch.bool, device=device)
+
+    def reset(self: S) -> S:
+        """Return the state before the first token."""
+        return replace(self.restart(), tokens=0)
+
+    def select(self: S, indices: Tensor) -> S:
+        """Return the sequences `indices`, integers [N] in that order (beam search) or flags [B].
+
+        Raises:
+            ArgumentError: the batch shares one memory.
+        """
+        self._require_own("select")
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(-1)
+        index = indices.to(self._all().device)
+        rows = {name: x[index] for name, x in self._tensors().items() if name not in self._firsts}
+        return replace(self, **rows, waiting=self.waiting.select(index), writes=picked(self.writes, indices))
+
+    def repeat(self: S, n: int) -> S:
+        """Repeat every sequence `n` times in a row.
+
+        Raises:
+            ArgumentError: the batch shares one memory.
+        """
+        self._require_own("repeat")
+        again = lambda x: x.repeat_interleave(n, 0)  # noqa: E731
+        rows = {name: again(x) for name, x in self._tensors().items() if name not in self._firsts}
+        waiting = replace(self.waiting.map(again), counts=repeated(self.waits, n))
+        return replace(self, **rows, waiting=waiting, writes=repeated(self.writes, n))
+
+    def _require_own(self, what: str) -> None:
+        require(
+            not self.shared,
+            f"{type(self).__name__}.{what}",
+            "this memory is shared by the batch, so its rows cannot be selected, repeated or reordered (beam search "
+            "does all three); use one memory per sequence (shared=False).",
+        )
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The rows of a batch as streams without padding.
+
+    Attributes:
+        index: int64 [R, W], the position of each token among the B * T (0 where there is none); None: rows as they are.
+        valid: boolean [R, W], where there is a token; None: everywhere.
+        counts: the number of tokens of each stream; with a shared memory [W], since all rows share one clock.
+        row: the batch row of each stream; empty if the streams are the rows.
+        fresh: for each stream, whether it begins a new document.
+    """
+
+    index: Tensor | None
+    valid: Tensor | None
+    counts: tuple[int, ...]
+    row: tuple[int, ...] = ()
+    fresh: tuple[bool, ...] = ()
+
+    @classmethod
+    def of(cls, like: Tensor, mask: Tensor | None, segment_ids: Tensor | None, shared: bool) -> Streams:
+        """Return the streams of tokens `like` [B, T, ...], with `mask` boolean [B, T] (None: no padding) and
+        `segment_ids` integers [B or 1, T]. No device is waited for if both are None."""
+        batch, tokens = like.shape[:2]
+        mask = None if mask is None or mask.all() else mask
+        if mask is None and segment_ids is None:
+            return cls(None, None, (tokens,) * (1 if shared else batch))
+        mask = like.new_ones(batch, tokens, dtype=torch.bool) if mask is None else mask
+        if shared:
+            some = mask.any(0)
+            columns = some.nonzero()[:, 0]
+            index = torch.arange(batch, device=mask.device)[:, None] * tokens + columns
+            return cls(None if some.all() else index, mask[:, columns], (len(columns),))
+        at = mask.flatten().nonzero()[:, 0]
+        begins = _changes(at // tokens)
+        if segment_ids is not None:
+            begins = begins | _changes(segment_ids.expand(batch, tokens).flatten()[at])
+        number = begins.cumsum(0) - 1
+        first = begins.nonzero()[:, 0]
+        row = (at[first] // tokens).tolist()
+        counts = torch.bincount(number, minlength=len(row)).tolist()
+        absent = sorted(set(range(batch)) - set(row))  # a row of padding alone keeps its state
+        index = at.new_zeros(len(row) + len(absent), max(counts, default=0))
+        valid = torch.zeros_like(index, dtype=torch.bool)
+        place = torch.arange(len(at), device=at.device) - first[number] if len(at) else at
+        index[number, place], valid[number, place] = at, True
+        fresh = (*(i > 0 and b == row[i - 1] for i, b in enumerate(row)), *(False for _ in absent))
+        return cls(index, valid, (*counts, *(0 for _ in absent)), (*row, *absent), fresh)
+
+    def cut(self, new: Tensors) -> Tensors:
+        """Rearrange fields [B, T, ...] to [R, W, ...], 0 where there is no token, and mark those in `good`."""
+        if self.valid is None:
+            return new
+        index, gone = self.index, ~self.valid
+        found = {n: hidden_where(gone, x if index is None else x.flatten(0, 1)[index]) for n, x in new.items()}
+        return {"good": self.valid, **found}
+
+    def join(self, x: Tensor, batch: int, tokens: int) -> Tensor:
+        """Rearrange [R, W, D] to [B, T, D], 0 where there is no token."""
+        if self.valid is None:
+            return x
+        if self.index is None:
+            return hidden_where(~self.valid, x)
+        flat = x.new_zeros(batch * tokens, x.shape[-1])
+        return flat.index_put((self.index[self.valid],), x[self.valid]).unflatten(0, (batch, tokens))
+
+    def begin(self, state: S, first: Mapping[str, Tensor]) -> S:
+        """Return the state of every stream, given that of every row. Documents that begin now start from the fields
+        `first`."""
+        if not self.row:
+            return state
+        state = state.select(self._tensor(self.row))
+        return replace(state, **first).restart(self._tensor(self.fresh)) if any(self.fresh) else state
+
+    def end(self, state: S) -> S:
+        """Return the state of every row: that of its last stream."""
+        if not self.row:
+            return state
+        last = dict(zip(self.row, range(len(self.row)), strict=True))
+        return state.select(self._tensor([last[b] for b in sorted(last)]))
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        assert self.valid is not None
+        return torch.tensor(values, device=self.valid.device)
+
+
+# Reading and writing ------------------------------------------------------------------------------------------
+
+
+class ChunkMemory(Protocol[H]):
+    """How a memory is read and written."""
+
+    def read(self, state: H, tokens: Tensors, keep: bool) -> tuple[Tensor, Tensors]:
+        """Return what the tokens, fields [R, w, ...], read, [R, w, D], and (if `keep`) the fields that `write` needs
+        of them."""
+
+    def write(self, state: H, tokens: Tensors, following: Tensors | None) -> dict[str, Any]:
+        """Return the written fields of the state. `tokens`, [R, P, ...], are written where `good` (everywhere without
+        that field); `following`, [R, 1, ...], are the next tokens, None if they have not arrived."""
+
+
+def follow(
+    memory: ChunkMemory[S],
+    state: S,
+    begun: S,
+    new: Tensors,
+    streams: Streams,
+    chunk: int,
+    detach_every: int,
+    frozen: bool,
+) -> tuple[Tensor, S]:
+    """Read all tokens of a call, and write every chunk that a next token closes.
+
+    Args:
+        memory: how to read and write.
+        state: of every row.
+        begun: of every stream (`Streams.begin`).
+        new: fields [B, T, ...] of the tokens, as `finite_tokens` returns them.
+        streams: of these tokens.
+        chunk: tokens per chunk.
+        detach_every: cut off gradients at every so many writes; 0: never.
+        frozen: read only, and return `state` as it is.
+
+    Returns:
+        (what was read [B, T, D], the state of every row after it).
+    """
+    batch, tokens = next(iter(new.values())).shape[:2]
+    own = streams.cut(new)
+    if frozen:
+        return streams.join(memory.read(begun, own, False)[0], batch, tokens), state
+    out, after = _run(memory, begun, own, streams.counts, chunk, detach_every)
+    return streams.join(out, batch, tokens), replace(streams.end(after), tokens=state.tokens + tokens)
+
+
+def _run(
+    memory: ChunkMemory[S], state: S, new: Tensors, counts: Sequence[int], chunk: int, detach_every: int
+) -> tuple[Tensor, S]:
+    parts, places, reach = [], [], 0
+    for step in schedule(state.waits, counts, chunk):
+        piece = _piece(new, step)
+        if any(step.flush):
+            state = _written(memory, state, step.flush, {name: x[:, :1] for name, x in piece.items()}, detach_every)
+        out, kept = memory.read(state, piece, True)
+        state = replace(state, waiting=state.waiting.append(kept, step.counts))
+        parts.append(out)
+        places.append((step, reach))
+        reach += step.width
+    if not parts:
+        return memory.read(state, new, False)[0], state  # of no token, but a part of the graph
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return out if all(step.uniform for step, _ in places) else _in_order(out, places, width(new)), state
+
+
+def flushed(memory: ChunkMemory[S], state: S, detach_every: int = 0) -> S:
+    """Write all waiting tokens whose targets have arrived; afterwards none waits."""
+    rows = [n > 0 for n in state.waits]
+    return _written(memory, state, rows, None, detach_every) if any(rows) else state
+
+
+def _written(memory: ChunkMemory[S], state: S, rows: Sequence[bool], following: Tensors | None, detach_every: int) -> S:
+    """Write the waiting tokens of the memories `rows`."""
+    writes = tuple(n + hit for n, hit in zip(state.writes, rows, strict=True))
+    cut = [bool(hit and detach_every and n % detach_every == 0) for n, hit in zip(writes, rows, strict=True)]
+    tokens = state.waiting.tokens()
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not all(cut)):
+        new = memory.write(state, tokens if all(rows) else limited(tokens, rows), following)
+    if not all(rows):
+        flags = torch.tensor(rows, device=device_of(tokens))
+        new = {n: blend(flags, x, getattr(state, n)) if isinstance(x, Tensor) else x for n, x in new.items()}
+    state = replace(state, **new, waiting=state.waiting.written(rows), writes=writes)
+    if not any(cut):
+        return state
+    return state.detach_written(new, None if all(cut) else torch.tensor(cut, device=device_of(tokens)))
+
+
+def _piece(new: Tensors, step: Step) -> Tensors:
+    """Return the tokens of one step, fields [R, w, ...]."""
+    if step.uniform:
+        return {name: x[:, step.start[0] : step.stop[0]] for name, x in new.items()}
+    start, stop = (torch.tensor(x)[:, None] for x in (step.start, step.stop))
+    at = start + torch.arange(step.width)
+    device = device_of(new)
+    there, index = (at < stop).to(device), torch.where(at < stop, at, 0).to(device)
+    rows = torch.arange(len(index), device=device)[:, None]
+    piece = {name: x[rows, index] for name, x in new.items()}
+    return {**piece, "good": piece["good"] & there if "good" in piece else there}
+
+
+def _in_order(out: Tensor, places: Sequence[tuple[Step, int]], width: int) -> Tensor:
+    """Rearrange the outputs of consecutive steps [R, sum of w, D] to streams [R, W, D]."""
+    index = torch.zeros(len(out), width, dtype=torch.long)
+    for step, reach in places:
+        for row, (start, stop) in enumerate(zip(step.start, step.stop, strict=True)):
+            index[row, start:stop] = torch.arange(reach, reach + stop - start)
+    return out.gather(1, index.to(out.device)[..., None].expand(*index.shape, out.shape[-1]))
+
+
+def _changes(x: Tensor) -> Tensor:
+    """Return where x [N] differs from the entry before; true for the first."""
+    return torch.cat([x.new_ones(len(x) and 1, dtype=torch.bool), x[1:] != x[:-1]])
+
+
+# Checks -------------------------------------------------------------------------------------------------------
+
+
+def check_chunk(call: str, chunk_size: object, least: int) -> int:
+    """Check that `chunk_size` is a whole number >= `least`, and return it."""
+    why = "a chunk of one token could never be learned from" if least > 1 else "tokens between two writes"
+    return int(min(whole(call, "chunk_size", chunk_size, least, why=f": {why}"), 2**48))
+
+
+def check_held(call: str, name: str, tokens: Tensor) -> None:
+    """Check that `tokens` hold data, since what a memory writes depends on it."""
+    if tokens.device.type == "meta":
+        raise ArgumentError(
+            f"{call}: {name} is on the meta device, where it holds no tokens; a memory that is written needs them. "
+            f"Move it with .to()."
+        )
+
+
+def check_meta_grad(call: str, meta_grad: object) -> int:
+    """Check `meta_grad` (True, False, or the number of writes between cuts), and return it as `detach_every`."""
+    if isinstance(meta_grad, bool):
+        return 0 if meta_grad else 1
+    if not isinstance(meta_grad, int) or meta_grad < 1:
+        raise refuse(call, "meta_grad", meta_grad, "True, False or a number of writes >= 1")
+    return meta_grad
+
+
+def check_tokens(
+    call: str, query: Tensor, mask: object, segment_ids: object, shared: bool, exports: bool = False
+) -> None:
+    """Check that the tokens `query` [B, T, ...] hold data, `mask` is None or boolean [B, T], and `segment_ids`
+    is None or integers [B or 1, T], which a shared memory does not take.
+
+    Args:
+        exports: whether the call can be traced by torch.export if there is neither mask nor segment_ids.
+    """
+    check_held(call, "query", query)
+    batch, tokens = query.shape[:2]
+    token_mask(call, "mask", mask, batch, tokens, like=query)
+    segments(call, segment_ids, batch, tokens, query.device)
+    shared_one = "segment_ids need a memory per document, but shared=True has one for the batch."
+    require(segment_ids is None or not shared, call, shared_one)
+    if torch.compiler.is_exporting() and not (exports and mask is None and segment_ids is None):
+        raise ArgumentError(
+            "torch.export: this layer writes its fast weights in chunks of real tokens, which no exported graph holds; "
+            "of such layers FastWeightProductKeyMemory can be exported."
+        )

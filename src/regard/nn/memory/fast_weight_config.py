@@ -1,0 +1,201 @@
+"""The settings of `nn.FastWeightProductKeyMemory`, in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from ...checks import ArgumentError, flags, require, shown, suggestion, within
+from ...grammar import Spec
+from ...memory.fast_weights import WriteRule, check_storage, check_sync
+from ...memory.product_key import check_eps, require_top_k, slot_scores, weights_spec
+from ...memory.stores.slot_values import slot_values
+from ...memory.stream import check_meta_grad
+from ..arguments import positive_int
+
+IMPLS = ("auto", "reference", "sparse", "triton")
+
+
+@dataclass(frozen=True)
+class SlotTable:
+    """The table of slots, and how a token finds its own.
+
+    Args:
+        sub_keys: n; the table has n^2 slots.
+        key_dim: Dk, the width of a query and a key; even.
+        value_dim: Dv.
+        heads: H, which all read one table of values.
+        top_k: k, the number of slots that a head reads.
+        score: of a slot, "idw" (inverse distance, equation 21) or "dot".
+        spec: turns the scores of the selected slots into weights; normalised and non-negative.
+        idw_eps: added to squared distances.
+
+    Raises:
+        ArgumentError: sizes or names that do not fit.
+    """
+
+    sub_keys: int = 512
+    key_dim: int = 512
+    value_dim: int = 512
+    heads: int = 1
+    top_k: int = 8
+    score: str = "idw"
+    spec: str | Spec = "softmax"
+    idw_eps: float = 1e-3
+
+    def __post_init__(self) -> None:
+        call = "SlotTable"
+        for name in ("sub_keys", "key_dim", "value_dim", "heads"):
+            positive_int(call, name, getattr(self, name))
+        require(self.key_dim % 2 == 0, call, f"key_dim is {self.key_dim}, expected an even number.")
+        within(call, f"sub_keys is {self.sub_keys}", require_top_k, call, self.top_k, self.sub_keys)
+        slot_scores.given(call, "score", self.score)
+        weights_spec(call, self.spec)
+        object.__setattr__(self, "idw_eps", check_eps(call, "idw_eps", self.idw_eps))
+
+
+@dataclass(frozen=True)
+class ValueMix:
+    """The values that are written, and the mix of a token's value with what it read.
+
+    Args:
+        value_norm: z-score the values.
+        gating: mix by a learned gate; otherwise add.
+        norm_eps: of the RMS norms.
+    """
+
+    value_norm: bool = True
+    gating: bool = True
+    norm_eps: float = 1e-5
+
+
+@dataclass(frozen=True)
+class MemoryStore:
+    """Whose memory it is and how it is stored.
+
+    Args:
+        shared: one memory for the whole batch, whose tokens form one chunk; otherwise one for each row.
+        learn_initial: make the first keys and values parameters, which learn from the gradient through reads and
+            writes.
+        resident: (needs `shared`) keep the memory in the module, in training and evaluation, as the released program
+            does: a call without a state continues from what the last call left.
+        storage: dtype of written values, or its name; None for that of the first values. Arithmetic is float32 at
+            least.
+        impl: "auto", "reference", "sparse" or "triton" (`fast_weight_memory`).
+        sync: "all_gather" (needs `shared`): every process writes the tokens of all processes, so that their memories
+            stay equal; or None.
+
+    Raises:
+        ArgumentError: unknown names, or options that exclude each other.
+    """
+
+    shared: bool = False
+    learn_initial: bool = False
+    resident: bool = False
+    storage: torch.dtype | str | None = None
+    impl: str = "auto"
+    sync: str | None = None
+
+    def __post_init__(self) -> None:
+        call, shared, resident = "MemoryStore", self.shared, self.resident
+        flags(call, shared=shared, learn_initial=self.learn_initial, resident=resident)
+        check_sync(call, self.sync, True)
+        require(
+            shared or not (resident or self.sync),
+            call,
+            f"{'resident' if resident else 'sync'} needs one memory for the batch; give shared=True.",
+        )
+        require(
+            not (resident and self.learn_initial),
+            call,
+            "learn_initial trains the first keys and values, but a resident memory starts from what it wrote; choose "
+            "one.",
+        )
+        known = self.impl in ("auto", *slot_values.names(aliases=True))
+        require(known, call, f"unknown impl {shown(self.impl)}.{suggestion(shown(self.impl), IMPLS)}")
+        object.__setattr__(self, "storage", as_dtype(self.storage))
+
+
+def as_dtype(storage: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype, given it or its name."""
+    found = getattr(torch, storage, storage) if isinstance(storage, str) else storage
+    check_storage("MemoryStore", found)
+    return found
+
+
+@dataclass(frozen=True)
+class FastWeightConfig:
+    """The settings of `nn.FastWeightProductKeyMemory`.
+
+    Every field of a group is also an option of the layer under its own name (the rule's name is `step_rule`):
+    `FastWeightConfig().with_options(sub_keys=64, shared=True)`. `HybridConfig.memory_options` takes these options.
+
+    Args:
+        table: the slots, and how a token finds its own.
+        rule: how a chunk is written.
+        mix: what is done with values and with what was read.
+        store: whose memory it is and how it is stored.
+        chunk_size: tokens between two writes; at least 2 with `look_ahead`.
+        meta_grad: whether gradients flow through the writes: always, never, or cut after every so many.
+
+    Raises:
+        ArgumentError: a group of another kind, or numbers out of range.
+    """
+
+    table: SlotTable = field(default_factory=SlotTable)
+    rule: WriteRule = field(default_factory=WriteRule)
+    mix: ValueMix = field(default_factory=ValueMix)
+    store: MemoryStore = field(default_factory=MemoryStore)
+    chunk_size: int = 512
+    meta_grad: bool | int = True
+
+    def __post_init__(self) -> None:
+        call = "FastWeightConfig"
+        for name, kind in GROUPS.items():
+            given = getattr(self, name)
+            require(isinstance(given, kind), call, f"{name} is {shown(given)}, expected a {kind.__name__}.")
+        positive_int(call, "chunk_size", self.chunk_size)
+        require(
+            self.chunk_size >= 2 or not self.rule.look_ahead,
+            call,
+            "chunk_size is 1, expected at least 2: a token's target is the value of the next one; look_ahead=False "
+            "makes it its own.",
+        )
+        check_meta_grad(call, self.meta_grad)
+
+    def with_options(self, **options: Any) -> FastWeightConfig:
+        """Return the settings with these options changed.
+
+        Raises:
+            ArgumentError: an unknown option, or one that does not fit.
+        """
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in options.items():
+            if name not in PLACES:
+                raise ArgumentError(f"FastWeightConfig: unknown option {name!r}.{suggestion(name, PLACES)}")
+            group, own = PLACES[name]
+            changed.setdefault(group, {})[own] = value
+        if "step_rule" in options:  # an error names the option, not the field
+            within("FastWeightConfig", "step_rule", WriteRule, options["step_rule"])
+        plain = changed.pop("", {})
+        return replace(self, **plain, **{name: replace(getattr(self, name), **own) for name, own in changed.items()})
+
+    @classmethod
+    def defaults(cls) -> Mapping[str, Any]:
+        """Return all options with their defaults."""
+        config = cls()
+        return {
+            name: getattr(getattr(config, group) if group else config, own) for name, (group, own) in PLACES.items()
+        }
+
+
+GROUPS: dict[str, type] = {"table": SlotTable, "rule": WriteRule, "mix": ValueMix, "store": MemoryStore}
+PLACES = {
+    "step_rule" if (name, f.name) == ("rule", "name") else f.name: (name, f.name)
+    for name, kind in GROUPS.items()
+    for f in fields(kind)
+} | {name: ("", name) for name in ("chunk_size", "meta_grad")}
+"""Option to (group, field); the group is "" for fields of the config itself."""
