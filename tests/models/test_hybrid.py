@@ -349,7 +349,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(make_model, encode, mix
         gradients.append({name: weight.grad for name, weight in model.named_parameters()})
     for name, expected in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], expected, atol=1e-7, rtol=1e-5)
-    with pytest.raises(ArgumentError, match="use_cache=True does not go with gradient checkpointing"):
+    with pytest.raises(ArgumentError, match="use_cache=True cannot be used with gradient checkpointing"):
         model(tokens, use_cache=True)
     assert model.eval()(tokens, use_cache=True).past_key_values is not None
 

@@ -102,7 +102,7 @@ def test_fields_changed_while_loading_are_checked_too(tmp_path):
             {"rope_scaling": {"factor": 2}},
             "'rope_scaling' is not used; rotary positions have rope_theta only",
         ),
-        ({"layer_types": ["linear_attention"] * 4}, "'layer_types' is not used; mixers says"),
+        ({"layer_types": ["linear_attention"] * 4}, "'layer_types' is not used; mixers sets"),
     ],
 )
 def test_bad_fields(fields, message):

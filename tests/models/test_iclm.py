@@ -354,7 +354,7 @@ def test_every_parameter_learns_and_recomputation_changes_nothing(changes):
     again, others = gradients(model, ids)
     assert again == loss
     assert all(torch.equal(grads[name], others[name]) for name in grads)
-    with pytest.raises(ArgumentError, match="use_cache=True does not go with gradient checkpointing"):
+    with pytest.raises(ArgumentError, match="use_cache=True cannot be used with gradient checkpointing"):
         model(ids, use_cache=True)
 
 

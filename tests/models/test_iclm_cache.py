@@ -196,7 +196,7 @@ def test_what_is_kept():
 
 def test_caches_that_do_not_fit():
     model, ids = make(), prompt()[0]
-    with pytest.raises(ArgumentError, match="past_key_values is a DynamicCache, which has no room for keys that wait"):
+    with pytest.raises(ArgumentError, match="past_key_values is a DynamicCache, which cannot hold keys that wait"):
         model(ids, past_key_values=DynamicCache())
     with pytest.raises(ArgumentError, match="is for 1 covariate and 1 f blocks, the model has 2 and 2"):
         model(ids, past_key_values=make(num_hidden_layers=2).model.new_cache())

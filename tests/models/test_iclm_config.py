@@ -86,7 +86,7 @@ def test_matching_narrows_the_feed_forward_layer_on_f():
         ({"f_rope": 1}, "f_rope is 1, expected True or False"),
         ({"layer_norm_eps": 0}, "layer_norm_eps is 0, expected layer_norm_eps > 0"),
         ({"variants": "wv"}, "unknown field 'variants'. Did you mean 'variant'"),
-        ({"sliding_window": 4}, "'sliding_window' is not used; every covariate sees all tokens"),
+        ({"sliding_window": 4}, "'sliding_window' is not used; every covariate attends to all earlier tokens"),
     ],
 )
 def test_configurations_without_a_meaning(fields, message):
@@ -115,7 +115,9 @@ def test_a_width_that_is_changed_later_must_be_changed_whole(tmp_path):
 
 def test_the_variant_is_changed_in_the_configuration(tmp_path):
     make(variant="full").save_pretrained(tmp_path)
-    with pytest.raises(ArgumentError, match="variant names a file to transformers; change the model's by config="):
+    with pytest.raises(
+        ArgumentError, match="transformers reads variant as the name of a file; set the model's by config="
+    ):
         ICLMForCausalLM.from_pretrained(tmp_path, variant="wv")
     assert ICLMConfig.from_pretrained(tmp_path, variant="wv").variant == "wv"
 

@@ -163,8 +163,8 @@ def test_nothing_listens_afterwards():
     ("tokens", "message"),
     [
         (torch.tensor([17]), "tokens holds 17 to 17, expected tokens from 0 to 16"),
-        (torch.tensor([0.5]), r"tokens is torch.float32 \[1\], expected integers \[M\] or \[2, 9, M\]"),
-        (torch.zeros(1, 9, 2, dtype=torch.long), r"tokens has shape \[1, 9, 2\], expected \[M\] or \[2, 9, M\]"),
+        (torch.tensor([0.5]), r"tokens is a torch.float32 tensor \[1\], expected integers \[M\] or \[2, 9, M\]"),
+        (torch.zeros(1, 9, 2, dtype=torch.long), r"tokens is .*\[1, 9, 2\], expected integers \[M\] or \[2, 9, M\]"),
     ],
 )
 def test_tokens_that_are_none(tokens, message):
@@ -185,7 +185,9 @@ def test_the_parts_hold_no_graph():
     assert parts.per_token(torch.tensor([1])).numpy().shape[0] == 1
 
 
-@pytest.mark.parametrize(("given", "came"), [([[1, 2]], "list"), (torch.arange(3), r"\[3\]")])
+@pytest.mark.parametrize(
+    ("given", "came"), [([[1, 2]], r"\[\[1, 2\]\]"), (torch.arange(3), r"a torch.int64 tensor \[3\]")]
+)
 def test_a_text_that_is_none(given, came):
     with pytest.raises(ArgumentError, match=f"input_ids is {came}, expected an integer tensor"):
         make().contributions(given)

@@ -236,7 +236,7 @@ def test_diagnostics_of_every_block():
         ({"mixers": "soft"}, "Did you mean"),
         ({"mixers": ["softmax"]}, "mixers names 1"),
         ({"mixers": "local-linear*"}, "Spec.parse"),
-        ({"persistent": "linear"}, "normalised sentence"),
+        ({"persistent": "linear"}, "normalised spec"),
         ({"persistent_slots": 0}, "persistent_slots"),
         ({"wiring": "ring"}, "'sequential', 'parallel'"),
         ({"persistent_keys": "shared"}, "wiring='parallel'"),

@@ -258,7 +258,7 @@ def test_initial_weights():
 
 def test_dropout_is_refused():
     for name in ("dropout", "attention_dropout"):
-        with pytest.raises(ArgumentError, match="no matrix of weights"):
+        with pytest.raises(ArgumentError, match="do not form the attention weights"):
             config(**{name: 0.05})
 
 

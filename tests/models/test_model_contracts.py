@@ -460,15 +460,15 @@ def test_configurations_are_copied_and_written(name, tmp_path):
     [
         ({}, "either input_ids or inputs_embeds"),
         ({"input_ids": torch.tensor([[1, 29]])}, "expected integers from 0 to 28"),
-        ({"input_ids": torch.tensor([1, 2])}, r"expected \[B, T\]"),
+        ({"input_ids": torch.tensor([1, 2])}, r"expected torch.int64 tokens \[B, T\]"),
         ({"input_ids": torch.ones(1, 0, dtype=torch.long)}, "T >= 1"),
         ({"input_ids": torch.ones(1, 2)}, "expected torch.int64"),
         ({"input_ids": text(), "attention_mask": torch.ones(1, 3, dtype=torch.long)}, "attention_mask has shape"),
-        ({"input_ids": text(), "attention_mask": torch.ones(1, T)}, "attention_mask is torch.float32"),
+        ({"input_ids": text(), "attention_mask": torch.ones(1, T)}, "attention_mask is a torch.float32 tensor"),
         ({"input_ids": text(), "position_ids": torch.zeros(3, T, dtype=torch.long)}, "position_ids has shape"),
-        ({"input_ids": text(), "past_key_values": [1]}, "past_key_values is a list"),
+        ({"input_ids": text(), "past_key_values": [1]}, r"past_key_values is \[1\] \(list\)"),
         ({"input_ids": text(), "labels": text(1, 4)}, "labels has shape"),
-        ({"inputs_embeds": torch.ones(1, 4, 3, dtype=torch.float64)}, "inputs_embeds has shape"),
+        ({"inputs_embeds": torch.ones(1, 4, 3, dtype=torch.float64)}, "inputs_embeds is a torch.float64 tensor"),
     ],
 )
 def test_one_clear_line_for_bad_input(name, arguments, message):

@@ -300,8 +300,8 @@ def test_rows_of_one_document_are_ordinary_rows():
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"segment_ids": torch.zeros(1, 4)}, r"segment_ids has dtype torch.float32"),
-        ({"segment_ids": [0, 0, 1]}, r"segment_ids is a list"),
+        ({"segment_ids": torch.zeros(1, 4)}, r"segment_ids is a torch.float32 tensor \[1, 4\], expected integers"),
+        ({"segment_ids": [0, 0, 1]}, r"segment_ids is \[0, 0, 1\], expected integers"),
         (
             {"segment_ids": torch.zeros(1, 5, dtype=torch.long)},
             r"segment_ids has shape \[1, 5\], expected \[B or 1, 4\]",
@@ -311,7 +311,7 @@ def test_rows_of_one_document_are_ordinary_rows():
         ({"cu_seq_lens_q": torch.tensor([1, 4])}, "cu_seq_lens_q must begin with 0"),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 2, 4])}, "never fall"),
         ({"cu_seq_lens_q": torch.tensor([[0, 4]])}, r"cu_seq_lens_q has shape \[1, 2\], expected \[documents \+ 1\]"),
-        ({"cu_seq_lens_q": torch.tensor([0.0, 4.0])}, "cu_seq_lens_q has dtype"),
+        ({"cu_seq_lens_q": torch.tensor([0.0, 4.0])}, "cu_seq_lens_q is a torch.float32 tensor"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 4]), "cu_seq_lens_k": torch.tensor([0, 1, 4])}, "differ"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 4]), "cu_seq_lens_k": torch.tensor([0, 4])}, "cu_seq_lens_k"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 4]), "segment_ids": torch.tensor([[0, 1, 1, 1]])}, "do not begin"),

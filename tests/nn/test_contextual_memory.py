@@ -341,7 +341,7 @@ def test_bad_calls():
     layer = memory()
     with pytest.raises(ArgumentError, match=r"hidden_states has shape .*, expected \[B, T, 24\]"):
         layer(torch.zeros(3, C, dtype=torch.float64))
-    with pytest.raises(ArgumentError, match="all tokens so far"):
+    with pytest.raises(ArgumentError, match="attention_mask has shape"):
         layer(tokens(), torch.ones(2, T - 1, dtype=torch.bool))
     with pytest.raises(ArgumentError, match=r"torch\.bool"):
         layer(tokens(), torch.ones(2, T))

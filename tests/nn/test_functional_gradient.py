@@ -349,7 +349,10 @@ def test_steps_are_functional_gradient_descent():
         ({"heads": 3}, "covariate_size 8 is not a multiple of 3 heads"),
         ({"heads": 8, "variant": "wv"}, "value_size 12 is not a multiple of 8 heads"),
         ({"spec": "softmaxx"}, "unknown spec 'softmaxx'"),
-        ({"spec": "gaussian*fixed*linear(ridge=0.1,solver=learned)"}, "takes a probe that the f update has not"),
+        (
+            {"spec": "gaussian*fixed*linear(ridge=0.1,solver=learned)"},
+            "needs a probe, which the f update does not have",
+        ),
     ],
 )
 def test_what_cannot_be_built(arguments, message):

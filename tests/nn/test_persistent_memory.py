@@ -133,5 +133,5 @@ def test_bad_arguments():
     for options, words in (({"slots": 0}, "slots"), ({"slots": 4, "copies": 0}, "copies")):
         with pytest.raises(ArgumentError, match=words):
             PersistentMemory(C, H, **options)
-    with pytest.raises(ArgumentError, match="all tokens so far"):
+    with pytest.raises(ArgumentError, match="attention_mask has shape"):
         memory()(tokens(), torch.ones(2, 3, dtype=torch.bool))

@@ -359,7 +359,7 @@ def damaged(tensors: dict[str, torch.Tensor]) -> list[tuple[dict[str, torch.Tens
         ({**tensors, "stowaway": torch.zeros(1)}, "unexpected keys: stowaway"),
         ({**tensors, name: torch.cat([tensors[name], tensors[name]])}, f"mismatched keys: {name}"),
         ({**tensors, name: holed}, f"not finite: {name}"),
-        ({f"other.{key}": value for key, value in tensors.items()}, "they are those of another model"),
+        ({f"other.{key}": value for key, value in tensors.items()}, "the tensors are those of another model"),
     ]
 
 

@@ -1,7 +1,7 @@
 """Causal language models on transformers' `PreTrainedModel`.
 
-Importing this package files them with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`, so that saved
-models load by path alone. It needs the extra `lm`.
+Importing this package registers them with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`, so that saved models
+can be loaded by path. It requires the extra `lm`.
 """
 
 from .base.base_config import RegardConfig

@@ -1,6 +1,6 @@
-"""Layers. They import torch only."""
+"""Layers; they depend on torch only."""
 
-from .. import implementations as _implementations  # noqa: F401  (now: what is being compiled cannot import)
+from .. import implementations as _implementations  # noqa: F401  (now: a graph being compiled cannot import)
 from .attention.layer import Attention
 from .attention.ridge import Ridge, as_ridge, ridges
 from .attention.rotary import rotary_angles, rotate

@@ -1,4 +1,4 @@
-"""Checks of what layers are given, which several of them share."""
+"""Checks of arguments that several layers share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from ..precision import autocast
 
 
 def check_hidden(call: str, name: str, given: Any, size: int, layer: nn.Module) -> None:
-    """Check hidden states [B, T, C] with T >= 1 in the dtype of `layer`'s weights (any dtype under autocast, and where
-    weights are no plain floating-point numbers)."""
+    """Check hidden states [B, T, C] with T >= 1 in the dtype of `layer`'s weights.
+
+    Any dtype is accepted under autocast, and for weights that are not plain floating-point numbers.
+    """
     tensor(call, name, given, "B", "T", size)
     if given.shape[1] == 0:
         raise ArgumentError(f"{call}: {name} has shape {shape(given)}, expected {sizes(('B', 'T', size))} with T >= 1.")
@@ -42,22 +44,18 @@ def check_positions(call: str, given: Any, like: Tensor, head_dim: int, name: st
 
 
 def check_layer_idx(call: str, given: Any) -> int | None:
-    """Return the number of a layer, after checking that it is None or a whole number >= 0."""
-    found: int | None = optional_whole(call, "layer_idx", given, 0)
-    return found
+    """Return the index of a layer, after checking that it is None or a whole number >= 0."""
+    index: int | None = optional_whole(call, "layer_idx", given, 0)
+    return index
 
 
 def check_shared(call: str, share_query_key: bool, num_heads: int, num_kv_heads: int) -> None:
-    """Shared queries and keys have as many heads.
-
-    Raises:
-        ArgumentError: they do not.
-    """
+    """Check that shared queries and keys have equally many heads."""
     require(
         not share_query_key or num_heads == num_kv_heads,
         call,
-        f"share_query_key makes queries of the keys, so that {num_heads} query heads need {num_heads} key/value heads, "
-        f"not {num_kv_heads}; leave num_kv_heads out or share_query_key.",
+        f"share_query_key uses the keys as queries, so {num_heads} query heads need {num_heads} key/value heads, not "
+        f"{num_kv_heads}; leave num_kv_heads or share_query_key out.",
     )
 
 
@@ -69,13 +67,9 @@ def check_heads(
     head_dim: int | None,
     names: tuple[str, str, str] = ("hidden_size", "num_heads", "num_kv_heads"),
 ) -> int:
-    """The channels of a head, after checking that the sizes fit together.
-
-    Raises:
-        ArgumentError: a size that is not a positive integer, or one that does not divide another.
-    """
-    sizes = zip(names, (hidden_size, num_heads, num_kv_heads), strict=True)
-    for name, size in {**dict(sizes), "head_dim": 1 if head_dim is None else head_dim}.items():
+    """Return the channels of a head, after checking that the sizes fit together."""
+    given = dict(zip(names, (hidden_size, num_heads, num_kv_heads), strict=True))
+    for name, size in {**given, "head_dim": 1 if head_dim is None else head_dim}.items():
         positive_int(call, name, size)
     if num_heads % num_kv_heads:
         raise ArgumentError(
@@ -100,18 +94,14 @@ def check_window(call: str, window: int | None, name: str = "window") -> int | N
 
 
 def positive_int(call: str, name: str, value: object, high: int = 2**48) -> None:
-    """Check that `value` is an integer above zero, no larger than `high`."""
+    """Check that `value` is an integer from 1 to `high`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise refuse(call, name, value, "a positive integer")
     whole(call, name, value, 1, high)
 
 
 def require_growing(cache: object, call: str) -> None:
-    """`cache` holds the tokens seen and nothing else.
-
-    Queries stand at the end of the keys, so a cache that is padded to its final length would put them at the
-    wrong place.
-    """
+    """Check that `cache` is not padded to a fixed length: queries are taken to be at the end of its keys."""
     if getattr(cache, "is_compileable", False):
         raise ArgumentError(
             f"{call}: past_key_values is a {type(cache).__name__}, which is padded to a fixed length; "

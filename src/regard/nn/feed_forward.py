@@ -1,4 +1,4 @@
-"""What stands between two attentions: a function of every token by itself.
+"""Feed-forward layers, applied to every token separately.
 
 Shapes: B batch, T tokens, C model width, F inner width.
 """
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..registry import Registry
 
 feed_forwards: Registry[Any] = Registry("feed-forward", "regard.feed_forwards")
-"""Name to class: `cls(hidden_size, intermediate_size)` is a module [B, T, C] -> [B, T, C], and `cls.width(C)` the inner
-width that is usual."""
+"""Name to class: `cls(hidden_size, intermediate_size)` is a module [B, T, C] -> [B, T, C], and `cls.width(C)` is its
+default inner width."""
 
 
 @feed_forwards.register("swiglu")
@@ -29,17 +29,17 @@ class SwiGLU(nn.Module):
 
     @staticmethod
     def width(hidden_size: int) -> int:
-        """8/3 C, rounded up to a multiple of 8: about as many parameters as `gelu` has."""
+        """Return 8/3 C, rounded up to a multiple of 8: about as many parameters as `gelu` has."""
         return -(-hidden_size // 3) * 8
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, C] -> [B, T, C]."""
+        """Return [B, T, C] for x [B, T, C]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 @feed_forwards.register("gelu")
 class GELUFeedForward(nn.Module):
-    """down(gelu(up(x))) with biases, as in GPT-2 but for the exact GELU: 2 C F + C + F parameters."""
+    """down(gelu(up(x))) with biases, as in GPT-2 but with the exact GELU: 2 C F + C + F parameters."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -48,22 +48,22 @@ class GELUFeedForward(nn.Module):
 
     @staticmethod
     def width(hidden_size: int) -> int:
-        """4 C."""
+        """Return 4 C."""
         return 4 * hidden_size
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, C] -> [B, T, C]."""
+        """Return [B, T, C] for x [B, T, C]."""
         return self.down_proj(F.gelu(self.up_proj(x)))
 
 
 @feed_forwards.register("none")
 class NoFeedForward(nn.Module):
-    """Nothing: an attention-only model. The widths are not used."""
+    """No feed-forward layer: an attention-only model. The widths are ignored."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
 
     @staticmethod
     def width(hidden_size: int) -> int:
-        """4 C, as if there were one: no width is not a number that a config may hold."""
+        """Return 4 C; a config must hold a positive width."""
         return 4 * hidden_size

@@ -1,17 +1,17 @@
 """One step of functional gradient descent on the next-token loss, as a layer: the f update of ICLM.
 
-A text y_0, y_1, ... is read as pairs (phi_j, y_j): the covariate phi_j sums up the tokens before y_j. A function f of
-the covariate predicts the token by softmax(W_e f). Descending the cross entropy in a reproducing-kernel space gives
-(ICLM paper, equation 7)
+A text y_0, y_1, ... is a sequence of pairs (phi_j, y_j), where the covariate phi_j encodes the tokens before y_j. A
+function f of the covariate predicts the token by softmax(W_e f). Descending the cross entropy in a reproducing-kernel
+space gives (ICLM paper, equation 7)
 
     f_i <- f_i + sum_h P_h sum_{j < i} [w_{y_j} - E(w|f_j)] kappa_h(phi_i, phi_j),     E(w|f) = W_e softmax(W_e^T f)
 
-which is attention that is strictly causal, whose queries and keys are covariates and whose values are embeddings of the
-tokens that followed. Values stand one place ahead of keys: with the rows i = 0..R-1 of covariates and the values
-j = 0..R-2, dropping the first query and the last key leaves ordinary causal attention, and no row without a pair.
+This is causal attention without the diagonal, with covariates as queries and keys and embeddings of the next tokens as
+values. For rows i = 0..R-1 of covariates and values j = 0..R-2, it equals causal attention without the first query and
+the last key, so that no computed row is empty.
 
-Legend: B batch, R covariates given now, n pairs so far, H heads, D channels of a head, C width of a covariate, E width
-of f and of embeddings, Dv channels of a head's value, V vocabulary.
+Legend: B batch, R covariates in this call, n pairs so far, H heads, D channels of a head, C width of a covariate, E
+width of f and of embeddings, Dv channels of a head's value, V vocabulary.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ VARIANTS = ("full", "wv", "slice")
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which covariate goes with which value where some rows are padding, or belong to several documents: that of the
-    last real row before it. Where a document begins there is none.
+    """The covariate of each value if rows are padded or hold several documents: that of the last real row before it.
 
     Attributes:
-        index: int64 [B, new], the place of each new pair's covariate among (the pending one, the rows given).
-        last: int64 [B, 1], the place there of the covariate that waits for the next value.
-        visible: boolean [B, n], the pairs whose value is real and has a covariate.
-        real: boolean [B, R], the rows given now that are real.
-        segments: integers [B or 1, R], the documents of the rows, before which there are no others then; None for one
-            document a row.
+        index: int64 [B, new], the covariate of each new pair, as an index into the pending one and the rows of this
+            call.
+        last: int64 [B, 1], the covariate that waits for the next value, indexed alike.
+        visible: boolean [B, n], the pairs whose value is real and has a covariate in its document.
+        real: boolean [B, R], the real rows of this call.
+        segments: integers [B or 1, R], the documents of the rows, without rows before them; None for one document per
+            row.
     """
 
     index: Tensor
@@ -60,89 +60,86 @@ class Pairs:
 
     @classmethod
     def of(cls, real: Tensor, rows: int, segments: Tensor | None = None) -> Pairs:
-        """From booleans [B, S], true where a row is real, over all rows so far, of which the last `rows` are given
-        now; and the documents of the rows, integers [B or 1, S], where all are given now.
+        """Make the pairs of a text.
 
-        Raises:
-            ArgumentError: documents with rows before those given now.
+        Args:
+            real: boolean [B, S], True where a row is real, over all rows so far.
+            rows: how many of them, the last ones, are in this call.
+            segments: integers [B or 1, S], the documents of the rows, all of which must be in this call; or None.
         """
         size = real.shape[1]
         require(
             segments is None or rows == size,
             f"{CALL} (Pairs.of)",
-            f"segments come with {size} rows of which {rows} are given now, expected all: a cache holds one document.",
+            f"segments come with {size} rows, {rows} of them in this call, expected all: a cache holds one document.",
         )
         earlier = size - rows
-        places = torch.arange(size, device=real.device).expand(real.shape)
-        latest = torch.where(real, places, -1).cummax(1).values
-        begins = torch.zeros_like(places) if segments is None else runs_of(segments)[0]
+        index = torch.arange(size, device=real.device).expand(real.shape)
+        latest = torch.where(real, index, -1).cummax(1).values
+        begins = torch.zeros_like(index) if segments is None else runs_of(segments)[0]
         visible = real[:, 1:] & (latest[:, :-1] >= begins[:, 1:])
-        # with earlier rows, the pending covariate is candidate 0 and the first row given candidate 1
-        found = (latest - earlier + int(earlier > 0)).clamp_min(0)
-        return cls(found[:, max(earlier - 1, 0) : -1], found[:, -1:], visible, real[:, earlier:], segments)
+        # with earlier rows, index 0 is the pending covariate and index 1 the first row of this call
+        covariate = (latest - earlier + int(earlier > 0)).clamp_min(0)
+        return cls(covariate[:, max(earlier - 1, 0) : -1], covariate[:, -1:], visible, real[:, earlier:], segments)
 
 
 def pair_rows(rows: Tensor, pending: Tensor | None, pairs: Pairs | None) -> tuple[Tensor, Tensor]:
-    """What belongs to the new pairs, of something [B, H, R, D] that every row has.
+    """Return the part of `rows` that belongs to the new pairs, and the part that waits for the next value.
 
     Args:
-        rows: [B, H, R, D], of the rows given now.
-        pending: [B, H, 1, D], of the row before them that had no value yet; None where they are the first.
-        pairs: of a text with padding or several documents; None where every row is real.
+        rows: [B, H, R, D], of the rows in this call.
+        pending: [B, H, 1, D], of the row before them, which has no value yet; None if there is none.
+        pairs: of a text with padding or several documents; None if every row is real.
 
     Returns:
-        ([B, H, R, D], or [B, H, R - 1, D] without `pending`; the new pending one [B, H, 1, D]).
+        [B, H, R, D], or [B, H, R - 1, D] without `pending`; and [B, H, 1, D].
     """
-    found = rows if pending is None else torch.cat((pending, rows), -2)
+    x = rows if pending is None else torch.cat((pending, rows), -2)
     if pairs is None:
-        return found[..., :-1, :], found[..., -1:, :]
-    pick = lambda index: found.gather(  # noqa: E731
-        -2, index[:, None, :, None].expand(-1, found.shape[1], -1, found.shape[-1])
-    )
+        return x[..., :-1, :], x[..., -1:, :]
+    pick = lambda index: x.gather(-2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))  # noqa: E731
     return pick(pairs.index), pick(pairs.last)
 
 
 class PairCache(Protocol):
-    """What the layer asks of a cache."""
+    """The cache protocol of the layer."""
 
     def pending(self, name: str) -> Tensor | None:
-        """What waits for the next value, [B, H, 1, D], or None before the first row."""
+        """Return what waits for the next value, [B, H, 1, D], or None before the first row."""
         ...
 
     def extend(self, pending: dict[str, Tensor], **new: Tensor) -> dict[str, Tensor]:
-        """Append along the last axis but one; everything so far, by name."""
+        """Append along the second-to-last axis; return everything so far, by name."""
         ...
 
 
 class FunctionalGradient(nn.Module):
     """The update sum_h P_h sum_{j < i} r_j kappa_h(phi_i, phi_j) (ICLM paper, equations 7, 11 and 18).
 
-    The values r_j are the caller's: embeddings w_{y_j}, or w_{y_j} - E(w|f_j) (`expected_embedding`).
+    The caller passes the values r_j: embeddings w_{y_j}, or w_{y_j} - E(w|f_j) (`expected_embedding`).
 
     Args:
         covariate_size: C.
         value_size: E.
         num_heads: H, a divisor of C; for "wv" and "slice" of E too.
-        spec: the kernels kappa_h, any sentence of the grammar, of W_Q phi_i and W_K phi_j.
-        variant: what a head averages. "full": the values as they are; P_h is any E x E matrix, together
-            `o_proj` [E, H E]. "wv": a learned projection of them to E/H channels, so that P_h has rank E/H (the
-            parameters of ordinary attention). "slice": E/H channels of them.
-        average: where the spec's weights do not sum to one, divide the sum by the number of pairs that the row sees,
-            1/(i-1) (appendix B); False for the plain sum of equation 11.
-        layer_idx: the layer's number for observers.
+        spec: the kernels kappa_h of W_Q phi_i and W_K phi_j, any attention spec.
+        variant: what a head averages. "full": the values; P_h is any E x E matrix, all of them together `o_proj` [E, H
+            E]. "wv": a learned projection of the values to E/H channels, so that P_h has rank E/H (the parameters of
+            ordinary attention). "slice": E/H channels of the values.
+        average: for weights that do not sum to one, divide the sum by the number of visible pairs, 1/(i-1) (appendix
+            B); False for the plain sum of equation 11.
+        layer_idx: passed to observers.
 
     Attributes:
-        observer, observe_weights: as `regard.nn.Attention` has them; what is observed is not yet divided by the number
-            of pairs.
-        hook_pattern: sees the weights [B, H, rows, n], those that the values are multiplied by; while something listens
-            they are computed densely, and what it returns is used in their place.
+        observer, observe_weights: as in `regard.nn.Attention`; diagnostics are not divided by the number of pairs.
+        hook_pattern: sees the final weights [B, H, rows, n] and may replace them; while a hook is registered they are
+            computed densely.
         hook_out: sees the update [B, R, E].
 
-    Cost: scores H D a pair; "full" averages H E channels a pair where "wv" and "slice" average E.
+    Cost: scores cost H D per pair; "full" averages H E channels per pair, "wv" and "slice" E.
 
     Raises:
-        ArgumentError: sizes that do not fit, an unknown variant, or a spec that takes more than queries and keys (a
-            learned solver).
+        ArgumentError: sizes that do not fit, an unknown variant, or a spec with a learned solver, which needs a probe.
     """
 
     def __init__(
@@ -157,13 +154,10 @@ class FunctionalGradient(nn.Module):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__()
-        positive_int(CALL, "value_size", value_size)
-        positive_int(CALL, "covariate_size", covariate_size)
-        positive_int(CALL, "num_heads", num_heads)
-        if covariate_size % num_heads:
-            raise ArgumentError(
-                f"{CALL}: covariate_size {covariate_size} is not a multiple of {num_heads} heads (num_heads)."
-            )
+        for name, size in (("value_size", value_size), ("covariate_size", covariate_size), ("num_heads", num_heads)):
+            positive_int(CALL, name, size)
+        even = covariate_size % num_heads == 0
+        require(even, CALL, f"covariate_size {covariate_size} is not a multiple of {num_heads} heads (num_heads).")
         self.head_dim = covariate_size // num_heads
         flag(CALL, "average", average)
         if not isinstance(variant, str) or variant not in VARIANTS:
@@ -171,7 +165,7 @@ class FunctionalGradient(nn.Module):
         if variant != "full" and value_size % num_heads:
             raise ArgumentError(
                 f"{CALL}: value_size {value_size} is not a multiple of {num_heads} heads (num_heads); change one, or "
-                f"variant='full', whose heads all see the whole value."
+                f"give variant='full', where every head averages the whole value."
             )
         self.covariate_size, self.value_size, self.num_heads = covariate_size, value_size, num_heads
         self.spec = check_kernel(CALL, as_spec(spec, CALL))
@@ -187,7 +181,7 @@ class FunctionalGradient(nn.Module):
         self.hook_pattern, self.hook_out = HookPoint(), HookPoint()
 
     def extra_repr(self) -> str:
-        """Heads, kernel and variant, for `print(model)`."""
+        """Return heads, kernel and variant, for `print(model)`."""
         return (
             f"num_heads={self.num_heads}, head_dim={self.head_dim}, spec={str(self.spec)!r}, variant={self.variant!r}"
         )
@@ -203,31 +197,27 @@ class FunctionalGradient(nn.Module):
         *,
         is_causal: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """The update of f at every covariate given.
+        """Compute the update of f at every covariate.
 
         Args:
             covariates: [B, R, C].
-            values: [B, n, E], of all pairs so far: n = R - 1 without a cache, else as many as rows so far less one.
-                Value j goes with covariate j.
+            values: [B, n, E], of all pairs so far; n is one less than the rows so far. Value j belongs to covariate j.
             position_embeddings: (cos, sin) of `rotary_angles` for the covariates, each [B or 1, R, D/2]; None for none.
-            pairs: of a text with padding, whose hidden rows change nothing, or of several documents, none of which
-                changes another; None where every row is real and all are one document.
+            pairs: of a text with padding, whose masked rows have no effect, or with several documents, which are kept
+                apart; None if every row is real and holds one document.
             cache: of this layer's keys; it is extended.
             output_attentions: also return the weights, computed densely.
-            is_causal: False: every covariate sees all n <= R pairs, those of the first n covariates, as in plain
-                functional gradient descent on a fixed set of pairs (equations 16 and 17). No cache, no `pairs`.
+            is_causal: if False, every covariate sees all n <= R pairs, those of the first n covariates, as in
+                functional gradient descent on a fixed set of pairs (equations 16 and 17). Without cache and `pairs`.
 
         Returns:
-            (update [B, R, E], weights [B, H, rows, n] or None). A row without a pair is 0. The very first row never has
-            one, and `rows` leaves it out: n without a cache, R where rows came before.
-
-        Raises:
-            ArgumentError: shapes that do not fit.
+            Update [B, R, E], zero in a row without a pair, and weights [B, H, rows, n] or None. The first row of a text
+            never has a pair and is left out of `rows`: n without earlier rows in a cache, else R.
         """
         flags(CALL, output_attentions=output_attentions, is_causal=is_causal)
         self._check(covariates, values, is_causal, cache, pairs)
         check_positions(CALL, position_embeddings, covariates, self.head_dim)
-        if pairs is not None:  # zero times what is not finite would be NaN, in gradients of the weights too
+        if pairs is not None:  # otherwise zero times a non-finite masked row would be NaN, also in gradients
             covariates = covariates.masked_fill(~pairs.real[..., None], 0)
             values = values.masked_fill(~pairs.visible[..., None], 0)
         query = self._heads(self.q_proj(covariates), position_embeddings)
@@ -239,10 +229,10 @@ class FunctionalGradient(nn.Module):
             first = int(pending is None)
             value = self._values(values, key.shape[2])
             if cache is not None:
-                own = {"value": value} if self.variant == "wv" else {}  # projected once, the others are views
-                found = cache.extend({"key": waiting}, key=key, **own)
-                key = found["key"]
-                value = found["value"] if own else self._values(values, values.shape[1])
+                projected = {"value": value} if self.variant == "wv" else {}  # the other variants are views
+                cached = cache.extend({"key": waiting}, key=key, **projected)
+                key = cached["key"]
+                value = cached["value"] if projected else self._values(values, values.shape[1])
         else:
             key, value = key[:, :, : values.shape[1]], self._values(values, values.shape[1])
         out, weights = self._attend(query[:, :, first:], key, value, pairs, output_attentions, is_causal)
@@ -257,15 +247,10 @@ class FunctionalGradient(nn.Module):
         if cache is not None and not all(callable(getattr(cache, n, None)) for n in ("pending", "extend")):
             raise refuse(CALL, "cache", cache, "a cache with pending and extend, or None")
         check_hidden(CALL, "covariates", covariates, self.covariate_size, self.k_proj)
-        tensor(CALL, "values", values, like=covariates, of="covariates")
+        rows = covariates.shape[1]
+        tensor(CALL, "values", values, covariates.shape[0], "n", self.value_size, like=covariates, of="covariates")
         if values.dtype != covariates.dtype and not autocast(values.device.type):
             raise ArgumentError(f"{CALL}: values is {values.dtype}, but covariates {covariates.dtype}; convert one.")
-        rows = covariates.shape[1]
-        if values.dim() != 3 or values.shape[0] != covariates.shape[0] or values.shape[2] != self.value_size:
-            raise ArgumentError(
-                f"{CALL}: values has shape {shape(values)}, expected [{covariates.shape[0]}, n, {self.value_size}] for "
-                f"covariates {shape(covariates)}."
-            )
         n = values.shape[1]
         if not is_causal and (cache is not None or pairs is not None or n > rows):
             raise ArgumentError(
@@ -275,21 +260,21 @@ class FunctionalGradient(nn.Module):
         require(
             cache is None or pairs is None or pairs.segments is None,
             CALL,
-            "pairs are of several documents, but a cache was given, which holds one a row; leave one of them out.",
+            "pairs are of several documents, but a cache was given, which holds one per row; leave one of them out.",
         )
         if is_causal and cache is None and n != rows - 1:
             raise ArgumentError(
                 f"{CALL}: {n} values for {rows} covariates, expected one less: value j follows covariate j, and the "
-                f"last covariate is still without."
+                f"last covariate has no value yet."
             )
 
     def _heads(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
-        """[B, R, H D] -> [B, H, R, D], turned by the positions."""
+        """Return [B, H, R, D] for x [B, R, H D], rotated by the positions."""
         x = x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         return x if position_embeddings is None else rotate(x, *position_embeddings)
 
     def _values(self, values: Tensor, last: int) -> Tensor:
-        """What the heads average of the last so many of values [B, n, E]: [B, H or 1, last, Dv]."""
+        """Return what the heads average of the last values [B, n, E]: [B, H or 1, last, Dv]."""
         values = values[:, values.shape[1] - last :]
         if self.variant == "full":
             return values[:, None]
@@ -306,60 +291,53 @@ class FunctionalGradient(nn.Module):
         output_attentions: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """The weighted sums of values: ([B, H, rows, Dv], weights [B, H, rows, n] or None)."""
+        """Return the weighted sums of values [B, H, rows, Dv] and the weights [B, H, rows, n] or None."""
         (batch, heads, rows, _), n = query.shape, key.shape[2]
         if rows == 0 or n == 0:
             empty = self.hook_pattern(query.new_zeros(batch, heads, rows, n))
             return query.new_zeros(batch, heads, rows, value.shape[3]), empty if output_attentions else None
         value = value.to(query.dtype)  # under autocast projections are narrower than embeddings
         mask = None if pairs is None else pairs.visible[:, None, None]
-        # the query of row i stands at the pair that the row completes
+        # the query of row i is at the position of the pair that the row completes
         segments = None if pairs is None or pairs.segments is None else pairs.segments[:, 1:]
         share = self._share(rows, n, mask, segments, is_causal, query)
         arguments: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "segment_ids": segments}
-        dense = output_attentions or self.hook_pattern.active
-        if self.observer is None and not dense:
-            out = attention(query, key, value.expand(-1, heads, -1, -1), self.spec, **arguments)
+        if not output_attentions and not self.hook_pattern.active:
+            value = value.expand(-1, heads, -1, -1)
+            if self.observer is None:
+                out = attention(query, key, value, self.spec, **arguments)
+            else:
+                arguments["impl"] = "reference" if self.observe_weights else "auto"
+                out, diagnostics = attention(query, key, value, self.spec, return_diagnostics=True, **arguments)
+                self.observer(self.layer_idx, diagnostics)
             return out if share is None else out * share, None
-        if not dense:
-            return self._watched(query, key, value, share, arguments), None
-        weights = self._weights(query, key, share, arguments)
-        weights = self.hook_pattern(weights)
-        if mask is not None:  # also what a hook gave to padding
+        weights = self.hook_pattern(self._weights(query, key, share, arguments))
+        if mask is not None:  # a hook may have changed the weights of padding
             weights = weights.masked_fill(~mask, 0)
         return weights.to(value.dtype) @ value, weights if output_attentions else None
 
-    def _watched(
-        self, query: Tensor, key: Tensor, value: Tensor, share: Tensor | None, arguments: dict[str, Any]
-    ) -> Tensor:
-        """The sums, of which the observer is told."""
-        assert self.observer is not None
-        value = value.expand(-1, self.num_heads, -1, -1)
-        impl = "reference" if self.observe_weights else "auto"
-        out, seen = attention(query, key, value, self.spec, return_diagnostics=True, impl=impl, **arguments)
-        self.observer(self.layer_idx, seen)
-        return out if share is None else out * share
-
     def _weights(self, query: Tensor, key: Tensor, share: Tensor | None, arguments: dict[str, Any]) -> Tensor:
-        """What the values are multiplied by, [B, H, rows, n]."""
+        """Return the factors of the values, [B, H, rows, n]."""
         batch, heads, n, _ = key.shape
         if query.requires_grad or self.spec.degree:
-            # a sum is linear in the values, so that the sums of unit vectors are its weights, with their gradients, and
-            # solved for by the implementation that makes the sums
+            # the output is linear in the values: for unit vectors it is the weights, with gradients, from the same
+            # implementation as the output
             unit = torch.eye(n, dtype=query.dtype, device=query.device).expand(batch, heads, n, n)
             weights = attention(query, key, unit, self.spec, **arguments)
         else:
             unit = query.new_zeros(batch, heads, n, 1)
-            _, seen = attention(query, key, unit, self.spec, return_diagnostics=True, impl="reference", **arguments)
-            weights = seen.weights if seen.effective_weights is None else seen.effective_weights
+            _, diagnostics = attention(
+                query, key, unit, self.spec, return_diagnostics=True, impl="reference", **arguments
+            )
+            weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
             if self.observer is not None:
-                self.observer(self.layer_idx, seen)
+                self.observer(self.layer_idx, diagnostics)
         return weights if share is None else weights * share
 
     def _share(
         self, rows: int, n: int, mask: Tensor | None, segments: Tensor | None, is_causal: bool, like: Tensor
     ) -> Tensor | None:
-        """1 / the number of pairs that a row sees, [B or 1, 1, rows, 1], where weights do not sum to one."""
+        """Return 1 / the number of pairs that a row sees, [B or 1, 1, rows, 1], for weights that do not sum to one."""
         if self.spec.weighting.normalised or not self.average:
             return None
         runs = None if segments is None else runs_of(segments)
@@ -368,32 +346,25 @@ class FunctionalGradient(nn.Module):
 
 
 def check_kernel(call: str, spec: Spec) -> Spec:
-    """`spec`, after checking that queries and keys are all that it takes.
-
-    Raises:
-        ArgumentError: its solver is learned.
-    """
+    """Return `spec`, after checking that it needs only queries and keys."""
     learned = spec.degree == 1 and spec.solver.name == "learned"
-    require(not learned, call, f"spec: {spec} takes a probe that the f update has not; choose another solver.")
+    require(not learned, call, f"spec: {spec} needs a probe, which the f update does not have; choose another solver.")
     return spec
 
 
 def expected_embedding(f: Tensor, table: Tensor, chunk: int = 4096) -> Tensor:
-    """E(w|f) = W_e softmax(W_e^T f), the mean embedding under the prediction (ICLM paper, equation 8).
+    """Compute E(w|f) = W_e softmax(W_e^T f), the mean embedding under the prediction (ICLM paper, equation 8).
 
     Args:
         f: [..., E].
-        table: [V, E], one embedding a row.
-        chunk: tokens of the vocabulary at a time.
+        table: embeddings [V, E].
+        chunk: vocabulary entries processed at a time.
 
     Returns:
         [..., E], in the dtype of `f`; differentiable (once) in both.
 
-    Raises:
-        ArgumentError: widths differ.
-
-    Cost: 4 E V operations a row forward and 8 E V backward, which makes the probabilities again; memory for `chunk`
-    numbers a row, whatever V. Logits, their normaliser and the sum in float32 at least.
+    Cost: 4 E V operations per row forward and 8 E V backward, which recomputes the probabilities; memory for `chunk`
+    values per row. Logits, their normaliser and the sum are at least in float32.
     """
     call = "expected_embedding"
     floating(call, "f", f)
@@ -408,7 +379,7 @@ def expected_embedding(f: Tensor, table: Tensor, chunk: int = 4096) -> Tensor:
 
 
 def mean_embedding(table: Tensor) -> Tensor:
-    """E(w|0), the mean of the rows of `table` [V, E]: [E], summed in float32 at least."""
+    """Return E(w|0), the mean of the rows of `table` [V, E], [E]; summed at least in float32."""
     return table.to(torch.promote_types(table.dtype, torch.float32)).mean(0).to(table.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Named places in a model at which something can listen, or put another tensor in the place of the one that passes."""
+"""Named places in a model where a hook can read a tensor or replace it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 
 class HookPoint(nn.Module):
-    """The identity, with a name that tools find.
+    """An identity module with a name that tools find.
 
-    A forward hook that returns a tensor replaces what passes. Where a tensor is only made for those who listen (the
-    weights of attention, for which the fast forms have no place), the layer asks `active` first.
+    A forward hook that returns a tensor replaces the one that passes. If a tensor is computed only for hooks (attention
+    weights, which the fast implementations do not form), the layer checks `active` first.
 
     Args:
         label: the documented name; None for the path of the module in its model.
@@ -21,9 +21,9 @@ class HookPoint(nn.Module):
 
     @property
     def active(self) -> bool:
-        """Whether a forward hook listens (hooks of other kinds do not count)."""
+        """Return whether a forward hook is registered; other kinds of hooks do not count."""
         return bool(self._forward_hooks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The tensor itself, of any shape."""
+        """Return x."""
         return x

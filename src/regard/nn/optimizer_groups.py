@@ -1,8 +1,8 @@
-"""Which parameters an optimiser is to treat how, in models with memories.
+"""Parameter groups for optimisers of models with memories.
 
-Every step reads a few rows of a memory's table. Weight decay would wear away the rest between two readings, and the
-rate that suits matrices, which warms up and falls, is not theirs: Memory Layers at Scale (arXiv:2412.09764) gives
-values a fixed rate of 1e-3 and no decay. Fast weights are buffers and appear in no group.
+A step reads only a few rows of a memory's table. Weight decay would shrink the other rows between reads, and memories
+need another learning rate than matrices: Memory Layers at Scale (arXiv:2412.09764) uses a constant rate of 1e-3 without
+decay for values. Fast weights are buffers and in no group.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ MEMORY_RATE = 1e-3
 
 
 class OptimizerGroups(NamedTuple):
-    """Groups of parameters, for `torch.optim`; each a dict with "name", "params" and settings.
+    """Parameter groups for `torch.optim`, each a dict with "name", "params" and settings.
 
     Attributes:
-        dense: for AdamW or the like: "matrices" (decayed), "vectors" (not) and "memory" (not, with a rate of its own).
-        sparse: tables with sparse gradients, for `torch.optim.SparseAdam`; empty where no layer has `sparse_grad`.
+        dense: for AdamW or similar: "matrices" (with decay), "vectors" (without) and "memory" (without, with its own
+            rate).
+        sparse: tables with sparse gradients, for `torch.optim.SparseAdam`; empty if no layer has `sparse_grad`.
     """
 
     dense: list[dict[str, Any]]
@@ -36,19 +37,17 @@ def optimizer_groups(
     memory_rate: float = MEMORY_RATE,
     memory_keys: bool = True,
 ) -> OptimizerGroups:
-    """All parameters of `model` that learn, each in one group.
+    """Return groups of the trainable parameters of `model`, each parameter in one group.
 
     Args:
+        model: the model.
         weight_decay: of parameters with two or more axes; vectors and memories have none.
-        memory_rate: learning rate of what a memory layer itself holds (its keys and values, not its projections). Keep
-            schedulers off it: the group has "fixed_rate" True.
-        memory_keys: keys are memory too; else matrices.
+        memory_rate: learning rate of the keys and values of memory layers (not of their projections). Schedulers should
+            not change it: the group has "fixed_rate" True.
+        memory_keys: whether keys are in the memory group; otherwise they count as matrices.
 
     Returns:
-        The groups, without empty ones.
-
-    Raises:
-        ArgumentError: a number below 0.
+        The nonempty groups.
     """
     call = "optimizer_groups"
     instance(call, "model", model, nn.Module, "a torch.nn.Module")
@@ -61,24 +60,24 @@ def optimizer_groups(
         if parameter.requires_grad:
             kind = "sparse" if id(parameter) in sparse else "memory" if id(parameter) in held else None
             groups[kind or ("matrices" if parameter.dim() >= 2 else "vectors")].append(parameter)
-    own: dict[str, Any] = {"lr": memory_rate, "fixed_rate": True}
+    constant: dict[str, Any] = {"lr": memory_rate, "fixed_rate": True}
     settings: dict[str, dict[str, Any]] = {
         "matrices": {"weight_decay": weight_decay},
         "vectors": {"weight_decay": 0.0},
-        "memory": {"weight_decay": 0.0, **own},
-        "sparse": own,
+        "memory": {"weight_decay": 0.0, **constant},
+        "sparse": constant,
     }
-    made = {name: {"name": name, "params": found, **settings[name]} for name, found in groups.items() if found}
+    made = {name: {"name": name, "params": members, **settings[name]} for name, members in groups.items() if members}
     return OptimizerGroups([g for n, g in made.items() if n != "sparse"], [g for n, g in made.items() if n == "sparse"])
 
 
 def memory_parameters(model: nn.Module, *, keys: bool = True) -> tuple[set[int], set[int]]:
-    """The ids of the parameters that memory layers themselves hold, and of those among them with sparse gradients."""
+    """Return the ids of the parameters that memory layers hold directly, and of those with sparse gradients."""
     held, sparse = set(), set()
     for module in model.modules():
         if isinstance(module, MemoryLayer):
-            own = {name: id(p) for name, p in module.named_parameters(recurse=False) if keys or name != "keys"}
-            held |= set(own.values())
+            ids = {name: id(p) for name, p in module.named_parameters(recurse=False) if keys or name != "keys"}
+            held |= set(ids.values())
             if getattr(module, "sparse_grad", False):
-                sparse.add(own["values"])
+                sparse.add(ids["values"])
     return held, sparse

@@ -1,1 +1,1 @@
-"""What all language models share: configuration, base classes, packing, caches, loading."""
+"""Shared parts of the language models: configuration, base classes, packing, caches, loading."""

@@ -1,9 +1,9 @@
-"""What all causal language models here have in common: arguments, caches, positions, labels, generation.
+"""Base classes of the causal language models.
 
-A model is three classes: a `RegardConfig`, a `RegardModel` that says what happens between embeddings and the last
-hidden states (`decode`), and a `RegardForCausalLM` with the output matrix.
+A model consists of three classes: a `RegardConfig`, a `RegardModel` whose `decode` maps embeddings to the last hidden
+states, and a `RegardForCausalLM`, which adds the output matrix.
 
-Shapes: B batch, T tokens given now, N tokens so far (those in the cache and T), C model width, V vocabulary.
+Shapes: B batch, T tokens in this call, N tokens so far (cached ones included), C model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from ...checks import ArgumentError, require, shape
+from ...checks import ArgumentError, instance, integers, refuse, require, shown
 from ...nn.arguments import require_growing
 from ...nn.hooks import HookPoint
 from . import packing
 from .arguments import (
     IGNORED,
-    check_labels,
     key_mask,
-    kind,
     not_predicted,
     outside,
     positions_kept,
@@ -43,16 +41,16 @@ from .packing import Documents
 
 @dataclass(frozen=True)
 class Context:
-    """What a decoder is told beside the embeddings.
+    """Arguments of a decoder other than the embeddings.
 
     Attributes:
-        mask: boolean [B, N], true where a token is real; None where all are.
-        positions: integers [B or 1, T]: how many real tokens stand before each.
-        cache: to be read and extended, or None.
+        mask: boolean [B, N], True where a token is real; None if all are.
+        positions: integers [B or 1, T], the number of real tokens before each.
+        cache: read and extended, or None.
         past: tokens in the cache, padding included.
-        output_attentions: also return the weights.
-        segments: integers [B or 1, T] that grow by one where a document begins; None where every row is one document.
-            Comes to models that say `honours_segments` alone, and never with a cache.
+        output_attentions: also return the attention weights.
+        segments: integers [B or 1, T] that increase by one where a document begins; None if every row is one document.
+            Only for models with `honours_segments`, and never with a cache.
     """
 
     mask: Tensor | None
@@ -65,12 +63,12 @@ class Context:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a decoder gives back.
+    """Outputs of a decoder.
 
     Attributes:
-        hidden: [B, T, C], after the last norm: what the output matrix reads.
-        states: the hidden states before each layer.
-        attentions: the weights of every layer [B, H, T, N], where they were asked for; None where a layer has none.
+        hidden: [B, T, C] after the last norm, the input of the output matrix.
+        states: hidden states before each layer.
+        attentions: attention weights of every layer [B, H, T, N] if asked for; None for a layer without weights.
     """
 
     hidden: Tensor
@@ -79,7 +77,7 @@ class Decoded:
 
 
 class RegardPreTrainedModel(CheckedLoading):
-    """What a model with and without the output matrix share: configuration, initial weights, saving."""
+    """Base of the models with and without the output matrix: configuration, initial weights, saving."""
 
     config: RegardConfig
     base_model_prefix = "model"
@@ -88,22 +86,22 @@ class RegardPreTrainedModel(CheckedLoading):
 
 
 class NewCache(Protocol):
-    """How a model makes an empty cache."""
+    """A function that returns an empty cache."""
 
     def __call__(self, *, pairs: bool = False) -> Cache:
-        """With `pairs`, one from which weights can be shown and tokens taken back, where there is such a one."""
+        """Return an empty cache; with `pairs`, one that keeps keys and values where the model can do so."""
         ...
 
 
 class RegardModel(RegardPreTrainedModel):
-    """The decoder without the output matrix. What a subclass has:
+    """The decoder without the output matrix.
 
     Attributes:
-        embed_tokens: the embeddings of tokens.
-        decode: [B, T, C] embeddings and their context to what the output matrix reads.
-        new_cache: an empty cache.
-        honours_segments: whether `decode` keeps the documents of `Context.segments` apart; where it does not, packed
-            documents are refused.
+        embed_tokens: token embeddings.
+        decode: maps embeddings [B, T, C] and their `Context` to a `Decoded`; defined by the subclass.
+        new_cache: returns an empty cache; defined by the subclass.
+        honours_segments: whether `decode` separates the documents of `Context.segments`; if not, packed documents are
+            refused.
     """
 
     honours_segments: ClassVar[bool] = False
@@ -114,7 +112,7 @@ class RegardModel(RegardPreTrainedModel):
 
     @property
     def call(self) -> str:
-        """How messages name this model."""
+        """Return the name of the model for error messages."""
         return type(self).__name__.removesuffix("Model") + "ForCausalLM"
 
     @can_return_tuple
@@ -131,13 +129,13 @@ class RegardModel(RegardPreTrainedModel):
         segment_ids: Tensor | None = None,
         **packed: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states [B, T, C] after the last norm; arguments as `RegardForCausalLM`.
+        """Return hidden states [B, T, C] after the last norm; arguments as in `RegardForCausalLM`.
 
         Raises:
             ArgumentError: as `RegardForCausalLM.forward`.
         """
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        hidden_wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         embedded = self._embed(input_ids, inputs_embeds)
         cache = self._cache(past_key_values, use_cache, pairs=bool(output_attentions))
         past = 0 if cache is None else cache.get_seq_length()
@@ -153,78 +151,67 @@ class RegardModel(RegardPreTrainedModel):
         if documents is not None and segments is not None:
             require(self.honours_segments, self.call, f"{documents.packed}, which this model does not keep apart.")
             cache, positions = None, documents.positions(positions) if position_ids is None else positions
-        if mask is not None:  # what is hidden enters as zeros, so that no product of it, forward or back, can matter
+        if mask is not None:  # masked tokens become zeros, so that NaN there reaches no product, forward or backward
             embedded = embedded.masked_fill(~mask[:, past:, None], 0)
-        found = self.decode(embedded, Context(mask, positions, cache, past, bool(output_attentions), segments))
+        decoded = self.decode(embedded, Context(mask, positions, cache, past, bool(output_attentions), segments))
         return BaseModelOutputWithPast(
-            last_hidden_state=found.hidden,
+            last_hidden_state=decoded.hidden,
             past_key_values=cache,
-            hidden_states=(*found.states, found.hidden) if wanted else None,
-            attentions=tuple(w for w in found.attentions if w is not None) if output_attentions else None,
+            hidden_states=(*decoded.states, decoded.hidden) if hidden_wanted else None,
+            attentions=tuple(w for w in decoded.attentions if w is not None) if output_attentions else None,
         )
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """[B, T] tokens or [B, T, C] embeddings -> [B, T, C].
+        """Return embeddings [B, T, C] of tokens [B, T], or the embeddings given.
 
-        Here and below a message is put together only when it is needed: under torch.compile a length may be a
-        symbol, whose text cannot be traced.
+        Messages are built only when they are raised: under torch.compile a length may be a symbol, whose text cannot
+        be traced.
         """
-        if input_ids is not None and inputs_embeds is None:
-            return self._look_up(input_ids)
-        if input_ids is not None or inputs_embeds is None:
+        if (input_ids is None) == (inputs_embeds is None):
             raise ArgumentError(f"{self.call}: give either input_ids or inputs_embeds.")
-        width = self.embed_tokens.embedding_dim
-        if not isinstance(inputs_embeds, Tensor) or not inputs_embeds.is_floating_point():
-            raise ArgumentError(
-                f"{self.call}: inputs_embeds is {kind(inputs_embeds)}, expected a floating-point tensor."
-            )
-        if inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != width:
-            raise ArgumentError(
-                f"{self.call}: inputs_embeds has shape {shape(inputs_embeds)}, expected [B, T, {width}] with T >= 1."
-            )
-        return inputs_embeds
-
-    def _look_up(self, input_ids: Tensor) -> Tensor:
-        """[B, T] tokens -> [B, T, C]."""
-        if not isinstance(input_ids, Tensor):
-            raise ArgumentError(f"{self.call}: input_ids is {kind(input_ids)}, expected an integer tensor [B, T].")
-        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-            raise ArgumentError(f"{self.call}: input_ids has shape {shape(input_ids)}, expected [B, T] with T >= 1.")
-        if input_ids.dtype not in (torch.int64, torch.int32):
-            raise ArgumentError(f"{self.call}: input_ids has dtype {input_ids.dtype}, expected torch.int64.")
+        if inputs_embeds is not None:
+            width = self.embed_tokens.embedding_dim
+            ok = isinstance(inputs_embeds, Tensor) and inputs_embeds.is_floating_point() and inputs_embeds.dim() == 3
+            if not ok or inputs_embeds.shape[1] == 0 or inputs_embeds.shape[2] != width:
+                expected = f"floating-point embeddings [B, T, {width}] with T >= 1"
+                raise refuse(self.call, "inputs_embeds", inputs_embeds, expected)
+            return inputs_embeds
+        ok = isinstance(input_ids, Tensor) and input_ids.dtype in (torch.int64, torch.int32) and input_ids.dim() == 2
+        if not ok or input_ids is None or input_ids.shape[1] == 0:
+            raise refuse(self.call, "input_ids", input_ids, "torch.int64 tokens [B, T] with T >= 1")
         if torch.compiler.is_compiling():
             return self.embed_tokens(input_ids)
         try:
             return self.embed_tokens(input_ids)
-        except IndexError:  # the CPU says so by itself; looking beforehand would wait for an accelerator
+        except IndexError:  # raised on the CPU; checking beforehand would wait for an accelerator
             raise ArgumentError(outside(self.call, input_ids, self.config.vocab_size)) from None
 
     def _cache(self, cache: Cache | None, use_cache: bool | None, *, pairs: bool) -> Cache | None:
-        """The cache to fill: the one given, a new one (of pairs alone where `pairs`), or none.
+        """Return the cache to fill: the given one, a new one or None.
 
-        Unasked, training keeps none: nothing would read it, and recomputation must not fill it twice. Nor does an
-        exported graph, which has no place for one.
+        By default there is none in training, where nothing would read it and recomputation would fill it twice, and
+        none in an exported graph.
         """
         if torch.compiler.is_exporting():
-            if cache is not None or use_cache:
-                raise ArgumentError(
-                    f"{self.call}: a cache cannot be exported; leave past_key_values and use_cache out."
-                )
+            require(
+                cache is None and not use_cache,
+                self.call,
+                "a cache cannot be exported; leave past_key_values and use_cache out.",
+            )
             return None
         recomputed = self.gradient_checkpointing and self.training
         if cache is not None:
-            if not isinstance(cache, Cache):
-                raise ArgumentError(f"{self.call}: past_key_values is a {kind(cache)}, expected a transformers Cache.")
+            instance(self.call, "past_key_values", cache, Cache, "a transformers Cache")
             if recomputed:
                 raise ArgumentError(
-                    f"{self.call}: past_key_values does not go with gradient checkpointing in training; "
-                    f"call model.eval() or leave the cache out."
+                    f"{self.call}: past_key_values cannot be used with gradient checkpointing in training; call "
+                    f"model.eval() or leave the cache out."
                 )
             require_growing(cache, self.call)
             return cache
         if use_cache and recomputed:
             raise ArgumentError(
-                f"{self.call}: use_cache=True does not go with gradient checkpointing in training; leave it out."
+                f"{self.call}: use_cache=True cannot be used with gradient checkpointing in training; leave it out."
             )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -232,27 +219,29 @@ class RegardModel(RegardPreTrainedModel):
 
 
 class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
-    """A causal language model. Its logits are `lm_head(base_model(...).last_hidden_state)`, since fused losses compute
-    just that; the hook point `unembed.hook_out` sees them. What it is called with:
+    """A causal language model: `RegardModel`, then the output matrix.
 
-    - input_ids: tokens [B, T]; or inputs_embeds [B, T, C] in their place.
-    - attention_mask: [B, N] over all tokens so far, boolean or integer, true where a token is real. Hidden
-      tokens change nothing at the others, in values and in gradients.
+    Logits are `lm_head(model(...).last_hidden_state)`, as fused losses compute them, seen by the hook point
+    `unembed.hook_out`. Arguments of a call:
+
+    - input_ids: tokens [B, T]; or inputs_embeds [B, T, C].
+    - attention_mask: [B, N] over all tokens so far, boolean or integer, nonzero where a token is real. Masked tokens
+      affect no other token, in values and in gradients.
     - position_ids: [B, T]; default: the number of real tokens before each.
-    - past_key_values: a growing cache from an earlier call; it is extended.
-    - labels: [B, T], the tokens themselves (they are shifted here), -100 where none is to be predicted.
-      Hidden tokens are neither predicted nor predicted from. Where no token is to be predicted the loss is 0.
-    - use_cache: fill a new cache; default the configuration's, and not in training.
-    - logits_to_keep: only the last so many positions (0: all), or, without labels, those in a tensor of positions.
-    - output_attentions: also the weights of the layers that have some, in their order, by the dense reference and with
-      gradients. Layers without weights, such as Gated DeltaNet, are left out, as transformers does in hybrid models.
-    - output_hidden_states: also the hidden states before each layer, and what the output matrix reads.
-    - segment_ids: [B or 1, T], the number of each token's document where several are packed into a row: nothing of one
-      reaches another, and its first token is not predicted. The same is made of position_ids that begin again, of
-      `cu_seq_lens_q` and `cu_seq_lens_k` [documents + 1] of a single row, and of `seq_idx`. No cache is then kept.
-    - further keywords go to the loss: `num_items_in_batch`, what the sum is divided by; `ignore_index` in the place of
-      -100; `shift_labels` [B, T], the token to be predicted at each position itself, in the place of `labels`.
-    - `return_dict=False` gives a tuple.
+    - past_key_values: a growing cache from an earlier call, which is extended.
+    - labels: [B, T], the tokens themselves (they are shifted here), -100 where none is predicted. Masked tokens are
+      neither predicted nor predicted from. The loss is 0 if no token is predicted.
+    - use_cache: fill a new cache; default: the configuration's value, and False in training.
+    - logits_to_keep: logits of the last positions only (0: all), or, without labels, of a tensor of positions.
+    - output_attentions: also return attention weights, from the dense reference and with gradients. Layers without
+      weights, such as Gated DeltaNet, are left out, as in transformers' hybrid models.
+    - output_hidden_states: also return the hidden states before each layer and the input of the output matrix.
+    - segment_ids: [B or 1, T], the document number of each token where rows hold several documents. Documents do not
+      see each other, and the first token of each is not predicted. Position_ids that restart, `seq_idx`, and for a
+      single row `cu_seq_lens_q` and `cu_seq_lens_k` [documents + 1] mean the same. No cache is kept.
+    - further keywords go to the loss: `num_items_in_batch`, the divisor of the sum; `ignore_index`, instead of -100;
+      `shift_labels` [B, T], the token to predict at each position, instead of `labels`.
+    - `return_dict=False` returns a tuple.
     """
 
     model_class: ClassVar[type[RegardModel]]
@@ -267,7 +256,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate`, after a look at what it is to continue.
+        """Continue a text with transformers' `generate`, after checking the prompt.
 
         Raises:
             ArgumentError: an empty prompt, one longer than `max_position_embeddings`, tokens out of the vocabulary,
@@ -279,8 +268,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         configs = [config for config in (given, self.generation_config) if config is not None]
 
         def special(name: str) -> Any:
-            found = [kwargs.get(name), *(getattr(config, name) for config in configs)]
-            return next((token for token in found if token is not None), None)
+            settings = [kwargs.get(name), *(getattr(config, name) for config in configs)]
+            return next((token for token in settings if token is not None), None)
 
         if prompt is not None:
             mask, pad, ends = kwargs.get("attention_mask"), special("pad_token_id"), special("eos_token_id")
@@ -295,21 +284,19 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         return super().generate(inputs, *args, **kwargs)
 
     def _check_prompt(self, tokens: Tensor | None, prompt: Tensor, mask: Tensor | None) -> None:
-        """The prompt, tokens [B, N] or embeddings [B, N, C], can be continued. Waits for an accelerator, once for a
-        whole text."""
+        """Check that tokens [B, N] or embeddings [B, N, C] can be continued; waits for an accelerator once."""
         call, context = f"{type(self).__name__}.generate", self.config.max_position_embeddings
         name, axes = ("inputs_embeds", "[B, T, C]") if tokens is None else ("input_ids", "[B, T]")
-        if not isinstance(prompt, Tensor):
-            raise ArgumentError(f"{call}: {name} is {kind(prompt)}, expected a tensor {axes}.")
+        instance(call, name, prompt, Tensor, f"a tensor {axes}")
         if prompt.dim() != 2 + (tokens is None) or 0 in prompt.shape:
             raise ArgumentError(
-                f"{call}: {name} has shape {shape(prompt)}, expected {axes} with T >= 1: there is nothing to "
-                f"continue; begin with one token, such as bos_token_id."
+                f"{call}: {name} is {shown(prompt)}, expected {axes} with T >= 1: there is nothing to continue; begin "
+                f"with one token, such as bos_token_id."
             )
         if prompt.shape[1] > context:
             raise ArgumentError(
                 f"{call}: the prompt has {prompt.shape[1]} tokens, more than the model's context of {context}; shorten "
-                f"it, or raise config.max_position_embeddings to go beyond what was trained."
+                f"it, or raise config.max_position_embeddings beyond the trained length."
             )
         vocabulary = self.config.vocab_size
         if tokens is not None and (tokens.is_floating_point() or ((tokens < 0) | (tokens >= vocabulary)).any()):
@@ -321,7 +308,7 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], generation_mode: Any, *sizes: int
     ) -> None:
-        """The model's own cache, unless one is given or asked for by name, or pairs must be seen again."""
+        """Use the model's own cache unless one is given or named; one with keys and values where they are needed."""
         pairs = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         pairs = pairs or generation_config.output_attentions or self.config.output_attentions
         named = generation_config.cache_implementation not in (None, "dynamic")
@@ -347,11 +334,11 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         segment_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, T, V] of the next token, and the loss where labels are given; arguments as the class.
+        """Return logits [B, T, V] of the next token, and the loss if labels are given; arguments as in the class.
 
         Raises:
-            ArgumentError: wrong rank, dtype or shape, an empty sequence, a static cache, and on a CPU tokens out of the
-                vocabulary (elsewhere they are torch's own error).
+            ArgumentError: a wrong rank, dtype or shape, an empty sequence, a static cache, or, on a CPU, tokens outside
+                the vocabulary (elsewhere torch raises its own error).
         """
         packed = packing.take({"segment_ids": segment_ids}, kwargs)
         refuse_misspelt(type(self).__name__, kwargs)
@@ -391,40 +378,36 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         documents: Documents | None,
         extra: dict[str, Any],
     ) -> Tensor:
-        """The loss, with further keywords for it; 0 where no token is to be predicted."""
+        """Return the loss; `extra` are its further keywords, `ignore_index` among them."""
         call, ignored, shifted = type(self).__name__, extra.get("ignore_index", IGNORED), extra.get("shift_labels")
         require(type(ignored) is int, call, f"ignore_index is {ignored!r}, expected an integer.")
-        check_labels(call, "labels", labels, logits)
+        integers(call, "labels", labels, *logits.shape[:2])
         if labels.shape[1] == 1 and shifted is None:
             raise ArgumentError(
                 f"{call}: labels of one position leave nothing to predict; a token is predicted from those before it."
             )
-        hidden = not_predicted(attention_mask, documents, labels.shape[1])
-        labels = labels if hidden is None else labels.masked_fill(hidden, ignored)
+        excluded = not_predicted(attention_mask, documents, labels.shape[1])
+        labels = labels if excluded is None else labels.masked_fill(excluded, ignored)
         predicted = labels[:, 1:]
         if shifted is not None:
-            check_labels(call, "shift_labels", shifted, logits)
-            if hidden is not None:
-                shifted = shifted.masked_fill(F.pad(hidden[:, 1:], (0, 1), value=False), ignored)
+            integers(call, "shift_labels", shifted, *logits.shape[:2])
+            if excluded is not None:
+                shifted = shifted.masked_fill(F.pad(excluded[:, 1:], (0, 1), value=False), ignored)
             predicted = extra["shift_labels"] = shifted.contiguous()
-        if extra.get("num_items_in_batch") is None:  # a mean over no token is not a number; a sum over none is 0
+        if extra.get("num_items_in_batch") is None:  # the mean of no tokens is NaN; a sum over none is 0
             extra["num_items_in_batch"] = (predicted != ignored).sum().clamp_min(1)
         return self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **extra)
 
 
 def tell_step(model: nn.Module, step: int) -> None:
-    """Tell the parts of a model that do not compute the same in every training step which one begins."""
+    """Set the training step on the modules whose computation depends on it (those with `training_step`)."""
     for module in model.modules():
         if hasattr(module, "training_step"):
             module.training_step = step
 
 
 def check_depth(call: str, cache: Cache, layers: int) -> None:
-    """A cache that holds tokens has a layer for each of the model's.
-
-    Raises:
-        ArgumentError: it was filled by a model of another depth.
-    """
+    """Check that a cache that holds tokens has as many layers as the model."""
     if len(cache.layers) != layers and cache.get_seq_length() > 0:
         raise ArgumentError(
             f"{call}: past_key_values holds {len(cache.layers)} layers of another model, expected {layers}; leave it "

@@ -1,4 +1,4 @@
-"""What the configurations of all language models have in common: sizes, sentences of the grammar, special tokens."""
+"""Fields and checks that the configurations of all language models share."""
 
 from __future__ import annotations
 
@@ -14,22 +14,14 @@ from ...checks import ArgumentError, closest, flags, number, refuse, require, sh
 from ...grammar import as_spec
 from ...nn.arguments import positive_int
 
-# What transformers itself passes beside the fields, when it loads a config or converts one.
+# Keywords that transformers passes besides the fields, when it loads or converts a configuration.
 _TRANSFORMERS_KEYS = {
-    "attn_implementation",
-    "auto_map",
-    "experts_implementation",
-    "model_type",
-    "name_or_path",
-    "num_labels",
-    "output_attentions",
-    "quantization_config",
-    "torch_dtype",
+    *("attn_implementation", "auto_map", "experts_implementation", "model_type", "name_or_path", "num_labels"),
+    *("output_attentions", "quantization_config", "torch_dtype"),
 }
 
-
 HUB_KEYS = {"cache_dir", "force_download", "local_files_only", "revision", "token", "subfolder", "trust_remote_code"}
-"""Where a saved model lies, in the words of `from_pretrained`."""
+"""Keywords of `from_pretrained` that say where a saved model is."""
 LOADING_KEYS = HUB_KEYS | {
     *("adapter_kwargs", "adapter_name", "allow_all_kernels", "code_revision", "config", "device_map", "device_mesh"),
     *("disable_mmap", "distributed_config", "from_flax", "from_tf", "fusion_config", "generation_config", "gguf_file"),
@@ -38,41 +30,39 @@ LOADING_KEYS = HUB_KEYS | {
     *("state_dict", "tp_plan", "tp_size", "tqdm_class", "use_auth_token", "use_kernels", "use_safetensors", "variant"),
     "weights_only",
 }
-"""What `from_pretrained` takes, now or in earlier versions, and a configuration does not look at: programs
-hand the same keywords to the configuration and to the model."""
+"""Keywords of `from_pretrained`, of this or an earlier version, that a configuration ignores: programs pass the same
+keywords to the configuration and to the model."""
 
 
 class RegardConfig(PreTrainedConfig):
-    """The fields that every language model here has; a subclass adds its own and checks them in `normalise`.
+    """Fields of every language model; a subclass adds its own and checks them in `normalise`.
 
     Args:
         vocab_size: number of tokens V.
         hidden_size: model width C.
-        num_hidden_layers: layers, as the model counts them.
-        num_attention_heads: heads of a layer.
-        mixers: one spec (text, preset or `Spec`) for all layers, or a sequence with one per layer. Kept as a list with
-            the normal text of each.
-        max_position_embeddings: longest sequence meant in training. Longer ones are computed; `generate` refuses a
-            longer prompt.
+        num_hidden_layers: number of layers.
+        num_attention_heads: number of attention heads per layer.
+        mixers: one spec (text, preset or `Spec`) for all layers, or a sequence with one per layer; stored as a list of
+            canonical texts.
+        max_position_embeddings: longest sequence in training. Longer ones can be computed, but `generate` refuses
+            longer prompts.
         initializer_range: standard deviation of the initial weights.
         tie_word_embeddings: use the embedding matrix as the output matrix.
-        use_cache: keep what later tokens need when the model is called outside training.
+        use_cache: return a cache from calls outside training.
         pad_token_id, bos_token_id, eos_token_id: special tokens, for `generate`.
 
     Raises:
-        ArgumentError: a number out of range, an unknown spec, a list of the wrong length, or an unknown keyword
-            (transformers alone would keep a misspelt field as an attribute, and another model than the one asked for
-            would be trained).
+        ArgumentError: a number out of range, an unknown spec, a list of the wrong length, or an unknown keyword, which
+            transformers alone would store as an attribute and ignore.
     """
 
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers reads a class attribute)
     unused: ClassVar[dict[str, str]] = {
-        "temperature": "generate(temperature=) says how sharp the sampling is",
-        "layer_types": "mixers says what each layer is",
-        "per_layer_config": "mixers says what each layer is",
+        "temperature": "generate(temperature=) sets the sampling temperature",
+        "layer_types": "mixers sets the type of each layer",
+        "per_layer_config": "mixers sets the type of each layer",
     }
-    """What transformers knows and the model does not use, and why: kept in silence, it would promise what is not
-    computed."""
+    """Fields of transformers that the model does not use, with the reason; they are refused instead of ignored."""
     size_field: ClassVar[str]
     """The field that `match_parameters` changes."""
 
@@ -96,52 +86,46 @@ class RegardConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """transformers' `from_dict`, for fields of this configuration.
+        """Read a configuration with transformers' `from_dict`.
 
         Raises:
-            ArgumentError: as the class, of what is read and of keywords that change it; and a configuration of another
-                model type.
+            ArgumentError: as in the class, or for a configuration of another model type.
         """
         given = config_dict.get("model_type", cls.model_type)
         if given != cls.model_type:
             raise ArgumentError(
                 f"{cls.__name__}: the configuration is of model type {given!r}, expected {cls.model_type!r}; "
-                f"transformers.AutoModelForCausalLM finds the class by itself."
+                f"transformers.AutoModelForCausalLM chooses the class by itself."
             )
-        handed_on = kwargs.pop("return_unused_kwargs", False)  # the caller looks at what was not used
+        return_unused = kwargs.pop("return_unused_kwargs", False)  # then the caller checks unused keywords
         config, unused = super().from_dict(config_dict, return_unused_kwargs=True, **kwargs)
         config.normalise()
-        own = own_fields(cls)
+        names = own_fields(cls)
         unknown = {name: value for name, value in unused.items() if name not in LOADING_KEYS}
-        config._refuse_unknown({n: v for n, v in unknown.items() if not handed_on or closest(n, own, 0.85)})
-        return (config, unused) if handed_on else config
+        config._refuse_unknown({n: v for n, v in unknown.items() if not return_unused or closest(n, names, 0.85)})
+        return (config, unused) if return_unused else config
 
     @property
     def call(self) -> str:
-        """How messages name this configuration."""
+        """Return the name of the configuration for error messages."""
         return type(self).__name__
 
     @property
     def mixed_layers(self) -> int:
-        """How many layers `mixers` names."""
+        """Return the number of layers that `mixers` describes."""
         return self.num_hidden_layers
 
     def normalise(self) -> None:
         """Check every field and fill in the defaults, in place.
 
-        Runs at creation, and once more when a model is built, since `from_pretrained(path, field=value)` sets
-        fields after creation.
+        Runs at creation and again when a model is built, since `from_pretrained(path, field=value)` sets fields after
+        creation.
 
         Raises:
-            ArgumentError: as the class.
+            ArgumentError: as in the class.
         """
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "max_position_embeddings",
-        ):
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+        for name in sizes:
             positive_int(self.call, name, getattr(self, name))
         number(self.call, "initializer_range", self.initializer_range, low=0.0, strict=True)
         self.check_flags("tie_word_embeddings", "use_cache")
@@ -149,35 +133,21 @@ class RegardConfig(PreTrainedConfig):
         self.mixers = [str(mixer) for mixer in self.layer_mixers()]
 
     def layer_specs(self) -> list[Spec]:
-        """The specs among what `layer_mixers` gives, from the first layer to the last.
-
-        Raises:
-            ArgumentError: as `layer_mixers`.
-        """
+        """Return the specs among the mixers, first layer first."""
         return [mixer for mixer in self.layer_mixers() if isinstance(mixer, Spec)]
 
     def read_mixer(self, mixer: str | Spec) -> Any:
-        """What a word of `mixers` means: a spec, unless a subclass knows other words.
-
-        Raises:
-            ArgumentError: it means nothing.
-        """
+        """Return what an entry of `mixers` names: a spec, unless a subclass knows other mixers."""
         return as_spec(mixer, self.call, "mixers")
 
     def layer_mixers(self) -> list[Any]:
-        """How each layer mixes tokens, from the first to the last.
-
-        Raises:
-            ArgumentError: an unknown spec, or not one per layer.
-        """
+        """Return the mixer of each layer, first layer first."""
         mixers, count = self.mixers, self.mixed_layers
         if isinstance(mixers, (str, Spec)):
             mixers = [mixers] * count
         if not isinstance(mixers, Sequence) or not all(isinstance(m, (str, Spec)) for m in mixers):
-            raise ArgumentError(
-                f"{self.call}: mixers is {shown(mixers)}, expected a spec such as 'biweight', or a list with one "
-                f"per layer."
-            )
+            expected = "a spec such as 'biweight', or a list with one per layer"
+            raise ArgumentError(f"{self.call}: mixers is {shown(mixers)}, expected {expected}.")
         of = "num_hidden_layers is" if count == self.num_hidden_layers else "the model mixes in"
         require(
             len(mixers) == count,
@@ -187,11 +157,7 @@ class RegardConfig(PreTrainedConfig):
         return [self.read_mixer(mixer) for mixer in mixers]
 
     def one_per_layer(self, name: str, kind: type, example: str) -> Sequence[Any]:
-        """The field `name`, rules or their texts, repeated where it is one for all.
-
-        Raises:
-            ArgumentError: not one per layer.
-        """
+        """Return the field `name` (rules or their texts) as a sequence with one entry per layer."""
         given = getattr(self, name)
         if isinstance(given, (str, kind)):
             return [given] * self.mixed_layers
@@ -203,19 +169,11 @@ class RegardConfig(PreTrainedConfig):
         return given
 
     def check_flags(self, *names: str) -> None:
-        """The fields are True or False.
-
-        Raises:
-            ArgumentError: one is not.
-        """
+        """Check that the fields are True or False."""
         flags(self.call, **{name: getattr(self, name) for name in names})
 
     def check_choice(self, name: str, choices: Sequence[str]) -> None:
-        """The field is one of a few words.
-
-        Raises:
-            ArgumentError: it is not; the message lists them.
-        """
+        """Check that the field is one of a few words, which the message lists."""
         given = getattr(self, name)
         if not isinstance(given, str) or given not in choices:
             raise refuse(self.call, name, given, f"one of {', '.join(map(repr, choices))}")
@@ -228,26 +186,25 @@ class RegardConfig(PreTrainedConfig):
                 raise ArgumentError(f"{self.call}: {name!r} is not used; {self.unused[name]}.")
             if name.startswith("_") or name in _TRANSFORMERS_KEYS:
                 continue
-            if name not in generation:  # those left over from earlier versions are dropped by transformers
+            if name not in generation:  # transformers drops generation fields of earlier versions
                 raise ArgumentError(f"{self.call}: unknown field {name!r}.{suggestion(name, own_fields(type(self)))}")
 
     def _check_token_ids(self) -> None:
-        """Special tokens are None or inside the vocabulary."""
+        """Check that special tokens are None or inside the vocabulary."""
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             given = getattr(self, name)
             several = name == "eos_token_id" and isinstance(given, list) and len(given) > 0
             for token in given if several else [given]:
                 if token is not None and not (type(token) is int and 0 <= token < self.vocab_size):
-                    raise refuse(
-                        self.call, name, given, f"None or a token from 0 to {self.vocab_size - 1} (vocab_size - 1)"
-                    )
+                    expected = f"None or a token from 0 to {self.vocab_size - 1} (vocab_size - 1)"
+                    raise refuse(self.call, name, given, expected)
 
 
 def own_fields(config: type[RegardConfig]) -> list[str]:
-    """The fields that the configuration and `RegardConfig` name, transformers' own left out."""
+    """Return the fields that the configuration and `RegardConfig` define, without transformers' own."""
     named: dict[str, None] = {}
     for cls in reversed(config.__mro__):
         if issubclass(cls, RegardConfig):
             named.update(dict.fromkeys(get_annotations(cls)))
-    known = {each.name for each in fields(config)}  # class variables are annotated, too
+    known = {each.name for each in fields(config)}  # class variables are annotated too
     return [name for name in named if name in known]

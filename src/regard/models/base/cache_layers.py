@@ -1,4 +1,4 @@
-"""Layers of a transformers `Cache` that hold states in the place of pairs."""
+"""Layers of a transformers `Cache` that a model's own layer fills."""
 
 from __future__ import annotations
 
@@ -13,58 +13,95 @@ from ...checks import ArgumentError
 from ...recurrent.states import State
 
 
-class StateCacheLayer(CacheLayerMixin):
-    """A layer of a cache that holds states (`regard.recurrent.states.State`) in the place of pairs. The model's layer
-    reads and replaces them; nothing changes one in place. What was seen cannot be taken out again: decoding that takes
-    tokens back (assisted, prompt lookup) is refused before it begins.
+class OwnCacheLayer(CacheLayerMixin):
+    """A cache layer that the model's layer reads and writes itself, so that `update` is refused.
 
     Attributes:
-        held: the names of the attributes with states, each None before the first token; the first one counts tokens.
-        positional: those of them that hold keys turned by their positions: they cannot go on in a text whose positions
-            begin anew.
-        update_refusal, no_way_back: what is said to those who ask for what cannot be done.
+        update_refusal: the message of a refused `update`.
     """
 
     is_sliding = False
     supports_early_init = False
+    update_refusal: ClassVar[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device: torch.device | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the first tokens create the tensors."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Raise `ArgumentError`: the layer has no keys and values to return."""
+        raise ArgumentError(self.update_refusal)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of mask columns, one per token so far, and the first column, 0."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: the length is not limited."""
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace row b by row `beam_idx[b]`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`, integers or booleans."""
+        self._map(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def offload(self) -> None:
+        """Move the tensors to main memory."""
+
+        def leave(x: Tensor) -> Tensor:
+            self.device = x.device
+            return x.to("cpu", non_blocking=True)
+
+        self._map(leave)
+
+    def prefetch(self) -> None:
+        """Move the tensors back to their device."""
+        if self.device is not None:
+            self._map(lambda x: x.to(self.device, non_blocking=True))
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply `fn` to every tensor."""
+        raise NotImplementedError
+
+
+class StateCacheLayer(OwnCacheLayer):
+    """A cache layer that holds states (`regard.recurrent.states.State`) instead of keys and values.
+
+    The model's layer replaces the states and never changes one in place. Tokens cannot be removed from a state, so
+    assisted and prompt-lookup decoding are refused before they start.
+
+    Attributes:
+        held: names of the attributes with states, each None before the first token; the first one counts tokens.
+        positional: names among them of states with RoPE-rotated keys, which cannot continue if positions restart.
+        update_refusal, no_way_back: messages of a refused `update` and `crop`.
+    """
+
     held: ClassVar[tuple[str, ...]]
     positional: ClassVar[tuple[str, ...]] = ()
-    update_refusal: ClassVar[str]
     no_way_back: ClassVar[str]
 
     def __init__(self) -> None:
         super().__init__()
-        for name in self.held:
-            setattr(self, name, None)
-        self.device: torch.device | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: the first tokens make the states."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: there are no pairs to give back.
-
-        Raises:
-            ArgumentError: always.
-        """
-        raise ArgumentError(self.update_refusal)
+        self.reset()
 
     def get_seq_length(self) -> int:
-        """Tokens seen, padding included."""
+        """Return the number of tokens seen, padding included."""
         first = getattr(self, self.held[0])
         return 0 if first is None else first.tokens
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(columns of the mask, the first of them): all tokens so far, since padding among them is masked."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """-1: there is none."""
-        return -1
-
     @property
     def bytes(self) -> int:
-        """The memory of the states."""
+        """Return the size of the states in bytes."""
         return sum(state.bytes for name in self.held if (state := getattr(self, name)) is not None)
 
     def reset(self) -> None:
@@ -72,48 +109,25 @@ class StateCacheLayer(CacheLayerMixin):
         for name in self.held:
             setattr(self, name, None)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row `beam_idx[b]` was."""
-        self.batch_select_indices(beam_idx)
-
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only the rows `indices`, numbers or flags."""
+        """Keep the rows `indices`, integers or booleans."""
         self._replace(lambda state: state.select(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times in a row."""
+        """Repeat every row `repeats` times."""
         self._replace(lambda state: state.repeat(repeats))
 
-    def offload(self) -> None:
-        """Move the states to main memory."""
-
-        def leave(x: Tensor) -> Tensor:
-            self.device = x.device
-            return x.to("cpu", non_blocking=True)
-
-        self._replace(lambda state: state.map(leave))
-
-    def prefetch(self) -> None:
-        """Move the states back to where they came from."""
-        if self.device is not None:
-            self._replace(lambda state: state.map(lambda x: x.to(self.device, non_blocking=True)))
-
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing for 0.
-
-        Raises:
-            ArgumentError: tokens are to be taken back.
-        """
+        """Do nothing for 0, and raise `ArgumentError` if tokens are to be removed."""
         if tokens_to_remove and self.get_seq_length():
             raise ArgumentError(self.no_way_back)
 
     def activate_past_recording(self) -> None:
-        """Refused: transformers announces by this that it will crop.
-
-        Raises:
-            ArgumentError: always.
-        """
+        """Raise `ArgumentError`: transformers calls this before it crops."""
         raise ArgumentError(self.no_way_back)
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self._replace(lambda state: state.map(fn))
 
     def _replace(self, fn: Callable[[State], State]) -> None:
         for name in self.held:

@@ -1,4 +1,4 @@
-"""The language models by name: what the trainer builds, the command line offers and transformers' Auto classes load.
+"""Registry of the language models, for the trainer, the command line and transformers' Auto classes.
 
 A new model is one file in this folder's parent, `regard/models`, that ends with
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A configuration and the model that it configures.
+    """A configuration class and its model class.
 
     Attributes:
-        config: built with the fields of `RegardConfig` and its own.
-        model: built with a configuration.
-        about: a sentence for people.
+        config: a subclass of `RegardConfig`.
+        model: built from a configuration.
+        about: a one-sentence description.
     """
 
     config: type[RegardConfig]
@@ -44,11 +44,7 @@ language_models: Registry[LanguageModel] = Registry("model", "regard.models", ho
 
 
 def model_of(config: RegardConfig) -> type[RegardForCausalLM]:
-    """The class of the model that `config` configures.
-
-    Raises:
-        ArgumentError: it is the configuration of none that is registered.
-    """
+    """Return the model class of `config`; raise `ArgumentError` if none is registered."""
     for _, entry in language_models.items():
         if isinstance(config, entry.config):
             return entry.model

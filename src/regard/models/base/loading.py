@@ -1,7 +1,7 @@
-"""Reading saved models: what does not fit is an error.
+"""Loading of saved models that treats a mismatch as an error.
 
-transformers fills tensors that are missing from a checkpoint with random numbers, leaves out those that it does not
-know, and says so in a warning; the model then computes something, but not what was trained.
+transformers initialises missing tensors at random, ignores unknown ones and only warns; the model that results is not
+the one that was trained.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ class CheckedLoading(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `from_pretrained`; with None as path, from config and state_dict. A configuration that differs
-        from the saved one may add tensors, which begin at their initial values, and leave others out. With
-        `output_loading_info=True` nothing is refused, and what did not fit is returned beside the model.
+        """Load a model with transformers' `from_pretrained`; with path None, from `config` and `state_dict`.
+
+        A configuration that differs from the saved one may add tensors, which get their initial values, and drop
+        others. With `output_loading_info=True` nothing is refused and the mismatches are returned with the model.
 
         Raises:
-            ArgumentError: the checkpoint is of another model type, or a tensor is missing, unknown, of another shape,
+            ArgumentError: the checkpoint has another model type, or a tensor is missing, unknown, of another shape,
                 or not finite.
         """
         if pretrained_model_name_or_path is None:
-            cls._check_at_hand(kwargs.get("config"), kwargs.get("state_dict"))
-        kwargs.setdefault("trust_remote_code", False)  # otherwise transformers may ask, and run what lies in a folder
+            cls._check_without_path(kwargs.get("config"), kwargs.get("state_dict"))
+        kwargs.setdefault("trust_remote_code", False)  # otherwise transformers may ask, and run code of a folder
         if kwargs.pop("output_loading_info", False):
             return super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         config_class = cls.config_class
         if "variant" in kwargs and config_class is not None and "variant" in own_fields(config_class):
             raise ArgumentError(
-                f"{cls.__name__}.from_pretrained: variant names a file to transformers; change the model's by "
+                f"{cls.__name__}.from_pretrained: transformers reads variant as the name of a file; set the model's by "
                 f"config={config_class.__name__}.from_pretrained(path, variant={kwargs['variant']!r})."
             )
-        lenient = {"ignore_mismatched_sizes": True, **kwargs}  # they are reported below, in one line
+        lenient = {"ignore_mismatched_sizes": True, **kwargs}  # mismatches are reported below, in one line
         model, loading = super().from_pretrained(
             pretrained_model_name_or_path, *args, output_loading_info=True, **lenient
         )
@@ -55,17 +56,13 @@ class CheckedLoading(PreTrainedModel):
         if wrong:
             raise ArgumentError(
                 f"{cls.__name__}.from_pretrained: {source} do not fit their config ({'; '.join(wrong)}); with "
-                f"output_loading_info=True they are taken as far as they go."
+                f"output_loading_info=True the tensors that fit are loaded."
             )
         return model
 
     @classmethod
-    def _check_at_hand(cls, config: Any, tensors: Any) -> None:
-        """A model that is made without a path has a configuration and tensors.
-
-        Raises:
-            ArgumentError: one is missing, or not that.
-        """
+    def _check_without_path(cls, config: Any, tensors: Any) -> None:
+        """Check that `config` and `state_dict` were given instead of a path."""
         call, kind = f"{cls.__name__}.from_pretrained", cls.config_class
         if config is None or tensors is None:
             raise ArgumentError(f"{call}: without a path give both config and state_dict, the tensors by name.")
@@ -76,13 +73,13 @@ class CheckedLoading(PreTrainedModel):
 
 
 def without_changes(model: PreTrainedModel, path: Any, loading: Mapping[str, Any], **hub: Any) -> dict[str, Any]:
-    """`loading` without the tensors that a change of configuration added or took away.
+    """Return `loading` without the tensors that a change of configuration added or removed.
 
     Args:
-        model: as it was loaded.
-        path: from where; beside the weights lies the configuration they were saved with.
-        loading: what transformers' `output_loading_info=True` gave.
-        hub: where to look, in the words of `from_pretrained`.
+        model: the loaded model.
+        path: the folder or repository, which also holds the saved configuration.
+        loading: from transformers' `output_loading_info=True`.
+        hub: keywords of `from_pretrained` that say where to look.
     """
     saved = type(model.config).from_pretrained(path, **hub)
     if all(getattr(saved, name) == getattr(model.config, name) for name in own_fields(type(saved))):
@@ -91,7 +88,7 @@ def without_changes(model: PreTrainedModel, path: Any, loading: Mapping[str, Any
         before = set(type(model)(saved).state_dict())
     now = set(model.state_dict())
     if saved.tie_word_embeddings and not model.config.tie_word_embeddings:
-        now.discard("lm_head.weight")  # it is no part of the file, and would begin at random
+        now.discard("lm_head.weight")  # it is not in the file and would be initialised at random
     return {
         **loading,
         "missing_keys": set(loading["missing_keys"]) - (now - before),
@@ -100,18 +97,16 @@ def without_changes(model: PreTrainedModel, path: Any, loading: Mapping[str, Any
 
 
 def misfits(model: PreTrainedModel, loading: Mapping[str, Any]) -> list[str]:
-    """What does not fit between a model and the tensors it was loaded from, a few words each.
+    """Return the mismatches between a model and its checkpoint, one short text each.
 
-    Args:
-        model: the model.
-        loading: what transformers' `output_loading_info=True` gave.
+    `loading` is from transformers' `output_loading_info=True`.
     """
     tensors = model.state_dict()
     wrong = []
-    for kind, found in loading.items():
+    for kind, keys in loading.items():
         names = sorted(
-            key if isinstance(key, str) else f"{key[0]} {list(key[1])}, not {list(key[2])}"  # misshapen
-            for key in found or ()
+            key if isinstance(key, str) else f"{key[0]} {list(key[1])}, not {list(key[2])}"  # wrong shape
+            for key in keys or ()
         )
         if kind == "unexpected_keys" and not hasattr(model, "lm_head"):  # the decoder alone has no output matrix
             names = [name for name in names if not name.startswith("lm_head.")]
@@ -119,7 +114,7 @@ def misfits(model: PreTrainedModel, loading: Mapping[str, Any]) -> list[str]:
             more = f" and {len(names) - 1} more" * (len(names) > 1)
             wrong.append(f"{kind.replace('_', ' ')}: {names[0]}{more}")
     if len(loading.get("missing_keys", ())) > len(tensors) // 2:
-        wrong.append("they are those of another model")
+        wrong.append("the tensors are those of another model")
     if wrong:
         return wrong
     values = ((name, value) for name, value in tensors.items() if value.is_floating_point() and not value.is_meta)

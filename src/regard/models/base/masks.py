@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def all_real(mask: Tensor | None) -> bool:
-    """Whether a mask can be seen, at no device's waiting and in no graph, to hide nothing: then it is not needed."""
+    """Return whether a mask is known to hide nothing; only CPU masks are read, and none in a compiled graph."""
     if mask is None:
         return True
     return mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all())

@@ -1,7 +1,6 @@
-"""Models of equal size: how many numbers a configuration learns, and another of the same number.
+"""Parameter counts of configurations, and configurations matched to a parameter count.
 
-Comparisons between models are of "equal parameters" only where someone counted. `count_parameters` counts without
-memory, `match_parameters` changes the one width of a configuration that is free (its `size_field`).
+`count_parameters` allocates no memory; `match_parameters` changes one width of a configuration (its `size_field`).
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from .catalogue import model_of
 
 @dataclass(frozen=True)
 class Matched:
-    """A configuration brought to a number of parameters.
+    """A configuration matched to a number of parameters.
 
     Attributes:
-        config: the configuration.
-        parameters: how many numbers it learns, tied matrices counted once.
-        target: how many it should have learned.
+        config: the matched configuration.
+        parameters: its number of parameters, tied matrices counted once.
+        target: the number asked for.
         field: the field that was changed.
     """
 
@@ -35,7 +34,7 @@ class Matched:
 
     @property
     def gap(self) -> float:
-        """(parameters - target) / target."""
+        """Return (parameters - target) / target."""
         return (self.parameters - self.target) / self.target
 
     def __str__(self) -> str:
@@ -47,7 +46,7 @@ class Matched:
 
 
 def count_parameters(config: RegardConfig) -> int:
-    """The numbers that a model of `config` learns, tied matrices counted once. Nothing is allocated."""
+    """Return the number of parameters of the model of `config`, tied matrices counted once; allocates no memory."""
     make = within("count_parameters", "config", model_of, config)
     with torch.device("meta"):
         model = make(copy.deepcopy(config))
@@ -56,17 +55,17 @@ def count_parameters(config: RegardConfig) -> int:
 
 
 def match_parameters(config: RegardConfig, target: int | RegardConfig, *, field: str | None = None) -> Matched:
-    """`config` with the width at which it learns as nearly as possible the number of `target`.
+    """Return `config` with the width whose parameter count is closest to `target`.
 
     Args:
         config: is not changed.
-        target: a number of parameters, or the configuration of another model.
-        field: the width to change, one on which the size depends linearly; default the configuration's `size_field`.
+        target: a number of parameters, or another model's configuration.
+        field: the width to change, on which the size depends linearly; default: the configuration's `size_field`.
 
     Raises:
         ArgumentError: the target is neither a positive number nor a configuration, the field is unknown, the model is
-            larger than the target at width 1 already, or its size does not depend linearly on the field (a
-            feed-forward layer that is off; a width that others follow).
+            larger than the target at width 1, or its size does not depend linearly on the field (because the
+            feed-forward layer is off, or other widths follow the field).
     """
     call = "match_parameters"
     within(call, "config", model_of, config)
@@ -97,7 +96,7 @@ def match_parameters(config: RegardConfig, target: int | RegardConfig, *, field:
             f"target of {target:,}; make it narrower, or give another field."
         )
     width = 1 + round((target - least) / (two - least))
-    changed, found = at(width)
-    if found != least + (width - 1) * (two - least):
+    changed, parameters = at(width)
+    if parameters != least + (width - 1) * (two - least):
         raise ArgumentError(f"{call}: the size of this {type(config).__name__} is not linear in {name}.")
-    return Matched(changed, found, target, name)
+    return Matched(changed, parameters, target, name)

@@ -1,11 +1,11 @@
-"""The configuration of ICLM: a covariate stream, a function stream, and how the one steers the other."""
+"""Configuration of ICLM."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 from ... import Spec
-from ...checks import ArgumentError, number, require, within
+from ...checks import ArgumentError, number, refuse, require, within
 from ...grammar import as_spec
 from ...nn.arguments import positive_int
 from ...nn.feed_forward import feed_forwards
@@ -17,56 +17,56 @@ PRESETS: dict[str, dict[str, Any]] = {
     "medium": {"num_hidden_layers": 12, "hidden_size": 512, "num_attention_heads": 8, "variant": "full"},
     "large": {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "variant": "wv"},
 }
-"""The sizes of the ICLM paper: TinyStories and TinyMath (L = 8), GoodWiki (L = 12), SlimPajama (L = 24, table 2)."""
+"""Sizes of the ICLM paper: TinyStories and TinyMath (L = 8), GoodWiki (L = 12), SlimPajama (L = 24, table 2)."""
 
 
 class ICLMConfig(RegardConfig):
-    """Configuration of `ICLMForCausalLM` (ICLM paper, equations 9, 11 and 12), with the fields of `RegardConfig` and:
+    """Configuration of `ICLMForCausalLM` (ICLM paper, equations 9, 11 and 12): the fields of `RegardConfig` and these.
+
+    The model has two streams: covariates phi, and the function f whose kernels compare them.
 
     Args:
         num_hidden_layers: L, even: L/2 pairs of a covariate block (attention and feed-forward layer on phi) and an f
             block (attention and feed-forward layer on f).
-        num_attention_heads: heads of the covariate attention and, unless `f_attention_heads` is given, of f's.
-        mixers: the kernels kappa of the f attention: one spec for all, or a list with one per pair.
-        phi_mixers: those of the covariate attention, alike.
-        variant: what a head of f averages: "full" the unmodified embeddings, "wv" a learned projection of them,
-            "slice" a head's share of their channels (see `regard.nn.FunctionalGradient`).
-        f_attention_heads: heads of the f attention. Two of them make "full" as large as a Transformer of L layers.
-        start: what stands before the first token, y_0. "param": a learned vector, so that tokens need no preparation.
-            "bos": the first token of every row, which is then never a value nor predicted.
-        f_reads: the covariates that an f block reads: "post", updated by the covariate block of its pair; or "pre",
-            those that the block is about to update (equation 11 by the letter: the first f block sees embeddings, and
-            the last pair has no covariate block, since nothing would read it).
+        num_attention_heads: heads of the covariate attention and, unless `f_attention_heads` is given, of f.
+        mixers: kernels kappa of the f attention: one spec for all, or a list with one per pair.
+        phi_mixers: the same for the covariate attention.
+        variant: values that a head of f averages: "full" the unmodified embeddings, "wv" a learned projection of them,
+            "slice" the head's share of their channels (see `regard.nn.FunctionalGradient`).
+        f_attention_heads: heads of the f attention. With two, "full" is as large as a Transformer of L layers.
+        start: the token y_0 before the first. "param": a learned vector. "bos": the first token of every row, which is
+            then never a value and never predicted.
+        f_reads: covariates that an f block reads: "post", after the covariate block of its pair; or "pre", before it
+            (equation 11 to the letter: the first f block reads embeddings, and the last pair has no covariate block).
         phi_mlp: the feed-forward layer on phi, one of `regard.nn.feed_forwards` ("gelu", "swiglu", "none", ...).
-        f_mlp: the feed-forward layer on f: "inline" adds to f, and later feed-forward layers see what it added;
-            "side" adds to a sum of its own that joins f before the last norm; "none".
-        f_feed_forward: which one that is.
-        intermediate_size, f_intermediate_size: inner widths of the two; defaults as usual for the kind (gelu: 4 times).
+        f_mlp: where the output of the feed-forward layer on f goes: "inline" to f, so that later ones read it; "side"
+            to a separate sum, added to f before the last norm; "none": no such layer.
+        f_feed_forward: the kind of the feed-forward layer on f.
+        intermediate_size, f_intermediate_size: inner widths of the two; default: usual for the kind (gelu: 4 times).
         f_rope: rotary positions in the f attention; the covariate attention always has them.
-        f_average: for kernels whose weights do not sum to one, divide by the number of pairs, 1/(i-1) (appendix B).
-        expectation: what is subtracted from the embeddings that f averages (equation 7). "none"; "mean": the mean
-            embedding, E(w|f) at f = 0; "exact": E(w|f_{j,k}) of step k.
-        gd_steps: K, a divisor of L/2: functional-gradient steps, each made of L/2/K consecutive pairs, whose layers add
-            up to one step with all their kernels (equation 10). More than one needs `expectation="exact"`: E is then
-            computed K - 1 times, at O(T V d_f) each.
+        f_average: for weights that do not sum to one, divide by the number of pairs, 1/(i-1) (appendix B).
+        expectation: subtracted from the embeddings that f averages (equation 7). "none"; "mean": the mean embedding,
+            E(w|f) at f = 0; "exact": E(w|f_{j,k}) of step k.
+        gd_steps: K, a divisor of L/2: functional gradient steps of L/2/K consecutive pairs each (equation 10). More
+            than one requires `expectation="exact"`: E is then computed K - 1 times, at O(T V d_f) each.
         d_phi, d_f: widths of the streams; default `hidden_size`. `d_f`, the width of embeddings and output, becomes the
             `hidden_size`.
-        tie_phi: the covariates start from the (first d_phi channels of the) embeddings; False for a table of their own.
-        norm_values: LayerNorm on the embeddings that f averages. They are then no longer unmodified.
+        tie_phi: initialise the covariates with the first d_phi channels of the embeddings; False: a second table.
+        norm_values: apply LayerNorm to the embeddings that f averages.
         rope_theta: base of the wavelengths of the rotary positions.
         layer_norm_eps: added to the variance in LayerNorm.
 
     Raises:
-        ArgumentError: as `RegardConfig`, and for combinations without a meaning.
+        ArgumentError: as in `RegardConfig`, or for contradictory fields.
     """
 
     model_type = "regard_iclm"
     size_field: ClassVar[str] = "f_intermediate_size"
     unused: ClassVar[dict[str, str]] = {
         **RegardConfig.unused,
-        "rope_parameters": "rotary positions have rope_theta only",
-        "rope_scaling": "rotary positions have rope_theta only",
-        "sliding_window": "every covariate sees all tokens before it",
+        "rope_parameters": "rotary positions have only rope_theta",
+        "rope_scaling": "rotary positions have only rope_theta",
+        "sliding_window": "every covariate attends to all earlier tokens",
     }
     phi_mixers: Any = "softmax"
     variant: str = "full"
@@ -91,16 +91,12 @@ class ICLMConfig(RegardConfig):
 
     @classmethod
     def preset(cls, name: str, *, variant: str | None = None, **changes: Any) -> ICLMConfig:
-        """A size of the paper: "small" (8 layers, 512 wide), "medium" (12, 512) or "large" (24, 1024), with the GPT-2
-        vocabulary.
+        """Return a size of the paper, with the GPT-2 vocabulary.
 
         Args:
-            name: of the size.
-            variant: default the paper's: "full" for small and medium, "wv" for large.
+            name: "small" (8 layers, width 512), "medium" (12, 512) or "large" (24, 1024).
+            variant: default: the paper's, "full" for small and medium, "wv" for large.
             changes: further fields.
-
-        Raises:
-            ArgumentError: an unknown name.
         """
         known = ", ".join(map(repr, PRESETS))
         require(name in PRESETS, "ICLMConfig.preset", f"unknown size {name!r}, expected one of {known}.")
@@ -109,32 +105,25 @@ class ICLMConfig(RegardConfig):
 
     @property
     def pairs(self) -> int:
-        """L/2, the number of f blocks."""
+        """Return L/2, the number of f blocks."""
         return self.num_hidden_layers // 2
 
     @property
     def covariate_blocks(self) -> int:
-        """Covariate blocks that something reads: one a pair, one less where f reads before the update."""
+        """Return the number of covariate blocks: one per pair, one less where f reads before the update."""
         return self.pairs - (self.f_reads == "pre")
 
     @property
     def mixed_layers(self) -> int:
-        """`mixers` names the f blocks."""
+        """Return the number of f blocks, which `mixers` describes."""
         return self.pairs
 
     def normalise(self) -> None:
-        """Check every field and fill in the defaults, in place; see `RegardConfig.normalise`.
-
-        Raises:
-            ArgumentError: as the class.
-        """
+        """Check every field and fill in the defaults, in place; see `RegardConfig.normalise`."""
         positive_int(self.call, "num_hidden_layers", self.num_hidden_layers)
-        require(
-            self.num_hidden_layers % 2 == 0,
-            self.call,
-            f"num_hidden_layers is {self.num_hidden_layers}, expected an even number: pairs of a covariate block "
-            f"and an f block.",
-        )
+        if self.num_hidden_layers % 2:
+            expected = "an even number: pairs of a covariate block and an f block"
+            raise refuse(self.call, "num_hidden_layers", self.num_hidden_layers, expected)
         super().normalise()
         for name, choices in _CHOICES.items():
             self.check_choice(name, choices)
@@ -148,18 +137,14 @@ class ICLMConfig(RegardConfig):
         self.phi_mixers = [str(spec) for spec in self.covariate_specs()]
 
     def covariate_specs(self) -> list[Spec]:
-        """The spec of each covariate block's attention, one per pair.
-
-        Raises:
-            ArgumentError: an unknown spec, or not one per pair.
-        """
-        found = self.one_per_layer("phi_mixers", Spec, "softmax")
-        return [as_spec(mixer, self.call, "phi_mixers") for mixer in found]
+        """Return the spec of each covariate attention, one per pair."""
+        mixers = self.one_per_layer("phi_mixers", Spec, "softmax")
+        return [as_spec(mixer, self.call, "phi_mixers") for mixer in mixers]
 
     def _normalise_widths(self) -> None:
-        """Widths, heads and inner widths."""
+        """Check widths and numbers of heads, and fill in their defaults."""
         self.d_f = self.hidden_size if self.d_f is None else self.d_f
-        require(  # where d_phi is still open, hidden_size is what it will be
+        require(  # if d_phi is not given, it is the hidden_size
             self.d_phi is None or self.hidden_size in (self.d_f, RegardConfig.hidden_size),
             self.call,
             f"hidden_size is {self.hidden_size} and d_f {self.d_f}, which are one width; change both.",
@@ -171,13 +156,13 @@ class ICLMConfig(RegardConfig):
             positive_int(self.call, name, getattr(self, name))
         self.hidden_size = self.d_f
         heads = {"num_attention_heads": True, "f_attention_heads": self.f_rope}
-        for name, turned in heads.items():
-            width, count = self.d_phi, getattr(self, name)
+        for name, rotary in heads.items():
+            count = getattr(self, name)
             require(
-                width % (count * (1 + turned)) == 0,
+                self.d_phi % (count * (1 + rotary)) == 0,
                 self.call,
-                f"d_phi (hidden_size) is {width}, expected a multiple of {name} = {count}"
-                f"{', with an even quotient, since rotary positions turn pairs' if turned else ''}.",
+                f"d_phi (hidden_size) is {self.d_phi}, expected a multiple of {name} = {count}"
+                f"{', with an even quotient, since rotary positions rotate pairs' if rotary else ''}.",
             )
         require(
             self.variant == "full" or self.d_f % self.f_attention_heads == 0,
@@ -187,8 +172,8 @@ class ICLMConfig(RegardConfig):
         require(
             not self.tie_phi or self.d_phi <= self.d_f,
             self.call,
-            f"d_phi is {self.d_phi} and d_f {self.d_f}: the embeddings have too few channels for the covariates to "
-            f"start from; set tie_phi=False.",
+            f"d_phi is {self.d_phi} and d_f {self.d_f}: the embeddings have too few channels to initialise the "
+            f"covariates; set tie_phi=False.",
         )
         for name in ("phi_mlp", "f_feed_forward"):
             setattr(self, name, within(self.call, name, feed_forwards.canonical, getattr(self, name)))
@@ -202,7 +187,7 @@ class ICLMConfig(RegardConfig):
             raise ArgumentError(f"{self.call}: f_feed_forward is 'none' and f_mlp {self.f_mlp!r}; set f_mlp='none'.")
 
     def _normalise_steps(self) -> None:
-        """Gradient steps and the expectation."""
+        """Check the number of gradient steps and the expectation."""
         positive_int(self.call, "gd_steps", self.gd_steps)
         require(
             self.pairs % self.gd_steps == 0,
@@ -212,7 +197,7 @@ class ICLMConfig(RegardConfig):
         require(
             self.gd_steps == 1 or self.expectation == "exact",
             self.call,
-            f"gd_steps is {self.gd_steps} with expectation={self.expectation!r}: steps differ only by the expectation "
+            f"gd_steps is {self.gd_steps} with expectation={self.expectation!r}: steps differ only in the expectation "
             f"at the f of the step before; set expectation='exact'.",
         )
         require(

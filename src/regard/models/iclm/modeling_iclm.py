@@ -1,15 +1,15 @@
 """ICLM: a causal language model that predicts by functional gradient descent on its own context.
 
-Two streams over the slots of a text (ICLM paper, section 4 to 6). The covariates phi are a Transformer over the tokens;
-f is never read by attention, and is made of nothing but embeddings of context tokens, weighted by kernels of covariates
-(`regard.nn.FunctionalGradient`), and of a feed-forward layer's output where there is one.
+Two streams over the slots of a text (ICLM paper, sections 4 to 6). The covariates phi are a Transformer over the
+tokens. f is never an input of attention: it is a sum of context-token embeddings, weighted by kernels of covariates
+(`regard.nn.FunctionalGradient`), and of feed-forward outputs if there are any.
 
-Slot s has the tokens before x_s as context and x_s as target, so that phi at slot s is made of the start vector and
-x_0..x_{s-1}, and the value that goes with it is the embedding of x_s, one place ahead. f of slot t + 1, which sees the
-pairs up to t, gives the logits at position t. With `start="bos"` the first token takes the place of the start vector.
+The context of slot s are the tokens before x_s, and its target is x_s: phi at slot s is computed from the start vector
+and x_0..x_{s-1}, and the value paired with it is the embedding of x_s, one position ahead. f of slot t + 1, which sees
+the pairs up to t, gives the logits at position t. With `start="bos"` the first token replaces the start vector.
 
-Shapes: B batch, T tokens given now, N tokens so far, S slots so far, R slots given now (T, or T + 1 with the start
-slot), n pairs so far (S - 1), C width of the covariates, E width of f, H heads, V vocabulary.
+Shapes: B batch, T tokens in this call, N tokens so far, S slots so far, R slots in this call (T, or T + 1 with the
+start slot), n pairs so far (S - 1), C width of the covariates, E width of f, H heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ..base.catalogue import LanguageModel, language_models
 from .configuration_iclm import ICLMConfig
 from .contributions import Contributions, trace
 from .iclm_cache import ICLMCache, PairLayer
-from .slots import Slots, place
+from .slots import Slots, scatter_tokens
 
 Angles = tuple[Tensor, Tensor]
 
 
 class ICLMFeedForward(nn.Module):
-    """The feed-forward layer after a LayerNorm, [B, R, C] -> [B, R, C]; `hook_out` sees what it adds."""
+    """LayerNorm, then a feed-forward layer, [B, R, C] -> [B, R, C]; `hook_out` sees its output."""
 
     def __init__(self, kind: str, size: int, inner: int | None, eps: float) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class ICLMFeedForward(nn.Module):
         self.hook_out = HookPoint()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, R, C] -> [B, R, C]."""
+        """Return [B, R, C] for x [B, R, C]."""
         return self.hook_out(self.feed_forward(self.norm(x)))
 
 
@@ -72,7 +72,7 @@ class CovariateBlock(GradientCheckpointingLayer):
         output_attentions: bool = False,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, R, C] -> ([B, R, C], weights [B, H, R, S] or None)."""
+        """Return phi [B, R, C] after the block, and attention weights [B, H, R, S] or None."""
         attended, weights = self.attn(self.norm(phi), angles, mask, past_key_values, output_attentions, segment_ids)
         phi = phi + attended
         return phi if self.mlp is None else phi + self.mlp(phi), weights
@@ -96,7 +96,7 @@ class FunctionBlock(GradientCheckpointingLayer):
             average=config.f_average,
             layer_idx=config.covariate_blocks + layer,
         )
-        self.aside = config.f_mlp == "side"
+        self.to_side = config.f_mlp == "side"
         self.mlp: ICLMFeedForward | None = None
         if config.f_mlp != "none":
             self.mlp = ICLMFeedForward(
@@ -115,13 +115,15 @@ class FunctionBlock(GradientCheckpointingLayer):
         cache: PairLayer | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """f [B, R, E] and what feed-forward layers added aside, from phi [B, R, C] and values [B, n, E]: both, and the
-        weights [B, H, rows, n] or None."""
+        """Return f [B, R, E] and side after the block, and weights [B, H, rows, n] or None.
+
+        `side` is the sum of the feed-forward outputs that are kept apart from f; phi is [B, R, C], values [B, n, E].
+        """
         update, weights = self.attn(self.norm(phi), values, angles, pairs, cache, output_attentions)
         f = f + update
         if self.mlp is not None:
             added = self.mlp(f)
-            if self.aside:
+            if self.to_side:
                 side = added if side is None else side + added
             else:
                 f = f + added
@@ -136,36 +138,36 @@ class FinalNorm(nn.LayerNorm):
         self.hook_scale = HookPoint()
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, E] -> [B, T, E]."""
+        """Return x [B, T, E], normalised."""
         if not self.hook_scale.active:
             return super().forward(x)
         centred, scale = self.split(x)
         return (centred / self.hook_scale(scale)).to(x.dtype) * self.weight + self.bias
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(x less its mean [B, T, E], the divisor [B, T, 1]), in float32 at least."""
+        """Return x minus its mean [B, T, E] and the divisor [B, T, 1], at least in float32."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         centred = x - x.mean(-1, keepdim=True)
         return centred, (centred.square().mean(-1, keepdim=True) + self.eps).sqrt()
 
 
 class StartVector(nn.Module):
-    """The covariate of the context in which nothing was read yet (y_0): a learned vector [C]."""
+    """The covariate of the empty context (y_0), a learned vector [C]."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size))
 
     def forward(self, rows: Tensor, slots: Slots) -> Tensor:
-        """The vector in the slots [B, R, C] that have no token, rows [B, T, C] in the others."""
+        """Return [B, R, C]: rows [B, T, C] in the slots of tokens, the vector in the others."""
         start = self.weight.to(rows.dtype)
-        if slots.places is None:
+        if slots.token_slots is None:
             return torch.cat((start.expand(rows.shape[0], 1, -1), rows), 1)
-        return place(start.expand(rows.shape[0], slots.positions.shape[1], -1), rows, slots.places)
+        return scatter_tokens(start.expand(rows.shape[0], slots.positions.shape[1], -1), rows, slots.token_slots)
 
 
 class ICLMPreTrainedModel(RegardPreTrainedModel):
-    """What the model with and without the output matrix share."""
+    """Base of the models with and without the output matrix."""
 
     config: ICLMConfig
     config_class = ICLMConfig
@@ -173,7 +175,7 @@ class ICLMPreTrainedModel(RegardPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """transformers' initial values, and a start vector like an embedding."""
+        """Initialise as transformers does, and the start vector like an embedding."""
         super()._init_weights(module)
         if isinstance(module, StartVector):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
@@ -182,13 +184,12 @@ class ICLMPreTrainedModel(RegardPreTrainedModel):
 class ICLMModel(ICLMPreTrainedModel, RegardModel):
     """Both streams, without the output matrix.
 
-    Observers number the covariate blocks first, then the f blocks, and so do:
+    Covariate blocks come first, then f blocks, in the layer numbers of observers and in:
 
-    - `attentions`: a map [B, H, T, N] of each, between tokens. A column of a covariate block is the token that was read
-      last, one of an f block the token whose value is averaged. Weights of the start slot are left out; they are under
-      the names of the hook points.
-    - `hidden_states`: [B, T, C], the covariates that each pair of blocks begins with; then [B, T, E], f before each f
-      block; then what the output matrix reads. That is one more than `num_hidden_layers`.
+    - `attentions`: weights between tokens [B, H, T, N]. Column j of a covariate block is the token read last, of an f
+      block the token whose value is averaged. Weights of the start slot are left out here; hook points see them.
+    - `hidden_states`: the covariates before each pair of blocks [B, T, C], f before each f block [B, T, E], and the
+      input of the output matrix: one more than `num_hidden_layers`.
     """
 
     honours_segments = True
@@ -210,11 +211,11 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
         self.post_init()
 
     def new_cache(self, *, pairs: bool = False) -> ICLMCache:
-        """An empty `ICLMCache`; it keeps pairs in any case."""
+        """Return an empty `ICLMCache`, which keeps keys and values in any case."""
         return ICLMCache(len(self.phi), len(self.f), self.start is not None)
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """As `RegardModel`; rows of the covariates' own table, where there is one, come after: [B, T, E + C]."""
+        """Return embeddings as `RegardModel` does; those of the covariates' table, if any, follow: [B, T, E + C]."""
         if self.embed_covariates is None:
             return super()._embed(input_ids, inputs_embeds)
         if input_ids is None or inputs_embeds is not None:
@@ -223,48 +224,48 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
         return torch.cat((embedded, self.embed_covariates(input_ids)), -1)
 
     def decode(self, embedded: Tensor, context: Context) -> Decoded:
-        """Both streams, then the last norm."""
-        cache, config = self._own(context.cache, len(embedded)), self.config
+        """Run both streams, then the last norm."""
+        cache, config = self._checked_cache(context.cache, len(embedded)), self.config
         words = self.embed["hook_out"](embedded[..., : config.hidden_size])
         phi = words[..., : config.d_phi] if self.embed_covariates is None else embedded[..., config.hidden_size :]
         slots = Slots.of(context, self.start is not None)
         if self.start is not None and context.past == 0:
             phi = self.start(phi, slots)
         steps = _Steps(self, words, slots, cache, context.past)
-        shown = context.output_attentions
-        turned = self._angles(slots.positions, config.num_attention_heads, phi.dtype)
-        angles = None
+        with_weights = context.output_attentions
+        phi_angles = self._angles(slots.positions, config.num_attention_heads, phi.dtype)
+        f_angles = None
         if config.f_rope:
-            alike = config.f_attention_heads == config.num_attention_heads
-            angles = turned if alike else self._angles(slots.positions, config.f_attention_heads, phi.dtype)
+            same = config.f_attention_heads == config.num_attention_heads
+            f_angles = phi_angles if same else self._angles(slots.positions, config.f_attention_heads, phi.dtype)
         f, side = phi.new_zeros(*phi.shape[:2], config.hidden_size), None
-        covariates, functions, weighed, seen = [], [], [], []
+        phi_states, f_states, phi_weights, f_weights = [], [], [], []
         tokens = words.shape[1]
         for layer, block in enumerate(self.f):
-            read = phi
-            covariates.append(slots.of_tokens(phi, tokens))
+            before = phi
+            phi_states.append(slots.of_tokens(phi, tokens))
             if layer < len(self.phi):
-                phi, weights = self.phi[layer](phi, turned, slots.mask, cache, shown, slots.segments)
-                weighed.append(weights)
-            read = phi if config.f_reads == "post" else read
-            functions.append(slots.of_tokens(f, tokens))
+                phi, weights = self.phi[layer](phi, phi_angles, slots.mask, cache, with_weights, slots.segments)
+                phi_weights.append(weights)
+            covariates = phi if config.f_reads == "post" else before
+            f_states.append(slots.of_tokens(f, tokens))
             values = steps.values(layer, f)
-            own = None if cache is None else cache.function_layer(layer)
-            f, side, weights = block(f, side, read, values, angles, slots.pairs, own, shown)
-            # the first slot has no pair: neither a column nor, where it is given now, a row
-            seen.append(None if weights is None else F.pad(weights, (1, 0, phi.shape[1] - weights.shape[2], 0)))
+            pair_cache = None if cache is None else cache.function_layer(layer)
+            f, side, weights = block(f, side, covariates, values, f_angles, slots.pairs, pair_cache, with_weights)
+            # the first slot has no pair: it lacks a column and, if it is in this call, a row
+            f_weights.append(None if weights is None else F.pad(weights, (1, 0, phi.shape[1] - weights.shape[2], 0)))
         hidden = f if side is None else f + side
-        maps = [None if w is None else slots.maps(w, context.past, tokens) for w in weighed + seen]
-        return Decoded(self.ln_final(slots.of_tokens(hidden, tokens)), covariates + functions, maps)
+        maps = [None if w is None else slots.maps(w, context.past, tokens) for w in phi_weights + f_weights]
+        return Decoded(self.ln_final(slots.of_tokens(hidden, tokens)), phi_states + f_states, maps)
 
-    def _own(self, cache: object, batch: int) -> ICLMCache | None:
-        """The cache, which must be this model's kind."""
+    def _checked_cache(self, cache: object, batch: int) -> ICLMCache | None:
+        """Return the cache after checking that it was made for this model."""
         if cache is None:
             return None
         if not isinstance(cache, ICLMCache):
             raise ArgumentError(
-                f"{self.call}: past_key_values is a {type(cache).__name__}, which has no room for keys that wait for "
-                f"their values; leave it out or give model.model.new_cache()."
+                f"{self.call}: past_key_values is a {type(cache).__name__}, which cannot hold keys that wait for their "
+                f"values; leave it out or give model.model.new_cache()."
             )
         cache.require_fits(self.call, batch, len(self.phi), len(self.f))
         return cache
@@ -276,21 +277,22 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
 
 
 class _Steps:
-    """The values of each gradient step: embeddings less what was expected (equation 7)."""
+    """The values of each gradient step: embeddings minus their expectation (equation 7)."""
 
     def __init__(self, model: ICLMModel, words: Tensor, slots: Slots, cache: ICLMCache | None, past: int) -> None:
         self.config, self.table, self.pairs = model.config, model.embed_tokens.weight, slots.pairs
         self.cache = None if cache is None else cache.shared
         # the value of the first slot's pair is the token of the second slot
-        followers = slots.completing(words) if model.start is not None or past else words[:, 1:]
-        self.words = followers if model.norm_values is None else model.norm_values(followers)
-        self.known = {} if self.cache is None else {n: x[:, 0] for n, x in self.cache.grown.items()}
-        self.new: dict[str, Tensor] = {"value": self.words}
+        values = slots.completing(words) if model.start is not None or past else words[:, 1:]
+        self.cached = {} if self.cache is None else {n: x[:, 0] for n, x in self.cache.grown.items()}
+        self.new = {"value": values if model.norm_values is None else model.norm_values(values)}
         self.waiting: dict[str, Tensor] = {}
-        self.current = self._start()
+        self.current = self._all("value")
+        if self.config.expectation != "none":
+            self.current = self.current - mean_embedding(self.table)
 
     def values(self, layer: int, f: Tensor) -> Tensor:
-        """[B, n, E] for f block `layer`, given f [B, R, E] before it."""
+        """Return [B, n, E] for f block `layer`, given f [B, R, E] before it."""
         span = self.config.pairs // self.config.gd_steps
         if layer and layer % span == 0:
             self.current = self._all("value") - self._expected(f"step{layer // span}", f)
@@ -300,13 +302,8 @@ class _Steps:
             )
         return self.current
 
-    def _start(self) -> Tensor:
-        """The values where f is 0."""
-        values = self._all("value")
-        return values if self.config.expectation == "none" else values - mean_embedding(self.table)
-
     def _expected(self, name: str, f: Tensor) -> Tensor:
-        """E(w|f) of every pair so far, [B, n, E]."""
+        """Return E(w|f) of every pair so far, [B, n, E]."""
         expected = expected_embedding(f, self.table)
         pending = None if self.cache is None else self.cache.pending(name)
         new, waiting = pair_rows(expected[:, None], pending, self.pairs)
@@ -314,13 +311,13 @@ class _Steps:
         return self._all(name)
 
     def _all(self, name: str) -> Tensor:
-        """Those of the pairs so far, the new ones last."""
+        """Return the entries of all pairs so far, the new ones last."""
         new = self.new[name]
-        return torch.cat((self.known[name], new), 1) if name in self.known else new
+        return torch.cat((self.cached[name], new), 1) if name in self.cached else new
 
 
 class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
-    """The causal language model; called as `RegardForCausalLM` says. Its cache is an `ICLMCache`.
+    """The causal language model, called like every `RegardForCausalLM`. Its cache is an `ICLMCache`.
 
     >>> import torch
     >>> from regard.models import ICLMConfig, ICLMForCausalLM
@@ -329,7 +326,7 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
     >>> text = torch.arange(8)[None]
     >>> model(text).logits.shape
     torch.Size([1, 8, 64])
-    >>> parts = model.contributions(text)  # what every context token adds to every logit
+    >>> parts = model.contributions(text)  # of every context token to every logit
     >>> torch.allclose(parts.logits(), model(text).logits, atol=1e-5)
     True
     """
@@ -337,15 +334,11 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
     model_class = ICLMModel
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """transformers' own; refused where there are two tables.
-
-        Raises:
-            ArgumentError: `tie_phi=False`.
-        """
+        """Resize as transformers does; refused with `tie_phi=False`, where there are two tables."""
         if self.model.embed_covariates is not None and (args or kwargs):
             raise ArgumentError(
                 f"{type(self).__name__}.resize_token_embeddings: with tie_phi=False there is a second table, of "
-                f"covariates, which would stay as it is; build a model with another vocab_size."
+                f"covariates, which would not be resized; build a model with another vocab_size."
             )
         return super().resize_token_embeddings(*args, **kwargs)
 
@@ -358,17 +351,16 @@ class ICLMForCausalLM(ICLMPreTrainedModel, RegardForCausalLM):
         positions: Sequence[int] | Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> Contributions:
-        """Logits as sums over context tokens, layers and heads; see `Contributions`.
+        """Return the logits as sums over context tokens, layers and heads; see `Contributions`.
 
         Args:
             input_ids: [B, T].
-            attention_mask: [B, T], true where a token is real.
-            positions: those whose logits are explained, from the end where negative; None for all T.
-            segment_ids: [B or 1, T], the number of each token's document where several are packed into a row; tokens of
-                other documents add 0.
+            attention_mask: [B, T], nonzero where a token is real.
+            positions: those whose logits are explained, negative ones from the end; None for all T.
+            segment_ids: [B or 1, T], the document number of each token; tokens of other documents add 0.
 
         Raises:
-            ArgumentError: as `forward`, or positions outside the text.
+            ArgumentError: as `forward`, or for positions outside the text.
         """
         return trace(self, input_ids, attention_mask, positions, segment_ids)
 
@@ -377,6 +369,6 @@ language_models.register("iclm")(
     LanguageModel(
         ICLMConfig,
         ICLMForCausalLM,
-        "Covariates of the context from a Transformer, and a prediction made of embeddings of context tokens alone.",
+        "A Transformer over covariates; the prediction is a kernel-weighted sum of context-token embeddings.",
     )
 )

@@ -1,14 +1,12 @@
-"""Which ICLMs are as large as the Transformer of the same layers, width and heads, and how near the others come.
+"""Parameter counts of ICLM variants, compared with the Transformer of the same layers, width and heads.
 
-An f block of variant "full" has (2 + H) C^2 attention parameters where a Transformer layer has 4 C^2, so that H = 2
-alone is as large; "wv" has 4 C^2 and "slice" 3 C^2 (without biases, covariates as wide as f). What "full" with more
-heads has too much, a narrower feed-forward layer on f can give back: it is then 4 - (H - 2) / 2 times C wide, if that
-is above 0.
+An f block of variant "full" has (2 + H) C^2 attention parameters and a Transformer layer 4 C^2, so that they are equal
+for H = 2; "wv" has 4 C^2 and "slice" 3 C^2 (without biases, covariates as wide as f). With more heads, "full" is equal
+with a narrower feed-forward layer on f, of inner width (4 - (H - 2) / 2) C, if that is positive.
 """
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 from ...checks import ArgumentError
@@ -22,11 +20,11 @@ Cells = tuple[str, ...]
 
 @dataclass(frozen=True)
 class ParityReport:
-    """A table of parameter counts; `str` gives it as Markdown.
+    """A table of parameter counts, formatted as Markdown by `str`.
 
     Attributes:
-        header, rows: cells as text; in groups, the Transformer first.
-        note: a sentence below the table.
+        header, rows: cells as text, the Transformer first in each size.
+        note: text below the table.
     """
 
     header: Cells
@@ -40,40 +38,27 @@ class ParityReport:
 
 
 def transformer_like(config: ICLMConfig, **changes: object) -> HybridConfig:
-    """The Transformer that an ICLM of `config` is compared with (ICLM paper, section 7): as many layers, heads and
-    channels, GPT-2's blocks, rotary positions, tied embeddings.
+    """Return the Transformer to compare an ICLM with (ICLM paper, section 7).
+
+    It has the same layers, heads and width, GPT-2's blocks, rotary positions and tied embeddings.
 
     Args:
         config: is not changed.
         changes: further fields of `HybridConfig`, such as `feed_forward="none"`.
     """
-    fields = {
-        name: getattr(config, name)
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "max_position_embeddings",
-            "initializer_range",
-            "tie_word_embeddings",
-            "rope_theta",
-            "pad_token_id",
-            "bos_token_id",
-            "eos_token_id",
-        )
-    }
+    shared = (
+        *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+        *("initializer_range", "tie_word_embeddings", "rope_theta", "pad_token_id", "bos_token_id", "eos_token_id"),
+    )
+    fields = {name: getattr(config, name) for name in shared}
     kind = {"feed_forward": config.phi_mlp, "norm": "layer", "rms_norm_eps": config.layer_norm_eps}
     return HybridConfig(**{**fields, **kind, **changes})
 
 
 def parity_report(*sizes: str) -> ParityReport:
-    """How many parameters the variants have at the paper's sizes (all of them unless named), beside the Transformer.
+    """Count the parameters of the variants and of the Transformer at the paper's sizes (default: all).
 
-    Raises:
-        ArgumentError: an unknown size.
-
-    Cost: counts shapes, allocates nothing; about a second a size.
+    Allocates no weights; takes about a second per size.
     """
     rows = [row for size in sizes or PRESETS for row in _of(ICLMConfig.preset(size), size)]
     note = (
@@ -85,36 +70,31 @@ def parity_report(*sizes: str) -> ParityReport:
 
 
 def _of(base: ICLMConfig, size: str) -> list[Cells]:
-    """The rows of one size."""
-    wanted = count_parameters(transformer_like(base))
+    """Return the rows of one size."""
+    target = count_parameters(transformer_like(base))
 
     def row(name: str, parameters: int) -> Cells:
-        gap = parameters / wanted - 1
+        gap = parameters / target - 1
         return (
             size,
             name,
             f"{parameters / 1e6:.2f}M",
-            f"{parameters - wanted:+,} ({gap:+.2%})",
+            f"{parameters - target:+,} ({gap:+.2%})",
             "yes" if abs(gap) <= 1e-4 else "no",
         )
 
-    def iclm(**changes: object) -> ICLMConfig:
-        config = copy.deepcopy(base)
-        for name, value in changes.items():
-            setattr(config, name, value)
-        config.normalise()
-        return config
-
-    found: list[Cells] = [(size, "Transformer", f"{wanted / 1e6:.2f}M", "", "")]
+    table: list[Cells] = [(size, "Transformer", f"{target / 1e6:.2f}M", "", "")]
     heads = base.num_attention_heads
     for variant in VARIANTS:
-        found.append(row(f"{variant}, {heads} heads", count_parameters(iclm(variant=variant))))
+        config = ICLMConfig.preset(size, variant=variant)
+        table.append(row(f"{variant}, {heads} heads", count_parameters(config)))
         if variant == "full":
-            found.append(row("full, 2 heads of f", count_parameters(iclm(variant="full", f_attention_heads=2))))
+            two = ICLMConfig.preset(size, variant="full", f_attention_heads=2)
+            table.append(row("full, 2 heads of f", count_parameters(two)))
             try:
-                matched = match_parameters(iclm(variant="full"), wanted)
+                matched = match_parameters(config, target)
             except ArgumentError:
                 continue  # larger than the Transformer without any feed-forward layer on f
             width = f"{getattr(matched.config, base.size_field)} of {4 * base.hidden_size}"
-            found.append(row(f"full, {heads} heads, feed-forward of f {width} wide", matched.parameters))
-    return found
+            table.append(row(f"full, {heads} heads, feed-forward of f {width} wide", matched.parameters))
+    return table

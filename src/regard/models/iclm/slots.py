@@ -1,12 +1,12 @@
-"""The slots of an ICLM, and where the tokens stand among them.
+"""The slots of an ICLM and the slot of every token.
 
-Slot s of a document has the tokens before x_s as context. With a start slot a document of n tokens has n + 1 slots, and
-token t is what slot t + 1 has read last; without one the first token takes its place. Documents that are packed into a
-row each have a start slot of their own, so that the slots of a row are
+The context of slot s are the tokens before x_s of its document. With a start slot a document of n tokens has n + 1
+slots, and token t is the last one that slot t + 1 has read; without one the first token takes its place. Each document
+of a packed row has its own start slot, so that the slots of a row are
 
-    start x_0 x_1 x_2 | start x_0 x_1 | start x_0 ... | (left over, where other rows have more documents)
+    start x_0 x_1 x_2 | start x_0 x_1 | start x_0 ... | (unused, if other rows have more documents)
 
-Shapes: B batch, T tokens given now, S slots so far, R slots given now.
+Shapes: B batch, T tokens in this call, S slots so far, R slots in this call.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Slots:
 
     Attributes:
         positions: integers [B or 1, R].
-        mask: boolean [B, S], true where a slot is real; None where all are.
-        pairs: which slots go with which values; None where all are real and of one document.
-        segments: integers [B or 1, R], the documents of the slots; None where a row is one document.
-        places: integers [B or 1, T], the slot of every token where rows have several start slots; None where tokens
+        mask: boolean [B, S], True where a slot is real; None if all are.
+        pairs: the pairs of slots and values; None if all slots are real and in one document.
+        segments: integers [B or 1, R], the document of each slot; None if every row is one document.
+        token_slots: integers [B or 1, T], the slot of each token if rows have several start slots; None if the tokens
             have the last slots.
     """
 
@@ -39,18 +39,18 @@ class Slots:
     mask: Tensor | None
     pairs: Pairs | None
     segments: Tensor | None = None
-    places: Tensor | None = None
+    token_slots: Tensor | None = None
 
     @classmethod
     def of(cls, context: Context, start: bool) -> Slots:
-        """Make the slots of tokens; with `start`, one more before the first token of every document."""
+        """Return the slots of the tokens; with `start`, one more before the first token of every document."""
         positions, mask, segments = context.positions, context.mask, context.segments
         if segments is not None:
             return _packed(positions, mask, segments, start)
         tokens = positions.shape[1]
         if not start:
             return cls(positions, mask, None if mask is None else Pairs.of(mask, tokens))
-        # the start slot stands right before the first real token, whatever the positions of padding
+        # the start slot is directly before the first real token, whatever the positions of padding are
         following, rows = positions + 1, tokens
         if context.past == 0:
             rows += 1
@@ -62,38 +62,40 @@ class Slots:
         return cls(following, mask, Pairs.of(mask, rows))
 
     def of_tokens(self, x: Tensor, tokens: int) -> Tensor:
-        """Take what the slots of T tokens have, [B, T, C], of x [B, R, C]."""
-        return of_tokens(x, self.places, tokens, 1)
+        """Select the slots of T tokens, [B, T, C], from x [B, R, C]."""
+        return of_tokens(x, self.token_slots, tokens, 1)
 
     def maps(self, weights: Tensor, past: int, tokens: int) -> Tensor:
-        """Return the weights between tokens [B, H, T, N], of weights between slots [B, H, R, S]."""
-        rows = of_tokens(weights, self.places, tokens, 2)
-        return of_tokens(rows, self.places, past + tokens, 3)
+        """Return weights between tokens [B, H, T, N] from weights between slots [B, H, R, S]."""
+        rows = of_tokens(weights, self.token_slots, tokens, 2)
+        return of_tokens(rows, self.token_slots, past + tokens, 3)
 
     def completing(self, words: Tensor) -> Tensor:
-        """What completes the pairs of the slots, [B, R - 1, E], of words [B, T, E] where there are start slots: zeros
-        where a document begins, for its start slot completes none."""
-        if self.places is None:
+        """Return the values that complete the pairs, [B, R - 1, E], from token embeddings [B, T, E].
+
+        A start slot completes no pair, so its value is zero.
+        """
+        if self.token_slots is None:
             return words
-        spread = words.new_zeros(len(words), self.positions.shape[1], words.shape[2])
-        return place(spread, words, self.places)[:, 1:]
+        zeros = words.new_zeros(len(words), self.positions.shape[1], words.shape[2])
+        return scatter_tokens(zeros, words, self.token_slots)[:, 1:]
 
 
-def of_tokens(x: Tensor, places: Tensor | None, tokens: int, axis: int) -> Tensor:
-    """Take what the slots of T tokens have of x [B, ...], which has an axis of R slots; `places` as in `Slots`."""
-    if places is None:
+def of_tokens(x: Tensor, token_slots: Tensor | None, tokens: int, axis: int) -> Tensor:
+    """Select the slots of T tokens from x [B, ...] along an axis of R slots; `token_slots` as in `Slots`."""
+    if token_slots is None:
         return x.narrow(axis, x.shape[axis] - tokens, tokens)
-    index = places.reshape(len(places), *(places.shape[1] if a == axis % x.dim() else 1 for a in range(1, x.dim())))
-    return x.gather(axis, index.expand(*(tokens if a == axis % x.dim() else n for a, n in enumerate(x.shape))))
+    index = token_slots.reshape(len(token_slots), *(-1 if a == axis else 1 for a in range(1, x.dim())))
+    return x.gather(axis, index.expand(*(tokens if a == axis else n for a, n in enumerate(x.shape))))
 
 
-def place(rows: Tensor, x: Tensor, places: Tensor) -> Tensor:
-    """Rows [B, R, C] with x [B, T, C] at the places [B or 1, T]."""
-    return rows.scatter(1, places[..., None].expand_as(x), x)
+def scatter_tokens(rows: Tensor, x: Tensor, token_slots: Tensor) -> Tensor:
+    """Return rows [B, R, C] with x [B, T, C] written to the slots [B or 1, T]."""
+    return rows.scatter(1, token_slots[..., None].expand_as(x), x)
 
 
 def _first(positions: Tensor, mask: Tensor | None, segments: Tensor | None) -> Tensor:
-    """The position of the first real token of every token's document, [B, T]; 0 where there is none."""
+    """Return the position of the first real token of every token's document, [B, T]; 0 if there is none."""
     if mask is None:
         mask = positions.new_ones(1, 1, dtype=torch.bool)
     far = torch.iinfo(positions.dtype).max
@@ -104,25 +106,26 @@ def _first(positions: Tensor, mask: Tensor | None, segments: Tensor | None) -> T
 
 
 def _packed(positions: Tensor, mask: Tensor | None, segments: Tensor, start: bool) -> Slots:
-    """The slots of rows of several documents [B or 1, T]. With `start`, how many there are waits for a device."""
+    """Return the slots of packed rows [B or 1, T]. With `start`, counting them waits for the device."""
     batch = max(len(positions), len(segments), 1 if mask is None else len(mask))
     positions, segments = positions.expand(batch, -1), segments.expand(batch, -1)
     tokens = positions.shape[1]
     if not start:
         real = torch.ones_like(segments, dtype=torch.bool) if mask is None else mask
         return Slots(positions, mask, Pairs.of(real, tokens, segments), segments)
-    at = torch.arange(tokens, device=positions.device)
-    starts = (runs_of(segments)[0] == at).cumsum(1)
-    places, rows = at + starts, tokens + int(starts[:, -1].max())
+    index, documents = torch.arange(tokens, device=positions.device), runs_of(segments)[0]
+    starts = (documents == index).cumsum(1)
+    token_slots, rows = index + starts, tokens + int(starts[:, -1].max())
 
-    # a token's values go to its slot and the one before it: that of the token before, put right by it, or the start
+    # A token writes to its own slot and the one before. The latter is a start slot, or is overwritten by its own token.
     def spread(start: Tensor, token: Tensor, left: int) -> Tensor:
-        return start.new_full((batch, rows), left).scatter(1, places - 1, start).scatter(1, places, token)
+        before = start.new_full((batch, rows), left).scatter(1, token_slots - 1, start)
+        return before.scatter(1, token_slots, token)
 
-    number = runs_of(segments)[0]
-    found = spread(number, number, tokens)  # those left over are a document by themselves
+    slot_documents = spread(documents, documents, tokens)  # the unused slots are a separate document
     following = spread(_first(positions, mask, segments), positions + 1, 0)
     ones = torch.ones_like(segments, dtype=torch.bool)
     visible = spread(ones, ones if mask is None else mask, False)
-    alike = mask is None and bool((starts[:, -1] == rows - tokens).all())
-    return Slots(following, None if alike else visible, Pairs.of(visible, rows, found), found, places)
+    all_visible = mask is None and bool((starts[:, -1] == rows - tokens).all())
+    pairs = Pairs.of(visible, rows, slot_documents)
+    return Slots(following, None if all_visible else visible, pairs, slot_documents, token_slots)

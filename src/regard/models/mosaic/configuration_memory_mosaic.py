@@ -1,5 +1,4 @@
-"""The configuration of Memory Mosaics: sizes, one sentence of the grammar per contextual memory, and what paper and
-released programs do differently."""
+"""Configuration of Memory Mosaics."""
 
 from __future__ import annotations
 
@@ -14,40 +13,40 @@ from ...nn.mosaic.persistent_memory import persistent_spec
 from ..base.base_config import RegardConfig
 
 SLOTS = 3.5
-"""Slots of a persistent memory per channel of the model, with which a block has 12 C^2 parameters."""
-_NO_DROPOUT = "the fast forms of attention make no matrix of weights that could be thinned out; use weight decay"
+"""Default slots of a persistent memory per channel of the model; a block then has 12 C^2 parameters."""
+_NO_DROPOUT = "the fast implementations do not form the attention weights that it would drop; use weight decay"
 
 
 class MemoryMosaicConfig(RegardConfig):
     """Configuration of `MemoryMosaicForCausalLM` (sparse-attention paper, sections 2.4 and B).
 
-    docs/memory-mosaics.md has the table of what differs between paper and released programs, field by field.
+    docs/memory-mosaics.md compares the paper and the released programs field by field.
 
     Args:
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads: sizes; heads divide the width.
-        mixers: the sentences of the contextual memories, one for all layers or one per layer; degree 0 or 1.
-        persistent: the sentence of the persistent memories, a normalised one.
+        mixers: specs of the contextual memories, one for all layers or one per layer; degree 0 or 1.
+        persistent: spec of the persistent memories; must be normalised.
         persistent_slots: learned pairs per head; default 3.5 `hidden_size`.
-        persistent_copies: sets of slots whose answers are averaged.
+        persistent_copies: sets of slots whose outputs are averaged.
         persistent_keys: "own" projection, rate and keys, or "shared" with the contextual memory (parallel wiring).
         wiring: "sequential": x += contextual(norm(x)), x += persistent(norm(x)); "parallel": both read the same x.
-        leaky: "sum" or "average", which is times 1 - e^-rate.
+        leaky: "sum" or "average", which multiplies the sum by 1 - e^-rate.
         look_ahead: of values: "sum", v + c v', or "convex", c v + (1 - c) v'.
         key_eps: added to the length that keys are divided by.
-        scale_limit: where the logarithm of the contextual beta^2 ends; persistent_scale_limit: of the persistent one.
-        learned: numbers of the sentences that are learned per head, of h, bias, margin, alpha, r, ridge.
-        bandwidth_start: "wide" or "spec", where fixed bandwidths begin.
-        uniform_gradient: "straight-through" or "hard", of 0/1 weights.
+        scale_limit, persistent_scale_limit: upper limits of log beta^2 of the contextual and the persistent memories.
+        learned: parameters of the specs that are learned per head, of h, bias, margin, alpha, r, ridge.
+        bandwidth_start: initial value of fixed bandwidths: "wide" or "spec".
+        uniform_gradient: gradient of 0/1 weights: "straight-through" or "hard".
         bias: biases in projections and norms.
         norm_eps: of LayerNorm.
         scale_logits: divide the logits by sqrt(C).
-        initializer: "fan-in" (N(0, 1/fan-in), output projections less by sqrt(layers), embeddings N(0, 1/C)) or "gpt2"
-            (N(0, initializer_range^2), output projections less by sqrt(2 layers)).
+        initializer: "fan-in" (N(0, 1/fan-in), output projections divided by sqrt(layers), embeddings N(0, 1/C)) or
+            "gpt2" (N(0, initializer_range^2), output projections divided by sqrt(2 layers)).
         max_position_embeddings, initializer_range, tie_word_embeddings, use_cache, pad_token_id, bos_token_id,
             eos_token_id: as in `RegardConfig`.
 
     Raises:
-        ArgumentError: as `RegardConfig`; shared keys without parallel wiring.
+        ArgumentError: as in `RegardConfig`, or for shared keys without parallel wiring.
     """
 
     model_type = "regard_memory_mosaic"
@@ -56,8 +55,8 @@ class MemoryMosaicConfig(RegardConfig):
         **RegardConfig.unused,
         "attention_dropout": _NO_DROPOUT,
         "dropout": _NO_DROPOUT,
-        "num_key_value_heads": "keys are queries here, so that there are as many",
-        "intermediate_size": "persistent_slots says how much a block knows by heart",
+        "num_key_value_heads": "keys serve as queries, so there are equally many",
+        "intermediate_size": "persistent_slots sets the size of the persistent memories",
     }
 
     persistent: Any = "softmax"
@@ -79,11 +78,7 @@ class MemoryMosaicConfig(RegardConfig):
     initializer: str = "fan-in"
 
     def normalise(self) -> None:
-        """Check every field and fill in the defaults, in place.
-
-        Raises:
-            ArgumentError: as the class.
-        """
+        """Check every field and fill in the defaults, in place; see `RegardConfig.normalise`."""
         super().normalise()
         heads = self.num_attention_heads
         names = ("hidden_size", "num_attention_heads", "num_attention_heads")
@@ -105,7 +100,7 @@ class MemoryMosaicConfig(RegardConfig):
         if self.persistent_keys == "shared" and self.wiring != "parallel":
             raise ArgumentError(
                 f"{self.call}: persistent_keys is 'shared' and wiring {self.wiring!r}; both memories have the same "
-                f"keys only where they read the same thing: give wiring='parallel'."
+                f"keys only if they read the same input: give wiring='parallel'."
             )
         check_learned(self.call, self.learned, self.bandwidth_start, "bandwidth_start")
         self.learned = list(self.learned)
@@ -114,5 +109,5 @@ class MemoryMosaicConfig(RegardConfig):
         self.persistent = str(self.persistent_spec())
 
     def persistent_spec(self) -> Spec:
-        """The sentence of the persistent memories."""
+        """Return the spec of the persistent memories."""
         return within(self.call, "persistent", persistent_spec, self.call, self.persistent)

@@ -1,10 +1,10 @@
-"""Memory Mosaics: a language model made of associative memories, with any sentence of the grammar in each.
+"""Memory Mosaics: a language model built of associative memories.
 
-Every block has a contextual memory (kernel regression on the pairs of this text so far) and a persistent one (on
-learned pairs). There are no positions: leaky averages tell what came when (sparse-attention paper, sections 2.4 and
-B.1; Zhang et al. 2025).
+Every block has a contextual memory (kernel regression on the pairs of this text) and a persistent one (on learned
+pairs), each with any attention spec. There are no position embeddings: order is encoded by leaky averages
+(sparse-attention paper, sections 2.4 and B.1; Zhang et al. 2025).
 
-Shapes: B batch, T tokens given now, N tokens so far (those in the cache and T), C model width, V vocabulary.
+Shapes: B batch, T tokens in this call, N tokens so far (cached ones included), C model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, Regard
 from ..base.catalogue import LanguageModel, language_models
 from ..base.masks import all_real
 from .configuration_memory_mosaic import MemoryMosaicConfig
-from .memory_mosaic_cache import MemoryMosaicCacheLayer, memory_mosaic_cache
+from .memory_mosaic_cache import MemoryMosaicCacheLayer
 
 
 class MemoryMosaicBlock(GradientCheckpointingLayer):
-    """x + contextual(norm(x)), then x + persistent(norm(x)); or both of the same x, where the wiring is parallel."""
+    """x + contextual(norm(x)), then x + persistent(norm(x)); with parallel wiring both of the same x."""
 
     def __init__(self, config: MemoryMosaicConfig, spec: Spec, layer_idx: int) -> None:
         super().__init__()
@@ -64,14 +64,16 @@ class MemoryMosaicBlock(GradientCheckpointingLayer):
         output_attentions: bool = False,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, T, C] -> ([B, T, C], the contextual memory's weights or None); the mask is over all tokens so far,
-        `segment_ids` [B or 1, T] are of packed documents."""
-        kept = None if past_key_values is None else _layer(past_key_values, self.layer_idx)
-        state = None if kept is None else kept.contextual
+        """Return hidden states [B, T, C] after the block, and the contextual memory's weights or None.
+
+        The mask is boolean [B, N] over all tokens so far, and `segment_ids` [B or 1, T] are of packed documents.
+        """
+        cache = None if past_key_values is None else _layer(past_key_values, self.layer_idx)
+        state = None if cache is None else cache.contextual
         normed = self.contextual_norm(hidden_states)
         arguments: dict[str, Any] = {
             "state": state,
-            "remember": kept is not None,
+            "remember": cache is not None,
             "output_attentions": output_attentions,
             "segment_ids": segment_ids,
         }
@@ -79,24 +81,20 @@ class MemoryMosaicBlock(GradientCheckpointingLayer):
             mask = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :]
             normed = without_hidden(normed, mask)
             keys, leaky = self.contextual.keys(normed, mask, None if state is None else state.leaky, segment_ids)
-            recalled, after, weights = self.contextual.recall(keys, leaky, normed, attention_mask, **arguments)
-            known = self.persistent.read(keys)
+            contextual, after, weights = self.contextual.recall(keys, leaky, normed, attention_mask, **arguments)
+            persistent = self.persistent.read(keys)
         else:
-            recalled, after, weights = self.contextual(normed, attention_mask, **arguments)
-            asked = self.persistent_norm(hidden_states if self.parallel else hidden_states + recalled)
-            held = None if kept is None else kept.persistent
-            known, leaky = self.persistent(asked, attention_mask, held, segment_ids=segment_ids)
-        if kept is not None:
-            kept.contextual, kept.persistent = after, None if self.shared else leaky
-        return hidden_states + recalled + known, weights
+            contextual, after, weights = self.contextual(normed, attention_mask, **arguments)
+            normed = self.persistent_norm(hidden_states if self.parallel else hidden_states + contextual)
+            before = None if cache is None else cache.persistent
+            persistent, leaky = self.persistent(normed, attention_mask, before, segment_ids=segment_ids)
+        if cache is not None:
+            cache.contextual, cache.persistent = after, None if self.shared else leaky
+        return hidden_states + contextual + persistent, weights
 
 
 def _layer(cache: Cache, index: int) -> MemoryMosaicCacheLayer:
-    """This block's layer of the cache.
-
-    Raises:
-        ArgumentError: it is another model's.
-    """
+    """Return the cache layer of a block, after checking that it was made for this model."""
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
     if not isinstance(layer, MemoryMosaicCacheLayer):
@@ -108,7 +106,7 @@ def _layer(cache: Cache, index: int) -> MemoryMosaicCacheLayer:
 
 
 class MemoryMosaicPreTrainedModel(RegardPreTrainedModel):
-    """What the model with and without the output matrix share."""
+    """Base of the models with and without the output matrix."""
 
     config: MemoryMosaicConfig
     config_class = MemoryMosaicConfig
@@ -116,7 +114,7 @@ class MemoryMosaicPreTrainedModel(RegardPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initial values by the configuration's `initializer`; numbers of heads where they begin."""
+        """Initialise by the configuration's `initializer`; parameters per head by their `number_starts`."""
         config, layers = self.config, self.config.num_hidden_layers
         fan_in = config.initializer == "fan-in"
         if isinstance(module, nn.Linear):
@@ -131,17 +129,12 @@ class MemoryMosaicPreTrainedModel(RegardPreTrainedModel):
             init.normal_(module.weight, std=std if fan_in else config.initializer_range)
         else:
             super()._init_weights(module)
-        _init_numbers(module)
-
-
-def _init_numbers(module: nn.Module) -> None:
-    """Where what is learned per head begins, and the slots of a persistent memory."""
-    if isinstance(module, (KeyFeatures, Sharpness, ValueFeatures, LearnedNumbers, PersistentMemory)):
-        for name, start in module.number_starts().items():
-            init.copy_(getattr(module, name), start)
-    if isinstance(module, PersistentMemory):
-        init.normal_(module.slot_keys, std=module.head_dim**-0.5)
-        init.normal_(module.slot_values, std=module.head_dim**-0.5)
+        if isinstance(module, (KeyFeatures, Sharpness, ValueFeatures, LearnedNumbers, PersistentMemory)):
+            for name, start in module.number_starts().items():
+                init.copy_(getattr(module, name), start)
+        if isinstance(module, PersistentMemory):
+            init.normal_(module.slot_keys, std=module.head_dim**-0.5)
+            init.normal_(module.slot_values, std=module.head_dim**-0.5)
 
 
 class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
@@ -159,14 +152,13 @@ class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
         self.post_init()
 
     def new_cache(self, *, pairs: bool = False) -> Cache:
-        """An empty cache. It keeps pairs always; tokens can never be taken back."""
-        return memory_mosaic_cache(self.config.num_hidden_layers)
+        """Return an empty cache, which keeps pairs in any case and cannot be cropped."""
+        return Cache(layers=[MemoryMosaicCacheLayer() for _ in range(self.config.num_hidden_layers)])
 
     def decode(self, embedded: Tensor, context: Context) -> Decoded:
-        """Run the blocks and the last norm, and divide by sqrt(C) where logits are scaled.
+        """Run the blocks and the last norm; divide by sqrt(C) if logits are scaled.
 
-        The factor is applied here, before the output matrix, because fused losses multiply what this returns by that
-        matrix themselves.
+        The factor comes before the output matrix because fused losses apply that matrix themselves.
         """
         if context.cache is not None:
             check_depth(self.call, context.cache, len(self.layers))
@@ -191,8 +183,7 @@ class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
 
 
 class MemoryMosaicForCausalLM(MemoryMosaicPreTrainedModel, RegardForCausalLM):
-    """The causal language model; called as `RegardForCausalLM` says. `position_ids` are not looked at: there are no
-    positions but those that leaky averages make. Its cache is its own (`model.model.new_cache()`).
+    """The causal language model, called like every `RegardForCausalLM`. It ignores `position_ids`.
 
     >>> import torch
     >>> from regard.models import MemoryMosaicConfig, MemoryMosaicForCausalLM

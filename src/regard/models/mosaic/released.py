@@ -1,8 +1,7 @@
-"""Weights of the released Memory Mosaics programs (github.com/facebookresearch/MemoryMosaics) as this package's model.
+"""Conversion of weights of the released Memory Mosaics programs (github.com/facebookresearch/MemoryMosaics).
 
-Two programs are known by the names in their state dicts: nanoMosaics and the Library's memory_mosaics. Sizes are read
-from the tensors, and the options are those under which that program computes.
-
+Two programs are recognised by the names in their state dicts: nanoMosaics and the Library's memory_mosaics. Sizes are
+read from the tensors; the options are those of the program.
 Shapes: V vocabulary, C model width, H heads, D = C / H, S slots.
 """
 
@@ -22,25 +21,24 @@ from .modeling_memory_mosaic import MemoryMosaicForCausalLM
 
 CALL = "from_released"
 NANO_LIMIT = math.log(2**16 - 1)
-"""nanoMosaics multiplies unit keys by a factor whose logarithm ends here, so that float16 holds it. In the contextual
-memory, which compares such keys with one another, the factor is beta; in the persistent memory, whose slots have none,
-it is beta^2."""
+"""Limit of the logarithm of the factor by which nanoMosaics multiplies unit keys, so that float16 holds it. The factor
+is beta in the contextual memory, which compares such keys with each other, and beta^2 in the persistent memory, whose
+slots have none."""
 
 
 @dataclass(frozen=True)
 class _Names:
-    """How one program calls what a block holds; {i} is the block, {c} the copy of slots.
+    """Parameter names of a program; {i} is the block, {c} the copy of slots.
 
     Attributes:
-        mark: a name by which its state dicts are known.
-        embedding, norm, head, block: of the whole.
-        tensors: our names in a block to theirs, without `.bias` ones, which are found by their `.weight`.
-        slots: our names to theirs; one tensor with all copies, or one per copy where {c} is in it.
-        buffers: ends of names that are no weights.
-        options: the fields of the configuration under which the program computes.
+        embedding, norm, head, block: names outside of the blocks, the first of which identifies the program, and the
+            prefix of a block.
+        tensors: our names in a block to the program's, without biases.
+        slots: our names to the program's: one tensor with all copies, or one per copy if it contains {c}.
+        buffers: suffixes of names that are not weights.
+        options: fields of the configuration that the program implies.
     """
 
-    mark: str
     embedding: str
     norm: str
     head: str
@@ -51,28 +49,29 @@ class _Names:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+_TENSORS = (
+    ("contextual_norm.weight", "ln_1.weight", "ln1.weight"),
+    ("contextual.keys.proj.weight", "attn.k_featurizer.W_k.weight", "attn.k_featurizer.conv.weight"),
+    ("contextual.keys.rate", "attn.k_featurizer.leaky_avg.leaky_key_beta", "attn.leaky_key_beta"),
+    ("contextual.sharpness.scale", "attn.k_featurizer.key_scale", "attn.kernel_beta"),
+    ("contextual.values.proj.weight", "attn.v_featurizer.W_v.weight", "attn.v_featurizer.linear.weight"),
+    ("contextual.values.mix", "attn.v_featurizer.coef", "attn.v_featurizer.coef"),
+    ("contextual.values.scale", "attn.v_featurizer.val_scale", "attn.value_beta"),
+    ("contextual.out_proj.weight", "attn.c_proj.weight", "attn.c_proj.weight"),
+    ("persistent_norm.weight", "ln_2.weight", "ln2.weight"),
+    ("persistent.keys.proj.weight", "mlp.k_featurizer.W_k.weight", "pmem.k_featurizer.conv.weight"),
+    ("persistent.keys.rate", "mlp.k_featurizer.leaky_avg.leaky_key_beta", "pmem.leaky_key_beta"),
+    ("persistent.sharpness.scale", "mlp.k_featurizer.key_scale", "pmem.kernel_beta"),
+    ("persistent.scale", "mlp.out_scale", "pmem.value_beta"),
+    ("persistent.out_proj.weight", "mlp.c_proj.weight", "pmem.c_proj.weight"),
+)
+"""Names of the tensors of a block here, in nanoMosaics and in the Library; biases follow their `.weight`."""
 NANO = _Names(
-    mark="mosaic.wte.weight",
     embedding="mosaic.wte.weight",
     norm="mosaic.ln_f",
     head="lm_head.weight",
     block="mosaic.h.{i}.",
-    tensors={
-        "contextual_norm.weight": "ln_1.weight",
-        "contextual.keys.proj.weight": "attn.k_featurizer.W_k.weight",
-        "contextual.keys.rate": "attn.k_featurizer.leaky_avg.leaky_key_beta",
-        "contextual.sharpness.scale": "attn.k_featurizer.key_scale",
-        "contextual.values.proj.weight": "attn.v_featurizer.W_v.weight",
-        "contextual.values.mix": "attn.v_featurizer.coef",
-        "contextual.values.scale": "attn.v_featurizer.val_scale",
-        "contextual.out_proj.weight": "attn.c_proj.weight",
-        "persistent_norm.weight": "ln_2.weight",
-        "persistent.keys.proj.weight": "mlp.k_featurizer.W_k.weight",
-        "persistent.keys.rate": "mlp.k_featurizer.leaky_avg.leaky_key_beta",
-        "persistent.sharpness.scale": "mlp.k_featurizer.key_scale",
-        "persistent.scale": "mlp.out_scale",
-        "persistent.out_proj.weight": "mlp.c_proj.weight",
-    },
+    tensors={ours: nano for ours, nano, _ in _TENSORS},
     slots={"persistent.slot_keys": "mlp.P_k", "persistent.slot_values": "mlp.P_v"},
     buffers=("attn.bias", "leaky_avg.coef"),
     options={
@@ -85,61 +84,47 @@ NANO = _Names(
     },
 )
 LIBRARY = _Names(
-    mark="emb.weight",
     embedding="emb.weight",
     norm="ln_out",
     head="head.weight",
     block="blocks.{i}.",
-    tensors={
-        "contextual_norm.weight": "ln1.weight",
-        "contextual.keys.proj.weight": "attn.k_featurizer.conv.weight",
-        "contextual.keys.rate": "attn.leaky_key_beta",
-        "contextual.sharpness.scale": "attn.kernel_beta",
-        "contextual.values.proj.weight": "attn.v_featurizer.linear.weight",
-        "contextual.values.mix": "attn.v_featurizer.coef",
-        "contextual.values.scale": "attn.value_beta",
-        "contextual.out_proj.weight": "attn.c_proj.weight",
-        "persistent_norm.weight": "ln2.weight",
-        "persistent.keys.proj.weight": "pmem.k_featurizer.conv.weight",
-        "persistent.keys.rate": "pmem.leaky_key_beta",
-        "persistent.sharpness.scale": "pmem.kernel_beta",
-        "persistent.scale": "pmem.value_beta",
-        "persistent.out_proj.weight": "pmem.c_proj.weight",
-    },
+    tensors={ours: library for ours, _, library in _TENSORS},
     slots={"persistent.slot_keys": "pmem.pmem.M_k{c}", "persistent.slot_values": "pmem.pmem.M_v{c}"},
     options={"look_ahead": "convex", "leaky": "average"},
 )
 
 
 def from_released(weights: Mapping[str, Tensor], **changes: Any) -> MemoryMosaicForCausalLM:
-    """The model of a released program's state dict; it computes what that program would.
+    """Return the model of a released program's state dict, with the same outputs as that program.
 
     Args:
         weights: names to tensors, as nanoMosaics (`mosaic.h.0.attn...`) or the Library's memory_mosaics
-            (`blocks.0.attn...`) write them. Masks and tables among them are left out.
-        changes: fields of the configuration to set besides, such as mixers.
+            (`blocks.0.attn...`) write them. Masks and tables among them are ignored.
+        changes: further fields of the configuration, such as mixers.
 
     Raises:
-        ArgumentError: names of neither program, tensors that are missing, not known, misshapen or not finite.
+        ArgumentError: names of neither program, or a tensor that is missing, unknown, of a wrong shape or not finite.
     """
-    names = next((program for program in (NANO, LIBRARY) if program.mark in weights), None)
+    names = next((program for program in (NANO, LIBRARY) if program.embedding in weights), None)
     if names is None:
         some = ", ".join(sorted(weights)[:3]) or "nothing"
-        raise ArgumentError(f"{CALL}: got {some}, expected names as {NANO.mark} (nanoMosaics) or {LIBRARY.mark}.")
+        raise ArgumentError(
+            f"{CALL}: got {some}, expected names as {NANO.embedding} (nanoMosaics) or {LIBRARY.embedding}."
+        )
     left = {name: tensor for name, tensor in weights.items() if not name.endswith(names.buffers)}
     model = MemoryMosaicForCausalLM(_config(names, left, changes))
-    found = {ours: _shaped(ours, _one(left, theirs), model) for ours, theirs in _pairs(names, left, model)}
-    embedding = found["model.embed_tokens.weight"]
-    head = _one(left, [names.head]) if names.head in left else embedding
+    ours = {name: _shaped(name, _pop(left, theirs), model) for name, theirs in _name_pairs(names, model)}
+    embedding = ours["model.embed_tokens.weight"]
+    head = _pop(left, [names.head]) if names.head in left else embedding
     tied = torch.equal(head, weights[names.embedding]) or not model.config.tie_word_embeddings
-    require(tied, CALL, f"{names.head} is not {names.embedding}; give tie_word_embeddings=False to keep both.")
-    require(not left, CALL, f"does not know {', '.join(sorted(left)[:3])}; expected the weights of one model.")
-    model.load_state_dict({**found, "lm_head.weight": head})
+    require(tied, CALL, f"{names.head} differs from {names.embedding}; give tie_word_embeddings=False to keep both.")
+    require(not left, CALL, f"unknown names {', '.join(sorted(left)[:3])}; expected the weights of one model.")
+    model.load_state_dict({**ours, "lm_head.weight": head})
     return model.eval()
 
 
 def _config(names: _Names, weights: Mapping[str, Tensor], changes: Mapping[str, Any]) -> MemoryMosaicConfig:
-    """Sizes, as the tensors have them."""
+    """Return the configuration with the sizes of the tensors."""
     first = names.block.format(i=0)
     vocab, width = _need(weights, names.embedding).shape
     heads = _need(weights, first + names.tensors["contextual.keys.rate"]).numel()
@@ -162,21 +147,21 @@ def _config(names: _Names, weights: Mapping[str, Tensor], changes: Mapping[str, 
     return MemoryMosaicConfig(**{**fields, **changes})
 
 
-def _pairs(names: _Names, weights: Mapping[str, Tensor], model: MemoryMosaicForCausalLM) -> list[tuple[str, list[str]]]:
-    """Our names, and theirs: several are copies."""
+def _name_pairs(names: _Names, model: MemoryMosaicForCausalLM) -> list[tuple[str, list[str]]]:
+    """Return our names with the program's, several for copies of slots."""
     config = model.config
-    found = [("model.embed_tokens.weight", [names.embedding]), ("model.norm.weight", [names.norm + ".weight"])]
+    pairs = [("model.embed_tokens.weight", [names.embedding]), ("model.norm.weight", [names.norm + ".weight"])]
     for i in range(config.num_hidden_layers):
         ours, theirs = f"model.layers.{i}.", names.block.format(i=i)
-        found += [(ours + name, [theirs + other]) for name, other in names.tensors.items()]
+        pairs += [(ours + name, [theirs + other]) for name, other in names.tensors.items()]
         for name, other in names.slots.items():
             copies = range(config.persistent_copies) if "{c}" in other else [0]
-            found.append((ours + name, [theirs + other.format(c=c) for c in copies]))
+            pairs.append((ours + name, [theirs + other.format(c=c) for c in copies]))
     if config.bias:
-        biased = [(ours, theirs) for ours, (theirs, *_) in found if theirs.endswith(".weight")]
-        swap = lambda name: name.removesuffix("weight") + "bias"  # noqa: E731
-        found += [(swap(ours), [swap(theirs)]) for ours, theirs in biased if ours != "model.embed_tokens.weight"]
-    return found
+        biased = [(ours, theirs) for ours, (theirs, *_) in pairs if theirs.endswith(".weight")]
+        to_bias = lambda name: name.removesuffix("weight") + "bias"  # noqa: E731
+        pairs += [(to_bias(ours), [to_bias(theirs)]) for ours, theirs in biased if ours != "model.embed_tokens.weight"]
+    return pairs
 
 
 def _need(weights: Mapping[str, Tensor], name: str) -> Tensor:
@@ -185,18 +170,18 @@ def _need(weights: Mapping[str, Tensor], name: str) -> Tensor:
     return weights[name]
 
 
-def _one(left: dict[str, Tensor], names: list[str]) -> Tensor:
-    """The tensor of these names, which are taken out; copies on an axis in front."""
+def _pop(left: dict[str, Tensor], names: list[str]) -> Tensor:
+    """Remove the tensors of these names and return them, copies stacked on a new first axis."""
     tensors = [_need(left, name) for name in names]
     for name in names:
         tensor = left.pop(name)
-        require(bool(torch.isfinite(tensor).all()), CALL, f"{name} holds NaN or infinite numbers.")
+        require(bool(torch.isfinite(tensor).all()), CALL, f"{name} holds NaN or infinite values.")
     return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
 
 
 def _shaped(name: str, tensor: Tensor, model: MemoryMosaicForCausalLM) -> Tensor:
-    """In our shape, where axes of one were between or behind."""
+    """Return the tensor in the shape of our parameter, which may differ in axes of size one."""
     ours = model.get_parameter(name)
-    full, wanted = [n for n in tensor.shape if n != 1], [n for n in ours.shape if n != 1]
-    require(full == wanted, CALL, f"{name} would be {shape(tensor)}, expected {shape(ours)}.")
+    given, wanted = [n for n in tensor.shape if n != 1], [n for n in ours.shape if n != 1]
+    require(given == wanted, CALL, f"{name} would be {shape(tensor)}, expected {shape(ours)}.")
     return tensor.reshape(ours.shape).to(ours.dtype)

@@ -1,7 +1,7 @@
-"""Causal multi-head self-attention with any sentence of the grammar in the place of softmax.
+"""Causal multi-head self-attention with any attention spec.
 
-Shapes: B batch, T tokens given now (Tq), Tk tokens given so far (with a cache), C model width, H query heads,
-Hkv key/value heads (H a multiple of Hkv), D channels of a head.
+Shapes: B batch, T (or Tq) tokens in this call, Tk tokens so far, C model width, H query heads, Hkv key/value heads (H a
+multiple of Hkv), D channels of a head.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ from .temperature import Temperature, as_temperature
 
 CALL = "nn.Attention"
 
-
 Observer = Callable[[int | None, Any], None]
+Rotary = tuple[Tensor, Tensor] | None
 
 
 class KeyValueCache(Protocol):
-    """What the layer asks of a cache; transformers' `DynamicCache` is one."""
+    """The cache protocol of the layer; transformers' `DynamicCache` has it."""
 
     def get_seq_length(self, layer_idx: int) -> int:
-        """Tokens seen by that layer."""
+        """Return the number of tokens that the layer has seen."""
         ...
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append [B, Hkv, Tq, D] pairs; return the pairs that a query may need, the new ones last."""
+        """Append keys and values [B, Hkv, Tq, D]; return those that a query may need, the new ones last."""
         ...
 
 
 class SumsLayer(Protocol):
-    """A layer of a cache that holds sums over all pairs so far in the place of the pairs; its `layers[layer_idx]`."""
+    """A cache layer, `layers[layer_idx]`, that holds a linear-attention state instead of keys and values."""
 
     linear_state: LinearState | None
 
 
 class Attention(nn.Module):
-    """Causal self-attention; query, key, value and output projections around `regard.attention`.
+    """Causal self-attention: query, key, value and output projections around `regard.attention`.
 
     Args:
         hidden_size: model width C.
@@ -77,42 +77,41 @@ class Attention(nn.Module):
         num_kv_heads: key/value heads, a divisor of `num_heads` (grouped queries); default `num_heads`.
         head_dim: channels of a head; default `hidden_size // num_heads`, which must then be exact.
         spec: a `Spec`, or the name or text of one.
-        layer_idx: the layer's place in a cache and in what observers are told.
-        window: attend to the last `window` tokens only (the present one included); None for all.
+        layer_idx: index of the layer in a cache, also passed to observers.
+        window: attend to the last `window` tokens only, the current one included; None for all.
         bias: biases in the four projections.
-        temperature: how sharp weights are, a rule of `regard.nn.temperatures` or its text: "fixed" (the usual
-            scale), "learned" per head, "log" or "power" of the number of keys that a row sees. What it learns
-            are parameters [H] of this layer. All but the usual scale need a spec that has one.
-        share_query_key: one projection for queries and keys, q = k (kernel-selection paper, section 7): no
-            q_proj. Needs as many key/value heads as query heads. A token is then most alike to itself, so
-            consider `exclude_self`.
-        exclude_self: attend to earlier tokens only; the first token's row is 0.
-        qk_norm: normalise queries and keys, head by head, before they are turned by their positions. "rms": to root
-            mean square 1, times a learned gain [D] (`q_norm`, `k_norm`), as Qwen3 does. "l2": to length 1, without a
-            gain; the usual scale is then sqrt(D) in the place of 1/sqrt(D), so that scores are those of "rms" with
-            gain 1, and what a distance between keys means (a ridge, an `h`) is the same in every layer. None: neither.
-        ridge: of a local linear spec, a rule of `regard.nn.ridges` or its text: "fixed" (the number of the spec),
-            "learned" from the token, one number a head, or "learned-per-dimension". The projection is `ridge_proj`.
+        temperature: a rule of `regard.nn.temperatures` or its text: "fixed" (the usual scale), "learned" per head,
+            "log" or "power" of the number of visible keys. Its learned values are parameters [H] of this layer. All
+            rules but the usual scale need a spec whose scores have a scale.
+        share_query_key: one projection for queries and keys, q = k (kernel-selection paper, section 7), without q_proj.
+            Needs as many key/value heads as query heads. A token is then most similar to itself, so consider
+            `exclude_self`.
+        exclude_self: attend to earlier tokens only; the first token's output is 0.
+        qk_norm: normalisation of queries and keys per head, before rotation. "rms": to root mean square 1, times a
+            learned gain [D] (`q_norm`, `k_norm`), as in Qwen3. "l2": to length 1, without a gain; the usual scale is
+            then sqrt(D) instead of 1/sqrt(D), so that scores equal those of "rms" with gain 1, and distances between
+            keys (which a ridge or an `h` refer to) are comparable across layers. None: no normalisation.
+        ridge: of a local linear spec, a rule of `regard.nn.ridges` or its text: "fixed" (the value of the spec),
+            "learned" from the token, one value per head, or "learned-per-dimension". The projection is `ridge_proj`.
         norm_eps: added to the mean square in `qk_norm`.
-        output_gate: multiply what the heads give by the logistic function of `gate_proj` of the token, channel by
-            channel, before the output projection (gated attention, Qiu et al. 2025, arXiv:2505.06708).
+        output_gate: multiply the heads' output by sigmoid(`gate_proj`(token)), channel by channel, before the output
+            projection (gated attention, Qiu et al. 2025, arXiv:2505.06708).
 
-    A local linear spec regresses in the space of the keys as they are compared: normalised, then turned. Where its
-    solver is "learned" (Parallax, arXiv 2605.29157), `r_proj` makes the probe of every head, normalised (`r_norm`) and
-    turned like a query.
+    A local linear spec regresses on the normalised and rotated keys. If its solver is "learned" (Parallax, arXiv
+    2605.29157), `r_proj` computes the probe of every head, normalised (`r_norm`) and rotated like a query.
 
     Attributes:
-        observer: None, or a callable `observer(layer_idx, diagnostics)` that is told of every forward pass.
-            What it is given is detached from the graph only as far as `regard.attention` detaches it.
-        observe_weights: with an observer, use the dense reference so that the diagnostics hold the weights.
-        hook_q, hook_k, hook_v: see queries [B, H, T, D], keys and values [B, Hkv, T, D], normalised and turned.
-        hook_pattern: sees the weights [B, H, T, Tk]; while something listens they are made by the dense reference, and
-            what it returns is used in their place. Not with a cache of sums.
+        observer: None, or a callable `observer(layer_idx, diagnostics)`, called in every forward pass. Diagnostics are
+            detached from the graph only as far as `regard.attention` detaches them.
+        observe_weights: use the dense reference for an observer, so that the diagnostics hold the weights.
+        hook_q, hook_k, hook_v: see queries [B, H, T, D], keys and values [B, Hkv, T, D], normalised and rotated.
+        hook_pattern: sees the weights [B, H, T, Tk] and may replace them; while a hook is registered they come from the
+            dense reference. Not with a cache of linear-attention states.
         hook_out: sees the output [B, T, C].
 
     Raises:
         ArgumentError: sizes that do not fit, an unknown spec, a temperature for a spec without a scale, a learned
-            ridge for a spec without a ridge, an unknown `qk_norm`, shared queries and keys with grouped heads.
+            ridge for a spec without a ridge, an unknown `qk_norm`, or shared queries and keys with grouped heads.
     """
 
     def __init__(
@@ -174,122 +173,115 @@ class Attention(nn.Module):
         self.ridge_proj = RidgeProjection(hidden_size, num_heads, self.head_dim, self.ridge) if learns else None
 
     def extra_repr(self) -> str:
-        """Heads, spec and window, for `print(model)`."""
-        kv = f", num_kv_heads={self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
-        window = f", window={self.window}" if self.window is not None else ""
-        sharp = "" if self.temperature.neutral else f", temperature={str(self.temperature)!r}"
-        sharp += f", qk_norm={self.qk_norm!r}" if self.qk_norm else ""
-        sharp += f", ridge={str(self.ridge)!r}" if self.ridge_proj is not None else ""
-        flags = "".join(f", {name}=True" for name in ("share_query_key", "exclude_self") if getattr(self, name))
-        flags += ", output_gate=True" if self.gate_proj is not None else ""
-        return (
-            f"num_heads={self.num_heads}{kv}, head_dim={self.head_dim}, spec={str(self.spec)!r}{window}{sharp}{flags}"
-        )
+        """Return heads, spec and options, for `print(model)`."""
+        options = {
+            "num_kv_heads": self.num_kv_heads if self.num_kv_heads != self.num_heads else None,
+            "head_dim": self.head_dim,
+            "spec": str(self.spec),
+            "window": self.window,
+            "temperature": None if self.temperature.neutral else str(self.temperature),
+            "qk_norm": self.qk_norm,
+            "ridge": None if self.ridge_proj is None else str(self.ridge),
+            "share_query_key": self.share_query_key or None,
+            "exclude_self": self.exclude_self or None,
+            "output_gate": True if self.gate_proj is not None else None,
+        }
+        shown = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+        return ", ".join([f"num_heads={self.num_heads}", *shown])
 
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Rotary = None,
         attention_mask: Tensor | None = None,
         past_key_values: KeyValueCache | None = None,
         output_attentions: bool = False,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from the tokens given to all tokens so far.
+        """Attend from the tokens of this call to all tokens so far.
 
         Args:
             hidden_states: [B, T, C].
-            position_embeddings: (cos, sin) of `rotary_angles`, each [B or 1, T, R/2]; None for no positions. They turn
-                the first R channels of a head.
-            attention_mask: boolean, True may be attended: a key mask [B, Tk] over all tokens so far, or
-                [B, 1 or H, T, Tk]. Causality and window are applied besides. A row without a key gives zeros.
-            past_key_values: a growing cache, to which the new keys and values are appended (the one thing
-                that a forward pass changes). Where its layer is a `SumsLayer`, it keeps sums of fixed size and a
-                token costs O(D Dv) however many came before; of the mask only the columns of the new tokens are
-                read, since a pair cannot be taken out of a sum.
-            output_attentions: also return the weights, by the dense reference implementation: those with weights
-                times values = output, which a local linear spec makes negative too.
-            segment_ids: integers [B or 1, T] of documents packed into a row: a token attends to those of its own run of
-                equal numbers alone. Not with a cache.
+            position_embeddings: (cos, sin) of `rotary_angles`, each [B or 1, T, R/2], which rotate the first R channels
+                of a head; None for no positions.
+            attention_mask: boolean, True where a key may be attended: [B, Tk] over all tokens so far, or
+                [B, 1 or H, T, Tk], combined with causality and window. A query without a visible key gives zeros.
+            past_key_values: a growing cache, to which keys and values are appended in place. If its layer is a
+                `SumsLayer`, it holds a state of fixed size and a token costs O(D Dv) at any length; only the mask's
+                columns of new tokens are then read, since a pair cannot be removed from a sum.
+            output_attentions: also return the weights, from the dense reference: those with weights times values =
+                output, some of which are negative for a local linear spec.
+            segment_ids: integers [B or 1, T] of packed documents: a token attends only to its own run of equal numbers.
+                Cannot be combined with a cache.
 
         Returns:
-            (output [B, T, C], weights [B, H, T, Tk] or None). With a window and a cache, Tk counts the tokens
-            that the cache still holds.
+            Output [B, T, C], and weights [B, H, T, Tk] or None. With a window and a cache, Tk counts the tokens that
+            the cache still holds.
 
         Raises:
-            ArgumentError: wrong rank, dtype or shape; a padded (static) cache; a cache without `layer_idx`, or with
-                `segment_ids`; a cache of sums for a spec without finite features, or asked for the weights of pairs it
-                forgot.
+            ArgumentError: a wrong rank, dtype or shape; a padded (static) cache; a cache without `layer_idx`, or with
+                `segment_ids`; a cache of states for a spec without a finite feature map, or asked for the weights of
+                earlier tokens.
         """
         check_hidden(CALL, "hidden_states", hidden_states, self.hidden_size, self.k_proj)
         check_positions(CALL, position_embeddings, hidden_states, self.head_dim)
         flag(CALL, "output_attentions", output_attentions)
         if past_key_values is not None and not callable(getattr(past_key_values, "update", None)):
-            raise refuse(
-                CALL, "past_key_values", past_key_values, "a cache with update(key, value, layer_idx), or None"
-            )
+            expected = "a cache with update(key, value, layer_idx), or None"
+            raise refuse(CALL, "past_key_values", past_key_values, expected)
         if segment_ids is not None:
             if past_key_values is not None:
                 raise ArgumentError(
-                    "nn.Attention: segment_ids were given with a cache, which holds one document a row; leave one out."
+                    f"{CALL}: segment_ids were given with a cache, which holds one document per row; leave one out."
                 )
-            segments("nn.Attention", segment_ids, hidden_states.shape[0], hidden_states.shape[1], hidden_states.device)
+            segments(CALL, segment_ids, hidden_states.shape[0], hidden_states.shape[1], hidden_states.device)
         query, key, value = self._project(hidden_states, position_embeddings)
         sums = None if past_key_values is None else self._sums(past_key_values)
         if sums is not None:
-            out, weights = self._recall(sums, query, key, value, attention_mask, output_attentions)
+            out, weights = self._attend_to_sums(sums, query, key, value, attention_mask, output_attentions)
         else:
             if past_key_values is not None:
-                key, value = self._remember(past_key_values, key, value)
+                key, value = self._append(past_key_values, key, value)
             mask = self._mask(attention_mask, query, key)
-            local = self._local(hidden_states, position_embeddings)
+            local = self._local_params(hidden_states, position_embeddings)
             out, weights = self._attend(query, key, value, mask, output_attentions, local, segment_ids)
         heads = out.transpose(1, 2).flatten(2)
         if self.gate_proj is not None:
             heads = heads * self.gate_proj(hidden_states).sigmoid()
         return self.hook_out(self.o_proj(heads)), weights
 
-    def _project(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, H, T, D], keys and values [B, Hkv, T, D]; one tensor serves as both where they are shared."""
-        value = self.hook_v(self._heads(self.v_proj(hidden_states), self.num_kv_heads))
-        key = self._place(self._heads(self.k_proj(hidden_states), self.num_kv_heads), "k", position_embeddings)
-        key = self.hook_k(key)
+    def _project(self, hidden_states: Tensor, position_embeddings: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, H, T, D], keys and values [B, Hkv, T, D]; queries and keys may be one tensor."""
+        value = self.hook_v(self._heads(self.v_proj(hidden_states)))
+        key = self.hook_k(self._position(self.k_proj(hidden_states), "k", position_embeddings))
         if self.share_query_key:
             return key, key, value
-        query = self._place(self._heads(self.q_proj(hidden_states), self.num_heads), "q", position_embeddings)
-        return self.hook_q(query), key, value
+        return self.hook_q(self._position(self.q_proj(hidden_states), "q", position_embeddings)), key, value
 
-    def _place(self, x: Tensor, part: str, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Queries, keys or probes [B, H, T, D], normalised, then turned by their positions."""
+    def _position(self, x: Tensor, part: str, position_embeddings: Rotary) -> Tensor:
+        """Return queries, keys or probes [B, H, T, D], normalised and then rotated, for x [B, T, H D]."""
+        x = self._heads(x)
         if self.qk_norm is not None:
             x = self.get_submodule(f"{part}_norm")(x)
         return x if position_embeddings is None else rotate(x, *position_embeddings)
 
-    def _local(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
-    ) -> dict[str, float | Tensor]:
-        """What a local linear spec takes from the tokens: ridges [B, H, T, 1 or D], a probe [B, H, T, D]."""
-        found: dict[str, float | Tensor] = {}
+    def _local_params(self, hidden_states: Tensor, position_embeddings: Rotary) -> dict[str, float | Tensor]:
+        """Return token-dependent parameters of a local linear spec: ridge [B, H, T, 1 or D], probe [B, H, T, D]."""
+        params: dict[str, float | Tensor] = {}
         if self.ridge_proj is not None:
-            found["ridge"] = self.ridge_proj(hidden_states)
+            params["ridge"] = self.ridge_proj(hidden_states)
         if self.probed:
-            found["probe"] = self._place(
-                self._heads(self.r_proj(hidden_states), self.num_heads), "r", position_embeddings
-            )
-        return found
+            params["probe"] = self._position(self.r_proj(hidden_states), "r", position_embeddings)
+        return params
 
-    def _heads(self, x: Tensor, heads: int) -> Tensor:
-        """[B, T, heads * D] -> [B, heads, T, D]."""
-        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+    def _heads(self, x: Tensor) -> Tensor:
+        """Return [B, heads, T, D] for x [B, T, heads * D]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _sums(self, cache: KeyValueCache) -> SumsLayer | None:
-        """This layer's sums, or None where the cache holds pairs."""
+        """Return this layer's linear-attention state, or None if the cache holds keys and values."""
         if self.layer_idx is None:
-            raise ArgumentError(
-                "nn.Attention: past_key_values: a cache was given to a layer without layer_idx; set it."
-            )
+            raise ArgumentError(f"{CALL}: past_key_values: a cache was given to a layer without layer_idx; set it.")
         require_growing(cache, CALL)
         layers = getattr(cache, "layers", ())
         layer = layers[self.layer_idx] if self.layer_idx < len(layers) else None
@@ -299,11 +291,11 @@ class Attention(nn.Module):
             self.window is None and finite_features(self.spec),
             CALL,
             f"the cache holds sums at layer {self.layer_idx}, but {self.spec} "
-            f"{'with a window ' if self.window else ''}needs pairs; use a transformers.DynamicCache.",
+            f"{'with a window ' if self.window else ''}needs keys and values; use a transformers.DynamicCache.",
         )
         return layer
 
-    def _recall(
+    def _attend_to_sums(
         self,
         sums: SumsLayer,
         query: Tensor,
@@ -312,46 +304,38 @@ class Attention(nn.Module):
         mask: Tensor | None,
         output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Read the sums and add the new pairs to them: ([B, H, T, D], weights or None)."""
+        """Read and update the state; return [B, H, T, D] and weights or None."""
         state, mask = sums.linear_state, self._mask(mask, query, key)
         if mask is not None and mask.shape[1:3] != (1, 1):
             raise ArgumentError(
-                f"{CALL}: attention_mask has shape {shape(mask)}, but a cache of sums takes one that is the same "
-                f"for every head and query, [B, Tk]; use a transformers.DynamicCache."
+                f"{CALL}: attention_mask has shape {shape(mask)}, but a cache of sums needs one mask [B, Tk] for all "
+                f"heads and queries; use a transformers.DynamicCache."
             )
         n = None
         if self.temperature.counted:
             tokens = query.shape[2]
             n = Visibility(tokens, tokens, causal=True, strict=self.exclude_self, mask=mask).counts(query.device)
-            if state is not None:  # the last feature of every key is one, so that its sum counts the pairs
+            if state is not None:  # the last feature of every key is one, so that its sum counts the keys
                 n = n + state.keys[:, :1, -1:].long()
         if self.hook_pattern.active:
             raise ArgumentError(
-                "nn.Attention: something listens to hook_pattern, but the cache holds sums, which have no weights; use "
-                "a transformers.DynamicCache, or no cache."
+                f"{CALL}: a hook is registered at hook_pattern, but the cache holds sums, which have no weights; use a "
+                f"transformers.DynamicCache, or no cache."
             )
-        out, sums.linear_state = linear_attention(
-            query,
-            key,
-            value,
-            self.spec,
-            state=state,
-            attn_mask=mask,
-            exclude_self=self.exclude_self,
-            **self._temper(n),
-        )
+        arguments = {"state": state, "attn_mask": mask, "exclude_self": self.exclude_self, **self._temper(n)}
+        out, sums.linear_state = linear_attention(query, key, value, self.spec, **arguments)
         if not output_attentions and self.observer is None:
             return out, None
         if state is not None:
             raise ArgumentError(
-                "nn.Attention: the weights of pairs were asked for that the cache has only as sums; use a "
-                "transformers.DynamicCache, or no cache."
+                f"{CALL}: weights of earlier tokens were asked for, but the cache holds only sums over them; use a "
+                f"transformers.DynamicCache, or no cache."
             )
         return self._attend(query, key, value, mask, output_attentions, {})
 
-    def _remember(self, cache: KeyValueCache, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append to the cache; all pairs that it holds, [B, Hkv, Tk, D]."""
-        assert self.layer_idx is not None  # _sums has seen to it
+    def _append(self, cache: KeyValueCache, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append to the cache; return all keys and values that it holds, [B, Hkv, Tk, D]."""
+        assert self.layer_idx is not None  # checked by _sums
         tokens = key.shape[2]
         key, value = cache.update(key, value, self.layer_idx)
         if self.window is not None:
@@ -359,12 +343,12 @@ class Attention(nn.Module):
             if key.shape[2] < needed:
                 raise ArgumentError(
                     f"{CALL}: the cache gave {key.shape[2]} tokens of the {needed} that window={self.window} "
-                    f"reaches here; let it keep window + exclude_self - 1 tokens (`sliding_window` counts one more)."
+                    f"needs; let it keep window + exclude_self - 1 tokens (`sliding_window` counts one more)."
                 )
         return key, value
 
     def _mask(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-        """The mask as [B, 1 or H, 1 or T, Tk] for the keys at hand."""
+        """Return the mask as [B, 1 or H, 1 or T, Tk] for the keys at hand."""
         if mask is None:
             return None
         boolean_mask(CALL, "attention_mask", mask)
@@ -375,7 +359,7 @@ class Attention(nn.Module):
                 f"{CALL}: attention_mask has shape {shape(mask)}, expected [{batch}, Tk] or "
                 f"[{batch}, 1, {tokens}, Tk] with Tk >= {keys}, the tokens so far."
             )
-        # A cache with a window has dropped the oldest pairs, so the mask's last columns are the ones meant.
+        # A cache with a window has dropped the oldest keys; the mask's last columns are those of the others.
         mask = mask[..., mask.shape[-1] - keys :]
         mask = mask[:, None, None, :] if mask.dim() == 2 else mask
         broadcastable(CALL, "attention_mask", mask, (batch, heads, tokens, keys))
@@ -391,7 +375,7 @@ class Attention(nn.Module):
         local: dict[str, float | Tensor],
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`regard.attention` with this layer's numbers: ([B, H, T, D], weights or None)."""
+        """Call `regard.attention` with this layer's parameters; return [B, H, T, D] and weights or None."""
         hooked = self.hook_pattern.active
         dense = output_attentions or hooked or (self.observer is not None and self.observe_weights)
         arguments: dict[str, Any] = {
@@ -413,20 +397,20 @@ class Attention(nn.Module):
             self.observer(self.layer_idx, diagnostics.detached())
         weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
         if hooked:
-            shown = self.hook_pattern(weights)
-            out = out if shown is weights else self._mix(shown, value, mask)
-            weights = shown
+            replaced = self.hook_pattern(weights)
+            out = out if replaced is weights else self._mix(replaced, value, mask)
+            weights = replaced
         return out, weights if output_attentions else None
 
     def _mix(self, weights: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Weights [B, H, T, Tk] that a hook put in place times values; what is hidden has none of it."""
+        """Return weights [B, H, T, Tk] of a hook times values, masked keys left out."""
         if mask is not None:
             value = value.masked_fill(~mask.any(dim=(1, 2))[:, None, :, None], 0)
             weights = weights.masked_fill(~mask, 0)
         return weights.to(value.dtype) @ value.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
 
     def _sharpness(self, query: Tensor, key: Tensor, mask: Tensor | None, segment_ids: Tensor | None) -> dict[str, Any]:
-        """The temperature as arguments of `regard.attention`."""
+        """Return the temperature as arguments of `regard.attention`."""
         n = None
         if self.temperature.counted:
             queries, keys = query.shape[2], key.shape[2]
@@ -443,7 +427,7 @@ class Attention(nn.Module):
         return self._temper(n)
 
     def _temper(self, n: Tensor | None) -> dict[str, Any]:
-        """Arguments for rows that see `n` keys, [B or 1, H or 1, T]."""
+        """Return the temperature as arguments for queries that see `n` keys, [B or 1, H or 1, T]."""
         learned = {name: getattr(self, name) for name in self.temperature.start()}
         usual = None
         if self.qk_norm == "l2" and self.spec.takes_scale:

@@ -1,4 +1,4 @@
-"""Normalisation: of queries and keys, head by head, and of a residual stream."""
+"""Normalisation layers: of queries and keys per head, and of a residual stream."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ NORMS = ("rms", "layer")
 
 
 class HeadRMSNorm(nn.RMSNorm):
-    """x / sqrt(mean x^2 + eps) over the channels of a head, times a learned gain [D]; in float32 at least, whatever the
-    dtype of x, which the result has.
+    """x / sqrt(mean x^2 + eps) over the channels of a head, times a learned gain [D]; computed at least in float32.
 
     Args:
         dim: D.
         eps: added to the mean square.
-        unit: vectors of length 1 in the place of mean square 1, without a gain.
+        unit: normalise to length 1 instead of mean square 1, without a gain.
     """
 
     def __init__(self, dim: int, eps: float, *, unit: bool = False) -> None:
@@ -27,7 +26,7 @@ class HeadRMSNorm(nn.RMSNorm):
         self.unit = unit
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
+        """Return x [..., D], normalised, in its dtype."""
         wide = torch.promote_types(x.dtype, torch.float32)
         gain = None if self.weight is None else self.weight.to(wide)
         out = rms_norm(x.to(wide), self.normalized_shape, gain, self.eps)
@@ -35,12 +34,12 @@ class HeadRMSNorm(nn.RMSNorm):
 
 
 def check_qk_norm(call: str, given: str | None) -> str | None:
-    """`given`, after checking that it is None or a known normalisation of queries and keys."""
+    """Return `given`, after checking that it is None or a known normalisation of queries and keys."""
     if given is not None and not (isinstance(given, str) and given in QK_NORMS):
         raise refuse(call, "qk_norm", given, f"None, {' or '.join(map(repr, QK_NORMS))}")
     return given
 
 
 def make_norm(kind: str, size: int, eps: float) -> nn.Module:
-    """The norm of a residual stream: "rms" (RMSNorm, a gain) or "layer" (LayerNorm, a gain and a bias)."""
+    """Return the norm of a residual stream: "rms" (RMSNorm, a gain) or "layer" (LayerNorm, a gain and a bias)."""
     return nn.RMSNorm(size, eps=eps) if kind == "rms" else nn.LayerNorm(size, eps=eps)

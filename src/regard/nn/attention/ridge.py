@@ -1,13 +1,12 @@
-"""Ridges: what penalises the slope of the local linear model in a layer, which may depend on the token.
+"""Ridges: penalties on the slope of the local linear model, which may depend on the token.
 
-Equation 27 of Local Linear Attention (arXiv 2510.01450) makes the ridge of a token from its hidden state x,
-lambda = sigmoid(W x). As printed W is [d, d_lambda], which cannot be applied to x, and d_lambda is called the channels
-of a head where one number a head is meant; here W is [H r, C], with r = 1 number a head, or r = D, one for every
-channel. A floor is added, since a ridge of 0 leaves the first D rows of a sequence, whose keys span less than the
-space, without a unique answer.
+Equation 27 of Local Linear Attention (arXiv 2510.01450) computes the ridge of a token from its hidden state x, lambda =
+sigmoid(W x). As printed, W is [d, d_lambda], which cannot multiply x, and d_lambda is called the channels of a head
+although one value per head is meant. Here W is [H r, C], with r = 1 value per head, or r = D, one per channel. A floor
+is added, because with ridge 0 the first D queries of a sequence, whose keys do not span the space, have no unique
+solution.
 
-Each rule is a frozen dataclass, registered under its name; its text form is that of the grammar's words,
-`learned(start=0.5)`.
+Each rule is a frozen dataclass, registered under its name, and written like an option of a spec, `learned(start=0.5)`.
 
 Legend: B batch, H heads, T tokens, D channels of a head, C width of the hidden state.
 """
@@ -31,7 +30,7 @@ ridges: Registry[Any] = Registry("ridge", "regard.ridges")
 
 
 class Ridge(Rule):
-    """What a rule says of itself.
+    """Base of the ridge rules.
 
     A new rule is a frozen dataclass that derives from this one, registered by `ridges.register(name)`, with `name`,
     `numbers`, `bias` and `values`.
@@ -40,30 +39,22 @@ class Ridge(Rule):
     name: ClassVar[str]
 
     def numbers(self, dim: int) -> int:
-        """How many numbers a head and token: 1, or `dim` for one a channel; 0 for the spec's own, the same for all."""
+        """Return the number of learned values per head and token: 1, `dim` (one per channel), or 0 (not learned)."""
         return 0
 
     def bias(self) -> float:
-        """What the projection gives where learning starts, for every token."""
+        """Return the initial output of the projection, the same for every token."""
         return 0.0
 
     def values(self, x: Tensor) -> Tensor:
-        """Ridges above 0 from what the projection gave, number by number, in float32 at least.
-
-        Raises:
-            ArgumentError: the rule learns and does not define it.
-        """
+        """Return ridges above 0 from the outputs of the projection, elementwise, at least in float32."""
         raise ArgumentError(
             f"ridge {self.name!r}: {type(self).__name__} has no values(x); define it to return numbers above 0 in the "
             f"shape of x."
         )
 
     def require(self, call: str, spec: Spec) -> None:
-        """This rule has a meaning for `spec`.
-
-        Raises:
-            ArgumentError: the spec has no ridge: it is of degree 0, or its solver takes the slope from the caller.
-        """
+        """Check that `spec` is local linear with a solver that uses a ridge, or that this rule is not learned."""
         solves = spec.degree == 1 and spec.solver.name != "learned"
         require(
             not self.numbers(1) or solves,
@@ -76,21 +67,21 @@ class Ridge(Rule):
 @ridges.register("fixed")
 @dataclass(frozen=True)
 class FixedRidge(Ridge):
-    """The number of the spec, `linear(ridge=0.1)`, for all tokens and heads."""
+    """The ridge of the spec, `linear(ridge=0.1)`, for all tokens and heads."""
 
     name: ClassVar[str] = "fixed"
 
 
 LINKS = ("sigmoid", "softplus")
-"""What keeps a learned ridge above its floor: sigmoid also keeps it below floor + 1, softplus does not."""
+"""What keeps a learned ridge above its floor; sigmoid also keeps it below floor + 1."""
 
 
 @ridges.register("learned")
 @dataclass(frozen=True)
 class LearnedRidge(Ridge):
-    """One number a head, made of the token: floor + link(W x + b), link "sigmoid" (equation 27) or "softplus".
+    """One value per head, computed from the token: floor + link(W x + b), link "sigmoid" (equation 27) or "softplus".
 
-    W starts at 0 and b so that every ridge is `start`.
+    Initially W is 0 and b such that every ridge is `start`.
     """
 
     start: float = 0.1
@@ -125,7 +116,7 @@ class LearnedRidge(Ridge):
 @ridges.register("learned-per-dimension")
 @dataclass(frozen=True)
 class LearnedRidgePerDimension(LearnedRidge):
-    """As "learned", with a number of its own for every channel of a head, in the coordinates after rotary turning."""
+    """As "learned", with one value per channel of a head, in the coordinates after rotation."""
 
     name: ClassVar[str] = "learned-per-dimension"
 
@@ -134,13 +125,13 @@ class LearnedRidgePerDimension(LearnedRidge):
 
 
 class RidgeProjection(nn.Linear):
-    """The projection W x + b of equation 27, where learning starts at first: W = 0.
+    """The projection W x + b of equation 27, initially with W = 0.
 
     Args:
         hidden_size: C.
         heads: H.
         dim: D.
-        rule: which has numbers to learn.
+        rule: a rule with learned values.
     """
 
     def __init__(self, hidden_size: int, heads: int, dim: int, rule: Ridge) -> None:
@@ -148,20 +139,20 @@ class RidgeProjection(nn.Linear):
         super().__init__(hidden_size, heads * rule.numbers(dim))
 
     def reset_parameters(self) -> None:
-        """W = 0 and b as the rule says, in place."""
+        """Set W to 0 and b to the initial value of the rule."""
         nn.init.zeros_(self.weight)
         nn.init.constant_(self.bias, self.rule.bias())
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Ridges [B, H, T, 1 or D] of hidden states [B, T, C]."""
+        """Return ridges [B, H, T, 1 or D] of hidden states [B, T, C]."""
         return self.rule.values(super().forward(hidden_states).unflatten(-1, (self.heads, -1)).transpose(1, 2))
 
 
 def as_ridge(given: str | Ridge, call: str = "as_ridge", argument: str = "given") -> Ridge:
-    """A rule as it is, or the one that a text names: `fixed`, `learned`, `learned(start=0.5,link=softplus)`.
+    """Return a rule as it is, or the one that a text describes: `fixed`, `learned(start=0.5,link=softplus)`.
 
     Raises:
-        ArgumentError: what cannot be read, an unknown name (with a suggestion) or a number out of range.
+        ArgumentError: a text that cannot be parsed, an unknown name, or a value out of range.
     """
     if isinstance(given, Ridge):
         return given

@@ -1,5 +1,7 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864): each pair of channels is turned by position times
-frequency, so that a dot product of query and key depends on their distance alone.
+"""Rotary position embeddings (RoPE, Su et al. 2021, arXiv:2104.09864).
+
+Each pair of channels is rotated by position times frequency, so that the dot product of query and key depends only on
+their distance.
 
 Shapes: B batch, H heads, T tokens, D channels of a head (even).
 """
@@ -15,22 +17,21 @@ from ...checks import ArgumentError, is_integer, number, refuse, shape, tensor, 
 def rotary_angles(
     position_ids: Tensor, head_dim: int, theta: float = 10000.0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the turning angles.
+    """Return cosines and sines of the rotation angles.
 
-    The angles are formed in float32 whatever `dtype` is: in bfloat16 neighbouring positions above 256 would
-    share one angle.
+    Angles are computed in float32: in bfloat16 neighbouring positions above 256 would share one angle.
 
     Args:
-        position_ids: integer positions, [B, T] (or [1, T] for all rows alike).
+        position_ids: integer positions, [B, T] or [1, T].
         head_dim: channels of a head, even.
-        theta: base of the geometric sequence of wavelengths; pair i turns by theta^(-2i/D) radians a token.
+        theta: base of the wavelengths; pair i rotates by theta^(-2i/D) radians per token.
         dtype: dtype of the result.
 
     Returns:
         (cos, sin), each [B, T, D/2].
 
     Raises:
-        ArgumentError: `head_dim` is odd or not positive.
+        ArgumentError: `head_dim` is odd or not positive, or a wrong dtype.
     """
     call = "rotary_angles"
     if not is_integer(position_ids):
@@ -46,17 +47,14 @@ def rotary_angles(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x_i, x_{i + R/2}) of every head by the angles of `rotary_angles`.
+    """Rotate the pairs (x_i, x_{i + R/2}) of every head by the angles of `rotary_angles`.
 
     Args:
         x: [B, H, T, D].
-        cos, sin: [B, T, R/2] (or [1, T, R/2]) with R <= D: the channels from R on stay as they are.
+        cos, sin: [B, T, R/2] or [1, T, R/2] with R <= D; the channels from R on are not rotated.
 
     Returns:
         [B, H, T, D], in the dtype of `x`.
-
-    Raises:
-        ArgumentError: shapes that do not fit.
     """
     tensor("rotate", "x", x, "B", "H", "T", "D")
     for name, angle in (("cos", cos), ("sin", sin)):
@@ -64,10 +62,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         fits = angle.shape[0] in (1, x.shape[0]) and 2 * angle.shape[2] <= x.shape[3]
         if not fits or angle.shape[2] != cos.shape[2]:
             raise ArgumentError(f"rotate: {name} has shape {shape(angle)}, beside cos {shape(cos)} and x {shape(x)}.")
-    turned = 2 * cos.shape[-1]
-    rest = x[..., turned:]
-    first, second = x[..., :turned].chunk(2, dim=-1)
+    rotated = 2 * cos.shape[-1]
+    rest = x[..., rotated:]
+    first, second = x[..., :rotated].chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    # Under autocast the angles keep the hidden states' wider dtype; queries and keys must not take it on.
+    # Under autocast the angles keep the hidden states' wider dtype; queries and keys must not.
     parts = (first * cos - second * sin, second * cos + first * sin, *((rest,) if rest.shape[-1] else ()))
     return torch.cat(parts, dim=-1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Rules of a layer (temperatures, ridges) and their text: a name with arguments, such as `power(exponent=0.5)`.
+"""Rules of a layer (temperatures, ridges) and their text form: a name with arguments, `power(exponent=0.5)`.
 
 A rule is a frozen dataclass whose fields are numbers or words, registered under its name.
 """
@@ -17,7 +17,7 @@ _ARGUMENT = re.compile(r"\s*([A-Za-z]\w*)\s*=\s*(\S+)\s*")
 
 
 class Rule:
-    """A frozen dataclass that prints as the text from which it can be read again."""
+    """A frozen dataclass whose text form can be parsed again."""
 
     name: ClassVar[str]
 
@@ -28,21 +28,18 @@ class Rule:
 
 
 def positive(rule: Rule, name: str) -> None:
-    """The field is a number above zero, kept as a float."""
+    """Check that the field is a number above zero, and store it as a float."""
     value = getattr(rule, name)
     object.__setattr__(rule, name, number(rule.name, name, value, low=0.0, strict=True))
 
 
 def read_rule(registry: Registry[Any], given: object, example: str) -> Any:
-    """The rule of `registry` that a text names.
+    """Return the rule of `registry` that a text describes.
 
     Args:
         registry: of rules; its kind names them in messages.
         given: the text.
-        example: one that could be read, for messages.
-
-    Raises:
-        ArgumentError: what cannot be read, an unknown name (with a suggestion) or a number out of range.
+        example: a valid text, for messages.
     """
     kind = registry.kind
     match = _TERM.fullmatch(given) if isinstance(given, str) else None

@@ -1,12 +1,11 @@
-"""Temperatures: how sharp a row of weights is, which may depend on how many keys the row sees.
+"""Temperatures: scales of the scores, which may depend on the number of visible keys.
 
-Scores are z = scale * s, and a temperature is the multiplier m of the usual scale: scale = m * default. As a row
-sees more keys, the weight of its best one falls; a multiplier that grows with n, the number of keys the row may
-see, holds it up. n is counted with mask, window, causal order, cache and padding (`Visibility.counts`); it is never
-the length of the sequence.
+Scores are z = scale * s, and a temperature is the factor m of the usual scale: scale = m * default. The largest weight
+of a query falls as the number n of keys that it may see grows; a factor that grows with n compensates. n is counted
+with mask, window, causal order, cache and padding (`Visibility.counts`); it is not the length of the sequence.
 
-Each rule is a frozen dataclass, registered under its name; its text form is that of the grammar's words,
-`power(exponent=0.5)`. What it learns are numbers per head, which the caller holds.
+Each rule is a frozen dataclass, registered under its name, and written like an option of a spec,
+`power(exponent=0.5)`. Its learned values, one per head, are parameters of the caller.
 
 Legend: B batch, H heads, Tq queries.
 """
@@ -32,28 +31,25 @@ Learned = Mapping[str, Tensor]
 
 
 class Temperature(Rule):
-    """What a rule says of itself, and what every rule can do.
+    """Base of the temperature rules.
 
     A new rule is a frozen dataclass that derives from this one, registered by `temperatures.register(name)`, with
-    `name`, `start` and `multiplier`; `counted = False` where it does not ask for n.
+    `name`, `start` and `multiplier`; `counted = False` if it does not need n.
     """
 
     name: ClassVar[str]
     counted: ClassVar[bool] = True
 
     def start(self) -> dict[str, float]:
-        """The numbers that are learned per head, by name, with the value from which each starts."""
+        """Return the parameters that are learned per head, with their initial values."""
         return {}
 
     def multiplier(self, n: Tensor, learned: Learned) -> float | Tensor:
-        """m > 0, broadcastable to [B, H, Tq].
+        """Return m > 0, broadcastable to [B, H, Tq].
 
         Args:
-            n: visible keys, [B or 1, H or 1, Tq], floating-point and at least 1 (empty rows included).
-            learned: the numbers of `start`, each [1, H or 1, 1].
-
-        Raises:
-            ArgumentError: the rule does not define it.
+            n: number of visible keys, [B or 1, H or 1, Tq], floating-point and at least 1, for empty rows too.
+            learned: the parameters of `start`, each [1, H or 1, 1].
         """
         raise ArgumentError(
             f"temperature {self.name!r}: {type(self).__name__} has no multiplier(n, learned); define it to return the "
@@ -62,23 +58,23 @@ class Temperature(Rule):
 
     @property
     def neutral(self) -> bool:
-        """Whether this is the usual scale, so that every spec takes it."""
+        """Return whether this is the usual scale, which every spec accepts."""
         return False
 
     def scale(self, n: Tensor | None = None, default: float = 1.0, learned: Learned | None = None) -> float | Tensor:
-        """The scale of the scores, for `regard.attention(..., scale=)`.
+        """Return the scale of the scores, for `regard.attention(..., scale=)`.
 
         Args:
-            n: the keys each row may see, integers broadcastable to [B, H, Tq] (`Visibility.counts`); needed where
-                the rule is `counted`.
+            n: number of visible keys, integers broadcastable to [B, H, Tq] (`Visibility.counts`); required if the rule
+                is `counted`.
             default: the usual scale: 1/sqrt(D) for the dot product and the Euclidean similarity, 1 for the cosine.
-            learned: the numbers named by `start`, each [H]; their starting values where None.
+            learned: the parameters of `start`, each [H]; None for their initial values.
 
         Returns:
-            A number, or a tensor [B or 1, H or 1, Tq or 1] in float32 at least, differentiable in `learned`.
+            A number, or a tensor [B or 1, H or 1, Tq or 1], at least in float32, differentiable in `learned`.
 
         Raises:
-            ArgumentError: n is missing, or `learned` is not what `start` names.
+            ArgumentError: n is missing, or `learned` does not have the parameters of `start`.
         """
         call = f"temperature {self}"
         if learned is None:
@@ -88,7 +84,7 @@ class Temperature(Rule):
             raise ArgumentError(f"{call}: learned has {', '.join(learned) or 'none'}, expected {wanted}.")
         for name, value in learned.items():
             if value.dim() != 1:
-                raise ArgumentError(f"{call}: learned[{name!r}] has shape {shape(value)}, expected [H], one a head.")
+                raise ArgumentError(f"{call}: learned[{name!r}] has shape {shape(value)}, expected [H].")
         if n is None:
             if self.counted:
                 raise ArgumentError(f"{call}: n is missing, the number of keys that each row may see.")
@@ -107,14 +103,15 @@ class Temperature(Rule):
         learned: Learned | None = None,
         usual: float | None = None,
     ) -> dict[str, Any]:
-        """Keyword arguments that give `regard.attention` this temperature for `spec` at head dimension `dim`.
+        """Return the arguments that give `regard.attention` this temperature; none for the usual scale.
 
-        Where the bandwidth is given in units of distance, `fixed(h=...)`, the scale is 1/h^2, so that h becomes
-        h / sqrt(m); elsewhere they are `scale`. Nothing for the usual scale. `usual` is that scale where it is not the
-        similarity's own.
+        If the bandwidth is a distance, `fixed(h=...)`, the scale is 1/h^2, so that h becomes h / sqrt(m).
 
-        Raises:
-            ArgumentError: as `scale`, and for a spec without a scale.
+        Args:
+            spec: the spec, whose scores must have a scale.
+            dim: channels of a head.
+            n, learned: as in `scale`.
+            usual: the usual scale, if it is not the default of the similarity.
         """
         if self.neutral:
             return {} if usual is None else {"scale": usual}
@@ -124,11 +121,7 @@ class Temperature(Rule):
         return {"params": {"h": spec.params["h"].default * self.scale(n, 1.0, learned) ** -0.5}}
 
     def require(self, call: str, spec: Spec) -> None:
-        """This rule has a meaning for `spec`.
-
-        Raises:
-            ArgumentError: scores of `spec` have no scale; the message lists the presets whose scores have one.
-        """
+        """Check that the scores of `spec` have a scale, or that this rule does not need one."""
         if self.neutral or spec.takes_scale or "h" in spec.params:
             return
         able = ", ".join(name for name, preset in presets().items() if preset.takes_scale)
@@ -141,7 +134,7 @@ class Temperature(Rule):
 @temperatures.register("fixed")
 @dataclass(frozen=True)
 class FixedTemperature(Temperature):
-    """scale = default / value: the same for all rows; value 1 is the usual scale, which every spec takes."""
+    """scale = default / value for all rows; value 1 is the usual scale, which every spec accepts."""
 
     value: float = 1.0
     name: ClassVar[str] = "fixed"
@@ -161,7 +154,7 @@ class FixedTemperature(Temperature):
 @temperatures.register("learned")
 @dataclass(frozen=True)
 class LearnedTemperature(Temperature):
-    """scale = default / t with one learned t = exp(log_temperature) per head, from `value` on."""
+    """scale = default / t, with t = exp(log_temperature) learned per head; `value` is the initial t."""
 
     value: float = 1.0
     name: ClassVar[str] = "learned"
@@ -180,12 +173,11 @@ class LearnedTemperature(Temperature):
 @temperatures.register("log")
 @dataclass(frozen=True)
 class LogTemperature(Temperature):
-    """scale = default * s log n with one learned s = exp(log_slope) per head, from `slope` on.
+    """scale = default * s log n, with s = exp(log_slope) learned per head; `slope` is the initial s.
 
-    Scalable softmax (Nakanishi 2025, arXiv:2501.19399), whose weights are n^(s z_j) / sum_l n^(s z_l), for any
-    kernel; 0.43, the s of that paper's Figure 1, gives the usual scale at n = 10. At n = 1 the formula says 0. A
-    single key has weight 1 at any scale where weights sum to one, but a sum that is not normalised would lose it,
-    so n counts as 2 at least.
+    Scalable softmax (Nakanishi 2025, arXiv:2501.19399), whose weights are n^(s z_j) / sum_l n^(s z_l), for any kernel.
+    With 0.43, the s of that paper's Figure 1, the scale at n = 10 is the usual one. The formula is 0 at n = 1, where a
+    weight that is not normalised would vanish, so n counts as at least 2.
     """
 
     slope: float = 0.43
@@ -206,8 +198,8 @@ class LogTemperature(Temperature):
 class PowerTemperature(Temperature):
     """scale = default * (base + gain n^a), with base, gain > 0 and 0 < a < 1 learned per head.
 
-    The form of Memory Mosaics v2 (arXiv:2507.03285), beta = beta_0 + beta_1 n^a. The fields are where learning
-    starts: the usual scale at n = 1, 2.5 times that at n = 256.
+    The form of Memory Mosaics v2 (arXiv:2507.03285), beta = beta_0 + beta_1 n^a. The fields are initial values: the
+    usual scale at n = 1, 2.5 times that at n = 256.
     """
 
     exponent: float = 0.25
@@ -230,10 +222,10 @@ class PowerTemperature(Temperature):
 
 
 def as_temperature(given: str | Temperature, call: str = "as_temperature", argument: str = "given") -> Temperature:
-    """A rule as it is, or the one that a text names: `log`, `fixed(value=2)`, `power(exponent=0.5)`.
+    """Return a rule as it is, or the one that a text describes: `log`, `fixed(value=2)`, `power(exponent=0.5)`.
 
     Raises:
-        ArgumentError: what cannot be read, an unknown name (with a suggestion) or a number out of range.
+        ArgumentError: a text that cannot be parsed, an unknown name, or a value out of range.
     """
     if isinstance(given, Temperature):
         return given

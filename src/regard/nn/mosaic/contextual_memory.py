@@ -1,13 +1,12 @@
-"""The contextual memory of Memory Mosaics: what followed the keys so far that are like the present one.
+"""The contextual memory of Memory Mosaics: kernel regression on the earlier tokens of a sequence.
 
-    y_t = sum_{j < t} w(k_j, k_t) v_j,        v_j knows x_{j+1}
+    y_t = sum_{j < t} w(k_j, k_t) v_j,        v_j depends on x_{j+1}
 
-with the weights of any sentence of the grammar (sparse-attention paper, equations 5 and 6, section 2.4). Key and query
-are one thing; token t completes the pair (k_{t-1}, v_{t-1}), so that strictly causal attention over pairs by key is
-causal attention over pairs by the token that completed them. That is how it is computed and remembered: there is no
-value that waits for its future but the last.
+with the weights of any attention spec (sparse-attention paper, equations 5 and 6, section 2.4). Keys serve as queries.
+Token t completes the pair (k_{t-1}, v_{t-1}), so that causal attention without the diagonal over keys is causal
+attention over completed pairs. The state holds completed pairs and the last token's key, which waits for its value.
 
-Shapes: B batch, T tokens given now, N tokens so far, C model width, H heads, D channels of a head.
+Shapes: B batch, T tokens in this call, N tokens so far, C model width, H heads, D channels of a head.
 """
 
 from __future__ import annotations
@@ -21,19 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ...checks import (
-    ArgumentError,
-    boolean_mask,
-    flags,
-    instance,
-    number,
-    on_device,
-    one_of,
-    refuse,
-    require,
-    segments,
-    shape,
-)
+from ...checks import flags, instance, number, one_of, refuse, require, segments, token_mask
 from ...grammar import Spec, as_spec
 from ...pairwise.attention import attention, diagnosed_attention
 from ...pairwise.visibility import runs_of
@@ -50,30 +37,30 @@ from .features import (
     OutputProjection,
     Sharpness,
     ValueFeatures,
-    begin,
+    initialise,
     without_hidden,
 )
 
 CALL = "nn.ContextualMemory"
 LEARNED = ("h", "bias", "margin")
-"""Numbers of a sentence that are learned per head unless told otherwise."""
+"""Parameters of a spec that are learned per head by default."""
 LEARNABLE = (*LEARNED, "alpha", "r", "ridge")
 WIDE = 0.075
-"""The share of random unit vectors that a fixed bandwidth leaves out at the start."""
+"""The share of random unit vectors to which an initial fixed bandwidth gives weight zero."""
 STARTS = ("wide", "spec")
 UNIFORM_GRADIENTS = ("straight-through", "hard")
 
 
 @dataclass(frozen=True)
 class ContextualState(State):
-    """What a contextual memory remembers.
+    """State of a contextual memory.
 
     Attributes:
         sums, poisoned: of the leaky average, as in `LeakyState`.
-        key: [B, H, D], of the last real token, whose value waits for the next one.
-        value: [B, H, D], that token's projection.
-        keys, values: [B, H, N - 1, D]: the pair that each token but the first completed.
-        tokens: N, hidden ones included.
+        key: [B, H, D], key of the last real token, whose value waits for the next token.
+        value: [B, H, D], the projection of that token.
+        keys, values: [B, H, N - 1, D], the pairs that the tokens after the first completed.
+        tokens: N, masked ones included.
     """
 
     sums: Tensor
@@ -85,34 +72,34 @@ class ContextualState(State):
 
     @property
     def leaky(self) -> LeakyState:
-        """The state of the leaky average."""
+        """Return the state of the leaky average."""
         return LeakyState(self.sums, self.poisoned, tokens=self.tokens)
 
     def reset(self) -> ContextualState:
-        """The state before the first token."""
-        none = replace(self, keys=self.keys[:, :, :0], values=self.values[:, :, :0])
-        return super(ContextualState, none).reset()
+        """Return the state before the first token."""
+        empty = replace(self, keys=self.keys[:, :, :0], values=self.values[:, :, :0])
+        return super(ContextualState, empty).reset()
 
 
 def wide_threshold(dim: int, share: float = WIDE) -> float:
-    """The cosine below which lies the given share of pairs of random unit vectors in `dim` dimensions.
+    """Return the `share` quantile of the cosine between two random unit vectors in `dim` dimensions.
 
-    Their angle has the density sin^(dim - 2), which is summed here over a grid.
+    Their angle has the density sin^(dim - 2), which is summed over a grid.
     """
     if dim == 1:
         return -1.0
     angle = torch.linspace(0, math.pi, 8193, dtype=torch.float64, device="cpu")
     middle = (angle[1:] + angle[:-1]) / 2
     below = (middle.sin() ** (dim - 2)).cumsum(0)
-    at = int(torch.searchsorted(below, (1 - share) * below[-1]))
-    return math.cos(angle[at + 1])
+    index = int(torch.searchsorted(below, (1 - share) * below[-1]))
+    return math.cos(angle[index + 1])
 
 
 class LearnedNumbers(nn.Module):
-    """The numbers of a sentence that are learned per head, each a parameter [H] named after it.
+    """Parameters of a spec that are learned per head, each a parameter [H].
 
-    h, margin, r, ridge and alpha - 1 are positive and are learned as logarithms (`log_h`, ...); a bias as itself. A
-    fixed bandwidth starts wide, so that it leaves out `WIDE` of random unit vectors, or at the number of the spec.
+    h, margin, r, ridge and alpha - 1 are positive and learned as logarithms (`log_h`, ...), a bias directly. An initial
+    fixed bandwidth is wide (it excludes the share `WIDE` of random unit vectors) or the value of the spec.
     """
 
     def __init__(self, spec: Spec, heads: int, dim: int, names: Sequence[str], start: str) -> None:
@@ -121,20 +108,20 @@ class LearnedNumbers(nn.Module):
         for name in self.starts:
             self.register_parameter(_label(name), nn.Parameter(torch.empty(heads)))
         self.heads = heads
-        begin(self)
+        initialise(self)
 
     def number_starts(self) -> dict[str, Tensor]:
-        """What is learned per head, as learning begins."""
-        own = {n: value if n == "bias" else math.log(value - (n == "alpha")) for n, value in self.starts.items()}
-        return {_label(n): torch.full((self.heads,), value) for n, value in own.items()}
+        """Return the initial parameters."""
+        starts = {n: value if n == "bias" else math.log(value - (n == "alpha")) for n, value in self.starts.items()}
+        return {_label(n): torch.full((self.heads,), value) for n, value in starts.items()}
 
     def forward(self) -> dict[str, Tensor]:
-        """`params` of `regard.attention`, each [H, 1]."""
-        found = {}
+        """Return `params` of `regard.attention`, each [H, 1]."""
+        params = {}
         for name in self.starts:
-            number = getattr(self, _label(name))[:, None]
-            found[name] = number if name == "bias" else number.exp() + (name == "alpha")
-        return found
+            value = getattr(self, _label(name))[:, None]
+            params[name] = value if name == "bias" else value.exp() + (name == "alpha")
+        return params
 
 
 def _label(name: str) -> str:
@@ -142,15 +129,15 @@ def _label(name: str) -> str:
 
 
 def _starts(spec: Spec, dim: int, names: Sequence[str], start: str) -> dict[str, float]:
-    """Names and starting values of what is learned."""
-    able = [name for name in names if name in spec.params and (name != "bias" or spec.kernel.compact)]
-    first = {name: float(spec.params[name].default) for name in able}
+    """Return the names and initial values of the learned parameters."""
+    learnable = [name for name in names if name in spec.params and (name != "bias" or spec.kernel.compact)]
+    first = {name: float(spec.params[name].default) for name in learnable}
     for name, value in first.items():
         above = 1.0 if name == "alpha" else 0.0
         require(
             name == "bias" or value > above,
             CALL,
-            f"{name} is {value} in {spec} and is to be learned as a logarithm; start it above {above}, or leave it out "
+            f"{name} is {value} in {spec} and would be learned as a logarithm; start it above {above}, or leave it out "
             f"of learned.",
         )
     if start == "spec":
@@ -159,41 +146,40 @@ def _starts(spec: Spec, dim: int, names: Sequence[str], start: str) -> dict[str,
     if "h" in first:
         first["h"] = math.sqrt(2 * (1 - threshold))
     if "bias" in first and spec.bandwidth.bias is None and spec.takes_scale:
-        # scores are beta^2 times a cosine, or less one where the similarity is a distance
+        # scores are beta^2 times a cosine, or times a cosine minus one if the similarity is a distance
         below = threshold - (1 if spec.similarity.upper == 0 else 0)
         first["bias"] = -below * math.exp(2 * SCALE_START)
     return first
 
 
 class ContextualMemory(nn.Module):
-    """Kernel regression on the pairs of a sequence so far; strictly causal, the first token's row is zero.
+    """Kernel regression on the earlier pairs of a sequence; the first token's output is zero.
 
     Args:
         hidden_size: C.
         num_heads: H.
         head_dim: D; default `hidden_size // num_heads`, which must then be exact.
-        spec: a `Spec` of degree 0 or 1, or its text. Where scores have a scale, it is beta^2, learned per head, on unit
-            keys. Sentences without one (feature maps, kernels of a bounded similarity) are given keys of length beta;
-            `fixed(h=...)` unit keys, since h is a distance between them.
-        layer_idx: what observers are told.
-        bias: of the three projections.
+        spec: a `Spec` of degree 0 or 1, or its text. If its scores have a scale, it is beta^2, learned per head, on
+            unit keys. Other specs (feature maps, kernels of a bounded similarity) get keys of length beta, and
+            `fixed(h=...)` unit keys, since h is a distance between keys.
+        layer_idx: passed to observers.
+        bias: biases in the three projections.
         average, key_eps: of `KeyFeatures`. scale_limit: of `Sharpness`. look_ahead: of `ValueFeatures`.
-        learned: which numbers of the spec are learned per head: of h, bias, margin, alpha, r, ridge those that it has.
-        start: where a learned h, and a bias that the spec does not give, begin: "wide", leaving out 7.5 % of random
-            unit vectors, or "spec", at the spec's number.
-        uniform_gradient: 0/1 weights of the nearest keys pass no gradient to keys. "straight-through" learns as if
-            they were softmax's (see `regard.grammar`), "hard" as released: random keys for ever.
+        learned: parameters learned per head: those of h, bias, margin, alpha, r, ridge that the spec has.
+        start: initial value of a learned h, and of a bias that the spec does not give: "wide", which excludes 7.5 % of
+            random unit vectors, or "spec", the value of the spec.
+        uniform_gradient: 0/1 weights of top-k have no gradient in the keys. "straight-through" uses that of softmax
+            (see `regard.grammar`), "hard" none, as released, so that keys stay random.
 
     Attributes:
         observer, observe_weights: as in `regard.nn.Attention`.
         hook_k, hook_v: see unit keys [B, H, T, D] and the values of the pairs that these tokens complete.
-        hook_pattern: sees the weights [B, H, T, N] as `forward` returns them; while something listens they are made by
-            the dense reference, and what it returns is used in their place.
+        hook_pattern: sees the weights [B, H, T, N] that `forward` returns and may replace them; while a hook is
+            registered they come from the dense reference.
         hook_out: sees the output [B, T, C].
 
     Raises:
-        ArgumentError: sizes that do not fit, an unknown spec, name or word, or the solver `learned`, which needs a
-            probe that this memory has not.
+        ArgumentError: sizes that do not fit, an unknown spec or name, or the solver `learned`, which needs a probe.
     """
 
     def __init__(
@@ -233,7 +219,7 @@ class ContextualMemory(nn.Module):
         self.hook_pattern, self.hook_out = HookPoint(), HookPoint()
 
     def extra_repr(self) -> str:
-        """Heads and spec, for `print(model)`."""
+        """Return heads and spec, for `print(model)`."""
         return f"num_heads={self.num_heads}, head_dim={self.head_dim}, spec={str(self.spec)!r}"
 
     def forward(
@@ -246,26 +232,23 @@ class ContextualMemory(nn.Module):
         output_attentions: bool = False,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, ContextualState | None, Tensor | None]:
-        """Predict at every token from the pairs before it.
+        """Predict at every token from the earlier pairs.
 
         Args:
             hidden_states: [B, T, C].
-            attention_mask: boolean [B, N] over all tokens so far, True where a token is real. Hidden tokens change
-                nothing, NaN included: pairs are made of real tokens that follow one another.
+            attention_mask: boolean [B, N] over all tokens so far, True where a token is real. Masked tokens, NaN
+                included, have no effect: pairs are made of consecutive real tokens.
             state: of the tokens before these.
             remember: also return the state after these.
-            output_attentions: also return the weights, by the dense reference.
-            segment_ids: integers [B or 1, T] of packed documents: where the id changes a document begins, whose first
-                token has no key and completes no pair. Not with a state, which holds one document a row.
+            output_attentions: also return the weights, from the dense reference.
+            segment_ids: integers [B or 1, T] of packed documents; the first token of each has no key and completes no
+                pair. Cannot be combined with a state, which holds one document per row.
 
         Returns:
-            (output [B, T, C], the state or None, weights [B, H, T, N] or None). Column j of the weights belongs to the
-            pair that token j + 1 completed; its key is token j's where no token is hidden between real ones.
+            Output [B, T, C], state or None, weights [B, H, T, N] or None. Column j of the weights is the pair that
+            token j + 1 completed; its key is token j's unless masked tokens lie between real ones.
 
-        Raises:
-            ArgumentError: wrong rank, dtype or shape.
-
-        Cost: that of `regard.attention`, beside O(T C^2); the state holds 2 N C numbers.
+        Cost: `regard.attention` and O(T C^2); the state holds 2 N C values.
         """
         flags(CALL, remember=remember, output_attentions=output_attentions)
         if state is not None:
@@ -288,34 +271,35 @@ class ContextualMemory(nn.Module):
         output_attentions: bool = False,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, ContextualState | None, Tensor | None]:
-        """As `forward`, with the keys [B, H, T, D] of x at hand; x has zeros at hidden tokens."""
+        """Run `forward` with given keys [B, H, T, D] of x, which has zeros at masked tokens."""
         require(
             segment_ids is None or (state is None and not remember),
             CALL,
-            "segment_ids were given with a state, which holds one document a row; leave one of them out.",
+            "segment_ids were given with a state, which holds one document per row; leave one of them out.",
         )
         tokens = x.shape[1]
         mask = None if attention_mask is None else attention_mask[:, -tokens:]
-        keys, made = self.hook_k(keys), self.values(x)
-        before_key, last_key = _previous(keys, None if state is None else state.key, mask)
-        before, last = _previous(made, None if state is None else state.value, mask)
-        following, pairs = made[:, :, tokens - before.shape[2] :], None
+        keys, projected = self.hook_k(keys), self.values(x)
+        pair_keys, last_key = _previous(keys, None if state is None else state.key, mask)
+        before, last = _previous(projected, None if state is None else state.value, mask)
+        following, completed = projected[:, :, tokens - before.shape[2] :], None
         if attention_mask is not None or segment_ids is not None:
-            pairs = _completed(x.new_ones(1, tokens).bool() if attention_mask is None else attention_mask, segment_ids)
-        if segment_ids is not None:  # no number of one document meets one of another, not even where nobody looks
-            assert pairs is not None
-            joined = ~pairs[:, None, :, None]
-            before_key, before, following = (part.masked_fill(joined, 0) for part in (before_key, before, following))
+            every = x.new_ones(1, tokens).bool() if attention_mask is None else attention_mask
+            completed = _completed(every, segment_ids)
+        if segment_ids is not None:  # keep documents apart in unused values too, so that NaN cannot spread
+            assert completed is not None
+            across = ~completed[:, None, :, None]
+            pair_keys, before, following = (part.masked_fill(across, 0) for part in (pair_keys, before, following))
         values = self.hook_v(self.values.combine(before, following))
         if state is not None:
-            before_key = torch.cat([state.keys, before_key], 2)
+            pair_keys = torch.cat([state.keys, pair_keys], 2)
             values = torch.cat([state.values, values], 2)
-        pairs = None if attention_mask is None else pairs
-        out, weights = self._attend(keys, before_key, values, pairs, output_attentions, segment_ids)
+        visible = None if attention_mask is None else completed
+        out, weights = self._attend(keys, pair_keys, values, visible, output_attentions, segment_ids)
         after = None
         if remember:
-            held = (leaky.sums, leaky.poisoned, last_key, last, before_key, values)
-            after = ContextualState(*held, tokens=leaky.tokens)
+            tensors = (leaky.sums, leaky.poisoned, last_key, last, pair_keys, values)
+            after = ContextualState(*tensors, tokens=leaky.tokens)
         return self.hook_out(self.out_proj(out.transpose(1, 2).flatten(2))), after, weights
 
     def _attend(
@@ -327,11 +311,11 @@ class ContextualMemory(nn.Module):
         output_attentions: bool,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """([B, H, T, D], weights or None). Query i sees the pairs up to the one that its token completed."""
+        """Return [B, H, T, D] and weights or None; query i sees the pairs up to the one that its token completed."""
         hooked = self.hook_pattern.active
         dense = output_attentions or hooked or (self.observer is not None and self.observe_weights)
         arguments: dict[str, Any] = {"is_causal": True, "impl": "reference" if dense else "auto"}
-        if segment_ids is not None:  # by key, with a pair for the last token: query i sees earlier keys of its document
+        if segment_ids is not None:  # one pair per token, so that query i sees earlier keys of its document
             key, value = pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1))
             mask = None if mask is None else pad(mask, (0, 1))
             arguments.update(exclude_self=True, segment_ids=segment_ids)
@@ -347,29 +331,28 @@ class ContextualMemory(nn.Module):
             beta = sharpness.sqrt().to(key.dtype)[:, None, None]
             query, key = query * beta, key * beta
         if not dense and self.observer is None:
-            first = query.shape[2] - key.shape[2] == 1 and key.shape[2] > 0
-            if first:  # the first token sees nothing; without its row queries and pairs are as many
+            if query.shape[2] == key.shape[2] + 1 > 1:  # without the first query there are as many queries as pairs
                 out = attention(query[:, :, 1:], key, value, self.spec, **arguments)
                 return pad(out, (0, 0, 1, 0)), None
             return attention(query, key, value, self.spec, **arguments), None
-        out, found = diagnosed_attention(query, key, value, self.spec, **arguments)
-        # the last token's pair, which nobody sees yet, so that weights have a column for every token
+        out, diagnostics = diagnosed_attention(query, key, value, self.spec, **arguments)
+        # add the pair of the last token, which no query sees yet, so that weights have a column for every token
         columns = key.shape[2] + (segment_ids is None)
-        shown = {"weights": found.weights, "effective_weights": found.effective_weights}
-        whole = {n: pad(w, (0, columns - w.shape[-1])) for n, w in shown.items() if w is not None}
-        found = replace(found, **whole)
+        parts = {"weights": diagnostics.weights, "effective_weights": diagnostics.effective_weights}
+        padded = {n: pad(w, (0, columns - w.shape[-1])) for n, w in parts.items() if w is not None}
+        diagnostics = replace(diagnostics, **padded)
         if self.observer is not None:
-            self.observer(self.layer_idx, found.detached())
-        weights = found.weights if found.effective_weights is None else found.effective_weights
+            self.observer(self.layer_idx, diagnostics.detached())
+        weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
         if hooked:
-            shown = self.hook_pattern(weights)
-            out = out if shown is weights else _mix(shown, value, mask)
-            weights = shown
+            replaced = self.hook_pattern(weights)
+            out = out if replaced is weights else _mix(replaced, value, mask)
+            weights = replaced
         return out, weights if output_attentions else None
 
 
 def _mix(weights: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Weights [B, H, T, n or n + 1] that a hook put in place, times values [B, H, n, D]; what is hidden has none."""
+    """Return weights [B, H, T, n or n + 1] of a hook times values [B, H, n, D], masked pairs left out."""
     weights = weights[..., : value.shape[2]]
     if mask is not None:
         weights = weights.masked_fill(~mask[:, None, None], 0)
@@ -377,34 +360,33 @@ def _mix(weights: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _previous(now: Tensor, pending: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(what stood at the real token before each, the last real token's).
+    """Return x at the real token before each token, and at the last real token.
 
     Args:
-        now: [B, H, T, D].
-        pending: of the last real token before these [B, H, D]; None for none, and then the first token, which
+        now: x at the tokens of this call, [B, H, T, D].
+        pending: x at the last real token before them [B, H, D]; None if there is none, and then the first token, which
             completes no pair, is left out.
         mask: [B, T].
     """
-    start = int(pending is None)
     if mask is None:
         line = now if pending is None else torch.cat([pending[:, :, None], now], 2)
         return line[:, :, :-1], now[:, :, -1]
     head = torch.zeros_like(now[:, :, :1]) if pending is None else pending[:, :, None]
     line = torch.cat([head, now], 2)
-    place = torch.arange(1, line.shape[2], device=now.device)
-    latest = torch.where(mask, place, 0).cummax(-1).values
-    before = pad(latest[:, :-1], (1, 0))[:, start:]
+    index = torch.arange(1, line.shape[2], device=now.device)
+    latest = torch.where(mask, index, 0).cummax(-1).values
+    before = pad(latest[:, :-1], (1, 0))[:, int(pending is None) :]
     return _take(line, before), _take(line, latest[:, -1:])[:, :, 0]
 
 
-def _take(line: Tensor, at: Tensor) -> Tensor:
-    """line [B, H, L, D] at places [B, n]: [B, H, n, D]."""
-    return line.gather(2, at[:, None, :, None].expand(-1, line.shape[1], -1, line.shape[3]))
+def _take(line: Tensor, index: Tensor) -> Tensor:
+    """Return line [B, H, L, D] at the indices [B, n], [B, H, n, D]."""
+    return line.gather(2, index[:, None, :, None].expand(-1, line.shape[1], -1, line.shape[3]))
 
 
 def _completed(mask: Tensor, segment_ids: Tensor | None) -> Tensor:
-    """Which tokens but the first complete a pair: real ones with a real one before them in their document; [B, N] to
-    [B, N - 1]."""
+    """Return which tokens after the first complete a pair, [B, N - 1]: those with a real token before them in their
+    document."""
     earlier = mask.cumsum(-1) - mask.long()
     if segment_ids is not None:
         begins = runs_of(segment_ids)[0]
@@ -413,64 +395,43 @@ def _completed(mask: Tensor, segment_ids: Tensor | None) -> Tensor:
     return (mask & (earlier > 0))[:, 1:]
 
 
-def check_features(call: str, key_eps: Any, *limits: Any) -> None:
-    """Check numbers of `KeyFeatures` and `Sharpness` under the names that layers give them."""
+def check_features(call: str, key_eps: Any, scale_limit: Any) -> None:
+    """Check parameters of `KeyFeatures` and `Sharpness` under the names that layers give them."""
     number(call, "key_eps", key_eps, low=0.0)
-    for limit in limits:
-        number(call, "scale_limit", limit)
+    number(call, "scale_limit", scale_limit)
 
 
 def check_tokens(call: str, hidden_states: Tensor, mask: Tensor | None, past: int, keys: KeyFeatures) -> None:
-    """Check hidden states [B, T, C] with T >= 1 and a mask [B, N] over `past` + T tokens.
-
-    Raises:
-        ArgumentError: they are not.
-    """
+    """Check hidden states [B, T, C] with T >= 1 and a mask [B, N] over `past` + T tokens."""
     check_hidden(call, "hidden_states", hidden_states, keys.proj.in_features, keys.proj)
-    if mask is None:
-        return
-    boolean_mask(call, "attention_mask", mask)
-    on_device(call, "attention_mask", mask, hidden_states.device)
     batch, tokens = hidden_states.shape[0], past + hidden_states.shape[1]
-    if tuple(mask.shape) != (batch, tokens):
-        raise ArgumentError(
-            f"{call}: attention_mask has shape {shape(mask)}, expected [{batch}, {tokens}], all tokens so far."
-        )
+    token_mask(call, "attention_mask", mask, batch, tokens, like=hidden_states, of="hidden_states")
 
 
 def measures_distance(spec: Spec) -> bool:
-    """Whether the bandwidth is a distance between keys, so that nothing else says how sharply they are compared."""
+    """Return whether the bandwidth is a distance between keys, so that keys keep unit length."""
     return getattr(spec.bandwidth, "h", None) is not None
 
 
 def contextual_spec(call: str, given: str | Spec, uniform_gradient: str) -> Spec:
-    """The sentence of a contextual memory, 0/1 weights of the nearest keys with the gradient asked for.
-
-    Raises:
-        ArgumentError: an unknown spec or gradient, or the solver `learned`.
-    """
+    """Return the spec of a contextual memory, with the gradient of 0/1 weights that was asked for."""
     spec = as_spec(given, call)
     one_of(call, "uniform_gradient", uniform_gradient, UNIFORM_GRADIENTS)
     require(
         "probe" not in spec.params,
         call,
-        f"spec: {spec} takes its slope from a probe that is learned from the tokens, which this memory has not; "
-        f"choose another solver, such as cg or cholesky.",
+        f"spec: {spec} needs a probe learned from the tokens, which this memory does not have; choose another solver, "
+        f"such as cg or cholesky.",
     )
     rule = spec.bandwidth
-    blind = spec.kernel.name == "uniform" and rule.name == "nearest" and rule.gradient == "hard"
-    if blind and uniform_gradient == "straight-through":
+    no_gradient = spec.kernel.name == "uniform" and rule.name == "nearest" and rule.gradient == "hard"
+    if no_gradient and uniform_gradient == "straight-through":
         spec = replace(spec, bandwidth=replace(rule, gradient="straight-through"))
     return spec
 
 
 def check_learned(call: str, names: object, start: str, argument: str = "start") -> None:
-    """Names of numbers that can be learned, and where they start.
-
-    Raises:
-        ArgumentError: an unknown name or word.
-    """
-    known = isinstance(names, (list, tuple)) and all(isinstance(n, str) and n in LEARNABLE for n in names)
-    if not known:
+    """Check the names of learned parameters, and the word that says where they start."""
+    if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) and n in LEARNABLE for n in names):
         raise refuse(call, "learned", names, f"a list of names among {', '.join(LEARNABLE)}")
     one_of(call, argument, start, STARTS)

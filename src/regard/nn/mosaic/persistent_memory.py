@@ -1,5 +1,6 @@
-"""The persistent memory of Memory Mosaics: learned pairs of keys and values, the same for every sequence, read by
-kernel regression in the place of a feed-forward layer (sparse-attention paper, section 2.4; Sukhbaatar et al. 2019).
+"""The persistent memory of Memory Mosaics: kernel regression on learned pairs of keys and values.
+
+It replaces the feed-forward layer (sparse-attention paper, section 2.4; Sukhbaatar et al. 2019).
 
 Shapes: B batch, T tokens, N tokens so far, C model width, H heads, D channels of a head, S slots.
 """
@@ -16,31 +17,38 @@ from ...recurrent.leaky import LeakyState
 from ..arguments import check_heads, positive_int
 from ..hooks import HookPoint
 from .contextual_memory import check_features, check_tokens, measures_distance
-from .features import GAIN, SCALE_LIMIT, VALUE_START, KeyFeatures, OutputProjection, Sharpness, begin, without_hidden
+from .features import (
+    GAIN,
+    SCALE_LIMIT,
+    VALUE_START,
+    KeyFeatures,
+    OutputProjection,
+    Sharpness,
+    initialise,
+    without_hidden,
+)
 
 CALL = "nn.PersistentMemory"
 
 
 class PersistentMemory(nn.Module):
-    """Attention from every token to S learned slots per head, each token for itself but for its leaky key.
+    """Attention from every token to S learned slots per head.
 
     Args:
         hidden_size: C.
         num_heads: H.
         slots: S.
         head_dim: D; default `hidden_size // num_heads`, which must then be exact.
-        spec: a normalised `Spec`, or its text. Where scores have a scale, it is beta^2, learned per head: queries are
-            unit vectors, the slots' keys are as they are. Sentences without one are given queries of length beta^2;
-            `fixed(h=...)` unit queries.
-        copies: sets of slots, whose answers are averaged.
-        own_keys: make keys from a projection and a rate of one's own; without, `read` is given keys, and there is no
-            `forward`.
-        bias: of the projections.
+        spec: a normalised `Spec`, or its text. If its scores have a scale, it is beta^2, learned per head, for unit
+            queries and free slot keys. Other specs get queries of length beta^2, and `fixed(h=...)` unit queries.
+        copies: sets of slots, whose outputs are averaged.
+        own_keys: compute keys with a projection and a rate of its own; if False, use `read` instead of `forward`.
+        bias: biases in the projections.
         average, key_eps: of `KeyFeatures`. scale_limit: of `Sharpness`.
 
     Attributes:
-        slot_keys, slot_values: [copies, H, S, D], from N(0, 1/D).
-        scale: [H], what is read is multiplied by exp(10 scale).
+        slot_keys, slot_values: [copies, H, S, D], initially from N(0, 1/D).
+        scale: [H], the output is multiplied by exp(10 scale).
         hook_out: sees the output [B, T, C].
 
     Raises:
@@ -81,14 +89,14 @@ class PersistentMemory(nn.Module):
         nn.init.normal_(self.slot_keys, std=self.head_dim**-0.5)
         nn.init.normal_(self.slot_values, std=self.head_dim**-0.5)
         self.hook_out = HookPoint()
-        begin(self)
+        initialise(self)
 
     def number_starts(self) -> dict[str, Tensor]:
-        """What is learned per head, as learning begins."""
+        """Return the initial parameters."""
         return {"scale": torch.full(self.scale.shape, VALUE_START / GAIN)}
 
     def extra_repr(self) -> str:
-        """Sizes and spec, for `print(model)`."""
+        """Return sizes and spec, for `print(model)`."""
         copies, _, slots, _ = self.slot_keys.shape
         return f"slots={slots}, copies={copies}, spec={str(self.spec)!r}"
 
@@ -100,22 +108,22 @@ class PersistentMemory(nn.Module):
         *,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, LeakyState]:
-        """What the slots say to every token.
+        """Read the slots at every token.
 
         Args:
             hidden_states: [B, T, C].
-            attention_mask: boolean [B, N] over all tokens so far, True where a token is real; hidden ones change
-                nothing.
+            attention_mask: boolean [B, N] over all tokens so far, True where a token is real; masked tokens have no
+                effect.
             state: of the leaky average over the tokens before these, which belong to the first document.
-            segment_ids: integers [B or 1, T] of packed documents, whose leaky averages are their own.
+            segment_ids: integers [B or 1, T] of packed documents, which have separate leaky averages.
 
         Returns:
-            (output [B, T, C], the state after these tokens).
+            Output [B, T, C] and the state after these tokens.
 
         Raises:
-            ArgumentError: wrong rank, dtype or shape, or there are no keys of its own.
+            ArgumentError: a wrong rank, dtype or shape, or `own_keys` is False.
 
-        Cost: O(T S C) beside the projections.
+        Cost: O(T S C) and the projections.
         """
         require(self.keys is not None, CALL, "has no keys of its own (own_keys=False); call read(keys).")
         assert self.keys is not None
@@ -127,9 +135,9 @@ class PersistentMemory(nn.Module):
         return self.read(keys), after
 
     def read(self, keys: Tensor) -> Tensor:
-        """[B, T, C] for unit keys [B, H, T, D]."""
+        """Return [B, T, C] for unit keys [B, H, T, D]."""
         batch, _, tokens, _ = keys.shape
-        # all tokens of all sequences ask the same slots: one batch, so that no slot is copied
+        # fold batch into tokens, since all of them read the same slots: no slot is copied
         query = keys.transpose(0, 1).flatten(1, 2)[None]
         scale = None
         if self.spec.takes_scale:
@@ -138,27 +146,23 @@ class PersistentMemory(nn.Module):
         elif self.sharpness is not None:
             query = query * self.sharpness().to(query.dtype)[:, None, None]
         slot_keys, slot_values = self.slot_keys.to(query.dtype), self.slot_values.to(query.dtype)
-        found = [
+        outputs = [
             attention(query, key[None], value[None], self.spec, scale=scale)
             for key, value in zip(slot_keys, slot_values, strict=True)
         ]
-        read = found[0] if len(found) == 1 else torch.stack(found).mean(0)
-        read = read * (GAIN * self.scale).exp().to(read.dtype)[:, None, None]
-        rows = read[0].unflatten(1, (batch, tokens)).permute(1, 2, 0, 3)
+        out = outputs[0] if len(outputs) == 1 else torch.stack(outputs).mean(0)
+        out = out * (GAIN * self.scale).exp().to(out.dtype)[:, None, None]
+        rows = out[0].unflatten(1, (batch, tokens)).permute(1, 2, 0, 3)
         return self.hook_out(self.out_proj(rows.flatten(2)))
 
 
 def persistent_spec(call: str, given: str | Spec) -> Spec:
-    """The sentence of a persistent memory.
-
-    Raises:
-        ArgumentError: an unknown spec, or one that is not normalised or needs a probe.
-    """
+    """Return the spec of a persistent memory, after checking that it is normalised and needs no probe."""
     spec = as_spec(given, call)
     require(
         bool(spec.weighting.normalised) and "probe" not in spec.params,
         call,
-        f"spec: {spec} has weights that are not divided by their sum, or a slope that is learned from the tokens; a "
-        f"persistent memory needs a normalised sentence, such as softmax or biweight.",
+        f"spec: {spec} has weights that do not sum to one, or needs a probe learned from the tokens; a persistent "
+        f"memory needs a normalised spec, such as softmax or biweight.",
     )
     return spec
