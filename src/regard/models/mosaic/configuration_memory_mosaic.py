@@ -21,7 +21,7 @@ _NO_DROPOUT = "the fast forms of attention make no matrix of weights that could 
 class MemoryMosaicConfig(RegardConfig):
     """Configuration of `MemoryMosaicForCausalLM` (sparse-attention paper, sections 2.4 and B).
 
-    docs/memory-mosaics.md has the table of what differs between paper and released programs, field by field.
+    docs/papers.md has the table of what differs between paper and released programs, field by field.
 
     Args:
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads: sizes; heads divide the width.
