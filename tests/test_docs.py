@@ -86,6 +86,43 @@ def test_the_figures_show_what_the_specs_compute() -> None:
         assert (maker["FIGURES"] / f"{name}.png").stat().st_size > 10_000
 
 
+def test_the_costs_that_pages_advise_by_are_the_stored_ones() -> None:
+    stored = json.loads((ROOT / "benchmarks" / "results" / "cpu.json").read_text(encoding="utf-8"))
+
+    def row(part: str, table: str = "times", **config: object) -> dict[str, dict[str, float]]:
+        rows = (x for x in stored[part][table] if config.items() <= {**x["config"], "pass": x.get("pass")}.items())
+        return next(rows)["contestants"]
+
+    full = row("attention", length=2048, heads=8, causal=False, **{"pass": "both"})
+    lines = row("local_linear", length=2048, heads=8, dim=64, **{"pass": "both"})
+    sums = row("linear", length=16384, **{"pass": "both"})
+    decoding = row("linear", "decoding", length=65536)
+    mosaic, transformer = (x["contestants"] for x in stored["models"]["times"][:2])
+    expected = {
+        "choose-a-spec": (
+            f"| {full['regard biweight']['ratio']:.2f}, {full['regard sparsemax']['ratio']:.2f} (T 2048, H 8)",
+            f"| {lines['regard local-linear']['ratio']:.0f} (T 2048, H 8), "
+            f"{lines['regard local-linear, tol 0.001']['ratio']:.0f} at `tol=1e-3`",
+            f"| {lines['regard local-linear[biweight]']['ratio']:.1f} (T 2048, H 8)",
+            f"{sums['elu']['median_ms']:.0f} ms at 16,384",
+            f"{decoding['sdpa, a cache']['median_ms']:.1f} ms with torch's attention over a cache",
+        ),
+        "local-linear-attention": (f"| 1 | {lines['regard local-linear']['ratio']:.0f}; ",),
+        "global-linear": (f"{sums['linear']['median_ms']:.0f} ms with `linear`",),
+        "memory-mosaics": (f"`biweight` 1.06 to {mosaic['memory-mosaic biweight']['ratio']:.2f} times softmax",),
+        "iclm": (f"{transformer['iclm wv']['ratio']:.1f} to 1.5 times a Transformer's",),
+        "product-key-memory": (f"{row('fast_weights', chunks=1)['regard']['median_ms']:.0f} ms on one CPU thread",),
+        "../README": (
+            f"| {lines['regard local-linear']['ratio']:.0f} x torch's attention, forward and backward [a]",
+            f"| {decoding['regard elu, a state']['median_ms']:.2f} ms after 65,536 tokens, "
+            f"torch {decoding['sdpa, a cache']['median_ms']:.1f} ms [a]",
+        ),
+    }
+    for page, numbers in expected.items():
+        for number in numbers:
+            assert number in text(page), f"{page}.md should say: {number}"
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
