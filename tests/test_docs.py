@@ -93,12 +93,29 @@ def test_the_costs_that_pages_advise_by_are_the_stored_ones() -> None:
         rows = (x for x in stored[part][table] if config.items() <= {**x["config"], "pass": x.get("pass")}.items())
         return next(rows)["contestants"]
 
-    full = row("attention", length=2048, heads=8, causal=False, **{"pass": "both"})
+    full, causal = (row("attention", length=2048, heads=8, causal=x, **{"pass": "both"}) for x in (False, True))
+    forward = row("local_linear", length=2048, heads=8, dim=64, **{"pass": "forward"})
     lines = row("local_linear", length=2048, heads=8, dim=64, **{"pass": "both"})
     sums = row("linear", length=16384, **{"pass": "both"})
     decoding = row("linear", "decoding", length=65536)
     mosaic, transformer = (x["contestants"] for x in stored["models"]["times"][:2])
+    tokens = row("local_linear", "decoding", length=8192)
+
+    def faster(rows: dict[str, dict[str, float]]) -> str:
+        return f"{rows['dense entmax15']['ratio'] / rows['regard biweight']['ratio']:.1f}"
+
+    def both(name: str) -> str:
+        return f"{forward[f'regard {name}']['ratio']:.3g} and {lines[f'regard {name}']['ratio']:.3g}"
+
     expected = {
+        "results": (
+            f"| 1.8 | {full['regard biweight']['ratio']:.2f}; ",
+            f"| missed: {faster(full)}, causal {faster(causal)} |",
+            both("local-linear[biweight]"),
+            f"with a tolerance of 1e-3 {both('local-linear, tol 0.001')}",
+            f"forward, 8 both | missed: {both('local-linear')}",
+            f"missed: {tokens['regard local-linear']['median_ms'] / tokens['regard softmax']['median_ms']:.1f} ",
+        ),
         "choose-a-spec": (
             f"| {full['regard biweight']['ratio']:.2f}, {full['regard sparsemax']['ratio']:.2f} (T 2048, H 8)",
             f"| {lines['regard local-linear']['ratio']:.0f} (T 2048, H 8), "
