@@ -60,6 +60,13 @@ def test_every_protocol_page_has_an_example() -> None:
         assert program(page), page.name
 
 
+def test_the_design_page_names_every_folder() -> None:
+    folders = [path.name for path in (ROOT / "src" / "regard").iterdir() if (path / "__init__.py").exists()]
+    assert len(folders) > 10
+    assert [name for name in folders if f"`{name}/`" not in text("design")] == []
+    assert len(text("design").splitlines()) < 120
+
+
 def test_every_page_is_found_from_the_index() -> None:
     listed = set(re.findall(r"\]\((?!\.\.)([^)#]+\.md)\)", text("index")))
     assert listed == {str(page.relative_to(DOCS)) for page in PAGES if page.stem != "index"}
