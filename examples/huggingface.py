@@ -17,5 +17,5 @@ with torch.no_grad():
         out = model(text, output_attentions=True)
         keys = torch.stack(out.attentions).ne(0).sum(-1).float().mean()
         moved = (out.logits - before).norm() / before.norm()
-        print(f"{spec:28} keys that count: {keys:4.1f}  logits moved: {moved:.0%}")
+        print(f"{spec:28} nonzero keys: {keys:4.1f}  logits moved: {moved:.0%}")
     print("tokens after generate:", model.generate(text, attention_mask=text.ne(0), max_new_tokens=8).shape[1])

@@ -2,87 +2,198 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from pages import program
 
 import regard
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *(DOCS / "protocols").glob("*.md")])
+BESIDE = {"huggingface"}
+"""Pages whose text block is the output of a file; tests/integrations/test_huggingface_page.py runs them."""
+OLD = r"\bsentences?\b|\bspoilt\b|\bkeys that count\b|\bdesk size\b|\bgranule\b|\bbandwidth rule\b"
+GENERATED = {"grammar", "results", "gpu"}
+"""Pages with tables that the sources or the benchmarks write, in words of their own."""
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+def text(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
 
 
 def test_the_readme_shows_the_example_and_its_output() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     script = ROOT / "examples" / "first.py"
-    assert blocks("python") == [script.read_text(encoding="utf-8")]
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
-    assert [done.stdout] == blocks("text")
+    assert program(ROOT / "README.md") == [(script.read_text(encoding="utf-8"), done.stdout)]
+    assert len(readme.splitlines()) <= 90
 
 
-def test_the_words_of_the_grammar_are_listed_as_registered() -> None:
-    maker = runpy.run_path(str(ROOT / "docs" / "make_grammar.py"))
-    listed = (ROOT / "docs" / "grammar.md").read_text(encoding="utf-8")
-    assert listed == maker["page"](), "run `python docs/make_grammar.py`"
+def test_no_sentence_of_the_readme_is_longer_than_30_words() -> None:
+    readme = re.sub(r"^(```.*?^```|    .*?$|\|.*?$)", "", (ROOT / "README.md").read_text(), flags=re.S | re.M)
+    prose = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", readme)  # a link is its text
+    for paragraph in re.split(r"\n\n|\n- |\n#+ ", prose):
+        for sentence in re.split(r"(?<=[.:;!?])\s", paragraph):
+            assert len(sentence.split()) <= 30, sentence
+
+
+def test_every_page_shows_what_comes_out(tmp_path: Path) -> None:
+    pages = [str(page) for page in PAGES if program(page) and page.stem not in BESIDE]
+    assert len(pages) > 15
+    command = [sys.executable, str(Path(__file__).with_name("pages.py")), *pages]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    wrong = {Path(page).name: said for page, said in json.loads(done.stdout).items() if said is not None}
+    assert not wrong, "\n".join(f"{page}: {said}" for page, said in wrong.items())
+
+
+def test_every_protocol_page_has_an_example() -> None:
+    pages = [page for page in PAGES if page.parent.name == "protocols"]
+    assert len(pages) >= 7
+    for page in pages:
+        assert program(page), page.name
+
+
+def test_the_design_page_names_every_folder() -> None:
+    folders = [path.name for path in (ROOT / "src" / "regard").iterdir() if (path / "__init__.py").exists()]
+    assert len(folders) > 10
+    assert [name for name in folders if f"`{name}/`" not in text("design")] == []
+    assert len(text("design").splitlines()) < 120
+
+
+def test_every_page_is_found_from_the_index() -> None:
+    listed = set(re.findall(r"\]\((?!\.\.)([^)#]+\.md)\)", text("index")))
+    assert listed == {str(page.relative_to(DOCS)) for page in PAGES if page.stem != "index"}
+
+
+def test_the_spec_reference_lists_what_is_registered() -> None:
+    maker = runpy.run_path(str(DOCS / "make_grammar.py"))
+    assert text("grammar") == maker["page"](), "run `python docs/make_grammar.py`"
     for name in regard.presets():
-        assert f"`{name}`" in listed
+        assert f"`{name}`" in text("grammar")
+
+
+def test_the_figures_show_what_the_specs_compute() -> None:
+    maker = runpy.run_path(str(DOCS / "make_figures.py"))
+    angle, softmax = maker["curve"]("softmax")
+    expected = (8 * angle.deg2rad().cos()).softmax(0)
+    assert (softmax - expected).abs().max() < 1e-12
+    assert (maker["curve"]("biweight")[1] > 0).sum() < len(angle) / 4
+    assert maker["curve"]("gaussian*linear(ridge=0.01)", 0.0)[1].min() < 0
+    average, line = (maker["fit"](spec) for spec in maker["FITS"].values())
+    truth = (3 * average[0]).exp() / 8
+    assert (line[2] - truth)[-1].abs() < 0.25 * (average[2] - truth)[-1].abs()  # at the edge of the keys
+    for name in ("weights", "local-linear"):
+        assert (maker["FIGURES"] / f"{name}.png").stat().st_size > 10_000
+
+
+def test_the_costs_that_pages_advise_by_are_the_stored_ones() -> None:
+    stored = json.loads((ROOT / "benchmarks" / "results" / "cpu.json").read_text(encoding="utf-8"))
+
+    def row(part: str, table: str = "times", **config: object) -> dict[str, dict[str, float]]:
+        rows = (x for x in stored[part][table] if config.items() <= {**x["config"], "pass": x.get("pass")}.items())
+        return next(rows)["contestants"]
+
+    full, causal = (row("attention", length=2048, heads=8, causal=x, **{"pass": "both"}) for x in (False, True))
+    forward = row("local_linear", length=2048, heads=8, dim=64, **{"pass": "forward"})
+    lines = row("local_linear", length=2048, heads=8, dim=64, **{"pass": "both"})
+    sums = row("linear", length=16384, **{"pass": "both"})
+    decoding = row("linear", "decoding", length=65536)
+    mosaic, transformer = (x["contestants"] for x in stored["models"]["times"][:2])
+    tokens = row("local_linear", "decoding", length=8192)
+
+    def faster(rows: dict[str, dict[str, float]]) -> str:
+        return f"{rows['dense entmax15']['ratio'] / rows['regard biweight']['ratio']:.1f}"
+
+    def both(name: str) -> str:
+        return f"{forward[f'regard {name}']['ratio']:.3g} and {lines[f'regard {name}']['ratio']:.3g}"
+
+    expected = {
+        "results": (
+            f"| 1.8 | {full['regard biweight']['ratio']:.2f}; ",
+            f"| missed: {faster(full)}, causal {faster(causal)} |",
+            both("local-linear[biweight]"),
+            f"with a tolerance of 1e-3 {both('local-linear, tol 0.001')}",
+            f"forward, 8 both | missed: {both('local-linear')}",
+            f"missed: {tokens['regard local-linear']['median_ms'] / tokens['regard softmax']['median_ms']:.1f} ",
+        ),
+        "choose-a-spec": (
+            f"| {full['regard biweight']['ratio']:.2f}, {full['regard sparsemax']['ratio']:.2f} (T 2048, H 8)",
+            f"| {lines['regard local-linear']['ratio']:.0f} (T 2048, H 8), "
+            f"{lines['regard local-linear, tol 0.001']['ratio']:.0f} at `tol=1e-3`",
+            f"| {lines['regard local-linear[biweight]']['ratio']:.1f} (T 2048, H 8)",
+            f"{sums['elu']['median_ms']:.0f} ms at 16,384",
+            f"{decoding['sdpa, a cache']['median_ms']:.1f} ms with torch's attention over a cache",
+        ),
+        "local-linear-attention": (f"| 1 | {lines['regard local-linear']['ratio']:.0f}; ",),
+        "global-linear": (f"{sums['linear']['median_ms']:.0f} ms with `linear`",),
+        "memory-mosaics": (f"`biweight` 1.06 to {mosaic['memory-mosaic biweight']['ratio']:.2f} times softmax",),
+        "iclm": (f"{transformer['iclm wv']['ratio']:.1f} to 1.5 times a Transformer's",),
+        "product-key-memory": (f"{row('fast_weights', chunks=1)['regard']['median_ms']:.0f} ms on one CPU thread",),
+        "../README": (
+            f"| {lines['regard local-linear']['ratio']:.0f} x torch's attention, forward and backward [a]",
+            f"| {decoding['regard elu, a state']['median_ms']:.2f} ms after 65,536 tokens, "
+            f"torch {decoding['sdpa, a cache']['median_ms']:.1f} ms [a]",
+        ),
+    }
+    for page, numbers in expected.items():
+        for number in numbers:
+            assert number in text(page), f"{page}.md should say: {number}"
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_the_examples_of_the_layers_page_run() -> None:
-    page = (ROOT / "docs" / "layers.md").read_text(encoding="utf-8")
-    found = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert len(found) >= 2
-    # In a process of its own, since the page registers a name.
-    done = subprocess.run([sys.executable, "-c", "\n".join(found)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_links_to_sections_lead_to_a_heading() -> None:
+    for page in [ROOT / "README.md", *PAGES]:
+        for target, section in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            linked = page.parent / target if target else page
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), flags=re.M)
+            assert section in {anchor(heading) for heading in headings}, f"{page.name}: {target}#{section}"
 
 
-def test_the_language_models_page_shows_what_comes_out() -> None:
-    page = (ROOT / "docs" / "language-models.md").read_text(encoding="utf-8")
-    code, shown = (re.findall(rf"```{kind}\n(.*?)```", page, flags=re.DOTALL) for kind in ("python", "text"))
-    assert len(code) == len(shown) == 3
-    done = subprocess.run([sys.executable, "-c", "\nprint('-' * 9)\n".join(code)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("-" * 9 + "\n") == shown
+def anchor(heading: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("name", ["hybrid-models", "product-key-memory"])
-def test_the_pages_of_memories_show_what_comes_out(name: str) -> None:
-    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    code, shown = (re.findall(rf"```{kind}\n(.*?)```", page, flags=re.DOTALL) for kind in ("python", "text"))
-    assert len(code) == len(shown) == 1
-    done = subprocess.run([sys.executable, "-c", code[0]], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == shown[0]
+def test_pages_use_the_words_of_the_glossary() -> None:
+    for page in PAGES:
+        if page.stem not in {*GENERATED, "glossary"} and not page.stem.endswith("-results"):
+            assert not re.findall(OLD, page.read_text(encoding="utf-8")), page.name
 
 
 def test_the_pages_of_memories_name_what_is_registered() -> None:
     from regard.models import token_mixers
 
-    names = ("hybrid-models", "product-key-memory")
-    pages = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in names}
     registries = regard.registries()
     for name in [*registries["memory"].names(), *registries["step-rule"].names()]:
-        assert f"`{name}`" in pages["product-key-memory"]
+        assert f"`{name}`" in text("product-key-memory")
     for name in token_mixers.names():
-        assert f"`{name}`" in pages["hybrid-models"]
+        assert f"`{name}`" in text("hybrid-models")
 
 
 def test_the_language_models_page_names_every_model() -> None:
     from regard.models import language_models
 
-    page = (ROOT / "docs" / "language-models.md").read_text(encoding="utf-8")
     for name in language_models.names():
-        assert f"| `{name}` |" in page
+        assert f"| `{name}` |" in text("language-models")
+
+
+def test_the_statuses_and_solvers_are_all_on_their_page() -> None:
+    from regard.grammar import SolveStatus
+
+    page = text("local-linear-attention")
+    for status in SolveStatus:
+        assert f"| `{status.name}` |" in page
+    for name in regard.registries()["solver"].names():
+        assert f"| `{name}" in page

@@ -1,4 +1,4 @@
-"""The table of docs/memory-mosaics.md: what the paper says, what released programs do, and what is done here, a test a
+"""The table of docs/papers.md: what the paper says, what released programs do, and what is done here, a test a
 row. Expected values are formulas in float64."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from regard.nn import ContextualMemory, PersistentMemory
 
 C, H, T = 24, 3, 10
 D = C // H
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "memory-mosaics.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "papers.md"
 
 
 def config(**fields):

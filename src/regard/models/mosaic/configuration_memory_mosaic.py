@@ -20,7 +20,7 @@ _NO_DROPOUT = "the fast implementations do not form the attention weights that i
 class MemoryMosaicConfig(RegardConfig):
     """Configuration of `MemoryMosaicForCausalLM` (sparse-attention paper, sections 2.4 and B).
 
-    docs/memory-mosaics.md compares the paper and the released programs field by field.
+    docs/papers.md has the table of what differs between paper and released programs, field by field.
 
     Args:
         vocab_size, hidden_size, num_hidden_layers, num_attention_heads: sizes; heads divide the width.
