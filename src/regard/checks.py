@@ -195,7 +195,7 @@ def segments(call: str, ids: Any, batch: int, tokens: int, device: torch.device)
     if ids is not None:
         integers(call, "segment_ids", ids, "B or 1", tokens)
         on_device(call, "segment_ids", ids, device)
-        if ids.shape[0] not in (1, batch):
+        if ids.shape[0] != 1 and ids.shape[0] != batch:
             raise ArgumentError(f"{call}: segment_ids has shape {shape(ids)}, expected [{batch} or 1, {tokens}].")
 
 

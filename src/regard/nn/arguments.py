@@ -36,7 +36,7 @@ def check_positions(call: str, given: Any, like: Tensor, head_dim: int, name: st
     batch, tokens = like.shape[:2]
     for part, x in zip(("cos", "sin"), given, strict=True):
         tensor(call, f"{name}: {part}", x, "B or 1", tokens, "R/2", like=like, of="the hidden state")
-        if x.shape[0] not in (1, batch) or 2 * x.shape[2] > head_dim or x.shape != given[0].shape:
+        if (x.shape[0] != 1 and x.shape[0] != batch) or 2 * x.shape[2] > head_dim or x.shape != given[0].shape:
             raise ArgumentError(
                 f"{call}: {name}: {part} has shape {shape(x)}, expected [{batch} or 1, {tokens}, R/2], as cos, with R "
                 f"at most the {head_dim} channels of a head."
