@@ -199,17 +199,6 @@ def test_a_loss_that_climbs_does_not_fall_steadily() -> None:
     assert not falls([4.0, math.nan])
 
 
-def test_the_stored_page_is_that_of_the_stored_rows() -> None:
-    from regard_recipes.lib.pages import markdown, marks
-
-    docs = Path(__file__).parents[2] / "docs"
-    own, results = load(recipe.KernelSelection, docs / "results")
-    files = ["kernel-selection-curves.png", "kernel-selection-final.png"]
-    begin, end = marks("kernel-selection")
-    page = (docs / "language-model-results.md").read_text()
-    assert f"{begin}\n\n{markdown(own, results, files, 'results/', level=3)}\n{end}" in page
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

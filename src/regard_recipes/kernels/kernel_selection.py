@@ -13,8 +13,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from regard import Spec
 from regard.checks import ArgumentError, suggestion
 
@@ -26,6 +24,7 @@ from ..lib.pivots import Show, first, gap, median, pivot, spread
 from ..lib.plots import dots, lines
 from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
 from ..lib.results import Results, select
+from .shared_query_key import memory_bytes
 
 # The kernels of Table 1, in its order; "exponential" is the preset softmax, the others have their own names.
 KERNELS = ("exponential", "linear", "geometric", "cosine", "shift-cosine", "rbf", "clipped-geometric", "relu",
@@ -155,12 +154,7 @@ class KernelSelection(Recipe):
 
     def memory(self, model: Any) -> dict[str, Any]:
         """Return bytes of queries and keys, of all that is kept for the backward pass, and of the cache."""
-        from .shared_query_key import activations, cache_bytes
-
-        own, device = self.config, next(model.parameters()).device
-        query_key, kept = activations(model, torch.zeros(own.batch, own.context, dtype=torch.long, device=device))
-        cached = cache_bytes(model, torch.zeros(1, CACHED, dtype=torch.long, device=device))
-        return {"query_key_bytes": query_key, "kept_bytes": kept, "cache_bytes": cached}
+        return memory_bytes(model, self.config.batch, self.config.context, CACHED)
 
     def claims(self, results: Results) -> list[Claim]:
         runs, bigram, falls = results.select(kind="run"), results.facts["bigram"], falling(results)
@@ -176,7 +170,7 @@ class KernelSelection(Recipe):
             made += [claim("The linear kernel suffices without normalisation",
                            {"equal weights": paired(linear, mean, "held_out"),
                             "bigram": mean_interval(linear["held_out"] - bigram)}, "below", 0,
-                           "Held-out nats per character, less those of equal weights and of a bigram model.")]  # fmt: skip
+                           "Held-out nats per character, less equal weights' and a bigram model's.")]  # fmt: skip
         if "rbf" in self.config.kernels:
             rbf = paired(cell("rbf"), cell("exponential"), "held_out")
             made += [claim("RBF is marginally better than the exponential kernel", one(rbf), "below", 0,

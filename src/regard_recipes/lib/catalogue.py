@@ -7,7 +7,11 @@ from pkgutil import iter_modules
 import regard_recipes
 
 LEFT_OUT = ("lib", "demo")
-OLD_HELPERS = ("_output", "_figures")  # of recipes that are not yet on `lib.recipe`; gone with the last of them
+OLD_HELPERS = (
+    "_output",
+    "_figures",
+    "_measure",
+)  # of recipes that are not yet on `lib.recipe`; gone with the last of them
 
 for folder in iter_modules(regard_recipes.__path__, "regard_recipes."):
     if folder.ispkg and folder.name.rpartition(".")[2] not in LEFT_OUT:

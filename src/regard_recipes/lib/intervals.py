@@ -85,6 +85,23 @@ def slope_interval(x: Sequence[float], y: Sequence[float]) -> Estimate:
     return Estimate(float(found.slope), float(found.slope) - half, float(found.slope) + half, len(x))
 
 
+def log_slope(frame: pd.DataFrame, x: str, y: str) -> Estimate:
+    """Return the slope of log mean `y` against log `x`, with the standard errors of the means over seeds carried
+    through."""
+    import numpy as np
+    from scipy import stats
+
+    groups = frame.groupby(x)[y]
+    means, errors, counts = groups.mean(), groups.sem().fillna(0.0), groups.count()
+    place = np.log(means.index.to_numpy(float))
+    lever = (place - place.mean()) / ((place - place.mean()) ** 2).sum()
+    slope = float(lever @ np.log(means.to_numpy()))
+    error = float(np.sqrt(lever**2 @ ((errors / means) ** 2).to_numpy()))
+    freedom = int((counts - 1).sum())
+    half = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) if freedom else math.inf
+    return Estimate(slope, slope - half, slope + half, int(counts.min()))
+
+
 def paired(one: pd.DataFrame, other: pd.DataFrame, value: str, ratio: bool = False) -> Estimate:
     """Return the mean of a column in one set of rows less that in another (or divided by it), paired by seed.
 

@@ -1,8 +1,8 @@
-"""Figures from frames, as PNG: lines over a column, and dots for each seed."""
+"""Figures from frames, as PNG: lines over a column, dots for each seed, and coloured cells."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .pivots import label
@@ -74,6 +74,44 @@ def dots(frame: pd.DataFrame, value: str, rows: str, hue: str, *, x_label: str, 
     _plain(axes)
     if len(kinds) > 1:
         axes.legend(frameon=False, fontsize=8)
+    return png(figure)
+
+
+def heat(
+    panels: Mapping[str, pd.DataFrame], rows: str, columns: str, value: str, text: Callable[[float], str],
+    *, label: str, log: tuple[float, float] | None = None,
+) -> bytes:  # fmt: skip
+    """Draw means over seeds as coloured cells with their numbers, a panel for each frame; cells without rows are grey.
+
+    Args:
+        text: a mean as the text of its cell.
+        label: of the colours, which go from 0 to 1, or over the decades of `log`, its ends.
+    """
+    import numpy as np
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.figure import Figure
+
+    from regard.inspect.figures import png
+
+    names = list(dict.fromkeys(name for frame in panels.values() for name in frame[rows]))
+    widths = [frame[columns].nunique() for frame in panels.values()]
+    figure = Figure(figsize=(3.0 + 0.56 * sum(widths), 2.2 + 0.28 * len(names)), dpi=110, layout="constrained")
+    grid: Any = figure.subplots(1, len(panels), sharey=True, width_ratios=widths, squeeze=False)[0]
+    norm, colours = (LogNorm(*log, clip=True), "cividis_r") if log else (Normalize(0, 1), "cividis")
+    for axes, (title, frame) in zip(grid, panels.items(), strict=True):
+        means = frame.groupby([rows, columns])[value].mean().unstack().reindex(names)
+        axes.imshow(np.ma.masked_invalid(means.to_numpy()), aspect="auto", cmap=colours, norm=norm)
+        for (row, column), mean in np.ndenumerate(means.to_numpy()):
+            if mean == mean:
+                ink = "black" if (norm(mean) > 0.5) == (log is None) else "white"
+                axes.text(column, row, text(float(mean)), ha="center", va="center", fontsize=7, color=ink)
+        axes.set_xticks(range(means.shape[1]), [f"{level:g}" for level in means.columns], fontsize=8)
+        axes.set_title(title, fontsize=8, wrap=True)
+        axes.set_facecolor("#ececec")
+        axes.tick_params(length=0)
+    grid[0].set_yticks(range(len(names)), names, fontsize=8)
+    figure.colorbar(ScalarMappable(norm, colours), ax=list(grid), location="bottom", shrink=0.6, aspect=45, label=label)
     return png(figure)
 
 
