@@ -111,3 +111,9 @@ def paired(one: pd.DataFrame, other: pd.DataFrame, value: str, ratio: bool = Fal
     a, b = (rows.groupby("seed")[value].mean() for rows in (one, other))
     both = a.index.intersection(b.index)
     return mean_interval(a[both] / b[both] if ratio else a[both] - b[both])
+
+
+def unpaired(one: Estimate, other: Estimate) -> Estimate:
+    """Return the difference of two estimates from separate samples; too wide where the samples vary together."""
+    mean, half = one.mean - other.mean, math.hypot(one.half, other.half)
+    return Estimate(mean, mean - half, mean + half, min(one.count, other.count))

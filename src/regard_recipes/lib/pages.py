@@ -12,6 +12,8 @@ from .claims import claims_table
 from .recipe import Recipe
 from .results import Results, plain, record_rows
 
+LONGEST = 30
+
 
 def write(made: Recipe, results: Results, out: Path) -> str:
     """Write figures, NAME.md and last NAME.json to `out`; other files stay.
@@ -42,7 +44,8 @@ def markdown(made: Recipe, results: Results, figures: list[str], folder: str = "
 
     Args:
         figures: file names.
-        folder: what stands before them in links, such as "results/".
+        folder: what stands before them in links from another page, such as "results/"; such a page has no table of more
+            than `LONGEST` rows.
         level: of the headings.
     """
     record, head = results.record, "#" * level
@@ -50,8 +53,12 @@ def markdown(made: Recipe, results: Results, figures: list[str], folder: str = "
     claims = made.claims(results)
     if claims:
         parts += [f"{head} Claims", claims_table(claims).markdown().strip()]
-    for title, table in made.tables(results).items():
-        parts += [f"{head} {title}", table.markdown().strip()]
+    tables = made.tables(results)
+    for title, table in tables.items():
+        if not folder or len(table.rows) <= LONGEST:
+            parts += [f"{head} {title}", table.markdown().strip()]
+    if folder:
+        parts += [f"All {len(tables)} tables are in [{made.name}.md]({folder}{made.name}.md)."]
     parts += [f"![{file}]({folder}{file})" for file in figures]
     parts += ["\n".join(f"- {note}" for note in made.notes(results))]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from regard.recipes import Progress
 
 from .recipe import Recipe, Row
 from .results import Unit
-from .threads import one_thread
 
 Measured = tuple[Unit, list[Row], float]
 """A cell and seed, its rows, and the seconds they took."""
@@ -102,3 +102,14 @@ def clean_processes() -> Any:
     needed = ["regard_recipes.lib.language_runs", "regard.models", "regard.training.evaluation", "numba"]
     context.set_forkserver_preload(needed)
     return context
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A second thread brings little on small blocks, and where the cores are shared it costs many times that."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

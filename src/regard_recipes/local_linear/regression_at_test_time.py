@@ -30,7 +30,7 @@ from regard.checks import ArgumentError
 from regard.recipes import Findings, Progress, recipes
 from regard.tasks import ConeRegression
 
-from ..lib.threads import one_thread
+from ..lib.running import one_thread
 from .regression_at_test_time_methods import Method, methods
 
 CALL = "reproduce: test-time-regression"
