@@ -12,7 +12,7 @@ from .claims import claims_table
 from .recipe import Recipe
 from .results import Results, plain, record_rows
 
-LONGEST = 30
+FIRST, LONGEST = 24, 16  # rows of the first and of other tables that are shown on pages of the docs
 
 
 def write(made: Recipe, results: Results, out: Path) -> str:
@@ -45,7 +45,7 @@ def markdown(made: Recipe, results: Results, figures: list[str], folder: str = "
     Args:
         figures: file names.
         folder: what stands before them in links from another page, such as "results/"; such a page has no table of more
-            than `LONGEST` rows.
+            than `LONGEST` rows, and none of more than `FIRST` rows in the first place.
         level: of the headings.
     """
     record, head = results.record, "#" * level
@@ -54,8 +54,8 @@ def markdown(made: Recipe, results: Results, figures: list[str], folder: str = "
     if claims:
         parts += [f"{head} Claims", claims_table(claims).markdown().strip()]
     tables = made.tables(results)
-    for title, table in tables.items():
-        if not folder or len(table.rows) <= LONGEST:
+    for place, (title, table) in enumerate(tables.items()):
+        if not folder or len(table.rows) <= (LONGEST if place else FIRST):
             parts += [f"{head} {title}", table.markdown().strip()]
     if folder:
         parts += [f"All {len(tables)} tables are in [{made.name}.md]({folder}{made.name}.md)."]

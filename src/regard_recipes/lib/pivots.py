@@ -25,7 +25,7 @@ def pivot(
     Args:
         index: columns of the frame that name the rows, or column to heading; rows are in the order in which they first
             come.
-        values: heading to how a cell is shown.
+        values: heading ("" with `columns` that name all) to how a cell is shown.
         columns: a column of the frame whose values become headings, each with all of `values`.
         note: a sentence below the table.
     """

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 def lines(
     panels: Mapping[str, pd.DataFrame],
     x: str, y: Mapping[str, str], hue: str,
-    *, x_label: str = "", title: str = "", log_x: bool = False, log_y: bool = False,
+    *, x_label: str = "", title: str = "", log_x: bool = False, log_y: bool = False, wrap: int = 0,
 ) -> bytes:  # fmt: skip
     """Draw the mean over seeds against `x`, a line for each value of `hue`, in a band from the least to the largest.
 
     Args:
         panels: title to rows; one column of panels for each.
         y: column to the label of its axis; one row of panels for each.
+        wrap: with a single `y`, so many panels in a column.
     """
     from matplotlib.figure import Figure
 
@@ -28,22 +29,32 @@ def lines(
 
     names = list(dict.fromkeys(value for rows in panels.values() for value in rows[hue]))
     styles = {name: line_style(place) for place, name in enumerate(names)}
-    size = (5.2 * len(panels) + 1.0, 3.6 * len(y) + 0.6)
+    places = [(column, y_label, panel) for column, y_label in y.items() for panel in panels.items()]
+    shape = (wrap, -(-len(places) // wrap)) if wrap else (len(y), len(panels))
+    size = (5.2 * shape[1] + 1.0, 3.6 * shape[0] + 0.6) if not wrap else (3.2 * shape[1] + 1.0, 2.5 * shape[0] + 1.2)
     figure = Figure(figsize=size, dpi=110, layout="constrained")
-    grid: Any = figure.subplots(len(y), len(panels), squeeze=False, sharey="row", sharex="col")
-    for row, (column, y_label) in enumerate(y.items()):
-        for axes, (heading, rows) in zip(grid[row], panels.items(), strict=True):
-            for name, group in rows.groupby(hue, sort=False):
-                _line(axes, group, x, column, styles[name], label(name))
-            if row == 0:
-                axes.set_title(heading, fontsize=10)
-                axes.legend(frameon=False, fontsize=7, ncols=2)
-            _plain(axes, log_x, log_y)
-        grid[row, 0].set_ylabel(y_label)
+    grid: Any = figure.subplots(*shape, squeeze=False, sharey="row", sharex="col")
+    for axes, (column, y_label, (heading, rows)) in zip(grid.T.flat if wrap else grid.flat, places, strict=False):
+        for name, group in rows.groupby(hue, sort=False):
+            _line(axes, group, x, column, styles[name], label(name))
+        axes.set_title(heading if wrap or axes in grid[0] else "", fontsize=10)
+        if axes in grid[:, 0]:
+            axes.set_ylabel(y_label)
+        _plain(axes, log_x, log_y)
     for axes in grid[-1]:
         axes.set_xlabel(x_label or x)
+    figure.legend(*_handles(grid), loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     figure.suptitle(title, x=0.02, ha="left", fontsize=11)
     return png(figure)
+
+
+def _handles(grid: Any) -> tuple[list[Any], list[str]]:
+    """Return the lines of all panels, each name once."""
+    found: dict[str, Any] = {}
+    for axes in grid.flat:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(name, handle)
+    return list(found.values()), list(found)
 
 
 def _line(axes: Any, rows: pd.DataFrame, x: str, y: str, style: tuple[str, str], name: str) -> None:
