@@ -18,7 +18,10 @@ from regard_recipes.lib.results import load, select
 from regard_recipes.local_linear import lla_numerics as numerics
 from regard_recipes.local_linear import lla_numerics_schemes as schemes
 
-SMALL = "--workers 0 --length 96 --dim 8 --draws 2 --families normal anisotropic --steps 1 4 16 --tols 0.01 0.0001 --ridges 1 0.1"
+SMALL = (
+    "--workers 0 --length 96 --dim 8 --draws 2 --families normal anisotropic --steps 1 4 16 --tols 0.01 0.0001 "
+    "--ridges 1 0.1"
+)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from .claims import claims_table
 from .recipe import Recipe
 from .results import Results, plain, record_rows
 
-FIRST, LONGEST = 24, 16  # rows of the first and of other tables that are shown on pages of the docs
+FIRST, LONGEST = 30, 16  # rows of the first and of other tables that are shown on pages of the docs
 
 
 def write(made: Recipe, results: Results, out: Path) -> str:

@@ -378,8 +378,10 @@ class Variants(Recipe):
         parts = {name: select(rows, group=["blocks", SIGMA]) for name, rows in panels.items()}
         y = {"error": "error / zero predictor's"}
         return {
-            "time": lines(timed, "microseconds", y, "group", x_label="µs a query, forward", log_x=True, log_y=True),
-            "blocks": lines(parts, "blocks", y, "group", x_label="diagonal blocks", log_x=True, log_y=True),
+            "time": lines(
+                timed, "microseconds", y, "group", x_label="µs a query, forward", log_x=True, log_y=True, wrap=2
+            ),
+            "blocks": lines(parts, "blocks", y, "group", x_label="diagonal blocks", log_x=True, log_y=True, wrap=2),
         }
 
     def notes(self, results: Results) -> list[str]:
