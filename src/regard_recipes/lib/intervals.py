@@ -117,3 +117,11 @@ def unpaired(one: Estimate, other: Estimate) -> Estimate:
     """Return the difference of two estimates from separate samples; too wide where the samples vary together."""
     mean, half = one.mean - other.mean, math.hypot(one.half, other.half)
     return Estimate(mean, mean - half, mean + half, min(one.count, other.count))
+
+
+def ratio_interval(one: pd.Series, other: pd.Series) -> Estimate:
+    """Return the ratio of the means of two columns of numbers from the same samples, in the same order, with its
+    interval to first order: it varies as the difference of the two in units of their means."""
+    a, b = one.to_numpy(float), other.to_numpy(float)
+    found, ratio = mean_interval(a / a.mean() - b / b.mean()), float(a.mean() / b.mean())
+    return Estimate(ratio, ratio - ratio * found.half, ratio + ratio * found.half, len(a))

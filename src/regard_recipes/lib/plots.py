@@ -59,9 +59,9 @@ def _handles(grid: Any) -> tuple[list[Any], list[str]]:
 
 def _line(axes: Any, rows: pd.DataFrame, x: str, y: str, style: tuple[str, str], name: str) -> None:
     found = rows.astype({y: float}).groupby(x)[y].agg(["min", "mean", "max", "count"])
-    marker = "o" if len(found) <= 12 else ""
-    axes.plot(found.index, found["mean"], marker, color=style[0], linestyle=style[1], linewidth=1.4, markersize=3.5,
-              label=name)  # fmt: skip
+    marker = "o" if len(found) <= 12 else None
+    how: dict[str, Any] = {"color": style[0], "linestyle": style[1], "linewidth": 1.4, "markersize": 3.5}
+    axes.plot(found.index, found["mean"], marker=marker, label=name, **how)
     if found["count"].max() > 1:
         axes.fill_between(found.index, found["min"], found["max"], color=style[0], alpha=0.15, linewidth=0)
 

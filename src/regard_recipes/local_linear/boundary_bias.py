@@ -187,7 +187,9 @@ class BoundaryBias(Recipe):
         }  # fmt: skip
         last = select(chosen, n=max(self.config.sizes))
         ratio = {
-            f"d = {d}": paired(*(select(last, d=d, estimator=e) for e in (CONSTANT, LINEAR)), "whole", ratio=True)
+            f"d = {d}": paired(
+                select(last, d=d, estimator=CONSTANT), select(last, d=d, estimator=LINEAR), "whole", True
+            )
             for d in self.config.dims
         }
         note = f"Fitted exponent of n less the theory's; within {NEAR:g} counts as equal at these n."

@@ -303,7 +303,7 @@ class Numerics(Recipe):
             note="Mean (largest) iterations of a row; largest true relative residual of a row.",
         )  # fmt: skip
         made["Rows by status"] = pivot(
-            limited, index, {name: lambda rows, name=name: f"{rows[name].sum():g}" for name in statuses},
+            limited, index, {name: total(name) for name in statuses},
             note="Over all tolerances, the default and auto.",
         )  # fmt: skip
         return made
@@ -343,6 +343,11 @@ class Numerics(Recipe):
 def target(where: str, wording: str, estimates: Any, margin: float, note: str = "Relative error.") -> Claim:
     """Return a target that the project set itself."""
     return Claim("regard's targets", where, wording, estimates, "at most", margin, note=note, digits=4)
+
+
+def total(column: str) -> Show:
+    """Return a function that shows the sum of a column."""
+    return lambda rows: f"{rows[column].sum():g}"
 
 
 def said(column: str, lost: bool = False) -> Show:
