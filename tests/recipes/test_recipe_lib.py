@@ -23,7 +23,7 @@ from regard_recipes.lib.intervals import Estimate, exact, mean_interval, paired,
 from regard_recipes.lib.pages import marks
 from regard_recipes.lib.pivots import first, gap, interval, median, pivot, spread
 from regard_recipes.lib.plots import dots, lines
-from regard_recipes.lib.recipe import Cell, Recipe, RecipeConfig, recipe, run
+from regard_recipes.lib.recipe import Cell, Recipe, RecipeConfig, check_shared, recipe, run
 from regard_recipes.lib.results import Results, frame_of, load, plain, read_journal
 
 NAME = "recipe-of-the-tests"
@@ -305,6 +305,17 @@ def test_mistakes_are_found_before_anything_is_written(
     assert reproduce("--out", tmp_path / "out", *words) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_every_size_of_every_recipe_is_in_range() -> None:
+    for name, kind in recipes.items():
+        if isinstance(kind, type) and issubclass(kind, Recipe):
+            assert kind.name == name
+            for size in ("small", *kind.sizes):
+                made = kind(kind.configure(size, device="cpu"))
+                check_shared(made)
+                cells = made.cells()
+                assert len({json.dumps(cell) for cell in cells}) == len(cells) > 0, (name, size)
 
 
 def test_a_folder_with_other_files_is_left_alone(squares: type[Squares], tmp_path: Path, capsys: Any) -> None:

@@ -154,8 +154,7 @@ class Regression(Recipe):
     sizes: ClassVar = {
         "quick": {
             "dims": (8, 16, 32), "segments": (64, 128, 512), "sequences": 4, "held_out": 1, "query_noise": (0.3,),
-            "scales": (0.25, 0.5, 1.0, 2.0), "ridges": (0.1, 1.0, 10.0), "curve_dim": 16,
-            "curve_segments": (64, 128, 512),
+            "scales": (0.25, 0.5, 1.0, 2.0), "ridges": (0.1, 1.0, 10.0),
         },
         "paper": {"sequences": 10_000},
     }  # fmt: skip
