@@ -3,7 +3,7 @@ PYTHON ?= python3
 # torch goes first, so that no later dependency can pull another build. For a CUDA build:
 #   make setup TORCH="torch --index-url https://download.pytorch.org/whl/cu130"
 TORCH ?= torch==2.13.0
-EXTRAS ?= lm,cpu,gpt2,dev
+EXTRAS ?= lm,recipes,cpu,gpt2,dev
 # Test processes side by side, one thread each.
 WORKERS ?= 2
 VENV := .venv

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from regard.cli import main
+from regard_recipes.lib.intervals import log_slope
+from regard_recipes.lib.results import frame_of, load, select
 from regard_recipes.local_linear import boundary_bias as recipe
 
-TINY = ["--dims", "1", "2", "--sizes", "64", "256", "--samples", "6", "--radii", "24", "--directions", "3"]
+TINY = ["--dims", "1", "2", "--sizes", "64", "256", "--seeds", "6", "--radii", "24", "--directions", "3"]
+TINY += ["--workers", "0"]
 NAMES = {"global linear", "local constant", "local linear"}
 
 
-def record(folder: Path) -> dict:
-    return json.loads((folder / "boundary-bias.json").read_text())
+def chosen(folder: Path) -> pd.DataFrame:
+    return recipe.best(load(recipe.BoundaryBias, folder)[1])
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +41,7 @@ def test_the_quadrature_is_that_of_the_ball(dim: int, volume: float) -> None:
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
 def test_the_design_is_uniform_with_values_of_f_and_noise(dim: int) -> None:
-    config = recipe.BoundaryBiasConfig(noise=0.5)
-    x, y = (u.numpy() for u in recipe.design(config, dim, 4000, 0))
+    x, y = (u.numpy() for u in recipe.design(dim, 4000, 0, 0.5))
     radius = np.sqrt((x**2).sum(1))
     assert x.shape == (4000, dim)
     assert radius.max() <= 1
@@ -51,7 +52,7 @@ def test_the_design_is_uniform_with_values_of_f_and_noise(dim: int) -> None:
     noise = y[:, 1:] - y[:, :1]
     assert abs(noise.std() / 0.5 - 1) < 0.02
     assert abs(noise.mean()) < 0.02
-    again, other = recipe.design(config, dim, 4000, 0)[0], recipe.design(config, dim, 4000, 1)[0]
+    again, other = (recipe.design(dim, 4000, seed, 0.5)[0] for seed in (0, 1))
     assert np.array_equal(x, again.numpy())
     assert not np.array_equal(x, other.numpy())
 
@@ -74,36 +75,35 @@ def fitted(x: np.ndarray, y: np.ndarray, at: np.ndarray, h: float, degree: int) 
 
 @pytest.mark.parametrize("dim", [1, 2])
 def test_estimators_are_the_textbooks(dim: int) -> None:
-    config = recipe.BoundaryBiasConfig()
-    x, y = recipe.design(config, dim, 200, 3)
+    x, y = recipe.design(dim, 200, 3, 0.5)
     at = recipe.places(dim, 12, 3).points
-    for degree, name in ((0, "local constant"), (1, "local linear")):
+    for degree in (0, 1):
         for h in (0.25, 0.5):
             wanted = fitted(x.numpy(), y.numpy(), at.numpy(), h, degree)
-            found = recipe.ESTIMATORS[name][0](x, y, at, h).numpy()
-            assert np.abs(found - wanted).max() < 1e-6, (name, h)
+            found = recipe.local(x, y, at, h, degree).numpy()
+            assert np.abs(found - wanted).max() < 1e-6, (degree, h)
     affine = np.concatenate([np.ones((200, 1)), x.numpy()], 1)
     line = np.linalg.solve(affine.T @ affine, affine.T @ y.numpy())
     wanted = np.concatenate([np.ones((len(at), 1)), at.numpy()], 1) @ line
-    assert np.abs(recipe.ESTIMATORS["global linear"][0](x, y, at, 1.0).numpy() - wanted).max() < 1e-9
+    assert np.abs(recipe.global_linear(x, y, at).numpy() - wanted).max() < 1e-9
 
 
 def test_slopes_and_their_errors() -> None:
-    sizes = [100, 200, 400, 800]
-    law = [(3.0 * n**-0.75, 0.01 * 3.0 * n**-0.75) for n in sizes]
-    found, error = recipe.slope(sizes, law)
-    assert abs(found + 0.75) < 1e-4
-    x = np.log(sizes)
-    assert abs(error - 0.01 / np.sqrt(((x - x.mean()) ** 2).sum())) < 1e-4
-    assert [round(recipe.ESTIMATORS[name][1](2), 4) for name in recipe.ESTIMATORS] == [0.0, -0.6, -0.6667]
+    """Means 3 n^-0.75 with a standard error of 1 % each, three seeds at each n."""
+    off = 0.01 * np.sqrt(3)
+    law = [{"n": n, "seed": i, "y": 3 * n**-0.75 * (1 + off * (i - 1))} for n in (100, 200, 400, 800) for i in range(3)]
+    found = log_slope(frame_of(law), "n", "y")
+    assert abs(found.mean + 0.75) < 1e-9
+    x = np.log([100, 200, 400, 800])
+    assert found.half == pytest.approx(2.306 * 0.01 / np.sqrt(((x - x.mean()) ** 2).sum()), rel=1e-3)  # t of 8
+    assert [round(theory(2), 4) for theory in recipe.THEORY.values()] == [0.0, -0.6, -0.6667]
 
 
 def test_measurements_are_integrals_of_the_best_bandwidth(tiny: Path) -> None:
-    run = record(tiny)["runs"]["1"]["64"]["local constant"]
-    config = recipe.BoundaryBiasConfig(radii=24, directions=3, samples=6)
+    run = select(chosen(tiny), d=1, n=64, estimator="local constant").mean(numeric_only=True)
     where = recipe.places(1, 24, 3)
     at, weights = where.points.numpy(), where.weights.numpy()
-    samples = [recipe.design(config, 1, 64, i) for i in range(6)]
+    samples = [recipe.design(1, 64, i, 0.5) for i in range(6)]
 
     def errors(h: float) -> np.ndarray:
         off = [fitted(x.numpy(), y.numpy(), at, h, 0) - 2 * (at**2).sum(1)[:, None] for x, y in samples]
@@ -112,54 +112,42 @@ def test_measurements_are_integrals_of_the_best_bandwidth(tiny: Path) -> None:
     grid = recipe.bandwidths("local constant", 1, 64)
     whole = [(errors(h) @ weights).mean() for h in grid]
     best = int(np.argmin(whole))
-    assert run["h"] == grid[best]
-    assert abs(run["whole"][0] / whole[best] - 1) < 1e-3
-    own = errors(run["h"])
-    layer = 1 - np.abs(at[:, 0]) < run["h"]
-    assert abs(run["boundary"][0] / (own[:, layer] @ weights[layer]).mean() - 1) < 1e-3
-    assert abs(run["interior"][0] / (own[:, ~layer] @ weights[~layer]).mean() - 1) < 1e-3
-    assert abs(run["whole"][1] - (own @ weights).std(ddof=1) / 6**0.5) < 1e-3 * run["whole"][0]
+    assert run["bandwidth"] == pytest.approx(grid[best])
+    assert abs(run["whole"] / whole[best] - 1) < 1e-3
+    own = errors(grid[best])
+    layer = 1 - np.abs(at[:, 0]) < grid[best]
+    assert abs(run["boundary"] / (own[:, layer] @ weights[layer]).mean() - 1) < 1e-3
+    assert abs(run["interior"] / (own[:, ~layer] @ weights[~layer]).mean() - 1) < 1e-3
 
 
 def test_local_models_learn_and_the_global_one_does_not(tiny: Path) -> None:
-    found = record(tiny)
-    for d in ("1", "2"):
-        small, large = (found["runs"][d][n] for n in ("64", "256"))
-        assert set(small) == NAMES
-        assert large["global linear"]["whole"][0] > 0.8 * small["global linear"]["whole"][0]
+    found = chosen(tiny)
+    for d in (1, 2):
+        small, large = (select(found, d=d, n=n).groupby("estimator")[["whole", "bandwidth", "place"]].mean()
+                        for n in (64, 256))  # fmt: skip
+        assert set(small.index) == NAMES
+        assert large["whole"]["global linear"] > 0.8 * small["whole"]["global linear"]
         for name in ("local constant", "local linear"):
-            assert large[name]["whole"][0] < 0.7 * small[name]["whole"][0]
-            assert large[name]["h"] < small[name]["h"]
-            assert large[name]["inside_grid"]
-        assert (
-            large["local linear"]["whole"][0] < large["local constant"]["whole"][0] < large["global linear"]["whole"][0]
-        )
-        rates = found["rates"][d]
-        for name in NAMES:
-            log = [np.log(found["runs"][d][n][name]["whole"][0]) for n in ("64", "256")]
-            assert abs(rates[name]["whole"][0] - (log[1] - log[0]) / np.log(4)) < 1e-3
-            assert rates[name]["theory"] == round(recipe.ESTIMATORS[name][1](int(d)), 4)
+            assert large["whole"][name] < 0.7 * small["whole"][name]
+            assert large["bandwidth"][name] < small["bandwidth"][name]
+            assert 0 < large["place"][name] < 14
+        assert list(large["whole"].sort_values().index) == ["local linear", "local constant", "global linear"]
 
 
-def test_the_same_seed_gives_the_same_numbers_and_files(tiny: Path, tmp_path: Path) -> None:
-    few = [*TINY, "--dims", "1"]
-    for name, seed in (("a", 0), ("b", 1)):
-        assert main(["reproduce", "boundary-bias", "--out", str(tmp_path / name), *few, "--seed", str(seed)]) == 0
-    first, same, other = record(tiny), record(tmp_path / "a"), record(tmp_path / "b")
-    assert first["runs"]["1"] == same["runs"]["1"] != other["runs"]["1"]
-    assert set(first["config"]) == {f.name for f in fields(recipe.BoundaryBiasConfig)}
-    assert (tiny / "boundary-bias.png").read_bytes().startswith(b"\x89PNG")
-    said = first["rates"]["2"]["local linear"]["whole"]
-    assert (
-        f"| d = 2, local linear | -0.667 | {said[0]:.3f} ± {said[1]:.3f} |" in (tiny / "boundary-bias.md").read_text()
-    )
-
-
-def test_quick_gives_way_to_what_is_asked_for() -> None:
-    quick = recipe.effective(recipe.BoundaryBiasConfig(quick=True, samples=3))
-    assert quick.samples == 3
-    assert quick.sizes == recipe.QUICK["sizes"]
-    assert recipe.effective(recipe.BoundaryBiasConfig()).sizes == recipe.BoundaryBiasConfig().sizes
+def test_a_seed_gives_the_same_numbers_and_the_page_shows_them(tiny: Path, tmp_path: Path) -> None:
+    few = [*TINY, "--dims", "1", "--seeds", "2", "--seed", "3"]
+    assert main(["reproduce", "boundary-bias", "--out", str(tmp_path / "a"), *few]) == 0
+    made, results = load(recipe.BoundaryBias, tiny)
+    again = load(recipe.BoundaryBias, tmp_path / "a")[1].frame
+    same = results.select(d=1, seed=[3, 4])
+    keys = ["n", "seed", "estimator", "place", "whole"]
+    assert again[keys].sort_values(keys).to_numpy().tolist() == same[keys].sort_values(keys).to_numpy().tolist()
+    assert (tiny / "boundary-bias-errors.png").read_bytes().startswith(b"\x89PNG")
+    said = log_slope(select(chosen(tiny), d=2, estimator="local linear"), "n", "whole")
+    assert f"| 2 | local linear | -0.667 | {said.text()} |" in (tiny / "boundary-bias.md").read_text()
+    claims = {claim.wording: claim for claim in made.claims(results)}
+    assert len(claims) == 4
+    assert claims["Local linear regression errs less than local constant regression"].estimates["d = 1"].mean > 1
 
 
 @pytest.mark.parametrize(
@@ -167,7 +155,7 @@ def test_quick_gives_way_to_what_is_asked_for() -> None:
     [
         (("--dims", "4"), "--dims is (4,), expected whole numbers from 1 to 3."),
         (("--sizes", "64"), "expected two or more numbers from 32 to 131072."),
-        (("--samples", "1"), "--samples is 1, expected at least 2."),
+        (("--seeds", "1"), "--seeds is 1, expected at least 2."),
         (("--noise", "0"), "--noise is 0, expected a number between 0 and 1000."),
         (("--seed", "-1"), "--seed is -1, expected 0 to"),
     ],

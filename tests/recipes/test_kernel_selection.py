@@ -15,9 +15,9 @@ from regard.checks import ArgumentError
 from regard.cli import main
 from regard.models import HybridForCausalLM
 from regard_recipes.kernels import kernel_selection as recipe
-from regard_recipes.kernels import kernel_selection_output as shown
-from regard_recipes.kernels.kernel_selection import MEAN, Kind
-from regard_recipes.lib.language_runs import LanguageRun
+from regard_recipes.kernels.kernel_selection import APART, EARLIER, KERNELS, MEAN, NORMALISED, PLAIN, SHARED
+from regard_recipes.lib.recipe import check_shared
+from regard_recipes.lib.results import Results, frame_of, load
 
 SMALL = (
     "--size quick --kernels exponential linear rbf clipped-geometric --earlier rbf --seeds 2 --layers 1 --width 16 "
@@ -47,20 +47,26 @@ def feature(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x > 0, x, x.exp() - 1) + 1
 
 
-def defaults(**changes: object) -> recipe.KernelSelectionConfig:
-    return recipe.check(recipe.KernelSelectionConfig(**changes))
+def made(size: str = "small", **changes: object) -> recipe.KernelSelection:
+    found = recipe.KernelSelection(recipe.KernelSelection.configure(size, **changes))
+    check_shared(found)
+    return found
 
 
-@pytest.mark.parametrize("kernel", recipe.PRESETS)
-@pytest.mark.parametrize("normalised", [True, False])
-def test_sentences_are_table_1(kernel: str, normalised: bool) -> None:
+def cell(kernel: str, weights: str = NORMALISED, query_key: str = APART) -> dict[str, str]:
+    return {"kernel": kernel, "weights": weights, "query_key": query_key}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("weights", [NORMALISED, PLAIN])
+def test_specs_are_table_1(kernel: str, weights: str) -> None:
     import regard
 
     drawn = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(5, 4, dtype=torch.float64, generator=drawn) for _ in range(3))
-    weights = torch.tensor([[float(FORMULAS[kernel](a, b)) for b in k] for a in q], dtype=torch.float64)
-    wanted = weights @ v / (weights.sum(-1, keepdim=True) if normalised else 1)
-    found = regard.attention(q[None, None], k[None, None], v[None, None], Kind(kernel, normalised).spec)[0, 0]
+    own = torch.tensor([[float(FORMULAS[kernel](a, b)) for b in k] for a in q], dtype=torch.float64)
+    wanted = own @ v / (own.sum(-1, keepdim=True) if weights == NORMALISED else 1)
+    found = regard.attention(q[None, None], k[None, None], v[None, None], recipe.spec_of(kernel, weights))[0, 0]
     assert (found - wanted).abs().max() < 1e-9 * wanted.abs().max()
 
 
@@ -69,34 +75,32 @@ def test_equal_weights_are_equal() -> None:
 
     drawn = torch.Generator().manual_seed(0)
     q, k, v = (50 * torch.randn(1, 1, 6, 4, dtype=torch.float64, generator=drawn) for _ in range(3))
-    found = regard.attention(q, k, v, Kind(MEAN, True).spec, is_causal=True)[0, 0]
+    found = regard.attention(q, k, v, recipe.spec_of(MEAN), is_causal=True)[0, 0]
     assert (found - v[0, 0].cumsum(0) / torch.arange(1, 7)[:, None]).abs().max() < 1e-9
 
 
 def test_what_is_trained() -> None:
-    made, refused = recipe.kinds(defaults())
-    assert not refused
-    assert len({kind.name for kind in made}) == len(made) == 1 + 20 + 10 + 4
-    assert {k.kernel for k in made if k.shared and not k.normalised} == {"linear", "cosine"}
-    assert {k.kernel for k in made if k.earlier} == {"exponential", "geometric", "rbf", "clipped-geometric"}
-    strict = recipe.model_config(defaults(), Kind("rbf", True, shared=True, earlier=True), 50)
-    assert (strict.share_query_key, strict.exclude_self, strict.feed_forward, strict.norm) == (
-        True,
-        True,
-        "gelu",
-        "layer",
-    )
-    plain = recipe.model_config(defaults(), Kind("rbf", True), 50)
+    cells = made().cells()
+    assert len({tuple(each.values()) for each in cells}) == len(cells) == 1 + 20 + 10 + 4
+    shared = [each for each in cells if each["query_key"] == SHARED]
+    assert {each["kernel"] for each in shared if each["weights"] == PLAIN} == {"linear", "cosine"}
+    strictly = {each["kernel"] for each in cells if each["query_key"] == EARLIER}
+    assert strictly == {"exponential", "geometric", "rbf", "clipped-geometric"}
+    strict = made().model_config(cell("rbf", NORMALISED, EARLIER), 50)
+    kept = (strict.share_query_key, strict.exclude_self, strict.feed_forward, strict.norm)
+    assert kept == (True, True, "gelu", "layer")
+    plain = made().model_config(cell("rbf"), 50)
     assert (plain.share_query_key, plain.exclude_self, plain.mixers) == (False, False, ["rbf", "rbf"])
 
 
 def test_the_size_of_the_paper_is_nanogpts() -> None:
     """Six blocks of 12 C^2 and biases, C = 384, a vocabulary of 65: 10.65 M with positions, which are rotary here."""
-    paper = defaults(size="paper", device="cpu")
-    model = HybridForCausalLM(recipe.model_config(paper, Kind("exponential", True), 65))
+    paper = made("paper", device="cpu")
+    model = HybridForCausalLM(paper.model_config(cell("exponential"), 65))
     layer = 4 * 384**2 + 2 * 384 * 1536 + 1536 + 384 + 4 * 384
     assert sum(w.numel() for w in model.parameters()) == 65 * 384 + 6 * layer + 2 * 384
-    assert (paper.context, paper.batch, paper.steps, paper.learning_rate) == (256, 64, 5000, 1e-3)
+    own = paper.config
+    assert (own.context, own.batch, own.steps, own.learning_rate) == (256, 64, 5000, 1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -106,26 +110,29 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_every_kind_and_seed_is_there(tiny: Path) -> None:
-    found = json.loads((tiny / "kernel-selection.json").read_text())
-    names = [(run["name"], run["seed"]) for run in found["runs"]]
-    assert len(names) == len(set(names)) == 2 * (1 + 8 + 4 + 1)
-    assert found["numbers"]["steps"] == 4
-    runs = dict(zip(names, found["runs"], strict=True))
-    apart, shared = runs["rbf, normalised", 1], runs["rbf, normalised, q = k", 1]
+def test_every_cell_and_seed_is_there(tiny: Path) -> None:
+    _, results = load(recipe.KernelSelection, tiny)
+    assert results.record["config"]["steps"] == 4
+    runs = results.select(kind="run")
+    assert len(runs) == len(runs.drop_duplicates(["kernel", "weights", "query_key", "seed"])) == 2 * (1 + 8 + 4 + 1)
+    apart, shared = (
+        results.select(kind="run", seed=1, **cell("rbf", NORMALISED, own)).iloc[0] for own in (APART, SHARED)
+    )
     assert apart["parameters"] - shared["parameters"] == 16 * 16
-    assert apart["extra"]["query_key_bytes"] == 2 * shared["extra"]["query_key_bytes"] == 2 * 2 * 16 * 16 * 4
-    assert apart["extra"]["cache_bytes"] == shared["extra"]["cache_bytes"] == 2 * 512 * 16 * 4
-    assert apart["steps"] == [2, 4]
+    assert apart["query_key_bytes"] == 2 * shared["query_key_bytes"] == 2 * 2 * 16 * 16 * 4
+    assert apart["cache_bytes"] == shared["cache_bytes"] == 2 * 512 * 16 * 4
+    looks = results.select(kind="look", seed=1, **cell("rbf"))
+    assert looks["step"].tolist() == [2, 4]
+    assert looks["held_out"].iloc[-1] == apart["held_out"]
     for name in ("kernel-selection-curves.png", "kernel-selection-final.png"):
         assert (tiny / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_bigram_bar_is_a_bigram_model(tiny: Path) -> None:
+def test_the_bigram_baseline_is_a_bigram_model(tiny: Path) -> None:
     """Between what the best table of pairs could have, fitted to the very text, and an even guess."""
     from regard_recipes.demo import demo_text
 
-    found = json.loads((tiny / "kernel-selection.json").read_text())["bigram"]
+    found = json.loads((tiny / "kernel-selection.json").read_text())["facts"]["bigram"]
     material = demo_text.prepare(None, context=17, excerpt=16, call="test")
     held_out = material.held_out_tokens[:300].tolist()
     pairs, first = Counter(itertools.pairwise(held_out)), Counter(held_out[:-1])
@@ -133,77 +140,63 @@ def test_the_bigram_bar_is_a_bigram_model(tiny: Path) -> None:
     assert best < found < math.log(len(material.tokenizer))
 
 
-def run(kind: Kind, seed: int, *losses: float, kept: float = 1.0) -> LanguageRun:
-    half = 1 if kind.shared else 2
-    extra = {"query_key_bytes": 1024 * half, "kept_bytes": 8192 + 1024 * half, "cache_bytes": 4096}
-    return LanguageRun(
-        name=kind.name, seed=seed, parameters=1, steps=tuple(range(1, len(losses) + 1)), train=losses, held_out=losses,
-        step_seconds=1.0, step_cpu_seconds=1.0, peak_bytes=None, before_bytes=None, extra=extra,
-    )  # fmt: skip
+CLIPPED, RBF, LINEAR = cell("clipped-geometric"), cell("rbf"), cell("linear", PLAIN)
 
 
-def groups(**ends: float) -> dict[Kind, list[LanguageRun]]:
-    """Three seeds of every kind, which end at the given loss, or at 2."""
-    kinds = [Kind(MEAN, True), *(Kind(k, n) for n in (True, False) for k in ("exponential", "linear", "rbf"))]
-    kinds += [Kind("clipped-geometric", True), Kind("exponential", True, shared=True)]
-    kinds += [Kind("exponential", True, shared=True, earlier=True)]
-    end = lambda kind: ends.get(kind.name.replace(", ", "_").replace(" ", "_").replace("=", "is"), 2.0)  # noqa: E731
-    return {k: [run(k, s, 4.0, 3.0, end(k) + 0.1 * s + 1e-3 * (s == 1)) for s in range(3)] for k in kinds}
-
-
-def note(notes: tuple[str, ...], start: str) -> str:
-    (found,) = (text for text in notes if text.startswith(start))
-    return found
+def judged(seeds: int = 3, courses: dict[str, list[float]] | None = None) -> dict[str, tuple[str, str]]:
+    """Wording to verdict and numbers, where every cell falls from 4 over 3 to 2, or takes the course given by name."""
+    own = made(seeds=seeds)
+    rows = []
+    for each in own.cells():
+        name = " ".join(each.values())
+        course = (courses or {}).get(name, [4.0, 3.0, 2.0])
+        for seed in range(seeds):
+            losses = [
+                x + 0.1 * seed + (1e-3 * (seed == 1) if name != "exponential normalised apart" else 0) for x in course
+            ]
+            half = 2 if each["query_key"] == APART else 1
+            run = {"kind": "run", "train": losses[-1], "held_out": losses[-1], "step_cpu_seconds": 1.0}
+            bytes_ = {"query_key_bytes": 1024 * half, "kept_bytes": 8192 + 1024 * half, "cache_bytes": 4096}
+            rows.append({**each, "seed": seed, **run, **bytes_})
+            for step, loss in enumerate(losses, start=1):
+                rows.append({**each, "seed": seed, "kind": "look", "step": step, "train": loss, "held_out": loss})
+    results = Results(frame_of(rows), {"bigram": 2.6}, {})
+    assert own.tables(results)
+    return {claim.wording: (claim.verdict, claim.measured()) for claim in own.claims(results)}
 
 
 def test_verdicts_follow_the_numbers() -> None:
-    better = groups(
-        mean_of_the_past=2.5, rbf_normalised=1.9, linear_not_normalised=2.2, exponential_normalised_q_is_k=2.3
-    )
-    told = shown.notes(better, 2.6, {}, 3e-3)
-    assert "holds, 7 of 7 forms do" in note(told, '"All tested')
-    assert ": holds. Its loss is 2.3003 ± 0.1000, -0.3000 ± 0.0000 from equal weights (lower)" in note(
-        told, '"The linear'
-    )
-    assert ": holds; its loss is -0.1000" in note(told, '"RBF')
-    assert ": holds, 2.1003" in note(told, '"The clipped')
-    assert "-0.5000 ± 0.0000 from equal weights on the whole past (lower)" in note(told, '"The clipped')
-    assert "may be up to 0.05 above the one before" in note(told, '"All tested')
-    assert "at no look over 0.05 above the one before" in str(shown.tables(better)["Kernels"].note)
-    assert "holds. Cost in nats/char: exponential +0.3000 ± 0.0000 (higher)." in note(told, '"Models converge with q')
-    assert "50% of the activations" in note(told, '"q = k halves')
-    assert "10% of all" in note(told, '"q = k halves')
-    assert "exponential -0.3000 ± 0.0000 (lower)" in note(told, "With q = k")
-    assert "has 7 of these 7" in note(told, "The grammar")
+    told = judged(courses={"mean of the past normalised apart": [4, 2.5], "rbf normalised apart": [4, 1.9],
+                           "linear not normalised apart": [4, 2.2]})  # fmt: skip
+    assert told["All tested kernels converge"] == ("holds", "1.000")
+    verdict, numbers = told["The linear kernel suffices without normalisation"]
+    assert (verdict, numbers[:31]) == ("holds", "equal weights -0.300 ± 0.000; b")
+    assert told["RBF is marginally better than the exponential kernel"] == ("holds", "-0.100 ± 0.001")
+    assert told["q = k halves the memory of queries and keys"] == ("holds", "0.500")
 
 
 def test_verdicts_can_fail() -> None:
-    worse = groups(mean_of_the_past=2.0, rbf_normalised=2.1, linear_not_normalised=2.7, clipped=2.0)
-    worse[Kind("clipped-geometric", True)] = [run(Kind("clipped-geometric", True), s, 2.0, math.nan) for s in range(3)]
-    told = shown.notes(worse, 2.6, {"geometric, normalised": "why"}, 3e-3)
-    assert "does not hold here, 6 of 7 forms do; not for clipped-geometric, normalised" in note(told, '"All tested')
-    assert ": does not hold here. Its loss is 2.8003" in note(told, '"The linear')
-    assert "does not hold here: it is worse" in note(told, '"RBF')
-    assert ": does not hold here, diverged" in note(told, '"The clipped')
-    assert "refused: geometric, normalised (why)" in note(told, "The grammar")
-    level = groups(rbf_normalised=2.0)
-    level[Kind("rbf", True)] = [run(Kind("rbf", True), s, 4.0, 2.0 + 0.1 * (s % 2)) for s in range(3)]
-    assert "not seen: level within the seeds" in note(shown.notes(level, 2.6, {}, 3e-3), '"RBF')
-    one = {kind: runs[:1] for kind, runs in groups(rbf_normalised=1.5, linear_not_normalised=1.9).items()}
-    told = shown.notes(one, 2.6, {}, 3e-3)
-    for claim in ('"RBF', '"The linear kernel'):
-        assert "not decided (one seed)" in note(told, claim)
-    assert "(0.003)" in note(told, "All have the same learning rate")
-    assert shown.tables(worse)
-    assert set(shown.figures(worse)) == {"kernel-selection-curves.png", "kernel-selection-final.png"}
+    told = judged(courses={"mean of the past normalised apart": [4, 2.0], "rbf normalised apart": [4, 2.1],
+                           "linear not normalised apart": [4, 2.7], "clipped-geometric normalised apart": [4, math.nan],
+                           "relu normalised q = k": [3, 3.01]})  # fmt: skip
+    assert told["All tested kernels converge"] == ("fails", "0.950")
+    assert told["Models converge with q = k"] == ("fails", "0.900")
+    assert told["The linear kernel suffices without normalisation"][0] == "fails"
+    assert told["RBF is marginally better than the exponential kernel"][0] == "fails"
+    assert told["The clipped geometric series converges with normalised weights"] == ("fails", "0.000")
+    alone = judged(seeds=1, courses={"rbf normalised apart": [4, 1.5]})
+    assert alone["RBF is marginally better than the exponential kernel"][0] == "not testable at this size"
 
 
-def test_a_loss_that_climbs_does_not_converge() -> None:
-    kind = Kind("rbf", True)
-    assert shown.converges([run(kind, 0, 4.0, 3.0, 3.04, 2.9)])
-    assert not shown.converges([run(kind, 0, 4.0, 3.0, 3.06, 2.9)])
-    assert not shown.converges([run(kind, 0, 4.0, 3.0), run(kind, 1, 3.0, 3.01)])
-    assert not shown.converges([run(kind, 0, 4.0, math.inf)])
+def test_a_loss_that_climbs_does_not_fall_steadily() -> None:
+    falls = lambda *courses: recipe.falling(Results(frame_of([  # noqa: E731
+        {**RBF, "seed": seed, "kind": "look", "step": step, "train": loss}
+        for seed, course in enumerate(courses) for step, loss in enumerate(course)
+    ]), {}, {}))["rbf", NORMALISED, APART]  # fmt: skip
+    assert falls([4.0, 3.0, 3.04, 2.9])
+    assert not falls([4.0, 3.0, 3.06, 2.9])
+    assert not falls([4.0, 3.0], [3.0, 3.01])
+    assert not falls([4.0, math.nan])
 
 
 @pytest.mark.parametrize(
@@ -224,4 +217,4 @@ def test_a_loss_that_climbs_does_not_converge() -> None:
 )
 def test_mistakes_are_found_first(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        defaults(**changes)
+        made(**changes)

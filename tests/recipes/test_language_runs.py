@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
-from regard_recipes.kernels import kernel_selection
+from regard_recipes.kernels.kernel_selection import KernelSelection
 from regard_recipes.lib import language_runs as runs
 from regard_recipes.lib.language_output import Gap, band, order, rate_note, spread, verdict
 
@@ -42,9 +42,8 @@ def text() -> runs.Corpus:
 
 def test_wide_models_begin_with_smaller_weights() -> None:
     assert [runs.initial_range(width) for width in (32, 256, 384, 1024)] == [0.05, 0.05, 0.02, 0.02]
-    paper = runs.sized(kernel_selection.KernelSelectionConfig(size="paper"), kernel_selection.SIZES, "test")
-    kind = kernel_selection.kinds(paper)[0][0]
-    assert kernel_selection.model_config(paper, kind, 100).initializer_range == 0.02
+    paper = KernelSelection(KernelSelection.configure("paper"))
+    assert paper.model_config(paper.cells()[0], 100).initializer_range == 0.02
 
 
 def starts(seed: int, step: int, count: int, positions: int) -> list[int]:

@@ -3,20 +3,25 @@ small run leaves behind."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from regard.cli import main
+from regard.grammar import SolveStatus
+from regard_recipes.lib.results import load, select
 from regard_recipes.local_linear import lla_numerics as numerics
 from regard_recipes.local_linear import lla_numerics_schemes as schemes
 
-SMALL = "--length 96 --dim 8 --draws 2 --families normal anisotropic --steps 1 4 16 --tols 0.01 0.0001 --ridges 1 0.1"
+SMALL = (
+    "--workers 0 --length 96 --dim 8 --draws 2 --families normal anisotropic --steps 1 4 16 --tols 0.01 0.0001 "
+    "--ridges 1 0.1"
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "lla-numerics.json").read_text())
+def found(folder: Path) -> pd.DataFrame:
+    return load(numerics.Numerics, folder)[1].frame
 
 
 def equation_8(q: np.ndarray, k: np.ndarray, v: np.ndarray, ridge: float) -> np.ndarray:
@@ -94,37 +99,44 @@ def test_data_are_what_they_are_called() -> None:
     again = numerics.draw(config, "recall", 0)[0]
     assert torch.equal(q, again)
     assert not torch.equal(q, numerics.draw(config, "recall", 1)[0])
-    assert not torch.equal(q, numerics.draw(replace(config, seed=1), "recall", 0)[0])
+    assert not torch.equal(q, numerics.draw(config, "recall", 0, seed=1)[0])
 
 
-def case(found: dict[str, Any], family: str, dtype: str, ridge: float) -> dict[str, Any]:
-    (one,) = (r for r in found["records"] if (r["family"], r["dtype"], r["ridge"]) == (family, dtype, ridge))
-    return one
+def budgets(found: pd.DataFrame, family: str, dtype: str, ridge: float) -> pd.DataFrame:
+    """The rows of regard itself, by budget."""
+    return select(found, kind="budget", data=family, dtype=dtype, ridge=ridge).set_index("budget")
+
+
+def relative(found: pd.DataFrame, **where: Any) -> float:
+    (error,) = select(found, **where)["relative"]
+    return float(error)
 
 
 @pytest.mark.parametrize("family", ["normal", "anisotropic"])
 @pytest.mark.parametrize("ridge", [1.0, 0.1])
-def test_errors_fall_with_steps_to_what_the_precision_allows(found: dict[str, Any], family: str, ridge: float) -> None:
-    single, half = (case(found, family, dtype, ridge)["budgets"] for dtype in ("float32", "bfloat16"))
+def test_errors_fall_with_steps_to_what_the_precision_allows(found: pd.DataFrame, family: str, ridge: float) -> None:
+    single, half = (budgets(found, family, dtype, ridge) for dtype in ("float32", "bfloat16"))
     for own in (single, half):
-        falling = [own[f"steps {n}"]["relative"] for n in (1, 4, 16)]
+        falling = [own["relative"][f"steps {n}"] for n in (1, 4, 16)]
         assert falling == sorted(falling, reverse=True)
-        assert own["steps 16"]["iterations"]["max"] <= 16
-        assert own["steps 1"]["status"]["UNCONVERGED"] > 100
-        assert own["auto"]["status"] == {"OK": 192}
-        for budget in own.values():
-            assert sum(budget["status"].values()) == 192
-            assert budget["not_finite"] == 0
-            assert budget["worst_row"] >= 0.5 * budget["relative"]
+        assert own["max_steps"]["steps 16"] <= 16
+        assert own["UNCONVERGED"]["steps 1"] > 100
+        assert own["OK"]["auto"] == 192
+        assert (own[[kind.name for kind in SolveStatus]].sum(axis=1) == 192).all()
+        assert (own["not_finite"] == 0).all()
+        assert (own["worst_row"] >= 0.5 * own["relative"]).all()
     for tol in (1e-2, 1e-4):
-        assert 0 < single[f"tol {tol:g}"]["relative"] <= tol
-        assert single[f"tol {tol:g}"]["residual"]["max"] <= tol * 1.001
-    assert single["default"]["relative"] < 1e-5
-    assert 1e-3 < half["default"]["relative"] < 3e-3
-    assert single["tol 0.01"]["iterations"]["mean"] < single["tol 0.0001"]["iterations"]["mean"]
+        assert 0 < single["relative"][f"tol {tol:g}"] <= tol
+        assert single["max_residual"][f"tol {tol:g}"] <= tol * 1.001
+    assert single["relative"]["default"] < 1e-5
+    assert 1e-3 < half["relative"]["default"] < 3e-3
+    assert single["mean_steps"]["tol 0.01"] < single["mean_steps"]["tol 0.0001"]
+    blocks = select(found, kind="block", data=family, dtype="float32", ridge=ridge, budget="default")
+    assert blocks["position"].tolist() == [64.0]  # 96 rows are one block
+    assert blocks["mean_steps"].tolist() == [single["mean_steps"]["default"]]
 
 
-def test_stored_errors_are_those_of_equation_8(found: dict[str, Any]) -> None:
+def test_stored_errors_are_those_of_equation_8(found: pd.DataFrame) -> None:
     """The schemes' and the floor's data once more, by the textbook form: zero steps would be 1 or more away."""
     config = numerics.NumericsConfig(length=96, dim=8)
     q, k, v = (x.bfloat16().double().numpy() for x in numerics.draw(config, "normal", 0))
@@ -135,20 +147,22 @@ def test_stored_errors_are_those_of_equation_8(found: dict[str, Any]) -> None:
     assert 1e-3 < off < 2e-2
     once = prepared.floors["rounding"][1.0][0].double().numpy()
     np.testing.assert_allclose(once, expected, rtol=2**-8)  # half a unit in the last place
-    stored = case(found, "normal", "bfloat16", 1.0)
-    assert 1e-3 < stored["rounding"]["relative"] < 2**-8
-    assert stored["budgets"]["default"]["relative"] == pytest.approx(stored["rounding"]["relative"], rel=0.05)
-    assert 0.3 * off < stored["floor"]["relative"] < 3 * off
+    own = {"data": "normal", "dtype": "bfloat16", "ridge": 1.0}
+    rounding = relative(found, kind="floor", method="rounding", **own)
+    assert 1e-3 < rounding < 2**-8
+    assert relative(found, kind="budget", budget="default", **own) == pytest.approx(rounding, rel=0.05)
+    assert 0.3 * off < relative(found, kind="floor", method="floor", **own) < 3 * off
 
 
-def test_only_the_centred_covariance_form_stands_moved_keys(found: dict[str, Any]) -> None:
-    low = case(found, "anisotropic", "bfloat16", 0.1)
-    last = {name: low["schemes"][name]["64"]["relative"] for name in schemes.SCHEMES}
+def test_only_the_centred_covariance_form_stands_moved_keys(found: pd.DataFrame) -> None:
+    low = {"data": "anisotropic", "dtype": "bfloat16", "ridge": 0.1}
+    last = {name: relative(found, kind="scheme", method=name, step=64, **low) for name in schemes.SCHEMES}
     assert last["covariance, keys centred"] < 0.05
     assert last["q-centred"] > 3 * last["covariance, keys centred"]
     assert last["covariance"] > 3 * last["covariance, keys centred"]
-    assert low["budgets"]["default"]["relative"] < low["floor"]["relative"]
-    assert "schemes" not in case(found, "anisotropic", "float32", 0.1)
+    default = relative(found, kind="budget", budget="default", **low)
+    assert default < relative(found, kind="floor", method="floor", **low)
+    assert select(found, kind="scheme", dtype="float32").empty
 
 
 def test_errors_leave_out_what_is_not_finite() -> None:
@@ -163,21 +177,18 @@ def test_errors_leave_out_what_is_not_finite() -> None:
     assert numerics.errors(torch.full((1, 2, 2), torch.inf), truth)["relative"] is None
 
 
-def test_tables_and_figures(folder: Path, found: dict[str, Any]) -> None:
+def test_tables_claims_and_figures(folder: Path, found: pd.DataFrame) -> None:
     page = (folder / "lla-numerics.md").read_text()
     for name in ("steps", "iterations"):
         assert (folder / f"lla-numerics-{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert "Anisotropic keys, bfloat16 inputs, ridge 0.1" in page
-    said = f"{case(found, 'normal', 'float32', 1.0)['budgets']['steps 4']['relative']:.1e}".replace("e-0", "e-")
-    (row, *_) = (line for line in page.splitlines() if line.startswith("| normal, ridge 1, float32"))
-    assert row.split("|")[3].strip() == said
-    assert found["config"]["length"] == 96
-
-
-def test_quick_leaves_what_was_given() -> None:
-    quick = numerics.effective(numerics.NumericsConfig(quick=True, length=300))
-    assert (quick.length, quick.dim, quick.draws) == (300, 32, 1)
-    assert numerics.effective(numerics.NumericsConfig()) == numerics.NumericsConfig()
+    made, results = load(numerics.Numerics, folder)
+    claims = {claim.wording: claim for claim in made.claims(results)}
+    (own,) = (c for w, c in claims.items() if w.startswith("bfloat16 inputs"))
+    assert (own.where, own.verdict) == ("ridge 0.1", "holds")
+    assert claims["A tolerance bounds the relative error of the output"].verdict == "holds"
+    said = f"{budgets(found, 'normal', 'float32', 1.0)['relative']['steps 4']:.1e}".replace("e-0", "e-")
+    (row, *_) = (line for line in page.splitlines() if line.startswith("| normal | 1 | float32"))
+    assert row.split("|")[5].strip() == said
 
 
 @pytest.mark.parametrize(

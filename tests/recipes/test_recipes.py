@@ -11,16 +11,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from oracles import entmax_row, softmax
 
 import regard as package
 from regard.cli import main
 from regard.recipes import Findings, recipes
+from regard_recipes.kernels.recall_capacity import RecallCapacity, best
+from regard_recipes.lib.results import Results, load, select
 
 SMALL = (
     "--dim 32 --pairs 8 64 --stored 48 --noise 0.5 4 --erased 0.25 0.9 --zeroed 0.1 0.5 0.9 --jitter 0.5 4 "
-    "--cues 32 --seeds 3 --scales 1 30"
+    "--cues 32 --seeds 3 --scales 1 30 --workers 0"
 )
 TINY = SMALL.split()
 PANELS = {"pairs": 2, "noise": 2, "erased": 2, "zeroed": 3, "jitter": 2}
@@ -34,13 +37,30 @@ def record(folder: Path, name: str) -> dict:
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def chosen(found: dict, name: str, store: str = "pairs") -> dict:
-    kernel = found["kernels"][name]
-    return next(r for r in kernel["runs"] if r["store"] == store and r["scale"] == kernel["best_scale"])
+def drawn(folder: Path) -> dict:
+    """The stored rows of the kernel zoo: kernels by themselves and their products with rules."""
+    rows = record(folder, "kernel-zoo")
+    found = [dict(zip(rows["columns"], row, strict=True)) for row in rows["rows"]]
+    found = [{name: value for name, value in row.items() if value not in (None, "")} for row in found]
+    for row in found:
+        row["names"] = row["kernel"].split(" = ")
+        row["kernel"] = row["names"][0]
+    own = [row for row in found if row["rule"] == "by itself"]
+    return {"kernels": own, "products": [row for row in found if row["rule"] != "by itself"]}
 
 
-def means(run: dict, panel: str, what: str = "match") -> list[float]:
-    return [mean for mean, _ in run[panel][what]]
+def rows_of(folder: Path) -> Results:
+    return load(RecallCapacity, folder)[1]
+
+
+def chosen(found: Results, name: str, store: str = "pairs") -> pd.DataFrame:
+    """The rows of a kernel at its best scale."""
+    rows = select(best(found), store=store)
+    return rows[[name in kernel.split(" = ") for kernel in rows["kernel"]]]
+
+
+def means(rows: pd.DataFrame, panel: str, what: str = "match") -> list[float]:
+    return select(rows, panel=panel).groupby("level")[what].mean().tolist()
 
 
 @pytest.fixture(scope="module")
@@ -58,29 +78,26 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_preset_is_measured_under_every_condition(capacity: Path) -> None:
-    found = record(capacity, "recall-capacity")
-    names = [name for name, kernel in found["kernels"].items() for name in (name, *kernel["same_as"])]
-    assert sorted(names) == sorted(package.presets())
-    for name, kernel in found["kernels"].items():
-        assert {r["scale"] for r in kernel["runs"]} == {1, 30}
-        for run in kernel["runs"]:
-            for panel, levels in PANELS.items():
-                if run["store"] == "sums" and panel not in ("zeroed", "jitter"):
-                    assert panel not in run  # whole sums read as whole pairs
-                    continue
-                match, error = run[panel]["match"], run[panel]["error"]
-                assert len(match) == len(error) == levels, name
-                assert all(0 <= mean <= 1 and 0 <= spread < 0.6 for mean, spread in match)
-                assert all(mean >= 0 for mean, _ in error)
-    with_sums = {name for name, k in found["kernels"].items() if any(r["store"] == "sums" for r in k["runs"])}
+    frame = rows_of(capacity).frame
+    kernels = select(frame, store=["pairs", "sums"])
+    assert sorted(name for each in set(kernels["kernel"]) for name in each.split(" = ")) == sorted(package.presets())
+    for (name, store), rows in frame.groupby(["kernel", "store"]):
+        assert set(rows["scale"]) == ({1.0} if store == "state" else {1.0, 30.0})
+        counts = rows.groupby("panel")["level"].nunique().to_dict()
+        wanted = PANELS if store != "sums" else {panel: PANELS[panel] for panel in ("zeroed", "jitter")}
+        assert counts == wanted, name  # whole sums read as whole pairs
+        assert len(rows) == 3 * rows["scale"].nunique() * sum(wanted.values())
+        assert rows["match"].between(0, 1).all()
+        assert (rows["error"] >= 0).all()
+    with_sums = set(select(frame, store="sums")["kernel"])
     assert with_sums == {"linear", "cosine", "shift-cosine", "relu", "relu2", "elu"}
 
 
 def test_sharp_kernels_recall_more_than_linear_ones(capacity: Path) -> None:
-    found = record(capacity, "recall-capacity")
+    found = rows_of(capacity)
     for name in ("softmax", "sparsemax", "biweight", "triweight", "relumax"):
-        assert found["kernels"][name]["best_scale"] == 30
         run = chosen(found, name)
+        assert set(run["scale"]) == {30.0}
         assert means(run, "pairs") == [1.0, 1.0]
         assert means(run, "pairs", "error")[1] < 1e-3
     linear = chosen(found, "linear")
@@ -91,7 +108,7 @@ def test_sharp_kernels_recall_more_than_linear_ones(capacity: Path) -> None:
 
 
 def test_more_damage_recalls_less(capacity: Path) -> None:
-    found = record(capacity, "recall-capacity")
+    found = rows_of(capacity)
     for name in ("softmax", "biweight", "sparsemax", "linear", "topk-softmax"):
         run = chosen(found, name)
         for panel in PANELS:
@@ -101,6 +118,8 @@ def test_more_damage_recalls_less(capacity: Path) -> None:
     sums, pairs = chosen(found, "linear", "sums"), chosen(found, "linear")
     assert means(sums, "zeroed")[0] > means(sums, "zeroed")[2] + 0.3
     assert means(sums, "zeroed")[1] > means(pairs, "zeroed")[1]  # one matrix is spread out, pairs are hit twice
+    (claim,) = RecallCapacity(RecallCapacity.configure(zeroed=(0.1, 0.5, 0.9))).claims(found)
+    assert claim.estimates[""].mean == pytest.approx(means(sums, "zeroed")[1] - means(pairs, "zeroed")[1])
 
 
 def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
@@ -109,8 +128,8 @@ def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
 
     from regard_recipes.kernels.recall_capacity import Condition, RecallCapacityConfig, reader, recall, trial
 
-    config = RecallCapacityConfig(dim=16, cues=10, seeds=2)
-    case = trial(config, Condition("pairs", 20, 20))
+    config = RecallCapacityConfig(dim=16, cues=10)
+    case = trial(config, Condition("pairs", 20, 20), 0)
     k, v = case.keys[:, 0].numpy(), case.values[:, 0].numpy()
     assert np.abs((k * k).sum(-1) - 1).max() < 1e-5
     assert np.abs((v * v).sum(-1) - 1).max() < 1e-5
@@ -119,12 +138,12 @@ def test_errors_of_the_linear_kernel_are_those_of_a_matrix() -> None:
     nearest = ((read[:, :, None] - v[:, None]) ** 2).sum(-1).argmin(-1)
     for store in ("pairs", "sums"):
         found = recall(reader(package.Spec.parse("linear"), 1.0, store), case)
-        assert np.abs(found["error"].numpy() - error).max() < 1e-4
-        assert np.abs(found["match"].numpy() - (nearest == np.arange(10)).mean(-1)).max() < 1e-9
-    assert torch.equal(case.keys, trial(config, Condition("pairs", 20, 20)).keys)  # a function of the seed
-    erased = trial(config, Condition("erased", 0.75, 20)).cues
+        assert abs(found["error"] - error[0]) < 1e-4
+        assert found["match"] == pytest.approx((nearest == np.arange(10)).mean())
+    assert torch.equal(case.keys, trial(config, Condition("pairs", 20, 20), 0).keys)  # a function of the seed
+    erased = trial(config, Condition("erased", 0.75, 20), 0).cues
     assert ((erased == 0).sum(-1) == 12).all()
-    noisy = trial(config, Condition("noise", 1.0, 20))
+    noisy = trial(config, Condition("noise", 1.0, 20), 0)
     cosine = (noisy.cues * noisy.keys[:, :, :10]).sum(-1)
     assert abs(cosine.mean().item() - 0.5**0.5) < 0.1
 
@@ -142,63 +161,61 @@ def test_signal_and_interference_are_those_of_equation_5() -> None:
         trial,
     )
 
-    case = trial(RecallCapacityConfig(dim=16, cues=10, seeds=2), Condition("pairs", 20, 20))
+    case = trial(RecallCapacityConfig(dim=16, cues=10), Condition("pairs", 20, 20), 0)
     k, v = (x[:, 0].double().numpy() for x in (case.keys, case.values))
     linear = 2 * np.einsum("scd,sjd->scj", k[:, :10], k)
     gram = np.einsum("sjd,sje->sde", k, k) + np.eye(16)
     mesa = np.einsum("scd,sde,sje->scj", k[:, :10], np.linalg.inv(gram), k)
-    weights = softmax(7.0 * np.einsum("scd,sjd->scj", k[:, :10], k).reshape(-1, 20)).reshape(2, 10, 20)
+    weights = softmax(7.0 * np.einsum("scd,sjd->scj", k[:, :10], k).reshape(-1, 20)).reshape(1, 10, 20)
     stretched = Reader(lambda: package.AssociativeMemory("linear", scale=1.0), 2**0.5)
     for how, a in (
         (stretched, linear),
         (model("mesa"), mesa),
         (reader(package.Spec.parse("softmax"), 7.0, "pairs"), weights),
     ):
-        found = {name: x.numpy() for name, x in recall(how, case).items()}
+        found = recall(how, case)
         own = np.einsum("scc->sc", a[:, :, :10])[..., None] * v[:, :10]
         others = a @ v - own
-        assert np.abs(found["bias"] - ((own - v[:, :10]) ** 2).sum(-1).mean(-1)).max() < 1e-4
-        assert np.abs(found["interference"] - (others**2).sum(-1).mean(-1)).max() < 1e-4
-        ratio = (others**2).sum((1, 2)) / (own**2).sum((1, 2))
-        assert np.abs(found["inverse_snr"] - ratio).max() < 1e-4 * ratio.max()
-        whole = ((own + others - v[:, :10]) ** 2).sum(-1).mean(-1)
-        assert np.abs(found["error"] - whole).max() < 1e-4
+        assert abs(found["bias"] - ((own - v[:, :10]) ** 2).sum(-1).mean()) < 1e-4
+        assert abs(found["interference"] - (others**2).sum(-1).mean()) < 1e-4
+        ratio = (others**2).sum() / (own**2).sum()
+        assert abs(found["inverse_snr"] - ratio) < 1e-4 * ratio
+        assert abs(found["error"] - ((own + others - v[:, :10]) ** 2).sum(-1).mean()) < 1e-4
 
 
 def test_the_best_linear_model_recalls_more_than_sums(capacity: Path) -> None:
     """As many pairs as dimensions and fewer are what a linear map can hold."""
-    found = record(capacity, "recall-capacity")
-    assert list(found["models"]) == ["mesa(ridge=0.01)", "mesa(ridge=1)", "delta"]
-    for run in found["models"].values():
-        for panel, levels in PANELS.items():
-            assert len(run[panel]["match"]) == len(run[panel]["error"]) == levels
-    few = {name: means(run, "pairs", "error")[0] for name, run in found["models"].items()}
+    found = rows_of(capacity)
+    models = list(dict.fromkeys(select(found.frame, store="state")["kernel"]))
+    assert models == ["mesa(ridge=0.01)", "mesa(ridge=1)", "delta"]
+    few = {name: means(chosen(found, name, "state"), "pairs", "error")[0] for name in models}
     sums = means(chosen(found, "linear"), "pairs", "error")[0]
     assert few["mesa(ridge=0.01)"] < 0.01 * sums
     assert few["delta"] < 0.8 * sums
-    ratios = {name: [mean for mean, _ in run["pairs"]["inverse_snr"]] for name, run in found["models"].items()}
-    assert all(one < two for one, two in ratios.values())  # more pairs interfere more
-    table = (capacity / "recall-capacity.md").read_text()
-    assert "| mesa(ridge=0.01) | 8 |" in table
+    for name in models:
+        one, two = means(chosen(found, name, "state"), "pairs", "inverse_snr")
+        assert one < two  # more pairs interfere more
+    assert "| mesa(ridge=0.01) | 1 | state | 8 |" in (capacity / "recall-capacity.md").read_text()
 
 
 def test_the_same_seed_gives_the_same_numbers(capacity: Path, tmp_path: Path) -> None:
-    again, other = tmp_path / "again", tmp_path / "other"
-    few = (*TINY, "--specs", "biweight", "relu")
-    assert reproduce("recall-capacity", "--out", again, *few) == 0
-    assert reproduce("recall-capacity", "--out", other, *few, "--seed", 1) == 0
-    first, second, third = (record(f, "recall-capacity")["kernels"] for f in (capacity, again, other))
-    assert list(second) == ["biweight", "relu"]
-    assert {name: first[name] for name in second} == second != third
+    few = (*TINY, "--specs", "biweight", "relu", "--models", "delta", "--seeds", 1, "--seed", 2)
+    assert reproduce("recall-capacity", "--out", tmp_path / "again", *few) == 0
+    again, first = rows_of(tmp_path / "again").frame, select(rows_of(capacity).frame, seed=2)
+    assert list(dict.fromkeys(again["kernel"])) == ["biweight", "relu", "delta"]
+    first = select(first, kernel=["biweight", "relu", "delta"])
+    assert again["error"].tolist() == first["error"].tolist()
+    assert again["match"].tolist() == first["match"].tolist()
+    assert select(rows_of(capacity).frame, seed=1, kernel="relu")["error"].tolist() != first["error"].tolist()
 
 
 def test_the_zoo_holds_every_kernel_and_every_product(zoo: Path) -> None:
-    found = record(zoo, "kernel-zoo")
+    found = drawn(zoo)
     registries = package.registries()
     assert sorted(n for shape in found["kernels"] for n in shape["names"]) == sorted(registries["kernel"].names())
-    pairs = [(p["kernel"], p["bandwidth"]) for p in found["products"]]
+    pairs = [(p["kernel"], p["rule"]) for p in found["products"]]
     assert len(set(pairs)) == len(pairs) == len(found["kernels"]) * len(registries["bandwidth"].names())
-    missing = {(p["kernel"], p["bandwidth"]) for p in found["products"] if "reason" in p}
+    missing = {(p["kernel"], p["rule"]) for p in found["products"] if "reason" in p}
     assert missing == {("gaussian", "adaptive"), ("uniform", "adaptive")} | {
         (k, r) for k in ("linear", "geometric", "clipped-geometric") for r in ("adaptive", "anchored", "nearest")
     }
@@ -206,7 +223,7 @@ def test_the_zoo_holds_every_kernel_and_every_product(zoo: Path) -> None:
 
 
 def test_kernels_are_densities(zoo: Path) -> None:
-    shapes = {name: shape for shape in record(zoo, "kernel-zoo")["kernels"] for name in shape["names"]}
+    shapes = {name: shape for shape in drawn(zoo)["kernels"] for name in shape["names"]}
     x = np.array(shapes["biweight"]["x"])
     inside = np.maximum(1 - x * x, 0)
     for name, expected in {
@@ -225,7 +242,7 @@ def test_kernels_are_densities(zoo: Path) -> None:
 
 
 def test_weights_over_three_scores(zoo: Path) -> None:
-    found = {(p["kernel"], p["bandwidth"]): p for p in record(zoo, "kernel-zoo")["products"]}
+    found = {(p["kernel"], p["rule"]): p for p in drawn(zoo)["products"]}
     t = np.linspace(-3, 3, 13)
     rows = np.stack([t, 0 * t, -t], -1)
     for key, alpha in {"epanechnikov": 2.0, "biweight": 1.5, "triweight": 4 / 3}.items():  # r = 1/(alpha - 1)
@@ -247,8 +264,7 @@ def test_weights_over_three_scores(zoo: Path) -> None:
 
 
 def test_the_slip_in_the_caption_is_mended(zoo: Path) -> None:
-    said = record(zoo, "kernel-zoo")["correction"]
-    assert "1.5-entmax is r = 2, the biweight kernel, and 4/3-entmax is r = 3, the triweight kernel" in said
+    said = "1.5-entmax is r = 2, the biweight kernel, and 4/3-entmax is r = 3, the triweight kernel"
     assert said in (zoo / "kernel-zoo.md").read_text()
 
 
@@ -266,8 +282,8 @@ def test_provenance_tables_and_figures(capacity: Path, zoo: Path) -> None:
         assert len(pictures) >= 2
         assert all(p.read_bytes().startswith(b"\x89PNG") and p.stat().st_size > 10_000 for p in pictures)
     table = (capacity / "recall-capacity.md").read_text()
-    assert f"Made by `{record(capacity, 'recall-capacity')['command']}`." in table
-    assert "| biweight, 30 |" in table
+    assert f"Made by `{record(capacity, 'recall-capacity')['command']}`, 20" in table
+    assert "| biweight | 30 | pairs |" in table
 
 
 @pytest.fixture
@@ -347,7 +363,7 @@ def test_a_folder_is_replaced_only_if_a_recipe_wrote_it(tmp_path: Path, capsys: 
         (("recall-capacity", "--zeroed", "1.5"), "--zeroed is 1.5, expected 0 to 1."),
         (("recall-capacity", "--scales", "0"), "--scales is 0, expected 1e-06 to 1e+06."),
         (("recall-capacity", "--seeds", "0"), "--seeds is 0, expected at least 1."),
-        (("recall-capacity", "--seed", "-1"), "--seed is -1, expected 0 to 2147483647."),
+        (("recall-capacity", "--seed", "-1"), "--seed is -1, expected 0 to 4294967291."),
     ],
 )
 def test_mistakes(
@@ -382,19 +398,9 @@ def test_recipes_are_listed_without_what_draws_them() -> None:
     assert ran.stdout.strip() == "[]"
 
 
-def test_the_page_shows_what_was_measured() -> None:
-    """docs/associative-memory.md: its tables are those of the stored run, its example prints what it says."""
-    from regard_recipes.kernels import recall_capacity_output as output
-    from regard_recipes.kernels.recall_capacity import RecallCapacityConfig
-
-    docs = Path(__file__).resolve().parents[2] / "docs"
-    page = (docs / "associative-memory.md").read_text(encoding="utf-8")
-    stored = record(docs / "results", "recall-capacity")
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in stored["config"].items()}
-    given["out"] = given.pop("output")  # as it was called then
-    config = RecallCapacityConfig(**given)
-    for table in (output.table(config, stored["kernels"]), output.by_scale(config, stored["kernels"])):
-        assert table.markdown().split("\n\n")[0].strip() in page
+def test_the_page_says_what_its_example_prints() -> None:
+    """docs/associative-memory.md: its example prints what it says."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "associative-memory.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     said = re.findall(r"print\(.*\)  # (.*?)(?::.*)?$", example, flags=re.MULTILINE)
     ran = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=True)

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
+from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from regard.checks import ArgumentError
-from regard.recipes import recipes
-from regard_recipes.kernels import shared_query_key as recipe
+from regard_recipes.kernels import shared_query_key as module
+from regard_recipes.kernels.shared_query_key import SharedQueryKey
+from regard_recipes.lib.recipe import check_shared, run
+from regard_recipes.lib.results import Results
 
-TINY = recipe.SharedQueryKeyConfig(steps=2, seeds=2, specs="softmax,elu")
-
-
-@pytest.fixture(scope="module")
-def monkeypatch_module():
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
+TINY = {"steps": 2, "seeds": 2, "specs": "softmax,elu", "workers": 0}
 
 
 @pytest.fixture(scope="module")
-def findings(monkeypatch_module):
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Loss on a few hundred characters."""
-    told = []
-    monkeypatch_module.setattr(recipe, "MEASURED", 600)
-    found = recipes.get("shared-query-key").run(TINY, told.append)
-    assert "elu, seed 1, queries and keys shared" in told
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MEASURED", 600)
+        config = SharedQueryKey.configure(out=tmp_path_factory.mktemp("shared"), **TINY)
+        return run(SharedQueryKey(config), [], lambda text: None)
 
 
-def test_what_is_counted(findings):
+def kind(results: Results, spec: str, shared: str, seed: int = 0) -> pd.Series:
+    return results.select(spec=spec, seed=seed, **{"q and k": shared}).iloc[0]
+
+
+def test_what_is_counted(results: Results) -> None:
     """Two layers of width 64, four heads of 16 channels, 8 windows of 64 characters, float32."""
-    kinds = {(run["spec"], run["shared"]): run for run in findings.data["runs"]}
-    assert len(findings.data["runs"]) == 8
+    assert len(results.frame) == 8
     for spec, cache in (("softmax", 2 * 2 * 512 * 64 * 4), ("elu", 2 * (4 * (17 * 16 + 17) * 4 + 4))):
-        apart, shared = kinds[spec, False], kinds[spec, True]
+        apart, shared = (kind(results, spec, way) for way in ("apart", "shared"))
         assert apart["parameters"] - shared["parameters"] == 2 * 64 * 64
         assert apart["query_key_bytes"] == 2 * shared["query_key_bytes"] == 2 * 2 * 8 * 64 * 64 * 4
         assert apart["kept_bytes"] - shared["kept_bytes"] >= 2 * 8 * 64 * 64 * 4
@@ -43,22 +41,25 @@ def test_what_is_counted(findings):
         assert 4 < apart["bits_per_char"] < 9
 
 
-def test_what_is_shown(findings):
-    table, gaps = findings.tables.values()
+def test_what_is_shown(results: Results) -> None:
+    made = SharedQueryKey(SharedQueryKey.configure(**TINY))
+    (table,) = made.tables(results).values()
     assert [row[:2] for row in table.rows] == [(s, q) for s in ("softmax", "elu") for q in ("apart", "shared")]
-    runs = {(r["spec"], r["seed"], r["shared"]): r["bits_per_char"] for r in findings.data["runs"]}
-    first = runs["elu", 0, True] - runs["elu", 0, False]
-    assert gaps.rows[1][2].startswith(f"{first:+.4f}")
-    assert findings.figures["shared-query-key.png"].startswith(b"\x89PNG")
-    assert "50% of their activations" in findings.notes[0]
-    assert findings.notes[1].endswith("as they are.")
-    json.dumps(findings.data)
+    gaps = [kind(results, "elu", "shared", s)["bits_per_char"] - kind(results, "elu", "apart", s)["bits_per_char"]
+            for s in (0, 1)]  # fmt: skip
+    assert table.rows[3][3].startswith(f"{sum(gaps) / 2:+.4f} ± ")
+    assert made.figures(results)["loss"].startswith(b"\x89PNG")
+    halves, cost = made.claims(results)
+    assert (halves.verdict, halves.measured()) == ("holds", "softmax 0.500; elu 0.500")
+    assert cost.estimates["elu"].mean == pytest.approx(sum(gaps) / 2)
 
 
-def test_the_same_seed_gives_the_same_numbers(findings):
-    again = recipes.get("shared-query-key").run(replace(TINY, seeds=1, seed=1, specs="elu"), lambda text: None)
-    runs = [run for run in findings.data["runs"] if run["spec"] == "elu" and run["seed"] == 1]
-    assert [run["bits_per_char"] for run in again.data["runs"]] == [run["bits_per_char"] for run in runs]
+def test_a_seed_gives_the_same_numbers_alone(results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MEASURED", 600)
+    config = SharedQueryKey.configure(out=tmp_path, **{**TINY, "seeds": 1, "seed": 1, "specs": "elu"})
+    again = run(SharedQueryKey(config), [], lambda text: None)
+    losses = results.select(spec="elu", seed=1)["bits_per_char"]
+    assert again.frame["bits_per_char"].tolist() == losses.tolist()
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,6 @@ def test_the_same_seed_gives_the_same_numbers(findings):
         ({"specs": "elu,elu"}, "names 'elu' twice"),
     ],
 )
-def test_mistakes_are_found_first(changes, message):
+def test_mistakes_are_found_first(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        recipes.get("shared-query-key").run(replace(TINY, **changes), print)
+        check_shared(SharedQueryKey(SharedQueryKey.configure(**{**TINY, **changes})))

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from oracles import entmax_row
 
-from regard.checks import ArgumentError
 from regard.cli import main
 from regard.tasks import ConeRegression
+from regard_recipes.lib.intervals import ratio_interval
+from regard_recipes.lib.results import Results, load, select
 from regard_recipes.local_linear import regression_at_test_time as recipe
 from regard_recipes.local_linear import regression_at_test_time_methods as made
 
 SMALL = (
     "--dims 4 16 --segments 8 32 --length 64 --sequences 3 --held-out 1 --query-noise 0.5 --noisy-segment 32 "
-    "--curve-dim 4 --curve-segments 8 32 --specs softmax biweight --residuals softmax+mesa biweight+linear "
+    "--workers 0 --specs softmax biweight --residuals softmax+mesa biweight+linear "
     "--scales 0.5 1 --ridges 0.1 1 --tol 1e-4"
 )
 TINY = SMALL.split()
@@ -29,16 +29,13 @@ NAMES = (
 )  # fmt: skip
 
 
-def record(folder: Path) -> dict:
-    return json.loads((folder / "test-time-regression.json").read_text())
+def rows_of(folder: Path) -> Results:
+    return load(recipe.Regression, folder)[1]
 
 
-def cell(found: dict, protocol: str, dim: int, segment: int, query_noise: float = 0.0) -> dict:
-    (one,) = (
-        c for c in found["cells"] if (c["protocol"], c["dim"], c["segment"], c["query_noise"])
-        == (protocol, dim, segment, query_noise)
-    )  # fmt: skip
-    return one
+def cell(found: Results, protocol: str, dim: int, segment: int, query_noise: float = 0.0) -> pd.DataFrame:
+    """The rows of one cell, one for each method, way and sequence."""
+    return found.select(kind="error", protocol=protocol, d=dim, S=segment, **{"query noise": query_noise})
 
 
 @pytest.fixture(scope="module")
@@ -102,27 +99,27 @@ def test_the_random_predictor_has_the_law_of_a_value() -> None:
 
 
 def test_every_cell_is_measured(tiny: Path) -> None:
-    found = record(tiny)
-    seen = [(c["protocol"], c["dim"], c["segment"], c["query_noise"]) for c in found["cells"]]
+    found = rows_of(tiny)
     grid = {(d, s, 0.0) for d in (4, 16) for s in (8, 32)} | {(d, 32, 0.5) for d in (4, 16)}
-    assert len(seen) == len(set(seen)) == 12
-    assert set(seen) == {(p, *at) for p in ("self-included", "strictly-past") for at in grid}
-    for one in found["cells"]:
-        assert tuple(one["methods"]) == NAMES
-        for name, measured in one["methods"].items():
-            assert set(measured) == ({"given"} if one["protocol"] == "self-included" else {"given", "chosen"}), name
-            assert measured["given"]["scale"] == 1.0
-            assert measured["given"]["ridge"] == 0.1
-            for own in measured.values():
-                assert own["scale"] in (0.5, 1.0)
-                assert own["ridge"] in (0.1, 1.0)
-        shown = one["methods"]["mesa"]["given" if one["protocol"] == "self-included" else "chosen"]
-        assert ("curve" in shown) == (one["query_noise"] == 0)
+    cells = list(found.select(kind="error").groupby(recipe.KEY))
+    assert {key for key, _ in cells} == {(p, *at) for p in recipe.PROTOCOLS for at in grid}
+    for (protocol, *_, noise), rows in cells:
+        assert tuple(dict.fromkeys(rows["method"])) == NAMES
+        ways = ["given"] if protocol == recipe.SELF else ["given", "chosen"]
+        assert (rows.groupby(["method", "how"])["sequence"].nunique() == 3).all()
+        assert list(dict.fromkeys(rows["how"])) == ways
+        given = select(rows, how="given")
+        assert set(given["scale"]) == {1.0}
+        assert set(given["ridge"]) == {0.1}
+        assert set(rows["scale"]) <= {0.5, 1.0}
+        assert set(rows["ridge"]) <= {0.1, 1.0}
+        curves = found.select(kind="curve", protocol=protocol, method="mesa", **{"query noise": noise})
+        assert len(curves) == (0 if noise else 4 * len(ways))
 
 
 @pytest.mark.parametrize("protocol", ["self-included", "strictly-past"])
 def test_numbers_are_those_of_a_plain_loop(tiny: Path, protocol: str) -> None:
-    one = cell(record(tiny), protocol, 4, 8)
+    one = select(cell(rows_of(tiny), protocol, 4, 8), how="given")
     task = ConeRegression(dim=4, length=64, segment=8, noise=0.1)
     error: dict[str, list[list[float]]] = {name: [] for name in ("softmax", "local-linear", "mesa", "zero")}
     for index in range(3):
@@ -137,23 +134,24 @@ def test_numbers_are_those_of_a_plain_loop(tiny: Path, protocol: str) -> None:
     later = np.arange(64) >= 8
     places = {"first": ~later, "later": later, "late": later & (np.arange(64) % 8 >= 4), "whole": later | True}
     for name, rows in error.items():
-        given = one["methods"][name]["given"]
+        given = select(one, method=name)
+        assert given["seed"].tolist() == [0, 1, 2]
         for part, where in places.items():
             means = np.array(rows)[:, where].mean(1)
-            wanted = [means.mean(), 1.96 * means.std(ddof=1) / np.sqrt(3)]
-            assert np.allclose(given[part], wanted, rtol=2e-3, atol=1e-6), (name, part)
+            assert np.allclose(given[part], means, rtol=2e-3, atol=1e-6), (name, part)
             base = np.array(error["local-linear"])[:, where].mean(1)
+            found = ratio_interval(given[part], select(one, method="local-linear")[part])
             ratio = means.mean() / base.mean()
-            assert abs(given["to_lla"][part][0] / ratio - 1) < 2e-3
-            half = 1.96 * ratio * (means / means.mean() - base / base.mean()).std(ddof=1) / np.sqrt(3)
-            assert abs(given["to_lla"][part][1] - half) < 5e-3 * ratio
+            assert abs(found.mean / ratio - 1) < 2e-3
+            half = 4.3027 * ratio * (means / means.mean() - base / base.mean()).std(ddof=1) / np.sqrt(3)  # t of 2
+            assert abs(found.half - half) < 1e-2 * ratio
     if protocol == "self-included":
-        curve = one["methods"]["softmax"]["given"]["curve"]
-        assert np.allclose(curve["mean"], np.array(error["softmax"]).mean(0), rtol=2e-3)
+        (curve,) = rows_of(tiny).select(kind="curve", protocol=protocol, d=4, S=8, method="softmax")["curve"]
+        assert np.allclose(curve, np.array(error["softmax"]).mean(0), rtol=2e-3)
 
 
 def test_the_choice_is_the_best_of_the_grid_on_other_sequences(tiny: Path) -> None:
-    one = cell(record(tiny), "strictly-past", 4, 32)
+    one = select(cell(rows_of(tiny), "strictly-past", 4, 32), how="chosen", sequence=0)
     example = ConeRegression(dim=4, length=64, segment=32, noise=0.1).example(1, 0)
     k, v = example.keys.double().numpy(), example.values.double().numpy()
 
@@ -161,15 +159,16 @@ def test_the_choice_is_the_best_of_the_grid_on_other_sequences(tiny: Path) -> No
         return sum(float(((plain(name, k[i], k, v, i, scale, ridge) - v[i]) ** 2).sum()) for i in range(64))
 
     for name in ("softmax", "local-linear", "local-linear[biweight]", "mesa"):
-        chosen = one["methods"][name]["chosen"]
+        (chosen,) = select(one, method=name).itertuples()
         scales, ridges = (0.5, 1.0) if name != "mesa" else (1.0,), (0.1, 1.0) if name != "softmax" else (0.1,)
         grid = [(scale, ridge) for scale in scales for ridge in ridges]
-        assert (chosen["scale"], chosen["ridge"]) == min(grid, key=lambda at: score(name, *at))
+        assert (chosen.scale, chosen.ridge) == min(grid, key=lambda at: score(name, *at))
 
 
 def test_the_orderings_of_the_paper_and_of_the_strict_past(tiny: Path) -> None:
-    found = record(tiny)
-    share = lambda c, name, part, how: c["methods"][name][how][part][0] / c["methods"]["zero"][how][part][0]  # noqa: E731
+    found = rows_of(tiny)
+    mean = lambda c, name, part, how: select(c, method=name, how=how)[part].mean()  # noqa: E731
+    share = lambda c, name, part, how: mean(c, name, part, how) / mean(c, "zero", part, how)  # noqa: E731
     for segment in (8, 32):
         own = cell(found, "self-included", 16, segment)
         assert share(own, "local-linear", "later", "given") < 0.6 * share(own, "softmax", "later", "given")
@@ -187,40 +186,34 @@ def test_the_orderings_of_the_paper_and_of_the_strict_past(tiny: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_numbers(tiny: Path, tmp_path: Path) -> None:
-    few = [*TINY, "--dims", "4", "--segments", "32", "--noisy-segment", "32"]
-    results = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        assert (
-            main(["reproduce", "test-time-regression", "--out", str(tmp_path / name), *few, "--seed", str(seed)]) == 0
-        )
-        results.append(record(tmp_path / name)["cells"])
-    assert results[0] == results[1] != results[2]
-    assert results[0][0] == cell(record(tiny), "self-included", 4, 32)
+    few = [*TINY, "--dims", "4", "--segments", "32", "--query-noise", "0"]
+    found = []
+    for name, seed in (("a", 0), ("b", 1)):
+        out = str(tmp_path / name)
+        assert main(["reproduce", "test-time-regression", "--out", out, *few, "--seed", str(seed)]) == 0
+        found.append(cell(rows_of(tmp_path / name), "strictly-past", 4, 32)["whole"].tolist())
+    assert found[0] == cell(rows_of(tiny), "strictly-past", 4, 32)["whole"].tolist() != found[1]
 
 
 def test_what_is_left_behind(tiny: Path) -> None:
-    found = record(tiny)
-    assert set(found["config"]) == {f.name for f in fields(recipe.RegressionConfig)}
-    assert found["config"]["segments"] == [8, 32]
     pictures = {path.name for path in tiny.glob("*.png")}
-    assert pictures == {
-        f"test-time-regression-{what}.png" for what in ("curves", "ratio", "self-included", "strictly-past", "noise")
-    }
+    whats = ("ratio", "self-included", "strictly-past", "noise")
+    assert pictures == {f"test-time-regression-{what}.png" for what in whats}
     assert all((tiny / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     text = (tiny / "test-time-regression.md").read_text()
-    given = cell(found, "self-included", 4, 8)["methods"]["softmax"]["given"]["to_lla"]["whole"]
-    assert f"| self-included, whole, d = 4 | {1 / given[0]:.3g} ± " in text
-    assert "Strictly past, after the first segment, no method is below 0.9" in text
+    rows = select(cell(rows_of(tiny), "self-included", 4, 8), how="given")
+    own, softmax = (select(rows, method=name)["first"] for name in ("local-linear", "softmax"))
+    assert f"| self-included | 4 | 8 | {ratio_interval(own, softmax).text(3)} |" in text
+    made, results = load(recipe.Regression, tiny)
+    claims = {claim.wording: claim for claim in made.claims(results)}
+    wide = claims["LLA adapts to a changed map better than softmax attention"]
+    assert list(wide.estimates) == ["d = 16, S = 8", "d = 16, S = 32"]
+    assert all(estimate.mean < 1 for estimate in wide.estimates.values())
 
 
-def test_quick_gives_way_to_what_is_asked_for() -> None:
-    quick = recipe.effective(recipe.RegressionConfig(quick=True, dims=(8,), sequences=5))
-    assert quick.dims == (8,)
-    assert quick.sequences == 5
-    assert quick.segments == recipe.QUICK["segments"]
-    assert recipe.effective(recipe.RegressionConfig()) == recipe.RegressionConfig()
-    wide = recipe.RegressionConfig()
-    assert [recipe.count(wide, d) for d in (8, 32, 64, 128, 4096)] == [32, 32, 16, 8, 2]
+def test_wide_cells_have_fewer_sequences() -> None:
+    small = recipe.RegressionConfig()
+    assert [recipe.count(small, d) for d in (8, 32, 64, 128, 4096)] == [32, 32, 16, 8, 2]
 
 
 @pytest.mark.parametrize(
@@ -241,5 +234,3 @@ def test_mistakes(words: tuple[str, ...], said: str, tmp_path: Path, capsys: pyt
     assert main(["reproduce", "test-time-regression", "--out", str(tmp_path / "out"), *words]) == 2
     assert said in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ArgumentError):
-        recipe.check(recipe.RegressionConfig(seed=-1))

@@ -73,6 +73,8 @@ def _guarded(name: str, rest: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name and error.name.partition(".")[0] in _LM:
             return _fail(f"{prefix}{error.name} is not installed; pip install 'regard[lm]'", 2)
+        if error.name and error.name.partition(".")[0] in ("pandas", "scipy"):
+            return _fail(f"{prefix}{error.name} is not installed; pip install 'regard[recipes]'", 2)
         raise
     except Exception as error:
         from ..errors import ArgumentError

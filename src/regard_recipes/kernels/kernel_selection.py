@@ -1,291 +1,280 @@
 """The ten kernels of the kernel-selection paper's Table 1 as the attention of equal language models.
 
-The paper (section 7) trains a small Transformer on characters and reports, without numbers, that every kernel
-converges, the plain linear one without normalisation included, that RBF is marginally better than the exponential,
-that the clipped geometric series converges with normalised weights, and that query and key may be one vector, which
-halves their memory. Here every kernel is trained normalised and not, on the same windows from the same seeds; in the
-form that the grammar gives it by default also with q = k; and the steepest with q = k on earlier tokens only, since a
-token is most like itself. Two bars say what a loss is worth: a bigram model, and attention that weighs the whole past
-equally.
+The paper (section 7) trains a small Transformer on characters and reports results without numbers. Here every kernel is
+trained normalised and not, on the same windows from the same seeds; in the form that is its default also with q = k;
+and the steepest with q = k on earlier tokens only, since a token is most similar to itself. Two baselines say what a
+loss is worth: a bigram model, and attention that weighs the whole past equally.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
-
-import torch
+from typing import Any, ClassVar
 
 from regard import Spec
 from regard.checks import ArgumentError, suggestion
-from regard.recipes import Findings, Progress, recipes
 
-from ..lib.language_runs import Budget, Job, LanguageRun, initial_range, run_jobs, sized
+from ..lib.claims import Claim, one
+from ..lib.intervals import exact, mean_interval, paired
+from ..lib.language_runs import initial_range
+from ..lib.language_training import Budget, Corpus, run_rows, train_language_model
+from ..lib.pivots import Show, first, gap, median, pivot, spread
+from ..lib.plots import dots, lines
+from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
+from ..lib.results import Results, select
+from .shared_query_key import memory_bytes
 
-if TYPE_CHECKING:
-    from ..demo.demo_text import Material
-
-CALL = "reproduce: kernel-selection"
-PRESETS = {
-    "exponential": "softmax",
-    "linear": "linear",
-    "geometric": "geometric",
-    "cosine": "cosine",
-    "shift-cosine": "shift-cosine",
-    "rbf": "rbf",
-    "clipped-geometric": "clipped-geometric",
-    "relu": "relu",
-    "relu2": "relu2",
-    "elu": "elu",
-}
-"""The kernels of Table 1, in its order, and the presets that are they."""
-MEAN = "mean of the past"
-"""The bar of equal weights."""
-EQUAL = "uniform*fixed(bias=1000000)"
-"""Its sentence: every key is inside."""
-CACHED = 512
-"""Tokens in the cache whose bytes are counted."""
+# The kernels of Table 1, in its order; "exponential" is the preset softmax, the others have their own names.
+KERNELS = ("exponential", "linear", "geometric", "cosine", "shift-cosine", "rbf", "clipped-geometric", "relu",
+           "relu2", "elu")  # fmt: skip
+MEAN = "mean of the past"  # the baseline of equal weights
+NORMALISED, PLAIN = "normalised", "not normalised"
+APART, SHARED, EARLIER = "apart", "q = k", "q = k, earlier tokens only"
+CACHED = 512  # tokens in the cache whose bytes are counted
+RISE = 0.05  # nats by which a training loss may rise between looks, whose windows differ, and count as falling
+MARGINAL = 0.02  # nats per character that "marginally better" is taken to mean
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelSelectionConfig:
+class KernelSelectionConfig(RecipeConfig):
     """Train the ten kernels of the kernel-selection paper, normalised and not, with queries apart and q = k."""
 
-    out: Path = Path("kernel-selection-out")
-    """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
-    size: Literal["quick", "desk", "paper"] = "desk"
-    """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' ten, 'paper' (the
-    paper's model: 6 layers, 6 heads, width 384, context 256) a GPU."""
-    quick: bool = False
-    """The same as --size quick."""
-    kernels: tuple[str, ...] = tuple(PRESETS)
+    seeds: int = 3
+    """Models of each kind; they differ in first weights and windows."""
+    kernels: tuple[str, ...] = KERNELS
     """Kernels of Table 1."""
     earlier: tuple[str, ...] = ("exponential", "geometric", "rbf", "clipped-geometric")
     """Of these, the ones that are trained with q = k on earlier tokens only too."""
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
-    seeds: int | None = None
-    """Models of each kind; they differ in first weights and windows."""
-    seed: int = 0
-    """The first of the seeds."""
-    layers: int | None = None
+    layers: int = 2
     """Layers of every model."""
-    width: int | None = None
+    width: int = 64
     """Width of every model."""
-    heads: int | None = None
+    heads: int = 4
     """Heads of every layer."""
-    context: int | None = None
+    context: int = 64
     """Characters that a model sees at once."""
-    batch: int | None = None
+    batch: int = 8
     """Windows of a step."""
-    steps: int | None = None
+    steps: int = 450
     """Optimiser steps of each model."""
-    learning_rate: float | None = None
+    learning_rate: float = 3e-3
     """The highest; after 5 % of the steps it falls along a cosine to a tenth."""
-    measured: int | None = None
+    measured: int = 8192
     """Held-out characters that the loss is measured on."""
-    looks: int | None = None
+    looks: int = 6
     """How often the losses are noted."""
-    dtype: str | None = None
+    dtype: str = "float32"
     """Of the products: float32 or bfloat16."""
-    device: str | None = None
-    """'cpu', 'cuda', 'mps' or 'auto'. By default the CPU, and 'auto' for the size of the paper."""
-    workers: int = 2
-    """Models that are trained at the same time, on one thread each. Changes no number but the times."""
 
 
-_SMALL = {"layers": 2, "width": 64, "heads": 4, "context": 64, "batch": 8, "dtype": "float32", "device": "cpu"}
-SIZES: dict[str, dict[str, Any]] = {
-    "quick": {**_SMALL, "seeds": 1, "steps": 150, "learning_rate": 3e-3, "measured": 4096, "looks": 5},
-    "desk": {**_SMALL, "seeds": 3, "steps": 450, "learning_rate": 3e-3, "measured": 8192, "looks": 6},
-    "paper": {
-        "layers": 6, "width": 384, "heads": 6, "context": 256, "batch": 64, "dtype": "bfloat16", "device": "auto",
-        "seeds": 3, "steps": 5000, "learning_rate": 1e-3, "measured": 100_000, "looks": 20,
-    },
-}  # fmt: skip
-"""Options by size. The paper gives its model and its text; steps, batch and learning rate are those of nanoGPT's
-configuration for characters, which it uses."""
+def spec_of(kernel: str, weights: str | None = None) -> Spec:
+    """Return the spec of a kernel, normalised or not; by default as its preset is."""
+    if kernel == MEAN:
+        return Spec.parse("uniform*fixed(bias=1000000)")  # the bias lets every key in
+    preset = Spec.parse("softmax" if kernel == "exponential" else kernel)
+    return preset if weights is None else replace(preset, normalise=weights == NORMALISED)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """One way to attend.
-
-    Attributes:
-        kernel: a name of Table 1, or `MEAN`.
-        normalised: whether weights are divided by their sum (equation 8b) or not (8a).
-        shared: q = k; earlier: earlier tokens only.
-    """
-
-    kernel: str
-    normalised: bool
-    shared: bool = False
-    earlier: bool = False
-
-    @property
-    def name(self) -> str:
-        """For people, and unique."""
-        if self.kernel == MEAN:
-            return MEAN
-        parts = [self.kernel, "normalised" if self.normalised else "not normalised"]
-        parts += ["q = k"] * self.shared + ["earlier tokens only"] * self.earlier
-        return ", ".join(parts)
-
-    @property
-    def spec(self) -> Spec:
-        """The sentence.
-
-        Raises:
-            ArgumentError: the grammar refuses it.
-        """
-        if self.kernel == MEAN:
-            return Spec.parse(EQUAL)
-        return replace(Spec.parse(PRESETS[self.kernel]), normalise=self.normalised)
+def default_weights(kernel: str) -> str:
+    """Return whether the preset of a kernel is normalised."""
+    return NORMALISED if spec_of(kernel).normalise else PLAIN
 
 
-def own_form(kernel: str) -> bool:
-    """Whether the grammar normalises this kernel unless told otherwise."""
-    return bool(Spec.parse(PRESETS[kernel]).normalise)
-
-
-def kinds(config: KernelSelectionConfig) -> tuple[list[Kind], dict[str, str]]:
-    """What is trained, and by name what the grammar refuses, with its reason."""
-    wanted = [Kind(kernel, normalised) for normalised in (True, False) for kernel in config.kernels]
-    wanted += [Kind(kernel, own_form(kernel), shared=True) for kernel in config.kernels]
-    wanted += [Kind(k, own_form(k), shared=True, earlier=True) for k in config.kernels if k in config.earlier]
-    made, refused = [Kind(MEAN, True)], {}
-    for kind in wanted:
-        try:
-            kind.spec  # noqa: B018  (building it checks it)
-            made.append(kind)
-        except ArgumentError as error:
-            refused[kind.name] = str(error)
-    return made, refused
-
-
-def check(config: KernelSelectionConfig) -> KernelSelectionConfig:
-    """The config with the numbers of its size, after everything in it was found to be in range.
-
-    Raises:
-        ArgumentError: something is not, or a kernel is unknown or named twice.
-    """
-    config = sized(config, SIZES, CALL)
-    for flag, names in (("--kernels", config.kernels), ("--earlier", config.earlier)):
-        for name in names:
-            if name not in PRESETS:
-                raise ArgumentError(f"{CALL}: {flag} names no kernel of Table 1: {name!r}.{suggestion(name, PRESETS)}")
-            if names.count(name) > 1:
-                raise ArgumentError(f"{CALL}: {flag} names {name!r} twice; name every kernel once.")
-    if "exponential" not in config.kernels:
-        raise ArgumentError(f"{CALL}: --kernels lacks exponential, to which all others are compared; add it.")
-    budget(config).check(CALL)
-    for kind in kinds(config)[0]:
-        model_config(config, kind, 256)
-    return config
-
-
-def budget(config: KernelSelectionConfig) -> Budget:
-    """What every model is given."""
-    numbers = {f.name: getattr(config, f.name) for f in fields(Budget) if hasattr(config, f.name)}
-    return Budget(**numbers)
-
-
-def model_config(config: KernelSelectionConfig, kind: Kind, vocabulary: int) -> Any:
-    """A GPT-2 with rotary positions that attends in this way.
-
-    Raises:
-        ArgumentError: sizes that do not fit.
-    """
-    from regard.models import HybridConfig
-
-    assert config.width is not None
-    return HybridConfig(
-        vocab_size=vocabulary,
-        hidden_size=config.width,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        intermediate_size=4 * config.width,
-        feed_forward="gelu",
-        norm="layer",
-        mixers=kind.spec,
-        share_query_key=kind.shared,
-        exclude_self=kind.earlier,
-        max_position_embeddings=config.context,
-        initializer_range=initial_range(config.width),
-    )
-
-
-def memory(model: Any, batch: int, context: int) -> dict[str, Any]:
-    """Bytes of queries and keys, of all that is kept for the backward pass, and of the cache; a `measure` of runs."""
-    from .shared_query_key import activations, cache_bytes
-
-    device = next(model.parameters()).device
-    query_key, kept = activations(model, torch.zeros(batch, context, dtype=torch.long, device=device))
-    cached = cache_bytes(model, torch.zeros(1, CACHED, dtype=torch.long, device=device))
-    return {"query_key_bytes": query_key, "kept_bytes": kept, "cache_bytes": cached}
-
-
-@recipes.register("kernel-selection")
-class KernelSelection:
+@recipe("kernel-selection")
+class KernelSelection(Recipe):
     """The ten kernels of the kernel-selection paper in equal language models: losses, time, and what q = k costs."""
 
-    Config: ClassVar[type[Any]] = KernelSelectionConfig
+    Config = KernelSelectionConfig
+    sizes: ClassVar = {
+        "quick": {"seeds": 1, "steps": 150, "measured": 4096, "looks": 5},
+        # The paper's model and text; steps, batch and learning rate are those of nanoGPT's characters.
+        "paper": {
+            "layers": 6, "width": 384, "heads": 6, "context": 256, "batch": 64, "dtype": "bfloat16", "device": "auto",
+            "steps": 5000, "learning_rate": 1e-3, "measured": 100_000, "looks": 20,
+        },
+    }  # fmt: skip
 
-    @staticmethod
-    def run(config: KernelSelectionConfig, progress: Progress) -> Findings:
-        """See `regard.recipes.Recipe`."""
-        config = check(config)
-        progress("reading the text")
+    def check(self) -> None:
+        for flag, names in (("--kernels", self.config.kernels), ("--earlier", self.config.earlier)):
+            for name in names:
+                if name not in KERNELS:
+                    raise ArgumentError(f"{self.call()}: {flag} names no kernel of Table 1: {name!r}."
+                                        f"{suggestion(name, KERNELS)}")  # fmt: skip
+                if names.count(name) > 1:
+                    raise ArgumentError(f"{self.call()}: {flag} names {name!r} twice; name every kernel once.")
+        if "exponential" not in self.config.kernels:
+            raise ArgumentError(f"{self.call()}: --kernels lacks exponential, to which all others are compared.")
+        self.budget().check(self.call())
+        for cell in self.cells():
+            self.model_config(cell, 256)
+
+    def prepare(self) -> Mapping[str, Any]:
         from ..demo import demo_text
+        from ..demo.ngram import NGram
 
-        assert config.context is not None
-        material = demo_text.prepare(config.data, context=config.context + 1, excerpt=config.context, call=CALL)
-        bigram = bigram_loss(config, material)
-        trained, refused = kinds(config)
-        own = budget(config)
-        found = run_jobs(jobs(config, trained, material), config.workers, progress)
-        progress("drawing")
-        from . import kernel_selection_output as output
+        context = self.config.context
+        text = demo_text.prepare(self.config.data, context=context + 1, excerpt=context, call=self.call())
+        self.corpus, self.vocabulary = Corpus(text.train_tokens, text.held_out_tokens), len(text.tokenizer)
+        bigram = NGram(text.train_tokens.tolist(), self.vocabulary, 2)
+        held_out = text.held_out_tokens[: self.config.measured].tolist()
+        return {"text": text.described(), "bigram": bigram.loss(held_out)}
 
-        groups = group(trained, found)
-        data = {
-            "text": material.described(),
-            "numbers": {f.name: getattr(config, f.name) for f in fields(config) if f.name in SIZES["paper"]},
-            "bigram": bigram,
-            "refused": refused,
-            "runs": [run.record() for run in found],
+    def cells(self) -> list[Cell]:
+        kernels = self.config.kernels
+        kinds = [(MEAN, NORMALISED, APART)]
+        kinds += [(kernel, weights, APART) for weights in (NORMALISED, PLAIN) for kernel in kernels]
+        kinds += [(kernel, default_weights(kernel), SHARED) for kernel in kernels]
+        kinds += [(kernel, default_weights(kernel), EARLIER) for kernel in kernels if kernel in self.config.earlier]
+        return [dict(zip(("kernel", "weights", "query_key"), kind, strict=True)) for kind in kinds]
+
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        config = self.model_config(cell, self.vocabulary)
+        run = train_language_model(config, self.corpus, self.budget(), seed, name=str(cell), measure=self.memory)
+        return run_rows(run)
+
+    def budget(self) -> Budget:
+        """Return what every model is given."""
+        return Budget(**{f.name: getattr(self.config, f.name) for f in fields(Budget) if hasattr(self.config, f.name)})
+
+    def model_config(self, cell: Cell, vocabulary: int) -> Any:
+        """Return a GPT-2 with rotary positions that attends in this way."""
+        from regard.models import HybridConfig
+
+        own = self.config
+        return HybridConfig(
+            vocab_size=vocabulary, hidden_size=own.width, num_hidden_layers=own.layers, num_attention_heads=own.heads,
+            intermediate_size=4 * own.width, feed_forward="gelu", norm="layer", max_position_embeddings=own.context,
+            initializer_range=initial_range(own.width), mixers=spec_of(cell["kernel"], cell["weights"]),
+            share_query_key=cell["query_key"] != APART, exclude_self=cell["query_key"] == EARLIER,
+        )  # fmt: skip
+
+    def memory(self, model: Any) -> dict[str, Any]:
+        """Return bytes of queries and keys, of all that is kept for the backward pass, and of the cache."""
+        return memory_bytes(model, self.config.batch, self.config.context, CACHED)
+
+    def claims(self, results: Results) -> list[Claim]:
+        runs, bigram, falls = results.select(kind="run"), results.facts["bigram"], falling(results)
+        mean = select(runs, kernel=MEAN)
+        cell = lambda kernel, weights=NORMALISED: select(runs, kernel=kernel, weights=weights, query_key=APART)  # noqa: E731
+        forms = {query_key: [flag for (kernel, _, own), flag in falls.items() if own == query_key and kernel != MEAN]
+                 for query_key in (APART, SHARED)}  # fmt: skip
+        steady = f"training loss lower at the end than at first, and never up by more than {RISE:g} nats between looks"
+        made = [claim("All tested kernels converge", one(exact(share(forms[APART]))), "at least", 1,
+                      f"Share of {len(forms[APART])} forms, normalised and not: {steady}.")]  # fmt: skip
+        if "linear" in self.config.kernels:
+            linear = cell("linear", PLAIN)
+            made += [claim("The linear kernel suffices without normalisation",
+                           {"equal weights": paired(linear, mean, "held_out"),
+                            "bigram": mean_interval(linear["held_out"] - bigram)}, "below", 0,
+                           "Held-out nats per character, less equal weights' and a bigram model's.")]  # fmt: skip
+        if "rbf" in self.config.kernels:
+            rbf = paired(cell("rbf"), cell("exponential"), "held_out")
+            made += [claim("RBF is marginally better than the exponential kernel", one(rbf), "below", 0,
+                           f"Held-out nats per character, RBF less exponential; marginal is taken as {MARGINAL:g}.",
+                           effect=MARGINAL)]  # fmt: skip
+        if "clipped-geometric" in self.config.kernels:
+            clipped = exact(float(falls["clipped-geometric", NORMALISED, APART]))
+            made += [claim("The clipped geometric series converges with normalised weights", one(clipped), "at least",
+                           1, f"1 if {steady}.")]  # fmt: skip
+        halves = select(runs, query_key=SHARED, kernel="exponential")["query_key_bytes"].iloc[0]
+        halves /= cell("exponential")["query_key_bytes"].iloc[0]
+        return [
+            *made,
+            claim("Models converge with q = k", one(exact(share(forms[SHARED]))), "at least", 1,
+                  f"Share of {len(forms[SHARED])} kernels: {steady}."),
+            claim("q = k halves the memory of queries and keys", one(exact(float(halves))), "at most", 0.5,
+                  "Bytes of queries and keys in a training step, q = k over apart. The cache never holds queries."),
+        ]  # fmt: skip
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        runs, falls = results.select(kind="run"), falling(results)
+        base = select(runs, kernel="exponential", weights=NORMALISED, query_key=APART)
+        losses = {
+            "held-out nats/char": spread("held_out", 4),
+            "above exponential": gap("held_out", base, 4),
+            "training": spread("train", 4),
+            "falls steadily": lambda rows: "yes" if falls[key_of(rows)] else "no",
+            "CPU, a step": median("step_cpu_seconds", "{:.1f} ms", 1e3),
         }
-        tables, figures = output.tables(groups), output.figures(groups)
-        return Findings(data, tables, figures, output.notes(groups, bigram, refused, own.learning_rate))
-
-
-def jobs(config: KernelSelectionConfig, trained: list[Kind], material: Material) -> list[Job]:
-    """One for every kind and seed."""
-    own = budget(config)
-    return [
-        Job(
-            name=kind.name,
-            config=model_config(config, kind, len(material.tokenizer)),
-            material=material,
-            budget=own,
-            seed=seed,
-            measure=partial(memory, batch=own.batch, context=own.context),
+        own = {kernel: select(runs, kernel=kernel, weights=default_weights(kernel)) for kernel in self.config.kernels}
+        apart = {kernel: select(rows, query_key=APART) for kernel, rows in own.items()}
+        cost: Show = lambda rows: gap("held_out", apart[rows["kernel"].iloc[0]], 4)(rows)  # noqa: E731
+        sharing = {
+            "costs, nats/char": cost,
+            "q + k, a step": first("query_key_bytes", "{:,.0f} KiB", 1 / 1024),
+            "kept for backward": first("kept_bytes", "{:,.0f} KiB", 1 / 1024),
+            "cache": first("cache_bytes", "{:,.0f} KiB", 1 / 1024),
+        }  # fmt: skip
+        shared = select(runs, query_key=[SHARED, EARLIER])
+        shared = shared.sort_values("kernel", kind="stable", key=lambda column: column.map(KERNELS.index))
+        both = (
+            f"{self.config.seeds} seeds: mean ± standard deviation; gaps are paired by seed, ± half the 95 % interval."
         )
-        for kind in trained
-        for seed in range(config.seed, config.seed + (config.seeds or 1))
-    ]
+        return {
+            "Kernels": pivot(select(runs, query_key=APART), ["kernel", "weights"], losses, note=both),
+            "One vector for query and key": pivot(
+                shared, {"kernel": "kernel", "query_key": "query and key"}, sharing,
+                note=f"Costs: against q and k apart. Cache: after {CACHED} tokens of one sequence.",
+            ),
+        }  # fmt: skip
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        looks, runs = results.select(kind="look"), results.select(kind="run")
+        mean = select(looks, kernel=MEAN)
+        import pandas as pd
+
+        apart = {
+            f"weights {weights}": select(looks, query_key=APART, weights=weights) for weights in (NORMALISED, PLAIN)
+        }
+        panels = {**apart, "q = k": select(looks, query_key=SHARED)}
+        panels = {
+            name: pd.concat([select(rows, kernel=list(self.config.kernels)), mean]) for name, rows in panels.items()
+        }
+        kind = runs["weights"].where(runs["query_key"] == APART, runs["query_key"])
+        y = {"train": "training loss, nats/char", "held_out": "held-out loss, nats/char"}
+        return {
+            "curves": lines(panels, "step", y, "kernel", x_label="optimiser step"),
+            "final": dots(runs.assign(kind=kind), "held_out", "kernel", "kind", x_label="held-out nats per character"),
+        }
+
+    def notes(self, results: Results) -> list[str]:
+        runs, bigram = results.select(kind="run", query_key=APART), results.facts["bigram"]
+        mean = select(runs, kernel=MEAN)["held_out"].mean()
+        means = runs[runs["kernel"] != MEAN].groupby(["kernel", "weights"])["held_out"].mean()
+        return [
+            f"A bigram model has {bigram:.4f} nats per character, equal weights on the whole past {mean:.4f}. Of "
+            f"{len(means)} forms {(means < bigram).sum()} are below the bigram model, {(means < mean).sum()} below "
+            f"equal weights.",
+            f"All models have the learning rate {self.config.learning_rate:g}, which was tuned for none of them.",
+            "With q = k a token is most similar to itself; 'earlier tokens only' hides it.",
+        ]
 
 
-def group(trained: list[Kind], found: list[LanguageRun]) -> dict[Kind, list[LanguageRun]]:
-    """The runs of every kind."""
-    return {kind: [run for run in found if run.name == kind.name] for kind in trained}
+def claim(wording: str, estimates: Any, says: Any, margin: float, note: str, effect: float | None = None) -> Claim:
+    """Return a claim of this paper."""
+    return Claim("Kernel selection", "section 7", wording, estimates, says, margin, effect, note=note)
 
 
-def bigram_loss(config: KernelSelectionConfig, material: Material) -> float:
-    """Nats per character of a smoothed bigram model on the same held-out characters."""
-    from ..demo.ngram import NGram
+def falling(results: Results) -> dict[tuple[str, str, str], bool]:
+    """Return for each cell whether the training loss falls steadily in every seed."""
+    found: dict[tuple[str, str, str], bool] = {}
+    for _, rows in results.select(kind="look").groupby(["kernel", "weights", "query_key", "seed"], sort=False):
+        train = rows.sort_values("step")["train"].astype(float)
+        steady = train.notna().all() and train.iloc[-1] <= train.iloc[0] and not (train.diff() > RISE).any()
+        found[key_of(rows)] = found.get(key_of(rows), True) and bool(steady)
+    return found
 
-    counted = NGram(material.train_tokens.tolist(), len(material.tokenizer), 2)
-    return counted.loss(material.held_out_tokens[: config.measured].tolist())
+
+def key_of(rows: Any) -> tuple[str, str, str]:
+    """Return the cell of rows."""
+    kernel, weights, query_key = rows[["kernel", "weights", "query_key"]].iloc[0]
+    return kernel, weights, query_key
+
+
+def share(flags: list[bool]) -> float:
+    """Return the share that is true."""
+    return sum(flags) / len(flags)

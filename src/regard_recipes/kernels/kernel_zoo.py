@@ -11,17 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from regard.checks import ArgumentError
 from regard.grammar import Spec, bandwidths, kernels
-from regard.recipes import Findings, Progress, recipes
 
-CALL = "reproduce: kernel-zoo"
+from ..lib.pivots import pivot
+from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
+from ..lib.results import Results, select
+
+ALONE = "by itself"  # in the place of a rule: the kernel as a function of distance or score
 DIGITS = 4
 """Of the numbers in the JSON file."""
 CORRECTION = (
@@ -31,11 +34,11 @@ CORRECTION = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelZooConfig:
+class KernelZooConfig(RecipeConfig):
     """Draw every kernel, and its weights over three scores under every bandwidth rule."""
 
-    out: Path = Path("kernel-zoo-out")
-    """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
+    workers: int = 0
+    """Cells measured at the same time; they are small, so by default in this process."""
     reach: float = 3.0
     """Scores are drawn from -reach to reach."""
     points: int = 121
@@ -46,8 +49,6 @@ class KernelZooConfig:
     """How many of the three keys the nearest rule keeps."""
     bias: float = 1.0
     """What the fixed rule adds to the scores of kernels that end at a threshold."""
-    seed: int = 0
-    """Nothing is drawn at random; kept because every recipe has one."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,11 @@ class Product:
         line: weights [points, 3] of the scores (t, 0, -t); slopes: their derivative by t.
         plane: the weight of the first of the scores [0, u1, u2], [plane, plane], u1 along the last axis.
         support: how many of those three scores have a weight that is not zero, as `plane`.
-        edges: the same on `FINE` times as many points a side, for the edges that are drawn.
     """
 
     kernel: str
     rule: str
-    sentence: str = ""
+    spec: str = ""
     unit: float = 1.0
     edge: float = 0.0
     reason: str = ""
@@ -84,7 +84,11 @@ class Product:
     slopes: Tensor | None = None
     plane: Tensor | None = None
     support: Tensor | None = None
-    edges: Tensor | None = None
+
+    def edges(self) -> Tensor:
+        """Return the support on `FINE` times as many points a side, for the edges that are drawn."""
+        assert self.plane is not None
+        return (_plane(Spec.parse(self.spec), self.edge, self.unit, FINE * len(self.plane)) != 0).sum(-1)
 
 
 FINE = 8
@@ -99,27 +103,24 @@ def distinct_kernels() -> dict[tuple[str, ...], Any]:
     return {tuple(sorted(names, key=lambda n: n == kernel.name)): kernel for kernel, names in groups.items()}
 
 
-def shapes(config: KernelZooConfig) -> list[Shape]:
-    """Every registered kernel, normalised over distance where it is a function of distance.
+def shape(names: tuple[str, ...], kernel: Any, config: KernelZooConfig) -> Shape:
+    """Return a kernel, normalised over distance where it is a function of distance.
 
     Compact kernels end at distance 1, a = 1 - u^2; the Gaussian is that of standard deviation 1, a = -u^2 / 2.
     """
-    drawn = []
-    for names, kernel in distinct_kernels().items():
-        side = torch.linspace(-config.reach, config.reach, config.points, dtype=torch.float64) * _unit(kernel, config)
-        x = side.requires_grad_()
-        if kernel.ranked:
-            fine = torch.linspace(-8, 8, 32001, dtype=torch.float64)
-            mass = torch.trapezoid(kernel.value(_excess(kernel, fine), {}), fine)
-            value = kernel.value(_excess(kernel, x), {}) / mass
-        else:
-            below = getattr(kernel, "below", None)
-            seen = x.detach() < (torch.inf if below is None else below - 1e-9)
-            value = torch.where(seen, kernel.value(torch.where(seen, x, 0), {}), torch.nan)
-        slope = _slope(value.nansum(), x)
-        over = "distance" if kernel.ranked else "score"
-        drawn.append(Shape(names, over, x.detach(), value.detach(), torch.where(value.isnan(), torch.nan, slope)))
-    return drawn
+    side = torch.linspace(-config.reach, config.reach, config.points, dtype=torch.float64) * _unit(kernel, config)
+    x = side.requires_grad_()
+    if kernel.ranked:
+        fine = torch.linspace(-8, 8, 32001, dtype=torch.float64)
+        mass = torch.trapezoid(kernel.value(_excess(kernel, fine), {}), fine)
+        value = kernel.value(_excess(kernel, x), {}) / mass
+    else:
+        below = getattr(kernel, "below", None)
+        seen = x.detach() < (torch.inf if below is None else below - 1e-9)
+        value = torch.where(seen, kernel.value(torch.where(seen, x, 0), {}), torch.nan)
+    slope = _slope(value.nansum(), x)
+    over = "distance" if kernel.ranked else "score"
+    return Shape(names, over, x.detach(), value.detach(), torch.where(value.isnan(), torch.nan, slope))
 
 
 def _unit(kernel: Any, config: KernelZooConfig) -> float:
@@ -137,19 +138,15 @@ def _excess(kernel: Any, u: Tensor) -> Tensor:
     return 1 - u * u if kernel.compact else -u * u / 2
 
 
-def products(config: KernelZooConfig) -> Iterator[Product]:
-    """Every kernel under every registered rule, those that have no meaning with their reason."""
-    for names, kernel in distinct_kernels().items():
-        for rule in bandwidths.names():
-            product = Product(kernel=names[0], rule=rule)
-            similarity = "cosine" if hasattr(kernel, "below") else "dot"
-            try:
-                made = bandwidths.get(rule)(**_chosen(rule, kernel, config))
-                spec = Spec(kernel, made, similarity=similarity)
-            except ArgumentError as error:
-                yield replace(product, reason=str(error))
-                continue
-            yield _measured(product, spec, config)
+def product(name: str, kernel: Any, rule: str, config: KernelZooConfig) -> Product:
+    """Return a kernel under a rule, or the reason why that has no meaning."""
+    empty = Product(kernel=name, rule=rule)
+    similarity = "cosine" if hasattr(kernel, "below") else "dot"
+    try:
+        spec = Spec(kernel, bandwidths.get(rule)(**_chosen(rule, kernel, config)), similarity=similarity)
+    except ArgumentError as error:
+        return replace(empty, reason=str(error))
+    return _measured(empty, spec, config)
 
 
 def _chosen(rule: str, kernel: Any, config: KernelZooConfig) -> dict[str, Any]:
@@ -169,14 +166,13 @@ def _measured(product: Product, spec: Spec, config: KernelZooConfig) -> Product:
     plane = _plane(spec, edge, unit, config.plane)
     return replace(
         product,
-        sentence=str(spec),
+        spec=str(spec),
         unit=unit,
         edge=edge,
         line=line.detach(),
         slopes=torch.stack(slopes, -1),
         plane=plane[..., 0],
         support=(plane != 0).sum(-1),
-        edges=(_plane(spec, edge, unit, FINE * config.plane) != 0).sum(-1),
     )
 
 
@@ -194,77 +190,79 @@ def weigh(spec: Spec, scores: Tensor) -> Tensor:
     return spec.weighting.weights(scores, found, {})
 
 
-@recipes.register("kernel-zoo")
-class KernelZoo:
+@recipe("kernel-zoo")
+class KernelZoo(Recipe):
     """Every kernel, and its weights over three scores under every bandwidth rule."""
 
-    Config: ClassVar[type[Any]] = KernelZooConfig
+    Config = KernelZooConfig
+    sizes: ClassVar = {"quick": {"points": 41, "plane": 20}}
 
-    @staticmethod
-    def run(config: KernelZooConfig, progress: Progress) -> Findings:
-        """Compute and draw."""
-        check(config)
-        from regard.inspect.tables import Table
+    def check(self) -> None:
+        own, call = self.config, self.call()
+        for name, least in (("points", 3), ("plane", 3), ("nearest", 1)):
+            if getattr(own, name) < least:
+                raise ArgumentError(f"{call}: --{name} is {getattr(own, name)}, expected at least {least}.")
+        if own.seeds != 1:
+            raise ArgumentError(f"{call}: --seeds is {own.seeds}, expected 1: nothing is random.")
+        if not 0 < own.reach <= 100:
+            raise ArgumentError(f"{call}: --reach is {own.reach}, expected a number between 0 and 100.")
 
-        from . import kernel_zoo_figures as figures
+    def cells(self) -> list[Cell]:
+        rules = [ALONE, *bandwidths.names()]
+        return [{"kernel": " = ".join(names), "rule": rule} for rule in rules for names in distinct_kernels()]
 
-        progress("kernels")
-        drawn = shapes(config)
-        progress("weights")
-        found = list(products(config))
-        progress("drawing")
-        pictures = {
-            "kernel-zoo-kernels.png": figures.kernels(drawn),
-            "kernel-zoo-plane.png": figures.planes(found),
-            "kernel-zoo-line.png": figures.lines(found),
-        }
-        cells = {(p.kernel, p.rule): p.sentence or "no meaning" for p in found}
-        rows = tuple(
-            (" = ".join(names), *(cells[names[0], rule] for rule in bandwidths.names())) for names in distinct_kernels()
-        )
-        table = Table(("kernel", *bandwidths.names()), rows, note="The reasons for 'no meaning' are in the JSON file.")
-        return Findings(as_data(drawn, found), {"Kernels x bandwidth rules": table}, pictures, (CORRECTION,))
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        names = tuple(cell["kernel"].split(" = "))
+        kernel = distinct_kernels()[names]
+        if cell["rule"] == ALONE:
+            own = shape(names, kernel, self.config)
+            yield {"over": own.over, **{name: numbers(getattr(own, name)) for name in ("x", "value", "slope")}}
+            return
+        found = product(names[0], kernel, cell["rule"], self.config)
+        row: dict[str, Any] = {"spec": found.spec or "no meaning", "reason": found.reason}
+        if found.line is not None and found.support is not None:
+            row |= {"unit": found.unit, "edge": found.edge}
+            row |= {name: numbers(getattr(found, name)) for name in ("line", "slopes", "plane")}
+            row["support"] = ["".join(map(str, line)) for line in found.support.tolist()]
+        yield row
 
+    def tables(self, results: Results) -> dict[str, Any]:
+        rows = results.frame[results.frame["rule"] != ALONE]
+        shown = pivot(rows, ["kernel"], {"": lambda cell: str(cell["spec"].iloc[0])}, columns="rule",
+                      note="The reasons for 'no meaning' are in the JSON file.")  # fmt: skip
+        return {"Kernels x bandwidth rules": shown}
 
-def check(config: KernelZooConfig) -> None:
-    """The numbers are in range.
+    def figures(self, results: Results) -> dict[str, bytes]:
+        from . import _kernel_zoo_figures as drawing
 
-    Raises:
-        ArgumentError: one is not.
-    """
-    for name, least in (("points", 3), ("plane", 3), ("nearest", 1)):
-        if getattr(config, name) < least:
-            raise ArgumentError(f"{CALL}: --{name} is {getattr(config, name)}, expected at least {least}.")
-    if not 0 < config.reach <= 100:
-        raise ArgumentError(f"{CALL}: --reach is {config.reach}, expected a number between 0 and 100.")
+        found = [stored_product(row) for row in results.frame[results.frame["rule"] != ALONE].itertuples()]
+        alone = [
+            Shape(tuple(row.kernel.split(" = ")), row.over, *(tensor(part) for part in (row.x, row.value, row.slope)))
+            for row in select(results.frame, rule=ALONE).itertuples()
+        ]
+        return {"kernels": drawing.kernels(alone), "plane": drawing.planes(found), "line": drawing.lines(found)}
 
-
-def as_data(drawn: list[Shape], found: list[Product]) -> dict[str, Any]:
-    """Every number that is drawn; null where a kernel is not defined."""
-    return {
-        "correction": CORRECTION,
-        "kernels": [
-            {"names": s.names, "over": s.over, "x": numbers(s.x), "value": numbers(s.value), "slope": numbers(s.slope)}
-            for s in drawn
-        ],
-        "products": [_product_data(p) for p in found],
-    }
+    def notes(self, results: Results) -> list[str]:
+        return [CORRECTION]
 
 
-def _product_data(product: Product) -> dict[str, Any]:
-    """One product; its support a string of digits a row of the plane."""
-    own: dict[str, Any] = {"kernel": product.kernel, "bandwidth": product.rule}
-    if product.line is None or product.support is None:
-        return {**own, "reason": product.reason}
-    for name in ("sentence", "unit", "edge"):
-        own[name] = getattr(product, name)
-    for name in ("line", "slopes", "plane"):
-        own[name] = numbers(getattr(product, name))
-    return {**own, "support": ["".join(map(str, row)) for row in product.support.tolist()]}
+def stored_product(row: Any) -> Product:
+    """Return the product of a stored row."""
+    empty = Product(kernel=row.kernel.split(" = ")[0], rule=row.rule, reason=row.reason)
+    if row.reason:
+        return empty
+    support = torch.tensor([[int(digit) for digit in line] for line in row.support])
+    parts = {name: tensor(getattr(row, name)) for name in ("line", "slopes", "plane")}
+    return replace(empty, spec=row.spec, unit=row.unit, edge=row.edge, support=support, **parts)
+
+
+def tensor(x: Any) -> Tensor:
+    """Return nested lists as a tensor; None becomes NaN."""
+    return torch.from_numpy(np.array(x, dtype=float))
 
 
 def numbers(x: Any) -> Any:
-    """A tensor as nested lists of rounded numbers, None for NaN."""
+    """Return a tensor as nested lists of rounded numbers, None for NaN."""
     if isinstance(x, Tensor):
         return numbers(x.tolist())
     if isinstance(x, list):

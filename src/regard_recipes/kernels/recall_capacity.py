@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,25 +30,38 @@ from regard.checks import ArgumentError, suggestion
 from regard.grammar import Spec, as_spec, presets_registry
 from regard.memory.associative import AssociativeMemory
 from regard.memory.associative.sums import trend_of
-from regard.recipes import Findings, Progress, recipes
 from regard.recurrent.linear import finite_features
 from regard.recurrent.trends import trends
 
-CALL = "reproduce: recall-capacity"
-DIGITS = 4
-"""Significant ones, of the numbers in the JSON file."""
-PAIRWISE = 2**24
-"""Numbers that a read of a local linear model may build at once."""
+from ..lib.claims import Claim, one
+from ..lib.intervals import paired
+from ..lib.pivots import MISSING, Show, pivot
+from ..lib.plots import heat
+from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
+from ..lib.results import Results, select
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+DIGITS = 4  # significant ones, of stored numbers
+PAIRWISE = 2**24  # numbers that a read of a local linear model may build at once
+ENOUGH = 0.99  # share of exact matches that counts as recalled
+PAIRS, SUMS, STATE = "pairs", "sums", "state"
+PANELS = {
+    "pairs": "stored pairs, clean cues",
+    "noise": "length of cue noise",
+    "erased": "coordinates of the cue erased",
+    "zeroed": "damage: numbers zeroed",
+    "jitter": "damage: noise",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecallCapacityConfig:
+class RecallCapacityConfig(RecipeConfig):
     """Measure how well every preset recalls stored pairs."""
 
-    out: Path = Path("recall-capacity-out")
-    """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
     specs: tuple[str, ...] = ()
-    """Sentences to measure, such as softmax 'triweight*anchored(margin=1)'. By default every preset."""
+    """Specs to measure, such as softmax 'triweight*anchored(margin=1)'. By default every preset."""
     models: tuple[str, ...] = ("mesa(ridge=0.01)", "mesa(ridge=1)", "delta")
     """Global linear models to measure beside them."""
     scales: tuple[float, ...] = (1.0, 5.0, 20.0, 75.0, 300.0)
@@ -71,9 +83,7 @@ class RecallCapacityConfig:
     dim: int = 64
     """Channels of keys and values."""
     seeds: int = 5
-    """Independent memories per condition; tables give mean and standard deviation over them."""
-    seed: int = 0
-    """Decides all of them."""
+    """Independent memories per condition."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +97,11 @@ class Condition:
 
 @dataclass(frozen=True)
 class Trial:
-    """The memories and cues of one condition, the same for every kernel.
+    """The memory and cues of one condition, the same for every kernel.
 
     Attributes:
-        keys, values: [S, 1, n, D] unit vectors, one memory a seed.
-        cues: [S, 1, C, D], made of the first C keys.
+        keys, values: [1, 1, n, D] unit vectors.
+        cues: [1, 1, C, D], made of the first C keys.
         condition: what is done to them.
         seed: of the damage.
     """
@@ -111,10 +121,10 @@ def conditions(config: RecallCapacityConfig) -> list[Condition]:
     return own
 
 
-def trial(config: RecallCapacityConfig, condition: Condition) -> Trial:
-    """Keys, values and cues, a function of (seed, number of pairs, condition)."""
-    draw = torch.Generator().manual_seed(config.seed * 1_000_003 + condition.pairs)
-    shape = (config.seeds, 1, condition.pairs, config.dim)
+def trial(config: RecallCapacityConfig, condition: Condition, seed: int) -> Trial:
+    """Return keys, values and cues, a function of (seed, number of pairs, condition)."""
+    draw = torch.Generator().manual_seed(seed * 1_000_003 + condition.pairs)
+    shape = (1, 1, condition.pairs, config.dim)
     keys, values = (normalize(torch.randn(shape, generator=draw), dim=-1) for _ in range(2))
     cues = keys[:, :, : config.cues]
     if condition.panel == "noise":
@@ -122,7 +132,7 @@ def trial(config: RecallCapacityConfig, condition: Condition) -> Trial:
     elif condition.panel == "erased":
         rank = torch.rand(cues.shape, generator=draw).argsort(-1).argsort(-1)
         cues = cues * (rank >= round(condition.level * config.dim))
-    return Trial(keys, values, cues, condition, config.seed + 1)
+    return Trial(keys, values, cues, condition, seed + 1)
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,7 @@ class Reader:
     pairwise: bool = False
 
     def read(self, case: Trial, values: Tensor, damaged: bool) -> Tensor:
-        """What the cues retrieve, [S, 1, C, Dv], float64."""
+        """Return what the cues retrieve, [1, 1, C, Dv], float64."""
         memory = self.make()
         memory.write(case.keys * self.stretch, values)
         if damaged:
@@ -162,30 +172,28 @@ def model(text: str) -> Reader:
     return Reader(lambda: AssociativeMemory("linear", store=text))
 
 
-def recall(how: Reader, case: Trial) -> dict[str, Tensor]:
-    """Relative squared error and exact-match rate, [S] each; with clean cues the parts of the error."""
+def recall(how: Reader, case: Trial) -> dict[str, float]:
+    """Return relative squared error and exact-match rate; with clean cues also the parts of the error."""
     found = how.read(case, case.values, True)
     values = case.values.double()
     own = values[:, :, : found.shape[2]]
-    error = (found - own).square().sum(-1).mean((1, 2))
+    error = (found - own).square().sum(-1).mean()
     nearest = (found @ values.transpose(-1, -2)).argmax(-1)  # of unit vectors the nearest
     right = (nearest == torch.arange(found.shape[2])) & (found != 0).any(-1)
     parts = split(how, case, found, own) if case.condition.panel == "pairs" else {}
-    return {"error": error, "match": right.double().mean((1, 2)), **parts}
+    return {"match": right.double().mean().item(), "error": error.item(), **parts}
 
 
-def split(how: Reader, case: Trial, found: Tensor, own: Tensor) -> dict[str, Tensor]:
-    """Signal bias and interference, means of squares, and the inverse signal-to-noise ratio, [S] each."""
-    pairs, cues = case.keys.shape[2], found.shape[2]
-    marks = torch.eye(pairs, cues, dtype=case.values.dtype).expand(*case.keys.shape[:2], -1, -1)
+def split(how: Reader, case: Trial, found: Tensor, own: Tensor) -> dict[str, float]:
+    """Return signal bias and interference, means of squares, and the inverse signal-to-noise ratio."""
+    marks = torch.eye(case.keys.shape[2], found.shape[2], dtype=case.values.dtype)[None, None]
     weight = how.read(case, marks, False).diagonal(dim1=-2, dim2=-1)  # of the cue's own value
     signal = weight[..., None] * own
-    interference = (found - signal).square().sum(-1)
-    power = signal.square().sum(-1).sum((1, 2))
+    interference, power = (found - signal).square().sum(-1), signal.square().sum()
     return {
-        "bias": (signal - own).square().sum(-1).mean((1, 2)),
-        "interference": interference.mean((1, 2)),
-        "inverse_snr": interference.sum((1, 2)) / power.clamp(min=torch.finfo(power.dtype).tiny),
+        "bias": (signal - own).square().sum(-1).mean().item(),
+        "interference": interference.mean().item(),
+        "inverse_snr": (interference.sum() / power.clamp(min=torch.finfo(power.dtype).tiny)).item(),
     }
 
 
@@ -198,116 +206,163 @@ def damage(memory: AssociativeMemory, condition: Condition, draw: torch.Generato
         memory.transform(lambda t: t + size(t) * torch.randn(t.shape, generator=draw))
 
 
-def measure(config: RecallCapacityConfig, progress: Progress) -> dict[str, Any]:
-    """Kernel to its record: for every store and scale, mean and standard deviation of match and error by panel."""
-    cases = [trial(config, condition) for condition in conditions(config)]
-    found: dict[str, Any] = {}
-    for place, (names, spec) in enumerate(sentences := list(distinct(config))):
-        progress(f"{names[0]} ({place + 1}/{len(sentences)})")
-        runs = []
-        for store in ("pairs", "sums") if finite_features(spec) else ("pairs",):
-            for scale in config.scales:
-                # whole pairs and whole sums read the same, so that sums differ where they are damaged
-                own = [c for c in cases if store == "pairs" or c.condition.panel in ("zeroed", "jitter")]
-                runs.append({"store": store, "scale": scale, **_summary(reader(spec, scale, store), own)})
-        best = max((r for r in runs if r["store"] == "pairs"), key=_merit)["scale"]
-        found[names[0]] = {
-            "same_as": names[1:],
-            "sentence": "*".join(spec.parts()),
-            "scale_is": "of the scores" if spec.takes_scale else "square of the length of keys and cues",
-            "best_scale": best,
-            "runs": runs,
-        }
-    return found
-
-
-def _summary(how: Reader, cases: list[Trial]) -> dict[str, Any]:
-    """Panel to lists over its levels: match, error and its parts, each [mean, standard deviation]."""
-    panels: dict[str, Any] = {}
-    for case in cases:
-        panel = panels.setdefault(case.condition.panel, {})
-        for name, numbers in recall(how, case).items():
-            spread = numbers.std().item() if len(numbers) > 1 else 0.0
-            rounded = [float(f"{x:.{DIGITS}g}") for x in (numbers.mean().item(), spread)]
-            panel.setdefault(name, []).append(rounded)
-    return panels
-
-
-def measure_models(config: RecallCapacityConfig, progress: Progress) -> dict[str, Any]:
-    """Model to its panels."""
-    cases = [trial(config, condition) for condition in conditions(config)]
-    found: dict[str, Any] = {}
-    for name in config.models:
-        progress(name)
-        found[name] = _summary(model(name), cases)
-    return found
-
-
-def _merit(run: dict[str, Any]) -> tuple[float, float]:
-    """Exact matches over all conditions, ties broken by the smaller error."""
-    panels = [panel for name, panel in run.items() if name not in ("store", "scale")]
-    match = [mean for panel in panels for mean, _ in panel["match"]]
-    error = [mean for panel in panels for mean, _ in panel["error"]]
-    return round(sum(match) / len(match), DIGITS), -sum(error) / len(error)
-
-
-def distinct(config: RecallCapacityConfig) -> Iterator[tuple[list[str], Spec]]:
-    """(names, sentence), names of the same sentence together."""
-    groups: dict[Spec, list[str]] = {}
-    for name in config.specs or presets_registry.names():
-        groups.setdefault(Spec.parse(name), []).append(name)
-    yield from ((names, spec) for spec, names in groups.items())
-
-
-@recipes.register("recall-capacity")
-class RecallCapacity:
+@recipe("recall-capacity")
+class RecallCapacity(Recipe):
     """Recall of every preset against stored pairs, noisy cues, partial cues and damage to what is stored."""
 
-    Config: ClassVar[type[Any]] = RecallCapacityConfig
+    Config = RecallCapacityConfig
+    sizes: ClassVar = {"quick": {"seeds": 2, "pairs": (16, 64, 256, 1024), "scales": (5.0, 75.0)}}
 
-    @staticmethod
-    def run(config: RecallCapacityConfig, progress: Progress) -> Findings:
-        """Measure and draw."""
-        check(config)
-        found = measure(config, progress)
-        models = measure_models(config, progress)
-        progress("drawing")
-        from . import recall_capacity_output as output
+    def check(self) -> None:
+        own, call = self.config, self.call()
+        for name in ("stored", "cues", "dim"):
+            if getattr(own, name) < 1:
+                raise ArgumentError(f"{call}: --{name} is {getattr(own, name)}, expected at least 1.")
+        for name, low, high in (("scales", 1e-6, 1e6), ("pairs", 1, 2**20), ("noise", 0, 1e6), ("jitter", 0, 1e6),
+                                ("erased", 0, 1), ("zeroed", 0, 1)):  # fmt: skip
+            levels = getattr(own, name)
+            if not levels:
+                raise ArgumentError(f"{call}: --{name} names no number; give at least one.")
+            for level in levels:
+                if not low <= level <= high:
+                    raise ArgumentError(f"{call}: --{name} is {level:g}, expected {low:g} to {high:g}.")
+        for text in own.specs:
+            as_spec(text, call, "--specs")
+        for text in own.models:
+            if trend_of(text, call, "--models") is None:
+                raise ArgumentError(f"{call}: --models: unknown model {text!r}.{suggestion(text, trends.names())}")
 
-        pictures = {
-            "recall-capacity.png": output.figure(config, found, "match"),
-            "recall-capacity-error.png": output.figure(config, found, "error"),
+    def cells(self) -> list[Cell]:
+        groups: dict[Spec, list[str]] = {}
+        for name in self.config.specs or presets_registry.names():
+            groups.setdefault(Spec.parse(name), []).append(name)
+        own = [
+            {"kernel": " = ".join(names), "store": store, "spec": "*".join(spec.parts())}
+            for spec, names in groups.items()
+            for store in ((PAIRS, SUMS) if finite_features(spec) else (PAIRS,))
+        ]
+        return [*own, *({"kernel": name, "store": STATE, "spec": ""} for name in self.config.models)]
+
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        cases = [trial(self.config, condition, seed) for condition in conditions(self.config)]
+        if (
+            cell["store"] == SUMS
+        ):  # whole pairs and whole sums read the same, so that sums differ where they are damaged
+            cases = [case for case in cases if case.condition.panel in ("zeroed", "jitter")]
+        for scale in (1.0,) if cell["store"] == STATE else self.config.scales:
+            how = (
+                model(cell["kernel"])
+                if cell["store"] == STATE
+                else reader(Spec.parse(cell["spec"]), scale, cell["store"])
+            )
+            for case in cases:
+                found = {name: float(f"{x:.{DIGITS}g}") for name, x in recall(how, case).items()}
+                yield {"scale": scale, "panel": case.condition.panel, "level": float(case.condition.level), **found}
+
+    def claims(self, results: Results) -> list[Claim]:
+        level = self.config.zeroed[len(self.config.zeroed) // 2]
+        rows = select(best(results), kernel="linear", panel="zeroed", level=level)
+        sums, pairs = (select(rows, store=store) for store in (SUMS, PAIRS))
+        if not len(sums):
+            return []
+        wording = "A distributed memory withstands the loss of its parts better than stored examples"
+        note = f"Share of exact matches of the linear kernel with {level:.0%} of all numbers zeroed, sums less pairs."
+        return [Claim("Cooper, 1973", "distributed memory", wording, one(paired(sums, pairs, "match")), "above", 0,
+                      0.05, note=note)]  # fmt: skip
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        own, chosen = self.config, best(results)
+        shown, clean = in_order(chosen), select(chosen, panel="pairs")
+        values: dict[str, Show] = {f"pairs at ≥ {ENOUGH:.0%}": self.recalled,
+                                   f"{max(own.pairs)} pairs": self.cell_of("pairs", max(own.pairs))}  # fmt: skip
+        for panel, words in (
+            ("noise", "cue noise"),
+            ("erased", "erased"),
+            ("zeroed", "zeroed"),
+            ("jitter", "state noise"),
+        ):
+            level = getattr(own, panel)[len(getattr(own, panel)) // 2]
+            values[f"{words} {level:g}"] = self.cell_of(panel, level)
+        middle = own.pairs[len(own.pairs) // 2]
+        split: dict[str, Show] = {f"signal bias, {middle} pairs": mean_of("bias", level=middle),
+                                  f"interference, {middle} pairs": mean_of("interference", level=middle)}  # fmt: skip
+        split |= {f"1/SNR, {n} pairs": mean_of("inverse_snr", level=n) for n in own.pairs}
+        scales = pivot(select(results.frame, store=PAIRS), ["kernel"],
+                       {"match": lambda rows: f"{100 * rows['match'].mean():.1f}"}, columns="scale")  # fmt: skip
+        spread = f"Percent; mean ± standard deviation over {own.seeds} seeds."
+        return {
+            "Exact matches in percent": pivot(shown, ["kernel", "scale", "store"], values, note=spread),
+            "Exact matches in percent by scale, over all conditions": scales,
+            "Signal and interference": pivot(clean, ["kernel", "scale", "store"], split,
+                                             note="Means of squares relative to the values'."),
+        }  # fmt: skip
+
+    def recalled(self, rows: pd.DataFrame) -> str:
+        """Return the largest number of pairs of which nearly all are recalled."""
+        means = select(rows, panel="pairs").groupby("level")["match"].mean()
+        if not len(means):
+            return MISSING
+        enough = means.index[means >= ENOUGH]
+        return f"{max(enough):g}" if len(enough) else f"< {min(self.config.pairs)}"
+
+    def cell_of(self, panel: str, level: float) -> Show:
+        """Return a function that shows exact matches in percent."""
+
+        def show(rows: pd.DataFrame) -> str:
+            match = 100 * select(rows, panel=panel, level=level)["match"]
+            return f"{match.mean():.0f}±{match.std(ddof=min(1, len(match) - 1)):.0f}" if len(match) else MISSING
+
+        return show
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        shown = in_order(best(results))
+        shown = shown.assign(row=shown["kernel"] + shown["scale"].map(", {:g}".format)
+                             + shown["store"].map({PAIRS: "", SUMS: ", sums", STATE: ", state"}))  # fmt: skip
+        panels = {title: select(shown, panel=panel) for panel, title in PANELS.items()}
+        percent = lambda mean: f"{100 * mean:.0f}"  # noqa: E731
+        small = lambda mean: "<.001" if mean < 1e-3 else f"{mean:.2g}" if mean < 100 else f"{mean:.0e}"  # noqa: E731
+        return {
+            "match": heat(panels, "row", "level", "match", percent, label="exact matches, percent"),
+            "error": heat(panels, "row", "level", "error", small, label="relative squared error", log=(1e-3, 1e2)),
         }
-        tables = {
-            "Exact matches in percent": output.table(config, found),
-            "Exact matches in percent by scale, over all conditions": output.by_scale(config, found),
-            "Exact matches of global linear models in percent": output.models(config, models),
-            "Signal and interference": output.parts(config, found, models),
-        }
-        return Findings({"kernels": found, "models": models}, tables, pictures, output.notes(config))
+
+    def notes(self, results: Results) -> list[str]:
+        own = self.config
+        return [
+            f"Random unit keys and values, D = {own.dim}; {own.seeds} memories per condition, up to {own.cues} cues "
+            "each. Exact match: the stored value nearest to what is retrieved is the right one.",
+            "The scale of a kernel is the one with the most exact matches over all conditions (of equals, that with "
+            "the smaller error). Kernels that take no scale have keys and cues of that squared length.",
+            f"Except in the first panel, {own.stored} pairs are stored. 'sums': damage to the sums that the kernel's "
+            "pairs fold into; undamaged sums read as undamaged pairs do. 'state': a global linear model, whose state "
+            "is damaged.",
+            "Cues are of the pairs that were stored first, which the delta rule overwrites first.",
+            "With clean cues, signal bias is the weight of the cue's own value, less one, and interference all others; "
+            "1/SNR is the interference relative to what is left of the signal.",
+        ]
 
 
-def check(config: RecallCapacityConfig) -> None:
-    """The numbers are in range, the sentences can be read.
+def best(results: Results) -> pd.DataFrame:
+    """Return the rows of each kernel at its best scale: the most exact matches over all conditions, then the smallest
+    error."""
+    import pandas as pd
 
-    Raises:
-        ArgumentError: one is not.
-    """
-    for name in ("stored", "cues", "dim", "seeds"):
-        if getattr(config, name) < 1:
-            raise ArgumentError(f"{CALL}: --{name} is {getattr(config, name)}, expected at least 1.")
-    if not 0 <= config.seed < 2**31:
-        raise ArgumentError(f"{CALL}: --seed is {config.seed}, expected 0 to {2**31 - 1}.")
-    for name, low, high in (("scales", 1e-6, 1e6), ("pairs", 1, 2**20), ("noise", 0, 1e6), ("jitter", 0, 1e6),
-                            ("erased", 0, 1), ("zeroed", 0, 1)):  # fmt: skip
-        levels = getattr(config, name)
-        if not levels:
-            raise ArgumentError(f"{CALL}: --{name} names no number; give at least one.")
-        for level in levels:
-            if not low <= level <= high:
-                raise ArgumentError(f"{CALL}: --{name} is {level:g}, expected {low:g} to {high:g}.")
-    for text in config.specs:
-        as_spec(text, CALL, "--specs")
-    for text in config.models:
-        if trend_of(text, CALL, "--models") is None:
-            raise ArgumentError(f"{CALL}: --models: unknown model {text!r}.{suggestion(text, trends.names())}")
+    parts = []
+    for _, rows in results.frame.groupby("kernel", sort=False):
+        means = rows[rows["store"] != SUMS].groupby(["scale", "panel", "level"])[["match", "error"]].mean()
+        merit = means.groupby("scale").mean()
+        merit["match"] = merit["match"].round(DIGITS)
+        parts.append(select(rows, scale=merit.sort_values(["match", "error"], ascending=[False, True]).index[0]))
+    return pd.concat(parts)
+
+
+def in_order(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows with the best kernels first, pairs before sums before models."""
+    mean = rows.groupby(["kernel", "store"])["match"].transform("mean")
+    place = rows["store"].map([PAIRS, SUMS, STATE].index)
+    return rows.assign(mean=-mean, place=place).sort_values(["place", "mean"], kind="stable")
+
+
+def mean_of(column: str, **where: Any) -> Show:
+    """Return a function that shows the mean of a column of some rows."""
+    return lambda rows: f"{select(rows, **where)[column].mean():.2g}"

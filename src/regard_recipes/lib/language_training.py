@@ -9,7 +9,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -159,6 +159,24 @@ class LanguageRun:
         """Plain data for JSON; None for numbers that are not finite."""
         plain: dict[str, Any] = _plain(asdict(self))
         return plain
+
+
+def run_rows(run: LanguageRun) -> Iterator[dict[str, Any]]:
+    """Return the rows of a run, for `Recipe.measure`: one of kind "run" with the losses at the end and what `measure`
+    found, and one of kind "look" for each time that the losses were noted."""
+    yield {
+        "kind": "run",
+        "parameters": run.parameters,
+        "train": run.train[-1],
+        "held_out": run.held_out[-1],
+        "step_seconds": run.step_seconds,
+        "step_cpu_seconds": run.step_cpu_seconds,
+        "peak_bytes": run.peak_bytes,
+        "before_bytes": run.before_bytes,
+        **run.extra,
+    }
+    for step, train, held_out in zip(run.steps, run.train, run.held_out, strict=True):
+        yield {"kind": "look", "step": step, "train": train, "held_out": held_out}
 
 
 def _plain(found: Any) -> Any:

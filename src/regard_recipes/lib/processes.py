@@ -3,7 +3,6 @@ what runs beside them and their peak memory is their own."""
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import sys
 import time
@@ -16,6 +15,8 @@ import torch
 
 from regard.checks import ArgumentError
 from regard.recipes import Progress
+
+from .running import clean_processes
 
 T = TypeVar("T")
 
@@ -66,17 +67,6 @@ def run_each(call: str, calls: Sequence[tuple[str, Callable[[], T]]], workers: i
             process.join()
             end.close()
     return [made[place] for place in range(len(calls))]
-
-
-def clean_processes() -> Any:
-    """A context of multiprocessing whose processes inherit nothing of this one, neither threads nor memory: forks of a
-    server that has only imported what calls need, which takes seconds; where there is none, spawned ones."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    needed = ["regard_recipes.lib.language_runs", "regard.models", "regard.training.evaluation", "numba"]
-    context.set_forkserver_preload(needed)
-    return context
 
 
 def _told(name: str, done: int, count: int, begun: float) -> str:

@@ -37,7 +37,7 @@ def check_out(out: Path, call: str) -> None:
         home = home.parent
     if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
         raise ArgumentError(f"{call}: --out {out} cannot be written; choose another folder.")
-    if out.is_dir() and any(out.iterdir()) and not any(_is_result(path) for path in out.glob("*.json")):
+    if out.is_dir() and any(out.iterdir()) and not any(_is_result(path) for path in out.glob("*.json*")):
         raise ArgumentError(
             f"{call}: --out {out} is not empty and holds no result of `{MADE_BY}`; choose another folder (nothing "
             f"was deleted)."
@@ -46,7 +46,8 @@ def check_out(out: Path, call: str) -> None:
 
 def _is_result(path: Path) -> bool:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text.split("\n", 1)[0] if path.suffix == ".jsonl" else text)
     except (OSError, ValueError):
         return False
     return isinstance(found, dict) and found.get("made_by") == MADE_BY

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from regard.cli.options import parse
 from regard.errors import ArgumentError
 from regard.recipes import recipes
+
+from .recipe import Recipe, run
 
 CALL = "reproduce"
 
@@ -23,16 +27,94 @@ def reproduce(argv: list[str]) -> int:
         raise ArgumentError(f"{CALL}: the name of a recipe comes first: {', '.join(sorted(recipes.names()))}.")
     name, rest = argv[0], argv[1:]
     recipe = recipes.get(name)
-    config: Any = parse(recipe.Config, rest, command=f"{CALL} {name}")
-    from . import recipe_output
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        return _rebuild(recipe, rest[1:]) if rest[:1] == ["--rebuild"] else _run(recipe, rest)
+    return _run_old(name, recipe, rest)
 
-    recipe_output.check_out(config.out, CALL)
+
+def _run(kind: type[Recipe], argv: list[str]) -> int:
+    """Measure and write."""
+    made = kind(options(kind, argv))
+    progress, screen = _consoles()
+    start = time.perf_counter()
+    with progress.status(kind.name) as status:
+        results = run(made, argv, lambda text: status.update(f"{kind.name}: {text}"))
+    _show(screen, made, results)
+    out = made.config.out or Path(f"{kind.name}-out")
+    screen.print(f"{time.perf_counter() - start:.0f} s in all. Look inside: {out}", highlight=False)
+    return 0
+
+
+def options(kind: type[Recipe], argv: list[str]) -> Any:
+    """Return the config from flags, over the values of the chosen size.
+
+    Raises:
+        ArgumentError: an unknown flag, a value of the wrong type, or a size that the recipe does not have.
+    """
+    command, about = f"{CALL} {kind.name}", sizes_text(kind)
+    given: Any = parse(kind.Config, argv, command=command, epilogue=about)
+    size = "quick" if given.quick else given.size
+    if size == "small":
+        return given
+    base = kind.configure(size)
+    made: Any = parse(kind.Config, argv, command=command, base=base)
+    return kind.configure(size, **{f.name: getattr(made, f.name) for f in fields(made) if f.name != "size"})
+
+
+def sizes_text(kind: type[Recipe]) -> str:
+    """Return what the sizes change, for `--help`."""
+    changed = {
+        size: ", ".join(f"{name} {value}" for name, value in values.items()) for size, values in kind.sizes.items()
+    }
+    parts = [f"--size {size} sets {values}." for size, values in changed.items()]
+    return " ".join([*parts, "--rebuild FOLDER, alone, writes the page of stored results again without measuring."])
+
+
+def _rebuild(kind: type[Recipe], argv: list[str]) -> int:
+    """Write a folder's page and figures, and the block on a page, from stored rows."""
+    from .pages import write, write_block
+    from .results import load
+
+    usage = f"{CALL} {kind.name}: expected --rebuild FOLDER, or --rebuild FOLDER --page PAGE.md."
+    if len(argv) not in (1, 3) or (len(argv) == 3 and argv[1] != "--page"):
+        raise ArgumentError(usage)
+    folder = Path(argv[0])
+    made, results = load(kind, folder)
+    write(made, results, folder)
+    if len(argv) == 3:
+        page = Path(argv[2])
+        write_block(page, made, results, folder.resolve().relative_to(page.resolve().parent).as_posix() + "/")
+    _show(_consoles()[1], made, results)
+    return 0
+
+
+def _show(screen: Any, made: Recipe, results: Any) -> None:
+    for title, table in list(made.tables(results).items())[:1]:
+        screen.print(table.rich(title))
+    for claim in made.claims(results):
+        screen.print(f"“{claim.wording}” ({claim.paper}, {claim.where}): {claim.verdict}. {claim.measured()}",
+                     highlight=False, markup=False)  # fmt: skip
+    for note in made.notes(results):
+        screen.print(note, highlight=False, markup=False)
+
+
+def _consoles() -> tuple[Any, Any]:
     from rich.console import Console
 
     progress, screen = Console(stderr=True), Console()
     for console in (progress, screen):
         if not console.is_terminal:  # a file or a pipe has no edge at which to fold
             console.width = max(console.width, 160)
+    return progress, screen
+
+
+def _run_old(name: str, recipe: Any, rest: list[str]) -> int:
+    """A recipe that is not yet on `lib.recipe`."""
+    config: Any = parse(recipe.Config, rest, command=f"{CALL} {name}")
+    from . import recipe_output
+
+    recipe_output.check_out(config.out, CALL)
+    progress, screen = _consoles()
     start = time.perf_counter()
     with progress.status(name) as status:
         findings = recipe.run(config, lambda text: status.update(f"{name}: {text}"))

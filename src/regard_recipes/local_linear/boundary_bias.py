@@ -13,16 +13,15 @@ Both local estimators are `regard.attention` with the Epanechnikov kernel, w = [
 supported, as the propositions assume. The bandwidth is the one of a grid with the least mean error against the known
 truth. The integral over D is a quadrature over radii times a few directions, since everything is symmetric.
 
-Legend: R samples, n design points, P evaluation points, d dimensions.
+Legend: n design points, P evaluation points, d dimensions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,56 +30,51 @@ from torch import Tensor
 from regard.checks import ArgumentError
 from regard.grammar import Spec
 from regard.pairwise.attention import attention
-from regard.recipes import Findings, Progress, recipes
 
-from ..lib.threads import one_thread
+from ..lib.claims import Claim
+from ..lib.intervals import Estimate, log_slope, paired
+from ..lib.pivots import Show, first, interval, pivot
+from ..lib.plots import lines
+from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
+from ..lib.results import Results, select
 
-CALL = "reproduce: boundary-bias"
+if TYPE_CHECKING:
+    import pandas as pd
+
+PAPER = "Local Linear Attention"
 KERNEL = "epanechnikov*fixed(bias=1,empty=nearest)*euclidean"
-CURVATURE = 2.0
-"""f(x) = CURVATURE |x|^2."""
-RIDGE = 1e-6
-"""Of the local linear model, in units of h^2: it only keeps windows with fewer than d + 1 points solvable."""
-STEP = 1.12
-"""Ratio of neighbouring bandwidths of the grid."""
-REPEATS = 16
-"""Draws of the noise on each design: further channels of the values, which cost next to nothing."""
-DIGITS = 5
-BAND = 1.96
-"""Standard errors on each side of a mean."""
+CURVATURE = 2.0  # f(x) = CURVATURE |x|^2
+RIDGE = 1e-6  # of the local linear model, in units of h^2: it only keeps windows with fewer than d + 1 points solvable
+STEP = 1.12  # ratio of neighbouring bandwidths of the grid
+REPEATS = 16  # draws of the noise on each design: further channels of the values, which cost next to nothing
+NEAR = 0.1  # difference of exponents that counts as none at finite n
+GLOBAL, CONSTANT, LINEAR = "global linear", "local constant", "local linear"
+THEORY: dict[str, Callable[[int], float]] = {
+    GLOBAL: lambda d: 0.0, CONSTANT: lambda d: -3 / (d + 3), LINEAR: lambda d: -4 / (d + 4)
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundaryBiasConfig:
+class BoundaryBiasConfig(RecipeConfig):
     """Measure how fast global linear, local constant and local linear regression learn, and where they err."""
 
-    out: Path = Path("boundary-bias-out")
-    """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
-    quick: bool = False
-    """Small: options that are not given otherwise take values that need less than two minutes."""
+    seeds: int = 24
+    """Independent designs for each n."""
     dims: tuple[int, ...] = (1, 2)
     """Dimensions of the design, each from 1 to 3."""
     sizes: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
     """Numbers n of design points."""
-    samples: int = 24
-    """Independent designs for each n."""
     noise: float = 0.5
     """Standard deviation of the noise on values."""
     radii: int = 96
     """Evaluation points along a radius."""
     directions: int = 4
     """Radii (in one dimension there are two)."""
-    seed: int = 0
-    """Decides all designs."""
-
-
-QUICK: dict[str, Any] = {"sizes": (512, 1024, 2048, 4096), "samples": 12, "radii": 64}
-"""What `quick` makes of the defaults."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where errors are measured, and how much of the ball each place stands for.
+    """Where errors are measured, and the volume that each place stands for.
 
     Attributes:
         points: [P, d]; weights [P], which sum to the volume of the ball; depths [P], distances to the boundary.
@@ -112,15 +106,13 @@ def places(dim: int, radii: int, directions: int) -> Places:
     return Places(points.flatten(0, 1), weights.flatten(), (1 - r).expand(len(rays), -1).flatten())
 
 
-def design(config: BoundaryBiasConfig, dim: int, n: int, sample: int) -> tuple[Tensor, Tensor]:
-    """Design points [n, d], uniform on the ball, and values [n, 1 + REPEATS]: f, and f with noise. A function of the
-    seed and the arguments."""
-    key = ((config.seed * 4 + dim) * 1_000_003 + n) * 1_000_003 + sample
-    draw = torch.Generator().manual_seed(key % 2**63)
+def design(dim: int, n: int, seed: int, noise: float) -> tuple[Tensor, Tensor]:
+    """Return design points [n, d], uniform on the ball, and values [n, 1 + REPEATS]: f, and f with noise."""
+    draw = torch.Generator().manual_seed(((dim * 1_000_003 + n) * 1_000_003 + seed) % 2**63)
     normal = torch.randn(n, dim, generator=draw, dtype=torch.float64)
     radius = torch.rand(n, 1, generator=draw, dtype=torch.float64) ** (1 / dim)
     x = normal / normal.norm(dim=-1, keepdim=True) * radius
-    off = torch.randn(n, REPEATS, generator=draw, dtype=torch.float64) * config.noise
+    off = torch.randn(n, REPEATS, generator=draw, dtype=torch.float64) * noise
     f = truth(x)[:, None]
     return x, torch.cat([f, f + off], -1)
 
@@ -139,134 +131,132 @@ def local(x: Tensor, y: Tensor, at: Tensor, h: float, degree: int) -> Tensor:
     return found[0, 0]
 
 
-Fit = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-ESTIMATORS: dict[str, tuple[Fit, Callable[[int], float]]] = {
-    "global linear": (lambda x, y, at, h: global_linear(x, y, at), lambda d: 0.0),
-    "local constant": (lambda x, y, at, h: local(x, y, at, h, 0), lambda d: -3 / (d + 3)),
-    "local linear": (lambda x, y, at, h: local(x, y, at, h, 1), lambda d: -4 / (d + 4)),
-}
-"""Name to (fit, the theory's exponent)."""
-
-
-def bandwidths(name: str, dim: int, n: int) -> list[float]:
-    """The grid: around the theory's order of magnitude, wide enough to hold the best one inside; one entry, without
-    meaning, for the global estimator."""
-    if name == "global linear":
-        return [1.0]
-    power = 3 if name == "local constant" else 4
-    middle = (1.0 if name == "local constant" else 1.7) * n ** (-1 / (dim + power)) * (0.65 if dim == 1 else 0.85)
+def bandwidths(estimator: str, dim: int, n: int) -> list[float]:
+    """Return the grid: around the theory's order of magnitude, wide enough to hold the best bandwidth inside."""
+    power = 4 if estimator == "local linear" else 3
+    middle = (1.7 if power == 4 else 1.0) * n ** (-1 / (dim + power)) * (0.65 if dim == 1 else 0.85)
     return [middle * STEP**i for i in range(-7, 8)]
 
 
-def measure(config: BoundaryBiasConfig, dim: int, n: int) -> dict[str, Any]:
-    """Every estimator at its best bandwidth: the integrated squared error in all, in the boundary layer (depth below h;
-    for the global estimator below the local constant's h) and inside, and the parts of bias and noise."""
-    where = places(dim, config.radii, config.directions)
-    known = truth(where.points)[:, None]
-    samples = [design(config, dim, n, sample) for sample in range(config.samples)]
-    found: dict[str, Any] = {}
-    for name in ("local constant", "local linear", "global linear"):
-        fit = ESTIMATORS[name][0]
-        runs = []
-        for h in bandwidths(name, dim, n):
-            off = torch.stack([fit(x, y, where.points, h) - known for x, y in samples])  # [R, P, 1 + REPEATS]
-            runs.append((h, off[..., 1:].square().mean(-1), off[..., 0].square()))
-        best = min(range(len(runs)), key=lambda i: float((runs[i][1] @ where.weights).mean()))
-        h, error, bias = runs[best]
-        layer = where.depths < (h if name != "global linear" else found["local constant"]["h"])
-        found[name] = {
-            "h": h,
-            "inside_grid": len(runs) == 1 or 0 < best < len(runs) - 1,
-            "whole": mean(error @ where.weights),
-            "boundary": mean(error[:, layer] @ where.weights[layer]),
-            "interior": mean(error[:, ~layer] @ where.weights[~layer]),
-            "bias": mean(bias @ where.weights),
-        }
-    return found
-
-
-def mean(x: Tensor) -> list[float]:
-    """[mean, its standard error] of numbers [R]."""
-    error = x.std().item() / len(x) ** 0.5 if len(x) > 1 else 0.0
-    return [float(f"{number:.{DIGITS}g}") for number in (x.mean().item(), error)]
-
-
-def slope(sizes: Sequence[int], pairs: Sequence[Sequence[float]]) -> list[float]:
-    """[slope, standard error] of log error against log n by least squares, the errors of the means carried through."""
-    x = np.log(np.array(sizes, float))
-    mid, error = np.array(pairs, float).T
-    lever = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
-    return [round(float(lever @ np.log(mid)), 4), round(float(np.sqrt((lever**2) @ ((error / mid) ** 2))), 4)]
-
-
-def rates(config: BoundaryBiasConfig, runs: dict[int, dict[int, Any]]) -> dict[int, Any]:
-    """d and estimator to the fitted slopes of all parts, of the whole over the larger half of the sizes, of the best
-    bandwidth, and the theory's."""
-    made: dict[int, Any] = {}
-    upper = sorted(config.sizes)[-max(2, len(config.sizes) // 2) :]
-    for d, by_n in runs.items():
-        made[d] = {}
-        for name, (_, theory) in ESTIMATORS.items():
-            own = [by_n[n][name] for n in config.sizes]
-            made[d][name] = {"theory": round(theory(d), 4)}
-            for part in ("whole", "boundary", "interior"):
-                made[d][name][part] = slope(config.sizes, [run[part] for run in own])
-            made[d][name]["upper"] = slope(upper, [by_n[n][name]["whole"] for n in upper])
-            if name != "global linear":
-                made[d][name]["h"] = slope(config.sizes, [(run["h"], 0.0) for run in own])[0]
-    return made
-
-
-@recipes.register("boundary-bias")
-class BoundaryBias:
+@recipe("boundary-bias")
+class BoundaryBias(Recipe):
     """Error of global linear, local constant and local linear regression against n, and the theory's rates."""
 
-    Config: ClassVar[type[Any]] = BoundaryBiasConfig
+    Config = BoundaryBiasConfig
+    sizes: ClassVar = {"quick": {"sizes": (512, 1024, 2048, 4096), "seeds": 12, "radii": 64}}
 
-    @staticmethod
-    def run(config: BoundaryBiasConfig, progress: Progress) -> Findings:
-        """See `regard.recipes.Recipe`."""
-        config = effective(config)
-        check(config)
-        runs: dict[int, dict[int, Any]] = {d: {} for d in config.dims}
-        for d in config.dims:
-            for n in config.sizes:
-                progress(f"d = {d}, n = {n}")
-                with torch.no_grad(), one_thread():
-                    runs[d][n] = measure(config, d, n)
-        fitted = rates(config, runs)
-        progress("drawing")
-        from . import boundary_bias_output as output
+    def check(self) -> None:
+        own, call = self.config, self.call()
+        for name, least in (("seeds", 2), ("radii", 8), ("directions", 1)):
+            if getattr(own, name) < least:
+                raise ArgumentError(f"{call}: --{name} is {getattr(own, name)}, expected at least {least}.")
+        if not 0 < own.noise < 1e3:
+            raise ArgumentError(f"{call}: --noise is {own.noise:g}, expected a number between 0 and 1000.")
+        if not own.dims or any(not 1 <= d <= 3 for d in own.dims):
+            raise ArgumentError(f"{call}: --dims is {own.dims}, expected whole numbers from 1 to 3.")
+        if len(set(own.sizes)) < 2 or any(not 32 <= n <= 2**17 for n in own.sizes):
+            raise ArgumentError(f"{call}: --sizes is {own.sizes}, expected two or more numbers from 32 to {2**17}.")
 
-        return Findings(
-            {"config": output.plain(config), "runs": runs, "rates": fitted},
-            {"Rates": output.rate_table(fitted), "Errors": output.error_table(runs)},
-            {"boundary-bias.png": output.figure(config, runs, fitted)},
-            output.notes(config, runs, fitted),
+    def cells(self) -> list[Cell]:
+        return [{"d": d, "n": n} for d in self.config.dims for n in self.config.sizes]
+
+    @torch.no_grad()
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        d, n = cell["d"], cell["n"]
+        where = places(d, self.config.radii, self.config.directions)
+        x, y = design(d, n, seed, self.config.noise)
+        known = truth(where.points)[:, None]
+        whole = global_linear(x, y, where.points)
+        for estimator in THEORY:
+            for i, h in enumerate(bandwidths(estimator, d, n)):
+                degree = int(estimator == "local linear")
+                off = (whole if estimator == GLOBAL else local(x, y, where.points, h, degree)) - known
+                error, layer = off[:, 1:].square().mean(-1) * where.weights, where.depths < h
+                yield {
+                    "estimator": estimator, "bandwidth": h, "place": i, "whole": error.sum().item(),
+                    "boundary": error[layer].sum().item(), "interior": error[~layer].sum().item(),
+                    "bias": (off[:, 0].square() * where.weights).sum().item(),
+                }  # fmt: skip
+
+    def claims(self, results: Results) -> list[Claim]:
+        chosen = best(results)
+        apart = {
+            name: {f"d = {d}": shift(log_slope(select(chosen, d=d, estimator=name), "n", "whole"), -theory(d))
+                   for d in self.config.dims}
+            for name, theory in THEORY.items()
+        }  # fmt: skip
+        last = select(chosen, n=max(self.config.sizes))
+        ratio = {
+            f"d = {d}": paired(
+                select(last, d=d, estimator=CONSTANT), select(last, d=d, estimator=LINEAR), "whole", True
+            )
+            for d in self.config.dims
+        }
+        note = f"Fitted exponent of n less the theory's; within {NEAR:g} counts as equal at these n."
+        laws = {GLOBAL: "n^0", CONSTANT: "n^(-3/(d+3))", LINEAR: "n^(-4/(d+4))"}
+        made = [
+            Claim(PAPER, "propositions 2.1 and 2.2", f"The error of {name} regression falls as {laws[name]}", found,
+                  "within", NEAR, NEAR, note=note)
+            for name, found in apart.items()
+        ]  # fmt: skip
+        errs = "Local linear regression errs less than local constant regression"
+        note = "Errors at the largest n, local constant over local linear."
+        return [*made, Claim(PAPER, "section 2", errs, ratio, "above", 1, 0.1, note=note)]
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        chosen, upper = best(results), sorted(self.config.sizes)[-max(2, len(self.config.sizes) // 2) :]
+        slope: Callable[[str], Show] = lambda part: lambda rows: log_slope(rows, "n", part).text()  # noqa: E731
+        rates: dict[str, Show] = {
+            "theory": lambda rows: f"{THEORY[rows['estimator'].iloc[0]](rows['d'].iloc[0]):.3f}",
+            "whole": slope("whole"),
+            "larger n": lambda rows: slope("whole")(select(rows, n=upper)),
+            **{part: slope(part) for part in ("boundary", "interior")},
+            "bandwidth": lambda rows: f"{log_slope(rows, 'n', 'bandwidth').mean:.3f}",
+        }
+        errors: dict[str, Show] = {"bandwidth": first("bandwidth", "{:.3f}")}
+        errors |= {part: interval(part, 5) for part in ("whole", "boundary", "interior", "bias")}
+        note = (
+            "Least squares of log mean error on log n, ± half the 95 % interval. The boundary layer is as deep as the "
         )
+        note += "bandwidth (for the global estimator: that of the local constant), and shrinks with it."
+        return {
+            "Rates": pivot(chosen, ["d", "estimator"], rates, note=note),
+            "Errors": pivot(chosen, ["d", "n", "estimator"], errors, note="Integrated squared errors; bias: squared."),
+        }
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        chosen = best(results)
+        panels = {f"d = {d}": select(chosen, d=d) for d in self.config.dims}
+        y = {part: f"{part}: squared error" for part in ("whole", "boundary", "interior")}
+        return {"errors": lines(panels, "n", y, "estimator", x_label="design points n", log_x=True, log_y=True)}
+
+    def notes(self, results: Results) -> list[str]:
+        chosen = best(results)
+        places_ = select(chosen, estimator=[CONSTANT, LINEAR])["place"]
+        edge = int(((places_ == 0) | (places_ == 14)).sum() / self.config.seeds)
+        last = select(chosen, estimator=CONSTANT, n=max(self.config.sizes)).groupby("d")[["boundary", "whole"]].mean()
+        share = "; ".join(f"d = {d}: {row.boundary / row.whole:.0%}" for d, row in last.iterrows())
+        return [
+            f"f(x) = {CURVATURE:g} |x|^2 on the unit ball, uniform design, noise {self.config.noise:g}, "
+            f"{self.config.seeds} designs for each n; Epanechnikov kernel. The bandwidth has the least mean error "
+            f"against the known f; it is at the edge of its grid in {edge} cases.",
+            f"Share of the local constant's error in the boundary layer at the largest n: {share}.",
+        ]
 
 
-def effective(config: BoundaryBiasConfig) -> BoundaryBiasConfig:
-    """The config with what `quick` says in place of defaults."""
-    defaults = BoundaryBiasConfig()
-    left = {name for name in QUICK if getattr(config, name) == getattr(defaults, name)}
-    return replace(config, **{name: QUICK[name] for name in left}) if config.quick else config
+def best(results: Results) -> pd.DataFrame:
+    """Return the rows with the bandwidth that has the least mean error; for the global estimator, whose error does not
+    depend on it, with the bandwidth of the local constant."""
+    import pandas as pd
+
+    parts = []
+    for (_, _), rows in results.frame.groupby(["d", "n"], sort=False):
+        means = rows.groupby(["estimator", "place"])["whole"].mean()
+        place = {name: int(means[name].idxmin()) for name in (CONSTANT, LINEAR)}
+        parts += [select(rows, estimator=name, place=place.get(name, place[CONSTANT])) for name in THEORY]
+    return pd.concat(parts)
 
 
-def check(config: BoundaryBiasConfig) -> None:
-    """The numbers are in range.
-
-    Raises:
-        ArgumentError: one is not.
-    """
-    for name, least in (("samples", 2), ("radii", 8), ("directions", 1)):
-        if getattr(config, name) < least:
-            raise ArgumentError(f"{CALL}: --{name} is {getattr(config, name)}, expected at least {least}.")
-    if not 0 <= config.seed < 2**31:
-        raise ArgumentError(f"{CALL}: --seed is {config.seed}, expected 0 to {2**31 - 1}.")
-    if not 0 < config.noise < 1e3:
-        raise ArgumentError(f"{CALL}: --noise is {config.noise:g}, expected a number between 0 and 1000.")
-    if not config.dims or any(not 1 <= d <= 3 for d in config.dims):
-        raise ArgumentError(f"{CALL}: --dims is {config.dims}, expected whole numbers from 1 to 3.")
-    if len(set(config.sizes)) < 2 or any(not 32 <= n <= 2**17 for n in config.sizes):
-        raise ArgumentError(f"{CALL}: --sizes is {config.sizes}, expected two or more numbers from 32 to {2**17}.")
+def shift(estimate: Estimate, by: float) -> Estimate:
+    """Return an estimate plus a constant."""
+    return replace(estimate, mean=estimate.mean + by, low=estimate.low + by, high=estimate.high + by)

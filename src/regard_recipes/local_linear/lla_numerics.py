@@ -17,10 +17,9 @@ Data of one head, T positions and D channels, values normal:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,28 +28,30 @@ from regard.checks import ArgumentError
 from regard.grammar import SolveStatus
 from regard.grammar.solvers import Auto, ConjugateGradient, Solver
 from regard.pairwise.local_linear_attention import local_linear_attention
-from regard.recipes import Findings, Progress, recipes
 
+from ..lib.claims import Claim, one
+from ..lib.intervals import exact
+from ..lib.pivots import MISSING, Show, pivot
+from ..lib.plots import lines
+from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
+from ..lib.results import Results, select
 from .lla_numerics_schemes import SCHEMES, dense, low_output, output, rounded
 
-CALL = "reproduce: lla-numerics"
+if TYPE_CHECKING:
+    import pandas as pd
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BLOCK = 128
-"""Rows to one number of the iterations by block."""
-EMULATED = 64
-"""Steps of the emulated schemes at most, the last column of the paper's Table 2."""
-DIGITS = 4
-"""Significant ones, of the numbers in the JSON file."""
+BLOCK = 128  # rows to one number of the iterations by block
+EMULATED = 64  # steps of the emulated schemes at most, the last column of the paper's Table 2
+DIGITS = 4  # significant ones, of stored numbers
+REGARD = "regard"
+TARGETS = {0.1: 0.016, 0.01: 0.056}  # ridge to the relative error of bfloat16 inputs with anisotropic keys
 
 
 @dataclass(frozen=True, kw_only=True)
-class NumericsConfig:
+class NumericsConfig(RecipeConfig):
     """Measure the error of local linear attention against solver steps, tolerance, ridge and precision."""
 
-    out: Path = Path("lla-numerics-out")
-    """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
-    quick: bool = False
-    """Small: options that are not given otherwise take values that need a few seconds."""
     families: tuple[str, ...] = ("normal", "normalised", "anisotropic", "recall")
     """Kinds of data."""
     ridges: tuple[float, ...] = (1.0, 0.1, 0.01)
@@ -65,12 +66,7 @@ class NumericsConfig:
     """Channels of queries, keys and values."""
     draws: int = 2
     """Independent heads of every kind of data."""
-    seed: int = 0
-    """Decides all data."""
 
-
-QUICK: dict[str, Any] = {"length": 256, "dim": 32, "draws": 1}
-"""What `quick` makes of the defaults."""
 
 Data = tuple[Tensor, Tensor, Tensor]
 """q, k, v [T, D]."""
@@ -102,9 +98,9 @@ FAMILIES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] =
 """Queries and keys from normal ones and uniform numbers; the anisotropic keys from one row more."""
 
 
-def draw(config: NumericsConfig, family: str, head: int) -> Data:
+def draw(config: NumericsConfig, family: str, head: int, seed: int = 0) -> Data:
     """One head of a kind of data, float32: a function of seed, kind and head."""
-    key = (config.seed * len(FAMILIES) + list(FAMILIES).index(family)) * 1_000_003 + head
+    key = (seed * len(FAMILIES) + list(FAMILIES).index(family)) * 1_000_003 + head
     generator = torch.Generator().manual_seed(key)
     normal = lambda rows: torch.randn(rows, config.dim, generator=generator)  # noqa: E731
     q, v, k = normal(config.length), normal(config.length), normal(config.length + (family == "anisotropic"))
@@ -130,10 +126,10 @@ class Case:
     floors: dict[str, dict[float, Tensor]]
 
 
-def prepare(config: NumericsConfig, family: str, dtype: str) -> Case:
+def prepare(config: NumericsConfig, family: str, dtype: str, seed: int = 0) -> Case:
     """Draw and solve densely."""
     low = dtype == "bfloat16"
-    drawn = (draw(config, family, head) for head in range(config.draws))
+    drawn = (draw(config, family, head, seed) for head in range(config.draws))
     heads = tuple((rounded(q), rounded(k), rounded(v)) if low else (q, k, v) for q, k, v in drawn)
 
     truth = outputs(heads, config.ridges, torch.float64, output)
@@ -179,8 +175,8 @@ def _digits(x: Tensor | float) -> float:
     return float(f"{float(x):.{DIGITS}g}")
 
 
-def run_regard(case: Case, ridge: float, solver: Solver) -> dict[str, Any]:
-    """Errors and the solver's statistics: iterations, true relative residuals, how many rows had which status."""
+def run_regard(case: Case, ridge: float, solver: Solver) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return errors with the solver's iterations, true relative residuals and statuses, and iterations by block."""
     dtype = DTYPES[case.dtype]
     q, k, v = (torch.stack(parts)[None].to(dtype) for parts in zip(*case.heads, strict=True))
     with warnings.catch_warnings():
@@ -189,96 +185,177 @@ def run_regard(case: Case, ridge: float, solver: Solver) -> dict[str, Any]:
             q, k, v, ridge=ridge, solver=solver, is_causal=True, impl="blocked", return_diagnostics=True
         )
     steps, residual, status = (found.solver[name][0] for name in ("iterations", "residual", "status"))
-    parts = steps.split(BLOCK, -1)
+    blocks = [
+        {"position": (i + 0.5) * BLOCK, "mean_steps": _digits(part.mean()), "max_steps": int(part.max())}
+        for i, part in enumerate(steps.split(BLOCK, -1))
+    ]
     return errors(out[0], case.truth[ridge]) | {
-        "iterations": {
-            "mean": _digits(steps.mean()),
-            "max": int(steps.max()),
-            "blocks": [{"mean": _digits(part.mean()), "max": int(part.max())} for part in parts],
-        },
-        "residual": {"mean": _digits(residual.mean()), "max": _digits(residual.max())},
-        "status": {kind.name: int((status == kind).sum()) for kind in SolveStatus if bool((status == kind).any())},
-    }
+        "mean_steps": _digits(steps.mean()), "max_steps": int(steps.max()),
+        "mean_residual": _digits(residual.mean()), "max_residual": _digits(residual.max()),
+        **{kind.name: int((status == kind).sum()) for kind in SolveStatus},
+    }, blocks  # fmt: skip
 
 
-def run_scheme(case: Case, ridge: float, name: str, steps: Sequence[int]) -> dict[str, Any]:
-    """Errors of an emulated scheme by step."""
+def run_scheme(case: Case, ridge: float, name: str, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield errors of an emulated scheme by step."""
     found: dict[int, list[Tensor]] = {step: [] for step in steps}
     for head in case.heads:
         for step, out in SCHEMES[name](*head, ridge, steps):
             found[step].append(rounded(out))
-    return {str(step): errors(torch.stack(outs), case.truth[ridge]) for step, outs in found.items()}
+    for step, outs in found.items():
+        yield {"kind": "scheme", "method": name, "step": step, **errors(torch.stack(outs), case.truth[ridge])}
 
 
-def measure(config: NumericsConfig, progress: Progress) -> list[dict[str, Any]]:
-    """A record for every kind of data, dtype and ridge."""
-    records = []
-    for family in config.families:
-        for dtype in DTYPES:
-            progress(f"{family}, {dtype}")
-            case = prepare(config, family, dtype)
-            for ridge in config.ridges:
-                record: dict[str, Any] = {"family": family, "dtype": dtype, "ridge": ridge}
-                record["budgets"] = {name: run_regard(case, ridge, own) for name, own in budgets(config).items()}
-                if dtype == "bfloat16":
-                    progress(f"{family}, emulations, ridge {ridge:g}")
-                    record |= {name: errors(of[ridge], case.truth[ridge]) for name, of in case.floors.items()}
-                    steps = [*(n for n in config.steps if n < EMULATED), EMULATED]
-                    record["schemes"] = {name: run_scheme(case, ridge, name, steps) for name in SCHEMES}
-                records.append(record)
-    return records
-
-
-@recipes.register("lla-numerics")
-class Numerics:
+@recipe("lla-numerics")
+class Numerics(Recipe):
     """Error of local linear attention against solver steps, in float32 and bfloat16, beside bfloat16 schemes."""
 
-    Config: ClassVar[type[Any]] = NumericsConfig
+    Config = NumericsConfig
+    sizes: ClassVar = {"quick": {"length": 256, "dim": 32, "draws": 1}}
 
-    @staticmethod
-    def run(config: NumericsConfig, progress: Progress) -> Findings:
-        """See `regard.recipes.Recipe`."""
-        config = effective(config)
-        check(config)
-        with torch.no_grad():
-            records = measure(config, progress)
-        progress("drawing")
-        from . import lla_numerics_output as shown
+    def check(self) -> None:
+        own, call = self.config, self.call()
+        for name, least, most in (("length", 2, 4096), ("dim", 1, 128), ("draws", 1, 64), ("seeds", 1, 1)):
+            if not least <= getattr(own, name) <= most:
+                raise ArgumentError(f"{call}: --{name} is {getattr(own, name)}, expected {least} to {most}.")
+        for name, low, high in (("ridges", 1e-6, 1e6), ("steps", 1, 4 * EMULATED), ("tols", 1e-7, 1.0)):
+            for number in getattr(own, name) or (0,):
+                if not low <= number <= high:
+                    raise ArgumentError(f"{call}: --{name} has {number:g}, expected numbers from {low:g} to {high:g}.")
+        unknown = [name for name in own.families if name not in FAMILIES]
+        if unknown or not own.families:
+            raise ArgumentError(f"{call}: --families is {own.families}, expected some of {', '.join(FAMILIES)}.")
+        for name in ("families", "ridges", "steps", "tols"):
+            if len(set(getattr(own, name))) < len(getattr(own, name)):
+                raise ArgumentError(f"{call}: --{name} names one twice; name every one once.")
 
-        used = {f.name: getattr(config, f.name) for f in fields(config)}
-        return Findings(
-            {"config": {**used, "out": str(config.out)}, "records": records},
-            shown.tables(config, records),
-            shown.figures(config, records),
-            shown.notes(config, records),
+    def cells(self) -> list[Cell]:
+        return [{"data": family, "dtype": dtype} for family in self.config.families for dtype in DTYPES]
+
+    @torch.no_grad()
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        own = self.config
+        case = prepare(own, cell["data"], cell["dtype"], seed)
+        for ridge in own.ridges:
+            for name, solver in budgets(own).items():
+                found, blocks = run_regard(case, ridge, solver)
+                yield {"kind": "budget", "ridge": ridge, "method": REGARD, "budget": name, **found}
+                for block in blocks:
+                    yield {"kind": "block", "ridge": ridge, "method": REGARD, "budget": name, **block}
+            for name, outs in case.floors.items():
+                yield {"kind": "floor", "ridge": ridge, "method": name, **errors(outs[ridge], case.truth[ridge])}
+            if cell["dtype"] == "bfloat16":
+                steps = [*(n for n in own.steps if n < EMULATED), EMULATED]
+                for name in SCHEMES:
+                    yield from ({"ridge": ridge, **row} for row in run_scheme(case, ridge, name, steps))
+
+    def claims(self, results: Results) -> list[Claim]:
+        found = results.select(kind="budget")
+        single, default = select(found, dtype="float32"), select(found, dtype="bfloat16", budget="default")
+        made = []
+        for row in select(default, data="anisotropic", ridge=list(TARGETS)).itertuples():
+            words = f"bfloat16 inputs with anisotropic keys have a relative error of at most {TARGETS[row.ridge]:g}"
+            made.append(target(f"ridge {row.ridge:g}", words, one(exact(row.relative)), TARGETS[row.ridge]))
+        by_tol = {tol: select(single, budget=f"tol {tol:g}") for tol in self.config.tols}
+        worst = {column: {f"tol {tol:g}": exact(float(rows[column].max() / tol)) for tol, rows in by_tol.items()}
+                 for column in ("relative", "worst_row")}  # fmt: skip
+        lost = found[~found["budget"].str.startswith("steps")]["UNCONVERGED"].sum()
+        return [
+            *made,
+            target("float32", "A tolerance bounds the relative error of the output", worst["relative"], 1,
+                   "Largest relative error over the tolerance."),
+            target("float32", "Five times a tolerance bounds the relative error of a row", worst["worst_row"], 5,
+                   "Largest relative error of a row over the tolerance."),
+            target("all data", "Every row converges to its tolerance", one(exact(float(lost))), 0, "Rows that do not."),
+        ]  # fmt: skip
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        found, frame = results.select(kind="budget"), results.frame
+        index = ["data", "ridge", "dtype"]
+        kinds = {
+            "Relative error of the output": "relative",
+            "Absolute error of the output (root mean square)": "absolute",
+            "Largest relative error of a row": "worst_row",
+        }
+        note = "Against a float64 Cholesky solution of the same (rounded) inputs; budgets of conjugate gradients."
+        made = {
+            title: pivot(found, index, {"": said(column)}, columns="budget", note=note)
+            for title, column in kinds.items()
+        }
+        low = frame[(frame["dtype"] == "bfloat16") & (
+            (frame["budget"] == "default") & (frame["kind"] == "budget") | (frame["kind"] == "floor")
+            | (frame["step"].isin([16, EMULATED])))]  # fmt: skip
+        steps = low["step"].map(lambda step: "" if step != step else f", {step:g}")
+        made["Relative error from bfloat16 inputs, beside emulated bfloat16 schemes"] = pivot(
+            low.assign(method=low["method"] + steps), ["data", "ridge"], {"": said("relative", lost=True)},
+            columns="method",
+            note="rounding: a dense float32 solution whose output is rounded once. floor: one whose last two products "
+            "(slopes; weights times values) are in emulated bfloat16. The schemes, with numbers of steps, multiply in "
+            "emulated bfloat16 throughout; q-centred is the paper's. [n]: rows not finite, left out.",
+        )  # fmt: skip
+        solver: Show = lambda rows: (  # noqa: E731
+            f"{rows['mean_steps'].iloc[0]:.3g} ({rows['max_steps'].iloc[0]:g}); {said('max_residual')(rows)}"
         )
+        statuses = [kind.name for kind in SolveStatus]
+        limited = found[~found["budget"].str.startswith("steps")]
+        made["Iterations and residuals"] = pivot(
+            limited, index, {"": solver}, columns="budget",
+            note="Mean (largest) iterations of a row; largest true relative residual of a row.",
+        )  # fmt: skip
+        made["Rows by status"] = pivot(
+            limited, index, {name: total(name) for name in statuses},
+            note="Over all tolerances, the default and auto.",
+        )  # fmt: skip
+        return made
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        frame = results.frame
+        runs = frame[frame["budget"].fillna("").str.startswith("steps") & (frame["kind"] == "budget")]
+        runs = runs.assign(step=runs["budget"].str.removeprefix("steps ").astype(float))
+        import pandas as pd
+
+        course = pd.concat([runs, results.select(kind="scheme")])
+        course = course.assign(line=course["method"] + course["dtype"].where(course["method"] == REGARD, "").radd(" "))
+        along = frame[(frame["kind"] == "block") & ~frame["budget"].fillna("").str.startswith("steps")]
+        along = along.assign(line=along["budget"] + ", " + along["dtype"])
+        panels = {f"{data}, ridge {ridge:g}": {"data": data, "ridge": ridge}
+                  for data in self.config.families for ridge in self.config.ridges}  # fmt: skip
+        over = lambda rows: {title: select(rows, **where) for title, where in panels.items()}  # noqa: E731
+        return {
+            "steps": lines(over(course), "step", {"relative": "relative error"}, "line", x_label="steps", log_x=True,
+                           log_y=True, wrap=len(self.config.ridges)),
+            "iterations": lines(over(along), "position", {"mean_steps": "mean iterations"}, "line",
+                                wrap=len(self.config.ridges)),
+        }  # fmt: skip
+
+    def notes(self, results: Results) -> list[str]:
+        own = self.config
+        low = select(results.frame, dtype="bfloat16").set_index(["data", "ridge"])
+        default = low[(low["budget"] == "default") & (low["kind"] == "budget")]["relative"]
+        most = {name: (default / low[low["method"] == name]["relative"]).max() for name in ("rounding", "floor")}
+        return [
+            f"T = {own.length}, D = {own.dim}, {own.draws} heads of each kind of data, seed {own.seed}.",
+            f"From bfloat16 inputs regard's error is at most {most['rounding']:.3g} times that of rounding the output "
+            f"alone, and {most['floor']:.2g} times the floor.",
+        ]
 
 
-def effective(config: NumericsConfig) -> NumericsConfig:
-    """The config with what `quick` says in place of defaults."""
-    defaults = NumericsConfig()
-    left = {name for name in QUICK if getattr(config, name) == getattr(defaults, name)}
-    return replace(config, **{name: QUICK[name] for name in left}) if config.quick else config
+def target(where: str, wording: str, estimates: Any, margin: float, note: str = "Relative error.") -> Claim:
+    """Return a target that the project set itself."""
+    return Claim("regard's targets", where, wording, estimates, "at most", margin, note=note, digits=4)
 
 
-def check(config: NumericsConfig) -> None:
-    """The numbers are in range.
+def total(column: str) -> Show:
+    """Return a function that shows the sum of a column."""
+    return lambda rows: f"{rows[column].sum():g}"
 
-    Raises:
-        ArgumentError: one is not, or a kind of data is unknown.
-    """
-    for name, least, most in (("length", 2, 4096), ("dim", 1, 128), ("draws", 1, 64)):
-        if not least <= getattr(config, name) <= most:
-            raise ArgumentError(f"{CALL}: --{name} is {getattr(config, name)}, expected {least} to {most}.")
-    if not 0 <= config.seed < 2**31:
-        raise ArgumentError(f"{CALL}: --seed is {config.seed}, expected 0 to {2**31 - 1}.")
-    for name, low, high in (("ridges", 1e-6, 1e6), ("steps", 1, 4 * EMULATED), ("tols", 1e-7, 1.0)):
-        for number in getattr(config, name) or (0,):
-            if not low <= number <= high:
-                raise ArgumentError(f"{CALL}: --{name} has {number:g}, expected numbers from {low:g} to {high:g}.")
-    unknown = [name for name in config.families if name not in FAMILIES]
-    if unknown or not config.families:
-        raise ArgumentError(f"{CALL}: --families is {config.families}, expected some of {', '.join(FAMILIES)}.")
-    for name in ("families", "ridges", "steps", "tols"):
-        if len(set(getattr(config, name))) < len(getattr(config, name)):
-            raise ArgumentError(f"{CALL}: --{name} names one twice; name every one once.")
+
+def said(column: str, lost: bool = False) -> Show:
+    """Return a function that shows a small number, with how many rows are not finite."""
+
+    def show(rows: pd.DataFrame) -> str:
+        x, gone = rows[column].iloc[0], rows["not_finite"].iloc[0]
+        text = MISSING if x is None or x != x else f"{x:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+        return f"{text} [{gone:g}]" if lost and gone else text
+
+    return show

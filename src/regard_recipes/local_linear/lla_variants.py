@@ -13,12 +13,12 @@ keys, where there is no denominator. Both are measured.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,29 +28,33 @@ from regard.checks import ArgumentError
 from regard.grammar.solvers import Auto, BlockDiagonal, Cholesky, ConjugateGradient, Solver
 from regard.pairwise.attention import attention
 from regard.pairwise.local_linear_attention import local_linear_attention
-from regard.recipes import Findings, Progress, recipes
 from regard.recurrent.mesa import mesa_attention
 from regard.tasks import ConeRegression
 
+from ..lib.claims import Claim
+from ..lib.intervals import Estimate, exact, mean_interval, unpaired
+from ..lib.pivots import MISSING, Show, first, pivot
+from ..lib.plots import lines
+from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
+from ..lib.results import Results, select
 from .lla_variants_cost import COSTS, Sizes
 
-CALL = "reproduce: lla-variants"
-PROTOCOLS = ("self-included", "strictly-past")
-ROWS = 128
-"""Rows whose matrices are formed at a time, and the B of the formulas: regard's own blocks of queries."""
-BAND = 1.96
-"""Standard errors on each side of a mean."""
+if TYPE_CHECKING:
+    import pandas as pd
+
+PAPER = "Local Linear Attention"
+SELF, PAST = "self-included", "strictly-past"
+SIGMA = "blocks of Sigma"  # the paper's
+ROWS = 128  # rows whose matrices are formed at a time, and the B of the formulas: regard's own blocks of queries
 DIGITS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class VariantsConfig:
+class VariantsConfig(RecipeConfig):
     """Measure error and time of windows, diagonal blocks and solver budgets of local linear attention."""
 
-    out: Path = Path("lla-variants-out")
-    """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
-    quick: bool = False
-    """Small: options that are not given otherwise take values that need a few seconds."""
+    workers: int = 1
+    """Cells measured at the same time; more than one spoils the times."""
     dim: int = 64
     """Channels of keys and values, a power of two: blocks are its divisors."""
     length: int = 1024
@@ -70,15 +74,8 @@ class VariantsConfig:
     tols: tuple[float, ...] = (1e-1, 1e-2, 1e-3)
     """Budgets of conjugate gradients, in relative residuals; the last one is that of the windows."""
     repeats: int = 5
-    """Timings of every variant, taken in turns."""
-    seed: int = 0
-    """Decides all sequences."""
+    """Timings of every variant."""
 
-
-QUICK: dict[str, Any] = {
-    "dim": 16, "length": 256, "segment": 64, "sequences": 4, "windows": (32, 128), "steps": (1, 4), "repeats": 2,
-}  # fmt: skip
-"""What `quick` makes of the defaults."""
 
 Solve = Callable[[Tensor, Tensor, Tensor, float, bool, bool], tuple[Tensor, Tensor | None]]
 """(q, k, v [B, 1, T, d], ridge, strictly past, counted) -> predictions, and if counted the iterations of every row
@@ -186,20 +183,19 @@ class Data:
     values: Tensor
     later: slice
 
-    def share(self, predicted: Tensor) -> list[float]:
-        """[mean, half the width of its band] of the error after the first segment, in units of the zero predictor's,
-        over sequences."""
+    def share(self, predicted: Tensor) -> dict[str, float]:
+        """Return the error after the first segment, in units of the zero predictor's, and half the width of its 95 %
+        interval over sequences."""
         off = (predicted - self.values)[:, 0, self.later].double().square().sum((-1, -2))
         zero = self.values[:, 0, self.later].double().square().sum((-1, -2))
-        own = off / zero.mean()
-        spread = own.std().item() if len(own) > 1 else 0.0
-        return [_digits(own.mean().item()), _digits(BAND * spread / len(own) ** 0.5)]
+        found = mean_interval((off / zero.mean()).tolist())
+        return {"error": _digits(found.mean), "half": _digits(found.half)}
 
 
-def draw(config: VariantsConfig) -> Data:
-    """The sequences."""
+def draw(config: VariantsConfig, seed: int) -> Data:
+    """Return the sequences."""
     task = ConeRegression(config.dim, config.length, config.segment, config.noise)
-    drawn = task.examples(config.seed, range(config.sequences))
+    drawn = task.examples(seed, range(config.sequences))
     return Data(drawn.keys[:, None], drawn.values[:, None], slice(config.segment % config.length, None))
 
 
@@ -207,37 +203,193 @@ def _digits(x: float) -> float:
     return float(f"{x:.{DIGITS}g}")
 
 
-def measure(config: VariantsConfig, data: Data, progress: Progress) -> list[dict[str, Any]]:
-    """A record for every variant and ridge; those without a ridge have one, with None."""
-    known = variants(config)
-    work: list[tuple[Variant, float | None]] = [(v, None) for v in known if not v.takes_ridge]
-    work += [(v, ridge) for ridge in config.ridges for v in known if v.takes_ridge]
-    records = []
-    for variant, ridge in work:
-        progress(f"errors of {variant.name}")
-        record: dict[str, Any] = {"name": variant.name, "group": variant.group, "ridge": ridge, "cost": variant.cost}
-        record |= {"window": variant.window, "blocks": variant.blocks, "error": {}, "steps": {}}
-        for protocol in PROTOCOLS:
-            out, steps = _run(variant, data, ridge, protocol == "strictly-past", True)
-            record["error"][protocol] = data.share(out)
+@recipe("lla-variants")
+class Variants(Recipe):
+    """Error of windows, diagonal blocks and solver budgets of local linear attention against time and cost."""
+
+    Config = VariantsConfig
+    sizes: ClassVar = {
+        "quick": {"dim": 16, "length": 256, "segment": 64, "sequences": 4, "windows": (32, 128), "steps": (1, 4),
+                  "repeats": 2},
+    }  # fmt: skip
+
+    def check(self) -> None:
+        own, call = self.config, self.call()
+        try:
+            ConeRegression(own.dim, own.length, own.segment, own.noise)
+        except ArgumentError as error:
+            raise ArgumentError(f"{call}: {error}") from None
+        if own.dim & (own.dim - 1) or not 2 <= own.dim <= 128:
+            raise ArgumentError(f"{call}: --dim is {own.dim}, expected a power of two from 2 to 128.")
+        for name, least, most in (("length", 16, 4096), ("sequences", 1, 4096), ("repeats", 1, 1000), ("seeds", 1, 1)):
+            if not least <= getattr(own, name) <= most:
+                raise ArgumentError(f"{call}: --{name} is {getattr(own, name)}, expected {least} to {most}.")
+        limits: Sequence[tuple[str, float, float]]
+        limits = (("ridges", 1e-6, 1e6), ("windows", 1, 2**20), ("steps", 0, 10_000), ("tols", 1e-7, 1.0))
+        for name, low, high in limits:
+            levels = getattr(own, name)
+            if not levels or len(set(levels)) < len(levels):
+                raise ArgumentError(f"{call}: --{name} is {levels}, expected at least one number, each once.")
+            for level in levels:
+                if not low <= level <= high:
+                    raise ArgumentError(f"{call}: --{name} has {level:g}, expected numbers from {low:g} to {high:g}.")
+        if own.tols[-1] != min(own.tols):
+            raise ArgumentError(f"{call}: --tols is {own.tols}; give the smallest last, windows are solved to it.")
+
+    def cells(self) -> list[Cell]:
+        known, ridges = variants(self.config), self.config.ridges
+        made: list[Cell] = [{"variant": v.name, "ridge": None} for v in known if not v.takes_ridge]
+        made += [{"variant": v.name, "ridge": ridge} for ridge in ridges for v in known if v.takes_ridge]
+        return [*made, {"variant": SIGMA, "ridge": None}]
+
+    @torch.no_grad()
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        data = draw(self.config, seed)
+        if cell["variant"] == SIGMA:
+            yield from self.blocks_of_sigma(data)
+            return
+        (variant,) = (v for v in variants(self.config) if v.name == cell["variant"])
+        cost, counts = COSTS[variant.cost], {}
+        shares = {}
+        for protocol in (SELF, PAST):
+            out, steps = _run(variant, data, cell["ridge"], protocol == PAST, True)
+            shares[protocol] = data.share(out)
             direct = variant.cost.endswith("direct")
-            record["steps"][protocol] = None if steps is None or direct else _digits(steps.double().mean().item())
-        sizes = variant.sizes(config, record["steps"]["self-included"])
-        record |= {"flops": _digits(COSTS[variant.cost].flops(sizes)), "keys": sizes.n}
-        record |= {"numbers": _digits(COSTS[variant.cost].numbers(sizes))}
-        records.append(record)
-    queries = data.keys.shape[0] * config.length
-    samples: list[list[float]] = [[] for _ in work]
-    for turn in range(config.repeats):
-        progress(f"times, turn {turn + 1} of {config.repeats}")
-        for (variant, ridge), own in zip(work, samples, strict=True):
+            counts[protocol] = None if steps is None or direct else _digits(steps.double().mean().item())
+        sizes = variant.sizes(self.config, counts[SELF])
+        times = []
+        for _ in range(self.config.repeats):
             start = time.perf_counter()
-            _run(variant, data, ridge, False, False)
-            own.append((time.perf_counter() - start) / queries)
-    for record, own in zip(records, samples, strict=True):
-        record["microseconds"] = [_digits(1e6 * seconds) for seconds in own]
-        record["microseconds_median"] = _digits(1e6 * sorted(own)[len(own) // 2])
-    return records
+            _run(variant, data, cell["ridge"], False, False)
+            times.append(1e6 * (time.perf_counter() - start) / (len(data.keys) * self.config.length))
+        for protocol in (SELF, PAST):
+            yield {
+                "group": variant.group, "cost": variant.cost, "window": variant.window, "blocks": variant.blocks,
+                "protocol": protocol, **shares[protocol], "steps": counts[protocol], "keys": sizes.n,
+                "flops": _digits(cost.flops(sizes)), "numbers": _digits(cost.numbers(sizes)),
+                "microseconds": _digits(sorted(times)[len(times) // 2]), "fastest": _digits(min(times)),
+                "slowest": _digits(max(times)),
+            }  # fmt: skip
+
+    def blocks_of_sigma(self, data: Data) -> Iterator[dict[str, Any]]:
+        """Yield error and the share of rows with delta <= 0 of the paper's blocks."""
+        for protocol in (SELF, PAST):
+            each = [
+                q_centred_blocks(k, v, self.config.ridges, blocks(self.config.dim), protocol == PAST)
+                for k, v in zip(data.keys[:, 0], data.values[:, 0], strict=True)
+            ]
+            for ridge, count in each[0]:
+                out = torch.stack([one[ridge, count][0] for one in each])[:, None]
+                delta = torch.stack([one[ridge, count][1] for one in each])[:, data.later]
+                yield {
+                    "variant": f"{SIGMA} {count}", "ridge": ridge, "group": SIGMA, "blocks": count,
+                    "protocol": protocol, **data.share(out),
+                    "not_positive": _digits((delta <= 0).double().mean().item()),
+                }  # fmt: skip
+
+    def claims(self, results: Results) -> list[Claim]:
+        frame, ridges = results.frame, self.config.ridges
+        at = [(ridge, protocol) for ridge in ridges for protocol in (SELF, PAST)]
+        full = {key: self.estimate(frame, "auto", *key) for key in at}
+        softmax = {key: self.estimate(frame, "softmax", *key) for key in at}
+        apart = lambda groups: {  # noqa: E731
+            f"{row.variant}, ridge {row.ridge:g}, {row.protocol}":
+                unpaired(self.estimate(frame, row.variant, row.ridge, row.protocol), full[row.ridge, row.protocol])
+            for row in select(frame, group=groups).itertuples()
+        }  # fmt: skip
+        shares = {f"{row.variant}, ridge {row.ridge:g}, {row.protocol}": exact(row.not_positive)
+                  for row in select(frame, group=SIGMA).itertuples() if row.blocks > 1}  # fmt: skip
+        unit = "Error after the first segment in units of the zero predictor's"
+        return [
+            Claim(PAPER, "section 4", "Local linear attention errs less than softmax attention",
+                  {f"ridge {r:g}, {p}": unpaired(full[r, p], softmax[r, p]) for r, p in at}, "below", 0, 0.05,
+                  note=f"{unit}, local linear less softmax."),
+            Claim(PAPER, "appendix E", "A sliding window (SW-LLA) loses no accuracy", apart(["windows"]), "at most", 0,
+                  0.05, note=f"{unit}, window less all keys.", digits=4),
+            Claim(PAPER, "appendix E", "Diagonal blocks of the covariance lose no accuracy", apart(["blocks"]),
+                  "at most", 0, 0.05, note=f"{unit}, blocks less full.", digits=4),
+            Claim(PAPER, "appendix E", "The denominator delta of BD-LLA is positive", shares, "at most", 0,
+                  note="Share of rows with delta <= 0 for diagonal blocks of Sigma, more than one block."),
+        ]  # fmt: skip
+
+    def estimate(self, frame: pd.DataFrame, variant: str, ridge: float, protocol: str) -> Estimate:
+        """Return the error of a variant over sequences; variants without ridge have it at all ridges."""
+        rows = select(frame, variant=variant, protocol=protocol)
+        (row,) = rows[(rows["ridge"] == ridge) | rows["ridge"].isna()].itertuples()
+        return Estimate(row.error, row.error - row.half, row.error + row.half, self.config.sequences)
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        frame = results.frame
+        own, theirs = select(frame[frame["group"] != SIGMA]), select(frame, group=SIGMA)
+        error: Callable[[str], Show] = lambda protocol: lambda r: _pair(select(r, protocol=protocol))  # noqa: E731
+        values = {
+            SELF: error(SELF), PAST: error(PAST), "µs a query": first("microseconds", "{:.3g}"),
+            "steps": first("steps", "{:.3g}"),
+        }  # fmt: skip
+        mine: Show = lambda rows: _pair(  # noqa: E731
+            select(own, group="blocks", **{name: rows[name].iloc[0] for name in ("ridge", "protocol", "blocks")})
+        )
+        note = (
+            f"Squared error after the first segment in units of the zero predictor's, ± half the 95 % interval over "
+            f"{self.config.sequences} sequences; forward, median of {self.config.repeats} timings, self-included."
+        )
+        return {
+            "Error and time of the variants": pivot(own, ["variant", "ridge"], values, note=note),
+            "The paper's Table 1, corrected, beside what was measured": self.cost_table(own),
+            "Diagonal blocks: the paper's, centred at the query, and of the covariance": pivot(
+                theirs, ["protocol", "ridge", "blocks"],
+                {"of Sigma, as in the paper": _pair, "rows with delta <= 0": first("not_positive", "{:.1%}"),
+                 "of the covariance (regard)": mine},
+                note="One block is local linear attention itself, twice.",
+            ),
+        }  # fmt: skip
+
+    def cost_table(self, own: pd.DataFrame) -> Any:
+        """Return a row for every form of Table 1, and below it the variants that were measured, at the first ridge."""
+        from regard.inspect.tables import Table
+
+        own = select(own[own["ridge"].isna() | (own["ridge"] == self.config.ridges[0])], protocol=SELF)
+        own = own[~own["variant"].isin(["auto"]) & ~own["group"].isin(["steps", "softmax windows"])]
+        rows: list[tuple[str, ...]] = []
+        for name, cost in COSTS.items():
+            paper = [part or MISSING for part in cost.paper]
+            rows.append((name, paper[0], cost.computed, paper[1], cost.moved, "", "", "", "", ""))
+            for row in select(own, cost=name).itertuples():
+                steps = MISSING if row.steps is None or math.isnan(row.steps) else f"{row.steps:.3g}"
+                numbers = (row.flops / 1e3, 4e-3 * row.numbers, row.microseconds, row.flops / row.microseconds / 1e3)
+                rows.append((f"· {row.variant}", "", "", "", "", steps, *(f"{x:.4g}" for x in numbers)))
+        header = ("", "operations, paper", "corrected", "numbers moved, paper", "corrected", "mean steps",
+                  "kFLOP a query", "kB a query", "µs a query", "GFLOP/s")  # fmt: skip
+        note = (
+            f"Formulas at n = the mean number of keys a query sees, d = {self.config.dim}, T = the steps, g blocks, "
+            f"B = {ROWS} queries of a block, ridge {self.config.ridges[0]:g}, forward, 4 bytes a number. Times are "
+            f"measured; traffic is the formula's."
+        )
+        return Table(header, tuple(rows), note)
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        frame = results.frame
+        panels = {
+            f"{protocol}, ridge {ridge:g}": select(frame[frame["ridge"].isna() | (frame["ridge"] == ridge)],
+                                                   protocol=protocol)
+            for ridge in self.config.ridges for protocol in (SELF, PAST)
+        }  # fmt: skip
+        timed = {name: rows[rows["microseconds"].notna()] for name, rows in panels.items()}
+        parts = {name: select(rows, group=["blocks", SIGMA]) for name, rows in panels.items()}
+        y = {"error": "error / zero predictor's"}
+        return {
+            "time": lines(
+                timed, "microseconds", y, "group", x_label="µs a query, forward", log_x=True, log_y=True, wrap=2
+            ),
+            "blocks": lines(parts, "blocks", y, "group", x_label="diagonal blocks", log_x=True, log_y=True, wrap=2),
+        }
+
+    def notes(self, results: Results) -> list[str]:
+        own = self.config
+        return [
+            f"d = {own.dim}, {own.length} positions in segments of {own.segment}, {own.sequences} sequences, noise "
+            f"{own.noise:g}. Self-included: a position sees its own pair; strictly-past: it does not.",
+        ]
 
 
 def _run(
@@ -245,10 +397,12 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # too few steps are the point
-        return variant.run(data.keys, data.keys, data.values, 0.0 if ridge is None else ridge, strict, counted)
+        return variant.run(data.keys, data.keys, data.values, ridge or 0.0, strict, counted)
 
 
-# The paper's blocks ------------------------------------------------------------------------------------------
+def _pair(rows: pd.DataFrame) -> str:
+    (row,) = rows.itertuples()
+    return f"{row.error:.3g} ± {row.half:.1g}"
 
 
 def q_centred_blocks(
@@ -286,84 +440,3 @@ def q_centred_blocks(
         tilted = p * (1 - rho @ k.T + (rho * k).sum(-1, keepdim=True))
         found[key] = tilted @ v / delta[:, None], delta
     return found
-
-
-def contrast(config: VariantsConfig, data: Data, progress: Progress) -> list[dict[str, Any]]:
-    """Error and the share of rows with delta <= 0 of the paper's blocks, by protocol, ridge and blocks."""
-    found = []
-    for protocol in PROTOCOLS:
-        progress(f"the paper's blocks, {protocol}")
-        each = [
-            q_centred_blocks(k, v, config.ridges, blocks(config.dim), protocol == "strictly-past")
-            for k, v in zip(data.keys[:, 0], data.values[:, 0], strict=True)
-        ]
-        for ridge, count in each[0]:
-            out = torch.stack([one[ridge, count][0] for one in each])[:, None]
-            delta = torch.stack([one[ridge, count][1] for one in each])[:, data.later]
-            share = _digits((delta <= 0).double().mean().item())
-            record = {"protocol": protocol, "ridge": ridge, "blocks": count}
-            found.append(record | {"error": data.share(out), "not_positive": share})
-    return found
-
-
-@recipes.register("lla-variants")
-class Variants:
-    """Error of windows, diagonal blocks and solver budgets of local linear attention against time and cost."""
-
-    Config: ClassVar[type[Any]] = VariantsConfig
-
-    @staticmethod
-    def run(config: VariantsConfig, progress: Progress) -> Findings:
-        """See `regard.recipes.Recipe`."""
-        config = effective(config)
-        check(config)
-        with torch.no_grad():
-            data = draw(config)
-            records = measure(config, data, progress)
-            theirs = contrast(config, data, progress)
-        progress("drawing")
-        from . import lla_variants_output as shown
-
-        used = {f.name: getattr(config, f.name) for f in fields(config)}
-        found = {"records": records, "q_centred": theirs, "threads": torch.get_num_threads()}
-        return Findings(
-            {"config": {**used, "out": str(config.out)}, **found},
-            shown.tables(config, records, theirs),
-            shown.figures(config, records, theirs),
-            shown.notes(config, records, theirs),
-        )
-
-
-def effective(config: VariantsConfig) -> VariantsConfig:
-    """The config with what `quick` says in place of defaults."""
-    defaults = VariantsConfig()
-    left = {name for name in QUICK if getattr(config, name) == getattr(defaults, name)}
-    return replace(config, **{name: QUICK[name] for name in left}) if config.quick else config
-
-
-def check(config: VariantsConfig) -> None:
-    """The numbers are in range.
-
-    Raises:
-        ArgumentError: one is not.
-    """
-    try:
-        ConeRegression(config.dim, config.length, config.segment, config.noise)
-    except ArgumentError as error:
-        raise ArgumentError(f"{CALL}: {error}") from None
-    if config.dim & (config.dim - 1) or not 2 <= config.dim <= 128:
-        raise ArgumentError(f"{CALL}: --dim is {config.dim}, expected a power of two from 2 to 128.")
-    for name, least, most in (("length", 16, 4096), ("sequences", 1, 4096), ("repeats", 1, 1000), ("seed", 0, 2**31)):
-        if not least <= getattr(config, name) <= most:
-            raise ArgumentError(f"{CALL}: --{name} is {getattr(config, name)}, expected {least} to {most}.")
-    limits: Sequence[tuple[str, float, float]]
-    limits = (("ridges", 1e-6, 1e6), ("windows", 1, 2**20), ("steps", 0, 10_000), ("tols", 1e-7, 1.0))
-    for name, low, high in limits:
-        levels = getattr(config, name)
-        if not levels or len(set(levels)) < len(levels):
-            raise ArgumentError(f"{CALL}: --{name} is {levels}, expected at least one number, each once.")
-        for level in levels:
-            if not low <= level <= high:
-                raise ArgumentError(f"{CALL}: --{name} has {level:g}, expected numbers from {low:g} to {high:g}.")
-    if config.tols[-1] != min(config.tols):
-        raise ArgumentError(f"{CALL}: --tols is {config.tols}; give the smallest last, windows are solved to it.")

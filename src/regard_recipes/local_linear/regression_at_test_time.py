@@ -17,52 +17,49 @@ no choice: the sharpest bandwidth, which looks up the pair itself, would win for
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from regard.checks import ArgumentError
-from regard.recipes import Findings, Progress, recipes
 from regard.tasks import ConeRegression
 
-from ..lib.threads import one_thread
+from ..lib.claims import Claim, one
+from ..lib.intervals import Estimate, exact, ratio_interval
+from ..lib.pivots import MISSING, Show, pivot
+from ..lib.plots import lines
+from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
+from ..lib.results import Results, select
 from .regression_at_test_time_methods import Method, methods
 
-CALL = "reproduce: test-time-regression"
-PROTOCOLS = ("self-included", "strictly-past")
-SHOWN = {"self-included": "given", "strictly-past": "chosen"}
-"""Which measurement figures and tables show."""
+if TYPE_CHECKING:
+    import pandas as pd
+
+PAPER = "Local Linear Attention"
+SELF, PAST = PROTOCOLS = ("self-included", "strictly-past")
+GIVEN, CHOSEN = "given", "chosen"
+SHOWN = {SELF: GIVEN, PAST: CHOSEN}  # which measurement figures and tables show
+KEY = ["protocol", "d", "S", "query noise"]
+LLA = "local-linear"
+PARTS = ("first", "later", "late", "whole")  # see `parts`
+PAPERS = (LLA, "softmax", "linear", "mesa")  # the methods that the paper compares
 DRAWN = (
     "local-linear", "softmax", "local-linear[biweight]", "biweight", "local-linear[relumax]", "local-linear[triweight]",
     "linear", "elu", "mesa", "softmax+mesa", "random", "zero", "oracle",
 )  # fmt: skip
-"""Whose curves are kept."""
-LLA = "local-linear"
-POINTS = 128
-"""Of a curve: errors of neighbouring positions are averaged."""
-BATCH = 8
-"""Sequences at a time."""
-FULL = 32
-"""Channels up to which a cell has all sequences."""
-BAND = 1.96
-"""Standard errors on each side of a mean."""
-DIGITS = 4
-"""Significant ones, of the numbers in the JSON file."""
+POINTS = 128  # of a curve: errors of neighbouring positions are averaged
+BATCH = 8  # sequences at a time
+FULL = 32  # channels up to which a cell has all sequences
+DIGITS = 4  # significant ones, of stored numbers
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegressionConfig:
+class RegressionConfig(RecipeConfig):
     """Measure how attention, local linear models and linear states follow a linear map that changes."""
 
-    out: Path = Path("test-time-regression-out")
-    """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
-    quick: bool = False
-    """Small: options that are not given otherwise take values that need less than two minutes."""
     specs: tuple[str, ...] = ("softmax", "rbf", "biweight", "relumax", "triweight")
     """Kernels, each measured as a local constant and as a local linear model."""
     residuals: tuple[str, ...] = ("softmax+mesa", "softmax+linear", "biweight+mesa")
@@ -92,35 +89,6 @@ class RegressionConfig:
     """The scales to choose from, in units of the scale that a method has by itself."""
     ridges: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0)
     """The ridges to choose from."""
-    curve_dim: int = 64
-    """The dim of the figure of errors by position."""
-    curve_segments: tuple[int, ...] = (64, 256, 512, 1024)
-    """The segments of that figure."""
-    seed: int = 0
-    """Decides all sequences."""
-
-
-QUICK: dict[str, Any] = {
-    "dims": (8, 16, 32),
-    "segments": (64, 128, 512),
-    "sequences": 4,
-    "held_out": 1,
-    "query_noise": (0.3,),
-    "scales": (0.25, 0.5, 1.0, 2.0),
-    "ridges": (0.1, 1.0, 10.0),
-    "curve_dim": 16,
-    "curve_segments": (64, 128, 512),
-}
-"""What `quick` makes of the defaults."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One kind of data."""
-
-    dim: int
-    segment: int
-    query_noise: float
 
 
 @dataclass(frozen=True)
@@ -131,23 +99,9 @@ class Setting:
     ridge: float
 
 
-def effective(config: RegressionConfig) -> RegressionConfig:
-    """The config with what `quick` says in place of defaults."""
-    defaults = RegressionConfig()
-    left = {name for name in QUICK if getattr(config, name) == getattr(defaults, name)}
-    return replace(config, **{name: QUICK[name] for name in left}) if config.quick else config
-
-
-def cells(config: RegressionConfig) -> list[Cell]:
-    """The grid, then the sweep over query noise."""
-    grid = [Cell(d, s, 0.0) for d, s in itertools.product(config.dims, config.segments)]
-    sweep = [Cell(d, config.noisy_segment, n) for d, n in itertools.product(config.dims, config.query_noise)]
-    return [*grid, *(cell for cell in sweep if cell.query_noise)]
-
-
 def task(config: RegressionConfig, cell: Cell) -> ConeRegression:
     """The data of a cell."""
-    return ConeRegression(cell.dim, config.length, cell.segment, config.noise, cell.query_noise)
+    return ConeRegression(cell["d"], config.length, cell["S"], config.noise, cell["query noise"])
 
 
 def count(config: RegressionConfig, dim: int) -> int:
@@ -164,48 +118,13 @@ def errors(own: ConeRegression, method: Method, setting: Setting, strict: bool, 
     return torch.cat(found)
 
 
-def choose(config: RegressionConfig, own: ConeRegression, method: Method, strict: bool) -> Setting:
+def choose(config: RegressionConfig, own: ConeRegression, method: Method, strict: bool, seed: int) -> Setting:
     """The scale and ridge of the grid with the least error on the held-out sequences; of equals the first."""
     scales = config.scales if "scale" in method.takes else (1.0,)
     ridges = config.ridges if "ridge" in method.takes else (config.ridge,)
     settings = [Setting(scale, ridge) for scale, ridge in itertools.product(scales, ridges)]
-    score = lambda s: float(errors(own, method, s, strict, config.seed + 1, config.held_out).mean())  # noqa: E731
+    score = lambda s: float(errors(own, method, s, strict, seed + 1, config.held_out).mean())  # noqa: E731
     return min(settings, key=score) if len(settings) > 1 else settings[0]
-
-
-def measure_cell(config: RegressionConfig, cell: Cell, protocol: str) -> dict[str, Any]:
-    """Every estimator on one cell: what the JSON file says about it."""
-    own, strict = task(config, cell), protocol == "strictly-past"
-    oracle = Method("oracle", (), lambda examples, *_: own.oracle(examples, exclude_self=strict))
-    known = [*methods(config.specs, config.residuals, config.tol, config.seed), oracle]
-    sequences = count(config, cell.dim)
-    data: dict[str, Any] = {"protocol": protocol, **{f.name: getattr(own, f.name) for f in fields(own)}}
-    data |= {"sequences": sequences, "methods": {method.name: {} for method in known}}
-    found: dict[str, Tensor] = {}
-    for how in ("given", "chosen") if strict else ("given",):
-        settings = {}
-        for method in known:
-            given = Setting(1.0, config.ridge)
-            settings[method.name] = setting = choose(config, own, method, strict) if how == "chosen" else given
-            if how == "given" or setting != given:  # else it is measured already
-                found[method.name] = errors(own, method, setting, strict, config.seed, sequences)
-        for name, setting in settings.items():
-            record = {"scale": setting.scale, "ridge": setting.ridge}
-            data["methods"][name][how] = record | summary(found[name], found[LLA], cell.segment)
-    for name in set(DRAWN) & set(found) if not cell.query_noise else ():
-        data["methods"][name][SHOWN[protocol]]["curve"] = curve(found[name])
-    return data
-
-
-def summary(error: Tensor, base: Tensor, segment: int) -> dict[str, Any]:
-    """Of errors [N, L]: the mean over positions of each part as [mean over sequences, half the width of its band], and
-    under "to_lla" its ratio to `base`. A part without positions is None."""
-    record: dict[str, Any] = {"to_lla": {}}
-    for name, places in parts(error.shape[1], segment).items():
-        own, other = error[:, places].mean(-1), base[:, places].mean(-1)
-        record[name] = mean(own) if len(places) else None
-        record["to_lla"][name] = ratio(own, other) if len(places) else None
-    return record
 
 
 def parts(length: int, segment: int) -> dict[str, Tensor]:
@@ -216,97 +135,217 @@ def parts(length: int, segment: int) -> dict[str, Tensor]:
     return {"first": at[~later], "later": at[later], "late": at[later & half], "whole": at}
 
 
-def mean(x: Tensor) -> list[float]:
-    """[mean, half the width of the band] of numbers [N]."""
-    spread = x.std().item() if len(x) > 1 else 0.0
-    return [rounded(x.mean().item()), rounded(BAND * spread / len(x) ** 0.5)]
-
-
-def ratio(a: Tensor, b: Tensor) -> list[float]:
-    """[ratio of the means, half the width of its band] of a and b [N], of the same sequences: to first order it varies
-    as the difference of the two in units of their means."""
-    own = (a.mean() / b.mean()).item()
-    spread = (a / a.mean().clamp_min(1e-300) - b / b.mean()).std().item() if len(a) > 1 else 0.0
-    return [rounded(own), rounded(BAND * own * spread / len(a) ** 0.5)]
-
-
-def curve(error: Tensor) -> dict[str, list[float]]:
-    """The error by position, neighbours averaged to at most POINTS: means over sequences and half bands."""
+def curve(error: Tensor) -> list[float]:
+    """Return the error by position, neighbours averaged to at most POINTS, over sequences."""
     points = max(p for p in range(1, min(POINTS, error.shape[1]) + 1) if error.shape[1] % p == 0)
-    pairs = [mean(column) for column in error.reshape(len(error), points, -1).mean(-1).T]
-    return {"mean": [m for m, _ in pairs], "half": [h for _, h in pairs]}
+    return [rounded(x) for x in error.reshape(len(error), points, -1).mean((0, 2)).tolist()]
 
 
 def rounded(x: float) -> float:
-    """To DIGITS significant digits."""
+    """Return x to DIGITS significant digits."""
     return float(f"{x:.{DIGITS}g}")
 
 
-def measure(config: RegressionConfig, progress: Progress) -> Iterator[dict[str, Any]]:
-    """Every cell under every protocol, telling how far it is."""
-    work = [(cell, protocol) for cell in cells(config) for protocol in PROTOCOLS]
-    sizes = [cell.dim + 16 for cell, _ in work]
-    began, done = time.perf_counter(), 0
-    for place, (cell, protocol) in enumerate(work):
-        left = ""
-        if done:
-            seconds = (time.perf_counter() - began) * (sum(sizes) - done) / done
-            left = f", about {seconds / 60:.0f} min left"
-        said = f"d = {cell.dim}, S = {cell.segment}, query noise {cell.query_noise:g}, {protocol}"
-        progress(f"{said} ({place + 1}/{len(work)}{left})")
-        yield measure_cell(config, cell, protocol)
-        done += sizes[place]
-
-
-@recipes.register("test-time-regression")
-class Regression:
+@recipe("test-time-regression")
+class Regression(Recipe):
     """Local linear attention beside attention and linear states on a linear map that changes, nothing trained."""
 
-    Config: ClassVar[type[Any]] = RegressionConfig
+    Config = RegressionConfig
+    sizes: ClassVar = {
+        "quick": {
+            "dims": (8, 16, 32), "segments": (64, 128, 512), "sequences": 4, "held_out": 1, "query_noise": (0.3,),
+            "scales": (0.25, 0.5, 1.0, 2.0), "ridges": (0.1, 1.0, 10.0),
+        },
+        "paper": {"sequences": 10_000},
+    }  # fmt: skip
 
-    @staticmethod
-    def run(config: RegressionConfig, progress: Progress) -> Findings:
-        """See `regard.recipes.Recipe`."""
-        config = effective(config)
-        check(config)
-        with torch.no_grad(), one_thread():
-            found = list(measure(config, progress))
-        progress("drawing")
-        from . import regression_at_test_time_output as output
+    def check(self) -> None:
+        own, call = self.config, self.call()
+        for name, least, most in (("sequences", 1, 2**31), ("held_out", 1, 2**31), ("seeds", 1, 1)):
+            if not least <= getattr(own, name) <= most:
+                flag = name.replace("_", "-")
+                raise ArgumentError(f"{call}: --{flag} is {getattr(own, name)}, expected at least {least}"
+                                    f"{'' if most > 1 else ' and at most 1'}.")  # fmt: skip
+        for name in ("dims", "segments", "scales", "ridges"):
+            if not getattr(own, name):
+                raise ArgumentError(f"{call}: --{name} names nothing; give at least one.")
+        for name in ("scales", "ridges", "ridge", "tol"):
+            levels = getattr(own, name)
+            for level in levels if isinstance(levels, tuple) else (levels,):
+                if not 1e-6 <= level <= 1e6:
+                    raise ArgumentError(f"{call}: --{name} is {level:g}, expected 1e-06 to 1e+06.")
+        try:
+            for cell in self.cells():
+                task(own, cell)
+            names = [method.name for method in methods(own.specs, own.residuals, own.tol, own.seed)]
+        except ArgumentError as error:
+            raise ArgumentError(f"{call}: {error}") from None
+        if "softmax" not in own.specs:
+            raise ArgumentError(f"{call}: --specs lacks softmax, to which all others are compared; add it.")
+        for name in names:
+            if names.count(name) > 1:
+                raise ArgumentError(f"{call}: {name} would be measured twice; name every kernel once.")
 
-        tables, figures = output.tables(config, found), output.figures(config, found)
-        used = {f.name: getattr(config, f.name) for f in fields(config)}
-        data = {"config": {**used, "out": str(config.out)}, "shown": SHOWN, "cells": found}
-        return Findings(data, tables, figures, output.notes(config, found))
+    def cells(self) -> list[Cell]:
+        own = self.config
+        kinds = [(d, s, 0.0) for d, s in itertools.product(own.dims, own.segments)]
+        kinds += [(d, own.noisy_segment, n) for d, n in itertools.product(own.dims, own.query_noise) if n]
+        return [{"protocol": protocol, "d": d, "S": s, "query noise": n} for d, s, n in kinds for protocol in PROTOCOLS]
+
+    @torch.no_grad()
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        own, config, strict = task(self.config, cell), self.config, cell["protocol"] == PAST
+        oracle = Method("oracle", (), lambda examples, *_: own.oracle(examples, exclude_self=strict))
+        known = [*methods(config.specs, config.residuals, config.tol, seed), oracle]
+        sequences, found = count(config, cell["d"]), {}
+        for how in (GIVEN, CHOSEN) if strict else (GIVEN,):
+            for method in known:
+                given = Setting(1.0, config.ridge)
+                setting = choose(config, own, method, strict, seed) if how == CHOSEN else given
+                if how == GIVEN or setting != given:  # else it is measured already
+                    found[method.name] = errors(own, method, setting, strict, seed, sequences)
+                error = found[method.name]
+                row = {"method": method.name, "how": how, "scale": setting.scale, "ridge": setting.ridge}
+                means = {part: error[:, places].mean(-1) for part, places in parts(error.shape[1], cell["S"]).items()}
+                for sequence in range(sequences):
+                    yield {"kind": "error", **row, "sequence": sequence, "seed": seed + sequence,
+                           **{part: rounded(mean[sequence].item()) for part, mean in means.items()}}  # fmt: skip
+                if method.name in DRAWN and not cell["query noise"]:
+                    yield {"kind": "curve", **row, "curve": curve(error)}
+
+    def claims(self, results: Results) -> list[Claim]:
+        shown = in_view(results)
+        own = select(shown[shown["d"] >= 16], protocol=SELF, **{"query noise": 0.0})
+        later = own[own["S"] < self.config.length]
+        every = select(shown, protocol=SELF, **{"query noise": 0.0})
+        past = select(shown, protocol=PAST, **{"query noise": 0.0})
+        past = past[past["S"] < self.config.length]
+        note = "Error of LLA over that of softmax after the first segment, each cell with d >= 16, {}."
+        made = [
+            claim("LLA adapts to a changed map better than softmax attention", ratios(later, "later"), "below", 1,
+                  note.format("self-included")),
+            claim("Mesa has the least error in the first segment",
+                  one(exact(least_share(every, "mesa", "first"))), "at least", 1,
+                  f"Share of cells, self-included, of {', '.join(PAPERS)}."),
+            claim("The same without the pair itself among the data", ratios(past[past["d"] >= 16], "later"), "below", 1,
+                  note.format("strictly-past, scale and ridge chosen")),
+        ]  # fmt: skip
+        return [each for each in made if each.estimates]
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        shown = in_view(results)
+        clean = select(shown, **{"query noise": 0.0})
+        pairs = select(clean, method=LLA)
+        softmax = select(clean, method="softmax")
+        over: Callable[[str], Show] = lambda part: lambda rows: versus(rows, softmax, part)  # noqa: E731
+        note = (
+            "Self-included: given; strictly past: chosen. Later: after the first segment; late: in the second halves "
+            "of those segments; whole: all positions. ± half the 95 % interval."
+        )
+        made = {
+            "Squared error of LLA in units of softmax attention's": pivot(
+                pairs,
+                ["protocol", "d", "S"],
+                {part: over(part) for part in ("first", "later", "late", "whole")},
+                note=note,
+            )
+        }
+        zero = {key: rows["whole"].mean() for key, rows in shown[shown["method"] == "zero"].groupby(KEY)}
+        share: Show = lambda rows: small(rows["whole"].mean() / zero[tuple(rows[KEY].iloc[0])])  # noqa: E731
+        for protocol in PROTOCOLS:
+            rows = select(clean[clean["method"] != "zero"], protocol=protocol)
+            title = f"Squared error in units of the zero predictor's, {protocol}"
+            made[title] = pivot(rows, ["d", "S"], {"": share}, columns="method", note="All positions.")
+        swept = shown[(shown["query noise"] > 0) & shown["method"].isin(DRAWN) & (shown["method"] != "zero")]
+        if len(swept):
+            made["The same against query noise"] = pivot(swept, KEY, {"": share}, columns="method")
+        return made
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        own, shown = self.config, in_view(results)
+        made = {"ratio": self.ratio_figure(select(shown, **{"query noise": 0.0}))}
+        zero = shown[shown["method"] == "zero"].groupby(KEY)["whole"].mean().rename("zero")
+        swept = shown[(shown["S"] == own.noisy_segment) & shown["method"].isin(DRAWN)].merge(zero.reset_index(), on=KEY)
+        swept = swept.assign(share=swept["whole"] / swept["zero"])
+        panels = {
+            f"d = {d}, {protocol}": select(swept, d=d, protocol=protocol) for d in own.dims for protocol in PROTOCOLS
+        }
+        if own.query_noise:
+            made["noise"] = lines(
+                panels, "query noise", {"share": "error / zero predictor's"}, "method", log_y=True, wrap=2
+            )
+        curves = in_view(results, "curve")
+        for protocol in PROTOCOLS:
+            panels = {f"d = {d}, S = {s}": points(select(curves, protocol=protocol, d=d, S=s), own.length)
+                      for s in own.segments for d in own.dims}  # fmt: skip
+            made[protocol] = lines(panels, "position", {"error": "squared error"}, "method", log_y=True,
+                                   wrap=len(own.dims), title=f"{protocol} ({SHOWN[protocol]})")  # fmt: skip
+        return made
+
+    def ratio_figure(self, rows: pd.DataFrame) -> bytes:
+        """Draw summed error in units of LLA's against d."""
+        mean = rows.groupby([*KEY, "method"], sort=False)["whole"].mean()
+        ratio = (mean / mean.xs(LLA, level="method")).rename("ratio").reset_index()
+        mean = ratio[~ratio["method"].isin(["zero", "oracle"])]
+        panels = {f"S = {s}, {protocol}": select(mean, S=s, protocol=protocol)
+                  for s in self.config.segments for protocol in PROTOCOLS}  # fmt: skip
+        return lines(panels, "d", {"ratio": "error / LLA's"}, "method", log_x=True, log_y=True, wrap=2)
+
+    def notes(self, results: Results) -> list[str]:
+        own = self.config
+        listed = lambda numbers: ", ".join(f"{x:g}" for x in numbers)  # noqa: E731
+        return [
+            f"Noise {own.noise:g} on values. Given: every method's own scale, ridge {own.ridge:g}. Chosen: on "
+            f"{own.held_out} sequences of another seed, the scale out of {listed(own.scales)} times its own and the "
+            f"ridge out of {listed(own.ridges)}.",
+        ]
 
 
-def check(config: RegressionConfig) -> None:
-    """The numbers are in range, the sentences can be read, every cell can be made.
+def least_share(rows: pd.DataFrame, method: str, part: str) -> float:
+    """Return the share of cells in which a method has the least error of those that the paper compares."""
+    cells = [cell.groupby("method")[part].mean()[list(PAPERS)] for _, cell in rows.groupby(["d", "S"])]
+    return sum(means.idxmin() == method for means in cells) / len(cells)
 
-    Raises:
-        ArgumentError: one is not.
-    """
-    for name, least in (("sequences", 1), ("held_out", 1)):
-        if getattr(config, name) < least:
-            raise ArgumentError(f"{CALL}: --{name.replace('_', '-')} is {getattr(config, name)}, expected at least 1.")
-    if not 0 <= config.seed < 2**31:
-        raise ArgumentError(f"{CALL}: --seed is {config.seed}, expected 0 to {2**31 - 1}.")
-    for name in ("dims", "segments", "scales", "ridges"):
-        if not getattr(config, name):
-            raise ArgumentError(f"{CALL}: --{name} names nothing; give at least one.")
-    for name in ("scales", "ridges", "ridge", "tol"):
-        levels = getattr(config, name)
-        for level in levels if isinstance(levels, tuple) else (levels,):
-            if not 1e-6 <= level <= 1e6:
-                raise ArgumentError(f"{CALL}: --{name} is {level:g}, expected 1e-06 to 1e+06.")
-    try:
-        for cell in cells(config):
-            task(config, cell)
-        names = [method.name for method in methods(config.specs, config.residuals, config.tol, config.seed)]
-    except ArgumentError as error:
-        raise ArgumentError(f"{CALL}: {error}") from None
-    if "softmax" not in config.specs:
-        raise ArgumentError(f"{CALL}: --specs lacks softmax, to which all others are compared; add it.")
-    for name in names:
-        if names.count(name) > 1:
-            raise ArgumentError(f"{CALL}: {name} would be measured twice; name every kernel once.")
+
+def in_view(results: Results, kind: str = "error") -> pd.DataFrame:
+    """Return the rows that figures and tables show: self-included as given, strictly past as chosen."""
+    rows = results.select(kind=kind)
+    return rows[rows["how"] == rows["protocol"].map(SHOWN)]
+
+
+def points(rows: pd.DataFrame, length: int) -> pd.DataFrame:
+    """Return curves with a row for each point."""
+    import pandas as pd
+
+    long = [
+        {"method": row.method, "position": (i + 0.5) * length / len(row.curve), "error": error}
+        for row in rows.itertuples() for i, error in enumerate(row.curve) if error > 0
+    ]  # fmt: skip
+    return pd.DataFrame(long, columns=["method", "position", "error"])
+
+
+def ratios(rows: pd.DataFrame, part: str) -> dict[str, Estimate]:
+    """Return the error of LLA over that of softmax for each d and S."""
+    found = {}
+    for (d, s), cell in rows.groupby(["d", "S"]):
+        base, own = (select(cell, method=name)[part] for name in ("softmax", LLA))
+        found[f"d = {d}, S = {s}"] = ratio_interval(own, base)
+    return found
+
+
+def versus(rows: pd.DataFrame, base: pd.DataFrame, part: str) -> str:
+    """Return the ratio of the error of rows to that of base in the same cell, as text."""
+    where = {name: rows[name].iloc[0] for name in KEY}
+    if rows[part].isna().all():
+        return MISSING
+    return ratio_interval(rows[part], select(base, **where)[part]).text(3)
+
+
+def claim(wording: str, estimates: Any, says: Any, margin: float, note: str) -> Claim:
+    """Return a claim of this paper."""
+    return Claim(PAPER, "section 4", wording, estimates, says, margin, 0.1, note=note)
+
+
+def small(x: float) -> str:
+    """Return a share as text."""
+    return f"{x:.3f}" if 0.001 <= x < 10 else f"{x:.1e}".replace("e-0", "e-").replace("e+0", "e")

@@ -59,8 +59,8 @@ def planes(products: Sequence[Product]) -> bytes:
 
     def draw(axes: Axes, product: Product) -> None:
         assert product.plane is not None
-        assert product.edges is not None
-        edge, weight, support = product.edge, product.plane.numpy(), product.edges.numpy()
+        support = product.edges().numpy()
+        edge, weight = product.edge, product.plane.numpy()
         side = np.linspace(-edge, edge, len(support))
         image = axes.imshow(
             weight, origin="lower", extent=(-edge, edge, -edge, edge), cmap="cividis", vmin=0, vmax=1, aspect="equal"
@@ -139,7 +139,7 @@ def _multiples(products: Sequence[Product], draw: Callable[[Axes, Product], None
 
 def _panel(axes: Axes, product: Product, draw: Callable[[Axes, Product], None]) -> None:
     named = ENTMAX.get(product.kernel) if product.rule == "adaptive" else None
-    numbers = product.sentence.partition("(")[2].partition(")")[0] if product.rule in product.sentence else ""
+    numbers = product.spec.partition("(")[2].partition(")")[0] if product.rule in product.spec else ""
     more = [named, numbers, f"scores × {product.unit:g}" if product.unit != 1 else None]
     said = ", ".join(part for part in more if part)
     title = f"{product.kernel} × {product.rule}" + (f"\n({said})" if said else "")

@@ -1,0 +1,127 @@
+"""Means with 95 % intervals, and differences paired by seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95 % interval.
+
+    Attributes:
+        mean: the mean, or the number itself.
+        low, high: ends of the interval; equal to `mean` where the number is exact, infinite where one sample has none.
+        count: samples; 0 where the number is exact.
+    """
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    @property
+    def finite(self) -> bool:
+        """Whether no sample was NaN or infinite."""
+        return math.isfinite(self.mean)
+
+    @property
+    def half(self) -> float:
+        """Return half the width of the interval."""
+        return (self.high - self.low) / 2
+
+    def text(self, digits: int = 3, signed: bool = False) -> str:
+        """Return "mean ± half"; "low to high" where the interval is not symmetric; "diverged" for NaN."""
+        if not self.finite:
+            return "diverged"
+        mean = f"{self.mean:{'+' if signed else ''}.{digits}f}"
+        if not self.count or not math.isfinite(self.half):
+            return mean
+        if not math.isclose(self.high - self.mean, self.mean - self.low, rel_tol=1e-6, abs_tol=1e-12):
+            return f"{mean} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+        return f"{mean} ± {self.half:.{digits}f}"
+
+
+def exact(value: float) -> Estimate:
+    """Return a number that is no sample, such as a count of operations or the share of cells that do something."""
+    return Estimate(value, value, value, 0)
+
+
+def mean_interval(values: Iterable[float]) -> Estimate:
+    """Return the mean of independent samples, one for each seed, with Student's t interval."""
+    from scipy import stats
+
+    samples = [float(value) for value in values]
+    mean = sum(samples) / len(samples) if samples else math.nan
+    if len(samples) < 2 or not math.isfinite(mean):
+        return Estimate(mean, -math.inf, math.inf, len(samples))
+    error = float(stats.sem(samples))
+    half = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, len(samples) - 1))
+    return Estimate(mean, mean - half, mean + half, len(samples))
+
+
+def share_interval(hits: int, trials: int) -> Estimate:
+    """Return a share of independent trials with Wilson's interval."""
+    from scipy import stats
+
+    found = stats.binomtest(hits, trials).proportion_ci(CONFIDENCE, method="wilson")
+    return Estimate(hits / trials, float(found.low), float(found.high), trials)
+
+
+def slope_interval(x: Sequence[float], y: Sequence[float]) -> Estimate:
+    """Return the slope of the least-squares line with Student's t interval."""
+    from scipy import stats
+
+    found = stats.linregress(x, y)
+    half = float(found.stderr * stats.t.ppf((1 + CONFIDENCE) / 2, len(x) - 2)) if len(x) > 2 else math.inf
+    return Estimate(float(found.slope), float(found.slope) - half, float(found.slope) + half, len(x))
+
+
+def log_slope(frame: pd.DataFrame, x: str, y: str) -> Estimate:
+    """Return the slope of log mean `y` against log `x`, with the standard errors of the means over seeds carried
+    through."""
+    import numpy as np
+    from scipy import stats
+
+    groups = frame.groupby(x)[y]
+    means, errors, counts = groups.mean(), groups.sem().fillna(0.0), groups.count()
+    place = np.log(means.index.to_numpy(float))
+    lever = (place - place.mean()) / ((place - place.mean()) ** 2).sum()
+    slope = float(lever @ np.log(means.to_numpy()))
+    error = float(np.sqrt(lever**2 @ ((errors / means) ** 2).to_numpy()))
+    freedom = int((counts - 1).sum())
+    half = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) if freedom else math.inf
+    return Estimate(slope, slope - half, slope + half, int(counts.min()))
+
+
+def paired(one: pd.DataFrame, other: pd.DataFrame, value: str, ratio: bool = False) -> Estimate:
+    """Return the mean of a column in one set of rows less that in another (or divided by it), paired by seed.
+
+    Seeds that only one of them has are left out. Of several rows with one seed, such as several cells, the mean is
+    compared.
+    """
+    a, b = (rows.groupby("seed")[value].mean() for rows in (one, other))
+    both = a.index.intersection(b.index)
+    return mean_interval(a[both] / b[both] if ratio else a[both] - b[both])
+
+
+def unpaired(one: Estimate, other: Estimate) -> Estimate:
+    """Return the difference of two estimates from separate samples; too wide where the samples vary together."""
+    mean, half = one.mean - other.mean, math.hypot(one.half, other.half)
+    return Estimate(mean, mean - half, mean + half, min(one.count, other.count))
+
+
+def ratio_interval(one: pd.Series, other: pd.Series) -> Estimate:
+    """Return the ratio of the means of two columns of numbers from the same samples, in the same order, with its
+    interval to first order: it varies as the difference of the two in units of their means."""
+    a, b = one.to_numpy(float), other.to_numpy(float)
+    found, ratio = mean_interval(a / a.mean() - b / b.mean()), float(a.mean() / b.mean())
+    return Estimate(ratio, ratio - ratio * found.half, ratio + ratio * found.half, len(a))

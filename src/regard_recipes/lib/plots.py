@@ -1,0 +1,134 @@
+"""Figures from frames, as PNG: lines over a column, dots for each seed, and coloured cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .pivots import label
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def lines(
+    panels: Mapping[str, pd.DataFrame],
+    x: str, y: Mapping[str, str], hue: str,
+    *, x_label: str = "", title: str = "", log_x: bool = False, log_y: bool = False, wrap: int = 0,
+) -> bytes:  # fmt: skip
+    """Draw the mean over seeds against `x`, a line for each value of `hue`, in a band from the least to the largest.
+
+    Args:
+        panels: title to rows; one column of panels for each.
+        y: column to the label of its axis; one row of panels for each.
+        wrap: with a single `y`, so many panels in a column.
+    """
+    from matplotlib.figure import Figure
+
+    from regard.inspect.figures import line_style, png
+
+    names = list(dict.fromkeys(value for rows in panels.values() for value in rows[hue]))
+    styles = {name: line_style(place) for place, name in enumerate(names)}
+    places = [(column, y_label, panel) for column, y_label in y.items() for panel in panels.items()]
+    shape = (wrap, -(-len(places) // wrap)) if wrap else (len(y), len(panels))
+    size = (5.2 * shape[1] + 1.0, 3.6 * shape[0] + 0.6) if not wrap else (3.2 * shape[1] + 1.0, 2.5 * shape[0] + 1.2)
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
+    grid: Any = figure.subplots(*shape, squeeze=False, sharey="row", sharex="col")
+    for axes, (column, y_label, (heading, rows)) in zip(grid.T.flat if wrap else grid.flat, places, strict=False):
+        for name, group in rows.groupby(hue, sort=False):
+            _line(axes, group, x, column, styles[name], label(name))
+        axes.set_title(heading if wrap or axes in grid[0] else "", fontsize=10)
+        if axes in grid[:, 0]:
+            axes.set_ylabel(y_label)
+        _plain(axes, log_x, log_y)
+    for axes in grid[-1]:
+        axes.set_xlabel(x_label or x)
+    figure.legend(*_handles(grid), loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    figure.suptitle(title, x=0.02, ha="left", fontsize=11)
+    return png(figure)
+
+
+def _handles(grid: Any) -> tuple[list[Any], list[str]]:
+    """Return the lines of all panels, each name once."""
+    found: dict[str, Any] = {}
+    for axes in grid.flat:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(name, handle)
+    return list(found.values()), list(found)
+
+
+def _line(axes: Any, rows: pd.DataFrame, x: str, y: str, style: tuple[str, str], name: str) -> None:
+    found = rows.astype({y: float}).groupby(x)[y].agg(["min", "mean", "max", "count"])
+    marker = "o" if len(found) <= 12 else None
+    how: dict[str, Any] = {"color": style[0], "linestyle": style[1], "linewidth": 1.4, "markersize": 3.5}
+    axes.plot(found.index, found["mean"], marker=marker, label=name, **how)
+    if found["count"].max() > 1:
+        axes.fill_between(found.index, found["min"], found["max"], color=style[0], alpha=0.15, linewidth=0)
+
+
+def dots(frame: pd.DataFrame, value: str, rows: str, hue: str, *, x_label: str, title: str = "") -> bytes:
+    """Draw a dot for each seed: a line of the figure for each value of `rows`, a colour for each value of `hue`."""
+    from matplotlib.figure import Figure
+
+    from regard.inspect.figures import COLOURS, png
+
+    names, kinds = (list(dict.fromkeys(frame[column])) for column in (rows, hue))
+    figure = Figure(figsize=(7.6, 1.6 + 0.34 * len(names)), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    for at, kind in enumerate(kinds):
+        group = frame[frame[hue] == kind]
+        shift = 0.5 * (at - (len(kinds) - 1) / 2) / len(kinds)
+        heights = [names.index(name) + shift for name in group[rows]]
+        colour = COLOURS[at % len(COLOURS)]
+        axes.plot(group[value], heights, "o", color=colour, markersize=4, alpha=0.8, label=label(kind))
+    axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel=x_label, title=title)
+    _plain(axes)
+    if len(kinds) > 1:
+        axes.legend(frameon=False, fontsize=8)
+    return png(figure)
+
+
+def heat(
+    panels: Mapping[str, pd.DataFrame], rows: str, columns: str, value: str, text: Callable[[float], str],
+    *, label: str, log: tuple[float, float] | None = None,
+) -> bytes:  # fmt: skip
+    """Draw means over seeds as coloured cells with their numbers, a panel for each frame; cells without rows are grey.
+
+    Args:
+        text: a mean as the text of its cell.
+        label: of the colours, which go from 0 to 1, or over the decades of `log`, its ends.
+    """
+    import numpy as np
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.figure import Figure
+
+    from regard.inspect.figures import png
+
+    names = list(dict.fromkeys(name for frame in panels.values() for name in frame[rows]))
+    widths = [frame[columns].nunique() for frame in panels.values()]
+    figure = Figure(figsize=(3.0 + 0.56 * sum(widths), 2.2 + 0.28 * len(names)), dpi=110, layout="constrained")
+    grid: Any = figure.subplots(1, len(panels), sharey=True, width_ratios=widths, squeeze=False)[0]
+    norm, colours = (LogNorm(*log, clip=True), "cividis_r") if log else (Normalize(0, 1), "cividis")
+    for axes, (title, frame) in zip(grid, panels.items(), strict=True):
+        means = frame.groupby([rows, columns])[value].mean().unstack().reindex(names)
+        axes.imshow(np.ma.masked_invalid(means.to_numpy()), aspect="auto", cmap=colours, norm=norm)
+        for (row, column), mean in np.ndenumerate(means.to_numpy()):
+            if mean == mean:
+                ink = "black" if (norm(mean) > 0.5) == (log is None) else "white"
+                axes.text(column, row, text(float(mean)), ha="center", va="center", fontsize=7, color=ink)
+        axes.set_xticks(range(means.shape[1]), [f"{level:g}" for level in means.columns], fontsize=8)
+        axes.set_title(title, fontsize=8, wrap=True)
+        axes.set_facecolor("#ececec")
+        axes.tick_params(length=0)
+    grid[0].set_yticks(range(len(names)), names, fontsize=8)
+    figure.colorbar(ScalarMappable(norm, colours), ax=list(grid), location="bottom", shrink=0.6, aspect=45, label=label)
+    return png(figure)
+
+
+def _plain(axes: Any, log_x: bool = False, log_y: bool = False) -> None:
+    axes.set(xscale="log" if log_x else "linear", yscale="log" if log_y else "linear")
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,176 @@
+"""What a recipe declares. `lib/README.md` shows one from start to end.
+
+A recipe measures cells: points of a grid, each with several seeds. `measure` returns rows, plain dictionaries; all rows
+together are one table (`Results.frame`), from which claims, tables and figures are computed. Computing them needs no
+measurement, so a page can be rebuilt from stored rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+from regard.checks import ArgumentError
+from regard.recipes import Progress, recipes
+from regard.training.config import SEEDS
+
+if TYPE_CHECKING:
+    from .claims import Claim
+    from .results import Results
+
+Cell = Mapping[str, Any]
+"""One point of the grid: column to a text, a number or a truth value."""
+Row = Mapping[str, Any]
+"""One measurement: column to a text, a number, a truth value or None."""
+R = TypeVar("R", bound="type[Recipe]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig:
+    """Options that all recipes share. The defaults of a recipe's own fields are those of the size 'small'."""
+
+    out: Path | None = None
+    """Folder to write; by default NAME-out. An earlier result in it is replaced; any other folder must be empty."""
+    size: Literal["quick", "small", "paper"] = "small"
+    """Sets the options that are not given: 'quick' takes at most two minutes on two cores, 'small' up to an hour,
+    'paper' needs the paper's hardware."""
+    quick: bool = False
+    """The same as --size quick."""
+    seed: int = 0
+    """The first seed."""
+    seeds: int = 1
+    """Number of seeds."""
+    workers: int = 2
+    """Cells measured at the same time, each in a process of its own with one thread; 0: in this process, in turn."""
+    device: str = "cpu"
+    """'cpu', 'cuda', 'mps' or 'auto'."""
+
+
+class Recipe(ABC):
+    """An experiment. The first sentence of the docstring is what `regard list recipes` shows.
+
+    A subclass sets `Config` and `sizes`, and implements `cells` and `measure`, then `claims`, `tables` and `figures` as
+    far as it has any. Register it with `@recipe(name)`. An instance is sent to other processes, so its attributes must
+    be picklable.
+
+    Attributes:
+        Config: subclass of `RecipeConfig`; every field has a default and a docstring.
+        sizes: 'quick' and 'paper' to the fields in which they differ from the defaults.
+        name: set by `@recipe`.
+    """
+
+    Config: ClassVar[type[RecipeConfig]]
+    sizes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    name: ClassVar[str] = ""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @classmethod
+    def configure(cls, size: str = "small", **changes: Any) -> Any:
+        """Return the config of a size with some fields changed.
+
+        Raises:
+            ArgumentError: the recipe has no such size.
+        """
+        if size != "small" and size not in cls.sizes:
+            raise ArgumentError(f"{cls.call()}: --size is {size!r}, expected {' or '.join(['small', *cls.sizes])}.")
+        return replace(cls.Config(), **{"size": size, **cls.sizes.get(size, {}), **changes})
+
+    @classmethod
+    def call(cls) -> str:
+        """Return the start of error messages."""
+        return f"reproduce: {cls.name}"
+
+    def check(self) -> None:  # noqa: B027
+        """Check the options, before anything is computed or written.
+
+        Raises:
+            ArgumentError: an option is out of range.
+        """
+
+    def prepare(self) -> Mapping[str, Any]:
+        """Load what all cells share into attributes. Called once, in the main process.
+
+        Returns:
+            Plain data to store beside the rows; `Results.facts` has it.
+        """
+        return {}
+
+    @abstractmethod
+    def cells(self) -> Sequence[Cell]:
+        """Return the grid. It must not depend on `prepare`."""
+
+    @abstractmethod
+    def measure(self, cell: Cell, seed: int) -> Iterable[Row]:
+        """Measure one cell with one seed. The columns of the cell and `seed` are added to each row."""
+
+    def claims(self, results: Results) -> Sequence[Claim]:
+        """Return the paper's claims beside what was measured."""
+        return ()
+
+    def tables(self, results: Results) -> Mapping[str, Any]:
+        """Return title to table (`regard.inspect.tables.Table`); the first one is also printed."""
+        return {}
+
+    def figures(self, results: Results) -> Mapping[str, bytes]:
+        """Return the last part of a file name ("curves" for NAME-curves.png) to PNG."""
+        return {}
+
+    def notes(self, results: Results) -> Sequence[str]:
+        """Return sentences that a reader needs to understand the tables."""
+        return ()
+
+
+def recipe(name: str) -> Callable[[R], R]:
+    """Decorator: register a subclass of `Recipe` under `name`."""
+
+    def add(cls: R) -> R:
+        cls.name = name
+        return recipes.register(name)(cls)
+
+    return add
+
+
+def check_shared(made: Recipe) -> None:
+    """Check the shared options, then the recipe's own.
+
+    Raises:
+        ArgumentError: an option is out of range.
+    """
+    config, call = made.config, made.call()
+    for name, least in (("seeds", 1), ("workers", 0)):
+        if getattr(config, name) < least:
+            raise ArgumentError(f"{call}: --{name} is {getattr(config, name)}, expected at least {least}.")
+    if not 0 <= config.seed <= SEEDS - config.seeds:
+        raise ArgumentError(f"{call}: --seed is {config.seed}, expected 0 to {SEEDS - config.seeds}.")
+    from regard.training.device import resolve_device
+
+    resolve_device(config.device, call=call)
+    made.check()
+
+
+def run(made: Recipe, argv: Sequence[str], progress: Progress) -> Results:
+    """Measure all cells, continuing an unfinished run, and write rows, page and figures to `config.out`.
+
+    Raises:
+        ArgumentError: an option is out of range, or the folder holds something else.
+    """
+    from .pages import write
+    from .results import Journal, unfinished_units
+    from .running import measure_units
+
+    check_shared(made)
+    journal = Journal.open(made, argv)
+    todo = unfinished_units(made, journal)
+    progress("preparing")
+    journal.begin(made.prepare())
+    for unit, rows, seconds in measure_units(made, todo, progress):
+        journal.append(unit, rows, seconds)
+    progress("writing")
+    results = journal.finish()
+    write(made, results, journal.path.parent)
+    return results

@@ -1,0 +1,237 @@
+"""Rows on disk: a journal that grows as cells are measured, and the record of a finished run.
+
+NAME.jsonl   first line: what was run; then one line for each row; last line: that the run is finished
+NAME.json    the record: what was run, claims with verdicts, and all rows
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from regard.checks import ArgumentError
+from regard.doctor import report as installation
+from regard.training.fields import from_mapping, to_mapping
+
+from .recipe import Cell, Recipe, Row
+from .recipe_output import MADE_BY, check_out, hardware
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Unit = tuple[Cell, int]
+"""A cell and a seed."""
+FREE = ("out", "workers", "quick")
+"""Options in which a continued run may differ."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """All rows of a run.
+
+    Attributes:
+        frame: one line for each row; columns of the cells, `seed`, then what was measured (missing: NaN or None).
+        facts: what `Recipe.prepare` returned.
+        record: command, date, seconds, config and installation, as JSON.
+    """
+
+    frame: pd.DataFrame
+    facts: Mapping[str, Any]
+    record: Mapping[str, Any]
+
+    def select(self, **where: Any) -> pd.DataFrame:
+        """Return the rows whose columns have these values."""
+        return select(self.frame, **where)
+
+
+def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
+    """Return the rows whose columns have these values; a list stands for any of its values."""
+    for column, value in where.items():
+        frame = frame[frame[column].isin(value) if isinstance(value, (list, tuple, set)) else frame[column] == value]
+    return frame
+
+
+@dataclass
+class Journal:
+    """The file NAME.jsonl of a run.
+
+    Attributes:
+        header: its first line.
+        lines: its rows, each with `cell`, `seed`, `row` (from 0), `of` (number of rows of this cell and seed),
+            `seconds` (of this cell and seed) and `measured`.
+        fresh: whether `begin` starts the file anew.
+    """
+
+    path: Path
+    header: dict[str, Any]
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    fresh: bool = True
+
+    @classmethod
+    def open(cls, made: Recipe, argv: Sequence[str]) -> Journal:
+        """Return the journal of a new run, or of the unfinished one in the folder if it has the same options.
+
+        Raises:
+            ArgumentError: the folder cannot be used, or holds an unfinished run with other options.
+        """
+        out = folder_of(made)
+        check_out(out, made.call())
+        path = out / f"{made.name}.jsonl"
+        header = {
+            "made_by": MADE_BY,
+            "recipe": made.name,
+            "command": shlex.join(["regard", "reproduce", made.name, *argv]),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "config": plain(to_mapping(made.config)),
+            "installation": {**installation(), "hardware": hardware()},
+        }
+        if not path.exists():
+            return cls(path, header)
+        before, lines, finished = read_journal(path)
+        if finished or before is None:
+            return cls(path, header)
+        old, new = before["config"], header["config"]
+        differs = [name for name in new if name not in FREE and old.get(name) != new[name]]
+        if differs:
+            was = ", ".join(f"--{name.replace('_', '-')} {old.get(name)}" for name in differs)
+            raise ArgumentError(
+                f"{made.call()}: {path} is an unfinished run with other options ({was}); give the same options to "
+                f"continue it, delete it, or choose another folder with --out."
+            )
+        return cls(path, before, lines, fresh=False)
+
+    def begin(self, facts: Mapping[str, Any]) -> None:
+        """Write the first line of a new journal; drop the half-written last line of an old one."""
+        self.header["facts"] = plain(facts)
+        self._write((self.header, *self.lines), "w")
+
+    def append(self, unit: Unit, rows: Sequence[Row], seconds: float) -> None:
+        """Write the rows of a cell and a seed."""
+        cell, seed = unit
+        common = {"cell": plain(cell), "seed": seed, "of": len(rows), "seconds": round(seconds, 3)}
+        lines = [{**common, "row": place, "measured": plain(row)} for place, row in enumerate(rows)]
+        self.lines += lines
+        self._write(lines, "a")
+
+    def finish(self) -> Results:
+        """Write the last line and return all rows."""
+        self._write([{"finished": datetime.now(timezone.utc).isoformat(timespec="seconds")}], "a")
+        return self.results()
+
+    def results(self) -> Results:
+        """Return the rows so far."""
+        return Results(frame_of(_flat(self.lines)), self.header["facts"], {**self.header, "seconds": self.seconds})
+
+    @property
+    def seconds(self) -> float:
+        """Time of all cells together."""
+        return round(sum(line["seconds"] for line in self.lines if line["row"] == 0), 1)
+
+    def _write(self, lines: Iterable[Mapping[str, Any]], mode: str) -> None:
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open(mode, encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise ArgumentError(f"reproduce: cannot write {self.path}: {error.strerror or error}.") from None
+
+
+def folder_of(made: Recipe) -> Path:
+    """Return the folder that a run writes."""
+    return made.config.out or Path(f"{made.name}-out")
+
+
+def read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]], bool]:
+    """Return the header (None if there is none), the rows of complete cells, and whether the run was finished."""
+    header, lines, finished = None, [], False
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue  # the run was killed while it wrote this line
+        if "made_by" in line:
+            header = line
+        elif "finished" in line:
+            finished = True
+        else:
+            lines.append(line)
+    counts: dict[str, int] = {}
+    for line in lines:
+        counts[_key(line["cell"], line["seed"])] = counts.get(_key(line["cell"], line["seed"]), 0) + 1
+    whole = [line for line in lines if counts[_key(line["cell"], line["seed"])] == line["of"]]
+    return header, whole, finished
+
+
+def unfinished_units(made: Recipe, journal: Journal) -> list[Unit]:
+    """Return the cells that are still to be measured, all cells of one seed before those of the next."""
+    done = {_key(line["cell"], line["seed"]) for line in journal.lines}
+    seeds = range(made.config.seed, made.config.seed + made.config.seeds)
+    return [(cell, seed) for seed in seeds for cell in made.cells() if _key(plain(cell), seed) not in done]
+
+
+def load(kind: type[Recipe], folder: Path) -> tuple[Recipe, Results]:
+    """Return a recipe and its rows from the record or else the journal in a folder.
+
+    Raises:
+        ArgumentError: there is neither, or the record is of an older form.
+    """
+    record, journal = folder / f"{kind.name}.json", folder / f"{kind.name}.jsonl"
+    if record.exists():
+        found = json.loads(record.read_text(encoding="utf-8"))
+        if "rows" not in found:
+            raise ArgumentError(f"{kind.call()}: {record} has no rows; it was written by an older version.")
+        rows = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+        meta = {name: found[name] for name in found if name not in ("rows", "columns", "claims")}
+        results = Results(frame_of(rows), found["facts"], meta)
+    elif journal.exists():
+        header, lines, _ = read_journal(journal)
+        if header is None:
+            raise ArgumentError(f"{kind.call()}: {journal} has no first line.")
+        results = Journal(journal, header, lines).results()
+    else:
+        raise ArgumentError(f"{kind.call()}: {folder} holds neither {record.name} nor {journal.name}.")
+    config = from_mapping(kind.Config(), results.record["config"], call=kind.call(), source=str(record))
+    return kind(config), results
+
+
+def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
+    """Return rows as a frame; its columns are in the order in which they first come."""
+    import pandas as pd
+
+    return pd.DataFrame.from_records(list(rows))
+
+
+def record_rows(frame: pd.DataFrame) -> dict[str, Any]:
+    """Return a frame as `columns` and `rows` for JSON."""
+    rows = frame.astype(object).to_numpy().tolist()
+    return {"columns": list(frame.columns), "rows": plain(rows)}
+
+
+def plain(value: Any) -> Any:
+    """Return data for JSON: None for numbers that are not finite, text for paths."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (bool, int, str, type(None))):
+        return value
+    if hasattr(value, "item"):  # a number of numpy or torch
+        return plain(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value)
+
+
+def _flat(lines: Iterable[Mapping[str, Any]]) -> list[Row]:
+    return [{**line["cell"], "seed": line["seed"], **line["measured"]} for line in lines]
+
+
+def _key(cell: Cell, seed: int) -> str:
+    return json.dumps([cell, seed], sort_keys=True)

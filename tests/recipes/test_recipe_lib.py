@@ -1,0 +1,330 @@
+"""The recipe layer: intervals against statsmodels and by hand, verdicts, journal, continuation, rebuilding."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from regard.checks import ArgumentError
+from regard.cli import main
+from regard.recipes import recipes
+from regard_recipes.lib import running
+from regard_recipes.lib.claims import Claim, one
+from regard_recipes.lib.intervals import Estimate, exact, mean_interval, paired, share_interval, slope_interval
+from regard_recipes.lib.pages import marks
+from regard_recipes.lib.pivots import first, gap, interval, median, pivot, spread
+from regard_recipes.lib.plots import dots, lines
+from regard_recipes.lib.recipe import Cell, Recipe, RecipeConfig, check_shared, recipe, run
+from regard_recipes.lib.results import Results, frame_of, load, plain, read_journal
+
+NAME = "recipe-of-the-tests"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumsConfig(RecipeConfig):
+    """Measure squares."""
+
+    seeds: int = 3
+    """Seeds."""
+    values: tuple[int, ...] = (1, 2, 3)
+    """Cells."""
+    shift: float = 0.0
+    """Added to everything."""
+    fault: int = -1
+    """The value whose cell fails."""
+
+
+class Squares(Recipe):
+    """Squares of numbers."""
+
+    Config = SumsConfig
+    sizes: ClassVar = {"quick": {"seeds": 2, "values": (1, 2)}}
+
+    def check(self) -> None:
+        if not self.config.values:
+            raise ArgumentError(f"{self.call()}: --values is empty.")
+
+    def prepare(self) -> dict[str, Any]:
+        self.offset = 10
+        return {"offset": 10}
+
+    def cells(self) -> list[Cell]:
+        return [{"value": value, "even": value % 2 == 0} for value in self.config.values]
+
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        if cell["value"] == self.config.fault:
+            raise ArgumentError("this cell fails.")
+        if cell["value"] == -100:
+            os._exit(3)
+        yield {"kind": "run", "square": cell["value"] ** 2 + 0.1 * seed + self.offset + self.config.shift}
+        for step in (1, 2):
+            yield {"kind": "look", "step": step, "loss": math.nan if step == 2 else 1.0 * seed}
+
+    def claims(self, results: Results) -> list[Claim]:
+        runs = {value: results.select(kind="run", value=value) for value in self.config.values}
+        return [Claim("P", "table 1", "2 is larger", one(paired(runs[2], runs[1], "square")), "above", 0)]
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        return {"Squares": pivot(results.select(kind="run"), ["value"], {"square": spread("square", 2)})}
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        looks = results.select(kind="look")
+        return {"loss": lines({"all": looks}, "step", {"loss": "loss"}, "value")}
+
+    def notes(self, results: Results) -> list[str]:
+        return [f"Offset {results.facts['offset']}."]
+
+
+@pytest.fixture
+def squares() -> Iterator[type[Squares]]:
+    recipe(NAME)(Squares)
+    yield Squares
+    recipes._objects.pop(NAME)
+
+
+def reproduce(*words: object) -> int:
+    return main(["reproduce", NAME, *map(str, words)])
+
+
+def record(out: Path) -> dict[str, Any]:
+    return json.loads((out / f"{NAME}.json").read_text())
+
+
+# Intervals and verdicts --------------------------------------------------------------------------------------------
+
+
+def test_intervals_are_those_of_statsmodels() -> None:
+    from statsmodels.stats.proportion import proportion_confint
+    from statsmodels.stats.weightstats import DescrStatsW
+
+    samples = [0.3, -0.1, 0.45, 0.2]
+    found = mean_interval(samples)
+    assert (found.low, found.high) == pytest.approx(DescrStatsW(samples).tconfint_mean(), rel=1e-9)
+    assert found.text(3, signed=True) == f"+{np.mean(samples):.3f} ± {found.half:.3f}"
+    share = share_interval(7, 9)
+    assert (share.low, share.high) == pytest.approx(proportion_confint(7, 9, method="wilson"), rel=1e-9)
+    assert "(0." in share.text()
+    assert mean_interval([1.0]).half == math.inf
+    assert mean_interval([1.0, math.nan]).text() == "diverged"
+    assert exact(0.5).text() == "0.500"
+    line = slope_interval([0, 1, 2, 3], [1.0, 3.1, 4.9, 7.0])
+    assert line.mean == pytest.approx(1.98)
+    assert line.low < 2 < line.high
+
+
+def test_pairs_are_of_equal_seeds() -> None:
+    a = pd.DataFrame({"seed": [0, 1, 2, 2], "x": [1.0, 2.0, 3.0, 5.0]})
+    b = pd.DataFrame({"seed": [2, 1, 9], "x": [1.0, 1.5, 100.0]})
+    assert paired(a, b, "x") == mean_interval([0.5, 3.0])
+    assert paired(a, b, "x", ratio=True).mean == pytest.approx((2 / 1.5 + 4) / 2)
+
+
+@pytest.mark.parametrize(
+    ("says", "estimate", "verdict"),
+    [
+        ("above", Estimate(2, 1.5, 2.5, 3), "holds"),
+        ("above", Estimate(0, -0.5, 0.5, 3), "fails"),
+        ("above", Estimate(1, 0.8, 1.2, 3), "undecided"),
+        ("above", Estimate(1, 0.1, 1.9, 3), "not testable at this size"),  # wider than the effect of 0.5
+        ("above", Estimate(2, -math.inf, math.inf, 1), "not testable at this size"),
+        ("above", Estimate(math.nan, -math.inf, math.inf, 3), "undecided"),
+        ("above", exact(1), "fails"),
+        ("at least", exact(1), "holds"),
+        ("below", Estimate(0, -0.5, 0.5, 3), "holds"),
+        ("below", exact(1), "fails"),
+        ("at most", exact(1), "holds"),
+        ("at most", Estimate(3, 2, 4, 3), "fails"),
+        ("within", Estimate(0, -0.9, 0.9, 3), "holds"),
+        ("within", Estimate(0.9, 0.7, 1.1, 3), "undecided"),
+        ("within", Estimate(-2, -2.1, -1.9, 3), "fails"),
+    ],
+)
+def test_verdicts(says: Any, estimate: Estimate, verdict: str) -> None:
+    claim = Claim("P", "1", "x", one(estimate), says, 1.0, effect=0.5)
+    assert claim.verdict == claim.judge(estimate) == claim.record()["verdict"] == verdict
+
+
+def test_a_claim_about_many_holds_where_all_do() -> None:
+    good, open_, bad = Estimate(2, 1.5, 2.5, 3), Estimate(1, 0.8, 1.2, 3), Estimate(0, -0.5, 0.5, 3)
+    verdict = lambda *some: Claim("P", "1", "x", dict(zip("abcd", some)), "above", 1.0).verdict  # noqa: B905, E731
+    assert verdict(good, good) == "holds"
+    assert verdict(good, open_) == "undecided"
+    assert verdict(good, open_, bad) == "fails"
+    many = Claim("P", "1", "x", dict(zip("abcd", (good, bad, good, good), strict=True)), "above", 1.0)
+    assert many.measured() == "of 4: 3 holds, 1 fails; b 0.000 ± 0.500"
+    off = Claim("P", "1", "x", {}, "above", untestable="no GPU")
+    assert (off.verdict, off.measured()) == ("not testable at this size", "no GPU")
+
+
+# Tables and plots --------------------------------------------------------------------------------------------------
+
+
+def test_pivots() -> None:
+    frame = pd.DataFrame(
+        {"k": ["b", "b", "a", "a"], "c": [1, 2, 1, 1], "seed": [0, 0, 0, 1], "x": [1.0, 2.0, 3.0, 5.0]}
+    )
+    by_column = pivot(frame, {"k": "kind"}, {"x": spread("x", 1)}, columns="c", note="n")
+    assert by_column.header == ("kind", "1", "2")
+    assert by_column.rows == (("b", "1.0", "2.0"), ("a", "4.0 ± 1.4", "–"))
+    base = frame[frame["k"] == "b"]
+    several = pivot(frame, ["k"], {"gap": gap("x", base, 1), "mid": median("x", "{:.1f}", 10), "c": first("c")})
+    assert several.rows == (("b", "", "15.0", "1"), ("a", "+1.5", "40.0", "1"))
+    assert interval("x", 1)(frame[2:]) == mean_interval([3, 5]).text(1)
+    assert spread("x")(pd.DataFrame({"x": [1.0, math.nan]})) == "diverged"
+
+
+def test_plots_are_pictures() -> None:
+    frame = frame_of([{"k": k, "s": s, "seed": n, "x": s + n} for k in "ab" for s in (1, 2) for n in (0, 1)])
+    for picture in (lines({"p": frame}, "s", {"x": "x"}, "k", log_x=True), dots(frame, "x", "k", "s", x_label="x")):
+        assert picture.startswith(b"\x89PNG")
+
+
+# Running, continuing, rebuilding -----------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_rows_page_and_figures(squares: type[Squares], tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert reproduce("--out", out, "--workers", 0) == 0
+    found = record(out)
+    assert len(found["rows"]) == 3 * 3 * 3
+    assert found["columns"] == ["value", "even", "seed", "kind", "square", "step", "loss"]
+    assert found["claims"][0]["verdict"] == "holds"
+    assert found["facts"] == {"offset": 10}
+    page = (out / f"{NAME}.md").read_text()
+    assert "| “2 is larger” (table 1) | holds | above 0 | +3.000 ± 0.000 |" in page
+    assert "| 3 | 19.10 ± 0.10 |" in page
+    assert "- Offset 10." in page
+    assert (out / f"{NAME}-loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "holds" in capsys.readouterr().out
+    made, results = load(squares, out)
+    assert made.config.values == (1, 2, 3)
+    assert results.select(kind="look", step=2)["loss"].isna().all()
+
+
+def test_sizes_give_way_to_flags(squares: type[Squares], tmp_path: Path) -> None:
+    assert reproduce("--out", tmp_path / "a", "--workers", 0, "--quick") == 0
+    assert record(tmp_path / "a")["config"]["seeds"] == 2
+    assert reproduce("--out", tmp_path / "b", "--workers", 0, "--size", "quick", "--seeds", 3) == 0
+    config = record(tmp_path / "b")["config"]
+    assert (config["size"], config["seeds"], config["values"]) == ("quick", 3, [1, 2])
+    assert reproduce("--size", "paper") == 2
+    with pytest.raises(ArgumentError, match="expected small or quick"):
+        squares.configure("paper")
+
+
+def test_a_killed_run_goes_on(squares: type[Squares], tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert reproduce("--out", out, "--workers", 0, "--values", 1, 2, "--fault", 2) == 2
+    assert "this cell fails" in capsys.readouterr().err
+    journal = out / f"{NAME}.jsonl"
+    header, rows, finished = read_journal(journal)
+    assert not finished
+    assert [(row["cell"]["value"], row["seed"]) for row in rows] == [(1, 0)] * 3
+    assert reproduce("--out", out, "--workers", 0, "--values", 1, 2, "--shift", 5) == 2
+    assert "unfinished run with other options (--shift 0.0, --fault 2)" in capsys.readouterr().err
+    kept = json.loads(journal.read_text().splitlines()[0])
+    kept["config"]["fault"] = -1
+    lines_before = [json.dumps(kept), *journal.read_text().splitlines()[1:3]]  # killed within a cell
+    journal.write_text("\n".join(lines_before) + '\n{"cell": {"val')
+    assert reproduce("--out", out, "--workers", 0, "--values", 1, 2) == 0
+    assert read_journal(journal)[2]
+    first_run = record(out)
+    assert first_run["date"] == header["date"]
+    assert len(first_run["rows"]) == 2 * 3 * 3
+    marked = json.loads(journal.read_text().splitlines()[1])["measured"]["square"]
+    assert marked == 11.0
+    changed = journal.read_text().replace('{"finished"', '{"dropped"').replace(f'"square": {marked}', '"square": 77.0')
+    journal.write_text("\n".join(changed.splitlines()[:-1]) + "\n")
+    assert reproduce("--out", out, "--workers", 0, "--values", 1, 2) == 0  # measures nothing that is there
+    assert 77.0 in [row[4] for row in record(out)["rows"]]
+    assert reproduce("--out", out, "--workers", 0, "--values", 1, 2) == 0  # finished: a new run
+    assert 77.0 not in [row[4] for row in record(out)["rows"]]
+
+
+def test_processes_measure_the_same_and_their_end_is_reported(squares: type[Squares], tmp_path: Path) -> None:
+    import recipe_of_processes as other
+
+    results = run(other.Cubes(other.Cubes.configure(out=tmp_path / "p", workers=2, seeds=2)), [], lambda text: None)
+    alone = run(other.Cubes(other.Cubes.configure(out=tmp_path / "t", workers=0, seeds=2)), [], lambda text: None)
+    sort = lambda frame: frame.sort_values(["value", "seed"]).reset_index(drop=True)  # noqa: E731
+    pd.testing.assert_frame_equal(sort(results.frame), sort(alone.frame))
+    dying = other.Cubes(other.Cubes.configure(values=(-100, 1), workers=1))
+    with pytest.raises(RuntimeError, match="value -100, seed 0 ended before it was done"):
+        list(running.measure_units(dying, [({"value": -100}, 0)], lambda text: None))
+    with pytest.raises(RuntimeError, match=r"value 0, seed 0 failed: .*by zero"):
+        list(running.measure_units(dying, [({"value": 0}, 0), ({"value": 1}, 0)], lambda text: None))
+
+
+def test_a_page_is_rebuilt_from_rows(squares: type[Squares], tmp_path: Path, monkeypatch: Any) -> None:
+    out, page = tmp_path / "docs" / "results", tmp_path / "docs" / "page.md"
+    assert reproduce("--out", out, "--workers", 0) == 0
+    whole = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr(squares, "measure", None)
+    monkeypatch.setattr(squares, "prepare", None)
+    for name in whole:
+        if not name.endswith((".json", ".jsonl")):
+            (out / name).unlink()
+    begin, end = marks(NAME)
+    page.write_text(f"# Page\n\n{begin}\nold\n{end}\n\nafter\n")
+    assert reproduce("--rebuild", out, "--page", page) == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+    text = page.read_text()
+    assert text.startswith(f"# Page\n\n{begin}\n\nMade by ")
+    assert text.endswith(f"\n{end}\n\nafter\n")
+    assert f"(results/{NAME}-loss.png)" in text
+    (out / f"{NAME}.json").unlink()
+    assert reproduce("--rebuild", out) == 0  # from the journal
+    assert (out / f"{NAME}.json").read_bytes() == whole[f"{NAME}.json"]
+    page.write_text("no marks")
+    assert reproduce("--rebuild", out, "--page", page) == 2
+    assert reproduce("--rebuild", tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--seeds", 0), "--seeds is 0, expected at least 1"),
+        (("--workers", -1), "--workers is -1, expected at least 0"),
+        (("--seed", 2**32), "--seed is 4294967296"),
+        (("--device", "abacus"), "unknown device 'abacus'"),
+        (("--values",), "--values is empty"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(
+    squares: type[Squares], words: tuple[Any, ...], message: str, tmp_path: Path, capsys: Any
+) -> None:
+    assert reproduce("--out", tmp_path / "out", *words) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_size_of_every_recipe_is_in_range() -> None:
+    for name, kind in recipes.items():
+        if isinstance(kind, type) and issubclass(kind, Recipe):
+            assert kind.name == name
+            for size in ("small", *kind.sizes):
+                made = kind(kind.configure(size, device="cpu"))
+                check_shared(made)
+                cells = made.cells()
+                assert len({json.dumps(cell) for cell in cells}) == len(cells) > 0, (name, size)
+
+
+def test_a_folder_with_other_files_is_left_alone(squares: type[Squares], tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert reproduce("--out", tmp_path) == 2
+    assert "nothing was deleted" in capsys.readouterr().err
+
+
+def test_plain_data() -> None:
+    assert plain({1: (math.inf, np.float32(0.5), np.bool_(True), Path("a"), None)}) == {
+        "1": [None, 0.5, True, "a", None]
+    }
