@@ -11,10 +11,9 @@ from typing import Any
 from regard.inspect.mechanisms import EPSILON
 from regard.inspect.tables import Table
 
-from ..lib.language_output import Gap, spread
+from ..lib.language_output import DIVERGED, ONE_SEED, Gap, spread
 from ..lib.language_runs import LanguageRun
 from .iclm_mechanisms import ICLM, NO_MLP, TRANSFORMER
-from .iclm_parity_output import NO_COMPARISON, PAPER_MLP, SLIGHT, slight
 
 DOMINATES = 0.5
 """Share of a layer's weight above which the token to come is said to dominate."""
@@ -27,9 +26,23 @@ EVEN = 1.25
 LUCK = 0.05
 """Chance below which a difference between shares of heads is no accident."""
 STREAMS = {ICLM: ("phi", "f"), TRANSFORMER: ("transformer",)}
+NO_COMPARISON = f"no comparison: a run {DIVERGED}"
+SLIGHT = 0.05
+"""Share of perplexity up to which a rise is called slight."""
+PAPER_MLP = {"iclm": 1.77 / 1.76, "transformer": 1.81 / 1.74}
+"""Perplexity without over with feed-forward layers on TinyMath (table 3)."""
 EXPLAINED = (ICLM, NO_MLP[ICLM])
 """The models whose logits are taken apart."""
 Head = dict[str, Any]
+
+
+def slight(more: float, gap: Gap) -> str:
+    """What is said of a share of perplexity more, and of the gap in nats behind it."""
+    said = "lower" if more < 0 else "slight" if more <= SLIGHT else "not slight"
+    if len(gap.each) < 2:
+        return f"{said}, {ONE_SEED}"
+    limit = 0.0 if more < 0 else math.log1p(SLIGHT)
+    return said + ("" if abs(gap.mean - limit) > gap.noise else ", undecided beyond the seeds' noise")
 
 
 @dataclass(frozen=True)

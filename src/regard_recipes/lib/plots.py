@@ -81,10 +81,10 @@ def dots(frame: pd.DataFrame, value: str, rows: str, hue: str, *, x_label: str, 
         heights = [names.index(name) + shift for name in group[rows]]
         colour = COLOURS[at % len(COLOURS)]
         axes.plot(group[value], heights, "o", color=colour, markersize=4, alpha=0.8, label=label(kind))
+    _plain(axes)  # before the ticks: it sets scales, which resets them
     axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel=x_label, title=title)
-    _plain(axes)
     if len(kinds) > 1:
         axes.legend(frameon=False, fontsize=8)
     return png(figure)

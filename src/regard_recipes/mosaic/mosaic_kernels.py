@@ -1,35 +1,40 @@
 """The weightings of the sparse-attention paper in the contextual memories of Memory Mosaics: its figures 2 and 3.
 
 The paper trains Memory Mosaics of 1, 8 and 12 blocks with eight weightings and shows curves: at one block the compact
-kernels (sparsemax, biweight, triweight) lie below the Gaussian and the nearest-key baselines, at eight still, at
-twelve all are level but uniform nearest keys and normalised ReLU, which are worse. Its released programs do not compute
-all of these as the paper defines them: `released_weightings` says what they do compute, and here both are trained on
-the same budget. Uniform nearest keys are trained with a straight-through gradient, and with k = 32 also as released,
-where keys have none.
+kernels (sparsemax, biweight, triweight) are below the Gaussian and the nearest-key baselines, at eight still; at twelve
+all are level except uniform nearest keys and normalised ReLU, which are worse. Its released programs do not compute
+all of these as the paper defines them (see `released_weightings`); here both are trained on the same budget. Uniform
+nearest keys are trained with a straight-through gradient, and with k = 32 also as released, where keys have none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from regard.checks import ArgumentError, suggestion
-from regard.recipes import Findings, Progress, recipes
-from regard.training.config import SEEDS
 
-from ..lib.language_runs import Budget, Job, run_jobs, sized
+from ..lib.claims import Claim, Says
+from ..lib.intervals import Estimate, paired
+from ..lib.language_training import Budget, Corpus, run_rows, train_language_model
+from ..lib.pivots import MISSING, Show, first, gap, median, pivot, spread
+from ..lib.plots import dots, lines
+from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
+from ..lib.results import Results, select
 from .released_weightings import FORMS, RULES, Released, ReleasedMemory, use_released
 
 if TYPE_CHECKING:
-    from ..lib.language_text import LanguageText
+    import pandas as pd
 
-CALL = "reproduce: mosaic-kernels"
+PAPER = "Sparse attention"
+# Spec of each weighting. The bandwidth h of normalised ReLU (equation 11: distances between unit keys) and the margin
+# of ReLUmax are learned for each head, h from where it leaves out 7.5 % of random pairs.
 WEIGHTINGS = {
     "softmax": "softmax",
     "topk-softmax": "gaussian*nearest(k={k})",
@@ -40,245 +45,318 @@ WEIGHTINGS = {
     "biweight": "biweight",
     "triweight": "triweight",
 }
-"""Name to sentence. The bandwidth h of normalised ReLU (equation 11: distances between unit keys) and the margin of
-ReLUmax are learned per head, h from where it leaves out 7.5 % of random pairs."""
-DEFINED, HARD = "defined", "no gradient"
-SHOWN_K = 32
-"""The k of the paper's language models: alone at every depth but the first."""
-LOOKED_AT = 8
-"""Windows that empty rows are counted on."""
+COMPACT = ("sparsemax", "biweight", "triweight")
+BASELINES = ("softmax", "topk-softmax", "topk-uniform")
+RIVALS = {"normrelu": "softmax", "relumax": "sparsemax"}  # whom the paper compares the released weightings with
+DEFINED, HARD = "defined", "no gradient to keys"
+SHOWN_K = 32  # the k of the paper's language models: the only one at every depth but the first
+LOOKED_AT = 8  # windows that empty rows are counted on
+MATTERS = 0.02  # nats per token that count as a difference
 
 
 @dataclass(frozen=True, kw_only=True)
-class MosaicKernelsConfig:
+class MosaicKernelsConfig(RecipeConfig):
     """Train Memory Mosaics with every weighting of the sparse-attention paper, as defined and as released."""
 
-    out: Path = Path("mosaic-kernels-out")
-    """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
-    size: Literal["quick", "desk", "paper"] = "desk"
-    """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' fifteen, 'paper' (1, 8
-    and 12 blocks of width 768 on GPT-2 tokens) GPUs, days, and --data."""
-    quick: bool = False
-    """The same as --size quick."""
+    seeds: int = 3
+    """Models of each kind at the first depth; they differ in first weights and windows."""
+    k_seeds: int = 1
+    """The same for nearest keys with another k than 32."""
+    deep_seeds: int = 1
+    """The same for the other depths."""
     weightings: tuple[str, ...] = tuple(WEIGHTINGS)
-    """Which of the eight."""
+    """Weightings to train, of the eight."""
     released: tuple[str, ...] = FORMS
     """Forms of normalised ReLU and ReLUmax in released programs that are trained too, at the first depth: 'fast' (of
     the paper's language models), 'mended' (fast with the right mask) and 'regular'."""
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
-    tokenizer: str | None = None
+    tokenizer: str = "char"
     """char, byte or gpt2."""
-    depths: tuple[int, ...] | None = None
+    depths: tuple[int, ...] = (1, 4)
     """Numbers of blocks. At the first, everything is trained; at the others the eight weightings as they are defined,
-    nearest keys with k = 32 alone."""
-    ks: tuple[int, ...] | None = None
-    """How many nearest keys; of uniform ones, k = 32 also without a gradient to keys, as released."""
-    seeds: int | None = None
-    """Models of each kind at the first depth; they differ in first weights and windows."""
-    k_seeds: int | None = None
-    """The same of nearest keys with another k than 32."""
-    deep_seeds: int | None = None
-    """The same at the other depths."""
-    seed: int = 0
-    """The first of the seeds."""
-    width: int | None = None
+    nearest keys with k = 32 only."""
+    ks: tuple[int, ...] = (16, 32, 64)
+    """Numbers of nearest keys."""
+    width: int = 64
     """Width of every model."""
-    heads: int | None = None
+    heads: int = 4
     """Heads of every memory."""
-    context: int | None = None
+    context: int = 128
     """Tokens that a model sees at once."""
-    batch: int | None = None
+    batch: int = 8
     """Windows of a step."""
-    parts: int | None = None
-    """In how many passes a step is made, where its memory is short."""
-    steps: int | None = None
+    parts: int = 1
+    """Passes in which a step is made, to save memory."""
+    steps: int = 700
     """Optimiser steps of each model at the first depth."""
-    deep_steps: int | None = None
-    """The same at the other depths."""
-    learning_rates: tuple[float, ...] | None = None
+    deep_steps: int = 400
+    """The same for the other depths."""
+    learning_rates: tuple[float, ...] = (2e-2,)
     """The highest: one for all depths, or one for each."""
-    final_shares: tuple[float, ...] | None = None
-    """To which share of it the learning rate falls along a cosine: one for all depths, or one for each."""
-    warmup: float | None = None
+    final_shares: tuple[float, ...] = (0.1,)
+    """Share of it to which the learning rate falls along a cosine: one for all depths, or one for each."""
+    warmup: float = 0.05
     """Share of the steps over which the learning rate rises from zero."""
-    measured: int | None = None
+    measured: int = 8192
     """Held-out tokens that the loss is measured on."""
-    looks: int | None = None
+    looks: int = 6
     """How often the losses are noted."""
-    dtype: str | None = None
+    dtype: str = "float32"
     """Of the products: float32 or bfloat16."""
-    compile: bool | None = None
+    compile: bool = False
     """Train through torch.compile."""
-    device: str | None = None
-    """'cpu', 'cuda', 'mps' or 'auto'. By default the CPU, and 'auto' for the size of the paper."""
-    workers: int = 2
-    """Models that are trained at the same time, on one thread each. Changes no number but the times."""
 
 
-_SMALL: dict[str, Any] = {
-    "tokenizer": "char", "depths": (1, 4), "ks": (16, 32, 64), "parts": 1, "learning_rates": (2e-2,),
-    "final_shares": (0.1,), "k_seeds": 1, "deep_seeds": 1, "warmup": 0.05, "dtype": "float32",
-    "compile": False, "device": "cpu",
-}  # fmt: skip
-SIZES: dict[str, dict[str, Any]] = {
-    "quick": {
-        **_SMALL, "seeds": 1, "width": 32, "heads": 2, "context": 96, "batch": 4, "steps": 80, "deep_steps": 80,
-        "measured": 2048, "looks": 4,
-    },
-    "desk": {
-        **_SMALL, "seeds": 3, "width": 64, "heads": 4, "context": 128, "batch": 8, "steps": 700, "deep_steps": 400,
-        "measured": 8192, "looks": 6,
-    },
-    "paper": {
-        "tokenizer": "gpt2", "depths": (1, 8, 12), "ks": (16, 32, 64), "parts": 16, "warmup": 0.025,
-        "learning_rates": (5e-3, 5e-3, 1e-3), "final_shares": (0.02, 0.02, 0.05), "seeds": 3, "k_seeds": 3,
-        "deep_seeds": 1, "width": 768, "heads": 12, "context": 512, "batch": 512, "steps": 80_000, "deep_steps": 80_000,
-        "measured": 2_621_440, "looks": 40, "dtype": "bfloat16", "compile": False, "device": "auto",
-    },
-}  # fmt: skip
-"""Options by size; the paper's from its tables 3 and 5. It drops 5 % of contextual weights, which no loop here does."""
+@recipe("mosaic-kernels")
+class MosaicKernels(Recipe):
+    """Memory Mosaics with every weighting of the sparse-attention paper, as defined and as its programs computed it."""
 
+    Config = MosaicKernelsConfig
+    sizes: ClassVar = {
+        "quick": {"seeds": 1, "width": 32, "heads": 2, "context": 96, "batch": 4, "steps": 80, "deep_steps": 80,
+                  "measured": 2048, "looks": 4},
+        # Tables 3 and 5 of the paper. It drops 5 % of contextual weights, which no loop here does.
+        "paper": {
+            "tokenizer": "gpt2", "depths": (1, 8, 12), "parts": 16, "warmup": 0.025,
+            "learning_rates": (5e-3, 5e-3, 1e-3), "final_shares": (0.02, 0.02, 0.05), "k_seeds": 3, "width": 768,
+            "heads": 12, "context": 512, "batch": 512, "steps": 80_000, "deep_steps": 80_000, "measured": 2_621_440,
+            "looks": 40, "dtype": "bfloat16", "device": "auto",
+        },
+    }  # fmt: skip
 
-@dataclass(frozen=True)
-class Kind:
-    """One way to weigh, in a model of one depth.
+    def check(self) -> None:
+        own, call = self.config, self.call()
+        for flag, names, known in (("--weightings", own.weightings, tuple(WEIGHTINGS)),
+                                   ("--released", own.released, FORMS)):  # fmt: skip
+            for name in names:
+                if name not in known:
+                    raise ArgumentError(f"{call}: {flag} names {name!r}, which is unknown.{suggestion(name, known)}")
+                if names.count(name) > 1:
+                    raise ArgumentError(f"{call}: {flag} names {name!r} twice; name it once.")
+        if "softmax" not in own.weightings:
+            raise ArgumentError(f"{call}: --weightings lacks softmax, to which all others are compared; add it.")
+        for flag, numbers in (("--depths", own.depths), ("--ks", own.ks)):
+            if not numbers or min(numbers) < 1 or len(set(numbers)) < len(numbers):
+                raise ArgumentError(f"{call}: {flag} is {numbers}, expected at least one whole number above 0, each "
+                                    f"once.")  # fmt: skip
+        for name in ("learning_rates", "final_shares"):
+            given = getattr(own, name)
+            if len(given) not in (1, len(own.depths)):
+                raise ArgumentError(f"{call}: --{name.replace('_', '-')} has {len(given)} numbers for "
+                                    f"{len(own.depths)} depths; give one, or one for each.")  # fmt: skip
+        for flag, count, most in (("--k-seeds", own.k_seeds, own.seeds), ("--deep-seeds", own.deep_seeds, own.seeds)):
+            if not 1 <= count <= most:
+                raise ArgumentError(f"{call}: {flag} is {count}, expected 1 to --seeds, {most}.")
+        if own.deep_steps < 1:
+            raise ArgumentError(f"{call}: --deep-steps is {own.deep_steps}, expected at least 1.")
+        for depth in own.depths:
+            self.budget(depth).check(call)
+        for cell in self.cells():
+            self.model_config(cell, 256)
 
-    Attributes:
-        weighting: a name of `WEIGHTINGS`.
-        depth: blocks.
-        k: nearest keys, where the weighting has them.
-        form: `DEFINED`, `HARD` (0/1 weights whose keys have no gradient), or one of `FORMS`.
-    """
+    def prepare(self) -> Mapping[str, Any]:
+        from ..lib.language_text import read_text
 
-    weighting: str
-    depth: int
-    k: int | None = None
-    form: str = DEFINED
+        own = self.config
+        text = read_text(own.data, own.tokenizer, context=own.context, measured=own.measured, call=self.call())
+        self.corpus, self.vocabulary = Corpus(text.train_tokens, text.held_out_tokens), text.vocabulary
+        self.windows = text.windows(LOOKED_AT, own.context)
+        return {"text": text.described}
+
+    def cells(self) -> list[Cell]:
+        own = self.config
+        made: list[Cell] = []
+        for place, depth in enumerate(own.depths):
+            ks = own.ks if place == 0 or SHOWN_K not in own.ks else (SHOWN_K,)
+            for weighting in own.weightings:
+                near = ks if "{k}" in WEIGHTINGS[weighting] else (None,)
+                kinds: list[tuple[int | None, str]] = [(k, DEFINED) for k in near]
+                if weighting == "topk-uniform" and place == 0:
+                    kinds.append((self.shown_k, HARD))
+                if weighting in RULES and place == 0:
+                    kinds += [(None, form) for form in own.released]
+                made += [{"depth": depth, "weighting": weighting, "k": k, "form": form} for k, form in kinds]
+        return made
+
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        if seed >= self.config.seed + self.seed_count(cell):
+            return
+        start: dict[str, float] = {}
+
+        def prepare(model: Any) -> None:
+            if cell["form"] in FORMS:
+                use_released(model, Released(cell["weighting"], cell["form"]))
+            start["empty_at_start"] = inside(model, self.windows)["empty"]
+
+        run = train_language_model(
+            self.model_config(cell, self.vocabulary), self.corpus, self.budget(cell["depth"]), seed, name=str(cell),
+            prepare=prepare, measure=partial(inside, windows=self.windows),
+        )  # fmt: skip
+        run.extra.update(start)
+        heads = run.extra.pop("heads")
+        yield from run_rows(run)
+        yield from heads
 
     @property
-    def label(self) -> str:
-        """For people, unique among those of a depth."""
-        form = f"released: {self.form}" if self.form in FORMS else self.form
-        parts = [self.weighting] + ([] if self.k is None else [f"k = {self.k}"])
-        return ", ".join(parts + ([] if self.form == DEFINED else [form]))
+    def shown_k(self) -> int:
+        """Return the k of comparisons: the paper's if it is among those trained."""
+        return SHOWN_K if SHOWN_K in self.config.ks else self.config.ks[0]
 
-    @property
-    def name(self) -> str:
-        """For people, unique."""
-        return f"{self.label}, depth {self.depth}"
+    def seed_count(self, cell: Cell) -> int:
+        """Return how many seeds a cell has; `measure` returns no rows for the others."""
+        own = self.config
+        if cell["depth"] != own.depths[0]:
+            return int(own.deep_seeds)
+        return int(own.seeds if cell["k"] in (None, self.shown_k) else own.k_seeds)
 
-    @property
-    def sentence(self) -> str:
-        """In the grammar. Released forms replace the weights of softmax, whose learned sharpness they need."""
-        return "softmax" if self.form in FORMS else WEIGHTINGS[self.weighting].format(k=self.k)
+    def budget(self, depth: int) -> Budget:
+        """Return what every model of this depth is given."""
+        own = self.config
+        numbers = {f.name: getattr(own, f.name) for f in fields(Budget) if hasattr(own, f.name)}
+        for name in ("learning_rates", "final_shares"):
+            given = getattr(own, name)
+            numbers[name[:-1]] = given[own.depths.index(depth) if len(given) > 1 else 0]
+        if depth != own.depths[0]:
+            numbers["steps"] = own.deep_steps
+        return Budget(**numbers)
 
+    def model_config(self, cell: Cell, vocabulary: int) -> Any:
+        """Return the Memory Mosaic of a cell. Released forms replace the weights of softmax, whose sharpness they
+        need."""
+        from regard.models import MemoryMosaicConfig
 
-def shown_k(ks: Sequence[int]) -> int:
-    """The k of comparisons: the paper's if it is among those trained."""
-    return SHOWN_K if SHOWN_K in ks else ks[0]
+        spec = "softmax" if cell["form"] in FORMS else WEIGHTINGS[cell["weighting"]].format(k=cell["k"])
+        return MemoryMosaicConfig(
+            vocab_size=vocabulary, hidden_size=self.config.width, num_hidden_layers=cell["depth"],
+            num_attention_heads=self.config.heads, mixers=spec, max_position_embeddings=self.config.context,
+            uniform_gradient="hard" if cell["form"] == HARD else "straight-through",
+        )  # fmt: skip
 
+    def runs_of(self, results: Results, depth: int) -> Callable[..., pd.DataFrame]:
+        """Return a function from a weighting and a form to the runs of a depth that are compared."""
+        runs = results.select(kind="run", depth=depth)
+        runs = runs[runs["k"].isna() | (runs["k"] == self.shown_k)]
+        return lambda weighting, form=DEFINED: select(runs, weighting=weighting, form=form)
 
-def kinds(config: MosaicKernelsConfig) -> list[Kind]:
-    """What is trained."""
-    assert config.depths is not None
-    assert config.ks is not None
-    made = []
-    for place, depth in enumerate(config.depths):
-        ks = config.ks if place == 0 or SHOWN_K not in config.ks else (SHOWN_K,)
-        for weighting in config.weightings:
-            near: Sequence[int | None] = ks if "{k}" in WEIGHTINGS[weighting] else (None,)
-            made += [Kind(weighting, depth, k) for k in near]
-            if weighting == "topk-uniform" and place == 0:
-                made.append(Kind(weighting, depth, shown_k(ks), HARD))
-            if weighting in RULES and place == 0:
-                made += [Kind(weighting, depth, form=form) for form in config.released]
-    return made
+    def claims(self, results: Results) -> list[Claim]:
+        made = []
+        for depth in self.config.depths:
+            runs = self.runs_of(results, depth)
+            gaps = lambda names, others: gaps_of(runs, names, others)  # noqa: B023, E731
+            blocks = f"{depth} block{'s' * (depth > 1)}"
+            told: list[tuple[str, dict[str, Estimate], Says, float]] = [
+                ("Biweight is no worse than softmax", gaps(("biweight",), ("softmax",)), "at most", MATTERS),
+                ("Compact kernels are below softmax and nearest keys", gaps(COMPACT, BASELINES), "below", 0),
+                ("Uniform nearest keys and normalised ReLU are worse than softmax",
+                 gaps(("topk-uniform", "normrelu"), ("softmax",)), "above", 0),
+            ]  # fmt: skip
+            made += [Claim(PAPER, f"figure 3, {blocks}", wording, estimates, says, margin, MATTERS, note=HELD_OUT)
+                     for wording, estimates, says, margin in told if estimates]  # fmt: skip
+        runs = self.runs_of(results, self.config.depths[0])
+        pairs = [(rule, "fast") for rule in RULES] + [("topk-uniform", HARD)]
+        released = {f"{rule}, {form}": paired(runs(rule, form), runs(rule), "held_out")
+                    for rule, form in pairs if len(runs(rule, form))}  # fmt: skip
+        if released:
+            made.append(Claim(PAPER, "released programs", "The released programs learn as well as what is defined",
+                              released, "within", MATTERS, MATTERS, note=HELD_OUT))  # fmt: skip
+        return made
 
+    def tables(self, results: Results) -> dict[str, Any]:
+        every = results.select(kind="run")
+        empty: dict[str, Show] = {"empty rows": lambda rows: f"{rows['empty'].mean():.2%}"}
+        made = {}
+        for depth in self.config.depths:
+            base = self.runs_of(results, depth)("softmax")
+            losses = {
+                "held-out nats/token": spread("held_out"), "above softmax": gap("held_out", base),
+                "training": spread("train"), "pairs with weight": average("support", "{:.1f}"), **empty,
+                "CPU, a step": median("step_cpu_seconds", "{:.1f} ms", 1e3),
+                "in softmax's": gap("step_cpu_seconds", base, 2, ratio=True),
+                "parameters": first("parameters", "{:,.0f}"),
+            }  # fmt: skip
+            made[f"{depth} block{'s' * (depth > 1)}"] = pivot(
+                select(every, depth=depth), ["weighting", "k", "form"], losses,
+                note=f"{len(base)} seed{'s' * (len(base) > 1)}, of other k {self.config.k_seeds}: mean ± standard "
+                     f"deviation; gaps are paired by seed, ± half the 95 % interval. Empty: rows in which no pair had "
+                     f"weight by itself, the first token's left out.",
+            )  # fmt: skip
+        runs = self.runs_of(results, self.config.depths[0])
+        forms = select(every, depth=self.config.depths[0], weighting=[*RULES, "topk-uniform"])
+        forms = forms[forms["k"].isna() | (forms["k"] == self.shown_k)]
+        rival: Show = lambda rows: above(rows, runs(RIVALS.get(rows["weighting"].iloc[0], "softmax")))  # noqa: E731
+        if len(forms):
+            made["As released and as defined"] = pivot(
+                forms, ["weighting", "form"],
+                {"held-out nats/token": spread("held_out"),
+                 "above defined": lambda rows: above(rows, runs(rows["weighting"].iloc[0])),
+                 "above mended": lambda rows: above(rows, runs(rows["weighting"].iloc[0], "mended")),
+                 "above sparsemax (relumax), softmax (others)": rival, **empty},
+                note="fast: the paper's language models (no bandwidth, or a margin that is not learned; one pair too "
+                     "many hidden); mended: fast with the right mask; regular: the temperature taken twice.",
+            )  # fmt: skip
+        return made
 
-def check(config: MosaicKernelsConfig) -> MosaicKernelsConfig:
-    """The config with the numbers of its size, after everything in it was found to be in range.
+    def figures(self, results: Results) -> dict[str, bytes]:
+        frame = results.frame
+        frame = frame.assign(label=list(map(kind_of, frame["weighting"], frame["k"], frame["form"])))
+        looks = select(frame[frame["k"].isna() | (frame["k"] == self.shown_k)], kind="look")
+        curves = {f"depth {depth}": select(looks, depth=depth, form=DEFINED) for depth in self.config.depths}
+        released = {"as defined and as released": select(looks, depth=self.config.depths[0], weighting=RULES)}
+        y = {"train": "training loss, nats/token", "held_out": "held-out loss, nats/token"}
+        runs = select(frame, kind="run")
+        made = {
+            "curves": lines(curves, "step", y, "label", x_label="optimiser step"),
+            "final": dots(runs, "held_out", "label", "depth", x_label="held-out nats per token"),
+        }
+        if len(released["as defined and as released"]):
+            made["released"] = lines(released, "step", y, "label", x_label="optimiser step")
+        return made
 
-    Raises:
-        ArgumentError: something is not, or a name is unknown or given twice.
-    """
-    config = sized(config, SIZES, CALL)
-    known: Sequence[str]
-    for flag, names, known in (
-        ("--weightings", config.weightings, tuple(WEIGHTINGS)),
-        ("--released", config.released, FORMS),
-    ):
-        for name in names:
-            if name not in known:
-                raise ArgumentError(f"{CALL}: {flag} names {name!r}, which is unknown.{suggestion(name, known)}")
-            if names.count(name) > 1:
-                raise ArgumentError(f"{CALL}: {flag} names {name!r} twice; name it once.")
-    if "softmax" not in config.weightings:
-        raise ArgumentError(f"{CALL}: --weightings lacks softmax, to which all others are compared; add it.")
-    assert config.depths is not None
-    assert config.ks is not None
-    for flag, numbers in (("--depths", config.depths), ("--ks", config.ks)):
-        if not numbers or min(numbers) < 1 or len(set(numbers)) < len(numbers):
-            raise ArgumentError(f"{CALL}: {flag} is {numbers}, expected at least one whole number above 0, each once.")
-    for name in ("learning_rates", "final_shares"):
-        given = getattr(config, name)
-        if len(given) not in (1, len(config.depths)):
-            flag = "--" + name.replace("_", "-")
-            raise ArgumentError(
-                f"{CALL}: {flag} has {len(given)} numbers for {len(config.depths)} depths; give one, or one for each."
+    def notes(self, results: Results) -> list[str]:
+        rates = [f"{self.budget(depth).learning_rate:g} at depth {depth}" for depth in self.config.depths]
+        made = [f"Highest learning rates: {', '.join(rates)}; tuned for no weighting."]
+        for (depth,), rows in results.select(weighting="normrelu", form=DEFINED).groupby(["depth"]):
+            start, end, h = (rows[column].dropna() for column in ("empty_at_start", "empty", "h"))
+            made.append(
+                f"Normalised ReLU at depth {depth}: {start.mean():.2%} of the rows are empty at the start and "
+                f"{end.mean():.2%} after training; h is then {h.min():.2f} to {h.max():.2f}."
             )
-    for flag, count in (("--k-seeds", config.k_seeds), ("--deep-seeds", config.deep_seeds)):
-        assert count is not None
-        if not 1 <= count <= SEEDS - config.seed:
-            raise ArgumentError(f"{CALL}: {flag} is {count}, expected 1 to {SEEDS - config.seed}.")
-    assert config.deep_steps is not None
-    if config.deep_steps < 1:
-        raise ArgumentError(f"{CALL}: --deep-steps is {config.deep_steps}, expected at least 1.")
-    for depth in config.depths:
-        budget(config, depth).check(CALL)
-    for kind in kinds(config):
-        model_config(config, kind, 256)
-    return config
+        return made
 
 
-def budget(config: MosaicKernelsConfig, depth: int) -> Budget:
-    """What every model of this depth is given."""
-    assert config.depths is not None
-    numbers = {f.name: getattr(config, f.name) for f in fields(Budget) if hasattr(config, f.name)}
-    for name in ("learning_rates", "final_shares"):
-        given = getattr(config, name)
-        numbers[name[:-1]] = given[config.depths.index(depth) if len(given) > 1 else 0]
-    if depth != config.depths[0]:
-        numbers["steps"] = config.deep_steps
-    return Budget(**numbers)
+HELD_OUT = f"Held-out nats per token, the first less the second; {MATTERS:g} is taken to matter."
 
 
-def model_config(config: MosaicKernelsConfig, kind: Kind, vocabulary: int) -> Any:
-    """The Memory Mosaic of a kind.
+def kind_of(weighting: str, k: float | None, form: str) -> str:
+    """Return the name of a kind for a legend."""
+    near = [] if k is None or k != k else [f"k = {k:g}"]
+    return ", ".join([weighting, *near, *([] if form == DEFINED else [form])])
 
-    Raises:
-        ArgumentError: sizes that do not fit.
-    """
-    from regard.models import MemoryMosaicConfig
 
-    return MemoryMosaicConfig(
-        vocab_size=vocabulary,
-        hidden_size=config.width,
-        num_hidden_layers=kind.depth,
-        num_attention_heads=config.heads,
-        mixers=kind.sentence,
-        uniform_gradient="hard" if kind.form == HARD else "straight-through",
-        max_position_embeddings=config.context,
-    )
+def gaps_of(runs: Callable[..., pd.DataFrame], names: Sequence[str], others: Sequence[str]) -> dict[str, Estimate]:
+    """Return the difference of held-out losses of each pair of weightings that were trained."""
+    return {f"{name} to {other}": paired(runs(name), runs(other), "held_out")
+            for name in names for other in others if len(runs(name)) and len(runs(other))}  # fmt: skip
+
+
+def above(rows: pd.DataFrame, base: pd.DataFrame) -> str:
+    """Return the difference of held-out losses; nothing where there is no base."""
+    return gap("held_out", base)(rows) if len(base) else MISSING
+
+
+def average(column: str, form: str) -> Show:
+    """Return a function that shows the mean; nothing where no row has a number."""
+    return lambda rows: form.format(rows[column].mean()) if rows[column].notna().any() else MISSING
 
 
 def inside(model: Any, windows: list[list[int]]) -> dict[str, Any]:
-    """What the contextual memories do on windows [B, T] of tokens; a `measure` of runs.
+    """Return what the contextual memories do on windows [B, T] of tokens.
 
     Returns:
-        "empty": share of rows, from the second token on, in which no pair has weight by itself; "support": mean number
-        of pairs with weight, None for released forms; "sharpness" (beta^2), "h", "margin", ...: what is learned, by
-        block and head.
+        "empty", the share of rows, from the second token on, in which no pair has weight by itself, and "support", the
+        mean number of pairs with weight, None for released forms; "heads", rows with what is learned: "sharpness"
+        (beta^2), "h", "margin".
     """
     from regard.inspect import capture
     from regard.nn import ContextualMemory
@@ -290,113 +368,25 @@ def inside(model: Any, windows: list[list[int]]) -> dict[str, Any]:
         model(input_ids=tokens, use_cache=False)
     model.train(training)
     empty, support = [], []
-    for place, memory in enumerate(memories):
+    rows: list[dict[str, Any]] = []
+    for block, memory in enumerate(memories):
+        learned = {} if memory.sharpness is None else {"sharpness": memory.sharpness()}
         if isinstance(memory, ReleasedMemory):
             empty.append(_later_rows(memory.fallen))
         else:
-            found = seen.layers[place]
+            found = seen.layers[block]
             empty.append(_later_rows(found.empty | found.fallback))
             support.append(_later_rows(found.support))
-    learned: dict[str, list[list[float]]] = {}
-    for memory in memories:
-        numbers = {} if isinstance(memory, ReleasedMemory) else memory.numbers()
-        if memory.sharpness is not None:
-            numbers = {"sharpness": memory.sharpness(), **numbers}
-        for name, number in numbers.items():
-            learned.setdefault(name, []).append([round(x, 4) for x in number.detach().flatten().tolist()])
-    mean = lambda parts: sum(parts) / len(parts) if parts else None  # noqa: E731
-    return {"empty": mean(empty), "support": mean(support), **learned}
+            learned |= memory.numbers()
+        values = {name: number.detach().flatten().tolist() for name, number in learned.items()}
+        rows += [
+            {"kind": "head", "block": block, "head": head, **{name: round(x[head], 4) for name, x in values.items()}}
+            for head in range(len(next(iter(values.values()), ())))
+        ]
+    mean: Callable[[list[float]], float | None] = lambda parts: sum(parts) / len(parts) if parts else None  # noqa: E731
+    return {"empty": mean(empty), "support": mean(support), "heads": rows}
 
 
 def _later_rows(rows: Tensor) -> float:
-    """The mean of [B, H, T] without the first token's, which sees no pair."""
+    """Return the mean of [B, H, T] without the first token's, which sees no pair."""
     return rows[..., 1:].double().mean().item()
-
-
-@recipes.register("mosaic-kernels")
-class MosaicKernels:
-    """Memory Mosaics with every weighting of the sparse-attention paper, as defined and as its programs computed it."""
-
-    Config: ClassVar[type[Any]] = MosaicKernelsConfig
-
-    @staticmethod
-    def run(config: MosaicKernelsConfig, progress: Progress) -> Findings:
-        """See `regard.recipes.Recipe`."""
-        config = check(config)
-        progress("reading the text")
-        from ..lib.language_text import read_text
-
-        assert config.context is not None
-        assert config.tokenizer is not None
-        assert config.measured is not None
-        text = read_text(config.data, config.tokenizer, context=config.context, measured=config.measured, call=CALL)
-        trained = kinds(config)
-        windows = text.windows(LOOKED_AT, config.context)
-        begun = starts(config, trained, text, windows)
-        found = run_jobs(jobs(config, trained, text, windows), config.workers, progress)
-        progress("drawing")
-        from . import mosaic_kernels_output as output
-
-        groups = {kind: [run for run in found if run.name == kind.name] for kind in trained}
-        data = {
-            "text": text.described,
-            "numbers": {f.name: getattr(config, f.name) for f in fields(config) if f.name in SIZES["paper"]},
-            "empty_at_the_start": begun,
-            "runs": [run.record() for run in found],
-        }
-        return Findings(data, output.tables(groups), output.figures(groups), output.notes(groups, begun, rates(config)))
-
-
-def rates(config: MosaicKernelsConfig) -> dict[int, float]:
-    """The highest learning rate of every depth."""
-    assert config.depths is not None
-    return {depth: budget(config, depth).learning_rate for depth in config.depths}
-
-
-def starts(
-    config: MosaicKernelsConfig, trained: Sequence[Kind], text: LanguageText, windows: list[list[int]]
-) -> dict[str, float]:
-    """Share of empty rows before any training, of normalised ReLU as it is defined: name to share."""
-    from regard.models import MemoryMosaicForCausalLM
-
-    found = {}
-    for kind in trained:
-        if kind.weighting == "normrelu" and kind.form == DEFINED:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(config.seed)
-                model = MemoryMosaicForCausalLM(model_config(config, kind, text.vocabulary))
-            found[kind.name] = inside(model, windows)["empty"]
-    return found
-
-
-def jobs(
-    config: MosaicKernelsConfig, trained: Sequence[Kind], text: LanguageText, windows: list[list[int]]
-) -> list[Job]:
-    """One for every kind and seed."""
-    return [
-        Job(
-            name=kind.name,
-            config=model_config(config, kind, text.vocabulary),
-            material=text,
-            budget=budget(config, kind.depth),
-            seed=seed,
-            measure=partial(inside, windows=windows),
-            prepare=released(kind),
-        )
-        for kind in trained
-        for seed in seeds(config, kind)
-    ]
-
-
-def seeds(config: MosaicKernelsConfig, kind: Kind) -> range:
-    """The seeds of a kind."""
-    assert config.depths is not None
-    assert config.ks is not None
-    count = config.seeds if kind.k in (None, shown_k(config.ks)) else config.k_seeds
-    count = count if kind.depth == config.depths[0] else config.deep_seeds
-    return range(config.seed, config.seed + (count or 1))
-
-
-def released(kind: Kind) -> Any:
-    """What makes a model weigh as a released program did; None for what the grammar computes."""
-    return partial(use_released, released=Released(kind.weighting, kind.form)) if kind.form in FORMS else None
