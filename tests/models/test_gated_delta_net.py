@@ -16,7 +16,7 @@ C, H, D, W = 24, 3, 8, 4
 def layer(seed=0):
     torch.manual_seed(seed)
     made = GatedDeltaNet(C, H, D, W, layer_idx=0)
-    made.init_numbers()
+    made.init_weights()
     return made.eval()
 
 

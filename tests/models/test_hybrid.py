@@ -245,12 +245,12 @@ def test_mask_forms_agree(make_model, encode):
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (torch.ones(1, 4), "attention_mask is torch.float32, expected a boolean or integer tensor"),
+        (torch.ones(1, 4), r"attention_mask is a torch.float32 tensor \[1, 4\], expected booleans or integers"),
         (torch.ones(1, 3, dtype=torch.long), r"attention_mask has shape \[1, 3\], expected \[1, 4\]"),
         (torch.ones(4, dtype=torch.long), r"attention_mask has shape \[4\], expected \[1, 4\]"),
         (torch.ones(1, 1, 4, 4, dtype=torch.bool), r"expected \[1, 4\]"),
         (torch.ones(2, 4, dtype=torch.bool), r"expected \[1, 4\]"),
-        ([[1, 1, 1, 1]], "attention_mask is list, expected a boolean or integer tensor"),
+        ([[1, 1, 1, 1]], r"attention_mask is \[\[1, 1, 1, 1\]\], expected booleans or integers"),
     ],
 )
 def test_bad_masks(make_model, encode, mask, message):
@@ -269,20 +269,23 @@ def test_a_mask_must_count_the_tokens_in_the_cache(make_model, encode):
     ("arguments", "message"),
     [
         ({}, "give either input_ids or inputs_embeds"),
-        ({"input_ids": torch.ones(4, dtype=torch.long)}, r"input_ids has shape \[4\], expected \[B, T\]"),
+        (
+            {"input_ids": torch.ones(4, dtype=torch.long)},
+            r"input_ids is a torch.int64 tensor \[4\], expected torch.int64 tokens \[B, T\]",
+        ),
         (
             {"input_ids": torch.ones(1, 0, dtype=torch.long)},
-            r"input_ids has shape \[1, 0\], expected .* T >= 1",
+            r"input_ids is a torch.int64 tensor \[1, 0\], expected .* T >= 1",
         ),
-        ({"input_ids": torch.ones(1, 4)}, "input_ids has dtype torch.float32, expected torch.int64"),
+        ({"input_ids": torch.ones(1, 4)}, r"input_ids is a torch.float32 tensor \[1, 4\], expected torch.int64 tokens"),
         (
             {"inputs_embeds": torch.ones(1, 4, 9)},
-            r"inputs_embeds has shape \[1, 4, 9\], expected \[B, T, 64\]",
+            r"inputs_embeds is a torch.float32 tensor \[1, 4, 9\], expected .* \[B, T, 64\]",
         ),
-        ({"inputs_embeds": torch.ones(1, 0, 64)}, r"inputs_embeds has shape \[1, 0, 64\]"),
+        ({"inputs_embeds": torch.ones(1, 0, 64)}, r"inputs_embeds is a torch.float32 tensor \[1, 0, 64\]"),
         (
             {"input_ids": torch.ones(1, 4, dtype=torch.long), "position_ids": torch.arange(3)[None]},
-            r"position_ids has shape \[1, 3\] .* expected integers \[1, 4\]",
+            r"position_ids has shape \[1, 3\], expected \[B or 1, 4\]",
         ),
         (
             {"input_ids": torch.ones(1, 4, dtype=torch.long), "labels": torch.ones(1, 3, dtype=torch.long)},

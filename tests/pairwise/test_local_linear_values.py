@@ -220,8 +220,8 @@ def test_the_cost_of_a_window_is_in_its_pairs(monkeypatch: pytest.MonkeyPatch) -
     counted = []
     blocks = Work.blocks
 
-    def spy(self):
-        for block in blocks(self):
+    def spy(self, *options):
+        for block in blocks(self, *options):
             counted[-1] += block.heads * (block.last - block.first) * (block.high - block.low)
             yield block
 

@@ -124,8 +124,8 @@ def test_the_cost_is_in_the_pairs_of_the_segments(spec: str, monkeypatch: pytest
     counted = []
     blocks = Work.blocks
 
-    def spy(self: Work) -> Any:
-        for block in blocks(self):
+    def spy(self: Work, *options: Any) -> Any:
+        for block in blocks(self, *options):
             counted.append(block.heads * (block.last - block.first) * (block.high - block.low))
             yield block
 
