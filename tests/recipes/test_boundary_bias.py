@@ -140,8 +140,10 @@ def test_a_seed_gives_the_same_numbers_and_the_page_shows_them(tiny: Path, tmp_p
     made, results = load(recipe.BoundaryBias, tiny)
     again = load(recipe.BoundaryBias, tmp_path / "a")[1].frame
     same = results.select(d=1, seed=[3, 4])
-    keys = ["n", "seed", "estimator", "place", "whole"]
-    assert again[keys].sort_values(keys).to_numpy().tolist() == same[keys].sort_values(keys).to_numpy().tolist()
+    keys = ["n", "seed", "estimator", "place"]
+    one, other = (frame.sort_values(keys) for frame in (again, same))
+    assert one[keys].to_numpy().tolist() == other[keys].to_numpy().tolist()
+    assert one["whole"].tolist() == pytest.approx(other["whole"].tolist(), rel=1e-12)  # sums may differ in the last bit
     assert (tiny / "boundary-bias-errors.png").read_bytes().startswith(b"\x89PNG")
     said = log_slope(select(chosen(tiny), d=2, estimator="local linear"), "n", "whole")
     assert f"| 2 | local linear | -0.667 | {said.text()} |" in (tiny / "boundary-bias.md").read_text()
