@@ -72,7 +72,7 @@ class Problem:
 
 @dataclass
 class Inputs:
-    """Checked inputs of one call.
+    """Checked inputs of one call, which an implementation must not change.
 
     q [B, H, Tq, F] and k [B, Hkv, Tk, F] are features with factor * q . k = z; x and y the raw queries and keys, for
     degree 1 alone; v [B, Hkv, Tk, Dv]. All are finite and in float32 or float64, with the scale in q and `factor` 1.

@@ -210,7 +210,8 @@ def at_once(inputs: Inputs) -> bool:
     recorded = inputs.problem.gradient or torch.compiler.is_compiling() or torch.jit.is_tracing()
     if recorded or inputs.q.is_meta or torch._C._len_torch_dispatch_stack():
         return False
-    return all(x is None or type(x) in PLAIN for x in (inputs.q, inputs.k, inputs.v, inputs.visible.mask))
+    given = (inputs.q, inputs.k, inputs.v, inputs.visible.mask, inputs.ridge, inputs.probe, *inputs.params.values())
+    return all(type(x) in PLAIN for x in given if isinstance(x, Tensor))
 
 
 def flat(x: Tensor) -> Tensor:
