@@ -68,7 +68,7 @@ ORACLES = {
 
 
 def eager_with(monkeypatch: pytest.MonkeyPatch, weights: Any) -> None:
-    """`weights` in the place of softmax in transformers' eager attention; rows without a key are zero."""
+    """`weights` in place of softmax in transformers' eager attention; rows without a key are zero."""
 
     def normalise(scores: Tensor, dim: int = -1, dtype: Any = None) -> Tensor:
         hidden = scores < -1e30

@@ -1,4 +1,4 @@
-"""Every hook point of every registered model: who listens changes nothing, what is put in the place of what passes is
+"""Every hook point of every registered model: who listens changes nothing, what is put in place of what passes is
 used wherever the model runs, and nothing stays behind. Models without hook points have nothing to keep here.
 """
 

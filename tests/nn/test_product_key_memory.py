@@ -144,7 +144,7 @@ GATED_DELTA_NET = (
 
 
 def test_parameters_at_the_papers_sizes() -> None:
-    """Table 2: 112.11 M for GDN, 509.08 M with product-key memories in the place of three feed-forward layers."""
+    """Table 2: 112.11 M for GDN, 509.08 M with product-key memories in place of three feed-forward layers."""
     with torch.device("meta"):
         layer = ProductKeyMemory(768)
     count = sum(p.numel() for p in layer.parameters())

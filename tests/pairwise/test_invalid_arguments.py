@@ -58,7 +58,7 @@ def numbers(*rows: int, low: float | None = None, high: float | None = None) -> 
 
 
 def tensors(x: Tensor) -> list[Any]:
-    """What cannot stand in the place of x [2, H, 5, 3] beside the others."""
+    """What cannot stand in place of x [2, H, 5, 3] beside the others."""
     return [
         None, *OBJECTS, True, 3, 0.5, HUGE, x.tolist(), x.numpy(), x.long(), x > 0, x.to(torch.complex64), x.double(),
         x.to(torch.float8_e4m3fn), x.half(), x[0], x[None], x[0, 0, 0, 0], x.to("meta"), x[:1], x[:0], x[:, :0],

@@ -59,7 +59,7 @@ def test_what_is_trained(tiny: Path) -> None:
     assert counts["iclm-wv"] == counts["transformer"] + 16  # the start vector
     assert counts["iclm-wv-no-mlp"] == counts["transformer-no-mlp"] + 16
     assert counts["iclm-wv"] - counts["iclm-wv-no-f-mlp"] == 2 * 16 * 64 + 16 + 64 + 2 * 16
-    assert counts["iclm-full"] == counts["iclm-wv"]  # (2 + H) C^2 in the place of 4 C^2, with two heads
+    assert counts["iclm-full"] == counts["iclm-wv"]  # (2 + H) C^2 in place of 4 C^2, with two heads
     assert abs(counts["iclm-full-matched"] - counts["transformer"]) <= 33
     assert runs["held_out"].between(2, 6).all()
 

@@ -87,7 +87,7 @@ def fast_weight_memory(
         impl: how a new stream stores values: "reference" (whole tables), "sparse" (only written rows), "triton" (CUDA
             devices: whole tables written in place, by kernels that also search, read and move keys), or "auto" (triton
             where its kernels can do what is asked, otherwise sparse).
-        observer: an object that is told of every read and write.
+        observer: an object that receives every read and write.
         sync: "all_gather": every process of torch.distributed writes the tokens of all processes into its shared
             memory, as one process with the whole batch would. All must give equal shapes; gradients stay within a
             process.

@@ -26,7 +26,7 @@ BLOCK = 8192
 
 
 class WriteObserver(Protocol):
-    """An object that is told of all reads and writes; its tensors carry no gradient."""
+    """An object that receives all reads and writes; its tensors carry no gradient."""
 
     def on_read(self, slots: Tensor, weights: Tensor, position: Tensor, valid: Tensor, row: Tensor) -> None:
         """Take the slots and weights [M, P, K] of tokens, their `position` [M, P] in the stream of batch row `row`
@@ -94,7 +94,7 @@ class SlotMemory:
     Attributes:
         rule: how chunks are written.
         top_k, kind, eps, spec: how slots are found and weighted.
-        observer: who is told of reads and writes.
+        observer: the object that receives reads and writes.
         sync: "all_gather" or None (`fast_weight_memory`).
         mix: return a mix of what was read and the tokens' values.
         row: int64 [R], the batch row of each stream; None: the streams are the rows.

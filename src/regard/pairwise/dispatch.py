@@ -136,7 +136,7 @@ class Implementation(Protocol):
     #   native(problem) -> bool, whether it takes queries and keys as they came (`Inputs`);
     #   raw(problem) -> bool, whether it also takes them, and values, with whatever is not finite in them, and itself
     #       answers NaN in the rows that see such numbers, and in no other;
-    #   clean(x), in the place of `precision.clean`;
+    #   clean(x), in place of `precision.clean`;
     #   hesitates(problem) -> str | None, why "auto" is not to choose it though it could.
 
 

@@ -1,7 +1,7 @@
 """ICLM beside a Transformer of equal size: perplexity, time and memory, with and without feed-forward layers.
 
 The ICLM paper (section 7, tables 1 and 2) reports perplexities close to those of a Transformer "with the same number of
-parameters". Counted, the models of table 2 are equal (`wv`, a value head in the place of W_v); those of table 1, where
+parameters". Counted, the models of table 2 are equal (`wv`, a value head in place of W_v); those of table 1, where
 W_v is left out, are not: f attention alone has (2 + H) C^2 parameters to the Transformer's 4 C^2. Here `wv` is trained
 beside `full` as it is, `full` brought to the Transformer's number by narrower feed-forward layers of f, and (at the
 paper's size) `full` with two heads in f, which is equal by itself.

@@ -24,7 +24,7 @@ from ..lib.pivots import pivot
 from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
 from ..lib.results import Results, select
 
-ALONE = "by itself"  # in the place of a rule: the kernel as a function of distance or score
+ALONE = "by itself"  # in place of a rule: the kernel as a function of distance or score
 DIGITS = 4
 """Of the numbers in the JSON file."""
 CORRECTION = (

@@ -180,7 +180,7 @@ def run_rows(run: LanguageRun) -> Iterator[dict[str, Any]]:
 
 
 def _plain(found: Any) -> Any:
-    """Data with None in the place of numbers that JSON has no word for."""
+    """Data with None in place of numbers that JSON has no word for."""
     if isinstance(found, dict):
         return {name: _plain(value) for name, value in found.items()}
     if isinstance(found, (list, tuple)):

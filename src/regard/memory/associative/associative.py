@@ -438,7 +438,7 @@ class AssociativeMemory(nn.Module):
     ) -> Tensor:
         """The energy [B, H, Tq], float32 at least, that no step of retrieval raises; see `energy`.
 
-        softmax: |q|^2/2 - logsumexp(scale k.q) / scale; entmax: the conjugate of Tsallis' entropy in the place of
+        softmax: |q|^2/2 - logsumexp(scale k.q) / scale; entmax: the conjugate of Tsallis' entropy in place of
         the logsumexp. Differentiable; on the dot product the gradient by q is q - read(q), except at ties.
 
         Raises:

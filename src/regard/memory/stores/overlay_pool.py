@@ -67,7 +67,7 @@ class Pool(RowPieces):
         self._pass = -1
 
     def rebase(self, base: Tensor) -> None:
-        """Take `base`, of the same numbers, in the place of the present one."""
+        """Take `base`, of the same numbers, in place of the present one."""
         self.base, self.pieces[0] = base, base.detach()
 
     @property

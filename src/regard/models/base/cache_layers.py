@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -69,9 +70,9 @@ class OwnCacheLayer(CacheLayerMixin):
         if self.device is not None:
             self._map(lambda x: x.to(self.device, non_blocking=True))
 
+    @abstractmethod
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply `fn` to every tensor."""
-        raise NotImplementedError
 
 
 class StateCacheLayer(OwnCacheLayer):

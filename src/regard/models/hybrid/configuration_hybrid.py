@@ -126,7 +126,7 @@ class HybridConfig(RegardConfig):
             name: "GDN", "GDN+SWA", "GDN+FA", "FA", either of the last two with "-pSWA", or "LaCT". Of the mixed ones
                 every fourth layer is attention.
             memories: as the field.
-            fields: of this class, in the place of the paper's. `window` is that of SWA, pSWA and LaCT.
+            fields: of this class, in place of the paper's. `window` is that of SWA, pSWA and LaCT.
 
         Raises:
             ArgumentError: an unknown layout, or as the class.

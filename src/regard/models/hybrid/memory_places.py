@@ -43,7 +43,7 @@ def read_places(call: str, given: str | Mapping[Any, Any] | None, depth: int) ->
         kind = memory_layers.get(name).replaces_feed_forward
         clash = [n for n in places.get(at, []) if memory_layers.get(n).replaces_feed_forward == kind]
         if clash:
-            where = "in the place of the feed-forward layer" if kind else "beside the feed-forward layer"
+            where = "in place of the feed-forward layer" if kind else "beside the feed-forward layer"
             raise ArgumentError(f"{call}: memories puts {clash[0]} and {name} {where} of layer {at}; choose one.")
         places.setdefault(at, []).append(name)
     return dict(sorted(places.items()))

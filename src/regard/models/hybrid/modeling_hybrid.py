@@ -32,7 +32,7 @@ from .token_mixers import TokenMixer, own_layer, token_mixers
 
 class HybridDecoderLayer(GradientCheckpointingLayer):
     """x + mixer(norm(x)), then x + feed_forward(norm(x)) where there is one; a fast memory adds to x before the mixer
-    or after it, a slow one stands in the place of the feed-forward layer.
+    or after it, a slow one stands in place of the feed-forward layer.
 
     Attributes:
         self_attn: the mixer: `regard.nn.Attention`, or a `TokenMixer`.

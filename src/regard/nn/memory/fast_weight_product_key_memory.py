@@ -64,7 +64,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
             resident memory changes, or parameters (`learn_initial`).
         chunk_size: tokens between two writes. May be set at any time.
         frozen: read and do not write; the state comes back as it was given. May be set at any time.
-        observer: None, or a `MemoryObserver` that is told of every read and write.
+        observer: None, or a `MemoryObserver` that receives every read and write.
         slots: N.
         hook_gate, hook_read: see the gates [B, T] and what was read [B, T, Dv], before the mix.
 

@@ -101,7 +101,7 @@ def forward(
     """(out [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags int32 [B, H, Tq, FLAGS], index int32 [B, H, Tq, n],
     tilt float32 [B, H, Tq, Dv], live uint8 [B, H, ceil(Tq / live_rows), ceil(Tk / live_keys)]).
 
-    `factor` and `given` (margin or bias), [B, H, Tq], stand in the place of `scale` and `number`. Without `keep`
+    `factor` and `given` (margin or bias), [B, H, Tq], stand in place of `scale` and `number`. Without `keep`
     nothing is kept for a backward pass; `counted` says whether support and effective sample size are.
     """
     from . import forward as compact_forward

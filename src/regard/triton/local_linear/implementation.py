@@ -167,7 +167,7 @@ def forward(
     """(out [B, H, Tq, Dv], t [B, H, Tq, D], lse [B, H, Tq], means of keys [B, H, Tq, D] and of values [B, H, Tq, Dv],
     steps and residual [B, H, Tq, 2], `SolveStatus` [B, H, Tq], counts of weights [B, H, Tq, 4]).
 
-    `factor` [B, H, Tq] and `ridge` [B, H, Tq, 1 or D] stand in the place of `scale` and `number`; `given`: t = -probe.
+    `factor` [B, H, Tq] and `ridge` [B, H, Tq, 1 or D] stand in place of `scale` and `number`; `given`: t = -probe.
     """
     from .forward import moments, output
     from .solve import Rule, solve

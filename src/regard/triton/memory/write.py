@@ -183,7 +183,7 @@ def written(
         table: [M, N, Dv], contiguous; float32 or bfloat16.
         slots, entries: of an `Order`.
         shares: float32 [M, P, K]; errors: float32 [M, P, Dv].
-        log: as `table` [M, E, Dv]: takes the rows before, each in the place of its slot's first entry. None: none.
+        log: as `table` [M, E, Dv]: takes the rows before, each in place of its slot's first entry. None: none.
         add: instead, add sum share e to the rows (what a backward pass does with gradients).
 
     Cost: one launch; reads U rows of the table and those of the errors, writes U rows of table and log, of U slots.

@@ -240,7 +240,7 @@ def find_peak(x: Any, kernel: int, r: Any, tops: Any, top: Any, kept: Any, flags
 
 @jit
 def _sum_above(z: Any, r: float, edge: float) -> float:
-    """The sum of weights at a threshold in the place of `edge`."""
+    """The sum of weights at a threshold in place of `edge`."""
     total = 0.0
     for j in range(z.shape[0]):
         a = np.float64(z[j]) - edge
@@ -321,7 +321,7 @@ def find_gap(x: Any, r: Any, top: Any, b: Any, kept: Any, flags: Any) -> Any:
 
 @jit
 def _sift(heap: Any, size: int, x: Any) -> None:
-    """Put x in the place of the smallest of heap[:size], and mend the order."""
+    """Put x in place of the smallest of heap[:size], and mend the order."""
     at = 0
     while True:
         child = 2 * at + 1
