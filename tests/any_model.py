@@ -1,13 +1,125 @@
-"""Any registered language model, small, and texts for it: what the contracts of models share."""
+"""Small models of every kind that is registered, and texts for them: what the tests of models share."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from regard.models import language_models
+from regard.models import language_models, token_mixers
+from regard.nn.memories import memory_layers
 
 SIZES = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "pad_token_id": 0}
 T = 13
+SMALL = {
+    "gated-deltanet": {"num_heads": 2, "head_dim": 8},
+    "lact": {"fast_heads": 2, "window": 4, "chunk_size": 3},
+    "fwpkm": {"sub_keys": 8, "key_dim": 8, "value_dim": 8, "top_k": 4, "chunk_size": 3},
+    "fwmlp": {"in_dim": 8, "hidden_dim": 12, "value_dim": 8, "chunk_size": 3},
+    "pkm": {"sub_keys": 8, "key_dim": 8, "top_k": 4},
+}
+"""Options that make mixers and memories small; those that are not named here are tested with their defaults."""
+TRANSFORMER = {
+    "elu": {"mixers": ["elu", "topk-softmax"], "num_hidden_layers": 2},
+    "linear": {"mixers": ["linear", "normrelu"], "num_hidden_layers": 2, "feed_forward": "gelu", "norm": "layer"},
+    "grouped": {"mixers": ["shift-cosine", "softmax"], "num_hidden_layers": 2, "num_key_value_heads": 1},
+    "local-linear": {"mixers": ["local-linear", "local-linear[biweight]"], "ridges": "learned", "qk_norm": "rms",
+                     "num_key_value_heads": 1, "num_hidden_layers": 2},
+    "window": {"mixers": ["softmax", "elu", "biweight", "local-linear"], "window": 3},
+    "window-without-self": {"mixers": ["softmax", "shift-cosine"], "num_hidden_layers": 2, "window": 4,
+                            "exclude_self": True},
+    "one-key": {"mixers": ["softmax", "biweight"], "num_hidden_layers": 2, "window": [1, None], "rotary_share": 0.5},
+    "qk_norm": {"mixers": ["softmax", "biweight"], "num_hidden_layers": 2, "qk_norm": "l2"},
+    "learned": {"mixers": ["softmax", "biweight"], "num_hidden_layers": 2, "temperatures": "learned",
+                "tie_word_embeddings": False},
+    "log": {"mixers": ["linear", "biweight"], "num_hidden_layers": 2, "temperatures": "log"},
+    "power": {"mixers": ["linear", "softmax"], "num_hidden_layers": 2, "temperatures": "power", "window": 4},
+    "shared": {"mixers": ["linear", "softmax"], "num_hidden_layers": 2, "share_query_key": True, "exclude_self": True,
+               "output_gate": True, "temperatures": ["power(exponent=0.5)", "log"]},
+}  # fmt: skip
+MOSAIC = {
+    "distance": {"mixers": ["epanechnikov*fixed(h=1)*cosine", "relumax"]},
+    "local-linear": {"mixers": ["local-linear", "linear"], "tie_word_embeddings": False},
+    "persistent": {"persistent": "biweight", "persistent_copies": 2},
+    "average": {"leaky": "average", "key_eps": 1e-6},
+    "convex": {"look_ahead": "convex", "bias": True},
+    "parallel": {"wiring": "parallel"},
+    "shared": {"wiring": "parallel", "persistent_keys": "shared", "mixers": ["biweight", "softmax"]},
+    "nano": {"look_ahead": "convex", "key_eps": 1e-10, "scale_logits": False, "initializer": "gpt2"},
+    "library": {"look_ahead": "convex", "leaky": "average", "persistent_copies": 2},
+}
+ICLM = {
+    "f-none": {"f_mlp": "none", "num_hidden_layers": 2},
+    "side-wv": {"f_mlp": "side", "variant": "wv"},
+    "slice-bos": {"f_mlp": "none", "variant": "slice", "start": "bos"},
+    "steps-bos": {"variant": "wv", "start": "bos", "expectation": "exact", "gd_steps": 2},
+    "steps": {"expectation": "exact", "gd_steps": 2, "phi_mixers": "relumax"},
+    "linear-pre": {"f_mlp": "none", "mixers": "linear", "expectation": "mean", "f_reads": "pre"},
+    "sum": {"mixers": "elu", "f_average": False, "f_rope": False, "phi_mlp": "none"},
+    "local-linear": {"f_mlp": "none", "mixers": "local-linear", "norm_values": True, "tie_word_embeddings": False},
+    "two-tables": {"mixers": "biweight", "tie_phi": False, "d_phi": 32, "f_attention_heads": 4},
+    "pre-bos": {"num_hidden_layers": 2, "f_reads": "pre", "start": "bos"},
+}
+
+
+def _options() -> dict[str, tuple[str, dict]]:
+    found = {f"transformer-{name}": ("transformer", fields) for name, fields in TRANSFORMER.items()}
+    found |= {f"mosaic-{name}": ("memory-mosaic", {"num_hidden_layers": 2, **each}) for name, each in MOSAIC.items()}
+    return found | {f"iclm-{name}": ("iclm", fields) for name, fields in ICLM.items()}
+
+
+def _parts() -> dict[str, tuple[str, dict]]:
+    found, sizes = {}, {"num_hidden_layers": 2}
+    for name in token_mixers.names():
+        fields = {"mixers": [name, "biweight"], "mixer_options": {name: SMALL.get(name, {})}, **sizes}
+        found[f"mixer-{name}"] = ("transformer", fields)
+    for name in memory_layers.names():
+        for place in ("before-mixer", "after-mixer"):
+            fields = {"memories": f"{name}@1", "memory_options": {name: SMALL.get(name, {})}, **sizes}
+            found[f"memory-{name}-{place}"] = ("transformer", {**fields, "memory_place": place})
+    mixed = {"memories": "pkm@0+fwpkm@0", "memory_options": {name: SMALL[name] for name in ("pkm", "fwpkm")}}
+    found["memory-of-two-kinds"] = ("transformer", {"mixers": ["gated-deltanet", "softmax"], **mixed, **sizes,
+                                    "mixer_options": {"gated-deltanet": SMALL["gated-deltanet"]}})  # fmt: skip
+    return found
+
+
+OPTIONS = _options()
+"""Models with other fields than the default ones: name -> (registered model, fields)."""
+PARTS = _parts()
+"""Models with each token mixer and each memory that is registered."""
+CASES = {name: (name, {}) for name in language_models.names()} | OPTIONS | PARTS
+CASES |= {
+    f"{name}-{mixer}": (name, {"mixers": mixer})
+    for name in language_models.names()
+    for mixer in ("biweight", "relumax", "shift-cosine")
+}
+
+
+def cases(names):
+    """A parametrisation over cases, of which the last two kernels of each model are slow."""
+    slow = ("-relumax", "-shift-cosine")
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, marks=pytest.mark.slow) if case.endswith(slow) else case for case in names]
+    )
+
+
+every_model = pytest.mark.parametrize("name", language_models.names())
+every_case = cases(CASES)
+plain_case = cases([case for case in CASES if case not in OPTIONS and case not in PARTS])
+
+
+def counts_padding(case):
+    """Whether windows count hidden tokens, so that hiding a token inside a text is not leaving it out."""
+    return any(word in case for word in ("window", "one-key", "power", "lact"))
+
+
+def tolerance(case):
+    """The delta rule is computed in float32, whatever the dtype of the model."""
+    return 1e-5 if "gated-deltanet" in str(CASES[case]) else 1e-9
+
+
+def takes_embeddings(case):
+    """Whether the model of a case takes embeddings in the place of tokens."""
+    return CASES[case][1].get("tie_phi", True)
 
 
 def moved(model, seed=3, size=0.2):
@@ -21,9 +133,11 @@ def moved(model, seed=3, size=0.2):
 
 
 def make(name, mixers="softmax", dtype=torch.float64, **fields):
-    entry = language_models.get(name)
+    """The registered model or case of this name, away from its initial values."""
+    kind, own = CASES[name]
+    entry = language_models.get(kind)
     torch.manual_seed(0)
-    return moved(entry.model(entry.config(**{**SIZES, "mixers": mixers, **fields})).to(dtype).eval())
+    return moved(entry.model(entry.config(**{**SIZES, "mixers": mixers, **own, **fields})).to(dtype).eval())
 
 
 def text(rows=1, length=T, seed=0):

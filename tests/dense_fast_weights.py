@@ -66,41 +66,56 @@ class Dense:
         """[R, L, Dv] of queries [R, L, H, 2 d]."""
         return slot_shares(query, self.keys, self.k, self.score, self.eps).sum(-2) @ self.values
 
+    def look(self, query: Tensor) -> tuple[list[int], list[float]]:
+        """The slots that one token [H, 2 d] reads, the best of each head first, and their weights."""
+        shares, at = slot_shares(query, self.keys, self.k, self.score, self.eps), self.slots(query, self.keys)
+        return at.flatten().tolist(), shares.gather(-1, at).flatten().tolist()
+
+    def slots(self, query: Tensor, keys: Tensor) -> Tensor:
+        return best(all_scores(half_scores(query, keys, self.score, self.eps)), self.k)
+
+    def targets(self, value: Tensor, following: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What tokens with values [L, Dv] are taught before the value `following` [Dv], and which have a target."""
+        has = torch.ones(len(value), dtype=torch.bool)
+        if not self.look_ahead:
+            return value, has
+        has[-1] = self.border and following is not None
+        last = following if has[-1] else value[-1]
+        return torch.cat([value[1:], last[None]]), has
+
     def write(self, query: Tensor, value: Tensor, gate: Tensor, following: Tensor | None) -> None:
         """Learn a chunk: queries [R, L, H, 2 d], values [R, L, Dv], gates [R, L], the values of the next tokens [R, Dv]
         or None."""
-        keys, values = self.keys.detach().requires_grad_(), self.values.detach().requires_grad_()
-        weights = slot_shares(query, keys, self.k, self.score, self.eps)
-        target, pairs = value, value.shape[1]
-        if self.look_ahead and following is not None and self.border:
-            target = torch.cat([value[:, 1:], following[:, None]], 1)
-        elif self.look_ahead:
-            target, pairs = value[:, 1:], value.shape[1] - 1
-        error = ((weights.sum(-2) @ values)[:, :pairs] - target).square().sum(-1) / 2 * gate[:, :pairs]
-        at = best(all_scores(half_scores(query, keys, self.score, self.eps)), self.k)
+        after = [None] * len(value) if following is None else following
+        target, has = zip(*(self.targets(v, last) for v, last in zip(value, after, strict=True)), strict=True)
+        self.learn(query.flatten(0, 1), torch.cat(target), gate.flatten(0, 1), torch.cat(has))
+
+    def learn(self, query: Tensor, target: Tensor, gate: Tensor, has: Tensor) -> None:
+        """Write P tokens: queries [P, H, 2 d], targets [P, Dv], gates [P], and which have a target [P]. Gradients pass
+        through where the values have any."""
+        graph = self.values.requires_grad
+        keys, values = (x if graph else x.detach().requires_grad_() for x in (self.keys, self.values))
+        weights, pairs = slot_shares(query, keys, self.k, self.score, self.eps), max(int(has.sum()), 1)
+        error = (weights.sum(-2) @ values - target).square().sum(-1) / 2 * gate * has
+        at = self.slots(query, keys)
         met = torch.zeros(weights.shape).scatter(-1, at, 1.0).to(weights)
-        readers = met.sum((0, 1, 2))
+        step: Tensor | float = 1.0
         if self.step == "reference":
-            error = error * at.shape[2] * self.k * value.shape[1] / max(pairs, 1)
+            step = at.shape[1] * self.k * len(query) / pairs
         elif self.step == "normalized":
-            own = weights.detach().sum(-2)[:, :pairs]
-            hits = met.sum(-2)[:, :pairs]
-            error = error / (own.square() / hits.clamp(min=1)).sum(-1)
-        moved = torch.autograd.grad(error.sum(), values, retain_graph=True)[0]
-        self.values = self.values - self.rate * moved / readers.clamp(min=1)[:, None]
-        if self.key_update in ("entropy", "pooled-entropy"):
-            loss = -self.address * self.entropy(query, keys)
-        elif self.key_update == "mse":
-            plain = ((weights.sum(-2) @ values.detach())[:, :pairs] - target).square().mean(-1) / 2 * gate[:, :pairs]
-            loss = plain.mean()
-        else:
-            return
-        self.keys = self.keys - self.rate * torch.autograd.grad(loss, keys)[0]
+            step = 1 / (weights.sum(-2).square() / met.sum(-2).clamp(min=1)).sum(-1)
+        moved = torch.autograd.grad((error * step).sum(), values, create_graph=True)[0]
+        after = values - self.rate * moved / met.sum((0, 1)).clamp(min=1)[:, None]
+        if self.key_update != "none":
+            mse = self.key_update == "mse"
+            loss = error.sum() / pairs / target.shape[-1] if mse else -self.address * self.entropy(query, keys)
+            keys = keys - self.rate * torch.autograd.grad(loss, keys, create_graph=True)[0]
+        self.keys, self.values = (x if graph else x.detach() for x in (keys, after))
 
     def entropy(self, query: Tensor, keys: Tensor | None = None) -> Tensor:
         """The entropy of how often each sub-key is used, all sets added up; pooled, the heads are one set."""
         scores = kept(half_scores(query, self.keys if keys is None else keys, self.score, self.eps), self.k)
-        marginal = scores.softmax(-1).flatten(0, 1).mean(0)  # [H, 2, n]
+        marginal = scores.softmax(-1).flatten(0, -4).mean(0)  # [H, 2, n]
         if self.key_update == "pooled-entropy":
             marginal = marginal.mean(0)
         return -(marginal * (marginal + 1e-8).log()).sum()

@@ -1,8 +1,8 @@
-"""regard: attention is regression done at test time.
+"""regard: attention as regression at test time.
 
-Keys and values are the training data, the query is the test point, the output is the prediction. `Spec` names the
-parts of that regression; `attention` computes it. Importing this package imports nothing, so that `regard --help` is
-quick; the first use of a name imports torch and nothing else.
+Keys and values are the training data, the query is the test point, and the output is the prediction. `Spec` names the
+parts of that regression, and `attention` computes it. Importing this package does not import torch; the first use of a
+name does.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load the public names when the first is used, and a subpackage when it is."""
+    """Load all public names when the first is used, and subpackages on use."""
     if name in __all__ and name != "checks":
         public = import_module(".public", __name__)
         globals().update({key: getattr(public, key) for key in public.__all__})

@@ -1,8 +1,7 @@
-"""Argument errors, in one place, so that every message names the call, what came, what was expected and
-how to mend it.
+"""Checks of arguments. Every message names the call, the given value, what was expected and how to correct it.
 
-Shapes, dtypes and Python numbers are always checked. The *contents* of tensors are not looked at on the hot
-path (that would wait for the device and break compiled graphs) unless `debug()` is on.
+Shapes, dtypes and Python numbers are always checked. The contents of tensors are checked only under `debug()`: reading
+them synchronises the device and breaks compiled graphs.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _DEBUG: ContextVar[bool] = ContextVar("regard_debug", default=False)
 
 @contextmanager
 def debug(enabled: bool = True) -> Iterator[None]:
-    """Also check the contents of tensors inside this block: NaN or infinite inputs and parameters out of
-    their range raise `ArgumentError`. Costs a device synchronisation per call."""
+    """Raise `ArgumentError` inside this block also for NaN or infinite inputs and for tensors of parameters out of
+    range. Costs a device synchronisation per call."""
     token = _DEBUG.set(enabled)
     try:
         yield
@@ -38,7 +37,7 @@ def debug(enabled: bool = True) -> Iterator[None]:
 
 
 def debugging() -> bool:
-    """Whether `debug()` is on. Never on while a graph is being compiled."""
+    """Return whether `debug()` is on and no graph is being compiled."""
     return not torch.compiler.is_compiling() and _DEBUG.get()
 
 
@@ -49,9 +48,9 @@ def require(condition: bool, call: str, message: str) -> None:
 
 
 def within(call: str, argument: str | None, make: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Return make(*args, **kwargs); an `ArgumentError` from inside it names `call`, and `argument` where one is given.
+    """Return make(*args, **kwargs); an `ArgumentError` that it raises names `call`, and `argument` if one is given.
 
-    Without an argument the name of `call` takes the place of the inner call's, whose arguments have the same names.
+    Without `argument`, the name of `call` replaces that of the inner call, whose arguments have the same names.
     """
     try:
         return make(*args, **kwargs)
@@ -64,7 +63,7 @@ def within(call: str, argument: str | None, make: Callable[..., R], *args: Any, 
 
 
 def refuse(call: str, name: str, value: object, expected: str) -> ArgumentError:
-    """Return the error that says what came for an argument and what was expected."""
+    """Return the error that names the given value of an argument and what was expected."""
     return ArgumentError(f"{call}: {name} is {shown(value)}, expected {expected}.")
 
 
@@ -107,7 +106,7 @@ def whole(call: str, name: str, value: Any, low: int | None = None, high: int | 
     """Return `value` after checking that it is a whole number from `low` to `high`; `why` ends the message."""
     ok = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
     if not ok or (low is not None and value < low) or (high is not None and value > high):
-        bounded = high is not None and (high < 2**31 or (ok and value > high))  # a bound for safety is not spelt out
+        bounded = high is not None and (high < 2**31 or (ok and value > high))  # large safety bounds are not named
         span = f" from {low} to {high}" if bounded else "" if low is None else f" >= {low}"
         raise refuse(call, name, value, f"a whole number{span}{why}")
     return value
@@ -119,7 +118,7 @@ def optional_whole(call: str, name: str, value: Any, low: int | None = None, hig
 
 
 def choice(call: str, name: str, value: Any, choices: Iterable[Any]) -> Any:
-    """Return `value` after checking that it is one of a few words (or None, where that is among them)."""
+    """Return `value` after checking that it is one of `choices`: words, and possibly None."""
     known = list(choices)
     if not (value is None or isinstance(value, str)) or value not in known:
         hint = suggestion(value if isinstance(value, str) else "", [str(word) for word in known])
@@ -142,7 +141,7 @@ def instance(call: str, name: str, value: Any, kinds: type | tuple[type, ...], e
 
 
 def mapping(call: str, name: str, value: Any) -> dict[str, Any]:
-    """Return a mapping with names as keys as a dict of its own; None is an empty one."""
+    """Return a mapping with names as keys as a new dict; an empty one for None."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -156,9 +155,9 @@ def tensor(
     """Return `value` after checking that it is a floating-point tensor.
 
     Args:
-        axes: the size of every axis, or its name where any size will do; none: any shape.
-        like, of: a tensor on whose device it must be, and its name.
-        why: ends the message about a shape.
+        axes: the size of each axis, or its name if the size is free; no axes: any shape.
+        like, of: a tensor whose device it must share, and the name of that tensor.
+        why: end of the message about a shape.
     """
     floating(call, name, value)
     _has_axes(call, name, value, axes, why)
@@ -241,7 +240,7 @@ def broadcastable(call: str, name: str, tensor: Tensor, target: tuple[int, ...])
 
 
 def on_device(call: str, name: str, tensor: Tensor, device: torch.device, of: str = "the rest") -> None:
-    """Check that `tensor` is on `device`, where `of` is."""
+    """Check that `tensor` is on `device`, the device of the argument `of`."""
     if tensor.device != device:
         raise ArgumentError(f"{call}: {name} is on {tensor.device}, but {of} is on {device}; move it with .to().")
 
@@ -249,8 +248,8 @@ def on_device(call: str, name: str, tensor: Tensor, device: torch.device, of: st
 def in_range(
     call: str, name: str, value: object, low: float | None = None, high: float | None = None, *, strict: bool
 ) -> None:
-    """Check that a number or tensor lies between `low` and `high`, bounds excluded where `strict`; the contents of a
-    tensor are looked at under `debug()` only."""
+    """Check that a number lies between `low` and `high`, without the bounds if `strict`; tensors only under
+    `debug()`."""
     if isinstance(value, Tensor):
         if not debugging():
             return
@@ -285,6 +284,6 @@ def number(
 
 
 def finite(call: str, name: str, tensor: Tensor) -> None:
-    """Under `debug()`: no NaN and no infinity in `tensor`."""
+    """Check under `debug()` that `tensor` holds no NaN and no infinity."""
     if debugging() and not bool(torch.isfinite(tensor).all()):
         raise ArgumentError(f"{call}: {name} holds NaN or infinite values.")

@@ -1,5 +1,7 @@
-"""The one exception for mistakes in arguments, and "did you mean". Nothing here needs torch, so that the command line
-can answer such mistakes without it; elsewhere both names come from `regard.checks`."""
+"""The exception for wrong arguments, and suggestions for misspelt names, without torch for the command line.
+
+Elsewhere both come from `regard.checks`.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,16 @@ from collections.abc import Iterable
 
 
 class ArgumentError(ValueError):
-    """A mistake in what the caller gave. The command line prints its message as one line and exits with 2."""
+    """A wrong argument. The command line prints the message as one line and exits with status 2."""
 
 
 def closest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return those of `choices` for which `name` may be a misspelling, two at most; with a higher cutoff, fewer."""
+    """Return at most two of `choices` that are similar to `name`; fewer with a higher cutoff."""
     return difflib.get_close_matches(name, sorted(set(choices)), n=2, cutoff=cutoff)
 
 
 def suggestion(name: str, choices: Iterable[str]) -> str:
-    """' Did you mean ...?' for the closest of `choices`, or the list of all of them."""
+    """Return ' Did you mean ...?' with the closest of `choices`, or else a list of all."""
     known = sorted(set(choices))
     close = closest(name, known)
     if close:

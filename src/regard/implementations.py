@@ -1,7 +1,4 @@
-"""Register what comes with regard: implementations of attention, and stores of slot values.
-
-The registries import this module on first use.
-"""
+"""Imports the built-in implementations of attention and stores of slot values; loaded by their registries."""
 
 from .memory.stores import overlay
 from .pairwise import reference, sdpa

@@ -1,8 +1,7 @@
-"""Functions that an exported graph holds as one node.
+"""Functions that are one node of an exported graph.
 
-What is cut into chunks has axes of ceil(T / c) chunks, and a loop over them has as many steps. An exported graph of a
-dynamic length T can hold neither; a node from T positions to T positions has no such axis. The node runs the function
-itself, so that it computes what the function computes.
+A function that works in chunks has axes and loops of ceil(T / c) chunks, which an exported graph of dynamic length T
+cannot hold. One node from T positions to T positions can; it runs the function itself.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def one_node(name: str, like: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Return a decorator: while `torch.export` traces, calls of the function become the operator `regard::name`.
+    """Return a decorator that makes calls of a function the operator `regard::name` while `torch.export` traces.
 
-    The function takes and gives tensors, None and numbers, annotated; it changes none of them.
+    The function must be annotated, take and return tensors, None and numbers, and change none of them.
 
     Args:
-        name: of the operator.
-        like: from the same arguments to empty tensors of the shapes and dtypes that the function gives.
+        name: name of the operator.
+        like: returns empty tensors with the shapes and dtypes of the results, from the same arguments.
     """
 
     def decorate(function: Function) -> Function:
         @wraps(function)
         def owned(*args: Any) -> Any:
-            """Own memory for every result, in the order that `like` promises."""
+            """Copy the results: an operator must not return its inputs or views of them."""
             found = function(*args)
             return own(found) if isinstance(found, Tensor) else tuple(map(own, found))
 
@@ -59,7 +58,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _derivative(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the backward pass: the function once more, by autograd."""
+    """Return a backward pass that runs the function again under autograd."""
 
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)

@@ -1,4 +1,4 @@
-"""What `import regard` offers: the public names, all loaded together when the first of them is used."""
+"""The public names of `import regard`, all loaded when the first of them is used."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ __all__ = [
 
 
 def registries() -> dict[str, Registry[Any]]:
-    """Return every registry by the name of what it holds."""
+    """Return every registry by the kind of its objects."""
     return {
         "preset": presets_registry,
         "kernel": kernels,
@@ -79,6 +79,6 @@ def registries() -> dict[str, Registry[Any]]:
     }
 
 
-for _registry in registries().values():  # now, since what is being compiled cannot search for entry points
-    if _registry is not recipes:  # whose modules are many
+for _registry in registries().values():  # now: entry points cannot be searched while a graph is compiled
+    if _registry is not recipes:  # recipes are loaded on first use
         _registry.names()

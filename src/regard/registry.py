@@ -1,9 +1,8 @@
-"""Small registries: a name, an object, where it came from, and "did you mean".
+"""Registries: names of objects, with suggestions for misspelt ones.
 
-Everything that can be chosen by name (kernels, bandwidth rules, implementations, tasks, ...) lives in one of
-these. Tests, the command line, the docs tables and the Hugging Face names iterate them, so that one new
-file with one registration is tested and selectable with no other edit. A third party adds to a registry by an
-entry point of the registry's group; it cannot replace what is built in.
+Everything that can be chosen by name (kernels, bandwidth rules, implementations, tasks, ...) is in a registry. Tests,
+the command line and the docs iterate the registries, so a new file with one registration is selectable and tested.
+Other packages add names by an entry point of the registry's group; they cannot replace built-in ones.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ T = TypeVar("T")
 
 
 def import_all(name: str) -> None:
-    """Import a module and, where it is a package, every module in it."""
+    """Import a module and, if it is a package, every module in it."""
     for inner in iter_modules(getattr(import_module(name), "__path__", ())):
         import_module(f"{name}.{inner.name}")
 
@@ -33,11 +32,10 @@ class Registry(Generic[T]):
 
     Args:
         kind: what is registered, in the singular, for messages ("kernel").
-        group: entry-point group through which other packages add names ("regard.kernels"). Loading an entry
-            point imports its module, whose own `register` call does the work.
-        home: package whose modules register what is built in, or one module that imports them; imported on first
-            use ("regard.tasks"). A new file in the package is then found with no other edit. Without it the package
-            calls `import_all` itself, as those do whose names are needed while regard is imported.
+        group: entry-point group of other packages' names ("regard.kernels"). Loading an entry point imports its module,
+            which calls `register`.
+        home: package whose modules register the built-in names, imported on first use ("regard.tasks"), or one module
+            that imports them. Packages whose names are needed during `import regard` call `import_all` instead.
     """
 
     def __init__(self, kind: str, group: str | None = None, *, home: str | None = None) -> None:
@@ -49,7 +47,7 @@ class Registry(Generic[T]):
         self._loaded = False
 
     def register(self, name: str, *aliases: str) -> Callable[[T], T]:
-        """Decorator: file the object under `name`, reachable by `aliases` too."""
+        """Return a decorator that registers an object under `name` and `aliases`."""
 
         def add(obj: T) -> T:
             keys = (name, *aliases)
@@ -63,10 +61,10 @@ class Registry(Generic[T]):
         return add
 
     def get(self, name: str) -> T:
-        """The object of that name.
+        """Return the object of that name.
 
         Raises:
-            ArgumentError: no such name; the message suggests the closest ones.
+            ArgumentError: unknown name; the message suggests the closest ones.
         """
         self._load()
         if not isinstance(name, str):
@@ -81,21 +79,21 @@ class Registry(Generic[T]):
         return within(call, argument, self.get, name)
 
     def canonical(self, name: str) -> str:
-        """The name under which an object is filed, for that name or an alias.
+        """Return the name for a name or an alias.
 
         Raises:
-            ArgumentError: no such name.
+            ArgumentError: unknown name.
         """
         self.get(name)
         return self._aliases.get(name, name)
 
     def names(self, *, aliases: bool = False) -> list[str]:
-        """All names, in the order of registration."""
+        """Return all names, in the order of registration."""
         self._load()
         return [*self._objects, *(self._aliases if aliases else {})]
 
     def items(self) -> Iterator[tuple[str, T]]:
-        """Pairs of name and object, in the order of registration."""
+        """Return the pairs of name and object, in the order of registration."""
         self._load()
         return iter(list(self._objects.items()))
 
@@ -104,14 +102,14 @@ class Registry(Generic[T]):
         return isinstance(name, str) and (name in self._objects or name in self._aliases)
 
     def _load(self) -> None:
-        if self._loaded or torch.compiler.is_compiling():  # what is being compiled can neither import nor search
+        if self._loaded or torch.compiler.is_compiling():  # no imports while a graph is compiled
             return
-        self._loaded = True  # first, since the modules that are imported here may ask this registry
+        self._loaded = True  # first: the imported modules may use this registry
         if self.home is not None:
             import_all(self.home)
         for point in entry_points(group=self.group) if self.group is not None else ():
             try:
                 point.load()
-            except Exception as error:  # another package's fault must not stop every use of this one
+            except Exception as error:  # a faulty package must not disable the registry
                 message = f"regard: the {self.kind} entry point {point.name!r} ({point.value}) failed to load: {error}"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -3,41 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from commands import regard
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
-
-
-@dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        """The last line of standard error, if the whole of it is one line."""
-        assert self.err.count("\n") == 1, self.err
-        return self.err.strip()
-
-
-@pytest.fixture
-def regard(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """`regard("train", "--steps", 3)`: the exit code and what was printed."""
-    from regard.cli import main
-
-    def run(*words: object) -> Result:
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        return Result(code, *capsys.readouterr())
-
-    return run
+__all__ = ["regard"]
 
 
 @pytest.fixture(scope="session")
@@ -55,19 +29,6 @@ def run_folder(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     from regard.training import TrainConfig, train
 
     out = tmp_path_factory.mktemp("runs") / "run"
-    train(
-        TrainConfig(
-            data=text_file,
-            out=out,
-            context=16,
-            layers=1,
-            width=16,
-            heads=2,
-            steps=4,
-            batch=2,
-            save_every=2,
-            device="cpu",
-        ),
-        console=Console(quiet=True),
-    )
+    sizes = {"context": 16, "layers": 1, "width": 16, "heads": 2, "batch": 2, "device": "cpu"}
+    train(TrainConfig(data=text_file, out=out, steps=4, save_every=2, **sizes), console=Console(quiet=True))
     return out

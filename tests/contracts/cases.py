@@ -228,6 +228,23 @@ def attend(spec: regard.Spec, impl: str, data: Data, **call: Any) -> Tensor | No
         return None
 
 
+def outputs(
+    label: str, impl: str, data: Data, calls: Mapping[str, dict[str, Any]] | Iterable[str], **more: Any
+) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
+    """(name, arguments, output) of each call that the implementation can compute; `calls` may be names of `masks`."""
+    chosen = calls if isinstance(calls, Mapping) else {how: masks(*data.sizes)[how] for how in calls}
+    for how, limits in chosen.items():
+        call = {**limits, **more}
+        out = attend(SPECS[label], impl, data, **call)
+        if out is not None:
+            yield how, call, out
+
+
+def impls_of(label: str) -> list[str]:
+    """The implementations that compute this spec."""
+    return [impl for name, impl in PAIRS if name == label]
+
+
 def gradients(
     out: Tensor, inputs: Mapping[str, Tensor], *, weight: Tensor | None = None, retain_graph: bool = False
 ) -> dict[str, Tensor]:

@@ -19,7 +19,6 @@ from .cases import PRESETS, REPRESENTATIVES, SPECS, Data, close, draw, gradients
 
 LENGTHS = (5, 24, 33, 64, 70)  # on both sides of the presets' k = 32
 OPCHECKED = ("biweight", "normrelu", "topk-softmax", "cosine", "local-linear")
-QUICK = ("softmax", "biweight", "shift-cosine")
 INDUCTOR = ("softmax", "biweight", "relumax", "shift-cosine")
 
 
@@ -56,25 +55,17 @@ def equal(run: Run, compiled: Run, data: Data) -> None:
         close(grad, expected[name], 1e-5, f"gradient of {name}")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PRESETS])
-def test_one_graph_for_all_lengths(name: str) -> None:
-    """impl="auto", causal self-attention, aot_eager."""
-    every_length(name, "auto", "aot_eager")
+ONE_GRAPH = [
+    *((name, impl, "aot_eager") for name in PRESETS for impl in ("auto", "reference")),
+    *((name, "auto", "inductor") for name in INDUCTOR),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRESETS)
-def test_one_graph_for_all_lengths_reference(name: str) -> None:
-    every_length(name, "reference", "aot_eager")
+@pytest.mark.parametrize(("name", "impl", "backend"), ONE_GRAPH)
+def test_one_graph_for_all_lengths(name: str, impl: str, backend: str) -> None:
+    """Causal self-attention."""
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "relumax" else pytest.mark.slow) for n in INDUCTOR])
-def test_one_graph_for_all_lengths_inductor(name: str) -> None:
-    every_length(name, "auto", "inductor")
-
-
-def every_length(name: str, impl: str, backend: str) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return regard.attention(q, k, v, name, is_causal=True, impl=impl)
 

@@ -13,7 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import regard
 from regard.checks import ArgumentError
 
-from .cases import FAST, PAIRS, REPRESENTATIVES, SPECS, attend, close, draw, learned, masks, named
+from .cases import FAST, PAIRS, REPRESENTATIVES, SPECS, attend, close, draw, impls_of, learned, masks, named
 
 
 def smooth(label: str) -> bool:
@@ -72,7 +72,7 @@ def test_straight_through_differentiates_softmax(label: str) -> None:
     data = draw(5, 7, batch=1, heads=1).leaves()
     if SPECS[label].degree:
         data = data.with_(q=data.q.detach(), k=data.k.detach())  # values alone: p is not a function of them
-    for impl in [impl for name, impl in PAIRS if name == label]:
+    for impl in impls_of(label):
         out = attend(SPECS[label], impl, data)
         if SPECS[label].degree:
             assert torch.autograd.grad(out.sum(), data.v)[0].isfinite().all()

@@ -23,10 +23,12 @@ from .cases import (
     close,
     draw,
     gradients,
+    impls_of,
     learned,
     like,
     masks,
     named,
+    outputs,
     run,
 )
 
@@ -43,11 +45,8 @@ def test_equals_the_reference(label: str, impl: str) -> None:
     params, scale = learned(spec, data)
     inputs = named(data, params, scale)
     edge = spec.bandwidth.name == "adaptive" and spec.kernel.r < 1
-    for how in ("causal", "pairs, strict", "offsets, window, causal", "padding"):
-        call = {**masks(*data.sizes)[how], "enable_gqa": True, "scale": scale, "params": params}
-        out = attend(spec, impl, data, **call)
-        if out is None:
-            continue
+    ways = ("causal", "pairs, strict", "offsets, window, causal", "padding")
+    for how, call, out in outputs(label, impl, data, ways, enable_gqa=True, scale=scale, params=params):
         reference = attend(spec, "reference", data, **call)
         close(out, reference, 1e-11, how)
         expected = gradients(reference, inputs)
@@ -87,14 +86,11 @@ def _diagnostics(spec: regard.Spec, impl: str, data: Data, call: dict[str, Any])
 def test_every_length(label: str) -> None:
     """Self-attention at lengths on and around powers of two equals the oracle."""
     sentence = oracle.read(SPECS[label])
-    impls = [impl for name, impl in PAIRS if name == label]
     for length in LENGTHS:
         data = draw(length, batch=1, heads=1, seed=length)
         seen = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
-        expected = None
-        if oracle.knows(sentence):
-            expected, _ = oracle.attention(sentence, *data.tensors, seen)
-        for impl in impls:
+        expected = oracle.attention(sentence, *data.tensors, seen)[0] if oracle.knows(sentence) else None
+        for impl in impls_of(label):
             out = attend(SPECS[label], impl, data, is_causal=True)
             expected = out if expected is None else expected
             close(out, expected, 1e-9, f"{impl}, length {length}")
@@ -162,20 +158,8 @@ def test_float32(label: str) -> None:
     seen = oracle.visible(*single.sizes, is_causal=True)
     truth, _ = oracle.attention(oracle.read(SPECS[label]), *exact.tensors, seen)
     expected = gradients(truth, named(exact))
-    for impl in [impl for name, impl in PAIRS if name == label]:
+    for impl in impls_of(label):
         out = attend(SPECS[label], impl, single, is_causal=True)
         close(out, truth, 1e-5, impl)
         for name, grad in gradients(out, named(single)).items():
             close(grad, expected[name], 2e-5, f"{impl}: gradient of {name}")
-
-
-def test_dtypes_and_shapes_come_back() -> None:
-    """D_v != D, one query, one key; the output has the dtype of the query."""
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        data = draw(1, 1, dim=5, value_dim=9, dtype=dtype)
-        for label in REPRESENTATIVES:
-            out = regard.attention(*data.tensors, SPECS[label])
-            assert out.shape == (2, 2, 1, 9)
-            assert out.dtype == dtype
-            if SPECS[label].convex:  # one key has all the weight there is
-                close(out, data.v.double(), torch.finfo(dtype).eps)

@@ -62,19 +62,7 @@ def extra(label: str, impl: str, length: int) -> float:
     return float(done.stdout)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize(
-    ("label", "impl"),
-    [
-        ("relumax", "blocked"),
-        pytest.param("softmax", "sdpa", marks=pytest.mark.slow),
-        pytest.param("rbf", "sdpa", marks=pytest.mark.slow),
-    ],
-)
-def test_16384_positions_within_64_mib(label: str, impl: str) -> None:
-    assert extra(label, impl, 16384) <= LIMIT_MIB
-
-
+ON_LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 DENSE = [n for n in PRESETS if SPECS.get(n) is not None and SPECS[n].degree == 0]
 VARIED = [
     "biweight*nearest(k=32)",
@@ -87,15 +75,17 @@ VARIED = [
 ]
 
 
+@ON_LINUX
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("label", [*DENSE, *VARIED])
-def test_16384_positions_within_64_mib_blocked(label: str) -> None:
-    assert extra(label, "blocked", 16384) <= LIMIT_MIB
+@pytest.mark.parametrize(
+    ("label", "impl"), [*((name, "blocked") for name in (*DENSE, *VARIED)), ("softmax", "sdpa"), ("rbf", "sdpa")]
+)
+def test_16384_positions_within_64_mib(label: str, impl: str) -> None:
+    assert extra(label, impl, 16384) <= LIMIT_MIB
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@ON_LINUX
 def test_the_measure_sees_all_pairs() -> None:
     """The reference at 2048 builds several tensors of 16 MiB: a measure that missed them would prove nothing."""
     assert extra("relumax", "reference", 2048) > 48

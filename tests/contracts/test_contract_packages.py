@@ -42,7 +42,7 @@ class Expm1(Shared):
 
     def relative(self, d, reach, params):
         inside = d < reach
-        w = torch.exp(-torch.where(inside, d, 0)) - torch.exp(-reach)
+        w = torch.expm1(-torch.where(inside, d, 0)) - torch.expm1(-reach)
         return torch.where(inside, w / -torch.expm1(-reach), 0)
 
     def relative_slope(self, d, reach, params):

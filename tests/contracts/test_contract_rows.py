@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch import Tensor
 import regard
 
 from . import oracle
-from .cases import PAIRS, SPECS, Data, attend, close, draw, gradients, learned, masks, named
+from .cases import PAIRS, SPECS, Data, attend, close, draw, gradients, learned, masks, named, outputs
 
 EXACT = ("dot", "euclidean", "relu", "relu2")  # similarities that are exact on small whole numbers
 ALIVE = [(label, impl) for label, impl in PAIRS if SPECS[label].convex]
@@ -53,11 +51,8 @@ def test_a_query_of_zeros(label: str, impl: str) -> None:
     every key it keeps the same."""
     data = draw(3, 7)
     data = data.with_(q=torch.zeros_like(data.q)).leaves()
-    call: dict[str, Any] = {"window": 4}
-    out = attend(SPECS[label], impl, data, **call)
-    if out is None:  # has no window
-        call = {}
-        out = attend(SPECS[label], impl, data)
+    ways = {"window": {"window": 4}, "all": {}}  # an implementation may have no window
+    _, call, out = next(outputs(label, impl, data, ways))
     assert out.isfinite().all()
     assert all(grad.isfinite().all() for grad in gradients(out, named(data)).values())
     sentence = oracle.read(SPECS[label])
@@ -73,14 +68,11 @@ def test_large_and_small_scores(label: str, impl: str, size: float) -> None:
     value that its row sees; gradients are finite."""
     data = draw(8, 12, dtype=torch.float32, dim=8)
     data = data.with_(q=data.q * size).leaves()
-    out = attend(SPECS[label], impl, data, is_causal=True)
-    if out is None:
-        out = attend(SPECS[label], impl, data)
-    seen = oracle.visible(*data.sizes, is_causal=True) if impl != "sdpa" else torch.ones(2, 2, 8, 12, dtype=torch.bool)
+    _, call, out = next(outputs(label, impl, data, ("causal", "all")))
     assert out.isfinite().all()
     assert all(grad.isfinite().all() for grad in gradients(out, named(data)).values())
     if SPECS[label].degree == 0:
-        _between(out, data.v, seen)
+        _between(out, data.v, oracle.visible(*data.sizes, **call))
 
 
 def _between(out: Tensor, v: Tensor, seen: Tensor) -> None:

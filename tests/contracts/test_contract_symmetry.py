@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from .cases import (
     like,
     masks,
     named,
+    outputs,
     same,
 )
 
@@ -42,15 +44,10 @@ def _slice(call: dict[str, Any], b: int, h: int) -> dict[str, Any]:
 def test_a_batch_is_a_loop(label: str, impl: str) -> None:
     """Each (batch element, head) alone gives the same rows."""
     data = draw(6, 9, batch=3)
-    for how in ("causal", "pairs, strict", "offsets, window", "padding"):
-        call = masks(*data.sizes)[how]
-        whole = attend(SPECS[label], impl, data, **call)
-        if whole is None:
-            continue
-        for b in range(3):
-            for h in range(2):
-                one = data.map(lambda x: x[b : b + 1, h : h + 1])  # noqa: B023
-                close(attend(SPECS[label], impl, one, **_slice(call, b, h)), whole[b : b + 1, h : h + 1], 1e-11, how)
+    for how, call, whole in outputs(label, impl, data, ("causal", "pairs, strict", "offsets, window", "padding")):
+        for b, h in product(range(3), range(2)):
+            one = data.map(lambda x: x[b : b + 1, h : h + 1])  # noqa: B023
+            close(attend(SPECS[label], impl, one, **_slice(call, b, h)), whole[b : b + 1, h : h + 1], 1e-11, how)
 
 
 @pytest.mark.parametrize(("label", "impl"), PAIRS)
@@ -91,12 +88,12 @@ def test_prefill_is_chunks_is_steps(label: str, impl: str, order: str) -> None:
     spec, data = SPECS[label], draw(16, dtype=torch.float32, batch=1)
     # Signed weights over their sum multiply rounding by up to 1/GUARD, the documented limit.
     tolerance = 1e-2 if spec.normalise and not spec.weighting.nonnegative else 1e-5
-    whole = attend(SPECS[label], impl, data, **call)
+    whole = attend(spec, impl, data, **call)
     for cut, ends in ENDS.items():
-        parts = []
-        for start, end in zip([0, *ends], ends, strict=False):
-            part = Data(data.q[:, :, start:end], data.k[:, :, :end], data.v[:, :, :end])
-            parts.append(attend(SPECS[label], impl, part, **call))
+        parts = [
+            attend(spec, impl, Data(data.q[:, :, start:end], data.k[:, :, :end], data.v[:, :, :end]), **call)
+            for start, end in pairwise([0, *ends])
+        ]
         close(torch.cat(parts, 2), whole, tolerance, cut)
 
 
@@ -140,14 +137,11 @@ def test_grouped_heads_are_repeated_heads(label: str, impl: str, kv_heads: int) 
     """Output, and gradients summed over the heads of a group."""
     data = draw(6, 9, heads=4, kv_heads=kv_heads).leaves()
     params, scale = learned(SPECS[label], data)
-    for how in ("pairs, strict", "padding, causal"):  # an implementation may have no masks of pairs
-        call = masks(*data.sizes)[how]
-        out = attend(SPECS[label], impl, data, scale=scale, params=params, enable_gqa=True, **call)
-        if out is not None:
-            break
+    ways = ("pairs, strict", "padding, causal")  # an implementation may have no masks of pairs
+    _, call, out = next(outputs(label, impl, data, ways, scale=scale, params=params, enable_gqa=True))
     grouped = gradients(out, named(data, params, scale))
     k, v = (x.repeat_interleave(4 // kv_heads, 1) for x in (data.k, data.v))
-    repeated = attend(SPECS[label], impl, Data(data.q, k, v), scale=scale, params=params, **call)
+    repeated = attend(SPECS[label], impl, Data(data.q, k, v), **{**call, "enable_gqa": False})
     close(out, repeated, 1e-12)
     expected = gradients(repeated, named(data, params, scale))
     for name, grad in grouped.items():
@@ -156,16 +150,12 @@ def test_grouped_heads_are_repeated_heads(label: str, impl: str, kv_heads: int) 
 
 @pytest.mark.parametrize("label", REPRESENTATIVES)
 def test_numbers_per_head_are_numbers_per_row(label: str) -> None:
-    """A parameter as a number, as [H, 1] and as [B, H, Tq] is one parameter."""
-    spec, data, wide = SPECS[label], draw(5, 7), {"dtype": torch.float64}
-    for name, info in spec.params.items():
-        value = float(info.default) + 0.05
-        shapes = (value, torch.full((2, 1), value, **wide), torch.full((2, 2, 5), value, **wide))
-        outs = [regard.attention(*data.tensors, spec, is_causal=True, params={name: x}) for x in shapes]
+    """A parameter as a number, as [H, 1] and as [B, H, Tq] is one parameter; so is a scale."""
+    spec, data = SPECS[label], draw(5, 7)
+    values = {name: float(info.default) + 0.05 for name, info in spec.params.items()}
+    for name, value in (values | ({"scale": 0.3} if spec.takes_scale else {})).items():
+        forms = (value, *(torch.full(size, value, dtype=torch.float64) for size in ((2, 1), (2, 2, 5))))
+        calls = [{"scale": x} if name == "scale" else {"params": {name: x}} for x in forms]
+        outs = [regard.attention(*data.tensors, spec, is_causal=True, **call) for call in calls]
         for out in outs[1:]:
             close(out, outs[0], 1e-12, name)
-    if spec.takes_scale:
-        shapes = (0.3, torch.tensor(0.3, **wide), torch.full((2, 2, 5), 0.3, **wide))
-        outs = [regard.attention(*data.tensors, spec, is_causal=True, scale=x) for x in shapes]
-        for out in outs[1:]:
-            close(out, outs[0], 1e-12, "scale")

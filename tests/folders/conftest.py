@@ -5,43 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from commands import Result, regard
 from hostile import COMMANDS, answer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
-
-
-@dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        """Standard error, which must be one line of ours."""
-        assert self.code == 2, self
-        assert self.err.count("\n") == 1, self.err
-        assert self.err.startswith("regard"), self.err
-        return self.err.strip()
-
-
-@pytest.fixture
-def regard(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """`regard("eval", folder)`: the exit code and what was printed."""
-    from regard.cli import main
-
-    def run(*words: object) -> Result:
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        return Result(code, *capsys.readouterr())
-
-    return run
+__all__ = ["regard"]
 
 
 @pytest.fixture(scope="session")
@@ -85,3 +58,9 @@ def right_answer(trained: Path, tmp_path: Path, regard: Callable) -> Callable:
         return answer(regard(*command(sound)))
 
     return find
+
+
+@pytest.fixture
+def resumed(regard: Callable, run_folder: Path) -> Callable[[], Result]:
+    """`resumed()`: the command that continues the copy of the run."""
+    return lambda: regard(*COMMANDS["resume"](run_folder))

@@ -8,95 +8,74 @@ another one (who changes a weight or a setting and seals it gets what was asked 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
-import subprocess
-import sys
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hostile import COMMANDS, answer, reseal
+
+from regard.cli import main
 
 SECONDS = 90
 BOUND = 12 << 30
-SERVE = """
-import json, os, resource, sys, traceback
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
-resource.setrlimit(resource.RLIMIT_AS, ({bound}, {bound}))
-import torch
-torch.set_num_threads(1)
-from regard.cli import main
-import regard.training.run, regard.training.storage.saved_model
-for line in sys.stdin:
-    out, err = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        try:
-            code = main(json.loads(line))
-        except BaseException:
-            code = 99
-            traceback.print_exc()
-    os.write(3, (json.dumps([code, out.getvalue(), err.getvalue()]) + chr(10)).encode())
-"""
+
+
+def serve(connection: Connection) -> None:
+    """Run command lines one after the other, with a limit of memory; send the exit code and what was printed."""
+    resource.setrlimit(resource.RLIMIT_AS, (BOUND, BOUND))
+    torch.set_num_threads(1)
+    while True:
+        words, out, err = connection.recv(), StringIO(), StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            try:
+                code = main(words)
+            except BaseException:
+                code = 99
+                traceback.print_exc()
+        connection.send((code, out.getvalue(), err.getvalue()))
 
 
 class Server:
     """A process that runs one command line after the other, with a limit of memory, and of time for each."""
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen | None = None
-
-    def start(self) -> None:
-        self.reader, writer = os.pipe()
-        command = f'exec 3>&{writer}; exec "$@"'
-        program = [sys.executable, "-c", SERVE.format(bound=BOUND)]
-        self.process = subprocess.Popen(
-            ["bash", "-c", command, "bash", *program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(writer,),
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        os.close(writer)
+        self.process: BaseProcess | None = None
 
     def stop(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
-            os.close(self.reader)
+            self.process.join()
             self.process = None
 
     def run(self, words: tuple) -> tuple[int, str, str]:
         """The exit code and what was printed; code -1 where there was no answer in time, or none at all."""
         if self.process is None:
-            self.start()
-        assert self.process is not None
-        assert self.process.stdin is not None
-        self.process.stdin.write((json.dumps([str(word) for word in words]) + "\n").encode())
-        self.process.stdin.flush()
-        line = self._line()
-        if line is None:
-            self.stop()
-            return -1, "", "no answer"
-        return tuple(json.loads(line))
-
-    def _line(self) -> bytes | None:
-        import select
-        import time
-
-        found, end = b"", time.monotonic() + SECONDS
-        while not found.endswith(b"\n"):
-            ready, _, _ = select.select([self.reader], [], [], max(0.0, end - time.monotonic()))
-            piece = os.read(self.reader, 1 << 16) if ready else b""
-            if not piece:
-                return None
-            found += piece
-        return found
+            context = multiprocessing.get_context("spawn")
+            self.connection, theirs = context.Pipe()
+            self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+            self.process.start()
+            theirs.close()
+        self.connection.send([str(word) for word in words])
+        try:
+            if self.connection.poll(SECONDS):
+                return self.connection.recv()
+        except EOFError:
+            pass
+        self.stop()
+        return -1, "", "no answer"
 
 
 @pytest.fixture(scope="module")
@@ -273,12 +252,7 @@ def test_every_file_in_every_way(server: Server, trained: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("run.json", "value"),
-        ("config.json", "pipe"),
-        ("model/config.json", "nested"),
-    ],
+    ("name", "how"), [("run.json", "value"), ("config.json", "pipe"), ("model/config.json", "nested")]
 )
 def test_some_files_in_some_ways(server: Server, trained: Path, tmp_path: Path, name: str, how: str) -> None:
     want = wanted(server, trained, tmp_path / "run")

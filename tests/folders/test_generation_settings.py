@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hostile import answer, change_json, reseal, some
+from hostile import COMMANDS, answer, change_json, reseal, some
 from transformers import GenerationConfig
 
 from regard.training import generate_text, load_model
@@ -51,8 +51,7 @@ def test_settings_beside_the_model(run_folder: Path, regard: Callable, which: st
     path = run_folder / "model" / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **SETTINGS[which]}))
     reseal(run_folder)
-    words = ("generate", run_folder, "--prompt", "line ", "--max-new-tokens", 12, "--device", "cpu")
-    result = regard(*words, "--temperature", 0)
+    result = regard(*COMMANDS["generate"](run_folder))
     assert (result.code, result.out) == (0, want + "\n")
 
 
@@ -74,13 +73,11 @@ def test_settings_on_the_model(run_folder: Path, which: str) -> None:
 def test_settings_that_cannot_be_read(run_folder: Path, regard: Callable, right_answer: Callable, content: str) -> None:
     (run_folder / "model" / "generation_config.json").write_text(content)
     reseal(run_folder)
-    command = lambda run: ("generate", run, "--prompt", "line ", "--device", "cpu")  # noqa: E731
-    assert answer(regard(*command(run_folder))) == right_answer(command)
+    assert answer(regard(*COMMANDS["generate"](run_folder))) == right_answer(COMMANDS["generate"])
 
 
 def test_settings_in_the_config_of_the_model(run_folder: Path, regard: Callable, right_answer: Callable) -> None:
     settings = {"num_beams": 3, "repetition_penalty": 9.0, "max_length": 3, "min_length": 90}
     change_json(run_folder / "model" / "config.json", lambda table: {**table, **settings})
     reseal(run_folder)
-    command = lambda run: ("generate", run, "--prompt", "line ", "--device", "cpu")  # noqa: E731
-    assert answer(regard(*command(run_folder))) == right_answer(command)
+    assert answer(regard(*COMMANDS["generate"](run_folder))) == right_answer(COMMANDS["generate"])

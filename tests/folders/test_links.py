@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hostile import COMMANDS
 
 PLACES = ("checkpoint-4", "checkpoint-6", "model", "model.tmp", "tensorboard", "tokenizer")
 FILES = ("metrics.jsonl", "metrics.jsonl.tmp", "summary.json", "summary.json.tmp", "config.json.tmp", "run.json.tmp")
@@ -49,5 +50,5 @@ def test_nothing_is_written_through_a_hard_link(run_folder: Path, precious: Path
     for name in FILES:
         (run_folder / name).unlink(missing_ok=True)
         os.link(precious / "notes", run_folder / name)
-    assert regard("train", "--resume", "--out", run_folder, "--steps", 6).code == 0
+    assert regard(*COMMANDS["resume"](run_folder)).code == 0
     assert untouched(precious)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hostile import answer, change_json, reseal
+from hostile import COMMANDS, answer, change_json, reseal
 
 from regard.models import HybridForCausalLM
 from regard.training import load_model
@@ -118,5 +118,5 @@ def test_an_unknown_type_is_not_looked_for_in_the_folder(run_folder: Path, marke
 def test_a_pickle_in_a_checkpoint_does_not_run(run_folder: Path, marker: Path, regard: Callable, name: str) -> None:
     (run_folder / "checkpoint-4" / name).write_bytes(pickle.dumps(Boom(marker), protocol=2))
     reseal(run_folder)
-    assert f"{name}: cannot be read" in regard("train", "--resume", "--out", run_folder, "--steps", 6).error
+    assert f"{name}: cannot be read" in regard(*COMMANDS["resume"](run_folder)).error
     assert not marker.exists()

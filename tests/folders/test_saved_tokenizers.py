@@ -64,6 +64,8 @@ def replace(found: str, written: str, kind: str = "String") -> dict:
 
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+EMPTY = {"type": "BPE", "vocab": {}, "merges": []}
+TWICE = {"type": "Unigram", "unk_id": 2, "vocab": [[word, -1.0] for word in ("<pad>", "<eos>", "<unk>", "h", "h")]}
 LONG = b64encode(bytes(4) + b"h" * 5000 + b"\0").decode()
 CASES = {
     "id beyond 32 bits": (at("model", "vocab", "h", value=2**40), "expected u32"),
@@ -73,6 +75,8 @@ CASES = {
     "id beyond 64 bits": (at("model", "vocab", "h", value=10**25), "is not a valid tokenizer"),
     "one id for two": (at("model", "vocab", "h", value=4), "gives one id to several tokens"),
     "no vocabulary": (at("model", "vocab", value={}), "is not a valid tokenizer"),
+    "no tokens": (lambda table: table.update(model=EMPTY, added_tokens=[]), "has no tokens"),
+    "a token twice": (at("model", value=TWICE), "holds a token twice"),
     "unknown type": (at("model", "type", value="Foo"), "is not a valid tokenizer"),
     "a model that is none": (at("model", value=7), "is not a valid tokenizer"),
     "unknown word not known": (at("model", "unk_token", value="<zzz>"), "Unk token `<zzz>` not found"),
@@ -152,6 +156,13 @@ def test_files_that_are_no_tables(folder: Path, change: Callable, reason: str) -
     path = folder / "tokenizer.json"
     path.write_text(change(json.dumps(json.loads(path.read_text()), separators=(",", ":"))))
     with pytest.raises(ArgumentError, match=reason):
+        load_tokenizer(folder, call="test")
+
+
+def test_a_file_that_is_too_large(folder: Path) -> None:
+    with open(folder / "tokenizer.json", "ab") as file:
+        file.truncate((1 << 28) + 1)
+    with pytest.raises(ArgumentError, match="has 268435457 bytes, at most 268435456 are read"):
         load_tokenizer(folder, call="test")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hostile import answer, change_json, digest, reseal
+from hostile import COMMANDS, answer, change_json, digest, reseal
 from safetensors.torch import load_file, save_file
 
 from regard.checks import ArgumentError
@@ -67,7 +67,7 @@ def test_a_resealed_checkpoint_without_a_file_is_passed_over(run_folder: Path, r
         (run_folder / f"checkpoint-{step}" / name).unlink()
     reseal(run_folder)
     missing = name.replace("rng_state.pth", "rng_state*.pth")
-    error = regard("train", "--resume", "--out", run_folder, "--steps", 6).error
+    error = regard(*COMMANDS["resume"](run_folder)).error
     assert f"skipping checkpoint-4: COMPLETE.json does not list {missing}" in error
     assert (run_folder / "summary.json").exists()
 
@@ -100,7 +100,7 @@ def test_files_that_were_never_written_are_not_read(run_folder: Path, regard: Ca
 
 def test_metrics_that_were_never_written_are_not_read(run_folder: Path, regard: Callable) -> None:
     hollow(run_folder / "metrics.jsonl")
-    result = regard("train", "--resume", "--out", run_folder, "--steps", 6)
+    result = regard(*COMMANDS["resume"](run_folder))
     assert result.code == 1
     assert "metrics.jsonl has 4398046511104 bytes, of which " in result.err
 
@@ -129,7 +129,7 @@ def test_the_model_is_sealed(run_folder: Path, regard: Callable) -> None:
 def test_what_a_run_began_with_does_not_change(run_folder: Path, regard: Callable, name: str) -> None:
     path = run_folder / name
     path.write_text(path.read_text() + "\n")
-    error = regard("train", "--resume", "--out", run_folder, "--steps", 6).error
+    error = regard(*COMMANDS["resume"](run_folder)).error
     assert f"{path} differs from what was written when the run began" in error
 
 
@@ -153,8 +153,7 @@ def shards(run_folder: Path) -> Path:
 
 
 def test_weights_in_several_files(shards: Path, regard: Callable, right_answer: Callable) -> None:
-    command = ("eval", shards.parent, "--device", "cpu")
-    assert answer(regard(*command)) == right_answer(lambda run: ("eval", run, "--device", "cpu"))
+    assert answer(regard(*COMMANDS["eval"](shards.parent))) == right_answer(COMMANDS["eval"])
 
 
 @pytest.mark.parametrize(
@@ -227,5 +226,4 @@ def test_fields_that_no_language_model_needs_are_left_out(
 ) -> None:
     change_json(run_folder / "model" / "config.json", lambda table: {**table, **fields})
     reseal(run_folder)
-    command = lambda run: ("eval", run, "--device", "cpu")  # noqa: E731
-    assert answer(regard(*command(run_folder))) == right_answer(command)
+    assert answer(regard(*COMMANDS["eval"](run_folder))) == right_answer(COMMANDS["eval"])

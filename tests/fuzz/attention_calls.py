@@ -13,7 +13,7 @@ from torch import Tensor
 
 import regard
 
-from .draw import Call, Draw, called
+from .draw import Arguments, Call, Draw, arguments, public
 from .kinds import OBJECTS, Anything, Flag, Floats, Integers, Kind, Mask, Other, Real, Refused, Sentence, Whole, Word
 
 IMPLS = tuple(regard.registries()["impl"].names())
@@ -138,6 +138,7 @@ class Params(Kind):
         return [*super().values(given), *wrong, {}]
 
 
+@public("attention")
 def attention(draw: Draw) -> Call:
     given = _tensors(draw)
     spec = draw.one(*KNOWN)
@@ -185,6 +186,7 @@ def _numbers(draw: Draw, spec: regard.Spec, rows: tuple[int, ...], dtype: torch.
     return found
 
 
+@public("local_linear_attention")
 def local_linear(draw: Draw) -> Call:
     given = _tensors(draw)
     given = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in given.items()}
@@ -244,28 +246,25 @@ def _fitted(given: dict[str, Any], spec: regard.Spec, mode: str) -> Any:
     return truth
 
 
-def explain(draw: Draw) -> Call:
+@public("explain", regard.explain)
+def explain(draw: Draw) -> Arguments:
     shapes = ((2, 4), (2, 4, 5, -8), (2, 4, 5.0, 8), (2, 4, True, 8), "2458", (0, 0, 0, 0, 0), (2, 4, None, 8))
     apart = ((3, 2, 5, 8), (2, 2, 5, 9), (2, 3, 5, 8), (2, 0, 5, 8))
     devices = ("cpu", "cuda", "meta", torch.device("cpu"))
     known = lambda v: isinstance(v, (str, torch.device)) and v in devices  # noqa: E731
     dtypes = ("float32", torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
-    return called(
-        "explain",
-        regard.explain,
+    return arguments(
         spec=(draw.one("softmax", "biweight", "local-linear"), Sentence()),
         query_shape=((2, 4, draw.whole(0, 9), 8), Other(also=shapes)),
         key_shape=(draw.one(None, (2, 2, 5, 8)), Other(none=True, also=(*shapes, *apart))),
         value_dim=(draw.one(None, 3), Whole(low=1, high=2**48, none=True)),
         dtype=(draw.one(torch.float32, torch.bfloat16, torch.float64), Other(also=dtypes)),
         device=(draw.one("cpu", "cuda"), Other(test=known, also=("gpu", "cuda:x"))),
-        is_causal=draw.flag(),
-        exclude_self=draw.flag(),
+        **draw.flags("is_causal", "exclude_self"),
         window=(draw.one(None, 2), Whole(low=1, none=True)),
         query_offset=(draw.one(None, 3), Whole(none=True)),
         mask=draw.word("keys", "pairs", none=True),
-        segments=draw.flag(),
-        return_diagnostics=draw.flag(),
+        **draw.flags("segments", "return_diagnostics"),
     )
 
 
@@ -300,8 +299,9 @@ def _score_call(name: str, given: dict[str, Any], kinds: dict[str, Kind], s: ora
     def truth(**wide: Any) -> Tensor:
         z = wide["scores"].movedim(dim, -1)
         seen = torch.ones_like(z, dtype=torch.bool) if given["mask"] is None else given["mask"].movedim(dim, -1)
-        numbers = {inner: _row(wide[outer], dim) for outer, inner in of.items() if isinstance(wide[outer], Tensor)}
-        bias = numbers.pop("bias", s.bias)
+        rows = {inner: wide[outer].movedim(dim, -1) for outer, inner in of.items() if isinstance(wide[outer], Tensor)}
+        bias = rows.pop("bias", s.bias)
+        numbers = {name: row[..., 0] for name, row in rows.items()}
         return oracle.weights(s, z, seen, bias, numbers).movedim(-1, dim)
 
     tolerance = 1e-7 if given["scores"].dtype == torch.float64 else 2e-3
@@ -316,10 +316,6 @@ class Scores(Kind):
         return [*bad, given.to(torch.complex64), given.to(torch.float8_e4m3fn)]
 
 
-def _row(x: Tensor, dim: int) -> Tensor:
-    return x.movedim(dim, -1)[..., 0]
-
-
 def _number(draw: Draw, low: float, high: float, scores: Tensor, dim: int) -> Any:
     size = list(scores.shape)
     size[dim] = 1
@@ -332,6 +328,7 @@ def _number_kind(given: dict[str, Any], low: float | None, strict: bool, high: f
     return Real(low=low, high=high, strict=strict, rows=(tuple(size),), also=(torch.ones(7, 9),))
 
 
+@public("entmax")
 def entmax(draw: Draw) -> Call:
     given, kinds = _scores(draw)
     given["alpha"] = draw.one(1.0, _number(draw, 1.2, 2.0, given["scores"], given["dim"]))
@@ -345,10 +342,12 @@ def entmax(draw: Draw) -> Call:
     return _score_call("entmax", given, kinds, s, alpha="alpha")
 
 
+@public("sparsemax")
 def sparsemax(draw: Draw) -> Call:
     return _score_call("sparsemax", *_scores(draw), oracle.Sentence("polynomial", "adaptive", r=1.0))
 
 
+@public("relumax")
 def relumax(draw: Draw) -> Call:
     given, kinds = _scores(draw)
     given["margin"] = _number(draw, 0.3, 2.0, given["scores"], given["dim"])
@@ -358,6 +357,7 @@ def relumax(draw: Draw) -> Call:
     return _score_call("relumax", given, kinds, s, margin="margin")
 
 
+@public("normrelu")
 def normrelu(draw: Draw) -> Call:
     given, kinds = _scores(draw)
     given |= {
@@ -367,20 +367,7 @@ def normrelu(draw: Draw) -> Call:
     kinds |= {"bias": _number_kind(given, None, False), "empty": Word(words=("uniform", "zero", "nearest"))}
     bias = given["bias"]
     s = oracle.Sentence("polynomial", "fixed", bias=0.0 if isinstance(bias, Tensor) else bias, empty=given["empty"])
-
-    call = _score_call("normrelu", given, kinds, s, bias="bias")
-    inner = call.truth
-    assert inner is not None
-    if isinstance(bias, Tensor):
-        dim = given["dim"]
-
-        def truth(**wide: Any) -> Tensor:
-            z = wide["scores"].movedim(dim, -1)
-            seen = torch.ones_like(z, dtype=torch.bool) if given["mask"] is None else given["mask"].movedim(dim, -1)
-            return oracle.weights(s, z, seen, wide["bias"].movedim(dim, -1), {}).movedim(-1, dim)
-
-        call.truth = truth
-    return call
+    return _score_call("normrelu", given, kinds, s, bias="bias")
 
 
 def _topk(draw: Draw, name: str, kernel: str) -> Call:
@@ -395,10 +382,12 @@ def _topk(draw: Draw, name: str, kernel: str) -> Call:
     return _score_call(name, given, kinds, oracle.Sentence(kernel, "nearest", k=given["k"], gradient=given["gradient"]))
 
 
+@public("topk_softmax")
 def topk_softmax(draw: Draw) -> Call:
     return _topk(draw, "topk_softmax", "gaussian")
 
 
+@public("topk_uniform")
 def topk_uniform(draw: Draw) -> Call:
     return _topk(draw, "topk_uniform", "uniform")
 
@@ -406,12 +395,11 @@ def topk_uniform(draw: Draw) -> Call:
 # Sentences ---------------------------------------------------------------------------------------------------------
 
 
-def spec(draw: Draw) -> Call:
+@public("Spec", regard.Spec)
+def spec(draw: Draw) -> Arguments:
     bandwidth = draw.one(None, "fixed")
     ranked = Other(none=True, test=lambda v: v in ("fixed", "anchored", "nearest"), also=("gaussian", "fixd"))
-    return called(
-        "Spec",
-        regard.Spec,
+    return arguments(
         kernel=(draw.one("gaussian", "epanechnikov", "biweight"), Word(also=("softmax", "fixed", "dot"))),
         bandwidth=(bandwidth, Anything() if bandwidth is None else ranked),
         degree=1,
@@ -439,15 +427,17 @@ class Texts(Kind):
         return list(self.also)
 
 
-def parse(draw: Draw) -> Call:
+@public("Spec.parse", regard.Spec.parse)
+def parse(draw: Draw) -> Arguments:
     text = draw.one("softmax", "biweight*anchored(margin=1)", "gaussian*fixed*linear(ridge=0.1,solver=cg(tol=1e-4))")
     broken = [text[:at] + piece + text[at:] for at in range(len(text)) for piece in ("*", "(", "=", "\x00", "é", "9")]
     cut = [text[:at] for at in range(len(text))]
     others = (each for each in OBJECTS if not isinstance(each, str))
-    return called("Spec.parse", regard.Spec.parse, text=(text, Texts(also=(*broken, *cut, *others))))
+    return arguments(text=(text, Texts(also=(*broken, *cut, *others))))
 
 
-def from_json(draw: Draw) -> Call:
+@public("Spec.from_json", regard.Spec.from_json)
+def from_json(draw: Draw) -> Arguments:
     text = regard.Spec.parse(draw.one("biweight", "local-linear", "relumax")).to_json()
     changes = (("name", "nam"), ("null", "{}"), ("null", "[]"), ("null", "3"), ("true", "3"), ('"', "'"))
     changed = (*(text.replace(*change) for change in changes), text.replace(":", ": [", 1))
@@ -464,7 +454,7 @@ def from_json(draw: Draw) -> Call:
         '{"kernel": "gaussian", "ridge_mode": []}',
     )
     wrong = (*(c for c in changed if c != text), *broken)
-    return called("Spec.from_json", regard.Spec.from_json, text=(text, Json(also=wrong)))
+    return arguments(text=(text, Json(also=wrong)))
 
 
 class Json(Texts):

@@ -47,20 +47,6 @@ def split(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Kind]]:
     return given, kinds
 
 
-def called(name: str, run: Callable[..., Any], /, **arguments: Any) -> Call:
-    """The call of a function, by its arguments as `split` takes them."""
-    return Call(name, run, *split(arguments))
-
-
-def made(name: str, make: Callable[..., Any], /, **arguments: Any) -> Call:
-    """The call of a constructor, whose result is not looked into."""
-
-    def run(**given: Any) -> None:
-        make(**given)
-
-    return called(name, run, **arguments)
-
-
 class Draw:
     """Choices from a source of random numbers, which hypothesis can replay and shrink."""
 
@@ -80,6 +66,10 @@ class Draw:
     def flag(self) -> bool:
         return bool(self.source.randrange(2))
 
+    def flags(self, *names: str) -> dict[str, bool]:
+        """A flag for each name."""
+        return {name: self.flag() for name in names}
+
     def often(self, value: Any, other: Any = None) -> Any:
         """`value` in one call of three, else `other`."""
         return value if self.source.randrange(3) == 0 else other
@@ -98,3 +88,52 @@ class Draw:
 
     def integers(self, high: int, *size: int) -> Tensor:
         return torch.randint(high, size, generator=self._generator())
+
+
+def called(name: str, run: Callable[..., Any], /, **arguments: Any) -> Call:
+    """The call of a function, by its arguments as `split` takes them."""
+    return Call(name, run, *split(arguments))
+
+
+def made(name: str, make: Callable[..., Any], /, **arguments: Any) -> Call:
+    """A call whose result is not looked into, such as that of a constructor."""
+
+    def run(**given: Any) -> None:
+        make(**given)
+
+    return called(name, run, **arguments)
+
+
+Arguments = dict[str, Any]
+CALLS: dict[str, Callable[[Draw], Call]] = {}
+"""All public calls that the fuzzer draws, by name."""
+
+
+def arguments(**named: Any) -> Arguments:
+    """Arguments as `split` takes them."""
+    return named
+
+
+def alike(kind: Kind, **values: Any) -> Arguments:
+    """Arguments of one kind."""
+    return {name: (value, kind) for name, value in values.items()}
+
+
+def public(key: str, run: Callable[..., Any] | None = None, *, name: str = "", result: bool = True) -> Any:
+    """Register a function that draws a call, or only the arguments of `run`.
+
+    Errors call `run` by `name` (default: `key`). With `result=False` its result is not looked into.
+    """
+
+    def register(draws: Callable[[Draw], Any]) -> Callable[[Draw], Call]:
+        def drawn(draw: Draw) -> Call:
+            found = draws(draw)
+            if isinstance(found, Call):
+                return found
+            assert run is not None
+            return (called if result else made)(name or key, run, **found)
+
+        CALLS[key] = drawn
+        return drawn
+
+    return register

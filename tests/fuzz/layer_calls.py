@@ -14,7 +14,7 @@ from regard.nn.attention.norm import QK_NORMS
 from regard.nn.functional_gradient import VARIANTS
 from regard.nn.mosaic.contextual_memory import LEARNED
 
-from .draw import Call, Draw, called, made
+from .draw import Arguments, Call, Draw, alike, arguments, called, made, public
 from .kinds import (
     NEVER,
     POSITIVE,
@@ -43,11 +43,10 @@ DIVIDES = Among(these=(1, 2), also=(3, 16))
 LOCAL_RULES = Other(also=("learnt", "learned(x=1)", "fixed(value=0)", "log(slope=nan)"))
 
 
-def attention(draw: Draw) -> Call:
+@public("nn.Attention", nn.Attention, result=False)
+def attention(draw: Draw) -> Arguments:
     heads, share, rule = draw.one(1, 2), draw.flag(), draw.one("fixed", "log")
-    return made(
-        "nn.Attention",
-        nn.Attention,
+    return arguments(
         hidden_size=(8, SIZE),
         num_heads=(heads, SIZE),
         num_kv_heads=(None, Among(none=True, these=(heads,) if share else tuple(range(1, heads + 1)))),
@@ -66,18 +65,16 @@ def attention(draw: Draw) -> Call:
     )
 
 
-def contextual(draw: Draw) -> Call:
+@public("nn.ContextualMemory", nn.ContextualMemory, result=False)
+def contextual(draw: Draw) -> Arguments:
     empty = lambda v: isinstance(v, (tuple, list)) and not v  # noqa: E731
-    return made(
-        "nn.ContextualMemory",
-        nn.ContextualMemory,
+    return arguments(
         hidden_size=(8, SIZE),
         num_heads=(draw.one(1, 2), SIZE),
         head_dim=(4, HEAD),
         spec=(draw.one("softmax", "biweight"), Sentence()),
         layer_idx=(None, LAYER),
-        bias=draw.flag(),
-        average=draw.flag(),
+        **draw.flags("bias", "average"),
         key_eps=(0.0, RATE),
         scale_limit=(10.0, Real()),
         look_ahead=draw.word("sum", "convex"),
@@ -87,29 +84,23 @@ def contextual(draw: Draw) -> Call:
     )
 
 
-def persistent(draw: Draw) -> Call:
-    return made(
-        "nn.PersistentMemory",
-        nn.PersistentMemory,
-        hidden_size=(8, SIZE),
+@public("nn.PersistentMemory", nn.PersistentMemory, result=False)
+def persistent(draw: Draw) -> Arguments:
+    return arguments(
         num_heads=(draw.one(1, 2), SIZE),
-        slots=(3, SIZE),
         head_dim=(4, HEAD),
         spec=(draw.one("softmax", "biweight"), Sentence(also=("linear",))),
-        copies=(1, SIZE),
-        own_keys=draw.flag(),
-        bias=draw.flag(),
-        average=draw.flag(),
+        **draw.flags("own_keys", "bias", "average"),
         key_eps=(0.0, RATE),
         scale_limit=(10.0, Real()),
+        **alike(SIZE, hidden_size=8, slots=3, copies=1),
     )
 
 
-def gradient(draw: Draw) -> Call:
+@public("nn.FunctionalGradient", nn.FunctionalGradient, result=False)
+def gradient(draw: Draw) -> Arguments:
     heads, variant = draw.one(1, 2), draw.word(*VARIANTS)
-    return made(
-        "nn.FunctionalGradient",
-        nn.FunctionalGradient,
+    return arguments(
         covariate_size=(8, SIZE if heads == 1 else Anything()),
         value_size=(6, SIZE if variant[0] == "full" or heads == 1 else Among(these=(2,))),
         num_heads=(heads, DIVIDES),
@@ -120,14 +111,10 @@ def gradient(draw: Draw) -> Call:
     )
 
 
-def fast_mlp(draw: Draw) -> Call:
+@public("nn.FastWeightMLP", nn.FastWeightMLP, result=False)
+def fast_mlp(draw: Draw) -> Arguments:
     norm = draw.flag()
-    return made(
-        "nn.FastWeightMLP",
-        nn.FastWeightMLP,
-        hidden_size=(6, SIZE),
-        in_dim=(3, SIZE),
-        hidden_dim=(4, SIZE),
+    return arguments(
         value_dim=(3, Whole(low=2 if norm else 1, most=10**6)),
         chunk_size=(4, Whole(low=2)),
         learning_rate=(0.1, RATE),
@@ -135,36 +122,29 @@ def fast_mlp(draw: Draw) -> Call:
         value_norm=norm,
         gating=draw.flag(),
         meta_grad=(draw.one(True, 2), STEPS),
-        shared=draw.flag(),
-        learn_initial=draw.flag(),
+        **draw.flags("shared", "learn_initial"),
         norm_eps=(1e-5, POSITIVE),
+        **alike(SIZE, hidden_size=6, in_dim=3, hidden_dim=4),
     )
 
 
-def fwpkm(draw: Draw) -> Call:
+@public("nn.FastWeightProductKeyMemory", nn.FastWeightProductKeyMemory, result=False)
+def fwpkm(draw: Draw) -> Arguments:
     norm, shared, learn = draw.flag(), draw.flag(), draw.flag()
     dtypes = ("float33", "int8", "Tensor", torch.int8, torch.float8_e4m3fn)
-    return made(
-        "nn.FastWeightProductKeyMemory",
-        nn.FastWeightProductKeyMemory,
-        hidden_size=(6, SIZE),
+    return arguments(
         sub_keys=(4, SUB_KEYS),
         key_dim=(4, HALVES),
         value_dim=(3, Whole(low=2 if norm else 1, most=10**6)),
-        heads=(1, SIZE),
         top_k=(2, Whole(low=1, high=4)),
         chunk_size=(4, Whole(low=2, high=2**48)),
         step_rule=draw.word("normalized", "paper", "reference", "program"),
-        learning_rate=(1.0, RATE),
-        address_weight=(10.0, RATE),
         key_update=draw.word("entropy", "mse", "none"),
         score=draw.word(*SCORES),
         spec=("softmax", SIGNED),
-        look_ahead=draw.flag(),
-        border=draw.flag(),
+        **draw.flags("look_ahead", "border"),
         value_norm=norm,
-        gating=draw.flag(),
-        gate_loss=draw.flag(),
+        **draw.flags("gating", "gate_loss"),
         meta_grad=(draw.one(True, 2), STEPS),
         shared=shared,
         learn_initial=learn,
@@ -174,33 +154,30 @@ def fwpkm(draw: Draw) -> Call:
         impl=draw.word(*IMPLS, "triton"),
         sync=(None, Other(none=True, also=("gather",))),
         resident=(False, Flag() if shared and not learn else NEVER),
+        **alike(SIZE, hidden_size=6, heads=1),
+        **alike(RATE, learning_rate=1.0, address_weight=10.0),
     )
 
 
-def pkm(draw: Draw) -> Call:
-    return made(
-        "nn.ProductKeyMemory",
-        nn.ProductKeyMemory,
-        hidden_size=(6, SIZE),
+@public("nn.ProductKeyMemory", nn.ProductKeyMemory, result=False)
+def pkm(draw: Draw) -> Arguments:
+    return arguments(
         sub_keys=(4, SUB_KEYS),
         key_dim=(4, HALVES),
-        value_dim=(3, SIZE),
-        heads=(2, SIZE),
         top_k=(2, Whole(low=1, high=4)),
         query_norm=draw.word("rms", "batch", "none"),
         swilu=draw.flag(),
         score=draw.word(*SCORES),
         spec=("softmax", SIGNED),
-        bias=draw.flag(),
-        sparse_grad=draw.flag(),
+        **draw.flags("bias", "sparse_grad"),
         eps=(1e-5, POSITIVE),
+        **alike(SIZE, hidden_size=6, value_dim=3, heads=2),
     )
 
 
-def lact(draw: Draw) -> Call:
-    return made(
-        "nn.LargeChunkTTT",
-        nn.LargeChunkTTT,
+@public("nn.LargeChunkTTT", nn.LargeChunkTTT, result=False)
+def lact(draw: Draw) -> Arguments:
+    return arguments(
         hidden_size=8,
         num_heads=(draw.one(1, 2), DIVIDES),
         fast_heads=(draw.one(1, 2), DIVIDES),
@@ -209,14 +186,13 @@ def lact(draw: Draw) -> Call:
         chunk_size=(4, Whole(low=1)),
         optimizer=draw.word("sgd", "momentum", "muon", "momentum-muon"),
         layer_idx=(draw.one(None, 0), LAYER),
-        bias=draw.flag(),
-        qk_norm=draw.flag(),
-        fast_rotary=draw.flag(),
+        **draw.flags("bias", "qk_norm", "fast_rotary"),
         meta_grad=(draw.one(True, 2), STEPS),
         norm_eps=(1e-6, POSITIVE),
     )
 
 
+@public("GatedDeltaNet")
 def gated_delta(draw: Draw) -> Call:
     from regard.models import GatedDeltaNet
 
@@ -265,6 +241,7 @@ def _mask(draw: Draw, batch: int, tokens: int) -> tuple[Any, Kind]:
     return draw.one(None, draw.mask(batch, tokens)), Mask(none=True, fixed=(0, 1))
 
 
+@public("nn.Attention.forward")
 def attention_forward(draw: Draw) -> Call:
     spec = draw.one("softmax", "biweight", "local-linear")
     layer = nn.Attention(8, 2, spec=spec, qk_norm=draw.one(None, "rms")).double()
@@ -281,6 +258,7 @@ def attention_forward(draw: Draw) -> Call:
     )
 
 
+@public("nn.LargeChunkTTT.forward")
 def lact_forward(draw: Draw) -> Call:
     layer = nn.LargeChunkTTT(8, 2, fast_heads=2, window=3, chunk_size=2, layer_idx=0).double()
     hidden, batch, tokens = _tokens(draw, 8)
@@ -297,6 +275,7 @@ def lact_forward(draw: Draw) -> Call:
     )
 
 
+@public("memory layers.forward")
 def memory_forward(draw: Draw) -> Call:
     small = {"sub_keys": 3, "key_dim": 4, "value_dim": 3, "top_k": 2}
     name = draw.one("FastWeightMLP", "FastWeightProductKeyMemory", "ProductKeyMemory")
@@ -317,6 +296,7 @@ def memory_forward(draw: Draw) -> Call:
     )
 
 
+@public("nn.ContextualMemory.forward")
 def contextual_forward(draw: Draw) -> Call:
     layer = nn.ContextualMemory(8, 2, spec=draw.one("softmax", "biweight")).double()
     hidden, batch, tokens = _tokens(draw, 8)
@@ -326,11 +306,11 @@ def contextual_forward(draw: Draw) -> Call:
         hidden_states=(hidden, Floats(fixed=(2,))),
         attention_mask=_mask(draw, batch, tokens),
         state=(None, STATE),
-        remember=draw.flag(),
-        output_attentions=draw.flag(),
+        **draw.flags("remember", "output_attentions"),
     )
 
 
+@public("nn.PersistentMemory.forward")
 def persistent_forward(draw: Draw) -> Call:
     layer = nn.PersistentMemory(8, 2, 3).double()
     hidden, batch, tokens = _tokens(draw, 8)
@@ -339,6 +319,7 @@ def persistent_forward(draw: Draw) -> Call:
     return called("nn.PersistentMemory", layer, hidden_states=hidden_states, attention_mask=mask, state=(None, STATE))
 
 
+@public("nn.FunctionalGradient.forward")
 def gradient_forward(draw: Draw) -> Call:
     layer = nn.FunctionalGradient(8, 6, 2, variant=draw.one(*VARIANTS)).double()
     covariates, batch, rows = _tokens(draw, 8)
@@ -351,14 +332,14 @@ def gradient_forward(draw: Draw) -> Call:
         position_embeddings=_positions(draw, batch, rows),
         pairs=(None, Other(none=True)),
         cache=(None, Other(none=True)),
-        output_attentions=draw.flag(),
-        is_causal=draw.flag(),
+        **draw.flags("output_attentions", "is_causal"),
     )
 
 
 # Functions ---------------------------------------------------------------------------------------------------------
 
 
+@public("expected_embedding")
 def expected_embedding(draw: Draw) -> Call:
     def truth(**w: Any) -> Tensor:
         return (w["f"] @ w["table"].T).softmax(-1) @ w["table"]
@@ -382,10 +363,9 @@ class _Rank(Floats):
         return [v for v in super().values(given) if not (isinstance(v, Tensor) and like(v))]
 
 
-def rotary_angles(draw: Draw) -> Call:
-    return called(
-        "rotary_angles",
-        nn.rotary_angles,
+@public("rotary_angles", nn.rotary_angles)
+def rotary_angles(draw: Draw) -> Arguments:
+    return arguments(
         position_ids=(draw.integers(9, 1, 3), _Ids(fixed=(), kind="integer")),
         head_dim=(4, HALVES),
         theta=(1e4, Real(low=0.0, strict=True, most=1e30)),
@@ -399,25 +379,27 @@ class _Ids(Floats):
         return [v for v in super().values(given) if not fine(v)]
 
 
-def rotate(draw: Draw) -> Call:
+@public("rotate", nn.rotate)
+def rotate(draw: Draw) -> Arguments:
     cos, sin = nn.rotary_angles(draw.integers(9, 1, 3), 4, dtype=torch.float64)
     x = (draw.normal(2, 2, 3, draw.one(4, 6)), Floats(fixed=(2,), dtype=False))
     angle = Floats(fixed=(1, 2), dtype=False)
-    return called("rotate", nn.rotate, x=x, cos=(cos, angle), sin=(sin, angle))
+    return arguments(x=x, cos=(cos, angle), sin=(sin, angle))
 
 
-def optimizer_groups(draw: Draw) -> Call:
+@public("optimizer_groups", nn.optimizer_groups)
+def optimizer_groups(draw: Draw) -> Arguments:
     model, rates = (nn.Attention(8, 2), Other()), {"weight_decay": (0.1, RATE), "memory_rate": (1e-3, RATE)}
-    return called("optimizer_groups", nn.optimizer_groups, model=model, **rates, memory_keys=draw.flag())
+    return arguments(model=model, **rates, memory_keys=draw.flag())
 
 
-def temperature(draw: Draw) -> Call:
+@public("as_temperature", nn.as_temperature)
+def temperature(draw: Draw) -> Arguments:
     broken = ("", "log(", "log(slope=)", "log(slope=1,slope=2)", "log(slope=-1)", "log(slope=nan)", "lg")
-    return called(
-        "as_temperature", nn.as_temperature, given=("log(slope=0.5)", Other(also=(*broken, "fixed(value=1e999)")))
-    )
+    return arguments(given=("log(slope=0.5)", Other(also=(*broken, "fixed(value=1e999)"))))
 
 
-def ridge(draw: Draw) -> Call:
+@public("as_ridge", nn.as_ridge)
+def ridge(draw: Draw) -> Arguments:
     broken = ("", "learned(", "lerned", "fixed(x=3)", "learned(start=-1)", "learned(start=1e999)")
-    return called("as_ridge", nn.as_ridge, given=("learned", Other(also=broken)))
+    return arguments(given=("learned", Other(also=broken)))

@@ -18,7 +18,7 @@ from regard.memory.fast_weight_rules import step_rules
 from regard.recurrent import leaky
 
 from .attention_calls import Params
-from .draw import Call, Draw, called, split
+from .draw import Arguments, Call, Draw, alike, arguments, called, public, split
 from .kinds import (
     NEVER,
     RATE,
@@ -49,13 +49,12 @@ SIGNED = Sentence(also=("linear", "local-linear", "rbf"))
 # Associative -------------------------------------------------------------------------------------------------------
 
 
-def associative(draw: Draw) -> Call:
+@public("AssociativeMemory", AssociativeMemory)
+def associative(draw: Draw) -> Arguments:
     slots, spec, capacity = draw.one(0, 3), draw.one("softmax", "biweight", "linear"), draw.one(None, 4)
     dim, tied = 3 if slots else draw.one(None, 3), draw.flag() if slots else False
     sums = spec == "linear" and not capacity
-    return called(
-        "AssociativeMemory",
-        AssociativeMemory,
+    return arguments(
         spec=(spec, Sentence(also=("softmx",))),
         scale=(draw.one(None, 0.7), Real(low=0.0, strict=True, none=True)),
         params=(draw.one(None, {}), Params(none=True)),
@@ -79,6 +78,7 @@ def _memory(draw: Draw, **options: Any) -> tuple[AssociativeMemory, Tensor, Tens
     return made, draw.normal(batch, heads, pairs, dim), draw.normal(batch, heads, pairs, dim)
 
 
+@public("AssociativeMemory.write")
 def write(draw: Draw) -> Call:
     memory, keys, values = _memory(draw)
     memory.write(keys, values)
@@ -112,6 +112,7 @@ def _asked(draw: Draw, memory: AssociativeMemory, keys: Tensor) -> dict[str, Any
     }
 
 
+@public("AssociativeMemory.read")
 def read(draw: Draw) -> Call:
     memory, keys, values = _held(draw, tied := draw.flag())
     steps = draw.whole(1, 3)
@@ -140,11 +141,13 @@ def read(draw: Draw) -> Call:
     return call
 
 
+@public("AssociativeMemory.energy")
 def energy(draw: Draw) -> Call:
     memory, keys, _ = _held(draw, True)
     return called("AssociativeMemory.energy", memory.energy, **_asked(draw, memory, keys))
 
 
+@public("AssociativeMemory.forget")
 def forget(draw: Draw) -> Call:
     memory, keys, values = _memory(draw)
     n = keys.shape[2]
@@ -168,6 +171,7 @@ def forget(draw: Draw) -> Call:
     return Call("AssociativeMemory.forget", run, given, kinds)
 
 
+@public("AssociativeMemory.forget-pairs")
 def forget_pairs(draw: Draw) -> Call:
     batch, heads, n = draw.one(1, 2), draw.one(1, 2), draw.whole(1, 4)
     keys, values = draw.normal(batch, heads, n, 3), draw.normal(batch, heads, n, 2)
@@ -184,6 +188,7 @@ def forget_pairs(draw: Draw) -> Call:
     return Call("AssociativeMemory.forget", run, {"pairs": (keys, values)}, {"pairs": pair})
 
 
+@public("AssociativeMemory.transform")
 def transform(draw: Draw) -> Call:
     memory, keys, values = _memory(draw)
     memory.write(keys, values)
@@ -215,6 +220,7 @@ def _search(draw: Draw) -> dict[str, Any]:
     }
 
 
+@public("product_key_search")
 def product_key_search(draw: Draw) -> Call:
     given, kinds = split(_search(draw))
 
@@ -237,29 +243,27 @@ def _score(given: dict[str, Any]) -> str:
     return "idw" if given["score"] == "inverse-distance" else str(given["score"])
 
 
-def product_key_read(draw: Draw) -> Call:
+@public("product_key_read", product_key.product_key_read)
+def product_key_read(draw: Draw) -> Arguments:
     given = _search(draw)
     (query, _), n = given["query"], given["keys"][0].shape[-2]
     values = draw.normal(n * n, draw.whole(1, 3), dtype=query.dtype)
-    return called(
-        "product_key_read",
-        product_key.product_key_read,
-        **given,
-        values=(values, Floats(fixed=(0,), dtype=False)),
-        spec=(draw.one(*WEIGHTS), SIGNED),
-        joint=draw.flag(),
+    return arguments(
+        **given, values=(values, Floats(fixed=(0,), dtype=False)), spec=(draw.one(*WEIGHTS), SIGNED), joint=draw.flag()
     )
 
 
-def slot_weights(draw: Draw) -> Call:
+@public("slot_weights", product_key.slot_weights)
+def slot_weights(draw: Draw) -> Arguments:
     found = product_key.product_key_search(**split(_search(draw))[0])
     spec = (draw.one(*WEIGHTS), SIGNED)
-    return called("slot_weights", product_key.slot_weights, found=(found, Other()), spec=spec, joint=draw.flag())
+    return arguments(found=(found, Other()), spec=spec, joint=draw.flag())
 
 
 # Fast weights ------------------------------------------------------------------------------------------------------
 
 
+@public("fast_weight_memory")
 def fast_weight_memory(draw: Draw) -> Call:
     batch, tokens, heads, n, half = draw.one(1, 2), draw.whole(1, 9), draw.one(1, 2), draw.whole(2, 4), draw.whole(1, 3)
     width, chunk, few = draw.whole(1, 3), draw.whole(2, 5), draw.whole(1, n)
@@ -321,21 +325,18 @@ def _states(given: dict[str, Any]) -> tuple[Any, ...]:
     return other, many, regard.LinearState.empty("elu", 1, 1, 2, 2)
 
 
-def write_rule(draw: Draw) -> Call:
+@public("WriteRule", regard.WriteRule)
+def write_rule(draw: Draw) -> Arguments:
     name = (draw.one("normalized", "paper", "reference"), Word(words=tuple(step_rules.names(aliases=True))))
-    return called(
-        "WriteRule",
-        regard.WriteRule,
+    return arguments(
         name=name,
-        learning_rate=(0.5, RATE),
-        address_weight=(2.0, RATE),
         key_update=draw.word("entropy", "mse", "none"),
-        look_ahead=draw.flag(),
-        border=draw.flag(),
-        gate_loss=draw.flag(),
+        **draw.flags("look_ahead", "border", "gate_loss"),
+        **alike(RATE, learning_rate=0.5, address_weight=2.0),
     )
 
 
+@public("fast_weight_memory.flush")
 def flush_memory(draw: Draw) -> Call:
     first = fast_weight_memory(draw)
     first.given |= {"mask": None, "segment_ids": None, "frozen": False}
@@ -381,6 +382,7 @@ def _networks(weights: tuple[Tensor, ...]) -> Other:
     )
 
 
+@public("fast_weight_mlp")
 def fast_weight_mlp(draw: Draw) -> Call:
     batch, tokens, wide, inner, out = (draw.whole(1, most) for most in (2, 9, 3, 4, 3))
     chunk, full = draw.whole(2, 4), Floats(fixed=(0, 1, 2), dtype=False)
@@ -413,6 +415,7 @@ def _plain(given: dict[str, Any]) -> bool:
     return given["mask"] is None and given["segment_ids"] is None and not given["frozen"]
 
 
+@public("large_chunk_ttt")
 def large_chunk_ttt(draw: Draw) -> Call:
     batch, tokens, heads, inner, dim = *(draw.whole(1, most) for most in (2, 9, 2, 4)), draw.whole(2, 3)
     size, optimizer = (batch, tokens, heads), draw.word(*OPTIMIZERS)
@@ -454,6 +457,7 @@ def _lact(given: dict[str, Any], x: dict[str, Tensor], weights: tuple[Tensor, ..
     return torch.cat(out).detach()
 
 
+@public("leaky_average")
 def leaky_average(draw: Draw) -> Call:
     batch, heads, tokens, dim = (draw.whole(1, most) for most in (2, 2, 9, 3))
     dtype, average = draw.one(torch.float64, torch.float32), draw.flag()

@@ -13,7 +13,7 @@ from regard import inspect, models, tasks
 from regard.inspect import gates, measures, mechanisms
 from regard.integrations import transformers as bridge
 
-from .draw import Call, Draw, called, made
+from .draw import Arguments, Call, Draw, alike, arguments, called, made, public
 from .kinds import POSITIVE, RATE, SIZE, Among, Flag, Floats, Integers, Kind, Other, Real, Sentence, Whole
 
 TINY = {
@@ -54,11 +54,10 @@ def _base(draw: Draw, **own: Any) -> dict[str, Any]:
     } | own
 
 
-def hybrid(draw: Draw) -> Call:
+@public("HybridConfig", models.HybridConfig, result=False)
+def hybrid(draw: Draw) -> Arguments:
     given = _base(
         draw,
-        hidden_size=(8, SIZE),
-        num_attention_heads=(2, SIZE),
         num_key_value_heads=(None, Among(none=True, these=(1, 2), also=(3,))),
         head_dim=(4, Whole(none=True, low=2, even=True, most=10**6)),
         intermediate_size=(6, WIDTH),
@@ -81,36 +80,42 @@ def hybrid(draw: Draw) -> Call:
         rope_theta=(1e4, THETA),
         rms_norm_eps=(1e-6, POSITIVE),
         training_window_seed=(0, Whole()),
+        **alike(SIZE, hidden_size=8, num_attention_heads=2),
     )
-    return made("HybridConfig", models.HybridConfig, **given)
+    return arguments(**given)
 
 
-def mosaic(draw: Draw) -> Call:
+@public("MemoryMosaicConfig", models.MemoryMosaicConfig, result=False)
+def mosaic(draw: Draw) -> Arguments:
     nothing = lambda v: isinstance(v, (tuple, list)) and not v  # noqa: E731
     given = _base(
         draw,
         persistent=("softmax", Other(also=("softmx", ["softmax"], "linear"))),
         persistent_slots=(3, WIDTH),
         persistent_copies=(1, SIZE),
-        persistent_keys=("own", WORD),
-        wiring=("sequential", WORD),
-        leaky=("sum", WORD),
-        look_ahead=("sum", WORD),
         key_eps=(0.0, RATE),
         scale_limit=(10.0, Real()),
         persistent_scale_limit=(10.0, Real()),
         learned=(("h", "bias"), Other(test=nothing, also=("h", ["x"], [3]))),
-        bandwidth_start=("wide", WORD),
-        uniform_gradient=("straight-through", WORD),
         bias=draw.flag(),
         norm_eps=(1e-5, POSITIVE),
         scale_logits=draw.flag(),
-        initializer=("fan-in", WORD),
+        **alike(
+            WORD,
+            persistent_keys="own",
+            wiring="sequential",
+            leaky="sum",
+            look_ahead="sum",
+            bandwidth_start="wide",
+            uniform_gradient="straight-through",
+            initializer="fan-in",
+        ),
     )
-    return made("MemoryMosaicConfig", models.MemoryMosaicConfig, **given)
+    return arguments(**given)
 
 
-def iclm(draw: Draw) -> Call:
+@public("ICLMConfig", models.ICLMConfig, result=False)
+def iclm(draw: Draw) -> Arguments:
     words = {"variant": "full", "start": "param", "f_reads": "post", "phi_mlp": "gelu", "f_mlp": "inline"}
     given = _base(
         draw,
@@ -118,22 +123,18 @@ def iclm(draw: Draw) -> Call:
         mixers=(draw.one("softmax", "biweight"), PER_LAYER),
         phi_mixers=("softmax", PER_LAYER),
         **{name: (word, WORD) for name, word in words.items()},
-        f_feed_forward=("gelu", WORD),
         f_attention_heads=None,
-        intermediate_size=(6, WIDTH),
-        f_intermediate_size=(6, WIDTH),
-        f_rope=draw.flag(),
-        f_average=draw.flag(),
-        expectation=("none", WORD),
+        **draw.flags("f_rope", "f_average"),
         gd_steps=1,
         d_phi=None,
         d_f=None,
-        tie_phi=draw.flag(),
-        norm_values=draw.flag(),
+        **draw.flags("tie_phi", "norm_values"),
         rope_theta=(1e4, THETA),
         layer_norm_eps=(1e-5, POSITIVE),
+        **alike(WORD, f_feed_forward="gelu", expectation="none"),
+        **alike(WIDTH, intermediate_size=6, f_intermediate_size=6),
     )
-    return made("ICLMConfig", models.ICLMConfig, **given)
+    return arguments(**given)
 
 
 @cache
@@ -142,18 +143,18 @@ def _model() -> Any:
     return models.HybridForCausalLM(models.HybridConfig(**TINY)).eval()
 
 
-def match(draw: Draw) -> Call:
-    return made(
-        "match_parameters",
-        models.match_parameters,
+@public("match_parameters", models.match_parameters, result=False)
+def match(draw: Draw) -> Arguments:
+    return arguments(
         config=(models.HybridConfig(**TINY), Other()),
         target=(3000, Whole(low=1000, most=10**6)),
         field=(draw.one(None, "intermediate_size"), Other(none=True, also=("hidden", "vocab_size "))),
     )
 
 
-def count(draw: Draw) -> Call:
-    return made("count_parameters", models.count_parameters, config=(models.HybridConfig(**TINY), Other()))
+@public("count_parameters", models.count_parameters, result=False)
+def count(draw: Draw) -> Arguments:
+    return arguments(config=(models.HybridConfig(**TINY), Other()))
 
 
 # Tasks -------------------------------------------------------------------------------------------------------------
@@ -161,30 +162,28 @@ def count(draw: Draw) -> Call:
 FAR = Whole(low=1, high=2**40)
 
 
-def cone(draw: Draw) -> Call:
-    return made(
-        "ConeRegression",
-        tasks.ConeRegression,
+@public("ConeRegression", tasks.ConeRegression, result=False)
+def cone(draw: Draw) -> Arguments:
+    return arguments(
         dim=(4, Whole(low=2, most=10**6)),
         length=(16, Among(also=(15, 12), these=(4, 8, 16))),
         segment=(4, Among(also=(3, 5, 32), these=(1, 2, 4, 8, 16))),
-        noise=(0.1, RATE),
-        query_noise=(0.0, RATE),
+        **alike(RATE, noise=0.1, query_noise=0.0),
     )
 
 
-def recall(draw: Draw) -> Call:
+@public("CrossDocumentRecall", tasks.CrossDocumentRecall, result=False)
+def recall(draw: Draw) -> Arguments:
     numbers = {"values": (8, FAR), "pairs": (4, Whole(low=1, high=8)), "documents": (2, FAR), "reads": (2, FAR)}
     keys = (8, Whole(low=4, high=2**40))
-    return made("CrossDocumentRecall", tasks.CrossDocumentRecall, keys=keys, **numbers, shuffled=draw.flag())
+    return arguments(keys=keys, **numbers, shuffled=draw.flag())
 
 
-def needle(draw: Draw) -> Call:
+@public("NeedleInHaystack", tasks.NeedleInHaystack, result=False)
+def needle(draw: Draw) -> Arguments:
     listed = lambda v: isinstance(v, (list, tuple, str, bytes)) and len(v) > 0  # noqa: E731
     templates = ("{key}", "{value} {key}", "{key {value}", "{key} {value} {x}", "{key} {value} {")
-    return made(
-        "NeedleInHaystack",
-        tasks.NeedleInHaystack,
+    return arguments(
         text=(["a", "b", "c"], Other(test=listed)),
         length=(64, FAR),
         needles=(2, Other(test=lambda v: type(v) is int and 1 <= v <= 60000)),
@@ -199,6 +198,7 @@ def needle(draw: Draw) -> Call:
     )
 
 
+@public("tasks.example")
 def example(draw: Draw) -> Call:
     name = draw.one("NeedleInHaystack", "CrossDocumentRecall", "ConeRegression")
     task = {
@@ -208,13 +208,6 @@ def example(draw: Draw) -> Call:
     }[name]()
     seed, index = (1, Whole(low=-(2**63), high=2**64)), (2, Whole(low=0, high=2**63))
     return made(f"{name}.example", task.example, seed=seed, index=index)
-
-
-def wilson(draw: Draw) -> Call:
-    trials = (7, Whole(low=3, most=10**6))
-    return made(
-        "wilson", tasks.wilson, hits=(3, Whole(low=0, high=7)), trials=trials, z=(1.96, Real(low=0.0, high=1e6))
-    )
 
 
 # Measures ----------------------------------------------------------------------------------------------------------
@@ -227,15 +220,15 @@ def _pattern(draw: Draw) -> Tensor:
 PATTERN = Floats(fixed=(), dtype=False)
 
 
+@public("sinks")
 def sinks(draw: Draw) -> Call:
     call, name = draw.one((mechanisms.sinks, "sinks"), (mechanisms.evenness, "evenness"))
     return made(name, call, pattern=(_pattern(draw), PATTERN), from_row=(draw.whole(0, 3), Whole(low=0, high=3)))
 
 
-def copying(draw: Draw) -> Call:
-    return made(
-        "copying",
-        mechanisms.copying,
+@public("copying", mechanisms.copying, result=False)
+def copying(draw: Draw) -> Arguments:
+    return arguments(
         pattern=(_pattern(draw), Floats(fixed=(0, 2), dtype=False)),
         roles=(mechanisms.ROLES["f"], Other()),
         tokens=(draw.integers(5, 2, 4), Integers(fixed=(0,))),
@@ -243,15 +236,15 @@ def copying(draw: Draw) -> Call:
     )
 
 
-def induction(draw: Draw) -> Call:
+@public("induction", mechanisms.induction, result=False)
+def induction(draw: Draw) -> Arguments:
     pattern, roles = (_pattern(draw), PATTERN), (mechanisms.ROLES["f"], Other())
-    return made("induction", mechanisms.induction, pattern=pattern, roles=roles, period=(2, Whole(low=1, high=3)))
+    return arguments(pattern=pattern, roles=roles, period=(2, Whole(low=1, high=3)))
 
 
-def repeated(draw: Draw) -> Call:
-    return made(
-        "repeated_blocks",
-        mechanisms.repeated_blocks,
+@public("repeated_blocks", mechanisms.repeated_blocks, result=False)
+def repeated(draw: Draw) -> Arguments:
+    return arguments(
         vocabulary=(9, Whole(low=3, most=10**6)),
         period=(3, Whole(low=1, high=9)),
         length=(8, Whole(low=0, most=10**6)),
@@ -261,12 +254,14 @@ def repeated(draw: Draw) -> Call:
     )
 
 
-def eigenvalues(draw: Draw) -> Call:
+@public("copying_eigenvalues", mechanisms.copying_eigenvalues, result=False)
+def eigenvalues(draw: Draw) -> Arguments:
     projections = (draw.normal(2, 3, 3), Floats(fixed=(1, 2), dtype=False))
     embedding = (draw.normal(5, 3), Floats(fixed=(1,), dtype=False))
-    return made("copying_eigenvalues", mechanisms.copying_eigenvalues, projections=projections, embedding=embedding)
+    return arguments(projections=projections, embedding=embedding)
 
 
+@public("histogram")
 def histogram(draw: Draw) -> Call:
     call, name = draw.one((gates.histogram, "histogram"), (gates.bin_counts, "bin_counts"))
     ranked = _Ranked(fixed=(), dtype=False, broadcast=True)
@@ -281,22 +276,25 @@ class _Ranked(Floats):
         return [v for v in super().values(given) if not fine(v)]
 
 
-def surprisal(draw: Draw) -> Call:
+@public("token_surprisal", gates.token_surprisal, result=False)
+def surprisal(draw: Draw) -> Arguments:
     tokens, learned = ((draw.integers(5, size), Integers(fixed=())) for size in (6, 9))
     vocabulary = (5, Whole(low=5, most=10**6))
-    return made("token_surprisal", gates.token_surprisal, tokens=tokens, learned=learned, vocabulary=vocabulary)
+    return arguments(tokens=tokens, learned=learned, vocabulary=vocabulary)
 
 
-def words(draw: Draw) -> Call:
+@public("word_surprisal", gates.word_surprisal, result=False)
+def words(draw: Draw) -> Arguments:
     texts = lambda v: isinstance(v, (list, tuple)) and all(isinstance(x, str) for x in v)  # noqa: E731
     counts = (gates.word_counts("a word or two"), Other(test=lambda v: isinstance(v, dict) and len(v) < 2))
     labels = (["a ", "word"], Other(test=texts, also=([3],)))
-    return made("word_surprisal", gates.word_surprisal, labels=labels, counts=counts)
+    return arguments(labels=labels, counts=counts)
 
 
-def correlation(draw: Draw) -> Call:
+@public("rank_correlation", gates.rank_correlation, result=False)
+def correlation(draw: Draw) -> Arguments:
     one = Floats(fixed=(0,), dtype=False)
-    return made("rank_correlation", gates.rank_correlation, x=(draw.normal(6), one), y=(draw.normal(6), one))
+    return arguments(x=(draw.normal(6), one), y=(draw.normal(6), one))
 
 
 # Models ------------------------------------------------------------------------------------------------------------
@@ -310,6 +308,7 @@ def _entered(manager: Any) -> Any:
     return manager
 
 
+@public("capture")
 def capture(draw: Draw) -> Call:
     def run(**arguments: Any) -> None:
         _entered(inspect.capture(**arguments))
@@ -317,6 +316,7 @@ def capture(draw: Draw) -> Call:
     return called("capture", run, model=(_model(), Other()), weights=draw.flag())
 
 
+@public("hooked")
 def hooked(draw: Draw) -> Call:
     names = list(inspect.named_hook_points(_model()))
     given = {"model": _model(), "hooks": [(lambda name: True, lambda tensor, hook: None)], "required": True}
@@ -333,8 +333,9 @@ def hooked(draw: Draw) -> Call:
     return Call("hooked", run, given, kinds)
 
 
-def points(draw: Draw) -> Call:
-    return made("named_hook_points", inspect.named_hook_points, model=(_model(), Other()))
+@public("named_hook_points", inspect.named_hook_points, result=False)
+def points(draw: Draw) -> Arguments:
+    return arguments(model=(_model(), Other()))
 
 
 IDS = (
@@ -364,34 +365,37 @@ def _ran(draw: Draw) -> dict[str, Any]:
     }
 
 
-def with_cache(draw: Draw) -> Call:
+@public("run_with_cache", inspect.run_with_cache, result=False)
+def with_cache(draw: Draw) -> Arguments:
     first = next(iter(inspect.named_hook_points(_model())))
     fine = lambda v: v is len or (isinstance(v, (list, tuple)) and not v)  # noqa: E731
     names = (draw.one(first, [first], None), _Names(none=True, also=("x", [3], ["x"]), test=fine))
-    return made("run_with_cache", inspect.run_with_cache, **_ran(draw), names=names)
+    return arguments(**_ran(draw), names=names)
 
 
-def with_hooks(draw: Draw) -> Call:
-    return made("run_with_hooks", inspect.run_with_hooks, **_ran(draw))
+@public("run_with_hooks", inspect.run_with_hooks, result=False)
+def with_hooks(draw: Draw) -> Arguments:
+    return arguments(**_ran(draw))
 
 
-def maps(draw: Draw) -> Call:
+@public("attention_maps", measures.attention_maps, result=False)
+def maps(draw: Draw) -> Arguments:
     ids = (torch.tensor([0, 1, 11]), torch.tensor([0.5, 1, 1]), torch.zeros(3, 1, dtype=torch.long))
-    return made(
-        "attention_maps",
-        measures.attention_maps,
+    return arguments(
         model=(_model(), Other()),
         input_ids=(draw.integers(11, 3), Other(also=ids)),
         labels=(["a", "b", "c"], Other(also=(["a"], [1, 2, 3], "ab"))),
     )
 
 
-def register(draw: Draw) -> Call:
-    return made("register", bridge.register, sharp=("biweight*anchored(margin=0.5)", Sentence()))
+@public("register", bridge.register, result=False)
+def register(draw: Draw) -> Arguments:
+    return arguments(sharp=("biweight*anchored(margin=0.5)", Sentence()))
 
 
-def convert(draw: Draw) -> Call:
+@public("convert", bridge.convert, result=False)
+def convert(draw: Draw) -> Arguments:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, n_positions=8))
-    return made("convert", bridge.convert, model=(model, Other()), spec=("biweight", Sentence()))
+    return arguments(model=(model, Other()), spec=("biweight", Sentence()))

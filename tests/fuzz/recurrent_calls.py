@@ -10,7 +10,7 @@ from torch import Tensor
 
 import regard
 
-from .draw import Call, Draw
+from .draw import Call, Draw, public
 from .kinds import Flag, Floats, Kind, Mask, Other, Real, Refused, Sentence, Whole, Word
 
 FORMS = ("chunked", "parallel", "recurrent")
@@ -84,6 +84,7 @@ def _finish(call: Call) -> Call:
     return call
 
 
+@public("linear_attention")
 def linear(draw: Draw) -> Call:
     given, kinds = _tensors(draw)
     spec = draw.one("elu", "linear", "relu", "relu2", "cosine")
@@ -116,6 +117,7 @@ def linear(draw: Draw) -> Call:
     return _finish(Call("linear_attention", regard.linear_attention, given, kinds, truth))
 
 
+@public("delta_rule")
 def delta(draw: Draw) -> Call:
     given, kinds = _tensors(draw)
     pairs, dtype = tuple(given["key"].shape[:3]), given["key"].dtype
@@ -136,6 +138,7 @@ def delta(draw: Draw) -> Call:
     return _finish(Call("delta_rule", regard.delta_rule, given, kinds, truth))
 
 
+@public("mesa_attention")
 def mesa(draw: Draw) -> Call:
     given, kinds = _tensors(draw)
     pairs, dtype = tuple(given["key"].shape[:3]), given["key"].dtype

@@ -41,11 +41,7 @@ def _one_thread() -> Iterator[None]:
 def fuzz(examples: int):
     """Draw from a source of random numbers that hypothesis replays and shrinks, the same at every run."""
     quiet = settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
     return lambda test: quiet(given(st.randoms(use_true_random=False))(test))
 

@@ -221,42 +221,20 @@ GUARDED = [[3.0, -1.0, 0.5], [-3.0, 1.0, 0.2], [1.0, -1.2, 0.2003], [1.0, -1.2, 
 
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
 @pytest.mark.parametrize("z", GUARDED)
-def test_gradient_through_the_guard(z: list, impl: str) -> None:
-    """p_i = z_i / D with D = sum z, or +-1e-3 sqrt(n sum z^2) where that is larger in size."""
-    leaf, p, _ = signed(z, "linear*fixed*normalised", impl)
+def test_gradients_through_the_guard(z: list, impl: str) -> None:
+    """p_i = a_i / D with a = z + bias and D = sum a, or +-1e-3 sqrt(n sum a^2) where that is larger in size."""
     g = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
-    found = torch.autograd.grad((p * g).sum(), leaf)[0]
-    x = torch.tensor(z, dtype=torch.float64, requires_grad=True)
-    total, size = x.sum(), (3 * x.square().sum()).sqrt()
-    held = 1e-3 * size * (1 if total.item() >= 0 else -1)
-    plain = x / (held if abs(total.item()) < 1e-3 * size.item() else total)
-    torch.testing.assert_close(p, plain, rtol=1e-12, atol=0)
-    torch.testing.assert_close(found, torch.autograd.grad((plain * g).sum(), x)[0], rtol=1e-10, atol=0)
-
-
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
-@pytest.mark.parametrize("z", GUARDED)
-def test_gradient_of_the_bias_through_the_guard(z: list, impl: str) -> None:
-    shift = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)
-    moved = torch.tensor(z, dtype=torch.float64) - 0.25  # so that z itself is what is weighed
-    g = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
-    out = regard.attention(
-        torch.ones(1, 1, 1, 1, dtype=torch.float64),
-        moved.view(1, 1, 3, 1),
-        g.view(1, 1, 3, 1),
-        "linear*fixed*normalised",
-        scale=1.0,
-        params={"bias": shift},
-        impl=impl,
-    )
+    leaf = (torch.tensor(z, dtype=torch.float64) - 0.25).requires_grad_()
     bias = torch.tensor(0.25, dtype=torch.float64, requires_grad=True)
-    x = moved + bias
-    total, size = x.sum(), (3 * x.square().sum()).sqrt()
+    one, how = torch.ones(1, 1, 1, 1, dtype=torch.float64), {"params": {"bias": bias}, "impl": impl, "scale": 1.0}
+    out = regard.attention(one, leaf.view(1, 1, 3, 1), g.view(1, 1, 3, 1), "linear*fixed*normalised", **how).sum()
+    a = leaf + bias
+    total, size = a.sum(), (3 * a.square().sum()).sqrt()
     held = 1e-3 * size * (1 if total.item() >= 0 else -1)
-    plain = (x / (held if abs(total.item()) < 1e-3 * size.item() else total) * g).sum()
-    torch.testing.assert_close(out.flatten()[0], plain, rtol=1e-12, atol=0)
-    found, expected = torch.autograd.grad(out.sum(), shift)[0], torch.autograd.grad(plain, bias)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    plain = (a / (held if abs(total.item()) < 1e-3 * size.item() else total) * g).sum()
+    torch.testing.assert_close(out, plain, rtol=1e-12, atol=0)
+    for found, expected in zip(*(torch.autograd.grad(x, (leaf, bias)) for x in (out, plain)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocked"])

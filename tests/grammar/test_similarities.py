@@ -53,16 +53,6 @@ def test_features_multiply_to_the_formula(name: str) -> None:
     assert np.all(expected <= similarity.upper)
 
 
-@pytest.mark.parametrize(("name", "scale"), [("dot", 5**-0.5), ("euclidean", 5**-0.5), ("cosine", 1.0)])
-def test_default_scale(name: str, scale: float) -> None:
-    """Read through unnormalised weights: K(a) = a + 100 (only the scores differ)."""
-    spec = Spec.parse(f"linear*fixed(bias=100)*{name}*unnormalised")
-    eye = torch.eye(7, dtype=torch.float64)[None, None]
-    out = regard.attention(batched(Q), batched(K), eye, spec)[0, 0]
-    expected = np.array([[100 + scale * FORMULAS[name](q, k) for k in K] for q in Q])
-    np.testing.assert_allclose(out.numpy(), expected, rtol=1e-13)
-
-
 def test_cosine_stays_inside_its_range() -> None:
     x = np.array([[1e3, 1e3], [1e-9, 0], [0, 0], [-1e3, -1e3]])
     similarity = similarities.get("cosine")()
@@ -108,33 +98,6 @@ def test_bandwidth_in_units_of_distance(kernel: str, similarity: str, h: float, 
     np.testing.assert_allclose(found.bandwidth.numpy(), h, rtol=1e-12)
     np.testing.assert_array_equal(found.fallback[0, 0].numpy(), none[:, 0])
     np.testing.assert_array_equal(found.support[0, 0].numpy(), (expected > 0).sum(-1))
-
-
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
-@pytest.mark.parametrize("kernel", ["epanechnikov", "triweight", "gaussian"])
-@pytest.mark.parametrize("similarity", ["cosine(eps=0)", "euclidean"])
-def test_learned_bandwidth(kernel: str, similarity: str, impl: str) -> None:
-    """h per row as a tensor, with its gradient by central differences of the distance formula."""
-    q, k = (unit(Q), unit(K)) if similarity.startswith("cosine") else (Q, K)
-    distance2 = ((q[:, None] - k) ** 2).sum(-1)
-    function = KERNELS.get(kernel, lambda u2: np.maximum(1 - u2, 0) ** 3)
-    value = RNG.normal(size=7)
-
-    def output(h: np.ndarray) -> np.ndarray:
-        w = function(distance2 / h[:, None] ** 2)
-        return (w @ value) / w.sum(-1)
-
-    bandwidth = np.array([2.3, 3.1, 4.0])
-    h = torch.tensor(bandwidth, requires_grad=True)
-    values = torch.from_numpy(value)[None, None, :, None]
-    spec = f"{kernel}*fixed(h=1)*{similarity}"
-    out = regard.attention(batched(Q), batched(K), values, spec, params={"h": h}, impl=impl).flatten()
-    np.testing.assert_allclose(out.detach().numpy(), output(bandwidth), rtol=1e-12)
-    grad = torch.autograd.grad(out.sum(), h)[0].numpy()
-    expected = (output(bandwidth + 1e-5) - output(bandwidth - 1e-5)) / 2e-5
-    np.testing.assert_allclose(grad, expected, rtol=1e-7, atol=1e-9)
-    again = regard.attention(batched(Q), batched(K), values, spec, params={"h": 2.3}, impl=impl).flatten()
-    np.testing.assert_allclose(float(again[0]), output(bandwidth)[0], rtol=1e-12)
 
 
 def test_a_normalised_gaussian_on_distances_is_softmax_on_unit_keys() -> None:

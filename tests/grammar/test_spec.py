@@ -8,6 +8,7 @@ import json
 import pickle
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ def test_round_trips(kernel, bandwidth, similarity, model, normalise) -> None:
     try:
         spec = Spec(kernel, bandwidth, similarity=similarity, normalise=normalise, **model)
     except ArgumentError:
-        return  # the product has no meaning: tests/grammar/test_products.py
+        return  # the product has no meaning: tests/contracts/test_contract_product.py
     assert Spec.parse(str(spec)) == spec
     assert Spec.parse("*".join(spec.parts())) == spec
     assert Spec.from_json(spec.to_json()) == spec
@@ -297,3 +298,55 @@ def test_json_messages() -> None:
     assert "a kernel is a name or an object with 'name', got 3" in message(Spec.from_json, '{"kernel": 3}')
     assert "unknown kernel 'os.system'" in message(Spec.from_json, '{"kernel": "os.system"}')
     assert "unknown argument 'x'" in message(Spec.from_json, '{"kernel": {"name": "gaussian", "x": 1}}')
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("gaussian*fixed(bias=1)", "a bias cancels when gaussian weights are normalised"),
+        ("geometric*fixed(bias=0.5)*cosine", "takes no bias"),
+        ("clipped-geometric*fixed(bias=0.5)", "takes no bias"),
+        ("epanechnikov*fixed(h=1)", "needs similarity 'cosine' or 'euclidean', not 'dot'"),
+        ("gaussian*fixed(h=1)*relu", "needs similarity 'cosine' or 'euclidean', not 'relu'"),
+        ("linear*fixed(h=1)*cosine", "normalised gaussian, polynomial and uniform kernels"),
+        ("gaussian*fixed(h=1)*euclidean*unnormalised", "normalised gaussian, polynomial and uniform kernels"),
+        ("epanechnikov*fixed(h=1,bias=2)*cosine", "give one of them"),
+        ("biweight*nearest(gradient=soft)", "no jump to smooth"),
+        ("epanechnikov*nearest(k=3,gradient=soft)", "no jump to smooth"),
+        ("linear*fixed*linear", "non-negative weights that sum to one"),
+        ("gaussian*fixed*unnormalised*linear", "non-negative weights that sum to one"),
+        ("linear*fixed*cosine*normalised*linear", "non-negative weights that sum to one"),
+    ],
+)
+def test_refusals_that_hang_on_an_argument(text: str, reason: str) -> None:
+    with pytest.raises(ArgumentError, match=reason):
+        Spec.parse(text)
+
+
+def test_the_refusal_of_degree_1_lists_presets_that_can() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        Spec("linear", degree=1)
+    able = str(caught.value).split("Presets that do: ")[1].rstrip(".").split(", ")
+    positive = set(regard.presets()) - {"linear", "cosine", "local-linear"}
+    assert set(able) == positive
+    for name in able:  # and they do
+        preset = regard.presets()[name]
+        Spec(preset.kernel, preset.bandwidth, 1, similarity=preset.similarity, normalise=preset.normalise)
+
+
+def test_numbers_of_a_spec_are_those_of_params() -> None:
+    """A number in the text of a spec and the same number in `params`, as a float or a tensor, mean the same."""
+    make = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, 5, n, 1, generator=make, dtype=torch.float64) for n in (1, 11, 11))
+    seen = torch.rand(1, 5, 1, 11, generator=make) < 0.8
+    for said, bare, params in (
+        ("polynomial(r=1.7)*anchored(margin=0.6)", "epanechnikov*anchored", {"r": 1.7, "margin": 0.6}),
+        ("triweight*fixed(bias=0.2)", "triweight*fixed", {"bias": 0.2}),
+        ("polynomial(r=4)*adaptive", "biweight*adaptive", {"alpha": 1.25}),
+        ("linear*fixed(bias=3)*unnormalised", "linear*fixed*unnormalised", {"bias": 3.0}),
+    ):
+        for impl in ("reference", "blocked"):
+            expected = regard.attention(q, k, v, said, attn_mask=seen, scale=1.0, impl=impl)
+            for numbers in (params, {n: torch.tensor(x, dtype=torch.float64) for n, x in params.items()}):
+                found = regard.attention(q, k, v, bare, attn_mask=seen, scale=1.0, params=numbers, impl=impl)
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)

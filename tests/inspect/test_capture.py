@@ -31,7 +31,7 @@ def x() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [*SPECS, "local-linear[relumax]"])
 def test_looking_does_not_change_the_output(spec: str, weights: bool, x: torch.Tensor) -> None:
     model = Two(spec)
     before = model(x)
@@ -68,31 +68,22 @@ def test_a_compact_kernel_is_seen_to_leave_keys_out(x: torch.Tensor) -> None:
 
 
 def test_nothing_keeps_the_graph_alive(x: torch.Tensor) -> None:
-    model = Two("biweight")
-    with capture(model, weights=True) as seen:
-        model(x.requires_grad_()).sum().backward()
-    assert x.grad is not None
-    assert not any(
-        value.requires_grad
-        for layer in seen.layers.values()
-        for value in vars(layer).values()
-        if isinstance(value, torch.Tensor)
-    )
+    for spec in ("biweight", "local-linear[biweight]"):
+        model = Two(spec)
+        with capture(model, weights=True) as seen:
+            model(x.requires_grad_()).sum().backward()
+        assert x.grad is not None
+        values = [v for layer in seen.layers.values() for v in (*vars(layer).values(), *(layer.solver or {}).values())]
+        assert not any(value.requires_grad for value in values if isinstance(value, torch.Tensor))
 
 
-def test_only_the_latest_pass_is_kept(x: torch.Tensor) -> None:
-    model = Two("softmax")
-    with capture(model) as seen:
-        model(x)
-        model(x[:, :4])
-    assert seen.layers[1].support.shape == (3, 2, 4)
-
-
-def test_layers_without_a_number_go_by_their_place(x: torch.Tensor) -> None:
+def test_the_latest_pass_is_kept_and_layers_without_a_number_go_by_their_place(x: torch.Tensor) -> None:
     model = Two("softmax", layer_idx=(None, None))
     with capture(model) as seen:
         model(x)
+        model(x[:, :4])
     assert list(seen.layers) == [0, 1]
+    assert seen.layers[1].support.shape == (3, 2, 4)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
 import torch
-from matplotlib.image import imread
+from seen import count, pixels
 
 from regard.inspect.figures import Curve, attention_map, line_style, loss_curves, visible
 from regard.inspect.measures import AttentionMaps
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-
-def pixels(png: bytes) -> np.ndarray:
-    """[height, width, 3], 0 .. 255."""
-    assert png.startswith(SIGNATURE)
-    return np.rint(255 * imread(io.BytesIO(png))[..., :3]).astype(int)
 
 
 def inner(png: bytes) -> np.ndarray:
@@ -41,10 +33,7 @@ def test_loss_curves_shows_every_curve_and_is_the_same_again() -> None:
     curves = [curve(f"m{i}", 2.0 + 0.2 * i) for i in range(4)]
     png = loss_curves(curves, baseline=2.1, baseline_name="5-gram")
     assert png == loss_curves(curves, baseline=2.1, baseline_name="5-gram")
-    colours = {tuple(pixel) for pixel in pixels(png).reshape(-1, 3)}
-    for i in range(4):
-        name = line_style(i)[0]
-        assert tuple(int(name[k : k + 2], 16) for k in (1, 3, 5)) in colours
+    assert all(count(pixels(png), line_style(i)[0]) for i in range(4))
 
 
 def test_a_curve_far_above_the_baseline_is_not_cut_off() -> None:

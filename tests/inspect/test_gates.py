@@ -51,6 +51,7 @@ def test_gates_are_heard_layer_by_layer() -> None:
     model = Toy(Memory(1.0), nn.Identity(), Memory(-0.5)).train()
     trace = gate_trace(model, torch.tensor([0, 1, 3]), ["a", "b", "c"])
     assert trace.layers == ("layer 1", "layer 3")
+    assert layer_name("memory.hook_gate") == "memory"
     wanted = [[1 / (1 + math.exp(-share * token)) for token in (0, 1, 3)] for share in (1.0, -0.5)]
     assert torch.allclose(trace.gates, torch.tensor(wanted))
     assert model.training
@@ -61,11 +62,6 @@ def test_a_model_without_gates_is_refused() -> None:
         gate_trace(Toy(nn.Identity()), torch.tensor([0]), ["a"])
     with pytest.raises(ArgumentError, match="2 labels for 1 tokens"):
         gate_trace(Toy(Memory(1.0)), torch.tensor([0]), ["a", "b"])
-
-
-def test_layers_are_counted_from_one() -> None:
-    assert layer_name("layers.2.memory.hook_gate") == "layer 3"
-    assert layer_name("memory.hook_gate") == "memory"
 
 
 def test_a_histogram_counts() -> None:
@@ -99,12 +95,9 @@ def test_tokens_have_the_rarity_of_their_word() -> None:
     assert len(found) == len(LABELS)
     for word, value in zip(words, found, strict=True):
         assert math.isnan(value) if word is None else value == pytest.approx(bits[word])
-
-
-def test_a_token_in_two_words_has_the_rarer() -> None:
     assert word_surprisal([], {}).shape == (0,)
-    found = word_surprisal(["a b", "c"], {"a": 7})
-    assert found.tolist() == pytest.approx([-math.log2(1 / 9), -math.log2(1 / 9)])
+    rarer = word_surprisal(["a b", "c"], {"a": 7})  # a token in two words has the rarer
+    assert rarer.tolist() == pytest.approx([-math.log2(1 / 9), -math.log2(1 / 9)])
 
 
 def test_rank_correlation_is_spearmans() -> None:

@@ -1,4 +1,7 @@
-"""Hooks on a small model of our own, whose numbers can be worked out by hand."""
+"""Hooks on a small model of our own, whose numbers can be worked out by hand.
+
+`tests/models/test_hooks_everywhere.py` tests every hook point of every registered model.
+"""
 
 from __future__ import annotations
 
@@ -77,12 +80,12 @@ def test_names_are_labels_or_paths(model):
     wrapped = nn.Module()
     wrapped.module = model  # as DistributedDataParallel holds it
     assert list(named_hook_points(wrapped)) == NAMES
-
-
-def test_two_points_of_one_name_are_an_error(model):
     model.model.layers[0].hook_out.label = "last.hook_out"
     with pytest.raises(ArgumentError, match=r"two hook points of Model are named 'last.hook_out'"):
         named_hook_points(model)
+    for run in (run_with_cache, run_with_hooks):
+        with pytest.raises(ArgumentError, match=f"{run.__name__}: Linear has no hook points"):
+            run(nn.Linear(2, 2), torch.tensor([[1, 2, 3]]))
 
 
 def test_the_cache_holds_what_passed(model, ids):
@@ -138,23 +141,17 @@ def test_a_hook_replaces_what_passes(model, ids):
     assert seen == [(True, [[30.0, 60.0, 90.0]])]
     assert listening(model) == 0
     assert run_with_hooks(model, ids).logits.tolist() == [[33.0, 66.0, 99.0]]
+    looks = lambda tensor, hook: seen.append(tensor.sum().item())  # noqa: E731
+    assert run_with_hooks(model, ids, [("last.hook_out", looks)]).logits.tolist() == [[33.0, 66.0, 99.0]]
+    assert seen[-1] == 180.0
 
 
-def test_a_hook_that_returns_nothing_only_looks(model, ids):
-    seen = []
-    output = run_with_hooks(model, ids, [("last.hook_out", lambda tensor, hook: seen.append(tensor.sum().item()))])
-    assert (seen, output.logits.tolist()) == ([180.0], [[33.0, 66.0, 99.0]])
-
-
-def test_hooks_run_in_order_and_the_cache_sees_what_they_left(model, ids):
+def test_hooks_run_in_order_and_a_filter_hooks_every_point_that_it_takes(model, ids):
     hooks = [("layers.0.hook_out", lambda x, hook: x + 1), ("layers.0.hook_out", lambda x, hook: x * 0)]
     assert run_with_hooks(model, ids, hooks).logits.tolist() == [[11.0, 22.0, 33.0]]
     output, cache = run_with_cache(model, ids, "layers.0.hook_out", hooks[::-1])
     assert cache["layers.0.hook_out"].tolist() == [[1.0, 1.0, 1.0]]
     assert output.logits.tolist() == [[22.0, 33.0, 44.0]]
-
-
-def test_a_filter_hooks_every_point_that_it_takes(model, ids):
     none = [(lambda name: name.endswith("hook_out"), lambda x, hook: torch.zeros_like(x))]
     assert run_with_hooks(model, ids, none).logits.tolist() == [[1.0, 2.0, 3.0]]
     rare = [(lambda name: "rare" in name or name == "idle", lambda x, hook: -x)]  # idle is not asked, and need not be
@@ -201,29 +198,17 @@ def test_nothing_is_left_after_an_error(model, ids, fault):
     assert listening(model) == 0
 
 
-def test_hooks_of_others_stay(model, ids):
-    seen = []
-    handle = model.model.layers[0].hook_out.register_forward_hook(lambda *args: seen.append(1))
-    run_with_cache(model, ids)
-    assert seen == [1]
-    assert listening(model) == 1
-    handle.remove()
-
-
-def test_a_block_holds_for_every_call_in_it(model, ids):
-    seen = []
+def test_a_block_holds_for_every_call_in_it_and_hooks_of_others_stay(model, ids):
+    seen, other = [], []
+    handle = model.model.layers[0].hook_out.register_forward_hook(lambda *args: other.append(1))
     with hooked(model, [("last.hook_out", lambda x, hook: seen.append(len(seen)))]):
         model(ids, use_cache=False)
         model(ids, use_cache=False)
-    model(ids, use_cache=False)
+    run_with_cache(model, ids)
     assert seen == [0, 1]
-
-
-def test_a_model_without_points_is_told_so(ids):
-    with pytest.raises(ArgumentError, match="run_with_cache: Linear has no hook points"):
-        run_with_cache(nn.Linear(2, 2), ids)
-    with pytest.raises(ArgumentError, match="run_with_hooks: Linear has no hook points"):
-        run_with_hooks(nn.Linear(2, 2), ids)
+    assert other == [1, 1, 1]
+    assert listening(model) == 1
+    handle.remove()
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -285,53 +270,12 @@ def test_every_documented_name_of_an_iclm_is_there_with_its_shape():
     assert torch.equal(cache["unembed.hook_out"], output.logits)
     assert torch.allclose(model(tokens).logits, output.logits, atol=1e-5)
     assert listening(model) == 0
-
-
-def test_without_feed_forward_layers_their_names_are_gone():
     names = named_hook_points(iclm(f_mlp="none", phi_mlp="none"))
-    assert not [name for name in names if "mlp" in name]
-    assert "f.1.hook_out" in names
+    assert set(names) == {name for name in shapes if "mlp" not in name}
 
 
-def test_what_is_put_in_place_is_used():
-    """The scale of the last norm doubled: logits less what its bias gives are halved."""
-    model, tokens = iclm(), torch.tensor([[1, 2, 3]])
-    with torch.no_grad():
-        model.model.ln_final.bias.normal_(generator=torch.Generator().manual_seed(1))
-    bias = model.model.embed_tokens.weight @ model.model.ln_final.bias
-    whole = model(tokens).logits - bias
-    half = run_with_hooks(model, tokens, [("ln_final.hook_scale", lambda x, hook: 2 * x)]).logits - bias
-    assert torch.allclose(half, whole / 2, atol=1e-5)
-    first = run_with_hooks(model, tokens, [("embed.hook_out", lambda x, hook: x[:, :1].expand_as(x))]).logits
-    assert torch.allclose(first, model(torch.tensor([[1, 1, 1]])).logits, atol=1e-5)
-
-
-def test_a_transformer_has_points_too():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = HybridForCausalLM(HybridConfig(**SIZES, num_hidden_layers=2)).eval()
-    tokens = torch.tensor([[1, 2, 3, 4]])
+def test_every_documented_name_of_a_transformer_is_there_with_its_shape():
+    model = HybridForCausalLM(HybridConfig(**SIZES, num_hidden_layers=2)).eval()
     wanted = ["layers.0.self_attn.hook_pattern", "layers.1.self_attn.hook_out", "layers.1.hook_mlp_out"]
-    output, cache = run_with_cache(model, tokens, wanted)
+    _, cache = run_with_cache(model, torch.tensor([[1, 2, 3, 4]]), wanted)
     assert [tuple(cache[name].shape) for name in wanted] == [(1, 2, 4, 4), (1, 4, 8), (1, 4, 8)]
-    silent = [(lambda name: name.endswith(("self_attn.hook_out", "hook_mlp_out")), lambda x, hook: x * 0)]
-    alone = run_with_hooks(model, tokens, silent).logits  # each token by itself
-    swapped = run_with_hooks(model, torch.tensor([[4, 2, 3, 1]]), silent).logits
-    assert torch.allclose(alone[0, 1:3], swapped[0, 1:3])
-    assert not torch.allclose(alone, output.logits, atol=1e-2)
-    with pytest.raises(ArgumentError, match=r"Did you mean 'layers.0.self_attn.hook_pattern'"):
-        run_with_cache(model, tokens, "layers.0.attn.hook_pattern")
-
-
-def test_hooks_hold_while_a_model_writes():
-    """Without f nothing of the prompt is left: every prompt is continued alike."""
-    model = iclm(f_mlp="none")
-    prompts = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    usual = model.generate(prompts, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    silent = [(lambda name: name.startswith("f.") and name.endswith("attn.hook_out"), lambda x, hook: x * 0)]
-    with hooked(model, silent):
-        made = model.generate(prompts, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert made[0, 3:].tolist() == made[1, 3:].tolist()
-    assert listening(model) == 0
-    again = model.generate(prompts, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert torch.equal(usual, again)

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import regard
-from regard.inspect import capture
 from regard.inspect.measures import AttentionMaps, attention_maps
 from regard.inspect.report import Page, Section, render
 from regard.inspect.summary import layer_table
 from regard.inspect.tables import Table
 from regard.models import HybridConfig, HybridForCausalLM
-from regard.nn import Attention
 
 B, H, T, D = 2, 3, 12, 4
 
@@ -101,15 +99,6 @@ def test_diagnostics_of_degree_zero(impl: str) -> None:
         assert found.negative_mass is None  # signed, and not looked at
 
 
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
-def test_rows_without_a_key_have_neither(impl: str) -> None:
-    q, k, v = (draw(B, H, T, D, seed=seed) for seed in (1, 2, 3))
-    given = {"exclude_self": True, "return_diagnostics": True, "impl": impl}
-    _, found = regard.attention(q, k, v, "local-linear", **given)
-    assert bool((found.density[..., 0] == 0).all() and (found.negative_mass[..., 0] == 0).all())
-    assert bool((found.density[..., 1:] == 1).all())
-
-
 def test_a_system_that_is_not_solved_is_seen() -> None:
     q, k, v = (draw(B, H, 40, 20, seed=seed) for seed in (1, 2, 3))
     spec = "gaussian*linear(ridge=0.001,solver=cg(max_iter=2))"
@@ -119,30 +108,6 @@ def test_a_system_that_is_not_solved_is_seen() -> None:
     assert bool(failed.any())
     assert found.solver["residual"][failed].min() > 1e-6
     assert bool((found.solver["iterations"][failed] >= 2).all())
-
-
-class One(nn.Module):
-    def __init__(self, spec: str, **options: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.attention = Attention(16, 2, spec=spec, layer_idx=0, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x)[0]
-
-
-@pytest.mark.parametrize("weights", [False, True])
-def test_capturing_a_layer_with_a_learned_ridge(weights: bool) -> None:
-    model, x = One("local-linear[relumax]", ridge="learned"), draw(2, 9, 16, seed=1).float().requires_grad_()
-    before = model(x)
-    with capture(model, weights=weights) as seen:
-        during = model(x)
-    assert (during - before).abs().max() <= 1e-5
-    layer = seen.layers[0]
-    assert (layer.effective_weights is None) == (not weights)
-    assert layer.negative_mass.max() > 0
-    tensors = [*vars(layer).values(), *layer.solver.values()]
-    assert not any(value.requires_grad for value in tensors if isinstance(value, Tensor))
 
 
 def small() -> HybridForCausalLM:

@@ -10,7 +10,6 @@ import torch
 
 from regard.checks import ArgumentError
 from regard.inspect import mechanisms
-from regard.inspect.hooks import run_with_hooks
 from regard.inspect.mechanisms import (
     ROLES,
     Roles,
@@ -55,39 +54,17 @@ def test_sinks_of_hand_made_heads():
     assert (found.rate(0.6), found.anywhere(0.6)) == (0.25, 0.5)
 
 
-def test_sinks_leave_out_the_first_rows():
+def test_sinks_leave_out_rows_average_over_texts_and_see_earlier_columns():
     found = sinks(torch.cat([on([0, 0, 1, 2], 4), even(4)], 1), from_row=2)
     assert found.first.tolist() == pytest.approx([0, (1 / 3 + 1 / 4) / 2])
     assert found.strongest.tolist()[0] == 0.5
     assert found.uniform == pytest.approx((1 / 3 + 1 / 4) / 2)
-
-
-def test_sinks_average_over_texts_before_they_are_counted():
-    both = torch.cat([on([0, 0, 0, 0], 4), on([0, 1, 2, 3], 4)])
-    found = sinks(both)
+    found = sinks(torch.cat([on([0, 0, 0, 0], 4), on([0, 1, 2, 3], 4)]))  # averaged before they are counted
     assert found.first.tolist() == [(1 + 0.25) / 2]
     assert found.rate() == 1.0
-
-
-def test_an_even_pattern_with_more_columns_than_rows():
     found = sinks(even(2, 4))
     assert found.first.tolist() == pytest.approx([(1 / 3 + 1 / 4) / 2])
     assert found.uniform == pytest.approx((1 / 3 + 1 / 4) / 2)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "from_row", "message"),
-    [
-        (torch.rand(3, 3), 0, r"pattern has shape \[3, 3\]"),
-        (torch.ones(1, 1, 3, 3, dtype=torch.int64), 0, "dtype torch.int64"),
-        (torch.rand(1, 1, 4, 3), 0, "no more rows than columns"),
-        (torch.rand(1, 1, 3, 3), 3, "from_row is 3, expected a whole number from 0 to 2"),
-        (torch.rand(1, 1, 3, 3), -1, "from_row is -1"),
-    ],
-)
-def test_sinks_refuse(pattern, from_row, message):
-    with pytest.raises(ArgumentError, match=message):
-        sinks(pattern, from_row)
 
 
 def test_evenness_of_hand_made_heads():
@@ -98,8 +75,6 @@ def test_evenness_of_hand_made_heads():
     ones = (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4
     assert found.tolist() == pytest.approx([1, ones, (1 + 1 + 2 / 3 + 2 / 4) / 4, 0])
     assert evenness(halves, from_row=3).tolist() == pytest.approx([0.5])
-    with pytest.raises(ArgumentError, match="evenness: from_row is 4, expected a whole number from 0 to 3"):
-        evenness(halves, from_row=4)
 
 
 # Roles and copying -----------------------------------------------------------------------------------------------
@@ -112,6 +87,7 @@ def test_what_rows_and_columns_stand_for():
     assert ROLES["phi"].columns(text, 4).tolist() == [[-1, 7, 8, 9]]
     assert ROLES["phi"].rows(text, 4).tolist() == [[7, 8, 9, -1]]
     assert ROLES["transformer"] == ROLES["f"]
+    assert Roles(1, 1).columns(text, 3).tolist() == [[8, 9, -1]]  # a look-ahead in the values
 
 
 @pytest.mark.parametrize("stream", ["f", "phi"])
@@ -147,21 +123,12 @@ def test_copying_counts_every_occurrence_and_every_row():
     assert found.lift.tolist()[0] == pytest.approx(1.0)
 
 
-def test_copying_where_nothing_recurs():
+def test_copying_counts_rows_that_see_the_token():
+    """Nothing recurs; a token after the row does not count, even if the pattern has weight there."""
     found = copying(even(3), ROLES["f"], torch.tensor([[0, 1, 2]]), torch.tensor([[1, 2, -1]]))
     assert (found.rows, found.weight.tolist(), found.lift.tolist()) == (0, [0.0], [0.0])
-
-
-def test_a_token_that_is_yet_to_come_does_not_count():
-    """Columns after the row are not seen, even where the pattern holds something there."""
-    pattern = torch.ones(1, 1, 3, 3) / 3
-    found = copying(pattern, ROLES["f"], torch.tensor([[0, 1, 5]]), torch.tensor([[5, 5, 5]]))
-    assert found.rows == 1  # the last row alone sees it
-
-
-def test_copying_refuses_shapes_that_do_not_fit():
-    with pytest.raises(ArgumentError, match=r"wanted \[1, 2\], expected \[1, T\] and \[1, 3\]"):
-        copying(even(3), ROLES["f"], torch.tensor([[0, 1, 2]]), torch.tensor([[0, 1]]))
+    found = copying(torch.ones(1, 1, 3, 3) / 3, ROLES["f"], torch.tensor([[0, 1, 5]]), torch.tensor([[5, 5, 5]]))
+    assert found.rows == 1
 
 
 # Induction -------------------------------------------------------------------------------------------------------
@@ -184,23 +151,8 @@ def test_induction_counts_the_rows_that_can_know():
     pattern = torch.zeros(1, 1, 4, 4)
     pattern[0, 0, 1, 0], pattern[0, 0, 2, 1], pattern[0, 0, 3, 2] = 1.0, 0.5, 0.1
     assert induction(pattern, ROLES["f"], 2).tolist() == pytest.approx([0.3])
-
-
-def test_induction_of_even_weights_is_chance():
-    found = induction(even(32), ROLES["f"], 16)
-    assert found.item() == pytest.approx(np.mean([1 / (row + 1) for row in range(16, 32)]))
-    assert found.item() < 0.1
-
-
-def test_induction_needs_a_period():
-    with pytest.raises(ArgumentError, match="induction: period is 0, expected a whole number >= 1"):
-        induction(even(8), ROLES["f"], 0)
-
-
-@pytest.mark.parametrize("period", [8, 20])
-def test_induction_needs_a_repetition(period):
-    with pytest.raises(ArgumentError, match=f"8 rows repeats nothing with period {period}"):
-        induction(even(8), ROLES["f"], period)
+    chance = np.mean([1 / (row + 1) for row in range(16, 32)])
+    assert induction(even(32), ROLES["f"], 16).item() == pytest.approx(chance)
 
 
 def test_blocks_repeat_and_hold_no_token_twice():
@@ -214,8 +166,6 @@ def test_blocks_repeat_and_hold_no_token_twice():
     assert bool((made == again).all())
     counts = torch.bincount(made[:, 0] - 3, minlength=20)
     assert counts.max().item() < 12  # all tokens are drawn, none much more than others
-    with pytest.raises(ArgumentError, match="period is 6, expected 1 to the vocabulary's 5"):
-        repeated_blocks(5, 6, 15, 1, torch.Generator())
 
 
 # Eigenvalues -----------------------------------------------------------------------------------------------------
@@ -247,8 +197,6 @@ def test_eigenvalues_are_those_of_the_map_between_tokens():
     assert found.balance.item() == pytest.approx(wide.sum().real / np.abs(wide).sum(), rel=1e-9)
     large = wide[np.abs(wide) > 1e-9]
     assert found.share.item() == pytest.approx(np.mean(large.real > 0))
-    with pytest.raises(ArgumentError, match=r"expected \[H, C, C\] and \[V, C\]"):
-        copying_eigenvalues(torch.tensor(head), torch.tensor(embedding))
 
 
 # Ablations -------------------------------------------------------------------------------------------------------
@@ -270,42 +218,34 @@ def test_ablations_touch_the_named_heads_only():
         knock_out(3)(pattern, None)
 
 
-def test_ablations_survive_what_is_not_a_number():
+def test_ablations_of_non_finite_weights_and_of_outputs():
     pattern = torch.full((1, 2, 3, 3), math.nan)
     pattern[:, 0] = even(3)[0, 0]
     assert bool((knock_out(1)(pattern, None)[:, 1] == 0).all())
     assert bool(torch.isfinite(uniform_attention(1)(pattern, None)).all())
-
-
-def test_zero_and_mean_leave_what_they_say():
     x = torch.arange(12.0).reshape(2, 3, 2)
-    assert bool((mechanisms.zero(x, None) == 0).all())
+    assert not mechanisms.zero(x, None).any()
     left = mechanisms.mean(x, None)
     assert left.shape == x.shape
     assert left[1, 2].tolist() == [5.0, 6.0]
 
 
-def test_roles_of_another_model():
-    """A model whose columns hold the token after theirs, as with a look-ahead in the values."""
-    text = torch.tensor([[4, 5, 6]])
-    assert Roles(1, 1).columns(text, 3).tolist() == [[5, 6, -1]]
-
-
 # Models ----------------------------------------------------------------------------------------------------------
 
 
+SIZES = {"vocab_size": 23, "hidden_size": 16, "num_attention_heads": 2, "initializer_range": 0.3}
+
+
 def iclm(**changes):
-    config = {"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return ICLMForCausalLM(ICLMConfig(**{**config, "initializer_range": 0.3, **changes})).eval()
+        return ICLMForCausalLM(ICLMConfig(**{**SIZES, "num_hidden_layers": 4, **changes})).eval()
 
 
 def transformer():
-    config = {"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return HybridForCausalLM(HybridConfig(**config, initializer_range=0.3)).eval()
+        return HybridForCausalLM(HybridConfig(**SIZES, num_hidden_layers=2)).eval()
 
 
 def random_ids(batch=2, tokens=7):
@@ -399,15 +339,3 @@ def test_projections_are_what_a_head_adds(variant):
         handle.remove()
         expected = projections[head].detach() @ values[0, 1]
         assert torch.allclose(update[0, 3].detach(), expected, atol=1e-5)
-
-
-def test_ablations_change_the_prediction_of_a_model():
-    model, ids = iclm(f_mlp="none"), random_ids()
-    whole = model(ids).logits
-    silent = [(lambda name: name.startswith("f.") and name.endswith("hook_pattern"), knock_out())]
-    f_zero = run_with_hooks(model, ids, silent).logits
-    assert torch.allclose(f_zero, f_zero[:1, :1].expand_as(f_zero), atol=1e-5)  # nothing of the context is left
-    one = run_with_hooks(model, ids, [("f.1.attn.hook_pattern", knock_out(0))]).logits
-    assert (one - whole).abs().max() > 1e-3
-    level = run_with_hooks(model, ids, [(lambda name: "attn.hook_pattern" in name, uniform_attention())]).logits
-    assert (level - whole).abs().max() > 1e-3

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import re
-from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 import torch
-from matplotlib.image import imread
+from seen import HOSTILE, Elements, count, pixels
 
 from regard.checks import ArgumentError
 from regard.inspect.gates import GateTrace
@@ -49,15 +46,11 @@ def test_hits_are_counted() -> None:
     assert found.hit_weight("low") == 0.25
     nothing = SlotReadings(TOKENS, LABELS, ())
     assert (nothing.hits(), nothing.hit_weight()) == (0.0, 0.0)
+    without = SlotReadings(TOKENS, LABELS, found.readings)  # after the last token nothing is known
+    assert (without.hits(layer="high"), without.hits(layer="low")) == (0.0, 1 / 2)
 
 
-def test_without_a_next_token_nothing_is_a_hit() -> None:
-    found = SlotReadings(TOKENS, LABELS, readings().readings)  # after the last token nothing is known
-    assert found.hits(layer="high") == 0.0
-    assert found.hits(layer="low") == 1 / 2
-
-
-def test_rows_say_who_wrote() -> None:
+def test_rows_say_who_wrote_and_mark_hits() -> None:
     rows = list(slot_rows(readings(), reach=1))
     assert [(row["layer"], row["slot"], row["hit"]) for row in rows] == [
         ("low", 9, False),
@@ -69,9 +62,6 @@ def test_rows_say_who_wrote() -> None:
     assert (rows[0]["before"], rows[0]["after"]) == ("key", " 7")
     assert (rows[1]["before"], rows[1]["after"]) == ("", " is")
     assert (rows[3]["query"], rows[3]["target"]) == ("", "")
-
-
-def test_the_table_marks_hits() -> None:
     table = slot_table(readings(), reach=2)
     assert [row[-1] for row in table.rows] == ["", "[HIT]", "[HIT]", ""]
     assert table.rows[3][4:7] == ("never written", "-", "-")
@@ -109,29 +99,20 @@ def test_a_trace_is_made_ready() -> None:
 # Pictures --------------------------------------------------------------------------------------------------------
 
 
-def picture(png: bytes) -> np.ndarray:
-    return imread(io.BytesIO(png), format="png")[..., :3]
-
-
-def count(image: np.ndarray, colour: str) -> int:
-    wanted = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    return int((np.abs(image - wanted).max(-1) < 0.01).sum())
-
-
 def test_hits_are_green() -> None:
-    image = picture(slot_figure(readings(), title="one"))
+    image = pixels(slot_figure(readings(), title="one"))
     green, grey = count(image, "#a6dbc9"), count(image, "#f4f1ea")
     assert green > 1.5 * grey > 0  # two cells against one
-    none = picture(slot_figure(SlotReadings(TOKENS, LABELS, readings().readings[1:]), title="o"))
+    none = pixels(slot_figure(SlotReadings(TOKENS, LABELS, readings().readings[1:]), title="o"))
     assert count(none, "#a6dbc9") == 0
 
 
 def test_an_open_gate_is_coloured() -> None:
     gates = torch.tensor([[1.0] * 30 + [0.0] * 10, [0.0] * 40])
     trace = GateTrace(tuple("abcd efgh " * 4), ("layer 1", "layer 2"), gates)
-    open_, closed = (picture(gate_text(GateTrace(trace.labels, ("l",), gates[i : i + 1]), title="t")) for i in (0, 1))
+    open_, closed = (pixels(gate_text(GateTrace(trace.labels, ("l",), gates[i : i + 1]), title="t")) for i in (0, 1))
     assert count(open_, "#D55E00") > 4 * count(closed, "#D55E00")  # the colour bar has a little of it
-    assert picture(gate_text(trace, title="both", columns=20)).shape[0] > open_.shape[0]
+    assert pixels(gate_text(trace, title="both", columns=20)).shape[0] > open_.shape[0]
 
 
 def test_lines_end_where_the_text_says() -> None:
@@ -153,28 +134,10 @@ def test_figures_are_drawn_from_anything() -> None:
         gate_histograms(histograms, title="t"),
         slot_figure(SlotReadings(("$a", "b")[:0], (), ()), title="none"),
     ):
-        assert picture(png).std() > 0
+        assert pixels(png).std() > 0
 
 
 # Page ------------------------------------------------------------------------------------------------------------
-
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
-
-
-class Elements(HTMLParser):
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.text: list[str] = []
-        self.styles: list[str] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.styles += [value for name, value in attrs if name == "style" and value]
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
 
 
 def page(text: str) -> str:
@@ -193,10 +156,10 @@ def page(text: str) -> str:
 def test_the_page_has_everything() -> None:
     html = page("words")
     found = Elements(html)
-    text = "".join(found.text)
+    text = found.text
     assert text.count("[HIT]") == 2
     assert "mean gate 0.62" in text
-    assert found.styles == ["background:rgba(var(--gate),0.850)", "background:rgba(var(--gate),0.212)"]
+    assert found.every("style") == ["background:rgba(var(--gate),0.850)", "background:rgba(var(--gate),0.212)"]
     assert re.findall(r"(\d) of (\d) slots hit", text) == [("1", "2"), ("1", "2")]
     assert not re.search(r"https?://|@import|url\(|<script|<img|<link", html)
 
@@ -204,4 +167,4 @@ def test_the_page_has_everything() -> None:
 def test_text_stays_text() -> None:
     plain, hostile = Elements(page("words")), Elements(page(HOSTILE))
     assert plain.tags == hostile.tags
-    assert HOSTILE in "".join(hostile.text)
+    assert HOSTILE in hostile.text

@@ -9,30 +9,48 @@ from typing import Any
 import entmax
 import pytest
 import torch
-from tiny_models import ALL, CAUSAL, left_padding, positions, right_padding, step_logits, tiny, tokens
+import transformers
+from tiny_models import (
+    ALL,
+    CAUSAL,
+    DECODERS,
+    END,
+    MORE,
+    PAD,
+    PADDING,
+    SIZES,
+    VOCAB,
+    gap,
+    left_padding,
+    positions,
+    real_tokens,
+    right_padding,
+    same_gradients,
+    step_logits,
+    tiny,
+    tokens,
+)
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, StaticCache
 
-import regard
 from regard.integrations.transformers import convert, register
 
 NAMES = register()
+register("gaussian*linear(ridge=0.5,solver=cholesky)")
 
 
 # Against torch's own attention ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ALL)
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("family", [*ALL, *MORE])
+@pytest.mark.parametrize("padding", PADDING)
 def test_softmax_gives_the_logits_of_sdpa(family: str, padding: str) -> None:
-    mask = {"none": None, "left": left_padding(), "right": right_padding()}[padding]
     ours, theirs = tiny(family, "regard_softmax"), tiny(family, "sdpa")
     assert ours.config._attn_implementation == "regard_softmax"
     assert theirs.config._attn_implementation == "sdpa"
-    real = torch.ones(2, 12, dtype=torch.bool) if mask is None else mask.bool()
-    got = ours(tokens(), attention_mask=mask).logits[real]
-    want = theirs(tokens(), attention_mask=mask).logits[real]
-    assert (got - want).abs().max() < 1e-5
+    mask = PADDING[padding]
+    got, want = (m(tokens(), attention_mask=mask).logits[real_tokens(mask)] for m in (ours, theirs))
+    assert gap(got, want) < 1e-5
     assert want.abs().max() > 0.1
 
 
@@ -84,36 +102,36 @@ def eager_with(monkeypatch: pytest.MonkeyPatch, weights: Any) -> None:
     ("family", "preset"), [*((f, "biweight") for f in ALL), *(("llama", p) for p in ORACLES if p != "biweight")]
 )
 def test_logits_and_gradients_of_compact_kernels(family: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = left_padding()
-    ours, theirs = tiny(family, f"regard_{preset}").double(), tiny(family, "eager").double()
-    loss = lambda logits: (logits * mask[..., None]).square().mean()  # noqa: E731
-    got = ours(tokens(), attention_mask=mask).logits
-    loss(got).backward()
-    eager_with(monkeypatch, ORACLES[preset])
-    want = theirs(tokens(), attention_mask=mask).logits
-    loss(want).backward()
-    assert (got - want)[mask.bool()].abs().max() < 1e-7  # rotary angles are float32 in either
-    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        if b.grad is not None:
-            assert torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-8), name
-    # the weights do differ from softmax's
-    monkeypatch.undo()
-    assert (tiny(family, "sdpa").double()(tokens(), attention_mask=mask).logits - got)[mask.bool()].abs().max() > 1e-3
+    mask, found = left_padding(), []
+    models = tiny(family, f"regard_{preset}").double(), tiny(family, "eager").double()
+    for model, patch in zip(models, (False, True), strict=True):
+        if patch:
+            eager_with(monkeypatch, ORACLES[preset])
+        logits = model(tokens(), attention_mask=mask).logits
+        (logits * mask[..., None]).square().mean().backward()
+        found.append(logits[mask.bool()])
+    assert (found[0] - found[1]).abs().max() < 1e-7  # rotary angles are float32 in either
+    same_gradients(*models)
+    monkeypatch.undo()  # the weights do differ from softmax's
+    usual = tiny(family, "sdpa").double()(tokens(), attention_mask=mask).logits
+    assert (usual[mask.bool()] - found[0]).abs().max() > 1e-3
 
 
 # Gradients ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", [*ALL, *MORE])
 def test_every_parameter_gets_a_finite_gradient(family: str) -> None:
     model = tiny(family, "regard_biweight").train()  # with the attention dropout that GPT-2 and BERT have by default
     mask = left_padding()
     labels = tokens().masked_fill(mask == 0, -100)
     model(tokens(), attention_mask=mask, labels=labels).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-    assert sum(float(p.grad.abs().sum()) > 0 for p in model.parameters()) > 20
+    experts = family in ("Mixtral", "DeepseekV3")  # of which some see no token
+    assert experts or all(p.grad is not None for p in model.parameters())
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(grad.isfinite().all() for grad in grads)
+    assert sum(float(grad.abs().sum()) > 0 for grad in grads) > 10
+    assert (model.eval()(tokens()).logits - tiny(family, "regard_softmax")(tokens()).logits).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -145,7 +163,7 @@ def test_dropout_acts_in_training_alone() -> None:
 # Every preset --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", list(regard.presets()))
+@pytest.mark.parametrize("preset", [name.removeprefix("regard_") for name in NAMES])
 def test_every_preset_runs_forward_backward_and_with_a_cache(preset: str) -> None:
     model = tiny("llama", f"regard_{preset}", initializer_range=0.1)
     ids = tokens(length=8)
@@ -179,17 +197,27 @@ def test_presets_in_a_bidirectional_model(preset: str) -> None:
 # Caches --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", CAUSAL)
-@pytest.mark.parametrize("more", [{}, {"cache_implementation": "static"}, {"num_beams": 3}])
+STATIC = {"cache_implementation": "static"}
+SIGNED = ("regard_gaussian*linear(ridge=0.5,solver=cholesky)", "regard_local-linear[biweight]")
+
+
 @pytest.mark.parametrize("padded", [False, True])
-def test_generate_with_a_cache_and_without(family: str, more: dict[str, Any], padded: bool) -> None:
-    model = tiny(family, "regard_biweight")
+@pytest.mark.parametrize(
+    ("family", "name", "more"),
+    [
+        *((f, "regard_biweight", more) for f in CAUSAL for more in ({}, STATIC, {"num_beams": 3})),
+        *((f, name, more) for f in CAUSAL for more in ({}, {"num_beams": 2}) for name in SIGNED),
+        *((f, "regard_biweight", {}) for f in DECODERS),
+    ],
+)
+def test_generate_with_a_cache_and_without(family: str, name: str, more: dict[str, Any], padded: bool) -> None:
+    model = tiny(family, name)
+    model = model.double() if name in SIGNED else model
     mask = left_padding() if padded else torch.ones(2, 12, dtype=torch.long)
-    sequences, logits = step_logits(model, tokens(), attention_mask=mask, **more)
-    slow = {k: v for k, v in more.items() if k == "num_beams"}
-    again, want = step_logits(model, tokens(), attention_mask=mask, use_cache=False, **slow)
-    assert torch.equal(sequences, again)
-    assert (logits - want).abs().max() < 1e-5 * max(1.0, want.abs().max().item())
+    slow = {"use_cache": False, **{k: v for k, v in more.items() if k == "num_beams"}}
+    both = [step_logits(model, tokens(), attention_mask=mask, **options) for options in (more, slow)]
+    assert torch.equal(both[0][0], both[1][0])
+    assert gap(both[0][1], both[1][1]) < 1e-5
 
 
 @pytest.mark.parametrize("family", CAUSAL)
@@ -203,20 +231,19 @@ def test_generate_from_a_padded_batch_is_generate_from_each_alone(family: str) -
 
 
 @pytest.mark.parametrize("family", CAUSAL)
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_prompt_in_pieces(family: str, kind: str) -> None:
-    model = tiny(family, "regard_biweight")
-    whole = model(tokens()).logits
-    cache = (
-        DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=20)
-    )
+@pytest.mark.parametrize(
+    ("kind", "name"), [("dynamic", "biweight"), ("static", "biweight"), ("dynamic", "local-linear[biweight]")]
+)
+def test_a_prompt_in_pieces(family: str, kind: str, name: str) -> None:
+    """With weights of the usual size, for which a ridge of 0.1 is not small beside the keys."""
+    model = tiny(family, f"regard_{name}", initializer_range=0.05)
+    config = {"config": model.config}
+    cache = DynamicCache(**config) if kind == "dynamic" else StaticCache(**config, max_cache_len=20)
     done = []
     for first, last in ((0, 5), (5, 6), (6, 11), (11, 12)):
-        part = model(
-            tokens()[:, first:last], past_key_values=cache, position_ids=torch.arange(first, last)[None], use_cache=True
-        )
-        done.append(part.logits)
-    assert (torch.cat(done, 1) - whole).abs().max() < 1e-5 * max(1.0, whole.abs().max().item())
+        more = {"past_key_values": cache, "position_ids": torch.arange(first, last)[None], "use_cache": True}
+        done.append(model(tokens()[:, first:last], **more).logits)
+    assert gap(torch.cat(done, 1), model(tokens()).logits) < 1e-5
 
 
 # Padding -------------------------------------------------------------------------------------------------------
@@ -246,15 +273,6 @@ def test_what_stands_in_the_padding_never_matters(family: str) -> None:
     assert (dirty - clean)[mask.bool()].abs().max() == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3-sliding"])
-def test_packed_sequences_do_not_meet(family: str) -> None:
-    model = tiny(family, "regard_biweight")
-    ids = tokens(batch=1)
-    packed = model(ids, position_ids=torch.tensor([[*range(7), *range(5)]]), use_cache=False).logits
-    assert (packed[:, :7] - model(ids[:, :7]).logits).abs().max() < 1e-5
-    assert (packed[:, 7:] - model(ids[:, 7:]).logits).abs().max() < 1e-5
-
-
 # Weights -------------------------------------------------------------------------------------------------------
 
 
@@ -278,8 +296,11 @@ def watch(family: str, model: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
+NAMED = ["regard_softmax", "regard_biweight", "regard_local-linear", "regard_local-linear[biweight]"]
+
+
 @pytest.mark.parametrize("family", ALL)
-@pytest.mark.parametrize("name", ["regard_softmax", "regard_biweight", "regard_local-linear"])
+@pytest.mark.parametrize("name", NAMED)
 def test_output_attentions_are_the_weights_of_the_output(family: str, name: str) -> None:
     model = tiny(family, name).double()
     mask = left_padding()
@@ -291,6 +312,7 @@ def test_output_attentions_are_the_weights_of_the_output(family: str, name: str)
     assert (asked.logits - plain.logits).abs().max() < 1e-9
     weights = asked.attentions[0]
     assert weights.shape == (2, 4, 12, 12)
+    assert bool(weights.min() < -1e-3) == ("local-linear" in name)
     sums = weights.sum(-1)
     seeing = (mask.bool() | torch.tensor(family == "bert"))[:, None].expand(2, 4, 12)
     assert (sums[seeing] - 1).abs().max() < 1e-9
@@ -302,25 +324,10 @@ def test_output_attentions_are_the_weights_of_the_output(family: str, name: str)
     assert ((weights @ value).transpose(1, 2).flatten(2) - found["output"]).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
-def test_output_attentions_of_softmax_are_those_of_eager(family: str) -> None:
-    mask = right_padding()
-    ours = tiny(family, "regard_softmax")(tokens(), attention_mask=mask, output_attentions=True).attentions
-    theirs = tiny(family, "eager")(tokens(), attention_mask=mask, output_attentions=True).attentions
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).transpose(1, 2)[mask.bool()].abs().max() < 1e-5
-
-
 def test_weights_while_generating() -> None:
-    model = tiny("gpt2", "regard_biweight")
-    made = model.generate(
-        tokens(),
-        do_sample=False,
-        min_new_tokens=3,
-        max_new_tokens=3,
-        output_attentions=True,
-        return_dict_in_generate=True,
-    )
+    lengths = {"min_new_tokens": 3, "max_new_tokens": 3, "do_sample": False}
+    asked = {"output_attentions": True, "return_dict_in_generate": True}
+    made = tiny("gpt2", "regard_biweight").generate(tokens(), **lengths, **asked)
     assert [layers[0].shape[-2:] for layers in made.attentions] == [(12, 12), (1, 13), (1, 14)]
     assert all((w.sum(-1) - 1).abs().max() < 1e-5 for layers in made.attentions for w in layers)
 
@@ -356,16 +363,15 @@ def test_a_compiled_step_over_a_cache_of_fixed_length(family: str) -> None:
 
 @pytest.mark.parametrize("family", ALL)
 def test_bfloat16(family: str) -> None:
-    model = tiny(family, "regard_biweight")
-    want = model(tokens(), attention_mask=left_padding()).logits
-    got = model.bfloat16()(tokens(), attention_mask=left_padding()).logits
-    assert got.dtype == torch.bfloat16
-    error = (got.float() - want)[left_padding().bool()].norm() / want[left_padding().bool()].norm()
-    eager = tiny(family, "sdpa")
-    exact = eager(tokens(), attention_mask=left_padding()).logits
-    usual = eager.bfloat16()(tokens(), attention_mask=left_padding()).logits.float()
-    usual_error = (usual - exact)[left_padding().bool()].norm() / exact[left_padding().bool()].norm()
-    assert error < 2 * usual_error + 0.01
+    """The error is that of torch's own attention, or little more."""
+    mask, errors = left_padding(), []
+    for impl in ("regard_biweight", "sdpa"):
+        model = tiny(family, impl)
+        want = model(tokens(), attention_mask=mask).logits[mask.bool()]
+        got = model.bfloat16()(tokens(), attention_mask=mask).logits[mask.bool()]
+        assert got.dtype == torch.bfloat16
+        errors.append((got.float() - want).norm() / want.norm())
+    assert errors[0] < 2 * errors[1] + 0.01
 
 
 def test_autocast_with_normalised_queries() -> None:
@@ -389,3 +395,47 @@ def test_saved_and_loaded(tmp_path: Any) -> None:
     # transformers does not write the implementation down
     assert kind.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
     assert torch.equal(convert(kind.from_pretrained(tmp_path), "biweight")(tokens()).logits, want)
+
+
+# Models that are no decoders ------------------------------------------------------------------------------------
+
+
+def both(kind: type[PreTrainedModel], config: PreTrainedConfig) -> list[PreTrainedModel]:
+    """The same model with our attention and with torch's."""
+    models = []
+    for impl in ("regard_softmax", "sdpa"):
+        torch.manual_seed(7)
+        models.append(kind._from_config(type(config)(**config.to_dict()), attn_implementation=impl).eval())
+    return models
+
+
+def test_an_encoder_with_a_decoder() -> None:
+    config = transformers.BartConfig(
+        vocab_size=VOCAB, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64, init_std=0.2,
+        bos_token_id=1, pad_token_id=PAD, eos_token_id=END, decoder_start_token_id=1, forced_eos_token_id=None,
+    )  # fmt: skip
+    models = both(transformers.BartForConditionalGeneration, config)
+    for mask in (None, right_padding()):
+        logits = [m(tokens(), attention_mask=mask, decoder_input_ids=tokens(length=7)).logits for m in models]
+        assert gap(*logits) < 1e-5
+        made = [m.generate(tokens(), attention_mask=mask, max_new_tokens=6, num_beams=2) for m in models]
+        assert torch.equal(*made)
+
+
+def test_a_causal_text_encoder_beside_a_bidirectional_one() -> None:
+    """CLIP's layers say that they are not causal, and those of the text are told otherwise at every call."""
+    sizes = {k: SIZES[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = transformers.CLIPTextConfig(**sizes, num_attention_heads=4, max_position_embeddings=64)
+    models = both(transformers.CLIPTextModel, config)
+    for mask in PADDING.values():
+        states = [m(tokens(), attention_mask=mask).last_hidden_state[real_tokens(mask)] for m in models]
+        assert (states[0] - states[1]).abs().max() < 1e-5
+
+
+def test_pictures() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=4, initializer_range=0.2)
+    picture = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    found = [model(picture).last_hidden_state for model in both(transformers.ViTModel, config)]
+    assert (found[0] - found[1]).abs().max() < 1e-5

@@ -7,8 +7,7 @@ import gc
 
 import pytest
 import torch
-from test_transformers_families import DECODERS, made
-from tiny_models import CAUSAL, SLIDING, VOCAB, positions, tiny, tokens
+from tiny_models import CAUSAL, DECODERS, SLIDING, VOCAB, positions, tiny, tokens
 from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask
 
@@ -91,7 +90,7 @@ def test_rows_that_are_packed_differently(family, kind):
 @pytest.mark.parametrize("kind", ["plain", "ones", "cache"])
 @pytest.mark.parametrize("family", DECODERS)
 def test_more_families(family, kind):
-    model, documents = made(family, "regard_biweight"), texts()
+    model, documents = tiny(family, "regard_biweight"), texts()
     packed = batch(documents)
     assert (model(**packed, **drops(kind, model, packed)).logits - alone(model, documents)).abs().max() < 1e-5
 
@@ -236,7 +235,7 @@ def test_refused(family):
 
 @torch.no_grad()
 def test_layers_that_are_not_causal_refuse():
-    model, ids = made("Roberta", "regard_biweight"), tokens(1)
+    model, ids = tiny("Roberta", "regard_biweight"), tokens(1)
     model(ids, position_ids=torch.arange(2, 14)[None])
     again = torch.tensor([[2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6]])
     for mask in (None, torch.ones_like(ids)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -51,15 +52,44 @@ CLASSES: dict[str, type[PreTrainedModel]] = {
     "qwen3-sliding": Qwen3ForCausalLM,
     "bert": BertForMaskedLM,
 }
+GROUPED = {"num_key_value_heads": 2, "initializer_range": 0.2}
+OLD = {"initializer_range": 0.2}
+MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "Mistral": {**GROUPED, "sliding_window": 5},
+    "Mixtral": {**GROUPED, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "Phi3": GROUPED,
+    "Gemma": {**GROUPED, "head_dim": 8},
+    "Granite": {**GROUPED, "attention_multiplier": 0.5},
+    "Olmo2": GROUPED,
+    "GPTNeoX": OLD,
+    "Qwen2": GROUPED,
+    "DeepseekV3": {**GROUPED, "num_key_value_heads": 4, "first_k_dense_replace": 1, **MLA, **EXPERTS},
+}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "Roberta": {**OLD, "pad_token_id": 1},
+    "Electra": {**OLD, "embedding_size": 32},
+    "ModernBert": {**OLD, "local_attention": 6, "global_attn_every_n_layers": 2},
+}
+
+
 CAUSAL = ["llama", "gpt2", "qwen3", "qwen3-sliding"]
 ALL = [*CAUSAL, "bert"]
+MORE = [*DECODERS, *ENCODERS]
+"""Families that are tested once each."""
 
 
 def tiny(family: str, impl: str, **more: Any) -> PreTrainedModel:
     """A model of the family whose weights depend on the family alone, in evaluation mode."""
     torch.manual_seed(7)
-    kind, own = CONFIGS[family]
-    return CLASSES[family]._from_config(kind(**{**SIZES, **own, **more}), attn_implementation=impl).eval()
+    if family in CONFIGS:
+        (kind, own), model = CONFIGS[family], CLASSES[family]
+    else:
+        kind, own = getattr(transformers, f"{family}Config"), DECODERS.get(family) or ENCODERS[family]
+        model = getattr(transformers, family + ("ForCausalLM" if family in DECODERS else "ForMaskedLM"))
+    return model._from_config(kind(**{**SIZES, **own, **more}), attn_implementation=impl).eval()
 
 
 def tokens(batch: int = 2, length: int = 12, seed: int = 0) -> Tensor:
@@ -98,3 +128,32 @@ def step_logits(model: PreTrainedModel, ids: Tensor, **more: Any) -> tuple[Tenso
         **more,
     )
     return made.sequences, torch.stack(made.logits, 1)
+
+
+PADDING = {"none": None, "left": left_padding(), "right": right_padding()}
+"""[2, T] or None, by name."""
+
+
+def gap(one: Tensor, other: Tensor) -> float:
+    """The largest difference, relative to the largest entry of `other` if that is above 1."""
+    return (one - other).abs().max().item() / max(1.0, other.abs().max().item())
+
+
+def real_tokens(mask: Tensor | None) -> Tensor:
+    """Boolean [2, 12]: the places that hold tokens."""
+    return torch.ones(2, 12, dtype=torch.bool) if mask is None else mask.bool()
+
+
+def without_dropout(family: str) -> dict[str, float]:
+    """The options by which a family has none."""
+    return {
+        "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        "bert": {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0},
+    }.get(family, {})
+
+
+def same_gradients(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
+    """Assert that the parameters' gradients agree, wherever `theirs` has one."""
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if b.grad is not None:
+            assert torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-8), name

@@ -2,10 +2,8 @@
 documents, frozen reads, chunks that change, flushes, rows that are chosen, doubled and go on apart; what is read, what
 is held, and every gradient.
 
-The loop searches all n^2 slots, and writes by autograd on the dense losses of section 3.2 and 3.3 of the paper (sums
-over features, 1/2, gates; entropy with its sign mended); float64.
-
-Legend: H heads, n sub-keys of a half, k slots a head, d width of a half of a query, D of a value.
+The loop reads and writes by `dense_fast_weights`, in float64 and with gradients. D is the width of a value, WIDTH that
+of half a query.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from dense_fast_weights import Dense
 from torch import Tensor
 
 from regard import WriteRule, fast_weight_memory
@@ -25,77 +24,33 @@ from regard.memory.fast_weights import flush
 D, WIDTH = 3, 2
 
 
-def read(query: Tensor, keys: Tensor, values: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One token [H, 2 d]: what it reads [D], slots and weights [H k], and the shares of the sub-keys [H, 2, n]."""
-    heads, _, _, width = keys.shape
-    score = -torch.log(1e-3 + (query.view(heads, 2, 1, width) - keys).square().sum(-1))
-    every = (score[:, 0, :, None] + score[:, 1, None, :]).flatten(1)
-    slots = every.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    weights = every.gather(1, slots).flatten().softmax(0)
-    best = score.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    shares = torch.zeros_like(score).scatter(-1, best, score.gather(-1, best).softmax(-1))
-    return weights @ values[slots.flatten()], slots.flatten(), weights, shares
-
-
 @dataclass
 class Row:
     """The memory of one row, token by token."""
 
-    first: tuple[Tensor, Tensor]
-    rule: WriteRule
-    k: int
-    now: tuple[Tensor, Tensor] = None  # type: ignore[assignment]
+    first: Dense
+    now: Dense
     waiting: list[tuple[Tensor, Tensor, Tensor, bool]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.now = self.first if self.now is None else self.now
-
     def fork(self) -> Row:
-        other = copy.copy(self)
-        other.waiting = list(self.waiting)
-        return other
+        return Row(self.first, copy.copy(self.now), list(self.waiting))
 
     def restart(self) -> None:
-        self.now, self.waiting = self.first, []
+        self.now, self.waiting = copy.copy(self.first), []
 
     def token(self, query: Tensor, value: Tensor, gate: Tensor, good: bool, chunk: int, frozen: bool) -> Tensor:
         if len(self.waiting) >= chunk and not frozen:
             self.write(value if good else None)
         if not frozen:
             self.waiting.append((query, value, gate, good))
-        return read(query, *self.now, self.k)[0] if good else torch.zeros(D, dtype=torch.float64)
+        return self.now.read(query) if good else torch.zeros(D, dtype=torch.float64)
 
     def write(self, following: Tensor | None) -> None:
         tokens = [(q, v, g) for q, v, g, good in self.waiting if good]
         self.waiting = []
-        if not tokens:
-            return
-        rule, (keys, values) = self.rule, self.now
-        after = [*(v for _, v, _ in tokens[1:]), following if rule.border else None]
-        targets = after if rule.look_ahead else [v for _, v, _ in tokens]
-        pairs = sum(target is not None for target in targets)
-        counts, loss, errors = torch.zeros(len(values), dtype=torch.float64), values.sum() * 0, keys.sum() * 0
-        marginal = torch.zeros_like(keys[..., 0])
-        for (query, _, gate), target in zip(tokens, targets, strict=True):
-            found, slots, weights, shares = read(query, keys, values, self.k)
-            counts = counts.index_add(0, slots, torch.ones(len(slots), dtype=torch.float64))
-            marginal = marginal + shares / len(tokens)
-            if target is None:
-                continue
-            own = torch.zeros_like(counts).index_add(0, slots, weights)
-            times = torch.zeros_like(counts).index_add(0, slots, torch.ones_like(weights)).clamp(min=1)
-            step = {"paper": 1.0, "reference": len(slots) * len(tokens) / pairs}.get(rule.name)
-            step = 1 / (own.square() / times).sum() if step is None else step
-            # by the values alone: weights and steps are numbers of the reading there
-            loss = loss + step * gate * (own @ values - target).square().sum() / 2
-            errors = errors + gate * (found - target).square().sum() / 2 / max(pairs, 1) / D
-        (slope,) = torch.autograd.grad(loss, values, create_graph=True)
-        new = values - rule.learning_rate * slope / counts.clamp(min=1)[:, None]
-        own, pooled = (-(p * (p + 1e-8).log()).sum() * rule.address_weight for p in (marginal, marginal.mean(0)))
-        goals = {"entropy": own, "pooled-entropy": pooled, "mse": -errors, "none": keys.sum() * 0}
-        goal = goals[rule.key_update]
-        (rise,) = torch.autograd.grad(goal, keys, create_graph=True)
-        self.now = (keys + rule.learning_rate * rise, new)
+        if tokens:
+            query, value, gate = (torch.stack(x)[None] for x in zip(*tokens, strict=True))
+            self.now.write(query, value, gate, None if following is None else following[None])
 
 
 def spoil(x: Tensor, where: Tensor) -> Tensor:
@@ -124,7 +79,9 @@ class Life:
         values = torch.randn(n * n, D, dtype=torch.float64, requires_grad=True)
         self.leaves = [keys, values]
         self.kinds = torch.randn(3, heads, 2 * WIDTH, dtype=torch.float64)
-        self.rows = [Row((keys, values), self.rule, self.k) for _ in range(choose([1, 2, 3]))]
+        rule = (name, self.rule.learning_rate, self.rule.address_weight, self.rule.key_update)
+        memory = Dense(keys, values, self.k, *rule, self.rule.look_ahead, self.rule.border)
+        self.rows = [Row(memory, copy.copy(memory)) for _ in range(choose([1, 2, 3]))]
         self.found: list[Tensor] = []
         self.expected: list[Tensor] = []
 
@@ -145,7 +102,7 @@ class Life:
                 self.state = flush(self.state, rule=self.rule)
                 for row in self.rows:
                     row.write(None)
-            held = torch.stack([row.now[1] for row in self.rows])
+            held = torch.stack([row.now.values for row in self.rows])
             assert (self.state.values.dense() - held).abs().max() < 1e-8 * (1 + held.abs().max())
 
     def call(self, frozen: bool) -> None:
@@ -218,5 +175,5 @@ def test_lives_differ_enough_to_prove_something() -> None:
         life.live()
     assert {life.rule.name for life in lives} == {"normalized", "paper", "reference"}
     assert {life.rule.key_update for life in lives} == {"entropy", "pooled-entropy", "mse", "none"}
-    moved = [max((row.now[1] - row.first[1]).abs().max().item() for row in life.rows) for life in lives]
+    moved = [max((row.now.values - row.first.values).abs().max().item() for row in life.rows) for life in lives]
     assert sum(each > 0.1 for each in moved) >= 10

@@ -55,6 +55,10 @@ class Chunks:
         """Tokens that are not counted write nothing."""
         return torch.where(self.counted[chunk][..., None], self.shares[chunk], 0)
 
+    def write(self, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The arguments of a write."""
+        return self.slots[chunk], self.share(chunk), self.values[chunk], self.counted[chunk]
+
     def dense(self) -> tuple[Tensor, Tensor]:
         table = self.base.expand(self.slots[0].shape[0], -1, -1)
         reads = []
@@ -75,29 +79,6 @@ class Chunks:
 def agree(given: Any, wanted: Any, atol: float = 1e-11) -> None:
     for a, b in zip(given, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=atol, rtol=0)
-
-
-@pytest.mark.parametrize("memories", [1, 2])
-def test_reads_writes_and_gradients_are_those_of_dense_tables(memories: int) -> None:
-    chunks = Chunks(memories, count=5)
-    reads, table = chunks.dense()
-    found, store = chunks.sparse()
-    torch.testing.assert_close(found, reads, atol=1e-12, rtol=0)
-    torch.testing.assert_close(store.dense(), table, atol=1e-12, rtol=0)
-    up, down = drawn(*reads.shape, seed=50), drawn(*table.shape, seed=51)
-    wanted = torch.autograd.grad((reads * up).sum() + (table * down).sum(), chunks.leaves)
-    agree(torch.autograd.grad((found * up).sum() + (store.dense() * down).sum(), chunks.leaves), wanted)
-
-
-def test_gradients_through_three_writes_and_reads_are_the_finite_differences() -> None:
-    chunks = Chunks(memories=1, count=3, tokens=4, selected=2, slots=6)
-
-    def reads(*leaves: Tensor) -> Tensor:
-        chunks.weights, chunks.shares, chunks.values = (list(leaves[i : i + 3]) for i in (0, 3, 6))
-        chunks.base = leaves[9]
-        return chunks.sparse()[0]
-
-    assert torch.autograd.gradcheck(reads, chunks.leaves)
 
 
 def test_gradients_do_not_depend_on_earlier_or_partial_backward_passes() -> None:
@@ -153,134 +134,6 @@ def test_no_table_is_allocated_for_a_chunk() -> None:
     assert len(made) == 1
 
 
-def test_two_continuations_of_one_store_do_not_see_each_other() -> None:
-    chunks = Chunks(count=3)
-    (a, b, c), share = chunks.slots, chunks.share
-    table = dense_write(chunks.base.expand(2, -1, -1), a, share(0), chunks.values[0], chunks.counted[0])
-    store = OverlayValues.start(chunks.base, 2).write(a, share(0), chunks.values[0], chunks.counted[0])
-    before = store.dense().detach().clone()
-    tables, stores = [], []
-    for i, at in ((1, b), (2, c)):
-        tables.append(dense_write(table, at, share(i), chunks.values[i], chunks.counted[i]))
-        stores.append(store.write(at, share(i), chunks.values[i], chunks.counted[i]))
-    agree([s.dense() for s in stores], tables)
-    assert torch.equal(store.dense(), before)
-    leaves = [*chunks.shares, *chunks.values, chunks.base]
-    loss = lambda parts: sum((x * drawn(*x.shape, seed=i)).sum() for i, x in enumerate(parts))  # noqa: E731
-    wanted = torch.autograd.grad(loss([*tables, table]), leaves)
-    agree(torch.autograd.grad(loss([*(s.dense() for s in stores), store.dense()]), leaves), wanted)
-
-
-def test_beams_share_rows_and_gradients_add_up() -> None:
-    chunks = Chunks(count=2)
-    rows = torch.tensor([1, 1, 0, 1])
-    table = dense_write(
-        chunks.base.expand(2, -1, -1), chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0]
-    )
-    store = OverlayValues.start(chunks.base, 2)
-    store = store.write(chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0])
-    held = store.pool.bytes
-    beams, tables = store.select(rows).repeat(2), table[rows].repeat_interleave(2, 0)
-    assert store.pool.bytes == held
-    assert beams.memories == 8
-    own = lambda x: x[rows].repeat_interleave(2, 0)  # noqa: E731
-    more = (own(chunks.slots[1]), own(chunks.share(1)), own(chunks.values[1]), own(chunks.counted[1]))
-    beams, tables = beams.write(*more), dense_write(tables, *more)
-    agree([beams.dense()], [tables])
-    agree([beams.select(torch.tensor([False, True] * 4)).dense()], [tables[1::2]])
-    up, leaves = drawn(*tables.shape, seed=7), [*chunks.shares, *chunks.values, chunks.base]
-    wanted = torch.autograd.grad((tables * up).sum(), leaves, retain_graph=True)
-    agree(torch.autograd.grad((beams.dense() * up).sum(), leaves), wanted)
-
-
-def test_rows_are_differentiable() -> None:
-    chunks = Chunks(count=2)
-    table = dense_write(
-        chunks.base.expand(2, -1, -1), chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0]
-    )
-    store = OverlayValues.start(chunks.base, 2)
-    store = store.write(chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0])
-    wanted = torch.stack([table[m][chunks.slots[1][m]] for m in range(2)])
-    given, up = store.rows(chunks.slots[1]), drawn(*wanted.shape, seed=3)
-    agree([given], [wanted])
-    leaves = [chunks.shares[0], chunks.values[0], chunks.base]
-    agree(torch.autograd.grad(given, leaves, up), torch.autograd.grad(wanted, leaves, up))
-
-
-def test_detach_and_reset_cut_gradients_where_they_should() -> None:
-    chunks = Chunks(count=3)
-    again = torch.tensor([False, True])
-
-    def dense(rows: Tensor) -> Tensor:
-        base = chunks.base.expand(2, -1, -1)
-        table = dense_write(base, chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0]).detach()
-        table = torch.where(rows[:, None, None], base, table)
-        return dense_write(table, chunks.slots[1], chunks.share(1), chunks.values[1], chunks.counted[1])
-
-    def sparse(rows: Tensor) -> Tensor:
-        store = OverlayValues.start(chunks.base, 2)
-        store = store.write(chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0]).detach().reset(rows)
-        return store.write(chunks.slots[1], chunks.share(1), chunks.values[1], chunks.counted[1]).dense()
-
-    agree([sparse(again)], [dense(again)])
-    up, leaves = drawn(2, 12, 5, seed=4), [chunks.shares[0], chunks.shares[1], chunks.values[1], chunks.base]
-    wanted = torch.autograd.grad((dense(again) * up).sum(), leaves, allow_unused=True)
-    given = torch.autograd.grad((sparse(again) * up).sum(), leaves, allow_unused=True)
-    assert wanted[0] is None
-    assert given[0] is None
-    agree(given[1:], wanted[1:])
-    (after,) = torch.autograd.grad((sparse(torch.tensor([False, False])) * up).sum(), chunks.base, allow_unused=True)
-    assert after is None
-
-
-def test_memories_are_cut_one_by_one() -> None:
-    chunks = Chunks(count=3)
-    cut = torch.tensor([True, False])
-    args = [(chunks.slots[c], chunks.share(c), chunks.values[c], chunks.counted[c]) for c in range(3)]
-    store = OverlayValues.start(chunks.base, 2).write(*args[0]).detach(cut).write(*args[1]).select(torch.tensor([1, 0]))
-    table = dense_write(chunks.base.expand(2, -1, -1), *args[0])
-    table = dense_write(torch.where(cut[:, None, None], table.detach(), table), *args[1])[[1, 0]]
-    agree([store.dense()], [table])
-    up, leaves = drawn(2, 12, 5, seed=8), [*chunks.shares[:2], *chunks.values[:2], chunks.base]
-    wanted = torch.autograd.grad((table * up).sum(), leaves, retain_graph=True)
-    assert not wanted[0][0].any()
-    assert wanted[0][1].any()
-    agree(torch.autograd.grad((store.dense() * up).sum(), leaves), wanted)
-
-
-def test_shares_of_zero_have_their_gradient_and_leave_no_trace() -> None:
-    chunks = Chunks(count=1)
-    shares = (chunks.shares[0].detach() * 0).requires_grad_()
-    args = (chunks.slots[0], shares, chunks.values[0], torch.ones(2, 7, dtype=torch.bool))
-    table = dense_write(chunks.base.expand(2, -1, -1), *args)
-    store = OverlayValues.start(chunks.base, 2).write(*args)
-    up = drawn(2, 12, 5, seed=5)
-    wanted = torch.autograd.grad((table * up).sum(), [shares, chunks.base])
-    agree(torch.autograd.grad((store.dense() * up).sum(), [shares, chunks.base]), wanted)
-    assert store.written().tolist() == [0, 0]
-    with torch.no_grad():
-        assert OverlayValues.start(chunks.base, 2).write(*args).pool.bytes == 0
-
-
-@pytest.mark.parametrize("content", [float("nan"), float("inf")])
-def test_tokens_that_do_not_count_may_hold_anything(content: float) -> None:
-    chunks = Chunks(count=2)
-    spoilt = [
-        torch.where(n[..., None], v.detach(), content) for n, v in zip(chunks.counted, chunks.values, strict=True)
-    ]
-    _, table = chunks.dense()
-    values = [v.requires_grad_() for v in spoilt]
-    store = OverlayValues.start(chunks.base, 2)
-    for c, at in enumerate(chunks.slots):
-        read = store.read(chunks.weights[c], at)
-        store = store.write(at, chunks.share(c), read - values[c], chunks.counted[c])
-    agree([store.dense()], [table])
-    up = drawn(*table.shape, seed=6)
-    given = torch.autograd.grad((store.dense() * up).sum(), [*values, *chunks.shares])
-    wanted = torch.autograd.grad((table * up).sum(), [*chunks.values, *chunks.shares])
-    agree(given, wanted)
-
-
 @torch.no_grad()
 def test_rows_that_nothing_points_at_go() -> None:
     """A thousand writes to the same slots keep no more rows than a few writes."""
@@ -299,26 +152,12 @@ def test_rows_that_nothing_points_at_go() -> None:
     assert torch.equal(first.dense()[0], base)
 
 
-@torch.no_grad()
-def test_a_long_stream_of_writes_without_gradients() -> None:
-    """Rows are read from every piece of the pool; from the one that is being written, where a few rows that were
-    written last are written again."""
-    base = drawn(200, 3)
-    store, wanted, counted = OverlayValues.start(base, 2), base.expand(2, -1, -1), torch.ones(2, 4, dtype=torch.bool)
-    for i in range(60):
-        slots = picks(2, 4, 3, 200, seed=i // 4)
-        shares, errors = drawn(2, 4, 3, seed=i) * 0.3, drawn(2, 4, 3, seed=i + 100)
-        store, wanted = store.write(slots, shares, errors, counted), dense_write(wanted, slots, shares, errors, counted)
-        agree([store.read(shares, slots)], [dense_read(wanted, shares, slots)])
-    agree([store.dense()], [wanted])
-
-
 @pytest.mark.parametrize("recorded", [False, True])
 def test_attempts_that_are_given_up_leave_nothing(recorded: bool) -> None:
     """Going on from one kept store again and again; what somebody still holds stays."""
     chunks = Chunks(count=3, memories=1, slots=400)
     with torch.set_grad_enabled(recorded):
-        args = [(chunks.slots[c], chunks.share(c), chunks.values[c], chunks.counted[c]) for c in range(3)]
+        args = [chunks.write(c) for c in range(3)]
         store = OverlayValues.start(chunks.base, 1).write(*args[0])
         kept = store.write(*args[1])
         wanted = kept.dense().detach().clone()
@@ -339,34 +178,6 @@ def test_attempts_that_are_given_up_leave_nothing(recorded: bool) -> None:
                 torch.autograd.grad(kept.dense().square().sum(), leaves, retain_graph=True),
                 torch.autograd.grad(table.square().sum(), leaves),
             )
-
-
-def test_a_graph_holds_its_rows_without_a_store() -> None:
-    chunks = Chunks(count=3, memories=1, slots=400)
-    args = [(chunks.slots[c], chunks.share(c), chunks.values[c], chunks.counted[c]) for c in range(3)]
-    start = OverlayValues.start(chunks.base, 1)
-    one = start.write(*args[0]).read(chunks.weights[1], chunks.slots[0])
-    two = start.write(*args[1]).read(chunks.weights[1], chunks.slots[1])  # whose rows must not take the others' place
-    tables = [dense_write(chunks.base.expand(1, -1, -1), *args[c]) for c in (0, 1)]
-    wanted = sum(dense_read(tables[c], chunks.weights[1], chunks.slots[c]).square().sum() for c in (0, 1))
-    leaves = [chunks.weights[1], *chunks.shares[:2], *chunks.values[:2], chunks.base]
-    given = torch.autograd.grad(one.square().sum() + two.square().sum(), leaves, retain_graph=True)
-    agree(given, torch.autograd.grad(wanted, leaves))
-
-
-def test_rows_written_after_detach_have_their_gradient_where_others_gave_up_theirs() -> None:
-    chunks = Chunks(count=3, memories=1, slots=400)
-    args = [(chunks.slots[c], chunks.share(c), chunks.values[c], chunks.counted[c]) for c in range(3)]
-    first = OverlayValues.start(chunks.base.detach(), 1).write(*args[0])
-    longer = first.write(*args[1]).write(*args[1]).write(*args[1])
-    cut = first.detach()
-    del longer
-    read = cut.write(*args[2]).read(chunks.weights[2], chunks.slots[2])
-    table = dense_write(chunks.base.detach().expand(1, -1, -1), *args[0]).detach()
-    wanted = dense_read(dense_write(table, *args[2]), chunks.weights[2], chunks.slots[2])
-    leaves = [chunks.weights[2], chunks.shares[2], chunks.values[2]]
-    given = torch.autograd.grad(read.square().sum(), leaves, retain_graph=True)
-    agree(given, torch.autograd.grad(wanted.square().sum(), leaves))
 
 
 def test_reads_of_what_was_written_compile_whole() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from test_overlay import Chunks, agree, dense_read, dense_write, drawn, picks
-from torch import Tensor
 
 from regard.checks import ArgumentError
 from regard.memory.fast_weights import WriteRule, fast_weight_memory
@@ -97,7 +96,7 @@ def test_second_derivatives_are_refused(what: str) -> None:
     elif what == "read":
         out, leaf = store.read(chunks.weights[0], chunks.slots[0]), chunks.weights[0]
     else:
-        store = store.write(chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0])
+        store = store.write(*chunks.write(0))
         ones = torch.ones_like(chunks.weights[0])
         out = store.rows(chunks.slots[0]) if what == "rows" else store.read(ones, chunks.slots[0])
         leaf = chunks.values[0]
@@ -114,25 +113,6 @@ def test_a_base_that_changes_before_the_backward_pass_is_an_error() -> None:
         read.sum().backward()
 
 
-def test_checkpointed_chunks_have_the_same_gradients() -> None:
-    """Recomputed reads and writes append rows again, which nothing points at."""
-    chunks = Chunks(count=3)
-    wanted = torch.autograd.grad(chunks.dense()[0].square().sum(), chunks.leaves[:-1], allow_unused=True)
-
-    def step(c: int, store: OverlayValues) -> tuple[Tensor, OverlayValues]:
-        read = store.read(chunks.weights[c], chunks.slots[c])
-        return read, store.write(chunks.slots[c], chunks.share(c), read - chunks.values[c], chunks.counted[c])
-
-    store, loss = OverlayValues.start(chunks.base, 2), torch.zeros(())
-    for c in range(3):
-        read, store = torch.utils.checkpoint.checkpoint(step, c, store, use_reentrant=False)
-        loss = loss + read.square().sum()
-    given = torch.autograd.grad(loss, chunks.leaves[:-1], allow_unused=True)
-    for a, b in zip(given, wanted, strict=True):
-        a, b = (torch.zeros(1) if x is None else x for x in (a, b))
-        assert torch.allclose(a.double(), b.double(), atol=1e-11)
-
-
 @torch.no_grad()
 def test_tensors_tell_everything() -> None:
     chunks = Chunks(count=2)
@@ -142,7 +122,7 @@ def test_tensors_tell_everything() -> None:
     again = OverlayValues.from_tensors(tensors)
     assert torch.equal(again.dense(), store.dense())
     assert torch.equal(again.written(), store.written())
-    copied = store.clone().write(chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0])
+    copied = store.clone().write(*chunks.write(0))
     assert torch.equal(again.dense(), store.dense())
     assert not torch.equal(copied.dense(), store.dense())
     for wrong, said in (
@@ -161,7 +141,7 @@ def test_copies_go_on_by_themselves(how: Any) -> None:
     _, store = chunks.sparse()
     wanted = store.dense().detach().clone()
     copied = how(store)
-    args = (chunks.slots[0], chunks.share(0), chunks.values[0], chunks.counted[0])
+    args = chunks.write(0)
     with torch.no_grad():
         other = dense_write(wanted, *args)
         after = copied.write(*args)

@@ -20,8 +20,8 @@ from regard.nn.memories import memory_layers
 
 REFUSED = {"lact", "fwmlp"}
 """Fast weights whose chunks depend on the tokens."""
-ONE_LENGTH = {"interpolated"}
-"""Chunks of the mesa and delta rules have a graph for each length."""
+ONE_LENGTH = {"interpolated", "deltanet", "gla", "mamba2", "mesa", "retention"}
+"""Chunks of decaying sums and of the mesa and delta rules have a graph for each length."""
 LENGTHS = (3, 32, 65, 300)
 
 

@@ -6,13 +6,10 @@ import copy
 
 import pytest
 import torch
-from any_model import in_chunks, make, moved, refused, text
+from any_model import every_case, every_model, in_chunks, make, moved, plain_case, refused, text
 from transformers import DynamicCache
 
 from regard.checks import ArgumentError
-from regard.models import language_models
-
-every_model = pytest.mark.parametrize("name", language_models.names())
 
 
 def prompts():
@@ -21,19 +18,12 @@ def prompts():
     return tokens * mask, mask
 
 
-@every_model
-@pytest.mark.parametrize("mixers", ["softmax", "biweight", "shift-cosine"])
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"do_sample": False},
-        {"do_sample": True, "top_k": 5, "temperature": 0.8},
-        {"num_beams": 3, "do_sample": False},
-        {"num_beams": 3, "num_return_sequences": 2, "do_sample": True},
-    ],
-)
-def test_generated_with_and_without_a_cache(name, mixers, how):
-    model, (tokens, mask) = make(name, mixers), prompts()
+GREEDY = {"do_sample": False}
+BEAMS = {"num_beams": 3, "num_return_sequences": 2, "do_sample": True}
+
+
+def same_with_and_without_a_cache(case, how):
+    model, (tokens, mask) = make(case), prompts()
     found = []
     for cached in (True, False):
         torch.manual_seed(11)
@@ -42,10 +32,21 @@ def test_generated_with_and_without_a_cache(name, mixers, how):
     assert found[0].shape[1] == 19
 
 
-@every_model
-@pytest.mark.parametrize("mixers", ["softmax", "shift-cosine"])
-def test_generated_batch_equals_its_rows(name, mixers):
-    model, (tokens, mask) = make(name, mixers), prompts()
+@every_case
+@pytest.mark.parametrize("how", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_generated_with_and_without_a_cache(case, how):
+    same_with_and_without_a_cache(case, how)
+
+
+@plain_case
+@pytest.mark.parametrize("how", [{"do_sample": True, "top_k": 5, "temperature": 0.8}, {**BEAMS, "do_sample": False}])
+def test_drawn_or_searched_for_with_and_without_a_cache(case, how):
+    same_with_and_without_a_cache(case, how)
+
+
+@plain_case
+def test_generated_batch_equals_its_rows(case):
+    model, (tokens, mask) = make(case), prompts()
     together = model.generate(tokens, attention_mask=mask, max_new_tokens=12, do_sample=False)
     for row in range(3):
         alone = model.generate(tokens[row, mask[row].bool()][None], max_new_tokens=12, do_sample=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from regard import Spec
 from regard.checks import ArgumentError
@@ -18,28 +19,6 @@ def test_mixers_become_one_normal_text_per_layer():
     assert mixed.layer_specs() == [Spec.parse("relumax"), Spec.parse("softmax")]
 
 
-def test_json_round_trip(tmp_path):
-    config = HybridConfig(
-        vocab_size=77,
-        mixers=["softmax", "biweight", "shift-cosine"],
-        num_hidden_layers=3,
-        window=5,
-        temperatures=["log", "fixed(value=2)", "fixed"],
-        exclude_self=True,
-        eos_token_id=[3, 4],
-    )
-    config.save_pretrained(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json"]
-    assert json.loads((tmp_path / "config.json").read_text())["mixers"] == [
-        "softmax",
-        "biweight",
-        "shift-cosine",
-    ]
-    again = HybridConfig.from_pretrained(tmp_path)
-    for name in HybridConfig.__annotations__:
-        assert getattr(again, name) == getattr(config, name), name
-
-
 def test_defaults_that_follow_from_others():
     config = HybridConfig(hidden_size=100, num_attention_heads=5)
     assert (config.head_dim, config.num_key_value_heads, config.intermediate_size) == (20, 5, 272)
@@ -49,11 +28,13 @@ def test_defaults_that_follow_from_others():
 def test_files_from_before_there_were_temperatures(tmp_path, former, now):
     HybridConfig(num_hidden_layers=2).save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
-    del fields["temperatures"], fields["share_query_key"], fields["exclude_self"]
+    for name in ("temperatures", "share_query_key", "exclude_self", "ridges", "qk_norm"):
+        del fields[name]
     (tmp_path / "config.json").write_text(json.dumps({**fields, "learn_temperature": former}))
     config = HybridConfig.from_pretrained(tmp_path)
     assert config.temperatures == [now, now]
     assert (config.share_query_key, config.exclude_self) == (False, False)
+    assert (config.ridges, config.qk_norm) == (["fixed", "fixed"], None)
 
 
 def test_the_temperature_of_attention_is_not_that_of_sampling():
@@ -68,6 +49,35 @@ def test_fields_changed_while_loading_are_checked_too(tmp_path):
     assert HybridForCausalLM(config).config.mixers == ["relumax"] * 4
     with pytest.raises(ArgumentError, match="mixers names 4 layers and num_hidden_layers is 3"):
         HybridForCausalLM(HybridConfig.from_pretrained(tmp_path, num_hidden_layers=3))
+
+
+LOCAL = {"mixers": ["local-linear[biweight]", "softmax", "local-linear"], "num_hidden_layers": 3}
+
+
+def attentions(**fields):
+    torch.manual_seed(0)
+    model = HybridForCausalLM(HybridConfig(**LOCAL, hidden_size=32, initializer_range=0.2, **fields))
+    return [layer.self_attn for layer in model.model.layers]
+
+
+def test_one_rule_is_for_the_layers_that_have_a_ridge():
+    config = HybridConfig(**LOCAL, ridges="learned(start=0.3)")
+    assert config.ridges == ["learned(start=0.3)", "fixed", "learned(start=0.3)"]
+    assert HybridConfig(**LOCAL, ridges=config.ridges).to_dict() == config.to_dict()
+    layers = attentions(ridges=["fixed", "fixed", "learned-per-dimension"])
+    assert [layer.ridge_proj and tuple(layer.ridge_proj.weight.shape) for layer in layers] == [None, None, (32, 32)]
+
+
+@pytest.mark.parametrize("temperatures", ["fixed", "learned"])
+def test_ridges_and_gains_start_where_they_should(temperatures):
+    """transformers passes over modules without parameters of their own; temperatures are such parameters."""
+    for layer in attentions(ridges="learned(start=0.3)", qk_norm="rms", temperatures=temperatures)[::2]:
+        hidden = torch.randn(2, 5, 32)
+        assert not layer.ridge_proj.weight.any()
+        ridge = 0.001 + torch.sigmoid(hidden @ layer.ridge_proj.weight.T + layer.ridge_proj.bias)
+        torch.testing.assert_close(ridge, torch.full_like(ridge, 0.3))
+        assert (layer.q_norm.weight == 1).all()
+        assert layer.q_proj.weight.std().item() == pytest.approx(0.2, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +113,28 @@ def test_fields_changed_while_loading_are_checked_too(tmp_path):
             "'rope_scaling' is not used; rotary positions have rope_theta only",
         ),
         ({"layer_types": ["linear_attention"] * 4}, "'layer_types' is not used; mixers sets"),
+        ({"window": [1, 2]}, "expected a positive integer, None, or a list with one for each of 4 layers"),
+        ({"window": [1, 2, 3, 0]}, "window is 0"),
+        ({"rotary_share": 0.0}, "expected rotary_share > 0"),
+        ({"rotary_share": 1.5}, "expected rotary_share <= 1"),
+        ({"training_window": 0}, "expected a positive integer"),
+        ({"training_window_share": 1.2}, "expected training_window_share <= 1"),
+        ({"memory_place": "inside"}, "expected one of 'before-mixer', 'after-mixer'"),
+        ({"memories": "PKM"}, "cannot read 'PKM'"),
+        ({"memories": "PKM@9"}, "layers 0 to 3"),
+        ({"memories": "nothing@1"}, "unknown memory 'nothing'"),
+        ({"memories": 7}, "expected a text such as"),
+        ({**LOCAL, "ridges": "learnt"}, "unknown ridge 'learnt'"),
+        ({**LOCAL, "ridges": ["learned"] * 3}, "HybridConfig: ridges: ridge learned needs a local linear model"),
+        (
+            {**LOCAL, "ridges": ["learned"]},
+            "ridges is .*expected a rule such as 'learned', or a list with one for each",
+        ),
+        ({"ridges": "learned"}, "HybridConfig: ridges: ridge learned needs a local linear model"),
+        ({"qk_norm": "layer"}, "HybridConfig: qk_norm is 'layer', expected None, 'rms' or 'l2'"),
     ],
 )
 def test_bad_fields(fields, message):
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises(ArgumentError, match=message) as caught:
         HybridConfig(**fields)
+    assert "\n" not in str(caught.value)

@@ -77,19 +77,6 @@ def test_layouts_are_what_they_say(name, mixers, windows):
     ]
 
 
-@pytest.mark.parametrize("name", ["GDN+SWA", "FA", "GDN+FA-pSWA"])
-def test_layouts_generate_and_stream_as_they_read(name):
-    model, text = small(name, **({"window": 5} if "SWA" in name else {})).eval(), tokens()
-    whole = model(text).logits
-    cache, parts = None, []
-    for piece in text.split([7, 1, 1, 15], dim=1):
-        out = model(piece, past_key_values=cache, use_cache=True)
-        cache, parts = out.past_key_values, [*parts, out.logits]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
-    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(text, **settings), model.generate(text, **settings, use_cache=False))
-
-
 def test_a_window_by_layer_is_seen_in_what_a_token_depends_on():
     config = HybridConfig(vocab_size=31, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, window=[3])
     model = HybridForCausalLM(config).eval().double()
@@ -158,28 +145,6 @@ def test_training_with_a_window_hides_padding_too():
     before = model(text, attention_mask=mask).logits
     text[0, :5] = 7
     torch.testing.assert_close(model(text, attention_mask=mask).logits[mask != 0], before[mask != 0])
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"window": [1, 2]}, "expected a positive integer, None, or a list with one for each of 4 layers"),
-        ({"window": [1, 2, 3, 0]}, "window is 0"),
-        ({"rotary_share": 0.0}, "expected rotary_share > 0"),
-        ({"rotary_share": 1.5}, "expected rotary_share <= 1"),
-        ({"training_window": 0}, "expected a positive integer"),
-        ({"training_window_share": 1.2}, "expected training_window_share <= 1"),
-        ({"memory_place": "inside"}, "expected one of 'before-mixer', 'after-mixer'"),
-        ({"memories": "PKM"}, "cannot read 'PKM'"),
-        ({"memories": "PKM@9"}, "layers 0 to 3"),
-        ({"memories": "nothing@1"}, "unknown memory 'nothing'"),
-        ({"memories": 7}, "expected a text such as"),
-    ],
-)
-def test_bad_fields_are_refused(fields, message):
-    with pytest.raises(ArgumentError, match=message) as caught:
-        HybridConfig(num_hidden_layers=4, **fields)
-    assert "\n" not in str(caught.value)
 
 
 def test_windows_go_where_there_is_one():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from any_model import in_chunks
 
 from regard.checks import ArgumentError
 from regard.models import (
@@ -35,7 +36,6 @@ SIZES = {
     "pad_token_id": 0,
     "mixer_options": {"gated-deltanet": {"num_heads": 2, "head_dim": 8}},
 }
-MEMORIES = ["fwpkm@0,2", "fwmlp@1", "pkm@1+fwpkm@1"]
 
 
 def model(memories="fwpkm@0,2", mixers="softmax", place="before-mixer", options=None, **fields):
@@ -49,15 +49,6 @@ def model(memories="fwpkm@0,2", mixers="softmax", place="before-mixer", options=
 
 def tokens(rows=2, length=23, seed=0):
     return torch.randint(1, 31, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def stream(net, text, cuts, cache=None, mask=None):
-    parts, seen = [], 0
-    for piece in text.split(cuts, dim=1):
-        seen += piece.shape[1]
-        out = net(piece, past_key_values=cache, use_cache=True, attention_mask=None if mask is None else mask[:, :seen])
-        cache, parts = out.past_key_values, [*parts, out.logits]
-    return torch.cat(parts, 1), cache
 
 
 TABLE_2 = {  # the paper's, in millions
@@ -76,16 +67,6 @@ def test_sizes_are_those_of_the_papers_table_2(layout):
         assert round(counted / 1e6, 2) == wanted, (memories, counted)
 
 
-@pytest.mark.parametrize("place", ["before-mixer", "after-mixer"])
-@pytest.mark.parametrize("memories", MEMORIES)
-@pytest.mark.parametrize("cuts", [[1] * 23, [4, 1, 5, 13], [22, 1]])
-def test_any_partition_of_a_text_gives_the_same(memories, place, cuts):
-    net, text = model(memories, place=place), tokens()
-    whole = net(text).logits
-    got, _ = stream(net, text, cuts)
-    torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-5)
-
-
 def test_what_was_written_matters():
     net, text = model(), tokens()
     with frozen_memory(net):
@@ -93,35 +74,6 @@ def test_what_was_written_matters():
     whole = net(text).logits
     torch.testing.assert_close(frozen[:, :5], whole[:, :5])  # the first chunk reads what nothing was written to
     assert (frozen[:, 5:] - whole[:, 5:]).abs().amax(-1).min() > 1e-5
-
-
-@pytest.mark.parametrize("memories", MEMORIES)
-@pytest.mark.parametrize("mixers", ["softmax", "gated-deltanet"])
-def test_generation_is_that_of_the_uncached_stream(memories, mixers):
-    net, prompt = model(memories, mixers), tokens(length=8)
-    settings = {"max_new_tokens": 14, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
-    for how in ({"do_sample": False}, {"do_sample": False, "num_beams": 3}):
-        cached = net.generate(prompt, **settings, **how)
-        assert torch.equal(cached, net.generate(prompt, **settings, **how, use_cache=False))
-    torch.manual_seed(1)
-    sampled = net.generate(prompt, **settings, do_sample=True, output_logits=True, return_dict_in_generate=True)
-    text = sampled.sequences
-    whole = net(text[:, :-1]).logits[:, prompt.shape[1] - 1 :]
-    torch.testing.assert_close(torch.stack(sampled.logits, 1), whole, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("memories", MEMORIES)
-def test_padded_texts_are_as_if_alone(memories):
-    net, text = model(memories, "gated-deltanet"), tokens(rows=3)
-    mask = torch.ones_like(text)
-    mask[0, :6], mask[1, [0, 7, 8, 20]] = 0, 0
-    whole = net(text, attention_mask=mask).logits
-    chunks, _ = stream(net, text, [7, 1, 15], mask=mask)
-    for row in range(3):
-        kept = mask[row] != 0
-        alone = net(text[row : row + 1, kept]).logits[0]
-        torch.testing.assert_close(whole[row, kept], alone, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(chunks[row, kept], alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("memories", ["fwpkm@0,2", "fwmlp@1"])
@@ -141,7 +93,7 @@ def test_memory_is_carried_without_the_rest(memories):
 
 def test_a_snapshot_is_put_back():
     net, text, more = model(), tokens(), tokens(seed=3)
-    _, cache = stream(net, text, [23])
+    _, cache = in_chunks(net, text, [23])
     shot = memory_states(cache)
     first = net(more, past_key_values=with_memory(net, None, shot)).logits
     net(tokens(seed=4), past_key_values=with_memory(net, None, shot))  # reading on leaves the snapshot as it was
@@ -153,7 +105,7 @@ def test_a_snapshot_is_put_back():
 
 def test_frozen_memory_stays_to_the_bit():
     net, text = model(), tokens()
-    _, cache = stream(net, text, [23])
+    _, cache = in_chunks(net, text, [23])
     before = {d: {k: v.clone() for k, v in s.to_tensors().items()} for d, s in memory_states(cache).items()}
     with frozen_memory(net):
         net(text, past_key_values=cache)
@@ -167,11 +119,11 @@ def test_frozen_memory_stays_to_the_bit():
 def test_flushing_writes_the_pairs_whose_target_is_there():
     """Nine tokens and a flush leave what ten do in a memory that is written every nine and binds no pair across."""
     net, text = model(options={"fwpkm": {"chunk_size": 16}}), tokens(length=10)
-    _, cache = stream(net, text[:, :9], [9])
+    _, cache = in_chunks(net, text[:, :9], [9])
     assert all((state.values.written() == 0).all() for state in memory_states(cache).values())
     flush_memory(net, cache)
     lost = model(options={"fwpkm": {"chunk_size": 9, "border": False}})
-    _, other = stream(lost, text, [10])
+    _, other = in_chunks(lost, text, [10])
     for depth, state in memory_states(cache).items():
         wanted = memory_states(other)[depth]
         torch.testing.assert_close(state.values.dense(), wanted.values.dense(), rtol=1e-5, atol=1e-6)
@@ -182,25 +134,11 @@ def test_flushing_writes_the_pairs_whose_target_is_there():
 def test_chunks_are_as_long_as_is_said_inside():
     net, text = model(), tokens(length=9)
     with chunk_size(net, 8):
-        _, cache = stream(net, text, [9])
-    _, wanted = stream(model(options={"fwpkm": {"chunk_size": 8}}), text, [9])
+        _, cache = in_chunks(net, text, [9])
+    _, wanted = in_chunks(model(options={"fwpkm": {"chunk_size": 8}}), text, [9])
     assert memory_modules(net)[0].chunk_size == 5
     for depth, state in memory_states(cache).items():
         torch.testing.assert_close(state.values.dense(), memory_states(wanted)[depth].values.dense())
-
-
-@pytest.mark.parametrize("memories", MEMORIES)
-def test_checkpointed_training_has_the_same_gradients(memories):
-    text, found = tokens(), []
-    for checkpointing in (False, True):
-        net = model(memories).train()
-        if checkpointing:
-            net.gradient_checkpointing_enable()
-        net(text, labels=text).loss.backward()
-        found.append({name: p.grad for name, p in net.named_parameters()})
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, msg=name)
 
 
 def test_every_slow_weight_of_a_memory_learns():
@@ -209,14 +147,6 @@ def test_every_slow_weight_of_a_memory_learns():
     for name, p in net.model.layers[1].named_parameters():
         assert p.grad is not None, name
         assert p.grad.abs().sum() > 0, name
-
-
-def test_models_are_saved_with_what_their_memories_start_from(tmp_path):
-    net, text = model("pkm@1+fwpkm@0"), tokens()
-    net.save_pretrained(tmp_path)
-    again = HybridForCausalLM.from_pretrained(tmp_path).eval()
-    assert again.config.memories == "fwpkm@0+pkm@1"
-    assert torch.equal(again(text).logits, net(text).logits)
 
 
 def test_beams_cannot_share_a_memory():

@@ -1,30 +1,19 @@
-"""The parts of an ICLM's logits: that they add up, and that each is what the weights and matrices say, in loops."""
+"""The parts of an ICLM's logits: their sum, each part by loops over weights and matrices, and packed rows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from any_model import ICLM
+from any_model import make as case
+from packed import documents, packed_rows
 
+from regard import presets
 from regard.checks import ArgumentError
 from regard.models import ICLMConfig, ICLMForCausalLM
 
-KINDS = [
-    {},
-    {"f_mlp": "none"},
-    {"f_mlp": "side", "variant": "wv"},
-    {"f_mlp": "none", "variant": "slice", "start": "bos"},
-    {"variant": "wv", "start": "bos", "expectation": "exact", "gd_steps": 2},
-    {"f_mlp": "none", "mixers": "linear", "expectation": "mean", "f_reads": "pre"},
-    {"f_mlp": "none", "mixers": "local-linear", "norm_values": True, "tie_word_embeddings": False},
-]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+IDS = torch.randint(17, (2, 9), generator=torch.Generator().manual_seed(4))
+BOUND = {"atol": 1e-8, "rtol": 1e-8}
 
 
 def make(**changes):
@@ -37,26 +26,50 @@ def make(**changes):
     return model
 
 
-IDS = torch.randint(17, (2, 9), generator=torch.Generator().manual_seed(4))
-
-
-@pytest.mark.parametrize("changes", KINDS, ids=str)
-def test_the_parts_add_up_to_the_logits(changes):
-    model = make(**changes)
-    with torch.no_grad():
-        logits = model(IDS).logits
-    found = model.contributions(IDS)
-    everything = torch.arange(17)
-    rest = found.mlp().sum(2) + found.bias()
-    bound = {"atol": 1e-5, "rtol": 1e-6}
-    torch.testing.assert_close(found.logits(), logits, **bound)
-    torch.testing.assert_close(found.per_token().sum(2) + rest, logits, **bound)
-    torch.testing.assert_close(found.per_head().sum((2, 3)) + rest, logits, **bound)
-    torch.testing.assert_close(found.per_layer().sum(2) + rest, logits, **bound)
-    torch.testing.assert_close(found.parts(everything).sum((2, 3, 4)) + rest, logits, **bound)
-    assert found.mlp().shape == (2, 9, 0 if changes.get("f_mlp") == "none" else 2, 17)
-    if changes.get("f_mlp") != "none":
+@pytest.mark.parametrize("fields", [*ICLM.values(), *({"mixers": name} for name in presets())], ids=str)
+def test_the_parts_of_packed_rows_add_up_to_their_logits(fields):
+    model, rows = case("iclm", **fields), documents()
+    tokens, ids = packed_rows(rows)
+    some = torch.tensor([3, 11, 20])
+    found, logits = model.contributions(tokens, segment_ids=ids), model(tokens, segment_ids=ids).logits
+    torch.testing.assert_close(found.logits(), logits, **BOUND)
+    rest, logits = found.mlp(some).sum(2) + found.bias(some), logits[..., some]
+    torch.testing.assert_close(found.per_token(some).sum(2) + rest, logits, **BOUND)
+    torch.testing.assert_close(found.per_head(some).sum((2, 3)) + rest, logits, **BOUND)
+    torch.testing.assert_close(found.per_layer(some).sum(2) + rest, logits, **BOUND)
+    torch.testing.assert_close(found.parts(some).sum((2, 3, 4)) + rest, logits, **BOUND)
+    assert found.mlp().shape[2] == (0 if model.config.f_mlp == "none" else len(model.model.f))
+    if model.config.f_mlp != "none":
         assert found.mlp().abs().max() > 0.05, "a remainder that is no rounding error"
+
+
+@pytest.mark.parametrize("name", ICLM)
+def test_contributions_of_packed_rows_are_those_of_their_documents(name):
+    """Tokens of other documents add nothing, and padding changes nothing."""
+    model, rows = case(f"iclm-{name}"), documents()
+    tokens, ids = packed_rows(rows)
+    some = torch.tensor([3, 11, 20])
+    found = model.contributions(tokens, segment_ids=ids)
+    apart = ids[:, :, None] != ids[:, None]
+    assert not found.per_token(some)[apart].any()
+    for row, texts in enumerate(rows):
+        at = 0
+        for text in texts:
+            span = slice(at, at + len(text))
+            own = model.contributions(text[None])
+            torch.testing.assert_close(found.parts(some)[row, span, span], own.parts(some)[0], **BOUND)
+            torch.testing.assert_close(found.mlp(some)[row, span], own.mlp(some)[0], **BOUND)
+            at += len(text)
+    few = model.contributions(tokens, positions=[-1, 6], segment_ids=ids)
+    torch.testing.assert_close(few.per_token(some), found.per_token(some)[:, [12, 6]], **BOUND)
+    real = torch.ones(2, 19, dtype=torch.bool)
+    real[:, [0, 1, 7, 12, 13, 18]] = False  # before, between, inside and after documents
+    spread = lambda x, filler: x.new_full(real.shape, filler).masked_scatter(real, x)  # noqa: E731
+    hidden = model.contributions(spread(tokens, 3), real, segment_ids=spread(ids, 9))
+    torch.testing.assert_close(hidden.logits()[real], found.logits().flatten(0, 1), **BOUND)
+    inner = hidden.per_token(some)[real].view(2, 13, 19, 3)
+    inner = torch.stack([inner[row][:, real[row]] for row in range(2)])
+    torch.testing.assert_close(inner, found.per_token(some), **BOUND)
 
 
 def test_each_part_is_a_weight_times_what_its_token_says():
@@ -142,10 +155,11 @@ def test_later_and_hidden_tokens_add_nothing():
     torch.testing.assert_close(hidden.logits()[mask > 0], logits[mask > 0], atol=1e-5, rtol=1e-6)
 
 
-def test_one_token_is_a_text():
+def test_one_token_is_a_text_and_its_parts_hold_no_graph():
     for start in ("param", "bos"):
         model = make(start=start)
         found = model.contributions(IDS[:, :1])
+        assert not found.logits().requires_grad
         torch.testing.assert_close(found.logits(), model(IDS[:, :1]).logits.detach(), atol=1e-5, rtol=1e-6)
         assert found.per_token().any() == (start == "param")
 
@@ -176,13 +190,6 @@ def test_tokens_that_are_none(tokens, message):
 def test_positions_outside_the_text(positions):
     with pytest.raises(ArgumentError, match=r"positions is .*, expected integers \[Q\] from -9 to 8"):
         make().contributions(IDS, positions=positions)
-
-
-def test_the_parts_hold_no_graph():
-    model = make(f_mlp="inline")
-    parts = model.contributions(torch.arange(6)[None])
-    assert not parts.logits().requires_grad
-    assert parts.per_token(torch.tensor([1])).numpy().shape[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,13 @@
 """What every registered language model keeps: fields, counts, and one clear error for each bad input."""
 
+import copy
+import pickle
+
+import any_model
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from any_model import T, every_case, every_model, plain_case, text
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, count_parameters, language_models, match_parameters
@@ -18,13 +23,13 @@ def make(name: str, **fields):
     return entry.model(entry.config(**{**SIZES, **fields})).eval()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 def test_counted_without_memory(name):
     model = make(name)
     assert count_parameters(model.config) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 @pytest.mark.parametrize("target", [60_000, 120_000])
 def test_matched_to_a_number_and_to_a_model(name, target):
     config = language_models.get(name).config(**SIZES)
@@ -56,17 +61,30 @@ def test_gpt2_with_rotary_positions_has_its_parameters():
     assert count_parameters(bare) == 40 * 32 + 2 * (4 * 32**2 + 2 * 32) + 2 * 32
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_saved_and_loaded_by_path_alone(name, tmp_path):
-    model, tokens = make(name), torch.arange(12)[None]
+@torch.no_grad()
+@every_case
+def test_saved_and_loaded_by_path_alone(case, tmp_path):
+    model, tokens = any_model.make(case, dtype=torch.float32), any_model.text(2)
     model.save_pretrained(tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).model_type == language_models.get(name).config.model_type
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(again) is type(model)
-    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".json"}
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert {**config.to_dict(), "_name_or_path": ""} == {
+        **model.config.to_dict(),
+        "_name_or_path": "",
+        "dtype": "float32",
+    }
+    expected = model(tokens)
+    for loader in (type(model), AutoModelForCausalLM):
+        again = loader.from_pretrained(tmp_path)
+        assert type(again) is type(model)
+        assert (again.lm_head.weight is again.model.embed_tokens.weight) == config.tie_word_embeddings
+        assert torch.equal(again(tokens).logits, expected.logits)
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is type(model.model)
+    assert torch.equal(base(tokens).last_hidden_state, model.model(tokens).last_hidden_state)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 @pytest.mark.parametrize(
     ("prompt", "mask", "message"),
     [
@@ -83,13 +101,13 @@ def test_prompts_that_cannot_be_continued(name, prompt, mask, message):
         model.generate(prompt, attention_mask=mask, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 def test_a_field_that_is_not_there(name):
     with pytest.raises(ArgumentError, match=r"unknown field 'hiden_size'\. Did you mean 'hidden_size'"):
         language_models.get(name).config(hiden_size=3)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -107,9 +125,9 @@ def test_fields_out_of_range(name, fields, message):
         language_models.get(name).config(**{**SIZES, **fields})
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_row_of_padding_in_a_batch_changes_nothing(name):
-    model = make(name)
+@plain_case
+def test_a_row_of_padding_in_a_batch_changes_nothing(case):
+    model = any_model.make(case, dtype=torch.float32)
     tokens = torch.stack([torch.arange(9), torch.arange(9) + 9])
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1] = False
@@ -118,7 +136,7 @@ def test_a_row_of_padding_in_a_batch_changes_nothing(name):
     torch.testing.assert_close(both[:1], model(tokens[:1]).logits, atol=1e-5, rtol=0)
     out = model.train()(tokens, attention_mask=mask, labels=tokens)
     out.loss.backward()
-    alone = make(name).train()
+    alone = any_model.make(case, dtype=torch.float32).train()
     loss = alone(tokens[:1], labels=tokens[:1]).loss
     loss.backward()
     torch.testing.assert_close(out.loss, loss, atol=1e-5, rtol=0)
@@ -153,7 +171,7 @@ def damage(kind: str):
     return change
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 @pytest.mark.parametrize("kind", ["missing", "unexpected", "mismatched", "not finite"])
 def test_damaged_checkpoints_are_one_clear_error(name, kind, tmp_path):
     make(name).save_pretrained(tmp_path)
@@ -171,7 +189,7 @@ def test_damaged_checkpoints_are_one_clear_error(name, kind, tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 def test_a_model_from_a_configuration_and_tensors(name, tied):
     """As programs do that hold the tensors already: `from_pretrained(None, config=, state_dict=)`."""
     model, tokens = make(name, tie_word_embeddings=tied), torch.arange(5)[None]
@@ -196,7 +214,7 @@ def test_a_model_from_a_configuration_and_tensors(name, tied):
             type(model).from_pretrained(None, **{**given, **wrong})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 def test_a_checkpoint_of_another_model(name, tmp_path):
     other = next(each for each in NAMES if each != name)
     make(other).save_pretrained(tmp_path)
@@ -204,17 +222,7 @@ def test_a_checkpoint_of_another_model(name, tmp_path):
         language_models.get(name).model.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_to_predict_is_a_loss_of_zero(name):
-    model = make(name).train()
-    tokens = torch.arange(6)[None]
-    loss = model(tokens, labels=torch.full_like(tokens, -100)).loss
-    loss.backward()
-    assert loss.item() == 0
-    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 def test_what_counts_as_padding_in_a_prompt_is_what_transformers_infers(name):
     from transformers import GenerationConfig
 
@@ -232,7 +240,7 @@ def test_what_counts_as_padding_in_a_prompt_is_what_transformers_infers(name):
         plain.generate(max_new_tokens=2)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 def test_a_cache_that_another_model_filled(name):
     deep, tokens = make(name, num_hidden_layers=4), torch.arange(5)[None]
     cache = deep(tokens).past_key_values
@@ -240,7 +248,7 @@ def test_a_cache_that_another_model_filled(name):
         make(name)(tokens, past_key_values=cache)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 def test_a_changed_field_excuses_no_tensor_that_the_file_should_hold(name, tmp_path):
     make(name).save_pretrained(tmp_path)
     model = language_models.get(name).model
@@ -268,9 +276,108 @@ def test_own_fields_are_fields():
         assert {"vocab_size", "mixers"} <= set(own_fields(config))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 def test_a_misspelt_argument_is_not_lost(name):
     model, tokens = make(name), torch.arange(6)[None]
     with pytest.raises(ArgumentError, match=r"unknown argument 'attention_masks'\. Did you mean 'attention_mask'"):
         model(tokens, attention_masks=torch.ones_like(tokens))
     model(tokens, labels=tokens, num_items_in_batch=torch.tensor(3))
+
+
+@every_model
+def test_configurations_are_copied_and_written(name, tmp_path):
+    config = language_models.get(name).config(**{**SIZES, "mixers": "biweight", "vocab_size": 31})
+    kind = type(config)
+    expected = config.to_dict()
+    config.save_pretrained(tmp_path)
+    for again in (
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+        kind.from_dict(config.to_dict()),
+        kind.from_dict(config.to_diff_dict()),
+        kind.from_pretrained(tmp_path),
+    ):
+        assert type(again) is kind
+        found = again.to_dict()
+        for told in (found, expected):
+            told.pop("_name_or_path", None)
+        assert found == expected
+        again.normalise()
+        assert {key: again.to_dict()[key] for key in expected} == expected, "normalise is not idempotent"
+    assert kind.from_pretrained(tmp_path, mixers="relumax").layer_specs()[0] != config.layer_specs()[0]
+
+
+@every_model
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either input_ids or inputs_embeds"),
+        ({"input_ids": torch.tensor([[1, 29]])}, "expected integers from 0 to 28"),
+        ({"input_ids": torch.tensor([1, 2])}, r"expected torch.int64 tokens \[B, T\]"),
+        ({"input_ids": torch.ones(1, 0, dtype=torch.long)}, "T >= 1"),
+        ({"input_ids": torch.ones(1, 2)}, "expected torch.int64"),
+        ({"input_ids": text(), "attention_mask": torch.ones(1, 3, dtype=torch.long)}, "attention_mask has shape"),
+        ({"input_ids": text(), "attention_mask": torch.ones(1, T)}, "attention_mask is a torch.float32 tensor"),
+        ({"input_ids": text(), "position_ids": torch.zeros(3, T, dtype=torch.long)}, "position_ids has shape"),
+        ({"input_ids": text(), "past_key_values": [1]}, r"past_key_values is \[1\] \(list\)"),
+        ({"input_ids": text(), "attention_mask": torch.ones(T, dtype=torch.long)}, r"expected \[1, 13\]"),
+        ({"input_ids": text(), "attention_mask": torch.ones(1, 1, T, T, dtype=torch.bool)}, r"expected \[1, 13\]"),
+        ({"input_ids": text(), "attention_mask": torch.ones(2, T, dtype=torch.bool)}, r"expected \[1, 13\]"),
+        (
+            {"input_ids": text(), "attention_mask": [[1] * T]},
+            r"attention_mask is \[\[1, .*expected booleans or integers",
+        ),
+        ({"input_ids": text(), "labels": text(1, 4)}, "labels has shape"),
+        ({"input_ids": text(2, 1), "labels": text(2, 1)}, "labels of one position leave nothing to predict"),
+        ({"inputs_embeds": torch.ones(1, 4, 3, dtype=torch.float64)}, "inputs_embeds is a torch.float64 tensor"),
+    ],
+)
+def test_one_clear_line_for_bad_input(name, arguments, message):
+    model = any_model.make(name)
+    with pytest.raises(ArgumentError, match=message) as caught:
+        model(**arguments)
+    assert "\n" not in str(caught.value)
+    assert type(model).__name__ in str(caught.value)
+
+
+SHARED: dict[str, object] = {
+    "max_position_embeddings": 77, "initializer_range": 0.03, "tie_word_embeddings": False, "use_cache": False,
+    "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3,
+}  # fmt: skip
+NO_DEFAULT: dict[str, dict[str, object]] = {
+    "transformer": {
+        "mixers": ["local-linear", "gated-deltanet"], "num_key_value_heads": 1, "head_dim": 12,
+        "intermediate_size": 24, "feed_forward": "gelu", "norm": "layer", "window": [5, None], "training_window": 4,
+        "mixer_options": {"gated-deltanet": {"num_heads": 2}}, "training_window_share": 0.5, "output_gate": True,
+        "training_window_seed": 3, "rotary_share": 0.5, "memories": "pkm@1", "memory_place": "after-mixer",
+        "memory_options": {"pkm": {"sub_keys": 6, "top_k": 4}}, "temperatures": ["log", "fixed"],
+        "ridges": ["learned", "fixed"], "qk_norm": "rms", "exclude_self": True, "rope_theta": 500.0,
+        "rms_norm_eps": 1e-4,
+    },
+    "memory-mosaic": {
+        "mixers": ["epanechnikov*fixed(h=1.2)*cosine", "relumax"], "persistent": "biweight", "persistent_copies": 2,
+        "persistent_keys": "shared", "wiring": "parallel", "leaky": "average", "look_ahead": "convex",
+        "key_eps": 1e-3, "scale_limit": 3.0, "persistent_scale_limit": 2.0, "learned": ["margin"],
+        "bandwidth_start": "spec", "uniform_gradient": "hard", "bias": True, "norm_eps": 1e-4,
+        "scale_logits": False, "initializer": "gpt2", "persistent_slots": 7,
+    },
+    "iclm": {
+        "mixers": ["biweight", "linear"], "phi_mixers": ["relumax", "biweight"], "variant": "wv",
+        "f_attention_heads": 1, "start": "bos", "f_reads": "pre", "phi_mlp": "swiglu", "f_mlp": "side",
+        "f_feed_forward": "swiglu", "intermediate_size": 9, "f_intermediate_size": 11, "f_rope": False,
+        "f_average": False, "expectation": "exact", "gd_steps": 2, "d_phi": 16, "d_f": 10, "hidden_size": 10,
+        "tie_phi": False, "rope_theta": 500.0, "layer_norm_eps": 1e-3,
+    },
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NO_DEFAULT)
+def test_saved_and_loaded_with_no_field_at_its_default(name, tmp_path):
+    fields, plain = {**SHARED, **NO_DEFAULT[name]}, language_models.get(name).config()
+    model = any_model.make(name, **{"num_hidden_layers": 4 if name == "iclm" else 2, **fields})
+    assert all(getattr(plain, each) != getattr(model.config, each) for each in fields)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    assert all(getattr(again.config, each) == getattr(model.config, each) for each in fields)
+    torch.testing.assert_close(again(text(2, 7)).logits, model(text(2, 7)).logits, atol=1e-6, rtol=0)

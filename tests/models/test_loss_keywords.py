@@ -45,6 +45,8 @@ def test_which_labels_count(name, given):
         wanted[0, 4] = wanted[1, 2] = -100
     expected = mean(logits, wanted)
     torch.testing.assert_close(model(tokens, labels=labels, num_items_in_batch=None, **given).loss, expected)
+    summed = model(tokens, labels=labels, num_items_in_batch=10, **given).loss
+    torch.testing.assert_close(summed, expected * int((wanted >= 0).sum()) / 10)
     other = model(tokens, labels=labels.where(labels >= 0, 0), ignore_index=0, **given).loss
     torch.testing.assert_close(other, mean(logits, wanted.where(wanted != 0, -100)))
     other = model(tokens, labels=tokens, shift_labels=shifted(labels), **given).loss
@@ -58,7 +60,10 @@ def test_nothing_to_predict_is_a_loss_of_zero(name):
     model, tokens = model_of(name), text(2, 12)
     nothing = torch.full_like(tokens, -100)
     for said in ({"labels": nothing, "num_items_in_batch": None}, {"labels": tokens, "shift_labels": nothing}):
-        assert model(tokens, **said).loss.item() == 0
+        loss = model(tokens, **said).loss
+        loss.backward()
+        assert loss.item() == 0
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 @pytest.mark.parametrize(

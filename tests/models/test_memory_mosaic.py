@@ -1,50 +1,24 @@
-"""The Memory Mosaic as a language model: sizes, starting values, padding, training, saving, generation."""
+"""The Memory Mosaic as a language model: sizes, starting values, learning, what its cache holds."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from any_model import in_chunks
+from transformers import DynamicCache
 
-from regard import presets
 from regard.checks import ArgumentError
 from regard.inspect import capture
-from regard.models import (
-    HybridConfig,
-    MemoryMosaicConfig,
-    MemoryMosaicForCausalLM,
-    MemoryMosaicModel,
-    count_parameters,
-    match_parameters,
-)
+from regard.models import MemoryMosaicConfig, MemoryMosaicForCausalLM, count_parameters
 
 V = 29
 FIXED = "epanechnikov*fixed(h=1)*cosine"
-OPTIONS = [
-    {},
-    {"wiring": "parallel"},
-    {"wiring": "parallel", "persistent_keys": "shared"},
-    {"bias": True, "leaky": "average", "look_ahead": "convex", "key_eps": 1e-6},
-    {"persistent_copies": 2, "persistent": "biweight", "scale_logits": False, "initializer": "gpt2"},
-    {"tie_word_embeddings": False},
-]
 
 
 def make(seed=0, **fields):
     torch.manual_seed(seed)
     sizes = {"vocab_size": V, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "pad_token_id": 0}
     return MemoryMosaicForCausalLM(MemoryMosaicConfig(**{**sizes, **fields})).eval()
-
-
-def stir(model, seed=3):
-    """Away from the start, where logits are so small that differences would hide."""
-    noise = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.05 * torch.randn(p.shape, generator=noise)
-    return model
 
 
 def text(*shape, seed=0):
@@ -58,14 +32,6 @@ def test_a_block_has_twelve_c_squared_parameters(width):
     two, three = (count_parameters(MemoryMosaicConfig(num_hidden_layers=n, **sizes)) for n in (2, 3))
     assert abs((three - two) / (12 * width**2) - 1) < 0.01
     assert MemoryMosaicConfig(**sizes).persistent_slots == {128: 448, 384: 1344, 768: 2688}[width]
-
-
-def test_sizes_are_matched():
-    other = HybridConfig(vocab_size=V, hidden_size=48, num_hidden_layers=3, num_attention_heads=2)
-    config = MemoryMosaicConfig(vocab_size=V, hidden_size=48, num_hidden_layers=2, num_attention_heads=2)
-    matched = match_parameters(config, other)
-    assert abs(matched.gap) < 0.003
-    assert matched.config.persistent_slots != config.persistent_slots
 
 
 def test_starting_values():
@@ -87,105 +53,6 @@ def test_starting_values():
     gpt2 = make(hidden_size=96, vocab_size=400, num_hidden_layers=3, initializer="gpt2")
     assert abs(gpt2.model.layers[0].contextual.keys.proj.weight.std().item() / 0.02 - 1) < 0.05
     assert abs(gpt2.model.layers[0].contextual.out_proj.weight.std().item() / (0.02 / 6**0.5) - 1) < 0.05
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("spec", ["biweight", "softmax"])
-def test_padding_changes_nothing(spec, options):
-    """Left padding with NaN in its embeddings: values, loss and gradients."""
-    model, ids = stir(make(mixers=spec, **options)), text(1, 12)
-    model(ids, labels=ids).loss.backward()
-    want = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    plain = model(ids).logits
-    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], 1)
-    mask = (padded > 0).long()
-    embedded = torch.where(mask[..., None] > 0, model.model.embed_tokens(padded), torch.nan)
-    out = model(inputs_embeds=embedded, attention_mask=mask, labels=padded)
-    torch.testing.assert_close(out.logits[:, 4:], plain, rtol=1e-5, atol=1e-5)
-    assert torch.isfinite(out.logits).all()
-    out.loss.backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, want[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("spec", [*presets(), FIXED, "biweight*anchored"])
-def test_every_sentence_runs(spec):
-    model, ids = make(mixers=spec).train(), text(2, 10)
-    loss = model(ids, labels=ids).loss
-    loss.backward()
-    assert abs(loss.item() - math.log(V)) < 0.3
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
-
-
-def test_nothing_but_zeros():
-    for spec in ("softmax", "biweight", "normrelu", "cosine"):
-        model = make(mixers=spec).train()
-        zeros = torch.zeros(1, 6, 24, requires_grad=True)
-        out = model(inputs_embeds=zeros, labels=text(1, 6))
-        out.loss.backward()
-        assert torch.isfinite(out.logits).all()
-        assert torch.isfinite(zeros.grad).all()
-        assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_checkpointing_gives_the_same_gradients(options):
-    model, ids = make(mixers="biweight", **options).train(), text(2, 10)
-    model(ids, labels=ids).loss.backward()
-    want = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    model.gradient_checkpointing_enable()
-    model(ids, labels=ids).loss.backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, want[name], rtol=1e-6, atol=1e-9, msg=name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "masked"), [("softmax", False), ("biweight", True), (FIXED, False)])
-def test_a_training_step_compiles_without_a_break(spec, masked):
-    model, ids = make(mixers=spec, num_hidden_layers=1).train(), text(2, 10)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    arguments = {"attention_mask": mask} if masked else {}
-    model(ids, labels=ids, **arguments).loss.backward()
-    want = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    torch.compile(model, fullgraph=True, backend="aot_eager")(ids, labels=ids, **arguments).loss.backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, want[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_save_and_load(tmp_path, options):
-    model, ids = stir(make(mixers=["relumax", FIXED], **options)), text(2, 9)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert isinstance(again, MemoryMosaicForCausalLM)
-    assert again.config.to_dict() == AutoConfig.from_pretrained(tmp_path).to_dict()
-    assert torch.equal(again(ids).logits, model(ids).logits)
-    assert isinstance(AutoModel.from_pretrained(tmp_path), MemoryMosaicModel)
-
-
-def test_the_cache_is_not_needed_to_generate():
-    model, ids = stir(make(mixers="biweight")), text(3, 7)
-    mask = torch.ones_like(ids)
-    mask[0, :3], mask[1, :6] = 0, 0
-    for how in ({}, {"do_sample": True, "top_k": 5}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
-        answers = []
-        for use_cache in (True, False):
-            torch.manual_seed(0)
-            tokens = model.generate(ids, attention_mask=mask, max_new_tokens=12, use_cache=use_cache, **how)
-            answers.append(tokens)
-        assert torch.equal(*answers), how
-
-
-def test_padded_prompts_go_on_as_alone():
-    model, ids = stir(make(mixers="sparsemax")), text(1, 6)
-    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], 1)
-    alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
-    other = model.generate(padded, attention_mask=(padded > 0).long(), max_new_tokens=10, do_sample=False)
-    assert torch.equal(alone[:, 6:], other[:, 11:])
 
 
 def test_a_mosaic_learns_what_follows_what():
@@ -230,6 +97,46 @@ def test_diagnostics_of_every_block():
     assert len(out.hidden_states) == 3
 
 
+def test_a_call_does_not_change_the_states_of_another_cache():
+    """States are replaced, never written into: two continuations of one beginning."""
+    model, ids = make(mixers="biweight"), text(1, 6)
+    _, cache = in_chunks(model, ids, [6])
+    held = [layer.contextual for layer in cache.layers]
+    before = [state.keys.clone() for state in held]
+    in_chunks(model, text(1, 3, seed=2), [1, 2], cache=cache)
+    assert all(torch.equal(state.keys, kept) for state, kept in zip(held, before, strict=True))
+
+
+def test_what_is_remembered():
+    """Pairs of all tokens but the last, which waits; everything else does not grow."""
+    model, ids = make(mixers="biweight"), text(2, 10)
+    sizes = []
+    for length in (3, 10):
+        _, cache = in_chunks(model, ids[:, :length], [1] * length)
+        layer = cache.layers[1]
+        assert layer.contextual.keys.shape == layer.contextual.values.shape == (2, 3, length - 1, 8)
+        pairs = 2 * layer.contextual.keys.numel() * 4
+        sizes.append(layer.bytes - pairs)
+    assert sizes[0] == sizes[1]
+
+
+def test_tokens_are_not_taken_back():
+    model, ids = make(mixers="biweight"), text(1, 6)
+    with pytest.raises(ArgumentError, match="cannot be removed"):
+        model.generate(ids, max_new_tokens=4, prompt_lookup_num_tokens=2)
+    _, cache = in_chunks(model, ids, [6])
+    with pytest.raises(ArgumentError, match="cannot be removed"):
+        cache.crop(3)
+
+
+def test_caches_of_other_models_are_refused():
+    model = make(mixers="biweight")
+    with pytest.raises(ArgumentError, match="without MemoryMosaicCacheLayer at layer 0"):
+        model(text(1, 4), past_key_values=DynamicCache())
+    with pytest.raises(ArgumentError, match="which the model updates itself"):
+        model.model.new_cache().update(torch.zeros(1, 3, 1, 8), torch.zeros(1, 3, 1, 8), 0)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -253,18 +160,3 @@ def test_diagnostics_of_every_block():
 def test_bad_configurations(fields, words):
     with pytest.raises(ArgumentError, match=words):
         MemoryMosaicConfig(**{"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, **fields})
-
-
-def test_bad_input():
-    model = make(max_position_embeddings=8)
-    for tokens, words in (
-        (torch.zeros(1, 0, dtype=torch.long), "nothing to continue"),
-        (text(1, 9), "context of 8"),
-        (torch.tensor([[1, V]]), "vocabulary"),
-    ):
-        with pytest.raises(ArgumentError, match=words):
-            model.generate(tokens)
-    with pytest.raises(ArgumentError, match="all padding"):
-        model.generate(text(2, 4), attention_mask=torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]))
-    with pytest.raises(ArgumentError, match="vocabulary"):
-        model(torch.tensor([[V]]))

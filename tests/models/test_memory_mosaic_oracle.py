@@ -194,36 +194,6 @@ def test_every_option_by_loops(options, spec):
     dense.close(model(tokens, use_cache=False).logits, expected, 1e-9)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "mixers", ["softmax", ["biweight", FIXED], "linear", "uniform*nearest(k=3)", "local-linear[biweight]"]
-)
-def test_padding_anywhere_is_as_if_it_were_not_there(mixers):
-    """The next value is that of the next real token, and a hidden token does not let keys fade."""
-    model, tokens = make(mixers=mixers), text(5, 10, seed=3)
-    mask = torch.ones(5, 10, dtype=torch.bool)
-    mask[1, :4], mask[2, 6:], mask[3, [0, 3, 4, 8]] = False, False, False
-    mask[4, :9] = False
-    embedded = torch.where(mask[..., None], model.get_input_embeddings()(tokens), torch.nan)
-    w = dict(model.named_parameters())
-    found = [model(inputs_embeds=embedded, attention_mask=mask, use_cache=False).logits]
-    cache, parts, at = None, [], 0
-    for size in (2, 1, 1, 4, 2):
-        out = model(
-            inputs_embeds=embedded[:, at : at + size],
-            attention_mask=mask[:, : at + size],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        cache, at = out.past_key_values, at + size
-        parts.append(out.logits)
-    found.append(torch.cat(parts, 1))
-    for row in range(5):
-        expected = logits(w, tokens[row, mask[row]], model.config)
-        for got in found:
-            dense.close(got[row, mask[row]], expected, 1e-9, f"row {row}")
-
-
 @pytest.mark.parametrize(
     ("mixers", "options"),
     [
@@ -263,23 +233,3 @@ def test_pairs_of_a_long_text_stay_exact():
         cache = out.past_key_values
         parts.append(out.logits)
     dense.close(torch.cat(parts, 1)[0], expected, 1e-9)
-
-
-EVERY_FIELD: dict[str, object] = {
-    "mixers": [FIXED, "relumax"], "persistent": "biweight", "persistent_copies": 2, "persistent_keys": "shared",
-    "wiring": "parallel", "leaky": "average", "look_ahead": "convex", "key_eps": 1e-3, "scale_limit": 3.0,
-    "persistent_scale_limit": 2.0, "learned": ["margin"], "bandwidth_start": "spec", "uniform_gradient": "hard",
-    "bias": True, "norm_eps": 1e-4, "scale_logits": False, "initializer": "gpt2", "max_position_embeddings": 77,
-    "initializer_range": 0.03, "tie_word_embeddings": False, "use_cache": False, "pad_token_id": 1, "bos_token_id": 2,
-    "eos_token_id": 3,
-}  # fmt: skip
-
-
-@torch.no_grad()
-def test_saved_and_loaded_with_no_field_at_its_default(tmp_path):
-    model, plain = make(**EVERY_FIELD), MemoryMosaicConfig()
-    assert all(getattr(plain, name) != getattr(model.config, name) for name in EVERY_FIELD)
-    model.save_pretrained(tmp_path)
-    again = MemoryMosaicForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    assert {n: getattr(again.config, n) for n in EVERY_FIELD} == {n: getattr(model.config, n) for n in EVERY_FIELD}
-    dense.close(again(text(2, 7)).logits, model(text(2, 7)).logits, 1e-12)

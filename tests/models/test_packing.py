@@ -10,56 +10,20 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from any_model import SIZES, make
+from any_model import CASES, SIZES, SMALL, cases, counts_padding, make, takes_embeddings
 from packed import alone, documents, packed_rows, positions
 
+from regard import presets
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM, TokenMixer, language_models, token_mixers
 from regard.nn.memories import MemoryLayer, memory_layers
 
-OPTIONS = {
-    "gated-deltanet": {"num_heads": 2, "head_dim": 8},
-    "lact": {"fast_heads": 2, "window": 4, "chunk_size": 3},
-    "fwpkm": {"sub_keys": 8, "key_dim": 8, "value_dim": 8, "top_k": 4, "chunk_size": 3},
-    "fwmlp": {"in_dim": 8, "hidden_dim": 12, "value_dim": 8, "chunk_size": 3},
-    "pkm": {"sub_keys": 8, "key_dim": 8, "top_k": 4},
-}
-"""Options that make mixers and memories small; those that are not named here are tested with what they have."""
-ATTENTION = {
-    **{name: {"mixers": name} for name in ("softmax", "biweight", "relumax", "topk-softmax", "normrelu")},
-    **{name: {"mixers": name} for name in ("elu", "linear", "shift-cosine", "rbf", "exponential", "sparsemax")},
-    "local-linear": {"mixers": "local-linear", "ridges": "learned"},
-    "window": {"mixers": ["softmax", "elu", "biweight", "local-linear"], "window": 3},
-    "qk_norm": {"mixers": ["softmax", "biweight"], "num_hidden_layers": 2, "qk_norm": "rms"},
-    "log": {"mixers": ["softmax", "biweight"], "num_hidden_layers": 2, "temperatures": "log"},
-    "power": {"mixers": ["elu", "softmax"], "num_hidden_layers": 2, "temperatures": ["fixed", "power"], "window": 4},
-    "shared": {"mixers": ["softmax", "biweight"], "num_hidden_layers": 2, "share_query_key": True,
-               "exclude_self": True, "output_gate": True},
-}  # fmt: skip
-"""Hybrid models of attention alone."""
-
-
-def cases():
-    """Name to (registered model, fields)."""
-    found = {name: (name, {}) for name in language_models.names()}
-    found |= {f"attention-{name}": ("transformer", fields) for name, fields in ATTENTION.items()}
-    for name in token_mixers.names():
-        fields = {"mixers": [name, "biweight"], "mixer_options": {name: OPTIONS.get(name, {})}, "num_hidden_layers": 2}
-        found[f"mixer-{name}"] = ("transformer", fields)
-    for name in memory_layers.names():
-        for place in ("before-mixer", "after-mixer"):
-            fields = {"memories": f"{name}@1", "memory_options": {name: OPTIONS.get(name, {})}, "num_hidden_layers": 2}
-            found[f"memory-{name}-{place}"] = ("transformer", {**fields, "memory_place": place})
-    return found
-
-
-CASES = cases()
-every_case = pytest.mark.parametrize("case", CASES)
+SLOW = ("-relumax", "-shift-cosine")
+packed_case = cases([case for case in CASES if not case.endswith(SLOW)])
 
 
 def model_of(case, dtype=torch.float64, **fields):
-    name, own = CASES[case]
-    model = make(name, dtype=dtype, **{"mixers": "softmax", **own, **fields})
+    model = make(case, dtype=dtype, **fields)
     if not model.model.honours_segments:
         tokens, ids = packed_rows(documents())
         with pytest.raises(ArgumentError, match="several documents"):
@@ -96,7 +60,7 @@ def same_gradients(found, expected):
 # ------------------------------------------------------------- document by document
 
 
-@every_case
+@packed_case
 def test_each_document_gives_what_it_gives_alone(case):
     model, rows = model_of(case), documents()
     tokens, ids = packed_rows(rows)
@@ -115,8 +79,18 @@ def test_each_document_gives_what_it_gives_alone(case):
               alone(lambda one: model.model(one).last_hidden_state, [rows[row]])[0])  # fmt: skip
 
 
+@pytest.mark.parametrize("name", language_models.names())
+@pytest.mark.parametrize("mixers", presets())
+def test_every_preset_keeps_documents_apart(name, mixers):
+    model, rows = make(name, mixers, num_hidden_layers=2), documents()
+    tokens, ids = packed_rows(rows)
+    found, expected = model(tokens, segment_ids=ids).logits, alone(lambda text: model(text).logits, rows)
+    close(found, expected)
+    same_gradients(gradients(model, found), gradients(model, expected))
+
+
 @torch.no_grad()
-@every_case
+@packed_case
 def test_another_document_changes_no_bit(case):
     model, rows = model_of(case, torch.float32), documents()
     tokens, ids = packed_rows(rows)
@@ -129,11 +103,9 @@ def test_another_document_changes_no_bit(case):
 
 
 @torch.no_grad()
-@every_case
+@cases([case for case in CASES if takes_embeddings(case) and not case.endswith(SLOW)])
 def test_another_document_that_is_not_numbers_changes_no_bit(case):
     model, rows = model_of(case, torch.float32), documents()
-    if case == "iclm" and model.model.embed_covariates is not None:
-        pytest.skip("takes tokens alone")
     tokens, ids = packed_rows(rows)
     embedded = model.get_input_embeddings()(tokens)
     before = model(inputs_embeds=embedded, segment_ids=ids).logits
@@ -144,12 +116,12 @@ def test_another_document_that_is_not_numbers_changes_no_bit(case):
 
 
 @torch.no_grad()
-@every_case
+@packed_case
 def test_padding_before_between_inside_and_after_documents(case):
     """Hidden tokens belong to no document, whatever their numbers and positions are."""
     model, rows = model_of(case), documents()
     tokens, ids = packed_rows(rows)
-    inside = 0 if "window" in case or CASES[case][1].get("window") or "lact" in case else 2  # windows count padding
+    inside = 0 if counts_padding(case) else 2
     cuts = {0: 2, 5: 1, 8: inside, tokens.shape[1]: 3}
 
     def padded(x, value):
@@ -190,7 +162,7 @@ def test_a_compiled_model_keeps_documents_apart():
 
 
 @pytest.mark.slow
-@every_case
+@packed_case
 def test_compiled_is_eager(case):
     fields = {"num_hidden_layers": 2} if set(CASES[case][1]) == {"mixers"} else {}
     model, rows = model_of(case, **fields).train(), documents()
@@ -198,7 +170,7 @@ def test_compiled_is_eager(case):
     compiled_is_eager(model, {"position_ids": positions(rows)}, tokens, backend="aot_eager")
 
 
-@every_case
+@packed_case
 def test_recomputation_keeps_documents_apart(case):
     model, rows = model_of(case).train(), documents()
     tokens, ids = packed_rows(rows)
@@ -216,7 +188,7 @@ def test_a_window_of_training_stays_inside_documents():
 @torch.no_grad()
 @pytest.mark.parametrize("mixers", ["softmax", "biweight", "elu", "local-linear", "lact"])
 def test_weights_of_other_documents_are_zero(mixers):
-    fields = {"mixer_options": {"lact": OPTIONS["lact"]}} if mixers == "lact" else {}
+    fields = {"mixer_options": {"lact": SMALL["lact"]}} if mixers == "lact" else {}
     model, rows = hybrid(mixers=mixers, num_hidden_layers=2, **fields), documents()
     tokens, ids = packed_rows(rows)
     found = model(tokens, segment_ids=ids, output_attentions=True)
@@ -339,7 +311,7 @@ def test_one_memory_for_the_batch_is_refused():
     tokens, ids = packed_rows(documents())
     for name in ("fwpkm", "fwmlp"):
         model = hybrid(
-            num_hidden_layers=1, memories=f"{name}@0", memory_options={name: {**OPTIONS[name], "shared": True}}
+            num_hidden_layers=1, memories=f"{name}@0", memory_options={name: {**SMALL[name], "shared": True}}
         )
         with pytest.raises(ArgumentError, match="segment_ids need a memory per document, but shared=True"):
             model(tokens, segment_ids=ids)

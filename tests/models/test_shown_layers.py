@@ -69,6 +69,21 @@ def test_a_map_per_layer_and_a_state_before_each(name, mixers):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("mixers", ["softmax", "biweight", "relumax", "shift-cosine", "local-linear[biweight]"])
+def test_the_weights_of_a_window_sum_to_one_inside_it(mixers):
+    (tokens, mask), model = padded(), make("transformer", mixers, window=6)
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    allowed = ((j <= i) & (j > i - 6)) & mask.bool()[:, None, None, :]
+    for weights in shown(model, tokens, attention_mask=mask).attentions:
+        assert (weights[~allowed.expand_as(weights)] == 0).all()
+        totals = allowed.any(-1).double().expand(5, 2, T)  # a row without a key has no weight
+        torch.testing.assert_close(weights.sum(-1), totals, atol=1e-9, rtol=0)
+        assert (weights.min() < -1e-3) == mixers.startswith("local-linear")
+    assert model(tokens).attentions is None
+    assert isinstance(model(tokens, return_dict=False), tuple)
+
+
+@torch.no_grad()
 def test_layers_without_weights_are_left_out():
     """As transformers does in hybrid models, such as Qwen3-Next."""
     tokens, mixed = text(2), make("transformer", MIXED)

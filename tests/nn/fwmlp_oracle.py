@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 
-from regard.memory.fast_weight_mlp import FastMLPState
 from regard.nn import FastWeightMLP
 
 B, T, DIN, F, DV, C, CHUNK = 3, 14, 4, 6, 3, 10, 4
@@ -83,8 +82,3 @@ def tokens(length: int = T, rows: int = B, seed: int = 1) -> Tensor:
 
 def close(found: Tensor, expected: Tensor, atol: float = 1e-11) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
-
-
-def same(a: FastMLPState, b: FastMLPState, atol: float = 1e-11) -> None:
-    for name in ("gate", "up", "down"):
-        close(getattr(a, name), getattr(b, name), atol)

@@ -1,12 +1,36 @@
-"""The whole layer from its formulas, one token at a time in float64: full search over all n^2 slots, dense tables, and
-gradients of the paper's losses where it defines a step by them."""
+"""The whole layer from its formulas, one token at a time in float64; `dense_fast_weights` has those of its memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from dense_fast_weights import Dense
 from torch import Tensor
+
+
+def linear(p: dict[str, Tensor], name: str, x: Tensor, eps: float) -> Tensor:
+    x = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * p[f"projections.{name}_norm.weight"]
+    return x @ p[f"projections.{name}_proj.weight"].T + p[f"projections.{name}_proj.bias"]
+
+
+def projected(
+    p: dict[str, Tensor], h: Tensor, value_norm: bool, gating: bool, eps: float = 1e-5
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Queries, values and gates [B, T] (None without gating) of hidden states, as any memory layer makes them."""
+    v = linear(p, "v", h, eps)
+    if value_norm:
+        v = v - v.mean(-1, keepdim=True)
+        v = v / ((v.pow(2).sum(-1, keepdim=True) / (v.shape[-1] - 1)).sqrt() + 1e-6)
+    g = 1 / (1 + torch.exp(-linear(p, "gate", h, eps).mean(-1))) if gating else None
+    return linear(p, "q", h, eps), v, g
+
+
+def mixed(p: dict[str, Tensor], read: Tensor, v: Tensor, g: Tensor | None, eps: float = 1e-5) -> Tensor:
+    """The output for what was read."""
+    both = read + v if g is None else g[..., None] * read + (1 - g[..., None]) * v
+    return linear(p, "out", both, eps)
 
 
 @dataclass
@@ -34,76 +58,24 @@ class Oracle:
     idw_eps: float = 1e-3
     reads: list[tuple[int, int, list[int], list[float]]] = field(default_factory=list)  # row, t, slots, weights
 
-    def linear(self, name: str, x: Tensor) -> Tensor:
-        x = x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * self.p[f"projections.{name}_norm.weight"]
-        return x @ self.p[f"projections.{name}_proj.weight"].T + self.p[f"projections.{name}_proj.bias"]
-
     def project(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        heads, _, _, half = self.p["keys"].shape
-        q = self.linear("q", h).unflatten(-1, (heads, 2, half))
-        v = self.linear("v", h)
-        if self.value_norm:
-            mean = v.mean(-1, keepdim=True)
-            std = ((v - mean).pow(2).sum(-1, keepdim=True) / (v.shape[-1] - 1)).sqrt()
-            v = (v - mean) / (std + 1e-6)
-        g = 1 / (1 + torch.exp(-self.linear("gate", h).mean(-1))) if self.gating else None
-        return q, v, g
+        q, v, g = projected(self.p, h, self.value_norm, self.gating, self.eps)
+        return q.unflatten(-1, (len(self.p["keys"]), -1)), v, g
 
-    def scores(self, q: Tensor, keys: Tensor) -> Tensor:
-        """[2, d] and [2, n, d] -> [2, n]"""
-        if self.score == "dot":
-            return (q[:, None] * keys).sum(-1)
-        return -torch.log(self.idw_eps + (q[:, None] - keys).pow(2).sum(-1))
+    def write(self, memory: Dense, places: list[tuple[int, list[int]]], t: int, good: Tensor, given: Any) -> None:
+        """Learn tokens [(row, positions)], after which the token at t comes in each row."""
+        q, v, g = given
+        tokens = []
+        for row, own in places:
+            target, has = memory.targets(v[row, own], v[row, t] if good[row, t] else None)
+            gate = torch.ones(len(own)) if g is None or not self.gate_loss else g[row, own]
+            tokens.append((q[row, own], target, gate, has))
+        if tokens:
+            memory.learn(*(torch.cat(x) for x in zip(*tokens, strict=True)))
 
-    def look(self, q: Tensor, keys: Tensor) -> tuple[list[int], Tensor, Tensor]:
-        """One token: slots of all heads, their weights, and p [H, 2, n]."""
-        slots: list[int] = []
-        chosen, halves = [], []
-        for own, table in zip(q, keys, strict=True):
-            s = self.scores(own, table)
-            every = (s[0][:, None] + s[1][None]).flatten()
-            best = sorted(range(len(every)), key=lambda i: (-float(every[i].detach()), i))[: self.k]
-            slots += best
-            chosen.append(every[torch.tensor(best)])
-            for half in s:
-                top = torch.tensor(sorted(range(len(half)), key=lambda i: (-float(half[i].detach()), i))[: self.k])
-                halves.append(torch.zeros_like(half).scatter(0, top, half[top].softmax(0)))
-        weights = torch.cat(chosen).softmax(0)
-        return slots, weights, torch.stack(halves).unflatten(0, (-1, 2))
-
-    def write(self, waiting: list[tuple], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (q, gate or None, target or None) of one chunk."""
-        pairs = sum(target is not None for _, _, target in waiting)
-        factor = self.k * len(keys) * len(waiting) / max(pairs, 1) if self.rule == "reference" else 1.0
-        leaf = keys.detach().requires_grad_()
-        readers, moved = values.new_zeros(len(values)), torch.zeros_like(values)
-        marginal, error_loss = 0.0, 0.0
-        for q, gate, target in waiting:
-            slots, weights, p = self.look(q, leaf)
-            marginal = marginal + p / len(waiting)
-            for slot in slots:
-                readers[slot] += 1
-            if target is None:
-                continue
-            usage = values.new_zeros(len(values)).index_add(0, torch.tensor(slots), weights.detach())
-            share = 1.0 if gate is None or not self.gate_loss else float(gate)
-            share = share / float(usage.pow(2).sum()) if self.rule == "normalized" else share * factor
-            read = (weights[:, None] * values[torch.tensor(slots)]).sum(0)
-            mean = (1.0 if gate is None or not self.gate_loss else float(gate)) / (pairs * values.shape[1])
-            moved += share * usage[:, None] * (read.detach() - target)
-            error_loss = error_loss + 0.5 * mean * (read - target).pow(2).sum()
-        if self.key_update == "entropy":
-            loss = (marginal * torch.log(marginal + 1e-8)).sum()
-            keys = keys - self.rate * self.address * torch.autograd.grad(loss, leaf)[0]
-        elif self.key_update == "mse" and pairs:
-            keys = keys - self.rate * torch.autograd.grad(error_loss, leaf)[0]
-        return keys, values - self.rate * moved / readers.clamp(min=1)[:, None]
-
-    def targets(self, places: list[int], v: Tensor, following: int | None) -> list[Tensor | None]:
-        if not self.look_ahead:
-            return [v[t] for t in places]
-        last = v[following] if self.border and following is not None else None
-        return [*(v[t] for t in places[1:]), last]
+    def memory(self) -> Dense:
+        how = (self.k, self.rule, self.rate, self.address, self.key_update, self.look_ahead, self.border)
+        return Dense(self.p["keys"], self.p["values"], *how, score=self.score, eps=self.idw_eps)
 
     @torch.enable_grad()
     def run(
@@ -119,32 +91,22 @@ class Oracle:
         q, v, g = self.project(torch.where(good[..., None], hidden, 0))
         out = torch.zeros_like(hidden)
         groups = [list(range(rows))] if self.shared else [[row] for row in range(rows)]
-        keys, values = [], []
+        written = []
         for group in groups:
-            key, value, waiting = self.p["keys"], self.p["values"], []
+            memory, waiting = self.memory(), []
             for t in range(tokens):
                 here = [row for row in group if mask[row, t]]
                 if not here:
                     continue
                 if len(waiting) == self.chunk:
-                    parts = []
-                    for row in group:
-                        own = [s for s in waiting if good[row, s]]
-                        parts += [
-                            (q[row, s], None if g is None else g[row, s], target)
-                            for s, target in zip(
-                                own, self.targets(own, v[row], t if good[row, t] else None), strict=True
-                            )
-                        ]
-                    key, value = self.write(parts, key, value)
+                    places = [(row, [s for s in waiting if good[row, s]]) for row in group]
+                    self.write(memory, [(row, own) for row, own in places if own], t, good, (q, v, g))
                     waiting = []
                 for row in (row for row in here if good[row, t]):
-                    slots, weights, _ = self.look(q[row, t], key)
-                    self.reads.append((row, t, slots, weights.tolist()))
-                    read = (weights[:, None] * value[torch.tensor(slots)]).sum(0)
-                    mixed = read + v[row, t] if g is None else g[row, t] * read + (1 - g[row, t]) * v[row, t]
-                    out[row, t] = self.linear("out", mixed).detach()
+                    self.reads.append((row, t, *memory.look(q[row, t])))
+                    read = memory.read(q[row, t])
+                    out[row, t] = mixed(self.p, read, v[row, t], None if g is None else g[row, t], self.eps)
                 waiting.append(t)
-            keys.append(key)
-            values.append(value)
-        return out, torch.stack(keys).detach(), torch.stack(values).detach()
+            written.append((memory.keys, memory.values))
+        keys, values = (torch.stack(x) for x in zip(*written, strict=True))
+        return out, keys, values

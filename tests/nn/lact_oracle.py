@@ -6,14 +6,12 @@ Shapes: B rows, T tokens, C model width, H attention heads, HF heads of fast wei
 from __future__ import annotations
 
 import math
-from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 from torch.autograd import grad
 
-from regard.memory.large_chunk import LargeChunkState
 from regard.nn import LargeChunkTTT
 
 B, T, C, H, HF, F, CHUNK, WINDOW = 3, 15, 12, 3, 2, 9, 4, 5
@@ -27,9 +25,6 @@ STEPS = (
 )
 Weights = tuple[Tensor, Tensor, Tensor]
 OPTIONS = {"fast_heads": HF, "inner": F / D, "window": WINDOW, "chunk_size": CHUNK, "layer_idx": 0}
-
-MASK = torch.ones(B, T, dtype=torch.bool)
-MASK[0, :5], MASK[1, :1] = False, False
 
 
 def numbers(*size: int, seed: int = 0) -> Tensor:
@@ -60,25 +55,8 @@ def angles(place: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def counted(mask: Tensor) -> Tensor:
-    """The positions of real tokens: how many come before each."""
-    return (mask.long().cumsum(1) - 1).clamp_min(0)
-
-
 def cache() -> SimpleNamespace:
     return SimpleNamespace(layers=[SimpleNamespace(window_state=None, fast_state=None)])
-
-
-def in_pieces(
-    made: LargeChunkTTT, hidden: Tensor, parts: list[int], mask: Tensor | None = None
-) -> tuple[Tensor, LargeChunkState]:
-    """The stream call by call: (output, the fast weights' state at the end)."""
-    place = torch.arange(hidden.shape[1])[None] if mask is None else counted(mask)
-    kept, out = cache(), []
-    for first, last in pairwise(accumulate(parts, initial=0)):
-        seen = None if mask is None else mask[:, :last]
-        out.append(made(hidden[:, first:last], angles(place[:, first:last]), seen, kept)[0])
-    return torch.cat(out, 1), kept.layers[0].fast_state
 
 
 def close(found: Tensor, expected: Tensor, atol: float = 1e-11) -> None:

@@ -1,4 +1,6 @@
-"""The contextual memory against its definition, written out pair by pair in float64."""
+"""The contextual memory against its definition, written out pair by pair in float64.
+
+Causality, caches, padding and packed documents are tested in `tests/models` for every model that has these layers."""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import math
 import pytest
 import torch
 from dense import weights as dense_weights
+from mosaic_by_hand import C, D, H, beta2, split, tokens, unit_keys
+from packed import runs
 
 from regard import presets
 from regard.checks import ArgumentError
@@ -15,8 +19,7 @@ from regard.nn import ContextualMemory
 from regard.nn.mosaic.contextual_memory import wide_threshold
 from regard.nn.mosaic.features import unit
 
-C, H, T = 24, 3, 11
-D = C // H
+T = 11
 
 
 def memory(spec="softmax", seed=0, **options):
@@ -24,28 +27,15 @@ def memory(spec="softmax", seed=0, **options):
     return ContextualMemory(C, H, spec=spec, **options).double()
 
 
-def tokens(batch=2, length=T, seed=1):
-    return torch.randn(batch, length, C, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def features(layer, x, look_ahead="sum"):
-    """Unit keys and values [B, H, T, D] by equation 10."""
-    heads = lambda y: y.unflatten(-1, (H, D)).transpose(1, 2)  # noqa: E731
-    raw, rate = heads(x @ layer.keys.proj.weight.T), (10 * layer.keys.rate).abs()
-    at = torch.arange(x.shape[1], dtype=torch.float64)
-    decay = (-rate[:, None, None] * (at[:, None] - at).clamp(min=0)).exp().tril()
-    keys = decay @ raw
-    keys = keys / keys.norm(dim=-1, keepdim=True)
-    now = heads(x @ layer.values.proj.weight.T)
+    """Unit keys and values [B, H, T, D]."""
+    keys = unit_keys(layer, x)
+    now = split(x @ layer.values.proj.weight.T)
     following = torch.cat([now[:, :, 1:], torch.zeros_like(now[:, :, :1])], 2)
     c = layer.values.mix[:, None, None]
     mixed = now + c * following if look_ahead == "sum" else c * now + (1 - c) * following
     length = (10 * layer.values.scale).exp()[:, None, None]
     return keys, mixed / mixed.norm(dim=-1, keepdim=True) * length
-
-
-def beta2(layer):
-    return (20 * layer.sharpness.scale).clamp(max=10).exp()[:, None, None]
 
 
 def expected(layer, x, weigh, look_ahead="sum"):
@@ -86,7 +76,7 @@ def test_equals_its_definition(spec):
     assert torch.equal(got[:, 0], torch.zeros(2, C, dtype=torch.float64))
 
 
-def test_learned_numbers_of_the_sentence():
+def test_learned_numbers_of_the_spec():
     x = tokens()
     layer = memory("relumax")
     with torch.no_grad():
@@ -122,7 +112,7 @@ def test_a_learned_alpha():
     torch.testing.assert_close(layer(x)[0], want, rtol=0, atol=1e-7)
 
 
-def test_unnormalised_and_mapped_sentences():
+def test_unnormalised_and_mapped_specs():
     """Scores with a scale take beta^2; maps without one take keys of length beta."""
     x = tokens()
     layer = memory("linear")
@@ -154,90 +144,19 @@ def test_local_linear():
     torch.testing.assert_close(got[0], want, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("spec", [*presets(), "epanechnikov*fixed(h=1)*cosine", "triweight*anchored"])
-def test_strictly_causal(spec):
-    """Token t hears every token up to itself, whose own value it does not need, and the first one nothing."""
-    layer, x = memory(spec).float(), tokens(batch=1, length=6).float().requires_grad_()
-    if layer.sharpness is not None:
-        torch.nn.init.constant_(layer.sharpness.scale, -0.2)  # so blunt that compact kernels leave nothing out
-    out, _, _ = layer(x)
-    reach = torch.zeros(6, 6)
-    for t in range(6):
-        (g,) = torch.autograd.grad(out[0, t].square().sum(), x, retain_graph=True)
-        reach[t] = g[0].norm(dim=-1)
-    assert torch.equal(reach.triu(1), torch.zeros(6, 6))
-    assert (out[0, 0] == 0).all()
-    assert (reach[0] == 0).all()
-    assert (reach[1:][torch.ones(5, 6, dtype=torch.bool).tril(1)] > 0).all()
-
-
-def test_later_tokens_change_no_bit():
-    for spec in ("softmax", "biweight", "normrelu", "relumax", "topk-uniform"):
-        layer, x = memory(spec).float(), tokens().float()
-        other = x.clone()
-        other[:, 7:] = 5 * torch.randn(2, T - 7, C)
-        assert torch.equal(layer(x)[0][:, :7], layer(other)[0][:, :7])
-
-
-SOME = ("softmax", "biweight", "relumax", "normrelu", "topk-uniform", "linear", "elu", "local-linear")
-
-
-@pytest.mark.parametrize("spec", SOME)
-@pytest.mark.parametrize("sizes", [[1] * T, [4, 1, 6], [T]])
-def test_steps_equal_the_whole(spec, sizes):
-    layer, x = memory(spec).float(), tokens().float()
-    mask = torch.ones(2, T, dtype=torch.bool)
-    mask[0, :3], mask[1, 4], mask[1, 8:10] = False, False, False
-    for given in (None, mask):
-        whole, last, _ = layer(x, given, remember=True)
-        state, parts, at = None, [], 0
-        for size in sizes:
-            seen = None if given is None else given[:, : at + size]
-            out, state, _ = layer(x[:, at : at + size], seen, state, remember=True)
-            parts, at = [*parts, out], at + size
-        rows = torch.ones(2, T, dtype=torch.bool) if given is None else given
-        torch.testing.assert_close(torch.cat(parts, 1)[rows], whole[rows], rtol=1e-5, atol=1e-5)
-        assert state.tokens == last.tokens == T
-        assert state.keys.shape == (2, H, T - 1, D)
-        torch.testing.assert_close(state.key, last.key, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("spec", SOME)
-def test_hidden_tokens_change_nothing(spec):
-    """Left, right and in the middle; values, gradients; with NaN in them."""
-    layer, x = memory(spec), tokens(batch=1)
-    mask = torch.ones(1, T, dtype=torch.bool)
-    mask[0, [0, 1, 5, 6, 10]] = False
-    alone, _, _ = layer(x[:, mask[0]])
-    alone.square().sum().backward()
-    want = {name: p.grad.clone() for name, p in layer.named_parameters()}
-    layer.zero_grad()
-    dirty = torch.where(mask[..., None], x, torch.nan)
-    out, _, _ = layer(dirty, mask)
-    torch.testing.assert_close(out[:, mask[0]], alone, rtol=1e-7, atol=1e-9)
-    out[:, mask[0]].square().sum().backward()
-    for name, p in layer.named_parameters():
-        torch.testing.assert_close(p.grad, want[name], rtol=1e-6, atol=1e-8, msg=name)
-
-
-def test_nothing_but_zeros():
-    for spec in presets():
-        layer = memory(spec).float()
-        x = torch.zeros(1, 5, C, requires_grad=True)
-        out, _, _ = layer(x)
-        out.sum().backward()
-        assert torch.equal(out, torch.zeros_like(out)), spec
-        assert torch.isfinite(x.grad).all(), spec
-        assert all(torch.isfinite(p.grad).all() for p in layer.parameters() if p.grad is not None), spec
-
-
 @pytest.mark.parametrize("spec", [*presets(), "epanechnikov*fixed(h=1)*cosine", "biweight*anchored"])
 def test_every_preset_trains_every_number(spec):
-    """The 0/1 weights of the nearest keys too, which as released leave keys as they were drawn."""
+    """The 0/1 weights of the nearest keys too, which as released leave keys as they were drawn; zeros give zeros."""
     layer, x = memory(spec).float(), tokens().float()
     layer(x)[0].square().sum().backward()
     silent = {name for name, p in layer.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0}
-    assert not silent, spec
+    assert not silent
+    layer.zero_grad()
+    x = torch.zeros(1, 5, C, requires_grad=True)
+    out, _, _ = layer(x)
+    out.sum().backward()
+    assert not out.any()
+    assert all(p.grad.isfinite().all() for p in (x, *layer.parameters()) if p.grad is not None)
 
 
 def test_uniform_weights_as_released_leave_keys_alone():
@@ -301,13 +220,8 @@ def test_starting_values():
     assert ((layer.values.mix >= 0) & (layer.values.mix <= 1)).all()
     torch.testing.assert_close((10 * layer.values.scale).exp(), torch.full((6,), math.exp(-0.5)))
     assert {p.dim() for name, p in layer.named_parameters() if "proj" not in name} == {1}
-
-
-def test_the_scale_ends():
-    layer = memory()
-    with torch.no_grad():
-        layer.sharpness.scale.fill_(3.0)
-    torch.testing.assert_close(layer.sharpness(), torch.full((H,), math.exp(10)).double())
+    torch.nn.init.constant_(layer.sharpness.scale, 3.0)  # which is limited
+    torch.testing.assert_close(layer.sharpness(), torch.full((6,), math.exp(10)))
 
 
 def test_zero_vectors_have_no_direction():
@@ -319,41 +233,57 @@ def test_zero_vectors_have_no_direction():
     torch.testing.assert_close(x.grad[1], torch.tensor([0.2 - 0.6 * 1.4 / 5, 0.2 - 0.8 * 1.4 / 5]))
 
 
+IDS = torch.tensor([[3] * 5 + [1] + [3] * 5, [0] * 2 + [1] * 9])
+
+
+@pytest.mark.parametrize("spec", ["softmax", "linear", "local-linear"])
+def test_weights_of_packed_documents_are_those_of_the_documents(spec):
+    layer, x = memory(spec), tokens()
+    mask = torch.ones(2, T, dtype=torch.bool)
+    mask[0, [0, 3, 5]] = mask[1, [1, 2, 10]] = False
+    out, _, weights = layer(x, mask, output_attentions=True, segment_ids=IDS)
+    torch.testing.assert_close(layer(x, mask, segment_ids=IDS)[0][mask], out[mask])
+    within = torch.zeros_like(weights, dtype=torch.bool)
+    for row, span in runs(IDS):
+        _, _, alone = layer(x[row, span][None], mask[row, span][None], output_attentions=True)
+        rows = mask[row, span]
+        torch.testing.assert_close(weights[row, :, span, span][:, rows], alone[0][:, rows], rtol=0, atol=1e-9)
+        within[row, :, span, span] = True
+    assert not weights[~within].any()
+    layer.hook_pattern.register_forward_hook(lambda _module, _args, found: found * 0.5)
+    torch.testing.assert_close(layer(x, mask, segment_ids=IDS)[0][mask], 0.5 * out[mask])
+
+
+def test_one_row_of_segment_ids_serves_the_batch():
+    layer, x = memory("biweight"), tokens()
+    for mask in (None, torch.arange(T).expand(2, T) > 2):
+        both = layer(x, mask, segment_ids=IDS[:1].expand(2, -1))[0]
+        torch.testing.assert_close(layer(x, mask, segment_ids=IDS[:1])[0], both)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"spec": "softmaxx"}, "Did you mean"),
-        ({"learned": "h"}, "list of names"),
         ({"learned": ["height"]}, "height"),
-        ({"start": "narrow"}, "'wide' or 'spec'"),
-        ({"uniform_gradient": "none"}, "straight-through"),
-        ({"look_ahead": "back"}, "look_ahead"),
-        ({"key_eps": -1.0}, "eps"),
+        ({"num_heads": 5}, "multiple"),
         ({"spec": "gaussian*fixed*linear(ridge=0.1,solver=learned)"}, "probe"),
+        (
+            {"spec": "biweight*linear(ridge=0.0)", "learned": ["ridge"]},
+            r"ridge is 0\.0 in .* start it above 0\.0, or leave it out of learned",
+        ),
     ],
 )
 def test_bad_options(options, words):
     with pytest.raises(ArgumentError, match=words):
-        ContextualMemory(C, H, **options)
+        ContextualMemory(**{"hidden_size": C, "num_heads": H, **options})
 
 
-def test_bad_calls():
-    layer = memory()
-    with pytest.raises(ArgumentError, match=r"hidden_states has shape .*, expected \[B, T, 24\]"):
-        layer(torch.zeros(3, C, dtype=torch.float64))
-    with pytest.raises(ArgumentError, match="attention_mask has shape"):
-        layer(tokens(), torch.ones(2, T - 1, dtype=torch.bool))
-    with pytest.raises(ArgumentError, match=r"torch\.bool"):
-        layer(tokens(), torch.ones(2, T))
-    with pytest.raises(ArgumentError, match="multiple"):
-        ContextualMemory(C, 5)
-    _, state, _ = layer(tokens(), remember=True)
+def test_states():
+    layer, x = memory(), tokens()
+    _, state, _ = layer(x, remember=True)
+    for change in ({"state": state}, {"remember": True}):
+        with pytest.raises(ArgumentError, match="segment_ids were given with a state"):
+            layer(x, segment_ids=IDS, **change)
     with pytest.raises(ArgumentError, match="cannot go back"):
         state.crop(3)
     assert state.reset().keys.shape == (2, H, 0, D)
-
-
-def test_a_number_that_is_learned_as_a_logarithm_starts_above_zero():
-    with pytest.raises(ArgumentError, match=r"ridge is 0\.0 in .* start it above 0\.0, or leave it out of learned"):
-        memory("biweight*linear(ridge=0.0)", learned=["ridge"])
-    assert list(memory("biweight*linear(ridge=0.0)", learned=[]).numbers.parameters()) == []

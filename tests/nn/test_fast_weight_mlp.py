@@ -1,15 +1,34 @@
-"""FwMLP against its definition (fwmlp_oracle.py), and what it makes of numbers, dtypes and mistakes."""
+"""FwMLP against its definition (fwmlp_oracle.py), shared networks, dtypes and errors.
+
+What every memory keeps is tested in `tests/memory/test_streams.py` (the function) and `tests/contracts` (the layer)."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fwmlp_oracle import CHUNK, DIN, DV, MASK, RATE, B, C, F, T, close, layer, network, numbers, stream, tokens, weights
-from torch import Tensor
-from torch.autograd import grad, gradcheck
+from fwmlp_oracle import (
+    CHUNK,
+    DIN,
+    DV,
+    MASK,
+    RATE,
+    B,
+    F,
+    T,
+    close,
+    layer,
+    network,
+    numbers,
+    stream,
+    taught,
+    tokens,
+    weights,
+)  # fmt: skip
+from fwpkm_oracle import mixed, projected
+from torch.autograd import grad
 
 from regard.checks import ArgumentError, debug
-from regard.memory.fast_weight_mlp import SwiGLU, fast_weight_mlp
+from regard.memory.fast_weight_mlp import SwiGLU, fast_weight_mlp, flush
 from regard.nn import FastWeightMLP
 from regard.nn.memories import memory_layers
 
@@ -42,17 +61,6 @@ def test_gradients_reach_all_inputs_through_the_writes():
         close(a, b, 1e-10)
 
 
-@pytest.mark.parametrize("meta_grad", [True, 2])
-def test_derivatives_by_finite_differences_through_three_chunks(meta_grad):
-    def read(query: Tensor, value: Tensor, *w: Tensor) -> Tensor:
-        return fast_weight_mlp(query, value, (w[0], w[1], w[2]), chunk_size=2, learning_rate=RATE, meta_grad=meta_grad)[
-            0
-        ][:, -1 if meta_grad is True else slice(0, 4)]
-
-    inputs = [x.requires_grad_() for x in (numbers(2, 7, DIN), numbers(2, 7, DV, seed=1), *weights())]
-    assert gradcheck(read, inputs, atol=1e-7)
-
-
 def test_closed_form_gradients_with_a_rate_for_every_token_and_matrix():
     w = [x.requires_grad_() for x in weights()]
     x, error, rates = numbers(5, DIN), numbers(5, DV, seed=1), numbers(3, 5, 1, seed=2).abs()
@@ -62,40 +70,14 @@ def test_closed_form_gradients_with_a_rate_for_every_token_and_matrix():
         close(part, expected)
 
 
-def test_a_write_lowers_the_loss_of_its_pairs():
-    query, value, w = numbers(1, 5, DIN), numbers(1, 5, DV, seed=1), weights()
-    _, state = fast_weight_mlp(query, value, w, chunk_size=4, learning_rate=0.05)
-    wanted = (value[0, :4] + value[0, 1:]) / 2
-    after = (state.gate[0], state.up[0], state.down[0])
-    losses = [((network(query[0, :4], x) - wanted) ** 2).mean() for x in (w, after)]
-    assert losses[1] < losses[0]
-
-
 @pytest.mark.parametrize("value_norm", [True, False])
 @pytest.mark.parametrize("gating", [True, False])
 def test_layer_is_the_projections_around_the_memory(value_norm, gating):
     made, hidden = layer(value_norm=value_norm, gating=gating), tokens()
-    p = dict(made.named_parameters())
-
-    def projected(name: str) -> Tensor:
-        gain = p[f"projections.{name}_norm.weight"]
-        normed = hidden / (hidden.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain
-        return normed @ p[f"projections.{name}_proj.weight"].T + p[f"projections.{name}_proj.bias"]
-
-    value = projected("v")
-    if value_norm:
-        centred = value - value.mean(-1, keepdim=True)
-        value = centred / ((centred.square().sum(-1, keepdim=True) / (DV - 1)).sqrt() + 1e-6)
-    read = torch.stack(
-        [stream(q, v, (made.gate, made.up, made.down))[0] for q, v in zip(projected("q"), value, strict=True)]
-    )
-    mixed = read + value
-    if gating:
-        gate = torch.sigmoid(projected("gate").mean(-1, keepdim=True))
-        mixed = gate * read + (1 - gate) * value
-    normed = mixed / (mixed.square().mean(-1, keepdim=True) + 1e-5).sqrt() * p["projections.out_norm.weight"]
-    expected = normed @ p["projections.out_proj.weight"].T + p["projections.out_proj.bias"]
-    close(made(hidden)[0], expected, 1e-10)
+    p, net = dict(made.named_parameters()), (made.gate, made.up, made.down)
+    query, value, gate = projected(p, hidden, value_norm, gating)
+    read = torch.stack([stream(q, v, net)[0] for q, v in zip(query, value, strict=True)])
+    close(made(hidden)[0], mixed(p, read, value, gate), 1e-10)
 
 
 def test_sizes_of_the_paper():
@@ -106,8 +88,56 @@ def test_sizes_of_the_paper():
     assert made.rule == (0.1, "mean")
     learned = FastWeightMLP(8, in_dim=4, hidden_dim=4, value_dim=4, learn_initial=True)
     assert learned.fast_numbers() == 0
-    assert isinstance(learned.down, torch.nn.Parameter)
+    learned(torch.randn(1, 9, 8))[0].sum().backward()
+    assert all(learned.get_parameter(name).grad is not None for name in ("gate", "up", "down"))
     assert memory_layers.get("fwmlp") is FastWeightMLP
+
+
+# Streams ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [[T], [3, 4, 7]], ids=["once", "pieces"])
+def test_a_shared_network_learns_from_all_rows_at_once(parts):
+    query, value, w = numbers(B, T, DIN), numbers(B, T, DV, seed=1), weights()
+    now, out = None, []
+    for q, v in zip(query.split(parts, 1), value.split(parts, 1), strict=True):
+        options = {"chunk_size": CHUNK, "learning_rate": RATE, "shared": True}
+        part, now = fast_weight_mlp(q, v, w, state=now, **options)
+        out.append(part)
+    net = w
+    for start in range(0, T, CHUNK):
+        stop = min(start + CHUNK, T)
+        close(torch.cat(out, 1)[:, start:stop], network(query[:, start:stop], net))
+        if start + CHUNK < T:
+            rows = [[(query[b, t], value[b, t]) for t in range(start, stop + 1)] for b in range(B)]
+            net = taught(net, rows, "mean")
+    close(now.down[0], net[2])
+    assert now.down.shape[0] == 1
+
+
+def test_shared_network_and_padding():
+    query, value, w = numbers(2, 6, DIN), numbers(2, 6, DV, seed=1), weights()
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    mask[0, :2], mask[1, 5:], mask[:, 3] = False, False, False
+    options = {"chunk_size": 4, "learning_rate": RATE, "shared": True}
+    out, state = fast_weight_mlp(query.masked_fill(~mask[..., None], torch.nan), value, w, mask=mask, **options)
+    columns = [0, 1, 2, 4, 5]  # the clock of the batch does not count column 3
+    rows = [[(query[b, t], value[b, t]) for t in columns if mask[b, t]] for b in range(2)]
+    net = taught(w, rows, "mean")
+    close(state.down[0], net[2])
+    close(out[0, 5], network(query[0, 5], net))
+    assert (out[~mask] == 0).all()
+
+
+def test_flush_writes_the_pairs_that_are_there():
+    query, value, w = numbers(1, 7, DIN), numbers(1, 7, DV, seed=1), weights()
+    _, state = fast_weight_mlp(query, value, w, chunk_size=4, learning_rate=RATE)
+    after = flush(state, learning_rate=RATE)
+    rows = list(zip(query[0], value[0], strict=True))
+    expected = taught(taught(w, [rows[:5]], "mean"), [rows[4:]], "mean")
+    close(after.up[0], expected[1])
+    assert after.waits == (0,)
+    assert flush(after) is after
 
 
 # Whatever comes -------------------------------------------------------------------------------------------------
@@ -142,22 +172,14 @@ def test_numbers_beyond_all_bounds_count_as_not_finite():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_memory_is_wide_whatever_the_layer_is(dtype):
+def test_memory_is_float32_whatever_the_layer_is(dtype):
     made, hidden = layer().to(dtype), tokens().to(dtype)
-    out, state = made(hidden)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
+        out, state = made(hidden)
     assert out.dtype == dtype
     assert state.gate.dtype == torch.float32
     expected = made.double()(hidden.double())[0]
     assert (out.double() - expected).abs().max() < 0.1 * expected.abs().max()
-
-
-def test_autocast_does_not_reach_the_memory():
-    made, hidden = layer().float(), tokens().float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, state = made(hidden)
-    assert state.gate.dtype == torch.float32
-    assert out.dtype == torch.float32
-    assert out.isfinite().all()
 
 
 def test_hooks_see_gates_and_readings_and_may_replace_them():
@@ -174,24 +196,10 @@ def test_hooks_see_gates_and_readings_and_may_replace_them():
 
 
 MISTAKES = {
-    "chunk_size is 0": lambda: layer(chunk_size=0),
     "chunk_size is 1": lambda: layer(chunk_size=1),
-    "chunk_size is 2.5": lambda: layer(chunk_size=2.5),
-    "hidden_dim is 0": lambda: layer(hidden_dim=0),
-    "in_dim is -1": lambda: layer(in_dim=-1),
-    "learning_rate is -1": lambda: layer(learning_rate=-1.0),
     "unknown target='meen'. Did you mean 'mean'": lambda: layer(target="meen"),
-    "meta_grad is 0": lambda: layer(meta_grad=0),
-    "shared is 1": lambda: layer(shared=1),
     "value_dim >= 2": lambda: layer(value_dim=1),
-    "hidden has shape": lambda: layer()(torch.zeros(2, 3, C + 1, dtype=torch.float64)),
-    "T >= 1": lambda: layer()(torch.zeros(2, 0, C, dtype=torch.float64)),
-    "mask has shape": lambda: layer()(tokens(), MASK[:, :3]),
-    "expected torch.bool": lambda: layer()(tokens(), MASK.long()),
-    "segment_ids has shape": lambda: layer()(tokens(), segment_ids=torch.zeros(B, 3, dtype=torch.long)),
-    "segment_ids is a torch.float32 tensor": lambda: layer()(tokens(), segment_ids=torch.zeros(B, T)),
     "segment_ids need a memory per document": lambda: layer(shared=True)(tokens(), segment_ids=MASK.long()),
-    "state is a str": lambda: layer()(tokens(), state="x"),
     "state is of 2 rows": lambda: layer()(tokens(), state=layer()(tokens(rows=2))[1]),
     "state holds gate [3, 5, 5]": lambda: layer()(tokens(), state=layer(hidden_dim=5)(tokens())[1]),
     "state has shared=True": lambda: layer()(tokens(), state=layer(shared=True)(tokens())[1]),
@@ -199,7 +207,6 @@ MISTAKES = {
     "weights gate are [6, 4]": lambda: fast_weight_mlp(
         numbers(1, 2, DIN), numbers(1, 2, DV), (numbers(F, DIN), numbers(F, DIN), numbers(DV, F))
     ),
-    "value has shape [1, 3, 3]": lambda: fast_weight_mlp(numbers(1, 2, DIN), numbers(1, 3, DV), weights()),
 }
 
 

@@ -93,18 +93,11 @@ def run(numbers: Numbers, x: Tensor, weight: float, cuts: list[int], **options: 
 @pytest.mark.parametrize("impl", ["reference", "auto"])
 @pytest.mark.parametrize("cuts", [[27], [1] * 27, [7, 1, 9, 10]], ids=["whole", "tokens", "cuts"])
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_of_the_package(name: str, cuts: list[int], impl: str) -> None:
+def test_outputs_and_memory_of_the_package(name: str, cuts: list[int], impl: str) -> None:
+    """The memory after three written chunks; the 3 tokens of the fourth wait in both."""
     numbers = golden("fast_weight_package", f"{name}/")
-    out, _ = run(numbers, numbers["tokens"], CASES[name], cuts, impl=impl)
+    out, state = run(numbers, numbers["tokens"], CASES[name], cuts, impl=impl)
     assert (out - numbers["output"]).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("impl", ["reference", "auto"])
-@pytest.mark.parametrize("name", CASES)
-def test_memory_of_the_package(name: str, impl: str) -> None:
-    """What three written chunks changed; the 3 tokens of the fourth wait in both."""
-    numbers = golden("fast_weight_package", f"{name}/")
-    _, state = run(numbers, numbers["tokens"], CASES[name], [27], impl=impl)
     moved = state.values.dense() - numbers["p.memories"][:, 0]
     assert numbers["written_values"].abs().max() > 0.5
     assert (moved - numbers["written_values"][:, :, 0]).abs().max() < 1e-4
@@ -156,51 +149,25 @@ FILES = [("fast_weight_authors", name) for name in AUTHORS]
 FILES += [("fast_weight_heads", name) for name in ("default", "addressing", "dot")]
 
 
-def score_of(name: str) -> str:
-    return "dot" if name == "dot" else "idw"
-
-
-def rule_of(name: str) -> regard.WriteRule:
-    return regard.WriteRule("reference", border=False, **{"key_update": "pooled-entropy", **AUTHORS[name]})
-
-
-def run_authors(name: str, numbers: Numbers, impl: str) -> tuple[Tensor, object]:
-    given = (numbers[key] for key in ("query", "value", "gate", "keys", "values"))
-    return regard.fast_weight_memory(
-        *given,
-        rule=rule_of(name),
-        top_k=4,
-        chunk_size=16,
-        shared=True,
-        score=score_of(name),
-        impl=impl,
-    )
-
-
 @pytest.mark.parametrize("impl", ["reference", "auto"])
 @pytest.mark.parametrize(("file", "name"), FILES)
 def test_the_program_of_the_authors(file: str, name: str, impl: str) -> None:
-    """Reads through two writes, and the memory after the third."""
-    numbers = golden(file, f"{name}/")
-    out, state = run_authors(name, numbers, impl)
-    assert (out - numbers["output"]).abs().max() < 1e-5
-    state = flush(state, rule=rule_of(name), score=score_of(name))
-    assert (numbers["final_values"] - numbers["values"]).abs().max() > 1
-    assert (state.values.dense()[0] - numbers["final_values"]).abs().max() < 1e-5
-    assert (state.keys.reshape(numbers["keys"].shape) - numbers["final_keys"]).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("impl", ["reference", "auto"])
-@pytest.mark.parametrize(("file", "name"), FILES)
-def test_gradients_of_the_program_of_the_authors(file: str, name: str, impl: str) -> None:
-    numbers = golden(file, f"{name}/")
+    """Reads through two writes with their gradients, and the memory after the third."""
+    numbers, score = golden(file, f"{name}/"), "dot" if name == "dot" else "idw"
+    rule = regard.WriteRule("reference", border=False, **{"key_update": "pooled-entropy", **AUTHORS[name]})
     names = ("query", "value", "gate", "keys", "values")
     leaves = [numbers[key].requires_grad_() for key in names]
-    out, _ = run_authors(name, numbers, impl)
+    how = {"rule": rule, "top_k": 4, "chunk_size": 16, "shared": True, "score": score, "impl": impl}
+    out, state = regard.fast_weight_memory(*leaves, **how)
+    assert (out - numbers["output"]).abs().max() < 1e-5
     found = torch.autograd.grad((out * numbers["probe"]).sum(), leaves)
     for key, gradient in zip(names, found, strict=True):
         expected = numbers[f"grad_{key}"]
         assert (gradient - expected).abs().max() < 1e-4 * expected.abs().max(), key
+    state = flush(state.detach(), rule=rule, score=score)
+    assert (numbers["final_values"] - numbers["values"]).abs().max() > 1
+    assert (state.values.dense()[0] - numbers["final_values"]).abs().max() < 1e-5
+    assert (state.keys.reshape(numbers["keys"].shape) - numbers["final_keys"]).abs().max() < 1e-5
 
 
 def test_the_preset_of_the_program_pools_over_heads() -> None:

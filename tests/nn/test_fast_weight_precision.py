@@ -38,8 +38,6 @@ def test_bfloat16():
     moved = values[(values - stored.values.bfloat16().float()).abs().amax(-1) > 0.1]
     assert len(moved) > 10
     assert torch.equal(moved, moved.bfloat16().float())
-    with pytest.raises(ArgumentError, match="storage"):
-        layer(storage="int8")
 
 
 def whole_graph(made):
@@ -88,29 +86,6 @@ def test_compiled_writes_equal_eager_ones():
 # What is not finite ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_token_that_is_not_finite(bad):
-    """Its own output is NaN; it writes nothing and is not written; gradients are those of the others."""
-    made, x = layer(gate_loss=False), tokens(15)
-    spoilt = x.clone()
-    spoilt[0, 5, 3] = bad
-    spoilt.requires_grad_()
-    out, state = made(spoilt)
-    assert out[0, 5].isnan().all()
-    rest = torch.ones(2, 15, dtype=torch.bool)
-    rest[0, 5] = False
-    assert out[rest].isfinite().all()
-    assert torch.equal(out[0, :5], made(x)[0][0, :5])
-    close(out[1], made(x)[0][1])
-    assert state.values.dense().isfinite().all()
-    assert state.keys.isfinite().all()
-    out[rest].sum().backward()
-    assert not spoilt.grad[0, 5].any()
-    assert all(p.grad.isfinite().all() for p in made.parameters())
-    with debug(), pytest.raises(ArgumentError, match=r"nn.FastWeightProductKeyMemory: hidden holds NaN"):
-        made(spoilt)
-
-
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("rule", ["normalized", "reference"])
 def test_tokens_that_are_not_finite_are_in_nobodys_pair(rule, shared):
@@ -124,3 +99,5 @@ def test_tokens_that_are_not_finite_are_in_nobodys_pair(rule, shared):
     close(found[~spoilt], out[~spoilt])
     close(state.values.dense(), values)
     close(state.keys, keys)
+    with debug(), pytest.raises(ArgumentError, match=r"nn.FastWeightProductKeyMemory: hidden holds NaN"):
+        made(x)

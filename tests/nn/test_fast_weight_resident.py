@@ -103,7 +103,7 @@ PROGRAM = """
 import sys, torch
 from torch.distributed import destroy_process_group, get_rank, init_process_group
 from torch.nn.parallel import DistributedDataParallel
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 from fwpkm_layers import layer, tokens
 
 if __name__ == "__main__":
@@ -114,10 +114,12 @@ if __name__ == "__main__":
         made = layer(shared=True, resident=True, sync=sync)
         running = DistributedDataParallel(made, broadcast_buffers=False)
         for seed in range(2):
-            x = tokens(11, rows=4, seed=seed)[2 * rank : 2 * rank + 2]
-            out = running(x)[0]
+            x = tokens(11, rows=4, seed=seed)
+            x[1, 4] = torch.nan
+            x = x[2 * rank : 2 * rank + 2].requires_grad_()
+            out = running(x)[0].nan_to_num()
             out.square().mean().backward()
-        torch.save({"out": out.detach(), **made.state_dict()}, f"{sys.argv[1]}/{sync}.{rank}")
+        torch.save({"out": out.detach(), "grad": x.grad, **made.state_dict()}, f"{sys.argv[1]}/{sync}.{rank}")
     destroy_process_group()
 """
 
@@ -129,7 +131,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     here = Path(__file__).parent
     done = subprocess.run(
-        [*launch, str(folder / "program.py"), str(folder), str(here)],
+        [*launch, str(folder / "program.py"), str(folder), str(here), str(here.parent)],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -141,8 +143,11 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_processes_that_write_together_equal_one_with_the_whole_batch(processes: Path) -> None:
     alone = layer(shared=True, resident=True)
     for seed in range(2):
-        out = alone(tokens(11, rows=4, seed=seed))[0]
+        x = tokens(11, rows=4, seed=seed)
+        x[1, 4] = torch.nan
+        out = alone(x)[0].nan_to_num()
     first, second = (torch.load(processes / f"all_gather.{rank}") for rank in range(2))
+    assert min(first["grad"].abs().max(), second["grad"].abs().max()) > 0
     for name in ("keys", "values"):
         assert torch.equal(first[name], second[name])
         close(first[name], alone.state_dict()[name])
@@ -154,5 +159,7 @@ def test_processes_have_memories_of_their_own_unless_told(processes: Path) -> No
         found = torch.load(processes / f"None.{rank}")
         alone = layer(shared=True, resident=True)
         for seed in range(2):
-            alone(tokens(11, rows=4, seed=seed)[2 * rank : 2 * rank + 2])
+            x = tokens(11, rows=4, seed=seed)
+            x[1, 4] = torch.nan
+            alone(x[2 * rank : 2 * rank + 2])
         close(found["values"], alone.state_dict()["values"])

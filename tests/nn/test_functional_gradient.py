@@ -1,7 +1,7 @@
 """The f update against sums written out pair by pair in float64, and functional gradient descent in numpy.
 
 Kernels here are functions of one query and one key, as the papers write them; nothing of the package makes an expected
-value.
+value. Caches and padding of whole models are tested in `tests/models`, and wrong arguments in `tests/fuzz`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from regard.checks import ArgumentError
 from regard.inspect import capture
 from regard.nn import FunctionalGradient, expected_embedding, rotary_angles
-from regard.nn.functional_gradient import Pairs, pair_rows
+from regard.nn.functional_gradient import Pairs
 
 KERNELS = {
     "softmax": lambda q, k: math.exp(float(q @ k) / math.sqrt(len(q))),
@@ -112,6 +112,7 @@ def test_it_is_the_double_loop(spec, average, divide, variant):
     torch.testing.assert_close(again, wanted, atol=1e-10, rtol=0)
     torch.testing.assert_close(weights, pattern[:, :, 1:], atol=1e-10, rtol=0)
     assert not out[:, 0].any(), "the first row has no pair"
+    assert not layer(phi[:, :1], values[:, :0])[0].any()
     if divide == "sum":
         assert (weights >= 0).all()
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 6, dtype=torch.float64), atol=1e-12, rtol=0)
@@ -129,18 +130,8 @@ def test_positions_turn_queries_and_keys():
     assert (out - apart).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_shift_and_explicit_mask_agree(variant):
-    """Leaving out the first query and the last key is the strict triangle of all slots."""
-    layer = make(variant=variant)
-    phi, values = data(rows=33)
-    out, _ = layer(phi, values)
-    masked, _ = layer(phi, values, pairs=Pairs.of(torch.ones(2, 33, dtype=torch.bool), 33))
-    torch.testing.assert_close(out, masked, atol=1e-12, rtol=0)
-
-
 @pytest.mark.parametrize("spec", ["softmax", "linear"])
-def test_hidden_rows_never_matter(spec):
+def test_hidden_rows_make_no_pairs(spec):
     layer = make(spec)
     phi, values = data(batch=4)
     real = (
@@ -153,72 +144,14 @@ def test_hidden_rows_never_matter(spec):
     torch.testing.assert_close(out[real], wanted[real], atol=1e-10, rtol=0)
     seen = real[:, None, 1:, None]  # what a hidden row weighs is nobody's business
     torch.testing.assert_close(weights * seen, pattern[:, :, 1:] * seen, atol=1e-10, rtol=0)
-    out[real].sum().backward()
-    gradients = [weight.grad.clone() for weight in layer.parameters()]
-    soiled, other = phi.clone(), values.clone()
-    soiled[~real], other[~real[:, 1:]] = torch.nan, torch.inf
-    for shown in (False, True):
-        layer.zero_grad()
-        again, _ = layer(soiled, other, pairs=Pairs.of(real, 7), output_attentions=shown)
-        torch.testing.assert_close(again[real], out[real], atol=1e-12, rtol=0)
-        again[real].sum().backward()
-        for weight, wanted in zip(layer.parameters(), gradients, strict=True):
-            torch.testing.assert_close(weight.grad, wanted, atol=1e-10, rtol=0)
-
-
-class Memory:
-    """A cache as the layer asks for one."""
-
-    def __init__(self):
-        self.kept, self.waiting = {}, {}
-
-    def pending(self, name):
-        return self.waiting.get(name)
-
-    def extend(self, pending, **new):
-        self.kept = {n: torch.cat((self.kept[n], x), 2) if n in self.kept else x for n, x in new.items()}
-        self.waiting = pending
-        return self.kept
-
-
-@pytest.mark.parametrize("hidden", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_rows_in_pieces_are_the_whole(variant, hidden):
-    layer = make(variant=variant)
-    phi, values = data(rows=9)
-    real = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1, 1], [0, 1, 0, 1, 1, 0, 0, 1, 1]]) > 0
-    pairs = (lambda stop, rows: Pairs.of(real[:, :stop], rows)) if hidden else (lambda stop, rows: None)
-    wanted, _ = layer(phi, values, pairs=pairs(9, 9))
-    for sizes in ((1,) * 9, (4, 1, 3, 1)):
-        memory, parts, at = Memory(), [], 0
-        for size in sizes:
-            stop = at + size
-            part, _ = layer(phi[:, at:stop], values[:, : stop - 1], pairs=pairs(stop, size), cache=memory)
-            parts.append(part)
-            at = stop
-        found = torch.cat(parts, 1)
-        torch.testing.assert_close(found[real], wanted[real], atol=1e-12, rtol=0)
-        assert memory.kept["key"].shape == (2, 2, 8, 4)
-
-
-def test_pair_rows_names_the_last_real_row():
-    rows = torch.arange(5.0).view(1, 1, 5, 1)
-    real = torch.tensor([[1, 0, 0, 1, 1]]) > 0
-    pairs = Pairs.of(real, 5)
-    found, waiting = pair_rows(rows, None, pairs)
-    assert found.flatten().tolist() == [0, 0, 0, 3]
-    assert waiting.item() == 4
-    assert pairs.visible.tolist() == [[False, False, True, True]]
-    later = Pairs.of(torch.tensor([[1, 0, 0, 0, 1]]) > 0, 2)  # the two rows 3 and 4, of which row 3 is hidden
-    found, waiting = pair_rows(rows[:, :, 3:], torch.full((1, 1, 1, 1), 9.0), later)
-    assert found.flatten().tolist() == [9, 9]
-    assert waiting.item() == 4
 
 
 def test_what_a_hook_returns_is_used_and_differentiated():
-    layer = make()
+    layer = make(layer_idx=5)
     phi, values = data()
     plain, _ = layer(phi, values)
+    with capture(layer, weights=True) as seen, torch.no_grad():
+        layer(phi, values)
 
     def first_head_off(_module, _args, weights):
         keep = torch.ones_like(weights)
@@ -231,6 +164,8 @@ def test_what_a_hook_returns_is_used_and_differentiated():
     handle.remove()
     with torch.no_grad():
         _, pattern = double_loop(layer, phi, values, KERNELS["softmax"], divide="sum")
+        torch.testing.assert_close(seen.layers[5].weights, pattern[:, :, 1:], atol=1e-10, rtol=0)
+        assert seen.layers[5].support[0, 0].tolist() == [1, 2, 3, 4, 5, 6]
         wanted = torch.einsum("bij,bje,fe->bif", pattern[:, 1], values, layer.o_proj.weight[:, 12:])
     torch.testing.assert_close(knocked.detach(), wanted, atol=1e-10, rtol=0)
     assert not layer.q_proj.weight.grad[:4].any(), "a head that is off learns nothing"
@@ -252,23 +187,6 @@ def test_gradients_are_those_of_finite_differences(spec):
                 (phi, values),
                 fast_mode=True,
             )
-
-
-def test_an_observer_sees_the_rows():
-    layer = make(layer_idx=5)
-    phi, values = data()
-    with capture(layer, weights=True) as seen, torch.no_grad():
-        layer(phi, values)
-    _, pattern = double_loop(layer, phi, values, KERNELS["softmax"], divide="sum")
-    torch.testing.assert_close(seen.layers[5].weights, pattern[:, :, 1:], atol=1e-10, rtol=0)
-    assert seen.layers[5].support[0, 0].tolist() == [1, 2, 3, 4, 5, 6]
-
-
-def test_one_row_has_no_pair():
-    layer = make()
-    out, weights = layer(torch.randn(2, 1, 8).double(), torch.zeros(2, 0, 12).double(), output_attentions=True)
-    assert not out.any()
-    assert weights.shape == (2, 2, 0, 0)
 
 
 # The expectation ---------------------------------------------------------------------------------------------
@@ -345,10 +263,8 @@ def test_steps_are_functional_gradient_descent():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"variant": "half"}, "variant is 'half', expected one of 'full', 'wv', 'slice'"),
         ({"heads": 3}, "covariate_size 8 is not a multiple of 3 heads"),
         ({"heads": 8, "variant": "wv"}, "value_size 12 is not a multiple of 8 heads"),
-        ({"spec": "softmaxx"}, "unknown spec 'softmaxx'"),
         (
             {"spec": "gaussian*fixed*linear(ridge=0.1,solver=learned)"},
             "needs a probe, which the f update does not have",
@@ -360,25 +276,12 @@ def test_what_cannot_be_built(arguments, message):
         make(**arguments)
 
 
-def test_shapes_that_do_not_fit():
-    layer = make()
-    phi, values = data()
-    for p, v, options, message in (
-        (phi, values[:, :3], {}, "3 values for 7 covariates, expected one less"),
-        (phi[..., :4], values, {}, r"covariates has shape \[2, 7, 4\], expected \[B, T, 8\]"),
-        (phi, values[..., :4], {}, r"values has shape \[2, 6, 4\], expected \[2, n, 12\]"),
-        (phi.long(), values, {}, "covariates has dtype torch.int64"),
-        (
-            phi,
-            torch.zeros(2, 9, 12).double(),
-            {"is_causal": False},
-            r"at most as many values \(9\) as covariates \(7\)",
-        ),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            layer(p, v, **options)
-    with pytest.raises(ArgumentError, match=r"f has shape \[2, 3\] and table \[5, 4\]"):
-        expected_embedding(torch.zeros(2, 3), torch.zeros(5, 4))
+def test_numbers_of_values_that_do_not_fit():
+    layer, (phi, values) = make(), data()
+    with pytest.raises(ArgumentError, match="3 values for 7 covariates, expected one less"):
+        layer(phi, values[:, :3])
+    with pytest.raises(ArgumentError, match=r"at most as many values \(9\) as covariates \(7\)"):
+        layer(phi, torch.zeros(2, 9, 12).double(), is_causal=False)
 
 
 def test_a_second_derivative_of_the_expectation_is_refused():

@@ -7,34 +7,18 @@ import math
 import pytest
 import torch
 from dense import weights as dense_weights
+from mosaic_by_hand import C, D, H, beta2, tokens, unit_keys
 
 from regard import presets
 from regard.checks import ArgumentError
 from regard.nn import PersistentMemory
 
-C, H, S = 24, 3, 17
-D = C // H
+S, T = 17, 9
 
 
 def memory(spec="softmax", seed=0, **options):
     torch.manual_seed(seed)
     return PersistentMemory(C, H, S, spec=spec, **options).double()
-
-
-def tokens(length=9, batch=2, seed=1):
-    return torch.randn(batch, length, C, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def unit_keys(layer, x):
-    raw = (x @ layer.keys.proj.weight.T).unflatten(-1, (H, D)).transpose(1, 2)
-    at = torch.arange(x.shape[1], dtype=torch.float64)
-    decay = (-(10 * layer.keys.rate).abs()[:, None, None] * (at[:, None] - at).clamp(min=0)).exp().tril()
-    keys = decay @ raw
-    return keys / keys.norm(dim=-1, keepdim=True)
-
-
-def beta2(layer):
-    return (20 * layer.sharpness.scale).clamp(max=10).exp()[:, None, None]
 
 
 def expected(layer, x, weigh):
@@ -47,7 +31,7 @@ def expected(layer, x, weigh):
 
 @pytest.mark.parametrize("copies", [1, 3])
 def test_equals_its_definition(copies):
-    x = tokens()
+    x = tokens(length=T)
     layer = memory(copies=copies)
     want = expected(layer, x, lambda s: torch.softmax(beta2(layer) * s, -1))
     torch.testing.assert_close(layer(x)[0], want, rtol=0, atol=1e-9)
@@ -56,42 +40,12 @@ def test_equals_its_definition(copies):
     torch.testing.assert_close(layer(x)[0], want, rtol=0, atol=1e-9)
 
 
-def test_sentences_without_a_scale_are_asked_with_beta_squared():
-    layer, x = memory("relu"), tokens()
+def test_specs_without_a_scale_are_asked_with_beta_squared():
+    layer, x = memory("relu"), tokens(length=T)
     query = unit_keys(layer, x) * beta2(layer)
     w = query.clamp(min=0) @ layer.slot_keys[0].clamp(min=0).transpose(-1, -2) + 1e-4
     want = expected(layer, x, lambda s: w / w.sum(-1, keepdim=True))
     torch.testing.assert_close(layer(x)[0], want, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("sizes", [[1] * 9, [4, 5]])
-def test_steps_equal_the_whole(sizes):
-    layer, x = memory(), tokens()
-    mask = torch.ones(2, 9, dtype=torch.bool)
-    mask[0, :3], mask[1, 5] = False, False
-    for given in (None, mask):
-        whole, last = layer(x, given)
-        state, parts, at = None, [], 0
-        for size in sizes:
-            seen = None if given is None else given[:, : at + size]
-            out, state = layer(x[:, at : at + size], seen, state)
-            parts, at = [*parts, out], at + size
-        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
-        torch.testing.assert_close(state.sums, last.sums, rtol=0, atol=1e-10)
-
-
-def test_hidden_tokens_change_nothing():
-    layer, x = memory(), tokens(batch=1)
-    mask = torch.tensor([[False, True, True, False, True, True, True, True, False]])
-    alone, _ = layer(x[:, mask[0]])
-    alone.square().sum().backward()
-    want = {name: p.grad.clone() for name, p in layer.named_parameters()}
-    layer.zero_grad()
-    out, _ = layer(torch.where(mask[..., None], x, torch.nan), mask)
-    torch.testing.assert_close(out[:, mask[0]], alone)
-    out[:, mask[0]].square().sum().backward()
-    for name, p in layer.named_parameters():
-        torch.testing.assert_close(p.grad, want[name], msg=name)
 
 
 @pytest.mark.parametrize("spec", presets())
@@ -101,7 +55,7 @@ def test_every_preset_runs_or_says_why(spec):
             memory(spec)
         return
     layer = memory(spec).float()
-    out, _ = layer(tokens().float())
+    out, _ = layer(tokens(length=T).float())
     out.square().sum().backward()
     assert torch.isfinite(out).all()
     assert all(torch.isfinite(p.grad).all() for p in layer.parameters() if p.grad is not None)
@@ -119,7 +73,7 @@ def test_starting_values():
 
 
 def test_keys_of_another():
-    layer, x = memory(own_keys=False), tokens()
+    layer, x = memory(own_keys=False), tokens(length=T)
     with pytest.raises(ArgumentError, match="own_keys"):
         layer(x)
     keys = torch.nn.functional.normalize(torch.randn(2, H, 9, D, dtype=torch.float64), dim=-1)
@@ -127,11 +81,3 @@ def test_keys_of_another():
     read = w @ layer.slot_values[0] * (10 * layer.scale).exp()[:, None, None]
     want = read.transpose(1, 2).flatten(2) @ layer.out_proj.weight.T
     torch.testing.assert_close(layer.read(keys), want, rtol=0, atol=1e-9)
-
-
-def test_bad_arguments():
-    for options, words in (({"slots": 0}, "slots"), ({"slots": 4, "copies": 0}, "copies")):
-        with pytest.raises(ArgumentError, match=words):
-            PersistentMemory(C, H, **options)
-    with pytest.raises(ArgumentError, match="attention_mask has shape"):
-        memory()(tokens(), torch.ones(2, 3, dtype=torch.bool))

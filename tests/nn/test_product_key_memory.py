@@ -108,31 +108,6 @@ def test_batch_norm_takes_real_tokens_alone() -> None:
     torch.testing.assert_close(alone, dense(plain, x[:1, :1])[0, 0], atol=1e-10, rtol=0)
 
 
-def test_padding_and_tokens_that_are_not_finite_touch_nothing_else() -> None:
-    layer, x = memory(), drawn(2, 5, 7, seed=4)
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    mask[0, :2] = False
-    spoilt = x.clone()
-    spoilt[0, :2], spoilt[1, 3] = torch.nan, torch.inf
-    spoilt.requires_grad_()
-    out, _ = layer(spoilt, mask)
-    wanted = dense(layer, x)
-    wanted[0, :2] = 0
-    assert torch.isnan(out[1, 3]).all()
-    rest = torch.ones(2, 5, dtype=torch.bool)
-    rest[1, 3] = False
-    torch.testing.assert_close(out[rest], wanted[rest], atol=1e-10, rtol=0)
-    up, leaves = drawn(2, 5, 7, seed=5)[rest], [spoilt, *layer.parameters()]
-    given = torch.autograd.grad((out[rest] * up).sum(), leaves)
-    x = x.requires_grad_()
-    kept = rest & mask
-    plain = torch.autograd.grad((dense(layer, x)[kept] * drawn(2, 5, 7, seed=5)[kept]).sum(), [x, *layer.parameters()])
-    assert not given[0][~kept].any()
-    torch.testing.assert_close(given[0][kept], plain[0][kept], atol=1e-9, rtol=0)
-    for (name, _), a, b in zip(layer.named_parameters(), given[1:], plain[1:], strict=True):
-        torch.testing.assert_close(a, b, atol=1e-9, rtol=0, msg=name)
-
-
 SWIGLU = 3 * 768 * 2304
 GATED_DELTA_NET = (
     32000 * 768  # embeddings, tied
@@ -161,28 +136,6 @@ def test_first_values() -> None:
     assert layer.keys.abs().max() <= 1 / 8
     assert abs(layer.keys.var().item() - (1 / 4) ** 2 / 12) < 1e-4
     assert abs(layer.values.var().item() - 1 / 32) < 1e-3
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"key_dim": 7}, "key_dim is 7, expected an even number"),
-        ({"top_k": 7}, "top_k is 7, expected a whole number from 1 to 6"),
-        ({"top_k": 0}, "top_k is 0"),
-        ({"heads": 0}, "heads is 0, expected a positive integer"),
-        ({"query_norm": "layer"}, "query_norm is 'layer', expected one of rms, batch, none"),
-        ({"score": "cosine"}, "unknown slot score 'cosine'"),
-        ({"spec": "linear"}, "linear"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ArgumentError, match=said):
-        ProductKeyMemory(7, **{**SIZES, **options})
-
-
-def test_hidden_states_of_another_width_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"nn.ProductKeyMemory: hidden has shape \[1, 2, 8\], expected \[B, T, 7\]"):
-        memory()(drawn(1, 2, 8))
 
 
 # Sums of rows -----------------------------------------------------------------------------------------------
@@ -334,7 +287,7 @@ def test_groups_of_a_trained_run_keep_their_rate() -> None:
     base = Base()
     trainer = RegardTrainer.__new__(RegardTrainer)
     trainer.model, trainer.optimizer, trainer.lr_scheduler = base, None, None
-    trainer.optimizer_cls_and_kwargs = None
+    trainer.optimizer_cls_and_kwargs, trainer.muon = None, False
     trainer.args = transformers.TrainingArguments(
         output_dir="unused",
         learning_rate=0.2,

@@ -47,11 +47,12 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 
 @dataclass
 class Narrowing:
-    """How often products (with values forward, all of them backward) could leave keys out, did so, the most keys they
-    kept, and the most heads of a block."""
+    """How often products (with values forward, all of them backward) could leave keys out, did so, did so in a block of
+    several heads, the most keys they kept, and the most heads of a block."""
 
     asked: int = 0
     done: int = 0
+    shared: int = 0
     kept: int = 0
     weighed: int = 0
     heads: int = 0
@@ -68,6 +69,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Narrowing:
         found.heads = max(found.heads, self.heads)
         if block.kept is not None:
             found.done += 1
+            found.shared += self.heads > 1
             found.kept = max(found.kept, len(block.kept))
         return block
 
@@ -271,6 +273,9 @@ def test_blocks_of_the_usual_size(queries: int, watched: Narrowing) -> None:
     for label in ("biweight", "relumax"):
         compare(label, clustered(label, queries, 2500), {"exclude_self": True}, 5e-11)
         assert watched.done == watched.asked >= 2
+    if queries == 128:
+        compare("biweight", clustered("biweight", queries, 1000, heads=4, kv_heads=2), {"is_causal": True}, 5e-11)
+        assert watched.shared > 0
 
 
 def test_8192_keys(watched: Narrowing) -> None:
@@ -448,6 +453,19 @@ def test_a_bad_key_spoils_the_rows_that_see_it_and_no_others(narrowing: Narrowin
     grads = gradients(torch.where(bad[:, None], 0.0, out), data)
     assert all(bool(g.isfinite().all()) for g in grads.values())
     assert narrowing.done > 0
+
+
+@pytest.mark.parametrize("label", ["biweight", "relumax", f"gaussian*nearest(k={K})"])
+def test_a_row_changes_no_bit_of_another(label: str) -> None:
+    data = clustered(label, KEYS, KEYS, batch=2, heads=2).to(torch.float32)
+    before = attend(label, data, {"is_causal": True})
+    with torch.no_grad():
+        data.q[:, :, -1] = 0  # sees every key with weight
+        data.q[1, 1, :9] = torch.nan
+    after = attend(label, data, {"is_causal": True})
+    assert torch.equal(before[0, :, :-1], after[0, :, :-1])
+    assert torch.equal(before[1, 0, :-1], after[1, 0, :-1])
+    assert torch.equal(before[1, 1, 9:-1], after[1, 1, 9:-1])
 
 
 def test_inputs_are_left_alone(narrowing: Narrowing) -> None:

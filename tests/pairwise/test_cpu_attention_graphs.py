@@ -3,18 +3,15 @@ and without numba, and memory."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from dense import close
+from operators import check_operators
 from test_cpu_attention import CASES, KEYS, K, arguments, attend, clustered, gradients, truth
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
 from regard.checks import ArgumentError
@@ -26,36 +23,11 @@ from regard.pairwise.cpu import implementation as cpu
 # Operators and graphs ----------------------------------------------------------------------------------------
 
 
-class Recorder(TorchDispatchMode):
-    """Notes the calls of regard's own operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "regard":
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("label", ["biweight", "relumax", f"biweight*nearest(k={K})", "normrelu"])
 def test_opcheck(label: str) -> None:
     for keys, name in ((40, "pairs, causal"), (KEYS, "offsets, padding")):
         data = clustered(label, 17, keys, batch=2, heads=2, kv_heads=1, learned=True)
-        with Recorder() as seen:
-            attend(label, data, arguments(name, 2, 2, 17, keys)).sum().backward()
-        assert [func.name() for func, _ in seen.calls] == [
-            "regard::local_constant_forward",
-            "regard::local_constant_backward",
-        ]
-        for func, args in seen.calls:
-            once = "backward" in func.name()
-            fresh = tuple(
-                x.detach().clone().requires_grad_(not once and x.is_floating_point()) if isinstance(x, Tensor) else x
-                for x in args
-            )
-            torch.library.opcheck(func, fresh)
+        check_operators(lambda: attend(label, data, arguments(name, 2, 2, 17, keys)), "local_constant")  # noqa: B023
 
 
 @pytest.fixture
@@ -82,16 +54,6 @@ def test_compiled_equals_eager(label: str, backend: str, monkeypatch: pytest.Mon
     close(two, one, 1e-12)
     for (name, a), b in zip(gradients(one, data).items(), gradients(two, again).values(), strict=True):
         close(b, a, 1e-11, name)
-
-
-def test_one_derivative_and_no_transform() -> None:
-    data = clustered("biweight", 5, 9)
-    out = attend("biweight", data, {})
-    first = torch.autograd.grad(out.sum(), data.q, create_graph=True)[0]
-    with pytest.raises(ArgumentError, match="impl='reference'"):
-        torch.autograd.grad(first.sum(), data.k)
-    with pytest.raises(ArgumentError, match="impl='cpu'"):
-        torch.func.vmap(lambda q: regard.attention(q, data.k, data.v, "biweight", impl="cpu"))(data.q[None])
 
 
 # Which implementation runs -----------------------------------------------------------------------------------
@@ -131,36 +93,3 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Memory ------------------------------------------------------------------------------------------------------
-
-PROGRAM = """
-import sys
-import torch, regard
-torch.set_num_threads(1)
-label, length = sys.argv[1], int(sys.argv[2])
-def status(field):
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
-def step(length):
-    make = torch.Generator().manual_seed(0)
-    q, k, v, g = (torch.randn(1, 1, length, 64, generator=make) for _ in range(4))
-    before = status("VmRSS")
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    torch.autograd.grad(regard.attention(q, k, v, label, is_causal=True, impl="cpu"), (q, k, v), g)
-    return status("VmHWM") - before
-step(256)
-print(step(length))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("label", ["biweight", "sparsemax", "relumax", "topk-softmax", "biweight*nearest(k=32)"])
-def test_16384_positions_within_64_mib(label: str) -> None:
-    """One head of 64 features, forward and backward: all the memory beside the inputs, output and gradients included;
-    all pairs at once would be 1024 MiB a tensor."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, label, "16384"], capture_output=True, text=True, timeout=580,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) <= 64

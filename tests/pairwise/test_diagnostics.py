@@ -80,16 +80,6 @@ def test_by_hand(spec: str, impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("spec", CASES)
-def test_empty_rows(spec: str, impl: str) -> None:
-    found = report([None, None], spec, impl)
-    assert numbers(found) == (0, 0, 0, 0)
-    assert found.empty.tolist() == [[[True]]]
-    assert found.fallback.tolist() == [[[False]]]
-    assert found.status.tolist() == [[[Status.OK]]]
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     ("spec", "z", "support", "ess"),
     [

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from operators import check_operators
 from regression import dense, draw, fit, lower, ratio, softmax
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
 from regard.checks import ArgumentError
@@ -20,48 +20,6 @@ local = regard.local_linear_attention
 
 
 # From a cache ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spec", ["softmax", "biweight", "relumax"])
-@pytest.mark.parametrize("call", [{}, {"window": 20}, {"ridge_mode": "absolute"}], ids=["all", "window", "absolute"])
-def test_chunks_and_steps_from_a_cache_are_the_whole(spec: str, call: dict[str, Any]) -> None:
-    """float32, 1e-5, against the whole in float64 too; causal order is aligned to the end of the keys."""
-    if spec == "biweight" and "ridge_mode" in call:
-        spec = (
-            "biweight*anchored(margin=2)"  # an absolute ridge needs a kernel weight, which the adaptive rule makes one
-        )
-    length, start = 90, 64
-    q, k, v = draw(1, 4, length, 16, kv_heads=2, seed=1, dtype=torch.float32)
-    call = {"spec": spec, "ridge": 0.3, "is_causal": True, "enable_gqa": True, **call}
-    whole = local(q, k, v, **call)
-    if "ridge_mode" not in call:
-        assert ratio(whole, dense(q, k, v, lower(length, window=call.get("window")), 0.3, spec)) <= 1e-5
-    chunks = [(a, min(a + 13, length)) for a in range(0, length, 13)]
-    steps = [(0, start), *((i, i + 1) for i in range(start, length))]
-    for cuts in (chunks, steps):
-        parts = [local(q[:, :, a:b], k[:, :, :b], v[:, :, :b], **call) for a, b in cuts]
-        assert ratio(torch.cat(parts, 2), whole) <= 1e-5
-
-
-@pytest.mark.parametrize("impl", ["reference", "blocked"])
-def test_left_padding(impl: str) -> None:
-    """Prompts of different lengths, the shorter padded on the left with NaN, then single steps: each is what it is
-    alone; the rows of the padding are zero."""
-    q, k, v = draw(2, 2, 30, 6, seed=2, dtype=torch.float32)
-    short = 11
-    mask = torch.ones(2, 1, 1, 30, dtype=torch.bool)
-    mask[1, ..., :short] = False
-    q[1, :, :short], k[1, :, :short], v[1, :, :short] = (torch.nan,) * 3
-    alone = local(q[1:, :, short:], k[1:, :, short:], v[1:, :, short:], is_causal=True)
-    inputs = tuple(x.requires_grad_() for x in (q, k, v))
-    out = local(*inputs, attn_mask=mask, is_causal=True, impl=impl)
-    assert ratio(out[1:, :, short:], alone) <= 1e-5
-    assert bool((out[1, :, :short] == 0).all())
-    for grad in torch.autograd.grad(out.square().sum(), inputs):
-        assert bool(grad.isfinite().all())
-        assert bool((grad[1, :, :short] == 0).all())
-    step = local(q[:, :, -1:], k, v, attn_mask=mask, is_causal=True, impl=impl)
-    assert ratio(step, out[:, :, -1:]) <= 1e-5
 
 
 def test_what_nobody_sees_may_be_anything() -> None:
@@ -93,39 +51,6 @@ def test_what_nobody_sees_may_be_anything() -> None:
 # Compiled ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["softmax", pytest.param("biweight", marks=pytest.mark.slow)])
-def test_forward_and_backward_in_one_graph(spec: str) -> None:
-    torch._dynamo.reset()
-
-    def run(q: Tensor, k: Tensor, v: Tensor, ridge: Tensor) -> Tensor:
-        return local(q, k, v, ridge=ridge, spec=spec, is_causal=True)
-
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
-    results = []
-    for call in (run, compiled):
-        inputs = [x.requires_grad_() for x in draw(1, 2, 40, 8, seed=4, dtype=torch.float32)]
-        inputs.append(torch.full((2, 1), 0.2, requires_grad=True))
-        out = call(*inputs)
-        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
-    for eager, traced in zip(*results, strict=True):
-        assert ratio(traced, eager) <= 1e-6
-    assert ratio(results[1][0], dense(*inputs[:3], lower(40), 0.2, spec)) <= 1e-5
-    torch._dynamo.reset()
-
-
-class Recorder(TorchDispatchMode):
-    """Notes the calls of the package's own operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "regard":
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("case", ["per dimension", "probe", "segments"])
 def test_operators_are_as_torch_wants_them(case: str) -> None:
     q, k, v = (x.requires_grad_() for x in draw(1, 2, 6, 4, seed=5, dtype=torch.float32))
@@ -134,17 +59,7 @@ def test_operators_are_as_torch_wants_them(case: str) -> None:
         "probe": {"solver": "learned", "probe": torch.ones(1, 2, 6, 4, requires_grad=True)},
         "segments": {"segment_ids": torch.tensor([[0, 0, 0, 1, 1, 1]]), "solver": "cg"},
     }[case]
-    with Recorder() as seen:
-        local(q, k, v, impl="blocked", is_causal=True, **how).sum().backward()
-    assert [func.name() for func, _ in seen.calls] == ["regard::local_linear_forward", "regard::local_linear_backward"]
-    for func, args in seen.calls:
-        once = "backward" in func.name()
-        fresh = [_copy(x, not once) if isinstance(x, Tensor) else x for x in args]
-        torch.library.opcheck(func, tuple(fresh))
-
-
-def _copy(x: Tensor, gradient: bool) -> Tensor:
-    return x.detach().clone().requires_grad_(gradient and x.is_floating_point())
+    check_operators(lambda: local(q, k, v, impl="blocked", is_causal=True, **how), "local_linear")
 
 
 def test_numbers_do_not_make_new_graphs() -> None:

@@ -143,14 +143,6 @@ def test_diagnostics_count_the_keys_of_the_segment() -> None:
         assert torch.equal(found.support.float(), lengths.expand(2, 2, 100))
 
 
-def test_one_segment_is_none() -> None:
-    q, k, v = (x.detach() for x in inputs())
-    for spec in SPECS:
-        plain = regard.attention(q, k, v, spec, is_causal=True, impl="blocked")
-        packed = regard.attention(q, k, v, spec, is_causal=True, impl="blocked", segment_ids=torch.full((1, 100), 5))
-        assert torch.equal(plain, packed)
-
-
 # Mistakes ----------------------------------------------------------------------------------------------------
 
 

@@ -43,51 +43,6 @@ def test_pairs(order: dict, queries: int, keys: int) -> None:
             assert not expected[first:last, outside].any()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_same_through_attention(order: dict) -> None:
-    """Uniform weights of equal scores show who is seen; end-aligned by default."""
-    named = {"is_causal": order["causal"], "exclude_self": order["strict"], "window": order["window"]}
-    for (queries, keys), offset in itertools.product(SIZES, (None, 0, 2)):
-        expected = oracles.visible_pairs(queries, keys, offset=offset, **order)
-        share = expected / np.maximum(expected.sum(-1, keepdims=True), 1)
-        q, k = torch.zeros(1, 1, queries, 3), torch.zeros(1, 1, keys, 3)
-        eye = torch.eye(keys)[None, None]
-        for impl in ("auto", "reference", "blocked"):
-            out = regard.attention(q, k, eye, query_offset=offset, impl=impl, **named)[0, 0]
-            np.testing.assert_allclose(out.numpy(), share, rtol=0, atol=1e-7)
-
-
-def test_exclude_self_implies_causal() -> None:
-    q = torch.randn(1, 1, 5, 3, generator=torch.Generator().manual_seed(0))
-    eye = torch.eye(5)[None, None]
-    strict = oracles.visible_pairs(5, 5, strict=True)
-    for causal in (False, True):
-        out = regard.attention(q, q, eye, "softmax", is_causal=causal, exclude_self=True)[0, 0]
-        np.testing.assert_array_equal((out != 0).numpy(), strict)
-        assert not bool(out[0].any())
-
-
-def test_an_offset_for_each_sequence() -> None:
-    q, k = torch.zeros(3, 2, 4, 2), torch.zeros(3, 2, 6, 2)
-    eye = torch.eye(6).expand(3, 2, 6, 6)
-    offsets = [0, 2, 5]
-    for how in ({"is_causal": True}, {"exclude_self": True}, {"is_causal": True, "window": 2}, {"window": 2}):
-        for impl in ("auto", "reference", "blocked"):
-            out = regard.attention(q, k, eye, query_offset=torch.tensor(offsets), impl=impl, **how)
-            for b, offset in enumerate(offsets):
-                expected = oracles.visible_pairs(
-                    4,
-                    6,
-                    causal="is_causal" in how,
-                    strict="exclude_self" in how,
-                    window=how.get("window"),
-                    offset=offset,
-                )
-                share = expected / np.maximum(expected.sum(-1, keepdims=True), 1)
-                for head in range(2):
-                    np.testing.assert_allclose(out[b, head].numpy(), share, rtol=0, atol=1e-7)
-
-
 MASKS = [(7,), (5, 7), (1, 7), (5, 1), (2, 1, 5, 7), (1, 3, 1, 7), (2, 3, 5, 7), (2, 1, 1, 1)]
 
 

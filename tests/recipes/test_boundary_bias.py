@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
+from tiny_runs import tiny
 
-from regard.cli import main
 from regard_recipes.lib.intervals import log_slope
-from regard_recipes.lib.results import frame_of, load, select
+from regard_recipes.lib.results import frame_of, select
 from regard_recipes.local_linear import boundary_bias as recipe
 
-TINY = ["--dims", "1", "2", "--sizes", "64", "256", "--seeds", "6", "--radii", "24", "--directions", "3"]
-TINY += ["--workers", "0"]
 NAMES = {"global linear", "local constant", "local linear"}
 
 
-def chosen(folder: Path) -> pd.DataFrame:
-    return recipe.best(load(recipe.BoundaryBias, folder)[1])
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("boundary") / "out"
-    assert main(["reproduce", "boundary-bias", "--out", str(out), *TINY]) == 0
-    return out
+def chosen() -> pd.DataFrame:
+    return recipe.best(tiny("boundary-bias")[1])
 
 
 @pytest.mark.parametrize(("dim", "volume"), [(1, 2.0), (2, np.pi), (3, 4 * np.pi / 3)])
@@ -99,8 +88,8 @@ def test_slopes_and_their_errors() -> None:
     assert [round(theory(2), 4) for theory in recipe.THEORY.values()] == [0.0, -0.6, -0.6667]
 
 
-def test_measurements_are_integrals_of_the_best_bandwidth(tiny: Path) -> None:
-    run = select(chosen(tiny), d=1, n=64, estimator="local constant").mean(numeric_only=True)
+def test_measurements_are_integrals_of_the_best_bandwidth() -> None:
+    run = select(chosen(), d=1, n=64, estimator="local constant").mean(numeric_only=True)
     where = recipe.places(1, 24, 3)
     at, weights = where.points.numpy(), where.weights.numpy()
     samples = [recipe.design(1, 64, i, 0.5) for i in range(6)]
@@ -120,8 +109,8 @@ def test_measurements_are_integrals_of_the_best_bandwidth(tiny: Path) -> None:
     assert abs(run["interior"] / (own[:, ~layer] @ weights[~layer]).mean() - 1) < 1e-3
 
 
-def test_local_models_learn_and_the_global_one_does_not(tiny: Path) -> None:
-    found = chosen(tiny)
+def test_local_models_learn_and_the_global_one_does_not() -> None:
+    found = chosen()
     for d in (1, 2):
         small, large = (select(found, d=d, n=n).groupby("estimator")[["whole", "bandwidth", "place"]].mean()
                         for n in (64, 256))  # fmt: skip
@@ -134,35 +123,10 @@ def test_local_models_learn_and_the_global_one_does_not(tiny: Path) -> None:
         assert list(large["whole"].sort_values().index) == ["local linear", "local constant", "global linear"]
 
 
-def test_a_seed_gives_the_same_numbers_and_the_page_shows_them(tiny: Path, tmp_path: Path) -> None:
-    few = [*TINY, "--dims", "1", "--seeds", "2", "--seed", "3"]
-    assert main(["reproduce", "boundary-bias", "--out", str(tmp_path / "a"), *few]) == 0
-    made, results = load(recipe.BoundaryBias, tiny)
-    again = load(recipe.BoundaryBias, tmp_path / "a")[1].frame
-    same = results.select(d=1, seed=[3, 4])
-    keys = ["n", "seed", "estimator", "place"]
-    one, other = (frame.sort_values(keys) for frame in (again, same))
-    assert one[keys].to_numpy().tolist() == other[keys].to_numpy().tolist()
-    assert one["whole"].tolist() == pytest.approx(other["whole"].tolist(), rel=1e-12)  # sums may differ in the last bit
-    assert (tiny / "boundary-bias-errors.png").read_bytes().startswith(b"\x89PNG")
-    said = log_slope(select(chosen(tiny), d=2, estimator="local linear"), "n", "whole")
-    assert f"| 2 | local linear | -0.667 | {said.text()} |" in (tiny / "boundary-bias.md").read_text()
+def test_claims_follow_the_numbers() -> None:
+    made, results = tiny("boundary-bias")
+    said = log_slope(select(chosen(), d=2, estimator="local linear"), "n", "whole")
+    assert made.tables(results)["Rates"].rows[-1][:4] == ("2", "local linear", "-0.667", said.text())
     claims = {claim.wording: claim for claim in made.claims(results)}
     assert len(claims) == 4
     assert claims["Local linear regression errs less than local constant regression"].estimates["d = 1"].mean > 1
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--dims", "4"), "--dims is (4,), expected whole numbers from 1 to 3."),
-        (("--sizes", "64"), "expected two or more numbers from 32 to 131072."),
-        (("--seeds", "1"), "--seeds is 1, expected at least 2."),
-        (("--noise", "0"), "--noise is 0, expected a number between 0 and 1000."),
-        (("--seed", "-1"), "--seed is -1, expected 0 to"),
-    ],
-)
-def test_mistakes(words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["reproduce", "boundary-bias", "--out", str(tmp_path / "out"), *words]) == 2
-    assert said in capsys.readouterr().err.strip().splitlines()[-1]
-    assert not (tmp_path / "out").exists()

@@ -51,9 +51,6 @@ def results(out: Path) -> dict[str, Any]:
     return json.loads((out / "results.json").read_text(encoding="utf-8"))
 
 
-# Flags -------------------------------------------------------------------------------------------------------
-
-
 def test_the_config_is_frozen_and_every_field_explains_itself() -> None:
     config = DemoConfig()
     with pytest.raises(FrozenInstanceError):
@@ -63,16 +60,8 @@ def test_the_config_is_frozen_and_every_field_explains_itself() -> None:
     assert [f.name for f in fields(DemoConfig)] == ["steps", "data", "specs", "out", "seed"]
 
 
-def test_the_default_specs_are_four_sentences() -> None:
-    assert [str(spec) for spec in parse_specs(DemoConfig().specs)] == [
-        "softmax",
-        "biweight",
-        "relumax",
-        "shift-cosine",
-    ]
-
-
-def test_sentences_of_the_grammar() -> None:
+def test_specs_are_parsed() -> None:
+    assert list(map(str, parse_specs(DemoConfig().specs))) == ["softmax", "biweight", "relumax", "shift-cosine"]
     found = parse_specs("triweight*anchored(margin=0.5),local-linear[biweight],topk-softmax")
     assert found == [
         regard.Spec("triweight", regard.Spec.parse("triweight*anchored(margin=0.5)").bandwidth),
@@ -107,7 +96,7 @@ def test_mistakes_are_one_line_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_sentence_that_cannot_be_trained_is_found_first(
+def test_a_spec_that_cannot_be_trained_is_found_first(
     story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = demo_train.language_model
@@ -122,9 +111,6 @@ def test_a_sentence_that_cannot_be_trained_is_found_first(
     with pytest.raises(ArgumentError, match="demo: --specs: biweight cannot be trained: attention: no impl"):
         run_demo(DemoConfig(steps=1, data=story, out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-
-
-# What comes out ----------------------------------------------------------------------------------------------
 
 
 def test_everything_is_there(done: tuple[DemoConfig, int]) -> None:
@@ -234,11 +220,8 @@ def test_the_largest_seed_still_writes_a_sample(done: tuple[DemoConfig, int]) ->
     assert text[half:] == generate_text(model, tokenizer, tail, max_new_tokens=half, temperature=0.8, seed=0)[half:]
 
 
-# What can go wrong -------------------------------------------------------------------------------------------
-
-
 def trained_or(failing: str, error: Exception) -> Callable[..., Any]:
-    """`train`, which fails for one sentence."""
+    """Return `train`, failing for one spec."""
     train = demo_train.train
 
     def run(config: TrainConfig, **arguments: Any) -> Any:

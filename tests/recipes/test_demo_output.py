@@ -64,9 +64,8 @@ def test_begin_removes_the_earlier_demo_and_nothing_else(tmp_path: Path) -> None
     for name in ("report.html", "table.md", "notes.md"):
         (out / name).write_text("old")
     begin(out, "line\r\nline\n", "demo")
-    assert sorted(str(p.relative_to(out)) for p in out.rglob("*")) == [
-        *("figures", "notes.md", "results.json", "text.txt")
-    ]
+    left = sorted(str(p.relative_to(out)) for p in out.rglob("*"))
+    assert left == ["figures", "notes.md", "results.json", "text.txt"]
     assert (out / "text.txt").read_bytes() == b"line\r\nline\n"
     assert json.loads((out / "results.json").read_text())["finished"] is False
     check_out(out, "demo")

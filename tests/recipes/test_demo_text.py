@@ -44,7 +44,7 @@ def test_without_the_manual_the_message_names_the_way_out(monkeypatch: pytest.Mo
         prepared(None)
 
 
-def test_the_end_is_held_out(story: Path) -> None:
+def test_the_end_is_held_out_and_the_excerpt_starts_a_paragraph(story: Path) -> None:
     text = story.read_text(encoding="utf-8")
     found = prepared(story)
     assert found.content == text
@@ -54,10 +54,6 @@ def test_the_end_is_held_out(story: Path) -> None:
     assert learned + found.held_out == text
     assert found.tokenizer.decode(found.held_out_tokens.tolist()) == found.held_out
     assert found.described()["source"] == str(story)
-
-
-def test_the_excerpt_is_the_start_of_a_held_out_paragraph(story: Path) -> None:
-    found = prepared(story)
     assert "\n\n" + found.excerpt in found.held_out
     assert len(found.excerpt) == 8
     assert found.tokenizer.decode(found.excerpt_tokens.tolist()) == found.excerpt
@@ -83,20 +79,14 @@ def test_a_long_text_is_cut_and_says_so(story: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "empty"),
-        (b" \n\n ", "empty"),
-        (b"caf\xe9 " * 500, "not UTF-8"),
+        (b"", "empty"), (b" \n\n ", "empty"), (b"caf\xe9 " * 500, "not UTF-8"), (None, "does not exist"),
         (b"too short a text", "16 characters; .* give a text of 160 or more"),
     ],
-)
-def test_texts_that_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+)  # fmt: skip
+def test_texts_that_are_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "text.txt"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(ArgumentError, match=f"demo: .*{message}") as caught:
         prepared(path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"demo: .*does not exist"):
-        prepared(tmp_path / "nothing.txt")

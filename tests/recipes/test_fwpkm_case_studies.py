@@ -1,49 +1,37 @@
-"""`regard reproduce fwpkm-case-studies`: slots and gates, counted by hand, and what is said of them."""
+"""`regard reproduce fwpkm-case-studies`: slots and gates, counted by hand, and what is claimed of them."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
+from tiny_runs import tiny
 from torch import Tensor
 
-from regard.cli import main
 from regard.inspect.slot_trace import RetrievedSlot, SlotReading, SlotReadings, Writer
 from regard.models import HybridForCausalLM
 from regard.models.hybrid.memories import memory_modules
-from regard_recipes.fwpkm import fwpkm_case_studies as recipe
-from regard_recipes.fwpkm import fwpkm_case_studies_measure as measure
-from regard_recipes.fwpkm import fwpkm_case_studies_output as shown
-from regard_recipes.lib.language_runs import LanguageRun
-
-SMALL = (
-    "--quick --steps 2 --width 16 --sub-keys 8 --memory-dim 8 --top-k 2 --context 64 --chunk 16 --gate-chunk 4 "
-    "--haystack 40 --questions 3 --reads 2 --examples 6 --words 60 --gate-tokens 50 --drawn 30"
-)
-TINY = SMALL.split()
+from regard_recipes.fwpkm import _fwpkm_looks as looks
+from regard_recipes.fwpkm.fwpkm_case_studies import FwPKMCaseStudies
+from regard_recipes.lib.results import Results, select
 
 
-def model(**changes: object) -> Any:
+def model() -> Any:
     torch.manual_seed(0)
-    config = recipe.check(recipe.FwPKMCaseStudiesConfig(quick=True, **changes))
-    return HybridForCausalLM(recipe.model_config(config, 40)).eval()
+    made = FwPKMCaseStudies(FwPKMCaseStudies.configure("quick"))
+    return HybridForCausalLM(made.model_config(40)).eval()
 
 
 def test_the_model_is_the_papers() -> None:
     found = model()
     assert list(memory_modules(found)) == [1, 3]
     assert found.config.memories == "fwpkm@1,3+pkm@2"
-    paper = recipe.check(recipe.FwPKMCaseStudiesConfig(size="paper", device="cpu", dtype="float32"))
-    assert recipe.model_config(paper, 32_000).memories == "fwpkm@2,10+pkm@6"
-    assert paper.gate_chunk == 32
-
-
-# Slots -----------------------------------------------------------------------------------------------------------
+    paper = FwPKMCaseStudies(FwPKMCaseStudies.configure("paper", device="cpu"))
+    assert paper.model_config(32_000).memories == "fwpkm@2,10+pkm@6"
 
 
 def asked(rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,30 +44,31 @@ def asked(rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_answers_are_those_of_the_uncached_stream() -> None:
     """With one reading: the haystack as a chunk, then the question; no state but what one pass has anyway."""
     found, (haystacks, questions, answers) = model(), asked(2, 12)
-    seen = measure.look_at_slots(found, haystacks, questions, answers, reads=1)
+    seen = looks.look_at_slots(found, haystacks, questions, answers, reads=1)
     for memory in memory_modules(found).values():
         memory.chunk_size = 12
     stream = torch.cat([haystacks, questions], 1)
     for _ in range(2):
         logits = found(input_ids=stream, use_cache=False).logits
         stream = torch.cat([stream, logits[:, -1:].argmax(-1)], 1)
-    case = seen["case"]
+    case = select(pd.DataFrame(seen["rows"]), kind="case").iloc[0]
     assert case["tokens"] == stream[0].tolist()
-    assert case["answers"] == [(14, int(answers[0, 0])), (15, int(answers[0, 1]))]
+    assert case["answers"] == [[14, int(answers[0, 0])], [15, int(answers[0, 1])]]
+    labelled = looks.case_of(case, [f"w{i}" for i in range(40)])
+    assert looks.case_row(labelled, bool(case["right"])) == seen["rows"][-1]
     assert seen["exact"] == (stream[:, -2:] == answers).all(1).double().mean()
 
 
 def test_writers_are_of_the_readings_before() -> None:
     """After two readings of 12 tokens the writers kept are tokens of the stream, each with the next one as target."""
     found, given = model(), asked(2, 12)
-    case = measure.look_at_slots(found, *given, reads=2)["case"]
-    layers = {reading["layer"] for reading in case["readings"]}
-    assert layers == {"layer 2", "layer 4"}
+    *layers, case = looks.look_at_slots(found, *given, reads=2)["rows"]
+    assert [layer["layer"] for layer in layers] == ["layer 2", "layer 4"]
     assert [reading["position"] for reading in case["readings"]] == [26, 26, 27, 27]
     writers = [w for reading in case["readings"] for slot in reading["slots"] for w in slot["writers"]]
     assert writers
-    assert all(target == query + 1 and 0 <= query < 24 for query, target, _ in writers)
-    assert max(query for query, _, _ in writers) >= 12
+    assert all(w["target"] == w["query"] + 1 and 0 <= w["query"] < 24 for w in writers)
+    assert max(w["query"] for w in writers) >= 12
     for reading in case["readings"]:
         assert sum(slot["weight"] for slot in reading["slots"]) == pytest.approx(1, abs=1e-3)
 
@@ -91,7 +80,7 @@ def test_layers_are_counted() -> None:
     second = SlotReading("low", 4, (RetrievedSlot(2, 0.75, (other,)), RetrievedSlot(3, 0.25, ())))
     third = SlotReading("high", 4, (RetrievedSlot(2, 1.0, (other,)),))
     found = [SlotReadings(tokens, labels, (first, third), {4: 6}), SlotReadings(tokens, labels, (second,), {4: 6})]
-    counts = measure.layer_counts(found, [True, False], "low")
+    counts = looks.layer_counts(found, [True, False], "low")
     assert counts["hits"] == pytest.approx((1 / 2 + 0) / 2)
     assert counts["hits_of_four"] == pytest.approx((1 + 0) / 2)
     assert counts["weight"] == pytest.approx((0.5 + 0) / 2)
@@ -99,18 +88,16 @@ def test_layers_are_counted() -> None:
     assert (counts["misses"], counts["never"]) == (2, 1 / 4)
     assert counts["same_by_chance"] == 2 / 4  # the token 5 among 5, 6, 5, 7
     assert (counts["mixed"], counts["answered"]) == (1.0, 1)
-    assert measure.layer_counts(found, [False, False], "low")["mixed"] == 0.0
-
-
-# Gates -----------------------------------------------------------------------------------------------------------
+    assert looks.layer_counts(found, [False, False], "low")["mixed"] == 0.0
 
 
 def test_gates_are_set_beside_rarity() -> None:
     found = model()
     text = torch.tensor([1, 2, 3, 1, 2, 1, 4, 4, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 2])
     learned = torch.tensor([1] * 50 + [2] * 10 + [3] * 5)
-    seen = measure.look_at_gates(found, text, learned, 4, 0)
-    bits = seen["bits"]
+    seen = looks.look_at_gates(found, text, learned, 4, 0)
+    first, *layers = seen["rows"]
+    bits = first["bits"]
     assert bits[0] < bits[1] < bits[2] < bits[6]
     assert math.isnan(bits[18])
     gates = {}
@@ -124,9 +111,9 @@ def test_gates_are_set_beside_rarity() -> None:
         found(input_ids=text[None], use_cache=False)
     for handle in handles:
         handle.remove()
-    assert seen["layers"].keys() == gates.keys()
-    for name, layer in seen["layers"].items():
-        own = gates[name].double()
+    assert [layer["layer"] for layer in layers] == list(gates)
+    for layer in layers:
+        own = gates[layer["layer"]].double()
         assert layer["gates"] == pytest.approx(own.tolist(), abs=1e-4)
         assert layer["mean"] == pytest.approx(float(own.mean()))
         assert layer["deviation"] == pytest.approx(float(((own - own.mean()) ** 2).mean().sqrt()))
@@ -137,134 +124,59 @@ def test_gates_are_set_beside_rarity() -> None:
         assert layer["common"] == pytest.approx(float(own[others].mean()))
 
 
-# The recipe ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cases") / "out"
-    assert main(["reproduce", "fwpkm-case-studies", "--out", str(out), *TINY]) == 0
-    return out
-
-
-def test_the_folder_is_complete(tiny: Path) -> None:
-    found = json.loads((tiny / "fwpkm-case-studies.json").read_text())
-    needled, text = found["runs"]
-    assert (needled["name"][-11:], text["name"][-8:]) == (" on needles", " on text")
-    assert needled["extra"]["layers"].keys() == text["extra"]["layers"].keys() == {"layer 2", "layer 4"}
-    assert len(text["extra"]["tokens"]) == 50
-    for name in ("slots", "gates", "rarity"):
-        assert (tiny / f"fwpkm-case-studies-{name}.png").read_bytes().startswith(b"\x89PNG")
-    html = (tiny / "fwpkm-case-studies.html").read_text()
+def test_a_run_has_every_row_and_a_page() -> None:
+    made, results = tiny("fwpkm-case-studies")
+    layers = results.select(kind="layer")
+    named = list(zip(layers["task"], layers["layer"], strict=True))
+    assert named == [(task, layer) for task in ("needles", "text") for layer in ("layer 2", "layer 4")]
+    assert len(results.select(kind="gates")["tokens"].iloc[0]) == 50
+    html = (made.config.out / "fwpkm-case-studies-look.html").read_text()
     assert html.count("<details") == 2  # one for each pair of digits of the answer
     assert len(re.findall(r"mean gate \d\.\d\d", html)) == 2
     assert html.count("<span title=") == 2 * 30
-    markdown = (tiny / "fwpkm-case-studies.md").read_text()
-    assert markdown.count("| layer 2 |") >= 2
-    assert "One answer, slot by slot" in markdown
+
+
+def results_of(low: dict[str, float], high: dict[str, float]) -> Results:
+    """Two seeds; `low` and `high` change what the lower and the higher memory did."""
+    slots = {"hits": 0.7, "hits_of_four": 0.9, "weight": 0.8, "same_query": 0.6, "same_by_chance": 0.1, "never": 0.0,
+             "mixed": 0.9, "answered": 40}  # fmt: skip
+    gates = {"gates": [0.5, 0.25], "mean": 0.9, "deviation": 0.1, "correlation": 0.3, "rare": 0.8, "common": 0.4,
+             "rare_first": 0.7, "rare_again": math.nan}  # fmt: skip
+    writers = [{"query": 0, "target": 1, "weight": 1.0}]
+    case = {"right": True, "tokens": [0, 1, 0, 1], "answers": [[2, 1]], "readings": [
+        {"layer": "layer 2", "position": 2, "slots": [{"slot": 3, "weight": 1.0, "writers": writers}]}]}  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    for seed in (0, 1):
+        needled, text = {"task": "needles", "seed": seed}, {"task": "text", "seed": seed}
+        rows += [{**needled, "kind": "run", "exact": 0.5}, {**needled, "kind": "case", **case}]
+        rows += [{**text, "kind": "gates", "tokens": [0, 1], "bits": [1.0, math.nan]}]
+        for name, changes in (("layer 2", low), ("layer 4", high)):
+            rows += [{"kind": "layer", "layer": name, **base, **own, **changes} for base, own in
+                     ((needled, slots), (text, gates))]  # fmt: skip
+    return Results(pd.DataFrame(rows), {"words": ["K07", "4"]}, {})
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("low", "high", "verdicts"),
     [
-        ("--gate-chunk 1", "--gate-chunk is 1, expected at least 2"),
-        ("--questions 0", "--questions is 0, expected at least 1"),
-        ("--gate-tokens 90000000", "words of the text are held out"),
-        ("--layers 0", "num_hidden_layers"),
+        ({}, {"mean": 0.4, "deviation": 0.3}, ["holds"] * 5),
+        ({"hits": 0.2, "same_query": 0.1, "mixed": 0.0}, {"correlation": -0.2}, ["fails"] * 5),
+        ({}, {"mean": 0.88, "rare": 0.42}, ["holds"] * 3 + ["fails"] * 2),  # gates have to differ clearly
     ],
 )
-def test_mistakes(flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["reproduce", "fwpkm-case-studies", "--quick", "--out", str(tmp_path / "o"), *flags.split()])
-    assert code != 0
-    assert said in re.sub(r"\s+", " ", capsys.readouterr().err)
+def test_claims_follow_the_numbers(low: dict[str, float], high: dict[str, float], verdicts: list[str]) -> None:
+    results = results_of(low, high)
+    paper = FwPKMCaseStudies(FwPKMCaseStudies.configure("paper", device="cpu"))
+    assert [claim.verdict for claim in paper.claims(results)] == verdicts
+    small = FwPKMCaseStudies(FwPKMCaseStudies.configure("quick"))
+    assert [claim.verdict for claim in small.claims(results)] == [*verdicts[:3], *["not testable at this size"] * 2]
 
 
-# Verdicts --------------------------------------------------------------------------------------------------------
-
-
-def layer(kind: str, **changes: float | None) -> dict[str, Any]:
-    slots = {
-        "hits": 0.7, "hits_of_four": 0.9, "weight": 0.8, "same_query": 0.6, "same_by_chance": 0.1, "misses": 10,
-        "never": 0.0, "mixed": 0.8, "answered": 4,
-    }  # fmt: skip
-    gates = {
-        "gates": [0.5, 0.25], "mean": 0.9, "deviation": 0.1, "correlation": 0.3, "rare": 0.8, "common": 0.4,
-        "rare_first": 0.7, "rare_again": 0.9,
-    }  # fmt: skip
-    return {**(slots if kind == "slots" else gates), **changes}
-
-
-def run(low: dict[str, Any], high: dict[str, Any], exact: float = 0.5) -> tuple[LanguageRun, ...]:
-    case = {
-        "right": True,
-        "tokens": [0, 1, 0, 1],
-        "answers": [(2, 1)],
-        "readings": [
-            {"layer": "layer 2", "position": 2, "slots": [{"slot": 3, "weight": 1.0, "writers": [[0, 1, 1.0]]}]}
-        ],
-    }
-    pick = lambda kind: {"layer 2": layer(kind, **low.get(kind, {})), "layer 4": layer(kind, **high.get(kind, {}))}  # noqa: E731
-    slots = {"exact": exact, "layers": pick("slots"), "case": case}
-    gates = {"tokens": [0, 1], "bits": [1.0, math.nan], "layers": pick("gates")}
-    return tuple(
-        LanguageRun(
-            name="m", seed=0, parameters=1, steps=(1,), train=(1.0,), held_out=(1.0,), step_seconds=1.0,
-            step_cpu_seconds=1.0, peak_bytes=None, before_bytes=None, extra=extra,
-        )
-        for extra in (slots, gates)
-    )  # fmt: skip
-
-
-def seen(*runs: tuple[LanguageRun, ...]) -> shown.Seen:
-    needled, texts = zip(*runs, strict=True)
-    return shown.Seen(needled, texts, ["K07", "4"], reads=4, gate_chunk=8, drawn=2)
-
-
-def note(notes: tuple[str, ...], start: str) -> str:
-    (found,) = (text for text in notes if text.startswith(start))
-    return found
-
-
-def test_verdicts_follow_the_numbers() -> None:
-    good = run({}, {"gates": {"mean": 0.4, "deviation": 0.3}, "slots": {"hits": 0.6}})
-    told = shown.notes(seen(good, good))
-    assert ": holds. By the last write 70% in layer 2, 60% in layer 4" in note(told, 'The paper: "the majority')
-    assert ": holds. Written by the same token as the one that asks: 60% in layer 2" in note(
-        told, "The paper: incorrect"
-    )
-    assert "of the 40 slots that miss; of all tokens of the stream that were read 10% in layer 2" in note(
-        told, "The paper: incorrect"
-    )
-    assert ": holds. Of the right answers (8)" in note(told, "The paper: answers")
-    assert ": holds. Mean gate 0.90 in layer 2, 0.40 in layer 4" in note(told, "The paper: the lower")
-    assert "holds for rare words. Rank correlation of gate and rarity +0.30" in note(told, "The paper: in the higher")
-    assert "0.70 in layer 2, 0.70 in layer 4 at the first mention and 0.90" in note(told, "Only a second")
-
-
-def test_gates_have_to_differ_clearly() -> None:
-    near = run({"gates": {"mean": 0.52, "deviation": 0.1}}, {"gates": {"mean": 0.5, "deviation": 0.11, "rare": 0.42}})
-    told = shown.notes(seen(near))
-    assert "does not hold here. Mean gate" in note(told, "The paper: the lower")
-    assert "does not hold here for rare" in note(told, "The paper: in the higher")
-
-
-def test_failures_are_told() -> None:
-    bad = run(
-        {"slots": {"hits": 0.2, "same_query": 0.1, "mixed": 0.0}, "gates": {"rare_again": None}},
-        {"slots": {"hits": 0.3, "mixed": 0.0}, "gates": {"correlation": -0.2, "rare_again": None}},
-    )
-    told = shown.notes(seen(bad))
-    assert ": not here." in note(told, 'The paper: "the majority')
-    assert "does not hold here" in note(told, "The paper: incorrect")
-    assert "does not hold here" in note(told, "The paper: answers")
-    assert "does not hold here" in note(told, "The paper: the lower")
-    assert "does not hold here" in note(told, "The paper: in the higher")
-    assert not any(text.startswith("Only a second") for text in told)
-
-
-def test_the_case_is_told_in_words() -> None:
-    given = seen(run({}, {}))
-    assert shown.question(given) == "The answer 4, given rightly as 4, after 4 readings"
-    table = shown.tables(given)["One answer, slot by slot"]
-    (row,) = table.rows
+def test_tables_and_the_case_are_told_in_words() -> None:
+    made, results = FwPKMCaseStudies(FwPKMCaseStudies.configure("small")), results_of({}, {})
+    assert made.case(results)[1] == "The answer 4, given correctly as 4, after 4 readings"
+    slots, gates, case = made.tables(results).values()
+    assert slots.rows[0] == ("layer 2", "70%", "90%", "80%", "60%", "10%", "0%", "90%")
+    assert gates.rows[1] == ("layer 4", "0.90", "0.10", "0.30", "0.80", "0.40", "0.70", "–")
+    (row,) = case.rows
     assert (row[0], row[1], row[2], row[-1]) == ("␣K07", "layer 2", "3", "[HIT]")

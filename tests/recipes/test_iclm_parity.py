@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_runs import make, tiny
 
 from regard.checks import ArgumentError
-from regard.cli import main
 from regard_recipes.iclm import iclm_parity as recipe
 from regard_recipes.lib.language_text import read_text
 from regard_recipes.lib.recipe import check_shared
-from regard_recipes.lib.results import Results, frame_of, load
-
-TINY = {
-    "steps": 3,
-    "trial_steps": 2,
-    "rates": (1e-3, 3e-3),
-    "measured": 300,
-    "looks": 2,
-    "shapes": ("2x16x2",),
-    "batch": 2,
-}
-FLAGS = "--size quick --steps 3 --trial-steps 2 --rates 1e-3 3e-3 --measured 300 --looks 2 --shapes 2x16x2 --batch 2"
+from regard_recipes.lib.results import Results, frame_of
 
 
 def made(size: str = "quick", **changes: object) -> recipe.Parity:
@@ -33,26 +22,17 @@ def made(size: str = "quick", **changes: object) -> recipe.Parity:
     return found
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("parity") / "out"
-    with pytest.MonkeyPatch.context() as patch:  # processes would take most of the time
-        patch.setattr(recipe, "run_each", lambda call, calls, workers, progress: [each() for _, each in calls])
-        assert main(["reproduce", "iclm-parity", "--out", str(out), "--workers", "0", *FLAGS.split()]) == 0
-    return out
-
-
 def transformer_parameters(vocabulary: int, layers: int, width: int, inner: int) -> int:
     """Attention without biases, a feed-forward layer and LayerNorms with; tied; a last LayerNorm."""
     feed_forward = 2 * width * inner + width + inner + 2 * width if inner else 0
     return vocabulary * width + layers * (4 * width**2 + 2 * width + feed_forward) + 2 * width
 
 
-def test_what_is_trained(tiny: Path) -> None:
-    _, results = load(recipe.Parity, tiny)
+def test_what_is_trained() -> None:
+    results = tiny("iclm-parity")[1]
     runs = results.select(kind="run")
-    assert len(runs) == len(runs.drop_duplicates(["model", "seed"])) == 14
-    counts = runs.set_index("model")["parameters"].groupby(level=0).first().to_dict()
+    assert len(runs) == 7
+    counts = runs.set_index("model")["parameters"].to_dict()
     shown = int(results.facts["text"]["tokenizer"].split(", ")[1].split()[0])
     assert counts["transformer"] == transformer_parameters(shown, 2, 16, 64)
     assert counts["transformer-no-mlp"] == transformer_parameters(shown, 2, 16, 0)
@@ -64,8 +44,8 @@ def test_what_is_trained(tiny: Path) -> None:
     assert runs["held_out"].between(2, 6).all()
 
 
-def test_one_rate_for_a_family(tiny: Path) -> None:
-    own, results = load(recipe.Parity, tiny)
+def test_one_rate_for_a_family() -> None:
+    own, results = tiny("iclm-parity")
     trials = results.facts["trials"]
     assert [(t["family"], t["model"], t["rate"]) for t in trials] == [
         (family, model, rate) for family, model in (("transformer", "transformer"), ("iclm", "iclm-wv"))
@@ -77,22 +57,23 @@ def test_one_rate_for_a_family(tiny: Path) -> None:
     titles = ["ICLM and Transformer", "Learning rates tried", "Parameters at the paper's sizes"]
     assert list(own.tables(results)) == titles
     assert "edge of the grid" in own.notes(results)[0]  # of two rates each is
-    for name in ("perplexity", "curves"):
-        assert (tiny / f"iclm-parity-{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_rates_are_tried_on_other_tokens_than_results_are_measured_on(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
-    monkeypatch.setattr(recipe, "run_each", lambda call, calls, *rest: given.extend(calls) or [1.0] * len(calls))
-    own = made(**TINY)
+    lost = SimpleNamespace(held_out=(1.0,))
+    monkeypatch.setattr(
+        recipe, "run_calls", lambda calls, workers: given.extend(calls.values()) or dict.fromkeys(calls, lost)
+    )
+    own = make("iclm-parity")
     own.prepare()
     text = read_text(None, "char", context=32, measured=300, choice=150, call="test")
     assert len(given) == 4
-    for _, call in given:
-        _, corpus, budget, seed, _ = call.args
+    for call in given:
+        _, corpus, budget, seed = call.args
         assert torch.equal(corpus.train_tokens, text.train_tokens)
         assert torch.equal(corpus.held_out_tokens, text.choice_tokens)
-        assert (budget.steps, seed) == (2, 2)
+        assert (budget.steps, seed) == (2, 1)
     assert torch.equal(own.corpus.held_out_tokens, text.held_out_tokens)
 
 
@@ -183,38 +164,6 @@ def test_a_full_model_without_an_equal_is_left_out() -> None:
              "peak_bytes": 1, "before_bytes": 0}]  # fmt: skip
     said = own.notes(Results(frame_of(rows), {"trials": []}, {}))
     assert said == ["iclm-full-matched is left out at 4x64x16: even without f's feed-forward layers it is larger."]
-
-
-def test_the_size_of_the_paper() -> None:
-    own = made("paper", device="cpu")
-    assert own.config.shapes == ("8x512x8", "12x512x8", "24x1024x16")
-    assert len(own.cells()) == 3 * 5 - 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": 0}, "--steps is 0, expected at least 1"),
-        ({"trial_steps": 0}, "--trial-steps is 0, expected at least 1"),
-        ({"shapes": ("4x128",)}, "--shapes 4x128: expected layers x width x heads"),
-        ({"shapes": ("3x16x2",)}, "--shapes 3x16x2: ICLMConfig: num_hidden_layers is 3, expected an even number"),
-        ({"shapes": ()}, "--shapes names nothing"),
-        ({"rates": (1e-3, 1e-3)}, "--rates names 0.001 twice"),
-        ({"rates": (-1.0,)}, "learning-rate is -1.0"),
-        ({"models": ("transformer", "iclm-w")}, "--models names 'iclm-w'. Did you mean 'iclm-wv'"),
-        ({"models": ("iclm-wv",)}, "--models lacks transformer"),
-        ({"models": ("transformer", "iclm-wv-no-mlp")}, "--models lacks transformer-no-mlp"),
-        ({"tokenizer": "chars"}, "Did you mean 'char'"),
-        ({"dtype": "float16"}, "--dtype is 'float16'"),
-        ({"seeds": 0}, "--seeds is 0"),
-        ({"workers": -1}, "--workers is -1"),
-    ],
-)
-def test_mistakes_are_found_first(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ArgumentError) as caught:
-        made(**{**TINY, **changes})
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_text_of_a_tokenizer_of_bytes(tmp_path):

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import tiny
 
-from regard.checks import ArgumentError
-from regard.cli import main
 from regard.models import HybridForCausalLM
 from regard_recipes.kernels import kernel_selection as recipe
 from regard_recipes.kernels.kernel_selection import APART, EARLIER, KERNELS, MEAN, NORMALISED, PLAIN, SHARED
 from regard_recipes.lib.recipe import check_shared
-from regard_recipes.lib.results import Results, frame_of, load
+from regard_recipes.lib.results import Results, frame_of
 
-SMALL = (
-    "--size quick --kernels exponential linear rbf clipped-geometric --earlier rbf --seeds 2 --layers 1 --width 16 "
-    "--heads 2 --context 16 --batch 2 --steps 4 --measured 300 --looks 2"
-)
-TINY = SMALL.split()
 FORMULAS = {
     "exponential": lambda q, k: math.exp(q @ k / 2),
     "linear": lambda q, k: q @ k / 2,
@@ -103,16 +95,8 @@ def test_the_size_of_the_paper_is_nanogpts() -> None:
     assert (own.context, own.batch, own.steps, own.learning_rate) == (256, 64, 5000, 1e-3)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("kernels") / "out"
-    assert main(["reproduce", "kernel-selection", "--out", str(out), *TINY]) == 0
-    return out
-
-
-def test_every_cell_and_seed_is_there(tiny: Path) -> None:
-    _, results = load(recipe.KernelSelection, tiny)
-    assert results.record["config"]["steps"] == 4
+def test_every_cell_and_seed_is_there() -> None:
+    _, results = tiny("kernel-selection")
     runs = results.select(kind="run")
     assert len(runs) == len(runs.drop_duplicates(["kernel", "weights", "query_key", "seed"])) == 2 * (1 + 8 + 4 + 1)
     apart, shared = (
@@ -124,15 +108,13 @@ def test_every_cell_and_seed_is_there(tiny: Path) -> None:
     looks = results.select(kind="look", seed=1, **cell("rbf"))
     assert looks["step"].tolist() == [2, 4]
     assert looks["held_out"].iloc[-1] == apart["held_out"]
-    for name in ("kernel-selection-curves.png", "kernel-selection-final.png"):
-        assert (tiny / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_bigram_baseline_is_a_bigram_model(tiny: Path) -> None:
+def test_the_bigram_baseline_is_a_bigram_model() -> None:
     """Between what the best table of pairs could have, fitted to the very text, and an even guess."""
     from regard_recipes.demo import demo_text
 
-    found = json.loads((tiny / "kernel-selection.json").read_text())["facts"]["bigram"]
+    found = tiny("kernel-selection")[1].facts["bigram"]
     material = demo_text.prepare(None, context=17, excerpt=16, call="test")
     held_out = material.held_out_tokens[:300].tolist()
     pairs, first = Counter(itertools.pairwise(held_out)), Counter(held_out[:-1])
@@ -197,24 +179,3 @@ def test_a_loss_that_climbs_does_not_fall_steadily() -> None:
     assert not falls([4.0, 3.0, 3.06, 2.9])
     assert not falls([4.0, 3.0], [3.0, 3.01])
     assert not falls([4.0, math.nan])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"kernels": ("exponential", "geometrik")},
-            "names no kernel of Table 1: 'geometrik'. Did you mean 'geometric'",
-        ),
-        ({"kernels": ("exponential", "rbf", "rbf")}, "names 'rbf' twice"),
-        ({"kernels": ("rbf",)}, "lacks exponential"),
-        ({"earlier": ("softmax",)}, "--earlier names no kernel"),
-        ({"steps": 0}, "--steps is 0, expected at least 1"),
-        ({"heads": 3}, "64"),
-        ({"device": "abacus"}, "unknown device 'abacus'"),
-        ({"seeds": 0}, "--seeds is 0"),
-    ],
-)
-def test_mistakes_are_found_first(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        made(**changes)

@@ -4,36 +4,23 @@ small run leaves behind."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tiny_runs import tiny
 
-from regard.cli import main
 from regard.grammar import SolveStatus
-from regard_recipes.lib.results import load, select
+from regard_recipes.lib.results import select
 from regard_recipes.local_linear import lla_numerics as numerics
 from regard_recipes.local_linear import lla_numerics_schemes as schemes
 
-SMALL = (
-    "--workers 0 --length 96 --dim 8 --draws 2 --families normal anisotropic --steps 1 4 16 --tols 0.01 0.0001 "
-    "--ridges 1 0.1"
-)
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("numerics") / "out"
-    assert main(["reproduce", "lla-numerics", "--out", str(out), *SMALL.split()]) == 0
-    return out
-
-
-@pytest.fixture(scope="module")
-def found(folder: Path) -> pd.DataFrame:
-    return load(numerics.Numerics, folder)[1].frame
+@pytest.fixture
+def found() -> pd.DataFrame:
+    return tiny("lla-numerics")[1].frame
 
 
 def equation_8(q: np.ndarray, k: np.ndarray, v: np.ndarray, ridge: float) -> np.ndarray:
@@ -177,33 +164,12 @@ def test_errors_leave_out_what_is_not_finite() -> None:
     assert numerics.errors(torch.full((1, 2, 2), torch.inf), truth)["relative"] is None
 
 
-def test_tables_claims_and_figures(folder: Path, found: pd.DataFrame) -> None:
-    page = (folder / "lla-numerics.md").read_text()
-    for name in ("steps", "iterations"):
-        assert (folder / f"lla-numerics-{name}.png").read_bytes().startswith(b"\x89PNG")
-    made, results = load(numerics.Numerics, folder)
+def test_claims_and_tables_follow_the_numbers(found: pd.DataFrame) -> None:
+    made, results = tiny("lla-numerics")
     claims = {claim.wording: claim for claim in made.claims(results)}
     (own,) = (c for w, c in claims.items() if w.startswith("bfloat16 inputs"))
     assert (own.where, own.verdict) == ("ridge 0.1", "holds")
     assert claims["A tolerance bounds the relative error of the output"].verdict == "holds"
     said = f"{budgets(found, 'normal', 'float32', 1.0)['relative']['steps 4']:.1e}".replace("e-0", "e-")
-    (row, *_) = (line for line in page.splitlines() if line.startswith("| normal | 1 | float32"))
-    assert row.split("|")[5].strip() == said
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--dim", "0"), "--dim is 0, expected 1 to 128"),
-        (("--steps", "0"), "--steps has 0"),
-        (("--families", "odd"), "expected some of normal, normalised, anisotropic, recall"),
-        (("--ridges", "0.1", "0.1"), "--ridges names one twice"),
-    ],
-)
-def test_mistakes(
-    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", "lla-numerics", *words]) == 2
-    assert said in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())
+    assert made.tables(results)["Relative error of the output"].rows[0][:3] == ("normal", "1", "float32")
+    assert made.tables(results)["Relative error of the output"].rows[0][4] == said

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tiny_runs import tiny
 
-from regard.cli import main
-from regard_recipes.lib.results import load, select
+from regard_recipes.lib.results import select
 from regard_recipes.local_linear import lla_variants as variants
 from regard_recipes.local_linear.lla_variants_cost import COSTS, Sizes
 
-SMALL = (
-    "--dim 8 --length 128 --segment 32 --sequences 3 --windows 16 32 --steps 0 1 4 --tols 0.1 0.001 --repeats 2 "
-    "--ridges 0.1 1 --workers 0"
-)
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("variants") / "out"
-    assert main(["reproduce", "lla-variants", "--out", str(out), *SMALL.split()]) == 0
-    return out
-
-
-@pytest.fixture(scope="module")
-def found(folder: Path) -> pd.DataFrame:
-    return load(variants.Variants, folder)[1].frame
+@pytest.fixture
+def found() -> pd.DataFrame:
+    return tiny("lla-variants")[1].frame
 
 
 def weighted(k: np.ndarray, i: int, seen: slice) -> tuple[np.ndarray, np.ndarray]:
@@ -106,13 +93,9 @@ def test_stored_errors_are_those_of_the_formulas(found: pd.DataFrame, protocol: 
     _, pairs = sequences()
     strict = protocol == "strictly-past"
     for name, ridge, count, window in (
-        ("auto", 0.1, 1, None),
-        ("cholesky", 1.0, 1, None),
-        ("blocks 8", 1.0, 8, None),
-        ("blocks 2", 0.1, 2, None),
-        ("window 16", 0.1, 1, 16),
-        ("blocks 4, window 32", 1.0, 4, 32),
-    ):
+        ("auto", 0.1, 1, None), ("cholesky", 1.0, 1, None), ("blocks 8", 1.0, 8, None), ("blocks 2", 0.1, 2, None),
+        ("window 16", 0.1, 1, 16), ("blocks 4, window 32", 1.0, 4, 32),
+    ):  # fmt: skip
         expected = error([covariances(k, v, ridge, count, window, strict) for k, v in pairs], pairs)
         assert record(found, name, ridge, protocol).error == pytest.approx(expected, rel=5e-3), name
     for their in select(found, group=variants.SIGMA, protocol=protocol, blocks=[1, 8]).itertuples():
@@ -188,34 +171,12 @@ def test_every_row_has_its_cost_and_times(found: pd.DataFrame) -> None:
     assert record(found, "tol 0.1", 1).flops == pytest.approx((4 * steps + 8) * 64.5 * 8, rel=1e-3)
 
 
-def test_tables_claims_and_figures(folder: Path, found: pd.DataFrame) -> None:
-    page = (folder / "lla-variants.md").read_text()
-    for name in ("time", "blocks"):
-        assert (folder / f"lla-variants-{name}.png").read_bytes().startswith(b"\x89PNG")
+def test_claims_and_tables_follow_the_numbers(found: pd.DataFrame) -> None:
+    made, results = tiny("lla-variants")
     own = record(found, "blocks 2", 0.1)
-    (row, *_) = (line for line in page.splitlines() if line.startswith("| blocks 2 | 0.1 |"))
-    assert row.split("|")[3].strip() == f"{own.error:.3g} ± {own.half:.1g}"
-    for words in ("O(Td²) + O(nd)", "4Tnd + 8nd"):
-        assert words in page
-    made, results = load(variants.Variants, folder)
+    errors, costs, _ = made.tables(results).values()
+    (row,) = (row for row in errors.rows if row[:2] == ("blocks 2", "0.1"))
+    assert row[2] == f"{own.error:.3g} ± {own.half:.1g}"
+    assert ("O(Td²) + O(nd)", "6Tnd + 10nd") in [row[1:3] for row in costs.rows]
     verdicts = {claim.wording: claim.verdict for claim in made.claims(results)}
     assert verdicts["The denominator delta of BD-LLA is positive"] == "fails"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--dim", "12"), "--dim is 12, expected a power of two"),
-        (("--segment", "100"), "expected a power of two, at most 2^dim"),
-        (("--windows", "0"), "--windows has 0"),
-        (("--tols", "0.001", "0.1"), "give the smallest last"),
-        (("--ridges", "1", "1"), "each once"),
-    ],
-)
-def test_mistakes(
-    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", "lla-variants", *words]) == 2
-    assert said in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())

@@ -157,19 +157,11 @@ def judged(seeds: int = 3, **ends: float) -> tuple[dict[str, tuple[str, str]], d
             loss = end + 0.1 * seed + 1e-3 * (seed == 1) * (name != "softmax")
             seconds = 0.03 if name == "biweight" else 0.02
             common = {**each, "seed": seed}
-            rows.append(
-                {
-                    **common,
-                    "kind": "run",
-                    "parameters": 5,
-                    "train": loss,
-                    "held_out": loss,
-                    "step_cpu_seconds": seconds,
-                    "support": None if each["form"] in FORMS else 7.0,
-                    "empty": 0.25 if each["weighting"] == "normrelu" else 0.0,
-                    "empty_at_start": 0.01,
-                }
-            )
+            empty = {"empty": 0.25 if each["weighting"] == "normrelu" else 0.0, "empty_at_start": 0.01}
+            rows.append({
+                **common, "kind": "run", "parameters": 5, "train": loss, "held_out": loss, "step_cpu_seconds": seconds,
+                "support": None if each["form"] in FORMS else 7.0, **empty,
+            })  # fmt: skip
             rows.append({**common, "kind": "look", "step": 1, "train": loss, "held_out": loss})
             rows += [{**common, "kind": "head", "block": 0, "head": i, "h": 1.2 + 0.2 * i} for i in (0, 1)]
     results = Results(frame_of(rows), {}, {})
@@ -231,14 +223,11 @@ def test_the_text_is_split_and_encoded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"weightings": ("softmax", "biwait")},
-            "--weightings names 'biwait', which is unknown. Did you mean 'biweight'",
-        ),
+        ({"weightings": ("softmax", "biwait")}, "--weightings names 'biwait'.* Did you mean 'biweight'"),
         ({"weightings": ("biweight",)}, "lacks softmax"),
         ({"released": ("fast", "fast")}, "--released names 'fast' twice"),
-        ({"depths": (1, 1)}, "--depths is \\(1, 1\\), expected"),
-        ({"ks": (0,)}, "--ks is \\(0,\\), expected"),
+        ({"depths": (1, 1)}, "--depths names 1 twice"),
+        ({"ks": (0,)}, "--ks is 0, expected at least 1"),
         ({"learning_rates": (1e-3, 1e-3, 1e-3)}, "--learning-rates has 3 numbers for 2 depths"),
         ({"deep_seeds": 0}, "--deep-seeds is 0"),
         ({"k_seeds": 4}, "--k-seeds is 4, expected 1 to --seeds, 3"),

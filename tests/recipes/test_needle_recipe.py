@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from scipy.stats import binomtest
 
-from regard.checks import ArgumentError
-from regard.cli import main
 from regard.models import HybridConfig, HybridForCausalLM
 from regard_recipes.fwpkm.memory_layouts import Row
-from regard_recipes.lib.language_runs import LanguageRun
+from regard_recipes.lib.results import Results, frame_of
 from regard_recipes.long_text import needle as recipe
-from regard_recipes.long_text import needle_output as shown
+from regard_recipes.long_text.needle_reading import PROTOCOLS
 from regard_recipes.long_text.needle_text import NeedleWorld, answers, learn_answers, needle_world
 
 TEXT = "a river of many words , that runs on ( and on ) and never ends ; "
@@ -31,10 +27,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def world(data: Path, **changes: int) -> NeedleWorld:
     return needle_world(data, **{"common": 9, "needles": 3, "digits": 2, **changes}, call="test")
-
-
-def defaults(**changes: object) -> recipe.NeedleConfig:
-    return recipe.check(recipe.NeedleConfig(**changes))
 
 
 def test_words_are_tokens(data: Path) -> None:
@@ -99,152 +91,56 @@ def test_training_counts_answers_alone(data: Path) -> None:
     assert loss.item() == pytest.approx(sum(expected) / len(expected), rel=1e-5)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
-    out = tmp_path_factory.mktemp("needle") / "out"
-    small = [
-        "--layouts",
-        "GDN",
-        "--steps",
-        "2",
-        "--width",
-        "16",
-        "--samples",
-        "4",
-        "--lengths",
-        "40",
-        "70",
-        "--also",
-        "FwMLP",
-        "--chunk",
-        "8",
-    ]
-    assert main(["reproduce", "needle", "--quick", "--out", str(out), "--data", str(data), *small]) == 0
-    return out
+NAMES = [Row("GDN"), Row("GDN", "FwPKM"), Row("FA"), Row("FA", "FwPKM"), Row("FA-pSWA", "FwPKM")]
 
 
-def test_every_length_protocol_and_read_is_asked(tiny: Path) -> None:
-    found = json.loads((tiny / "needle.json").read_text())
-    runs = {run["name"]: run["extra"] for run in found["runs"]}
-    assert set(runs) == {"GDN", "GDN | FwPKM", "GDN | FwMLP", "LaCT"}
-    assert set(runs["GDN"]["new"]) == {"40", "70"}
-    assert {name: len(each) for name, each in runs["GDN"]["new"]["40"].items()} == {"whole": 1}
-    assert "kept" not in runs["GDN"]
-    own = runs["GDN | FwPKM"]
-    assert {name: len(each) for name, each in own["new"]["70"].items()} == {"whole": 2, "chunked": 2, "flushed": 2}
-    assert set(own["kept"]["40"]) == {"whole", "flushed"}
-    assert own["new"]["40"]["whole"][0]["exact"][1] == 4
-    assert own["new"]["40"]["whole"][0]["digits"][1] == 4
-    assert len(runs["LaCT"]["new"]["40"]["flushed"]) == 2
-    for name in ("whole", "chunked", "flushed", "lengths"):
-        assert (tiny / f"needle-{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert "One training of each" in (tiny / "needle.md").read_text()
+def claims(hits: dict[str, int], lengths: tuple[int, ...] = (64, 4096), trials: int = 50) -> dict[str, str]:
+    """Verdicts; `hits` gives how many of 50 a model answers in each way: "GDN whole 1" at both lengths."""
+    rows = []
+    for row in NAMES:
+        for length in lengths:
+            for protocol in PROTOCOLS if row.remembers else PROTOCOLS[:1]:
+                for read in (1, 2) if row.remembers else (1,):
+                    key = f"{row.layout} {protocol} {read}"
+                    found = hits.get(f"{key} {length}", hits.get(key, 0)) if row.remembers else 0
+                    common = {"layout": row.layout, "memory": row.memory, "seed": 0, "kind": "answers", "read": read,
+                              "length": length, "protocol": protocol, "trials": trials}  # fmt: skip
+                    rows += [{**common, "state": "new", "exact": found}]
+                    rows += [{**common, "state": "kept", "exact": hits.get(f"{key} kept", found)}] * row.remembers
+    own = recipe.Needle.configure(
+        layouts=("GDN", "FA", "FA-pSWA"), also=(), lact=False, lengths=lengths, reads=2, samples=50
+    )
+    return {c.wording: c.verdict for c in recipe.Needle(own).claims(Results(frame_of(rows), {}, {}))}
 
 
-def run(row: Row, hits: dict, lengths: tuple[int, ...], trials: int = 50) -> LanguageRun:
-    """`hits` maps protocol to hits by length and read; the same for a memory that is kept, less ten."""
-    protocols = ("whole", "chunked", "flushed") if row.remembers else ("whole",)
-    share = lambda n: {"exact": [n, trials], "digits": [n, trials], "candidate": [n, trials]}  # noqa: E731
-    new = {str(length): {p: [share(n) for n in hits[p][i]] for p in protocols} for i, length in enumerate(lengths)}
-    kept = {str(lengths[0]): {p: [share(max(0, n - 10)) for n in hits[p][0]] for p in ("whole", "flushed")}} \
-        if row.remembers else None  # fmt: skip
-    return LanguageRun(
-        name=row.name, seed=0, parameters=7, steps=(1, 2), train=(3.0, 2.0), held_out=(3.0, 2.0),
-        step_seconds=0.1, step_cpu_seconds=0.1, peak_bytes=None, before_bytes=None,
-        extra={"new": new, **({"kept": kept} if kept else {})},
-    )  # fmt: skip
-
-
-def seen(
-    fast: dict, none: list[list[int]], layouts: tuple[str, ...] = ("GDN",), pswa: dict | None = None
-) -> shown.Seen:
-    lengths = (100, 400)
-    groups = {}
-    for layout in layouts:
-        groups[Row(layout)] = [run(Row(layout), {"whole": none}, lengths)]
-        own = pswa if pswa and layout == "FA-pSWA" else fast
-        groups[Row(layout, "FwPKM")] = [run(Row(layout, "FwPKM"), own, lengths)]
-    return shown.Seen(groups, 100)
-
-
-GOOD = {
-    "whole": [[0, 40, 45], [0, 10, 40]],
-    "chunked": [[40, 45, 45], [30, 40, 40]],
-    "flushed": [[40, 45, 45], [10, 40, 40]],
-}
-
-
-def note(notes: tuple[str, ...], part: str) -> str:
-    (found,) = (text for text in notes if part in text)
-    return found
-
-
-def test_verdicts_follow_the_numbers() -> None:
-    told = shown.notes(seen(GOOD, [[5], [1]]))
-    low, high = binomtest(40, 50).proportion_ci(method="wilson")
-    assert f"holds: GDN | FwPKM 80% ({low:.0%} to {high:.0%}) and 0%" in note(told, "better than after it")
-    assert "holds: GDN | FwPKM 0% to 80% (higher)" in note(told, "A second read boosts")
-    assert "holds: GDN | FwPKM 80%" in note(told, "generalise to longer")
-    assert "holds: GDN | FwPKM 2, 3." in note(told, "Longer texts need more reads")
-    assert "GDN | FwPKM 60%" in note(told, "kept from sample to sample")
-    assert "One training of each" in note(told, "not that it cannot")
-    table = shown.needed_table(seen(GOOD, [[5], [1]])).markdown()
-    assert "| GDN \\| FwPKM, whole | 2 | 3 |" in table
-    assert "| GDN \\| FwPKM, flushed | 1 | 2 |" in table
-
-
-def test_verdicts_can_fail() -> None:
-    bad = {
-        "whole": [[40, 40, 40], [40, 40, 40]],
-        "chunked": [[0, 0, 0], [0, 0, 0]],
-        "flushed": [[1, 1, 1], [1, 1, 1]],
-    }
-    told = shown.notes(seen(bad, [[45], [45]]))
-    assert "does not hold here: GDN | FwPKM 2%" in note(told, "better than after it")
-    assert "not seen here" in note(told, "A second read boosts")
-    assert "does not hold here" in note(told, "generalise to longer")
-    assert "not seen here: GDN | FwPKM 1, 1." in note(told, "Longer texts need more reads")
-    chance = {name: [[0, 1, 1], [0, 0, 0]] for name in GOOD}
-    told = shown.notes(seen(chance, [[0], [0]]))
-    assert "not decided (no model answers 70% at the shortest length)" in note(told, "Longer texts")
-    assert "not seen here" in note(told, "better than after it")
-    fewer = {name: [[0, 40, 45], [40, 40, 40]] for name in GOOD}
-    assert "does not hold here: GDN | FwPKM 2, 1." in note(shown.notes(seen(fewer, [[0], [0]])), "Longer texts")
-
-
-def test_windows_in_training_are_compared() -> None:
-    told = shown.notes(seen({name: [[0, 0, 0], [0, 0, 0]] for name in GOOD}, [[0], [0]], ("FA", "FA-pSWA"), GOOD))
-    assert "FA-pSWA 80%" in note(told, "FwPKM with windows in training and without")
-    assert "(higher)" in note(told, "FwPKM with windows in training and without")
-    figures = shown.figures(seen(GOOD, [[5], [1]]))
-    assert len(figures) == 4
-    assert len(shown.tables(seen(GOOD, [[5], [1]]))) == 6
-
-
-def test_the_size_of_the_paper() -> None:
-    paper = defaults(size="paper", device="cpu")
-    assert paper.lengths == (4096, 8192, 32_768, 131_072)
-    assert (paper.samples, paper.reads, paper.needles, paper.digits) == (500, 4, 5, 6)
+FIRST, SECOND, LONGER, MORE, WINDOWS, KEPT = (
+    "One read is enough if it is written before the question", "A second read boosts retrieval",
+    "Memories generalise to longer texts", "Longer texts need more reads",
+    "Windows in training make attention's models use the memory",
+    "A memory kept from sample to sample costs less than a quarter of the answers",
+)  # fmt: skip
+LEARNED = {"GDN whole 2": 48, "GDN flushed 1": 48, "GDN flushed 2": 50}
+NEVER = "not testable at this size"
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("hits", "expected"),
     [
-        ({"layouts": ("GDN", "GDN")}, "--layouts names 'GDN' twice"),
-        ({"also": ("FwLMP",)}, "--also names 'FwLMP', which is unknown"),
-        ({"reads": 0}, "--reads is 0"),
-        ({"lengths": ()}, "--lengths is \\(\\)"),
-        ({"context": 100}, "less than two chunks of 64"),
-        ({"kept": -1}, "--kept is -1"),
-        ({"samples": 2, "kept": 3}, "--kept is 3, expected at most the 2 --samples"),
-        ({"samples": 0}, "--samples is 0"),
+        (LEARNED, {FIRST: "holds", SECOND: "holds", LONGER: "holds", MORE: "fails", KEPT: "holds", WINDOWS: NEVER}),
+        ({}, dict.fromkeys((FIRST, SECOND, LONGER, KEPT, WINDOWS), NEVER)),
+        ({**LEARNED, "GDN whole 1": 48}, {FIRST: "undecided", SECOND: "undecided"}),
+        ({**LEARNED, "GDN whole 1": 50, "GDN whole 2": 20, "GDN flushed 1": 20}, {FIRST: "fails", SECOND: "fails"}),
+        ({**LEARNED, "GDN flushed 2 4096": 0, "GDN whole 2 4096": 3}, {LONGER: "undecided", MORE: "holds"}),
+        ({**LEARNED, "GDN flushed 1 kept": 10}, {KEPT: "fails"}),
+        ({"FA-pSWA flushed 2": 48}, {WINDOWS: "holds"}),
+        ({"FA-pSWA flushed 2": 48, "FA flushed 2": 48}, {WINDOWS: "undecided"}),
     ],
 )
-def test_mistakes_are_found_first(changes: dict, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        defaults(**changes)
+def test_verdicts_follow_the_numbers(hits: dict, expected: dict) -> None:
+    found = claims(hits)
+    assert {claim: found[claim] for claim in expected} == expected
 
 
-def test_numbers_are_pairs_of_digits(data: Path) -> None:
-    with pytest.raises(ArgumentError, match="--digits is 3, expected an even number"):
-        world(data, digits=3)
+def test_short_haystacks_decide_nothing_about_long_ones() -> None:
+    assert claims(LEARNED, (64, 2048))[MORE] == NEVER
+    assert claims(LEARNED, (64, 128))[LONGER] == NEVER  # within a window of training

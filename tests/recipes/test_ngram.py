@@ -104,8 +104,5 @@ def test_a_context_counts_no_more_than_the_order_allows() -> None:
 def test_what_cannot_be_counted(tokens: tuple[int, ...], vocabulary: int, order: int) -> None:
     with pytest.raises(ArgumentError, match="NGram"):
         NGram(tokens, vocabulary, order)
-
-
-def test_a_text_of_one_token_has_no_loss() -> None:
     with pytest.raises(ArgumentError, match="at least 2"):
         NGram(TINY, 4, 2).loss([0])

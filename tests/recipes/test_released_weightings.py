@@ -38,12 +38,10 @@ def test_weights_are_the_formulas(rule: str, form: str, beta2: float) -> None:
     cosines = torch.rand(2, 3, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 - 1
     cosines[0, 0, 4] = -cosines[0, 0, 4].abs()  # a row without a positive cosine
     found, empty = Released(rule, form).weigh(cosines, torch.full((3,), beta2, dtype=torch.float64))
-    for b in range(2):
-        for h in range(3):
-            for token in range(9):
-                wanted, none = row(rule, form, cosines[b, h, token].numpy(), token, beta2)
-                assert np.abs(found[b, h, token].numpy() - wanted).max() < 1e-12
-                assert bool(empty[b, h, token]) == none
+    for at in np.ndindex(2, 3, 9):
+        wanted, none = row(rule, form, cosines[at].numpy(), at[2], beta2)
+        assert np.abs(found[at].numpy() - wanted).max() < 1e-12
+        assert bool(empty[at]) == none
 
 
 def test_the_fast_form_hides_a_pair_and_the_regular_one_can_see_the_future() -> None:
@@ -60,11 +58,8 @@ def test_the_fast_form_hides_a_pair_and_the_regular_one_can_see_the_future() -> 
 
 def mosaic(spec: str = "softmax", **options: object) -> MemoryMosaicForCausalLM:
     torch.manual_seed(0)
-    return MemoryMosaicForCausalLM(
-        MemoryMosaicConfig(
-            vocab_size=11, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, mixers=spec, **options
-        )
-    )
+    size = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return MemoryMosaicForCausalLM(MemoryMosaicConfig(**size, mixers=spec, **options))
 
 
 def test_the_mended_relumax_is_the_defined_one_at_its_first_margin() -> None:
@@ -111,11 +106,9 @@ def test_mistakes() -> None:
         Released("sparsemax", "fast")
     with pytest.raises(ArgumentError, match="form is 'new', expected one of fast, mended, regular"):
         Released("relumax", "new")
+    other = HybridConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
     with pytest.raises(ArgumentError, match="no contextual memory"):
-        use_released(
-            HybridForCausalLM(HybridConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)),
-            Released("relumax", "fast"),
-        )
+        use_released(HybridForCausalLM(other), Released("relumax", "fast"))
     with pytest.raises(ArgumentError, match="has no learned sharpness"):
         use_released(mosaic("epanechnikov*fixed(h=1.4)*euclidean"), Released("normrelu", "fast"))
     model = mosaic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM
-from regard_recipes.long_text.needle_reading import PROTOCOLS, grouped, read_and_answer
-from regard_recipes.long_text.streaming import Carry, GateCount, streamed
+from regard_recipes.long_text.needle_reading import PROTOCOLS, read_and_answer
+from regard_recipes.long_text.streaming import Carry, streamed
 
 V, C, CHUNK = 23, 16, 4
 MEMORY = {"sub_keys": 4, "key_dim": 8, "value_dim": 8, "top_k": 2, "chunk_size": CHUNK}
@@ -73,7 +72,6 @@ def test_every_token_but_the_first_is_predicted_once(segment: int, rows: int) ->
         assert each == pytest.approx(-logp[d[:-1], d[1:]].sum(), rel=1e-5)
         assert tokens == len(d) - 1
     assert found.loss == pytest.approx(sum(found.nats) / sum(found.tokens))
-    assert found.perplexity == pytest.approx(math.exp(found.loss))
     assert len(found.by_segment) == -(-(max(map(len, documents)) - 1) // segment)
     first = np.concatenate([-logp[d[:-1], d[1:]][:segment] for d in (document.numpy() for document in documents)])
     assert found.by_segment[0] == pytest.approx(first.mean(), rel=1e-5)
@@ -172,14 +170,6 @@ def test_gates_and_slots_are_counted() -> None:
     assert not streamed(hybrid("GDN"), documents, 5, statistics=True).gates
 
 
-def test_gates_that_are_not_finite_are_in_no_bin() -> None:
-    count = GateCount()
-    count.add(torch.tensor([[0.05, 1.0], [math.nan, 0.1]]))
-    assert count.counts.tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0, 1]
-    assert count.tokens == 4
-    assert math.isnan(count.mean)
-
-
 @pytest.mark.parametrize(
     ("documents", "options", "message"),
     [
@@ -222,7 +212,7 @@ def test_one_read_is_reading_on(layout: str, memories: str | None) -> None:
     """With the training's chunk the answer is what plain greedy decoding says."""
     model = hybrid(layout, memories)
     haystacks, questions = asked()
-    found = read_and_answer(model, haystacks, questions, 4, protocol="chunked", reads=1, piece=8).after(1)
+    found = read_and_answer(model, haystacks, questions, 4, protocol="chunked", reads=1, piece=8).tokens[0]
     for row in range(2):
         assert found[row].tolist() == greedy(model, torch.cat([haystacks[row], questions[row]]), 4)
 
@@ -234,7 +224,7 @@ def test_the_papers_protocol_answers_before_it_writes() -> None:
     found = read_and_answer(model, haystacks, questions, 3, protocol="whole", reads=2)
     blank = hybrid("FA", "FwPKM@1", chunk_size=1000)
     for row in range(2):
-        assert found.after(1)[row, 0] == greedy(blank, torch.cat([haystacks[row], questions[row]]), 1)[0]
+        assert found.tokens[0][row, 0] == greedy(blank, torch.cat([haystacks[row], questions[row]]), 1)[0]
 
 
 def test_flushed_is_written_before_the_question() -> None:
@@ -242,7 +232,7 @@ def test_flushed_is_written_before_the_question() -> None:
     model = hybrid("GDN", "FwPKM@1", border=False)
     same = hybrid("GDN", "FwPKM@1", border=False, chunk_size=21)
     haystacks, questions = asked()
-    found = read_and_answer(model, haystacks, questions, 3, protocol="flushed", reads=1).after(1)
+    found = read_and_answer(model, haystacks, questions, 3, protocol="flushed", reads=1).tokens[0]
     for row in range(2):
         assert found[row].tolist() == greedy(same, torch.cat([haystacks[row], questions[row]]), 3)
 
@@ -293,16 +283,11 @@ def test_without_a_reset_the_order_matters() -> None:
     model = hybrid("FA", "FwPKM@1")
     many = [asked(seed) for seed in range(10, 18)]
     haystacks, questions = (torch.stack(each) for each in zip(*many, strict=True))
-    new = read_and_answer(model, haystacks, questions, 2, protocol="whole", reads=1).after(1)
-    kept = read_and_answer(model, haystacks, questions, 2, protocol="whole", reads=1, reset=False).after(1)
+    new = read_and_answer(model, haystacks, questions, 2, protocol="whole", reads=1).tokens[0]
+    kept = read_and_answer(model, haystacks, questions, 2, protocol="whole", reads=1, reset=False).tokens[0]
     assert new.shape == kept.shape == (8, 2, 2)
     assert torch.equal(new[0], kept[0])
     assert not torch.equal(new[1:], kept[1:])
-
-
-def test_prompts_of_equal_lengths_are_read_together() -> None:
-    prompts = [([0] * n, [0] * q) for n, q in ((5, 2), (6, 2), (5, 2), (5, 3))]
-    assert grouped(prompts) == [[0, 2], [1], [3]]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from pathlib import Path
 
@@ -11,12 +9,12 @@ import pytest
 import torch
 
 from regard.checks import ArgumentError
-from regard.cli import main
 from regard.models import HybridForCausalLM
 from regard_recipes.fwpkm.memory_layouts import LACT, MEMORIES, Row, row_config
-from regard_recipes.lib.language_runs import LanguageRun
+from regard_recipes.lib.recipe import check_shared
+from regard_recipes.lib.results import Results, frame_of
+from regard_recipes.long_text import layout_recipe
 from regard_recipes.long_text import streaming_perplexity as recipe
-from regard_recipes.long_text import streaming_perplexity_output as shown
 from regard_recipes.long_text.document_text import (
     LONG,
     docstrings,
@@ -27,11 +25,13 @@ from regard_recipes.long_text.document_text import (
     standard_library,
 )
 
-KINDS = ("short", "long")
+TEXTS = ("short", "long")
 
 
-def defaults(**changes: object) -> recipe.StreamingPerplexityConfig:
-    return recipe.check(recipe.StreamingPerplexityConfig(**changes))
+def made(size: str = "small", **changes: object) -> recipe.StreamingPerplexity:
+    found = recipe.StreamingPerplexity(recipe.StreamingPerplexity.configure(size, **changes))
+    check_shared(found)
+    return found
 
 
 # Text ------------------------------------------------------------------------------------------------------------
@@ -64,13 +64,17 @@ def test_whole_documents_are_held_out(tmp_path: Path) -> None:
     assert len(held_out) == 10
     assert split(documents[::-1]) == (learn, held_out)
     text = read_documents(tmp_path / "short.txt", tmp_path / "long", "byte", length=500, count=3, call="test")
-    assert text.short.shape == text.long.shape == (3, 500)
+    assert text.kinds["short"].shape == text.kinds["long"].shape == (3, 500)
     decoded = text.tokenizer.decode(text.train_tokens.tolist())
     learned = {int(i) for i in re.findall(r"document (\d+) ", decoded)}
-    unseen = {int(i) for i in re.findall(r"document (\d+) ", text.tokenizer.decode(text.short.flatten().tolist()))}
+    unseen = {
+        int(i) for i in re.findall(r"document (\d+) ", text.tokenizer.decode(text.kinds["short"].flatten().tolist()))
+    }
     assert unseen
     assert not learned & unseen
-    assert not set(re.findall(r"file \d+:", decoded)) & {text.tokenizer.decode(row[:9].tolist()) for row in text.long}
+    assert not set(re.findall(r"file \d+:", decoded)) & {
+        text.tokenizer.decode(row[:9].tolist()) for row in text.kinds["long"]
+    }
     sizes = [
         sum(len(part) for part in re.findall(pattern, decoded))
         for pattern in (r"document \d+ \w+", r"file \d+:[xyz ]+")
@@ -86,7 +90,7 @@ def test_whole_documents_are_held_out(tmp_path: Path) -> None:
 
 
 def test_all_layouts_with_all_memories() -> None:
-    trained = recipe.rows(defaults())
+    trained = made().rows()
     assert len(trained) == 5 * 5 + 1
     assert len({row.name for row in trained}) == 26
     assert {row.memory for row in trained if row.layout == "FA-pSWA"} == set(MEMORIES)
@@ -95,7 +99,7 @@ def test_all_layouts_with_all_memories() -> None:
 
 @pytest.mark.parametrize("row", [Row("GDN+SWA", "PKM+FwPKM"), Row("FA-pSWA", "FwMLP"), Row(LACT), Row("GDN+FA", "PKM")])
 def test_models_of_the_rows(row: Row) -> None:
-    config = row_config(row, recipe.sizes(defaults(), 258))
+    config = row_config(row, layout_recipe.sizes(made().config, 258))
     with torch.device("meta"):
         model = HybridForCausalLM(config)
     names = {type(module).__name__ for module in model.modules()}
@@ -109,10 +113,10 @@ def test_models_of_the_rows(row: Row) -> None:
 
 
 def test_the_size_of_the_paper() -> None:
-    paper = defaults(size="paper", device="cpu")
-    sizes = recipe.sizes(paper, 32_000)
+    paper = made("paper", device="cpu")
+    sizes = layout_recipe.sizes(paper.config, 32_000)
     assert (sizes.fast_depths, sizes.mixed_slow, sizes.mixed_fast) == ((2, 6, 10), (6,), (2, 10))
-    budget = recipe.budget(paper)
+    budget = paper.budget()
     assert (budget.context, budget.batch, budget.steps, budget.learning_rate) == (4096, 128, 20_000, 1e-3)
     config = row_config(Row("GDN", "FwPKM"), sizes)
     assert config.memory_options["fwpkm"] == {
@@ -123,188 +127,73 @@ def test_the_size_of_the_paper() -> None:
 def test_only_rules_that_differ_are_read() -> None:
     assert recipe.reading_rules(Row("FA", "PKM")) == ["new"]
     assert recipe.reading_rules(Row("GDN")) == ["new", "carried"]
-    assert recipe.reading_rules(Row("FA", "FwPKM")) == ["new", "paper", "document", "frozen"]
+    assert recipe.reading_rules(Row("FA", "FwPKM")) == ["new", "frozen", "document", "paper"]
     assert set(recipe.reading_rules(Row("GDN", "FwMLP"))) == {"new", "paper", "document", "frozen", "carried"}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("streaming")
-    (folder / "short.txt").write_text("\n\n".join(f"short {i} " + "the cat sat on it " * 9 for i in range(60)))
-    (folder / "long").mkdir()
-    for i in range(40):
-        (folder / "long" / f"{i}.txt").write_text(f"name{i} is here and name{i} is there. " * 30)
-    given = ["--short", str(folder / "short.txt"), "--long", str(folder / "long")]
-    small = ["--layouts", "GDN", "FA", "--memories", "none", "FwPKM", "--no-lact", "--steps", "2", "--width", "16"]
-    out = folder / "out"
-    assert main(["reproduce", "streaming-perplexity", "--quick", "--out", str(out), *given, *small]) == 0
-    return out
+def document_rows(model: Row, losses: dict[str, tuple[float, float]], seed: int = 0, gate: float = 0.5) -> list[dict]:
+    """The rows of a model by rule: its loss on short and on long documents, of which there are four; and its gate."""
+    common = {"layout": model.layout, "memory": model.memory, "seed": seed}
+    common_document = {**common, "kind": "document"}
+    rows = [
+        {**common_document, "text": text, "rule": rule, "document": i, "loss": loss + 0.01 * i + 0.001 * seed}
+        for rule, both in losses.items()
+        for text, loss in zip(TEXTS, both, strict=True)
+        for i in range(4)
+    ]
+    gates = [{**common, "kind": "gate", "text": text, "hook": "memory", "mean": gate + 0.001 * seed} for text in TEXTS]
+    return [*rows, {**common, "kind": "run", "held_out": 2.0}, *(gates if model.remembers else [])]
 
 
-def test_every_model_is_read_by_its_rules(tiny: Path) -> None:
-    found = json.loads((tiny / "streaming-perplexity.json").read_text())
-    runs = {run["name"]: run["extra"] for run in found["runs"]}
-    assert set(runs) == {"GDN", "GDN | FwPKM", "FA", "FA | FwPKM"}
-    for kind in KINDS:
-        assert set(runs["GDN"][kind]) == {"new", "carried"}
-        assert set(runs["GDN | FwPKM"][kind]) == {"new", "paper", "document", "frozen", "carried"}
-        read = runs["GDN | FwPKM"][kind]["paper"]
-        assert read["tokens"] == [4 * 64, 4 * 64]
-        assert len(read["by_segment"]) == 4
-        (gates,) = read["gates"].values()
-        assert sum(gates) == 2 * 4 * 64
-        assert read["slots"]
-    for name in ("losses", "segments", "gates"):
-        assert (tiny / f"streaming-perplexity-{name}.png").read_bytes().startswith(b"\x89PNG")
-    said = (tiny / "streaming-perplexity.md").read_text()
-    assert "FwPKM less none on long documents" in said
-    assert "One training of each" in said
+def claims(
+    seeds: int = 1, steps: int = 1000, gates: dict[str, float] | None = None, **ends: tuple[float, float]
+) -> dict:
+    """Claims by their start; `ends` gives the losses of GDN with a memory and of FA with FwPKM ("FA")."""
+    losses = {"none": (2.0, 2.0), "PKM": (1.9, 2.0), "FwPKM": (2.0, 1.9), "both": (1.8, 1.8), "FA": (2.0, 1.95), **ends}
+    rows = []
+    for seed in range(seeds):
+        for layout in ("GDN", "FA", "FA-pSWA"):
+            for memory in ("none", "PKM", "FwPKM", "PKM+FwPKM"):
+                found = losses["both" if "+" in memory else memory]
+                found = losses["FA"] if layout != "GDN" and memory == "FwPKM" else found
+                model = Row(layout, memory)
+                rules = {"paper": found, "frozen": (found[0], found[1] + 0.05)} if model.remembers else {"new": found}
+                rows += document_rows(model, rules, seed, (gates or {}).get(layout, 0.5))
+    made = recipe.StreamingPerplexity(
+        recipe.StreamingPerplexity.configure(layouts=("GDN", "FA", "FA-pSWA"), seeds=seeds, steps=steps)
+    )
+    return {claim.wording: claim for claim in made.claims(Results(frame_of(rows), {}, {}))}
 
 
-# Verdicts --------------------------------------------------------------------------------------------------------
+def verdict(found: dict, start: str) -> str:
+    return next(claim.verdict for wording, claim in found.items() if wording.startswith(start))
 
 
-def read(loss: float, gate: int = 5) -> dict:
-    """Two documents of 10 tokens around a loss, that differ by 0.2 between them; gates all in one bin."""
-    counts = tuple(20 if place == gate else 0 for place in range(10))
-    return {
-        "nats": (10 * (loss - 0.1), 10 * (loss + 0.1)), "tokens": (10, 10), "by_segment": (loss, loss), "loss": loss,
-        "gates": {"layers.2.memory.hook_gate": counts}, "means": {"layers.2.memory.hook_gate": gate / 10 + 0.05},
-        "slots": {"m": {"coverage": 0.5, "collisions": 0.25}},
-    }  # fmt: skip
+GAIN, BOTH, LESS = "Fast memories gain", "Both together", "FwPKM gains less"
+CLOSE, OPEN, WRITING = "Its gates close", "Windows in training", "Writing lowers the loss: FwPKM beside GDN"
 
 
-def run(row: Row, seed: int, losses: dict[str, float], gate: int) -> LanguageRun:
-    extra: dict = {}
-    for kind in KINDS:
-        for rule in recipe.reading_rules(row):
-            off = 0.4 if rule == "frozen" else 0.0
-            extra.setdefault(kind, {})[rule] = read(losses[kind] + off + 1e-3 * seed * (row.memory == "none"), gate)
-    return LanguageRun(
-        name=row.name, seed=seed, parameters=7, steps=(1, 2), train=(3.0, 2.0), held_out=(3.0, losses["long"]),
-        step_seconds=0.1, step_cpu_seconds=0.1, peak_bytes=None, before_bytes=None, extra=extra,
-    )  # fmt: skip
-
-
-def groups(seeds: int = 3, gates: dict[str, int] | None = None, **ends: tuple[float, float]) -> dict:
-    """Every row of the desk size; `ends` gives (short, long) by the row's name in letters."""
-    made = {}
-    for row in recipe.rows(defaults()):
-        name = re.sub(r"\W+", "_", row.name)
-        short, long = ends.get(name, (2.0, 2.0))
-        gate = (gates or {}).get(row.layout, 5)
-        made[row] = [run(row, seed, {"short": short, "long": long}, gate) for seed in range(seeds)]
-    return made
-
-
-def note(notes: tuple[str, ...], part: str) -> str:
-    (found,) = (text for text in notes if part in text)
-    return found
-
-
-def test_verdicts_follow_the_numbers() -> None:
-    told = shown.notes(
-        groups(
-            GDN_PKM=(1.8, 1.95), GDN_FwPKM=(1.95, 1.6), GDN_SWA_PKM=(1.7, 1.9), GDN_SWA_FwPKM=(1.9, 1.7),
-            FA_FwPKM=(2.0, 1.95), GDN_FA_FwPKM=(2.0, 1.96), gates={"FA": 0, "GDN+FA": 1, "FA-pSWA": 8},
-        )
-    )  # fmt: skip
-    first = note(told, "Fast memories gain on long")
-    assert '"Fast memories gain on long documents, slow ones on short ones": holds; ' in first
-    assert '"both together are best": does not hold here. GDN: PKM on short -0.201' in first
-    assert "FwPKM less PKM on long -0.350 ± 0.000 (lower)" in first
-    second = note(told, "gains less beside full attention")
-    assert '": holds (long documents: GDN -0.401' in second
-    assert '"its gates close there": holds (mean gate on long documents: GDN 0.55, GDN+FA 0.15, FA 0.05)' in second
-    third = note(told, "Windows in training open")
-    assert "holds (mean gate: FA-pSWA 0.85 and FA 0.05" in third
-    assert "One training" not in third
-    written = note(told, "never written")
-    assert "holds: GDN | FwPKM -0.400 ± 0.000" in written
-    assert "GDN -0.401 ± 0.002 and -0.401 ± 0.002" in note(told, "by the paper's protocol")
-    assert "GDN, FwPKM less FwMLP -0.400" in note(told, "Other fast weights")
-
-
-def test_verdicts_can_fail() -> None:
-    told = shown.notes(
-        groups(
-            GDN_PKM=(2.3, 1.5), GDN_FwPKM=(1.9, 1.9), GDN_SWA_PKM=(2.3, 1.5), GDN_SWA_FwPKM=(1.9, 1.9),
-            FA_FwPKM=(2.0, 1.2), GDN_FA_FwPKM=(2.0, 1.2), gates={"FA": 9, "GDN+FA": 9, "FA-pSWA": 3},
-        )
-    )  # fmt: skip
-    assert "does not hold here" in note(told, "Fast memories gain on long")
-    second = note(told, "gains less beside full attention")
-    assert '"FwPKM gains less beside full attention": does not hold here' in second
-    assert '"its gates close there": does not hold here' in second
-    assert "does not hold here" in note(told, "Windows in training open")
-    level = shown.notes(groups())
-    assert "not seen here" in note(level, "Fast memories gain on long")
-    single = shown.notes(groups(seeds=1, GDN_FwPKM=(1.9, 1.6)))
-    assert "One training of each: whether another seed would say the same is not decided." in note(single, "Windows")
-    broken = groups(GDN_FwPKM=(math.nan, math.nan))
-    told = shown.notes(broken)
-    assert "not decided (diverged)" in note(told, "Fast memories gain on long")
-    assert "Diverged: GDN | FwPKM." in note(told, "same learning rate")
-    assert shown.tables(broken)
-    assert len(shown.figures(broken)) == 3
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {GAIN: "holds", BOTH: "holds", LESS: "holds", WRITING: "holds", CLOSE: "not testable at this size"}),
+        ({"steps": 130}, {GAIN: "not testable at this size", BOTH: "not testable at this size"}),
+        ({"FwPKM": (1.8, 2.1)}, {GAIN: "fails", LESS: "not testable at this size"}),
+        ({"both": (2.0, 2.0)}, {BOTH: "fails"}),
+        ({"FA": (2.0, 1.8)}, {LESS: "fails"}),
+        ({"seeds": 3, "gates": {"FA": 0.2, "FA-pSWA": 0.7}}, {CLOSE: "holds", OPEN: "holds", GAIN: "holds"}),
+        ({"seeds": 3, "gates": {"FA": 0.8, "FA-pSWA": 0.7}}, {CLOSE: "fails", OPEN: "fails"}),
+        ({"seeds": 2, "gates": {"FA": float("nan")}}, {CLOSE: "undecided"}),
+    ],
+)
+def test_verdicts_follow_the_numbers(changes: dict, expected: dict) -> None:
+    found = claims(**changes)
+    assert {start: verdict(found, start) for start in expected} == expected
 
 
 def test_intervals_are_over_documents_where_there_is_one_seed() -> None:
-    """Half a 95 % interval of two values: 12.706 s / sqrt(2)."""
-    one = shown.Difference((0.3,), (0.1, 0.5))
-    assert one.noise == pytest.approx(12.7062 * 0.2828427 / math.sqrt(2), rel=1e-5)
-    assert one.side == "level"
-    three = shown.Difference((0.3, 0.31, 0.32), (0.1, 0.5))
-    assert three.noise == pytest.approx(4.3027 * 0.01 / math.sqrt(3), rel=1e-4)
-    assert three.side == "higher"
-
-
-def test_no_gain_is_not_a_small_gain() -> None:
-    worse = groups(GDN_FwPKM=(2.0, 2.3), GDN_FA_FwPKM=(2.0, 2.1), FA_FwPKM=(2.0, 1.8))
-    assert '"FwPKM gains less beside full attention": not decided (no gain beside GDN: higher)' in note(
-        shown.notes(worse), "gains less"
-    )
-
-
-def test_both_together() -> None:
-    told = shown.notes(groups(GDN_PKM_FwPKM=(1.5, 1.5), GDN_SWA_PKM_FwPKM=(1.5, 1.5)))
-    assert '"both together are best": holds' in note(told, "Fast memories gain on long")
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "side"),
-    [
-        ([0.501], [0.499], "level"),
-        ([0.6], [0.4], "higher"),
-        ([0.4], [0.6], "lower"),
-        ([0.5, 0.7, 0.4], [0.4, 0.5, 0.6], "level"),
-        ([0.61, 0.62, 0.61], [0.4, 0.41, 0.41], "higher"),
-        ([math.nan], [0.4], "diverged"),
-    ],
-)
-def test_gates_are_compared_with_a_margin(one: list[float], other: list[float], side: str) -> None:
-    assert shown.gate_side(one, other) == side
-
-
-def test_gates_of_a_model_that_diverged_are_not_closed() -> None:
-    made = groups(gates={"FA": 0, "GDN+FA": 0})
-    for each in made[Row("FA", "FwPKM")]:
-        for kind in KINDS:
-            each.extra[kind]["paper"]["means"] = {"layers.2.memory.hook_gate": math.nan}
-    assert '"its gates close there": not decided (diverged)' in note(shown.notes(made), "gains less")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layouts": ("GDN", "SWA")}, "--layouts names 'SWA', which is unknown"),
-        ({"memories": ("FwPKM", "FwPKM")}, "--memories names 'FwPKM' twice"),
-        ({"context": 100}, "less than two chunks of 64"),
-        ({"segments": 0}, "--segments is 0"),
-        ({"steps": 0}, "--steps is 0"),
-        ({"heads": 7}, "head_dim is 13"),
-    ],
-)
-def test_mistakes_are_found_first(changes: dict, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        defaults(**changes)
+    found = claims()[next(wording for wording in claims() if wording.startswith("Both"))].estimates
+    one = found["GDN: PKM+FwPKM less PKM on short"]
+    assert one.count == 4
+    assert one.mean == pytest.approx(-0.1)
+    assert claims(seeds=3)["Both together are best"].estimates["GDN: PKM+FwPKM less PKM on short"].count == 3

@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from oracles import entmax_row
+from tiny_runs import tiny
 
-from regard.cli import main
 from regard.tasks import ConeRegression
 from regard_recipes.lib.intervals import ratio_interval
-from regard_recipes.lib.results import Results, load, select
+from regard_recipes.lib.results import Results, select
 from regard_recipes.local_linear import regression_at_test_time as recipe
 from regard_recipes.local_linear import regression_at_test_time_methods as made
 
-SMALL = (
-    "--dims 4 16 --segments 8 32 --length 64 --sequences 3 --held-out 1 --query-noise 0.5 --noisy-segment 32 "
-    "--workers 0 --specs softmax biweight --residuals softmax+mesa biweight+linear "
-    "--scales 0.5 1 --ridges 0.1 1 --tol 1e-4"
-)
-TINY = SMALL.split()
 NAMES = (
     "softmax", "biweight", "local-linear", "local-linear[biweight]", "elu", "linear", "mesa", "softmax+mesa",
     "biweight+linear", "random", "zero", "oracle",
 )  # fmt: skip
 
 
-def rows_of(folder: Path) -> Results:
-    return load(recipe.Regression, folder)[1]
-
-
 def cell(found: Results, protocol: str, dim: int, segment: int, query_noise: float = 0.0) -> pd.DataFrame:
     """The rows of one cell, one for each method, way and sequence."""
     return found.select(kind="error", protocol=protocol, d=dim, S=segment, **{"query noise": query_noise})
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("regression") / "out"
-    assert main(["reproduce", "test-time-regression", "--out", str(out), *TINY]) == 0
-    return out
 
 
 def plain(name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: int, scale: float, ridge: float) -> np.ndarray:
@@ -98,8 +79,8 @@ def test_the_random_predictor_has_the_law_of_a_value() -> None:
     assert torch.equal(guess, method.predict(examples, 2.0, 1.0, True))
 
 
-def test_every_cell_is_measured(tiny: Path) -> None:
-    found = rows_of(tiny)
+def test_every_cell_is_measured() -> None:
+    found = tiny("test-time-regression")[1]
     grid = {(d, s, 0.0) for d in (4, 16) for s in (8, 32)} | {(d, 32, 0.5) for d in (4, 16)}
     cells = list(found.select(kind="error").groupby(recipe.KEY))
     assert {key for key, _ in cells} == {(p, *at) for p in recipe.PROTOCOLS for at in grid}
@@ -118,8 +99,8 @@ def test_every_cell_is_measured(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["self-included", "strictly-past"])
-def test_numbers_are_those_of_a_plain_loop(tiny: Path, protocol: str) -> None:
-    one = select(cell(rows_of(tiny), protocol, 4, 8), how="given")
+def test_numbers_are_those_of_a_plain_loop(protocol: str) -> None:
+    one = select(cell(tiny("test-time-regression")[1], protocol, 4, 8), how="given")
     task = ConeRegression(dim=4, length=64, segment=8, noise=0.1)
     error: dict[str, list[list[float]]] = {name: [] for name in ("softmax", "local-linear", "mesa", "zero")}
     for index in range(3):
@@ -146,12 +127,14 @@ def test_numbers_are_those_of_a_plain_loop(tiny: Path, protocol: str) -> None:
             half = 4.3027 * ratio * (means / means.mean() - base / base.mean()).std(ddof=1) / np.sqrt(3)  # t of 2
             assert abs(found.half - half) < 1e-2 * ratio
     if protocol == "self-included":
-        (curve,) = rows_of(tiny).select(kind="curve", protocol=protocol, d=4, S=8, method="softmax")["curve"]
+        (curve,) = tiny("test-time-regression")[1].select(kind="curve", protocol=protocol, d=4, S=8, method="softmax")[
+            "curve"
+        ]
         assert np.allclose(curve, np.array(error["softmax"]).mean(0), rtol=2e-3)
 
 
-def test_the_choice_is_the_best_of_the_grid_on_other_sequences(tiny: Path) -> None:
-    one = select(cell(rows_of(tiny), "strictly-past", 4, 32), how="chosen", sequence=0)
+def test_the_choice_is_the_best_of_the_grid_on_other_sequences() -> None:
+    one = select(cell(tiny("test-time-regression")[1], "strictly-past", 4, 32), how="chosen", sequence=0)
     example = ConeRegression(dim=4, length=64, segment=32, noise=0.1).example(1, 0)
     k, v = example.keys.double().numpy(), example.values.double().numpy()
 
@@ -165,8 +148,8 @@ def test_the_choice_is_the_best_of_the_grid_on_other_sequences(tiny: Path) -> No
         assert (chosen.scale, chosen.ridge) == min(grid, key=lambda at: score(name, *at))
 
 
-def test_the_orderings_of_the_paper_and_of_the_strict_past(tiny: Path) -> None:
-    found = rows_of(tiny)
+def test_the_orderings_of_the_paper_and_of_the_strict_past() -> None:
+    found = tiny("test-time-regression")[1]
     mean = lambda c, name, part, how: select(c, method=name, how=how)[part].mean()  # noqa: E731
     share = lambda c, name, part, how: mean(c, name, part, how) / mean(c, "zero", part, how)  # noqa: E731
     for segment in (8, 32):
@@ -185,52 +168,18 @@ def test_the_orderings_of_the_paper_and_of_the_strict_past(tiny: Path) -> None:
     )
 
 
-def test_the_same_seed_gives_the_same_numbers(tiny: Path, tmp_path: Path) -> None:
-    few = [*TINY, "--dims", "4", "--segments", "32", "--query-noise", "0"]
-    found = []
-    for name, seed in (("a", 0), ("b", 1)):
-        out = str(tmp_path / name)
-        assert main(["reproduce", "test-time-regression", "--out", out, *few, "--seed", str(seed)]) == 0
-        found.append(cell(rows_of(tmp_path / name), "strictly-past", 4, 32)["whole"].tolist())
-    assert found[0] == cell(rows_of(tiny), "strictly-past", 4, 32)["whole"].tolist() != found[1]
-
-
-def test_what_is_left_behind(tiny: Path) -> None:
-    pictures = {path.name for path in tiny.glob("*.png")}
-    whats = ("ratio", "self-included", "strictly-past", "noise")
-    assert pictures == {f"test-time-regression-{what}.png" for what in whats}
-    assert all((tiny / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
-    text = (tiny / "test-time-regression.md").read_text()
-    rows = select(cell(rows_of(tiny), "self-included", 4, 8), how="given")
-    own, softmax = (select(rows, method=name)["first"] for name in ("local-linear", "softmax"))
-    assert f"| self-included | 4 | 8 | {ratio_interval(own, softmax).text(3)} |" in text
-    made, results = load(recipe.Regression, tiny)
-    claims = {claim.wording: claim for claim in made.claims(results)}
-    wide = claims["LLA adapts to a changed map better than softmax attention"]
-    assert list(wide.estimates) == ["d = 16, S = 8", "d = 16, S = 32"]
-    assert all(estimate.mean < 1 for estimate in wide.estimates.values())
-
-
 def test_wide_cells_have_fewer_sequences() -> None:
     small = recipe.RegressionConfig()
     assert [recipe.count(small, d) for d in (8, 32, 64, 128, 4096)] == [32, 32, 16, 8, 2]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--segments", "24"), "length 1024 and segment 24 make"),
-        (("--dims", "0"), "dim is 0, expected a whole number >= 1"),
-        (("--specs", "biweight"), "--specs lacks softmax"),
-        (("--specs", "softmax", "softmx"), "unknown spec 'softmx'. Did you mean"),
-        (("--specs", "softmax", "local-linear"), "is a local linear model already"),
-        (("--residuals", "softmax+meza"), "unknown state 'meza' of 'softmax+meza'. Did you mean 'mesa'?"),
-        (("--ridges", "0"), "--ridges is 0, expected 1e-06 to 1e+06."),
-        (("--sequences", "0"), "--sequences is 0, expected at least 1."),
-        (("--held-out", "0"), "--held-out is 0, expected at least 1."),
-    ],
-)
-def test_mistakes(words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["reproduce", "test-time-regression", "--out", str(tmp_path / "out"), *words]) == 2
-    assert said in capsys.readouterr().err.strip().splitlines()[-1]
-    assert not (tmp_path / "out").exists()
+def test_claims_and_tables_follow_the_numbers() -> None:
+    own, results = tiny("test-time-regression")
+    rows = select(cell(results, "self-included", 4, 8), how="given")
+    ours, softmax = (select(rows, method=name)["first"] for name in ("local-linear", "softmax"))
+    table = next(iter(own.tables(results).values()))
+    assert table.rows[0][:4] == ("self-included", "4", "8", ratio_interval(ours, softmax).text(3))
+    claims = {claim.wording: claim for claim in own.claims(results)}
+    wide = claims["LLA adapts to a changed map better than softmax attention"]
+    assert list(wide.estimates) == ["d = 16, S = 8", "d = 16, S = 32"]
+    assert all(estimate.mean < 1 for estimate in wide.estimates.values())

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from packed import runs
@@ -42,11 +38,12 @@ def test_equals_the_dense_form(tokens, masked):
     start = sample(1, seed=3)[:, :, 0]
     state = LeakyState(start, torch.zeros(2, 4, dtype=torch.bool), tokens=5)
     for given, begin in ((None, None), (state, start)):
-        got, after = leaky_average(x, RATES, mask=mask, state=given)
         want = dense(x, RATES, mask, begin)
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-        torch.testing.assert_close(after.sums, want[:, :, -1], rtol=0, atol=1e-12)
-        assert after.tokens == tokens + (5 if given else 0)
+        for size in (None, 1, 3, 64):
+            got, after = leaky_average(x, RATES, mask=mask, state=given, chunk_size=size)
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+            torch.testing.assert_close(after.sums, want[:, :, -1], rtol=0, atol=1e-12)
+            assert after.tokens == tokens + (5 if given else 0)
     narrow, _ = leaky_average(x.float(), RATES.float(), mask=mask)
     size = dense(x, RATES, mask).abs().max()
     assert (narrow.double() - dense(x, RATES, mask)).abs().max() <= 1e-6 * size
@@ -74,13 +71,6 @@ def test_chunks_and_steps_are_views_of_one_function(sizes, masked):
     torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(state.sums, last.sums, rtol=1e-5, atol=1e-5)
     assert state.tokens == last.tokens == 40
-
-
-def test_chunk_size_changes_nothing():
-    x = sample(50)
-    for size in (1, 3, 50, 64):
-        got, _ = leaky_average(x, RATES, chunk_size=size)
-        torch.testing.assert_close(got, dense(x, RATES), rtol=0, atol=1e-12)
 
 
 def test_average_of_a_constant():
@@ -150,20 +140,6 @@ def test_what_is_not_finite_spoils_later_rows_alone(bad):
     later, _ = leaky_average(x[:, :, :2], RATES.float(), state=state)
     assert later[0, 1].isnan().all()
     assert torch.isfinite(later[1]).all()
-
-
-def test_the_state_protocol():
-    x = sample(6)
-    _, state = leaky_average(x, RATES)
-    assert state.bytes == 2 * 4 * 3 * 8 + 2 * 4
-    assert torch.equal(state.select(torch.tensor([1, 1])).sums, state.sums[[1, 1]])
-    assert torch.equal(state.repeat(2).sums, state.sums[[0, 0, 1, 1]])
-    again = LeakyState.from_tensors(state.to_tensors())
-    assert again.tokens == 6
-    assert torch.equal(again.sums, state.sums)
-    assert torch.equal(state.reset().sums, torch.zeros_like(state.sums))
-    with pytest.raises(ArgumentError, match="cannot go back"):
-        state.crop(5)
 
 
 def test_low_precision_is_summed_in_float32():
@@ -270,26 +246,3 @@ def test_documents_hear_nothing_of_one_another():
     assert got[0, :, :7].isnan().all()
     assert torch.equal(got[0, :, 7:], out[0, :, 7:])
     assert not after.poisoned.any()
-
-
-MEMORY = """
-import resource, torch
-from regard.recurrent.leaky import leaky_average
-torch.set_num_threads(1)
-x = torch.randn(1, 2, {tokens}, 32, requires_grad=True)
-rates = torch.tensor([0.1, 1.0], requires_grad=True)
-ids = torch.arange({tokens})[None] // 100 if {packed} else None
-leaky_average(x[:, :, :64], rates)[0].sum().backward()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-leaky_average(x, rates, segment_ids=ids)[0].sum().backward()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_memory_is_linear(packed):
-    """Forward and backward of 16384 tokens: their T x T matrices alone would take 2 GiB."""
-    command = [sys.executable, "-c", MEMORY.format(tokens=16384, packed=packed)]
-    environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert int(done.stdout) < 100 * 1024  # KiB: 25 times the 4 MiB of x

@@ -1,4 +1,4 @@
-"""impl="linear": who gets it, and the sums over many chunks against a dense formula written here."""
+"""impl="linear": which calls it takes, and the sums over many chunks against all pairs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from recurrences import attend, close, loss
 from torch import Tensor
 
 import regard
@@ -71,21 +72,7 @@ def draw(queries: int, keys: int, seed: int = 0) -> list[Tensor]:
 
 
 def dense(text: str, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """All pairs at the default numbers of `elu`, `linear` and `linear*fixed*normalised`."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    if text == "elu":
-        q, k = (torch.where(x > 0, x + 1, torch.exp(torch.where(x > 0, 0, x))) for x in (q, k))
-    w = q @ k.transpose(-1, -2) * (1 if text == "elu" else 6**-0.5)
-    w = torch.where(seen, w, 0)
-    total = w.sum(-1, keepdim=True)
-    if text == "linear":
-        return w @ v
-    if text != "elu":
-        square, count = (w * w).sum(-1, keepdim=True), seen.sum(-1, keepdim=True)
-        some = square > 0
-        size = 1e-3 * torch.where(some, count * torch.where(some, square, 1), 1).sqrt() * some
-        total = torch.where(total.abs() < size, torch.where(total < 0, -size, size), total)
-    return w @ v / torch.where(total == 0, 1, total)
+    return attend(text, {"q": q, "k": k, "v": v}, seen)
 
 
 def limits(queries: int, keys: int) -> dict[str, tuple[dict[str, Any], Tensor]]:
@@ -109,6 +96,14 @@ def limits(queries: int, keys: int) -> dict[str, tuple[dict[str, Any], Tensor]]:
     return found
 
 
+def agree(out: Tensor, expected: Tensor, inputs: list[Tensor], tolerance: float, how: str) -> None:
+    """Outputs, and gradients to ten times the tolerance."""
+    close(out, expected, tolerance, how)
+    wanted = torch.autograd.grad(loss(expected), inputs)
+    for got, grad in zip(torch.autograd.grad(loss(out), inputs), wanted, strict=True):
+        close(got, grad, 10 * tolerance, how)
+
+
 @pytest.mark.parametrize("chunk", [3, 8, 64])
 @pytest.mark.parametrize("text", ["linear", "elu", "linear*fixed*normalised"])
 @pytest.mark.parametrize(("queries", "keys"), [(17, 17), (1, 23), (2, 23), (23, 40), (40, 9), (24, 24)])
@@ -120,14 +115,7 @@ def test_every_order_over_many_chunks(
     for how, (call, seen) in limits(queries, keys).items():
         inputs = draw(queries, keys)
         out = regard.attention(*inputs, text, impl="linear", enable_gqa=True, **call)
-        expected = dense(text, *inputs, seen)
-        gap = (out - expected).abs().max().item()
-        assert gap <= 1e-12 * loose * max(1, expected.abs().max().item()), how
-        weight = torch.arange(1.0, out.numel() + 1, dtype=out.dtype).view(out.shape).cos()
-        wanted = torch.autograd.grad(expected, inputs, weight)
-        for got, grad in zip(torch.autograd.grad(out, inputs, weight), wanted, strict=True):
-            gap = (got - grad).abs().max().item()
-            assert gap <= 1e-11 * loose * max(1, grad.abs().max().item()), how
+        agree(out, dense(text, *inputs, seen), inputs, 1e-12 * loose, how)
 
 
 @pytest.mark.parametrize("text", ["linear", "elu", "linear*fixed*normalised"])
@@ -143,13 +131,7 @@ def test_segments_are_sequences_of_their_own(text: str) -> None:
             inputs = draw(100, 100)
             call = {**call, "segment_ids": ids, "enable_gqa": True}
             out = regard.attention(*inputs, text, impl="linear", **call)
-            expected = dense(text, *inputs, seen & own)
-            gap = (out - expected).abs().max().item()
-            assert gap <= 1e-8 * max(1, expected.abs().max().item()), how
-            weight = torch.arange(1.0, out.numel() + 1, dtype=out.dtype).view(out.shape).cos()
-            wanted = torch.autograd.grad(expected, inputs, weight)
-            for got, grad in zip(torch.autograd.grad(out, inputs, weight), wanted, strict=True):
-                assert (got - grad).abs().max().item() <= 1e-7 * max(1, grad.abs().max().item()), how
+            agree(out, dense(text, *inputs, seen & own), inputs, 1e-8, how)
 
 
 def test_segments_whose_ids_are_out_of_reach_go_elsewhere() -> None:

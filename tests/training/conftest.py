@@ -55,3 +55,30 @@ def silent():
     from rich.console import Console
 
     return Console(quiet=True)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where `tiny` trains if it is not told otherwise."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def run(tiny: Callable, silent: object) -> Callable:
+    """`run(*callbacks, **changes)`: train `tiny(**changes)` in silence."""
+    from regard.training import train
+
+    return lambda *callbacks, **changes: train(tiny(**changes), console=silent, callbacks=list(callbacks))
+
+
+@pytest.fixture
+def refused(run: Callable) -> Callable:
+    """`refused(message, *callbacks, **changes)`: such a run ends with an error that holds `message`; its text."""
+    from regard.checks import ArgumentError
+
+    def check(message: str, *callbacks: object, error: type[Exception] = ArgumentError, **changes: object) -> str:
+        with pytest.raises(error, match=message) as caught:
+            run(*callbacks, **changes)
+        return str(caught.value)
+
+    return check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from regard import Spec
 from regard.checks import ArgumentError
+from regard.grammar import SolveStatus
 from regard.pairwise.diagnostics import Diagnostics
 from regard.training import Units, evaluate, mean_support, row_means
 
@@ -82,15 +84,20 @@ def test_support_of_softmax_counts_every_visible_key() -> None:
     assert mean_support(five, ids) == pytest.approx((1 + 2 + 3 + 4 + 5 * 7) / 11)
 
 
-class Told(nn.Module):
-    """A layer that reports what it was given: which rows see nothing, fell back, and how many keys have weight."""
+def rows(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers)[None, None]
 
-    def __init__(self, spec: str, empty: list[bool], fallback: list[bool], support: list[int]) -> None:
+
+class Told(nn.Module):
+    """A layer that reports what it was given: how many keys have weight, and rows of diagnostics."""
+
+    def __init__(self, spec: str, support: list[int], **given: Any) -> None:
         super().__init__()
         self.spec, self.observer, self.observe_weights, self.layer_idx = Spec.parse(spec), None, False, None
-        rows = [torch.tensor([[row]]) for row in (support, empty, fallback)]
-        size = rows[0].double()
-        self.told = Diagnostics(size, size, size, size, size / 4, rows[1], rows[2], size.int())
+        keys = rows(*support)
+        others = dict.fromkeys(("tau", "bandwidth", "effective_sample_size", "status"), keys.double())
+        others |= {"density": keys / 4, "empty": keys < 0, "fallback": keys < 0}
+        self.told = Diagnostics(support=keys, **{**others, **given})
 
     def forward(self) -> None:
         if self.observer is not None:
@@ -103,18 +110,35 @@ class Layers(nn.ModuleList):
             layer()
 
 
+def test_row_means_by_hand() -> None:
+    none = rows(0.0, 0.0)
+    plain = Told("softmax", [1, 2], density=rows(1, 0.5), negative_mass=none)
+    solver = {"status": rows(0, SolveStatus.UNCONVERGED), "iterations": rows(3, 8), "residual": rows(0.25, 1e-3)}
+    local = {"negative_mass": rows(0.5, 0.25), "solver": {**solver, "jitter": none}}
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    assert row_means(Layers([plain]), ids) == {"support": 1.5, "density": 0.75}
+    assert row_means(Layers([plain, Told("local-linear", [1, 4], density=rows(1, 1), **local)]), ids) == {
+        "support": 2.0,
+        "density": 0.875,
+        "negative_mass": 0.375,
+        "solver_iterations": 5.5,
+        "solver_residual": 0.25,
+        "unconverged": 0.5,
+    }
+    assert row_means(Layers([]), ids) == {}
+
+
 def test_the_rate_of_empty_rows_is_of_the_layers_that_can_have_any() -> None:
-    none, some = [False] * 4, [True, False, False, False]
-    softmax = Told("softmax", none, none, [4, 4, 4, 4])
-    adaptive = Told("biweight", none, none, [1, 2, 2, 1])
-    nearest = Told("biweight*nearest(k=2)", none, [True] * 4, [2, 2, 2, 2])  # ties are no empty support
-    fixed = Told("biweight*fixed(bias=1)", some, [False, True, False, False], [0, 2, 1, 1])  # one of three
-    zero = Told("biweight*fixed(bias=1,empty=zero)", none, none, [0, 3, 0, 1])  # without weight: two of four
+    first, second = rows(True, False, False, False), rows(False, True, False, False)
+    softmax, adaptive = Told("softmax", [4, 4, 4, 4]), Told("biweight", [1, 2, 2, 1])
+    nearest = Told("biweight*nearest(k=2)", [2, 2, 2, 2], fallback=first | True)  # ties are no empty support
+    fixed = Told("biweight*fixed(bias=1)", [0, 2, 1, 1], empty=first, fallback=second)  # one of three
+    zero = Told("biweight*fixed(bias=1,empty=zero)", [0, 3, 0, 1])  # without weight: two of four
     ids = torch.zeros(1, 4, dtype=torch.long)
     assert "empty_rows" not in row_means(Layers([softmax, adaptive, nearest]), ids)
     assert row_means(Layers([softmax, fixed, nearest]), ids)["empty_rows"] == pytest.approx(1 / 3)
     assert row_means(Layers([softmax, fixed, zero]), ids)["empty_rows"] == pytest.approx((1 / 3 + 1 / 2) / 2)
-    unseen = Told("biweight*fixed(bias=1)", [True] * 4, none, [0] * 4)
+    unseen = Told("biweight*fixed(bias=1)", [0] * 4, empty=first | True)
     assert row_means(Layers([unseen]), ids)["empty_rows"] == 0.0
 
 

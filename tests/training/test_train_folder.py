@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from steps import At
 from transformers import PreTrainedTokenizerBase
 
-from regard.checks import ArgumentError
 from regard.training import TrainingStopped, train
 from regard.training.storage.lock import LOCK, only_run
 
@@ -46,71 +46,83 @@ def holder(tmp_path: Path):
         process.wait()
 
 
-def test_one_run_at_a_time(tiny: Callable, silent: Console, holder: Callable) -> None:
-    config = tiny()
-    process = holder(config.out)
-    with pytest.raises(ArgumentError) as caught:
-        train(config, console=silent)
-    assert f"--out {config.out} is in use: process {process.pid} on " in str(caught.value)
-    assert [path.name for path in config.out.iterdir()] == [LOCK]
+def test_one_run_at_a_time(run: Callable, refused: Callable, holder: Callable, out: Path) -> None:
+    process = holder(out)
+    assert f"--out {out} is in use: process {process.pid} on " in refused("is in use")
+    assert [path.name for path in out.iterdir()] == [LOCK]
     os.kill(process.pid, signal.SIGKILL)  # the system gives the lock back
     process.wait()
-    train(config, console=silent)
-    before = {path: path.stat().st_mtime_ns for path in config.out.rglob("*") if path.is_file()}
-    holder(config.out)
-    for again in (tiny(resume=True, steps=8), tiny(overwrite=True)):
-        with pytest.raises(ArgumentError, match="is in use: process"):
-            train(again, console=silent)
-    after = {path: path.stat().st_mtime_ns for path in config.out.rglob("*") if path.is_file()}
-    assert {path for path in before if before[path] != after[path]} == {config.out / LOCK}  # whose holder is new
+    run()
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    holder(out)
+    for again in ({"resume": True, "steps": 8}, {"overwrite": True}):
+        refused("is in use: process", **again)
+    after = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    assert {path for path in before if before[path] != after[path]} == {out / LOCK}  # whose holder is new
     assert before.keys() == after.keys()
 
 
-def test_the_lock_is_free_after_a_run(tiny: Callable, silent: Console) -> None:
-    config = tiny(steps=2)
-    train(config, console=silent)
-    with only_run(config.out, call="train"), pytest.raises(ArgumentError, match=f"process {os.getpid()} on "):
-        train(tiny(steps=3, resume=True), console=silent)
-    assert train(tiny(steps=3, resume=True), console=silent).step == 3
+def test_the_lock_is_free_after_a_run(run: Callable, refused: Callable, out: Path) -> None:
+    run(steps=2)
+    with only_run(out, call="train"):
+        refused(f"process {os.getpid()} on ", steps=3, resume=True)
+    assert run(steps=3, resume=True).step == 3
+
+
+def test_a_file_system_without_locks_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError("locks are not supported")
+
+    monkeypatch.setattr("regard.training.storage.lock._lock", refuse)
+    with only_run(tmp_path, call="train"):
+        assert "cannot be locked (locks are not supported); start no second run there" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_read(refused: Callable, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    out.mkdir()
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    refused(r"cannot read --out .*: Permission denied")
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_lock_from_elsewhere_writes_nowhere(tiny: Callable, silent: Console, tmp_path: Path, kind: str) -> None:
+def test_a_lock_from_elsewhere_writes_nowhere(
+    run: Callable, refused: Callable, out: Path, tmp_path: Path, kind: str
+) -> None:
     """A folder from elsewhere may name any file of the user as its lock."""
-    train(tiny(steps=1), console=silent)
-    lock, precious = tiny().out / LOCK, tmp_path / "precious"
+    run(steps=1)
+    lock, precious = out / LOCK, tmp_path / "precious"
     precious.write_text("years of work")
     lock.unlink()
     if kind == "link":
         lock.symlink_to(precious)
     else:
         os.mkfifo(lock)
-    with pytest.raises(ArgumentError, match="cannot write to --out"):
-        train(tiny(steps=2, resume=True), console=silent)
+    refused("cannot write to --out", steps=2, resume=True)
     assert precious.read_text() == "years of work"
 
 
-def test_a_run_that_began_meanwhile_is_seen(tiny: Callable, silent: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_began_meanwhile_is_seen(run: Callable, refused: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes look at the empty folder; one trains to the end before the other begins to write."""
-    config = tiny(steps=1)
     prepare = train.__wrapped__.__globals__["_prepare_text"]
 
     def other_first(*args: object) -> object:
         monkeypatch.undo()
-        train(config, console=silent)
+        run(steps=1)
         return prepare(*args)
 
     monkeypatch.setattr("regard.training.run._prepare_text", other_first)
-    with pytest.raises(ArgumentError, match="already holds a run"):
-        train(config, console=silent)
+    refused("already holds a run", steps=1)
 
 
 @pytest.mark.parametrize("where", ["tokenizer", "config.json", "run.json"])
 def test_killed_while_a_run_begins(
-    tiny: Callable, silent: Console, monkeypatch: pytest.MonkeyPatch, where: str
+    run: Callable, refused: Callable, out: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    config = tiny(steps=1)
-
     def kill(*_: object, **__: object) -> None:
         raise Killed
 
@@ -120,23 +132,19 @@ def test_killed_while_a_run_begins(
         replace = os.replace
         monkeypatch.setattr(os, "replace", lambda a, b: kill() if Path(b).name == where else replace(a, b))
     with pytest.raises(Killed):
-        train(config, console=silent)
+        run(steps=1)
     monkeypatch.undo()
     if where != "tokenizer":  # in which case nothing was written
-        with pytest.raises(ArgumentError, match="holds the beginning of a run, replace it with --overwrite"):
-            train(config, console=silent)
-    with pytest.raises(ArgumentError, match="stopped while it began or was deleted; start again with --overwrite"):
-        train(tiny(steps=1, resume=True), console=silent)
-    (config.out / "notes.md").write_text("mine")
-    assert train(tiny(steps=1, overwrite=True), console=silent).step == 1
-    assert (config.out / "notes.md").read_text() == "mine"
-    assert not list(config.out.glob("*.tmp"))
+        refused("holds the beginning of a run, replace it with --overwrite", steps=1)
+    refused("stopped while it began or was deleted; start again with --overwrite", steps=1, resume=True)
+    (out / "notes.md").write_text("mine")
+    assert run(steps=1, overwrite=True).step == 1
+    assert (out / "notes.md").read_text() == "mine"
+    assert not list(out.glob("*.tmp"))
 
 
-def test_killed_while_a_run_is_deleted(tiny: Callable, silent: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(tiny(steps=3), console=silent)
-    import shutil
-
+def test_killed_while_a_run_is_deleted(run: Callable, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(steps=3)
     remove = shutil.rmtree
 
     def kill(path: Path, *args: object, **options: object) -> None:
@@ -146,35 +154,29 @@ def test_killed_while_a_run_is_deleted(tiny: Callable, silent: Console, monkeypa
 
     monkeypatch.setattr(shutil, "rmtree", kill)
     with pytest.raises(Killed):
-        train(tiny(steps=1, overwrite=True), console=silent)
+        run(steps=1, overwrite=True)
     monkeypatch.undo()
-    assert not (tiny().out / "run.json").exists()
-    assert train(tiny(steps=1, overwrite=True), console=silent).step == 1
+    assert not (out / "run.json").exists()
+    assert run(steps=1, overwrite=True).step == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits on the size of a file")
-def test_torch_save_says_why_the_system_refuses(tiny: Callable, silent: Console) -> None:
+def test_torch_save_says_why_the_system_refuses(run: Callable, refused: Callable, out: Path) -> None:
     """Whatever file of a checkpoint grows beyond what the system allows, the message is the system's."""
     import resource
 
-    from transformers import TrainerCallback
+    def set_limit(_: object) -> None:  # the optimiser's file is the largest
+        size = (out / "checkpoint-3" / "optimizer.pt").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size - 4096, limit[1]))
 
-    class Limit(TrainerCallback):
-        def on_step_begin(self, args, state, control, **_):
-            if state.global_step == 4:  # the optimiser's file is the largest
-                size = (config.out / "checkpoint-3" / "optimizer.pt").stat().st_size
-                resource.setrlimit(resource.RLIMIT_FSIZE, (size - 4096, limit[1]))
-
-    config = tiny()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with pytest.raises(TrainingStopped) as caught:
-            train(config, console=silent, callbacks=[Limit()])
+        error = refused("cannot write", At(4, set_limit), error=TrainingStopped)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert f"cannot write {config.out / 'checkpoint-6'}: File too large; the last good" in str(caught.value)
-    assert not (config.out / "checkpoint-6").exists()
-    assert train(tiny(resume=True), console=silent).step == 6
+    assert f"cannot write {out / 'checkpoint-6'}: File too large; the last good" in error
+    assert not (out / "checkpoint-6").exists()
+    assert run(resume=True).step == 6
 
 
 @pytest.mark.slow

@@ -16,15 +16,8 @@ TOKENIZER = char_tokenizer("abcdefgh ")
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(TOKENIZER),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(TOKENIZER), **sizes, pad_token_id=0, eos_token_id=1)
     return LlamaForCausalLM(config).eval()
 
 
@@ -79,13 +72,9 @@ def test_unknown_characters_of_a_prompt() -> None:
     assert unknown_characters(TOKENIZER, "zebra!") == "!rz"
 
 
-@pytest.mark.parametrize(("known", "prompt"), [("ab \n", "\n"), ("ab ", " "), ("xbé", "b")])
-def test_the_default_prompt_is_known(known: str, prompt: str) -> None:
-    assert default_prompt(char_tokenizer(known)) == prompt
-
-
-def test_the_default_prompt_of_bytes() -> None:
-    assert default_prompt(byte_tokenizer()) == "\n"
+@pytest.mark.parametrize(("known", "prompt"), [("ab \n", "\n"), ("ab ", " "), ("xbé", "b"), (None, "\n")])
+def test_the_default_prompt_is_known(known: str | None, prompt: str) -> None:
+    assert default_prompt(byte_tokenizer() if known is None else char_tokenizer(known)) == prompt
 
 
 @pytest.mark.parametrize(

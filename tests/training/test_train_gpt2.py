@@ -22,7 +22,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from regard.checks import ArgumentError
-from regard.training import Units, byte_tokenizer, encode, evaluate, gpt2_tokenizer, load_model, train
+from regard.training import Units, byte_tokenizer, encode, evaluate, gpt2_tokenizer, load_model
 from regard.training.data import tokenizers as ours
 from regard.training.data.gpt2_files import gpt2_vocabulary
 
@@ -158,23 +158,19 @@ def test_bits_are_those_of_the_bytes_behind_the_tokens() -> None:
     assert result.bits_per_char == pytest.approx(math.log2(50257) * len(by_hand(text)) / len(text), rel=1e-6)
 
 
-def test_a_whole_run_without_a_network(tiny: Callable, silent: object, no_network: list) -> None:
-    config = tiny(tokenizer="gpt2", steps=2)
-    summary = train(config, console=silent)
+def test_a_whole_run_without_a_network(tiny: Callable, run: Callable, out: Path, no_network: list) -> None:
+    summary = run(tokenizer="gpt2", steps=2)
     assert no_network == []
-    content = config.data.read_text()
+    content = tiny().data.read_text()
     cut = len(content) - round(len(content) * 0.1)
-    learn, held_out = content[:cut], content[cut:]
-    line = json.loads((config.out / "metrics.jsonl").read_text().splitlines()[0])
-    assert line["bits_per_byte"] == pytest.approx(
-        line["loss"] / math.log(2) * len(by_hand(learn)) / len(learn.encode())
-    )
-    want = summary.loss / math.log(2) * len(by_hand(held_out)) / len(held_out.encode())
-    assert summary.bits_per_byte == pytest.approx(want)
-    model, tokenizer = load_model(config.out, call="test")
+    line = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    for found, text in ((line, content[:cut]), (vars(summary), content[cut:])):
+        want = found["loss"] / math.log(2) * len(by_hand(text)) / len(text.encode())
+        assert found["bits_per_byte"] == pytest.approx(want)
+    model, tokenizer = load_model(out, call="test")
     assert (model.config.vocab_size, model.config.eos_token_id, model.config.pad_token_id) == (50257, 50256, 50256)
     assert encode(tokenizer, content).tolist() == by_hand(content)
-    train(tiny(tokenizer="gpt2", steps=3, resume=True), console=silent)  # with the tokenizer that was saved
+    run(tokenizer="gpt2", steps=3, resume=True)  # with the tokenizer that was saved
 
 
 def test_the_package_is_read_and_not_run() -> None:

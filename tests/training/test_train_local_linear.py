@@ -10,63 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from regard.grammar import SolveStatus
-from regard.pairwise.diagnostics import Diagnostics
-from regard.training import row_means, train
+from regard.training import train
 from regard.training.quiet import unconverged_once
-
-
-class Reporter(nn.Module):
-    """A layer that tells its observer what it was given."""
-
-    def __init__(self, **rows: Any) -> None:
-        super().__init__()
-        self.observer: Any = None
-        self.observe_weights = False
-        none = torch.zeros(1, 1, 2)
-        given = dict.fromkeys(("tau", "bandwidth", "effective_sample_size", "empty", "fallback", "status"), none)
-        self.told = Diagnostics(**{**given, **rows})
-
-
-class Model(nn.Module):
-    def __init__(self, *layers: Reporter) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, input_ids: Tensor, use_cache: bool) -> None:
-        for at, layer in enumerate(self.layers):
-            layer.observer(at, layer.told)
-
-
-def rows(*numbers: float) -> Tensor:
-    return torch.tensor(numbers)[None, None]
-
-
-def test_row_means_by_hand() -> None:
-    plain = Reporter(support=rows(1, 2), density=rows(1, 0.5), negative_mass=rows(0, 0))
-    solver = {
-        "status": rows(0, SolveStatus.UNCONVERGED),
-        "iterations": rows(3, 8),
-        "residual": rows(0.25, 1e-3),
-        "jitter": rows(0, 0),
-    }
-    local = Reporter(support=rows(1, 4), density=rows(1, 1), negative_mass=rows(0.5, 0.25), solver=solver)
-    ids = torch.zeros(1, 2, dtype=torch.long)
-    assert row_means(Model(plain), ids) == {"support": 1.5, "density": 0.75}
-    assert row_means(Model(plain, local), ids) == {
-        "support": 2.0,
-        "density": 0.875,
-        "negative_mass": 0.375,
-        "solver_iterations": 5.5,
-        "solver_residual": 0.25,
-        "unconverged": 0.5,
-    }
-    assert row_means(Model(), ids) == {}
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
@@ -92,14 +40,6 @@ def test_a_run_with_a_learned_ridge(tiny: Callable) -> None:
     assert model.config.qk_norm == "rms"
     projection = model.model.layers[1].self_attn.ridge_proj
     assert projection.weight.abs().max() > 1e-4  # it began at 0
-
-
-def test_without_local_linear_layers_there_is_no_solver_to_log(tiny: Callable, silent: Console) -> None:
-    config = tiny(steps=2)
-    train(config, console=silent)
-    first = metrics(config.out)[0]
-    assert 0 < first["density"] <= 1
-    assert not {"negative_mass", "solver_iterations", "solver_residual", "unconverged"} & set(first)
 
 
 def test_systems_that_do_not_converge_are_shown_once(tiny: Callable) -> None:

@@ -4,22 +4,18 @@ refused."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from regard.checks import ArgumentError
 from regard.models import HybridConfig, HybridForCausalLM, HybridModel, LanguageModel, language_models
-from regard.training import TrainConfig, char_tokenizer, generate_text, language_model, load_model, model_config, train
+from regard.training import TrainConfig, char_tokenizer, generate_text, language_model, load_model, model_config
 from regard.training.fields import from_mapping, from_text, to_mapping
 from regard.training.models import check_model
 from regard.training.storage.folder import saved_config
@@ -146,7 +142,7 @@ def test_options_that_cannot_be(name: str, option: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_layers_may_be_token_mixers_and_have_memories(tiny: Callable, silent: Console) -> None:
+def test_layers_may_be_token_mixers_and_have_memories(run: Callable, out: Path) -> None:
     options = (
         "memories=FwPKM@1",
         'memory_options={"fwpkm": {"sub_keys": 8, "key_dim": 8, "value_dim": 8, "top_k": 2, "chunk_size": 4}}',
@@ -154,14 +150,14 @@ def test_layers_may_be_token_mixers_and_have_memories(tiny: Callable, silent: Co
         "training_window=4",
         "training_window_share=0.5",
     )
-    config = tiny(spec=("gdn", "biweight"), layers=2, steps=4, save_every=2, option=options)
-    straight = train(config, console=silent)
-    model, _ = load_model(config.out, call="test")
+    sizes = {"spec": ("gdn", "biweight"), "layers": 2, "steps": 4, "save_every": 2, "option": options}
+    straight = run(**sizes)
+    model, _ = load_model(out, call="test")
     assert model.config.mixers == ["gated-deltanet", "biweight"]
     assert model.config.memories == "fwpkm@1"
-    shutil.rmtree(config.out / "checkpoint-4")
-    (config.out / "summary.json").unlink()
-    assert train(replace(config, resume=True), console=silent).loss == straight.loss  # windows are drawn by the step
+    shutil.rmtree(out / "checkpoint-4")
+    (out / "summary.json").unlink()
+    assert run(resume=True, **sizes).loss == straight.loss  # windows are drawn by the step
     with pytest.raises(ArgumentError, match="--model iclm: ICLMConfig: mixers: unknown spec 'gdn'"):
         check_model(small("iclm", spec=("gdn",)), "train")
 
@@ -211,17 +207,14 @@ def test_values_of_another_type(text: str, hint: object) -> None:
         from_text(text, hint, "where")
 
 
-def test_a_run_of_before_there_were_models_goes_on(tiny: Callable, silent: Console) -> None:
-    config = tiny(steps=2)
-    train(config, console=silent)
-    file = config.out / "config.json"
-    old = {key: value for key, value in json.loads(file.read_text()).items() if key not in ("model", "option")}
-    file.write_text(json.dumps(old))
-    run = config.out / "run.json"  # and no digests
-    run.write_text(json.dumps({key: value for key, value in json.loads(run.read_text()).items() if key != "files"}))
-    again = saved_config(config.out, call="test")
+def test_a_run_of_before_there_were_models_goes_on(run: Callable, out: Path) -> None:
+    run(steps=2)
+    for name, missing in (("config.json", ("model", "option")), ("run.json", ("files",))):  # and no digests
+        table = json.loads((out / name).read_text())
+        (out / name).write_text(json.dumps({key: value for key, value in table.items() if key not in missing}))
+    again = saved_config(out, call="test")
     assert (again.model, again.option) == ("transformer", ())
-    assert train(tiny(steps=3, resume=True), console=silent).step == 3
+    assert run(steps=3, resume=True).step == 3
     table = to_mapping(small("iclm", option=("variant=wv", "f_mlp=none")))
     assert from_mapping(TrainConfig(), table, call="t", source="f").option == ("variant=wv", "f_mlp=none")
 
@@ -240,12 +233,11 @@ class ToyForCausalLM(HybridForCausalLM):
     model_class = ToyModel
 
 
-def test_a_new_model_needs_no_edit(tiny: Callable, silent: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_model_needs_no_edit(run: Callable, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = LanguageModel(ToyConfig, ToyForCausalLM, "A toy.")
     monkeypatch.setitem(language_models._objects, "toy", entry)
-    config = tiny(model="toy", steps=1, option=("colour=green", "norm=layer"), window=4)
-    train(config, console=silent)
-    model, _ = load_model(config.out, call="test")
+    run(model="toy", steps=1, option=("colour=green", "norm=layer"), window=4)
+    model, _ = load_model(out, call="test")
     assert type(model) is ToyForCausalLM
     assert (model.config.colour, model.config.norm, model.config.window) == ("green", "layer", 4)
 
@@ -254,29 +246,23 @@ def test_a_new_model_needs_no_edit(tiny: Callable, silent: Console, monkeypatch:
 
 
 @every_model
-def test_a_whole_run_and_its_last_half_once_more(name: str, tiny: Callable, silent: Console) -> None:
-    config = tiny(model=name, layers=2, steps=4, save_every=2, log_every=2)
-    straight = train(config, console=silent)
-    before = load_file(config.out / "model" / "model.safetensors")
-    shutil.rmtree(config.out / "checkpoint-4")
-    (config.out / "summary.json").unlink()
+def test_a_whole_run_and_its_last_half_once_more(name: str, run: Callable, refused: Callable, out: Path) -> None:
+    """The same weights; and what was trained is loaded and continues a prompt."""
+    sizes = {"layers": 2, "steps": 4, "save_every": 2, "log_every": 2}
+    straight = run(model=name, **sizes)
+    before = load_file(out / "model" / "model.safetensors")
+    shutil.rmtree(out / "checkpoint-4")
+    (out / "summary.json").unlink()
     other = next(other for other in MODELS if other != name)
-    with pytest.raises(ArgumentError, match=f"--model is '{other}' but the run in .* began with '{name}'"):
-        train(replace(config, model=other, resume=True), console=silent)
-    again = train(replace(config, resume=True), console=silent)
-    assert again.loss == straight.loss
-    after = load_file(config.out / "model" / "model.safetensors")
+    refused(f"--model is '{other}' but the run in .* began with '{name}'", model=other, resume=True, **sizes)
+    assert run(model=name, resume=True, **sizes).loss == straight.loss
+    after = load_file(out / "model" / "model.safetensors")
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], before[key]) for key in after)
 
-
-@every_model
-def test_what_was_trained_is_loaded_and_continues_a_prompt(name: str, tiny: Callable, silent: Console) -> None:
-    config = tiny(model=name, layers=2, steps=2)
-    summary = train(config, console=silent)
-    model, tokenizer = load_model(config.out, call="test")
+    model, tokenizer = load_model(out, call="test")
     assert type(model) is language_models.get(name).model
-    assert sum(p.numel() for p in model.parameters()) == summary.parameters
+    assert sum(p.numel() for p in model.parameters()) == straight.parameters
     text = generate_text(model, tokenizer, "the", max_new_tokens=20, temperature=0.0)
     ids = tokenizer("the")["input_ids"]
     with torch.no_grad():  # as a loop without a cache says
@@ -284,66 +270,6 @@ def test_what_was_trained_is_loaded_and_continues_a_prompt(name: str, tiny: Call
             scores = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
             ids.append(3 + int(scores[3:].argmax()))  # 0 to 2 are special
     assert text == tokenizer.decode(ids)
-
-
-PROGRAM = """
-import sys, torch
-from torch.distributed import destroy_process_group, get_rank, init_process_group
-from torch.nn.parallel import DistributedDataParallel
-from regard.models import language_models
-
-def trained(name, batches, parallel):
-    torch.manual_seed(0)
-    entry = language_models.get(name)
-    sizes = dict(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mixers="biweight")
-    model = entry.model(entry.config(**sizes)).double()
-    running = DistributedDataParallel(model) if parallel else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for batch in batches:
-        optimizer.zero_grad()
-        running(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-    return model.state_dict()
-
-if __name__ == "__main__":
-    folder, names = sys.argv[1], sys.argv[2:]
-    torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(20, (4, 12), generator=generator) for _ in range(3)]
-    init_process_group("gloo")
-    rank = get_rank()
-    for name in names:
-        half = [batch[2 * rank : 2 * rank + 2] for batch in batches]
-        torch.save(trained(name, half, True), f"{folder}/{name}.{rank}")
-        if rank == 0:
-            torch.save(trained(name, batches, False), f"{folder}/{name}.alone")
-    destroy_process_group()
-"""
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What every model learned in two processes, and in one with twice the batch."""
-    folder = tmp_path_factory.mktemp("processes")
-    (folder / "program.py").write_text(PROGRAM)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, str(folder / "program.py"), str(folder), *MODELS],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-@every_model
-def test_two_processes_learn_what_one_does_with_both_batches(name: str, processes: Path) -> None:
-    first, second, alone = (torch.load(processes / f"{name}.{which}") for which in ("0", "1", "alone"))
-    assert first.keys() == second.keys() == alone.keys()
-    for key, value in alone.items():
-        assert torch.equal(first[key], second[key]), key
-        torch.testing.assert_close(first[key], value, rtol=1e-9, atol=1e-9)
 
 
 # What is refused ---------------------------------------------------------------------------------------------
@@ -363,6 +289,14 @@ def damaged(tensors: dict[str, torch.Tensor]) -> list[tuple[dict[str, torch.Tens
     ]
 
 
+def fails(folder: Path, message: str, command: str = "eval") -> str:
+    """Loading the model must end in one line that holds `message`; the line."""
+    with pytest.raises(ArgumentError, match=message) as caught:
+        load_model(folder, call=command)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 def test_tensors_that_do_not_fit(saved: Path) -> None:
     path = saved / "model.safetensors"
     sound = load_file(path)
@@ -370,14 +304,10 @@ def test_tensors_that_do_not_fit(saved: Path) -> None:
     try:
         for tensors, message in damaged(sound):
             save_file(tensors, path, metadata={"format": "pt"})
-            with pytest.raises(ArgumentError) as caught:
-                load_model(saved, call="eval")
-            assert str(caught.value).startswith(f"eval: the weights in {saved} do not fit their config (")
-            assert message in str(caught.value)
-            assert "\n" not in str(caught.value)
+            error = fails(saved, message)
+            assert error.startswith(f"eval: the weights in {saved} do not fit their config (")
         path.write_bytes(path.read_bytes()[:100])
-        with pytest.raises(ArgumentError, match="eval: cannot load the model in"):
-            load_model(saved, call="eval")
+        fails(saved, "eval: cannot load the model in")
     finally:
         save_file(sound, path, metadata={"format": "pt"})
 
@@ -399,15 +329,11 @@ def test_configs_that_do_not_fit(saved: Path) -> None:
     try:
         for changes, message in cases:
             path.write_text(json.dumps({**json.loads(sound), **changes}))
-            with pytest.raises(ArgumentError, match=message) as caught:
-                load_model(saved, call="eval")
-            assert "\n" not in str(caught.value)
+            fails(saved, message)
         path.write_text(sound[:-9])
-        with pytest.raises(ArgumentError, match="is not valid JSON"):
-            load_model(saved, call="eval")
+        fails(saved, "is not valid JSON")
         path.unlink()
-        with pytest.raises(ArgumentError, match="does not exist"):
-            load_model(saved, call="eval")
+        fails(saved, "does not exist")
     finally:
         path.write_text(sound)
 
@@ -415,10 +341,7 @@ def test_configs_that_do_not_fit(saved: Path) -> None:
 def test_a_tokenizer_of_another_model(saved: Path) -> None:
     try:
         char_tokenizer("abcdefgh ijk").save_pretrained(saved)
-        with pytest.raises(
-            ArgumentError, match=r"has token ids up to 14, but its model has 0 to 11; they do not belong"
-        ):
-            load_model(saved, call="generate")
+        fails(saved, r"has token ids up to 14, but its model has 0 to 11; they do not belong", "generate")
     finally:
         TOKENIZER.save_pretrained(saved)
 
@@ -432,19 +355,3 @@ def test_prompts_that_cannot_be_continued(saved: Path) -> None:
     ):
         with pytest.raises(ArgumentError, match=f"^generate: .*{message}"):
             generate_text(model, tokenizer, prompt)
-    ids = torch.tensor([[3, 4, 5], [3, 4, 5]])
-    padded = torch.tensor([[1, 1, 1], [0, 0, 0]])
-    long = torch.full((1, 17), 3)
-    for tokens, mask, message in (
-        (ids[:, :0], None, "nothing to continue"),
-        (ids[:0], None, "nothing to continue"),
-        (long, None, "has 17 tokens, more than the model's context of 16"),
-        (ids + 7, None, "holds 10 to 12, expected integers from 0 to 11"),
-        (ids - 4, None, "holds -1 to 1, expected integers from 0 to 11"),
-        (ids, padded, "row 1 of the prompt is all padding"),
-    ):
-        with pytest.raises(ArgumentError, match=message) as caught:
-            model.generate(tokens, attention_mask=mask, max_new_tokens=2)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(ArgumentError, match="holds 10 to 12, expected integers from 0 to 11"):
-        model(ids + 7)

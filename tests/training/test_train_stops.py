@@ -14,22 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from steps import At
+from transformers import PreTrainedTokenizerBase
 
-from regard.training import TrainingInterrupted, TrainingStopped, train
+from regard.training import TrainingInterrupted, TrainingStopped
+from regard.training.fields import to_mapping
 from regard.training.storage.checkpoints import last_complete
-
-
-class At(TrainerCallback):
-    """Calls a function with the model at the beginning of a step."""
-
-    def __init__(self, step: int, action: Callable) -> None:
-        self.step, self.action = step, action
-
-    def on_step_begin(self, args, state, control, model=None, **_):
-        if state.global_step == self.step:
-            self.action(model)
 
 
 def poison_weight(model: torch.nn.Module) -> None:
@@ -52,143 +42,112 @@ def poison_gradient(model: torch.nn.Module) -> None:
     [
         (poison_weight, r"the loss is nan at step 5; first non-finite tensor: parameter .*layers\.0"),
         (poison_output, r"the loss is nan at step 5; first non-finite tensor: output of .*layers\.0\.mlp"),
-        (
-            poison_gradient,
-            r"gradient is not finite at step 5; first non-finite tensor: the gradient of .*layers",
-        ),
+        (poison_gradient, r"gradient is not finite at step 5; first non-finite tensor: the gradient of .*layers"),
     ],
 )
-def test_non_finite_numbers_stop_the_run(tiny: Callable, silent: Console, poison: Callable, what: str) -> None:
-    config = tiny(save_every=2)
-    with pytest.raises(TrainingStopped, match=what) as caught:
-        train(config, console=silent, callbacks=[At(4, poison)])
-    good = config.out / "checkpoint-4"
-    assert f"last good checkpoint is {good}" in str(caught.value)
-    assert last_complete(config.out)[0] == good
-    assert json.loads((config.out / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 4
-    summary = train(tiny(save_every=2, resume=True), console=silent)  # the weights saved there are sound
+def test_non_finite_numbers_stop_the_run(
+    run: Callable, refused: Callable, out: Path, poison: Callable, what: str
+) -> None:
+    error = refused(what, At(4, poison), error=TrainingStopped, save_every=2)
+    assert f"last good checkpoint is {out / 'checkpoint-4'}" in error
+    assert last_complete(out)[0] == out / "checkpoint-4"
+    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 4
+    summary = run(save_every=2, resume=True)  # the weights saved there are sound
     assert summary.step == 6
     assert summary.loss == summary.loss
 
 
-def test_before_the_first_checkpoint_there_is_none_to_name(tiny: Callable, silent: Console) -> None:
-    with pytest.raises(TrainingStopped, match="there is no checkpoint yet"):
-        train(tiny(), console=silent, callbacks=[At(0, poison_weight)])
+def test_before_the_first_checkpoint_there_is_none_to_name(refused: Callable) -> None:
+    refused("there is no checkpoint yet", At(0, poison_weight), error=TrainingStopped)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_says_how_to_go_on(tiny: Callable, silent: Console, number: int) -> None:
-    config = tiny(save_every=100)
+def test_a_signal_saves_and_says_how_to_go_on(run: Callable, refused: Callable, out: Path, number: int) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(TrainingInterrupted) as caught:
-        train(config, console=silent, callbacks=[At(1, lambda _: signal.raise_signal(number))])
-    assert "interrupted after step 2 of 6" in str(caught.value)
-    assert f"continue with: regard train --resume --out {config.out}" in str(caught.value)
-    assert last_complete(config.out)[0] == config.out / "checkpoint-2"
+    press = At(1, lambda _: signal.raise_signal(number))
+    error = refused("interrupted after step 2 of 6", press, error=TrainingInterrupted, save_every=100)
+    assert f"continue with: regard train --resume --out {out}" in error
+    assert last_complete(out)[0] == out / "checkpoint-2"
     assert signal.getsignal(number) is before
-    assert train(tiny(save_every=100, resume=True), console=silent).step == 6
+    assert run(save_every=100, resume=True).step == 6
 
 
-def test_a_second_signal_stops_at_once(tiny: Callable, silent: Console) -> None:
+def test_a_second_signal_stops_at_once(refused: Callable, out: Path) -> None:
     def twice(_: object) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    config = tiny()
-    with pytest.raises(TrainingInterrupted, match=r"interrupted twice.*checkpoint-3"):
-        train(config, console=silent, callbacks=[At(4, twice)])
-    assert last_complete(config.out)[0] == config.out / "checkpoint-3"
+    refused(r"interrupted twice.*checkpoint-3", At(4, twice), error=TrainingInterrupted)
+    assert last_complete(out)[0] == out / "checkpoint-3"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a device that is always full")
-def test_a_full_disk_under_the_metrics(tiny: Callable, silent: Console) -> None:
-    config = tiny()
-
+@pytest.mark.parametrize("place", ["metrics.jsonl", pytest.param("checkpoint-6", marks=pytest.mark.slow)])
+def test_a_full_disk_under_a_checkpoint(run: Callable, refused: Callable, out: Path, place: str) -> None:
     def fill(_: object) -> None:
-        (config.out / "metrics.jsonl").unlink()
-        (config.out / "metrics.jsonl").symlink_to("/dev/full")
+        file = out / place if place == "metrics.jsonl" else out / place / "optimizer.pt"
+        file.parent.mkdir(exist_ok=True)
+        file.unlink(missing_ok=True)
+        file.symlink_to("/dev/full")
 
-    with pytest.raises(TrainingStopped) as caught:
-        train(config, console=silent, callbacks=[At(4, fill)])
-    message = str(caught.value)
-    assert f"cannot write {config.out / 'metrics.jsonl'}: No space left on device" in message
-    assert f"last good checkpoint is {config.out / 'checkpoint-3'}" in message
+    error = refused("No space left on device", At(4, fill), error=TrainingStopped)
+    assert f"cannot write {out / place}: No space left on device" in error  # which torch.save hides
+    assert f"last good checkpoint is {out / 'checkpoint-3'}" in error
+    if place == "checkpoint-6":
+        assert not (out / place).exists()
+        assert run(resume=True).step == 6
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a device that is always full")
-def test_a_full_disk_under_a_checkpoint(tiny: Callable, silent: Console) -> None:
-    config = tiny()
-
-    def fill(_: object) -> None:
-        (config.out / "checkpoint-6").mkdir()
-        (config.out / "checkpoint-6" / "optimizer.pt").symlink_to("/dev/full")
-
-    with pytest.raises(TrainingStopped) as caught:
-        train(config, console=silent, callbacks=[At(4, fill)])
-    message = str(caught.value)
-    assert f"cannot write {config.out / 'checkpoint-6'}: No space left on device" in message  # torch.save hides it
-    assert f"last good checkpoint is {config.out / 'checkpoint-3'}" in message
-    assert not (config.out / "checkpoint-6").exists()
-    assert train(tiny(resume=True), console=silent).step == 6
+def no_space(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("where", ["transformers.modeling_utils.safe_save_file", "regard.training.trainer.seal"])
 def test_any_write_may_find_the_disk_full(
-    tiny: Callable, silent: Console, monkeypatch: pytest.MonkeyPatch, where: str
+    refused: Callable, out: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    config = tiny()
-    monkeypatch.setattr(where, refuse)
-    with pytest.raises(TrainingStopped, match=r"cannot write .*No space left.*no checkpoint yet"):
-        train(config, console=silent)
-    assert last_complete(config.out) == (None, [])
+    monkeypatch.setattr(where, no_space)
+    refused(r"cannot write .*No space left.*no checkpoint yet", error=TrainingStopped)
+    assert last_complete(out) == (None, [])
 
 
-def test_a_full_disk_under_the_final_model(tiny: Callable, silent: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_under_the_final_model(
+    run: Callable, refused: Callable, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save = PreTrainedTokenizerBase.save_pretrained
 
     def refuse(self: PreTrainedTokenizerBase, folder: Path, **options: object) -> None:
-        if Path(folder).name.startswith("model"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(self, folder, **options)
+        no_space() if Path(folder).name.startswith("model") else save(self, folder, **options)
 
-    config = tiny()
     monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", refuse)
-    with pytest.raises(TrainingStopped, match=r"cannot write .*model: .*No space left.*checkpoint-6"):
-        train(config, console=silent)
-    assert not list(config.out.glob("model*"))
+    refused(r"cannot write .*model: .*No space left.*checkpoint-6", error=TrainingStopped)
+    assert not list(out.glob("model*"))
     monkeypatch.undo()
-    assert train(tiny(resume=True), console=silent).step == 6  # nothing to train, the model is written
+    assert run(resume=True).step == 6  # nothing to train, the model is written
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_the_last_complete_checkpoint_loads(tiny: Callable, silent: Console) -> None:
+def test_killed_at_any_moment_the_last_complete_checkpoint_loads(tiny: Callable, out: Path) -> None:
     """A process that saves after every step is killed a few times; each time the run goes on from there."""
-    config = tiny(steps=4000, save_every=1, log_every=1, eval_every=4000)
-    program = (
-        "import sys; from rich.console import Console\n"
-        "from pathlib import Path; from regard.training import TrainConfig, train\n"
-        f"config = TrainConfig(data=Path({str(config.data)!r}), out=Path({str(config.out)!r}), context=16,"
-        " spec=('biweight',), layers=1, width=16, heads=2, steps=4000, batch=2, log_every=1, eval_every=4000,"
-        " save_every=1, eval_tokens=64, device='cpu', resume=sys.argv[1] == 'resume')\n"
-        "train(config, console=Console(quiet=True))\n"
-    )
+    config = out.parent / "config.json"
+    config.write_text(json.dumps(to_mapping(tiny(steps=4000, save_every=1, log_every=1, eval_every=4000))))
+    command = [sys.executable, "-m", "regard", "train", "--config", str(config)]
     reached = 0
     for attempt in range(5):
-        mode = "resume" if attempt else "begin"
-        process = subprocess.Popen([sys.executable, "-c", program, mode], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        more = ["--resume"] if attempt else []
+        process = subprocess.Popen(
+            [*command, *more], stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and process.poll() is None:
-            steps = [int(p.name.rpartition("-")[2]) for p in config.out.glob("checkpoint-*")]
+            steps = [int(p.name.rpartition("-")[2]) for p in out.glob("checkpoint-*")]
             if max(steps, default=0) >= reached + 5:
                 break
             time.sleep(0.01 + 0.003 * attempt)
         assert process.poll() is None
         process.kill()
         process.wait()
-        folder, _ = last_complete(config.out)
+        folder, _ = last_complete(out)
         assert folder is not None
         step = int(folder.name.rpartition("-")[2])
         assert step >= reached + 3

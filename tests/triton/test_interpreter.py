@@ -15,9 +15,7 @@ pytest.importorskip("triton")
 
 HERE = Path(__file__).resolve().parent
 FILES = sorted(path.name for path in (HERE / "interpreted").glob("test_*.py"))
-KINDS = (
-    "compact", "decode", "local_linear", "memory", "public_attention", "public_local_linear", "public_memory", "others"
-)  # fmt: skip
+KINDS = ("attention", "compact", "decode", "local_linear", "memory", "others")
 GROUPS: dict[str, list[str]] = {kind: [] for kind in KINDS}
 for file in FILES:
     GROUPS[next((kind for kind in KINDS if file.startswith(f"test_{kind}")), "others")].append(file)

@@ -28,6 +28,8 @@ def train(argv: list[str]) -> int:
         saved = saved_config(config.out, call="train")
         config = parse(TrainConfig, argv, command="train", base=saved)
     validate(config)  # before the slow imports
+    if config.task is not None:
+        return _train_task(config)
     from ..training.run import train as run
 
     summary = run(config)
@@ -43,6 +45,20 @@ def train(argv: list[str]) -> int:
     print_pairs(lines)
     hint = f" --prompt {shlex.quote(summary.prompt)}" if summary.prompt else ""
     print(f"\nTry: regard generate {shlex.quote(summary.out)}{hint}")
+    return 0
+
+
+def _train_task(config: TrainConfig) -> int:
+    """Train on a task and print the test scores beside the floor."""
+    from ..training.task.run import train_task
+
+    summary = train_task(config)
+    lines = [
+        (name, f"{mean:.4f} ± {error:.4f}" + (f" (floor {summary.floor[name]:.4f})" if name in summary.floor else ""))
+        for name, (mean, error) in summary.scores.items()
+    ]
+    print_pairs([*lines, ("steps", f"{summary.step:,}"), ("parameters", f"{summary.parameters:,}")])
+    print_pairs([("run folder", summary.out)])
     return 0
 
 
@@ -76,9 +92,11 @@ def evaluate(argv: list[str]) -> int:
     from ..training.device import resolve_device
     from ..training.evaluation import Units
     from ..training.evaluation import evaluate as measure
-    from ..training.storage.folder import load_model
+    from ..training.storage.folder import load_model, task_run
 
     device = resolve_device(options.device, call="eval")
+    if options.run.is_dir() and (saved_task := task_run(options.run, call="eval")) is not None:
+        return _eval_task(saved_task, options, device)
     model, tokenizer = load_model(options.run, call="eval")
     content, saved = _eval_text(options)
     context = options.context or (saved.context if saved else model.config.max_position_embeddings)
@@ -104,6 +122,19 @@ def evaluate(argv: list[str]) -> int:
     if unknown:
         lines.append(("unknown characters", f"{unknown:,} (each counted as one token <unk>)"))
     print_pairs(lines)
+    return 0
+
+
+def _eval_task(config: TrainConfig, options: EvalOptions, device: str) -> int:
+    """Score the model of a run on the test examples of its task."""
+    from ..training.storage.folder import load_task_model
+    from ..training.task.run import scored
+    from ..training.validation import check_task
+
+    if any(value is not None for value in (options.data, options.context, options.stride)):
+        raise ArgumentError(f"eval: the run in {options.run} is on a task; omit --data, --context and --stride.")
+    found = scored(config, check_task(config, "eval"), load_task_model(options.run, call="eval").to(device))
+    print_pairs([(name, str(score)) for name, score in found.items()])
     return 0
 
 
@@ -172,7 +203,7 @@ def generate(argv: list[str]) -> int:
 _TRAIN = (
     "Example: regard train --data notes.txt --spec biweight --steps 500 --out runs/notes. The folder then holds "
     "config, tokenizer, metrics.jsonl, checkpoints and the model. Ctrl-C stops the run after the current step with a "
-    "checkpoint, and --resume continues it."
+    "checkpoint, and --resume continues it. A task instead of a text: regard train --task mqar --spec softmax."
 )
 _EVAL = (
     "The text is read in windows of one context that advance by --stride; every token but the first is predicted "

@@ -54,17 +54,18 @@ def parse(cls: type[C], argv: list[str], *, command: str, base: C | None = None,
     default = _defaults(cls) if base is None else base
     if file is not None:
         default = from_mapping(default, read_mapping(file, call=command), call=command, source=str(file))
+    shown = _grouped(default)
     errors = io.StringIO()
     try:
         with redirect_stderr(errors):
             value, unknown = tyro.cli(
-                cls,
+                type(shown),
                 args=argv,
-                default=default,
+                default=shown,
                 prog=f"regard {command}",
                 description=_describe(cls, epilogue),
                 return_unknown_args=True,
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.OmitArgPrefixes),
             )
     except SystemExit as stop:
         if not stop.code:
@@ -72,7 +73,23 @@ def parse(cls: type[C], argv: list[str], *, command: str, base: C | None = None,
         raise ArgumentError(f"{command}: {_squash(errors.getvalue())}") from None
     if unknown:
         raise ArgumentError(f"{command}: {_unknown(unknown[0], cls)}")
+    if shown is not default:
+        value = cls(**{name: x for part in _values(value).values() for name, x in _values(part).items()})
     return value
+
+
+def _grouped(options: Any) -> Any:
+    """Return the options with one dataclass per group, if the class has `groups`, so that --help shows the groups."""
+    groups = getattr(options, "groups", None)
+    if groups is None:
+        return options
+    parts = {name: kind(**_values(options, kind)) for name, kind in groups.items()}
+    return dataclasses.make_dataclass("Options", [(name, type(part)) for name, part in parts.items()])(**parts)
+
+
+def _values(options: Any, kind: Any = None) -> dict[str, Any]:
+    """Return the values of the fields of a dataclass, or only of those that its base class `kind` has."""
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(kind or options)}
 
 
 def _take_config(argv: list[str], command: str) -> tuple[Path | None, list[str]]:

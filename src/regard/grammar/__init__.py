@@ -1,4 +1,4 @@
-"""The grammar: one axis a file, and the sentence that joins them."""
+"""Attention specs: one module or folder per axis, and `Spec`, which joins the axes."""
 
 from .bandwidths import bandwidths
 from .kernels import ParamInfo, kernels

@@ -1,4 +1,4 @@
-"""Conjugate gradients for many rows at once, with a mask of the rows still under way.
+"""Conjugate gradients for many rows at once, with a mask of the active rows.
 
 Legend: [..., q] rows; D coordinates.
 """
@@ -16,8 +16,11 @@ from .systems import Solved, SolveStatus, System
 def conjugate_gradients(
     system: System, right: Tensor, tol: float, limit: int, precondition: bool, restarts: int
 ) -> Solved:
-    """t with A t = `right` [..., q, D] to a true residual |right - A t| <= tol |right|, or to what rounding leaves of
-    it, 2 eps (s |t| + |right|) with s the size of the terms that A sums, in at most `limit` steps a row."""
+    """Solve A t = `right` [..., q, D] in at most `limit` steps per row.
+
+    A row ends at a true residual |right - A t| <= tol |right|, or at the rounding error 2 eps (s |t| + |right|), s the
+    size of the terms that A sums.
+    """
     inverse = _inverse(system) if precondition else None
     rows = _Rows.begin(right, tol)
     for _ in range(restarts + 1):
@@ -33,7 +36,7 @@ def conjugate_gradients(
 
 
 def _inverse(system: System) -> Tensor | None:
-    """Of one matrix for all rows; the identity where that is singular."""
+    """Return the inverse of the preconditioner; the identity if it is singular, None if there is none."""
     near = system.near()
     if near is None:
         return None
@@ -44,8 +47,10 @@ def _inverse(system: System) -> Tensor | None:
 
 
 def _iterate(system: System, rows: _Rows, inverse: Tensor | None, limit: int) -> None:
-    """Steps until no row is active. All rows are in every product: products of fewer rows may round otherwise, and not
-    a bit of one row is to hang on how many others are in work. Each has `limit` steps of its own for the same reason.
+    """Step until no row is active.
+
+    All rows take part in every product and each has its own `limit`: a product of fewer rows may round differently,
+    and no bit of a row may depend on how many others are active.
     """
     rows.active &= rows.count < limit
     while bool(rows.active.any()):
@@ -54,10 +59,10 @@ def _iterate(system: System, rows: _Rows, inverse: Tensor | None, limit: int) ->
 
 @dataclass
 class _Rows:
-    """The vectors [..., D] and numbers [..., 1] of rows. A row that is through stands still.
+    """State of the iteration: vectors [..., D] and numbers [..., 1] per row. Rows that ended no longer change.
 
-    x, r, d: solution, residual and direction; rr = r . r and rz = r . z, z the residual divided by the preconditioner;
-    `goal` of rr; `count` of steps.
+    x, r, d: solution, residual and direction; rr = r . r and rz = r . z with z the preconditioned residual; `goal` for
+    rr; `count` of steps.
     """
 
     right: Tensor
@@ -78,12 +83,12 @@ class _Rows:
         return cls(right, zero, right.clone(), right.clone(), rr.sqrt(), tol**2 * rr, rr, rr, none, rr > 0)
 
     def divide(self, inverse: Tensor | None) -> None:
-        """Take the residual, divided by the preconditioner, as the direction."""
+        """Set the direction to the preconditioned residual."""
         self.d = self.r.clone() if inverse is None else self.r @ inverse
         self.rz = _dot(self.r, self.d)
 
     def step(self, system: System, inverse: Tensor | None, limit: int) -> None:
-        """One step of every active row."""
+        """Take one step in every active row."""
         image = system.apply(self.d)
         curvature = _dot(self.d, image)
         sound = self.active & (curvature > 0)
@@ -99,9 +104,9 @@ class _Rows:
         self.rz = rz
 
     def settle(self, system: System, limit: int) -> bool:
-        """Look at the true residuals; rows whose own is still too large go on from it. True where none can."""
+        """Compute the true residuals and reactivate rows whose residual is too large. Return True if none is left."""
         self.r = self.right - system.apply(self.x)
-        # Every step lowers x.Ax / 2 - b.x from its 0 at x = 0; where it lies above, rounding has blown x up.
+        # Every step lowers x.Ax / 2 - b.x from 0 at x = 0. If it is above 0, rounding has made x useless: start again.
         lost = ~(_dot(self.x, self.right + self.r) >= 0)
         if bool(lost.any()):
             self.x, self.r = torch.where(lost, 0, self.x), torch.where(lost, self.right, self.r)

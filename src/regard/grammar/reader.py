@@ -1,4 +1,4 @@
-"""Reads the terms of a sentence: name(key=value, ...)*name*..."""
+"""Read the terms of a spec from text: name(key=value, ...)*name*..."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _tokens(text: str) -> list[str]:
 
 
 class Reader:
-    """Reads terms `name(key=value, ...)`; a value is a number, a word or a term."""
+    """Reader of terms `name(key=value, ...)`; a value is a number, a word or a term."""
 
     def __init__(self, text: str) -> None:
         self.text, self.rest = text, _tokens(text)

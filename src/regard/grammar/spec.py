@@ -1,14 +1,13 @@
-"""A sentence of the grammar: which kernel, how far, which local model, as one immutable object with a text
-form.
+"""`Spec`: kernel, thresholding rule, similarity and local model as one immutable object with a text form.
 
-    biweight                                    a kernel under its usual rule (here: adaptive, 1.5-entmax)
+    biweight                                    a kernel under its default rule (here: adaptive, 1.5-entmax)
     triweight*anchored(margin=0.5)              kernel * bandwidth rule
     gaussian*fixed*euclidean                    ... * similarity
     biweight*adaptive*linear(ridge=0.1)         ... * local linear model
     linear*fixed*cosine*normalised              ... * normalised | unnormalised, where it is not the default
 
-The first part is always the kernel; the others may stand in any order. A preset's name stands for its
-sentence, and `local-linear[NAME]` for the local linear model with the weights of NAME.
+The first part is always the kernel; the others may come in any order. The name of a preset stands for its spec, and
+`local-linear[NAME]` for the local linear model with the weights of NAME.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ from .weighting import Weighting
 DEGREES = (0, 1)
 RIDGE_MODES = ("relative", "absolute")
 LOCAL_LINEAR = ("ridge", "probe")
-"""Numbers of the local linear model, which may have an axis of coordinates: [B, H, Tq, D]."""
+"""Parameters of the local linear model. They may have one value per coordinate: [B, H, Tq, D]."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One sentence of the grammar.
+    """Attention spec: how scores become weights, and which local model the weights fit.
 
     Args:
         kernel: a kernel or its name (`regard.grammar.kernels`).
-        bandwidth: a bandwidth rule or its name; the kernel's usual rule where None (adaptive for
-            polynomials, nearest for uniform, fixed for the rest).
-        degree: 0 local constant (attention), 1 local linear.
-        ridge: of the local linear model; 0.1 where None.
-        solver: of the local linear model; `Auto` where None.
+        bandwidth: a thresholding rule or its name. Default: the kernel's own (adaptive for polynomials, nearest for
+            uniform, fixed for the others).
+        degree: 0 for the local constant model (attention), 1 for the local linear model.
+        ridge: ridge of the local linear model. Default 0.1.
+        solver: solver of the local linear model or its name. Default `Auto`.
         similarity: a similarity or its name.
-        normalise: whether weights are divided by their sum; where None, yes unless they are signed.
-        ridge_mode: "relative" (to the total kernel weight), or "absolute" (Local Linear Attention, equation 7), for
-            weights that are not made to sum to one by their bandwidth: a Gaussian, or the rules fixed and anchored.
+        normalise: whether weights are divided by their sum. Default: yes, unless weights can be negative.
+        ridge_mode: "relative" (to the total kernel weight) or "absolute" (Local Linear Attention, equation 7).
+            "absolute" needs a Gaussian kernel, or the rule fixed or anchored.
 
     Raises:
-        ArgumentError: an unknown name (with a suggestion), a number out of range, or a product that has no
+        ArgumentError: an unknown name (with a suggestion), a number out of range, or a combination that has no
             meaning (with the reason).
     """
 
@@ -97,7 +96,7 @@ class Spec:
         if self.normalise is None:
             put("normalise", self._normalised_by_default())
         weighting = self.bandwidth.weighting(self.kernel, self.normalise, self.similarity)
-        put("_weighting", weighting)  # built here once: products without a meaning are refused
+        put("_weighting", weighting)  # built once; raises for combinations without a meaning
         put("_json", self._write_json())
         if self.degree == 1 and not (weighting.nonnegative and weighting.normalised):
             able = ", ".join(n for n, s in presets_registry.items() if s.degree == 0 and s.convex)
@@ -114,22 +113,22 @@ class Spec:
         if self.degree == 0:
             raise ArgumentError("Spec: ridge_mode belongs to the local linear model; give degree=1 or leave it out.")
         has_mass = self.kernel.name == "gaussian" or self.bandwidth.name in ("fixed", "anchored")
-        smooth = getattr(self.bandwidth, "gradient", "hard") != "hard"  # these weights are no sums of kernel values
+        smooth = getattr(self.bandwidth, "gradient", "hard") != "hard"  # these weights are not kernel values
         if smooth or not (self.kernel.ranked and has_mass):
             raise ArgumentError(
                 f"Spec: an absolute ridge is weighed against the total kernel weight, which {self.kernel.name} under "
-                f"{self.bandwidth.name} does not have; use ridge_mode='relative', a Gaussian, or the rules fixed and "
-                f"anchored."
+                f"{self.bandwidth.name} does not have; use ridge_mode='relative', the gaussian kernel, or the rule "
+                f"fixed or anchored."
             )
 
     def _normalised_by_default(self) -> bool:
-        """Yes, unless weights may be negative."""
+        """Return True unless weights can be negative."""
         bias = getattr(self.bandwidth, "bias", None) or 0.0
         return bool(self.kernel.nonnegative or self.similarity.lower + bias >= 0)
 
     @property
     def weighting(self) -> Weighting:
-        """Kernel x bandwidth as one object."""
+        """The kernel and the rule as one object."""
         return self._weighting  # type: ignore[attr-defined]
 
     @property
@@ -139,15 +138,15 @@ class Spec:
 
     @property
     def takes_scale(self) -> bool:
-        """Whether `scale=` has a meaning: not for feature maps, nor for kernels with a scale of their own."""
+        """Whether `scale=` is accepted: not by feature maps, nor by kernels that fix their own scale."""
         if getattr(self.bandwidth, "h", None) is not None or not self.similarity.scaled:
             return False
-        # A kernel of the score itself on a bounded similarity (1 + cosine, 1/(1 - cosine)) owns its range.
+        # Kernels of the score itself on a bounded similarity (1 + cosine, 1/(1 - cosine)) fix their own scale.
         return self.kernel.scaled and (self.kernel.ranked or self.similarity.lower == -float("inf"))
 
     @property
     def params(self) -> Mapping[str, ParamInfo]:
-        """The numbers that `params=` may give per head or per row."""
+        """The parameters that `params=` may give, per head or per row."""
         own = dict(self.weighting.params)
         if self.bandwidth.name == "fixed":
             own = dict(self.bandwidth.param_info(self.kernel)) if self.kernel.ranked and self.normalise else own
@@ -158,10 +157,10 @@ class Spec:
         return own
 
     def resolve(self, dim: int, scale: Number | None, params: Params) -> tuple[Number, dict[str, Number]]:
-        """The scale of the scores and the weighting's numbers, for head dimension `dim`.
+        """Return the scale of the scores and the parameters of the weighting, for head dimension `dim`.
 
         Raises:
-            ArgumentError: a scale where none has a meaning, or an unknown name in `params`.
+            ArgumentError: a scale that the spec does not accept, or an unknown name in `params`.
         """
         for name, value in params.items():
             if name not in self.params:
@@ -182,10 +181,10 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str) -> Spec:
-        """The Spec that `text` names: a preset, or parts joined by `*` (see the module's docstring).
+        """Return the Spec that `text` describes: a preset, or parts joined by `*` (see the module docstring).
 
         Raises:
-            ArgumentError: what could not be read, and the closest names that exist.
+            ArgumentError: text that cannot be read; the message names the closest known names.
         """
         return within("Spec.parse", "text", _parsed, text)
 
@@ -200,7 +199,7 @@ class Spec:
         return "*".join(self.parts())
 
     def parts(self) -> list[str]:
-        """The parts of the sentence, joined by `*` in its text form."""
+        """Return the parts that `*` joins in the text form."""
         parts = [_term(self.kernel), _term(self.bandwidth)]
         if self.similarity != similarities.get("dot")():
             parts.append(_term(self.similarity))
@@ -213,7 +212,7 @@ class Spec:
         return parts
 
     def to_json(self) -> str:
-        """A JSON object; `from_json` gives the same Spec back."""
+        """Return a JSON object, which `from_json` reads."""
         return self._json  # type: ignore[attr-defined]
 
     def _write_json(self) -> str:
@@ -222,7 +221,7 @@ class Spec:
 
     @classmethod
     def from_json(cls, text: str) -> Spec:
-        """The Spec of a JSON object as `to_json` writes it; `kernel` alone is enough.
+        """Return the Spec of a JSON object as `to_json` writes it; `kernel` alone is enough.
 
         Raises:
             ArgumentError: not JSON, unknown fields or names.
@@ -255,11 +254,11 @@ AXES: dict[str, Registry[Any]] = {
 }
 PLAIN_FIELDS = ("degree", "ridge", "normalise", "ridge_mode")
 NO_TREND = (
-    "a spec has no trend now. Call regard.interpolated_attention(query, key, value, trend='mesa', spec='softmax'), or "
-    "let HybridConfig use the token mixer 'interpolated', whose mixer_options are {'interpolated': {'trend': "
-    "'mesa', 'spec': 'softmax'}}."
+    "a spec no longer has a trend. Call regard.interpolated_attention(query, key, value, trend='mesa', "
+    "spec='softmax'), or let HybridConfig use the token mixer 'interpolated', whose mixer_options are "
+    "{'interpolated': {'trend': 'mesa', 'spec': 'softmax'}}."
 )
-"""Said of spec texts and files written when `interpolated[mesa]` was a spec."""
+"""Error for texts and files of the time when `interpolated[mesa]` was a spec."""
 
 
 def axis_object(axis: str, value: Any) -> Any:
@@ -287,7 +286,7 @@ def instance_of(registry: Registry[Any], value: Any, **arguments: Any) -> Any:
 
 
 def _require_registered(registry: Registry[Any], value: Any) -> None:
-    """An object must be what its name and arguments make: fast forms and saved models know it by those."""
+    """Raise unless the object equals what its name and arguments make: saved models and kernels use only those."""
     same = is_dataclass(value) and instance_of(registry, _name(value), **_arguments(value))
     if not is_dataclass(value) or type(same) is not type(value) or same != value:
         raise ArgumentError(
@@ -305,7 +304,7 @@ def _name(value: Any) -> str:
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """The fields of an axis object that differ from their defaults."""
+    """Return the fields of an axis object that differ from their defaults."""
     if isinstance(value, Polynomial):
         return {} if value.r in NAMED_POWERS.values() else {"r": value.r}
     return {
@@ -344,14 +343,14 @@ def _parsed(text: str) -> Spec:
 
 def _remember(text: str) -> bool:
     if not isinstance(text, str) or text not in _READ:
-        if len(_READ) >= 1024:  # a number that changes at every call must not fill the memory
+        if len(_READ) >= 1024:  # bounds the memory when a number in the text changes at every call
             _READ.clear()
         _READ[text] = _parse(text)
     return True
 
 
-# A parser cannot be compiled, so that it runs for real while a graph is traced. This is what
-# torch.compiler.assume_constant_result does, which would import the whole compiler with this package.
+# Dynamo calls this function while it traces instead of tracing into it. torch.compiler.assume_constant_result does the
+# same but imports the whole compiler.
 _remember._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -377,7 +376,7 @@ def _compose(terms: list[tuple[str, dict[str, Any]]], text: str) -> Spec:
             raise ArgumentError(f"Spec.parse: {name!r} is a preset, which stands alone; write its parts: {whole}.")
         if name in bandwidths or name in similarities:
             raise ArgumentError(
-                f"Spec.parse: {text!r} begins with {name!r}; a sentence begins with its kernel: gaussian*{text}."
+                f"Spec.parse: {text!r} begins with {name!r}; a spec begins with its kernel: gaussian*{text}."
             )
         what = "spec" if len(terms) == 1 else "kernel"
         raise ArgumentError(f"unknown {what} {name!r}.{suggestion(name, known)}")
@@ -419,12 +418,12 @@ presets_registry: Registry[Spec] = Registry("preset", "regard.presets")
 
 
 def local_linear(spec: Spec, ridge: float = 0.1) -> Spec:
-    """The local linear model with the weights of `spec`."""
+    """Return the local linear model with the weights of `spec`."""
     return Spec(spec.kernel, spec.bandwidth, 1, ridge, None, spec.similarity, spec.normalise)
 
 
 def presets() -> dict[str, Spec]:
-    """Every preset by name. All of them act on scores, so that each can replace softmax in any model."""
+    """Return every preset by name. Each can replace softmax in any model."""
     return dict(presets_registry.items())
 
 
@@ -438,7 +437,7 @@ def as_spec(spec: Spec | str, call: str = "Spec", argument: str = "spec") -> Spe
 
 
 def _add_presets() -> None:
-    sentences = {
+    texts = {
         "softmax": "gaussian*fixed",
         "sparsemax": "epanechnikov*adaptive",
         "biweight": "biweight*adaptive",
@@ -459,7 +458,7 @@ def _add_presets() -> None:
         "elu": "linear*fixed*elu",
         "local-linear": "gaussian*fixed*linear(ridge=0.1)",
     }
-    for name, text in sentences.items():
+    for name, text in texts.items():
         presets_registry.register(name)(_compose(Reader(text).terms(), text))
 
 

@@ -1,4 +1,4 @@
-"""Systems of the local linear model, (C_i + ridge_i) t_i = b_i for every query i, and what solving them gives.
+"""Linear systems of the local linear model, (C_i + ridge_i) t_i = b_i for every query i, and their solutions.
 
 Legend: [...] rows; D coordinates; g diagonal blocks of D / g coordinates.
 """
@@ -19,14 +19,14 @@ class SolveStatus(IntEnum):
     """How a system was solved."""
 
     OK = 0
-    MINIMUM_NORM = 1  # singular, with ridge 0: the least-squares solution of least norm
+    MINIMUM_NORM = 1  # singular with ridge 0: the least-squares solution of minimum norm
     NOT_FINITE = 2  # the matrix is not finite; the solution is NaN
-    UNCONVERGED = 3  # the iteration ended before the residual was small; the best solution so far
-    JITTER = 4  # numerically singular although ridge > 0: more was added to the diagonal
+    UNCONVERGED = 3  # the iteration ended before the residual was small
+    JITTER = 4  # numerically singular although ridge > 0: a larger diagonal was used
 
 
 class Solved(NamedTuple):
-    """A solution [..., D], the `SolveStatus` of every system [...] (int32), and statistics [...] by name."""
+    """Solution [..., D], `SolveStatus` of every system [...] (int32), and statistics [...] by name."""
 
     value: Tensor
     status: Tensor
@@ -34,48 +34,47 @@ class Solved(NamedTuple):
 
 
 class System(Protocol):
-    """Symmetric positive semi-definite systems, one a row."""
+    """Symmetric positive semi-definite systems, one per row."""
 
     @property
     def ridge(self) -> float | Tensor:
-        """What is on the diagonal beside C: a number, or [..., 1 or D]."""
+        """The ridge: a number, or [..., 1 or D]."""
 
     @property
     def fewest(self) -> int | None:
-        """The fewest keys that position lets a row see that sees any, where it is known."""
+        """The fewest keys that positions allow a non-empty row to see; None if unknown."""
 
     @property
     def probe(self) -> Tensor | None:
-        """-t [..., D] as the caller gives it, or None."""
+        """-t [..., D] if the caller gives the solution, else None."""
 
     def apply(self, x: Tensor) -> Tensor:
-        """(C + ridge) x [..., D]."""
+        """Return (C + ridge) x [..., D]."""
 
     def matrix(self) -> Tensor:
-        """C + ridge [..., D, D]."""
+        """Return C + ridge [..., D, D]."""
 
     def diagonal(self, blocks: int) -> Tensor:
-        """The diagonal blocks of C + ridge, [..., g, D/g, D/g]."""
+        """Return the diagonal blocks of C + ridge, [..., g, D/g, D/g]."""
 
     @property
     def sparse(self) -> bool:
-        """Whether rows may have so few weighted keys that `by_row` pays."""
+        """Whether rows may have so few nonzero weights that `by_row` is faster."""
 
     def by_row(self, right: Tensor) -> Solved:
-        """Every row by itself: through its weighted keys where they are few, else by its own matrix. Of systems that
-        are `sparse`."""
+        """Solve each row separately, in the space of its weighted keys if they are few. For `sparse` systems."""
 
     def terms(self) -> Tensor:
-        """The size [..., 1] of the terms whose sum C + ridge is, to tell what rounding leaves of a product."""
+        """Return the size [..., 1] of the terms of C + ridge, which bounds the rounding error of a product."""
 
     def near(self) -> Tensor | None:
-        """One matrix like those of all rows [n, D, D], made of nothing that the first of them does not see, for
-        preconditioning; None where there is none."""
+        """Return one matrix [n, D, D] close to those of all rows, from keys that every row sees; None if there is none.
+        Used as preconditioner."""
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Systems whose matrices [..., D, D] are at hand, ridge included."""
+    """Systems given by their matrices [..., D, D], ridge included."""
 
     matrices: Tensor
     ridge: float | Tensor = 1.0
@@ -107,17 +106,16 @@ class Dense:
         return False
 
     def by_row(self, right: Tensor) -> Solved:
-        raise ArgumentError("Dense: matrices do not know the weights they came from; solve them by cholesky or cg.")
+        raise ArgumentError("Dense: by_row needs the weights of the keys, not matrices; use cholesky or cg.")
 
 
 def unreadable(x: Tensor) -> bool:
-    """Whether nothing may be decided by the numbers in x: it is drawn into a graph, a torch.func transform looks on, or
-    it is a meta tensor, which has none."""
+    """Return whether the contents of x cannot be read: under compilation, a torch.func transform, or on meta."""
     return torch.compiler.is_compiling() or x.is_meta or torch._C._functorch.maybe_current_level() is not None
 
 
 def unit(right: Tensor) -> Tensor:
-    """The power of two [..., 1] next to the largest number of each right side, 1 where that is 0: dividing by it rounds
-    nothing, and squares of very large or small numbers stay in range."""
+    """Return the power of two [..., 1] above the largest entry of each right side, 1 for zeros. Dividing by it is exact
+    and keeps squares in range."""
     exponent = torch.frexp(right.abs().amax(-1, keepdim=True)).exponent
     return torch.ldexp(torch.ones_like(right[..., :1]), exponent)

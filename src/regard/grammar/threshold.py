@@ -1,17 +1,16 @@
-"""The adaptive threshold: the peak b = a_max of a row whose weights [b - d/r]_+^r sum to one.
+"""The threshold of the adaptive rule: the peak b = a_max of a row whose weights [b - d/r]_+^r sum to one.
 
-With d = max z - z the threshold is tau = max z / r - b, and b lies in [n^(-1/r), 1] for n keys. For r >= 1 the
-r-norm ||[b - d/r]_+||_r is convex in b and at least 1 at b = 1, so that Newton's method from b = 1 descends to
-the root without a bracket, in 3 to 8 steps for r = 2, 3 and 3 to 13 for r = 1 (where it ends exactly). For r < 1
-the norm is not convex and b is bracketed.
+With d = max z - z, the threshold is tau = max z / r - b, and b lies in [n^(-1/r), 1] for n keys. For r >= 1 the r-norm
+||[b - d/r]_+||_r is convex in b and at least 1 at b = 1. Newton's method from b = 1 therefore descends to the root
+without a bracket, in 3 to 8 steps for r = 2, 3 and in 3 to 13 for r = 1 (where it ends exactly). For r < 1 the norm is
+not convex, and b is found by bisection.
 
-Every row is masked once it has converged, so that no row depends on the others; `fast` ends the loop when all
-have.
+A row is masked once it has converged, so that no row depends on the others. With `fast` the loop ends when all have.
 
-For r < 1 the weight a^r has infinite slope at the threshold: an error of eps in b makes one of eps^r in a weight. The
-threshold is then measured from the lowest key that has weight, the pivot: theta = pivot - gap. The differences
-z_j - pivot are exact near the threshold, and the pivot's own weight t = (gap/r)^r is the root of an increasing convex
-function, sum_j ((z_j - pivot)/r + t^(1/r))^r = 1, so that Newton's method descends to it from the right.
+For r < 1 the weight a^r has infinite slope at the threshold: an error of eps in b becomes eps^r in a weight. The
+threshold is then measured from the lowest key with weight, the pivot: theta = pivot - gap. The differences z_j - pivot
+are exact near the threshold. The pivot's weight t = (gap/r)^r is the root of an increasing convex function,
+sum_j ((z_j - pivot)/r + t^(1/r))^r = 1, to which Newton's method descends from the right.
 
 Legend: z scores [..., n], -inf at hidden keys; d [..., n], +inf at hidden keys; b, r [..., 1] or r a number.
 """
@@ -27,17 +26,17 @@ NEWTON_STEPS = 16
 FAST_STEPS = 64
 BISECTIONS = 64
 CROSSINGS = 2
-"""Scores that rounding may put on the wrong side of a threshold found by bisection."""
+"""Number of scores that rounding may put on the wrong side of a threshold found by bisection."""
 
 
 def solve_peak(d: Tensor, r: Number, *, fast: bool = False) -> tuple[Tensor, Tensor]:
-    """(b, converged), both [..., 1]; rows without a visible key give (1, True). No gradient."""
+    """Return (b, converged), both [..., 1], without gradient; (1, True) for rows without a visible key."""
     if isinstance(r, float) and r >= 1:
         b = _newton(d, r, FAST_STEPS if fast else NEWTON_STEPS, early_exit=fast)
     else:
         b = _bisect(d, r, early_exit=fast)
     total = (_excess(d, r, b) ** r).sum(-1, keepdim=True)
-    # Rounding of b is multiplied with the slope of the sum, which is infinite at the edge for r < 1.
+    # The slope of the sum multiplies the rounding error of b; it is infinite at the edge for r < 1.
     eps = torch.finfo(d.dtype).eps
     tolerance = 512 * eps * r if isinstance(r, float) and r >= 1 else 4 * eps**0.5
     empty = total == 0
@@ -45,9 +44,9 @@ def solve_peak(d: Tensor, r: Number, *, fast: bool = False) -> tuple[Tensor, Ten
 
 
 def solve_gap(z: Tensor, peak: Tensor, top: Tensor, r: Number, *, fast: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """(pivot, gap, converged), each [..., 1], for r < 1: the lowest score that has weight, and how far the threshold
-    lies below it; `peak` is the solution of `solve_peak`. No gradient. Sums are made in float64, since a rounding
-    error decides whether the lowest key has weight at all."""
+    """Return (pivot, gap, converged), each [..., 1], without gradient, for r < 1: the lowest score with weight, and how
+    far the threshold lies below it. `peak` is the solution of `solve_peak`. Sums are in float64, since a rounding error
+    decides whether the lowest key has weight at all."""
     wide, top, peak = widest(z), widest(top), widest(peak)
     r = widest(r) if isinstance(r, Tensor) else r
     pivot, below = _pivot(wide, top - peak * r, top, r)
@@ -71,14 +70,13 @@ def solve_gap(z: Tensor, peak: Tensor, top: Tensor, r: Number, *, fast: bool = F
 
 
 def widest(x: Tensor) -> Tensor:
-    """x in float64 where the device has it."""
+    """Return x in float64 if the device has it."""
     return x if x.device.type == "mps" else x.double()
 
 
 def _pivot(z: Tensor, theta: Tensor, top: Tensor, r: Number) -> tuple[Tensor, Tensor]:
-    """(the lowest score with weight, the next score below it), given a threshold that rounding may have put on the
-    wrong side of a score or two: a score has weight where the sum of weights at a threshold in its place is below one.
-    """
+    """Return (the lowest score with weight, the next score below it), from a threshold with rounding errors. A score
+    has weight if the sum of weights for a threshold at that score is below one."""
 
     def above(edge: Tensor) -> Tensor:
         return torch.where(z > edge, z, torch.inf).amin(-1, keepdim=True)
@@ -100,8 +98,8 @@ def _pivot(z: Tensor, theta: Tensor, top: Tensor, r: Number) -> tuple[Tensor, Te
 
 
 def implicit_reach(d: Tensor, r: Number, reach: Tensor) -> Tensor:
-    """`reach` with its derivatives by d and r, where sum [(reach - d)/r]_+^r = 1: Newton steps whose value is pinned to
-    zero. The first step carries the first derivative, the second the second."""
+    """Return `reach` with its derivatives by d and r, where sum [(reach - d)/r]_+^r = 1. Two Newton steps of value zero
+    carry the first and the second derivative."""
     found = reach
     for _ in range(2):
         found = found - _newton_step(d, r, found)
@@ -109,12 +107,12 @@ def implicit_reach(d: Tensor, r: Number, reach: Tensor) -> Tensor:
 
 
 def _newton_step(d: Tensor, r: Number, reach: Tensor) -> Tensor:
-    """Newton's step at the root of sum u^r = (r / fixed)^r, u = [reach - d]_+ / fixed, where `fixed` is the reach, held
-    fixed: 0, with its derivatives. What rounding leaves of the sum is taken out, for it would meet the slope of the
-    slope, which has no bound for r < 1; and in units of the reach no power of the smallest excess overflows."""
+    """Return Newton's step at the root of sum u^r = (r / fixed)^r, u = [reach - d]_+ / fixed, with `fixed` the reach as
+    a constant: a zero that carries derivatives. The rounding error of the sum is subtracted, because the second
+    derivative that multiplies it is unbounded for r < 1. In units of the reach no power overflows."""
     fixed = reach.detach()
     inside = d < fixed
-    u = torch.where(inside, (reach - torch.where(inside, d, 0)) / fixed, 1)  # > 0 inside, whatever the rounding
+    u = torch.where(inside, (reach - torch.where(inside, d, 0)) / fixed, 1)  # > 0 inside despite rounding
     over = torch.where(inside, u**r, 0).sum(-1, keepdim=True)
     if isinstance(r, Tensor):
         over = over - (r / fixed) ** r
@@ -131,7 +129,7 @@ def _newton(d: Tensor, r: float, steps: int, *, early_exit: bool) -> Tensor:
     for _ in range(steps):
         norm, lower = _norms((b - h).relu_(), r)
         new = b - (norm - 1) * norm ** (r - 1) / lower
-        # Descent only: once rounding would raise b the row is as good as it gets, and stays.
+        # Descent only: once rounding would raise b, the row has converged.
         active = active & (new < b) & (norm > limit)
         b = torch.where(active, new, b)
         if early_exit and not bool(active.any()):
@@ -140,7 +138,7 @@ def _newton(d: Tensor, r: float, steps: int, *, early_exit: bool) -> Tensor:
 
 
 def _norms(a: Tensor, r: float) -> tuple[Tensor, Tensor]:
-    """(||a||_r, sum a^(r-1) over the support) with as few passes as r allows."""
+    """Return (||a||_r, sum a^(r-1) over the support)."""
     if r == 1.0:
         return a.sum(-1, keepdim=True), (a > 0).sum(-1, keepdim=True).to(a.dtype)
     if r == 2.0:

@@ -1,18 +1,18 @@
-"""A weighting: kernel x bandwidth as one object that maps a row of scores to a row of weights.
+"""A weighting: a kernel and a thresholding rule as one object that maps a row of scores to a row of weights.
 
-Its derivative is all that any estimator or fast implementation needs, so there is no code for pairs. With
-G = dL/dp, a weighting gives A and B such that, row by row,
+Implementations need only the weights and their derivative, so there is no code per pair of kernel and rule. With
+G = dL/dp, a weighting gives A and B such that, for every row,
 
-    rho = sum_j B_j G_j,        dL/dz_j = A_j (G_j - rho)  (+ finish, for what does not fit).
+    rho = sum_j B_j G_j,        dL/dz_j = A_j (G_j - rho)  (+ `finish`, for the remaining terms).
 
 Every ranked kernel under every rule is p_j = K(z_j - theta) / sum K, and the rules differ only in theta, hence
 
     A = K'(z - theta) / sum K,  B = p,  finish: dL/dz -= (sum_j A_j (G_j - rho)) dtheta/dz,
 
-which covers fixed (dtheta/dz = 0), anchored (the share at the maximum), nearest (the (k+1)-th key); for
-adaptive, dtheta/dz = A / sum A and the two lines fold into B = A / sum A.
+for fixed (dtheta/dz = 0), anchored (nonzero at the maximum) and nearest (nonzero at the (k+1)-th key). For adaptive,
+dtheta/dz = A / sum A, and both lines combine to B = A / sum A.
 
-Legend: z scores [..., Tq, Tk], -inf at hidden keys; p weights [..., Tq, Tk]; row statistics and row parameters
+Legend: z scores [..., Tq, Tk], -inf at masked keys; p weights [..., Tq, Tk]; row statistics and row parameters
 [..., Tq, 1]. All in float32 or float64.
 """
 
@@ -30,29 +30,28 @@ from .kernels import ParamInfo, Params, least_reach
 
 
 class Status(IntEnum):
-    """How a row was solved."""
+    """Status of a row."""
 
     OK = 0
     UNCONVERGED = 1  # the threshold search ran out of steps; the weights still sum to one
-    NEAR_ZERO = 2  # a signed sum of weights too near zero: the denominator is held at its guard
+    NEAR_ZERO = 2  # a sum of signed weights near zero: the denominator is bounded by the guard
     NEGATIVE = 3  # a negative sum of signed weights: the normalised weights change sign
 
 
 @dataclass(frozen=True)
 class RowStats:
-    """What is known of each row once its scores were seen: enough to weigh any block of its keys.
+    """Statistics of rows of scores, from which the weights of any block of keys follow.
 
     Attributes:
-        top: the score that the row's arithmetic is anchored at (0 in an empty row): the largest of a visible key, but
-            for the adaptive rule with r < 1 the lowest that has weight (`threshold.solve_gap`).
-        theta: the threshold on z; -inf where the kernel has no edge.
-        reach: top - theta, how far below `top` a key still counts, kept apart because the
-            difference of two large numbers would round it away; 1 where it decides nothing.
-        mass: the sum of the kernel's values, relative to the value at `top` for ranked kernels.
+        top: the score from which distances are measured: the largest visible score (0 in an empty row); for the
+            adaptive rule with r < 1 the lowest score with weight (`threshold.solve_gap`).
+        theta: the threshold on z; -inf if the kernel has none.
+        reach: top - theta, stored because the difference of two large numbers would round; 1 if unused.
+        mass: the sum of the kernel's values, for ranked kernels relative to the value at `top`.
         empty: no key is visible.
-        fallback: keys are visible but none lies inside the bandwidth (or all kept keys tie with it).
-        status: a `Status` a row, int32.
-        index: per-rule positions of keys, int64 [..., Tq, n], or None.
+        fallback: keys are visible, but none is above the threshold (or all kept keys tie with it).
+        status: a `Status` per row, int32.
+        index: positions of keys that the rule needs, int64 [..., Tq, n], or None.
     """
 
     top: Tensor
@@ -65,12 +64,12 @@ class RowStats:
     index: Tensor | None = None
 
     def map(self, fn: Any) -> RowStats:
-        """The same statistics with `fn` applied to every tensor."""
+        """Apply `fn` to every tensor."""
         return RowStats(**{f.name: None if (t := getattr(self, f.name)) is None else fn(t) for f in fields(self)})
 
 
 class Weighting(Protocol):
-    """Scores to weights, and back. Implementations hold no tensors and are hashable."""
+    """Scores to weights, and the derivative. Implementations hold no tensors and are hashable."""
 
     @property
     def nonnegative(self) -> bool:
@@ -82,39 +81,39 @@ class Weighting(Protocol):
 
     @property
     def shift_invariant(self) -> bool:
-        """Whether adding a number to a row of scores changes nothing."""
+        """Whether adding a constant to a row of scores leaves the weights unchanged."""
 
     @property
     def indices(self) -> int:
-        """How many positions `RowStats.index` holds a row."""
+        """Number of positions per row in `RowStats.index`."""
 
     @property
     def params(self) -> Mapping[str, ParamInfo]:
-        """The numbers that can be given per row, with their defaults."""
+        """The parameters that can be given per row, with their defaults."""
 
     def fit(self, z: Tensor, params: Params, *, fast: bool = False) -> RowStats:
-        """Statistics of whole rows. Differentiable, except where `fast` asks for early exit."""
+        """Return the statistics of whole rows. Differentiable unless `fast`, which allows early exit."""
 
     def weights(self, z: Tensor, stats: RowStats, params: Params, start: int = 0) -> Tensor:
-        """p on a block of keys, the first of which is key number `start`."""
+        """Return p on a block of keys that begins at key `start`."""
 
     def jacobian(self, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> tuple[Tensor, Tensor]:
-        """(A, B) on whole rows."""
+        """Return (A, B) of whole rows."""
 
     def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
-        """dz with what the product A (G - rho) leaves out."""
+        """Return dz with the terms that A (G - rho) leaves out."""
 
     def param_grads(
         self, dz: Tensor, g: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
     ) -> dict[str, Tensor]:
-        """dL/dparameter per row [..., Tq, 1]; `dz` is A (G - rho), before `finish`."""
+        """Return dL/dparameter per row [..., Tq, 1]; `dz` is A (G - rho), before `finish`."""
 
-    # Where it matters, also `centred(g, z, stats, params)`: G less one number a row, which changes no derivative and
-    # keeps G - rho exact at a key whose A outweighs that of all others.
+    # Optional: `centred(g, z, stats, params)`, G minus a constant per row. It changes no derivative and keeps G - rho
+    # exact at a key whose A is much larger than all others.
 
 
 def fit_weights(weighting: Weighting, z: Tensor, params: Params, *, fast: bool = False) -> tuple[RowStats, Tensor]:
-    """Statistics and weights of whole rows, in one go where the weighting has a method of this name."""
+    """Return statistics and weights of whole rows, by the weighting's own method of this name if it has one."""
     own = getattr(weighting, "fit_weights", None)
     if own is not None:
         return own(z, params, fast=fast)
@@ -122,69 +121,16 @@ def fit_weights(weighting: Weighting, z: Tensor, params: Params, *, fast: bool =
     return stats, weighting.weights(z, stats, params)
 
 
-class Rule(Protocol):
-    """A bandwidth rule: where a row's threshold lies and how it moves with the scores."""
-
-    shift_invariant: bool
-
-    def param_info(self, kernel: Any) -> Mapping[str, ParamInfo]:
-        """The numbers that can be learned when the rule meets `kernel`, the kernel's own among them."""
-
-    def kernel_params(self, params: Params) -> Params:
-        """The kernel's numbers in its own names (adaptive: r from alpha)."""
-
-    def bounded(self, kernel: Any) -> bool:
-        """Whether weight ends at the threshold."""
-
-    def may_miss(self, kernel: Any) -> bool:
-        """Whether a row that sees keys can be left without support, so that `stand_in` is needed."""
-
-    def indices(self, kernel: Any) -> int:
-        """How many positions `locate` notes a row."""
-
-    def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
-        """`theta` and `reach`, and where they apply `top` (another anchor than the best score), `fallback`, `status`,
-        `index`. The `top` given is a constant."""
-
-    def distance(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> tuple[Tensor, Tensor]:
-        """(`distance` to `stats.top`, reach): what `Kernel.relative` is given."""
-
-    def members(self, z: Tensor, stats: RowStats, kernel: Any, start: int) -> Tensor | None:
-        """Which keys may have weight, where the threshold alone does not decide; None for all."""
-
-    def stand_in(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
-        """The weights of rows in `stats.fallback`."""
-
-    def pivot(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> Tensor | None:
-        """The place of a key whose A may outweigh that of all others, int64 [..., 1]; None where there is none."""
-
-    def mix(self, slope: Tensor, p: Tensor) -> Tensor:
-        """B, given A = slope."""
-
-    def pull(self, z: Tensor, stats: RowStats, kernel: Any) -> Tensor | None:
-        """dtheta/dz where `mix` does not hold it already; None for 0."""
-
-    def theta_grads(self, dtheta: Tensor) -> dict[str, Tensor]:
-        """Gradients of the rule's numbers, given dL/dtheta."""
-
-    def power_grads(
-        self, log_u: Tensor, drift: Tensor, stats: RowStats, kernel: Any, params: Params
-    ) -> dict[str, Tensor]:
-        """Gradient of the kernel's power: log_u = log(1 - d/reach), drift = p (G - rho)."""
-
-
 def distance(z: Tensor, top: Tensor) -> Tensor:
-    """d = top - z, +inf and without gradient at hidden keys."""
+    """Return d = top - z; +inf without gradient at masked keys."""
     if not torch.is_grad_enabled():
         return top - z
     return torch.where(z == -torch.inf, torch.inf, top - z)
 
 
 def row_top(z: Tensor) -> tuple[Tensor, Tensor]:
-    """(largest visible score, 0 in empty rows; whether the row is empty), as constants.
-
-    The top only anchors the arithmetic: no weight depends on it, so that it carries no gradient.
-    """
+    """Return (largest visible score, 0 in empty rows; whether the row is empty), without gradient: weights do not
+    depend on the score from which distances are measured."""
     top = z.detach().amax(-1, keepdim=True)
     empty = top == -torch.inf
     return torch.where(empty, 0, top), empty
@@ -192,7 +138,7 @@ def row_top(z: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Ratio:
-    """p_j = K(z_j - theta) / sum K for a ranked kernel and a bandwidth rule."""
+    """p_j = K(z_j - theta) / sum K for a ranked kernel and a thresholding rule."""
 
     kernel: Any
     rule: Any
@@ -220,7 +166,7 @@ class Ratio:
         return stats, self._finished(relative, z, stats, 0)
 
     def _fit(self, z: Tensor, params: Params, fast: bool) -> tuple[RowStats, Tensor]:
-        """Statistics, and weights that are not divided by their sum yet."""
+        """Return the statistics, and the weights before division by their sum."""
         top, empty = row_top(z)
         found = self.rule.locate(z, top, self.kernel, params, fast=fast)
         status = found.get("status")
@@ -246,17 +192,17 @@ class Ratio:
         p = relative / stats.mass  # 0 / 1 in empty rows
         if not self.rule.may_miss(self.kernel):
             return p
-        return torch.where(stats.fallback, self.rule.stand_in(z.detach(), stats, start), p)
+        return torch.where(stats.fallback, self.rule.fallback_weights(z.detach(), stats, start), p)
 
     def _relative(self, z: Tensor, stats: RowStats, params: Params, start: int) -> Tensor:
         d, reach = self.rule.distance(z, stats, self.kernel, params)
         edge = reach if self.rule.bounded(self.kernel) else float("inf")
         w = self.kernel.relative(d, edge, self.rule.kernel_params(params))
         members = self.rule.members(z, stats, self.kernel, start)
-        return w if members is None else torch.where(members, w, 0 * stats.top)  # 0 * keeps a row's NaN
+        return w if members is None else torch.where(members, w, 0 * stats.top)  # 0 * top keeps NaN
 
     def log_mass(self, stats: RowStats, params: Params) -> Tensor:
-        """log sum_j K(z_j - theta) of every row, -inf where none has weight."""
+        """Return log sum_j K(z_j - theta) per row, -inf if no key has weight."""
         own = self.rule.kernel_params(params)
         peak = getattr(self.kernel, "log_peak", lambda top, reach, own: self.kernel.value(reach, own).log())
         log = stats.mass.log() + peak(stats.top, stats.reach, own)
@@ -266,9 +212,7 @@ class Ratio:
         if getattr(self.kernel, "own_slope", False) and not self.rule.may_miss(self.kernel):
             return p, self.rule.mix(p, p)
         own = self.rule.kernel_params(params)
-        d, reach = self.rule.distance(
-            z, stats, self.kernel, params
-        )  # in the units of `mass`, which has derivatives too
+        d, reach = self.rule.distance(z, stats, self.kernel, params)
         edge = reach if self.rule.bounded(self.kernel) else float("inf")
         slope = self.kernel.relative_slope(d, edge, own) / stats.mass
         members = self.rule.members(z, stats, self.kernel, 0)
@@ -283,13 +227,13 @@ class Ratio:
         return g if pivot is None else g - g.gather(-1, pivot)
 
     def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
-        pull = self.rule.pull(z, stats, self.kernel)
-        return dz if pull is None else dz - dz.sum(-1, keepdim=True) * pull
+        slope = self.rule.dtheta_dz(z, stats, self.kernel)
+        return dz if slope is None else dz - dz.sum(-1, keepdim=True) * slope
 
     def param_grads(
         self, dz: Tensor, g: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
     ) -> dict[str, Tensor]:
-        moved = -dz.sum(-1, keepdim=True)  # dL/dtheta, where the kernel falls to its threshold
+        moved = -dz.sum(-1, keepdim=True)  # dL/dtheta of kernels that are continuous at the threshold
         grads = dict(self.rule.theta_grads(moved if self.kernel.vanishes else torch.zeros_like(moved)))
         if "r" in self.kernel.params:
             log_u = self.kernel.log_relative(distance(z, stats.top), stats.reach)
@@ -299,18 +243,17 @@ class Ratio:
 
 
 GUARD = 1e-3
-"""The least |sum of weights| of a signed kernel, as a share of sqrt(n sum of squared weights), n the visible keys: an
-upper bound of the sum of |weights| that a sum over features can give, too."""
+"""Smallest |sum of weights| of a signed kernel, relative to sqrt(n sum of squared weights) with n visible keys. That
+bound of sum |weights| can also be computed from linear-attention states."""
 
 
 @dataclass(frozen=True)
 class Plain:
-    """p_j = K(z_j + bias), as it is or divided by its sum: for sums without normalisation and for kernels of
-    the score itself.
+    """p_j = K(z_j + bias), optionally divided by the sum: unnormalised weights, and kernels of the score itself.
 
-    Where a signed kernel is normalised, a denominator below `GUARD` times sqrt(n sum K^2) is held there (with its
-    sign) and reported as `Status.NEAR_ZERO`; a negative one is used as it is and reported as `Status.NEGATIVE`.
-    Weights that are known to be non-negative need no guard; a bias given per call that makes them negative gets none.
+    The denominator of a signed kernel is at least `GUARD` sqrt(n sum K^2) in size, with its sign; a smaller one is
+    reported as `Status.NEAR_ZERO`. A negative one is used as it is and reported as `Status.NEGATIVE`. Weights that are
+    non-negative by construction have no guard, even if a bias given per call makes them negative.
     """
 
     kernel: Any
@@ -351,7 +294,7 @@ class Plain:
         return replace(stats, mass=torch.where(size == 0, 1, mass), status=status.int())
 
     def _size(self, w: Tensor, z: Tensor) -> Tensor:
-        """sqrt(n sum w^2) over the visible keys, 0 with gradient 0 where all weights are."""
+        """Return sqrt(n sum w^2) over the visible keys; 0 with gradient 0 if all weights are 0."""
         unit = w.detach().abs().amax(-1, keepdim=True)  # squares of large weights would overflow
         unit = torch.where(unit > 0, unit, 1)
         square = (w / unit).square().sum(-1, keepdim=True)
@@ -368,7 +311,7 @@ class Plain:
         return torch.where(small, fixed, torch.where(small, 0, w) / torch.where(small, 1, stats.mass))
 
     def _small(self, stats: RowStats) -> Tensor:
-        """Rows whose sum is so small that gradients divided by it would overflow: they pass none on."""
+        """Return the rows whose sum is so small that gradients divided by it would overflow; their gradient is 0."""
         return stats.mass.detach().abs() < least_reach(stats.mass.dtype)
 
     def _values(self, z: Tensor, params: Params) -> Tensor:
@@ -385,7 +328,7 @@ class Plain:
     def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
         if not self.normalised or self.nonnegative:
             return dz
-        # A guarded denominator is m = +-GUARD sqrt(n sum w^2), whose derivative by w_j is not 1 but GUARD^2 n w_j / m.
+        # The derivative of a guarded denominator m = +-GUARD sqrt(n sum w^2) by w_j is GUARD^2 n w_j / m instead of 1.
         held = GUARD**2 * p * (z > -torch.inf).sum(-1, keepdim=True)
         slope, _ = self.jacobian(z, p, stats, params)
         return torch.where(stats.status == int(Status.NEAR_ZERO), dz + slope * (1 - held) * rho, dz)

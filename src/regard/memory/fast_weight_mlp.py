@@ -274,14 +274,9 @@ def fast_weight_mlp(
         target: "mean", (v_t + v_{t+1}) / 2, or "look-ahead", v_{t+1}.
         shared: one network for the whole batch; a chunk counts the columns in which any row has a token. Otherwise each
             sequence has its own.
-        state: returned by the previous call; None at the beginning.
-        mask: boolean [B, T], true where a token is real. Padding reads 0 and is otherwise as if removed. A token that
-            is not finite reads 0 and is not learned from, but keeps its place in its chunk; the token before it is
-            paired with the one after it.
-        segment_ids: integers [B or 1, T]: a change begins a new document with the first weights. The first document of
-            a row continues from `state`, the last one leaves it.
-        frozen: read only, and return the given state.
-        meta_grad: True: gradients flow through all writes; False: through none; m: cut after every m-th write.
+        state, mask, segment_ids, frozen: as in `fast_weight_memory`. A token that is not finite reads 0 and is not
+            learned from, but keeps its place in its chunk; the token before it is paired with the one after it.
+        meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
 
     Returns:
         (what was read [B, T, Dv] in the dtype of `query`, the state after the call).

@@ -92,34 +92,22 @@ class FastWeightState(StreamState):
         return replace(self.detach()._each(fn), values=type(self.values).from_tensors(values))
 
     def clone(self) -> FastWeightState:
-        """Return a copy that shares no memory; gradients flow through it."""
         return replace(super().clone(), values=self.values.clone())
 
     def detach(self) -> FastWeightState:
-        """Cut off gradients (truncated backpropagation). Memories that restart later still pass gradients to their
-        first values if those are leaves of the graph (parameters)."""
         return replace(super().detach(), values=self.values.detach())
 
     def detach_written(self, names: Iterable[str], rows: Tensor | None) -> FastWeightState:
-        """Cut off the gradients of these fields, for the memories `rows` (boolean [M]; None: all)."""
         return replace(super().detach_written(("keys",), rows), values=self.values.detach(rows))
 
     def restart(self, rows: Tensor | None = None) -> FastWeightState:
-        """Set the memories `rows` (boolean [M]; None: all) back to their first values, and drop their waiting
-        tokens."""
         rows = self._all() if rows is None else rows
         return replace(super().restart(rows), values=self.values.reset(rows))
 
     def reset(self) -> FastWeightState:
-        """Return the state before the first token."""
         return replace(super().reset(), seen=(0,) * self.batch)
 
     def select(self, indices: Tensor) -> FastWeightState:
-        """Return the sequences `indices`, integers [N] in that order (beam search) or flags [B].
-
-        Raises:
-            ArgumentError: the batch shares one memory.
-        """
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(-1)
         chosen = super().select(indices)
@@ -127,11 +115,6 @@ class FastWeightState(StreamState):
         return replace(chosen, values=values, seen=picked(self.seen, indices))
 
     def repeat(self, n: int) -> FastWeightState:
-        """Repeat every sequence `n` times in a row.
-
-        Raises:
-            ArgumentError: the batch shares one memory.
-        """
         return replace(super().repeat(n), values=self.values.repeat(n), seen=repeated(self.seen, n))
 
     def to_tensors(self) -> dict[str, Tensor]:

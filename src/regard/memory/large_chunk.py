@@ -175,12 +175,8 @@ def large_chunk_ttt(
         share: m_t of the momentum, [B, T, H]; needed only by optimisers with momentum.
         chunk_size: tokens between two writes, >= 1; it may change from call to call.
         optimizer: a name in `OPTIMIZERS`.
-        state: returned by the previous call; None at the beginning.
-        mask: boolean [B, T], true where a token is real. Padding reads 0 and is otherwise as if removed. A token that
-            is not finite reads 0 and is not learned from, but keeps its place in its chunk.
-        segment_ids: integers [B or 1, T]: a change begins a new document with the first weights. The first document of
-            a row continues from `state`, the last one leaves it.
-        frozen: read only, and return the given state.
+        state, mask, segment_ids, frozen: as in `fast_weight_memory`. A token that is not finite reads 0 and is not
+            learned from, but keeps its place in its chunk.
         meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
 
     Returns:

@@ -7,18 +7,20 @@ a query, Dv of a value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
+from ..checks import ArgumentError, flags, instance, refuse, require, suggestion, within
 from ..grammar import Spec
 from .fast_weight_rules import WriteRule, Written
 from .fast_weight_state import FastWeightState
-from .product_key import SlotScore, search, weigh
-from .stores.slot_values import SlotValues
+from .product_key import SOFTMAX, SlotScore, check_eps, search, slot_scores, weigh, weights_spec
+from .stores.slot_values import SlotValues, preferred, slot_values
+from .stream import check_chunk, check_meta_grad
 from .tokens import Tensors, joined, marked
 
 BLOCK = 8192
@@ -87,28 +89,101 @@ def _shown(x: Tensor, good: Tensor | None) -> Tensor:
     return x if good is None else torch.where(good[..., None], x, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SlotMemory:
-    """How a fast-weight product-key memory is read and written: a `ChunkMemory`.
+    """How a fast-weight product-key memory is read and written: the settings of `fast_weight_memory`.
 
-    Attributes:
-        rule: how chunks are written.
-        top_k, kind, eps, spec: how slots are found and weighted.
-        observer: the object that receives reads and writes.
-        sync: "all_gather" or None (`fast_weight_memory`).
-        mix: return a mix of what was read and the tokens' values.
-        row: int64 [R], the batch row of each stream; None: the streams are the rows.
+    Args:
+        rule: how a chunk is written, or the name of its step: "normalized", "paper", "reference".
+        top_k: k, from 1 to n.
+        chunk_size: tokens between two writes, >= 2 (>= 1 if a token's target is its own value). It may change from
+            call to call.
+        spec: of the weights of a token's K selected slots, all heads together (`product_key.slot_weights`).
+        score: of the halves, "idw" or "dot"; eps, > 0, is added to squared distances.
+        shared: one memory for the whole batch; a chunk counts the columns in which any row has a token. Otherwise each
+            sequence has its own.
+        mix: return g v^ + (1 - g) v (equation 24), or v^ + v without gates, instead of v^.
+        meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
+        storage: dtype of written values; None for that of `values`.
+        impl: how a new stream stores values: "reference" (whole tables), "sparse" (only written rows), "triton" (CUDA
+            devices: whole tables written in place, by kernels that also search, read and move keys), or "auto" (triton
+            where its kernels can do what is asked, otherwise sparse).
+        observer: an object that receives every read and write.
+        sync: "all_gather": every process of torch.distributed writes the tokens of all processes into its shared
+            memory, as one process with the whole batch would. All must give equal shapes; gradients stay within a
+            process.
+        row: int64 [R], the batch row of each stream; None: the streams are the rows. `fast_weight_memory` sets it.
+
+    Raises:
+        ArgumentError: an unknown name, or a number out of range.
     """
 
-    rule: WriteRule
-    top_k: int
-    kind: SlotScore
-    eps: float
-    spec: Spec
-    observer: WriteObserver | None
-    sync: str | None
+    rule: WriteRule = field(default_factory=WriteRule)
+    top_k: int = 8
+    chunk_size: int = 512
+    spec: Spec = SOFTMAX
+    score: str = "idw"
+    eps: float = 1e-3
+    shared: bool = False
     mix: bool = False
+    meta_grad: bool | int = True
+    storage: torch.dtype | None = None
+    impl: str = "auto"
+    observer: WriteObserver | None = None
+    sync: str | None = None
     row: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        call, observer = "SlotMemory", self.observer
+        flags(call, shared=self.shared, mix=self.mix)
+        rule = within(call, "rule", WriteRule.of, self.rule)
+        known = {"rule": rule, "spec": weights_spec(call, self.spec), "eps": check_eps(call, "eps", self.eps)}
+        known["chunk_size"] = check_chunk(call, self.chunk_size, 2 if rule.look_ahead else 1)
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
+        slot_scores.given(call, "score", self.score)
+        check_meta_grad(call, self.meta_grad)
+        check_storage(call, self.storage)
+        check_sync(call, self.sync, self.shared)
+        if observer is not None and not all(callable(getattr(observer, n, None)) for n in ("on_read", "on_write")):
+            raise refuse(call, "observer", observer, "an object with on_read and on_write, or None")
+
+    @classmethod
+    def of(cls, call: str, memory: SlotMemory | None, options: Mapping[str, Any]) -> SlotMemory:
+        """Return the settings of a call: those of `memory`, changed by `options`.
+
+        Raises:
+            ArgumentError: no such option, or one that does not fit.
+        """
+        memory = DEFAULTS if memory is None else instance(call, "memory", memory, cls, "a SlotMemory or None")
+        for name in options:
+            if name not in cls.__dataclass_fields__:
+                raise ArgumentError(f"{call}: unknown option {name!r}.{suggestion(name, cls.__dataclass_fields__)}")
+        return within(call, None, replace, memory, **options)
+
+    @property
+    def detach_every(self) -> int:
+        """After how many writes gradients are cut; 0: never."""
+        return check_meta_grad("SlotMemory", self.meta_grad)
+
+    @property
+    def kind(self) -> SlotScore:
+        """The score of a half."""
+        return slot_scores.get(self.score)()
+
+    def store(self, values: Tensor, query: Tensor, keys: Tensor) -> str:
+        """Return the name of the store of a new stream, after checking that it can do what is needed.
+
+        Raises:
+            ArgumentError: it cannot.
+        """
+        needs = (values, self.storage, query, keys, self.top_k, self.kind)
+        if self.impl == "auto":
+            return preferred(*needs)
+        refuses = getattr(slot_values.given("SlotMemory", "impl", self.impl), "refuses", None)
+        reason = None if refuses is None else refuses(*needs)
+        require(reason is None, "SlotMemory", f"impl={self.impl!r} {reason}. impl='reference' can.")
+        return self.impl
 
     def read(self, state: FastWeightState, tokens: Tensors, keep: bool) -> tuple[Tensor, Tensors]:
         """Return what the tokens read, or its mix, [R, w, Dv], and (if `keep`) the fields that a write needs."""
@@ -232,3 +307,20 @@ def _of_all_processes(x: Tensor) -> Tensor:
     distributed.all_gather(parts, own.detach().contiguous())
     parts[distributed.get_rank()] = own
     return torch.cat(parts, 1).to(x.dtype)
+
+
+def check_storage(call: str, storage: Any) -> None:
+    """Check that `storage` is None or a floating-point dtype of two bytes and more."""
+    known = isinstance(storage, torch.dtype) and storage.is_floating_point and storage.itemsize > 1
+    if storage is not None and not known:
+        raise refuse(call, "storage", storage, "torch.float32, torch.bfloat16, torch.float64 or None")
+
+
+def check_sync(call: str, sync: Any, shared: bool) -> None:
+    """Check that `sync` is None, or "all_gather" for a shared memory."""
+    if sync is not None and not (isinstance(sync, str) and sync == "all_gather"):
+        raise refuse(call, "sync", sync, "None or 'all_gather'")
+    require(sync is None or shared, call, "sync='all_gather' is for one memory of all processes; give shared=True.")
+
+
+DEFAULTS = SlotMemory()

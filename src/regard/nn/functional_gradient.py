@@ -248,7 +248,8 @@ class FunctionalGradient(nn.Module):
             raise refuse(CALL, "cache", cache, "a cache with pending and extend, or None")
         check_hidden(CALL, "covariates", covariates, self.covariate_size, self.k_proj)
         rows = covariates.shape[1]
-        tensor(CALL, "values", values, covariates.shape[0], "n", self.value_size, like=covariates, of="covariates")
+        of = {"like": covariates, "of": "covariates", "why": f" for covariates {shape(covariates)}"}
+        tensor(CALL, "values", values, covariates.shape[0], "n", self.value_size, **of)
         if values.dtype != covariates.dtype and not autocast(values.device.type):
             raise ArgumentError(f"{CALL}: values is {values.dtype}, but covariates {covariates.dtype}; convert one.")
         n = values.shape[1]

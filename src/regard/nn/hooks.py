@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor, nn
 
 
@@ -27,3 +30,21 @@ class HookPoint(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x."""
         return x
+
+
+def report_weights(layer: Any, diagnostics: Any, out: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Call the layer's observer and the hooks at `hook_pattern`; return the output and the weights.
+
+    Args:
+        layer: a layer with `observer`, `layer_idx` and `hook_pattern`.
+        diagnostics: of the call, with the weights if `hook_pattern` is active.
+        out: the output of the call.
+        mix: computes the output from weights that a hook replaced.
+    """
+    if layer.observer is not None:
+        layer.observer(layer.layer_idx, diagnostics.detached())
+    weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
+    if not layer.hook_pattern.active:
+        return out, weights
+    replaced = layer.hook_pattern(weights)
+    return out if replaced is weights else mix(replaced), replaced

@@ -1,1 +1,1 @@
-"""Attention over all pairs of queries and keys: one call, its reference form and its fast forms."""
+"""Attention over all pairs of queries and keys: the public calls, the reference and the fast implementations."""

@@ -201,8 +201,8 @@ def _problem(
         window=visible.window,
         offset=None if isinstance(offset, Tensor) else offset,
         mask=None if mask is None else ("keys" if mask.shape[-2] == 1 else "pairs"),
-        params=tuple(n for n, p in numbers.items() if isinstance(p, Tensor)),
-        numbers=tuple((n, p) for n, p in numbers.items() if not isinstance(p, Tensor)),
+        params=tuple([n for n, p in numbers.items() if isinstance(p, Tensor)]),
+        numbers=tuple([(n, p) for n, p in numbers.items() if not isinstance(p, Tensor)]),
         scale="tensor" if isinstance(scale, Tensor) else "number",
         gradient=torch.is_grad_enabled()
         and any(x.requires_grad for x in (*tensors, scale, *numbers.values()) if isinstance(x, Tensor)),

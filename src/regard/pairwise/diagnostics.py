@@ -1,4 +1,4 @@
-"""What can be known of every row of weights, from one structure: the row statistics of the weighting."""
+"""Diagnostics of rows of weights, from the row statistics of the weighting."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from .visibility import Visibility
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Per row [B, H, Tq]; no gradient.
+    """Diagnostics per row [B, H, Tq], without gradient.
 
     Attributes:
-        tau: the threshold in the rule's own units: theta / r where the bandwidth is adaptive (entmax's tau),
-            else theta, on the scores z; -inf where the kernel has no edge; 0 in empty rows.
-        bandwidth: H, the distance at which weight ends, on unit vectors for the dot product and cosine:
-            sqrt(2 (1 - theta / scale)); for a Gaussian without an edge its standard deviation 1/sqrt(scale);
-            infinite for kernels of the score itself; 0 in empty rows.
-        support: how many keys have a non-zero weight.
-        effective_sample_size: (sum |p|)^2 / sum p^2: between 1 and `support`; 0 in empty rows.
-        density: share of the visible keys that have a non-zero weight, `support` / visible; 0 in empty rows.
-        empty: no key was visible.
-        fallback: keys were visible, but none within the bandwidth (or all kept keys tied).
-        status: a `regard.grammar.Status` a row, int32.
+        tau: the threshold: theta / r for the adaptive rule (entmax's tau), else theta, on the scores z; -inf without a
+            threshold; 0 in empty rows.
+        bandwidth: the distance H at which weight becomes 0, of unit vectors for the dot product and the cosine:
+            sqrt(2 (1 - theta / scale)). For a Gaussian without a threshold, the standard deviation 1/sqrt(scale).
+            Infinite for kernels of the score itself; 0 in empty rows.
+        support: number of keys with nonzero weight.
+        effective_sample_size: (sum |p|)^2 / sum p^2, between 1 and `support`; 0 in empty rows.
+        density: `support` / number of visible keys; 0 in empty rows.
+        empty: no key is visible.
+        fallback: keys are visible, but none is above the threshold (or all kept keys tie).
+        status: a `regard.grammar.Status` per row, int32.
         weights: [B, H, Tq, Tk], from the reference implementation only; None elsewhere.
-        solver: statistics of the local linear model's solver by name, each [B, H, Tq]: "status" (a
+        solver: statistics of the solver of the local linear model by name, each [B, H, Tq]: "status" (a
             `regard.grammar.SolveStatus`, int32), "iterations", "residual" (|b - A t| / |b|) and "jitter"; None at
             degree 0.
-        effective_weights: [B, H, Tq, Tk], those of the values in a local linear model, p (1 + e): they sum to one and
-            may be negative. From the reference implementation only; None elsewhere and at degree 0, where they are
-            `weights`.
-        negative_mass: sum of |w| over the negative weights of the values; 0 where no weight can be negative. None
-            where a kernel of signed weights was run by an implementation that does not look at them.
+        effective_weights: [B, H, Tq, Tk], the weights of the values in a local linear model, p (1 + e). They sum to one
+            and can be negative. From the reference implementation only; None elsewhere and at degree 0.
+        negative_mass: sum of |w| over the negative weights of the values; 0 if no weight can be negative. None if the
+            implementation does not compute it for a kernel with signed weights.
     """
 
     tau: Tensor
@@ -58,12 +57,12 @@ class Diagnostics:
 
 
 def negative_part(w: Tensor) -> Tensor:
-    """Sum of |w| over the negative entries of rows [..., n]: [...]."""
+    """Return the sum of |w| over the negative entries of rows [..., n]: [...]."""
     return w.clamp(max=0).sum(-1).neg()
 
 
 def counts(p: Tensor) -> tuple[Tensor, Tensor]:
-    """(support size, effective sample size) of rows of weights, each [..., 1]."""
+    """Return (support size, effective sample size) of rows of weights, each [..., 1]."""
     size = p.abs()
     support = (size > 0).sum(-1, keepdim=True).to(p.dtype)
     total, square = size.sum(-1, keepdim=True), (size * size).sum(-1, keepdim=True)
@@ -84,8 +83,8 @@ def diagnose(
     effective: Tensor | None = None,
     negative: Tensor | None = None,
 ) -> Diagnostics:
-    """Diagnostics from row statistics [B, H, Tq, 1]; `params` hold row tensors [B, H, Tq, 1] or numbers. The negative
-    mass [B, H, Tq] is taken from the weights where it is not given."""
+    """Compute the diagnostics from row statistics [B, H, Tq, 1]; `params` are numbers or [B, H, Tq, 1]. The negative
+    mass [B, H, Tq] is computed from the weights unless given."""
     theta = stats.theta
     r = spec.bandwidth.kernel_params(params).get("r", getattr(spec.kernel, "r", 1.0))
     tau = theta / r if spec.bandwidth.name == "adaptive" else theta

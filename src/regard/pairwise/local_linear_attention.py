@@ -1,4 +1,4 @@
-"""`regard.local_linear_attention`: `regard.attention` of degree 1 with its numbers as arguments."""
+"""`regard.local_linear_attention`: `regard.attention` of degree 1 with its options as arguments."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ def local_linear_attention(
     params: Mapping[str, float | Tensor] | None = None,
     **arguments: Any,
 ) -> Any:
-    """Local Linear Attention: at every query, ridge regression of the values on the keys, weighted by `spec`.
+    """Predict at every query by ridge regression of the values on the keys, weighted by `spec`.
 
-    Local Linear Attention (arXiv 2510.01450), equations 6-8, for any normalised non-negative weights; with the ridge
-    going to infinity, or `max_iter=0`, it is `regard.attention` with `spec`.
+    Local Linear Attention (arXiv 2510.01450), equations 6-8, for any normalised non-negative weights. For a ridge
+    that tends to infinity, or `max_iter=0`, the result is that of `regard.attention` with `spec`.
 
     Args:
         query, key, value: as in `regard.attention`, whose other arguments (`attn_mask`, `is_causal`, `window`,
-            `segment_ids`, `scale`, `enable_gqa`, `impl`, `return_diagnostics`, ...) are taken too.
-        ridge: penalty on the slope, in squared units of the keys: a number, a tensor that broadcasts to [B, H, Tq], or
-            one that broadcasts to [B, H, Tq, D], an own one for every coordinate. Gradients flow.
-        spec: the weights: a sentence of degree 0 or its text; one of degree 1 gives its weights alone.
+            `segment_ids`, `scale`, `enable_gqa`, `impl`, `return_diagnostics`, ...) are accepted too.
+        ridge: penalty on the slope, in squared units of the keys: a number, a tensor broadcastable to [B, H, Tq], or a
+            tensor broadcastable to [B, H, Tq, D] with one value per coordinate. Differentiable.
+        spec: the weights: a Spec or its text. Of a spec of degree 1 only the weights are used.
         solver: "auto", "cholesky", "cg", "block-diagonal", "learned", or an object of `regard.grammar.solvers`.
-        ridge_mode: "relative" to the total kernel weight, or "absolute" (equation 7 to the letter). Beside a large
-            kernel weight (logits of 30 and more) an absolute ridge is nothing: in blocks it is raised to what rounding
-            leaves of the covariance (status JITTER); `impl="reference"` takes it as it is, and needs float64 there.
-        max_iter, tol: of conjugate gradients, which "auto" then stands for.
+        ridge_mode: "relative" to the total kernel weight, or "absolute" (equation 7). For logits of 30 and more an
+            absolute ridge is negligible. Fast implementations then raise it to the rounding error of the covariance
+            (status JITTER); `impl="reference"` uses it unchanged and needs float64 there.
+        max_iter, tol: options of conjugate gradients, which replace "auto" if either is given.
         probe: [B, H, Tq, D], minus the solution, for the solver "learned" (Parallax).
-        params: the other numbers of the spec.
+        params: the other parameters of the spec.
 
     Returns:
-        The output [B, H, Tq, Dv], or (output, `Diagnostics`), whose `solver` has the status, iterations, relative
-        residual and jitter of every row.
+        The output [B, H, Tq, Dv], or (output, `Diagnostics`), whose `solver` holds status, iterations, relative
+        residual and jitter per row.
 
     Raises:
         ArgumentError: as `regard.attention`; weights that are signed or do not sum to one; ridge 0 with conjugate
@@ -63,10 +63,10 @@ def local_linear_attention(
     Warns:
         RuntimeWarning: systems that did not converge.
 
-    Cost: with T keys a row, 4 D T operations a step of conjugate gradients, D^2 T for Cholesky, beside the 4 D T of
-    attention; memory Theta(n d).
+    Cost per row of T keys: 4 D T operations per step of conjugate gradients or D^2 T for Cholesky, in addition to 4 D T
+    of attention; memory Theta(n d).
     """
-    number = 0.1  # not used where there is a tensor
+    number = 0.1  # unused if the ridge is a tensor
     floating(CALL, "query", query)
     if not isinstance(ridge, Tensor):
         in_range(CALL, "ridge", ridge, low=0.0, strict=False)
@@ -76,17 +76,17 @@ def local_linear_attention(
             number = float(ridge)
     if not isinstance(ridge_mode, str) or ridge_mode not in RIDGE_MODES:
         raise refuse(CALL, "ridge_mode", ridge_mode, "'relative' or 'absolute'")
-    sentence = _MADE[_make(spec, number, solver, ridge_mode, max_iter, tol)]
+    local = _MADE[_make(spec, number, solver, ridge_mode, max_iter, tol)]
     given = mapping(CALL, "params", params)
     if isinstance(ridge, Tensor):
         given["ridge"] = ridge
     if probe is not None:
-        if sentence.solver.name != "learned":
+        if local.solver.name != "learned":
             raise ArgumentError(
-                f"{CALL}: a probe was given, which only solver='learned' takes, not {sentence.solver.name!r}."
+                f"{CALL}: a probe was given, which only solver='learned' takes, not {local.solver.name!r}."
             )
         given["probe"] = probe
-    return within(CALL, None, attention, query, key, value, sentence, params=given, **arguments)
+    return within(CALL, None, attention, query, key, value, local, params=given, **arguments)
 
 
 _MADE: dict[int, Spec] = {}
@@ -96,13 +96,13 @@ _PLACES: dict[tuple[Spec, float, str, str], int] = {}
 def _make(
     spec: Spec | str, ridge: float, solver: str | Solver, ridge_mode: str, max_iter: int | None, tol: float | None
 ) -> int:
-    """Where in `_MADE` the weights of `spec` are with this local linear model."""
+    """Return the key in `_MADE` of the weights of `spec` with this local linear model."""
     base, chosen = as_spec(spec, CALL), _solver(solver, max_iter, tol)
     key = (base, ridge, repr(chosen), repr(ridge_mode))
     place = _PLACES.get(key)
     if place is None:
         made = within(CALL, "spec", _local, base, ridge, chosen, ridge_mode)
-        if len(_PLACES) >= 1024:  # a number that changes at every call must not fill the memory
+        if len(_PLACES) >= 1024:  # bounds the memory when a number changes at every call
             _PLACES.clear()
             _MADE.clear()
         place = _PLACES[key] = len(_PLACES)
@@ -114,11 +114,11 @@ def _local(spec: Spec, ridge: float, solver: Any, ridge_mode: str) -> Spec:
     return replace(spec, degree=1, ridge=ridge, solver=solver, ridge_mode=ridge_mode)
 
 
-_make._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run for real while a graph is traced
+_make._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced, under compilation
 
 
 def _solver(solver: str | Solver, max_iter: int | None, tol: float | None) -> Any:
-    """The solver with the numbers that were given apart."""
+    """Return the solver with the given options."""
     made: Any = within(CALL, "solver", axis_object, "solver", solver)
     if max_iter is None and tol is None:
         return made

@@ -1,11 +1,11 @@
-"""Local regression at the query, in plain PyTorch: the truth the fast forms are tested against.
+"""Local regression at the query in plain PyTorch, against which fast implementations are tested.
 
 Degree 0 (Nadaraya-Watson; softmax attention is its Gaussian case):
 
     o_i = sum_j p_ij v_j
 
-Degree 1 (Local Linear Attention, equations 6-8) in the covariance form, which is the same and divides by nothing that
-may vanish: with C_i = sum_j p_ij (k_j - kbar_i)(k_j - kbar_i)^T and kbar_i = sum_j p_ij k_j,
+Degree 1 (Local Linear Attention, equations 6-8) in the equivalent covariance form, which does not divide by a number
+that can be 0: with C_i = sum_j p_ij (k_j - kbar_i)(k_j - kbar_i)^T and kbar_i = sum_j p_ij k_j,
 
     t_i = (C_i + ridge_i)^-1 (q_i - kbar_i),   e_ij = (k_j - kbar_i) . t_i,   o_i = sum_j p_ij (1 + e_ij) v_j
 
@@ -31,8 +31,8 @@ from .visibility import Visibility
 
 
 class Estimate(NamedTuple):
-    """An estimate with everything that led to it. `weights` are p; for degree 1 the values are weighted by
-    p (1 + e), which may be negative: `effective`, None at degree 0."""
+    """An estimate and its intermediate results. `weights` are p. `effective`, None at degree 0, are p (1 + e), which
+    can be negative."""
 
     output: Tensor
     weights: Tensor
@@ -42,32 +42,31 @@ class Estimate(NamedTuple):
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Each key head once for every query head of its group: [B, Hkv, ...] -> [B, H, ...]."""
+    """Repeat each key head for every query head of its group: [B, Hkv, ...] -> [B, H, ...]."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def scores(q: Tensor, k: Tensor, visible: Visibility) -> Tensor:
-    """z = q . k, -inf where a key is not visible. The mask comes after the product, so that no hidden
-    content can reach a score."""
+    """Return z = q . k, -inf where a key is not visible. Masking after the product keeps masked content out."""
     z = q @ k.transpose(-1, -2)
     seen = visible.block(0, visible.queries, 0, visible.keys, z.device)
     return z if seen is None else torch.where(seen, z, -torch.inf)
 
 
 def constant(q: Tensor, k: Tensor, v: Tensor, visible: Visibility, weighting: Weighting, params: Any) -> Estimate:
-    """Degree 0. Materialises [B, H, Tq, Tk]; twice differentiable."""
+    """Compute degree 0. Allocates [B, H, Tq, Tk]; twice differentiable."""
     z = scores(q, k, visible)
     stats, p = fit_weights(weighting, z, params)
     return Estimate(p @ v, p, stats, None)
 
 
 class Local(NamedTuple):
-    """What degree 1 has beside the weighted pairs.
+    """Extra inputs of the local linear model.
 
     Attributes:
         x, y: coordinates of queries and keys.
         ridge: a number or [B, H, Tq, 1 or D].
-        absolute: whether the ridge is not relative to the total kernel weight.
+        absolute: whether the ridge is absolute, not relative to the total kernel weight.
         solver: a `regard.grammar.Solver`.
         probe: -t [B, H, Tq, D] for the solver `Learned`.
     """
@@ -81,22 +80,22 @@ class Local(NamedTuple):
 
 
 LEAST, MOST = -80.0, 80.0
-"""Between e to these powers lies an absolute ridge after its division by the kernel weight, so as to be a number."""
+"""Limits of the logarithm of 1 / total kernel weight, which keep a relative ridge finite."""
 
 
 LARGEST = 1e36
-"""A ridge as good as infinite, of which sums over coordinates are still finite in float32."""
+"""Largest ridge: sums of it over coordinates are finite in float32."""
 
 
 def relative(ridge: float | Tensor, log_mass: Tensor) -> Tensor:
-    """An absolute ridge relative to the kernel weight whose logarithm [B, H, Tq, 1] is given."""
+    """Divide an absolute ridge by the total kernel weight, given as logarithm [B, H, Tq, 1]."""
     return (ridge * (-log_mass).clamp(LEAST, MOST).exp()).clamp(-LARGEST, LARGEST)
 
 
 def linear(
     q: Tensor, k: Tensor, v: Tensor, visible: Visibility, weighting: Weighting, params: Any, local: Local
 ) -> Estimate:
-    """Degree 1. Materialises [B, H, Tq, Tk, D]; differentiable twice, with a solver that iterates too."""
+    """Compute degree 1. Allocates [B, H, Tq, Tk, D]; twice differentiable, also with an iterative solver."""
     fit = constant(q, k, v, visible, weighting, params)
     p, ridge = fit.weights, local.ridge
     if local.absolute:
@@ -104,7 +103,7 @@ def linear(
     mean = p @ local.y
     away = local.y[..., None, :, :] - mean[..., :, None, :]  # [B, H, Tq, Tk, D]
     seen = visible.block(0, visible.queries, 0, visible.keys, away.device)
-    if seen is not None:  # a large hidden key would have infinite derivatives, which a weight of 0 would not undo
+    if seen is not None:  # a large masked key can have infinite derivatives, and infinity times a weight of 0 is NaN
         away = torch.where(seen[..., None], away, 0)
     spread = (p[..., None] * away).transpose(-1, -2) @ away
     solved = solve(local.solver, spread, ridge, local.x - mean, local.probe)
@@ -114,7 +113,7 @@ def linear(
 
 
 def solve(solver: Any, spread: Tensor, ridge: float | Tensor, right: Tensor, probe: Tensor | None = None) -> Solved:
-    """(spread + ridge) t = right, with the gradients of the exact solution whatever the solver."""
+    """Solve (spread + ridge) t = right. Gradients are those of the exact solution for every solver."""
     eye = torch.eye(right.shape[-1], dtype=right.dtype, device=right.device)
     matrix = spread + (ridge[..., None] if isinstance(ridge, Tensor) else ridge) * eye
     if solver.exact:
@@ -128,7 +127,7 @@ def solve(solver: Any, spread: Tensor, ridge: float | Tensor, right: Tensor, pro
 
 
 class _Implicit(torch.autograd.Function):
-    """The solution of A t = b that a solver found: dL/db = A^-1 g, dL/dA = -(A^-1 g) t^T."""
+    """The solution of A t = b from a solver, with dL/db = A^-1 g and dL/dA = -(A^-1 g) t^T."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, right: Tensor, solver: Any, value: Tensor) -> Tensor:
@@ -139,7 +138,7 @@ class _Implicit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         matrix, right, value = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a derivative of this one: the solution as a function of A and b once more
+        if torch.is_grad_enabled():  # second derivatives: the solution as a function of A and b
             value = _Implicit.apply(matrix, right, ctx.solver, value)
         with torch.no_grad():
             size = unit(grad)

@@ -1,15 +1,15 @@
-"""Weightings on plain score tensors, where softmax would stand: entmax, sparsemax, ReLUmax and friends.
+"""Softmax-like functions of score tensors: entmax, sparsemax, ReLUmax, normalised ReLU and top-k.
 
-All are differentiable twice in the scores and in every parameter, map -inf and masked scores to exactly 0, give
-0 (and gradient 0) in rows without a score, and NaN in, and only in, rows that hold a NaN. Sums and thresholds are
-computed in float32 at least.
+All are twice differentiable in the scores and in every parameter. Masked scores and scores of -inf have weight 0. Rows
+without a score are 0 with gradient 0. Rows that contain NaN are NaN, and no others. Sums and thresholds are computed
+in float32 or more.
 
-impl="cpu" solves rows in numba (the extra `cpu`), at one to three times the cost of softmax (docs/results.md): one
-tensor of the scores' size more in the forward pass and one in the backward pass. impl="reference" is plain torch on
-any device, forward mode, torch.func transforms and export to other runtimes included; entmax then repeats at most 16
-passes over the scores (64 for alpha > 2 and for alpha given as a tensor). impl="auto" takes "cpu" where numba is
-installed, the scores are on the CPU, no such transform looks on and there is a loop for the weighting (not for
-straight-through and soft top-k); else "reference". Second derivatives are those of "reference" under either.
+impl="cpu" uses numba loops (the extra `cpu`) at one to three times the cost of softmax (docs/results.md). It needs one
+more tensor of the scores' size in each pass. impl="reference" is plain torch on any device, and supports forward mode,
+torch.func transforms and export; entmax then takes at most 16 passes over the scores (64 for alpha > 2 and for alpha as
+a tensor). impl="auto" chooses "cpu" if numba is installed, the scores are on the CPU, no such transform is active and
+the function has a numba loop (straight-through and soft top-k have none), else "reference". Second derivatives are
+always those of "reference".
 """
 
 from __future__ import annotations
@@ -40,31 +40,30 @@ from ..grammar.threshold import widest
 from .cpu import implementation as cpu
 
 MANY = 2**48
-"""More scores than a row can have."""
+"""More than the length of any row."""
 IMPLS = ("auto", "cpu", "reference")
 
 
 def entmax(
     scores: Tensor, alpha: float | Tensor = 1.5, dim: int = -1, mask: Tensor | None = None, impl: str = "auto"
 ) -> Tensor:
-    """alpha-entmax: p = [(alpha - 1) z - tau]_+^(1 / (alpha - 1)) with tau such that sum p = 1.
+    """Compute alpha-entmax: p = [(alpha - 1) z - tau]_+^(1 / (alpha - 1)) with tau such that sum p = 1.
 
-    alpha = 1 is softmax, 1.5 the biweight, 2 sparsemax; larger is sparser. Adaptive bandwidth on the kernel
-    with r = 1 / (alpha - 1) (sparse-attention paper, section 2.3 and Proposition 1).
+    alpha = 1 is softmax, 1.5 the biweight, 2 sparsemax; larger is sparser. It is the adaptive rule with the kernel
+    of power r = 1 / (alpha - 1) (sparse-attention paper, section 2.3 and Proposition 1).
 
     Args:
         scores: any shape.
         alpha: a number from 1 to 1001, or a tensor of such values broadcastable to `scores` with length 1 along `dim`.
             A row whose alpha is below 1 is NaN; `regard.checks.debug()` makes that an error.
-        dim: the axis that is to sum to one.
+        dim: the axis along which weights sum to one.
         mask: boolean, broadcastable to `scores`; True where a score counts.
-        impl: "auto", "cpu" or "reference"; see the module.
+        impl: "auto", "cpu" or "reference"; see the module docstring.
 
     Returns:
-        Weights of the shape and dtype of `scores`. In float32 they are exact to 1e-6, and gradients to 1e-3 of the
-        largest in their row, for alpha up to 5: for alpha > 2 the threshold is measured from the lowest score that has
-        weight. Where alpha < 2 and all but one score lie at the threshold or below, the gradient of the row is all but
-        0, and has an error of 1e-7 of the incoming one.
+        Weights of the shape and dtype of `scores`. In float32, for alpha up to 5, the error of weights is at most
+        1e-6, that of gradients at most 1e-3 of the largest in their row. If alpha < 2 and only one score is above the
+        threshold, the gradient of the row is nearly 0, with an error of 1e-7 of the upstream gradient.
 
     Raises:
         ArgumentError: alpha out of range, a mask that is not boolean, integer scores, shapes that do not fit.
@@ -75,25 +74,25 @@ def entmax(
     alpha = float(alpha)
     if alpha == 1 and impl == "cpu":
         raise ArgumentError("entmax: alpha=1 is softmax, which impl='cpu' does not compute; impl='reference' can.")
-    sentence = "softmax" if alpha - 1 < 1e-12 else f"polynomial(r={_power(alpha)!r})"
-    return _normalise("entmax", sentence, scores, dim, mask, {}, impl)
+    text = "softmax" if alpha - 1 < 1e-12 else f"polynomial(r={_power(alpha)!r})"
+    return _normalise("entmax", text, scores, dim, mask, {}, impl)
 
 
 def _power(alpha: float) -> float:
-    """r = 1 / (alpha - 1), whole where only the rounding of alpha keeps it from being so: 4/3 means the triweight."""
+    """Return r = 1 / (alpha - 1), as an integer if only rounding of alpha makes a difference: 4/3 is the triweight."""
     r = 1 / (alpha - 1)
     return float(round(r)) if abs(r - round(r)) <= 4e-16 * r * alpha / (alpha - 1) else r
 
 
 def sparsemax(scores: Tensor, dim: int = -1, mask: Tensor | None = None, impl: str = "auto") -> Tensor:
-    """Euclidean projection onto the simplex: `entmax` with alpha = 2, the adaptive Epanechnikov kernel."""
+    """Project onto the simplex: `entmax` with alpha = 2, the adaptive Epanechnikov kernel."""
     return _normalise("sparsemax", "sparsemax", scores, dim, mask, {}, impl)
 
 
 def relumax(
     scores: Tensor, margin: float | Tensor = 1.0, dim: int = -1, mask: Tensor | None = None, impl: str = "auto"
 ) -> Tensor:
-    """[z - max z + margin]_+ divided by its sum (sparse-attention paper, equations 20 and 21; its b is the margin).
+    """Compute [z - max z + margin]_+ / sum (sparse-attention paper, equations 20 and 21; its b is the margin).
 
     Scores that tie for the maximum share its gradient equally. Other arguments as in `entmax`.
 
@@ -112,24 +111,24 @@ def normrelu(
     empty: Empty = "uniform",
     impl: str = "auto",
 ) -> Tensor:
-    """[z + bias]_+ divided by its sum: the fixed-bandwidth Epanechnikov kernel
-    (sparse-attention paper, equations 11 and 12).
+    """Compute [z + bias]_+ / sum: the Epanechnikov kernel under the fixed rule (sparse-attention paper, equations 11
+    and 12).
 
     Args:
-        empty: rows with scores but none above -bias: "uniform", "zero" or "nearest"; no score gradient.
+        empty: weights of rows with scores but none above -bias: "uniform", "zero" or "nearest"; without gradient.
 
     Other arguments and errors as in `entmax`.
     """
     number, rows = _number("normrelu", "bias", bias)
     choice("normrelu", "empty", empty, get_args(Empty))
-    sentence = f"epanechnikov*fixed({number}{',' if number else ''}empty={empty})"
-    return _normalise("normrelu", sentence, scores, dim, mask, rows, impl)
+    text = f"epanechnikov*fixed({number}{',' if number else ''}empty={empty})"
+    return _normalise("normrelu", text, scores, dim, mask, rows, impl)
 
 
 def topk_softmax(
     scores: Tensor, k: int, dim: int = -1, mask: Tensor | None = None, gradient: Gradient = "hard", impl: str = "auto"
 ) -> Tensor:
-    """Softmax over exactly min(k, valid) best scores, the lowest index first among ties.
+    """Compute softmax over the min(k, valid) largest scores, the lowest index first among ties.
 
     Args:
         gradient: "hard", "straight-through" or "soft"; see `regard.grammar.bandwidths.nearest.Nearest`.
@@ -143,9 +142,9 @@ def topk_softmax(
 def topk_uniform(
     scores: Tensor, k: int, dim: int = -1, mask: Tensor | None = None, gradient: Gradient = "hard", impl: str = "auto"
 ) -> Tensor:
-    """1/min(k, valid) on the k best scores: k-nearest neighbours. Arguments as in `topk_softmax`.
+    """Give weight 1 / min(k, valid) to the k largest scores (k-nearest neighbours). Arguments as in `topk_softmax`.
 
-    With gradient="hard" the scores get no gradient, so that whatever makes them is not trained.
+    With gradient="hard" the scores have no gradient.
     """
     return _normalise("topk_uniform", f"uniform*{_nearest('topk_uniform', k, gradient)}", scores, dim, mask, {}, impl)
 
@@ -153,23 +152,23 @@ def topk_uniform(
 def _number(
     call: str, name: str, value: Any, low: float | None = None, strict: bool = False
 ) -> tuple[str, dict[str, Tensor]]:
-    """A rule's number as part of its sentence, or as a row parameter where it is a tensor."""
+    """Return a parameter of a rule as text of its spec if it is a number, or as a row parameter if it is a tensor."""
     if isinstance(value, Tensor):
         return "", {name: value}
     in_range(call, name, value, low=low, strict=strict)
-    return f"{name}={float(value)!r}", {}  # float: a number that is being traced becomes a constant
+    return f"{name}={float(value)!r}", {}  # float(): a traced number becomes a constant
 
 
 def _nearest(call: str, k: Any, gradient: str) -> str:
-    """The rule that keeps the k best, as text."""
+    """Return the rule nearest as text."""
     k = min(whole(call, "k", k, 1), MANY)
     return f"nearest(k={k},gradient={choice(call, 'gradient', gradient, get_args(Gradient))})"
 
 
 def _normalise(
-    call: str, sentence: str, scores: Tensor, dim: int, mask: Tensor | None, params: dict[str, Tensor], impl: str
+    call: str, text: str, scores: Tensor, dim: int, mask: Tensor | None, params: dict[str, Tensor], impl: str
 ) -> Tensor:
-    spec = Spec.parse(sentence)
+    spec = Spec.parse(text)
     choice(call, "impl", impl, IMPLS)
     floating(call, "scores", scores)
     if scores.dim() == 0:
@@ -177,7 +176,7 @@ def _normalise(
     if isinstance(dim, bool) or not isinstance(dim, int) or not -scores.dim() <= dim < scores.dim():
         raise ArgumentError(f"{call}: dim is {shown(dim)}, but scores has shape {shape(scores)}.")
     if debugging():
-        finite(call, "scores", torch.where(scores == -torch.inf, 0, scores))  # -inf is how a score is hidden
+        finite(call, "scores", torch.where(scores == -torch.inf, 0, scores))  # -inf masks a score
     if mask is not None:
         boolean_mask(call, "mask", mask)
         broadcastable(call, "mask", mask, tuple(scores.shape))
@@ -195,19 +194,19 @@ def _normalise(
 
 
 def _weights(call: str, spec: Spec, z: Tensor, rows: dict[str, Tensor], impl: str) -> Tensor:
-    """The weights, by the implementation asked for."""
+    """Compute the weights with the chosen implementation."""
     reason = None if impl == "reference" else cpu.unable(spec, z)
     if impl == "cpu" and reason is not None:
         raise ArgumentError(f"{call}: impl='cpu' {reason}. impl='reference' can.")
     if impl == "reference" or reason is not None:
-        if "alpha" in rows and rows["alpha"].requires_grad:  # dL/dalpha is r^2 times what cancels in the plain form
+        if "alpha" in rows and rows["alpha"].requires_grad:  # dL/dalpha is r^2 times a cancelling sum
             z, rows = widest(z), {"alpha": widest(rows["alpha"])}
         return spec.weighting.weights(z, spec.weighting.fit(z, rows), rows)
     return cpu.normalise(spec, z, rows)
 
 
 def _rows(call: str, name: str, value: Tensor, scores: Tensor, dim: int) -> Tensor:
-    """A row parameter [..., 1] with `dim` moved last."""
+    """Return a row parameter [..., 1] with `dim` moved last."""
     floating(call, name, value)
     broadcastable(call, name, value, tuple(scores.shape))
     on_device(call, name, value, scores.device)

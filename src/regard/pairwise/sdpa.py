@@ -51,9 +51,9 @@ class SDPA:
         return None
 
     def native(self, problem: Problem) -> bool:
-        """On a GPU the kernels that are worth choosing take bfloat16 and float16, and accumulate in float32."""
-        half = problem.device == "cuda" and problem.dtype in (torch.bfloat16, torch.float16)
-        return half and problem.spec.similarity.name == "dot" and problem.scale == "number"
+        """Return whether torch scales the scores itself. In 16 bits it accumulates in float32 on a GPU alone."""
+        wide = problem.device == "cuda" or problem.dtype in (torch.float32, torch.float64)
+        return wide and problem.spec.similarity.name == "dot" and problem.scale == "number"
 
     def cost(self, problem: Problem) -> Cost:
         pairs = problem.batch * problem.heads * problem.queries * problem.keys

@@ -1,1 +1,1 @@
-"""Attention through a state of fixed size: linear attention, decay, the delta rule, Mesa attention, leaky averages."""
+"""Attention with a state of fixed size: linear attention, decay, the delta rule, Mesa attention, leaky averages."""

@@ -1,4 +1,4 @@
-"""What every estimator with a state asks of its arguments, and how it hides what is not finite.
+"""Argument checks that the calls with a state share, and the handling of non-finite inputs.
 
 Legend: B batch, H query heads, Hkv key heads, T positions, D channels of a key, Dv of a value, F features.
 """
@@ -29,7 +29,7 @@ from ..precision import clean, row_number
 
 Form = Literal["chunked", "parallel", "recurrent"]
 FAR = 2**31 - 1
-"""Whole numbers are cut here, which no length reaches, before an operator takes them."""
+"""An upper bound of the whole numbers that operators take."""
 
 
 def check(
@@ -42,7 +42,7 @@ def check(
     chunk_size: int | None,
     causal: bool,
 ) -> Tensor | None:
-    """Check what all calls share and return the mask as [B, 1, Tk]."""
+    """Check what all calls share. Return the mask as [B, 1, Tk], or None."""
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
         floating(call, name, tensor)
@@ -62,30 +62,41 @@ def check(
         (key.shape[1:3] == value.shape[1:3], "key and value differ in heads or length"),
         (
             heads > 0 and kv_heads > 0 and heads % kv_heads == 0,
-            "the query heads cannot be shared out among the key heads; the former must be a multiple",
+            "the query heads cannot be shared out among the key heads; their number must be a multiple",
         ),
         (
             not causal or queries == keys,
-            "causal order needs a key for every query; to read a state alone, pass is_causal=False",
+            "causal order needs a key for every query; to read a state without keys, pass is_causal=False",
         ),
     ):
         if not fits:
             raise ArgumentError(f"{call}: {what}: query {shape(query)}, key {shape(key)}, value {shape(value)}.")
     choice(call, "form", form, get_args(Form))
     optional_whole(call, "chunk_size", chunk_size, 1)
+    mask = key_mask(call, mask, key)
+    return None if mask is None else mask[:, None]
+
+
+def key_mask(call: str, mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """Return a mask over keys as [B, Tk], or None.
+
+    Raises:
+        ArgumentError: it is not boolean, or does not broadcast to [B, Tk] or [B, 1, 1, Tk].
+    """
     if mask is None:
         return None
     boolean_mask(call, "attn_mask", mask)
     if mask.dim() not in (1, 2, 4):
         raise ArgumentError(f"{call}: attn_mask has shape {shape(mask)}, expected [B, Tk] or [B, 1, 1, Tk].")
-    on_device(call, "attn_mask", mask, query.device)
+    on_device(call, "attn_mask", mask, key.device)
+    batch, keys = key.shape[0], key.shape[2]
     broadcastable(call, "attn_mask", mask, (batch, keys) if mask.dim() <= 2 else (batch, 1, 1, keys))
     mask = mask[:, 0, 0] if mask.dim() == 4 else mask
-    return mask.expand(batch, keys)[:, None]
+    return mask.expand(batch, keys)
 
 
 def no_pairs(call: str, query: Tensor, kv_heads: int, value_dim: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of no positions, beside which `query` reads a state."""
+    """Return keys and values of length 0, for queries that read a state only."""
     floating(call, "query", query)
     if query.dim() != 4:
         raise ArgumentError(f"{call}: query has shape {shape(query)}, expected [batch, heads, length, dim].")
@@ -94,19 +105,19 @@ def no_pairs(call: str, query: Tensor, kv_heads: int, value_dim: int) -> tuple[T
 
 
 def order(call: str, is_causal: Any, exclude_self: Any) -> bool:
-    """Return whether queries see the past alone, after checking both flags."""
+    """Check both flags and return whether the call is causal."""
     flags(call, is_causal=is_causal, exclude_self=exclude_self)
     return bool(is_causal or exclude_self)
 
 
 class PerKey(NamedTuple):
-    """A number for every pair [B, Hkv, T, ...], and which pairs [B, Hkv, T] came with one that is not a number."""
+    """A number for every key [B, Hkv, T, ...], and the keys [B, Hkv, T] whose number was not finite (set to 0)."""
 
     value: Tensor
     bad: Tensor
 
     def kept(self, mask: Tensor | None) -> PerKey:
-        """Return the same with 0 where `mask` [B, 1, T] is False, whatever the number there was."""
+        """Return the same with 0 where `mask` [B, 1, T] is False."""
         if mask is None:
             return self
         value = torch.where(mask if self.value.dim() == 3 else mask[..., None], self.value, 0)
@@ -117,7 +128,7 @@ def log_decays(call: str, log_decay: Any, key: Tensor, features: int | None, dty
     """Return log_decay as [B, Hkv, T, 1 or F]; None for None.
 
     Args:
-        features: F, or None where a decay per feature has no meaning here.
+        features: F, or None if the call takes no decay per feature.
 
     Raises:
         ArgumentError: a shape that does not fit; a number above 0 (tensors only under `regard.checks.debug`).
@@ -144,7 +155,7 @@ def log_decays(call: str, log_decay: Any, key: Tensor, features: int | None, dty
     else:
         broadcastable(call, "log_decay", g, (*rows, features or 1))
     g = g.to(dtype).expand(*rows, g.shape[-1])
-    bad = ~(g.detach() < torch.inf)  # NaN too; -inf forgets everything
+    bad = ~(g.detach() < torch.inf)  # also NaN; -inf is allowed
     return PerKey(torch.where(bad, 0, g), bad.any(-1))
 
 
@@ -159,12 +170,12 @@ def per_key(call: str, name: str, value: Any, key: Tensor, dtype: torch.dtype) -
 
 
 class Clean(NamedTuple):
-    """Inputs in the computing dtype in which everything is finite.
+    """Finite inputs in the computing dtype.
 
     Attributes:
-        query, key, value: as given; keys and values that are masked are zero.
-        poisoned: [B, H, Tq], rows that must be NaN.
-        spoilt: [B, Hkv], whether a pair of this call was not finite.
+        query, key, value: non-finite vectors and masked keys and values are zero.
+        poisoned: [B, H, Tq], the rows of the output that must be NaN.
+        spoilt: [B, Hkv], whether a visible key or value of this call was not finite.
     """
 
     query: Tensor
@@ -185,13 +196,13 @@ def cleaned(
     poisoned: Tensor,
     *more: PerKey | None,
 ) -> Clean:
-    """What is not finite taken out, and noted.
+    """Zero non-finite vectors and find the rows that see one.
 
     Args:
-        visible: with the mask over keys [B, 1, 1, Tk], or None.
-        held: [B, Hkv], whether the state holds anything.
-        poisoned: [B, Hkv], whether the state has seen what was not finite.
-        more: further numbers of the pairs.
+        visible: its mask is [B, 1, 1, Tk] or None.
+        held: [B, Hkv], whether the state is not empty.
+        poisoned: [B, Hkv], whether the state has seen a non-finite token.
+        more: further numbers of the keys.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         finite(call, name, tensor)

@@ -1,13 +1,12 @@
-"""The chunked form of `sums`: pairs inside chunks of positions, sums between them; its own backward.
+"""The chunked form of `feature_sums`: all pairs inside chunks of positions, sums between chunks.
 
 A call is cut into steps in the order of its keys: queries before the first key, keys before the first query, stretches
-of whole chunks in which query and key meet, queries and keys that are left. The forward pass keeps nothing but its
-inputs. The backward pass makes the sums again: once upwards, for what a query reads (its gradient), and once downwards
-with the sums over later queries, for what a key gave. Both passes are torch custom operators: compiled graphs see one
-node, whatever the length.
+of whole chunks with queries and keys, and the rest. The forward pass saves only its inputs. The backward pass makes the
+sums again: upwards for the gradients of the queries, and downwards, over later queries, for those of keys and values.
+Both passes are torch custom operators: one node each in compiled graphs, whatever the length.
 
-Legend: as in `sums`; G = B x Hkv groups, R = H / Hkv query heads in each; a step has n chunks of c positions, in which
-phi is P [G, n, R c, F], psi is K [G, n, c, F], val is V [G, n, c, E].
+Legend: as in `feature_sums`; G = B x Hkv groups, R = H / Hkv query heads in each; a step has n chunks of c positions.
+There phi is P [G, n, R c, F], psi is K [G, n, c, F], val is V [G, n, c, E].
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CHUNK = 64
 """Positions of a chunk."""
 
 ELEMENTS = {"cpu": 2**19}
-"""Numbers of a step's pairs and states: what fits a cache; elsewhere 2^24, to keep a large device busy."""
+"""Elements of the pairs and states of a step: what fits a cache; on other devices 2^24."""
 
 
 def chunked(
@@ -44,16 +43,16 @@ def chunked(
     keep: bool = True,
     guarded: bool = False,
 ) -> Sums:
-    """Kernel-selection paper, equations 15-17 and 19 from chunk to chunk, 18 inside.
+    """Compute `Sums`: kernel-selection paper, equations 15-17 and 19 from chunk to chunk, 18 inside.
 
     Args:
         q, k: features [B, H, Tq, F - 1], [B, Hkv, Tk, F - 1]; v [B, Hkv, Tk, Dv]; bias a number or [B, H, Tq].
         mask: boolean [B or 1, Hkv or 1, Tk], or None.
-        sums, squares: the state before, zero where None.
+        sums, squares: the state before; None for zero.
         keep: whether the state after all keys is wanted; without it, few queries weigh their keys directly.
         guarded: whether Q is wanted; implied by `squares`.
 
-    O(T) memory, forward and backward; differentiable once, backward.
+    O(T) memory, forward and backward; differentiable once, in reverse mode.
     """
     given, shift = (bias, 0.0) if isinstance(bias, Tensor) else (None, float(bias))
     guarded = guarded or squares is not None
@@ -65,7 +64,7 @@ def chunked(
 
 
 class _Step(NamedTuple):
-    """Queries [q0, q1) and keys [k0, k1), each in n chunks; where it has both, query and key i meet."""
+    """Queries [q0, q1) and keys [k0, k1), each in n chunks; with both, query i sees keys up to i."""
 
     q0: int
     q1: int
@@ -75,12 +74,12 @@ class _Step(NamedTuple):
 
 
 def _steps(queries: int, keys: int, causal: bool, offset: int, keep: bool, chunk: int, width: int) -> list[_Step]:
-    """The steps of a call, at most `width` chunks in each."""
+    """Return the steps of a call, at most `width` chunks in each."""
 
     def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
         return ((a, min(a + width * chunk, stop)) for a in range(start, stop, width * chunk))
 
-    lead = min(max(-offset, 0), queries) if causal else 0  # queries that see the state alone
+    lead = min(max(-offset, 0), queries) if causal else 0  # queries that see only the state
     before = min(max(offset, 0), keys) if causal else keys  # keys that every query sees
     pairs = max(0, min(queries - lead, keys - before))
     whole = pairs - pairs % chunk
@@ -96,7 +95,7 @@ def _steps(queries: int, keys: int, causal: bool, offset: int, keep: bool, chunk
 
 
 class _Work:
-    """One call's tensors with the heads in groups, and the steps through them."""
+    """The tensors of a call with the heads in groups."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, shift: float) -> None:
         batch, kv_heads, self.keys, width = k.shape
@@ -113,7 +112,7 @@ class _Work:
         return _steps(self.queries, self.keys, causal, offset, keep, chunk, width)
 
     def step(self, at: _Step) -> tuple[Tensor, Tensor, Tensor]:
-        """P, K and V; no rows where the step has no queries or no keys."""
+        """Return P, K and V of a step; without rows if it has no queries or no keys."""
         mask = None if self.mask is None else self.mask[:, at.k0 : at.k1]
         bias = self.bias[:, :, at.q0 : at.q1] if isinstance(self.bias, Tensor) else self.bias
         k, v = self.k[:, at.k0 : at.k1], self.v[:, at.k0 : at.k1]
@@ -122,16 +121,16 @@ class _Work:
         return self.cut(phi, at), psi.unflatten(1, each), val.unflatten(1, each)
 
     def cut(self, x: Tensor, at: _Step) -> Tensor:
-        """The step's queries of x [G, R, n c, ...] as [G, n, R c, ...]."""
+        """Return x [G, R, n c, ...] as [G, n, R c, ...]."""
         each = (at.q1 - at.q0) // at.n
         return x.unflatten(2, (at.n, each)).transpose(1, 2).flatten(2, 3)
 
     def uncut(self, x: Tensor, at: _Step) -> Tensor:
-        """[G, n, R c, ...] as [G, R, n c, ...]."""
+        """Return x [G, n, R c, ...] as [G, R, n c, ...]."""
         return x.unflatten(2, (self.ratio, x.shape[2] // self.ratio)).transpose(1, 2).flatten(2, 3)
 
     def meet(self, pairs: Tensor) -> Tensor:
-        """Pairs [G, n, R c, c] with zeros where the key comes after the query; in place."""
+        """Zero the pairs [G, n, R c, c] whose key comes after the query, in place."""
         pairs.view(*pairs.shape[:2], self.ratio, pairs.shape[3], pairs.shape[3]).tril_()
         return pairs
 
@@ -139,14 +138,15 @@ class _Work:
         return self.q.new_zeros(self.groups, *sizes)
 
     def start(self, given: Tensor | None, columns: int) -> Tensor:
-        """A state [G, F, columns] as given, or zero."""
+        """Return the given state as [G, F, columns], or zeros."""
         return (
             self.zeros(self.features, columns) if given is None else given.reshape(self.groups, self.features, columns)
         )
 
 
 def _running(start: Tensor, parts: Tensor, backwards: bool = False) -> tuple[Tensor, Tensor]:
-    """(start and all parts before each one [G, n, ...], start and all of them); after each one if `backwards`."""
+    """Return (start and the sum of the parts before each one [G, n, ...], start and the sum of all); the parts after
+    each one if `backwards`."""
     if parts.shape[1] == 1:
         return start[:, None], start + parts[:, 0]
     before = torch.empty_like(parts)
@@ -177,7 +177,7 @@ def _forward(
     keep: bool,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(u [B, H, Tq, Dv], Z and Q [B, H, Tq], A [B, Hkv, F, E], M [B, Hkv, F, F]); what is not wanted is empty."""
+    """Return u [B, H, Tq, Dv], Z and Q [B, H, Tq], A [B, Hkv, F, E] and M [B, Hkv, F, F]; unwanted ones are empty."""
     out = _outputs(q, k, v, guarded, keep)
     work = _Work(q, k, v, bias, mask, shift)
     values, mass = _grouped(out[0], work), _grouped(out[1], work)
@@ -209,7 +209,7 @@ def _forward(
 
 
 def _put(out: tuple[Tensor, ...], states: tuple[Tensor | None, ...]) -> None:
-    """States [G, ...] where they are wanted."""
+    """Copy the states [G, ...] that are wanted."""
     for to, state in zip(out, states, strict=True):
         if to.numel() and state is not None:
             to.copy_(state.view_as(to))
@@ -232,13 +232,13 @@ def _(q, k, v, bias, mask, sums, squares, shift, causal, offset, guarded, keep, 
 
 
 def _direct(work: _Work, sums: Tensor | None, squares: Tensor | None, causal: bool, keep: bool) -> bool:
-    """Whether all pairs cost less than the sums over the keys, and nobody asks for the sums."""
+    """Return whether the sums are not wanted and cost more than all pairs."""
     few = work.ratio * work.queries * (work.features + work.values) <= work.features * work.values
     return few and not keep and sums is None and squares is None
 
 
 def _pairs(work: _Work, causal: bool, offset: int) -> Tensor:
-    """w [G, R, Tq, Tk], zero where a key is not seen."""
+    """Return w [G, R, Tq, Tk], zero for keys that are not seen."""
     w = work.q.flatten(1, 2) @ _turned(work.k)
     w = w.unflatten(1, (work.ratio, -1))
     w += work.bias[..., None] if isinstance(work.bias, Tensor) else work.bias
@@ -252,7 +252,7 @@ def _seen(work: _Work, w: Tensor, causal: bool, offset: int) -> Tensor:
 
 
 def _weigh(work: _Work, values: Tensor, mass: Tensor, power: Tensor | None, causal: bool, offset: int) -> None:
-    """All pairs at once: few queries, many keys."""
+    """Compute all pairs at once, for few queries and many keys."""
     w = _pairs(work, causal, offset)
     torch.matmul(w.flatten(1, 2), work.v, out=values.flatten(1, 2))
     torch.sum(w, -1, out=mass)
@@ -281,7 +281,7 @@ def _backward(
     keep: bool,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, bias, sums and squares; empty where there is no such input."""
+    """Return the gradients of q, k, v, bias, sums and squares; empty for missing inputs."""
     found = _gradients(q, k, v, bias, sums, squares)
     work = _Work(q, k, v, bias, mask, shift)
     g_mass, g_power = (None if x is None else _grouped(x, work)[..., None] for x in (g_mass, g_power))
@@ -301,12 +301,12 @@ def _backward(
 
 
 def _grouped(x: Tensor, work: _Work) -> Tensor:
-    """x [B, H, Tq, ...] as [G, R, Tq, ...]."""
+    """Return x [B, H, Tq, ...] as [G, R, Tq, ...]."""
     return x.view(*work.q.shape[:3], *x.shape[3:])
 
 
 def _gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Zeros like the inputs, contiguous; empty for None."""
+    """Return zeros like the inputs, contiguous; empty for None."""
     like = next(x for x in inputs if x is not None)
     return tuple(like.new_zeros(0 if x is None else x.shape) for x in inputs)
 
@@ -317,7 +317,7 @@ def _(g, g_mass, g_power, g_sums, g_squares, q, k, v, bias, mask, sums, squares,
 
 
 class _Back:
-    """The backward pass: gradients of u [G, R, Tq, Dv], of Z and Q [G, R, Tq, 1] or None, and where to write."""
+    """The backward pass: gradients of u [G, R, Tq, Dv], of Z and Q [G, R, Tq, 1] or None, and the outputs."""
 
     def __init__(
         self, work: _Work, g: Tensor, g_mass: Tensor | None, g_power: Tensor | None, out: tuple[Tensor, ...]
@@ -327,7 +327,7 @@ class _Back:
         self.dbias = out[3].view(work.q.shape[:3]) if out[3].numel() else None
 
     def step(self, at: _Step) -> tuple[Tensor, Tensor | None]:
-        """Gradients of [u, Z] and of Q, as P."""
+        """Return the gradients of [u, Z] and of Q, shaped as P."""
         rows = slice(at.q0, at.q1)
         g = self.g[:, :, rows]
         mass = g.new_zeros(*g.shape[:-1], 1) if self.g_mass is None else self.g_mass[:, :, rows]
@@ -335,7 +335,7 @@ class _Back:
         return g, None if self.g_power is None else self.work.cut(self.g_power[:, :, rows], at)
 
     def pairs(self, p: Tensor, keys: Tensor, val: Tensor, g: Tensor, g_power: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(w, dL/dw) of the pairs inside the chunks."""
+        """Return (w, dL/dw) of the pairs inside the chunks."""
         w = self.work.meet(p @ _turned(keys))
         dw = g @ _turned(val)
         if g_power is not None:
@@ -343,7 +343,7 @@ class _Back:
         return w, self.work.meet(dw)
 
     def upwards(self, steps: list[_Step], a: Tensor, m: Tensor | None) -> None:
-        """Gradients of queries and bias, from the sums over the keys before."""
+        """Write the gradients of queries and bias, from the sums over earlier keys."""
         for at in steps:
             p, keys, val = self.work.step(at)
             g, g_power = self.step(at)
@@ -360,7 +360,7 @@ class _Back:
                 self.dbias[:, :, at.q0 : at.q1] = dp[..., -1]
 
     def downwards(self, steps: list[_Step], a: Tensor, m: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Gradients of keys and values, from the sums over the queries after; returns those of the first state."""
+        """Write the gradients of keys and values, from the sums over later queries; return those of the first state."""
         for at in reversed(steps):
             p, keys, val = self.work.step(at)
             g, g_power = self.step(at)
@@ -378,7 +378,7 @@ class _Back:
         return a, m
 
     def direct(self, causal: bool, offset: int) -> None:
-        """All pairs at once, as `_weigh`."""
+        """Write all gradients from all pairs at once, as in `_weigh`."""
         work = self.work
         w = _pairs(work, causal, offset)
         dw = (self.g.flatten(1, 2) @ _turned(work.v)).unflatten(1, (work.ratio, -1))

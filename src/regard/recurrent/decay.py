@@ -1,14 +1,13 @@
-"""Sums over keys that fade: the weight of the pair (i, j) is the dot product of its features with a decay inside,
+"""Linear attention with decay:
 
-    w_ij = sum_f phi_if psi_jf exp(sum_{j < l <= i} g_lf),        g <= 0,
+    w_ij = sum_f phi_if psi_jf exp(sum_{j < l <= i} g_lf),        g <= 0
 
-g the same for all features (RetNet: per head; Mamba-2: per token) or not (GLA). The state obeys
+g is the same for all features (RetNet: per head; Mamba-2: per token) or not (GLA). The state is
 A_i = Diag(exp g_i) A_{i-1} + psi_i val_i^T, and query i reads phi_i . A_i.
 
-No exponential of a positive number is taken, nor a difference of sums: every exponent is itself a sum of g over the
-positions between a key, a boundary and a query, so that decays as strong as -inf (forget everything) are exact. A
-decay per feature cannot be taken out of the dot product; it is split at the boundary in the middle of a stretch of
-positions for the pairs across, and each half is treated likewise.
+Every exponent is a sum of g, never a difference of sums, so decays down to -inf are exact. A decay per feature does
+not factor out of the dot product: the positions are halved, the pairs across the middle are one product with the decay
+split there, and each half is treated likewise.
 
 Legend: B batch, H query heads, Hkv key heads, R = H / Hkv, T positions, F features, E values; n chunks of c positions.
 phi [B, H, T, F], psi [B, Hkv, T, F], val [B, Hkv, T, E], g [B, Hkv, T, 1 or F] or None (no decay), A [B, Hkv, F, E].
@@ -38,10 +37,10 @@ def decayed(
     form: str = "chunked",
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(what the queries read [B, H, Tq, E], the state after all pairs [B, Hkv, F, E]); differentiable to any order.
+    """Return (phi . A [B, H, Tq, E], the state after all keys [B, Hkv, F, E]); differentiable to any order.
 
-    Causal: query i reads the state after pair i; strict: before it. Otherwise every query reads the state after all
-    pairs, and Tq and Tk may differ. Cost: "chunked" O(T c) time beside the O(T F E) of the state and O(T c) memory;
+    Causal: query i reads the state after key i; strict: before it. Otherwise every query reads the last state, and Tq
+    and Tk may differ. Cost: "chunked" O(T c) time beside the O(T F E) of the state and O(T c) memory;
     "parallel" O(T^2) both; "recurrent" O(T F E).
     """
     if not causal:
@@ -58,43 +57,43 @@ def decayed(
 
 
 def shifted(phi: Tensor, *keys: Tensor | None) -> tuple[Tensor, ...]:
-    """One position that holds nothing before the keys, one query too many: query i is then read before pair i."""
+    """Put an empty position before the keys and one query at the end, so that query i is read before key i."""
     late = [None if x is None else pad(x, (0, 0, 1, 0)) for x in keys]
     return (pad(phi, (0, 0, 0, 1)), *late)
 
 
 def read(phi: Tensor, state: Tensor) -> Tensor:
-    """phi . A for any queries [B, H, Tq, F]."""
+    """Return phi . A of queries [B, H, Tq, F]."""
     return (phi.unflatten(1, (state.shape[1], -1)) @ state[:, :, None]).flatten(1, 2)
 
 
 def final(psi: Tensor, val: Tensor, g: Tensor | None, start: Tensor) -> Tensor:
-    """The state after all pairs."""
+    """Return the state after all keys."""
     if g is None:
         return start + psi.transpose(-1, -2) @ val
     return start * g.sum(2).exp()[..., None] + (psi * suffix(g).exp()).transpose(-1, -2) @ val
 
 
 def prefix(g: Tensor) -> Tensor:
-    """sum of g over the positions up to each one, itself included."""
+    """Return the sum of g over the positions up to and with each one."""
     return g.cumsum(-2)
 
 
 def suffix(g: Tensor) -> Tensor:
-    """sum of g over the positions after each one."""
+    """Return the sum of g over the positions after each one."""
     return pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2) if g.shape[-2] else g
 
 
 def segments(g: Tensor) -> Tensor:
-    """exp(sum of g over j < l <= i) for j <= i, else 0: [..., L] -> [..., L, L]."""
+    """Return exp(sum of g over j < l <= i) for j <= i, else 0: [..., L] -> [..., L, L]."""
     length = g.shape[-1]
     below = torch.ones(length, length, dtype=torch.bool, device=g.device).tril(-1)
-    sums = torch.where(below, g[..., :, None], 0).cumsum(-2)  # no difference of sums: exact after any decay
+    sums = torch.where(below, g[..., :, None], 0).cumsum(-2)
     return sums.exp().tril()
 
 
 def pairs(q: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
-    """w of all pairs, 0 where the key comes after the query.
+    """Return w of all pairs, 0 where the key comes after the query.
 
     Args:
         q: [..., L, R, F]; k: [..., L, F]; g: [..., L, 1 or F] or None.
@@ -114,7 +113,7 @@ def pairs(q: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
 
 
 def _split(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """`pairs` for a decay per feature: both halves, and the pairs across the middle."""
+    """Compute `pairs` for a decay per feature: both halves, and the pairs across the middle."""
     length, heads = q.shape[-3], q.shape[-2]
     if length <= 1:
         return q.flatten(-3, -2) @ k.transpose(-1, -2)
@@ -132,23 +131,23 @@ def _split(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
 
 
 class Chunks:
-    """The positions of a call in n chunks of c, with nothing at the places that fill the last one."""
+    """Cuts the positions of a call into n chunks of c; the last one is padded with zeros."""
 
     def __init__(self, length: int, chunk: int) -> None:
         self.length, self.size = length, max(1, min(chunk, length))
         self.count = max(1, -(-length // self.size))
 
     def cut(self, x: Tensor) -> Tensor:
-        """[..., T, X] as [..., n, c, X]."""
+        """Return [..., T, X] as [..., n, c, X]."""
         return pad(x, (0, 0, 0, self.count * self.size - self.length)).unflatten(-2, (self.count, self.size))
 
     def queries(self, phi: Tensor, kv_heads: int) -> Tensor:
-        """[B, H, T, F] as [B, Hkv, n, c, R, F]."""
+        """Return [B, H, T, F] as [B, Hkv, n, c, R, F]."""
         grouped = self.cut(phi).unflatten(1, (kv_heads, -1))
         return grouped.permute(0, 1, 3, 4, 2, 5)
 
     def rows(self, x: Tensor, heads: int) -> Tensor:
-        """[B, Hkv, n, c R, E] as [B, H, T, E]."""
+        """Return [B, Hkv, n, c R, E] as [B, H, T, E]."""
         whole = x.unflatten(-2, (self.size, -1)).permute(0, 1, 4, 2, 3, 5)
         return whole.reshape(x.shape[0], heads, self.count * self.size, x.shape[-1])[:, :, : self.length]
 
@@ -171,7 +170,6 @@ def _chunked(
 
 
 def _recurrent(phi: Tensor, psi: Tensor, val: Tensor, g: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One pair at a time."""
     rows = [phi.new_zeros(*phi.shape[:2], 0, val.shape[-1])]
     for t in range(psi.shape[2]):
         state = state if g is None else state * g[:, :, t, :, None].exp()

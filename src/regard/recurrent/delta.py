@@ -1,16 +1,16 @@
-"""The delta rule, plain and gated: a linear model that every pair corrects by one step of gradient descent on
-|v - W k|^2 / 2 (DeltaNet; Gated DeltaNet with decay; see section 2.1 of the local-linear-attention paper):
+"""The delta rule, plain and gated: each key and value correct a linear model by one step of gradient descent on
+|v - W k|^2 / 2 (DeltaNet; Gated DeltaNet with decay; section 2.1 of the local-linear-attention paper):
 
     W_i = alpha_i W_{i-1} (I - beta_i k_i k_i^T) + beta_i v_i k_i^T,    o_i = W_i q_i,    alpha_i = exp(g_i)
 
-What pair i writes is beta_i times its error, u_i = beta_i (v_i - alpha_i W_{i-1} k_i): linear attention with decay
-whose values are u. Inside a chunk the u are the solution of a triangular system in the pairs of its keys,
+This is linear attention with decay whose values are u_i = beta_i (v_i - alpha_i W_{i-1} k_i). Inside a chunk the u
+solve a triangular system,
 
     (I + Diag(beta) L) U = Diag(beta) (V - K^ W^T),    L_ij = k_i . k_j exp(g_{j+1} + ... + g_i) for j < i,
 
-K^ the keys with the decay since the beginning of the chunk and W the state there (the WY form: U = X - Y W^T with X and
-Y made for all chunks at once). From chunk to chunk W^T goes by a matrix, Diag(exp g) - K~^T Y, K~ the keys with the
-decay until the end.
+where W is the state at the start of the chunk and K^ the keys with the decay since then (the WY form: U = X - Y W^T
+with X and Y made for all chunks at once). One chunk multiplies W^T by Diag(exp g) - K~^T Y, K~ the keys with the decay
+until its end.
 
 Legend: B batch, H query heads, Hkv key heads, T positions, D channels of a key, Dv of a value, F as D, E as Dv; c
 positions of a chunk. State W^T [B, Hkv, D, Dv].
@@ -33,18 +33,18 @@ from .arguments import Form, PerKey, check, cleaned, log_decays, no_pairs, order
 from .decay import CHUNK, Chunks, pairs, prefix, read, shifted, suffix
 from .packing import by_document, documents
 from .scan import scan
-from .states import State, require_state
+from .states import State, require_state, zeros
 
 CALL = "delta_rule"
 
 
 @dataclass(frozen=True)
 class DeltaState(State):
-    """What the delta rule has learned from all pairs so far; its size does not grow.
+    """The state of the delta rule, of fixed size.
 
     Attributes:
         values: W^T [B, Hkv, D, Dv], float32 or float64.
-        poisoned: boolean [B, Hkv]: a pair that was not finite was seen, so that every later row is NaN.
+        poisoned: boolean [B, Hkv], whether a non-finite token was seen; every later row is then NaN.
         tokens: how many positions were seen, masked ones included.
     """
 
@@ -62,13 +62,12 @@ class DeltaState(State):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> DeltaState:
-        """W = 0, for keys of `dim` and values of `value_dim` (`dim` where None)."""
-        sizes = (batch, kv_heads, dim, dim if value_dim is None else value_dim)
-        values = torch.zeros(sizes, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        return cls(values, torch.zeros(batch, kv_heads, dtype=torch.bool, device=device))
+        """Return the state W = 0, for keys of `dim` and values of `value_dim` (default `dim`)."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return cls(**zeros(batch, kv_heads, wide, device, values=(dim, dim if value_dim is None else value_dim)))
 
     def read(self, query: Tensor, *, scale: float | Tensor | None = None) -> Tensor:
-        """W q for other queries [B, H, Tq, D] after all pairs, [B, H, Tq, Dv]; `scale` as in `delta_rule`."""
+        """Return W q [B, H, Tq, Dv] for queries [B, H, Tq, D]; `scale` as in `delta_rule`."""
         nothing = no_pairs(CALL, query, *self.values.shape[1::2])
         return delta_rule(query, *nothing, 0.0, state=self, is_causal=False, scale=scale)[0]
 
@@ -89,45 +88,38 @@ def delta_rule(
     segment_ids: Tensor | None = None,
     scale: float | Tensor | None = None,
 ) -> tuple[Tensor, DeltaState]:
-    """The linear model that the delta rule makes of all pairs so far, read at the query, with a state to go on from.
+    """Learn a linear map from keys to values by the delta rule, and read it at the queries.
 
-    Prefill, chunks and single steps agree: each call takes the state of the one before. Nothing is mutated.
+    Prefill, chunks and single steps agree: each call takes the state that the one before returned.
 
     Args:
-        query: [B, H, Tq, D]. Nothing is divided by sqrt(D).
-        key: [B, Hkv, Tk, D]; Hkv = H or a divisor of H. The rule is stable where beta |k|^2 < 2, so that keys are
-            usually made unit vectors.
+        query: [B, H, Tq, D], not divided by sqrt(D).
+        key: [B, Hkv, Tk, D]; H is a multiple of Hkv. The rule is stable for beta |k|^2 < 2; keys are usually unit
+            vectors.
         value: [B, Hkv, Tk, Dv].
-        beta: size of the step, >= 0: a number or broadcastable to [B, Hkv, Tk].
-        log_decay: g <= 0 (the gated delta rule): per key head [Hkv] or one number, per token [B, Hkv, Tk], or per
-            channel of the keys [B, Hkv, Tk, D], by which the state fades before the step; -inf forgets everything.
-        state: what earlier calls left; None at the beginning.
+        beta: step size >= 0: a number or broadcastable to [B, Hkv, Tk].
+        log_decay: g <= 0 (the gated delta rule), applied to the state before the step: a number, per key head [Hkv],
+            per token [B, Hkv, Tk] or per channel of the keys [B, Hkv, Tk, D]; -inf clears the state.
+        state: the state of earlier calls; None at the beginning.
         form: "chunked" (WY), "parallel" (one triangular system for all positions) or "recurrent" (step by step).
-        chunk_size: positions of a chunk; `decay.CHUNK` where None.
-        attn_mask: boolean over the keys of this call, [B, Tk] or [B, 1, 1, Tk]; True where a pair may be learned.
-            Masked positions neither write nor fade.
-        is_causal: query i reads W_i; Tq must equal Tk. Otherwise every query reads the state after all pairs.
+        chunk_size: positions of a chunk; default `decay.CHUNK`.
+        attn_mask: boolean over the keys, [B, Tk] or [B, 1, 1, Tk], False for padding, which changes nothing.
+        is_causal: query i reads W_i; Tq must equal Tk. Otherwise every query reads the last state.
         exclude_self: query i reads W_{i-1}; implies `is_causal`.
-        segment_ids: integers [B or 1, T] of packed sequences, T = Tq = Tk: a document begins wherever the id changes,
-            so that an id that comes back begins another one. Every document is computed as if it were alone, and the
-            states that come in and go out hold one entry a document on the batch axis, ordered row by row (their
-            `tokens` is that of the longest document). Padding with an id of its own counts as a document.
-        scale: factor of the query, a number or broadcastable to [B, H, Tq]; 1 where None.
+        segment_ids: integers [B or 1, T] of packed sequences, as in `regard.linear_attention`.
+        scale: factor of the query, a number or broadcastable to [B, H, Tq]; default 1.
 
     Returns:
-        (output [B, H, Tq, Dv] in the dtype of `query`, the state after all pairs). Rows without a visible key are 0;
-        rows that see what is not finite are NaN, here or in any later call.
+        (output [B, H, Tq, Dv] in the dtype of `query`, the state after all keys). Rows without a visible key are 0;
+        rows that see a non-finite number are NaN, also in later calls.
 
     Raises:
         ArgumentError: shapes or dtypes that do not fit, or numbers out of range.
 
-    Precision: float32 (float64 for float64 inputs), whatever the inputs and autocast; a backward pass keeps it outside
-    of autocast, where torch wants it. Derivatives: to any order.
-    Cost: a head, O(T D (D + Dv + c)) for "chunked" with O(T (D + Dv + c) + (T / c) D (D + Dv)) memory; "parallel"
-    O(T^2) memory and O(T^2 (T + D)) time; "recurrent" O(T D Dv).
-    With segment_ids, documents of similar lengths are computed as one batch: fewer than T / 3 positions are added, and
-    there are O(log T) batches, one after the other (`packing`). The ids are read on the host, so that a GPU is waited
-    for, and torch.compile leaves packed calls out of its graphs.
+    Precision: float32 (float64 for float64 inputs), also under autocast; call backward outside autocast, as torch
+    advises. Derivatives: to any order.
+    Cost per head: "chunked" O(T D (D + Dv + c)) time and O(T (D + Dv + c) + (T / c) D (D + Dv)) memory; "parallel"
+    O(T^2 (T + D)) time and O(T^2) memory; "recurrent" O(T D Dv) time.
     """
     causal = order(CALL, is_causal, exclude_self)
     mask = check(CALL, query, key, value, attn_mask, form, chunk_size, causal)
@@ -161,7 +153,7 @@ def _learn(
     strict: bool,
     **how: Any,
 ) -> tuple[Tensor, DeltaState]:
-    """`delta_rule` of checked inputs: query, key, value, beta, log_decay and the factor; mask [B, 1, T]."""
+    """Compute `delta_rule` of checked inputs; mask [B, 1, T]."""
     query, key, value, step, fade, factor = inputs
     queries, (batch, kv_heads, keys, dim) = query.shape[2], key.shape
     if state is None:
@@ -190,7 +182,7 @@ def corrected(
     form: str = "chunked",
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(what the queries read [B, H, Tq, E], the state after all pairs); g [B, Hkv, T, 1 or F] or None."""
+    """Return (W q [B, H, Tq, E], the state after all keys); g [B, Hkv, T, 1 or F] or None."""
     queries = q.shape[2]
     if not causal:
         _, after = corrected(k, k, v, beta, g, start, form=form, chunk=chunk)
@@ -222,12 +214,22 @@ def _chunked(
     kept = k.new_ones(k.shape[-1]) if g is None else prefix(g)[..., -1, :].exp().expand(*k.shape[:3], k.shape[-1])
     before, after = scan(torch.diag_embed(kept) - turned @ y, turned @ x, start)
     queries = (q if g is None else q * prefix(g).exp()[..., None, :]).flatten(-3, -2)
-    rows = pairs(q, k, g) @ (x - y @ before) + queries @ before
+    rows = _read_chunk(pairs(q, k, g), x - y @ before, chunks.size) + queries @ before
     return chunks.rows(rows, heads), after
 
 
+def _read_chunk(weights: Tensor, corrections: Tensor, size: int) -> Tensor:
+    """Return weights @ corrections, rows NaN from the first correction on that overflows.
+
+    The weights [.., size R, size] of later tokens are zero, but zero times infinity would reach rows before them.
+    """
+    lost = ~corrections.detach().isfinite().all(-1, keepdim=True)
+    rows = (weights @ corrections.masked_fill(lost, 0)).unflatten(-2, (size, -1))
+    seen = lost.int().cummax(-2).values.bool()
+    return rows.masked_fill(seen[..., None], torch.nan).flatten(-3, -2)
+
+
 def _recurrent(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One pair at a time."""
     rows = [q.new_zeros(*q.shape[:2], 0, v.shape[-1])]
     for t in range(k.shape[2]):
         state = state if g is None else state * g[:, :, t, :, None].exp()

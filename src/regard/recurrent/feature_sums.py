@@ -1,5 +1,4 @@
-"""Sums over keys that have finite features: w_ij = phi_i . psi_j, so that every sum over j can be made before any
-query is known. Three forms of the same sums; kernel-selection paper, equations 13-22.
+"""Sums over keys with finite features, w_ij = phi_i . psi_j; kernel-selection paper, equations 13-22.
 
 For every query i, over the keys j it sees,
 
@@ -9,13 +8,13 @@ are phi_i . A, phi_i . b and phi_i . M phi_i with the state
 
     A = sum_j psi_j v_j^T  (13)     b = sum_j psi_j  (14)     M = sum_j psi_j psi_j^T.
 
-`parallel` weighs all pairs (18, 19), `recurrent` adds one pair at a time (15, 16), `chunked` does the first inside
-chunks of positions and the second from chunk to chunk.
+`parallel` computes all pairs (18, 19), `recurrent` adds one key at a time (15, 16), and `chunks.chunked` does the first
+inside chunks and the second between them.
 
 Legend: B batch, H query heads, Hkv key heads, T positions, F features with the bias as the last (phi = [q; bias],
 psi = [k; 1]), E = Dv + 1 values with a one as the last, so that b is a column of A and Z of u.
-phi [B, H, Tq, F], psi [B, Hkv, Tk, F], val [B, Hkv, Tk, E], sums A [B, Hkv, F, E], squares M [B, Hkv, F, F] or None
-where Q is not asked for. Causal: query i sees the keys j <= i + offset, and all that is in the state before.
+phi [B, H, Tq, F], psi [B, Hkv, Tk, F], val [B, Hkv, Tk, E], sums A [B, Hkv, F, E], squares M [B, Hkv, F, F], or None
+if Q is not wanted. Causal: query i sees the keys j <= i + offset, and the state before.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import Tensor
 
 
 class Sums(NamedTuple):
-    """What the queries read, and the state after the last key.
+    """The sums of each query, and the state after the last key.
 
     Attributes:
         values: u [B, H, Tq, Dv].
@@ -46,8 +45,10 @@ class Sums(NamedTuple):
 def augment(
     q: Tensor, k: Tensor, v: Tensor, bias: float | Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(phi, psi, val) of q [..., Tq, F - 1], k [..., Tk, F - 1], v [..., Tk, Dv], bias [..., Tq] or a number, and mask
-    broadcastable to [..., Tk]: keys that nobody may see become zero, so that they are in no sum."""
+    """Return (phi, psi, val) of q [..., Tq, F - 1], k [..., Tk, F - 1], v [..., Tk, Dv] and bias [..., Tq] or a number.
+
+    Keys become zero where the mask, broadcastable to [..., Tk], is False.
+    """
     column = bias[..., None] if isinstance(bias, Tensor) else q.new_full((*q.shape[:-1], 1), bias)
     one = k.new_ones(*k.shape[:-1], 1)
     psi = torch.cat([k, one], -1)
@@ -58,7 +59,7 @@ def augment(
 def parallel(
     phi: Tensor, psi: Tensor, val: Tensor, sums: Tensor, squares: Tensor | None, causal: bool, offset: int
 ) -> Sums:
-    """All pairs at once (equations 17-20): O(Tq Tk) time and memory; twice differentiable."""
+    """Compute all pairs at once (equations 17-20): O(Tq Tk) time and memory; twice differentiable."""
     grouped = phi.unflatten(1, (psi.shape[1], -1))  # [B, Hkv, R, Tq, F]
     w = grouped @ psi[:, :, None].transpose(-1, -2)
     w = w.tril(offset) if causal else w
@@ -74,9 +75,9 @@ def parallel(
 def recurrent(
     phi: Tensor, psi: Tensor, val: Tensor, sums: Tensor, squares: Tensor | None, causal: bool, offset: int
 ) -> Sums:
-    """One key at a time (equations 15, 16, 21, 22): O(F E) memory beside the outputs; twice differentiable.
+    """Add one key at a time (equations 15, 16, 21, 22): O(F E) memory beside the outputs; twice differentiable.
 
-    In causal order offset is 0 (a query sees its own key) or -1 (it is read before its key is written).
+    In causal order offset is 0 (a query sees its own key) or -1 (it does not).
     """
     rows, powers = [], []
 
@@ -101,5 +102,5 @@ def recurrent(
 
 
 def _quadratic(x: Tensor, m: Tensor) -> Tensor:
-    """x . m x along the last axis."""
+    """Return x . m x along the last axis."""
     return ((x @ m) * x).sum(-1)

@@ -1,4 +1,4 @@
-"""impl="linear": sentences with finite features, by sums over keys, in time and memory linear in the length."""
+"""impl="linear": specs with finite features, in time and memory linear in the length."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from .packing import Documents, by_document
 
 @register_impl("linear", priority=30)
 class Linear:
-    """The chunked form of `regard.linear_attention`; few queries against many keys weigh their pairs directly."""
+    """The chunked form of `regard.linear_attention`; a few queries of many keys compute all pairs instead."""
 
     def available(self) -> str | None:
         return None
 
     def supports(self, problem: Problem) -> str | None:
         if not finite_features(problem.spec):
-            return "needs finite features, which only the linear kernel under the fixed rule has, at degree 0"
+            return "needs finite features: the linear kernel with the fixed rule, at degree 0"
         if problem.transformed:
-            return "is differentiable once, backward: no forward mode, no torch.func transforms"
+            return "has first derivatives in reverse mode only, without torch.func transforms"
         if problem.diagnostics:
-            return "has no row statistics to report: a sum over keys does not know how many have weight"
+            return "has no row statistics: a sum over keys does not count them"
         if problem.window is not None:
-            return "has no window: a sum over keys cannot forget the oldest"
+            return "has no window: keys cannot be taken out of a sum"
         if problem.segments and problem.queries != problem.keys:
-            return "takes segments only with a query at every key: each document then is a sequence of its own"
+            return "takes segments only with a query at every key"
         if problem.segments and (problem.device == "meta" or torch.compiler.is_compiling()):
-            return "reads the segments on the host, which no graph and no tensor without numbers allows"
+            return "reads the segment ids on the host, which neither a compiled graph nor a meta tensor allows"
         if problem.mask == "pairs":
-            return "makes one sum for all queries, so that a mask may depend on the key alone"
+            return "makes one sum for all queries, so the mask may depend on the key alone"
         if problem.causal and problem.offset is None:
             return "needs one query_offset for all sequences, an int"
         return None
@@ -61,7 +61,7 @@ class Linear:
         k, v, mask = inputs.k, inputs.v, visible.mask
         if mask is not None:
             mask = mask[..., 0, :].expand(*mask.shape[:2], visible.keys)
-            if mask.shape[1] != 1:  # heads of a group may then see different keys
+            if mask.shape[1] != 1:  # heads of a group may see different keys
                 k, v = repeat_heads(k, inputs.q.shape[1]), repeat_heads(v, inputs.q.shape[1])
         packed = None if visible.runs is None else Documents(visible.runs[0].expand(k.shape[0], -1))
         offset = 0 if isinstance(visible.offset, Tensor) else visible.offset - int(visible.strict)

@@ -2,9 +2,8 @@
 
     o_i = sum_j s_ij (v_j - W_i k_j) + W_i q_i = obar_i + W_i (q_i - kbar_i)
 
-obar and kbar come from one attention over the values and keys side by side; W_i, the model of the pairs that query i
-sees, is read at q_i - kbar_i, which costs no more than reading it at q_i. Softmax with W = 0 is attention; softmax with
-the best W near the query is local linear attention; in between, W may be any state of fixed size.
+obar and kbar are one attention over values and keys side by side. W_i, the model of the keys that query i sees, is read
+at q_i - kbar_i. Softmax with W = 0 is attention, and with the best W near the query local linear attention.
 """
 
 from __future__ import annotations
@@ -15,20 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import (
-    ArgumentError,
-    boolean_mask,
-    broadcastable,
-    on_device,
-    optional_whole,
-    shape,
-    shown,
-    within,
-)
+from ..checks import ArgumentError, flags, optional_whole, shape, shown, within
 from ..grammar import Spec, as_spec
 from ..pairwise.attention import _check_tensors, attention
 from ..precision import clean, full_precision
-from .arguments import order
+from .arguments import key_mask, order
 from .trends import as_trend, predict_from
 
 CALL = "interpolated_attention"
@@ -50,7 +40,7 @@ def interpolated_attention(
     params: Mapping[str, float | Tensor] | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Add the weighted mean of the residuals of a global linear model to what it predicts (equation 9).
+    """Return the prediction of a global linear model plus the weighted mean of its residuals (equation 9).
 
     Args:
         query: [B, H, Tq, D].
@@ -58,15 +48,14 @@ def interpolated_attention(
         value: [B, Hkv, Tk, Dv].
         trend: the global linear model W_i: a name, text or object of `regard.recurrent.trends` ("linear-attention",
             "mesa", "mesa(ridge=0.5)", "delta", "gated-delta"), or, for learned numbers, a function of (query, key,
-            value, attn_mask=, is_causal=, exclude_self=, and segment_ids= where given) that gives W_i q_i for any
-            queries, as lambda q, k, v, **how: regard.mesa_attention(q, k, v, ridge=ridge, **how)[0].
+            value, attn_mask=, is_causal=, exclude_self=, and segment_ids= if given) that returns W_i q_i, such as
+            lambda q, k, v, **how: regard.mesa_attention(q, k, v, ridge=ridge, **how)[0].
         spec: the weights s: a spec whose weights sum to one, or its text.
         attn_mask: boolean over the keys, broadcastable to [B, 1, 1, Tk]; True where a key may be attended.
-        is_causal, exclude_self: as in `regard.attention`; the model sees what the weights see.
-        query_offset: the key position of query 0, a whole number; Tk - Tq (end-aligned) by default. A function as
-            trend needs 0.
-        segment_ids: integers [B or 1, T] of packed sequences, T = Tq = Tk, as in `regard.linear_attention`: weights and
-            model see a document alone.
+        is_causal, exclude_self: as in `regard.attention`, for weights and model.
+        query_offset: the key position of query 0, a whole number; default Tk - Tq (end-aligned). A function as trend
+            needs 0.
+        segment_ids: integers [B or 1, T] of packed sequences, T = Tq = Tk, as in `regard.linear_attention`.
         scale, params, enable_gqa: as in `regard.attention`.
 
     Returns:
@@ -82,6 +71,7 @@ def interpolated_attention(
     require_averages(weights)
     causal = order(CALL, is_causal, exclude_self)
     optional_whole(CALL, "query_offset", query_offset)
+    flags(CALL, enable_gqa=enable_gqa)
     within(CALL, None, _check_tensors, query, key, value, enable_gqa)
     mask = _key_mask(attn_mask, key)
     how: dict[str, Any] = {
@@ -95,7 +85,8 @@ def interpolated_attention(
         raise ArgumentError(f"{CALL}: a function as trend needs query_offset 0, as many queries as keys.")
     if segment_ids is not None and key.shape[2] != query.shape[2]:
         raise ArgumentError(
-            f"{CALL}: takes segments only with a query at every key: each document then has a state of its own."
+            f"{CALL}: takes segments only with a query at every key, but there are {query.shape[2]} queries and "
+            f"{key.shape[2]} keys."
         )
     q, k, v = (x.to(torch.promote_types(query.dtype, torch.float32)) for x in (query, key, value))
     both = within(CALL, None, attention, q, k, torch.cat([v, k], -1), weights, **how)
@@ -117,34 +108,24 @@ def interpolated_attention(
 
 
 def require_averages(spec: Spec) -> None:
-    """The weights of `spec` are those of a mean.
-
-    Raises:
-        ArgumentError: they are not.
-    """
+    """Raise ArgumentError unless the weights of `spec` are those of a mean."""
     if spec.degree or not spec.weighting.normalised:
         why = "has a linear model of its own" if spec.degree else "has weights that do not sum to one"
         raise ArgumentError(
-            f"{CALL}: the spec {spec} {why}, so that it has no residuals to average; use a normalised spec of "
-            f"degree 0, such as softmax or biweight."
+            f"{CALL}: the spec {spec} {why}, so there is no mean of residuals; use a normalised spec of degree 0, such "
+            f"as softmax or biweight."
         )
 
 
 def _key_mask(mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """The mask as [B, Tk].
+    """Return the mask as [B, Tk].
 
     Raises:
         ArgumentError: it differs from query to query, or does not fit.
     """
-    if mask is None:
-        return None
-    boolean_mask(CALL, "attn_mask", mask)
-    if mask.dim() not in (1, 2, 4) or (mask.dim() == 4 and mask.shape[1:3] != (1, 1)):
+    if isinstance(mask, Tensor) and (mask.dim() not in (1, 2, 4) or (mask.dim() == 4 and mask.shape[1:3] != (1, 1))):
         raise ArgumentError(
-            f"{CALL}: attn_mask must be the same for all queries and heads, for one state is made of the keys: give "
+            f"{CALL}: attn_mask must be the same for all queries and heads, since the model has one state: give "
             f"[B, Tk] or [B, 1, 1, Tk]."
         )
-    on_device(CALL, "attn_mask", mask, key.device)
-    mask = mask[:, 0, 0] if mask.dim() == 4 else mask
-    broadcastable(CALL, "attn_mask", mask, (key.shape[0], key.shape[2]))
-    return mask.expand(key.shape[0], key.shape[2])
+    return key_mask(CALL, mask, key)

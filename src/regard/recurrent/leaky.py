@@ -1,15 +1,12 @@
-"""Leaky averages: what came before, each token counting less by the same factor for every token after it,
+"""Leaky averages: sums in which a token counts less by the same factor for every later token,
 
-    h_t = sum_{i <= t} e^{-rate (n_t - n_i)} x_i = x_t + e^{-rate} h_{t-1},        n_t the real tokens up to t,
+    h_t = sum_{i <= t} e^{-rate (n_t - n_i)} x_i = x_t + e^{-rate} h_{t-1},        n_t the unmasked tokens up to t,
 
-the key features of Memory Mosaics (sparse-attention paper, equation 10, with lambda = e^{-rate}). Masked tokens are
-not there: they add nothing and nothing fades while they pass.
+the key features of Memory Mosaics (sparse-attention paper, equation 10, with lambda = e^{-rate}). Masked tokens neither
+add nor fade anything. Documents packed into one row (`segment_ids`) are independent.
 
-Documents that are packed into one row (`segment_ids`) each begin with nothing: no sum crosses an edge, and none is
-taken back.
-
-Whole sequences are cut into chunks: a triangular matrix of c x c decays inside each, the same for all of them where
-nothing is masked, and the sum so far carried from one to the next. Every exponent is -rate times a count >= 0.
+Sequences are cut into chunks: a triangular matrix of c x c decays inside each, and the last sum carried from one to the
+next. Every exponent is -rate times a count >= 0.
 
 Legend: B batch, H heads, T positions, D channels; n chunks of c positions.
 """
@@ -39,20 +36,20 @@ from ..one_node import one_node
 from ..pairwise.visibility import runs_of
 from ..precision import clean, full_precision
 from .scan import scan
-from .states import State, require_state
+from .states import State, require_state, zeros
 
 CALL = "leaky_average"
 CHUNK = 32
-"""Positions of a chunk: the products inside cost T c D, the steps between T / c."""
+"""Positions of a chunk: products inside cost T c D, with T / c steps between chunks."""
 
 
 @dataclass(frozen=True)
 class LeakyState(State):
-    """What a leaky average remembers: its last sum.
+    """The state of a leaky average: its last sum.
 
     Attributes:
         sums: h after the last token [B, H, D], float32 or float64.
-        poisoned: boolean [B, H]: a real token was not finite, so that every later row is NaN.
+        poisoned: boolean [B, H], whether a non-finite token was seen; every later row is then NaN.
         tokens: how many positions were seen, masked ones included.
     """
 
@@ -69,10 +66,8 @@ class LeakyState(State):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> LeakyState:
-        """The state before the first token."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        sums = torch.zeros(batch, heads, dim, dtype=dtype, device=device)
-        return cls(sums, torch.zeros(batch, heads, dtype=torch.bool, device=device))
+        """Return the state before the first token."""
+        return cls(**zeros(batch, heads, torch.promote_types(dtype, torch.float32), device, sums=(dim,)))
 
 
 def leaky_average(
@@ -85,29 +80,26 @@ def leaky_average(
     average: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, LeakyState]:
-    """The leaky average at every position, and the state after the last one.
+    """Return the leaky average at every position, and the state after the last one.
 
     Args:
         x: [B, H, T, D].
-        rate: >= 0, decay a token in nats: a number or a tensor [H]. 0 keeps everything.
-        mask: boolean [B, T], True where a token is real; hidden ones change nothing, NaN included.
-        segment_ids: integers [B or 1, T] of packed documents: where the id changes a document begins, which hears
-            nothing of those before it.
-        state: of the tokens before these; None for none. It belongs to the first document.
-        average: times 1 - e^-rate, which makes a constant its own average in the limit; else the plain sum of the
-            paper. Both point the same way.
-        chunk_size: positions of a chunk; changes rounding and speed alone.
+        rate: >= 0, decay per token in nats: a number or a tensor [H]. 0 is a plain sum.
+        mask: boolean [B, T], False for padding, which changes nothing, NaN included.
+        segment_ids: integers [B or 1, T] of packed documents; a new one begins where the id changes.
+        state: of earlier tokens, which belong to the first document; None for none.
+        average: multiply by 1 - e^-rate, so that the average of a constant tends to it; else the sum of the paper.
+        chunk_size: positions of a chunk; changes only rounding and speed.
 
     Returns:
-        (h [B, H, T, D] in the dtype of x, `LeakyState` of the last document). At a hidden position h is that of the
-        real token before. A real token that is not finite makes its row and all later ones of its document NaN, and
-        passes no gradient on.
+        (h [B, H, T, D] in the dtype of x, `LeakyState` of the last document). At a masked position h is that of the
+        token before. A non-finite token makes its row and all later ones of its document NaN, without gradient.
 
     Raises:
         ArgumentError: shapes or dtypes that do not fit; a negative rate (tensors only under `regard.checks.debug`).
 
-    Parallel, chunks and single steps are one function's views. In float32 at least; differentiable to any order in x,
-    rate and state. Cost: O(T c D) time and O(T D) memory a head, with a mask or documents O(T c) besides.
+    Prefill, chunks and single steps agree. In float32 at least; differentiable to any order in x, rate and state.
+    Cost: O(T c D) time and O(T D) memory a head, with a mask or documents O(T c) more.
     """
     flag(CALL, "average", average)
     _check(x, rate, mask, chunk_size)
@@ -145,7 +137,7 @@ def leaky_average(
 
 
 def _step(x: Tensor, rates: Tensor, mask: Tensor | None, start: Tensor) -> Tensor:
-    """One token, or none."""
+    """Return h of one token, or of none."""
     if x.shape[2] == 0:
         return x
     fade = (-rates).exp()[:, None]
@@ -154,11 +146,11 @@ def _step(x: Tensor, rates: Tensor, mask: Tensor | None, start: Tensor) -> Tenso
 
 
 def _spoilt(bad: Tensor | None, poisoned: Tensor, begins: Tensor | None) -> Tensor:
-    """Which rows [B, H, T or 1] come after a token of their document that is not finite.
+    """Return the rows [B, H, T or 1] at or after a non-finite token of their document.
 
     Args:
-        bad: those tokens [B, H, T].
-        poisoned: whether there was one before these tokens [B, H].
+        bad: the non-finite tokens [B, H, T].
+        poisoned: whether there was one in an earlier call [B, H].
         begins: the first position of every token's document [B or 1, T]; None for one document.
     """
     earlier = poisoned[..., None]
@@ -173,13 +165,13 @@ def _spoilt(bad: Tensor | None, poisoned: Tensor, begins: Tensor | None) -> Tens
 
 @one_node("leaky_chunks", lambda x, *_: x.new_empty(x.shape))
 def _chunks(x: Tensor, rates: Tensor, mask: Tensor | None, begins: Tensor | None, start: Tensor, chunk: int) -> Tensor:
-    """h [B, H, T, D] of x [B, H, T, D], after `start` [B, H, D]; `begins` as in `_spoilt`."""
+    """Return h of x [B, H, T, D] after `start` [B, H, D]; `begins` as in `_spoilt`."""
     tokens = x.shape[2]
     size = min(chunk, tokens)
     count = -(-tokens // size)
     spare = count * size - tokens
     x = pad(x, (0, 0, 0, spare)).unflatten(2, (count, size))
-    if mask is None and begins is None:  # one matrix a head serves every chunk
+    if mask is None and begins is None:  # one matrix per head serves every chunk
         real = torch.arange(1, size + 1, device=x.device, dtype=x.dtype)[None]
         decays = _decays(rates[:, None, None], real)
         inside = torch.einsum("hij,bhnjd->bhnid", decays, x)
@@ -190,7 +182,7 @@ def _chunks(x: Tensor, rates: Tensor, mask: Tensor | None, begins: Tensor | None
         real = real.unflatten(1, (count, size)).cumsum(-1)[:, None].to(x.dtype)
         decays = _decays(rates[:, None, None, None], real)
         upto = torch.exp(-rates[:, None, None] * real)[..., None]  # [B or 1, H, n, c, 1]
-        if begins is not None:  # zeros in the products, so that nothing has to be taken back
+        if begins is not None:  # other documents are multiplied by zero
             begins = pad(begins, (0, spare)).unflatten(1, (count, size))[:, None, ..., None]
             decays = decays * (place[:, None] >= begins)
             upto = upto * (begins < place[:, :1, None].clamp(min=1))
@@ -201,8 +193,7 @@ def _chunks(x: Tensor, rates: Tensor, mask: Tensor | None, begins: Tensor | None
 
 
 def _decays(rates: Tensor, real: Tensor) -> Tensor:
-    """e^{-rate (n_i - n_j)} for j <= i, else 0: counts [..., c] to [..., c, c]; one axis of 1 is dropped where counts
-    are the same for all chunks."""
+    """Return e^{-rate (n_i - n_j)} for j <= i, else 0, of counts [..., c]: [..., c, c]."""
     apart = (real[..., :, None] - real[..., None, :]).clamp(min=0)
     return torch.exp(-rates * apart).tril()
 

@@ -1,15 +1,15 @@
-"""Linear attention: sentences whose weights are dot products of finite features, with a state of fixed size.
+"""Linear attention: specs whose weights are dot products of finite features, with a state of fixed size.
 
-Every sentence with the linear kernel weighs a key by w_ij = q_i . k_j + bias = phi_i . psi_j, so that what the keys and
-values leave behind are sums (kernel-selection paper, equations 13-16), and a query reads them (17-22):
+A spec with the linear kernel weighs key j by w_ij = q_i . k_j + bias = phi_i . psi_j. The state holds sums over keys
+and values (kernel-selection paper, equations 13-16), and a query reads them (17-22):
 
     o_i = u_i                    unnormalised (22)
     o_i = u_i / Z_i              normalised (20, 21)
 
-A signed Z_i near zero is held at GUARD sqrt(n_i Q_i), n_i the keys that query i sees, as in `regard.attention`. With
-`log_decay` the sums fade (`decay`).
+A signed Z_i near zero is kept at least GUARD sqrt(n_i Q_i) away from it, n_i the keys that query i sees, as in
+`regard.attention`. With `log_decay` the sums fade (`decay`).
 
-Legend: as in `sums`. F counts the features of the similarity and one for the bias.
+Legend: as in `feature_sums`. F counts the features of the similarity and one for the bias.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from .chunks import CHUNK, chunked
 from .decay import decayed
 from .feature_sums import Sums
 from .packing import by_document, documents
-from .states import State, require_state
+from .states import State, require_state, zeros
 
 CALL = "linear_attention"
 
 
 def finite_features(spec: Spec) -> bool:
-    """Whether the weights of the sentence are dot products of finite features."""
+    """Return whether the weights of the spec are dot products of finite features."""
     plain = spec.degree == 0 and isinstance(spec.weighting, Plain)
     return plain and getattr(spec.kernel, "affine", False)
 
 
 @dataclass(frozen=True)
 class LinearState(State):
-    """What linear attention remembers of all pairs so far: sums, whose size does not grow.
+    """The state of linear attention, of fixed size.
 
     Attributes:
         values: sum psi v^T [B, Hkv, F, Dv], float32 or float64 (equation 13).
-        keys: sum psi [B, Hkv, F] (equation 14); its last entry counts the pairs (with a decay of heads or
-            tokens, each as faded as its key).
+        keys: sum psi [B, Hkv, F] (equation 14); its last entry counts the keys, with a decay per head or token as
+            they have faded.
         squares: sum psi psi^T [B, Hkv, F, F], for normalised signed weights; None elsewhere.
-        poisoned: boolean [B, Hkv]: a pair that was not finite was seen, so that every later row is NaN.
+        poisoned: boolean [B, Hkv], whether a non-finite token was seen; every later row is then NaN.
         tokens: how many positions were seen, masked ones included.
     """
 
@@ -77,7 +77,7 @@ class LinearState(State):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> LinearState:
-        """The state before the first pair, for keys of `dim` and values of `value_dim` (`dim` where None).
+        """Return the state before the first token, for keys of `dim` and values of `value_dim` (default `dim`).
 
         Raises:
             ArgumentError: a spec without finite features.
@@ -86,30 +86,23 @@ class LinearState(State):
         dtype = torch.promote_types(dtype, torch.float32)
         none = torch.zeros(batch, kv_heads, 0, dim, dtype=dtype, device=device)
         width = spec.similarity.features(none, none)[1].shape[-1] + 1
-        return cls.zeros(
-            spec, batch, kv_heads, width, dim if value_dim is None else value_dim, dtype=dtype, device=device
-        )
+        return cls.sized(spec, batch, kv_heads, width, dim if value_dim is None else value_dim, dtype, device)
 
     @classmethod
-    def zeros(
+    def sized(
         cls,
         spec: Spec,
         batch: int,
         kv_heads: int,
         width: int,
         value_dim: int,
-        *,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> LinearState:
-        """Return `empty` for F = `width`, in this very dtype."""
-        zeros = lambda *sizes: torch.zeros(batch, kv_heads, *sizes, dtype=dtype, device=device)  # noqa: E731
-        return cls(
-            values=zeros(width, value_dim),
-            keys=zeros(width),
-            squares=zeros(width, width) if signed(spec) else None,
-            poisoned=torch.zeros(batch, kv_heads, dtype=torch.bool, device=device),
-        )
+        """Return the empty state for F = `width`, in this dtype."""
+        squares = (width, width) if signed(spec) else None
+        sizes = {"values": (width, value_dim), "keys": (width,), "squares": squares}
+        return cls(**zeros(batch, kv_heads, dtype, device, **sizes))
 
     def read(
         self,
@@ -119,11 +112,11 @@ class LinearState(State):
         scale: float | Tensor | None = None,
         params: Mapping[str, float | Tensor] | None = None,
     ) -> Tensor:
-        """What the state gives for other queries [B, H, Tq, D] after all pairs, [B, H, Tq, Dv] in the queries' dtype.
+        """Return the output [B, H, Tq, Dv] of queries [B, H, Tq, D], in their dtype.
 
         Args:
-            spec: the sentence that wrote the state.
-            scale, params: as in `linear_attention`, whose errors it raises.
+            spec: the spec that wrote the state.
+            scale, params: as in `linear_attention`.
         """
         nothing = no_pairs(CALL, query, self.keys.shape[1], self.values.shape[3])
         how: dict[str, Any] = {"form": "parallel", "is_causal": False, "scale": scale, "params": params}
@@ -131,12 +124,12 @@ class LinearState(State):
 
 
 def bias_of(spec: Spec, numbers: Mapping[str, float | Tensor]) -> float | Tensor:
-    """The bias of the call, or that of the sentence."""
+    """Return the bias of the call, or that of the spec."""
     return numbers.get("bias", spec.weighting.bias)  # type: ignore[attr-defined]
 
 
 def signed(spec: Spec) -> bool:
-    """Whether the weights are divided by a sum that may vanish, so that the guard and its squares are needed."""
+    """Return whether the weights are divided by a sum that may vanish, which needs the guard and its squares."""
     return bool(spec.weighting.normalised and not spec.weighting.nonnegative)
 
 
@@ -157,48 +150,47 @@ def linear_attention(
     scale: float | Tensor | None = None,
     params: Mapping[str, float | Tensor] | None = None,
 ) -> tuple[Tensor, LinearState]:
-    """Attention by sums over keys, in time linear in the length, with a state to go on from.
+    """Compute attention by sums over keys, in time linear in the length.
 
-    Prefill, chunks and single steps agree: each call takes the state of the one before. Nothing is mutated.
+    Prefill, chunks and single steps agree: each call takes the state that the one before returned.
 
     Args:
         query: [B, H, Tq, D].
-        key: [B, Hkv, Tk, D]; Hkv = H or a divisor of H.
+        key: [B, Hkv, Tk, D]; H is a multiple of Hkv.
         value: [B, Hkv, Tk, Dv].
-        spec: a sentence with the linear kernel, or its text: linear, cosine, shift-cosine, relu, relu2, elu, ...
-        log_decay: g <= 0, by which what is remembered fades: the weight of the pair (i, j) is multiplied, inside the
-            dot product of the features, by exp(sum of g over j < l <= i). Per key head [Hkv] (RetNet) or one number,
-            per token [B, Hkv, Tk] (Mamba-2), per feature [B, Hkv, Tk, F] (GLA); -inf forgets everything. Masked
-            positions do not fade anything. Not for signed weights that are normalised, nor per feature with a bias.
-        state: what earlier calls left; None at the beginning.
+        spec: a spec with the linear kernel, or its text: linear, cosine, shift-cosine, relu, relu2, elu, ...
+        log_decay: g <= 0; the weight of the pair (i, j) is multiplied, inside the dot product of the features, by
+            exp(sum of g over j < l <= i). A number, per key head [Hkv] (RetNet), per token [B, Hkv, Tk] (Mamba-2) or
+            per feature [B, Hkv, Tk, F] (GLA); -inf clears the state. Not for signed weights that are normalised, and
+            per feature not with a bias.
+        state: the state of earlier calls; None at the beginning.
         form: "chunked" (all pairs inside chunks, sums between them), "parallel" (all pairs; kernel-selection paper,
-            equations 17-20) or "recurrent" (one pair at a time; equations 15, 16, 21, 22).
-        chunk_size: positions of a chunk; `chunks.CHUNK` where None.
-        attn_mask: boolean over the keys of this call, [B, Tk] or [B, 1, 1, Tk]; True where a key may be attended.
+            equations 17-20) or "recurrent" (one key at a time; equations 15, 16, 21, 22).
+        chunk_size: positions of a chunk; default `chunks.CHUNK`.
+        attn_mask: boolean over the keys, [B, Tk] or [B, 1, 1, Tk], False for padding, which changes nothing.
         is_causal: query i sees the state and the keys j <= i; Tq must equal Tk. Otherwise every query sees the
             state and all keys.
-        exclude_self: j < i; implies `is_causal`. Query i reads what the pairs before it left, not yet faded by g_i.
-        segment_ids: integers [B or 1, T] of packed sequences, T = Tq = Tk: a document begins wherever the id changes,
-            so that an id that comes back begins another one. Every document is computed as if it were alone, and the
-            states that come in and go out hold one entry a document on the batch axis, ordered row by row (their
-            `tokens` is that of the longest document). Padding with an id of its own counts as a document.
+        exclude_self: j < i; implies `is_causal`. Query i reads the state before key i and before its decay g_i.
+        segment_ids: integers [B or 1, T] of packed sequences, T = Tq = Tk. A new document begins wherever the id
+            changes, and each is computed as if it were alone. Incoming and returned states hold one entry per document
+            on the batch axis, ordered row by row (`tokens` is that of the longest). Padding with an id of its own
+            counts as a document.
         scale, params: as in `regard.attention`.
 
     Returns:
-        (output [B, H, Tq, Dv] in the dtype of `query`, the state after all pairs). Rows without a visible key are
-        0; rows that see what is not finite are NaN, as in `regard.attention`, here or in any later call.
+        (output [B, H, Tq, Dv] in the dtype of `query`, the state after all keys). Rows without a visible key are 0;
+        rows that see a non-finite number are NaN, also in later calls.
 
     Raises:
         ArgumentError: shapes or dtypes that do not fit, a spec without finite features, or a decay that it cannot have.
 
-    Precision: float32 (float64 for float64 inputs) for features, products and sums. Derivatives: "chunked" once,
-    backward (under forward mode and torch.func transforms it is "parallel"); "parallel" and "recurrent" to any order,
-    and with log_decay all of them.
+    Precision: float32 (float64 for float64 inputs) for features, products and sums. Derivatives: "chunked" once, in
+    reverse mode (under forward mode and torch.func transforms it runs as "parallel"); the other forms, and all with
+    log_decay, to any order.
     Cost: O(T F Dv) time; "chunked" adds O(T chunk_size) pairs and O(T) memory, forward and backward; "parallel" O(T^2)
-    both; the state O(F Dv) a head, with squares O(F^2) more.
-    With segment_ids, documents of similar lengths are computed as one batch: fewer than T / 3 positions are added, and
-    there are O(log T) batches, one after the other (`packing`). The ids are read on the host, so that a GPU is waited
-    for, and torch.compile leaves packed calls out of its graphs.
+    both; the state is O(F Dv) a head, with squares O(F^2) more. With segment_ids, documents of similar lengths share a
+    padded batch: at most T / 3 positions more, in O(log T) batches one after the other. The ids are read on the host,
+    which synchronises a GPU, and torch.compile leaves packed calls out of its graphs.
     """
     spec = _require_features(as_spec(spec, CALL))
     causal = order(CALL, is_causal, exclude_self)
@@ -224,7 +216,7 @@ def linear_attention(
 
 
 class _Inputs(NamedTuple):
-    """Features, values and numbers of one call, and what was not finite [B, H, Tq], [B, Hkv, Tk]."""
+    """Features, values and numbers of one call, and which were not finite [B, H, Tq], [B, Hkv, Tk]."""
 
     q: Tensor
     k: Tensor
@@ -246,11 +238,11 @@ def _read(
     form: str,
     chunk_size: int | None,
 ) -> tuple[Tensor, LinearState]:
-    """(output in the computing dtype, the state after all pairs); mask [B, 1, Tk]."""
+    """Return (output in the computing dtype, the state after all keys); mask [B, 1, Tk]."""
     q, k, v, bias, fade, query_bad, pair_bad = inputs
     if state is None:
         sizes = (k.shape[0], k.shape[1], k.shape[3] + 1, v.shape[3])
-        state = LinearState.zeros(spec, *sizes, dtype=k.dtype, device=k.device)
+        state = LinearState.sized(spec, *sizes, k.dtype, k.device)
     visible = Visibility(q.shape[2], k.shape[2], causal, strict, mask=None if mask is None else mask[:, :, None])
     counts = visible.counts(q.device) + repeat_heads(state.keys[..., -1:].detach(), q.shape[1])
     poisoned = repeat_heads(visible.any_seen(pair_bad) | state.poisoned[..., None], q.shape[1]) | (
@@ -259,9 +251,7 @@ def _read(
     g = None if fade is None else fade.kept(mask).value
 
     def sum_keys(q: Tensor, bias: float | Tensor) -> Sums:
-        if g is not None:
-            return _fading(q, k, v, bias, g, mask, visible, state, form, chunk_size)
-        return _sum_keys(q, k, v, bias, mask, visible, state, form, chunk_size)
+        return _sum_keys(q, k, v, bias, g, mask, visible, state, form, chunk_size)
 
     out, found = estimate(q, bias, counts, spec, sum_keys)
     seen_bad = pair_bad if mask is None else pair_bad & mask
@@ -279,7 +269,7 @@ def _read(
 def estimate(
     q: Tensor, bias: float | Tensor, counts: Tensor, spec: Spec, sum_keys: Callable[..., Sums]
 ) -> tuple[Tensor, Sums]:
-    """(output [B, H, Tq, Dv], the sums it came from).
+    """Return (output [B, H, Tq, Dv], the sums that it was made of).
 
     Args:
         q: features [B, H, Tq, F - 1], scale included; bias a number or [B, H, Tq].
@@ -291,7 +281,7 @@ def estimate(
         if not spec.weighting.normalised:
             return found.values, found
         return found.values / torch.where(found.mass == 0, 1, found.mass)[..., None], found
-    # Squares of the scores of rows of size one are in range, and a row's size is in no quotient.
+    # Rows are scaled to size one, so that the squares of their scores stay in range; the quotient does not change.
     bias = bias if isinstance(bias, Tensor) else q.new_full(q.shape[:3], bias)
     unit = torch.maximum(q.detach().abs().amax(-1), bias.detach().abs())
     unit = torch.where(unit > 0, unit, 1)
@@ -311,68 +301,51 @@ def _sum_keys(
     k: Tensor,
     v: Tensor,
     bias: float | Tensor,
+    g: Tensor | None,
     mask: Tensor | None,
     visible: Visibility,
     state: LinearState,
     form: str,
     chunk_size: int | None,
 ) -> Sums:
-    """The sums of this call's keys on top of the state, in the form that was asked for."""
+    """Return the sums of this call's keys and the state; with a decay g [B, Hkv, Tk, 1 or F - 1] the faded ones."""
     start = torch.cat([state.values, state.keys[..., None]], -1)
+    if g is not None:
+        if g.shape[-1] > 1:  # the bias is zero; its feature counts the keys and does not fade
+            g = torch.nn.functional.pad(g, (0, 1))
+        how: dict[str, Any] = {"causal": visible.causal, "strict": visible.strict, "form": form, "chunk": chunk_size}
+        rows, after = decayed(*forms.augment(q, k, v, bias, mask), g, start, **how)
+        return Sums(rows[..., :-1], rows[..., -1], None, after, None)
     order = (visible.causal, -int(visible.strict))
     if form == "chunked" and q.shape[2] == k.shape[2] == 1:
         form = "recurrent"
-    elif form == "chunked" and transformed():  # which would not see the derivative that `chunked` brings along
+    elif form == "chunked" and transformed():  # `chunked` has no forward derivative
         form = "parallel"
     if form == "chunked":
         return chunked(q, k, v, bias, mask, start, state.squares, *order, min(chunk_size or CHUNK, FAR))
-    augmented = forms.augment(q, k, v, bias, mask)
     make = forms.parallel if form == "parallel" else forms.recurrent
-    return make(*augmented, start, state.squares, *order)
-
-
-def _fading(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: float | Tensor,
-    g: Tensor,
-    mask: Tensor | None,
-    visible: Visibility,
-    state: LinearState,
-    form: str,
-    chunk_size: int | None,
-) -> Sums:
-    """`_sum_keys` with a decay g [B, Hkv, Tk, 1 or F - 1]."""
-    start = torch.cat([state.values, state.keys[..., None]], -1)
-    if g.shape[-1] > 1:  # the bias is zero, and its key goes on counting the pairs
-        g = torch.nn.functional.pad(g, (0, 1))
-    rows, after = decayed(
-        *forms.augment(q, k, v, bias, mask), g, start,
-        causal=visible.causal, strict=visible.strict, form=form, chunk=chunk_size,
-    )  # fmt: skip
-    return Sums(rows[..., :-1], rows[..., -1], None, after, None)
+    return make(*forms.augment(q, k, v, bias, mask), start, state.squares, *order)
 
 
 def _require_fading(spec: Spec, g: Tensor, bias: float | Tensor) -> None:
-    """Raises where a decay g [B, Hkv, T, 1 or F] has no meaning."""
+    """Raise ArgumentError if the spec cannot have a decay g [B, Hkv, T, 1 or F]."""
     if signed(spec):
         raise ArgumentError(
-            f"{CALL}: log_decay: {spec} divides signed weights by their sum, which is held off zero by a count of keys "
-            f"and a sum of squares; neither fades. Use log_decay with unnormalised weights (linear, cosine) or "
-            f"features that are not negative (elu, relu)."
+            f"{CALL}: log_decay: {spec} divides signed weights by their sum, and the guard against sums near zero does "
+            f"not fade. Use log_decay with unnormalised weights (linear, cosine) or nonnegative features (elu, relu)."
         )
     if g.shape[-1] > 1 and (isinstance(bias, Tensor) or bias != 0):
         raise ArgumentError(
-            f"{CALL}: log_decay: {spec} has a bias, which belongs to no feature that could fade; give a log_decay per "
-            f"token [B, Hkv, T], or a sentence without bias such as linear, cosine or elu."
+            f"{CALL}: log_decay: {spec} has a bias, which belongs to no feature; give a log_decay per token "
+            f"[B, Hkv, T], or a spec without bias such as linear, cosine or elu."
         )
 
 
 def _features(
     query: Tensor, key: Tensor, value: Tensor, spec: Spec, scale: float | Tensor, dtype: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-    """Features and values in the computing dtype; which queries [B, H, Tq] and pairs [B, Hkv, Tk] are not finite."""
+    """Return features and values in the computing dtype, and which queries [B, H, Tq] and keys [B, Hkv, Tk] are not
+    finite."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         finite(CALL, name, tensor)
     query, query_bad = clean(query.to(dtype))
@@ -390,7 +363,7 @@ def _features(
 def _numbers(
     query: Tensor, spec: Spec, scale: float | Tensor | None, params: Mapping[str, float | Tensor], dtype: torch.dtype
 ) -> tuple[float | Tensor, float | Tensor]:
-    """Scale and bias, as numbers or [B, H, Tq]."""
+    """Return scale and bias, as numbers or [B, H, Tq]."""
     rows = (query.shape[0], query.shape[1], query.shape[2])
     to_rows = lambda name, x: row_number(CALL, name, x, rows, dtype, query.device)  # noqa: E731
     given = {name: to_rows(f"params[{name!r}]", x) for name, x in params.items()}
@@ -405,7 +378,7 @@ def _require_features(spec: Spec) -> Spec:
     if not finite_features(spec):
         able = ", ".join(name for name, preset in presets().items() if finite_features(preset))
         raise ArgumentError(
-            f"{CALL}: the spec {spec} has no finite features, so that no state of fixed size holds what it needs; "
-            f"those that have: {able}, and any linear*fixed sentence. Use regard.attention for {spec}."
+            f"{CALL}: the spec {spec} has no finite features, which a state of fixed size needs; those that have: "
+            f"{able}, and every linear*fixed spec. Use regard.attention for {spec}."
         )
     return spec

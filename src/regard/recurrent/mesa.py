@@ -1,11 +1,11 @@
-"""Mesa attention: the best linear model of all pairs so far, read at the query (local-linear-attention paper,
-equation 2; MesaNet with decay and input gate):
+"""Mesa attention: the ridge regression of all values so far on their keys, read at the query (local-linear-attention
+paper, equation 2; MesaNet with decay and input gate):
 
     o_i = S_i (H_i + Diag(ridge))^-1 q_i
     S_i = sum_j gamma_ij beta_j v_j k_j^T,    H_i = sum_j gamma_ij beta_j k_j k_j^T
 
-with gamma_ij = exp(sum of log_decay over j < l <= i). It is what linear attention would be, had it not taken H_i for
-the identity. The systems are solved in `mesa_solve`.
+with gamma_ij = exp(sum of log_decay over j < l <= i). Linear attention is the case in which the inverse is left out.
+The systems are solved in `mesa_solve`.
 
 Legend: B batch, H query heads, Hkv key heads, T positions, D channels of a key, Dv of a value.
 """
@@ -41,7 +41,7 @@ from .arguments import FAR, Form, PerKey, check, cleaned, log_decays, no_pairs, 
 from .decay import CHUNK, decayed, final, read, shifted
 from .mesa_solve import How, Systems, every_gram, method, solved
 from .packing import by_document, documents
-from .states import State, require_state
+from .states import State, require_state, zeros
 
 CALL = "mesa_attention"
 Solver = Literal["auto", "cholesky", "cg"]
@@ -49,12 +49,12 @@ Solver = Literal["auto", "cholesky", "cg"]
 
 @dataclass(frozen=True)
 class MesaState(State):
-    """What Mesa attention remembers of all pairs so far; its size does not grow.
+    """The state of Mesa attention, of fixed size.
 
     Attributes:
         values: sum gamma beta k v^T [B, Hkv, D, Dv], float32 or float64.
         gram: sum gamma beta k k^T [B, Hkv, D, D].
-        poisoned: boolean [B, Hkv]: a pair that was not finite was seen, so that every later row is NaN.
+        poisoned: boolean [B, Hkv], whether a non-finite token was seen; every later row is then NaN.
         tokens: how many positions were seen, masked ones included.
     """
 
@@ -73,18 +73,13 @@ class MesaState(State):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> MesaState:
-        """The state before the first pair, for keys of `dim` and values of `value_dim` (`dim` where None)."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        zeros = lambda *sizes: torch.zeros(batch, kv_heads, *sizes, dtype=dtype, device=device)  # noqa: E731
-        poisoned = torch.zeros(batch, kv_heads, dtype=torch.bool, device=device)
-        return cls(zeros(dim, dim if value_dim is None else value_dim), zeros(dim, dim), poisoned)
+        """Return the state before the first token, for keys of `dim` and values of `value_dim` (default `dim`)."""
+        wide = torch.promote_types(dtype, torch.float32)
+        sizes = {"values": (dim, dim if value_dim is None else value_dim), "gram": (dim, dim)}
+        return cls(**zeros(batch, kv_heads, wide, device, **sizes))
 
     def read(self, query: Tensor, *, ridge: float | Tensor, scale: float | Tensor | None = None) -> Tensor:
-        """What the state predicts for other queries [B, H, Tq, D] after all pairs, [B, H, Tq, Dv].
-
-        Args:
-            ridge, scale: as in `mesa_attention`, whose errors it raises.
-        """
+        """Return the output [B, H, Tq, Dv] of queries [B, H, Tq, D]; `ridge` and `scale` as in `mesa_attention`."""
         nothing = no_pairs(CALL, query, *self.values.shape[1::2])
         how: dict[str, Any] = {"ridge": ridge, "scale": scale, "is_causal": False}
         return mesa_attention(query, *nothing, state=self, **how)[0]
@@ -111,62 +106,54 @@ def mesa_attention(
     scale: float | Tensor | None = None,
     return_diagnostics: bool = False,
 ) -> Any:
-    """The ridge regression of all values so far on their keys, read at the query, with a state to go on from.
+    """Fit a ridge regression of all values so far on their keys, and read it at the queries.
 
-    Prefill, chunks and single steps agree: each call takes the state of the one before. Nothing is mutated.
+    Prefill, chunks and single steps agree: each call takes the state that the one before returned.
 
     Args:
-        query: [B, H, Tq, D]. Nothing is divided by sqrt(D): the model is W q with W fitted to the keys as they are.
-        key: [B, Hkv, Tk, D]; Hkv = H or a divisor of H.
+        query: [B, H, Tq, D], not divided by sqrt(D).
+        key: [B, Hkv, Tk, D]; H is a multiple of Hkv.
         value: [B, Hkv, Tk, Dv].
-        ridge: > 0 (of a tensor, checked under `regard.checks.debug` alone): a number, per head [H], per head and
-            dimension [H, D], per token [B, H, Tq], or broadcastable to [B, H, Tq, D]. It is absolute, in units of a
-            squared key, and does not fade. Gradients flow.
-        log_decay: g <= 0: per key head [Hkv] or one number, or per token [B, Hkv, Tk]; -inf forgets everything.
-        beta: how much each pair counts, >= 0: a number or broadcastable to [B, Hkv, Tk]; 1 where None.
-        state: what earlier calls left; None at the beginning.
-        form: "chunked", "parallel" (a matrix for every query, all at once) or "recurrent" (one after the other).
-        chunk_size: positions of a chunk; `decay.CHUNK` where None.
-        solver: of the chunked form. "cholesky" (which "auto" takes): directly; where nothing fades and the ridge is
-            the same for all tokens by two factors a chunk, else by a matrix for every query. "cg": by conjugate
-            gradients, which need many well-conditioned systems to be the faster. The other forms solve directly.
-        tol: |b - A t| / |b| at which conjugate gradients stop; None for 1e-6 in float32 and 1e-13 in float64.
-        max_iter: their most steps; 2 D + 16 where None.
-        attn_mask: boolean over the keys of this call, [B, Tk] or [B, 1, 1, Tk]; True where a key may be attended.
-            Masked positions neither write nor fade.
-        is_causal: query i sees the state and the keys j <= i; Tq must equal Tk. Otherwise every query reads the
-            state after all pairs.
-        exclude_self: query i reads the state before pair i; implies `is_causal`.
-        segment_ids: integers [B or 1, T] of packed sequences, T = Tq = Tk: a document begins wherever the id changes,
-            so that an id that comes back begins another one. Every document is computed as if it were alone, and the
-            states that come in and go out hold one entry a document on the batch axis, ordered row by row (their
-            `tokens` is that of the longest document). Padding with an id of its own counts as a document.
-        scale: factor of the query, a number or broadcastable to [B, H, Tq]; 1 where None.
-        return_diagnostics: also return a dict of [B, H, Tq]: "status" (`regard.grammar.SolveStatus`),
-            "residual" (|b - A t| / |b|, the true one) and "iterations" (of conjugate gradients).
+        ridge: > 0 (tensors are checked only under `regard.checks.debug`): a number, per head [H], per head and
+            dimension [H, D], per token [B, H, Tq], or broadcastable to [B, H, Tq, D]. It is in units of a squared key
+            and does not fade. Gradients flow.
+        log_decay: g <= 0: a number, per key head [Hkv] or per token [B, Hkv, Tk]; -inf clears the state.
+        beta: weight of each key >= 0: a number or broadcastable to [B, Hkv, Tk]; default 1.
+        state: the state of earlier calls; None at the beginning.
+        form: "chunked", "parallel" (the matrices of all queries at once) or "recurrent" (one after the other).
+        chunk_size: positions of a chunk; default `decay.CHUNK`.
+        solver: of the chunked form. "cholesky" (also "auto") solves directly: by two factors a chunk if nothing fades
+            and the ridge is the same for all tokens, else by one matrix per query. "cg" is conjugate gradients, which
+            are faster for many well-conditioned systems. The other forms solve directly.
+        tol: |b - A t| / |b| at which conjugate gradients stop; default 1e-6 in float32 and 1e-13 in float64.
+        max_iter: their largest number of steps; default 2 D + 16.
+        attn_mask: boolean over the keys, [B, Tk] or [B, 1, 1, Tk], False for padding, which changes nothing.
+        is_causal: query i sees the state and the keys j <= i; Tq must equal Tk. Otherwise every query reads the last
+            state.
+        exclude_self: query i reads the state before key i; implies `is_causal`.
+        segment_ids: integers [B or 1, T] of packed sequences, as in `regard.linear_attention`.
+        scale: factor of the query, a number or broadcastable to [B, H, Tq]; default 1.
+        return_diagnostics: also return a dict of [B, H, Tq]: "status" (`regard.grammar.SolveStatus`), "residual"
+            (|b - A t| / |b|, the true one) and "iterations" (of conjugate gradients).
 
     Returns:
-        (output [B, H, Tq, Dv] in the dtype of `query`, the state after all pairs[, diagnostics]). Rows without a
-        visible key are 0; rows that see what is not finite are NaN, here or in any later call.
+        (output [B, H, Tq, Dv] in the dtype of `query`, the state after all keys[, diagnostics]). Rows without a
+        visible key are 0; rows that see a non-finite number are NaN, also in later calls.
 
     Raises:
         ArgumentError: shapes or dtypes that do not fit, numbers out of range, a solver that the form does not have.
 
     Warns:
-        RuntimeWarning: a system was left unconverged (or lost its digits to a ridge that is too small): its residual
-            exceeds `tol`, or where that is None the root of the precision (3e-4 in float32). Looked at where the
-            numbers are at hand (CPU, not compiled).
+        RuntimeWarning: the residual of a system exceeds `tol`, or by default the root of the precision (3e-4 in
+            float32). Checked on the CPU, outside compiled graphs.
 
-    Precision: float32 (float64 for float64 inputs) for states and solves, whatever the inputs and autocast; a backward
-    pass keeps it outside of autocast, where torch wants it.
-    Derivatives: "chunked" once, backward, by one more solve (under forward mode and torch.func transforms it is
-    "parallel"); they are those of the solution, so that they are as good as it is. The other forms to any order.
-    Cost: a head, with chunks of c: O(T D (D + c) + (T / c) (D^3 + c^3)) by two factors a chunk, O(T D^3) by a matrix
-    for every query, O(T D (D + c)) a step of conjugate gradients; memory O(T (D + c) + D^2 T / c), with c >= D that of
-    the inputs. "parallel" and (for gradients) "recurrent" O(T D^2).
-    With segment_ids, documents of similar lengths are computed as one batch: fewer than T / 3 positions are added, and
-    there are O(log T) batches, one after the other (`packing`). The ids are read on the host, so that a GPU is waited
-    for, and torch.compile leaves packed calls out of its graphs.
+    Precision: float32 (float64 for float64 inputs) for states and solves, also under autocast; call backward outside
+    autocast, as torch advises.
+    Derivatives: "chunked" once, in reverse mode, by one more solve (under forward mode and torch.func transforms it
+    runs as "parallel"); they are as exact as the solution. The other forms to any order.
+    Cost per head with chunks of c: O(T D (D + c) + (T / c) (D^3 + c^3)) by two factors a chunk, O(T D^3) by a matrix
+    per query, O(T D (D + c)) per step of conjugate gradients; memory O(T (D + c) + D^2 T / c). "parallel" and (for
+    gradients) "recurrent" O(T D^2) memory.
     """
     causal = order(CALL, is_causal, exclude_self)
     flags(CALL, return_diagnostics=return_diagnostics)
@@ -203,7 +190,7 @@ def _fit(
     how: How,
     residuals: bool,
 ) -> tuple[tuple[Tensor, dict[str, Tensor]], MesaState]:
-    """`mesa_attention` of checked inputs: query, key, value, beta, log_decay, ridge and scale; mask [B, 1, T]."""
+    """Compute `mesa_attention` of checked inputs; mask [B, 1, T]."""
     query, key, value, weight, fade, ridge, scale = inputs
     queries, (batch, kv_heads, keys, dim) = query.shape[2], key.shape
     if state is None:
@@ -231,7 +218,7 @@ def _predict(
     how: How,
     residuals: bool,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """(output, H and S after all pairs, statistics); outputs and statistics may have a query too many."""
+    """Return (output, H and S after all keys, statistics); the last two may have a query too many."""
     queries = q.shape[2]
     if visible.causal and visible.strict:
         systems, q, v = _before(systems, q, v)
@@ -254,7 +241,7 @@ def _predict(
 
 
 def _before(systems: Systems, q: Tensor, v: Tensor) -> tuple[Systems, Tensor, Tensor]:
-    """Every query read before the pair of its position is written."""
+    """Shift the keys so that query i is read before key i."""
     q, key, v, g = shifted(q, systems.key, v, systems.g)
     beta = None if systems.beta is None else pad(systems.beta, (1, 0))
     ridge = systems.ridge if systems.ridge.shape[2] == 1 else pad(systems.ridge, (0, 0, 0, 1), value=1.0)
@@ -262,7 +249,7 @@ def _before(systems: Systems, q: Tensor, v: Tensor) -> tuple[Systems, Tensor, Te
 
 
 def _all(gram: Tensor, ridge: Tensor, q: Tensor) -> Tensor:
-    """(H + Diag(ridge_i))^-1 q_i with one H [B, Hkv, D, D] for all queries."""
+    """Return (H + Diag(ridge_i))^-1 q_i with one H [B, Hkv, D, D] for all queries."""
     whole = repeat_heads(gram, q.shape[1])
     if ridge.shape[2] == 1:
         matrix = whole + torch.diag_embed(ridge[:, :, 0])
@@ -271,7 +258,7 @@ def _all(gram: Tensor, ridge: Tensor, q: Tensor) -> Tensor:
 
 
 def _parallel(q: Tensor, v: Tensor, systems: Systems, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A matrix for every query, all at once: (t, output, H, S)."""
+    """Solve for all queries at once; return (t, output, H, S)."""
     grams = every_gram(systems.key, systems.written, systems.g, systems.gram)
     matrices = repeat_heads(grams, q.shape[1]) + torch.diag_embed(systems.ridge)
     t = torch.linalg.solve_ex(matrices, q)[0]
@@ -280,7 +267,7 @@ def _parallel(q: Tensor, v: Tensor, systems: Systems, values: Tensor) -> tuple[T
 
 
 def _recurrent(q: Tensor, v: Tensor, systems: Systems, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One pair at a time: (t, output, H, S)."""
+    """Solve for one query after the other; return (t, output, H, S)."""
     key, written, gram, ridge = systems.key, systems.written, systems.gram, systems.ridge
     solutions, rows = [q[:, :, :0]], [q.new_zeros(*q.shape[:2], 0, v.shape[3])]
     for i in range(key.shape[2]):
@@ -297,7 +284,7 @@ def _recurrent(q: Tensor, v: Tensor, systems: Systems, values: Tensor) -> tuple[
 
 
 def _statistics(left: Tensor | None, q: Tensor) -> dict[str, Tensor]:
-    """Return those of a direct solve that left b - A t [B, H, T, D]; nothing for None."""
+    """Return the statistics of a direct solve with b - A t = `left` [B, H, T, D]; none for None."""
     if left is None:
         return {}
     size = q.detach().norm(dim=-1)
@@ -306,19 +293,19 @@ def _statistics(left: Tensor | None, q: Tensor) -> dict[str, Tensor]:
 
 
 def _limit(tol: float | None, dtype: torch.dtype) -> float:
-    """The residual above which a system counts as unconverged."""
+    """Return the residual above which a system counts as unconverged."""
     return torch.finfo(dtype).eps ** 0.5 if tol is None else tol
 
 
 def _judged(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The statistics with a status."""
+    """Return the statistics with a status."""
     residual = found["residual"]
     status = torch.where(residual <= _limit(tol, dtype), int(SolveStatus.OK), int(SolveStatus.UNCONVERGED))
     return {"status": torch.where(residual.isfinite(), status, int(SolveStatus.NOT_FINITE)), **found}
 
 
 def _warn(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> None:
-    """Say that systems are unconverged, where that can be seen without waiting."""
+    """Warn of unconverged systems, if the residuals are on the CPU."""
     residual = found.get("residual", torch.empty(0))
     if torch.compiler.is_compiling() or transformed() or type(residual) is not Tensor or residual.device.type != "cpu":
         return
@@ -326,8 +313,8 @@ def _warn(found: dict[str, Tensor], tol: float | None, dtype: torch.dtype) -> No
     if bool(bad.any()):
         warnings.warn(
             f"{CALL}: {int(bad.sum())} of {bad.numel()} systems are unconverged, with residuals up to "
-            f"{float(residual.max()):.2g}; give a larger ridge or float64, and to conjugate gradients more max_iter "
-            f"(return_diagnostics=True tells which).",
+            f"{float(residual.max()):.2g}; use a larger ridge or float64, or with solver='cg' a larger max_iter "
+            f"(return_diagnostics=True shows which).",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -352,7 +339,7 @@ def _how(
 
 
 def _ridge(ridge: Any, query: Tensor, dtype: torch.dtype) -> Tensor:
-    """ridge as [B, H, 1 or Tq, D]."""
+    """Return the ridge as [B, H, 1 or Tq, D]."""
     in_range(CALL, "ridge", ridge, low=0.0, high=torch.finfo(dtype).max, strict=True)
     batch, heads, queries, dim = query.shape
     if not isinstance(ridge, Tensor):

@@ -3,14 +3,14 @@
     (H_i + Diag(lambda_i)) t_i = b_i,
     H_i = exp(g_1 + ... + g_i) H_0 + sum_{j <= i} exp(g_{j+1} + ... + g_i) beta_j k_j k_j^T
 
-* nothing fades and lambda is the same for all queries of a head: exactly, by one Cholesky factor of the matrix before a
-  chunk and one of I + K A^-1 K^T inside it. The matrix of query i adds the first i keys to A, so that its factor is
-  the leading block of that one, and no query has a factor of its own;
-* otherwise exactly, by a matrix for every query, a block of them at a time;
-* or by conjugate gradients on all queries of some chunks at once, H_i p_i being linear attention with the keys for
-  values; a query that has converged stays as it is. The residual that counts is the true one.
+* "direct", if nothing fades and lambda is the same for all queries of a head: one Cholesky factor of the matrix A
+  before a chunk and one of I + K A^-1 K^T inside it. Query i adds the first i keys to A, so its factor is the leading
+  block of the second one;
+* "dense": a matrix for every query, a block of them at a time;
+* "cg": conjugate gradients on all queries of some chunks at once, where H_i p_i is linear attention with the keys as
+  values. Converged queries no longer change. The true residual decides.
 
-All are one torch operator without a derivative; `solved` gives its result the derivative of A_i^-1 b_i.
+All are one torch operator without a derivative; `solved` adds the derivative of A_i^-1 b_i.
 
 Legend: B batch, H query heads, Hkv key heads, T positions, D channels; b and t [B, H, T, D], k [B, Hkv, T, D], beta
 [B, Hkv, T] or None, g [B, Hkv, T, 1] or None, H_0 [B, Hkv, D, D], lambda [B, H, 1 or T, D]; c positions of a chunk.
@@ -30,15 +30,15 @@ from .decay import Chunks, decayed, prefix, segments, suffix
 BLOCK = 16
 """Queries whose matrices are held at once."""
 ELEMENTS = 2**21
-"""Numbers of the states and pairs that conjugate gradients hold at once."""
+"""Elements of the states and pairs that conjugate gradients hold at once."""
 ROUNDS = 3
-"""How often conjugate gradients begin anew from the true residual."""
+"""How often conjugate gradients restart from the true residual."""
 SLACK = 20.0
-"""They do where it is as many times `tol`: less is rounding, which a new beginning would not mend."""
+"""They restart if the true residual exceeds this many times `tol`; less than that is rounding."""
 
 
 class Systems(NamedTuple):
-    """What the systems are made of; see the module."""
+    """The tensors of the systems, as in the legend."""
 
     key: Tensor
     beta: Tensor | None
@@ -47,7 +47,6 @@ class Systems(NamedTuple):
     ridge: Tensor
 
     def detach(self) -> Systems:
-        """Without derivatives."""
         return Systems(*(None if x is None else x.detach() for x in self))
 
     @property
@@ -56,13 +55,13 @@ class Systems(NamedTuple):
         return self.key if self.beta is None else self.key * self.beta[..., None]
 
     def times(self, t: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        """(A_i t_i [B, H, T, D], H after all pairs)."""
+        """Return (A_i t_i [B, H, T, D], H after all keys)."""
         product, after = decayed(t, self.key, self.written, self.g, self.gram, chunk=chunk)
         return product + self.ridge * t, after
 
 
 class How(NamedTuple):
-    """How to solve: method "direct", "dense" or "cg", positions of a chunk, and when conjugate gradients stop."""
+    """The method "direct", "dense" or "cg", positions of a chunk, and when conjugate gradients stop."""
 
     method: str
     chunk: int
@@ -71,7 +70,7 @@ class How(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """t, |b - A t| / |b|, the steps taken [B, H, T], and H after all pairs."""
+    """t, |b - A t| / |b|, the steps taken [B, H, T], and H after all keys."""
 
     value: Tensor
     residual: Tensor
@@ -80,17 +79,17 @@ class Solution(NamedTuple):
 
 
 def method(solver: str, systems: Systems) -> str:
-    """The method that "cholesky" or "cg" means for these systems."""
+    """Return the method of a solver for these systems."""
     if solver == "cg":
         return "cg"
     return "direct" if systems.g is None and systems.ridge.shape[2] == 1 else "dense"
 
 
 def solved(b: Tensor, systems: Systems, how: How) -> Solution:
-    """A_i^-1 b_i, differentiable once, backward, by one more solve: with u = A^-1 dt, db = u and dA = -u t^T."""
+    """Return A_i^-1 b_i, differentiable once by one more solve: with u = A^-1 dt, db = u and dA = -u t^T."""
     value, iterations = _solve(b.detach(), *systems.detach(), *how)
     product, gram = systems.times(value, how.chunk)
-    left = b - product  # nearly zero, with the derivative of b - A t at constant t
+    left = b - product  # nearly zero; its derivative is that of b - A t at constant t
     size = b.detach().norm(dim=-1)
     residual = left.detach().norm(dim=-1) / torch.where(size > 0, size, 1)
     return Solution(_attach(left, value, *systems.detach(), *how), residual, iterations, gram)
@@ -109,7 +108,7 @@ def _solve(
     tol: float,
     max_iter: int,
 ) -> tuple[Tensor, Tensor]:
-    """(t, the steps of conjugate gradients [B, H, T], else 0)."""
+    """Return (t, the steps of conjugate gradients [B, H, T], else 0)."""
     systems = Systems(key, beta, g, gram, ridge.expand(*b.shape[:2], -1, -1))
     iterations = b.new_zeros(b.shape[:3], dtype=torch.int32)
     with torch.no_grad():
@@ -139,7 +138,7 @@ def _attach(
     tol: float,
     max_iter: int,
 ) -> Tensor:
-    """`value`, with the derivative of value + A^-1 left."""
+    """Return `value` with the derivative of value + A^-1 left."""
     return value.clone()
 
 
@@ -168,11 +167,11 @@ _attach.register_autograd(_differentiate, setup_context=_save)
 _solve.register_autograd(_refuse)
 
 
-# Exactly, where nothing fades --------------------------------------------------------------------------------
+# Direct ------------------------------------------------------------------------------------------------------
 
 
 def _direct(b: Tensor, systems: Systems, chunk: int) -> Tensor:
-    """Woodbury's identity with nested factors; memory Theta(T D + c D + D^2) a head."""
+    """Solve by Woodbury's identity with nested factors; memory Theta(T D + c D + D^2) a head."""
     key = systems.key if systems.beta is None else systems.key * systems.beta.sqrt()[..., None]
     gram, heads = systems.gram, b.shape[1]
     ridge = systems.ridge[:, :, 0]
@@ -185,14 +184,14 @@ def _direct(b: Tensor, systems: Systems, chunk: int) -> Tensor:
 
 
 def _inside(b: Tensor, k: Tensor, gram: Tensor, ridge: Tensor) -> Tensor:
-    """One chunk: b and k [B, H, c, D], gram [B, H, D, D] before it, ridge [B, H, D]."""
+    """Solve one chunk: b and k [B, H, c, D], gram [B, H, D, D] before it, ridge [B, H, D]."""
     size = k.shape[2]
     whole = gram + torch.diag_embed(ridge)
     factor = _cholesky(whole)
     from_keys = torch.cholesky_solve(k.transpose(-1, -2), factor)  # A^-1 K^T
     inner = _cholesky(torch.eye(size, dtype=k.dtype, device=k.device) + k @ from_keys)
     upto = torch.ones(size, size, dtype=torch.bool, device=k.device).triu()  # key a (down) no later than query i
-    # What an enormous later key makes of its own rows must not reach earlier ones as 0 * NaN.
+    # Rows of an enormous later key overflow; they must not reach earlier rows as 0 * NaN.
     rows = torch.linalg.solve_triangular(inner, from_keys.transpose(-1, -2), upper=False)
     rows = torch.nan_to_num(rows, 0.0, 0.0, 0.0)
 
@@ -203,12 +202,12 @@ def _inside(b: Tensor, k: Tensor, gram: Tensor, ridge: Tensor) -> Tensor:
 
     t = solve(b)
     pairs = torch.where(upto.T, t @ k.transpose(-1, -2), 0)
-    return t + solve(b - t @ whole - pairs @ k)  # the difference of large numbers, made good
+    return t + solve(b - t @ whole - pairs @ k)  # one step of refinement
 
 
 def _cholesky(matrix: Tensor) -> Tensor:
-    """A factor. Where rounding left a pivot none, the diagonal is raised from there on, never before: earlier rows are
-    those of earlier queries. The residual shows by how much."""
+    """Return a Cholesky factor. If a pivot is not positive, the diagonal is raised from there on; earlier rows belong
+    to earlier queries and stay. The residual shows the error."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     amount = torch.finfo(matrix.dtype).eps * matrix.shape[-1]
     place = torch.arange(1, matrix.shape[-1] + 1, device=matrix.device)
@@ -227,7 +226,7 @@ def _cholesky(matrix: Tensor) -> Tensor:
 
 
 def _dense(b: Tensor, systems: Systems) -> Tensor:
-    """Memory Theta(T D + BLOCK D^2) a head."""
+    """Solve `BLOCK` queries at a time; memory Theta(T D + BLOCK D^2) a head."""
     key, written, gram, found = systems.key, systems.written, systems.gram, [b[:, :, :0]]
     for first in range(0, b.shape[2], BLOCK):
         at = slice(first, first + BLOCK)
@@ -242,7 +241,7 @@ def _dense(b: Tensor, systems: Systems) -> Tensor:
 
 
 def every_gram(key: Tensor, written: Tensor, g: Tensor | None, gram: Tensor) -> Tensor:
-    """H_i [B, Hkv, T, D, D]; Theta(T D^2) memory, differentiable to any order."""
+    """Return H_i [B, Hkv, T, D, D]; Theta(T D^2) memory, differentiable to any order."""
     length, dim = key.shape[2], key.shape[3]
     outer = (written[..., :, None] * key[..., None, :]).flatten(-2)
     if g is None:
@@ -255,7 +254,7 @@ def every_gram(key: Tensor, written: Tensor, g: Tensor | None, gram: Tensor) -> 
 
 
 def _conjugate(b: Tensor, systems: Systems, tol: float, max_iter: int) -> tuple[Tensor, Tensor]:
-    """Some chunks of `BLOCK` queries at a time, as many as `ELEMENTS` allow."""
+    """Solve some chunks of `BLOCK` queries at a time, as many as `ELEMENTS` allow."""
     (batch, heads, length, dim), gram = b.shape, systems.gram
     chunk = max(1, min(BLOCK, length))
     width = max(1, ELEMENTS // max(1, batch * heads * (chunk * chunk + 2 * dim * dim)))
@@ -301,13 +300,13 @@ class _Span:
         self.inverse = self._middle()
 
     def _middle(self) -> Tensor:
-        """The inverse of the matrix of a query in the middle of each chunk: of the others it differs by a few ranks and
-        a fade, so that preconditioned by it they are done in few steps."""
+        """Return the inverse of the middle query's matrix of each chunk, the preconditioner: the other matrices differ
+        from it by a few ranks and a decay."""
         at = self.chunks.size // 2
         weighted = self.written * self.seen[..., at, :, None]
         matrix = weighted.transpose(-1, -2) @ self.key
         matrix += self.start if self.upto is None else self.start * self.upto[..., at, :, None]
-        matrix.diagonal(dim1=-2, dim2=-1).add_(self.ridge[..., 0, :])  # the first is always a real one
+        matrix.diagonal(dim1=-2, dim2=-1).add_(self.ridge[..., 0, :])  # the first is no padding
         return torch.cholesky_inverse(_cholesky(matrix))
 
     def times(self, p: Tensor) -> Tensor:
@@ -316,7 +315,7 @@ class _Span:
         return self.ridge * p + state + (self.seen * (p @ self.key.transpose(-1, -2))) @ self.written
 
     def solve(self, b: Tensor, tol: float, max_iter: int) -> tuple[Tensor, Tensor]:
-        """(x, steps) of b [B, H, T, D]."""
+        """Return (x, steps) of b [B, H, T, D]."""
         b = self.chunks.cut(b)
         x, goal = torch.zeros_like(b), tol * tol * b.square().sum(-1, keepdim=True)
         steps = b.new_zeros(*b.shape[:-1], 1, dtype=torch.int32)
@@ -333,7 +332,7 @@ class _Span:
     def _round(
         self, x: Tensor, left: Tensor, active: Tensor, goal: Tensor, steps: Tensor, max_iter: int
     ) -> tuple[Tensor, Tensor]:
-        """Conjugate gradients until every system is done or has taken `max_iter` steps."""
+        """Run conjugate gradients until every system has converged or taken `max_iter` steps."""
         p = near = left @ self.inverse
         slope = (left * near).sum(-1, keepdim=True)
         while bool(active.any()):

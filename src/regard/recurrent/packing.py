@@ -1,9 +1,8 @@
-"""Packed sequences: every document of a packed row becomes a sequence of a batch of its own.
+"""Packed sequences: each document of a packed row becomes a sequence of a padded batch.
 
-Documents of similar lengths share a batch. A batch is as long as its longest document, and a document is in it only
-where it has at least 3/4 of that length, so that fewer than a third of all positions is added. Every estimator then
-runs as it does on any padded batch: its masks, forms, solvers and derivatives are the same, no state reaches from one
-document into the next, and the batch axis of a state counts documents.
+Documents of similar lengths share a batch. Its length is that of its longest document, and the others have at least 3/4
+of it, so padding adds less than a third. The calls then run as on any padded batch; the batch axis of a state counts
+documents.
 
 Legend: B rows, T positions, N documents of all rows, ordered row by row; H heads, query or key.
 """
@@ -28,11 +27,9 @@ class _Bucket(NamedTuple):
     """Documents of similar lengths.
 
     Attributes:
-        documents: which they are, int64 [n].
-        rows: the rows that they are in, int64 [n].
-        source: the place of every position in the flattened rows, int64 [n, L]; beyond the end of a document that of
-            its last position.
-        real: boolean [n, L], whether the document has that position.
+        documents, rows: their numbers and the rows that hold them, int64 [n].
+        source: the index of each position in the flattened rows, int64 [n, L]; padding repeats the last position.
+        real: boolean [n, L], False for padding.
     """
 
     documents: Tensor
@@ -41,7 +38,7 @@ class _Bucket(NamedTuple):
     real: Tensor
 
     def gather(self, x: Any, length: int) -> Any:
-        """x [B, H, T or 1, ...] as [n, H, L or 1, ...]; None and numbers as they are."""
+        """Return x [B, H, T or 1, ...] as [n, H, L or 1, ...]; None and numbers unchanged."""
         if not isinstance(x, Tensor):
             return x
         if x.shape[2] != length:
@@ -51,12 +48,7 @@ class _Bucket(NamedTuple):
 
 
 class Documents:
-    """The documents of ids [B, T]. Looks at the ids, for which a GPU has to be waited for.
-
-    Attributes:
-        count: N.
-        whole: whether every row is one document.
-    """
+    """The N = `count` documents of ids [B, T]; `whole` if every row is one. Reading the ids synchronises a GPU."""
 
     def __init__(self, ids: Tensor) -> None:
         self.batch, self.length = ids.shape
@@ -70,7 +62,7 @@ class Documents:
             self._fill(edge.cumsum(0) - 1, first, lengths)
 
     def _fill(self, own: Tensor, first: Tensor, lengths: Tensor) -> None:
-        """Make the buckets; `own` is the document of every position, flattened."""
+        """Make the buckets; `own` [B T] is the document of each position."""
         order = lengths.cpu().sort(descending=True, stable=True)
         base, start, used = torch.empty_like(first), 0, 0
         while start < self.count or not self._buckets:
@@ -86,7 +78,7 @@ class Documents:
         self._place = base[own] + torch.arange(own.shape[0], device=own.device) - first[own]
 
     def run(self, call: Call, inputs: Any, mask: Tensor | None, state: State | None) -> tuple[Any, Any]:
-        """Return what `by_document` does, batch after batch."""
+        """Compute `by_document`, one batch after the other."""
         rows, states = [], []
         for bucket in self._buckets:
             real = bucket.real[:, None]
@@ -101,7 +93,7 @@ class Documents:
         return tree_map(lambda *x: self._scatter(x), *rows), after
 
     def _scatter(self, parts: tuple[Any, ...]) -> Any:
-        """Rows [n, H, L, ...] of all buckets as [B, H, T, ...]; None as it is."""
+        """Return the rows [n, H, L, ...] of all buckets as [B, H, T, ...]; None unchanged."""
         if parts[0] is None:
             return None
         flat = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in parts])
@@ -114,14 +106,14 @@ Call = Callable[[Any, "Tensor | None", Any], tuple[Any, Any]]
 def by_document(
     packed: Documents | None, call: Call, inputs: Any, mask: Tensor | None, state: State | None = None
 ) -> tuple[Any, Any]:
-    """Return (the rows of `call` at their places in the packed rows, the states of all documents).
+    """Return (the output of `call` in the order of the packed rows, the states of all documents).
 
     Args:
-        packed: None where every row is one sequence.
+        packed: None if every row is one sequence.
         call: (inputs, mask, state) -> (rows, state or None), rows a tree of tensors [n, H, L, ...].
         inputs: a tree of tensors [B, H, T or 1, ...], numbers and None.
         mask: boolean [B or 1, H or 1, T], True where a position is real, or None.
-        state: with an entry for every document, or None.
+        state: one entry per document, or None.
     """
     if packed is None or packed.whole:
         return call(inputs, mask, state)
@@ -133,13 +125,13 @@ def documents(call: str, segment_ids: Any, query: Tensor, key: Tensor) -> Docume
     """Return the documents of a call, or None without ids.
 
     Raises:
-        ArgumentError: ids that are no integers [B or 1, T] at hand, or not one for every query and key.
+        ArgumentError: the ids are not integers [B or 1, T], or Tq and Tk differ.
     """
     return None if segment_ids is None else _outside(_documents)(call, segment_ids, query, key)
 
 
 def _outside(run: Callable[..., R]) -> Callable[..., R]:
-    """Return `run`, left out of the graph where one is being compiled: every packing would be another graph."""
+    """Return `run`, kept out of compiled graphs: every packing would be another graph."""
     return torch.compiler.disable(run) if torch.compiler.is_compiling() else run
 
 
@@ -148,12 +140,10 @@ def _documents(call: str, ids: Any, query: Tensor, key: Tensor) -> Documents:
     segments(call, ids, batch, keys, query.device)
     if queries != keys:
         raise ArgumentError(
-            f"{call}: segment_ids say of every query and of every key at once where they belong, but there are "
-            f"{queries} queries and {keys} keys."
+            f"{call}: segment_ids belong to queries and keys alike, but there are {queries} queries and {keys} keys."
         )
     if ids.is_meta:
         raise ArgumentError(
-            f"{call}: segment_ids is on the meta device, where it holds no ids; how many documents there are decides "
-            f"the shape of the state."
+            f"{call}: segment_ids is on the meta device; the shape of the state depends on the ids themselves."
         )
     return Documents(ids.to(torch.int64).expand(batch, keys))

@@ -1,9 +1,9 @@
-"""A linear recurrence over chunks as one operator: what chunk after chunk of a state with decay comes to.
+"""A linear recurrence over chunks, as one operator:
 
     h_{t+1} = a_t h_t + x_t
 
-with a_t a diagonal (decay) or a matrix (the delta rule). A compiled graph sees one node, whatever the length; its
-derivative is the same recurrence backwards, so that it may be differentiated to any order.
+a_t is a diagonal (decay) or a matrix (the delta rule). A compiled graph has one node for it, whatever the length. The
+derivative is the same recurrence run backwards, so it can be differentiated to any order.
 
 Legend: G groups, n chunks, F rows and E columns of a state; a is [G, n, F], [G, n, 1] or [G, n, F, F].
 """
@@ -19,7 +19,7 @@ from ..precision import transformed
 
 
 def scan(a: Tensor, x: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """(the state before each chunk [..., n, F, E], the state after all [..., F, E]).
+    """Return (the state before each chunk [..., n, F, E], the state after all [..., F, E]).
 
     Args:
         a: [..., n, F or 1] or [..., n, F, F]; x: [..., n, F, E]; start: [..., F, E].
@@ -33,7 +33,7 @@ def scan(a: Tensor, x: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _times(a: Tensor, h: Tensor) -> Tensor:
-    """a [G, F or 1] or [G, F, F] times h [G, F, E]."""
+    """Return the product of a [G, F or 1] or [G, F, F] and h [G, F, E]."""
     return a @ h if a.dim() == 3 else a[..., None] * h
 
 

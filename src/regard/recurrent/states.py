@@ -1,10 +1,10 @@
-"""What every state of fixed size can do: the protocol by which caches, beam search and checkpoints handle it."""
+"""The base class of states of fixed size: what caches, beam search and checkpoints need of a state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,72 +16,71 @@ S = TypeVar("S", bound="State")
 
 @dataclass(frozen=True)
 class State:
-    """Tensors whose first axis is the batch, and `tokens`, how many positions were seen, masked ones included; a
-    subclass names the tensors as fields.
+    """A state of fixed size. A subclass names its tensors as fields; their first axis is the batch.
 
-    Nothing is changed in place: every method gives a new state.
+    `tokens` counts the positions seen, masked ones included. Every method returns a new state.
     """
 
     OPTIONAL: ClassVar[dict[str, str]] = {}
-    """Fields that may be None, and when they are there."""
+    """Fields that may be None, each with the condition under which it is a tensor."""
 
     tokens: int = field(default=0, kw_only=True)
 
     def map(self: S, fn: Callable[[Tensor], Tensor]) -> S:
-        """The same state with `fn` applied to every tensor."""
+        """Return the state with `fn` applied to every tensor."""
         return replace(self, **{name: fn(x) for name, x in self._tensors().items()})
 
     def _tensors(self) -> dict[str, Tensor]:
         return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
 
     def reset(self: S) -> S:
-        """The state before the first pair."""
+        """Return the state before the first token."""
         return replace(self.map(torch.zeros_like), tokens=0)
 
     def clone(self: S) -> S:
-        """A copy that shares no memory; gradients flow through it."""
+        """Return a copy that shares no memory; gradients flow through it."""
         return self.map(torch.clone)
 
     def detach(self: S) -> S:
-        """The same numbers, through which no gradient flows (truncated backpropagation)."""
+        """Return the state without gradient, for truncated backpropagation."""
         return self.map(Tensor.detach)
 
     def select(self: S, indices: Tensor) -> S:
-        """The sequences `indices`, integers [N] in that order (beam search) or flags [B]."""
+        """Return some sequences: `indices` holds integers [N] (beam search) or booleans [B]."""
         return self.map(lambda x: x[indices.to(x.device)])
 
     def repeat(self: S, n: int) -> S:
-        """Every sequence `n` times in a row."""
+        """Return the state with every sequence repeated `n` times in a row."""
         return self.map(lambda x: x.repeat_interleave(n, dim=0))
 
     def crop(self: S, n: int) -> S:
-        """The state itself where `n` is no less than `tokens` (a negative n counts from the end).
+        """Return the state itself if `n` is at least `tokens`; a negative n counts from the end.
 
         Raises:
-            ArgumentError: fewer tokens are asked for: a sum does not remember what it was made of.
+            ArgumentError: for fewer tokens, since tokens cannot be subtracted from a sum.
         """
         wanted = self.tokens + n if n < 0 else n
         require(
             wanted >= self.tokens,
             f"{type(self).__name__}.crop",
-            f"cannot go back from {self.tokens} tokens to {max(wanted, 0)}: the state is a sum over all pairs, which "
-            f"cannot forget some of them; keep a clone() from before, or reset() and read the tokens again.",
+            f"cannot go back from {self.tokens} tokens to {max(wanted, 0)}: the state is a sum over all tokens and "
+            f"cannot forget some of them; keep an earlier clone(), or reset() and read the tokens again.",
         )
         return self
 
     @property
     def bytes(self) -> int:
-        """The memory of the tensors; it does not depend on how many tokens were seen."""
+        """The memory of the tensors in bytes, whatever the number of tokens seen."""
         return sum(x.numel() * x.element_size() for x in self._tensors().values())
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Name to tensor, contiguous, for safetensors; `from_tensors` gives the same state back."""
+        """Return the tensors by name, contiguous, for safetensors; `from_tensors` reads them."""
         own = {name: x.contiguous() for name, x in self._tensors().items()}
         return {**own, "tokens": torch.tensor(self.tokens)}
 
     @classmethod
     def from_tensors(cls: type[S], tensors: Mapping[str, Tensor]) -> S:
-        """The state that `to_tensors` wrote.
+        """Return the state that `to_tensors` wrote.
 
         Raises:
             ArgumentError: a tensor is missing or unknown.
@@ -97,6 +96,17 @@ class State:
         return cls(**own, tokens=int(tensors["tokens"]))
 
 
+def zeros(
+    batch: int, heads: int, dtype: torch.dtype, device: torch.device | str, **sizes: tuple[int, ...] | None
+) -> dict[str, Any]:
+    """Return the fields of an empty state: zeros [batch, heads, *size] for each size, None for None, and `poisoned`."""
+    fields = {
+        name: None if size is None else torch.zeros(batch, heads, *size, dtype=dtype, device=device)
+        for name, size in sizes.items()
+    }
+    return {**fields, "poisoned": torch.zeros(batch, heads, dtype=torch.bool, device=device)}
+
+
 def joined(states: Sequence[S], order: Tensor) -> S:
     """Return the sequences of all states as one state, in the order of the indices `order`; `tokens` is the largest."""
     own = [state._tensors() for state in states]
@@ -107,11 +117,11 @@ def joined(states: Sequence[S], order: Tensor) -> S:
 def require_state(
     call: str, state: object, kind: type[State], sizes: Mapping[str, tuple[int, ...] | None], like: Tensor
 ) -> None:
-    """Check that `state` is a `kind` with tensors of these shapes (None: without that tensor), in the dtype and on the
-    device of `like`, and with flags of what was not finite where the kind has them.
+    """Raise ArgumentError unless `state` is a `kind` whose tensors fit.
 
-    Raises:
-        ArgumentError: it is not.
+    Args:
+        sizes: the shape of each tensor, or None for a tensor that must be missing.
+        like: a tensor with the dtype and device that the state must have.
     """
     if not isinstance(state, kind):
         raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a {kind.__name__} or None.")

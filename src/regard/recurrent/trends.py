@@ -1,7 +1,7 @@
-"""Global linear models by name ("trends"): what a linear map W_i of the pairs seen so far predicts for a query.
+"""Global linear models by name ("trends"): linear maps W_i of the keys and values so far, read at a query.
 
-`regard.interpolated_attention` averages the residuals of one, and `regard.AssociativeMemory` can hold the state of one.
-A model of one's own is one class with a name, numbers and `predict`:
+`regard.interpolated_attention` averages the residuals of one, and `regard.AssociativeMemory` can hold its state. To add
+one, write a class with a name, numbers and `predict`:
 
     @trends.register("my-model")
     @dataclass(frozen=True)
@@ -35,7 +35,7 @@ RANGES: dict[str, dict[str, Any]] = {
 
 
 class Trend(ABC):
-    """A global linear model: numbers, checked by `RANGES`, and what it predicts."""
+    """A global linear model; its numbers are checked by `RANGES`."""
 
     name: ClassVar[str]
 
@@ -47,12 +47,11 @@ class Trend(ABC):
 
     @abstractmethod
     def predict(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, Any]:
-        """Return (W_i q_i [B, H, Tq, Dv], the state after all pairs).
+        """Return (W_i q_i [B, H, Tq, Dv], the state after all keys).
 
         Args:
             query: [B, H, Tq, D]; key: [B, Hkv, Tk, D]; value: [B, Hkv, Tk, Dv].
-            how: state, attn_mask, is_causal, exclude_self as in `regard.linear_attention`; segment_ids only where a
-                call has them.
+            how: state, attn_mask, is_causal, exclude_self and segment_ids as in `regard.linear_attention`.
         """
 
 
@@ -62,7 +61,7 @@ trends: Registry[type[Trend]] = Registry("trend", "regard.trends")
 @trends.register("linear-attention")
 @dataclass(frozen=True)
 class LinearAttention(Trend):
-    """W_i = sum_j gamma_ij v_j k_j^T: the sums of linear attention, as if keys were uncorrelated and of length one.
+    """W_i = sum_j gamma_ij v_j k_j^T: linear attention.
 
     Args:
         log_decay: g <= 0 a token, gamma_ij = exp(g (i - j)).
@@ -114,7 +113,7 @@ class Delta(Trend):
 @trends.register("gated-delta")
 @dataclass(frozen=True)
 class GatedDelta(Trend):
-    """The gated delta rule: `Delta`, and W fades by exp(log_decay) a token.
+    """The gated delta rule: `Delta`, with W multiplied by exp(log_decay) per token.
 
     Args:
         beta: > 0; stable below 2.
@@ -134,7 +133,7 @@ _READ: dict[str, Trend] = {}
 
 
 def as_trend(trend: Any) -> Trend:
-    """Return a trend as it is, or made of its name or text, such as mesa(ridge=0.5).
+    """Return a trend, given as an object, a name or a text such as mesa(ridge=0.5).
 
     Raises:
         ArgumentError: an unknown name or argument, or a number out of range.
@@ -148,7 +147,7 @@ def as_trend(trend: Any) -> Trend:
 
 def _remember(text: str) -> bool:
     if text not in _READ:
-        if len(_READ) >= 1024:  # a number that changes at every call must not fill the memory
+        if len(_READ) >= 1024:  # numbers that change at every call must not fill the memory
             _READ.clear()
         terms = Reader(text).terms()
         if len(terms) > 1:
@@ -157,7 +156,7 @@ def _remember(text: str) -> bool:
     return True
 
 
-_remember._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run for real while a graph is traced
+_remember._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo calls it instead of tracing it
 
 
 def unit_steps(key: Tensor, beta: float) -> Tensor:
@@ -178,7 +177,7 @@ def predict_from(
     exclude_self: bool = False,
     segment_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return W_i q_i where query i stands at key position i + offset: the keys before are read into a state first.
+    """Return W_i q_i for queries at key positions i + offset; the keys before them are read into a state first.
 
     Args:
         offset: may be negative (queries that see nothing yet give 0) or beyond the keys.

@@ -1,25 +1,57 @@
-"""Tasks: generators of data, each with its metric and a solver that knows how the data were made.
+"""Synthetic tasks: data generators, each with an error measure and a solver that knows how the data were made.
 
-A task is a function of (seed, index): any example can be made again, alone or in a batch, and a run that is taken up
-again sees the same data. One file and one registration each; a task is a frozen dataclass of settings.
+An example is a function of (seed, index), and of the split where a task has splits, so that it can be generated alone
+or in a batch, and a resumed run sees the same data. A task is a frozen dataclass of settings, with one file and one
+registration.
 """
 
 from .base import Task, tasks
 from .cone_regression import ConeExamples, ConeRegression
+from .copying import Reverse, Sort
 from .cross_document_recall import CrossDocumentRecall, RecallExamples
-from .needle import NeedleExample, NeedleInHaystack, NeedleResult, NeedleScore, Share, wilson
+from .in_context_regression import InContextRegression, RegressionPrompts
+from .mqar import MQAR, StackedMQAR
+from .mqmtar import MQMTAR
+from .needle import NeedleExample, NeedleInHaystack, NeedleResult, NeedleScore, Share
+from .permutation_tracking import PermutationTracking
+from .recurring_names import RecurringNames
+from .regbench import AutomatonExample, RegBench
+from .stories import Stories, judge
+from .text import Text
+from .tiny_math import TinyMath
+from .tokens import IGNORED, SPLITS, TokenExample, TokenTask, Words, collate
 
 __all__ = [
+    "IGNORED",
+    "MQAR",
+    "MQMTAR",
+    "SPLITS",
+    "AutomatonExample",
     "ConeExamples",
     "ConeRegression",
     "CrossDocumentRecall",
+    "InContextRegression",
     "NeedleExample",
     "NeedleInHaystack",
     "NeedleResult",
     "NeedleScore",
+    "PermutationTracking",
     "RecallExamples",
+    "RecurringNames",
+    "RegBench",
+    "RegressionPrompts",
+    "Reverse",
     "Share",
+    "Sort",
+    "StackedMQAR",
+    "Stories",
     "Task",
+    "Text",
+    "TinyMath",
+    "TokenExample",
+    "TokenTask",
+    "Words",
+    "collate",
+    "judge",
     "tasks",
-    "wilson",
 ]

@@ -1,17 +1,19 @@
-"""What a task is, and where tasks are registered."""
+"""The protocol of tasks, and their registry."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
+from typing_extensions import Self
 
-from ..checks import whole
+from ..checks import ArgumentError, shown, suggestion, whole
 from ..registry import Registry
 
 
 def check_place(call: str, seed: Any, index: Any) -> None:
-    """Check that `seed` and `index` are whole numbers, the index >= 0."""
+    """Check that `seed` and `index` are integers and the index is at least 0."""
     whole(call, "seed", seed, -(2**63), 2**64)
     whole(call, "index", index, 0, 2**63)
 
@@ -21,13 +23,36 @@ tasks: Registry[Any] = Registry("task", "regard.tasks", home="regard.tasks")
 
 @runtime_checkable
 class Task(Protocol):
-    """Examples, what counts as an error on them, and what the best informed solver says."""
+    """Examples, the error of a prediction, and the best possible prediction."""
 
     def example(self, seed: int, index: int) -> Any:
-        """The example `index` of the stream `seed`, which depends on nothing else."""
+        """Return example `index` of the stream `seed`; it depends on nothing else."""
 
     def error(self, prediction: Tensor, example: Any) -> Tensor:
-        """The metric at every position."""
+        """Return the error at every position."""
 
     def oracle(self, example: Any) -> Tensor:
-        """The prediction of a solver that is told what the data hide."""
+        """Return the prediction of a solver that knows how the data were made."""
+
+
+class Named:
+    """A task with named settings, such as those of a paper.
+
+    Attributes:
+        settings: name to values of the fields that differ from the defaults.
+    """
+
+    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    @classmethod
+    def named(cls, setting: str, **changes: Any) -> Self:
+        """Return the task with a named setting, some of its fields changed.
+
+        Raises:
+            ArgumentError: an unknown setting.
+        """
+        if setting not in cls.settings:
+            raise ArgumentError(
+                f"{cls.__name__}.named: unknown setting {shown(setting)}.{suggestion(shown(setting), [*cls.settings])}"
+            )
+        return cls(**{**cls.settings[setting], **changes})

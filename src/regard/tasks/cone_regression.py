@@ -1,4 +1,4 @@
-"""Piecewise linear regression whose pieces live on cones: the data of "test-time regression".
+"""Piecewise linear regression with one cone of keys per piece: the data of "test-time regression".
 
 Local Linear Attention paper, section 4 and appendix F.1. A sequence of L pairs is cut into n = L / S segments of S.
 Segment c has a cone, given by the signs of the first m = log2 n coordinates, and a linear map A_c; inside the segment
@@ -6,11 +6,11 @@ Segment c has a cone, given by the signs of the first m = log2 n coordinates, an
     k_i = (s_c1 |z_1|, ..., s_cm |z_m|, z_m+1, ..., z_d),   z ~ N(0, I)
     v_i = A_c k_i + e_i,   A_c and e_i / delta normal, of mean 0 and variance 1
 
-The appendix has two slips, mended here: its "n = log2 n" is m = log2 n, and its equation 52 takes absolute values of
-the coordinates after the m-th too, which equation 51 and the name of the law (a Gaussian conditioned to lie in the
-cone) leave as they are. Signs are read from the bits of c = 1, ..., n, the least significant first.
+Two errors of the appendix are corrected here: "n = log2 n" should be m = log2 n, and equation 52 takes absolute values
+of the coordinates after the m-th, too, unlike equation 51 and the stated distribution (a Gaussian conditioned to lie in
+the cone). The signs are the bits of c = 1, ..., n, the least significant first.
 
-Queries are the keys, moved by `query_noise` times a normal vector; the target moves with them along the segment's map.
+Queries are the keys plus `query_noise` times a normal vector; targets change with them by the segment's map.
 
 Legend: B examples, L positions, S positions of a segment, n = L / S segments, d channels of keys and of values.
 """
@@ -29,9 +29,9 @@ from .base import check_place, tasks
 
 CALL = "ConeRegression"
 MOST = 2**40
-"""Sizes beyond this are mistakes."""
+"""The largest size that is accepted."""
 LEAST_RIDGE = 1e-8
-"""Of the oracle, where there is no noise."""
+"""Ridge of the oracle without noise."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class ConeExamples:
 
     Attributes:
         keys: [..., L, d]; values [..., L, d].
-        queries: [..., L, d], the keys where there is no query noise.
-        targets: [..., L, d], what should be predicted at the queries: the values where there is no query noise.
+        queries: [..., L, d]; the keys if there is no query noise.
+        targets: [..., L, d], the true outputs at the queries; the values if there is no query noise.
         maps: [..., n, d, d], A_c of every segment.
     """
 
@@ -55,7 +55,7 @@ class ConeExamples:
 @tasks.register("cone-regression")
 @dataclass(frozen=True)
 class ConeRegression:
-    """Values are linear in keys, by a map that changes from segment to segment together with the keys' cone.
+    """Regression of values that are linear in the keys, with one linear map and one cone of keys per segment.
 
     Args:
         dim: channels of keys and values.
@@ -88,18 +88,20 @@ class ConeRegression:
 
     @property
     def segments(self) -> int:
-        """n, how many there are."""
+        """Return n, the number of segments."""
         return self.length // self.segment
 
     def signs(self) -> Tensor:
-        """The cone of every segment, [n, m] of +1 and -1: bit j of c = 1, ..., n says the sign of coordinate j."""
+        """Return the cone of every segment, [n, m] of +1 and -1: the sign of coordinate j is bit j of c = 1, ..., n."""
         bits = self.segments.bit_length() - 1
         number = torch.arange(1, self.segments + 1)[:, None]
         return ((number >> torch.arange(bits)) & 1) * 2.0 - 1.0
 
     def example(self, seed: int, index: int) -> ConeExamples:
-        """The example `index` of the stream `seed`, without a batch axis, float32. Two tasks that differ in the noises
-        alone share keys and maps."""
+        """Return example `index` of the stream `seed`, float32, without a batch axis.
+
+        Tasks that differ only in their noise have the same keys and maps.
+        """
         check_place(f"{CALL}.example", seed, index)
         digest = hashlib.blake2b(f"cone-regression:{seed}:{index}".encode(), digest_size=8).digest()
         draw = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -116,23 +118,23 @@ class ConeRegression:
         return ConeExamples(flat(keys), flat(values), flat(keys + moved), flat(values + moved @ maps.mT), maps)
 
     def examples(self, seed: int, indices: Iterable[int]) -> ConeExamples:
-        """Examples with a batch axis, in the order of `indices`."""
+        """Return the examples of `indices`, in order, with a batch axis."""
         made = [self.example(seed, index) for index in indices]
         names = ("keys", "values", "queries", "targets", "maps")
         return ConeExamples(*(torch.stack([getattr(one, name) for one in made]) for name in names))
 
     def error(self, prediction: Tensor, example: ConeExamples) -> Tensor:
-        """|prediction - target|^2 at every position, [..., L, d] -> [..., L], float64 (the paper's l_i)."""
+        """Return |prediction - target|^2 at every position, float64 [..., L] (the paper's l_i)."""
         return (prediction.double() - example.targets.double()).square().sum(-1)
 
     def oracle(self, example: ConeExamples, *, exclude_self: bool = False) -> Tensor:
-        """Least squares on the visible pairs of the query's own segment, [..., L, d].
+        """Return the least-squares prediction from the visible pairs of the query's segment, [..., L, d].
 
-        Told where segments begin and how much noise there is, not the maps. Its ridge is the squared noise, at least
-        LEAST_RIDGE, which makes it the posterior mean of A_c k and so the best prediction from those pairs.
+        It knows the segments and the noise, but not the maps. Its ridge is the squared noise, at least LEAST_RIDGE, so
+        that it is the posterior mean of A_c k, the best prediction from those pairs.
 
         Args:
-            exclude_self: the pair at the query's own position is not visible.
+            exclude_self: leave out the pair at the query's own position.
 
         Cost: O(L d^2) time, in float64; O(n d^2) memory an example.
         """

@@ -1,12 +1,11 @@
-"""Documents of key -> value pairs, each read several times, whose keys mean something else in the next document.
+"""Recall of key-value pairs over several readings of a document, with other values in the next document.
 
-What an episodic memory is for, with nothing around it: a document is a sequence of pairs of tokens (k_1, v_1, k_2,
-v_2, ...) that no other document repeats, so that the value after a key can be told only by whoever kept it from an
-earlier reading. On the first reading nothing can be told; on the second everything can, by a memory that was written in
-one step; in the next document the same keys have other values, so that what was written has to be overwritten. The
-iterative reading of "Fast-weight Product Key Memory" (section 4.3) in its smallest form.
+A document is a sequence of pairs of tokens (k_1, v_1, k_2, v_2, ...). Its values are random, so that a model can
+predict them only from an earlier reading: none in the first reading, all in the second one if its memory is written in
+one step. The next document has the same keys with other values, so that the memory must be overwritten. This is a
+minimal form of the iterative reading in "Fast-weight Product Key Memory" (section 4.3).
 
-Tokens 0, ..., keys - 1 are keys, the `values` tokens after them are values. Values are drawn with replacement.
+Tokens 0, ..., keys - 1 are keys, and the next `values` tokens are values. Values are drawn with replacement.
 
 Legend: D documents, R readings of each, P pairs of a document, L = 2 P tokens of a reading.
 """
@@ -38,31 +37,31 @@ class RecallExamples:
 
     @property
     def keys(self) -> Tensor:
-        """int64 [..., D, R, P]."""
+        """Return the keys, int64 [..., D, R, P]."""
         return self.tokens[..., 0::2]
 
     @property
     def answers(self) -> Tensor:
-        """The token that follows each key, int64 [..., D, R, P]."""
+        """Return the token after each key, int64 [..., D, R, P]."""
         return self.tokens[..., 1::2]
 
     @property
     def stream(self) -> Tensor:
-        """All readings of all documents, one after the other, int64 [..., D R L]."""
+        """Return all readings of all documents in order, int64 [..., D R L]."""
         return self.tokens.flatten(-3)
 
 
 @tasks.register("cross-document-recall")
 @dataclass(frozen=True)
 class CrossDocumentRecall:
-    """Recall of pairs over several readings, and after they were given other values.
+    """Recall of pairs over several readings, and after their values have changed.
 
     Args:
-        keys, values: how many tokens of each kind there are.
-        pairs: of a document, no key twice.
-        documents: one after the other. All of an example have the same keys, in another order and with other values.
-        reads: how often each is read before the next begins.
-        shuffled: every reading has the pairs in an order of its own, so that no model can go by their order.
+        keys, values: number of tokens of each kind.
+        pairs: pairs of a document, with different keys.
+        documents: number of documents; they have the same keys, in another order and with other values.
+        reads: number of readings of a document before the next one begins.
+        shuffled: give every reading its own order of the pairs, so that a model cannot rely on the order.
 
     Raises:
         ArgumentError: a number out of range, or more pairs than keys.
@@ -87,22 +86,24 @@ class CrossDocumentRecall:
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are."""
+        """Return the number of tokens."""
         return self.keys + self.values
 
     @property
     def length(self) -> int:
-        """L, the tokens of one reading."""
+        """Return L, the number of tokens of one reading."""
         return 2 * self.pairs
 
     @property
     def chance(self) -> float:
-        """Accuracy of whoever knows what a value is, but not which."""
+        """Return the accuracy of guessing among the values."""
         return 1 / self.values
 
     def example(self, seed: int, index: int) -> RecallExamples:
-        """The example `index` of the stream `seed`, without a batch axis. More documents or readings continue it: the
-        first ones are the same."""
+        """Return example `index` of the stream `seed`, without a batch axis.
+
+        With more documents or readings, the first ones stay the same.
+        """
         check_place(f"{CALL}.example", seed, index)
         digest = hashlib.blake2b(f"cross-document-recall:{seed}:{index}".encode(), digest_size=8).digest()
         draw = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -111,7 +112,7 @@ class CrossDocumentRecall:
         for _ in range(self.documents):
             keys = own[torch.randperm(self.pairs, generator=draw)]
             answers = self.keys + torch.randint(self.values, (self.pairs,), generator=draw)
-            # orders have draws of their own, so that their number does not move the next document
+            # orders have their own generator, so that their number does not change the next document
             order = torch.Generator().manual_seed(int(torch.randint(2**62, (1,), generator=draw)))
             readings = []
             for _ in range(self.reads):
@@ -121,17 +122,17 @@ class CrossDocumentRecall:
         return RecallExamples(torch.stack(documents))
 
     def examples(self, seed: int, indices: Iterable[int]) -> RecallExamples:
-        """Examples with a batch axis, in the order of `indices`."""
+        """Return the examples of `indices`, in order, with a batch axis."""
         return RecallExamples(torch.stack([self.example(seed, index).tokens for index in indices]))
 
     def error(self, prediction: Tensor, example: RecallExamples) -> Tensor:
-        """1 where the token predicted to follow a key is not the one that does, int [..., D, R, P] -> float64 of the
-        same shape."""
+        """Return 1 where the predicted value of a key is wrong, else 0: float64 of the shape [..., D, R, P]."""
         return (prediction != example.answers).double()
 
     def oracle(self, example: RecallExamples) -> Tensor:
-        """What a memory without faults says, int64 [..., D, R, P]: the value that the key had when it was last read,
-        and the first of all values for a key that was never read.
+        """Return the prediction of a perfect memory, int64 [..., D, R, P].
+
+        It is the last value of the key that was read, and the first value token for a key that was not read yet.
 
         Cost: O(D R P) time.
         """

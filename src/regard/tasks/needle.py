@@ -1,17 +1,16 @@
-"""Needle in a haystack: a few sentences with secret numbers at random places of any text, and a question after it.
+"""Needle in a haystack: sentences with secret numbers at random places of a text, followed by a question.
 
 Fast-weight Product Key Memory paper, section 4.3: five needles "The secret number for ID-xxxx is dddddd." (four
 hexadecimal characters, six digits) in a text of 4 K to 128 K tokens, and the question "The secret number for ID-xxxx
-is " (with the blank) for one of them. The paper's sets are files; here example `index` of the stream `seed` can be
-made again alone, over whatever text is given and at whatever length.
+is " (with the final space) about one of them. The paper's data are files; here an example is a function of the text,
+its length, and (seed, index).
 
-A text is a sequence of pieces: words (strings, the paper's program counts those) or tokens (integers).
+A text is a sequence of pieces: words (strings, as the paper's program counts) or tokens (integers).
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 import re
 import string
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checks import ArgumentError, instance, number, optional_whole, refuse, shown, whole
+from ..checks import ArgumentError, instance, optional_whole, refuse, whole
 from .base import check_place, tasks
 
 CALL = "NeedleInHaystack"
@@ -31,11 +30,11 @@ class NeedleExample:
 
     Attributes:
         haystack: pieces, needles included.
-        question: pieces that come after it.
-        key: of the needle that is asked for.
-        answer: its number.
-        numbers: key to number of every needle, in the order of the haystack.
-        places: the piece at which each needle begins.
+        question: pieces after the haystack.
+        key: key of the needle in the question.
+        answer: the number of that needle.
+        numbers: key -> number of every needle, in the order of the haystack.
+        places: index of the first piece of each needle.
     """
 
     haystack: tuple[Any, ...]
@@ -47,18 +46,18 @@ class NeedleExample:
 
     @property
     def prompt(self) -> tuple[Any, ...]:
-        """Haystack and question."""
+        """Return the haystack and the question."""
         return self.haystack + self.question
 
 
 @dataclass(frozen=True)
 class NeedleScore:
-    """How good one prediction is.
+    """The score of one prediction.
 
     Attributes:
-        exact: it is the answer.
-        digits: the share of the answer's digits that stand at their place.
-        candidate: it is the number of one of the needles, the right one or another.
+        exact: whether it is the answer.
+        digits: share of the answer's digits that are right, by position.
+        candidate: whether it is the number of any needle.
     """
 
     exact: bool
@@ -71,24 +70,26 @@ class NeedleScore:
 class NeedleInHaystack:
     """Needles in a text, generated from (seed, index).
 
-    A haystack is a stretch of the text from a random piece on (the text goes round at its end) in which the needles
-    stand at random places, each whole; it has exactly `length` pieces. Keys are unique among all examples of a seed,
-    as long as there are enough of them, and always within one.
+    A haystack has exactly `length` pieces: the text from a random piece on (continued at its beginning), with the
+    needles inserted at random places. Keys are unique within an example, and among all examples of a seed as long as
+    there are enough of them.
 
     Args:
-        text: pieces: words, or tokens.
+        text: words or tokens.
         length: pieces of a haystack.
-        needles: how many; encode: a sentence to pieces, for tokens; default: its words.
-        decode: pieces to a sentence, for the oracle; default: words with blanks between them.
-        breaks: pieces after which a needle may begin (the tokens of blanks, so that no word is cut); None: all.
-        digits: of a number; id_digits: hexadecimal characters that tell keys apart.
-        reserved: how many keys each example has for itself; default: as many as needles. One number for tasks with
-            different needles keeps their neighbouring examples apart.
-        template: of a needle, with {key} and {value}; what stands before {value} is the question.
-        key: of a needle, with {id}.
+        needles: number of needles.
+        encode: function from a sentence to pieces; default: its words.
+        decode: function from pieces to a sentence, for the oracle; default: the words, joined by spaces.
+        breaks: pieces after which a needle may begin (tokens of spaces, so that no word is cut); None for all.
+        digits: digits of a number.
+        id_digits: hexadecimal digits of a key.
+        reserved: number of keys reserved for each example; default `needles`. Tasks with different `needles` share no
+            keys between different examples if they have the same number here.
+        template: text of a needle, with {key} and {value}; the question is the part before {value}.
+        key: text of a key, with {id}.
 
     Raises:
-        ArgumentError: a number out of range, needles that do not fit into the length, text that is empty or has no
+        ArgumentError: a number is out of range, the needles do not fit into the length, or the text is empty or has no
             place for a needle.
     """
 
@@ -128,15 +129,15 @@ class NeedleInHaystack:
             raise ArgumentError(f"{CALL}: no piece of the text is among breaks; needles would have no place.")
 
     def sentence(self, key: str, value: str) -> str:
-        """A needle."""
+        """Return the text of a needle."""
         return self.template.format(key=key, value=value)
 
     def question(self, key: str) -> str:
-        """What comes before the value, the blank included."""
+        """Return the text before the value, the final space included."""
         return self.template.partition("{value}")[0].format(key=key)
 
     def example(self, seed: int, index: int) -> NeedleExample:
-        """The example `index` of the stream `seed`.
+        """Return example `index` of the stream `seed`.
 
         Cost: O(length) time.
 
@@ -167,7 +168,7 @@ class NeedleInHaystack:
         )
 
     def examples(self, seed: int, indices: Iterable[int]) -> list[NeedleExample]:
-        """Examples in the order of `indices`."""
+        """Return the examples of `indices`, in order."""
         return [self.example(seed, index) for index in indices]
 
     def _pieces(self, sentence: str) -> list[Any]:
@@ -178,7 +179,7 @@ class NeedleInHaystack:
         return self._pieces(sentence if self.encode is None else sentence + " ")
 
     def _filler(self, draw: random.Random, count: int) -> list[Any]:
-        """`count` pieces of the text from a random one on."""
+        """Return `count` pieces of the text from a random one on."""
         if count < 0:
             raise ArgumentError(
                 f"{CALL}: {self.needles} needles have {self.length - count} pieces, more than a haystack of length "
@@ -191,31 +192,31 @@ class NeedleInHaystack:
         return first
 
     def _cuts(self, draw: random.Random, filler: Sequence[Any]) -> list[int]:
-        """Where needles go in, sorted: after how many pieces of the filler."""
+        """Return the positions in the filler at which needles are inserted, sorted."""
         fit: Sequence[int] = range(len(filler) + 1)
         if self.breaks is not None:
             fit = [0, *(i + 1 for i, piece in enumerate(filler) if piece in self.breaks)]
         return sorted(draw.choice(fit) for _ in range(self.needles))
 
     def score(self, prediction: str, example: NeedleExample) -> NeedleScore:
-        """A prediction, blanks around it left out, against the answer."""
+        """Compare a prediction, without surrounding whitespace, with the answer."""
         said = prediction.strip()
         right = sum(one == other for one, other in zip(said, example.answer, strict=False))
         return NeedleScore(said == example.answer, right / len(example.answer), said in example.numbers.values())
 
     def error(self, prediction: str, example: NeedleExample) -> float:
-        """1 where the prediction is not the answer, else 0."""
+        """Return 0 if the prediction is the answer, else 1."""
         return float(not self.score(prediction, example).exact)
 
     def oracle(self, example: NeedleExample) -> str:
-        """The answer of who reads the haystack with a regular expression; empty where it does not stand there."""
+        """Return the answer, found by a regular expression in the haystack; empty if it is not there."""
         text = " ".join(example.haystack) if self.decode is None else self.decode(example.haystack)
         found = re.search(re.escape(self.question(example.key)) + rf"(\d{{{self.digits}}})", text)
         return found.group(1) if found else ""
 
 
 def _check_template(name: str, given: Any, wanted: set[str]) -> None:
-    """Check that a template holds the fields that are wanted, and no others."""
+    """Check that a template has exactly the given fields."""
     try:
         found = {part for _, part, _, _ in string.Formatter().parse(instance(CALL, name, given, str, "a text")) if part}
     except ValueError:
@@ -225,9 +226,10 @@ def _check_template(name: str, given: Any, wanted: set[str]) -> None:
 
 
 def unique_id(seed: int, number: int, digits: int = 4) -> str:
-    """Hexadecimal characters: a permutation of 0 .. 16^digits - 1 that the seed names, at `number` modulo 16^digits.
+    """Return entry `number` (modulo 16^digits) of a permutation of 0 .. 16^digits - 1, as hexadecimal digits.
 
-    Four rounds of a Feistel network of two halves of 2 `digits` bits, keyed by a hash.
+    The seed selects the permutation: a Feistel network with four rounds, halves of 2 `digits` bits and a hash as round
+    function.
     """
     half = 4**digits
     left, right = divmod(number % half**2, half)
@@ -239,58 +241,27 @@ def unique_id(seed: int, number: int, digits: int = 4) -> str:
 
 @dataclass(frozen=True)
 class Share:
-    """How often something happened, with the 95 % interval of Wilson (1927), which needs no large numbers and never
-    leaves [0, 1]."""
+    """A share of trials. `scipy.stats.binomtest(hits, trials).proportion_ci()` gives its interval."""
 
     hits: int
     trials: int
 
     @property
     def mean(self) -> float:
-        """Hits by trials; 0 where nothing was tried."""
+        """Return hits / trials; 0 without trials."""
         return self.hits / self.trials if self.trials else 0.0
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        """(low, high); (0, 1) where nothing was tried."""
-        return wilson(self.hits, self.trials)
-
     def __str__(self) -> str:
-        low, high = self.interval
-        return f"{self.mean:.0%} ({low:.0%} to {high:.0%})"
-
-
-def wilson(hits: int, trials: int, z: float = 1.959963984540054) -> tuple[float, float]:
-    """Wilson's interval of a share: where a share p would make `hits` of `trials` no further off than z of its
-    standard deviations, sqrt(p (1 - p) / trials). The default z gives 95 %.
-
-    Returns:
-        (low, high); (0, 1) for no trials.
-
-    Raises:
-        ArgumentError: hits that are not from 0 to trials.
-    """
-    whole("wilson", "trials", trials, 0, 2**53)
-    if whole("wilson", "hits", hits) > trials or hits < 0:
-        raise ArgumentError(f"wilson: hits is {shown(hits)} of {trials} trials, expected 0 to {trials}.")
-    z = number("wilson", "z", z, low=0.0, high=1e6)
-    if trials == 0:
-        return 0.0, 1.0
-    share, by = hits / trials, z * z / trials
-    middle = (share + by / 2) / (1 + by)
-    half = z * math.sqrt(share * (1 - share) / trials + by / (4 * trials)) / (1 + by)
-    low = 0.0 if hits == 0 else max(0.0, middle - half)
-    high = 1.0 if hits == trials else min(1.0, middle + half)
-    return low, high
+        return f"{self.mean:.0%} of {self.trials}"
 
 
 @dataclass(frozen=True)
 class NeedleResult:
-    """Scores of many examples, counted.
+    """Scores of many examples.
 
     Attributes:
-        exact, candidate: as in `NeedleScore`.
-        digits: the mean over answers. It has no interval here: digits of one answer come and go together.
+        exact, candidate: shares of predictions, as in `NeedleScore`.
+        digits: mean over predictions, without an interval, since the digits of one answer are not independent.
     """
 
     exact: Share
@@ -299,7 +270,7 @@ class NeedleResult:
 
     @classmethod
     def of(cls, scores: Sequence[NeedleScore]) -> NeedleResult:
-        """Counted."""
+        """Count the scores."""
         many = len(scores)
         return cls(
             Share(sum(score.exact for score in scores), many),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..errors import ArgumentError
 from .specs import split_specs
@@ -17,11 +17,8 @@ SEEDS = 2**32
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Train a language model on your text.
-
-    Every option is also a key of a TOML file given with --config; a flag on the command line wins.
-    """
+class DataOptions:
+    """The text and its tokens."""
 
     data: Path | None = None
     """Training text: a UTF-8 file, or a folder whose text files are read in sorted order."""
@@ -31,6 +28,17 @@ class TrainConfig:
     """Fraction of the text, at its end, that is held out for evaluation."""
     context: int = 256
     """Context length in tokens."""
+    task: str | None = None
+    """Task to train on instead of a text, such as 'mqar'. `regard list tasks` shows all."""
+    setting: str = "quick"
+    """Named setting of the task, such as 'quick' or 'paper'."""
+    task_option: tuple[str, ...] = field(default=(), metadata={"repeatable": True})
+    """Fields of the task as key=value, such as pairs=8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model and its sizes. Some options are for some models only."""
 
     model: str = "transformer"
     """Model, such as 'transformer', 'memory-mosaic' or 'iclm'. `regard list models` shows all."""
@@ -61,6 +69,11 @@ class TrainConfig:
     exclude_self: bool = False
     """Exclude the query's own position from attention."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class OptimiserOptions:
+    """The optimiser and the hardware."""
+
     steps: int = 1000
     """Optimiser steps."""
     batch: int = 16
@@ -73,8 +86,10 @@ class TrainConfig:
     """Fraction of the steps over which the learning rate rises from zero."""
     final_learning_rate: float = 0.1
     """Learning rate of the last step, as a fraction of the peak."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """'adamw', or 'muon' for the matrices of hidden layers, with AdamW for everything else."""
     weight_decay: float = 0.1
-    """AdamW weight decay of matrices. Norms and biases have none."""
+    """Weight decay of matrices. Norms and biases have none."""
     clip: float = 1.0
     """Largest norm of the gradient (gradient clipping)."""
     seed: int = 0
@@ -83,6 +98,11 @@ class TrainConfig:
     """'cpu', 'cuda', 'mps', or 'auto' for the fastest available."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the forward pass. Weights and their updates are float32 either way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """The run folder, and how often something is logged, evaluated or saved."""
 
     out: Path = Path("runs/train")
     """Output folder: config, tokenizer, metrics.jsonl, checkpoints, and the trained model in model/."""
@@ -96,10 +116,27 @@ class TrainConfig:
     """Steps between evaluations on held-out text."""
     eval_tokens: int = 16384
     """Held-out tokens per evaluation, from the start of the held-out text. The final one uses all."""
+    metric: str = "accuracy"
+    """Metric of a task that --stop-at refers to."""
+    stop_at: float | None = None
+    """Stop once the metric of a task is at least this on its validation examples. By default never."""
+    eval_examples: int = 256
+    """Examples of a task per evaluation."""
     save_every: int = 200
     """Steps between checkpoints."""
     keep: int = 2
     """Checkpoints to keep. Older ones are deleted once a newer one is complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(OutputOptions, OptimiserOptions, ModelOptions, DataOptions):
+    """Train a language model on your text.
+
+    Every option is also a key of a TOML file given with --config; a flag on the command line wins.
+    """
+
+    groups: ClassVar = {"data": DataOptions, "model": ModelOptions, "optimiser": OptimiserOptions, "run": OutputOptions}
+    """The groups in which `regard train --help` shows the options."""
 
     def __post_init__(self) -> None:
         # a comma may end every word but the last: --spec softmax, biweight

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,8 @@ def train(
         if _main_process() and checkpoint is None:
             _hold(config, held)
             folder.check_out(config, call="train")  # again, since another run may have begun there
-            folder.begin(config, text, corpus.tokenizer, call="train")
+            saved = replace(config, data=text.path)
+            folder.begin(saved, folder.text_source(text), corpus.tokenizer, call="train")
         trainer = _trainer(config, arguments, model, corpus)
         if checkpoint is not None:
             check_checkpoint(checkpoint, trainer, call="train")
@@ -180,6 +181,7 @@ def _trainer(config: TrainConfig, args: TrainingArguments, model: PreTrainedMode
         held_out_units=corpus.held_out_units,
         context=config.context,
         eval_batch=config.batch,
+        muon=config.optimizer == "muon",
         keep=config.keep,
     )
     trainer.remove_callback(PrinterCallback)

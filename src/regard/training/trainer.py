@@ -31,6 +31,7 @@ from ..nn.optimizer_groups import memory_parameters, optimizer_groups
 from .callbacks import Clock, StepNumber
 from .errors import TrainingStopped
 from .evaluation import Evaluation, Units, evaluate, row_means
+from .muon import MuonAdamW
 from .storage.checkpoints import last_good, prune, seal, writing
 from .storage.resuming import put_weights
 
@@ -43,6 +44,7 @@ class RegardTrainer(Trainer):
         train_units, held_out_units: sizes of the two texts, for bits.
         context, eval_batch: tokens per window, and windows per evaluation batch.
         keep: number of checkpoints to keep.
+        muon: whether Muon updates the matrices of hidden layers (`MuonAdamW`).
         **kwargs: arguments of `transformers.Trainer`.
     """
 
@@ -58,9 +60,11 @@ class RegardTrainer(Trainer):
         context: int,
         eval_batch: int,
         keep: int,
+        muon: bool = False,
         **kwargs: Any,
     ) -> None:
         self.held_out, self.context, self.eval_batch, self.keep = held_out, context, eval_batch, keep
+        self.muon = muon
         self.train_units, self.held_out_units = train_units, held_out_units
         self.clock = Clock()
         # Trainer sets it to False in the config
@@ -87,15 +91,18 @@ class RegardTrainer(Trainer):
             ArgumentError: a memory with sparse gradients, which need an optimiser of their own.
         """
         network = self.model if model is None else model
-        if self.optimizer is None and memory_parameters(network)[0]:
+        if self.optimizer is None and (self.muon or memory_parameters(network)[0]):
             groups = optimizer_groups(network, weight_decay=self.args.weight_decay)
             if groups.sparse:
                 raise ArgumentError(
                     "train: a memory has sparse_grad=True, which this trainer does not support; omit it, or use your "
                     "own training loop with torch.optim.SparseAdam."
                 )
-            kind, settings = self.get_optimizer_cls_and_kwargs(self.args, network)
-            self.optimizer = kind(groups.dense, **settings)
+            if self.muon:
+                self.optimizer = MuonAdamW.of(groups.dense, self.args.learning_rate, network)
+            else:
+                kind, settings = self.get_optimizer_cls_and_kwargs(self.args, network)
+                self.optimizer = kind(groups.dense, **settings)
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

@@ -12,10 +12,11 @@ from .specs import read_spec
 if TYPE_CHECKING:
     from .. import Spec
     from ..models import RegardConfig
+    from ..tasks import TokenTask
 
 _LEAST = {
     **dict.fromkeys(("layers", "width", "heads", "kv_heads", "mlp_width", "window", "steps", "batch", "accumulate"), 1),
-    **dict.fromkeys(("log_every", "eval_every", "save_every", "keep"), 1),
+    **dict.fromkeys(("log_every", "eval_every", "eval_examples", "save_every", "keep"), 1),
     **dict.fromkeys(("context", "eval_tokens"), 2),  # one token to see and one to predict
     "weight_decay": 0,
 }
@@ -35,8 +36,10 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
             that cannot be computed at these sizes.
     """
     _check_numbers(config, call)
-    if new and config.data is None:
-        raise ArgumentError(f"{call}: no training text; give --data FILE or --data FOLDER.")
+    if new and config.data is None and config.task is None:
+        raise ArgumentError(f"{call}: no training text; give --data FILE or --data FOLDER, or a task with --task NAME.")
+    if config.task is not None:
+        check_task(config, call)
     if config.resume and config.overwrite:
         raise ArgumentError(f"{call}: --resume continues the run, --overwrite deletes it; give one of them.")
     if not config.spec:
@@ -55,6 +58,25 @@ def validate(config: TrainConfig, call: str = "train", *, new: bool = True) -> N
     _check_heads(config, call, rotary=has_field(config.model, "rope_theta"))
     if new:
         _check_sizes(config, specs, check_model(config, call), call)
+
+
+def check_task(config: TrainConfig, call: str) -> TokenTask:
+    """Return the task of a run.
+
+    Raises:
+        ArgumentError: an unknown task, setting or field, a value that does not fit, a text beside the task, or an
+            option that a run on a task does not take.
+    """
+    from ..tasks import tasks
+    from .task.making import make_task
+
+    if config.data is not None:
+        raise ArgumentError(f"{call}: --task and --data were both given; give one of them.")
+    if config.resume:
+        raise ArgumentError(f"{call}: a run on a task cannot be continued; start again with --overwrite.")
+    if config.accumulate != 1 or config.dtype != "float32":
+        raise ArgumentError(f"{call}: a run on a task takes neither --accumulate nor --dtype; omit them.")
+    return make_task(tasks.given(call, "--task", config.task), config.setting, config.task_option, call)
 
 
 def _check_numbers(config: TrainConfig, call: str) -> None:

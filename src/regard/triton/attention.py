@@ -1,4 +1,4 @@
-"""impl="triton": which kernels do a call of `regard.attention`. Every part says for itself what it can do."""
+"""The implementation "triton" of `regard.attention`: which kernels run a call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .runtime import support
 
 @register_impl("triton", priority=35)
 class Triton:
-    """Fused kernels on a GPU: compact attention and local linear attention in Theta(n d) memory, forward and backward;
-    with one query, keys split among programs."""
+    """Run fused kernels on a GPU: compact and local linear attention in Theta(n d) memory, forward and backward. With
+    one query, programs share out the keys."""
 
     name: ClassVar[str] = "triton"
 
@@ -36,11 +36,11 @@ class Triton:
         return bool(problem.spec.similarity.name == "dot")
 
     def raw(self, problem: Problem) -> bool:
-        """Where one query decodes: a copy of the cache would be twice the bytes that are read."""
+        """Return whether one query decodes: a cleaned copy of the cache would be twice the bytes that are read."""
         return self.native(problem) and _decodes(problem)
 
     def clean(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`precision.clean` in one pass over the numbers."""
+        """Call `precision.clean` as one pass over the numbers."""
         from .runtime.finite import clean
 
         return clean(x)
@@ -53,13 +53,13 @@ class Triton:
 
 
 def _kernels(degree: int, decoding: bool = False) -> Any:
-    """The module whose kernels do it."""
+    """Return the module with the kernels."""
     general, decode = (compact, compact_decode) if degree == 0 else (local_linear, local_linear_decode)
     return decode if decoding else general
 
 
 def _decodes(problem: Problem) -> bool:
-    """Whether there is one query, for which programs must share out the keys, and nothing but the output is asked."""
+    """Return whether one query is asked for nothing but its output, so that programs must share out the keys."""
     one = problem.queries == 1 and problem.heads <= ROWS * problem.kv_heads
     more = problem.gradient or problem.diagnostics
     return one and not more and (problem.spec.degree == 0 or local_linear_decode.fits(problem))

@@ -1,9 +1,7 @@
-"""The main job: sentences of the grammar as small language models on real text, side by side.
+"""`regard demo`: train small language models with different attention specs on the same text, and compare them.
 
-Every model has the same sizes, begins from the same seed, and sees the same windows of text in the same
-order. Beside them stands a 5-gram model of the same text, measured on the same held-out characters.
-
-What is slow to import is imported by `run_demo`, after the checks that need none of it.
+All models have the same sizes and seed, and see the same windows in the same order. A 5-gram model of the text is the
+baseline. `run_demo` imports slow modules after the checks that do not need them.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ if TYPE_CHECKING:
     from .demo_text import Material
 
 CALL = "demo"
-ORDER = 5
-"""Of the n-gram baseline."""
+ORDER = 5  # of the n-gram baseline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +42,16 @@ class DemoConfig:
     data: Path | None = None
     """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
     specs: str = "softmax,biweight,relumax,shift-cosine"
-    """The models: sentences of the grammar with commas between them, such as
-    'softmax,triweight*anchored(margin=1)'. `regard list presets` shows the named ones."""
+    """The models: attention specs with commas between them, such as 'softmax,triweight*anchored(margin=1)'.
+    `regard list presets` shows the named ones."""
     out: Path = Path("demo-out")
     """Folder to write. The results of an earlier demo in it are replaced; any other folder must be empty."""
     seed: int = 0
-    """Decides the first weights, the windows of each step, and the generated text."""
+    """Seed of the first weights, the windows of each step, and the generated text."""
 
 
 def command(argv: list[str]) -> int:
-    """`regard demo`."""
+    """Run `regard demo`."""
     return run_demo(parse(DemoConfig, argv, command="demo"))
 
 
@@ -62,7 +59,7 @@ def run_demo(config: DemoConfig) -> int:
     """Train the models, write the folder, print the table.
 
     Returns:
-        0, or 1 if a model could not be trained to the end (the others' results are there all the same).
+        0, or 1 if a model could not be trained to the end; the results of the others are written.
 
     Raises:
         ArgumentError: a mistake in the config, the text or the folder; found before any training starts.
@@ -71,17 +68,19 @@ def run_demo(config: DemoConfig) -> int:
     """
     start = time.perf_counter()
     specs = parse_specs(config.specs)
-    check_numbers(config)
+    if config.steps < 1:
+        raise ArgumentError(f"{CALL}: --steps is {config.steps}, expected at least 1.")
+    check_seed(config.seed, CALL)
     from rich.console import Console
 
     progress, screen = Console(stderr=True), Console()
     for console in (progress, screen):
-        if not console.is_terminal:  # a file or a pipe has no edge at which to fold
+        if not console.is_terminal:  # no need to wrap lines in a file or a pipe
             console.width = max(console.width, 120)
     with progress.status("loading"):
         from . import demo_output, demo_text, demo_train
     demo_output.check_out(config.out, CALL)
-    with progress.status("reading the text, trying every sentence once"):
+    with progress.status("reading the text, trying every spec once"):
         material = demo_text.prepare(config.data, context=demo_train.CONTEXT, excerpt=demo_train.EXCERPT, call=CALL)
         plans = [
             demo_train.plan(material, spec, place, steps=config.steps, seed=config.seed, out=config.out)
@@ -99,7 +98,7 @@ def run_demo(config: DemoConfig) -> int:
 
 
 def _train_all(plans: list[TrainConfig], material: Material, progress: Console, start: float) -> Result:
-    """Count the n-grams and train every model in turn; the seconds count from `start`."""
+    """Count the n-grams and train every model in turn; `seconds` of the result count from `start`."""
     from . import demo_output, demo_train
 
     described = material.described()
@@ -111,36 +110,21 @@ def _train_all(plans: list[TrainConfig], material: Material, progress: Console, 
         for place, settings in enumerate(plans, start=1)
     ]
     return demo_output.Result(
-        settings=demo_train.shared_settings(plans[0]),
-        text=described,
-        visible=(demo_train.CONTEXT + 1) / 2,
-        baseline=baseline,
-        outcomes=tuple(outcomes),
-        seconds=time.perf_counter() - start,
-    )
-
-
-def check_numbers(config: DemoConfig) -> None:
-    """Steps and seed are in range.
-
-    Raises:
-        ArgumentError: one is not.
-    """
-    if config.steps < 1:
-        raise ArgumentError(f"{CALL}: --steps is {config.steps}, expected at least 1.")
-    check_seed(config.seed, CALL)
+        settings=demo_train.shared_settings(plans[0]), text=described, visible=(demo_train.CONTEXT + 1) / 2,
+        baseline=baseline, outcomes=tuple(outcomes), seconds=time.perf_counter() - start,
+    )  # fmt: skip
 
 
 def parse_specs(text: str) -> list[Spec]:
-    """The sentences in a list with commas between them.
+    """Return the specs of a list with commas between them.
 
     Raises:
-        ArgumentError: an empty or unknown sentence, or one that is named twice.
+        ArgumentError: an empty or unknown spec, or one that is named twice.
     """
     specs: list[Spec] = []
-    for sentence in split_specs(text):
-        spec = read_spec(sentence, "--specs", CALL)
+    for part in split_specs(text):
+        spec = read_spec(part, "--specs", CALL)
         if spec in specs:
-            raise ArgumentError(f"{CALL}: --specs names {str(spec)!r} twice; name every sentence once.")
+            raise ArgumentError(f"{CALL}: --specs names {str(spec)!r} twice; name every spec once.")
         specs.append(spec)
     return specs

@@ -1,8 +1,8 @@
-"""What the demo leaves behind: a table, a page, figures and JSON, in a folder that the next demo may replace.
+"""The files of a demo, in a folder that the next demo may replace.
 
-report.html      the page to look inside; needs no other file
+report.html      the report; needs no other file
 table.md         the table as Markdown
-results.json     everything measured, with settings, versions and text digest; it also marks the folder
+results.json     all measurements, with settings, versions and text digest; it also marks the folder
 figures/         loss curves and attention maps as PNG
 runs/            one training run per model (see regard.training)
 text.txt         the text that was used
@@ -29,18 +29,15 @@ from regard.training import TrainingStopped
 from regard.training.storage.lock import LOCK
 
 MADE_BY = "regard demo"
-MARKER, TEXT, RUNS, FIGURES, PAGE, TABLE = (
-    *("results.json", "text.txt", "runs"),
-    *("figures", "report.html", "table.md"),
-)
-FREE = 64 * 2**20
-"""Bytes that the disk must have free; a demo of four models takes less than half of it."""
+MARKER, TEXT, RUNS, FIGURES = "results.json", "text.txt", "runs", "figures"
+PAGE, TABLE = "report.html", "table.md"
+FREE = 64 * 2**20  # bytes that the disk must have free; a demo of four models takes less than half of it
 NONE = "–"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The n-gram model on the held-out text. Its seconds and characters per second are of counting."""
+    """The n-gram model on the held-out text; seconds and tokens per second are of counting."""
 
     name: str
     bits_per_char: float
@@ -50,8 +47,8 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What came of one model. `train_seconds` is wall time of training steps, `cpu_seconds` processor time
-    of the whole training call; `support` is as in `regard.training.evaluate`."""
+    """The results of one model. `train_seconds` is wall time of training steps, `cpu_seconds` processor time of the
+    whole training call; `support` is as in `regard.training.evaluate`."""
 
     bits_per_char: float
     parameters: int
@@ -67,7 +64,7 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One model: its name, its run folder, and either the result or the reason why there is none."""
+    """One model: its name, its run folder, and either its results or why it stopped."""
 
     name: str
     run: Path
@@ -77,7 +74,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A whole demo. `settings` and `text` are for people, name to value."""
+    """A whole demo. `settings` and `text` are shown as they are, name to value."""
 
     settings: dict[str, str]
     text: dict[str, str]
@@ -87,11 +84,8 @@ class Result:
     seconds: float
 
 
-# The folder ------------------------------------------------------------------------------------------------
-
-
 def check_out(out: Path, call: str) -> None:
-    """May a demo be written to `out`? Nothing is changed.
+    """Check that a demo may be written to `out`, without changing anything.
 
     Raises:
         ArgumentError: it is a file, holds something else, cannot be written, or the disk is nearly full.
@@ -115,7 +109,7 @@ def check_out(out: Path, call: str) -> None:
 
 
 def is_demo(out: Path) -> bool:
-    """Whether a demo wrote the folder, be it one that was cut off."""
+    """Return whether a demo, finished or not, wrote the folder."""
     try:
         found = json.loads((out / MARKER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -124,16 +118,17 @@ def is_demo(out: Path) -> bool:
 
 
 def begin(out: Path, text: str, call: str) -> None:
-    """Create the folder without the results of an earlier demo, mark it, and put the text into it. What
-    else lies in the folder stays.
+    """Create the folder or remove an earlier demo from it, mark it, and write the text. Other files stay.
 
     Raises:
         ArgumentError: the folder cannot be written.
     """
     try:
-        if out.is_dir():
-            for name in (TEXT, RUNS, FIGURES, PAGE, TABLE):
-                _remove(out / name)
+        for name in (TEXT, RUNS, FIGURES, PAGE, TABLE) if out.is_dir() else ():
+            if (out / name).is_dir() and not (out / name).is_symlink():
+                shutil.rmtree(out / name)
+            else:
+                (out / name).unlink(missing_ok=True)
         out.mkdir(parents=True, exist_ok=True)
         _write(out / MARKER, json.dumps({"made_by": MADE_BY, "finished": False}))
         _write(out / TEXT, text)
@@ -143,30 +138,20 @@ def begin(out: Path, text: str, call: str) -> None:
 
 
 def folder_name(place: int, name: str) -> str:
-    """A name for the run of the model at `place` (from 0) that every file system takes."""
+    """Return a portable folder name for the run of the model at `place`, counted from 0."""
     letters = "".join(c if c.isascii() and c.isalnum() else "-" for c in name).strip("-")
     return f"{place + 1}-{letters[:60]}"
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _write(path: Path, content: str) -> None:
     path.write_text(content, encoding="utf-8", newline="")  # the text keeps its line ends
 
 
-# The results -----------------------------------------------------------------------------------------------
-
-
 def write(out: Path, result: Result) -> None:
-    """Figures, table, page, and last the JSON, which says that all is there.
+    """Write figures, table and report, and last the JSON, which marks the demo as finished.
 
     Raises:
-        TrainingStopped: the disk refused; the models in `runs/` are whole.
+        TrainingStopped: the files cannot be written; the models in `runs/` are complete.
     """
     curves = [curve(outcome) for outcome in result.outcomes if outcome.trained is not None]
     try:
@@ -183,7 +168,7 @@ def write(out: Path, result: Result) -> None:
 
 
 def curve(outcome: Outcome) -> Curve:
-    """The run's metrics as a curve that ends with the final result."""
+    """Return the run's metrics as a curve that ends with the final result."""
     assert outcome.trained is not None
     lines = (outcome.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records: list[dict[str, Any]] = [json.loads(line) for line in lines]
@@ -191,59 +176,36 @@ def curve(outcome: Outcome) -> Curve:
     last = json.loads((outcome.run / "summary.json").read_text(encoding="utf-8"))["step"]
     held_out = {r["step"]: r["eval_bits_per_char"] for r in records if "eval_bits_per_char" in r}
     held_out[last] = outcome.trained.bits_per_char
-    return Curve(
-        name=outcome.name,
-        steps=tuple(step for step, _ in learned),
-        bits=tuple(bits for _, bits in learned),
-        held_out_steps=tuple(held_out),
-        held_out_bits=tuple(held_out.values()),
-    )
+    steps, bits = zip(*learned, strict=True) if learned else ((), ())
+    return Curve(outcome.name, steps, bits, tuple(held_out), tuple(held_out.values()))
 
 
 def table(result: Result) -> Table:
-    """Each model beside the baseline, in the order in which they were trained."""
+    """Return a table with the baseline and each model, in the order in which they were trained."""
     base = result.baseline
-    rows = [
-        _row(
-            base.name,
-            f"{base.bits_per_char:.3f}",
-            NONE,
-            f"{base.train_seconds:.1f} s",
-            f"{base.tokens_per_second:,.0f}",
-        )
-    ]
+    shown = lambda of, more: (  # noqa: E731
+        f"{of.bits_per_char:.3f}", more, f"{of.train_seconds:.1f} s", f"{of.tokens_per_second:,.0f}"
+    )  # fmt: skip
+    rows: list[tuple[str, ...]] = [(base.name, *shown(base, NONE), NONE, NONE)]
     for outcome in result.outcomes:
         model = outcome.trained
         if model is None:
-            rows.append(_row(outcome.name, "stopped"))
+            rows.append((outcome.name, "stopped", *[NONE] * 5))
             continue
-        rows.append(
-            _row(
-                outcome.name,
-                f"{model.bits_per_char:.3f}",
-                f"{model.bits_per_char - base.bits_per_char:+.3f}",
-                f"{model.train_seconds:.1f} s",
-                f"{model.tokens_per_second:,.0f}",
-                f"{model.parameters:,}",
-                NONE if model.support is None else f"{model.support:.1f}",
-            )
-        )
-    return Table(
-        header=("model", "bits/char", f"vs {base.name}", "training", "tokens/s", "parameters", "support"),
-        rows=tuple(rows),
-        note=f"Bits per character of held-out text, fewer are better; with one seed ({result.settings['seed']}), small "
+        support = NONE if model.support is None else f"{model.support:.1f}"
+        above = f"{model.bits_per_char - base.bits_per_char:+.3f}"
+        rows.append((outcome.name, *shown(model, above), f"{model.parameters:,}", support))
+    header = ("model", "bits/char", f"vs {base.name}", "training", "tokens/s", "parameters", "support")
+    note = (
+        f"Bits per character of held-out text, fewer are better; with one seed ({result.settings['seed']}), small "
         f"differences may be chance. Support: keys with non-zero weight per query, of {result.visible:.1f} visible on "
-        f"average.",
+        f"average."
     )
-
-
-def _row(*cells: str) -> tuple[str, ...]:
-    """Seven cells, the missing ones dashes."""
-    return (*cells, *[NONE] * (7 - len(cells)))
+    return Table(header, tuple(rows), note)
 
 
 def _pictures(result: Result, curves: list[Curve]) -> dict[str, bytes]:
-    """File name to PNG: the curves, and a map for every model that has one."""
+    """Return file name to PNG: the curves, and a map for every model that has one."""
     base = result.baseline
     pictures = {}
     if curves:
@@ -260,13 +222,12 @@ def _map_name(outcome: Outcome) -> str:
 
 
 def page(result: Result, pictures: dict[str, bytes]) -> Page:
-    """The page of this demo."""
+    """Return the report."""
     return Page(
-        title="One model, several ways to attend",
-        introduction=f"{len(result.outcomes)} small language models that differ in nothing but how "
-        f"they weigh the past, trained on the same windows of the same text from the same seed, and measured "
-        f"on text that none of them has seen, beside a {result.baseline.name} model of that text. "
-        f"The whole took {result.seconds / 60:.1f} minutes.",
+        title="One model, several attention specs",
+        introduction=f"{len(result.outcomes)} small language models that differ in their attention only, trained on "
+        f"the same windows of the same text from the same seed, and measured on held-out text, beside a "
+        f"{result.baseline.name} model of that text. The demo took {result.seconds / 60:.1f} minutes.",
         table=table(result),
         curves=pictures.get("curves.png"),
         curves_caption="Bits per character: thin lines on training windows, dots on the whole held-out text.",
@@ -283,6 +244,7 @@ def _section(outcome: Outcome, picture: bytes | None) -> Section:
     model = outcome.trained
     if model is None:
         return Section(title=outcome.name, failure=f"Training stopped: {outcome.failure}")
+    length = 0 if model.maps is None else len(model.maps.labels)
     facts = {
         "bits per character": f"{model.bits_per_char:.3f}",
         "training": f"{model.train_seconds:.0f} s at {model.tokens_per_second:,.0f} tokens/s",
@@ -294,22 +256,17 @@ def _section(outcome: Outcome, picture: bytes | None) -> Section:
         facts=facts,
         sample=Sample(prompt=model.prompt, continuation=model.sample, how=model.sampled),
         picture=picture,
-        caption="The head that looks furthest back on average, on the held-out text from which the sample "
-        "starts. White: a weight of exactly zero. Right: for every row, how many keys have a weight that is "
-        f"not zero, of those that are visible. The {maps_length(model)} characters shown make a mean of "
-        f"{(maps_length(model) + 1) / 2:.1f} visible keys; the mean support above is over whole contexts.",
+        caption=f"The head that looks furthest back on average, on the held-out text from which the sample starts. "
+        f"White: a weight of exactly zero. Right: for every query, how many visible keys have a non-zero weight. The "
+        f"{length} characters shown have a mean of {(length + 1) / 2:.1f} visible keys; the mean support above is over "
+        f"whole contexts.",
         maps=model.maps,
         layers=None if model.maps is None else layer_table(model.maps),
     )
 
 
-def maps_length(model: Trained) -> int:
-    """Return how many characters the maps show, 0 where there are none."""
-    return 0 if model.maps is None else len(model.maps.labels)
-
-
 def as_json(result: Result, curves: list[Curve]) -> dict[str, Any]:
-    """Everything measured, as plain data."""
+    """Return all measurements as plain data."""
     by_name = {curve.name: vars(curve) for curve in curves}
     models = []
     for outcome in result.outcomes:
@@ -321,14 +278,7 @@ def as_json(result: Result, curves: list[Curve]) -> dict[str, Any]:
             record["curve"] = {k: v for k, v in by_name[outcome.name].items() if k != "name"}
         models.append(record)
     return {
-        "made_by": MADE_BY,
-        "format": 1,
-        "finished": True,
-        "seconds": result.seconds,
-        "visible_keys": result.visible,
-        "text": result.text,
-        "settings": result.settings,
-        "installation": installation(),
-        "baseline": vars(result.baseline),
-        "models": models,
-    }
+        "made_by": MADE_BY, "format": 1, "finished": True, "seconds": result.seconds, "visible_keys": result.visible,
+        "text": result.text, "settings": result.settings, "installation": installation(),
+        "baseline": vars(result.baseline), "models": models,
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The text of the demo: real English that every machine has, or the user's own; split and encoded once."""
+"""The text of the demo: the Python manual, which every machine has, or the user's own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from regard.training import char_tokenizer, encode, load_text, split_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LONGEST = 4_000_000
-"""Characters that are used at most: a demo should not count n-grams for an hour."""
-HELD_OUT = 0.1
-"""Share of the text that is held out, at its end, up to `MOST_HELD_OUT` characters."""
-MOST_HELD_OUT = 40_000
+LONGEST = 4_000_000  # characters that are used at most, so that n-grams are counted in seconds
+HELD_OUT, MOST_HELD_OUT = 0.1, 40_000  # share of the text that is held out, at its end, and its most characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +24,11 @@ class Material:
     """The text of a demo, prepared.
 
     Attributes:
-        source: where it came from, for people.
-        content: the characters that are used; `held_out` is the end of it, `share` its share.
-        tokenizer: one token per character of the part to learn.
+        source: where it came from.
+        content: the characters that are used; the last share `share` of it is `held_out`.
+        tokenizer: one token per character of the training text.
         train_tokens, held_out_tokens: int32 [n], as `train` will encode them.
-        excerpt: the beginning of the first held-out paragraph, for maps and (`prompt`) samples.
+        excerpt: the beginning of the first held-out paragraph, for attention maps and (`prompt`) samples.
     """
 
     source: str
@@ -45,18 +42,18 @@ class Material:
 
     @property
     def excerpt_tokens(self) -> Tensor:
-        """int32 [characters of the excerpt]."""
+        """Return the tokens of the excerpt, int32 [n]."""
         start = self.held_out.index(self.excerpt)
         return self.held_out_tokens[start : start + len(self.excerpt)]
 
     @property
     def prompt(self) -> str:
-        """The excerpt without the word in which it ends, for samples; whole where that is more than half of it."""
+        """Return the excerpt without its last word, or all of it where that word is more than half."""
         words, _, rest = self.excerpt.rpartition(" ")
         return words if len(words) > len(rest) else self.excerpt
 
     def described(self) -> dict[str, str]:
-        """In figures, for people, with the digest of the UTF-8 bytes."""
+        """Return source, sizes and the digest of the UTF-8 bytes as text."""
         return {
             "source": self.source,
             "characters": f"{len(self.content):,}",
@@ -93,27 +90,20 @@ def prepare(data: Path | None, *, context: int, excerpt: int, call: str) -> Mate
             f"have at least {context}, so give a text of {round(context / HELD_OUT):,} or more."
         )
     tokenizer = char_tokenizer(learn)
-    return Material(
-        source=source,
-        content=content,
-        held_out=held_out,
-        share=share,
-        tokenizer=tokenizer,
-        train_tokens=encode(tokenizer, learn),
-        held_out_tokens=encode(tokenizer, held_out),
-        excerpt=first_paragraph(held_out, excerpt),
-    )
+    tokens = {"train_tokens": encode(tokenizer, learn), "held_out_tokens": encode(tokenizer, held_out)}
+    return Material(source=source, content=content, held_out=held_out, share=share, tokenizer=tokenizer, **tokens,
+                    excerpt=first_paragraph(held_out, excerpt))  # fmt: skip
 
 
 def first_paragraph(text: str, length: int) -> str:
-    """`length` characters from where the first whole paragraph begins; from the start where there is none."""
+    """Return `length` characters from the first whole paragraph on, or from the start if there is none."""
     gap = text.find("\n\n")
     start = gap + len(text[gap:]) - len(text[gap:].lstrip()) if gap >= 0 else 0
     return text[start : start + length] if start + length <= len(text) else text[:length]
 
 
 def python_manual(call: str) -> str:
-    """The language reference that `help()` shows, as one text; see `join_topics`.
+    """Return the language reference that `help()` shows, as one text; see `join_topics`.
 
     Raises:
         ArgumentError: this interpreter was installed without it.
@@ -129,10 +119,10 @@ def python_manual(call: str) -> str:
 
 
 def join_topics(topics: dict[str, str]) -> str:
-    """Topics in sorted order, every paragraph once (compared without regard to blanks and line breaks).
+    """Join topics in sorted order, every paragraph once (compared without blanks and line breaks).
 
-    Topics overlap ("compound" holds "if", "for", "try" nearly word for word). Kept, a fifth of the text would
-    be repetition, and what is held out at the end would in part be known from what was learned.
+    Topics overlap ("compound" contains "if", "for", "try" nearly word for word). A fifth of the text would be
+    repetition, and part of the held-out text would also be in the training text.
     """
     seen: set[str] = set()
     parts = []

@@ -1,11 +1,13 @@
-"""One model of the demo: its settings, a rehearsal, the training, and a look at what came of it."""
+"""One model of the demo: settings, a trial step, training, sample and attention maps."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from regard import Spec
 from regard.checks import ArgumentError
 from regard.inspect.capture import capture
-from regard.inspect.measures import AttentionMaps, attention_maps
+from regard.inspect.measures import attention_maps
 from regard.models import HybridForCausalLM
 from regard.training import (
     TrainConfig,
@@ -34,65 +36,44 @@ from .demo_output import RUNS, TEXT, Baseline, Outcome, Trained, folder_name
 from .demo_text import Material
 from .ngram import NGram
 
-CONTEXT = 128
-"""Characters that a model sees at once."""
-EXCERPT = 64
-"""Characters in the attention maps: as many as can be read in a figure."""
-INITIAL = 0.05
-"""Standard deviation of the first weights."""
-SAMPLE = 400
-"""Characters of generated text."""
-TEMPERATURE = 0.8
+CONTEXT = 128  # characters that a model sees at once
+EXCERPT = 64  # characters in the attention maps: as many as can be read in a figure
+INITIAL = 0.05  # standard deviation of the first weights
+SAMPLE, TEMPERATURE = 400, 0.8  # characters of generated text
 _OWN = ("data", "spec", "out", "resume", "overwrite", "steps", "seed")
 
 
 def plan(material: Material, spec: Spec, place: int, *, steps: int, seed: int, out: Path) -> TrainConfig:
-    """The training of the model at `place`. All models differ in `spec` and their run folder only."""
+    """Return the training of the model at `place`. Models differ in `spec` and run folder only. Three evaluations come
+    before the last one, which always covers the whole held-out text."""
     return TrainConfig(
-        data=out / TEXT,
-        validation=material.share,
-        spec=(str(spec),),
-        layers=3,
-        width=96,
-        heads=3,
-        context=CONTEXT,
-        batch=8,
-        steps=steps,
-        learning_rate=3e-3,
-        final_learning_rate=0.02,
-        seed=seed,
-        device="cpu",  # the demo compares on the machine that everyone has
-        out=out / RUNS / folder_name(place, str(spec)),
-        log_every=max(1, steps // 50),
-        # three looks on the way; after the last step the whole held-out text is measured in any case
-        eval_every=steps // 4 + 1,
-        eval_tokens=len(material.held_out_tokens),
-        save_every=steps,
-        keep=1,
-    )
+        data=out / TEXT, validation=material.share, spec=(str(spec),), layers=3, width=96, heads=3, context=CONTEXT,
+        batch=8, steps=steps, learning_rate=3e-3, final_learning_rate=0.02, seed=seed, device="cpu",
+        out=out / RUNS / folder_name(place, str(spec)), log_every=max(1, steps // 50), eval_every=steps // 4 + 1,
+        eval_tokens=len(material.held_out_tokens), save_every=steps, keep=1,
+    )  # fmt: skip
 
 
 def build_model(settings: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The usual model with larger first weights: the customary 0.02 suits widths of a thousand; at a tenth of
-    that it costs a few hundredths of a bit in a run as short as this one."""
+    """Return the usual model with larger first weights: the usual 0.02 suits widths of a thousand; at a tenth of that
+    it costs a few hundredths of a bit in a short run."""
     config = language_model(settings, tokenizer).config
     config.initializer_range = INITIAL
     return HybridForCausalLM(config)
 
 
 def shared_settings(settings: TrainConfig) -> dict[str, str]:
-    """What all models have in common, name to value."""
+    """Return the settings that all models share, name to value."""
     named = ((field.name, getattr(settings, field.name)) for field in fields(settings))
     first = {"steps": str(settings.steps), "seed": str(settings.seed), "initializer_range": str(INITIAL)}
     return first | {name: str(value) for name, value in named if name not in _OWN}
 
 
 def rehearse(plans: Sequence[TrainConfig], material: Material, call: str) -> None:
-    """Take every model one window forward and back, with and without observers, so that a sentence that
-    cannot be trained is found before others have been trained for minutes.
+    """Run every model forward and backward on one window, so that a spec that cannot be trained is found first.
 
     Raises:
-        ArgumentError: one cannot; the message says which and why.
+        ArgumentError: one cannot be trained; the message says which and why.
     """
     window = material.train_tokens[:CONTEXT].long()[None]
     for settings in plans:
@@ -108,7 +89,7 @@ def rehearse(plans: Sequence[TrainConfig], material: Material, call: str) -> Non
 
 
 def count(material: Material, order: int) -> Baseline:
-    """The n-gram model of the text to learn, measured on the held-out text."""
+    """Return the n-gram model of the training text, measured on the held-out text."""
     start = time.perf_counter()
     model = NGram(material.train_tokens.tolist(), len(material.tokenizer), order)
     seconds = time.perf_counter() - start
@@ -122,8 +103,7 @@ def count(material: Material, order: int) -> Baseline:
 
 
 def train_one(settings: TrainConfig, material: Material, console: Console, label: str, call: str) -> Outcome:
-    """Train a model, let it write, and look inside. A run that stops by itself gives an outcome with the
-    reason, so that the minutes spent on the other models are not lost.
+    """Train a model, generate a sample, and compute attention maps. A run that stops gives an outcome with the reason.
 
     Raises:
         TrainingInterrupted: Ctrl-C or SIGTERM.
@@ -136,45 +116,34 @@ def train_one(settings: TrainConfig, material: Material, console: Console, label
     except TrainingStopped as error:
         return Outcome(name=name, run=settings.out, failure=str(error))
     cpu = time.process_time() - cpu
-    with console.status(f"{label}: writing a sample, looking inside"):
+    with console.status(f"{label}: generating a sample, computing attention maps"):
         model, tokenizer = load_model(settings.out, call=call)
         sample = write_on(model, tokenizer, material.prompt, settings.seed)
-        maps = look_inside(model, material)
-    trained = Trained(
-        bits_per_char=summary.bits_per_char,
-        parameters=summary.parameters,
-        support=summary.support,
-        train_seconds=clock.seconds,
-        cpu_seconds=cpu,
-        tokens_per_second=clock.steps * settings.per_step * CONTEXT / clock.seconds,
-        prompt=material.prompt,
-        sample=sample,
-        sampled=f"Temperature {TEMPERATURE}, seed {settings.seed}; the coloured part is the prompt, "
-        f"from the held-out text. Every {CONTEXT // 2} characters continue from the {CONTEXT // 2} before.",
-        maps=maps,
+        maps = None
+        with suppress(ArgumentError):  # the model has no weights to show
+            maps = attention_maps(model, material.excerpt_tokens, list(material.excerpt))
+    half = CONTEXT // 2
+    sampled = (
+        f"Temperature {TEMPERATURE}, seed {settings.seed}; the coloured part is the prompt, from the held-out text. "
+        f"Every {half} characters continue from the {half} before."
     )
+    trained = Trained(
+        bits_per_char=summary.bits_per_char, parameters=summary.parameters, support=summary.support,
+        train_seconds=clock.seconds, cpu_seconds=cpu, prompt=material.prompt, sample=sample, sampled=sampled, maps=maps,
+        tokens_per_second=clock.steps * settings.per_step * CONTEXT / clock.seconds,
+    )  # fmt: skip
     return Outcome(name=name, run=settings.out, trained=trained)
 
 
 def write_on(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, seed: int, length: int = SAMPLE
 ) -> str:
-    """`length` characters after the prompt, in pieces of half a context that continue from the half before,
-    since in training a model never looked back further than one context."""
+    """Generate `length` characters after the prompt, in pieces of half a context that continue from the half before,
+    since no model was trained on more than one context."""
     half = CONTEXT // 2
     text = prompt
     for piece in range(-(-length // half)):
         tail = text[-half:]
-        longer = generate_text(
-            model, tokenizer, tail, max_new_tokens=half, temperature=TEMPERATURE, seed=(seed + piece) % SEEDS
-        )
-        text += longer[len(tail) :]
+        how: dict[str, Any] = {"temperature": TEMPERATURE, "seed": (seed + piece) % SEEDS}
+        text += generate_text(model, tokenizer, tail, max_new_tokens=half, **how)[len(tail) :]
     return text[len(prompt) : len(prompt) + length]
-
-
-def look_inside(model: PreTrainedModel, material: Material) -> AttentionMaps | None:
-    """The weights of all heads on the excerpt; None for a mechanism that has no weights to show."""
-    try:
-        return attention_maps(model, material.excerpt_tokens, list(material.excerpt))
-    except ArgumentError:
-        return None

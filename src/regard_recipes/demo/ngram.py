@@ -1,14 +1,13 @@
-"""The baseline that a language model has to beat: counting. An n-gram model with interpolated, modified
-Kneser-Ney smoothing (Kneser and Ney 1995; Chen and Goodman 1999, section 3).
+"""The baseline of the demo: an n-gram model with interpolated, modified Kneser-Ney smoothing (Kneser and Ney 1995; Chen
+and Goodman 1999, section 3).
 
-With c(h x) how often token x followed the context h of length k = n - 1,
+With c(h x) the count of token x after the context h of length k = n - 1,
 
     p_k(x | h) = ( c(h x) - D(c(h x)) + G(h) p_{k-1}(x | h without its first token) ) / sum_y c(h y)
 
-where D takes a little from every count that is not zero, and G(h), the sum of what was taken, is shared out
-by the next shorter context. Below the longest context a count is not how often but after how many different
-tokens the n-gram occurred. p_{-1} is uniform over the vocabulary, so every token has some probability. A
-context that never occurred hands over to the next shorter one.
+where D is the discount of a non-zero count and G(h) the sum of the discounts, shared out by the next shorter context.
+Below the longest context, a count is the number of different tokens before the n-gram. p_{-1} is uniform over the
+vocabulary. A context that never occurred is replaced by the next shorter one.
 """
 
 from __future__ import annotations
@@ -16,17 +15,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from regard.checks import ArgumentError
 
-LEAST = 0.05
-"""Least discount: without any, tokens that never followed a context would have probability zero."""
+LEAST = 0.05  # least discount: with none, tokens that never followed a context would have probability zero
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """Of n-grams of one length: counts by n-gram; their sum and the mass taken from them by context."""
+class _Counts(NamedTuple):
+    """Counts of n-grams of one length; by context their sum and their discounts."""
 
     grams: Counter[tuple[int, ...]]
     total: Counter[tuple[int, ...]]
@@ -35,7 +32,7 @@ class _Counts:
 
 
 class NGram:
-    """Counts of a text, and the probabilities that follow from them.
+    """An n-gram model of a text.
 
     Args:
         tokens: the training text as token ids.
@@ -61,7 +58,7 @@ class NGram:
         self._levels = levels[::-1]  # shortest first
 
     def probability(self, token: int, context: Sequence[int] = ()) -> float:
-        """p(token | the last n - 1 tokens of `context`)."""
+        """Return p(token | the last n - 1 tokens of `context`)."""
         context = tuple(context)
         p = 1.0 / self.vocabulary
         for length, level in enumerate(self._levels[: len(context) + 1]):
@@ -75,7 +72,7 @@ class NGram:
         return p
 
     def loss(self, tokens: Sequence[int]) -> float:
-        """Mean negative log-likelihood in nats of every token but the first, each given all before it.
+        """Return the mean negative log-likelihood in nats of all tokens but the first.
 
         Raises:
             ArgumentError: fewer than two tokens.
@@ -89,11 +86,9 @@ class NGram:
 
 
 def discounts(counts: Counter[int]) -> tuple[float, float, float, float]:
-    """What is taken from counts of 0, 1, 2, and 3 or more, given how many n-grams have each count.
-
-    With n_i n-grams of count i and Y = n_1 / (n_1 + 2 n_2): D_i = i - (i + 1) Y n_{i+1} / n_i (Chen and
-    Goodman 1999, equation 17), held between `LEAST` and i. Where some n_i is zero, one half throughout.
-    """
+    """Return the discounts of counts of 0, 1, 2, and 3 or more: with n_i n-grams of count i and
+    Y = n_1 / (n_1 + 2 n_2), D_i = i - (i + 1) Y n_{i+1} / n_i (Chen and Goodman 1999, equation 17), between `LEAST` and
+    i; one half where some n_i is zero."""
     n = [counts[i] for i in range(5)]
     if not all(n[1:]):
         return 0.0, 0.5, 0.5, 0.5

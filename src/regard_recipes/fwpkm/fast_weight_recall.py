@@ -1,31 +1,36 @@
 """How well a fast-weight memory recalls what it read once, and what it read before it was given other values.
 
-The smallest model that has nothing but a memory: embedding, `nn.FastWeightProductKeyMemory`, output. It reads documents
-of random pairs of tokens (`tasks.CrossDocumentRecall`), each several times, the whole document being one chunk. On the
-first reading it can know nothing; what it knows on the second it wrote in one step. "Fast-weight Product Key Memory"
-calls that step one-step rewriting (section 3.2), but its equation 35 leaves most of the error where several slots are
-read; the released program multiplies the step by their number, and the normalised rule divides by the sum of the
-squared weights, which makes one write exact. Each rule is trained and measured here.
+The model is embedding, `nn.FastWeightProductKeyMemory`, output. It reads documents of random pairs of tokens
+(`tasks.CrossDocumentRecall`), each several times, the whole document being one chunk. What it knows on the second
+reading it wrote in one step, which "Fast-weight Product Key Memory" calls one-step rewriting (section 3.2). The paper's
+equation 35 leaves most of the error where several slots are read; the released program multiplies the step by their
+number, and the normalised rule divides by the sum of the squared weights, which makes one write exact.
 
-Then: fewer slots than pairs need; one reading with smaller chunks, so that the writes come before the questions; who
-wrote the slots that are read; and whether the entropy of section 3.3 keeps clustered queries from few slots.
+Also measured: fewer slots than pairs need; one reading with smaller chunks, so that writes come before questions; who
+wrote the slots that are read; and whether the entropy of section 3.3 spreads clustered queries over more slots.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from regard.checks import ArgumentError, suggestion
-from regard.recipes import Findings, Progress, recipes
+from regard.checks import ArgumentError
 from regard.tasks import CrossDocumentRecall
 
-from ..lib.language_runs import sized
+from ..lib.claims import Claim
+from ..lib.intervals import Estimate, mean_interval, ratio_interval
+from ..lib.pivots import MISSING, Show, first, pivot, stat
+from ..lib.plots import lines
+from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
+from ..lib.results import Results, select
 
-CALL = "reproduce: fast-weight-recall"
+if TYPE_CHECKING:
+    import pandas as pd
+
 REFERENCE, PAPER, NORMALIZED, DETACHED = "reference", "paper", "normalized", "normalized, no meta-gradient"
 RULES: dict[str, dict[str, Any]] = {
     REFERENCE: {"step_rule": "reference"},
@@ -33,169 +38,216 @@ RULES: dict[str, dict[str, Any]] = {
     NORMALIZED: {"step_rule": "normalized"},
     DETACHED: {"step_rule": "normalized", "meta_grad": False},
 }
-"""Name to options of the memory."""
+ROOM, SMALL, CLUSTERED = "room enough", "too few slots", "clustered queries"
+EXACT = (NORMALIZED, REFERENCE)  # rules that should rewrite in one step
+CHANCE = 0.03  # share of right values that counts as chance
+ONCE, REMAPPED = 0.99, 0.95  # least share on the second reading of the first document, and of the second
+HITS = (0.75, 0.95)  # least share of retrieved slots that hold the right value, by the last write and by the last four
+WIDER = 2.0  # times the slots that queries must use with the entropy
 
 
 @dataclass(frozen=True, kw_only=True)
-class FastWeightRecallConfig:
+class FastWeightRecallConfig(RecipeConfig):
     """Train a memory and nothing else to recall pairs, under each rule of writing."""
 
-    out: Path = Path("fast-weight-recall-out")
-    """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
-    size: Literal["quick", "desk", "paper"] = "desk"
-    """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' eight, 'paper' (the
-    paper's memory of 512 x 512 slots, chunks of 512 tokens) an hour or a GPU."""
-    quick: bool = False
-    """The same as --size quick."""
+    seeds: int = 3
+    """Models of each kind."""
     rules: tuple[str, ...] = tuple(RULES)
     """Rules of writing to train with."""
-    sub_keys: int | None = None
+    sub_keys: int = 32
     """Sub-keys of a half; the memory has as many slots as its square."""
-    stress_sub_keys: int | None = None
+    stress_sub_keys: int = 12
     """The same of the memory that is too small."""
-    key_dim: int | None = None
+    key_dim: int = 64
     """Channels of a query, and of a value."""
-    top_k: int | None = None
+    top_k: int = 4
     """Slots that a token reads."""
-    width: int | None = None
+    width: int = 64
     """Width of the model."""
-    keys: int | None = None
+    keys: int = 128
     """Tokens that may be keys; as many may be values."""
-    pairs: int | None = None
+    pairs: int = 64
     """Pairs of a document; a chunk is twice as many tokens."""
-    documents: int | None = None
+    documents: int = 3
     """Documents, one after the other, of the same keys."""
-    reads: int | None = None
+    reads: int = 4
     """Readings of each that are measured; in training there are two."""
-    steps: int | None = None
+    steps: int = 300
     """Optimiser steps."""
-    stress_steps: int | None = None
+    stress_steps: int = 300
     """The same of the memory that is too small."""
-    batch: int | None = None
+    batch: int = 8
     """Examples of a step."""
-    learning_rate: float | None = None
+    learning_rate: float = 3e-3
     """Of AdamW at the start; from there it falls evenly to 0."""
-    examples: int | None = None
+    examples: int = 64
     """Examples that are measured."""
-    address_weight: float | None = None
-    """Of the entropy by which keys move. The paper's 10 is meant for its 512 sub-keys."""
-    device: str | None = None
-    """'cpu', 'cuda', 'mps' or 'auto'. By default the CPU, and 'auto' for the size of the paper."""
-    seeds: int | None = None
-    """Models of each kind."""
-    seed: int = 0
-    """The first of the seeds."""
-    workers: int = 2
-    """Models that are trained at the same time, each in a process with one thread."""
+    address_weight: float = 1.0
+    """Weight of the entropy that moves the keys. The paper's 10 suits its 512 sub-keys."""
 
 
-_TOY = {
-    "sub_keys": 32, "stress_sub_keys": 12, "key_dim": 64, "top_k": 4, "width": 64, "keys": 128, "pairs": 64,
-    "documents": 3, "reads": 4, "batch": 8, "learning_rate": 3e-3, "address_weight": 1.0, "device": "cpu",
-}  # fmt: skip
-SIZES: dict[str, dict[str, Any]] = {
-    "quick": {**_TOY, "steps": 150, "stress_steps": 120, "examples": 16, "seeds": 1},
-    "desk": {**_TOY, "steps": 300, "stress_steps": 300, "examples": 64, "seeds": 3},
-    "paper": {
-        "sub_keys": 512, "stress_sub_keys": 64, "key_dim": 512, "top_k": 8, "width": 256, "keys": 2048, "pairs": 256,
-        "documents": 3, "reads": 4, "batch": 16, "learning_rate": 1e-3, "address_weight": 10.0, "device": "auto",
-        "steps": 1000, "stress_steps": 600, "examples": 64, "seeds": 3,
-    },
-}  # fmt: skip
-"""Size to the numbers that it decides."""
+def task_of(own: FastWeightRecallConfig, **changes: Any) -> CrossDocumentRecall:
+    """Return the task of the measurement, or one with other documents and reads."""
+    numbers: dict[str, Any] = {"documents": own.documents, "reads": own.reads, **changes}
+    return CrossDocumentRecall(own.keys, own.keys, own.pairs, **numbers)
 
 
-@recipes.register("fast-weight-recall")
-class FastWeightRecall:
+@recipe("fast-weight-recall")
+class FastWeightRecall(Recipe):
     """Recall after one reading, after remapping and beyond capacity, under each rule of writing fast weights."""
 
-    Config: ClassVar[type[Any]] = FastWeightRecallConfig
+    Config = FastWeightRecallConfig
+    sizes: ClassVar = {
+        "quick": {"steps": 150, "stress_steps": 120, "examples": 16, "seeds": 1},
+        "paper": {
+            "sub_keys": 512, "stress_sub_keys": 64, "key_dim": 512, "top_k": 8, "width": 256, "keys": 2048,
+            "pairs": 256, "batch": 16, "learning_rate": 1e-3, "address_weight": 10.0, "device": "auto", "steps": 1000,
+            "stress_steps": 600,
+        },
+    }  # fmt: skip
 
-    @staticmethod
-    def run(config: FastWeightRecallConfig, progress: Progress) -> Findings:
-        """See `regard.recipes.Recipe`."""
-        from ..lib.processes import run_calls
-        from .fast_weight_recall_model import measure_collapse, train_and_measure
+    limits: ClassVar = {
+        **dict.fromkeys(("steps", "stress_steps", "batch", "examples", "width", "top_k"), (1, math.inf)),
+        "reads": (2, math.inf), "learning_rate": (1e-9, 1e3),
+    }  # fmt: skip
 
-        config = sized(config, SIZES, CALL)
-        check(config)
-        calls: dict[str, Any] = {
-            f"{kind}, {name}, seed {seed}": partial(train_and_measure, config, name, seed, stress=kind == "too small")
-            for kind, name, seed in runs(config)
-        }
-        calls |= {f"clustered queries, seed {seed}": partial(measure_collapse, seed) for seed in seeds(config)}
-        found = list(run_calls(calls, config.workers, progress).values())
-        count = len(config.rules) * len(seeds(config))
-        rules, small, collapse = found[:count], found[count : -len(seeds(config))], found[-len(seeds(config)) :]
-        progress("drawing")
-        from . import fast_weight_recall_output as output
+    choices: ClassVar = {"rules": tuple(RULES)}
 
-        seen = output.Seen(rules, small, collapse, task(config))
-        used = {each.name: getattr(config, each.name) for each in fields(config)}
-        used |= {"out": str(config.out), "rules": list(config.rules)}
-        data = {
-            "used": used,
-            "runs": [run.record() for run in rules],
-            "stress": [run.record() for run in small],
-            "collapse": collapse,
-        }
-        return Findings(data, output.tables(seen), output.figures(seen), output.notes(seen))
+    def check(self) -> None:
+        import torch
+
+        from ._fast_weight_recall_model import make_model
+
+        own, call = self.config, self.call()
+        try:
+            with torch.device("meta"):
+                for stress in (False, True):
+                    make_model(own, own.rules[0], stress=stress)
+        except ArgumentError as error:
+            raise ArgumentError(f"{call}: {error}") from None
+
+    def cells(self) -> list[Cell]:
+        rules = self.config.rules
+        small = [rule for rule in rules if rule != DETACHED]
+        return [
+            *({"memory": ROOM, "rule": rule} for rule in rules),
+            *({"memory": SMALL, "rule": rule} for rule in small),
+            {"memory": CLUSTERED, "rule": NORMALIZED},
+        ]
+
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        from ._fast_weight_recall_model import measure_collapse, train_and_measure
+
+        if cell["memory"] == CLUSTERED:
+            return measure_collapse(seed)
+        return train_and_measure(self.config, cell["rule"], seed, stress=cell["memory"] == SMALL)
+
+    def claims(self, results: Results) -> list[Claim]:
+        recall = results.select(kind="recall", memory=ROOM)
+        once, runs = once_of(results), results.select(kind="run", memory=ROOM).dropna(subset=["hit_last"])
+        rules, whole = self.config.rules, 4 * self.config.pairs
+        exact = [rule for rule in EXACT if rule in rules]
+
+        def means(rows: pd.DataFrame, by: list[str], value: str = "accuracy") -> dict[str, Estimate]:
+            return {", ".join(map(str, key)): mean_interval(own[value]) for key, own in rows.groupby(by, sort=False)}
+
+        def second(named: list[str], document: int) -> dict[str, Estimate]:
+            return means(select(recall, rule=named, document=document, reading=2), ["rule"])
+
+        rewriting, second_reading = "One-step rewriting", "Share of right values on the second reading of document"
+        single = "Share of right answers about a document that is read once"
+        stored = "Share of the slots that keys retrieve on the second reading: the right value was written"
+        made: list[tuple[str, str, dict[str, Estimate], Any, float, str]] = [
+            ("protocol", "Nothing is known on a first reading", means(select(recall, reading=1), ["rule", "document"]),
+             "below", CHANCE, "Share of right values."),
+            ("section 3.2", rewriting, second(exact, 1), "at least", ONCE, f"{second_reading} 1."),
+            ("section 3.2", f"{rewriting} of other values", second(exact, 2), "at least", REMAPPED,
+             f"{second_reading} 2, whose keys had other values before."),
+            ("section 3.2", f"{rewriting} with equation 35", second([PAPER], 2), "at least", REMAPPED,
+             f"{second_reading} 2; equation 35 moves a slot by its weight alone."),
+            ("protocol", "One reading is enough where writes come before questions",
+             means(once[once["chunk"] < whole], ["rule", "chunk"]), "at least", REMAPPED,
+             f"{single}, by tokens of a chunk."),
+            ("protocol", "One reading is not enough where the whole text is one chunk",
+             means(select(once, chunk=whole), ["rule"]), "below", CHANCE, f"{single}."),
+            ("section 5.1", "Retrieved slots hold what was asked for", means(runs, ["rule"], "hit_last"), "at least",
+             HITS[0], f"{stored} last."),
+            ("section 5.1", "One of the last four writes is what was asked for", means(runs, ["rule"], "hit_four"),
+             "at least", HITS[1], f"{stored} by one of the last four writes."),
+            ("section 3.3", "The entropy of the addresses keeps clustered queries from few slots",
+             widest(results.select(kind="clustered")), "at least", WIDER,
+             "Slots in use, in units of those without the entropy; the largest of all spreads and weights."),
+        ]  # fmt: skip
+        return [Claim("FwPKM", where, wording, found, says, margin, note=note)
+                for where, wording, found, says, margin, note in made if found]  # fmt: skip
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        own, task = self.config, task_of(self.config)
+        recall, runs, clustered = (results.select(kind=kind) for kind in ("recall", "run", "clustered"))
+        named = recall.assign(document="document " + recall["document"].astype(int).astype(str))
+        once = once_of(results)
+        share, worst = (partial(stat, how=how, form="{:.3f}") for how in ("mean", "min"))
+        written: dict[str, Show] = {
+            "last writer": share("hit_last"), "worst seed": worst("hit_last"),
+            "one of the last 4": share("hit_four"), "its worst seed": worst("hit_four"),
+        }  # fmt: skip
+        models: dict[str, Show] = {
+            "slots": first("slots", "{:.0f}"), "learned": first("parameters", "{:,.0f}"),
+            "written": first("fast_weights", "{:,.0f}"), "training": stat("seconds", "mean", "{:.0f} s"),
+        }  # fmt: skip
+        without = select(clustered, weight=0.0).groupby("spread")["coverage"].mean()
+
+        def times(rows: pd.DataFrame) -> str:
+            mean, base = rows["coverage"].mean(), without[rows["spread"].iloc[0]]
+            return f"{mean:.3f} ({mean / base:.1f} times)" if rows["weight"].iloc[0] else f"{mean:.3f}"
+
+        note = f"Share of right values by reading; chance is {task.chance:.3f}. Means; seeds: {own.seeds}."
+        by_document = lambda kind: pivot(  # noqa: E731
+            select(named, memory=kind), ["rule"], {"": by_reading}, "document", note=note
+        )
+        asked = "A document followed by the same document as questions, read once: share of right answers."
+        held = "Share of retrieved slots that hold the right value on the second reading of document 1."
+        moved = "All queries are one point, moved by noise of the spread. Times: of those without entropy."
+        return {
+            "Recall by document and reading": by_document(ROOM),
+            "Recall with too few slots": by_document(SMALL),
+            "One reading, by tokens of a chunk": pivot(once, ["rule"], {"": share("accuracy")}, "chunk", note=asked),
+            "Slots that hold the answer": pivot(runs.dropna(subset=["hit_last"]), ["rule"], written, note=held),
+            "Models": pivot(runs, ["memory", "rule"], models),
+            "Clustered queries: share of the slots in use": pivot(
+                clustered.assign(entropy=clustered["weight"].map("entropy weight {:g}".format)), ["spread"],
+                {"": times}, "entropy", note=moved),
+        }  # fmt: skip
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        recall, clustered = results.select(kind="recall"), results.select(kind="clustered")
+        panels = {
+            f"{kind}, document {document}": select(recall, memory=kind, document=document)
+            for document in range(1, self.config.documents + 1) for kind in (ROOM, SMALL)
+        }  # fmt: skip
+        clustered = clustered.assign(entropy=clustered["weight"].map("weight {:g}".format))
+        return {
+            "recall": lines(panels, "reading", {"accuracy": "share of right values"}, "rule", wrap=2),
+            "clustered": lines({"slots that clustered queries use": clustered}, "spread",
+                               {"coverage": "share of the slots"}, "entropy"),
+        }  # fmt: skip
 
 
-def seeds(config: FastWeightRecallConfig) -> range:
-    """All of them."""
-    return range(config.seed, config.seed + (config.seeds or 1))
+def once_of(results: Results) -> pd.DataFrame:
+    """Return the rows of a single reading, with tokens of a chunk; none if no rule of `EXACT` was trained."""
+    rows = results.select(kind="once")
+    return rows.astype({"chunk": int}) if len(rows) else rows.assign(chunk=0)
 
 
-def runs(config: FastWeightRecallConfig) -> Iterator[tuple[str, str, int]]:
-    """(memory, rule, seed) of every model; without the meta-gradient only where there is room."""
-    for kind in ("room enough", "too small"):
-        for name in config.rules:
-            if kind == "room enough" or name != DETACHED:
-                yield from ((kind, name, seed) for seed in seeds(config))
+def widest(rows: pd.DataFrame) -> dict[str, Estimate]:
+    """Return the largest ratio of slots in use with the entropy to those without it."""
+    found = {
+        f"spread {spread:g}, weight {weight:g}": ratio_interval(own["coverage"], select(each, weight=0.0)["coverage"])
+        for spread, each in rows.groupby("spread") for weight, own in each.groupby("weight") if weight
+    }  # fmt: skip
+    return dict(sorted(found.items(), key=lambda item: -item[1].mean)[:1])
 
 
-def task(config: FastWeightRecallConfig, reads: int | None = None) -> CrossDocumentRecall:
-    """The task with the readings of the measurement, or others."""
-    numbers: Any = config
-    return CrossDocumentRecall(
-        keys=numbers.keys,
-        values=numbers.keys,
-        pairs=numbers.pairs,
-        documents=numbers.documents,
-        reads=numbers.reads if reads is None else reads,
-    )
-
-
-def check(config: FastWeightRecallConfig) -> None:
-    """Every number is in range; nothing is trained.
-
-    Raises:
-        ArgumentError: one is not.
-    """
-    import torch
-
-    from regard.training.device import resolve_device
-
-    from .fast_weight_recall_model import make_model
-
-    if not config.rules:
-        raise ArgumentError(f"{CALL}: --rules names none; give at least one.")
-    for name in config.rules:
-        if name not in RULES:
-            raise ArgumentError(f"{CALL}: --rules: unknown rule {name!r}.{suggestion(name, list(RULES))}")
-    least = {"reads": 2, "steps": 1, "stress_steps": 1, "batch": 1, "examples": 1, "width": 1, "top_k": 1}
-    for name, low in least.items():
-        if getattr(config, name) < low:
-            flag = name.replace("_", "-")
-            raise ArgumentError(f"{CALL}: --{flag} is {getattr(config, name)}, expected {low} or more.")
-    numbers: Any = config
-    if not 0 < numbers.learning_rate < float("inf"):
-        raise ArgumentError(f"{CALL}: --learning-rate is {numbers.learning_rate}, expected a number above 0.")
-    resolve_device(numbers.device, call=CALL)
-    try:
-        with torch.device("meta"):
-            for stress in (False, True):
-                make_model(config, config.rules[0], stress=stress)
-    except ArgumentError as error:
-        raise ArgumentError(f"{CALL}: {error}") from None
+def by_reading(rows: pd.DataFrame) -> str:
+    """Show the shares of all readings."""
+    return " / ".join(f"{mean:.3f}" for mean in rows.groupby("reading")["accuracy"].mean()) or MISSING

@@ -1,317 +1,234 @@
 """What each part of a fast-weight product-key memory is worth: appendix B of its paper at a size for two cores.
 
-Each row of the comparison is the same model, gated delta nets with FwPKM layers, with one part of the memory left out
-or another number of slots read; beside them stand the three rules of writing, dot-product scores, which the paper
-leaves out since they "often result in memory collapsing and loss divergence", and the model without a memory.
-
-Each is trained twice: on text, for its perplexity on held-out text, read in order with the memory carried on as in the
-paper, its gates and its use of the slots there; and on needles in text with the questions for them (`needle_text`),
-for the answers after one to four readings. The paper's models do both at once; at this size a model whose loss counts
-all of the text learns nothing of needles.
+Every model is the same, gated delta nets with FwPKM layers, with one part of the memory left out or another number of
+slots read. Beside them stand the three rules of writing, dot-product scores (which the paper leaves out since they
+"often result in memory collapsing and loss divergence"), and a model without a memory. Each is trained on text and read
+over held-out text in order, with the memory carried on; and trained on needles and asked after one to four readings.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from regard.checks import ArgumentError
-from regard.recipes import Findings, Progress, recipes
+from regard.inspect.gates import layer_name
 
-from ..lib.language_runs import Budget, Corpus, Job, initial_range, run_jobs, sized
+from ..lib.claims import Claim, Says, one
+from ..lib.intervals import Estimate, mean_interval, paired, share_interval, unpaired
+from ..lib.pivots import MISSING, Show, gap, median, pivot
+from ..lib.plots import lines
+from ..lib.recipe import Cell, recipe
+from ..lib.results import Results, select
 from ..long_text.needle_reading import read_and_answer
-from ..long_text.needle_text import FINAL, NeedleWorld, learn_answers, needle_world
 from ..long_text.streaming import Carry, streamed
-from .memory_layouts import Row, Sizes, check_names, row_config
+from .memory_layouts import Row, check_chunk
+from .memory_study import NEEDLES, PAPER, PAPER_SIZE, QUICK, TEXT, MemoryStudy, MemoryStudyConfig, mean
 
-CALL = "reproduce: fwpkm-ablation"
-LAYOUT = "GDN"
-NONE, WHOLE = "no memory", "FwPKM"
-RULES: dict[str, dict[str, Any]] = {
-    "rule: paper": {"step_rule": "paper"},
-    "rule: reference": {"step_rule": "reference"},
-}
+if TYPE_CHECKING:
+    import pandas as pd
+
+NONE, WHOLE, LOOK_AHEAD = "no memory", "FwPKM", "without look-ahead"
 PARTS: dict[str, dict[str, Any]] = {
     "without value norm": {"value_norm": False},
     "without address loss": {"key_update": "mse"},
     "without gating": {"gating": False},
     "without loss weight": {"gate_loss": False},
-    "without look-ahead": {"look_ahead": False},
+    LOOK_AHEAD: {"look_ahead": False},
 }
 WIDER, HEADS, DOT = "1 head, 4 k slots", "4 heads, k slots each", "dot-product scores"
-ON_TEXT, ON_NEEDLES = " on text", " on needles"
-"""After a variant's name, what a run of it was trained on."""
-UNSEEN = 500_000
-"""Added to the seed for needle documents that no model learns from."""
-VARIANTS = (NONE, WHOLE, *RULES, WIDER, HEADS, *PARTS, DOT)
-"""WHOLE is the memory with all its parts and the normalised rule; the others differ from it in what their name says."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    NONE: {}, WHOLE: {}, "rule: paper": {"step_rule": "paper"}, "rule: reference": {"step_rule": "reference"},
+    WIDER: {}, HEADS: {"heads": 4}, **PARTS, DOT: {"score": "dot"},
+}  # fmt: skip
+"""What a variant's memory has that the whole memory (all parts, the normalised rule) has not; WIDER reads 4 k slots."""
+STATISTICS = ("gate", "coverage", "collisions", "kl_uniform")
+CLEAR = 0.01  # nats per token that a part must be worth to matter
+COLLAPSED = 0.5  # share of the whole memory's coverage below which a memory counts as collapsed
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwPKMAblationConfig:
+class FwPKMAblationConfig(MemoryStudyConfig):
     """Leave out one part of a fast-weight product-key memory at a time."""
 
-    out: Path = Path("fwpkm-ablation-out")
-    """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
-    size: Literal["quick", "desk", "paper"] = "desk"
-    """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' twelve, 'paper' (12
-    layers of width 768, 512 x 512 slots at layers 2, 6 and 10) GPUs, days and --data."""
-    quick: bool = False
-    """The same as --size quick."""
-    variants: tuple[str, ...] = VARIANTS
-    """Which memories are trained."""
-    data: Path | None = None
-    """UTF-8 text, a file or a folder. None: the Python manual inside the interpreter."""
-    words: int | None = None
-    """How many words are tokens of their own."""
-    seeds: int | None = None
-    """Models of each kind; they differ in first weights and windows."""
-    seed: int = 0
-    """The first of the seeds."""
-    width: int | None = None
-    """Width of every model."""
-    layers: int | None = None
-    """Layers of every model."""
-    heads: int | None = None
-    """Heads of every mixer."""
-    context: int | None = None
-    """Tokens of a training window, and of a segment."""
-    chunk: int | None = None
-    """Tokens between two writes."""
-    sub_keys: int | None = None
-    """The square root of a memory's slots."""
-    memory_dim: int | None = None
-    """Channels of a memory's keys and values."""
-    top_k: int | None = None
-    """k, slots that a token reads."""
-    address_weight: float | None = None
-    """Of the entropy by which keys move. The paper's 10 is meant for its 512 sub-keys, and throws fewer away."""
-    batch: int | None = None
-    """Windows of a step."""
-    parts: int | None = None
-    """In how many passes a step is made, where its memory is short."""
-    steps: int | None = None
-    """Optimiser steps of each training."""
-    learning_rate: float | None = None
-    """The highest, for all models."""
-    examples: int | None = None
-    """Needle documents that are made, half a window long; a model sees windows of them."""
-    segments: int | None = None
+    variants: tuple[str, ...] = tuple(OPTIONS)
+    """Memories that are trained."""
+    segments: int = 32
     """Windows of held-out text that are read in order."""
-    haystack: int | None = None
-    """Tokens of a haystack."""
-    needles: int | None = None
-    """Needles in it."""
-    digits: int | None = None
-    """Digits of a needle's number, an even count."""
-    questions: int | None = None
-    """Haystacks with a question that each model is asked."""
-    reads: int | None = None
-    """Readings of each, at most."""
-    looks: int | None = None
-    """How often the losses are noted."""
-    dtype: str | None = None
-    """Of the products: float32 or bfloat16."""
-    device: str | None = None
-    """'cpu', 'cuda', 'mps' or 'auto'."""
-    workers: int = 2
-    """Models that are trained at the same time, on one thread each. Changes no number but the times."""
 
 
-_SMALL: dict[str, Any] = {
-    "layers": 2, "parts": 1, "dtype": "float32", "device": "cpu", "seeds": 1, "needles": 5, "digits": 2, "reads": 4,
-    "address_weight": 1.0,
-}  # fmt: skip
-SIZES: dict[str, dict[str, Any]] = {
-    "quick": {
-        **_SMALL, "words": 200, "width": 32, "heads": 2, "context": 128, "chunk": 32, "sub_keys": 16, "memory_dim": 32,
-        "top_k": 4, "batch": 2, "steps": 12, "learning_rate": 3e-3, "examples": 200, "segments": 4, "haystack": 64,
-        "questions": 8, "looks": 2,
-    },
-    "desk": {
-        **_SMALL, "words": 1000, "width": 64, "heads": 2, "context": 256, "chunk": 64, "sub_keys": 32, "memory_dim": 64,
-        "top_k": 8, "batch": 8, "steps": 160, "learning_rate": 4e-3, "examples": 4000, "segments": 32, "haystack": 512,
-        "questions": 96, "looks": 4,
-    },
-    "paper": {
-        "words": 30_000, "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1, "width": 768,
-        "heads": 12, "context": 4096, "chunk": 512, "sub_keys": 512, "memory_dim": 512, "top_k": 8, "batch": 128,
-        "steps": 20_000, "learning_rate": 1e-3, "examples": 100_000, "segments": 256, "haystack": 4000, "needles": 5,
-        "digits": 6, "questions": 500, "reads": 4, "looks": 20, "address_weight": 10.0,
-    },
-}  # fmt: skip
-"""Options by size; the paper's from its tables 1 and 3 and section 4."""
-
-
-@recipes.register("fwpkm-ablation")
-class FwPKMAblation:
+@recipe("fwpkm-ablation")
+class FwPKMAblation(MemoryStudy):
     """A fast-weight product-key memory with one part left out at a time: perplexity, gates, slots in use, needles."""
 
-    Config: ClassVar[type[Any]] = FwPKMAblationConfig
+    Config = FwPKMAblationConfig
+    sizes: ClassVar = {
+        "quick": {**QUICK, "batch": 2, "steps": 12, "segments": 4},
+        "paper": {**PAPER_SIZE, "segments": 256, "questions": 500},
+    }
+    limits: ClassVar = {**MemoryStudy.limits, "segments": (1, math.inf)}
+    choices: ClassVar = {"variants": tuple(OPTIONS)}
+    flag, held_out_windows = "--segments", 16
 
-    @staticmethod
-    def run(config: FwPKMAblationConfig, progress: Progress) -> Findings:
-        """See `regard.recipes.Recipe`."""
-        config = check(config)
-        progress("reading the text")
-        numbers: Any = config
-        world = needle_world(
-            config.data, common=numbers.words, needles=numbers.needles, digits=numbers.digits, call=CALL
-        )
-        runs = run_jobs(jobs(config, world), config.workers, progress)
-        progress("drawing")
-        from . import fwpkm_ablation_output as output
+    def check(self) -> None:
+        own, call = self.config, self.call()
+        super().check()
+        check_chunk(call, own)
+        for name in own.variants:
+            self.model_config(name, 258)
 
-        groups = {
-            kind: {name: [run for run in runs if run.name == f"{name}{kind}"] for name in config.variants}
-            for kind in (ON_TEXT, ON_NEEDLES)
+    def text_length(self) -> int:
+        return int(self.config.context * self.config.segments) + 1
+
+    def cells(self) -> list[Cell]:
+        return [{"memory": name, "task": task} for name in self.config.variants for task in (TEXT, NEEDLES)]
+
+    def model_config(self, variant: str, vocabulary: int) -> Any:
+        """Return the configuration of a variant."""
+        own = self.config
+        depths = (2, 6, 10) if own.layers >= 12 else (own.layers - 1,)
+        memory = {"top_k": 4 * own.top_k} if variant == WIDER else OPTIONS[variant]
+        return self.model(Row("GDN", "none" if variant == NONE else "FwPKM"), vocabulary, depths, depths, **memory)
+
+    def measure(self, cell: Cell, seed: int) -> Iterator[Any]:
+        text, own = self.corpora[TEXT].held_out_tokens, self.config
+        read = partial(read_text, text=text, segment=own.context)
+        ask = partial(answer, asked=self.asked, reads=own.reads)
+        config = self.model_config(cell["memory"], len(self.words))
+        return self.train(cell, seed, config, read if cell["task"] == TEXT else ask)
+
+    def claims(self, results: Results) -> list[Claim]:
+        variants = self.config.variants
+        if WHOLE not in variants:
+            return []
+        seen = by_seed(results, self.config.reads)
+        of = lambda name: select(seen, memory=name)  # noqa: E731
+        compared = lambda how, name, others: {  # noqa: E731
+            other * (len(others) > 1): how(of(name), of(other)) for other in others if {name, other} <= set(variants)
         }
-        data = {
-            "text": {"words": len(world.words), "learned": len(world.learn), "held out": len(world.held_out)},
-            "variants": {name: memory_options(config, name) for name in config.variants},
-            "numbers": {f.name: getattr(config, f.name) for f in fields(config) if f.name in SIZES["paper"]},
-            "runs": [run.record() for run in runs],
-        }
-        seen = output.Seen(groups[ON_TEXT], groups[ON_NEEDLES], digits=numbers.digits, reads=numbers.reads)
-        return Findings(data, output.tables(seen), output.figures(seen), output.notes(seen))
-
-
-def check(config: FwPKMAblationConfig) -> FwPKMAblationConfig:
-    """The config with the numbers of its size, after everything in it was found to be in range.
-
-    Raises:
-        ArgumentError: something is not, or a variant is unknown or named twice.
-    """
-    config = sized(config, SIZES, CALL)
-    check_names(CALL, "--variants", config.variants, VARIANTS)
-    for name in ("words", "examples", "segments", "haystack", "needles", "digits", "questions", "reads"):
-        if getattr(config, name) < 1:
-            raise ArgumentError(f"{CALL}: --{name} is {getattr(config, name)}, expected at least 1.")
-    numbers: Any = config
-    if numbers.context < 2 * numbers.chunk:
-        raise ArgumentError(
-            f"{CALL}: --context {numbers.context} has less than two chunks of {numbers.chunk}: in training nothing "
-            f"that is written would be read; take a smaller --chunk."
-        )
-    budget(config).check(CALL)
-    for name in config.variants:
-        model_config(config, name, 258)
-    return config
-
-
-def budget(config: FwPKMAblationConfig) -> Budget:
-    """What every model is given."""
-    numbers: Any = {f.name: getattr(config, f.name) for f in fields(Budget) if hasattr(config, f.name)}
-    return Budget(**numbers, measured=16 * (config.context or 1))
-
-
-def memory_options(config: FwPKMAblationConfig, variant: str) -> dict[str, Any]:
-    """What a variant's memory has that the whole memory has not."""
-    numbers: Any = config
-    other = {WIDER: {"top_k": 4 * numbers.top_k}, HEADS: {"heads": 4}, DOT: {"score": "dot"}, WHOLE: {}, NONE: {}}
-    return {**other, **RULES, **PARTS}[variant]
-
-
-def model_config(config: FwPKMAblationConfig, variant: str, vocabulary: int) -> Any:
-    """The model of a variant.
-
-    Raises:
-        ArgumentError: sizes that do not fit.
-    """
-    numbers: Any = config
-    depths = (2, 6, 10) if numbers.layers >= 12 else (numbers.layers - 1,)
-    sizes = Sizes(
-        vocabulary=vocabulary,
-        **{name: getattr(numbers, name) for name in ("width", "layers", "heads", "context", "sub_keys", "memory_dim")},
-        chunk=numbers.chunk,
-        slow_depths=depths,
-        fast_depths=depths,
-        mixed_slow=depths,
-        mixed_fast=depths,
-        fast_top_k=numbers.top_k,
-    )
-    row = Row(LAYOUT, "none" if variant == NONE else "FwPKM")
-    made = row_config(row, sizes, initializer_range=initial_range(numbers.width))
-    if variant == NONE:
+        gaps = partial(compared, lambda a, b: paired(a, b, "loss"))
+        more = partial(compared, lambda a, b: unpaired(answered(a), answered(b)))
+        whole, parts = of(WHOLE), [name for name in PARTS if name != LOOK_AHEAD]
+        harm = "Removing look-ahead values yields the most significant harm"
+        told: list[tuple[str, str, str, dict[str, Estimate], Says, str]] = [
+            (TEXT, "section 4", "Writing lowers the loss on text",
+             one(mean_interval(whole["loss"] - whole["frozen"])), "below", "the same memory never written"),
+            (TEXT, "section 4", "A memory lowers the loss on text", gaps(WHOLE, [NONE]), "below", NONE),
+            (NEEDLES, "section 4.3", "The memory answers needles", more(WHOLE, [NONE]), "above", NONE),
+            (TEXT, "appendix B", f"{harm}, to perplexity", gaps(LOOK_AHEAD, parts), "above", "without another part"),
+            (NEEDLES, "appendix B", f"{harm}, to needles", more(LOOK_AHEAD, parts), "below", "without another part"),
+        ]  # fmt: skip
+        how: dict[str, tuple[dict[str, Any], str]] = {
+            TEXT: ({"effect": CLEAR, "digits": 4}, "Nats per token on held-out text, less {}."),
+            NEEDLES: ({}, f"Share of needles answered after {self.config.reads} readings, less {{}}; the interval is "
+                          f"over questions."),
+        }  # fmt: skip
+        made = [Claim(PAPER, where, wording, found, says, 0, note=how[task][1].format(less), **how[task][0])
+                for task, where, wording, found, says, less in told if found]  # fmt: skip
+        if DOT in variants:
+            few = of(DOT)["coverage"].to_numpy() < COLLAPSED * whole["coverage"].to_numpy()
+            note = f"Share of trainings that diverge or use less than {COLLAPSED:g} times the whole memory's slots."
+            wording = "Dot-product scores often result in memory collapsing and loss divergence"
+            poor = one(mean_interval(few | of(DOT)["diverged"]))
+            made.append(Claim(PAPER, "appendix B", wording, poor, "above", note=note))
         return made
-    own = {
-        **made.memory_options["fwpkm"],
-        "address_weight": numbers.address_weight,
-        **memory_options(config, variant),
-    }
-    return row_config(row, sizes, initializer_range=initial_range(numbers.width), memory_options={"fwpkm": own})
 
-
-def jobs(config: FwPKMAblationConfig, world: NeedleWorld) -> list[Job]:
-    """One for every variant and seed.
-
-    Raises:
-        ArgumentError: too little held-out text, or needles that do not fit.
-    """
-    numbers: Any = config
-    length = numbers.context * numbers.segments + 1
-    held_out = torch.tensor(world.held_out[:length], dtype=torch.int32)
-    if len(held_out) < length:
-        raise ArgumentError(
-            f"{CALL}: {len(held_out):,} words of the text are held out, expected {numbers.segments} --segments of "
-            f"{numbers.context}; give fewer, or more --data."
+    def tables(self, results: Results) -> dict[str, Any]:
+        seen, reads = by_seed(results, self.config.reads), self.config.reads
+        values: dict[str, Show] = {
+            "perplexity": perplexity("loss"), f"nats above {WHOLE}": gap("loss", select(seen, memory=WHOLE), 4),
+            "never written": perplexity("frozen"), "mean gate": mean("gate"), "coverage": mean("coverage", "{:.3f}"),
+            "collisions": mean("collisions"), "KL to even use": mean("kl_uniform"),
+            f"needles, {reads} readings": right,
+            "CPU, a step": median("step_cpu_seconds", "{:.0f} ms", 1e3),
+        }  # fmt: skip
+        note = (
+            f"Perplexity on held-out text read in order, the memory carried on; never written: the memory stays as it "
+            f"is made. Coverage: share of the slots that were read; collisions: share of the reads of slots that were "
+            f"read more than once. Means; seeds: {self.config.seeds}."
         )
-    document = numbers.context // 2
-    needle_text = Corpus(
-        world.training_tokens(numbers.examples * document, document, config.seed),
-        world.training_tokens(budget(config).measured, document, UNSEEN + config.seed),
-    )
-    asked = needles(world, numbers.haystack, numbers.questions, config.seed)
-    kinds: dict[str, dict[str, Any]] = {
-        ON_TEXT: {
-            "material": Corpus(torch.tensor(world.learn, dtype=torch.int32), held_out),
-            "measure": partial(read_text, text=held_out, segment=numbers.context),
-        },
-        ON_NEEDLES: {
-            "material": needle_text,
-            "measure": partial(answer, asked=asked, reads=numbers.reads),
-            "prepare": partial(learn_answers, values=world.values, keys=world.keys),
-        },
-    }
-    return [
-        Job(
-            name=f"{name}{kind}",
-            config=model_config(config, name, len(world.words)),
-            budget=budget(config),
-            seed=seed,
-            **given,
-        )
-        for name in config.variants
-        for kind, given in kinds.items()
-        for seed in range(config.seed, config.seed + numbers.seeds)
-    ]
+        chance = f"{self.config.questions} questions a seed. Chance: {10.0**-self.config.digits:.2g}."
+        answers = results.select(kind="answers")
+        return {
+            "What a part is worth": pivot(seen, ["memory"], values, note=note),
+            "Needles by readings": pivot(answers, ["memory"], {"": right}, "readings", note=chance),
+        }
 
+    def figures(self, results: Results) -> dict[str, bytes]:
+        import torch
 
-def needles(world: NeedleWorld, length: int, count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Haystacks [E, L], questions [E, Q] and answers [E, A] of held-out text, int64."""
-    task = world.task(length)
-    examples = task.examples(FINAL + seed, range(count))
-    answers = [world.encode(example.answer) for example in examples]
-    haystacks, questions = ([getattr(example, name) for example in examples] for name in ("haystack", "question"))
-    return torch.tensor(haystacks), torch.tensor(questions), torch.tensor(answers)
+        from regard.inspect.memory_figures import gate_histograms
+
+        looks, answers = results.select(kind="look", task=TEXT), results.select(kind="answers")
+        loss = {"train": "training loss, nats/token", "held_out": "held-out loss, nats/token"}
+        made = {
+            "curves": lines({"text": looks.dropna(subset=list(loss))}, "step", loss, "memory"),
+            "needles": lines({"needles": answers.assign(share=answers["exact"] / answers["asked"])}, "readings",
+                             {"share": "share of right answers"}, "memory"),
+        }  # fmt: skip
+        gates: dict[str, dict[str, Any]] = {}
+        layers = results.select(kind="layer", seed=self.config.seed)
+        for memory, layer, counts in layers[["memory", "layer", "histogram"]].itertuples(index=False):
+            if isinstance(counts, (list, tuple)):
+                own = torch.tensor(counts, dtype=torch.float64)
+                gates.setdefault(memory, {})[layer] = own / own.sum().clamp(min=1)
+        if gates:
+            made["gates"] = gate_histograms(gates, title="Gates on held-out text")
+        return made
 
 
 def read_text(model: Any, text: Tensor, segment: int) -> dict[str, Any]:
-    """What a model makes of a text [T] as a stream of segments, the memory carried on: `text` as streamed, and the loss
-    with the memory `frozen`."""
-    carry = Carry.paper()
-    read = streamed(model, [text], segment, carry, statistics=True)
-    frozen = streamed(model, [text], segment, carry, frozen=True)
-    return {"text": read.record(), "frozen": frozen.loss}
+    """Read a text [T] as a stream of segments, the memory carried on; return the loss, the loss with a memory that is
+    never written, and a row with statistics of each memory layer."""
+    read = streamed(model, [text], segment, Carry.paper(), statistics=True)
+    frozen = streamed(model, [text], segment, Carry.paper(), frozen=True)
+    gates = {layer_name(point): list(counts) for point, counts in read.gates.items()}  # in ten parts of [0, 1]
+    rows = [{"kind": "layer", "layer": layer_name(name), **{key: found.get(key) for key in (*STATISTICS, "reads")},
+             "histogram": gates.get(layer_name(name))} for name, found in read.slots.items()]  # fmt: skip
+    return {"loss": read.loss, "frozen": frozen.loss, "rows": rows}
 
 
 def answer(model: Any, asked: tuple[Tensor, Tensor, Tensor], reads: int) -> dict[str, Any]:
-    """How many answers are exact, by the number of readings."""
+    """Return a row for each number of readings: how many answers are exact, of how many."""
     haystacks, questions, answers = asked
     found = read_and_answer(model, haystacks, questions, answers.shape[1], reads=reads).tokens
-    return {"exact": (found == answers).all(-1).sum(1).tolist(), "asked": len(answers)}
+    exact = enumerate((found == answers).all(-1).sum(1).tolist(), 1)
+    return {"rows": [{"kind": "answers", "readings": i, "exact": n, "asked": len(answers)} for i, n in exact]}
+
+
+def by_seed(results: Results, reads: int) -> pd.DataFrame:
+    """Return a row for each memory and seed: losses on text (NaN if diverged), means of the layers' statistics, and
+    the answers after all readings."""
+    key = ["memory", "seed"]
+    of = lambda columns, **where: results.select(**where).set_index(key)[columns]  # noqa: E731
+    runs = of(["held_out", "loss", "frozen", "step_cpu_seconds"], kind="run", task=TEXT).astype(float)
+    layers = of(list(STATISTICS), kind="layer").astype(float).groupby(level=key, sort=False).mean()
+    runs["loss"] = runs["loss"].where(runs["held_out"].notna())
+    runs["diverged"] = of("held_out", kind="run").isna().groupby(level=key).any()
+    return runs.join(layers).join(of(["exact", "asked"], kind="answers", readings=reads)).reset_index()
+
+
+def answered(rows: pd.DataFrame) -> Estimate:
+    """Return the share of right answers of all seeds together."""
+    return share_interval(int(rows["exact"].sum()), int(rows["asked"].sum()))
+
+
+def right(rows: pd.DataFrame) -> str:
+    """Show the share of right answers."""
+    return f"{answered(rows).mean:.0%}"
+
+
+def perplexity(column: str) -> Show:
+    """Return a function that shows the perplexity of a mean loss."""
+
+    def show(rows: pd.DataFrame) -> str:
+        if column == "frozen" and (rows["memory"] == NONE).all():
+            return MISSING
+        loss = rows[column].mean(skipna=False)
+        return f"{math.exp(loss):.2f}" if loss < 700 else "diverged"
+
+    return show

@@ -1,254 +1,209 @@
 """Two looks into a fast-weight memory: the slots that answer a question about a needle, and the gates over a text.
 
-Section 5 of "Fast-weight Product Key Memory". A haystack is read several times, the memory written once after each;
-then a question is asked, and every slot that is retrieved for the answer's tokens is shown with what its last write
-stored, marked where that is the true next token. And a text is read with smaller chunks than in training, and the gate
-of every memory layer is shown token by token. What the paper says of both is counted here, over many questions and a
-longer text: how many slots hit, what the others hold, and how gates go with the rarity of a token. The first look is
-into a model that learned from needles and questions, the second into one that learned from text (`fwpkm_ablation` says
-why).
+Section 5 of "Fast-weight Product Key Memory". A model that learned needles reads a haystack several times, with one
+write after each reading; every slot that is retrieved for the answer's tokens is shown with what its last write stored.
+A model that learned text reads with smaller chunks than in training; the gate of every memory layer is shown by token.
+What the paper says of both is counted over many questions and a longer text.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
+from ..lib.claims import Claim
+from ..lib.intervals import mean_interval, share_interval
+from ..lib.pivots import pivot
+from ..lib.recipe import Cell, recipe
+from ..lib.results import Results, select
+from ..long_text.needle_text import UNKNOWN
+from ._fwpkm_looks import RARE, WRITERS, case_of, look_at_gates, look_at_slots
+from .memory_layouts import Row
+from .memory_study import NEEDLES, PAPER, PAPER_SIZE, QUICK, TEXT, MemoryStudy, MemoryStudyConfig, mean
 
-from regard.checks import ArgumentError
-from regard.recipes import Findings, Progress, recipes
+if TYPE_CHECKING:
+    import pandas as pd
 
-from ..lib.language_runs import Budget, Corpus, Job, initial_range, run_jobs, sized
-from ..long_text.needle_text import UNKNOWN, NeedleWorld, learn_answers, needle_world
-from .fwpkm_ablation import ON_NEEDLES, ON_TEXT, UNSEEN, needles
-from .memory_layouts import Row, Sizes, row_config
+    from regard.inspect.gates import GateTrace
 
-CALL = "reproduce: fwpkm-case-studies"
-ROW = Row("GDN", "PKM+FwPKM")
-"""The paper's model: gated delta nets, a slow memory between two fast ones."""
+ROW = Row("GDN", "PKM+FwPKM")  # the paper's model: gated delta nets, a slow memory between two fast ones
+MAJORITY = 0.5
+MARGIN = 0.05  # by which two means, two deviations or a rank correlation and 0 must differ to count
+REACH = 4  # words on each side of a writer that tables and pages show
+NOTHING = "the memory lowers no loss on this text, so that gates have nothing to follow (numbers: table Gates)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwPKMCaseStudiesConfig:
+class FwPKMCaseStudiesConfig(MemoryStudyConfig):
     """Train a model with two fast-weight memories, and look at its slots and its gates."""
 
-    out: Path = Path("fwpkm-case-studies-out")
-    """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
-    size: Literal["quick", "desk", "paper"] = "desk"
-    """What is taken where an option is not given: 'quick' needs a minute on two cores, 'desk' five, 'paper' (12 layers
-    of width 768, PKM at layer 6 and FwPKM at 2 and 10) GPUs, days and --data."""
-    quick: bool = False
-    """The same as --size quick."""
-    data: Path | None = None
-    """UTF-8 text, a file or a folder. None: the Python manual inside the interpreter."""
-    words: int | None = None
-    """How many words are tokens of their own."""
-    seeds: int | None = None
+    seeds: int = 2
     """Models that are trained; the first one's case is drawn."""
-    seed: int = 0
-    """The first of the seeds."""
-    width: int | None = None
-    """Width of the model."""
-    layers: int | None = None
-    """Layers of the model."""
-    heads: int | None = None
-    """Heads of every mixer."""
-    context: int | None = None
-    """Tokens of a training window."""
-    chunk: int | None = None
-    """Tokens between two writes in training."""
-    gate_chunk: int | None = None
-    """The same where gates are looked at; the paper takes a sixteenth."""
-    sub_keys: int | None = None
-    """The square root of a memory's slots."""
-    memory_dim: int | None = None
-    """Channels of a memory's keys and values."""
-    top_k: int | None = None
-    """Slots that a token reads."""
-    address_weight: float | None = None
-    """Of the entropy by which keys move. The paper's 10 is meant for its 512 sub-keys, and throws fewer away."""
-    batch: int | None = None
-    """Windows of a step."""
-    parts: int | None = None
-    """In how many passes a step is made, where its memory is short."""
-    steps: int | None = None
-    """Optimiser steps."""
-    learning_rate: float | None = None
-    """The highest."""
-    examples: int | None = None
-    """Needle documents that are made, half a window long; the model sees windows of them."""
-    haystack: int | None = None
-    """Tokens of a haystack."""
-    needles: int | None = None
-    """Needles in it."""
-    digits: int | None = None
-    """Digits of a needle's number, an even count."""
-    questions: int | None = None
-    """Haystacks with a question; the first that is answered rightly is drawn."""
-    reads: int | None = None
-    """Readings before the question."""
-    gate_tokens: int | None = None
+    words: int = 4000
+    layers: int = 4
+    steps: int = 250
+    haystack: int = 192
+    digits: int = 4
+    questions: int = 64
+    """Haystacks with a question; the first that is answered correctly is drawn."""
+    gate_chunk: int = 16
+    """Tokens between two writes where gates are looked at; the paper takes a sixteenth of the training's."""
+    gate_tokens: int = 8000
     """Tokens of held-out text whose gates are counted."""
-    drawn: int | None = None
+    drawn: int = 240
     """Of these, how many are drawn."""
-    looks: int | None = None
-    """How often the losses are noted."""
-    dtype: str | None = None
-    """Of the products: float32 or bfloat16."""
-    device: str | None = None
-    """'cpu', 'cuda', 'mps' or 'auto'."""
-    workers: int = 2
-    """Models that are trained at the same time, on one thread each."""
 
 
-_SMALL: dict[str, Any] = {
-    "layers": 4, "parts": 1, "dtype": "float32", "device": "cpu", "needles": 5, "digits": 4, "reads": 4,
-    "address_weight": 1.0,
-}  # fmt: skip
-SIZES: dict[str, dict[str, Any]] = {
-    "quick": {
-        **_SMALL, "words": 200, "width": 32, "heads": 2, "context": 128, "chunk": 32, "gate_chunk": 8, "sub_keys": 16,
-        "memory_dim": 32, "top_k": 4, "batch": 4, "steps": 30, "learning_rate": 3e-3, "examples": 200, "haystack": 64,
-        "questions": 8, "gate_tokens": 400, "drawn": 200, "looks": 2, "seeds": 1,
-    },
-    "desk": {
-        **_SMALL, "words": 4000, "width": 64, "heads": 2, "context": 256, "chunk": 64, "gate_chunk": 16, "sub_keys": 32,
-        "memory_dim": 64, "top_k": 8, "batch": 8, "steps": 250, "learning_rate": 4e-3, "examples": 4000,
-        "haystack": 192, "questions": 64, "gate_tokens": 8000, "drawn": 240, "looks": 4, "seeds": 2,
-    },
-    "paper": {
-        "words": 30_000, "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1, "width": 768,
-        "heads": 12, "context": 4096, "chunk": 512, "gate_chunk": 32, "sub_keys": 512, "memory_dim": 512, "top_k": 8,
-        "batch": 128, "steps": 20_000, "learning_rate": 1e-3, "examples": 100_000, "haystack": 4000, "needles": 5,
-        "digits": 6, "questions": 100, "reads": 4, "gate_tokens": 100_000, "drawn": 600, "looks": 20,
-        "address_weight": 10.0,
-    },
-}  # fmt: skip
-"""Options by size. "paper" has the sizes of the paper's table 3 and section 5, with the models that
-`streaming_perplexity.SIZES` describes."""
-
-
-@recipes.register("fwpkm-case-studies")
-class FwPKMCaseStudies:
+@recipe("fwpkm-case-studies")
+class FwPKMCaseStudies(MemoryStudy):
     """Slots that answer a needle's question with their hits, and gates over a text: the two case studies of FwPKM."""
 
-    Config: ClassVar[type[Any]] = FwPKMCaseStudiesConfig
-
-    @staticmethod
-    def run(config: FwPKMCaseStudiesConfig, progress: Progress) -> Findings:
-        """See `regard.recipes.Recipe`."""
-        config = check(config)
-        progress("reading the text")
-        numbers: Any = config
-        world = needle_world(
-            config.data, common=numbers.words, needles=numbers.needles, digits=numbers.digits, call=CALL
-        )
-        runs = run_jobs(jobs(config, world), config.workers, progress)
-        progress("drawing")
-        from . import fwpkm_case_studies_output as output
-
-        needled, texts = ([run for run in runs if run.name == f"{ROW.name}{kind}"] for kind in (ON_NEEDLES, ON_TEXT))
-        seen = output.Seen(needled, texts, world.words, numbers.reads, numbers.gate_chunk, numbers.drawn)
-        data = {
-            "text": {"words": len(world.words), "learned": len(world.learn), "held out": len(world.held_out)},
-            "numbers": {f.name: getattr(config, f.name) for f in fields(config) if f.name in SIZES["paper"]},
-            "runs": [run.record() for run in runs],
-        }
-        return Findings(data, output.tables(seen), output.figures(seen), output.notes(seen))
-
-
-def check(config: FwPKMCaseStudiesConfig) -> FwPKMCaseStudiesConfig:
-    """The config with the numbers of its size, after everything in it was found to be in range.
-
-    Raises:
-        ArgumentError: something is not.
-    """
-    config = sized(config, SIZES, CALL)
-    least = {"gate_chunk": 2, "gate_tokens": 2, "drawn": 1}
-    same = ("words", "examples", "haystack", "needles", "digits", "questions", "reads")
-    for name, low in {**dict.fromkeys(same, 1), **least}.items():
-        if getattr(config, name) < low:
-            flag = name.replace("_", "-")
-            raise ArgumentError(f"{CALL}: --{flag} is {getattr(config, name)}, expected at least {low}.")
-    budget(config).check(CALL)
-    model_config(config, 258)
-    return config
-
-
-def budget(config: FwPKMCaseStudiesConfig) -> Budget:
-    """How the model is trained."""
-    numbers: Any = {f.name: getattr(config, f.name) for f in fields(Budget) if hasattr(config, f.name)}
-    return Budget(**numbers, measured=4 * (config.context or 1))
-
-
-def model_config(config: FwPKMCaseStudiesConfig, vocabulary: int) -> Any:
-    """The model: fast memories low and high, a slow one between them.
-
-    Raises:
-        ArgumentError: sizes that do not fit.
-    """
-    numbers: Any = config
-    paper = numbers.layers >= 12
-    fast = (2, 10) if paper else (min(1, numbers.layers - 1), numbers.layers - 1)
-    slow = (6,) if paper else (numbers.layers // 2,)
-    sizes = Sizes(
-        vocabulary=vocabulary,
-        **{name: getattr(numbers, name) for name in ("width", "layers", "heads", "context", "sub_keys", "memory_dim")},
-        chunk=numbers.chunk,
-        slow_depths=slow,
-        fast_depths=fast,
-        mixed_slow=slow,
-        mixed_fast=fast,
-        pkm_top_k=min(32, numbers.sub_keys),
-        fast_top_k=numbers.top_k,
-    )
-    made = row_config(ROW, sizes, initializer_range=initial_range(numbers.width))
-    made.memory_options["fwpkm"]["address_weight"] = numbers.address_weight
-    return made
-
-
-def jobs(config: FwPKMCaseStudiesConfig, world: NeedleWorld) -> list[Job]:
-    """One for every seed.
-
-    Raises:
-        ArgumentError: too little held-out text, or needles that do not fit.
-    """
-    from .fwpkm_case_studies_measure import look_at_gates, look_at_slots
-
-    numbers: Any = config
-    held_out = torch.tensor(world.held_out[: numbers.gate_tokens], dtype=torch.int32)
-    if len(held_out) < numbers.gate_tokens:
-        raise ArgumentError(
-            f"{CALL}: {len(held_out):,} words of the text are held out, expected --gate-tokens "
-            f"{numbers.gate_tokens:,}; give fewer, or more --data."
-        )
-    document = numbers.context // 2
-    learned = torch.tensor(world.learn, dtype=torch.int32)
-    haystacks, questions, answers = needles(world, numbers.haystack, numbers.questions, config.seed)
-    asked = {"haystacks": haystacks, "questions": questions, "answers": answers, "reads": numbers.reads}
-    read = {"text": held_out, "learned": learned, "chunk": numbers.gate_chunk, "unknown": world.words.index(UNKNOWN)}
-    kinds: dict[str, dict[str, Any]] = {
-        ON_NEEDLES: {
-            "material": Corpus(
-                world.training_tokens(numbers.examples * document, document, config.seed),
-                world.training_tokens(budget(config).measured, document, UNSEEN + config.seed),
-            ),
-            "measure": partial(look_at_slots, **asked),
-            "prepare": partial(learn_answers, values=world.values, keys=world.keys),
-        },
-        ON_TEXT: {"material": Corpus(learned, held_out), "measure": partial(look_at_gates, **read)},
+    Config = FwPKMCaseStudiesConfig
+    sizes: ClassVar = {
+        "quick": {**QUICK, "batch": 4, "steps": 30, "gate_chunk": 8, "gate_tokens": 400, "drawn": 200},
+        "paper": {**PAPER_SIZE, "gate_chunk": 32, "questions": 100, "gate_tokens": 100_000, "drawn": 600},
     }
-    return [
-        Job(
-            name=f"{ROW.name}{kind}",
-            config=model_config(config, len(world.words)),
-            budget=budget(config),
-            seed=seed,
-            **given,
+    limits: ClassVar = {
+        **MemoryStudy.limits, "gate_chunk": (2, math.inf), "gate_tokens": (2, math.inf), "drawn": (1, math.inf),
+    }  # fmt: skip
+    flag, held_out_windows = "--gate-tokens", 4
+
+    def check(self) -> None:
+        super().check()
+        self.model_config(258)
+
+    def text_length(self) -> int:
+        return int(self.config.gate_tokens)
+
+    def prepare(self) -> Mapping[str, Any]:
+        return {**super().prepare(), "words": list(self.words)}
+
+    def cells(self) -> list[Cell]:
+        return [{"task": NEEDLES}, {"task": TEXT}]
+
+    def model_config(self, vocabulary: int) -> Any:
+        """Return the configuration: fast memories low and high, a slow one between them."""
+        layers = self.config.layers
+        if layers >= 12:
+            return self.model(ROW, vocabulary, (6,), (2, 10))
+        return self.model(ROW, vocabulary, (layers // 2,), (min(1, layers - 1), layers - 1))
+
+    def measure(self, cell: Cell, seed: int) -> Iterator[Any]:
+        haystacks, questions, answers = self.asked
+        text, own = self.corpora[TEXT], self.config
+        asked = {"haystacks": haystacks, "questions": questions, "answers": answers, "reads": own.reads}
+        read = {"text": text.held_out_tokens, "learned": text.train_tokens, "chunk": own.gate_chunk,
+                "unknown": self.words.index(UNKNOWN)}  # fmt: skip
+        look = partial(look_at_slots, **asked) if cell["task"] == NEEDLES else partial(look_at_gates, **read)
+        return self.train(cell, seed, self.model_config(len(self.words)), look)
+
+    def claims(self, results: Results) -> list[Claim]:
+        slots, gates = (dict(list(layers_of(results, task).groupby("layer", sort=False))) for task in (NEEDLES, TEXT))
+        hits, same = ({name: mean_interval(rows[column]) for name, rows in slots.items()}
+                      for column in ("hits", "same_query"))  # fmt: skip
+        count = {name: int(rows["answered"].sum()) for name, rows in slots.items()}
+        mixed = {name: share_interval(round((rows["mixed"] * rows["answered"]).sum()), count[name])
+                 for name, rows in slots.items() if count[name]}  # fmt: skip
+        by_seed = [rows.set_index("seed") for rows in gates.values()]
+        low, high = by_seed[0], by_seed[-1]
+        selective = {"mean, lower less higher": mean_interval(low["mean"] - high["mean"]),
+                     "deviation, higher less lower": mean_interval(high["deviation"] - low["deviation"])}  # fmt: skip
+        spikes = {"rank correlation": mean_interval(high["correlation"]),
+                  "gate on rare words less on others": mean_interval(high["rare"] - high["common"])}  # fmt: skip
+        untestable = "" if self.config.size == "paper" else NOTHING
+        shown = "Share of the slots that the tokens of all answers retrieve"
+        return [
+            Claim(PAPER, "section 5.1", "The majority of retrieved slots contain the correct target tokens", hits,
+                  "above", MAJORITY, note=f"{shown}: the last write stored the true next token."),
+            Claim(PAPER, "section 5.1", "Incorrect retrievals share the query token", same, "above", MAJORITY,
+                  note=f"{shown} and that miss: their last writer is the same token as the one that asks."),
+            Claim(PAPER, "section 5.1", "Answers are right in spite of slots that miss", mixed, "above", MAJORITY,
+                  note="Share of the right answers with at least one miss; the interval is over questions."),
+            Claim(PAPER, "section 5.2",
+                  "The lower memory keeps its gate open on all tokens, the higher one is selective",
+                  selective if len(by_seed) > 1 else {}, "above", MARGIN, untestable=untestable),
+            Claim(PAPER, "section 5.2", "In the higher memory gates spike on rare names", spikes, "above", MARGIN,
+                  untestable=untestable, note="Rare words instead of names."),
+        ]  # fmt: skip
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        from regard.inspect.slot_trace import slot_table
+
+        own = self.config
+        slots = {"hits, last writer": "hits", f"hits, one of the last {WRITERS}": "hits_of_four",
+                 "weight on hits": "weight", "misses by the same token": "same_query",
+                 "the same by chance": "same_by_chance", "never written": "never",
+                 "right answers with a miss": "mixed"}  # fmt: skip
+        gates = {"mean gate": "mean", "deviation": "deviation", "rank correlation with rarity": "correlation",
+                 f"on the rarest {RARE:.0%}": "rare", "on the others": "common", "rare, first time": "rare_first",
+                 "rare, again": "rare_again"}  # fmt: skip
+        exact = results.select(kind="run", task=NEEDLES)["exact"].mean()
+        note = f"After {own.reads} readings; {exact:.0%} of the answers are right. Means; seeds: {own.seeds}."
+        read = (
+            f"On {own.gate_tokens:,} held-out tokens, written after every {own.gate_chunk}. How rare a token is: -log2 "
+            f"of its share of the text that was learned. Means; seeds: {own.seeds}."
         )
-        for kind, given in kinds.items()
-        for seed in range(config.seed, config.seed + numbers.seeds)
-    ]
+        return {
+            "Retrieved slots": pivot(layers_of(results, NEEDLES), {"layer": "memory"},
+                                     {head: mean(column, "{:.0%}") for head, column in slots.items()}, note=note),
+            "Gates": pivot(layers_of(results, TEXT), {"layer": "memory"},
+                           {head: mean(column) for head, column in gates.items()}, note=read),
+            "One answer, slot by slot": slot_table(self.case(results)[0], reach=REACH),
+        }  # fmt: skip
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        import numpy as np
+        import torch
+
+        from regard.inspect.memory_figures import gate_rarity, gate_text, slot_figure
+
+        case, title = self.case(results)
+        first = select(layers_of(results, TEXT), seed=self.config.seed)
+        bits = np.array(results.select(kind="gates", seed=self.config.seed)["bits"].iloc[0], dtype=float)  # None is NaN
+        return {
+            "slots": slot_figure(case, title=title),
+            "gates": gate_text(self.gates(results, self.config.drawn), title="Gates on held-out text"),
+            "rarity": gate_rarity(self.gates(results), torch.from_numpy(bits), first["correlation"].tolist(),
+                                  title="Gates and how rare a token is"),
+        }  # fmt: skip
+
+    def pages(self, results: Results) -> dict[str, str]:
+        from regard.inspect.memory_page import MemoryPage, render_memory
+
+        case, title = self.case(results)
+        page = MemoryPage(
+            title="What fast-weight memories did",
+            introduction="Every slot that was retrieved for an answer, with what its last write stored; and the gates "
+            "of the memory layers, token by token (the darker, the more is read from memory).",
+            slots={"The slots of one answer": case},
+            gates={"Gates on held-out text": self.gates(results, self.config.drawn)},
+            notes={"The slots of one answer": (f"{title}.",)},
+        )
+        return {"look": render_memory(page, reach=REACH)}
+
+    def case(self, results: Results) -> tuple[Any, str]:
+        """Return the retrieved slots that are drawn, and what they are."""
+        words, row = results.facts["words"], results.select(kind="case", seed=self.config.seed).iloc[0]
+        asked = "".join(words[token] for _, token in row["answers"])
+        said = "".join(words[row["tokens"][position + 1]] for position, _ in row["answers"])
+        how = "correctly" if row["right"] else "wrongly"
+        return case_of(row, words), f"The answer {asked}, given {how} as {said}, after {self.config.reads} readings"
+
+    def gates(self, results: Results, drawn: int | None = None) -> GateTrace:
+        """Return the first model's gates on the text, or on the part that is drawn."""
+        import torch
+
+        from regard.inspect.gates import GateTrace
+
+        layers = select(layers_of(results, TEXT), seed=self.config.seed)
+        tokens = results.select(kind="gates", seed=self.config.seed)["tokens"].iloc[0][:drawn]
+        values = torch.tensor([gates[:drawn] for gates in layers["gates"]])
+        return GateTrace(tuple(f" {results.facts['words'][token]}" for token in tokens), tuple(layers["layer"]), values)
+
+
+def layers_of(results: Results, task: str) -> pd.DataFrame:
+    """Return a row for each memory layer and seed."""
+    return results.select(kind="layer", task=task)

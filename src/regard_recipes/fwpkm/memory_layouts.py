@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from regard.checks import ArgumentError, suggestion
+from regard.checks import ArgumentError
+
+from ..lib.recipe import check_names as check_names  # for the recipes of this folder and of long texts
 
 LAYOUTS = ("GDN", "GDN+SWA", "GDN+FA", "FA", "FA-pSWA")
 MEMORIES = ("none", "PKM", "FwPKM", "PKM+FwPKM", "FwMLP")
@@ -19,28 +21,24 @@ are without that."""
 
 @dataclass(frozen=True)
 class Row:
-    """One model of a comparison.
-
-    Attributes:
-        layout: how its layers mix tokens; memory: one of `MEMORIES`.
-    """
+    """One model of a comparison: how its layers mix tokens, and one of `MEMORIES`."""
 
     layout: str
     memory: str = "none"
 
     @property
     def name(self) -> str:
-        """For people, unique."""
+        """Return a unique name for people."""
         return self.layout if self.memory == "none" else f"{self.layout} | {self.memory}"
 
     @property
     def remembers(self) -> bool:
-        """Whether it has a memory that is written while reading."""
+        """Return whether it has a memory that is written while reading."""
         return "Fw" in self.memory
 
     @property
     def recurrent(self) -> bool:
-        """Whether a mixer has a state of fixed size."""
+        """Return whether a mixer has a state of fixed size."""
         return self.layout.startswith("GDN") or self.layout == LACT
 
 
@@ -75,24 +73,20 @@ class Sizes:
     mlp_hidden: int = 2304
 
 
-def sentence(row: Row, sizes: Sizes) -> str | None:
-    """The memories of a row, as `HybridConfig.memories` has them."""
-    at = lambda name, depths: f"{name}@{','.join(map(str, depths))}"  # noqa: E731
-    found = {
-        "none": None,
-        "PKM": at("PKM", sizes.slow_depths),
-        "FwPKM": at("FwPKM", sizes.fast_depths),
-        "PKM+FwPKM": f"{at('PKM', sizes.mixed_slow)}+{at('FwPKM', sizes.mixed_fast)}",
-        "FwMLP": at("FwMLP", sizes.fast_depths),
-    }
-    return found[row.memory]
+def placed(row: Row, sizes: Sizes) -> str | None:
+    """Return the memories of a row with their depths, as `HybridConfig.memories` has them."""
+    slow, fast = (sizes.mixed_slow, sizes.mixed_fast) if "+" in row.memory else (sizes.slow_depths, sizes.fast_depths)
+    kinds = row.memory.split("+")
+    depths = [",".join(map(str, slow if kind == "PKM" else fast)) for kind in kinds]
+    return None if row.memory == "none" else "+".join(f"{kind}@{at}" for kind, at in zip(kinds, depths, strict=True))
 
 
-def row_config(row: Row, sizes: Sizes, **fields: Any) -> Any:
-    """The configuration of a row.
+def row_config(row: Row, sizes: Sizes, fast: Mapping[str, Any] | None = None, **fields: Any) -> Any:
+    """Return the configuration of a row.
 
     Args:
-        fields: of `HybridConfig`, besides.
+        fast: further options of a FwPKM memory.
+        fields: further fields of `HybridConfig`.
 
     Raises:
         ArgumentError: sizes that do not fit.
@@ -103,71 +97,53 @@ def row_config(row: Row, sizes: Sizes, **fields: Any) -> Any:
     memory = {"key_dim": sizes.memory_dim, "value_dim": sizes.memory_dim, "sub_keys": sizes.sub_keys}
     options = {
         "PKM": {"pkm": {**memory, "heads": sizes.pkm_heads, "top_k": sizes.pkm_top_k}},
-        "FwPKM": {"fwpkm": {**memory, "top_k": sizes.fast_top_k, "chunk_size": sizes.chunk}},
-        "FwMLP": {
-            "fwmlp": {
-                "in_dim": sizes.memory_dim,
-                "value_dim": sizes.memory_dim,
-                "hidden_dim": sizes.mlp_hidden,
-                "chunk_size": sizes.chunk,
-            }
-        },
-    }
+        "FwPKM": {"fwpkm": {**memory, "top_k": sizes.fast_top_k, "chunk_size": sizes.chunk, **(fast or {})}},
+        "FwMLP": {"fwmlp": {"in_dim": sizes.memory_dim, "value_dim": sizes.memory_dim, "hidden_dim": sizes.mlp_hidden,
+                            "chunk_size": sizes.chunk}},
+    }  # fmt: skip
     mixers: dict[str, Any] = {}
     if row.layout.startswith("GDN"):
         mixers = {"gated-deltanet": {"num_heads": sizes.heads, "head_dim": head}}
     if row.layout == LACT:
         mixers = {"lact": {"window": 4 * sizes.chunk, "chunk_size": sizes.chunk}}  # the paper's best preset
     own: dict[str, Any] = {
-        "vocab_size": sizes.vocabulary,
-        "hidden_size": sizes.width,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.heads,
-        "head_dim": head,
-        "intermediate_size": 3 * sizes.width,
-        "max_position_embeddings": sizes.context,
+        "vocab_size": sizes.vocabulary, "hidden_size": sizes.width, "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads, "num_key_value_heads": sizes.heads, "head_dim": head,
+        "intermediate_size": 3 * sizes.width, "max_position_embeddings": sizes.context,
         "mixer_options": mixers or None,
         "memory_options": {k: v for part in row.memory.split("+") for k, v in options.get(part, {}).items()} or None,
-    }
+    }  # fmt: skip
     if row.layout == "GDN+SWA" or row.layout in RESTRICTED:
         own["window"] = sizes.chunk
-    return HybridConfig.layout(row.layout, sentence(row, sizes), **{**own, **fields})
+    return HybridConfig.layout(row.layout, placed(row, sizes), **{**own, **fields})
 
 
 def rows_of(layouts: Sequence[str], memories: Sequence[str], also: Iterable[Row] = ()) -> list[Row]:
-    """Every layout with every memory, and some more, each once."""
+    """Return every layout with every memory, and some more, each once."""
     found = [Row(layout, memory) for layout in layouts for memory in memories]
     return list(dict.fromkeys([*found, *also]))
 
 
-def check_names(call: str, flag: str, names: Sequence[str], known: Sequence[str]) -> None:
-    """Every name is known and named once.
-
-    Raises:
-        ArgumentError: one is not.
-    """
-    if not names:
-        raise ArgumentError(f"{call}: {flag} names nothing; choose from {', '.join(known)}.")
-    for name in names:
-        if name not in known:
-            raise ArgumentError(f"{call}: {flag} names {name!r}, which is unknown.{suggestion(name, known)}")
-        if names.count(name) > 1:
-            raise ArgumentError(f"{call}: {flag} names {name!r} twice; name it once.")
-
-
 def check_sizes(call: str, config: Any) -> None:
-    """The flags that sizes are made of are in range.
+    """Check the options of which sizes are made.
 
     Raises:
         ArgumentError: one is not.
     """
-    least = {"layers": 4, "chunk": 2, "sub_keys": 2, "memory_dim": 2, "context": 2}
-    for name, low in least.items():
+    for name, low in {"layers": 4, "chunk": 2, "sub_keys": 2, "memory_dim": 2, "context": 2}.items():
         if (number := getattr(config, name)) < low:
             raise ArgumentError(f"{call}: --{name.replace('_', '-')} is {number}, expected at least {low}.")
     if config.memory_dim % 2:
         raise ArgumentError(f"{call}: --memory-dim is {config.memory_dim}, expected an even number: keys have halves.")
+    check_chunk(call, config)
+
+
+def check_chunk(call: str, config: Any) -> None:
+    """Check that a context has two chunks.
+
+    Raises:
+        ArgumentError: it has less.
+    """
     if config.context < 2 * config.chunk:
         raise ArgumentError(
             f"{call}: --context {config.context} has less than two chunks of {config.chunk}: nothing that is written "

@@ -1,305 +1,401 @@
-"""What the heads of an ICLM and of a Transformer do: attention sinks, induction, and which token a logit comes from.
+"""Measure what the heads of an ICLM and of a Transformer do: attention sinks, induction, the sources of a logit.
 
-The ICLM paper (section 7) looks at heatmaps of a few prompts and says: attention sinks show in phi alone, always at
-the start token, while the Transformer is less consistent with their place; f weighs its context more evenly; where the
-token to come stands in the context, f's weight on it dominates, at most layers, and phi shows nothing of it; without
-f's feed-forward layers perplexity rises slightly. Here each of these is a number, over held-out text and every head,
-beside what equal weights would give; and the maps are drawn.
-
-Two trainings: on text, ICLM and Transformer of equal size with and without feed-forward layers; and, so that induction
-can be seen forming, small pairs of layers on random blocks that repeat.
+The ICLM paper (section 7) shows heatmaps of a few prompts. Here each of its claims is a number over held-out text and
+all heads, beside what equal weights give. Models of text, ICLM and Transformer of equal size with and without
+feed-forward layers, are trained beside pairs of layers on repeated random blocks, where induction can be seen forming.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from regard.checks import ArgumentError
-from regard.recipes import Findings, Progress, recipes
+from regard.inspect.mechanisms import EPSILON
 
-from ..lib.language_runs import Budget, Corpus, Job, LanguageRun, initial_range, run_jobs, sized
+from ..lib.claims import Claim, Says, one
+from ..lib.intervals import Estimate, exact, mean_interval, paired, unpaired
+from ..lib.language_training import Budget, Corpus, TextConfig, initial_range, run_rows, train_language_model
+from ..lib.pivots import Show, first, label, only, pivot, spread, stat
+from ..lib.plots import dots, lines
+from ..lib.recipe import Cell, Recipe, recipe
+from ..lib.results import Results, select
 
 if TYPE_CHECKING:
-    from ..lib.language_text import LanguageText
+    import pandas as pd
 
-CALL = "reproduce: iclm-mechanisms"
-ICLM, TRANSFORMER = "iclm", "transformer"
-NO_MLP = {ICLM: "iclm-no-f-mlp", TRANSFORMER: "transformer-no-mlp"}
-"""The model without feed-forward layers that the paper sets beside each (table 3)."""
+PAPER, WHERE = "ICLM", "section 7"
+ICLM, TRANSFORMER, ICLM_NO_MLP, TRANSFORMER_NO_MLP = "iclm", "transformer", "iclm-no-f-mlp", "transformer-no-mlp"
 OPTIONS: dict[str, dict[str, Any]] = {
     ICLM: {},
-    NO_MLP[ICLM]: {"f_mlp": "none"},
+    ICLM_NO_MLP: {"f_mlp": "none"},
     TRANSFORMER: {"feed_forward": "gelu"},
-    NO_MLP[TRANSFORMER]: {"feed_forward": "none"},
+    TRANSFORMER_NO_MLP: {"feed_forward": "none"},
 }
-BLOCKS = {
-    "vocabulary": 64,
-    "shortest": 8,
-    "longest": 24,
-    "width": 64,
-    "heads": 2,
-    "context": 64,
-    "batch": 16,
-    "tokens": 400_000,
-    "measured": 4096,
-    "period": 16,
-    "length": 48,
-    "texts": 32,
-}
-"""The task of repeated blocks: lengths of a block in training, the models of two layers, and the texts that are looked
-at, blocks of 16 said three times."""
+EXPLAINED = (ICLM, ICLM_NO_MLP)  # models whose logits are taken apart
+BLOCKS = {"vocabulary": 64, "shortest": 8, "longest": 24, "width": 64, "heads": 2, "context": 64, "batch": 16,
+          "tokens": 400_000, "measured": 4096, "period": 16, "length": 48, "texts": 32}  # fmt: skip
 BLOCK_RATE = 3e-3
+DOMINATES = 0.5  # share of a layer's weight above which the next token dominates
+FORMED, CHANCE = 0.8, 0.1  # induction score of the best head after training, and of any head before
+COPIES = 1.5  # lift over equal weights above which a head copies
+EVEN = 1.25  # ratio of evenness above which f is significantly more balanced
+SLIGHT = 0.05  # share of perplexity up to which a rise is slight
+REPORTED = {ICLM: 1.77 / 1.76 - 1, TRANSFORMER: 1.81 / 1.74 - 1}  # rise on TinyMath, table 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class MechanismsConfig:
+class MechanismsConfig(TextConfig):
     """Train ICLM and Transformers, and measure what their heads do."""
 
-    out: Path = Path("iclm-mechanisms-out")
-    """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
-    size: Literal["quick", "desk", "paper"] = "desk"
-    """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' six, 'paper' (24
-    layers, width 1024, 16 heads, GPT-2 tokens) a GPU and --data."""
-    quick: bool = False
-    """The same as --size quick."""
-    layers: int | None = None
+    layers: int = 4
     """Layers of the models of text, an even number: half as many of phi and of f."""
-    width: int | None = None
+    width: int = 128
     """Width of the models of text."""
-    heads: int | None = None
+    heads: int = 4
     """Heads of every layer."""
     variant: Literal["wv", "full"] = "wv"
     """What f's heads average: wv, of the Transformer's size, as in the paper's heatmaps; or full."""
-    tokenizer: str | None = None
-    """char, byte or gpt2."""
-    context: int | None = None
-    """Tokens that a model sees at once."""
-    batch: int | None = None
-    """Windows of a step."""
-    parts: int | None = None
-    """In how many passes a step is made, where its memory is short."""
-    steps: int | None = None
+    steps: int = 1000
     """Optimiser steps of each model of text."""
-    learning_rate: float | None = None
+    learning_rate: float = 2e-3
     """The highest of the models of text."""
-    block_steps: int | None = None
+    block_steps: int = 2000
     """Optimiser steps of each model of repeated blocks."""
-    measured: int | None = None
+    measured: int = 16_384
     """Held-out tokens that perplexity is measured on."""
-    looks: int | None = None
-    """How often the losses are noted on the way."""
-    texts: int | None = None
-    """Held-out windows on which heads are looked at."""
-    prompts: int | None = None
+    texts: int = 64
+    """Held-out windows on which heads are measured."""
+    prompts: int = 3
     """Prompts that are drawn."""
-    prompt: int | None = None
+    prompt: int = 48
     """Tokens of a prompt."""
-    dtype: str | None = None
-    """float32, or bfloat16 by autocast."""
-    compile: bool | None = None
-    """Train through torch.compile."""
-    seeds: int | None = None
-    """Models of each kind; they differ in first weights and windows."""
-    seed: int = 0
-    """The first of the seeds."""
-    workers: int = 2
-    """Models that are trained at the same time, each in a process with one thread."""
-    device: str | None = None
-    """'cpu', 'cuda', 'mps' or 'auto'. By default the CPU, and 'auto' for the size of the paper."""
-    data: Path | None = None
-    """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
 
 
-_HERE = {"tokenizer": "char", "parts": 1, "dtype": "float32", "compile": False, "device": "cpu"}
-SIZES: dict[str, dict[str, Any]] = {
-    "quick": {
-        **_HERE, "layers": 4, "width": 32, "heads": 2, "context": 48, "batch": 8, "steps": 120, "learning_rate": 4e-3,
-        "block_steps": 150, "measured": 2048, "looks": 3, "texts": 16, "prompts": 1, "prompt": 32, "seeds": 1,
-    },
-    "desk": {
-        **_HERE, "layers": 4, "width": 128, "heads": 4, "context": 64, "batch": 16, "steps": 1000,
-        "learning_rate": 2e-3, "block_steps": 2000, "measured": 16_384, "looks": 4, "texts": 64, "prompts": 3,
-        "prompt": 48, "seeds": 1,
-    },
-    "paper": {
-        "layers": 24, "width": 1024, "heads": 16, "tokenizer": "gpt2", "context": 512, "batch": 32, "parts": 2,
-        "steps": 20_000, "learning_rate": 3e-4, "block_steps": 4000, "measured": 262_144, "looks": 10, "texts": 8,
-        "prompts": 4, "prompt": 64, "seeds": 1, "dtype": "bfloat16", "compile": True, "device": "auto",
-    },
-}  # fmt: skip
-"""Size to the numbers that it decides."""
-
-
-@recipes.register("iclm-mechanisms")
-class Mechanisms:
+@recipe("iclm-mechanisms")
+class Mechanisms(Recipe):
     """Attention sinks, induction heads and the sources of a logit in ICLM and Transformer, claim by claim."""
 
-    Config: ClassVar[type[Any]] = MechanismsConfig
+    Config = MechanismsConfig
+    limits: ClassVar = {"block_steps": (1, math.inf), "texts": (1, math.inf), "prompts": (0, math.inf),
+                        "prompt": (4, math.inf)}  # fmt: skip
+    sizes: ClassVar = {
+        "quick": {"width": 32, "heads": 2, "context": 48, "batch": 8, "steps": 120, "learning_rate": 4e-3,
+                  "block_steps": 150, "measured": 2048, "looks": 3, "texts": 16, "prompts": 1, "prompt": 32},
+        "paper": {"layers": 24, "width": 1024, "heads": 16, "tokenizer": "gpt2", "context": 512, "batch": 32,
+                  "parts": 2, "steps": 20_000, "learning_rate": 3e-4, "block_steps": 4000, "measured": 262_144,
+                  "looks": 10, "texts": 8, "prompts": 4, "prompt": 64, "dtype": "bfloat16", "compile": True,
+                  "device": "auto"},
+    }  # fmt: skip
 
-    @staticmethod
-    def run(config: MechanismsConfig, progress: Progress) -> Findings:
-        """See `regard.recipes.Recipe`."""
-        config = sized(config, SIZES, CALL)
-        check(config)
-        progress("reading the text")
+    def check(self) -> None:
+        from regard.training import TOKENIZERS
+
+        own, call = self.config, self.call()
+        if own.prompt > own.context:
+            raise ArgumentError(f"{call}: --prompt is {own.prompt}, more than the --context of {own.context}.")
+        TOKENIZERS.get(own.tokenizer)
+        self.budget("text").check(call)
+        try:
+            for cell in self.cells():
+                self.model(cell, 100)
+        except ArgumentError as error:
+            raise ArgumentError(f"{call}: --layers, --width or --heads: {error}") from None
+
+    def prepare(self) -> Mapping[str, Any]:
+        import torch
+
         from ..lib.language_text import read_text
+        from ._mechanisms_measures import block_stream, choose_prompts
 
-        numbers: Any = config  # `sized` has filled in every one
-        text = read_text(config.data, numbers.tokenizer, context=numbers.context, measured=numbers.measured, call=CALL)
-        jobs = [*text_jobs(config, text), *block_jobs(config)]
-        runs = run_jobs(jobs, config.workers, progress)
-        count = len(OPTIONS) * numbers.seeds
-        progress("drawing")
-        from . import iclm_mechanisms_figures as figures
-        from . import iclm_mechanisms_output as output
+        own = self.config
+        text = read_text(own.data, own.tokenizer, context=own.context, measured=own.measured, call=self.call())
+        unseen = text.held_out_tokens
+        windows = unseen[: len(unseen) // own.context * own.context].view(-1, own.context)
+        self.windows = windows[:: max(1, len(windows) // own.texts)][: own.texts].clone()
+        self.prompts = choose_prompts(unseen, own.prompt, own.prompts)
+        self.vocabulary, self.words = text.vocabulary, text.words(torch.arange(len(text.tokenizer)))
+        self.words += [""] * (self.vocabulary - len(self.words))
+        lengths = ((BLOCKS["tokens"], own.seed), (2 * BLOCKS["measured"], own.seed + 1))
+        blocks = [block_stream(BLOCKS["vocabulary"], BLOCKS["shortest"], BLOCKS["longest"], *each) for each in lengths]
+        self.corpora = {"text": text.corpus, "blocks": Corpus(*blocks)}
+        return {"text": text.described, "blocks": BLOCKS}
 
-        found = output.Seen(runs[:count], runs[count:])
-        words = word_lists(text, runs[:count])
-        used = {each.name: getattr(config, each.name) for each in fields(config)}
-        used |= {"out": str(config.out), "data": None if config.data is None else str(config.data)}
-        data = {"used": used, "blocks": BLOCKS, "text": text.described, "runs": [run.record() for run in runs]}
-        return Findings(data, output.tables(found), figures.figures(found, words), output.notes(found))
+    def cells(self) -> list[Cell]:
+        models = {"text": OPTIONS, "blocks": (*EXPLAINED, TRANSFORMER)}
+        return [{"task": task, "model": name} for task, names in models.items() for name in names]
+
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        from ._mechanisms_measures import measure_blocks, measure_text
+
+        own, task = self.config, cell["task"]
+        if task == "text":
+            shown = self.prompts if seed == own.seed else []
+            look = partial(measure_text, windows=self.windows, prompts=shown, words=self.words,
+                           from_row=own.context // 4)  # fmt: skip
+        else:
+            given = {name: BLOCKS[name] for name in ("vocabulary", "period", "length", "texts")}
+            look = partial(measure_blocks, **given, seed=seed)
+        config = self.model(cell, self.vocabulary if task == "text" else BLOCKS["vocabulary"])
+        name = f"{cell['model']} on {task}"
+        run = train_language_model(config, self.corpora[task], self.budget(task), seed, name=name, measure=look)
+        return run_rows(run)
+
+    def budget(self, task: str) -> Budget:
+        """Return how the models of a task are trained."""
+        own = self.config
+        if task == "text":
+            return Budget.of(own)
+        return Budget(context=BLOCKS["context"], batch=BLOCKS["batch"], measured=BLOCKS["measured"], looks=8,
+                      steps=own.block_steps, learning_rate=BLOCK_RATE, device=own.device)  # fmt: skip
+
+    def model(self, cell: Cell, vocabulary: int) -> Any:
+        """Return the configuration of an ICLM, or of a GPT-2 with rotary positions."""
+        from regard.models import HybridConfig, ICLMConfig
+
+        text, own = cell["task"] == "text", self.config
+        width, heads = (own.width, own.heads) if text else (BLOCKS["width"], BLOCKS["heads"])
+        common = {
+            "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": own.layers if text else 2,
+            "num_attention_heads": heads, "initializer_range": initial_range(width),
+            "max_position_embeddings": own.context if text else BLOCKS["context"], **OPTIONS[cell["model"]],
+        }  # fmt: skip
+        if cell["model"] in EXPLAINED:
+            return ICLMConfig(**common, variant=own.variant)
+        return HybridConfig(**common, norm="layer")
+
+    def claims(self, results: Results) -> list[Claim]:
+        runs = results.select(kind="run")
+        losses = runs["held_out"].astype(float)
+        lost = runs[~losses.map(math.isfinite)]
+        reason = f"the training of {', '.join(lost['model'] + ' on ' + lost['task'])} diverged" if len(lost) else ""
+        made = [*sink_claims(results), *copy_claims(results), *block_claims(results)]
+        made = [replace(claim, untestable=claim.untestable or reason) for claim in made]
+        text = select(runs.assign(perplexity=losses.map(math.exp)), task="text")
+        for name, bare, what in ((ICLM, ICLM_NO_MLP, "f's"), (TRANSFORMER, TRANSFORMER_NO_MLP, "all")):
+            ratio = paired(select(text, model=bare), select(text, model=name), "perplexity", ratio=True)
+            rise = replace(ratio, mean=ratio.mean - 1, low=ratio.low - 1, high=ratio.high - 1)
+            note = f"{name}: share of perplexity more. The paper: {REPORTED[name]:+.1%} on TinyMath."
+            made.append(Claim(PAPER, f"{WHERE}, table 3", f"Without {what} feed-forward layers perplexity rises "
+                              f"slightly", one(rise), "at most", SLIGHT, SLIGHT, note=note))  # fmt: skip
+        return made
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        heads, layers = heads_of_text(results), ["stream", "layer"]
+        sink: dict[str, Show] = {
+            "column 0": stat("first", "mean", "{:.3f}"), "most": stat("first", "max", "{:.3f}"),
+            "equal weights": first("uniform", "{:.3f}"), "sinks there": sinks("first"), "strongest column": strongest,
+            "sinks": sinks("strongest"), "evenness": stat("even", "mean", "{:.2f}"),
+        }  # fmt: skip
+        copy: dict[str, Show] = {
+            "on the predicted": stat("predicted", "mean", "{:.3f}"),
+            "equal weights": first("predicted_uniform", "{:.3f}"),
+            "lift": stat("predicted_lift", "mean", "{:.2f}"), "best head": stat("predicted_lift", "max", "{:.2f}"),
+            "lift on the following": stat("following_lift", "mean", "{:.2f}"),
+            "best head, following": stat("following_lift", "max", "{:.2f}"),
+        }  # fmt: skip
+        eigenvalues: dict[str, Show] = {
+            "positive eigenvalues": stat("share", "mean", "{:.2f}"), "balance": stat("balance", "mean", "{:+.2f}"),
+            "heads": lambda rows: f"{rows['balance'].min():+.2f} to {rows['balance'].max():+.2f}",
+        }  # fmt: skip
+        parts = {"chance": "{:.2f}", "logit": "{:.3f}", "context": "{:.3f}", "same": "{:.3f}", "feed_forward": "{:.3f}",
+                 "bias": "{:.3f}", "missed": "{:.0e}"}  # fmt: skip
+        titles = {"same": "of it the same token", "feed_forward": "feed-forward", "missed": "parts miss by"}
+        return {
+            "Sinks": pivot(heads, layers, sink, note=(
+                f"Mean weights over rows and texts, over heads and seeds. Column 0: in phi the start token, in f the "
+                f"pair of the first token, in the Transformer the first token. A sink has a mean weight above "
+                f"{EPSILON}. Evenness is 1 for equal weights.")),
+            "Weight on the next token": pivot(heads, layers, copy, note=(
+                "Mean weight on earlier occurrences of the token that the model predicts, where there are any, and the "
+                "lift: that weight over the one that equal weights give. Then the lift for the token that follows.")),
+            "Induction on repeated blocks": block_table(results),
+            "Cost of ablations": ablation_table(results),
+            "Heads of f as maps between tokens": pivot(
+                results.select(kind="eigenvalues"), ["model", "layer"], eigenvalues,
+                note="Of P_h W_e W_e^T: the share of eigenvalues with a positive real part, and their sum over the sum "
+                     "of their sizes; 1 is a head that raises every token it reads."),
+            "Sources of a logit": pivot(
+                results.select(kind="prompt", model=list(EXPLAINED)), ["model", "prompt"],
+                {titles.get(name, name): first(name, form) for name, form in parts.items()},
+                note="Prompts are the first windows of held-out text, without overlap, whose end has occurred in them "
+                     "before, where there are such; the last one is of repeated blocks, with the model of blocks."),
+        }  # fmt: skip
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        from ._mechanisms_figures import prompt_figure
+
+        weights = {"first": "column 0", "strongest": "strongest column"}
+        heads = heads_of_text(results).astype({"layer": int}).rename(columns=weights)
+        heads = heads.assign(layer=heads["stream"] + ", layer " + heads["layer"].astype(str))
+        heads = heads.melt("layer", list(weights.values()), "column", "weight")
+        blocks = results.select(kind=["head", "look"], task="blocks", model=[ICLM, TRANSFORMER])
+        blocks = blocks.astype({"score": float})
+        held_out = {"held_out": "held-out nats per token"}
+        made = {
+            "sinks": dots(heads, "weight", "layer", "column", x_label=f"mean weight of a head; a sink: > {EPSILON}"),
+            "induction": dots(select(blocks, kind="head"), "score", "stream", "when", x_label="induction score"),
+            "curves": lines({"repeated blocks": select(blocks, kind="look")}, "step", held_out, "model"),
+        }
+        for prompt, rows in results.select(kind="prompt", seed=self.config.seed).groupby("prompt", sort=False):
+            name = prompt if prompt == "blocks" else f"prompt-{prompt}"
+            made[name] = prompt_figure({row["model"]: row for row in rows.to_dict("records")}, EXPLAINED)
+        return made
+
+    def notes(self, results: Results) -> list[str]:
+        counts = heads_of_text(results).groupby("stream", sort=False).size()
+        heads = ", ".join(f"{stream} {count}" for stream, count in counts.items())
+        alone = " With one seed nothing is known about other trainings." if self.config.seeds == 1 else ""
+        return [f"Claims about heads rest on these heads of the models of text, over all seeds: {heads}.{alone}"]
 
 
-def check(config: MechanismsConfig) -> None:
-    """Every number is in range and every model can be made; nothing is trained.
-
-    Raises:
-        ArgumentError: one is not.
-    """
-    from regard.training import TOKENIZERS
-
-    numbers: Any = config
-    least = {"block_steps": 1, "texts": 1, "prompts": 0, "prompt": 4}
-    for name, low in least.items():
-        if getattr(config, name) < low:
-            raise ArgumentError(
-                f"{CALL}: --{name.replace('_', '-')} is {getattr(config, name)}, expected {low} or more."
-            )
-    if numbers.prompt > numbers.context:
-        raise ArgumentError(f"{CALL}: --prompt is {numbers.prompt}, more than the --context of {numbers.context}.")
-    TOKENIZERS.get(numbers.tokenizer)
-    budget(config).check(CALL)
-    try:
-        for name in OPTIONS:
-            text_model(config, name, 100)
-    except ArgumentError as error:
-        raise ArgumentError(f"{CALL}: --layers, --width or --heads: {error}") from None
+def heads_of_text(results: Results) -> pd.DataFrame:
+    """Return the rows of the heads of the two whole models of text."""
+    return results.select(kind="head", task="text", model=[ICLM, TRANSFORMER])
 
 
-def budget(config: MechanismsConfig) -> Budget:
-    """How the models of text are trained."""
-    given = {each.name: getattr(config, each.name) for each in fields(Budget) if hasattr(config, each.name)}
-    return Budget(**given)
+def claim(
+    wording: str, found: Estimate | dict[str, Estimate], says: Says, margin: float, note: str, untestable: str = "",
+    digits: int = 3,
+) -> Claim:  # fmt: skip
+    """Return a claim of the paper's section 7."""
+    estimates = one(found) if isinstance(found, Estimate) else found
+    return Claim(PAPER, WHERE, wording, estimates, says, margin, untestable=untestable, note=note, digits=digits)
 
 
-def block_budget(config: MechanismsConfig) -> Budget:
-    """How the models of repeated blocks are trained."""
-    own: Any = {name: BLOCKS[name] for name in ("context", "batch", "measured")}
-    device: Any = config.device
-    return Budget(**own, steps=config.block_steps or 1, learning_rate=BLOCK_RATE, looks=8, device=device)
+def sink_claims(results: Results) -> Iterator[Claim]:
+    """Yield the claims about sinks and evenness."""
+    heads = heads_of_text(results)
+    phi, f, other = (select(heads, stream=stream) for stream in ("phi", "f", TRANSFORMER))
+    sunk, sunk_f, sunk_other = (rows[rows["strongest"] > EPSILON] for rows in (phi, f, other))
+    start, start_other = (over_seeds(rows, lambda own: (own["first"] > EPSILON).mean()) for rows in (sunk, sunk_other))
+    none = "" if len(sunk) else "no head of phi has a sink"
+    no_other = "" if len(sunk_other) else f"none of the Transformer's {len(other)} heads has a sink"
+    yield claim("Sinks of phi always manifest within (at least) the start token", start, "at least", 1,
+                f"Share of the heads with a sink ({len(sunk)} of {len(phi)}) that have one at the start, strongest or "
+                f"not.", none)  # fmt: skip
+    yield claim("f has no sinks", over_seeds(f, lambda own: (own["strongest"] > EPSILON).mean()), "at most", 0,
+                f"Share of f's heads with a sink; the strongest column has mean weight {f['strongest'].max():.2f}.",
+                "" if len(sunk_f) else none)  # fmt: skip
+    yield claim("The place of the Transformer's sinks is less consistent", unpaired(start_other, start), "below", 0,
+                "Share of the sinks at the start, Transformer less phi.", none or no_other)  # fmt: skip
+    for what, column, sign, unit in (
+        ("row by row", "even", 1, "evenness of rows"),
+        ("column by column", "strongest", -1, "mean weight of the strongest column, less is more balanced"),
+    ):
+        more = over_seeds(heads, lambda own: (level(own, "f", column) / level(own, "phi", column)) ** sign)  # noqa: B023
+        means = ", ".join(f"{name} {x:.2f}" for name, x in heads.groupby("stream", sort=False)[column].mean().items())
+        yield claim(f"f's scores are significantly more balanced than phi's, {what}", more, "above", EVEN,
+                    f"How many times as balanced as phi. {unit}: {means}.")  # fmt: skip
 
 
-def text_model(config: MechanismsConfig, name: str, vocabulary: int) -> Any:
-    """The configuration of a model of text."""
-    numbers: Any = config
-    return model_config(
-        name,
-        numbers.variant,
-        vocab_size=vocabulary,
-        hidden_size=numbers.width,
-        num_hidden_layers=numbers.layers,
-        num_attention_heads=numbers.heads,
-        max_position_embeddings=numbers.context,
-        initializer_range=initial_range(numbers.width),
+def copy_claims(results: Results) -> Iterator[Claim]:
+    """Yield the claims about weight on earlier occurrences of a token."""
+    heads = heads_of_text(results)
+    f, unit = (
+        select(heads, stream="f"),
+        "Weight on earlier occurrences of the predicted token, times that of equal weights",
     )
+    lift, lift_phi, lift_other = (over_seeds(heads, lambda own: level(own, stream, "predicted_lift"))  # noqa: B023
+                                  for stream in ("f", "phi", TRANSFORMER))  # fmt: skip
+    yield claim("Heads of f copy", lift, "above", COPIES,
+                f"{unit}; best head {f['predicted_lift'].max():.2f}, Transformer {lift_other.mean:.2f}.")  # fmt: skip
+    more = {f"than {name}": over_seeds(heads, lambda own: level(own, "f", "predicted_lift")
+                                       - level(own, stream, "predicted_lift"))  # noqa: B023
+            for name, stream in (("phi", "phi"), ("the Transformer", TRANSFORMER))}  # fmt: skip
+    yield claim("Heads of f copy more than others", more, "above", 0, f"{unit}, f less others.")
+    layers = ", ".join(f"{x:.2f}" for x in f.groupby("layer")["predicted"].mean())
+    strong = over_seeds(f, lambda own: (own.groupby("layer")["predicted"].mean() > DOMINATES).mean())
+    yield claim("f's weight on the next token dominates at most layers", strong, "above", 0.5,
+                f"Share of layers with a mean weight above {DOMINATES}; it is {layers}.")  # fmt: skip
+    yield claim("phi shows nothing of the next token", lift_phi, "at most", COPIES, f"{unit}.")
 
 
-def model_config(name: str, variant: str, **sizes: Any) -> Any:
-    """An ICLM, or a GPT-2 with rotary positions.
+def block_claims(results: Results) -> Iterator[Claim]:
+    """Yield the claims about induction and about the sources of a logit."""
+    blocks = results.select(kind="head", task="blocks")
+    limits: dict[str, tuple[Says, float]] = {"after": ("at least", FORMED), "before": ("at most", CHANCE)}
+    for when, (says, bound) in limits.items():
+        best = over_seeds(select(blocks, model=ICLM, stream="f", when=when), lambda own: own["score"].max())
+        rival = select(blocks, model=TRANSFORMER, when=when)["score"].max()
+        yield claim(f"Induction heads form in f: the best head {when} training", best, says, bound,
+                    f"Induction score on repeated blocks; the Transformer's best: {rival:.2f}.")  # fmt: skip
+    prompts = results.select(kind="prompt", model=list(EXPLAINED))
+    yield claim("A logit is the sum of what context tokens, feed-forward layers and bias add",
+                exact(prompts["missed"].max()), "at most", 1e-4, "Largest miss of a prompt's parts.",
+                digits=7)  # fmt: skip
+    for name in EXPLAINED:
+        own = select(prompts, model=name).dropna(subset=["same"])
+        direct = exact((own["same"] > own["feed_forward"]).mean())
+        yield claim(f"Weight on a token's embedding in f is directly a high probability of it: {name}", direct, "above",
+                    0.5, f"Share of {len(own)} prompts in which the predicted token's earlier occurrences add more to "
+                    "its logit than the feed-forward layers.",
+                    "" if len(own) else "no predicted token stands in its prompt")  # fmt: skip
 
-    Raises:
-        ArgumentError: sizes that do not fit.
-    """
-    from regard.models import HybridConfig, ICLMConfig
 
-    if name.startswith(ICLM):
-        return ICLMConfig(**sizes, variant=variant, **OPTIONS[name])
-    return HybridConfig(**sizes, norm="layer", **OPTIONS[name])
+def over_seeds(rows: pd.DataFrame, number: Callable[[pd.DataFrame], float]) -> Estimate:
+    """Return a number of each seed's heads: its mean over seeds, exact with one seed, NaN without rows."""
+    values = [float(number(own)) for _, own in rows.groupby("seed")]
+    return mean_interval(values) if len(values) > 1 else exact(values[0] if values else math.nan)
 
 
-def text_jobs(config: MechanismsConfig, text: LanguageText) -> list[Job]:
-    """Every model of text with every seed; the first seed's are shown the prompts."""
-    from .iclm_mechanisms_measure import choose_prompts, look_at_text
+def level(heads: pd.DataFrame, stream: str, column: str) -> float:
+    """Return the mean over a stream's heads."""
+    return float(select(heads, stream=stream)[column].mean())
 
-    numbers: Any = config
-    unseen = text.held_out_tokens
-    windows = unseen[: len(unseen) // numbers.context * numbers.context].view(-1, numbers.context)
-    every = max(1, len(windows) // numbers.texts)
-    windows = windows[::every][: numbers.texts].clone()
-    prompts = choose_prompts(unseen, numbers.prompt, numbers.prompts)
-    return [
-        Job(
-            name=name,
-            config=text_model(config, name, text.vocabulary),
-            material=text,
-            budget=budget(config),
-            seed=seed,
-            measure=partial(
-                look_at_text,
-                windows=windows,
-                prompts=prompts if seed == config.seed else [],
-                from_row=numbers.context // 4,
-            ),
+
+def sinks(column: str) -> Show:
+    """Return a function that shows how many heads have a sink."""
+    return lambda rows: f"{(rows[column] > EPSILON).sum()} of {len(rows)}"
+
+
+def strongest(rows: pd.DataFrame) -> str:
+    """Return the mean weight and the place of the strongest column of a layer."""
+    best = rows.loc[rows["strongest"].astype(float).fillna(-1).idxmax()]
+    return f"{best['strongest']:.3f} in {best['place']:.0f}"
+
+
+def block_table(results: Results) -> Any:
+    """Return a table with a row for each stream on repeated blocks."""
+    rows = results.select(task="blocks", model=[ICLM, TRANSFORMER])
+    right = ["accuracy_before", "accuracy_after"]
+    heads = select(rows, kind="head").drop(columns=right)
+    heads = heads.merge(select(rows, kind="run")[["model", "seed", *right]], "left", ["model", "seed"])
+    values: dict[str, Show] = {
+        "best before": only(stat("score", "max", "{:.3f}"), when="before"),
+        "heads after": only(lambda own: ", ".join(f"{score:.3f}" for score in own["score"]), when="after"),
+        "best after": only(stat("score", "max", "{:.3f}"), when="after"), "equal weights": first("uniform", "{:.3f}"),
+        "right before": stat(right[0], "mean", "{:.1%}"), "right after": stat(right[1], "mean", "{:.1%}"),
+    }  # fmt: skip
+    return pivot(heads, ["model", "stream"], values, note=(
+        "Mean weight on the token one period before the next one, for every head, layer by layer, seed by seed; and "
+        "how often the model then predicts the next token. The Transformer has two layers, ICLM one of phi and one of "
+        "f."))  # fmt: skip
+
+
+def ablation_table(results: Results) -> Any:
+    """Return a table with a row for each model of text."""
+    frame = results.select(task="text")
+    frame = frame.assign(perplexity=frame["held_out"].astype(float).map(lambda x: math.exp(min(x, 700))))
+
+    def by(key: str, value: str, form: str) -> Show:
+        return lambda rows: "; ".join(
+            f"{label(name)} {x:{form}}" for name, x in rows.groupby(key, sort=False)[value].mean().items()
         )
-        for name in OPTIONS
-        for seed in range(config.seed, config.seed + numbers.seeds)
-    ]
 
+    def dearest(rows: pd.DataFrame) -> str:
+        head = rows.loc[rows["cost"].astype(float).fillna(-1).idxmax()]
+        return f"{head['stream']} {head['layer']:.0f}.{head['head']:.0f} {head['cost']:+.3f}"
 
-def block_jobs(config: MechanismsConfig) -> list[Job]:
-    """A pair of layers of each kind on repeated blocks, with every seed."""
-    from .iclm_mechanisms_measure import block_stream, look_at_blocks
-
-    own = BLOCKS
-    stream = [
-        block_stream(own["vocabulary"], own["shortest"], own["longest"], length, seed)
-        for length, seed in ((own["tokens"], config.seed), (2 * own["measured"], config.seed + 1))
-    ]
-    material = Corpus(*stream)
-    sizes = {
-        "vocab_size": own["vocabulary"],
-        "hidden_size": own["width"],
-        "num_hidden_layers": 2,
-        "num_attention_heads": own["heads"],
-        "max_position_embeddings": own["context"],
-        "initializer_range": initial_range(own["width"]),
+    values = {
+        "parameters": only(first("parameters", "{:,.0f}"), kind="run"),
+        "perplexity": only(spread("perplexity"), kind="run"),
+        "equal weights in": only(by("stream", "cost", "+.3f"), kind="equal weights"),
+        "dearest head": only(dearest, kind="head"),
+        "lens after each f block": only(by("layer", "loss", ".3f"), kind="lens"),
     }
-    look = {"vocabulary": own["vocabulary"], "period": own["period"], "length": own["length"], "count": own["texts"]}
-    return [
-        Job(
-            name=f"{name} on blocks",
-            config=model_config(name, config.variant, **sizes),
-            material=material,
-            budget=block_budget(config),
-            seed=seed,
-            measure=partial(look_at_blocks, **look, seed=seed),
-        )
-        for name in (ICLM, NO_MLP[ICLM], TRANSFORMER)
-        for seed in range(config.seed, config.seed + (config.seeds or 1))
-    ]
-
-
-def word_lists(text: LanguageText, runs: Sequence[LanguageRun]) -> dict[int, str]:
-    """The text of every token that a prompt holds or a model predicts there."""
-    import torch
-
-    used = {
-        token for run in runs for prompt in run.extra["prompts"] for token in (*prompt["tokens"], prompt["predicted"])
-    }
-    ids = sorted(used)
-    return dict(zip(ids, text.words(torch.tensor(ids)), strict=True))
+    return pivot(frame, ["model"], values, note="Nats per token more than the whole model has on the windows on which "
+                 "heads are measured. Lens: nats per token if the model ended there.")  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,34 +12,38 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from regard.grammar import Spec
 from regard.inspect.figures import COLOURS, line_style, png
 
-from .kernel_zoo import Product, Shape
+from .kernel_zoo import plane
 
-GREY = ("#bdbdbd", "#dedede", "#ffffff")
-"""Background where one, two, three keys have a weight."""
+GREY = ("#bdbdbd", "#dedede", "#ffffff")  # background where one, two, three keys have a weight
+FINE = 8  # times as many points a side as the plane has, where the edges of the support are looked for
+# What the adaptive rule makes of the named powers, for the titles.
 ENTMAX = {"epanechnikov": "sparsemax", "biweight": "1.5-entmax", "triweight": "4/3-entmax"}
-"""What the adaptive rule makes of the named powers, for the titles."""
 
 
-def kernels(shapes: Sequence[Shape]) -> bytes:
-    """Every kernel above, its slope below: those of distance together, those of the score each by itself."""
-    near = [s for s in shapes if s.over == "distance"]
-    far = [s for s in shapes if s.over != "distance"]
+numbers = partial(np.array, dtype=float)  # stored numbers as an array; None is NaN
+
+
+def kernels(shapes: Sequence[Any]) -> bytes:
+    """Draw every kernel above its slope: those of the distance together, those of the score each by itself."""
+    near, far = ([row for row in shapes if (row.over == "distance") == close] for close in (True, False))
     figure = Figure(figsize=(6.0 + 2.9 * len(far), 6.4), dpi=120, layout="constrained")
     grid: Any = figure.subplots(2, 1 + len(far), width_ratios=[2, *[1] * len(far)], squeeze=False)
-    for place, shape in enumerate(near):
+    for place, row in enumerate(near):
         colour, style = line_style(place)
-        label = " = ".join(shape.names)
-        for axes, y in zip(grid[:, 0], (shape.value, shape.slope), strict=True):
-            axes.plot(shape.x, y, color=colour, linestyle=style, linewidth=1.8, label=label)
+        for axes, y in zip(grid[:, 0], (row.value, row.slope), strict=True):
+            axes.plot(row.x, numbers(y), color=colour, linestyle=style, linewidth=1.8, label=row.kernel)
     grid[0, 0].set(title="of the distance, each of mass 1", ylabel="K(u)")
     grid[1, 0].set(xlabel="distance u", ylabel="slope K'(u)", ylim=(-2.2, 2.2))
-    for column, shape in enumerate(far, start=1):
-        for axes, y in zip(grid[:, column], (shape.value, shape.slope), strict=True):
-            axes.plot(shape.x, y, color=COLOURS[0], linewidth=1.8)
-            _bounded(axes, np.asarray(y))
-        grid[0, column].set(title=" = ".join(shape.names), ylabel="K(z)")
+    for column, row in enumerate(far, start=1):
+        for axes, y in zip(grid[:, column], (row.value, row.slope), strict=True):
+            axes.plot(row.x, numbers(y), color=COLOURS[0], linewidth=1.8)
+            size = np.abs(numbers(y))
+            if np.nanmax(size) > 20 * max(np.nanquantile(size, 0.75), 1e-12):
+                axes.set_yscale("log")  # what grows without bound would flatten the rest
+        grid[0, column].set(title=row.kernel, ylabel="K(z)")
         grid[1, column].set(xlabel="score z", ylabel="slope K'(z)")
     for axes in grid.flat:
         _plain(axes)
@@ -46,53 +51,38 @@ def kernels(shapes: Sequence[Shape]) -> bytes:
     return png(figure)
 
 
-def _bounded(axes: Axes, y: np.ndarray) -> None:
-    """Let what grows without bound leave the panel instead of flattening the rest."""
-    largest, common = float(np.nanmax(np.abs(y))), float(np.nanquantile(np.abs(y), 0.75))
-    if largest > 20 * max(common, 1e-12):
-        axes.set_yscale("log")
-
-
-def planes(products: Sequence[Product]) -> bytes:
-    """The weight of the first of the scores [0, u1, u2] over the plane, with the edges of the support."""
+def planes(products: Sequence[Any]) -> bytes:
+    """Draw the weight of the first of the scores [0, u1, u2] over the plane, with the edges of the support."""
     images: list[Any] = []
 
-    def draw(axes: Axes, product: Product) -> None:
-        assert product.plane is not None
-        support = product.edges().numpy()
-        edge, weight = product.edge, product.plane.numpy()
-        side = np.linspace(-edge, edge, len(support))
-        image = axes.imshow(
-            weight, origin="lower", extent=(-edge, edge, -edge, edge), cmap="cividis", vmin=0, vmax=1, aspect="equal"
-        )
-        images.append(image)
+    def draw(axes: Axes, row: Any) -> None:
+        edge, weight = row.edge, numbers(row.plane)
+        fine = FINE * len(weight)
+        support = (plane(Spec.parse(row.spec), edge, row.unit, fine) != 0).sum(-1).numpy()
+        extent = (-edge, edge, -edge, edge)
+        images.append(axes.imshow(weight, origin="lower", extent=extent, cmap="cividis", vmin=0, vmax=1))
         if weight.min() == weight.max():
             axes.text(0, 0, f"{weight.min():g} everywhere", color="white", ha="center", va="center", fontsize=8)
         if support.min() < support.max():
+            side = np.linspace(-edge, edge, fine)
             axes.contour(side, side, support, levels=[1.5, 2.5], colors="white", linewidths=1.0, linestyles=[":", "-"])
         axes.set(xlabel="u1", ylabel="u2")
 
     figure = _multiples(products, draw, 2.35)
-    marks = [
-        Line2D([], [], color="#777777", linestyle="-", label="three keys | two keys have weight"),
-        Line2D([], [], color="#777777", linestyle=":", label="two keys | one key has weight"),
-    ]
+    edges = {"-": "three keys | two keys have weight", ":": "two keys | one key has weight"}
+    marks = [Line2D([], [], color="#777777", linestyle=style, label=label) for style, label in edges.items()]
     figure.legend(handles=marks, loc="outside lower left", frameon=False, ncols=2)
-    figure.colorbar(
-        images[0], ax=figure.axes, location="right", shrink=0.4, aspect=30,
-        label="weight of the key with score 0, among scores [0, u1, u2]",
-    )  # fmt: skip
+    label = "weight of the key with score 0, among scores [0, u1, u2]"
+    figure.colorbar(images[0], ax=figure.axes, location="right", shrink=0.4, aspect=30, label=label)
     return png(figure)
 
 
-def lines(products: Sequence[Product]) -> bytes:
-    """The weights of the scores (t, 0, -t) with their slopes; the background says how many keys have weight."""
+def lines(products: Sequence[Any]) -> bytes:
+    """Draw the weights of the scores (t, 0, -t) and their slopes; the background says how many keys have weight."""
 
-    def draw(axes: Axes, product: Product) -> None:
-        assert product.line is not None
-        assert product.slopes is not None
-        t = np.linspace(-product.edge, product.edge, len(product.line))
-        weights, slopes = product.line.numpy(), product.slopes.numpy()
+    def draw(axes: Axes, row: Any) -> None:
+        weights, slopes = numbers(row.line), numbers(row.slopes)
+        t = np.linspace(-row.edge, row.edge, len(weights))
         count = (weights != 0).sum(-1)
         for size in (1, 2):
             axes.fill_between(t, 0, 1, where=count == size, color=GREY[size - 1], linewidth=0, step="mid",
@@ -115,9 +105,10 @@ def lines(products: Sequence[Product]) -> bytes:
     return png(figure)
 
 
-def _multiples(products: Sequence[Product], draw: Callable[[Axes, Product], None], size: float) -> Figure:
-    """One panel a product: rules down and kernels across, then the kernels that know one rule only."""
-    alive = [p for p in products if p.line is not None]
+def _multiples(products: Sequence[Any], draw: Callable[[Axes, Any], None], size: float) -> Figure:
+    """Return a figure with a panel for each product: rules down and kernels across, then the kernels that know one
+    rule only."""
+    alive = [p for p in products if not p.reason]
     many = list(dict.fromkeys(p.kernel for p in alive if sum(q.kernel == p.kernel for q in alive) > 1))
     rules = list(dict.fromkeys(p.rule for p in alive if p.kernel in many))
     single = [p for p in alive if p.kernel not in many]
@@ -126,26 +117,23 @@ def _multiples(products: Sequence[Product], draw: Callable[[Axes, Product], None
     figure = Figure(figsize=(size * columns + 1.2, (size + 0.35) * rows + 0.5), dpi=110, layout="constrained")
     grid: Any = figure.subplots(rows, columns, squeeze=False)
     places = {(p.kernel, p.rule): p for p in products}
-    for row, rule in enumerate(rules):
-        for column, kernel in enumerate(many):
-            _panel(grid[row, column], places[kernel, rule], draw)
-    rest = list(grid[len(rules) :].flat)
-    for axes, product in zip(rest, single, strict=False):
+    shown = [places[kernel, rule] for rule in rules for kernel in many] + single
+    for axes, product in zip(grid.flat, shown, strict=False):
         _panel(axes, product, draw)
-    for axes in rest[len(single) :]:
+    for axes in grid.flat[len(shown) :]:
         axes.set_axis_off()
     return figure
 
 
-def _panel(axes: Axes, product: Product, draw: Callable[[Axes, Product], None]) -> None:
+def _panel(axes: Axes, product: Any, draw: Callable[[Axes, Any], None]) -> None:
     named = ENTMAX.get(product.kernel) if product.rule == "adaptive" else None
     numbers = product.spec.partition("(")[2].partition(")")[0] if product.rule in product.spec else ""
-    more = [named, numbers, f"scores × {product.unit:g}" if product.unit != 1 else None]
+    more = [named, numbers, f"scores × {product.unit:g}" if not product.reason and product.unit != 1 else None]
     said = ", ".join(part for part in more if part)
     title = f"{product.kernel} × {product.rule}" + (f"\n({said})" if said else "")
     axes.set_title(title, fontsize=9)
     axes.tick_params(labelsize=7)
-    if product.line is None:
+    if product.reason:
         axes.text(0.5, 0.5, "no meaning", ha="center", va="center", transform=axes.transAxes, color="#777777")
         axes.set(xticks=[], yticks=[])
         axes.spines[:].set_visible(False)

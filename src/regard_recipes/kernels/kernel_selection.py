@@ -1,30 +1,30 @@
 """The ten kernels of the kernel-selection paper's Table 1 as the attention of equal language models.
 
 The paper (section 7) trains a small Transformer on characters and reports results without numbers. Here every kernel is
-trained normalised and not, on the same windows from the same seeds; in the form that is its default also with q = k;
-and the steepest with q = k on earlier tokens only, since a token is most similar to itself. Two baselines say what a
-loss is worth: a bigram model, and attention that weighs the whole past equally.
+trained normalised and not, on the same windows; its default form also with q = k, and the steepest with q = k on
+earlier tokens only, since a token is most similar to itself. The baselines are a bigram model and attention with equal
+weights on the whole past.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from regard import Spec
-from regard.checks import ArgumentError, suggestion
+from regard.checks import ArgumentError
 
-from ..lib.claims import Claim, one
-from ..lib.intervals import exact, mean_interval, paired
-from ..lib.language_runs import initial_range
-from ..lib.language_training import Budget, Corpus, run_rows, train_language_model
-from ..lib.pivots import Show, first, gap, median, pivot, spread
+from ..lib.claims import Claim, Says, one
+from ..lib.intervals import Estimate, exact, mean_interval, paired
+from ..lib.language_training import Budget, Corpus, LanguageConfig, initial_range, run_rows, train_language_model
+from ..lib.pivots import Show, gap, median, pivot, spread
 from ..lib.plots import dots, lines
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
+from ..lib.recipe import Cell, Recipe, check_names, recipe
 from ..lib.results import Results, select
-from .shared_query_key import memory_bytes
+from .shared_query_key import CACHED, memory_bytes, memory_columns
 
 # The kernels of Table 1, in its order; "exponential" is the preset softmax, the others have their own names.
 KERNELS = ("exponential", "linear", "geometric", "cosine", "shift-cosine", "rbf", "clipped-geometric", "relu",
@@ -32,13 +32,12 @@ KERNELS = ("exponential", "linear", "geometric", "cosine", "shift-cosine", "rbf"
 MEAN = "mean of the past"  # the baseline of equal weights
 NORMALISED, PLAIN = "normalised", "not normalised"
 APART, SHARED, EARLIER = "apart", "q = k", "q = k, earlier tokens only"
-CACHED = 512  # tokens in the cache whose bytes are counted
 RISE = 0.05  # nats by which a training loss may rise between looks, whose windows differ, and count as falling
 MARGINAL = 0.02  # nats per character that "marginally better" is taken to mean
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelSelectionConfig(RecipeConfig):
+class KernelSelectionConfig(LanguageConfig):
     """Train the ten kernels of the kernel-selection paper, normalised and not, with queries apart and q = k."""
 
     seeds: int = 3
@@ -55,20 +54,13 @@ class KernelSelectionConfig(RecipeConfig):
     """Width of every model."""
     heads: int = 4
     """Heads of every layer."""
-    context: int = 64
-    """Characters that a model sees at once."""
     batch: int = 8
-    """Windows of a step."""
     steps: int = 450
-    """Optimiser steps of each model."""
+    looks: int = 6
     learning_rate: float = 3e-3
     """The highest; after 5 % of the steps it falls along a cosine to a tenth."""
     measured: int = 8192
     """Held-out characters that the loss is measured on."""
-    looks: int = 6
-    """How often the losses are noted."""
-    dtype: str = "float32"
-    """Of the products: float32 or bfloat16."""
 
 
 def spec_of(kernel: str, weights: str | None = None) -> Spec:
@@ -98,14 +90,11 @@ class KernelSelection(Recipe):
         },
     }  # fmt: skip
 
+    choices: ClassVar = {"kernels": KERNELS}
+
     def check(self) -> None:
-        for flag, names in (("--kernels", self.config.kernels), ("--earlier", self.config.earlier)):
-            for name in names:
-                if name not in KERNELS:
-                    raise ArgumentError(f"{self.call()}: {flag} names no kernel of Table 1: {name!r}."
-                                        f"{suggestion(name, KERNELS)}")  # fmt: skip
-                if names.count(name) > 1:
-                    raise ArgumentError(f"{self.call()}: {flag} names {name!r} twice; name every kernel once.")
+        if self.config.earlier:
+            check_names(self.call(), "--earlier", self.config.earlier, KERNELS)
         if "exponential" not in self.config.kernels:
             raise ArgumentError(f"{self.call()}: --kernels lacks exponential, to which all others are compared.")
         self.budget().check(self.call())
@@ -133,12 +122,13 @@ class KernelSelection(Recipe):
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         config = self.model_config(cell, self.vocabulary)
-        run = train_language_model(config, self.corpus, self.budget(), seed, name=str(cell), measure=self.memory)
+        memory = partial(memory_bytes, batch=self.config.batch, context=self.config.context)
+        run = train_language_model(config, self.corpus, self.budget(), seed, name=str(cell), measure=memory)
         return run_rows(run)
 
     def budget(self) -> Budget:
         """Return what every model is given."""
-        return Budget(**{f.name: getattr(self.config, f.name) for f in fields(Budget) if hasattr(self.config, f.name)})
+        return Budget.of(self.config)
 
     def model_config(self, cell: Cell, vocabulary: int) -> Any:
         """Return a GPT-2 with rotary positions that attends in this way."""
@@ -152,10 +142,6 @@ class KernelSelection(Recipe):
             share_query_key=cell["query_key"] != APART, exclude_self=cell["query_key"] == EARLIER,
         )  # fmt: skip
 
-    def memory(self, model: Any) -> dict[str, Any]:
-        """Return bytes of queries and keys, of all that is kept for the backward pass, and of the cache."""
-        return memory_bytes(model, self.config.batch, self.config.context, CACHED)
-
     def claims(self, results: Results) -> list[Claim]:
         runs, bigram, falls = results.select(kind="run"), results.facts["bigram"], falling(results)
         mean = select(runs, kernel=MEAN)
@@ -163,32 +149,30 @@ class KernelSelection(Recipe):
         forms = {query_key: [flag for (kernel, _, own), flag in falls.items() if own == query_key and kernel != MEAN]
                  for query_key in (APART, SHARED)}  # fmt: skip
         steady = f"training loss lower at the end than at first, and never up by more than {RISE:g} nats between looks"
-        made = [claim("All tested kernels converge", one(exact(share(forms[APART]))), "at least", 1,
-                      f"Share of {len(forms[APART])} forms, normalised and not: {steady}.")]  # fmt: skip
-        if "linear" in self.config.kernels:
-            linear = cell("linear", PLAIN)
-            made += [claim("The linear kernel suffices without normalisation",
-                           {"equal weights": paired(linear, mean, "held_out"),
-                            "bigram": mean_interval(linear["held_out"] - bigram)}, "below", 0,
-                           "Held-out nats per character, less equal weights' and a bigram model's.")]  # fmt: skip
-        if "rbf" in self.config.kernels:
-            rbf = paired(cell("rbf"), cell("exponential"), "held_out")
-            made += [claim("RBF is marginally better than the exponential kernel", one(rbf), "below", 0,
-                           f"Held-out nats per character, RBF less exponential; marginal is taken as {MARGINAL:g}.",
-                           effect=MARGINAL)]  # fmt: skip
-        if "clipped-geometric" in self.config.kernels:
-            clipped = exact(float(falls["clipped-geometric", NORMALISED, APART]))
-            made += [claim("The clipped geometric series converges with normalised weights", one(clipped), "at least",
-                           1, f"1 if {steady}.")]  # fmt: skip
+        share = lambda query_key: one(exact(sum(forms[query_key]) / len(forms[query_key])))  # noqa: E731
+        linear, clipped = cell("linear", PLAIN), falls.get(("clipped-geometric", NORMALISED, APART))
         halves = select(runs, query_key=SHARED, kernel="exponential")["query_key_bytes"].iloc[0]
         halves /= cell("exponential")["query_key_bytes"].iloc[0]
-        return [
-            *made,
-            claim("Models converge with q = k", one(exact(share(forms[SHARED]))), "at least", 1,
-                  f"Share of {len(forms[SHARED])} kernels: {steady}."),
-            claim("q = k halves the memory of queries and keys", one(exact(float(halves))), "at most", 0.5,
-                  "Bytes of queries and keys in a training step, q = k over apart. The cache never holds queries."),
+        nats = "Held-out nats per character"
+        told: list[tuple[str, dict[str, Estimate], Says, float, str]] = [
+            ("All tested kernels converge", share(APART), "at least", 1,
+             f"Share of {len(forms[APART])} forms, normalised and not: {steady}."),
+            ("The linear kernel suffices without normalisation",
+             {"equal weights": paired(linear, mean, "held_out"), "bigram": mean_interval(linear["held_out"] - bigram)}
+             if len(linear) else {}, "below", 0, f"{nats}, less equal weights' and a bigram model's."),
+            ("RBF is marginally better than the exponential kernel",
+             one(paired(cell("rbf"), cell("exponential"), "held_out")) if len(cell("rbf")) else {}, "below", 0,
+             f"{nats}, RBF less exponential; marginal is taken as {MARGINAL:g}."),
+            ("The clipped geometric series converges with normalised weights",
+             {} if clipped is None else one(exact(float(clipped))), "at least", 1, f"1 if {steady}."),
+            ("Models converge with q = k", share(SHARED), "at least", 1,
+             f"Share of {len(forms[SHARED])} kernels: {steady}."),
+            ("q = k halves the memory of queries and keys", one(exact(float(halves))), "at most", 0.5,
+             "Bytes of queries and keys in a training step, q = k over apart. The cache never holds queries."),
         ]  # fmt: skip
+        return [Claim("Kernel selection", "section 7", wording, found, says, margin,
+                      MARGINAL if wording.startswith("RBF") else None, note=note)
+                for wording, found, says, margin, note in told if found]  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         runs, falls = results.select(kind="run"), falling(results)
@@ -203,17 +187,10 @@ class KernelSelection(Recipe):
         own = {kernel: select(runs, kernel=kernel, weights=default_weights(kernel)) for kernel in self.config.kernels}
         apart = {kernel: select(rows, query_key=APART) for kernel, rows in own.items()}
         cost: Show = lambda rows: gap("held_out", apart[rows["kernel"].iloc[0]], 4)(rows)  # noqa: E731
-        sharing = {
-            "costs, nats/char": cost,
-            "q + k, a step": first("query_key_bytes", "{:,.0f} KiB", 1 / 1024),
-            "kept for backward": first("kept_bytes", "{:,.0f} KiB", 1 / 1024),
-            "cache": first("cache_bytes", "{:,.0f} KiB", 1 / 1024),
-        }  # fmt: skip
+        sharing = {"costs, nats/char": cost, **memory_columns("{:,.0f} KiB")}
         shared = select(runs, query_key=[SHARED, EARLIER])
         shared = shared.sort_values("kernel", kind="stable", key=lambda column: column.map(KERNELS.index))
-        both = (
-            f"{self.config.seeds} seeds: mean ± standard deviation; gaps are paired by seed, ± half the 95 % interval."
-        )
+        both = f"{self.config.seeds} seeds: mean ± standard deviation; gaps paired by seed, ± half the 95 % interval."
         return {
             "Kernels": pivot(select(runs, query_key=APART), ["kernel", "weights"], losses, note=both),
             "One vector for query and key": pivot(
@@ -227,13 +204,10 @@ class KernelSelection(Recipe):
         mean = select(looks, kernel=MEAN)
         import pandas as pd
 
-        apart = {
-            f"weights {weights}": select(looks, query_key=APART, weights=weights) for weights in (NORMALISED, PLAIN)
-        }
-        panels = {**apart, "q = k": select(looks, query_key=SHARED)}
-        panels = {
-            name: pd.concat([select(rows, kernel=list(self.config.kernels)), mean]) for name, rows in panels.items()
-        }
+        apart, kernels = select(looks, query_key=APART), list(self.config.kernels)
+        panels = {f"weights {weights}": select(apart, weights=weights) for weights in (NORMALISED, PLAIN)}
+        panels["q = k"] = select(looks, query_key=SHARED)
+        panels = {name: pd.concat([select(rows, kernel=kernels), mean]) for name, rows in panels.items()}
         kind = runs["weights"].where(runs["query_key"] == APART, runs["query_key"])
         y = {"train": "training loss, nats/char", "held_out": "held-out loss, nats/char"}
         return {
@@ -254,11 +228,6 @@ class KernelSelection(Recipe):
         ]
 
 
-def claim(wording: str, estimates: Any, says: Any, margin: float, note: str, effect: float | None = None) -> Claim:
-    """Return a claim of this paper."""
-    return Claim("Kernel selection", "section 7", wording, estimates, says, margin, effect, note=note)
-
-
 def falling(results: Results) -> dict[tuple[str, str, str], bool]:
     """Return for each cell whether the training loss falls steadily in every seed."""
     found: dict[tuple[str, str, str], bool] = {}
@@ -273,8 +242,3 @@ def key_of(rows: Any) -> tuple[str, str, str]:
     """Return the cell of rows."""
     kernel, weights, query_key = rows[["kernel", "weights", "query_key"]].iloc[0]
     return kernel, weights, query_key
-
-
-def share(flags: list[bool]) -> float:
-    """Return the share that is true."""
-    return sum(flags) / len(flags)

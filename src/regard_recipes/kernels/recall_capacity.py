@@ -1,26 +1,21 @@
 """How well each kernel recalls what was stored: against the number of pairs, noisy cues, partial cues, damage.
 
-Random unit keys, random unit values. A cue is a stored key as the condition makes it; what is retrieved is compared
-with the value stored beside that key:
+Keys and values are random unit vectors; a cue is a stored key, changed by the condition. Measured are the relative
+squared error |retrieved - value|^2 / |value|^2, and exact matches: the stored value nearest to what is retrieved is the
+right one (retrieving nothing is no match). With clean cues the error is split as in equation 5 of the
+local-linear-attention paper: of what is retrieved, sum_j' a_j' v_j', with a_j the weight of the cue's own value,
+(a_j - 1) v_j is the signal bias and the rest interference. Global linear models (Mesa, the delta rule) are compared.
 
-* relative squared error |retrieved - value|^2 / |value|^2;
-* exact match: the stored value nearest to what is retrieved is the right one (nothing retrieved is no match).
-
-With clean cues the error is split as in equation 5 of the local-linear-attention paper. What is retrieved is
-sum_j' a_j' v_j', with a_j the weight of the cue's own value: (a_j - 1) v_j is the signal bias, the rest interference,
-and the inverse signal-to-noise ratio sum |interference|^2 / sum |a_j v_j|^2.
-
-Beside the kernels stand global linear models of the same pairs (Mesa, the delta rule), whose state is what is damaged.
-
-Every kernel sees the same keys, values, cues and damage. A kernel that takes a scale is given each of the scales; for
-one that takes none, keys and cues are multiplied by the root of it, which makes the same of their dot products.
+All see the same keys, values, cues and damage. A kernel that takes a scale is given each of the scales; for one that
+takes none, keys and cues are multiplied by its root, which has the same effect on their dot products.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +33,7 @@ from ..lib.intervals import paired
 from ..lib.pivots import MISSING, Show, pivot
 from ..lib.plots import heat
 from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select
+from ..lib.results import Results, select, significant
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,12 +43,10 @@ PAIRWISE = 2**24  # numbers that a read of a local linear model may build at onc
 ENOUGH = 0.99  # share of exact matches that counts as recalled
 PAIRS, SUMS, STATE = "pairs", "sums", "state"
 PANELS = {
-    "pairs": "stored pairs, clean cues",
-    "noise": "length of cue noise",
-    "erased": "coordinates of the cue erased",
-    "zeroed": "damage: numbers zeroed",
-    "jitter": "damage: noise",
-}
+    "pairs": "stored pairs, clean cues", "noise": "length of cue noise", "erased": "coordinates of the cue erased",
+    "zeroed": "damage: numbers zeroed", "jitter": "damage: noise",
+}  # fmt: skip
+WORDS = {"noise": "cue noise", "erased": "erased", "zeroed": "zeroed", "jitter": "state noise"}  # in the table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,25 +79,16 @@ class RecallCapacityConfig(RecipeConfig):
     """Independent memories per condition."""
 
 
-@dataclass(frozen=True)
-class Condition:
-    """One cell of the figure."""
+class Condition(NamedTuple):
+    """One cell of the figure: a panel ("pairs" or the name of an option) and its level."""
 
-    panel: str  # "pairs", "noise", "erased", "zeroed" or "jitter"
+    panel: str
     level: float
     pairs: int
 
 
-@dataclass(frozen=True)
-class Trial:
-    """The memory and cues of one condition, the same for every kernel.
-
-    Attributes:
-        keys, values: [1, 1, n, D] unit vectors.
-        cues: [1, 1, C, D], made of the first C keys.
-        condition: what is done to them.
-        seed: of the damage.
-    """
+class Trial(NamedTuple):
+    """Keys, values and cues of one condition, unit vectors [1, 1, n, D], and the seed of the damage."""
 
     keys: Tensor
     values: Tensor
@@ -114,11 +98,9 @@ class Trial:
 
 
 def conditions(config: RecallCapacityConfig) -> list[Condition]:
-    """All of them, panel by panel."""
+    """Return all of them, panel by panel."""
     own = [Condition("pairs", n, n) for n in config.pairs]
-    for panel in ("noise", "erased", "zeroed", "jitter"):
-        own += [Condition(panel, level, config.stored) for level in getattr(config, panel)]
-    return own
+    return own + [Condition(panel, level, config.stored) for panel in WORDS for level in getattr(config, panel)]
 
 
 def trial(config: RecallCapacityConfig, condition: Condition, seed: int) -> Trial:
@@ -135,15 +117,9 @@ def trial(config: RecallCapacityConfig, condition: Condition, seed: int) -> Tria
     return Trial(keys, values, cues, condition, seed + 1)
 
 
-@dataclass(frozen=True)
-class Reader:
-    """One kernel or model.
-
-    Attributes:
-        make: an empty memory.
-        stretch: factor of keys and cues.
-        pairwise: whether a read builds numbers for every pair and channel.
-    """
+class Reader(NamedTuple):
+    """One kernel or model: how an empty memory is made, the factor of keys and cues, and whether a read builds numbers
+    for every pair and channel."""
 
     make: Callable[[], AssociativeMemory]
     stretch: float = 1.0
@@ -161,14 +137,14 @@ class Reader:
 
 
 def reader(spec: Spec, scale: float, store: str) -> Reader:
-    """A kernel at a scale."""
+    """Return a kernel at a scale."""
     own = scale if spec.takes_scale else None
     make = lambda: AssociativeMemory(spec, scale=own, store=store, impl="reference")  # noqa: E731
     return Reader(make, 1.0 if spec.takes_scale else scale**0.5, bool(spec.degree))
 
 
 def model(text: str) -> Reader:
-    """A global linear model."""
+    """Return a global linear model."""
     return Reader(lambda: AssociativeMemory("linear", store=text))
 
 
@@ -213,19 +189,13 @@ class RecallCapacity(Recipe):
     Config = RecallCapacityConfig
     sizes: ClassVar = {"quick": {"seeds": 2, "pairs": (16, 64, 256, 1024), "scales": (5.0, 75.0)}}
 
+    limits: ClassVar = {
+        **dict.fromkeys(("stored", "cues", "dim"), (1, math.inf)), **dict.fromkeys(("noise", "jitter"), (0, 1e6)),
+        **dict.fromkeys(("erased", "zeroed"), (0, 1)), "scales": (1e-6, 1e6), "pairs": (1, 2**20),
+    }  # fmt: skip
+
     def check(self) -> None:
         own, call = self.config, self.call()
-        for name in ("stored", "cues", "dim"):
-            if getattr(own, name) < 1:
-                raise ArgumentError(f"{call}: --{name} is {getattr(own, name)}, expected at least 1.")
-        for name, low, high in (("scales", 1e-6, 1e6), ("pairs", 1, 2**20), ("noise", 0, 1e6), ("jitter", 0, 1e6),
-                                ("erased", 0, 1), ("zeroed", 0, 1)):  # fmt: skip
-            levels = getattr(own, name)
-            if not levels:
-                raise ArgumentError(f"{call}: --{name} names no number; give at least one.")
-            for level in levels:
-                if not low <= level <= high:
-                    raise ArgumentError(f"{call}: --{name} is {level:g}, expected {low:g} to {high:g}.")
         for text in own.specs:
             as_spec(text, call, "--specs")
         for text in own.models:
@@ -245,56 +215,43 @@ class RecallCapacity(Recipe):
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         cases = [trial(self.config, condition, seed) for condition in conditions(self.config)]
-        if (
-            cell["store"] == SUMS
-        ):  # whole pairs and whole sums read the same, so that sums differ where they are damaged
+        store, scales = cell["store"], self.config.scales
+        if store == SUMS:  # whole sums read as whole pairs do
             cases = [case for case in cases if case.condition.panel in ("zeroed", "jitter")]
-        for scale in (1.0,) if cell["store"] == STATE else self.config.scales:
-            how = (
-                model(cell["kernel"])
-                if cell["store"] == STATE
-                else reader(Spec.parse(cell["spec"]), scale, cell["store"])
-            )
+        for scale in (1.0,) if store == STATE else scales:
+            how = model(cell["kernel"]) if store == STATE else reader(Spec.parse(cell["spec"]), scale, store)
             for case in cases:
-                found = {name: float(f"{x:.{DIGITS}g}") for name, x in recall(how, case).items()}
+                found = {name: significant(x) for name, x in recall(how, case).items()}
                 yield {"scale": scale, "panel": case.condition.panel, "level": float(case.condition.level), **found}
 
     def claims(self, results: Results) -> list[Claim]:
         level = self.config.zeroed[len(self.config.zeroed) // 2]
         rows = select(best(results), kernel="linear", panel="zeroed", level=level)
         sums, pairs = (select(rows, store=store) for store in (SUMS, PAIRS))
-        if not len(sums):
-            return []
         wording = "A distributed memory withstands the loss of its parts better than stored examples"
         note = f"Share of exact matches of the linear kernel with {level:.0%} of all numbers zeroed, sums less pairs."
         return [Claim("Cooper, 1973", "distributed memory", wording, one(paired(sums, pairs, "match")), "above", 0,
-                      0.05, note=note)]  # fmt: skip
+                      0.05, note=note)] if len(sums) else []  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         own, chosen = self.config, best(results)
         shown, clean = in_order(chosen), select(chosen, panel="pairs")
         values: dict[str, Show] = {f"pairs at ≥ {ENOUGH:.0%}": self.recalled,
-                                   f"{max(own.pairs)} pairs": self.cell_of("pairs", max(own.pairs))}  # fmt: skip
-        for panel, words in (
-            ("noise", "cue noise"),
-            ("erased", "erased"),
-            ("zeroed", "zeroed"),
-            ("jitter", "state noise"),
-        ):
-            level = getattr(own, panel)[len(getattr(own, panel)) // 2]
-            values[f"{words} {level:g}"] = self.cell_of(panel, level)
-        middle = own.pairs[len(own.pairs) // 2]
-        split: dict[str, Show] = {f"signal bias, {middle} pairs": mean_of("bias", level=middle),
-                                  f"interference, {middle} pairs": mean_of("interference", level=middle)}  # fmt: skip
+                                   f"{max(own.pairs)} pairs": matches("pairs", max(own.pairs))}  # fmt: skip
+        middle = {panel: getattr(own, panel)[len(getattr(own, panel)) // 2] for panel in PANELS}
+        values |= {f"{name} {middle[panel]:g}": matches(panel, middle[panel]) for panel, name in WORDS.items()}
+        split = {f"{name}, {middle['pairs']} pairs": mean_of(column, level=middle["pairs"])
+                 for name, column in (("signal bias", "bias"), ("interference", "interference"))}  # fmt: skip
         split |= {f"1/SNR, {n} pairs": mean_of("inverse_snr", level=n) for n in own.pairs}
-        scales = pivot(select(results.frame, store=PAIRS), ["kernel"],
-                       {"match": lambda rows: f"{100 * rows['match'].mean():.1f}"}, columns="scale")  # fmt: skip
-        spread = f"Percent; mean ± standard deviation over {own.seeds} seeds."
+        percent: Show = lambda rows: f"{100 * rows['match'].mean():.1f}"  # noqa: E731
+        index, note = ["kernel", "scale", "store"], f"Percent; mean ± standard deviation over {own.seeds} seeds."
         return {
-            "Exact matches in percent": pivot(shown, ["kernel", "scale", "store"], values, note=spread),
-            "Exact matches in percent by scale, over all conditions": scales,
-            "Signal and interference": pivot(clean, ["kernel", "scale", "store"], split,
-                                             note="Means of squares relative to the values'."),
+            "Exact matches in percent": pivot(shown, index, values, note=note),
+            "Exact matches in percent by scale, over all conditions": pivot(
+                select(results.frame, store=PAIRS), ["kernel"], {"match": percent}, columns="scale"),
+            "Signal and interference": pivot(clean, index, split, note=(
+                "Means of squares relative to the values'. Signal bias: the weight of the cue's own value, less one; "
+                "interference: all others; 1/SNR: interference relative to what is left of the signal.")),
         }  # fmt: skip
 
     def recalled(self, rows: pd.DataFrame) -> str:
@@ -304,15 +261,6 @@ class RecallCapacity(Recipe):
             return MISSING
         enough = means.index[means >= ENOUGH]
         return f"{max(enough):g}" if len(enough) else f"< {min(self.config.pairs)}"
-
-    def cell_of(self, panel: str, level: float) -> Show:
-        """Return a function that shows exact matches in percent."""
-
-        def show(rows: pd.DataFrame) -> str:
-            match = 100 * select(rows, panel=panel, level=level)["match"]
-            return f"{match.mean():.0f}±{match.std(ddof=min(1, len(match) - 1)):.0f}" if len(match) else MISSING
-
-        return show
 
     def figures(self, results: Results) -> dict[str, bytes]:
         shown = in_order(best(results))
@@ -330,15 +278,11 @@ class RecallCapacity(Recipe):
         own = self.config
         return [
             f"Random unit keys and values, D = {own.dim}; {own.seeds} memories per condition, up to {own.cues} cues "
-            "each. Exact match: the stored value nearest to what is retrieved is the right one.",
-            "The scale of a kernel is the one with the most exact matches over all conditions (of equals, that with "
-            "the smaller error). Kernels that take no scale have keys and cues of that squared length.",
+            "each, of the pairs stored first. Exact match: the stored value nearest to what is retrieved is the right "
+            "one. The scale of a kernel is the one with the most exact matches over all conditions; kernels that take "
+            "none have keys and cues of that squared length.",
             f"Except in the first panel, {own.stored} pairs are stored. 'sums': damage to the sums that the kernel's "
-            "pairs fold into; undamaged sums read as undamaged pairs do. 'state': a global linear model, whose state "
-            "is damaged.",
-            "Cues are of the pairs that were stored first, which the delta rule overwrites first.",
-            "With clean cues, signal bias is the weight of the cue's own value, less one, and interference all others; "
-            "1/SNR is the interference relative to what is left of the signal.",
+            "pairs fold into. 'state': a global linear model, whose state is damaged.",
         ]
 
 
@@ -361,6 +305,16 @@ def in_order(rows: pd.DataFrame) -> pd.DataFrame:
     mean = rows.groupby(["kernel", "store"])["match"].transform("mean")
     place = rows["store"].map([PAIRS, SUMS, STATE].index)
     return rows.assign(mean=-mean, place=place).sort_values(["place", "mean"], kind="stable")
+
+
+def matches(panel: str, level: float) -> Show:
+    """Return a function that shows exact matches in percent."""
+
+    def show(rows: pd.DataFrame) -> str:
+        match = 100 * select(rows, panel=panel, level=level)["match"]
+        return f"{match.mean():.0f}±{match.std(ddof=min(1, len(match) - 1)):.0f}" if len(match) else MISSING
+
+    return show
 
 
 def mean_of(column: str, **where: Any) -> Show:

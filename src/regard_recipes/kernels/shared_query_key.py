@@ -1,8 +1,7 @@
 """Queries that are the keys: what sharing one projection costs in loss and saves in memory.
 
-The kernel-selection paper (section 7) reports that models still converge when query and key are constrained to be
-identical, and that this halves the memory for the two. Here, for each spec, models with and without sharing are trained
-from the same seeds on the same windows of text for equally many steps.
+The kernel-selection paper (section 7) reports that models still converge when query and key are identical, and that
+this halves the memory for the two. Here models with and without sharing are trained on the same windows.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -63,7 +63,7 @@ class SharedQueryKey(Recipe):
 
     @property
     def specs(self) -> list[str]:
-        """The specs in full."""
+        """Return the specs in full."""
         texts = split_specs(self.config.specs)
         return [str(read_spec(text, "--specs", self.call())) for text in texts]
 
@@ -85,7 +85,8 @@ class SharedQueryKey(Recipe):
 
     def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
         config = self.model_config(cell["spec"], cell["q and k"] == SHARED)
-        run = train_language_model(config, self.corpus, self.budget(), seed, name=str(cell), measure=self.memory)
+        memory = partial(memory_bytes, batch=BATCH, context=CONTEXT)
+        run = train_language_model(config, self.corpus, self.budget(), seed, name=str(cell), measure=memory)
         for row in run_rows(run):
             if row["kind"] == "run":
                 yield {**row, "bits_per_char": row["held_out"] / math.log(2)}
@@ -103,10 +104,6 @@ class SharedQueryKey(Recipe):
             vocab_size=self.vocabulary, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, mixers=spec,
             share_query_key=shared, exclude_self=self.config.exclude_self, initializer_range=0.05,
         )  # fmt: skip
-
-    def memory(self, model: HybridForCausalLM) -> dict[str, Any]:
-        """Return bytes of queries and keys, of all that is kept for the backward pass, and of the cache."""
-        return memory_bytes(model, BATCH, CONTEXT, CACHED)
 
     def claims(self, results: Results) -> list[Claim]:
         kinds = {spec: [select(results.frame, spec=spec, **{"q and k": kind}) for kind in (APART, SHARED)]
@@ -126,13 +123,9 @@ class SharedQueryKey(Recipe):
         apart = {spec: select(frame, spec=spec, **{"q and k": APART}) for spec in dict.fromkeys(frame["spec"])}
         cost: Show = lambda rows: gap("bits_per_char", apart[rows["spec"].iloc[0]], 4)(rows)  # noqa: E731
         values = {
-            "held-out bits/char": spread("bits_per_char", 4),
-            "sharing costs": cost,
-            "parameters": first("parameters", "{:,}"),
-            "q + k, a step": first("query_key_bytes", "{:.0f} KiB", 1 / 1024),
-            "kept for backward": first("kept_bytes", "{:,.0f} KiB", 1 / 1024),
-            "cache": first("cache_bytes", "{:.1f} KiB", 1 / 1024),
-        }
+            "held-out bits/char": spread("bits_per_char", 4), "sharing costs": cost,
+            "parameters": first("parameters", "{:,}"), **memory_columns("{:.1f} KiB"),
+        }  # fmt: skip
         note = (
             f"{self.config.seeds} seeds: mean ± standard deviation; costs are paired by seed, ± half the 95 % "
             f"interval. Cache: what decoding holds after {CACHED} tokens of one sequence; it never held queries."
@@ -143,17 +136,27 @@ class SharedQueryKey(Recipe):
         return {"loss": dots(results.frame, "bits_per_char", "spec", "q and k", x_label="held-out bits per character")}
 
 
-def memory_bytes(model: HybridForCausalLM, batch: int, context: int, cached: int) -> dict[str, int]:
+def memory_bytes(model: HybridForCausalLM, batch: int, context: int, cached: int = CACHED) -> dict[str, int]:
     """Return bytes of queries and keys and of all that the backward pass keeps in a training step on `batch` windows of
     `context` tokens, and of the cache after `cached` tokens."""
     device = next(model.parameters()).device
     query_key, kept = activations(model, torch.zeros(batch, context, dtype=torch.long, device=device))
-    cache = cache_bytes(model, torch.zeros(1, cached, dtype=torch.long, device=device))
-    return {"query_key_bytes": query_key, "kept_bytes": kept, "cache_bytes": cache}
+    with torch.no_grad():
+        tokens = torch.zeros(1, cached, dtype=torch.long, device=device)
+        cache = model.eval()(input_ids=tokens, use_cache=True).past_key_values
+    held = sum(getattr(layer, "bytes", 0) or layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return {"query_key_bytes": query_key, "kept_bytes": kept, "cache_bytes": held}
+
+
+def memory_columns(cache: str) -> dict[str, Show]:
+    """Return columns of a table for `memory_bytes`, the cache in the form given."""
+    kib = lambda column, form: first(column, form, 1 / 1024)  # noqa: E731
+    step = {"q + k, a step": "query_key_bytes", "kept for backward": "kept_bytes"}
+    return {**{name: kib(column, "{:,.0f} KiB") for name, column in step.items()}, "cache": kib("cache_bytes", cache)}
 
 
 def activations(model: HybridForCausalLM, window: Tensor) -> tuple[int, int]:
-    """Bytes of queries and keys, and of all that is kept for the backward pass, in one training step."""
+    """Return bytes of queries and keys, and of all that is kept for the backward pass, in one training step."""
     projected, kept = 0, {}
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
 
@@ -177,10 +180,3 @@ def activations(model: HybridForCausalLM, window: Tensor) -> tuple[int, int]:
             handle.remove()
     del loss  # alive until here, so that no storage was counted twice
     return projected, sum(kept.values())
-
-
-@torch.no_grad()
-def cache_bytes(model: HybridForCausalLM, tokens: Tensor) -> int:
-    """Bytes of the model's own cache after `tokens` [1, T]."""
-    cache = model.eval()(input_ids=tokens, use_cache=True).past_key_values
-    return sum(getattr(layer, "bytes", 0) or layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -82,11 +82,11 @@ class Claim:
             return "; ".join(texts.values())
         verdicts = {name: self.judge(estimate) for name, estimate in self.estimates.items()}
         counts = [f"{list(verdicts.values()).count(v)} {v}" for v in (HOLDS, FAILS, UNDECIDED, NOT_TESTABLE)]
-        told = f"of {len(texts)}: {', '.join(count for count in counts if not count.startswith('0 '))}"
+        summary = f"of {len(texts)}: {', '.join(count for count in counts if not count.startswith('0 '))}"
         kept = [texts[name] for name in texts if verdicts[name] == self.verdict]
         if self.verdict == HOLDS:
-            return told
-        return f"{told}; {'; '.join(kept[:most])}{' and others' * (len(kept) > most)}"
+            return summary
+        return f"{summary}; {'; '.join(kept[:most])}{' and others' * (len(kept) > most)}"
 
     def _text(self, name: str, estimate: Estimate) -> str:
         signed = self.margin == 0 or self.says == "within"
@@ -111,10 +111,10 @@ def claims_table(claims: Sequence[Claim]) -> Any:
     """Return a table with a row for each claim."""
     from regard.inspect.tables import Table
 
-    rows = [
-        (f"“{claim.wording}” ({claim.where})", claim.verdict, _said(claim), claim.measured(), claim.note)
-        for claim in claims
-    ]
+    rows = []
+    for claim in claims:
+        says = f"within ±{claim.margin:g}" if claim.says == "within" else f"{claim.says} {claim.margin:g}"
+        rows.append((f"“{claim.wording}” ({claim.where})", claim.verdict, says, claim.measured(), claim.note))
     papers = list(dict.fromkeys(claim.paper for claim in claims))
     source = f"Claims of {'; '.join(papers)}. " if papers else ""
     note = (
@@ -122,8 +122,3 @@ def claims_table(claims: Sequence[Claim]) -> Any:
         f"testable at this size where one seed has no interval, or the interval is wider than the effect."
     )
     return Table(("claim", "verdict", "it says", "measured", "what is compared"), tuple(rows), note)
-
-
-def _said(claim: Claim) -> str:
-    margin = f"{claim.margin:g}"
-    return f"within ±{margin}" if claim.says == "within" else f"{claim.says} {margin}"

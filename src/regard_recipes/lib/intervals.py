@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,17 +55,24 @@ def exact(value: float) -> Estimate:
     return Estimate(value, value, value, 0)
 
 
+def _student(mean: float, error: float, freedom: int, count: int) -> Estimate:
+    """Return a mean with Student's t interval from its standard error; without end if that is not known."""
+    from scipy import stats
+
+    if freedom < 1 or not math.isfinite(mean):
+        return Estimate(mean, -math.inf, math.inf, count)
+    half = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+    return Estimate(mean, mean - half, mean + half, count)
+
+
 def mean_interval(values: Iterable[float]) -> Estimate:
     """Return the mean of independent samples, one for each seed, with Student's t interval."""
     from scipy import stats
 
     samples = [float(value) for value in values]
     mean = sum(samples) / len(samples) if samples else math.nan
-    if len(samples) < 2 or not math.isfinite(mean):
-        return Estimate(mean, -math.inf, math.inf, len(samples))
-    error = float(stats.sem(samples))
-    half = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, len(samples) - 1))
-    return Estimate(mean, mean - half, mean + half, len(samples))
+    error = float(stats.sem(samples)) if len(samples) > 1 and math.isfinite(mean) else math.nan
+    return _student(mean, error, len(samples) - 1, len(samples))
 
 
 def share_interval(hits: int, trials: int) -> Estimate:
@@ -76,20 +83,10 @@ def share_interval(hits: int, trials: int) -> Estimate:
     return Estimate(hits / trials, float(found.low), float(found.high), trials)
 
 
-def slope_interval(x: Sequence[float], y: Sequence[float]) -> Estimate:
-    """Return the slope of the least-squares line with Student's t interval."""
-    from scipy import stats
-
-    found = stats.linregress(x, y)
-    half = float(found.stderr * stats.t.ppf((1 + CONFIDENCE) / 2, len(x) - 2)) if len(x) > 2 else math.inf
-    return Estimate(float(found.slope), float(found.slope) - half, float(found.slope) + half, len(x))
-
-
 def log_slope(frame: pd.DataFrame, x: str, y: str) -> Estimate:
     """Return the slope of log mean `y` against log `x`, with the standard errors of the means over seeds carried
     through."""
     import numpy as np
-    from scipy import stats
 
     groups = frame.groupby(x)[y]
     means, errors, counts = groups.mean(), groups.sem().fillna(0.0), groups.count()
@@ -97,9 +94,7 @@ def log_slope(frame: pd.DataFrame, x: str, y: str) -> Estimate:
     lever = (place - place.mean()) / ((place - place.mean()) ** 2).sum()
     slope = float(lever @ np.log(means.to_numpy()))
     error = float(np.sqrt(lever**2 @ ((errors / means) ** 2).to_numpy()))
-    freedom = int((counts - 1).sum())
-    half = error * float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) if freedom else math.inf
-    return Estimate(slope, slope - half, slope + half, int(counts.min()))
+    return _student(slope, error, int((counts - 1).sum()), int(counts.min()))
 
 
 def paired(one: pd.DataFrame, other: pd.DataFrame, value: str, ratio: bool = False) -> Estimate:

@@ -19,22 +19,21 @@ if TYPE_CHECKING:
 HELD_OUT = 0.1
 """Share of the text that is held out, at its end; less of a long text."""
 LEAST = 40_000
-"""Characters that are held out of a long text at least: fewer would hang on a single topic."""
+"""Least number of characters that are held out of a long text, so that they are on several topics."""
 LONGEST_TOKEN = 8
-"""Characters of a token, on the safe side."""
+"""Upper bound of the characters of a token."""
 PADDED = 64
-"""Vocabularies of more than a thousand tokens are rounded up to a multiple of this, as the sparse-attention paper does:
-matrices of such sizes are faster."""
+"""Vocabularies of more than a thousand tokens are rounded up to a multiple of this: such matrices are faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageText:
-    """A text, prepared.
+    """A text as tokens, int32 [n] each part.
 
     Attributes:
-        tokenizer: made from, or chosen for, the part to learn.
-        train_tokens, held_out_tokens: int32 [n]; results are measured on the held-out ones.
-        choice_tokens: those before them, int32 [n], held out to choose settings on; none where nothing is chosen.
+        tokenizer: made from the part to learn, or a known one.
+        train_tokens, held_out_tokens: to learn, and to measure results on.
+        choice_tokens: those between them, to choose settings on; none where nothing is chosen.
         described: for people.
     """
 
@@ -46,21 +45,26 @@ class LanguageText:
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens a model has."""
+        """Return the number of tokens of a model."""
         count = len(self.tokenizer)
         return count if count <= 1000 else -(-count // PADDED) * PADDED
 
     @property
+    def corpus(self) -> Corpus:
+        """Return the text to train on and to measure results on."""
+        return Corpus(self.train_tokens, self.held_out_tokens)
+
+    @property
     def choosing(self) -> Corpus:
-        """The text with what settings are chosen on as the held-out part."""
+        """Return the text to train on and to choose settings on."""
         return Corpus(self.train_tokens, self.choice_tokens)
 
     def words(self, tokens: Tensor) -> list[str]:
-        """Every token [n] as text."""
+        """Return the text of every token [n]."""
         return [self.tokenizer.decode([token]) for token in tokens.tolist()]
 
     def windows(self, count: int, context: int) -> list[list[int]]:
-        """The first held-out windows, `count` at most and one at least, without overlap."""
+        """Return the first held-out windows, `count` at most and one at least, without overlap."""
         tokens = self.held_out_tokens
         many = max(1, min(count, len(tokens) // context))
         return [tokens[i * context : (i + 1) * context].tolist() for i in range(many)]
@@ -69,7 +73,7 @@ class LanguageText:
 def read_text(
     data: Path | None, tokenizer: str, *, context: int, measured: int, call: str, choice: int = 0
 ) -> LanguageText:
-    """Read, split and encode.
+    """Read, split and encode a text.
 
     Args:
         data: a UTF-8 file or a folder; None for the manual inside the interpreter.
@@ -102,18 +106,15 @@ def read_text(
             f"{len(unseen):,} held out; each part must have at least a context of {context}, so give about "
             f"{round((3 if choice else 1) * context / HELD_OUT):,} tokens or more, or a smaller --context."
         )
+    chosen_on = f", {cut:,} more to choose on" if choice else ""
     described = {
         "source": source,
         "characters": f"{len(content):,}",
-        "tokens": f"{len(train_tokens):,} to learn from, {len(held_out_tokens):,} held out"
-        + (f", {cut:,} more to choose on" if choice else ""),
+        "tokens": f"{len(train_tokens):,} to learn from, {len(held_out_tokens):,} held out{chosen_on}",
         "tokenizer": f"{tokenizer}, {len(made):,} tokens",
         "SHA-256": hashlib.sha256(content.encode()).hexdigest(),
     }
     return LanguageText(
-        tokenizer=made,
-        train_tokens=train_tokens,
-        held_out_tokens=held_out_tokens,
-        choice_tokens=choice_tokens,
+        tokenizer=made, train_tokens=train_tokens, held_out_tokens=held_out_tokens, choice_tokens=choice_tokens,
         described=described,
-    )
+    )  # fmt: skip

@@ -10,13 +10,13 @@ from regard.checks import ArgumentError
 
 from .claims import claims_table
 from .recipe import Recipe
-from .results import Results, plain, record_rows
+from .results import Results, plain
 
 FIRST, LONGEST = 30, 16  # rows of the first and of other tables that are shown on pages of the docs
 
 
 def write(made: Recipe, results: Results, out: Path) -> str:
-    """Write figures, NAME.md and last NAME.json to `out`; other files stay.
+    """Write figures, HTML pages, NAME.md and last NAME.json to `out`; other files stay.
 
     Returns:
         The Markdown, without its title.
@@ -27,11 +27,15 @@ def write(made: Recipe, results: Results, out: Path) -> str:
     figures = {f"{made.name}-{part}.png": picture for part, picture in made.figures(results).items()}
     body = markdown(made, results, list(figures))
     claims = [plain(claim.record()) for claim in made.claims(results)]
-    record = {**results.record, "facts": results.facts, "claims": claims, **record_rows(results.frame)}
+    rows = plain(results.frame.astype(object).to_numpy().tolist())
+    stored = {"facts": results.facts, "claims": claims, "columns": list(results.frame.columns), "rows": rows}
+    record = {**results.record, **stored}
     try:
         out.mkdir(parents=True, exist_ok=True)
         for file, picture in figures.items():
             (out / file).write_bytes(picture)
+        for part, page in made.pages(results).items():
+            (out / f"{made.name}-{part}.html").write_text(page, encoding="utf-8")
         (out / f"{made.name}.md").write_text(f"# {made.name}\n\n{body}", encoding="utf-8")
         (out / f"{made.name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     except OSError as error:
@@ -49,7 +53,9 @@ def markdown(made: Recipe, results: Results, figures: list[str], folder: str = "
         level: of the headings.
     """
     record, head = results.record, "#" * level
-    parts = [f"Made by `{record['command']}`, {record['date'][:10]}, {_time(record['seconds'])} in all cells."]
+    seconds = record["seconds"]
+    time = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    parts = [f"Made by `{record['command']}`, {record['date'][:10]}, {time} in all cells."]
     claims = made.claims(results)
     if claims:
         parts += [f"{head} Claims", claims_table(claims).markdown().strip()]
@@ -83,7 +89,3 @@ def write_block(page: Path, made: Recipe, results: Results, folder: str) -> None
 def marks(name: str) -> tuple[str, str]:
     """Return the lines that enclose a recipe's block on a page."""
     return f"<!-- regard reproduce {name}: begin -->", f"<!-- regard reproduce {name}: end -->"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

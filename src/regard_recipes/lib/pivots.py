@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .intervals import mean_interval, paired
+from .results import select
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,12 +27,16 @@ def pivot(
         index: columns of the frame that name the rows, or column to heading; rows are in the order in which they first
             come.
         values: heading ("" with `columns` that name all) to how a cell is shown.
-        columns: a column of the frame whose values become headings, each with all of `values`.
+        columns: a column of the frame whose values become headings, each with all of `values`; in the order in which
+            they first come, or of the categories of a categorical column.
         note: a sentence below the table.
     """
     from regard.inspect.tables import Table
 
-    heads = [None] if columns is None else list(dict.fromkeys(frame[columns]))
+    heads: list[Any] = [None]
+    if columns is not None:
+        own = frame[columns]
+        heads = list(own.cat.categories) if own.dtype == "category" else list(dict.fromkeys(own))
     names = [
         title if head is None else label(head) if len(values) == 1 else f"{label(head)}: {title}"
         for head in heads
@@ -76,9 +81,19 @@ def gap(column: str, base: pd.DataFrame, digits: int = 3, ratio: bool = False) -
     return show
 
 
+def stat(column: str, how: str, form: str = "{:.3g}", scale: float = 1.0) -> Show:
+    """Return a function that shows a statistic times `scale`; `how` is "mean", "median", "min" or "max"."""
+    return lambda rows: form.format(float(getattr(rows[column].astype(float), how)()) * scale)
+
+
 def median(column: str, form: str = "{:.3g}", scale: float = 1.0) -> Show:
     """Return a function that shows the median times `scale`."""
-    return lambda rows: form.format(float(rows[column].median()) * scale)
+    return stat(column, "median", form, scale)
+
+
+def only(show: Show, **values: Any) -> Show:
+    """Return `show` for the rows whose columns have these values; nothing where there is no such row."""
+    return lambda rows: show(kept) if len(kept := select(rows, **values)) else MISSING
 
 
 def first(column: str, form: str = "{}", scale: float | None = None) -> Show:

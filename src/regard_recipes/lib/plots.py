@@ -43,18 +43,12 @@ def lines(
         _plain(axes, log_x, log_y)
     for axes in grid[-1]:
         axes.set_xlabel(x_label or x)
-    figure.legend(*_handles(grid), loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    drawn = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid.flat]
+    handles = {name: handle for pairs in drawn for handle, name in pairs}  # each name once
+    where: dict[str, Any] = {"loc": "outside lower center", "ncols": min(6, 2 + shape[1])}
+    figure.legend(handles.values(), handles.keys(), frameon=False, fontsize=8, **where)
     figure.suptitle(title, x=0.02, ha="left", fontsize=11)
     return png(figure)
-
-
-def _handles(grid: Any) -> tuple[list[Any], list[str]]:
-    """Return the lines of all panels, each name once."""
-    found: dict[str, Any] = {}
-    for axes in grid.flat:
-        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(name, handle)
-    return list(found.values()), list(found)
 
 
 def _line(axes: Any, rows: pd.DataFrame, x: str, y: str, style: tuple[str, str], name: str) -> None:

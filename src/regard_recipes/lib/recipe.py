@@ -7,13 +7,14 @@ measurement, so a page can be rebuilt from stored rows.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from regard.checks import ArgumentError
+from regard.checks import ArgumentError, suggestion
 from regard.recipes import Progress, recipes
 from regard.training.config import SEEDS
 
@@ -59,11 +60,15 @@ class Recipe(ABC):
     Attributes:
         Config: subclass of `RecipeConfig`; every field has a default and a docstring.
         sizes: 'quick' and 'paper' to the fields in which they differ from the defaults.
+        limits: field to its least and largest number; of several numbers each, and each only once.
+        choices: field of names to the known names; at least one is named, and each only once.
         name: set by `@recipe`.
     """
 
     Config: ClassVar[type[RecipeConfig]]
     sizes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    limits: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    choices: ClassVar[Mapping[str, Sequence[str]]] = {}
     name: ClassVar[str] = ""
 
     def __init__(self, config: Any) -> None:
@@ -120,6 +125,10 @@ class Recipe(ABC):
         """Return the last part of a file name ("curves" for NAME-curves.png) to PNG."""
         return {}
 
+    def pages(self, results: Results) -> Mapping[str, str]:
+        """Return the last part of a file name ("look" for NAME-look.html) to HTML."""
+        return {}
+
     def notes(self, results: Results) -> Sequence[str]:
         """Return sentences that a reader needs to understand the tables."""
         return ()
@@ -150,7 +159,43 @@ def check_shared(made: Recipe) -> None:
     from regard.training.device import resolve_device
 
     resolve_device(config.device, call=call)
+    for name, (low, high) in made.limits.items():
+        check_number(f"{call}: --{name.replace('_', '-')}", getattr(config, name), low, high)
+    for name, known in made.choices.items():
+        check_names(call, f"--{name.replace('_', '-')}", getattr(config, name), list(known))
     made.check()
+
+
+def check_names(call: str, flag: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Check that names are known and named once.
+
+    Raises:
+        ArgumentError: one is not, or there is none.
+    """
+    if not names:
+        raise ArgumentError(f"{call}: {flag} names nothing; choose from {', '.join(known)}.")
+    for name in names:
+        if name not in known:
+            raise ArgumentError(f"{call}: {flag} names {name!r}, which is unknown.{suggestion(name, known)}")
+        if names.count(name) > 1:
+            raise ArgumentError(f"{call}: {flag} names {name!r} twice; name it once.")
+
+
+def check_number(option: str, value: Any, low: float, high: float) -> None:
+    """Check that a number, or each of several different ones, is in a range.
+
+    Raises:
+        ArgumentError: one is not, comes twice, or there is none; the message starts with `option`.
+    """
+    numbers = value if isinstance(value, tuple) else (value,)
+    if not numbers:
+        raise ArgumentError(f"{option} names no number; give at least one.")
+    for number in numbers:
+        if not low <= number <= high:
+            limits = f"at least {low:g}" if math.isinf(high) else f"{low:g} to {high:g}"
+            raise ArgumentError(f"{option} is {number}, expected {limits}.")
+        if numbers.count(number) > 1:
+            raise ArgumentError(f"{option} names {number} twice; name it once.")
 
 
 def run(made: Recipe, argv: Sequence[str], progress: Progress) -> Results:

@@ -17,7 +17,7 @@ CALL = "reproduce"
 
 
 def reproduce(argv: list[str]) -> int:
-    """`regard reproduce NAME [options]`."""
+    """Run `regard reproduce NAME [options]`."""
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         if argv:
@@ -27,13 +27,11 @@ def reproduce(argv: list[str]) -> int:
         raise ArgumentError(f"{CALL}: the name of a recipe comes first: {', '.join(sorted(recipes.names()))}.")
     name, rest = argv[0], argv[1:]
     recipe = recipes.get(name)
-    if isinstance(recipe, type) and issubclass(recipe, Recipe):
-        return _rebuild(recipe, rest[1:]) if rest[:1] == ["--rebuild"] else _run(recipe, rest)
-    return _run_old(name, recipe, rest)
+    return _rebuild(recipe, rest[1:]) if rest[:1] == ["--rebuild"] else _run(recipe, rest)
 
 
 def _run(kind: type[Recipe], argv: list[str]) -> int:
-    """Measure and write."""
+    """Measure a recipe and write its results."""
     made = kind(options(kind, argv))
     progress, screen = _consoles()
     start = time.perf_counter()
@@ -63,10 +61,10 @@ def options(kind: type[Recipe], argv: list[str]) -> Any:
 
 def sizes_text(kind: type[Recipe]) -> str:
     """Return what the sizes change, for `--help`."""
-    changed = {
-        size: ", ".join(f"{name} {value}" for name, value in values.items()) for size, values in kind.sizes.items()
-    }
-    parts = [f"--size {size} sets {values}." for size, values in changed.items()]
+    parts = [
+        f"--size {size} sets {', '.join(f'{name} {value}' for name, value in values.items())}."
+        for size, values in kind.sizes.items()
+    ]
     return " ".join([*parts, "--rebuild FOLDER, alone, writes the page of stored results again without measuring."])
 
 
@@ -103,45 +101,21 @@ def _consoles() -> tuple[Any, Any]:
 
     progress, screen = Console(stderr=True), Console()
     for console in (progress, screen):
-        if not console.is_terminal:  # a file or a pipe has no edge at which to fold
+        if not console.is_terminal:  # lines need not be folded in a file or a pipe
             console.width = max(console.width, 160)
     return progress, screen
 
 
-def _run_old(name: str, recipe: Any, rest: list[str]) -> int:
-    """A recipe that is not yet on `lib.recipe`."""
-    config: Any = parse(recipe.Config, rest, command=f"{CALL} {name}")
-    from . import recipe_output
-
-    recipe_output.check_out(config.out, CALL)
-    progress, screen = _consoles()
-    start = time.perf_counter()
-    with progress.status(name) as status:
-        findings = recipe.run(config, lambda text: status.update(f"{name}: {text}"))
-    seconds = time.perf_counter() - start
-    recipe_output.write(config.out, name, config, findings, rest, seconds)
-    for title, table in list(findings.tables.items())[:1]:
-        screen.print(table.rich(title))
-    for note in findings.notes:
-        screen.print(note, highlight=False, markup=False)
-    screen.print(f"{seconds:.0f} s in all. Look inside: {config.out}", highlight=False)
-    return 0
-
-
 def usage() -> str:
-    """The text of `regard reproduce --help`."""
+    """Return the text of `regard reproduce --help`."""
     from regard.cli.show import about
 
     width = max(map(len, recipes.names())) + 2
-    lines = [f"  {name:<{width}}{about(recipe)}" for name, recipe in sorted(recipes.items())]
-    return "\n".join(
-        [
-            "usage: regard reproduce RECIPE [options]",
-            "",
-            "Run an experiment; leaves a table, figures and JSON with provenance in a folder.",
-            "",
-            *lines,
-            "",
-            "`regard reproduce RECIPE --help` lists the options of a recipe.",
-        ]
-    )
+    names = "\n".join(f"  {name:<{width}}{about(recipe)}" for name, recipe in sorted(recipes.items()))
+    return f"""usage: regard reproduce RECIPE [options]
+
+Run an experiment; leaves a table, figures and JSON with provenance in a folder.
+
+{names}
+
+`regard reproduce RECIPE --help` lists the options of a recipe."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -20,11 +23,11 @@ from regard.doctor import report as installation
 from regard.training.fields import from_mapping, to_mapping
 
 from .recipe import Cell, Recipe, Row
-from .recipe_output import MADE_BY, check_out, hardware
 
 if TYPE_CHECKING:
     import pandas as pd
 
+MADE_BY = "regard reproduce"
 Unit = tuple[Cell, int]
 """A cell and a seed."""
 FREE = ("out", "workers", "quick")
@@ -80,7 +83,7 @@ class Journal:
         Raises:
             ArgumentError: the folder cannot be used, or holds an unfinished run with other options.
         """
-        out = folder_of(made)
+        out = made.config.out or Path(f"{made.name}-out")
         check_out(out, made.call())
         path = out / f"{made.name}.jsonl"
         header = {
@@ -91,9 +94,7 @@ class Journal:
             "config": plain(to_mapping(made.config)),
             "installation": {**installation(), "hardware": hardware()},
         }
-        if not path.exists():
-            return cls(path, header)
-        before, lines, finished = read_journal(path)
+        before, lines, finished = read_journal(path) if path.exists() else (None, [], False)
         if finished or before is None:
             return cls(path, header)
         old, new = before["config"], header["config"]
@@ -126,7 +127,8 @@ class Journal:
 
     def results(self) -> Results:
         """Return the rows so far."""
-        return Results(frame_of(_flat(self.lines)), self.header["facts"], {**self.header, "seconds": self.seconds})
+        rows = [{**line["cell"], "seed": line["seed"], **line["measured"]} for line in self.lines]
+        return Results(frame_of(rows), self.header["facts"], {**self.header, "seconds": self.seconds})
 
     @property
     def seconds(self) -> float:
@@ -143,11 +145,6 @@ class Journal:
             raise ArgumentError(f"reproduce: cannot write {self.path}: {error.strerror or error}.") from None
 
 
-def folder_of(made: Recipe) -> Path:
-    """Return the folder that a run writes."""
-    return made.config.out or Path(f"{made.name}-out")
-
-
 def read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]], bool]:
     """Return the header (None if there is none), the rows of complete cells, and whether the run was finished."""
     header, lines, finished = None, [], False
@@ -162,9 +159,7 @@ def read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]
             finished = True
         else:
             lines.append(line)
-    counts: dict[str, int] = {}
-    for line in lines:
-        counts[_key(line["cell"], line["seed"])] = counts.get(_key(line["cell"], line["seed"]), 0) + 1
+    counts = Counter(_key(line["cell"], line["seed"]) for line in lines)
     whole = [line for line in lines if counts[_key(line["cell"], line["seed"])] == line["of"]]
     return header, whole, finished
 
@@ -208,12 +203,6 @@ def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
     return pd.DataFrame.from_records(list(rows))
 
 
-def record_rows(frame: pd.DataFrame) -> dict[str, Any]:
-    """Return a frame as `columns` and `rows` for JSON."""
-    rows = frame.astype(object).to_numpy().tolist()
-    return {"columns": list(frame.columns), "rows": plain(rows)}
-
-
 def plain(value: Any) -> Any:
     """Return data for JSON: None for numbers that are not finite, text for paths."""
     if isinstance(value, Mapping):
@@ -229,9 +218,50 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def _flat(lines: Iterable[Mapping[str, Any]]) -> list[Row]:
-    return [{**line["cell"], "seed": line["seed"], **line["measured"]} for line in lines]
+def significant(x: Any, digits: int = 4) -> float:
+    """Return a number rounded to significant digits, to be stored."""
+    return float(f"{float(x):.{digits}g}")
 
 
 def _key(cell: Cell, seed: int) -> str:
     return json.dumps([cell, seed], sort_keys=True)
+
+
+def check_out(out: Path, call: str) -> None:
+    """Check that a recipe may write to `out`. Nothing is changed.
+
+    Raises:
+        ArgumentError: it is a file, holds what no recipe wrote, or cannot be written.
+    """
+    if out.exists() and not out.is_dir():
+        raise ArgumentError(f"{call}: --out {out} is a file; give a folder.")
+    home = out.absolute()
+    while not home.exists():
+        home = home.parent
+    if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
+        raise ArgumentError(f"{call}: --out {out} cannot be written; choose another folder.")
+    if out.is_dir() and any(out.iterdir()) and not any(_is_result(path) for path in out.glob("*.json*")):
+        raise ArgumentError(
+            f"{call}: --out {out} is not empty and holds no result of `{MADE_BY}`; choose another folder (nothing "
+            f"was deleted)."
+        )
+
+
+def _is_result(path: Path) -> bool:
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text.split("\n", 1)[0] if path.suffix == ".jsonl" else text)
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("made_by") == MADE_BY
+
+
+def hardware() -> dict[str, str]:
+    """Return the name of the processor and the number of its cores."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    except OSError:
+        pass  # not Linux
+    return {"processor": model, "cores": str(os.cpu_count()), "threads": os.environ.get("OMP_NUM_THREADS", "not set")}

@@ -1,5 +1,5 @@
-"""Measure cells side by side, each in a fresh process with one thread, so that numbers and peak memory of a cell do
-not depend on the others."""
+"""Run calls side by side, each in a fresh process with one thread, so that the time and peak memory of a call do not
+depend on the others."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from regard.recipes import Progress
 from .recipe import Recipe, Row
 from .results import Unit
 
+T = TypeVar("T")
 Measured = tuple[Unit, list[Row], float]
 """A cell and seed, its rows, and the seconds they took."""
 
@@ -29,37 +31,59 @@ def measure_units(made: Recipe, units: Sequence[Unit], progress: Progress) -> It
     """Measure cells and yield each as it is done, `config.workers` at a time.
 
     Raises:
-        ArgumentError: raised by `measure`.
-        RuntimeError: another exception of `measure`, or the end of its process; processes that still run are ended.
+        ArgumentError, RuntimeError: see `run_calls`.
     """
     begun = time.perf_counter()
-    steps = _in_turn if made.config.workers == 0 else _side_by_side
-    for done, found in enumerate(steps(made, list(units)), start=1):
+    named = {
+        ", ".join(f"{name} {value}" for name, value in (*unit[0].items(), ("seed", unit[1]))): unit for unit in units
+    }
+    calls = {name: partial(_measure, made, unit) for name, unit in named.items()}
+    for done, (name, (rows, seconds)) in enumerate(run_calls(calls, made.config.workers), start=1):
         left = (time.perf_counter() - begun) / done * (len(units) - done)
         progress(f"{done}/{len(units)} done, about {max(1, round(left / 60))} min left")
-        yield found
+        yield named[name], rows, seconds
 
 
-def _in_turn(made: Recipe, units: list[Unit]) -> Iterator[Measured]:
-    for unit in units:
+def _measure(made: Recipe, unit: Unit) -> tuple[list[Row], float]:
+    begun = time.perf_counter()
+    rows = list(made.measure(*unit))
+    return rows, time.perf_counter() - begun
+
+
+def run_calls(calls: Mapping[str, Callable[[], T]], workers: int) -> Iterator[tuple[str, T]]:
+    """Run calls and yield the name and result of each as it is done.
+
+    Args:
+        calls: name to a function that can be pickled.
+        workers: processes at the same time; 0: the calls run in this process, in turn.
+
+    Raises:
+        ArgumentError: raised by a call.
+        RuntimeError: a call failed, or its process ended; the other processes are ended.
+    """
+    if workers:
+        yield from _side_by_side(calls, workers)
+        return
+    for name, call in calls.items():
         with one_thread():
-            yield (unit, *_measure(made, unit))
+            found = call()
+        yield name, found
 
 
-def _side_by_side(made: Recipe, units: list[Unit]) -> Iterator[Measured]:
+def _side_by_side(calls: Mapping[str, Callable[[], T]], workers: int) -> Iterator[tuple[str, T]]:
     others = set(multiprocessing.active_children())
-    running: dict[Future[tuple[list[Row], float]], tuple[Unit, ProcessPoolExecutor]] = {}
-    waiting = units[::-1]
+    running: dict[Future[T], tuple[str, ProcessPoolExecutor]] = {}
+    waiting = list(calls)[::-1]
     try:
         while waiting or running:
-            while waiting and len(running) < made.config.workers:
-                unit = waiting.pop()
+            while waiting and len(running) < workers:
+                name = waiting.pop()
                 pool = ProcessPoolExecutor(1, mp_context=clean_processes(), initializer=_prepare_process)
-                running[pool.submit(_measure, made, unit)] = unit, pool
+                running[pool.submit(calls[name])] = name, pool
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                unit, pool = running.pop(future)
+                name, pool = running.pop(future)
                 pool.shutdown(wait=False)
-                yield (unit, *_result(future, unit))
+                yield name, _result(future, name)
     finally:
         if running:
             for child in set(multiprocessing.active_children()) - others:
@@ -68,22 +92,15 @@ def _side_by_side(made: Recipe, units: list[Unit]) -> Iterator[Measured]:
                 pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _result(future: Future[tuple[list[Row], float]], unit: Unit) -> tuple[list[Row], float]:
-    named = ", ".join(f"{name} {value}" for name, value in (*unit[0].items(), ("seed", unit[1])))
+def _result(future: Future[T], name: str) -> T:
     try:
         return future.result()
     except ArgumentError:
         raise
     except BrokenProcessPool:
-        raise RuntimeError(f"the process of {named} ended before it was done (memory may have run out).") from None
+        raise RuntimeError(f"the process of {name} ended before it was done (memory may have run out).") from None
     except Exception as error:
-        raise RuntimeError(f"{named} failed: {error}") from error
-
-
-def _measure(made: Recipe, unit: Unit) -> tuple[list[Row], float]:
-    begun = time.perf_counter()
-    rows = list(made.measure(*unit))
-    return rows, time.perf_counter() - begun
+        raise RuntimeError(f"{name} failed: {error}") from error
 
 
 def _prepare_process() -> None:
@@ -95,18 +112,17 @@ def _prepare_process() -> None:
 
 def clean_processes() -> Any:
     """Return a context of multiprocessing whose processes inherit neither threads nor memory: forks of a server that
-    has imported what cells need, or spawned processes where there is no such server."""
+    has imported what cells need; spawned processes where there is no such server."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    needed = ["regard_recipes.lib.language_runs", "regard.models", "regard.training.evaluation", "numba"]
-    context.set_forkserver_preload(needed)
+    context.set_forkserver_preload(["regard_recipes.lib.language_trainer", "regard.models", "numba"])
     return context
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A second thread brings little on small blocks, and where the cores are shared it costs many times that."""
+    """Use one thread inside the block: on small blocks a second one gains little, and on shared cores it costs much."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,19 +1,11 @@
 """Boundary bias: how the error of global linear, local constant and local linear regression falls with n (Local Linear
 Attention paper, propositions 2.1 and 2.2).
 
-Design points are uniform on the unit ball D in d dimensions, whose boundary is smooth; f(x) = 2 |x|^2, the paper's own
-example of a function with a large normal gradient all along the boundary; values are f plus normal noise. With the
-bandwidth that is best at each n the integrated squared error should fall as
-
-    global linear n^0      local constant n^(-3/(d+3))      local linear n^(-4/(d+4))
-
-The local constant's exponent comes from the boundary: within a bandwidth h of it the bias is of order h, not h^2.
-
-Both local estimators are `regard.attention` with the Epanechnikov kernel, w = [1 - |q - k|^2 / h^2]_+: compactly
-supported, as the propositions assume. The bandwidth is the one of a grid with the least mean error against the known
-truth. The integral over D is a quadrature over radii times a few directions, since everything is symmetric.
-
-Legend: n design points, P evaluation points, d dimensions.
+n design points are uniform on the unit ball in d dimensions; values are f(x) = 2 |x|^2, the paper's example of a large
+normal gradient at the boundary, plus normal noise. Within a bandwidth h of the boundary the bias of the local constant
+is of order h, not h^2. Both local estimators are `regard.attention` with the Epanechnikov kernel,
+w = [1 - |q - k|^2 / h^2]_+, at the bandwidth of a grid with the least mean error against f. The error is integrated
+over radii times a few directions (P evaluation points), since everything is symmetric.
 """
 
 from __future__ import annotations
@@ -21,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +44,8 @@ GLOBAL, CONSTANT, LINEAR = "global linear", "local constant", "local linear"
 THEORY: dict[str, Callable[[int], float]] = {
     GLOBAL: lambda d: 0.0, CONSTANT: lambda d: -3 / (d + 3), LINEAR: lambda d: -4 / (d + 4)
 }  # fmt: skip
+LAWS = {GLOBAL: "n^0", CONSTANT: "n^(-3/(d+3))", LINEAR: "n^(-4/(d+4))"}
+PARTS = ("whole", "boundary", "interior")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +66,8 @@ class BoundaryBiasConfig(RecipeConfig):
     """Radii (in one dimension there are two)."""
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where errors are measured, and the volume that each place stands for.
-
-    Attributes:
-        points: [P, d]; weights [P], which sum to the volume of the ball; depths [P], distances to the boundary.
-    """
+class Places(NamedTuple):
+    """Evaluation points [P, d], weights [P] that sum to the volume of the ball, and distances [P] to the boundary."""
 
     points: Tensor
     weights: Tensor
@@ -86,12 +75,12 @@ class Places:
 
 
 def truth(x: Tensor) -> Tensor:
-    """f, [..., d] -> [...]."""
+    """Return f, [..., d] -> [...]."""
     return CURVATURE * x.square().sum(-1)
 
 
 def places(dim: int, radii: int, directions: int) -> Places:
-    """A Gauss-Legendre rule over radii, the same along every direction."""
+    """Return a Gauss-Legendre rule over radii, the same along every direction."""
     nodes, shares = (torch.from_numpy(part) for part in np.polynomial.legendre.leggauss(radii))
     r, share = (nodes + 1) / 2, shares / 2
     if dim == 1:
@@ -102,8 +91,7 @@ def places(dim: int, radii: int, directions: int) -> Places:
         rays = rays / rays.norm(dim=-1, keepdim=True)
     sphere = 2 * math.pi ** (dim / 2) / math.gamma(dim / 2)
     weights = (share * r ** (dim - 1) * sphere / len(rays)).expand(len(rays), -1)
-    points = rays[:, None] * r[:, None]
-    return Places(points.flatten(0, 1), weights.flatten(), (1 - r).expand(len(rays), -1).flatten())
+    return Places((rays[:, None] * r[:, None]).flatten(0, 1), weights.flatten(), (1 - r).repeat(len(rays)))
 
 
 def design(dim: int, n: int, seed: int, noise: float) -> tuple[Tensor, Tensor]:
@@ -118,13 +106,13 @@ def design(dim: int, n: int, seed: int, noise: float) -> tuple[Tensor, Tensor]:
 
 
 def global_linear(x: Tensor, y: Tensor, at: Tensor) -> Tensor:
-    """Least squares with an intercept, read at `at`: [n, d], [n, C], [P, d] -> [P, C]."""
+    """Predict by least squares with an intercept at `at`: [n, d], [n, C], [P, d] -> [P, C]."""
     affine = lambda u: torch.cat([torch.ones_like(u[:, :1]), u], -1)  # noqa: E731
     return affine(at) @ torch.linalg.lstsq(affine(x), y).solution
 
 
 def local(x: Tensor, y: Tensor, at: Tensor, h: float, degree: int) -> Tensor:
-    """`regard.attention` of degree 0 or 1 with bandwidth h, read at `at`: -> [P, C]."""
+    """Predict by `regard.attention` of degree 0 or 1 with bandwidth h at `at`: -> [P, C]."""
     spec = Spec.parse(KERNEL + (f"*linear(ridge={RIDGE * h * h})" if degree else ""))
     q, k, v = (u[None, None] for u in (at, x, y))
     found: Tensor = attention(q, k, v, spec, scale=2 / h**2)
@@ -133,7 +121,7 @@ def local(x: Tensor, y: Tensor, at: Tensor, h: float, degree: int) -> Tensor:
 
 def bandwidths(estimator: str, dim: int, n: int) -> list[float]:
     """Return the grid: around the theory's order of magnitude, wide enough to hold the best bandwidth inside."""
-    power = 4 if estimator == "local linear" else 3
+    power = 4 if estimator == LINEAR else 3
     middle = (1.7 if power == 4 else 1.0) * n ** (-1 / (dim + power)) * (0.65 if dim == 1 else 0.85)
     return [middle * STEP**i for i in range(-7, 8)]
 
@@ -145,17 +133,14 @@ class BoundaryBias(Recipe):
     Config = BoundaryBiasConfig
     sizes: ClassVar = {"quick": {"sizes": (512, 1024, 2048, 4096), "seeds": 12, "radii": 64}}
 
+    limits: ClassVar = {
+        "seeds": (2, math.inf), "radii": (8, math.inf), "directions": (1, math.inf), "noise": (1e-6, 1e3),
+        "dims": (1, 3), "sizes": (32, 2**17),
+    }  # fmt: skip
+
     def check(self) -> None:
-        own, call = self.config, self.call()
-        for name, least in (("seeds", 2), ("radii", 8), ("directions", 1)):
-            if getattr(own, name) < least:
-                raise ArgumentError(f"{call}: --{name} is {getattr(own, name)}, expected at least {least}.")
-        if not 0 < own.noise < 1e3:
-            raise ArgumentError(f"{call}: --noise is {own.noise:g}, expected a number between 0 and 1000.")
-        if not own.dims or any(not 1 <= d <= 3 for d in own.dims):
-            raise ArgumentError(f"{call}: --dims is {own.dims}, expected whole numbers from 1 to 3.")
-        if len(set(own.sizes)) < 2 or any(not 32 <= n <= 2**17 for n in own.sizes):
-            raise ArgumentError(f"{call}: --sizes is {own.sizes}, expected two or more numbers from 32 to {2**17}.")
+        if len(self.config.sizes) < 2:
+            raise ArgumentError(f"{self.call()}: --sizes is {self.config.sizes}, expected two or more numbers.")
 
     def cells(self) -> list[Cell]:
         return [{"d": d, "n": n} for d in self.config.dims for n in self.config.sizes]
@@ -169,8 +154,7 @@ class BoundaryBias(Recipe):
         whole = global_linear(x, y, where.points)
         for estimator in THEORY:
             for i, h in enumerate(bandwidths(estimator, d, n)):
-                degree = int(estimator == "local linear")
-                off = (whole if estimator == GLOBAL else local(x, y, where.points, h, degree)) - known
+                off = (whole if estimator == GLOBAL else local(x, y, where.points, h, estimator == LINEAR)) - known
                 error, layer = off[:, 1:].square().mean(-1) * where.weights, where.depths < h
                 yield {
                     "estimator": estimator, "bandwidth": h, "place": i, "whole": error.sum().item(),
@@ -179,25 +163,16 @@ class BoundaryBias(Recipe):
                 }  # fmt: skip
 
     def claims(self, results: Results) -> list[Claim]:
-        chosen = best(results)
-        apart = {
-            name: {f"d = {d}": shift(log_slope(select(chosen, d=d, estimator=name), "n", "whole"), -theory(d))
-                   for d in self.config.dims}
-            for name, theory in THEORY.items()
-        }  # fmt: skip
-        last = select(chosen, n=max(self.config.sizes))
-        ratio = {
-            f"d = {d}": paired(
-                select(last, d=d, estimator=CONSTANT), select(last, d=d, estimator=LINEAR), "whole", True
-            )
-            for d in self.config.dims
-        }
+        chosen, dims = best(results), self.config.dims
+        of = lambda name, d: select(chosen, d=d, estimator=name)  # noqa: E731
+        at_last = lambda name, d: select(of(name, d), n=max(self.config.sizes))  # noqa: E731
+        ratio = {f"d = {d}": paired(at_last(CONSTANT, d), at_last(LINEAR, d), "whole", True) for d in dims}
         note = f"Fitted exponent of n less the theory's; within {NEAR:g} counts as equal at these n."
-        laws = {GLOBAL: "n^0", CONSTANT: "n^(-3/(d+3))", LINEAR: "n^(-4/(d+4))"}
         made = [
-            Claim(PAPER, "propositions 2.1 and 2.2", f"The error of {name} regression falls as {laws[name]}", found,
+            Claim(PAPER, "propositions 2.1 and 2.2", f"The error of {name} regression falls as {LAWS[name]}",
+                  {f"d = {d}": shift(log_slope(of(name, d), "n", "whole"), -theory(d)) for d in dims},
                   "within", NEAR, NEAR, note=note)
-            for name, found in apart.items()
+            for name, theory in THEORY.items()
         ]  # fmt: skip
         errs = "Local linear regression errs less than local constant regression"
         note = "Errors at the largest n, local constant over local linear."
@@ -208,17 +183,16 @@ class BoundaryBias(Recipe):
         slope: Callable[[str], Show] = lambda part: lambda rows: log_slope(rows, "n", part).text()  # noqa: E731
         rates: dict[str, Show] = {
             "theory": lambda rows: f"{THEORY[rows['estimator'].iloc[0]](rows['d'].iloc[0]):.3f}",
-            "whole": slope("whole"),
-            "larger n": lambda rows: slope("whole")(select(rows, n=upper)),
-            **{part: slope(part) for part in ("boundary", "interior")},
+            "whole": slope("whole"), "larger n": lambda rows: slope("whole")(select(rows, n=upper)),
+            "boundary": slope("boundary"), "interior": slope("interior"),
             "bandwidth": lambda rows: f"{log_slope(rows, 'n', 'bandwidth').mean:.3f}",
-        }
+        }  # fmt: skip
         errors: dict[str, Show] = {"bandwidth": first("bandwidth", "{:.3f}")}
-        errors |= {part: interval(part, 5) for part in ("whole", "boundary", "interior", "bias")}
+        errors |= {part: interval(part, 5) for part in (*PARTS, "bias")}
         note = (
             "Least squares of log mean error on log n, ± half the 95 % interval. The boundary layer is as deep as the "
+            "bandwidth (for the global estimator: that of the local constant), and shrinks with it."
         )
-        note += "bandwidth (for the global estimator: that of the local constant), and shrinks with it."
         return {
             "Rates": pivot(chosen, ["d", "estimator"], rates, note=note),
             "Errors": pivot(chosen, ["d", "n", "estimator"], errors, note="Integrated squared errors; bias: squared."),
@@ -227,7 +201,7 @@ class BoundaryBias(Recipe):
     def figures(self, results: Results) -> dict[str, bytes]:
         chosen = best(results)
         panels = {f"d = {d}": select(chosen, d=d) for d in self.config.dims}
-        y = {part: f"{part}: squared error" for part in ("whole", "boundary", "interior")}
+        y = {part: f"{part}: squared error" for part in PARTS}
         return {"errors": lines(panels, "n", y, "estimator", x_label="design points n", log_x=True, log_y=True)}
 
     def notes(self, results: Results) -> list[str]:

@@ -1,12 +1,10 @@
 """Numerics of local linear attention: how the error of its output falls with steps of conjugate gradients, in float32
 and from bfloat16 inputs (Local Linear Attention paper, appendix E, Table 2).
 
-The paper states neither data nor ridge of its Table 2; here both vary. The truth is a float64 Cholesky solution, formed
-densely, of the inputs as they are after rounding to their dtype, so that what is seen is the method's own error. For
-bfloat16 inputs regard stands beside emulations of schemes that multiply in bfloat16 (`lla_numerics_schemes`): the
-paper's, which centres at the query, and the covariance form with and without centred keys.
-
-Data of one head, T positions and D channels, values normal:
+The paper states neither data nor ridge of its Table 2; here both vary. The truth is a dense float64 Cholesky solution
+of the inputs after rounding to their dtype. For bfloat16 inputs regard stands beside emulations of schemes that
+multiply in bfloat16 (`lla_numerics_schemes`): the paper's, which centres at the query, and the covariance form with and
+without centred keys. Data of one head, T positions and D channels, values normal:
 
     normal       queries and keys N(0, I)
     normalised   the same on the unit sphere
@@ -19,12 +17,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.checks import ArgumentError
 from regard.grammar import SolveStatus
 from regard.grammar.solvers import Auto, ConjugateGradient, Solver
 from regard.pairwise.local_linear_attention import local_linear_attention
@@ -34,7 +32,7 @@ from ..lib.intervals import exact
 from ..lib.pivots import MISSING, Show, pivot
 from ..lib.plots import lines
 from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select
+from ..lib.results import Results, select, significant
 from .lla_numerics_schemes import SCHEMES, dense, low_output, output, rounded
 
 if TYPE_CHECKING:
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BLOCK = 128  # rows to one number of the iterations by block
 EMULATED = 64  # steps of the emulated schemes at most, the last column of the paper's Table 2
-DIGITS = 4  # significant ones, of stored numbers
 REGARD = "regard"
 TARGETS = {0.1: 0.016, 0.01: 0.056}  # ridge to the relative error of bfloat16 inputs with anisotropic keys
 
@@ -72,34 +69,17 @@ Data = tuple[Tensor, Tensor, Tensor]
 """q, k, v [T, D]."""
 
 
-def _normal(q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    return q, k
-
-
-def _normalised(q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    return q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)
-
-
-def _anisotropic(q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    return q, k[1:] * torch.logspace(0.3, -0.7, k.shape[-1]) + 2 * k[:1]
-
-
-def _recall(q: Tensor, k: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    seen = (at * torch.arange(1, len(k) + 1)).long()
-    return k[seen] + 0.1 * q, k
-
-
 FAMILIES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    "normal": _normal,
-    "normalised": _normalised,
-    "anisotropic": _anisotropic,
-    "recall": _recall,
+    "normal": lambda q, k, at: (q, k),
+    "normalised": lambda q, k, at: (q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True)),
+    "anisotropic": lambda q, k, at: (q, k[1:] * torch.logspace(0.3, -0.7, k.shape[-1]) + 2 * k[:1]),
+    "recall": lambda q, k, at: (k[(at * torch.arange(1, len(k) + 1)).long()] + 0.1 * q, k),
 }
 """Queries and keys from normal ones and uniform numbers; the anisotropic keys from one row more."""
 
 
 def draw(config: NumericsConfig, family: str, head: int, seed: int = 0) -> Data:
-    """One head of a kind of data, float32: a function of seed, kind and head."""
+    """Return one head of a kind of data in float32, a function of seed, kind and head."""
     key = (seed * len(FAMILIES) + list(FAMILIES).index(family)) * 1_000_003 + head
     generator = torch.Generator().manual_seed(key)
     normal = lambda rows: torch.randn(rows, config.dim, generator=generator)  # noqa: E731
@@ -108,18 +88,15 @@ def draw(config: NumericsConfig, family: str, head: int, seed: int = 0) -> Data:
     return q, k, v
 
 
-@dataclass(frozen=True)
-class Case:
-    """One kind of data in one dtype, rounded to it and held as float32, with what is true of it.
+class Case(NamedTuple):
+    """One kind of data, rounded to its dtype and held as float32, with dense solutions.
 
     Attributes:
-        heads: the data.
         truth: by ridge, outputs [H, T, D] in float64.
         floors: for bfloat16 only; by name and ridge, outputs of dense float32 solutions: "rounding", rounded once, and
             "floor", their last stage in emulated bfloat16.
     """
 
-    family: str
     dtype: str
     heads: tuple[Data, ...]
     truth: dict[float, Tensor]
@@ -131,48 +108,40 @@ def prepare(config: NumericsConfig, family: str, dtype: str, seed: int = 0) -> C
     low = dtype == "bfloat16"
     drawn = (draw(config, family, head, seed) for head in range(config.draws))
     heads = tuple((rounded(q), rounded(k), rounded(v)) if low else (q, k, v) for q, k, v in drawn)
-
-    truth = outputs(heads, config.ridges, torch.float64, output)
-    if not low:
-        return Case(family, dtype, heads, truth, {})
-    once = {ridge: rounded(out) for ridge, out in outputs(heads, config.ridges, torch.float32, output).items()}
-    floor = outputs(heads, config.ridges, torch.float32, low_output)
-    return Case(family, dtype, heads, truth, {"rounding": once, "floor": floor})
+    solved = partial(outputs, heads, config.ridges)
+    floors: dict[str, dict[float, Tensor]] = {}
+    if low:
+        once = {ridge: rounded(out) for ridge, out in solved(torch.float32, output).items()}
+        floors = {"rounding": once, "floor": solved(torch.float32, low_output)}
+    return Case(dtype, heads, solved(torch.float64, output), floors)
 
 
 def outputs(
     heads: Sequence[Data], ridges: Sequence[float], dtype: torch.dtype, form: Callable[..., Tensor]
 ) -> dict[float, Tensor]:
-    """By ridge, outputs [H, T, D] in the `form` given, from systems solved densely in `dtype`."""
-    solved = [dense(q, k, ridges, dtype) for q, k, _ in heads]
-    return {
-        ridge: torch.stack([form(*head, t[ridge]) for head, t in zip(heads, solved, strict=True)]) for ridge in ridges
-    }
+    """Return by ridge the outputs [H, T, D] in the `form` given, from systems solved densely in `dtype`."""
+    solved = [(head, dense(*head[:2], ridges, dtype)) for head in heads]
+    return {ridge: torch.stack([form(*head, t[ridge]) for head, t in solved]) for ridge in ridges}
 
 
 def budgets(config: NumericsConfig) -> dict[str, Solver]:
-    """Name to solver: steps, tolerances, conjugate gradients by default, and what "auto" does."""
+    """Return name to solver: steps, tolerances, conjugate gradients by default, and what "auto" does."""
     made: dict[str, Solver] = {f"steps {n}": ConjugateGradient(max_iter=n) for n in config.steps}
     made |= {f"tol {tol:g}": ConjugateGradient(tol=tol) for tol in config.tols}
     return made | {"default": ConjugateGradient(), "auto": Auto()}
 
 
 def errors(found: Tensor, truth: Tensor) -> dict[str, Any]:
-    """Of outputs [H, T, D]: root mean square, the same relative to the truth's, the largest relative error of a row,
-    and how many rows are not finite; those are left out of the others."""
+    """Return of outputs [H, T, D] the root mean square error, the same relative to the truth's, the largest relative
+    error of a row, and how many rows are not finite; those are left out of the others."""
     finite = found.isfinite().all(-1)
     off, size = (found.double() - truth)[finite], truth[finite]
+    lost = {"not_finite": int((~finite).sum())}
+    if not len(off):
+        return {"absolute": None, "relative": None, "worst_row": None, **lost}
     rows = off.norm(dim=-1) / size.norm(dim=-1).clamp(min=1e-300)
-    return {
-        "absolute": _digits(off.square().mean().sqrt()) if len(off) else None,
-        "relative": _digits(off.norm() / size.norm()) if len(off) else None,
-        "worst_row": _digits(rows.max()) if len(off) else None,
-        "not_finite": int((~finite).sum()),
-    }
-
-
-def _digits(x: Tensor | float) -> float:
-    return float(f"{float(x):.{DIGITS}g}")
+    numbers = {"absolute": off.square().mean().sqrt(), "relative": off.norm() / size.norm(), "worst_row": rows.max()}
+    return {name: significant(x) for name, x in numbers.items()} | lost
 
 
 def run_regard(case: Case, ridge: float, solver: Solver) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -186,12 +155,12 @@ def run_regard(case: Case, ridge: float, solver: Solver) -> tuple[dict[str, Any]
         )
     steps, residual, status = (found.solver[name][0] for name in ("iterations", "residual", "status"))
     blocks = [
-        {"position": (i + 0.5) * BLOCK, "mean_steps": _digits(part.mean()), "max_steps": int(part.max())}
+        {"position": (i + 0.5) * BLOCK, "mean_steps": significant(part.mean()), "max_steps": int(part.max())}
         for i, part in enumerate(steps.split(BLOCK, -1))
     ]
     return errors(out[0], case.truth[ridge]) | {
-        "mean_steps": _digits(steps.mean()), "max_steps": int(steps.max()),
-        "mean_residual": _digits(residual.mean()), "max_residual": _digits(residual.max()),
+        "mean_steps": significant(steps.mean()), "max_steps": int(steps.max()),
+        "mean_residual": significant(residual.mean()), "max_residual": significant(residual.max()),
         **{kind.name: int((status == kind).sum()) for kind in SolveStatus},
     }, blocks  # fmt: skip
 
@@ -213,21 +182,11 @@ class Numerics(Recipe):
     Config = NumericsConfig
     sizes: ClassVar = {"quick": {"length": 256, "dim": 32, "draws": 1}}
 
-    def check(self) -> None:
-        own, call = self.config, self.call()
-        for name, least, most in (("length", 2, 4096), ("dim", 1, 128), ("draws", 1, 64), ("seeds", 1, 1)):
-            if not least <= getattr(own, name) <= most:
-                raise ArgumentError(f"{call}: --{name} is {getattr(own, name)}, expected {least} to {most}.")
-        for name, low, high in (("ridges", 1e-6, 1e6), ("steps", 1, 4 * EMULATED), ("tols", 1e-7, 1.0)):
-            for number in getattr(own, name) or (0,):
-                if not low <= number <= high:
-                    raise ArgumentError(f"{call}: --{name} has {number:g}, expected numbers from {low:g} to {high:g}.")
-        unknown = [name for name in own.families if name not in FAMILIES]
-        if unknown or not own.families:
-            raise ArgumentError(f"{call}: --families is {own.families}, expected some of {', '.join(FAMILIES)}.")
-        for name in ("families", "ridges", "steps", "tols"):
-            if len(set(getattr(own, name))) < len(getattr(own, name)):
-                raise ArgumentError(f"{call}: --{name} names one twice; name every one once.")
+    limits: ClassVar = {
+        "length": (2, 4096), "dim": (1, 128), "draws": (1, 64), "seeds": (1, 1), "ridges": (1e-6, 1e6),
+        "steps": (1, 4 * EMULATED), "tols": (1e-7, 1.0),
+    }  # fmt: skip
+    choices: ClassVar = {"families": tuple(FAMILIES)}
 
     def cells(self) -> list[Cell]:
         return [{"data": family, "dtype": dtype} for family in self.config.families for dtype in DTYPES]
@@ -257,14 +216,15 @@ class Numerics(Recipe):
             words = f"bfloat16 inputs with anisotropic keys have a relative error of at most {TARGETS[row.ridge]:g}"
             made.append(target(f"ridge {row.ridge:g}", words, one(exact(row.relative)), TARGETS[row.ridge]))
         by_tol = {tol: select(single, budget=f"tol {tol:g}") for tol in self.config.tols}
-        worst = {column: {f"tol {tol:g}": exact(float(rows[column].max() / tol)) for tol, rows in by_tol.items()}
-                 for column in ("relative", "worst_row")}  # fmt: skip
+        worst = lambda column: {  # noqa: E731
+            f"tol {tol:g}": exact(float(rows[column].max() / tol)) for tol, rows in by_tol.items()
+        }
         lost = found[~found["budget"].str.startswith("steps")]["UNCONVERGED"].sum()
         return [
             *made,
-            target("float32", "A tolerance bounds the relative error of the output", worst["relative"], 1,
+            target("float32", "A tolerance bounds the relative error of the output", worst("relative"), 1,
                    "Largest relative error over the tolerance."),
-            target("float32", "Five times a tolerance bounds the relative error of a row", worst["worst_row"], 5,
+            target("float32", "Five times a tolerance bounds the relative error of a row", worst("worst_row"), 5,
                    "Largest relative error of a row over the tolerance."),
             target("all data", "Every row converges to its tolerance", one(exact(float(lost))), 0, "Rows that do not."),
         ]  # fmt: skip
@@ -272,15 +232,12 @@ class Numerics(Recipe):
     def tables(self, results: Results) -> dict[str, Any]:
         found, frame = results.select(kind="budget"), results.frame
         index = ["data", "ridge", "dtype"]
-        kinds = {
-            "Relative error of the output": "relative",
-            "Absolute error of the output (root mean square)": "absolute",
-            "Largest relative error of a row": "worst_row",
-        }
         note = "Against a float64 Cholesky solution of the same (rounded) inputs; budgets of conjugate gradients."
+        by_budget = lambda column: pivot(found, index, {"": said(column)}, columns="budget", note=note)  # noqa: E731
         made = {
-            title: pivot(found, index, {"": said(column)}, columns="budget", note=note)
-            for title, column in kinds.items()
+            "Relative error of the output": by_budget("relative"),
+            "Absolute error of the output (root mean square)": by_budget("absolute"),
+            "Largest relative error of a row": by_budget("worst_row"),
         }
         low = frame[(frame["dtype"] == "bfloat16") & (
             (frame["budget"] == "default") & (frame["kind"] == "budget") | (frame["kind"] == "floor")
@@ -289,23 +246,19 @@ class Numerics(Recipe):
         made["Relative error from bfloat16 inputs, beside emulated bfloat16 schemes"] = pivot(
             low.assign(method=low["method"] + steps), ["data", "ridge"], {"": said("relative", lost=True)},
             columns="method",
-            note="rounding: a dense float32 solution whose output is rounded once. floor: one whose last two products "
-            "(slopes; weights times values) are in emulated bfloat16. The schemes, with numbers of steps, multiply in "
-            "emulated bfloat16 throughout; q-centred is the paper's. [n]: rows not finite, left out.",
+            note="rounding: a dense float32 solution rounded once. floor: one whose last two products are in emulated "
+            "bfloat16. The schemes, with numbers of steps, multiply in it throughout; q-centred is the paper's. [n]: "
+            "rows not finite, left out.",
         )  # fmt: skip
         solver: Show = lambda rows: (  # noqa: E731
             f"{rows['mean_steps'].iloc[0]:.3g} ({rows['max_steps'].iloc[0]:g}); {said('max_residual')(rows)}"
         )
-        statuses = [kind.name for kind in SolveStatus]
+        total: Callable[[str], Show] = lambda column: lambda rows: f"{rows[column].sum():g}"  # noqa: E731
         limited = found[~found["budget"].str.startswith("steps")]
-        made["Iterations and residuals"] = pivot(
-            limited, index, {"": solver}, columns="budget",
-            note="Mean (largest) iterations of a row; largest true relative residual of a row.",
-        )  # fmt: skip
-        made["Rows by status"] = pivot(
-            limited, index, {name: total(name) for name in statuses},
-            note="Over all tolerances, the default and auto.",
-        )  # fmt: skip
+        note = "Mean (largest) iterations of a row; largest true relative residual of a row."
+        made["Iterations and residuals"] = pivot(limited, index, {"": solver}, columns="budget", note=note)
+        statuses = {kind.name: total(kind.name) for kind in SolveStatus}
+        made["Rows by status"] = pivot(limited, index, statuses, note="Over all tolerances, the default and auto.")
         return made
 
     def figures(self, results: Results) -> dict[str, bytes]:
@@ -321,12 +274,11 @@ class Numerics(Recipe):
         panels = {f"{data}, ridge {ridge:g}": {"data": data, "ridge": ridge}
                   for data in self.config.families for ridge in self.config.ridges}  # fmt: skip
         over = lambda rows: {title: select(rows, **where) for title, where in panels.items()}  # noqa: E731
+        error, mean, wrap = {"relative": "relative error"}, {"mean_steps": "mean iterations"}, len(self.config.ridges)
         return {
-            "steps": lines(over(course), "step", {"relative": "relative error"}, "line", x_label="steps", log_x=True,
-                           log_y=True, wrap=len(self.config.ridges)),
-            "iterations": lines(over(along), "position", {"mean_steps": "mean iterations"}, "line",
-                                wrap=len(self.config.ridges)),
-        }  # fmt: skip
+            "steps": lines(over(course), "step", error, "line", x_label="steps", log_x=True, log_y=True, wrap=wrap),
+            "iterations": lines(over(along), "position", mean, "line", wrap=wrap),
+        }
 
     def notes(self, results: Results) -> list[str]:
         own = self.config
@@ -343,11 +295,6 @@ class Numerics(Recipe):
 def target(where: str, wording: str, estimates: Any, margin: float, note: str = "Relative error.") -> Claim:
     """Return a target that the project set itself."""
     return Claim("regard's targets", where, wording, estimates, "at most", margin, note=note, digits=4)
-
-
-def total(column: str) -> Show:
-    """Return a function that shows the sum of a column."""
-    return lambda rows: f"{rows[column].sum():g}"
 
 
 def said(column: str, lost: bool = False) -> Show:

@@ -1,11 +1,10 @@
 """What `lla_numerics` holds regard against: the dense solution, and emulations of bfloat16 schemes of local linear
 attention.
 
-An emulation is no kernel: it rounds both operands of every matrix product to bfloat16, multiplies and adds them in
-float32, and keeps everything else in float32, which is what matrix units do. The iteration of the published scheme is
-that of its kernels: from 0, steps of r.r / (d.Ad + 1e-10), a row standing still once r.r is 1e-12 of what it was or not
-finite. Those of the covariance form have two guards more: a row ends where d.Ad is not positive, and what counts is its
-iterate with the least residual.
+An emulation rounds both operands of every matrix product to bfloat16, multiplies and adds them in float32, and keeps
+everything else in float32, as matrix units do. The iteration of the published scheme is that of its kernels: from 0,
+steps of r.r / (d.Ad + 1e-10); a row stops once r.r is 1e-12 of what it was or not finite. The covariance form has two
+more guards: a row stops where d.Ad is not positive, and its result is the iterate with the least residual.
 
 Legend: q, k, v [T, D] of one head; w [T, T] kernel weights, causal; p the same with rows that sum to one.
 """
@@ -13,6 +12,7 @@ Legend: q, k, v [T, D] of one head; w [T, T] kernel weights, causal; p the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,22 +26,22 @@ GOAL, SHIFT = 1e-12, 1e-10
 
 
 def rounded(x: Tensor) -> Tensor:
-    """The nearest bfloat16, as float32."""
+    """Return the nearest bfloat16, as float32."""
     return x.bfloat16().float()
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a b with operands rounded to bfloat16 and float32 sums."""
+    """Return a b with operands rounded to bfloat16 and float32 sums."""
     return rounded(a) @ rounded(b)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Of rows, [T, 1]."""
+    """Return the dot products of rows, [T, 1]."""
     return (a * b).sum(-1, keepdim=True)
 
 
 def kernel(q: Tensor, k: Tensor) -> Tensor:
-    """exp(q.k / sqrt(D)) of a key that is not later, over the largest of its row: [T, T]."""
+    """Return exp(q.k / sqrt(D)) of a key that is not later, over the largest of its row: [T, T]."""
     z = (q @ k.T) * q.shape[-1] ** -0.5
     later = torch.ones_like(z, dtype=torch.bool).triu(1)
     z = z.masked_fill(later, -torch.inf)
@@ -49,8 +49,10 @@ def kernel(q: Tensor, k: Tensor) -> Tensor:
 
 
 def dense(q: Tensor, k: Tensor, ridges: Sequence[float], dtype: torch.dtype) -> dict[float, Tensor]:
-    """t [T, D] by ridge: every system formed in `dtype` and solved by Cholesky. Cost: 2 T^2 D^2 operations, T D^2
-    numbers."""
+    """Return t [T, D] by ridge: every system formed in `dtype` and solved by Cholesky.
+
+    Cost: 2 T^2 D^2 operations, T D^2 numbers.
+    """
     p, y, x, mean = centred(q.to(dtype), k.to(dtype))
     pairs = (y[:, :, None] * y[:, None, :]).flatten(1)
     eye = torch.eye(q.shape[-1], dtype=dtype)
@@ -65,7 +67,7 @@ def dense(q: Tensor, k: Tensor, ridges: Sequence[float], dtype: torch.dtype) -> 
 
 
 def centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """p, and from the keys' mean as origin: keys, queries, and the means p y."""
+    """Return p, and from the keys' mean as origin: keys, queries, and the means p y."""
     w = kernel(q, k)
     p = w / w.sum(-1, keepdim=True)
     y = k - k.mean(0)
@@ -73,20 +75,20 @@ def centred(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def output(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
-    """o_i = sum_j p_ij (1 + (k_j - kbar_i) . t_i) v_j, in the dtype of t."""
+    """Return o_i = sum_j p_ij (1 + (k_j - kbar_i) . t_i) v_j, in the dtype of t."""
     p, y, _, mean = centred(q.to(t.dtype), k.to(t.dtype))
     return (p * (1 + t @ y.T - dot(mean, t))) @ v.to(t.dtype)
 
 
 def low_output(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
-    """`output` with the two products of its last stage in emulated bfloat16, which is what stays of an error where the
-    systems are solved in float32: `floor` in tables."""
+    """Return `output` with the two products of its last stage in emulated bfloat16, which is what stays of an error
+    where the systems are solved in float32: `floor` in tables."""
     p, y, _, mean = centred(q, k)
     return product(p * (1 + product(t, y.T) - dot(mean, t)), v)
 
 
 def iterates(apply: Apply, right: Tensor, steps: Sequence[int], guarded: bool = False) -> Iterator[tuple[int, Tensor]]:
-    """Conjugate gradients for A x = `right` [T, D]: x after every one of `steps`."""
+    """Run conjugate gradients for A x = `right` [T, D]: x after every one of `steps`."""
     x, r, d = torch.zeros_like(right), right, right
     square = first = dot(r, r)
     best, least = x, first
@@ -108,7 +110,7 @@ def iterates(apply: Apply, right: Tensor, steps: Sequence[int], guarded: bool = 
 
 
 def q_centred(q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """The paper's algorithm (equations 10-16, algorithms 1 and 2 with their errata): Sigma = sum w (k - q)(k - q)^T
+    """Run the paper's algorithm (equations 10-16, algorithms 1 and 2 with their errata): Sigma = sum w (k - q)(k - q)^T
     from sums over k alone, o = sum w (1 - (k - q) . rho) v / delta. The ridge is relative to the total weight, as in
     the authors' code."""
     w = kernel(q, k)
@@ -127,8 +129,8 @@ def q_centred(q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int
 def covariance(
     q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int], moved: bool = False
 ) -> Iterator[tuple[int, Tensor]]:
-    """The covariance form, (C + ridge) t = q - kbar, o = sum p (1 + (k - kbar) . t) v; `moved`: the mean of all keys
-    is taken off keys and queries first, but for the scores."""
+    """Run the covariance form, (C + ridge) t = q - kbar, o = sum p (1 + (k - kbar) . t) v; `moved`: the mean of all
+    keys is taken off keys and queries first, but for the scores."""
     w = kernel(q, k)
     p = w / w.sum(-1, keepdim=True)
     origin = k.mean(0) if moved else torch.zeros_like(k[0])
@@ -142,16 +144,9 @@ def covariance(
         yield step, product(p * (1 + slopes(t)), v)
 
 
-def covariance_centred(
-    q: Tensor, k: Tensor, v: Tensor, ridge: float, steps: Sequence[int]
-) -> Iterator[tuple[int, Tensor]]:
-    """`covariance` with the keys' mean as origin."""
-    return covariance(q, k, v, ridge, steps, moved=True)
-
-
 SCHEMES: dict[str, Scheme] = {
     "q-centred": q_centred,
     "covariance": covariance,
-    "covariance, keys centred": covariance_centred,
+    "covariance, keys centred": partial(covariance, moved=True),
 }
 """All in emulated bfloat16."""

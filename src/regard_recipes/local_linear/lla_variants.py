@@ -1,13 +1,10 @@
 """Cheaper local linear attention: error against time for sliding windows, diagonal blocks and solver budgets (Local
 Linear Attention paper, appendix E: SW-LLA, BD-LLA and Table 1).
 
-The data are those of test-time regression (`regard.tasks.ConeRegression`); what counts is the squared error after the
-first segment in units of the zero predictor's. Under both protocols: self-included (a position sees its own pair) and
-strictly-past. Nothing is chosen per variant: all ridges are shown.
-
-The paper defines BD-LLA as the diagonal blocks of Sigma, the second moment about the query, where its denominator
+The data are those of test-time regression (`regard.tasks.ConeRegression`), under both of its protocols. The paper
+defines BD-LLA as the diagonal blocks of Sigma, the second moment about the query, where its denominator
 delta = omega - mu . rho is no longer positive; regard takes the blocks of the covariance about the weighted mean of the
-keys, where there is no denominator. Both are measured.
+keys, where there is no denominator. Both are measured, with every ridge.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +33,7 @@ from ..lib.intervals import Estimate, exact, mean_interval, unpaired
 from ..lib.pivots import MISSING, Show, first, pivot
 from ..lib.plots import lines
 from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select
+from ..lib.results import Results, select, significant
 from .lla_variants_cost import COSTS, Sizes
 
 if TYPE_CHECKING:
@@ -46,7 +43,6 @@ PAPER = "Local Linear Attention"
 SELF, PAST = "self-included", "strictly-past"
 SIGMA = "blocks of Sigma"  # the paper's
 ROWS = 128  # rows whose matrices are formed at a time, and the B of the formulas: regard's own blocks of queries
-DIGITS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,23 +73,24 @@ class VariantsConfig(RecipeConfig):
     """Timings of every variant."""
 
 
-Solve = Callable[[Tensor, Tensor, Tensor, float, bool, bool], tuple[Tensor, Tensor | None]]
-"""(q, k, v [B, 1, T, d], ridge, strictly past, counted) -> predictions, and if counted the iterations of every row
-where there are some."""
+class Call(NamedTuple):
+    """Keys (also the queries) and values [B, 1, T, d], the ridge, whether a position's own pair is hidden from it, and
+    whether iterations are counted."""
+
+    k: Tensor
+    v: Tensor
+    ridge: float
+    strict: bool
+    counted: bool
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A way to predict.
+Solve = Callable[[Call], tuple[Tensor, Tensor | None]]
+"""Predictions, and if counted the iterations of every row where there are some."""
 
-    Attributes:
-        name, group: in tables and figures.
-        run: see `Solve`.
-        window: keys that a query sees; None for all.
-        blocks: diagonal blocks.
-        cost: a row of `COSTS`.
-        takes_ridge: whether the ridge matters.
-    """
+
+class Variant(NamedTuple):
+    """A way to predict: its name and group in tables and figures, a row of `COSTS`, the keys that a query sees (None:
+    all), its diagonal blocks, and whether the ridge matters."""
 
     name: str
     group: str
@@ -104,46 +101,42 @@ class Variant:
     takes_ridge: bool = True
 
     def sizes(self, config: VariantsConfig, steps: float | None) -> Sizes:
-        """What the formulas need: n is the mean over rows."""
+        """Return what the formulas need: n is the mean over rows."""
         seen = self.window or config.length
         n = sum(min(i + 1, seen) for i in range(config.length)) / config.length
         return Sizes(n, config.dim, steps or 0.0, self.blocks, ROWS)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, ridge: float, strict: bool, counted: bool) -> tuple[Tensor, None]:
-    if not strict:
-        return scaled_dot_product_attention(q, k, v, is_causal=True), None
-    return attention(q, k, v, "softmax", exclude_self=True), None
+def _sdpa(c: Call) -> tuple[Tensor, None]:
+    if c.strict:
+        return attention(c.k, c.k, c.v, "softmax", exclude_self=True), None
+    return scaled_dot_product_attention(c.k, c.k, c.v, is_causal=True), None
 
 
-def _mesa(q: Tensor, k: Tensor, v: Tensor, ridge: float, strict: bool, counted: bool) -> tuple[Tensor, Tensor | None]:
-    found = mesa_attention(
-        q, k, v, ridge=ridge, solver="cg", tol=1e-3, max_iter=4 * q.shape[-1], exclude_self=strict,
-        return_diagnostics=counted,
-    )  # fmt: skip
-    return found[0], found[2]["iterations"] if counted else None
+def _mesa(c: Call) -> tuple[Tensor, Tensor | None]:
+    how: dict[str, Any] = {"solver": "cg", "tol": 1e-3, "max_iter": 4 * c.k.shape[-1], "exclude_self": c.strict}
+    found = mesa_attention(c.k, c.k, c.v, ridge=c.ridge, return_diagnostics=c.counted, **how)
+    return found[0], found[2]["iterations"] if c.counted else None
 
 
 def _softmax(window: int | None) -> Solve:
-    def run(q: Tensor, k: Tensor, v: Tensor, ridge: float, strict: bool, counted: bool) -> tuple[Tensor, None]:
-        return attention(q, k, v, "softmax", is_causal=True, exclude_self=strict, window=window, impl="blocked"), None
-
-    return run
+    how: dict[str, Any] = {"is_causal": True, "window": window, "impl": "blocked"}
+    return lambda c: (attention(c.k, c.k, c.v, "softmax", exclude_self=c.strict, **how), None)
 
 
 def _local_linear(solver: Solver, window: int | None = None) -> Solve:
-    def run(q: Tensor, k: Tensor, v: Tensor, ridge: float, strict: bool, counted: bool) -> tuple[Tensor, Tensor | None]:
-        found = local_linear_attention(
-            q, k, v, ridge=ridge, solver=solver, window=window, is_causal=True, exclude_self=strict, impl="blocked",
-            return_diagnostics=counted,
-        )  # fmt: skip
-        return (found[0], found[1].solver["iterations"]) if counted else (found, None)
+    how: dict[str, Any] = {"solver": solver, "window": window, "is_causal": True, "impl": "blocked"}
+
+    def run(c: Call) -> tuple[Tensor, Tensor | None]:
+        more: dict[str, Any] = {"ridge": c.ridge, "exclude_self": c.strict, "return_diagnostics": c.counted}
+        found = local_linear_attention(c.k, c.k, c.v, **how, **more)
+        return (found[0], found[1].solver["iterations"]) if c.counted else (found, None)
 
     return run
 
 
 def variants(config: VariantsConfig) -> list[Variant]:
-    """All of them, plain attention first."""
+    """Return all of them, plain attention first."""
     plain, kept, direct, parts = "softmax", "lla, weights kept", "lla, direct", "block-diagonal, direct"
     tol = config.tols[-1]
     made = [
@@ -155,28 +148,25 @@ def variants(config: VariantsConfig) -> list[Variant]:
     ]
     made += [Variant(f"tol {t:g}", "tolerances", _local_linear(ConjugateGradient(tol=t)), kept) for t in config.tols]
     made += [Variant(f"steps {n}", "steps", _local_linear(ConjugateGradient(max_iter=n)), kept) for n in config.steps]
-    made += [
-        Variant(f"blocks {g}", "blocks", _local_linear(BlockDiagonal(g)), parts, blocks=g) for g in blocks(config.dim)
-    ]
+    made += [Variant(f"blocks {g}", "blocks", _local_linear(BlockDiagonal(g)), parts, blocks=g)
+             for g in blocks(config.dim)]  # fmt: skip
     for w in (w for w in config.windows if w < config.length):
         name = f"window {w}"
         made += [
             Variant(f"softmax, {name}", "softmax windows", _softmax(w), plain, w, takes_ridge=False),
             Variant(name, "windows", _local_linear(ConjugateGradient(tol=tol), w), kept, w),
         ]
-        for g in (g for g in (config.dim // 2, config.dim) if g > 1):
-            both = f"blocks {g}, {name}"
-            made.append(Variant(both, "windows and blocks", _local_linear(BlockDiagonal(g), w), parts, w, g))
+        made += [Variant(f"blocks {g}, {name}", "windows and blocks", _local_linear(BlockDiagonal(g), w), parts, w, g)
+                 for g in (config.dim // 2, config.dim) if g > 1]  # fmt: skip
     return made
 
 
 def blocks(dim: int) -> list[int]:
-    """1, 2, 4, ..., dim."""
-    return [g for g in (2**i for i in range(dim.bit_length())) if dim % g == 0]
+    """Return 1, 2, 4, ..., dim, a power of two."""
+    return [2**i for i in range(dim.bit_length())]
 
 
-@dataclass(frozen=True)
-class Data:
+class Data(NamedTuple):
     """Keys (which are the queries) and values [B, 1, T, d], and the positions that count."""
 
     keys: Tensor
@@ -189,7 +179,7 @@ class Data:
         off = (predicted - self.values)[:, 0, self.later].double().square().sum((-1, -2))
         zero = self.values[:, 0, self.later].double().square().sum((-1, -2))
         found = mean_interval((off / zero.mean()).tolist())
-        return {"error": _digits(found.mean), "half": _digits(found.half)}
+        return {"error": significant(found.mean), "half": significant(found.half)}
 
 
 def draw(config: VariantsConfig, seed: int) -> Data:
@@ -197,10 +187,6 @@ def draw(config: VariantsConfig, seed: int) -> Data:
     task = ConeRegression(config.dim, config.length, config.segment, config.noise)
     drawn = task.examples(seed, range(config.sequences))
     return Data(drawn.keys[:, None], drawn.values[:, None], slice(config.segment % config.length, None))
-
-
-def _digits(x: float) -> float:
-    return float(f"{x:.{DIGITS}g}")
 
 
 @recipe("lla-variants")
@@ -213,6 +199,11 @@ class Variants(Recipe):
                   "repeats": 2},
     }  # fmt: skip
 
+    limits: ClassVar = {
+        "length": (16, 4096), "sequences": (1, 4096), "repeats": (1, 1000), "seeds": (1, 1), "ridges": (1e-6, 1e6),
+        "windows": (1, 2**20), "steps": (0, 10_000), "tols": (1e-7, 1.0),
+    }  # fmt: skip
+
     def check(self) -> None:
         own, call = self.config, self.call()
         try:
@@ -221,18 +212,6 @@ class Variants(Recipe):
             raise ArgumentError(f"{call}: {error}") from None
         if own.dim & (own.dim - 1) or not 2 <= own.dim <= 128:
             raise ArgumentError(f"{call}: --dim is {own.dim}, expected a power of two from 2 to 128.")
-        for name, least, most in (("length", 16, 4096), ("sequences", 1, 4096), ("repeats", 1, 1000), ("seeds", 1, 1)):
-            if not least <= getattr(own, name) <= most:
-                raise ArgumentError(f"{call}: --{name} is {getattr(own, name)}, expected {least} to {most}.")
-        limits: Sequence[tuple[str, float, float]]
-        limits = (("ridges", 1e-6, 1e6), ("windows", 1, 2**20), ("steps", 0, 10_000), ("tols", 1e-7, 1.0))
-        for name, low, high in limits:
-            levels = getattr(own, name)
-            if not levels or len(set(levels)) < len(levels):
-                raise ArgumentError(f"{call}: --{name} is {levels}, expected at least one number, each once.")
-            for level in levels:
-                if not low <= level <= high:
-                    raise ArgumentError(f"{call}: --{name} has {level:g}, expected numbers from {low:g} to {high:g}.")
         if own.tols[-1] != min(own.tols):
             raise ArgumentError(f"{call}: --tols is {own.tols}; give the smallest last, windows are solved to it.")
 
@@ -249,26 +228,26 @@ class Variants(Recipe):
             yield from self.blocks_of_sigma(data)
             return
         (variant,) = (v for v in variants(self.config) if v.name == cell["variant"])
-        cost, counts = COSTS[variant.cost], {}
-        shares = {}
+        found: dict[str, dict[str, Any]] = {}
         for protocol in (SELF, PAST):
             out, steps = _run(variant, data, cell["ridge"], protocol == PAST, True)
-            shares[protocol] = data.share(out)
             direct = variant.cost.endswith("direct")
-            counts[protocol] = None if steps is None or direct else _digits(steps.double().mean().item())
-        sizes = variant.sizes(self.config, counts[SELF])
+            count = None if steps is None or direct else significant(steps.double().mean().item())
+            found[protocol] = {"protocol": protocol, **data.share(out), "steps": count}
         times = []
         for _ in range(self.config.repeats):
             start = time.perf_counter()
             _run(variant, data, cell["ridge"], False, False)
             times.append(1e6 * (time.perf_counter() - start) / (len(data.keys) * self.config.length))
-        for protocol in (SELF, PAST):
+        cost, sizes = COSTS[variant.cost], variant.sizes(self.config, found[SELF]["steps"])
+        numbers = {
+            "flops": cost.flops(sizes), "numbers": cost.numbers(sizes), "microseconds": sorted(times)[len(times) // 2],
+            "fastest": min(times), "slowest": max(times),
+        }  # fmt: skip
+        for row in found.values():
             yield {
                 "group": variant.group, "cost": variant.cost, "window": variant.window, "blocks": variant.blocks,
-                "protocol": protocol, **shares[protocol], "steps": counts[protocol], "keys": sizes.n,
-                "flops": _digits(cost.flops(sizes)), "numbers": _digits(cost.numbers(sizes)),
-                "microseconds": _digits(sorted(times)[len(times) // 2]), "fastest": _digits(min(times)),
-                "slowest": _digits(max(times)),
+                **row, "keys": sizes.n, **{name: significant(number) for name, number in numbers.items()},
             }  # fmt: skip
 
     def blocks_of_sigma(self, data: Data) -> Iterator[dict[str, Any]]:
@@ -284,7 +263,7 @@ class Variants(Recipe):
                 yield {
                     "variant": f"{SIGMA} {count}", "ridge": ridge, "group": SIGMA, "blocks": count,
                     "protocol": protocol, **data.share(out),
-                    "not_positive": _digits((delta <= 0).double().mean().item()),
+                    "not_positive": significant((delta <= 0).double().mean().item()),
                 }  # fmt: skip
 
     def claims(self, results: Results) -> list[Claim]:
@@ -322,10 +301,8 @@ class Variants(Recipe):
         frame = results.frame
         own, theirs = select(frame[frame["group"] != SIGMA]), select(frame, group=SIGMA)
         error: Callable[[str], Show] = lambda protocol: lambda r: _pair(select(r, protocol=protocol))  # noqa: E731
-        values = {
-            SELF: error(SELF), PAST: error(PAST), "µs a query": first("microseconds", "{:.3g}"),
-            "steps": first("steps", "{:.3g}"),
-        }  # fmt: skip
+        values = {SELF: error(SELF), PAST: error(PAST), "µs a query": first("microseconds", "{:.3g}"),
+                  "steps": first("steps", "{:.3g}")}  # fmt: skip
         mine: Show = lambda rows: _pair(  # noqa: E731
             select(own, group="blocks", **{name: rows[name].iloc[0] for name in ("ridge", "protocol", "blocks")})
         )
@@ -369,19 +346,16 @@ class Variants(Recipe):
 
     def figures(self, results: Results) -> dict[str, bytes]:
         frame = results.frame
-        panels = {
-            f"{protocol}, ridge {ridge:g}": select(frame[frame["ridge"].isna() | (frame["ridge"] == ridge)],
-                                                   protocol=protocol)
-            for ridge in self.config.ridges for protocol in (SELF, PAST)
-        }  # fmt: skip
+        at = lambda ridge: frame[frame["ridge"].isna() | (frame["ridge"] == ridge)]  # noqa: E731
+        panels = {f"{protocol}, ridge {ridge:g}": select(at(ridge), protocol=protocol)
+                  for ridge in self.config.ridges for protocol in (SELF, PAST)}  # fmt: skip
         timed = {name: rows[rows["microseconds"].notna()] for name, rows in panels.items()}
         parts = {name: select(rows, group=["blocks", SIGMA]) for name, rows in panels.items()}
         y = {"error": "error / zero predictor's"}
+        how: dict[str, Any] = {"log_x": True, "log_y": True, "wrap": 2}
         return {
-            "time": lines(
-                timed, "microseconds", y, "group", x_label="µs a query, forward", log_x=True, log_y=True, wrap=2
-            ),
-            "blocks": lines(parts, "blocks", y, "group", x_label="diagonal blocks", log_x=True, log_y=True, wrap=2),
+            "time": lines(timed, "microseconds", y, "group", x_label="µs a query, forward", **how),
+            "blocks": lines(parts, "blocks", y, "group", x_label="diagonal blocks", **how),
         }
 
     def notes(self, results: Results) -> list[str]:
@@ -397,7 +371,7 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # too few steps are the point
-        return variant.run(data.keys, data.keys, data.values, ridge or 0.0, strict, counted)
+        return variant.run(Call(data.keys, data.values, ridge or 0.0, strict, counted))
 
 
 def _pair(rows: pd.DataFrame) -> str:
@@ -408,12 +382,9 @@ def _pair(rows: pd.DataFrame) -> str:
 def q_centred_blocks(
     k: Tensor, v: Tensor, ridges: Sequence[float], counts: Sequence[int], strict: bool
 ) -> dict[tuple[float, int], tuple[Tensor, Tensor]]:
-    """BD-LLA as the paper defines it, for one sequence with q = k [T, d], in float64: the diagonal blocks of
-    Sigma = sum w (k - q)(k - q)^T + ridge omega, o = sum w (1 - (k - q) . rho) v / delta, rho = Sigma^-1 mu.
-
-    Returns:
-        By ridge and number of blocks the predictions [T, dv], 0 where nothing is seen, and delta / omega [T], 1 there.
-    """
+    """Solve BD-LLA as the paper defines it, for one sequence with q = k [T, d], in float64: the diagonal blocks of
+    Sigma = sum w (k - q)(k - q)^T + ridge omega, o = sum w (1 - (k - q) . rho) v / delta, rho = Sigma^-1 mu. Return by
+    ridge and number of blocks the predictions [T, dv], 0 where nothing is seen, and delta / omega [T], 1 there."""
     k, v = k.double(), v.double()
     length, dim = k.shape
     hidden = torch.ones(length, length, dtype=torch.bool).triu(0 if strict else 1)
@@ -429,10 +400,10 @@ def q_centred_blocks(
         own = (mass[at] * q)[:, :, None] * q[:, None, :]
         sigma = (p[at] @ pairs).unflatten(-1, (dim, dim)) - cross - cross.mT - own
         for (ridge, count), parts in slopes.items():
-            size = dim // count
-            tiled = sigma.unflatten(-1, (count, size)).unflatten(-3, (count, size))
-            block = tiled.diagonal(dim1=-4, dim2=-2).movedim(-1, -3) + ridge * torch.eye(size, dtype=k.dtype)
-            parts.append(torch.linalg.solve(block, mu.unflatten(-1, (count, size))[..., None]).flatten(-3))
+            shape = (count, dim // count)
+            tiled = sigma.unflatten(-1, shape).unflatten(-3, shape)
+            block = tiled.diagonal(dim1=-4, dim2=-2).movedim(-1, -3) + ridge * torch.eye(shape[1], dtype=k.dtype)
+            parts.append(torch.linalg.solve(block, mu.unflatten(-1, shape)[..., None]).flatten(-3))
     found = {}
     for key, parts in slopes.items():
         rho = torch.cat(parts)

@@ -1,22 +1,20 @@
 """Test-time regression: every estimator on data whose linear map changes, nothing trained (Local Linear Attention
 paper, section 4, figures 2, 3 and 6).
 
-At every position the pairs so far are fitted and a query is predicted; what counts is the squared error there,
-|f(q_i) - v_i|^2. Two protocols:
+At every position the pairs so far are fitted and a query is predicted; the error is |f(q_i) - v_i|^2. Two protocols:
 
-* self-included: pair i is among the pairs that position i sees. This is the paper's; at a query that is its key it
-  rewards giving back what was just stored.
-* strictly-past: only pairs before i are seen, so that something has to be predicted.
+* self-included, the paper's: position i sees pair i. At a query that is its key this rewards returning what was stored.
+* strictly-past: position i sees only the pairs before it.
 
-The paper states no ridge, and its bandwidth in the text alone (h = 2 sqrt(d), the usual scale of attention). `given`
-is that: every estimator at its own scale, one ridge for all. `chosen`, in the second protocol: the scale and the
-ridge with the least error on sequences of another seed, from a grid that is the same for all. The first protocol has
-no choice: the sharpest bandwidth, which looks up the pair itself, would win for every kernel.
+`given`: every estimator at its own scale (for attention the paper's h = 2 sqrt(d)), one ridge for all, since the paper
+states none. `chosen`, in the second protocol: scale and ridge with the least error on sequences of another seed.
+The first protocol has no choice: the sharpest bandwidth, which looks up the pair itself, would win for every kernel.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,12 +25,12 @@ from torch import Tensor
 from regard.checks import ArgumentError
 from regard.tasks import ConeRegression
 
-from ..lib.claims import Claim, one
+from ..lib.claims import Claim, Says, one
 from ..lib.intervals import Estimate, exact, ratio_interval
 from ..lib.pivots import MISSING, Show, pivot
 from ..lib.plots import lines
 from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
-from ..lib.results import Results, select
+from ..lib.results import Results, select, significant
 from .regression_at_test_time_methods import Method, methods
 
 if TYPE_CHECKING:
@@ -53,7 +51,6 @@ DRAWN = (
 POINTS = 128  # of a curve: errors of neighbouring positions are averaged
 BATCH = 8  # sequences at a time
 FULL = 32  # channels up to which a cell has all sequences
-DIGITS = 4  # significant ones, of stored numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,44 +88,40 @@ class RegressionConfig(RecipeConfig):
     """The ridges to choose from."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The numbers of an estimator; the scale in units of its own."""
-
-    scale: float
-    ridge: float
-
-
 def task(config: RegressionConfig, cell: Cell) -> ConeRegression:
-    """The data of a cell."""
+    """Return the data of a cell."""
     return ConeRegression(cell["d"], config.length, cell["S"], config.noise, cell["query noise"])
 
 
 def count(config: RegressionConfig, dim: int) -> int:
-    """Sequences of a cell: enough to have a spread."""
+    """Return how many sequences a cell has: enough for a spread."""
     return min(config.sequences, max(2, config.sequences * FULL // dim))
 
 
+Setting = tuple[float, float]
+"""The scale, in units of the estimator's own, and the ridge."""
+
+
 def errors(own: ConeRegression, method: Method, setting: Setting, strict: bool, seed: int, count: int) -> Tensor:
-    """Squared errors [count, L] on the first sequences of a stream."""
+    """Return the squared errors [count, L] on the first sequences of a stream."""
     found = []
     for start in range(0, count, BATCH):
         examples = own.examples(seed, range(start, min(start + BATCH, count)))
-        found.append(own.error(method.predict(examples, setting.scale, setting.ridge, strict), examples))
+        found.append(own.error(method.predict(examples, *setting, strict), examples))
     return torch.cat(found)
 
 
 def choose(config: RegressionConfig, own: ConeRegression, method: Method, strict: bool, seed: int) -> Setting:
-    """The scale and ridge of the grid with the least error on the held-out sequences; of equals the first."""
+    """Return the scale and ridge of the grid with the least error on the held-out sequences; of equals the first."""
     scales = config.scales if "scale" in method.takes else (1.0,)
     ridges = config.ridges if "ridge" in method.takes else (config.ridge,)
-    settings = [Setting(scale, ridge) for scale, ridge in itertools.product(scales, ridges)]
+    settings = list(itertools.product(scales, ridges))
     score = lambda s: float(errors(own, method, s, strict, seed + 1, config.held_out).mean())  # noqa: E731
     return min(settings, key=score) if len(settings) > 1 else settings[0]
 
 
 def parts(length: int, segment: int) -> dict[str, Tensor]:
-    """Positions of the first segment, of all later ones, of the second halves of these, and all."""
+    """Return the positions of the first segment, of all later ones, of the second halves of these, and all."""
     at = torch.arange(length)
     later = at >= segment
     half = at % segment >= segment // 2
@@ -138,12 +131,7 @@ def parts(length: int, segment: int) -> dict[str, Tensor]:
 def curve(error: Tensor) -> list[float]:
     """Return the error by position, neighbours averaged to at most POINTS, over sequences."""
     points = max(p for p in range(1, min(POINTS, error.shape[1]) + 1) if error.shape[1] % p == 0)
-    return [rounded(x) for x in error.reshape(len(error), points, -1).mean((0, 2)).tolist()]
-
-
-def rounded(x: float) -> float:
-    """Return x to DIGITS significant digits."""
-    return float(f"{x:.{DIGITS}g}")
+    return [significant(x) for x in error.reshape(len(error), points, -1).mean((0, 2)).tolist()]
 
 
 @recipe("test-time-regression")
@@ -159,21 +147,13 @@ class Regression(Recipe):
         "paper": {"sequences": 10_000},
     }  # fmt: skip
 
+    limits: ClassVar = {
+        **dict.fromkeys(("sequences", "held_out", "dims", "segments"), (1, math.inf)), "seeds": (1, 1),
+        **dict.fromkeys(("scales", "ridges", "ridge", "tol"), (1e-6, 1e6)),
+    }  # fmt: skip
+
     def check(self) -> None:
         own, call = self.config, self.call()
-        for name, least, most in (("sequences", 1, 2**31), ("held_out", 1, 2**31), ("seeds", 1, 1)):
-            if not least <= getattr(own, name) <= most:
-                flag = name.replace("_", "-")
-                raise ArgumentError(f"{call}: --{flag} is {getattr(own, name)}, expected at least {least}"
-                                    f"{'' if most > 1 else ' and at most 1'}.")  # fmt: skip
-        for name in ("dims", "segments", "scales", "ridges"):
-            if not getattr(own, name):
-                raise ArgumentError(f"{call}: --{name} names nothing; give at least one.")
-        for name in ("scales", "ridges", "ridge", "tol"):
-            levels = getattr(own, name)
-            for level in levels if isinstance(levels, tuple) else (levels,):
-                if not 1e-6 <= level <= 1e6:
-                    raise ArgumentError(f"{call}: --{name} is {level:g}, expected 1e-06 to 1e+06.")
         try:
             for cell in self.cells():
                 task(own, cell)
@@ -200,56 +180,47 @@ class Regression(Recipe):
         sequences, found = count(config, cell["d"]), {}
         for how in (GIVEN, CHOSEN) if strict else (GIVEN,):
             for method in known:
-                given = Setting(1.0, config.ridge)
+                given = (1.0, config.ridge)
                 setting = choose(config, own, method, strict, seed) if how == CHOSEN else given
                 if how == GIVEN or setting != given:  # else it is measured already
                     found[method.name] = errors(own, method, setting, strict, seed, sequences)
                 error = found[method.name]
-                row = {"method": method.name, "how": how, "scale": setting.scale, "ridge": setting.ridge}
+                row = {"method": method.name, "how": how, "scale": setting[0], "ridge": setting[1]}
                 means = {part: error[:, places].mean(-1) for part, places in parts(error.shape[1], cell["S"]).items()}
                 for sequence in range(sequences):
                     yield {"kind": "error", **row, "sequence": sequence, "seed": seed + sequence,
-                           **{part: rounded(mean[sequence].item()) for part, mean in means.items()}}  # fmt: skip
+                           **{part: significant(mean[sequence].item()) for part, mean in means.items()}}  # fmt: skip
                 if method.name in DRAWN and not cell["query noise"]:
                     yield {"kind": "curve", **row, "curve": curve(error)}
 
     def claims(self, results: Results) -> list[Claim]:
-        shown = in_view(results)
-        own = select(shown[shown["d"] >= 16], protocol=SELF, **{"query noise": 0.0})
-        later = own[own["S"] < self.config.length]
-        every = select(shown, protocol=SELF, **{"query noise": 0.0})
-        past = select(shown, protocol=PAST, **{"query noise": 0.0})
-        past = past[past["S"] < self.config.length]
+        clean = select(in_view(results), **{"query noise": 0.0})
+        wide = clean[(clean["d"] >= 16) & (clean["S"] < self.config.length)]
+        least = least_share(select(clean, protocol=SELF), "mesa", "first")
         note = "Error of LLA over that of softmax after the first segment, each cell with d >= 16, {}."
-        made = [
-            claim("LLA adapts to a changed map better than softmax attention", ratios(later, "later"), "below", 1,
-                  note.format("self-included")),
-            claim("Mesa has the least error in the first segment",
-                  one(exact(least_share(every, "mesa", "first"))), "at least", 1,
-                  f"Share of cells, self-included, of {', '.join(PAPERS)}."),
-            claim("The same without the pair itself among the data", ratios(past[past["d"] >= 16], "later"), "below", 1,
-                  note.format("strictly-past, scale and ridge chosen")),
+        made: list[tuple[str, dict[str, Estimate], Says, str]] = [
+            ("LLA adapts to a changed map better than softmax attention", ratios(select(wide, protocol=SELF), "later"),
+             "below", note.format("self-included")),
+            ("Mesa has the least error in the first segment", one(exact(least)), "at least",
+             f"Share of cells, self-included, of {', '.join(PAPERS)}."),
+            ("The same without the pair itself among the data", ratios(select(wide, protocol=PAST), "later"), "below",
+             note.format("strictly-past, scale and ridge chosen")),
         ]  # fmt: skip
-        return [each for each in made if each.estimates]
+        return [Claim(PAPER, "section 4", wording, found, says, 1, 0.1, note=text)
+                for wording, found, says, text in made if found]  # fmt: skip
 
     def tables(self, results: Results) -> dict[str, Any]:
         shown = in_view(results)
         clean = select(shown, **{"query noise": 0.0})
-        pairs = select(clean, method=LLA)
         softmax = select(clean, method="softmax")
         over: Callable[[str], Show] = lambda part: lambda rows: versus(rows, softmax, part)  # noqa: E731
         note = (
             "Self-included: given; strictly past: chosen. Later: after the first segment; late: in the second halves "
             "of those segments; whole: all positions. ± half the 95 % interval."
         )
-        made = {
-            "Squared error of LLA in units of softmax attention's": pivot(
-                pairs,
-                ["protocol", "d", "S"],
-                {part: over(part) for part in ("first", "later", "late", "whole")},
-                note=note,
-            )
-        }
+        own = select(clean, method=LLA)
+        title = "Squared error of LLA in units of softmax attention's"
+        made = {title: pivot(own, ["protocol", "d", "S"], {part: over(part) for part in PARTS}, note=note)}
         zero = {key: rows["whole"].mean() for key, rows in shown[shown["method"] == "zero"].groupby(KEY)}
         share: Show = lambda rows: small(rows["whole"].mean() / zero[tuple(rows[KEY].iloc[0])])  # noqa: E731
         for protocol in PROTOCOLS:
@@ -263,17 +234,21 @@ class Regression(Recipe):
 
     def figures(self, results: Results) -> dict[str, bytes]:
         own, shown = self.config, in_view(results)
-        made = {"ratio": self.ratio_figure(select(shown, **{"query noise": 0.0}))}
+        mean = select(shown, **{"query noise": 0.0}).groupby([*KEY, "method"], sort=False)["whole"].mean()
+        ratio = (mean / mean.xs(LLA, level="method")).rename("ratio").reset_index()
+        ratio = ratio[~ratio["method"].isin(["zero", "oracle"])]
+        panels = {f"S = {s}, {protocol}": select(ratio, S=s, protocol=protocol)
+                  for s in own.segments for protocol in PROTOCOLS}  # fmt: skip
+        y = {"ratio": "error / LLA's"}
+        made = {"ratio": lines(panels, "d", y, "method", log_x=True, log_y=True, wrap=2)}
         zero = shown[shown["method"] == "zero"].groupby(KEY)["whole"].mean().rename("zero")
         swept = shown[(shown["S"] == own.noisy_segment) & shown["method"].isin(DRAWN)].merge(zero.reset_index(), on=KEY)
         swept = swept.assign(share=swept["whole"] / swept["zero"])
-        panels = {
-            f"d = {d}, {protocol}": select(swept, d=d, protocol=protocol) for d in own.dims for protocol in PROTOCOLS
-        }
+        panels = {f"d = {d}, {protocol}": select(swept, d=d, protocol=protocol)
+                  for d in own.dims for protocol in PROTOCOLS}  # fmt: skip
         if own.query_noise:
-            made["noise"] = lines(
-                panels, "query noise", {"share": "error / zero predictor's"}, "method", log_y=True, wrap=2
-            )
+            y = {"share": "error / zero predictor's"}
+            made["noise"] = lines(panels, "query noise", y, "method", log_y=True, wrap=2)
         curves = in_view(results, "curve")
         for protocol in PROTOCOLS:
             panels = {f"d = {d}, S = {s}": points(select(curves, protocol=protocol, d=d, S=s), own.length)
@@ -281,15 +256,6 @@ class Regression(Recipe):
             made[protocol] = lines(panels, "position", {"error": "squared error"}, "method", log_y=True,
                                    wrap=len(own.dims), title=f"{protocol} ({SHOWN[protocol]})")  # fmt: skip
         return made
-
-    def ratio_figure(self, rows: pd.DataFrame) -> bytes:
-        """Draw summed error in units of LLA's against d."""
-        mean = rows.groupby([*KEY, "method"], sort=False)["whole"].mean()
-        ratio = (mean / mean.xs(LLA, level="method")).rename("ratio").reset_index()
-        mean = ratio[~ratio["method"].isin(["zero", "oracle"])]
-        panels = {f"S = {s}, {protocol}": select(mean, S=s, protocol=protocol)
-                  for s in self.config.segments for protocol in PROTOCOLS}  # fmt: skip
-        return lines(panels, "d", {"ratio": "error / LLA's"}, "method", log_x=True, log_y=True, wrap=2)
 
     def notes(self, results: Results) -> list[str]:
         own = self.config
@@ -335,15 +301,8 @@ def ratios(rows: pd.DataFrame, part: str) -> dict[str, Estimate]:
 
 def versus(rows: pd.DataFrame, base: pd.DataFrame, part: str) -> str:
     """Return the ratio of the error of rows to that of base in the same cell, as text."""
-    where = {name: rows[name].iloc[0] for name in KEY}
-    if rows[part].isna().all():
-        return MISSING
-    return ratio_interval(rows[part], select(base, **where)[part]).text(3)
-
-
-def claim(wording: str, estimates: Any, says: Any, margin: float, note: str) -> Claim:
-    """Return a claim of this paper."""
-    return Claim(PAPER, "section 4", wording, estimates, says, margin, 0.1, note=note)
+    same = select(base, **{name: rows[name].iloc[0] for name in KEY})
+    return MISSING if rows[part].isna().all() else ratio_interval(rows[part], same[part]).text(3)
 
 
 def small(x: float) -> str:

@@ -1,9 +1,9 @@
-"""Short documents and long ones: two texts that differ in how far back it pays to remember.
+"""Short and long documents, as texts on which short and long memory help.
 
-Short: docstrings of the interpreter's standard library, a few hundred characters each, in an order that has nothing to
-do with where they stand. Long: whole modules of 40,000 characters or more, in which names recur. Modules that are read
-as long documents give no docstrings. Both are on every machine, and each may be replaced by files of one's own. Whole
-documents are held out.
+By default, short documents are docstrings of the interpreter's standard library, a few hundred characters each, in an
+order unrelated to their place. Long documents are whole modules of at least 40,000 characters, in which names recur;
+their docstrings are left out of the short ones. Each kind can be replaced by the user's files. Whole documents are held
+out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,90 +26,84 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONG, SHORTEST, LONGEST = 40_000, 120, 2000
-"""Characters of a long document at least, and of a short one at least and at most."""
+"""Least length of a long document, and least and largest length of a short one, in characters."""
 HELD_OUT = 8
-"""One document of so many is held out."""
+"""One of this many documents is held out."""
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "pydoc_data", "__pycache__"}
 _TABLES = {"entities.py", "locale.py", "_pydecimal.py"}
-"""Modules that are long for other reasons than that much is told about few names."""
+"""Modules that are long, but do not use the same names again and again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentText:
-    """Two kinds of documents, prepared.
+    """Two kinds of documents as tokens.
 
     Attributes:
-        tokenizer: chosen for, or made from, the part to learn.
-        train_tokens: int32 [n], both kinds in equal parts, documents with an end-of-text token after each.
-        held_out_tokens: int32 [m], the first of `short` and of `long`, for learning curves.
-        short: held-out short documents, packed, int32 [D, L]; long: the beginnings of D long ones, int32 [D, L].
+        tokenizer: made from the part to learn, or a known one.
+        train_tokens: int32 [n], both kinds in equal parts, with an end-of-text token after each document.
+        kinds: "short" (packed) and "long" (the beginnings of documents) to held-out documents, int32 [D, L].
         described: for people.
     """
 
     tokenizer: PreTrainedTokenizerBase
     train_tokens: Tensor
-    held_out_tokens: Tensor
-    short: Tensor
-    long: Tensor
+    kinds: dict[str, Tensor]
     described: dict[str, str]
 
     @property
-    def vocabulary(self) -> int:
-        """How many tokens a model has."""
-        return len(self.tokenizer)
-
-    @property
-    def kinds(self) -> dict[str, Tensor]:
-        """Name to held-out documents [D, L]."""
-        return {"short": self.short, "long": self.long}
+    def held_out_tokens(self) -> Tensor:
+        """Return the first document of each kind, int32 [m], for learning curves."""
+        return torch.cat([documents[0] for documents in self.kinds.values()])
 
 
 def read_documents(
     short: Path | None, long: Path | None, tokenizer: str, *, length: int, count: int, call: str
 ) -> DocumentText:
-    """Read, split by documents, and encode.
+    """Read documents, hold some out, and encode them.
 
     Args:
         short: a UTF-8 file of documents with empty lines between them; None for docstrings.
         long: a folder of UTF-8 files, a document each; None for modules.
         tokenizer: a name of the trainer's tokenizers.
-        length: L, tokens of a held-out document; count: D, how many of each kind.
+        length, count: L and D of the held-out documents.
 
     Raises:
-        ArgumentError: text that is missing, not UTF-8 or too little for what is asked.
+        ArgumentError: a text is missing, not UTF-8, or too short.
     """
     from regard.training import TOKENIZERS, encode
 
-    modules = None if short is not None and long is not None else standard_library()
+    modules = {} if short is not None and long is not None else standard_library()
     texts = {
-        "short": docstrings(modules or {}) if short is None else paragraphs(short, call),
-        "long": long_modules(modules or {}) if long is None else files(long, call),
+        "short": docstrings(modules) if short is None else paragraphs(short, call),
+        "long": long_modules(modules) if long is None else files(long, call),
     }
-    learn, held_out = {}, {}
-    for kind, documents in texts.items():
-        learn[kind], held_out[kind] = split(documents)
-    made = TOKENIZERS.get(tokenizer)("\n".join(text for documents in learn.values() for text in documents))
+    parts = {kind: split(documents) for kind, documents in texts.items()}
+    made = TOKENIZERS.get(tokenizer)("\n".join(text for learn, _ in parts.values() for text in learn))
     end = torch.tensor([made.eos_token_id], dtype=torch.int32)
-    encoded = lambda documents: [torch.cat([encode(made, text), end]) for text in documents]  # noqa: E731
-    parts = [encoded(documents) for documents in learn.values()]
-    most = min(sum(map(len, documents)) for documents in parts)
-    packed = _joined(encoded(held_out["short"]))
-    begun = [document[:length] for document in encoded(held_out["long"]) if len(document) > length]
-    for kind, have, want in (("short", len(packed) // length, count), ("long", len(begun), count)):
-        if have < want:
+
+    def encoded(documents: Iterable[str]) -> list[Tensor]:
+        return [torch.cat([encode(made, text), end]) for text in documents]
+
+    learned = [encoded(learn) for learn, _ in parts.values()]
+    most = min(sum(map(len, documents)) for documents in learned)
+    packed = _joined(encoded(parts["short"][1]))
+    kinds = {
+        "short": [packed[i * length : (i + 1) * length] for i in range(len(packed) // length)],
+        "long": [document[:length] for document in encoded(parts["long"][1]) if len(document) > length],
+    }
+    for kind, documents in kinds.items():
+        if len(documents) < count:
             raise ArgumentError(
-                f"{call}: there are {have} held-out {kind} documents of {length} tokens, expected {want}; give more "
-                f"--{kind} text, or fewer or shorter --documents."
+                f"{call}: there are {len(documents)} held-out {kind} documents of {length} tokens, expected {count}; "
+                f"give more --{kind} text, or fewer or shorter --documents."
             )
-    found = {"short": packed[: count * length].view(count, length), "long": torch.stack(begun[:count])}
     return DocumentText(
         tokenizer=made,
-        train_tokens=_joined(piece for documents in parts for piece in beginnings(documents, most)),
-        held_out_tokens=torch.cat([documents[0] for documents in found.values()]),
-        **found,
+        train_tokens=_joined(piece for documents in learned for piece in beginnings(documents, most)),
+        kinds={kind: torch.stack(documents[:count]) for kind, documents in kinds.items()},
         described={
-            "short": _told(short, "docstrings of the standard library", texts["short"]),
-            "long": _told(long, "modules of the standard library", texts["long"]),
+            "short": _source(short, "docstrings of the standard library", texts["short"]),
+            "long": _source(long, "modules of the standard library", texts["long"]),
             "held out": f"one document of {HELD_OUT}; {count} x {length:,} tokens of each kind are read",
             "tokens": f"{2 * most:,} to learn from, half of each kind, from the beginnings of all documents",
             "tokenizer": f"{tokenizer}, {len(made):,} tokens",
@@ -118,13 +112,13 @@ def read_documents(
 
 
 def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(to learn, held out): every `HELD_OUT`-th in the order of their digests, which has nothing to do with theirs."""
+    """Return the documents to learn and those held out: every `HELD_OUT`-th in the order of their digests."""
     order = sorted(documents, key=lambda text: hashlib.sha256(text.encode()).digest())
     return [text for i, text in enumerate(order) if i % HELD_OUT], order[::HELD_OUT]
 
 
 def beginnings(documents: Sequence[Tensor], count: int) -> list[Tensor]:
-    """The same share of every document, from its beginning: about `count` tokens in all."""
+    """Return the same share of every document, from its beginning: about `count` tokens in all."""
     share = count / max(1, sum(map(len, documents)))
     return [document[: round(share * len(document))] for document in documents]
 
@@ -133,17 +127,14 @@ def _joined(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int32), *parts])
 
 
-def _told(path: Path | None, default: str, documents: Sequence[str]) -> str:
+def _source(path: Path | None, default: str, documents: Sequence[str]) -> str:
     digest = hashlib.sha256("\0".join(sorted(documents)).encode()).hexdigest()
     total = sum(map(len, documents))
     return f"{default if path is None else path}: {len(documents):,} of {total:,} characters, SHA-256 {digest}"
 
 
-# What is on every machine ----------------------------------------------------------------------------------------
-
-
 def standard_library() -> dict[str, str]:
-    """Modules of this interpreter by their paths, without tests."""
+    """Return the modules of this interpreter by path, without tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = {}
     for path in sorted(root.rglob("*.py")):
@@ -161,21 +152,19 @@ def _is_long(path: str, text: str) -> bool:
 
 
 def long_modules(modules: dict[str, str]) -> list[str]:
-    """Whole modules of `LONG` characters or more."""
+    """Return whole modules of at least `LONG` characters."""
     return [text for path, text in modules.items() if _is_long(path, text)]
 
 
 def docstrings(modules: dict[str, str]) -> list[str]:
-    """Docstrings of the other modules, each once."""
+    """Return the docstrings of the other modules, each once."""
     found: dict[str, None] = {}
     for path, text in modules.items():
-        if _is_long(path, text):
-            continue
         try:
-            tree = ast.parse(text)
+            nodes = [] if _is_long(path, text) else list(ast.walk(ast.parse(text)))
         except (SyntaxError, ValueError):
             continue
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 doc = inspect.cleandoc(ast.get_docstring(node) or "")
                 if SHORTEST <= len(doc) <= LONGEST:
@@ -183,11 +172,8 @@ def docstrings(modules: dict[str, str]) -> list[str]:
     return list(found)
 
 
-# What the user gives ---------------------------------------------------------------------------------------------
-
-
 def paragraphs(path: Path, call: str) -> list[str]:
-    """Documents of a file, empty lines between them."""
+    """Return the documents of a file, which are separated by empty lines."""
     from regard.training import load_text
 
     parts = (part.strip() for part in load_text(path, call=call).content.split("\n\n"))
@@ -195,14 +181,14 @@ def paragraphs(path: Path, call: str) -> list[str]:
 
 
 def files(path: Path, call: str) -> list[str]:
-    """The files of a folder, each a document.
+    """Return the files of a folder, each a document.
 
     Raises:
-        ArgumentError: no folder, or a file that is not UTF-8.
+        ArgumentError: there is no such folder, or a file is not UTF-8.
     """
     from regard.training import load_text
 
     if not path.is_dir():
         raise ArgumentError(f"{call}: --long {path} is not a folder; give one with a file for each document.")
-    names: list[Any] = sorted(name for name in path.iterdir() if name.is_file() and not name.name.startswith("."))
+    names = sorted(name for name in path.iterdir() if name.is_file() and not name.name.startswith("."))
     return [load_text(name, call=call).content for name in names]

@@ -1,215 +1,329 @@
-"""A needle in a haystack, read up to four times: the paper's figure 4 and findings 4 to 6, at a size for two cores.
+"""Measure how models find a needle in a haystack that they read up to four times.
 
-Fast-weight Product Key Memory paper, section 4.3. All models learn on the same windows of real text with needles and
-the questions for them (without these nothing could be learned here), and are asked for needles in haystacks as long
-as those windows and longer, after one to four reads and by three protocols (`needle_reading`): that of the paper, which
-answers before it writes, and two that write first.
+Fast-weight Product Key Memory paper, section 4.3: figure 4 and findings 4 to 6. All models learn on the same windows of
+text with needles and questions, and are then asked for needles in haystacks as long as those windows and longer, by the
+three protocols of `needle_reading`: that of the paper, which answers before it writes, and two that write first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from regard.checks import ArgumentError
-from regard.recipes import Findings, Progress, recipes
 from regard.tasks import NeedleResult, NeedleScore
 
-from ..fwpkm.memory_layouts import KNOWN, LACT, LAYOUTS, MEMORIES, Row, check_names, check_sizes, row_config, rows_of
-from ..lib.language_runs import Budget, Corpus, Job, initial_range, run_jobs, sized
+from ..fwpkm.memory_layouts import LACT, MEMORIES, RESTRICTED, Row, check_names
+from ..lib.claims import Claim
+from ..lib.intervals import Estimate, exact, share_interval, unpaired
+from ..lib.language_training import Corpus, run_rows, train_language_model
+from ..lib.pivots import MISSING, Show, first, median, only, pivot
+from ..lib.plots import lines
+from ..lib.recipe import Cell, recipe
+from ..lib.results import Results, select
+from .layout_recipe import PAPER, PAPER_SIZE, QUICK, LayoutConfig, LayoutRecipe, named, rows_of_model
 from .needle_reading import PROTOCOLS, Protocol, read_and_answer
 from .needle_text import FINAL, NeedleWorld, learn_answers, needle_world
-from .streaming_perplexity import sizes
 
-CALL = "reproduce: needle"
-KEPT_PROTOCOLS: tuple[Protocol, ...] = ("whole", "flushed")
-"""Protocols that are measured without a reset between samples, too."""
+if TYPE_CHECKING:
+    import pandas as pd
+
+KEPT_PROTOCOLS: tuple[Protocol, ...] = ("whole", "flushed")  # also measured without a reset between samples
+GOOD = 0.7  # share that the paper calls a boost (finding 4); reads are counted until it is reached
+LONG = 4096  # tokens from which the paper needs more reads
+COST = 0.25  # share of the answers that a memory without resets may lose
+TRAINING_TOKENS = 400_000
+AT_ONCE = 65_536  # tokens that are read side by side at most
+PROTOCOL_NAMES = {
+    "whole": "written after the question (the paper)",
+    "chunked": "the chunk of the training",
+    "flushed": "written before the question",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeedleConfig:
+class NeedleConfig(LayoutConfig):
     """Train the fast-weight paper's layouts on text with needles, and let them read haystacks one to four times."""
 
-    out: Path = Path("needle-out")
-    """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
-    size: Literal["quick", "desk", "paper"] = "desk"
-    """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' twelve, 'paper' (12
-    layers of width 768, haystacks of 4 K to 128 K tokens) GPUs, days, and --data."""
-    quick: bool = False
-    """The same as --size quick."""
-    layouts: tuple[str, ...] | None = None
-    """GDN, GDN+SWA, GDN+FA, FA, FA-pSWA, GDN+FA-pSWA."""
     memories: tuple[str, ...] = ("none", "FwPKM")
     """none, PKM, FwPKM, PKM+FwPKM, FwMLP."""
     also: tuple[str, ...] = ("PKM+FwPKM", "FwMLP")
     """Memories of the first layout, besides."""
-    lact: bool = True
-    """LaCT too, once."""
     data: Path | None = None
     """UTF-8 text that haystacks are made of, a file or a folder. None: the Python manual inside the interpreter."""
-    seeds: int | None = None
-    """Models of each kind; they differ in first weights and windows."""
-    seed: int = 0
-    """The first of the seeds."""
-    words: int | None = None
+    words: int = 200
     """How many of the commonest words are tokens of their own."""
-    needles: int | None = None
+    needles: int = 5
     """Needles in a haystack."""
-    digits: int | None = None
+    digits: int = 2
     """Of a needle's number; two of them are a token."""
-    width: int | None = None
-    """Width of every model."""
-    layers: int | None = None
-    """Layers of every model; every fourth is attention where a layout has both kinds."""
-    heads: int | None = None
-    """Heads of every mixer."""
-    context: int | None = None
-    """Tokens of a training window, which holds two documents with needles."""
-    chunk: int | None = None
-    """Tokens between two writes in training; also the window of SWA and pSWA."""
-    sub_keys: int | None = None
-    """The square root of a memory's slots."""
-    memory_dim: int | None = None
-    """Channels of a memory's keys and values."""
-    batch: int | None = None
-    """Windows of a step."""
-    parts: int | None = None
-    """In how many passes a step is made, where its memory is short."""
-    steps: int | None = None
-    """Optimiser steps of each model."""
-    learning_rate: float | None = None
-    """The highest, for all models."""
-    lengths: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] = (192, 768, 2048)
     """Tokens of a haystack."""
-    reads: int | None = None
+    reads: int = 4
     """How often a haystack is read at most."""
-    samples: int | None = None
+    samples: int = 24
     """Haystacks of each length."""
-    kept: int | None = None
+    kept: int = 3
     """Haystacks that each of several streams reads without a reset in between; 0 for no such test."""
-    looks: int | None = None
-    """How often the losses are noted."""
-    dtype: str | None = None
-    """Of the products: float32 or bfloat16."""
-    device: str | None = None
-    """'cpu', 'cuda', 'mps' or 'auto'."""
-    workers: int = 2
-    """Models that are trained at the same time, on one thread each. Changes no number but the times."""
 
 
-_SMALL: dict[str, Any] = {
-    "layers": 4, "parts": 1, "dtype": "float32", "device": "cpu", "seeds": 1, "needles": 5, "digits": 2,
-}  # fmt: skip
-SIZES: dict[str, dict[str, Any]] = {
-    "quick": {
-        **_SMALL, "layouts": ("GDN", "FA", "FA-pSWA"), "words": 50, "width": 32, "heads": 2, "context": 128,
-        "chunk": 32, "sub_keys": 16, "memory_dim": 32, "batch": 2, "steps": 10, "learning_rate": 3e-3,
-        "lengths": (64, 128), "reads": 2, "samples": 8, "kept": 2, "looks": 2,
-    },
-    "desk": {
-        **_SMALL, "layouts": LAYOUTS, "words": 200, "width": 64, "heads": 2, "context": 256, "chunk": 64,
-        "sub_keys": 32, "memory_dim": 64, "batch": 8, "steps": 150, "learning_rate": 3e-3,
-        "lengths": (192, 768, 2048), "reads": 4, "samples": 24, "kept": 3, "looks": 4,
-    },
-    "paper": {
-        "layouts": LAYOUTS, "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1, "needles": 5,
-        "digits": 6, "words": 30_000, "width": 768, "heads": 12, "context": 4096, "chunk": 512, "sub_keys": 512,
-        "memory_dim": 512, "batch": 128, "steps": 20_000, "learning_rate": 1e-3,
-        "lengths": (4096, 8192, 32_768, 131_072), "reads": 4, "samples": 500, "kept": 20, "looks": 20,
-    },
-}  # fmt: skip
-"""Options by size. "paper" has the sizes of the paper's table 3 and section 4.3, with the models that
-`streaming_perplexity.SIZES` describes."""
-TRAINING_TOKENS = 400_000
-AT_ONCE = 65_536
-"""Tokens that are read side by side at most."""
+@recipe("needle")
+class Needle(LayoutRecipe):
+    """Needles in a haystack after one to four reads, in the FwPKM layouts, by the paper's protocol and fairer ones."""
+
+    Config = NeedleConfig
+    limits: ClassVar = {"lengths": (1, math.inf), "reads": (1, math.inf), "samples": (1, math.inf),
+                        "needles": (1, math.inf), "words": (1, math.inf), "kept": (0, math.inf)}  # fmt: skip
+    sizes: ClassVar = {
+        "quick": {**QUICK, "words": 50, "context": 128, "chunk": 32, "steps": 10, "lengths": (64, 128), "reads": 2,
+                  "samples": 8, "kept": 2},
+        "paper": {**PAPER_SIZE, "digits": 6, "words": 30_000, "lengths": (4096, 8192, 32_768, 131_072),
+                  "samples": 500, "kept": 20},
+    }  # fmt: skip
+
+    def check(self) -> None:
+        own, call = self.config, self.call()
+        if own.also:
+            check_names(call, "--also", own.also, MEMORIES)
+        if own.kept > own.samples:
+            raise ArgumentError(f"{call}: --kept is {own.kept}, expected at most the {own.samples} --samples.")
+        super().check()
+
+    def extra_rows(self) -> list[Row]:
+        return [*(Row(self.config.layouts[0], memory) for memory in self.config.also), *super().extra_rows()]
+
+    def prepare(self) -> Mapping[str, Any]:
+        own = self.config
+        self.world = needle_world(own.data, common=own.words, needles=own.needles, digits=own.digits, call=self.call())
+        half = own.context // 2
+        count = max(TRAINING_TOKENS, 4 * own.context)
+        seeds = ((count, own.seed), (4096, FINAL + own.seed))
+        self.corpus = Corpus(*(self.world.training_tokens(many, half, seed) for many, seed in seeds))
+        return {"vocabulary": len(self.world.words)}
+
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        row, world, own = Row(cell["layout"], cell["memory"]), self.world, self.config
+        numbers = {name: getattr(own, name) for name in ("lengths", "reads", "samples", "kept", "seed")}
+        return run_rows(train_language_model(
+            self.model(row, len(world.words)), self.corpus, self.budget(), seed, name=row.name,
+            measure=partial(answer_rows, row=row, world=world, **numbers),
+            prepare=partial(learn_answers, values=world.values, keys=world.keys),
+        ))  # fmt: skip
+
+    def claims(self, results: Results) -> list[Claim]:
+        seen, lengths, context = Seen(results), self.config.lengths, self.config.context
+        short, long = lengths[0], lengths[-1]
+        learned = {row.name: row for row in seen.learned(short)}
+        rest = [row.name for row in self.rows() if rereads(row) and row.name not in learned]
+        left_out = f" Left out, since they never answer {GOOD:.0%}: {', '.join(rest)}." if rest else ""
+        never = "" if learned else f"no model answers {GOOD:.0%} at {short} tokens"
+        whole, flushed = ({"length": short, "protocol": protocol, "read": 1} for protocol in ("whole", "flushed"))
+        last = {"length": long, "protocol": "flushed", "read": self.config.reads}
+
+        def gaps(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Estimate]:
+            return known({name: seen.gap((row, one), (row, other)) for name, row in learned.items()})
+
+        without = {name: seen.gap((row, last), (Row(row.layout), {**whole, "length": long}))
+                   for name, row in learned.items() if row.remembers}  # fmt: skip
+        pairs = [(Row(layout, "FwPKM"), Row(full, "FwPKM")) for layout, full in RESTRICTED.items()]
+        pairs = [pair for pair in pairs if set(pair) <= set(self.rows()) and set(pair) & set(learned.values())]
+        windows = known({f"{one.layout} less {other.layout}": seen.gap((one, last), (other, last))
+                         for one, other in pairs})  # fmt: skip
+        reads = {name: exact(seen.needed(row, long) - seen.needed(row, short)) for name, row in learned.items()}
+        counts = ", ".join(f"{name} {count.mean:+.0f}" for name, count in reads.items())
+        at_short, at_long = (f"Share of exact answers at {length} tokens" for length in (short, long))
+        cases = [
+            ("check", "One read is enough if it is written before the question", gaps(flushed, whole), 0, GOOD, never,
+             f"{at_short}, written before the question less after it (the paper's protocol).{left_out}"),
+            ("finding 4", "A second read boosts retrieval", gaps({**whole, "read": 2}, whole), 0, GOOD, never,
+             f"{at_short} by the paper's protocol, second read less first.{left_out}"),
+            ("finding 5", "Memories generalise to longer texts", known(without), 0, GOOD,
+             never if long > context else "no haystack is longer than a training window",
+             f"{at_long} after windows of {context}, last read, written before the question, less the same layout "
+             f"without a memory.{left_out}"),
+            ("finding 6", "Longer texts need more reads", reads, 0, None,
+             f"the paper sees it from {LONG} tokens on" if long < LONG else never,
+             f"Reads until {GOOD:.0%} of the answers are exact, at {long} tokens less at {short}: {counts}.{left_out}"),
+            ("finding 3", "Windows in training make attention's models use the memory", windows, 0, GOOD,
+             "" if windows else f"no pair of them answers {GOOD:.0%} at {short} tokens",
+             f"{at_long}, last read, FwPKM with windows less without."),
+            ("check", "A memory kept from sample to sample costs less than a quarter of the answers",
+             gaps({**flushed, "state": "kept"}, flushed), -COST, GOOD, never,
+             f"{at_short}, one read, written before the question, kept less new.{left_out}"),
+        ]  # fmt: skip
+        return [Claim(PAPER, where, wording, estimates, "above", margin, effect, untestable, note)
+                for where, wording, estimates, margin, effect, untestable, note
+                in cases[: None if self.config.kept else -1]]  # fmt: skip
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        import pandas as pd
+
+        seen, models = Seen(results), ["layout", "memory"]
+        several = " and for the seeds of each, so that it is somewhat too narrow" if self.config.seeds > 1 else ""
+        note = (f"Share of exact answers with its 95 % interval (Wilson, over haystacks, which are the same for all "
+                f"models{several}); training windows had {self.config.context} tokens. A model without fast weights "
+                f"answers the same after all reads and by all protocols.")  # fmt: skip
+        made = {}
+        heads = [f"{n}, read {i + 1}" for n in self.config.lengths for i in range(self.config.reads)]
+        for protocol in PROTOCOLS:
+            rows = seen.by_protocol(protocol)
+            asked = [f"{n:.0f}, read {i:.0f}" for n, i in zip(rows["length"], rows["read"], strict=True)]
+            rows = rows.assign(at=pd.Categorical(asked, heads))
+            made[f"Exact answers, {PROTOCOL_NAMES[protocol]}"] = pivot(
+                rows, models, {"exact": share_text}, "at", note=note
+            )
+        fast = select(seen.answers, fast=True)
+        if len(fast):
+            note = f"Reads until {GOOD:.0%} of the answers are exact; never among those tried: {MISSING}."
+            made["Reads needed"] = pivot(fast, [*models, "protocol"], {"reads": reads_needed}, "length", note=note)
+        short = self.config.lengths[0]
+        last = select(seen.by_protocol("flushed"), length=short)
+        made["Training"] = pivot(results.frame, models, {
+            "learned": only(first("parameters", "{:,.0f}"), kind="run"),
+            "training loss on answers": only(lambda rows: " to ".join(
+                f"{rows.groupby('step')['train'].mean().iloc[place]:.2f}" for place in (0, -1)), kind="look"),
+            "digits": other_score(last, "digits"), "any candidate": other_score(last, "candidate"),
+            "CPU, a step": only(median("step_cpu_seconds", "{:.0f} ms", 1e3), kind="run"),
+        }, note=f"Nats per answer; chance 4.6. Digits at their place and answers that are the number of any needle: "
+                f"{short} tokens, last read, {PROTOCOL_NAMES['flushed']}.")  # fmt: skip
+        kept = select(seen.all, length=short, protocol=list(KEPT_PROTOCOLS), fast=True)
+        if self.config.kept and len(kept):
+            note = f"{short} tokens, by read: memory new for every haystack / kept from one to the next."
+            made["Memory kept from sample to sample"] = pivot(
+                kept, [*models, "protocol"], {"read": new_and_kept}, "read", note=note
+            )
+        return made
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        rows = named(Seen(results).answers)
+        rows = rows.assign(share=rows["exact"] / rows["trials"])
+        wide = rows.pivot_table("share", ["model", "length", "read"], "protocol", sort=False).reset_index()
+        last = wide.groupby(["model", "length"], sort=False).last().reset_index()
+        last = last.assign(flushed=last["flushed"].fillna(last["whole"])) if "flushed" in last else last
+        panels = {f"{length:.0f} tokens": own for length, own in wide.groupby("length", sort=False)}
+        y: dict[str, str] = {name: f"exact answers, {name}" for name in PROTOCOLS if name in wide}
+        made = {"reads": lines(panels, "read", y, "model", title="Exact answers after 1, 2, ... reads")}
+        column = "flushed" if "flushed" in last else "whole"
+        made["lengths"] = lines({PROTOCOL_NAMES[column]: last}, "length", {column: "exact answers, last read"}, "model",
+                                x_label="tokens of a haystack", log_x=True)  # fmt: skip
+        return made
+
+    def notes(self, results: Results) -> list[str]:
+        once = ["One training of each: intervals are over haystacks."] if self.config.seeds == 1 else []
+        return [*super().notes(results), *once, "The loss of training counts answers alone. A model at chance did not "
+                "learn this in that time; it may with more."]  # fmt: skip
 
 
-def check(config: NeedleConfig) -> NeedleConfig:
-    """The config with the numbers of its size, after everything in it was found to be in range.
+class Seen:
+    """The answers of a run."""
 
-    Raises:
-        ArgumentError: something is not, or a name is unknown or given twice.
-    """
-    config = sized(config, SIZES, CALL)
-    assert config.layouts is not None
-    check_names(CALL, "--layouts", config.layouts, KNOWN)
-    check_names(CALL, "--memories", config.memories, MEMORIES)
-    if config.also:
-        check_names(CALL, "--also", config.also, MEMORIES)
-    least = {"reads": 1, "samples": 1, "needles": 1, "words": 1, "kept": 0}
-    for name, low in least.items():
-        if getattr(config, name) < low:
-            raise ArgumentError(f"{CALL}: --{name} is {getattr(config, name)}, expected at least {low}.")
-    assert config.lengths is not None
-    assert config.context is not None
-    if not config.lengths or min(config.lengths) < 1:
-        raise ArgumentError(f"{CALL}: --lengths is {config.lengths}, expected numbers above 0.")
-    check_sizes(CALL, config)
-    assert config.kept is not None
-    assert config.samples is not None
-    if config.kept > config.samples:
-        raise ArgumentError(f"{CALL}: --kept is {config.kept}, expected at most the {config.samples} --samples.")
-    budget(config).check(CALL)
-    for row in rows(config):
-        row_config(row, sizes(config, 1000))
-    return config
+    def __init__(self, results: Results) -> None:
+        rows = results.select(kind="answers")
+        models = zip(rows["layout"], rows["memory"], strict=True)
+        self.all = rows.assign(fast=[rereads(Row(*each)) for each in models])
+        self.answers = select(self.all, state="new")
 
+    def by_protocol(self, protocol: str) -> pd.DataFrame:
+        """Return the answers by a protocol; those of models without fast weights are the same by each."""
+        return self.answers[(self.answers["protocol"] == protocol) | ~self.answers["fast"]]
 
-def rows(config: NeedleConfig) -> list[Row]:
-    """What is trained."""
-    assert config.layouts is not None
-    also = [Row(config.layouts[0], memory) for memory in config.also] + ([Row(LACT)] if config.lact else [])
-    return rows_of(config.layouts, config.memories, also)
+    def gap(self, one: tuple[Row, dict[str, Any]], other: tuple[Row, dict[str, Any]]) -> Estimate | None:
+        """Return the share of exact answers of one model and way of reading less that of another; None where either
+        was not asked."""
+        parts = [select(rows_of_model(self.all, row), **{"state": "new", **where}) for row, where in (one, other)]
+        return unpaired(share(parts[0]), share(parts[1])) if all(map(len, parts)) else None
+
+    def needed(self, row: Row, length: int) -> float:
+        """Return after how many reads by the paper's protocol the share is first `GOOD` or more; if never, one more
+        than were tried."""
+        found = select(rows_of_model(self.answers, row), length=length, protocol="whole")
+        shares = [share(own).mean for _, own in found.groupby("read")]
+        return next((place + 1 for place, each in enumerate(shares) if each >= GOOD), len(shares) + 1)
+
+    def learned(self, length: int) -> list[Row]:
+        """Return the models with fast weights that reach `GOOD` by any protocol after any number of reads."""
+        found = select(self.answers, length=length).groupby(["layout", "memory", "protocol", "read"], sort=False)
+        good = [key for key, rows in found if share(rows).mean >= GOOD]
+        return [row for row in dict.fromkeys(Row(*key[:2]) for key in good) if rereads(row)]
 
 
-def budget(config: NeedleConfig) -> Budget:
-    """What every model is given."""
-    numbers = {f.name: getattr(config, f.name) for f in fields(Budget) if hasattr(config, f.name)}
-    return Budget(**numbers, measured=2048)
+def known(estimates: Mapping[str, Estimate | None]) -> dict[str, Estimate]:
+    """Return the estimates without those that are None."""
+    return {name: found for name, found in estimates.items() if found is not None}
 
 
-def answered(
+def rereads(row: Row) -> bool:
+    """Return whether a model has fast weights, which reads can change."""
+    return row.remembers or row.layout == LACT
+
+
+def share(rows: pd.DataFrame) -> Estimate:
+    """Return the share of exact answers over all seeds."""
+    return share_interval(int(rows["exact"].sum()), int(rows["trials"].sum()))
+
+
+def share_text(rows: pd.DataFrame) -> str:
+    """Return a share and its interval in percent."""
+    found = share(rows)
+    return f"{found.mean:.0%} ({found.low:.0%} to {found.high:.0%})"
+
+
+def new_and_kept(rows: pd.DataFrame) -> str:
+    """Return the shares with a memory new for every haystack and kept."""
+    return " / ".join(f"{share(select(rows, state=state)).mean:.0%}" for state in ("new", "kept"))
+
+
+def reads_needed(rows: pd.DataFrame) -> str:
+    """Return after how many reads the share is first `GOOD` or more."""
+    good = [read for read, own in rows.groupby("read") if share(own).mean >= GOOD]
+    return f"{min(good):.0f}" if good else MISSING
+
+
+def other_score(frame: pd.DataFrame, column: str) -> Show:
+    """Return a function that shows a score of a model after the last read."""
+
+    def show(rows: pd.DataFrame) -> str:
+        own = rows_of_model(frame, Row(rows["layout"].iloc[0], rows["memory"].iloc[0]))
+        own = select(own, read=own["read"].max())
+        return f"{own[column].sum() / max(1, own['trials'].sum()):.0%}"
+
+    return show
+
+
+def answer_rows(
     model: Any, row: Row, world: NeedleWorld, lengths: tuple[int, ...], reads: int, samples: int, kept: int, seed: int
 ) -> dict[str, Any]:
-    """Scores of a model, by length, protocol and number of reads; a `measure` of runs.
+    """Return rows with the scores by length, protocol and number of reads, memories new for each haystack and kept.
 
-    Returns:
-        "new" and, with a memory, "kept": length to protocol to a list of `counts`, one for each number of reads. A
-        model without a memory reads once: it would answer the same after any number of reads.
+    A model without fast weights reads once: it would answer the same after any number of reads.
     """
-    found: dict[str, Any] = {"new": {}}
-    rereads = row.remembers or row.layout == LACT
-    protocols, most = (PROTOCOLS, reads) if rereads else (PROTOCOLS[:1], 1)
-    for length in lengths:
-        for protocol in protocols:
-            scores = asked(model, row, world, length, range(samples), protocol, most, seed)
-            found["new"].setdefault(str(length), {})[protocol] = [counts(each) for each in scores]
-    if rereads and kept:
-        length = lengths[0]
-        for protocol in KEPT_PROTOCOLS:
-            scores = asked(model, row, world, length, range(samples // kept * kept), protocol, most, seed, kept)
-            found.setdefault("kept", {}).setdefault(str(length), {})[protocol] = [counts(each) for each in scores]
-    return found
+    protocols, most = (PROTOCOLS, reads) if rereads(row) else (PROTOCOLS[:1], 1)
+    cases = [("new", length, protocol) for length in lengths for protocol in protocols]
+    if rereads(row) and kept:
+        cases += [("kept", lengths[0], protocol) for protocol in KEPT_PROTOCOLS]
+    rows = []
+    for state, length, protocol in cases:
+        together = 0 if state == "new" else kept
+        many = range(samples // kept * kept if together else samples)
+        for read, found in enumerate(ask(model, row, world, length, many, protocol, most, seed, together)):
+            result = NeedleResult.of(found)
+            rows.append({"kind": "answers", "length": length, "protocol": protocol, "read": read + 1, "state": state,
+                         "trials": len(found), "exact": result.exact.hits, "digits": result.digits * len(found),
+                         "candidate": result.candidate.hits})  # fmt: skip
+    return {"rows": rows}
 
 
-def asked(
-    model: Any,
-    row: Row,
-    world: NeedleWorld,
-    length: int,
-    indices: range,
-    protocol: Protocol,
-    reads: int,
-    seed: int,
+def ask(
+    model: Any, row: Row, world: NeedleWorld, length: int, indices: range, protocol: Protocol, reads: int, seed: int,
     kept: int = 0,
-) -> list[list[NeedleScore]]:
-    """Scores of every example after 1 to n reads.
+) -> list[list[NeedleScore]]:  # fmt: skip
+    """Return the scores of every example after 1 to n reads.
 
     Args:
         kept: examples of a stream, read without a reset in between; 0: a reset before each.
@@ -225,89 +339,10 @@ def asked(
         if kept:
             haystacks, questions = (x.unflatten(0, (kept, together)) for x in (haystacks, questions))
         answers = read_and_answer(
-            model,
-            haystacks,
-            questions,
-            world.digits // 2,
-            protocol=protocol,
-            reads=reads,
-            reset=not kept,
+            model, haystacks, questions, world.digits // 2, protocol=protocol, reads=reads, reset=not kept,
             recurrent=row.layout == LACT,
-        ).tokens
-        for after, said in zip(found, answers.flatten(1, -2), strict=True):
-            pairs = zip(said.tolist(), examples, strict=True)
-            after += [task.score(world.decode(tokens), example) for tokens, example in pairs]
+        ).tokens  # fmt: skip
+        for scores, tokens in zip(found, answers.flatten(1, -2), strict=True):
+            pairs = zip(tokens.tolist(), examples, strict=True)
+            scores += [task.score(world.decode(answer), example) for answer, example in pairs]
     return found
-
-
-def counts(scores: list[NeedleScore]) -> dict[str, list[float]]:
-    """(hits, trials) of every kind of score, as plain data; of digits (sum of the shares, trials)."""
-    result = NeedleResult.of(scores)
-    many = len(scores)
-    return {
-        "exact": [result.exact.hits, many],
-        "digits": [result.digits * many, many],
-        "candidate": [result.candidate.hits, many],
-    }
-
-
-@recipes.register("needle")
-class Needle:
-    """Needles in a haystack after one to four reads, in the FwPKM layouts, by the paper's protocol and fairer ones."""
-
-    Config: ClassVar[type[Any]] = NeedleConfig
-
-    @staticmethod
-    def run(config: NeedleConfig, progress: Progress) -> Findings:
-        """See `regard.recipes.Recipe`."""
-        config = check(config)
-        progress("reading the text")
-        assert config.words is not None
-        assert config.needles is not None
-        assert config.digits is not None
-        world = needle_world(config.data, common=config.words, needles=config.needles, digits=config.digits, call=CALL)
-        trained = rows(config)
-        found = run_jobs(jobs(config, trained, world), config.workers, progress)
-        progress("drawing")
-        from . import needle_output as output
-
-        groups = {row: [run for run in found if run.name == row.name] for row in trained}
-        data = {
-            "vocabulary": len(world.words),
-            "numbers": {f.name: getattr(config, f.name) for f in fields(config) if f.name in SIZES["paper"]},
-            "runs": [run.record() for run in found],
-        }
-        assert config.context is not None
-        seen = output.Seen(groups, config.context)
-        return Findings(data, output.tables(seen), output.figures(seen), output.notes(seen))
-
-
-def jobs(config: NeedleConfig, trained: list[Row], world: NeedleWorld) -> list[Job]:
-    """One for every row and seed."""
-    assert config.seeds is not None
-    assert config.context is not None
-    assert config.width is not None
-    document = config.context // 2
-    text = Corpus(
-        world.training_tokens(max(TRAINING_TOKENS, 4 * config.context), document, config.seed),
-        needle_tokens(world, document, config.seed),
-    )
-    numbers = {name: getattr(config, name) for name in ("lengths", "reads", "samples", "kept", "seed")}
-    return [
-        Job(
-            name=row.name,
-            config=row_config(row, sizes(config, len(world.words)), initializer_range=initial_range(config.width)),
-            material=text,
-            budget=budget(config),
-            seed=seed,
-            measure=partial(answered, row=row, world=world, **numbers),
-            prepare=partial(learn_answers, values=world.values, keys=world.keys),
-        )
-        for row in trained
-        for seed in range(config.seed, config.seed + config.seeds)
-    ]
-
-
-def needle_tokens(world: NeedleWorld, document: int, seed: int) -> Tensor:
-    """Documents like those of the training that no model saw, for the curve of the loss over all tokens."""
-    return world.training_tokens(4096, document, FINAL + seed)

@@ -1,27 +1,25 @@
-"""Read a haystack n times, then answer: the paper's n-iter evaluation, and what its protocol measures.
+"""Read a haystack n times, then answer a question about it.
 
-Fast-weight Product Key Memory paper, section 4.3. Its program sets the chunk to the length of the whole input, so that
-the memory is written once, after the input was read: the first digit of the answer is then predicted from a memory
-that has seen this haystack only in the reads before. With one read that is not at all, unless a state or attention of
-the last read holds the needle. Three protocols, the first the paper's:
+Fast-weight Product Key Memory paper, section 4.3 (its n-iter evaluation). The paper's program sets the chunk to the
+length of the whole input, so that the memory is written once, after the input was read. The first digit of the answer
+is then predicted from a memory that has seen this haystack only in earlier reads; with one read, not at all. Three
+protocols, the first is the paper's:
 
     whole       chunk = haystack and question; written after the question was read, before the second digit
     chunked     the chunk of the training: all but the last tokens of the haystack are written before the question
     flushed     chunk = haystack; written before the question
 
-The chunk of a whole input is for memories with slots alone: fast-weight MLPs and LaCT, which make one step a chunk,
-keep theirs, as the paper's did, and only what waits is written at the same moments.
-
-In all protocols pairs, recurrent states and positions begin anew at every read, and of the read before nothing is left
-but the memory; of LaCT, whose memory is in its mixers, its fast weights.
+The chunk is changed only for memories with slots. Fast-weight MLPs and LaCT, which make one step a chunk, keep theirs,
+as in the paper; tokens that wait are written at the same moments. In all protocols keys and values, recurrent states
+and positions begin anew at every read; only the memory is kept, and for LaCT its fast weights.
 
 Shapes: B haystacks side by side, L tokens of each, Q of a question, A of an answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -29,8 +27,9 @@ import torch
 from torch import Tensor
 
 from regard.checks import ArgumentError, shape
+from regard.inspect.capture import eval_mode
 
-from .streaming import copied, evaluating, passed
+from .streaming import copied, passed
 
 Protocol = Literal["whole", "chunked", "flushed"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
@@ -38,17 +37,13 @@ PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model answered.
+    """The answers of a model.
 
     Attributes:
         tokens: int64 [n, B, A], by the number of reads, 1 to n.
     """
 
     tokens: Tensor
-
-    def after(self, reads: int) -> Tensor:
-        """[B, A] after so many reads."""
-        return self.tokens[reads - 1]
 
 
 @torch.no_grad()
@@ -64,25 +59,25 @@ def read_and_answer(
     recurrent: bool = False,
     piece: int = 4096,
 ) -> Answers:
-    """Greedy answers after 1 to n reads.
+    """Return greedy answers after 1 to n reads.
 
     Args:
-        model: any causal language model of `regard.models`; it is left in the mode it was in.
+        model: any causal language model of `regard.models`; its mode is restored.
         haystacks: int [B, L], or [E, B, L]: E examples for each of B rows, one after another.
         questions: int [B, Q], or [E, B, Q].
         length: A, tokens of an answer.
         protocol: see above.
         reads: n.
-        reset: memories begin anew with every example. Otherwise (the paper's program) each number of reads is a
-            stream of its own, in which what was read and answered before stays in the memory.
-        recurrent: states of mixers go on from read to read, as far as they know nothing of positions: for LaCT.
-        piece: tokens that are read in one pass, to bound what attention takes; changes nothing else.
+        reset: memories begin anew with every example. Otherwise (the paper's program) there is one stream for each
+            number of reads, whose memory keeps all earlier examples and answers.
+        recurrent: keep the states of mixers without positions from read to read, for LaCT.
+        piece: tokens that are read in one pass, to bound the memory of attention; changes nothing else.
 
     Returns:
         Answers with tokens [n, B, A], or [n, E, B, A].
 
     Raises:
-        ArgumentError: shapes that do not fit, or a number below 1.
+        ArgumentError: the shapes do not fit, or a number is below 1.
 
     Cost: n reads with a reset, n (n + 1) / 2 without.
     """
@@ -91,9 +86,7 @@ def read_and_answer(
     if single:
         haystacks, questions = haystacks[None], questions[None]
     reader = _Reader(model, protocol, length, piece, recurrent, haystacks.shape[-1], questions.shape[-1])
-    with ExitStack() as inside:
-        inside.enter_context(evaluating(model))
-        inside.enter_context(reader.chunks())
+    with eval_mode(model), reader.chunks():
         found = reader.fresh(haystacks, questions, reads) if reset else reader.kept(haystacks, questions, reads)
     return Answers(found[:, 0] if single else found)
 
@@ -115,7 +108,7 @@ def _check(haystacks: Tensor, questions: Tensor, length: int, protocol: str, rea
 
 @dataclass(frozen=True)
 class _Reader:
-    """One way to read: model and protocol."""
+    """A model, a protocol, and tokens of an answer, a piece, a haystack and a question."""
 
     model: Any
     protocol: Protocol
@@ -127,14 +120,14 @@ class _Reader:
 
     @contextmanager
     def chunks(self) -> Iterator[None]:
-        """The chunk of this protocol."""
+        """Use the chunk of this protocol inside the block."""
         from regard.nn import FastWeightProductKeyMemory
 
         slots = [module for module in self.model.modules() if isinstance(module, FastWeightProductKeyMemory)]
         before = [module.chunk_size for module in slots]
         try:
             for module in slots if self.protocol != "chunked" else ():
-                # what waits from an answer before this haystack must not end the chunk early
+                # tokens of the last answer that still wait must not end the chunk early
                 module.chunk_size = 2 * (self.haystack + self.question + self.length)
             yield
         finally:
@@ -142,7 +135,7 @@ class _Reader:
                 module.chunk_size = old
 
     def fresh(self, haystacks: Tensor, questions: Tensor, reads: int) -> Tensor:
-        """Memories begin anew with every example: one line of reads serves every number of them. [n, E, B, A]."""
+        """Return answers [n, E, B, A] with new memories for every example."""
         found = []
         for haystack, question in zip(haystacks, questions, strict=True):
             answers, cache = [], None
@@ -154,7 +147,7 @@ class _Reader:
         return torch.stack(found, 1)
 
     def kept(self, haystacks: Tensor, questions: Tensor, reads: int) -> Tensor:
-        """Memories go on from example to example, for every number of reads apart. [n, E, B, A]."""
+        """Return answers [n, E, B, A] with memories kept between examples, for each number of reads alone."""
         found = []
         for many in range(1, reads + 1):
             answers, cache = [], None
@@ -169,42 +162,34 @@ class _Reader:
         return torch.stack(found)
 
     def read(self, haystack: Tensor, before: Any) -> Any:
-        """The cache after a haystack, of which `before` gave the memories."""
+        """Return the cache after a haystack, with the memories of `before`."""
         cache = passed(self.model, before, memory=True, recurrent=self.recurrent)
         for piece in haystack.split(self.piece, dim=1):
             self.model(input_ids=piece.to(self.device).long(), past_key_values=cache, use_cache=True, logits_to_keep=1)
         return cache
 
     def close(self, cache: Any) -> None:
-        """The end of a read that is followed by another: what waits is written, unless the training's chunk goes on."""
+        """Write the tokens that wait before the next read, unless the protocol is the training's."""
         from regard.models.hybrid.memories import flush_memory
 
         if self.protocol != "chunked":
             flush_memory(self.model, cache)
 
     def answer(self, question: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """[B, A] greedy tokens after the question, and the cache, which is read on in place."""
+        """Return greedy tokens [B, A] after the question, and the cache, which is extended in place."""
         from regard.models.hybrid.memories import flush_memory
 
         if self.protocol == "flushed":
             flush_memory(self.model, cache)
-        given, said = question.to(self.device).long(), []
+        given, answer = question.to(self.device).long(), []
         for place in range(self.length):
             logits = self.model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             if place == 0 and self.protocol == "whole":
                 flush_memory(self.model, cache)
             given = logits[:, -1:].argmax(-1)
-            said.append(given)
-        return torch.cat(said, 1).cpu(), cache
+            answer.append(given)
+        return torch.cat(answer, 1).cpu(), cache
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
-
-
-def grouped(prompts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
-    """Which prompts (haystack, question) can be read side by side: those of equal lengths, in order."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for i, (haystack, question) in enumerate(prompts):
-        groups.setdefault((len(haystack), len(question)), []).append(i)
-    return list(groups.values())

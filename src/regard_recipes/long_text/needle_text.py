@@ -1,10 +1,8 @@
-"""A small world for needles in a haystack: real text in whole words, keys and digits that are one token each.
+"""Texts with needles for small models: whole words of real text; a key and every two digits are one token.
 
-What a model of half a million numbers can learn in minutes is not to copy six digits out of bytes. So words are tokens
-(the commonest; the rest are one token), a needle is "number K3f 42 ." with one token for the key and one for every two
-digits, and training documents hold needles and, after them, the questions for all of these with their answers: without
-such documents no model could learn what is asked of it, and the paper's models, too, must have read text in which keys
-come back.
+Small models do not learn in minutes to copy six digits from bytes. So the commonest words are tokens (the rest share
+one), and a needle is "number K3f 42 .". Training documents hold needles and then, in another order, the questions for
+all of them with the answers: a model must have seen keys that come back to learn to answer.
 
 Shapes: L tokens of a haystack, T tokens of a training document.
 """
@@ -30,11 +28,11 @@ from regard.tasks import NeedleInHaystack
 UNKNOWN, NUMBER, STOP = "<unk>", "number", "."
 KEYS, VALUES = 256, 100
 TRAINED = 16
-"""Needles of a training document, 4 to so many where they fit."""
+"""Largest number of needles of a training document; the least is 4, if they fit."""
 HELD_OUT = 0.2
-"""Share of the text, at its end, that haystacks of the evaluation are made of."""
+"""Share of the text, at its end, from which haystacks of the evaluation are made."""
 TRAINING, FINAL = 1_000, 2_000_000
-"""Seeds of the task: those of training documents begin here, and that of the evaluation."""
+"""First seed of the task for training documents, and its seed for the evaluation."""
 
 
 @dataclass(frozen=True)
@@ -55,32 +53,32 @@ class NeedleWorld:
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """Word to token."""
+        """Return a mapping of words to tokens."""
         return {word: i for i, word in enumerate(self.words)}
 
     @property
     def values(self) -> tuple[int, int]:
-        """The first and the last token of numbers."""
+        """Return the first and the last token of numbers."""
         return self.numbers["00"], self.numbers[f"{VALUES - 1}"]
 
     @property
     def keys(self) -> tuple[int, int]:
-        """The first and the last token of keys."""
+        """Return the first and the last token of keys."""
         return self.numbers["K00"], self.numbers[f"K{KEYS - 1:02x}"]
 
     def encode(self, sentence: str) -> list[int]:
-        """Words with blanks between them; a number is its pairs of digits."""
+        """Return the tokens of words separated by spaces; a number is split into pairs of digits."""
         pieces = (re.findall("..", word) if word.isdigit() else [word] for word in sentence.split())
         return [self.numbers[piece] for word in pieces for piece in word]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Words with blanks between them, pairs of digits without."""
+        """Return words separated by spaces, and pairs of digits joined."""
         words = [self.words[token] for token in tokens]
         joined = (" " * (not (one.isdigit() and other.isdigit())) + other for one, other in pairwise(words))
         return "".join([*words[:1], *joined])
 
     def task(self, length: int, *, training: bool = False, needles: int | None = None) -> NeedleInHaystack:
-        """Haystacks of `length` tokens."""
+        """Return a task with haystacks of `length` tokens."""
         return NeedleInHaystack(
             self.learn if training else self.held_out,
             length,
@@ -95,8 +93,8 @@ class NeedleWorld:
         )
 
     def training_tokens(self, count: int, length: int, seed: int) -> Tensor:
-        """Training documents of T = `length` tokens one after another, int32 [about count]: a haystack, and the
-        sentences of all its needles once more in another order."""
+        """Return training documents of T = `length` tokens one after another, int32 [about count]: a haystack, then
+        all its needles again in another order."""
         tokens: list[int] = []
         sentence = 3 + self.digits // 2
         most = max(1, min(TRAINED, length // (2 * sentence)))
@@ -112,10 +110,9 @@ class NeedleWorld:
 
 
 def learn_answers(model: Any, values: tuple[int, int], keys: tuple[int, int]) -> None:
-    """From now on the loss of training counts answers alone: numbers after a key that came before. A `prepare` of runs.
+    """Count only answers in the training loss of a model: numbers after a key that came before.
 
-    One token in sixteen is an answer: among all others, which are real text and numbers that nobody can know, models of
-    this size do not find out in minutes that there is something to be found.
+    One token in sixteen is an answer; small models do not find them in minutes among text and unpredictable numbers.
 
     Args:
         values, keys: the first and the last token of each kind.
@@ -131,7 +128,7 @@ def learn_answers(model: Any, values: tuple[int, int], keys: tuple[int, int]) ->
 
 
 def answers(tokens: Tensor, values: tuple[int, int], keys: tuple[int, int]) -> Tensor:
-    """Which tokens [B, T] are a number, or part of one, after a key that stood in the row before; boolean [B, T]."""
+    """Return which tokens [B, T] are part of a number after a key that came earlier in the row, boolean [B, T]."""
     is_key, is_value = ((tokens >= low) & (tokens <= high) for low, high in (keys, values))
     ordered, place = tokens.sort(dim=1, stable=True)
     again = torch.nn.functional.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
@@ -143,13 +140,13 @@ def answers(tokens: Tensor, values: tuple[int, int], keys: tuple[int, int]) -> T
 
 
 def needle_world(data: Path | None, *, common: int, needles: int, digits: int, call: str) -> NeedleWorld:
-    """The text of a user, or of the interpreter's manual, as a world.
+    """Return the user's text, or the interpreter's manual, with a vocabulary.
 
     Args:
-        common: how many words are tokens of their own.
+        common: number of words that are tokens of their own.
 
     Raises:
-        ArgumentError: text that is missing or too short, or needles that cannot be told apart.
+        ArgumentError: the text is missing or too short, or the number of digits is odd.
     """
     from regard.training import load_text
 

@@ -1,36 +1,33 @@
-"""Long texts, segment by segment: how well a language model predicts them, and what is carried from one to the next.
+"""Read long texts segment by segment: the loss of a language model, and what it carries from one segment to the next.
 
-Fast-weight Product Key Memory paper, section 4.2: documents are read in order and in segments as long as the training
-windows. Its memory is written on through all segments, documents and even test sets, while its baselines start anew at
-every segment. Here each kind of state is told how long it lives:
+Fast-weight Product Key Memory paper, section 4.2: documents are read in order, in segments as long as the training
+windows. Its memory is written through all segments and documents, while its baselines start anew at every segment. Here
+the caller says how long each kind of state lives:
 
     memory      memories that are written while reading (`regard.nn.memory_layers`)
-    recurrent   states of fixed size of the mixers of tokens that know nothing of positions (of gated delta nets, and
-                the fast weights of LaCT)
-    pairs       keys and values of attention, and all else that positions turned: always new at every segment, since
-                positions begin anew
+    recurrent   states of fixed size of token mixers without positions (Gated DeltaNet, the fast weights of LaCT)
 
-Segments follow each other without a gap, and every token of a document but its first is predicted once: the last of a
-segment from the state at its end. (The paper's program drops one more token at each segment than at the one before.)
+Keys and values of attention are new at every segment, since positions begin anew there. Segments follow each other
+without a gap, and every token of a document except the first is predicted once.
 
-Shapes: B rows read side by side, S tokens of a segment, L of a document, V vocabulary.
+Shapes: B rows read side by side, S tokens of a segment, L of a document.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from regard.checks import ArgumentError
-from regard.inspect.gates import BINS, GATE, bin_counts
+from regard.inspect.capture import eval_mode
+from regard.inspect.gates import GATE, bin_counts
 
 Span = Literal["stream", "document", "segment"]
 
@@ -56,20 +53,19 @@ class Carry:
 
     @classmethod
     def paper(cls) -> Carry:
-        """The paper's protocol: memory on through everything, all else new at every segment."""
+        """Return the paper's protocol: memory through everything, all else new at every segment."""
         return cls("stream", "segment")
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """What a model made of a text.
+    """The losses of a model on documents.
 
     Attributes:
-        nats: summed negative log-likelihood of every document; tokens: how many of its tokens were predicted.
+        nats, tokens: of every document, the sum of the losses of its tokens, and the number of tokens predicted.
         by_segment: nats per token of the first segment of all documents, the second, and so on.
-        gates: hook point to how often its gate was in each of `BINS` equal parts of [0, 1]; gates that are not finite
-            are in none.
-        means: hook point to the mean of its gate; NaN where one is not finite.
+        gates: hook point to the number of gates in each of `BINS` equal parts of [0, 1]; non-finite gates are in none.
+        means: hook point to the mean gate; NaN if one is not finite.
         slots: memory layer to statistics of its slots (`regard.nn.memory_trace.SlotStatistics`).
     """
 
@@ -82,17 +78,8 @@ class Streamed:
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
+        """Return the nats per token."""
         return sum(self.nats) / max(1, sum(self.tokens))
-
-    @property
-    def perplexity(self) -> float:
-        """exp of the loss."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-    def record(self) -> dict[str, Any]:
-        """Plain data."""
-        return {**asdict(self), "loss": self.loss}
 
 
 @torch.no_grad()
@@ -110,12 +97,12 @@ def streamed(
     """Read documents in order, segment by segment.
 
     Args:
-        model: any causal language model of `regard.models`; it is left in the mode it was in.
-        documents: int [L] each, two tokens at least.
+        model: any causal language model of `regard.models`; its mode is restored.
+        documents: int [L] each, at least two tokens.
         segment: S.
-        carry: what lives how long.
-        rows: B streams side by side, each with a memory of its own: document i goes to stream i modulo B. Documents
-            that are read at the same time must have the same length, since padding would count as time.
+        carry: how long each kind of state lives.
+        rows: B streams side by side, each with its own memory: document i goes to stream i modulo B. Documents that are
+            read at the same time must have the same length, since padding would count as time.
         frozen: memories are read and never written.
         chunk: tokens between two writes; default the model's.
         statistics: count gates and slots.
@@ -125,21 +112,32 @@ def streamed(
 
     Cost: one forward pass over all tokens.
     """
+    from regard.inspect.hooks import hooked, named_hook_points
+    from regard.models.hybrid.memories import chunk_size, frozen_memory
+    from regard.nn.memory_trace import observed
+
     carry = Carry() if carry is None else carry
     _check(documents, segment, rows)
-    device = next(model.parameters()).device
-    heard: dict[str, GateCount] = {}
+    gates: dict[str, list[Tensor]] = {}
     seen: dict[str, Any] = {}
-    nats, cells = [0.0] * len(documents), _Cells()
+    nats: list[float] = []
+    sums: dict[int, tuple[float, int]] = {}  # segment to nats and tokens
     with ExitStack() as inside:
-        inside.enter_context(evaluating(model))
-        inside.enter_context(_reading(model, frozen, chunk))
+        inside.enter_context(eval_mode(model))
+        if frozen:
+            inside.enter_context(frozen_memory(model))
+        if chunk is not None:
+            inside.enter_context(chunk_size(model, chunk))
         if statistics:
-            heard = inside.enter_context(gate_counts(model))
-            seen = inside.enter_context(_slots(model))
+            gates = {name: [] for name in named_hook_points(model) if name.rpartition(".")[2] == GATE}
+            record = lambda found: lambda gate, hook: found.append(gate.detach().float().flatten().cpu())  # noqa: E731
+            if gates:
+                listeners: list[Any] = [(name, record(found)) for name, found in gates.items()]
+                inside.enter_context(hooked(model, listeners, required=False))
+            seen = inside.enter_context(observed(model))
         cache = None
         for first in range(0, len(documents), rows):
-            batch = torch.stack([documents[i] for i in range(first, min(first + rows, len(documents)))])
+            batch = torch.stack(list(documents[first : first + rows]))
             cache = passed(model, cache, memory=carry.memory == "stream", recurrent=carry.recurrent == "stream")
             if len(batch) < min(rows, first):
                 narrow(cache, len(batch))
@@ -147,17 +145,18 @@ def streamed(
             for place, piece in enumerate(_segments(batch, segment)):
                 if place:
                     cache = passed(model, cache, carry.memory != "segment", carry.recurrent != "segment")
-                found, cache = _read(model, piece.to(device), cache)
+                found, cache = _read(model, piece, cache)
                 losses.append(found)
-                cells.add(place, found)
-            for row, total in enumerate(torch.cat(losses, 1).double().sum(1).tolist()):
-                nats[first + row] = total
+                total, count = sums.get(place, (0.0, 0))
+                sums[place] = total + found.double().sum().item(), count + found.numel()
+            nats += torch.cat(losses, 1).double().sum(1).tolist()
+    heard = {name: torch.cat(found) for name, found in gates.items() if found}
     return Streamed(
         tuple(nats),
         tuple(len(document) - 1 for document in documents),
-        cells.means(),
-        {name: tuple(each.counts.tolist()) for name, each in heard.items() if each.tokens},
-        {name: each.mean for name, each in heard.items() if each.tokens},
+        tuple(total / count for total, count in sums.values()),
+        {name: tuple(bin_counts(found).tolist()) for name, found in heard.items()},
+        {name: found.double().mean().item() for name, found in heard.items()},
         {name: each.summary() for name, each in seen.items()},
     )
 
@@ -169,7 +168,7 @@ def _check(documents: Sequence[Tensor], segment: int, rows: int) -> None:
     short = [i for i, document in enumerate(documents) if document.dim() != 1 or len(document) < 2]
     if short or not documents:
         which = f"document {short[0]} is {list(documents[short[0]].shape)}" if short else "there are none"
-        raise ArgumentError(f"{call}: documents are to be int [L] with at least 2 tokens; {which}.")
+        raise ArgumentError(f"{call}: documents must be int [L] with at least 2 tokens; {which}.")
     for first in range(0, len(documents), rows):
         sizes = {len(document) for document in documents[first : first + rows]}
         if len(sizes) > 1:
@@ -180,45 +179,26 @@ def _check(documents: Sequence[Tensor], segment: int, rows: int) -> None:
 
 
 def _segments(batch: Tensor, segment: int) -> Iterator[Tensor]:
-    """Inputs with one token after them, [B, up to S + 1]: every token but the first is once a target."""
+    """Yield inputs with one token after them, [B, up to S + 1]; every token but the first is a target once."""
     for start in range(0, batch.shape[1] - 1, segment):
         yield batch[:, start : start + segment + 1].long()
 
 
 def _read(model: Any, piece: Tensor, cache: Any) -> tuple[Tensor, Any]:
-    """Nats of each target of a piece, [B, S], and the cache after it."""
+    """Return the nats of each target of a piece, [B, S], and the cache after it."""
+    piece = piece.to(next(model.parameters()).device)
     found = model(input_ids=piece[:, :-1], past_key_values=cache, use_cache=True)
-    logits = found.logits.float()
-    losses = F.cross_entropy(logits.transpose(1, 2), piece[:, 1:], reduction="none")
+    losses = F.cross_entropy(found.logits.float().transpose(1, 2), piece[:, 1:], reduction="none")
     return losses.cpu(), found.past_key_values
 
 
-class _Cells:
-    """Means by the number of the segment."""
-
-    def __init__(self) -> None:
-        self.sums: list[list[float]] = []
-
-    def add(self, place: int, losses: Tensor) -> None:
-        while len(self.sums) <= place:
-            self.sums.append([0.0, 0.0])
-        self.sums[place][0] += losses.double().sum().item()
-        self.sums[place][1] += losses.numel()
-
-    def means(self) -> tuple[float, ...]:
-        return tuple(total / count for total, count in self.sums)
-
-
-# What is carried -------------------------------------------------------------------------------------------------
-
-
 def passed(model: Any, cache: Any, memory: bool, recurrent: bool) -> Any:
-    """A new cache with those states of `cache` that go on; positions begin at 0.
+    """Return a new cache that keeps some states of `cache`; positions begin at 0.
 
     Args:
-        model: whose cache it is.
-        cache: left as it is; None for none.
-        memory: memories go on; recurrent: the states of recurrent mixers do.
+        model: the model of the cache.
+        cache: is not changed; None for a cache without states.
+        memory, recurrent: whether memories, and the states of recurrent mixers, are kept.
     """
     from regard.models.hybrid.memories import keep_memory
 
@@ -226,73 +206,14 @@ def passed(model: Any, cache: Any, memory: bool, recurrent: bool) -> Any:
 
 
 def copied(cache: Any) -> Any:
-    """A cache that can be read on from without changing this one: states and pairs are never changed in place."""
+    """Return a cache that can be extended without changing this one: its tensors are never changed in place."""
     from transformers.cache_utils import Cache
 
     return Cache(layers=[copy.copy(layer) for layer in cache.layers])
 
 
 def narrow(cache: Any, rows: int) -> None:
-    """Only the first rows go on, where the last documents are fewer than the streams."""
+    """Keep the first rows only, where the last documents are fewer than the streams."""
     for layer in cache.layers:
         if any(getattr(layer, name) is not None for name in getattr(layer, "held", ())):
             layer.batch_select_indices(torch.arange(rows))
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and after it the mode of before."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
-@contextmanager
-def _reading(model: nn.Module, frozen: bool = False, chunk: int | None = None) -> Iterator[None]:
-    from regard.models.hybrid.memories import chunk_size, frozen_memory
-
-    frozen_or_not = frozen_memory(model) if frozen else nullcontext()
-    with frozen_or_not, nullcontext() if chunk is None else chunk_size(model, chunk):
-        yield
-
-
-class GateCount:
-    """What passed at the gate of one memory: `bin_counts`, how many tokens, and their mean."""
-
-    def __init__(self) -> None:
-        self.counts = torch.zeros(BINS, dtype=torch.long)
-        self.tokens, self._total = 0, 0.0
-
-    @property
-    def mean(self) -> float:
-        """0 where nothing passed."""
-        return self._total / max(1, self.tokens)
-
-    def add(self, gate: Tensor, hook: Any = None) -> None:
-        """Gates of any shape."""
-        found = gate.detach().double().flatten()
-        self.tokens += found.numel()
-        self._total += found.sum().item()
-        self.counts += bin_counts(found).cpu()
-
-
-@contextmanager
-def gate_counts(model: nn.Module) -> Iterator[dict[str, GateCount]]:
-    """What passes at the gates of memories while this block runs, by hook point."""
-    from regard.inspect.hooks import hooked, named_hook_points
-
-    counts = {name: GateCount() for name in named_hook_points(model) if name.rpartition(".")[2] == GATE}
-    listeners: list[tuple[Any, Any]] = [(name, each.add) for name, each in counts.items()]
-    with hooked(model, listeners, required=False) if counts else nullcontext():
-        yield counts
-
-
-@contextmanager
-def _slots(model: nn.Module) -> Iterator[dict[str, Any]]:
-    from regard.nn.memory_trace import observed
-
-    with observed(model) as seen:
-        yield seen

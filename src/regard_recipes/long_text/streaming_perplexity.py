@@ -1,279 +1,333 @@
-"""Which memory helps on which text: the paper's figures 2 and 3 and its findings 1 to 3, at a size for two cores.
+"""Measure which memory helps on which text: figures 2 and 3 and findings 1 to 3 of the fast-weight paper.
 
 Fast-weight Product Key Memory paper, section 4.2. All models are trained on the same windows of short and long
 documents, and then read held-out documents of both kinds segment by segment. The paper carries the fast memory on
-through everything and starts all else anew at every segment; here the same models are also read by rules that favour
+through everything and starts all else anew at every segment. Here the models are also read by rules that favour
 nobody: the memory new at every document, and the recurrent states of all models carried through a document as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+from regard.inspect.gates import BINS
 
-from regard.checks import ArgumentError
-from regard.recipes import Findings, Progress, recipes
-
-from ..fwpkm.memory_layouts import (
-    KNOWN,
-    LACT,
-    LAYOUTS,
-    MEMORIES,
-    Row,
-    Sizes,
-    check_names,
-    check_sizes,
-    row_config,
-    rows_of,
-)
-from ..lib.language_runs import Budget, Job, initial_range, run_jobs, sized
+from ..fwpkm.memory_layouts import FULL, LACT, RESTRICTED, Row
+from ..lib.claims import Claim
+from ..lib.intervals import paired
+from ..lib.language_training import Corpus, run_rows, train_language_model
+from ..lib.pivots import MISSING, Show, first, median, only, pivot, spread
+from ..lib.plots import dots, heat, lines
+from ..lib.recipe import Cell, recipe
+from ..lib.results import Results, select
+from .layout_recipe import PAPER, PAPER_SIZE, QUICK, LayoutConfig, LayoutRecipe, named, rows_of_model
 from .streaming import Carry, streamed
 
 if TYPE_CHECKING:
-    from .document_text import DocumentText
+    import pandas as pd
+    from torch import Tensor
 
-CALL = "reproduce: streaming-perplexity"
+TEXTS = ("short", "long")
+ENOUGH_STEPS = 1000  # fewer train no model far enough for finding 1
 RULES: dict[str, Carry] = {
     "new": Carry("segment", "segment"),
-    "paper": Carry("stream", "segment"),
+    "frozen": Carry("segment", "segment"),
     "document": Carry("document", "segment"),
+    "paper": Carry("stream", "segment"),
     "carried": Carry("document", "document"),
 }
-"""How a text is read: nothing goes on; as in the paper; the memory through a document; all states through a document.
-Pairs of attention are new at every segment by every rule."""
-FROZEN = "frozen"
-"""The rule "new" with a memory that is never written."""
+"""How a text is read. Pairs of attention are new at every segment by every rule."""
+RULE_NAMES = {
+    "new": "all new at every segment",
+    "frozen": "memory never written",
+    "document": "memory through a document",
+    "paper": "memory through everything (the paper)",
+    "carried": "all states through a document",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingPerplexityConfig:
+class StreamingPerplexityConfig(LayoutConfig):
     """Train the fast-weight paper's layouts with each of its memories, and read short and long documents in order."""
 
-    out: Path = Path("streaming-perplexity-out")
-    """Folder to write. An earlier result in it is replaced; any other folder must be empty."""
-    size: Literal["quick", "desk", "paper"] = "desk"
-    """What is taken where an option is not given: 'quick' needs two minutes on two cores, 'desk' a quarter of an hour,
-    'paper' (12 layers of width 768, 512 x 512 slots) GPUs, days, --short and --long."""
-    quick: bool = False
-    """The same as --size quick."""
-    layouts: tuple[str, ...] | None = None
-    """GDN, GDN+SWA, GDN+FA, FA, FA-pSWA, GDN+FA-pSWA."""
-    memories: tuple[str, ...] | None = None
-    """none, PKM, FwPKM, PKM+FwPKM, FwMLP."""
-    lact: bool = True
-    """LaCT too, once."""
+    width: int = 96
+    heads: int = 4
+    batch: int = 4
+    steps: int = 130
+    learning_rate: float = 6e-3
     short: Path | None = None
     """UTF-8 text of short documents with empty lines between them. None: docstrings of the standard library."""
     long: Path | None = None
     """A folder of long UTF-8 files. None: modules of the standard library."""
-    tokenizer: str | None = None
+    tokenizer: str = "byte"
     """char, byte or gpt2."""
-    seeds: int | None = None
-    """Models of each kind; they differ in first weights and windows."""
-    seed: int = 0
-    """The first of the seeds."""
-    width: int | None = None
-    """Width of every model."""
-    layers: int | None = None
-    """Layers of every model; every fourth is attention where a layout has both kinds."""
-    heads: int | None = None
-    """Heads of every mixer."""
-    context: int | None = None
-    """Tokens of a training window, and of a segment."""
-    chunk: int | None = None
-    """Tokens between two writes; also the window of SWA and pSWA."""
-    sub_keys: int | None = None
-    """The square root of a memory's slots."""
-    memory_dim: int | None = None
-    """Channels of a memory's keys and values."""
-    batch: int | None = None
-    """Windows of a step."""
-    parts: int | None = None
-    """In how many passes a step is made, where its memory is short."""
-    steps: int | None = None
-    """Optimiser steps of each model."""
-    learning_rate: float | None = None
-    """The highest, for all models."""
-    documents: int | None = None
+    documents: int = 8
     """Held-out documents of each kind that are read."""
-    segments: int | None = None
+    segments: int = 12
     """Segments of each."""
-    looks: int | None = None
-    """How often the losses are noted."""
-    dtype: str | None = None
-    """Of the products: float32 or bfloat16."""
-    device: str | None = None
-    """'cpu', 'cuda', 'mps' or 'auto'."""
-    workers: int = 2
-    """Models that are trained at the same time, on one thread each. Changes no number but the times."""
 
 
-_ALL: dict[str, Any] = {"layouts": LAYOUTS, "memories": MEMORIES}
-_SMALL: dict[str, Any] = {
-    "tokenizer": "byte", "layers": 4, "parts": 1, "dtype": "float32", "device": "cpu", "seeds": 1,
-}  # fmt: skip
-SIZES: dict[str, dict[str, Any]] = {
-    "quick": {
-        **_SMALL, "layouts": ("GDN", "FA", "FA-pSWA"), "memories": ("none", "PKM", "FwPKM"), "width": 32, "heads": 2,
-        "context": 64, "chunk": 16, "sub_keys": 16, "memory_dim": 32, "batch": 2, "steps": 12, "learning_rate": 1e-2,
-        "documents": 2, "segments": 4, "looks": 2,
-    },
-    "desk": {
-        **_SMALL, **_ALL, "width": 96, "heads": 4, "context": 256, "chunk": 64, "sub_keys": 32, "memory_dim": 64,
-        "batch": 4, "steps": 130, "learning_rate": 6e-3, "documents": 8, "segments": 12, "looks": 4,
-    },
-    "paper": {
-        **_ALL, "tokenizer": "gpt2", "layers": 12, "parts": 4, "dtype": "bfloat16", "device": "auto", "seeds": 1,
-        "width": 768, "heads": 12, "context": 4096, "chunk": 512, "sub_keys": 512, "memory_dim": 512, "batch": 128,
-        "steps": 20_000, "learning_rate": 1e-3, "documents": 128, "segments": 16, "looks": 20,
-    },
-}  # fmt: skip
-"""Options by size. "paper" has the paper's depth, width, contexts and slots (its table 3, section 4.2), not its models:
-12 heads of keys and values for its 4, 12 heads of GDN for its 8, hence 124.02 M numbers for 112.11 M and 531.03 M for
-519.12 M with memories; the rule of writing is "normalized", and the memory is new in every window of training."""
+@recipe("streaming-perplexity")
+class StreamingPerplexity(LayoutRecipe):
+    """Perplexity on short and long documents read in order, with fast and slow memories in the FwPKM layouts."""
+
+    Config = StreamingPerplexityConfig
+    limits: ClassVar = {"documents": (1, math.inf), "segments": (1, math.inf)}
+    sizes: ClassVar = {
+        "quick": {**QUICK, "memories": ("none", "PKM", "FwPKM"), "context": 64, "chunk": 16, "steps": 12,
+                  "learning_rate": 1e-2, "documents": 2, "segments": 4},
+        "paper": {**PAPER_SIZE, "tokenizer": "gpt2", "documents": 128, "segments": 16},
+    }  # fmt: skip
+
+    def measured(self) -> int:
+        return max(2, 4 * self.config.context)
+
+    def prepare(self) -> Mapping[str, Any]:
+        from .document_text import read_documents
+
+        own = self.config
+        length = own.context * own.segments + 1
+        text = read_documents(own.short, own.long, own.tokenizer, length=length, count=own.documents, call=self.call())
+        self.corpus, self.vocabulary = Corpus(text.train_tokens, text.held_out_tokens), len(text.tokenizer)
+        self.texts = text.kinds
+        return {"text": text.described}
+
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        row = Row(cell["layout"], cell["memory"])
+        read = partial(read_all, row=row, texts=self.texts, segment=self.config.context)
+        config = self.model(row, self.vocabulary)
+        return run_rows(train_language_model(config, self.corpus, self.budget(), seed, name=row.name, measure=read))
+
+    def claims(self, results: Results) -> list[Claim]:
+        seen = Seen(results)
+        few = f"{self.config.steps} steps train no model far enough" if self.config.steps < ENOUGH_STEPS else ""
+        unit = "paired by seed" if self.config.seeds > 1 else "one training of each, the interval is over documents"
+        made: list[Claim] = []
+        for claim in (*memory_claims(seen), *self.attention_claims(seen), *self.writing_claims(seen)):
+            known = {name: found for name, found in claim.estimates.items() if found is not None}
+            note = claim.note or f"Nats per token; {unit}."
+            claim = replace(claim, estimates=known, note=note)
+            if claim.where == "finding 1" and few:
+                claim = replace(claim, untestable=few, note=f"{note} Measured: {claim.measured(8)}.")
+            made += [claim] if known else []
+        return made
+
+    def attention_claims(self, seen: Seen) -> list[Claim]:
+        """Return the claims about FwPKM beside full attention."""
+        layouts = self.config.layouts
+        full = [layout for layout in FULL if layout in layouts]
+        windows = [(layout, base) for layout, base in RESTRICTED.items() if layout in layouts]
+        base = seen.gain("GDN")
+        missing = "" if base is None or base.high < 0 else f"no gain beside GDN to compare ({base.text(3, True)})"
+        rows = {layout: seen.gate(Row(layout, "FwPKM")) for layout in layouts}
+        gates = ", ".join(f"{layout} {own['mean'].mean():.2f}" for layout, own in rows.items() if len(own))
+        shown = f"Mean gate on long documents: {gates}."
+        above = {layout: seen.gain(layout) for pair in windows for layout in pair}
+        gains = "; ".join(f"{layout} {gain.text(3, True)}" for layout, gain in above.items() if gain)
+        return [
+            Claim(PAPER, "finding 2", "FwPKM gains less beside full attention",
+                  {layout: seen.less_gain(layout, "GDN") for layout in full if base and seen.gain(layout)}, "above",
+                  untestable=missing, note="Gain on long documents less that beside GDN, nats per token."),
+            Claim(PAPER, "finding 2", "Its gates close beside full attention",
+                  {f"{layout} less GDN": seen.gate_gap(layout, "GDN") for layout in full}, "below", note=shown),
+            Claim(PAPER, "finding 3", "Windows in training open the gates",
+                  {f"{one} less {other}": seen.gate_gap(one, other) for one, other in windows}, "above",
+                  note=f"{shown} FwPKM above none: {gains}."),
+        ]  # fmt: skip
+
+    def writing_claims(self, seen: Seen) -> Iterator[Claim]:
+        """Yield the claims that a memory that is written predicts better than one that is not."""
+        layouts = self.config.layouts
+        groups = {"beside GDN": [each for each in layouts if each.startswith("GDN")],
+                  "beside attention alone": [each for each in layouts if not each.startswith("GDN")]}  # fmt: skip
+        note = "Nats per token on long documents, the same model with writing less without."
+        for memory, (where, names) in product(("FwPKM", "PKM+FwPKM", "FwMLP"), groups.items()):
+            rows = {name: Row(name, memory) for name in names}
+            gaps = {name: seen.gap("long", row, row, "paper", "frozen") for name, row in rows.items()}
+            yield Claim(PAPER, "check", f"Writing lowers the loss: {memory} {where}", gaps, "below", note=note)
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        import pandas as pd
+
+        seen, models = Seen(results), ["layout", "memory"]
+        values: dict[str, Show] = {"learned": only(first("parameters", "{:,.0f}"), kind="run")}
+        for (name, rule), text in product({"paper": paper_rule, "fair": fair_rule}.items(), TEXTS):
+            values[f"{text}, {name}"] = of_model(partial(seen.perplexity, text, rule))
+            values[f"above none, {text}, {name}"] = of_model(partial(seen.above_none, text, rule))
+        values["CPU, a step"] = only(median("step_cpu_seconds", "{:.0f} ms", 1e3), kind="run")
+        over = "seeds" if self.config.seeds > 1 else "documents, of one training each"
+        made = {"Perplexity": pivot(results.select(kind=["run", "document"]), models, values, note=(
+            f"Perplexity per token; above none: nats per token, ± half the 95 % interval over {over}. paper: the fast "
+            "memory is carried through all documents, all else is new at every segment. fair: memory and recurrent "
+            "states are carried through a document and no further; attention sees its segment."))}  # fmt: skip
+        losses = seen.documents.groupby([*models, "seed", "text", "rule"], sort=False)["loss"].mean().reset_index()
+        read = losses["text"] + ", " + losses["rule"]
+        losses = losses.assign(read=pd.Categorical(read, [f"{text}, {rule}" for text, rule in product(TEXTS, RULES)]))
+        made["Nats per token by what is carried"] = pivot(
+            losses, models, {"nats": spread("loss")}, "read",
+            note="; ".join(f"{name}: {meaning}" for name, meaning in RULE_NAMES.items()) + ".")  # fmt: skip
+        made["Fast weights compared on long documents"] = pivot(
+            select(seen.documents, memory=["FwPKM", "PKM+FwPKM", "FwMLP"]), models,
+            {"written less never written": of_model(lambda row: seen.text("long", row, row, "paper", "frozen")),
+             "less FwMLP": of_model(lambda row: seen.text("long", row, Row(row.layout, "FwMLP"), "paper", "paper")),
+             "less LaCT": of_model(lambda row: seen.text("long", row, Row(LACT), "carried", "carried"))},
+            note="Nats per token. LaCT is compared with all states carried through a document.")  # fmt: skip
+        gates = results.select(kind="gate")
+        if len(gates):
+            made["Gates and slots"] = pivot(gates, [*models, "text", "hook"], {
+                "mean gate": spread("mean", 2),
+                "below 0.2": share_of(slice(0, 2)), "above 0.8": share_of(slice(-2, None)),
+                "slots read": first("coverage", "{:.1f}%", 100),
+                "reads of shared slots": first("collisions", "{:.1f}%", 100),
+                "KL to uniform, nats": first("kl_uniform", "{:.2f}"),
+            }, note="By the paper's protocol. Slots: over all that one stream reads, of the first seed.")  # fmt: skip
+        return made
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        seen, per = Seen(results), ["model", "seed", "rule", "text"]
+        means = named(seen.documents).groupby(per, sort=False)["loss"].mean().reset_index().dropna()
+        means = means.assign(rule=means["rule"].map(RULE_NAMES))
+        made = {text: dots(select(means, text=text), "loss", "model", "rule", x_label="nats per token",
+                           title=f"{text} documents") for text in TEXTS}  # fmt: skip
+        along = results.select(kind="segment", text="long")
+        fair = [rule == fair_rule(Row(*row)) for rule, *row in zip(along["rule"], along["layout"], along["memory"],
+                                                                    strict=True)]  # fmt: skip
+        panels = dict(list(along[fair].groupby("layout", sort=False)))
+        made["segments"] = lines(panels, "segment", {"loss": "nats per token, fair"}, "memory",
+                                 x_label="segment of a long document")  # fmt: skip
+        gates = results.select(kind="gate")
+        if len(gates):
+            gates = named(gates).explode("counts").astype({"counts": float})
+            counts = gates.groupby(level=0)["counts"]
+            gates = gates.assign(bin=(counts.cumcount() + 0.5) / BINS, share=gates["counts"] / counts.transform("sum"),
+                                 gate=gates["model"] + ", " + gates["hook"])  # fmt: skip
+            panels = {text: select(gates, text=text) for text in TEXTS}
+            made["gates"] = heat(panels, "gate", "bin", "share", lambda share: f"{100 * share:.0f}",
+                                 label="share of the gates in percent, by value")  # fmt: skip
+        return made
 
 
-def check(config: StreamingPerplexityConfig) -> StreamingPerplexityConfig:
-    """The config with the numbers of its size, after everything in it was found to be in range.
-
-    Raises:
-        ArgumentError: something is not, or a name is unknown or given twice.
-    """
-    config = sized(config, SIZES, CALL)
-    assert config.layouts is not None
-    assert config.memories is not None
-    check_names(CALL, "--layouts", config.layouts, KNOWN)
-    check_names(CALL, "--memories", config.memories, MEMORIES)
-    for name in ("documents", "segments"):
-        if getattr(config, name) < 1:
-            raise ArgumentError(f"{CALL}: --{name} is {getattr(config, name)}, expected at least 1.")
-    assert config.context is not None
-    check_sizes(CALL, config)
-    budget(config).check(CALL)
-    for row in rows(config):
-        row_config(row, sizes(config, 258))
-    return config
-
-
-def rows(config: StreamingPerplexityConfig) -> list[Row]:
-    """What is trained."""
-    assert config.layouts is not None
-    assert config.memories is not None
-    return rows_of(config.layouts, config.memories, [Row(LACT)] if config.lact else [])
-
-
-def sizes(config: Any, vocabulary: int) -> Sizes:
-    """How large the models of a recipe are, with the paper's places for memories and, in models of fewer layers, one
-    memory a model: the slow one before the fast one, the fast one before the last layer."""
-    paper = config.layers >= 12
-    return Sizes(
-        vocabulary=vocabulary,
-        width=config.width,
-        layers=config.layers,
-        heads=config.heads,
-        context=config.context,
-        sub_keys=config.sub_keys,
-        memory_dim=config.memory_dim,
-        chunk=config.chunk,
-        slow_depths=(2, 6, 10) if paper else (config.layers // 2 - 1,),
-        fast_depths=(2, 6, 10) if paper else (config.layers - 2,),
-        mixed_slow=(6,) if paper else (config.layers // 2 - 1,),
-        mixed_fast=(2, 10) if paper else (config.layers - 2,),
-        pkm_top_k=min(32, config.sub_keys),
-        fast_top_k=min(8, config.sub_keys),
-        mlp_hidden=9 * config.memory_dim // 2,
-    )
-
-
-def budget(config: Any) -> Budget:
-    """What every model is given."""
-    numbers = {f.name: getattr(config, f.name) for f in fields(Budget) if hasattr(config, f.name)}
-    return Budget(**numbers, measured=max(2, 4 * config.context))
+def read_all(model: Any, row: Row, texts: Mapping[str, Tensor], segment: int) -> dict[str, Any]:
+    """Return rows: the loss of each document and of each segment by every rule, and the gates."""
+    rows: list[dict[str, Any]] = []
+    for text, documents in texts.items():
+        for rule in reading_rules(row):
+            read = streamed(model, list(documents), segment, RULES[rule], rows=max(1, len(documents) // 2),
+                            frozen=rule == "frozen", statistics=rule == "paper")  # fmt: skip
+            common = {"text": text, "rule": rule}
+            rows += [{"kind": "document", **common, "document": place, "loss": nats / count}
+                     for place, (nats, count) in enumerate(zip(read.nats, read.tokens, strict=True))]  # fmt: skip
+            rows += [{"kind": "segment", **common, "segment": place + 1, "loss": loss}
+                     for place, loss in enumerate(read.by_segment)]  # fmt: skip
+            slots = [*read.slots.values(), *({} for _ in read.gates)]
+            rows += [{"kind": "gate", "text": text, "hook": hook.removesuffix(".hook_gate"), "mean": read.means[hook],
+                      "counts": list(counts), **slots[place]}
+                     for place, (hook, counts) in enumerate(read.gates.items())]  # fmt: skip
+    return {"rows": rows}
 
 
 def reading_rules(row: Row) -> list[str]:
-    """The rules that differ for a row: without a memory, or without a recurrent state, some are the same as others."""
-    found = ["new"]
-    if row.remembers:
-        found += ["paper", "document", FROZEN]
-    if row.recurrent:
-        found.append("carried")
-    return found
+    """Return the rules that differ for a model: without a memory, or without a recurrent state, some are the same."""
+    remembers = ["frozen", "document", "paper"] if row.remembers else []
+    return ["new", *remembers, *(["carried"] if row.recurrent else [])]
 
 
-def measured(model: Any, row: Row, documents: Mapping[str, Tensor], segment: int) -> dict[str, Any]:
-    """What a model makes of both kinds of documents by every rule; a `measure` of runs."""
-    found: dict[str, Any] = {}
-    for kind, each in documents.items():
-        for rule in reading_rules(row):
-            read = streamed(
-                model,
-                list(each),
-                segment,
-                RULES["new" if rule == FROZEN else rule],
-                rows=max(1, len(each) // 2),
-                frozen=rule == FROZEN,
-                statistics=rule == "paper",
-            )
-            found.setdefault(kind, {})[rule] = read.record()
-    return found
+def paper_rule(row: Row) -> str:
+    """Return how the paper reads a model."""
+    return "paper" if row.remembers else "new"
 
 
-@recipes.register("streaming-perplexity")
-class StreamingPerplexity:
-    """Perplexity on short and long documents read in order, with fast and slow memories in the FwPKM layouts."""
-
-    Config: ClassVar[type[Any]] = StreamingPerplexityConfig
-
-    @staticmethod
-    def run(config: StreamingPerplexityConfig, progress: Progress) -> Findings:
-        """See `regard.recipes.Recipe`."""
-        config = check(config)
-        progress("reading the text")
-        from .document_text import read_documents
-
-        assert config.context is not None
-        assert config.segments is not None
-        assert config.documents is not None
-        assert config.tokenizer is not None
-        length = config.context * config.segments + 1
-        text = read_documents(
-            config.short, config.long, config.tokenizer, length=length, count=config.documents, call=CALL
-        )
-        trained = rows(config)
-        found = run_jobs(jobs(config, trained, text), config.workers, progress)
-        progress("drawing")
-        from . import streaming_perplexity_output as output
-
-        groups = {row: [run for run in found if run.name == row.name] for row in trained}
-        data = {
-            "text": text.described,
-            "numbers": {f.name: getattr(config, f.name) for f in fields(config) if f.name in SIZES["paper"]},
-            "rules": {name: {"memory": rule.memory, "recurrent": rule.recurrent} for name, rule in RULES.items()},
-            "runs": [run.record() for run in found],
-        }
-        return Findings(data, output.tables(groups), output.figures(groups), output.notes(groups))
+def fair_rule(row: Row) -> str:
+    """Return the rule that carries every state of fixed size through a document, and none further."""
+    return "carried" if row.recurrent else "document" if row.remembers else "new"
 
 
-def jobs(config: StreamingPerplexityConfig, trained: list[Row], text: DocumentText) -> list[Job]:
-    """One for every row and seed."""
-    assert config.seeds is not None
-    assert config.context is not None
-    assert config.width is not None
-    return [
-        Job(
-            name=row.name,
-            config=row_config(row, sizes(config, text.vocabulary), initializer_range=initial_range(config.width)),
-            material=text,
-            budget=budget(config),
-            seed=seed,
-            measure=partial(measured, row=row, documents=text.kinds, segment=config.context),
-        )
-        for row in trained
-        for seed in range(config.seed, config.seed + config.seeds)
-    ]
+def memory_claims(seen: Seen) -> Iterator[Claim]:
+    """Yield the claims about fast and slow memories and both together."""
+    claims = {
+        "Fast memories gain on long documents, slow ones on short ones": [("long", "FwPKM", "PKM"),
+                                                                          ("short", "PKM", "FwPKM")],
+        "Both together are best": list(product(TEXTS, ["PKM+FwPKM"], ["PKM", "FwPKM"])),
+    }  # fmt: skip
+    for wording, cases in claims.items():
+        gaps = {f"{layout}: {one} less {other} on {text}": seen.gap(text, Row(layout, one), Row(layout, other))
+                for layout, (text, one, other) in product(("GDN", "GDN+SWA"), cases)}  # fmt: skip
+        yield Claim(PAPER, "finding 1", wording, gaps, "below")
+
+
+def of_model(text: Callable[[Row], str]) -> Show:
+    """Return a function that shows `text` of the model of the rows."""
+    return lambda rows: text(Row(*rows[["layout", "memory"]].iloc[0]))
+
+
+def share_of(bins: slice) -> Show:
+    """Return a function that shows the share of gates in some of the bins, over seeds."""
+
+    def show(rows: pd.DataFrame) -> str:
+        counts = [sum(column) for column in zip(*rows["counts"], strict=True)]
+        return f"{sum(counts[bins]) / max(1, sum(counts)):.0%}"
+
+    return show
+
+
+class Seen:
+    """The rows of a run, and differences between models."""
+
+    def __init__(self, results: Results) -> None:
+        self.documents = results.select(kind="document")
+        self.gates = results.select(kind="gate")
+
+    def losses(self, text: str, row: Row, rule: str) -> pd.DataFrame:
+        """Return a row for each seed, or for each document where there is one seed, in a column "seed" either way."""
+        found = select(rows_of_model(self.documents, row), text=text, rule=rule)
+        unit = "seed" if found["seed"].nunique() > 1 else "document"
+        return found.groupby(unit)["loss"].mean().rename_axis("seed").reset_index()
+
+    def gap(self, text: str, one: Row, other: Row, rule: str = "", other_rule: str = "") -> Any:
+        """Return the nats per token of one model less another; None where one was not read. The rules are the paper's
+        if none are given."""
+        parts = [self.losses(text, row, which or paper_rule(row)) for row, which in ((one, rule), (other, other_rule))]
+        return paired(parts[0], parts[1], "loss") if all(map(len, parts)) else None
+
+    def gain(self, layout: str) -> Any:
+        """Return the nats per token of FwPKM in a layout less those without a memory, on long documents."""
+        return self.gap("long", Row(layout, "FwPKM"), Row(layout))
+
+    def less_gain(self, layout: str, base: str) -> Any:
+        """Return the gain of FwPKM in one layout less that in another."""
+        own, other = ([self.losses("long", row, paper_rule(row)).set_index("seed")["loss"]
+                       for row in (Row(each, "FwPKM"), Row(each))] for each in (layout, base))  # fmt: skip
+        gains = [(fast - none).reset_index() for fast, none in (own, other)]
+        return paired(gains[0], gains[1], "loss")
+
+    def gate(self, row: Row) -> pd.DataFrame:
+        """Return the gates of a model on long documents."""
+        return select(rows_of_model(self.gates, row), text="long")
+
+    def gate_gap(self, one: str, other: str) -> Any:
+        """Return the mean gate of FwPKM in one layout less another, paired by seed; None where either has none."""
+        parts = [self.gate(Row(layout, "FwPKM")) for layout in (one, other)]
+        return paired(parts[0], parts[1], "mean") if all(map(len, parts)) else None
+
+    def perplexity(self, text: str, rule: Callable[[Row], str], row: Row) -> str:
+        """Return the perplexity of a model as text."""
+        found = select(rows_of_model(self.documents, row), text=text, rule=rule(row))
+        losses = found.groupby("seed")["loss"].mean()
+        return spread("loss")(losses.map(lambda loss: math.exp(min(loss, 700))).reset_index())
+
+    def above_none(self, text: str, rule: Callable[[Row], str], row: Row) -> str:
+        """Return the gap of a model to its layout without a memory as text."""
+        base = Row(row.layout)
+        return "" if row == base else self.text(text, row, base, rule(row), rule(base)).replace(MISSING, "")
+
+    def text(self, text: str, one: Row, other: Row, rule: str, other_rule: str) -> str:
+        """Return `gap` as text; nothing for a model beside itself."""
+        same = one == other and rule == other_rule
+        found = None if same else self.gap(text, one, other, rule, other_rule)
+        return MISSING if found is None else found.text(3, True)

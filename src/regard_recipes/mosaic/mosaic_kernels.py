@@ -1,31 +1,31 @@
 """The weightings of the sparse-attention paper in the contextual memories of Memory Mosaics: its figures 2 and 3.
 
-The paper trains Memory Mosaics of 1, 8 and 12 blocks with eight weightings and shows curves: at one block the compact
-kernels (sparsemax, biweight, triweight) are below the Gaussian and the nearest-key baselines, at eight still; at twelve
-all are level except uniform nearest keys and normalised ReLU, which are worse. Its released programs do not compute
-all of these as the paper defines them (see `released_weightings`); here both are trained on the same budget. Uniform
-nearest keys are trained with a straight-through gradient, and with k = 32 also as released, where keys have none.
+The paper trains Memory Mosaics of 1, 8 and 12 blocks with eight weightings: at one and eight blocks the compact kernels
+(sparsemax, biweight, triweight) have a lower loss than the Gaussian and the nearest-key baselines; at twelve only
+uniform nearest keys and normalised ReLU differ, and are worse. Its released programs differ from its definitions (see
+`released_weightings`); here both are trained on the same budget. Uniform nearest keys have a straight-through gradient,
+and with k = 32 also, as released, none to the keys.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from regard.checks import ArgumentError, suggestion
+from regard.checks import ArgumentError
 
 from ..lib.claims import Claim, Says
 from ..lib.intervals import Estimate, paired
-from ..lib.language_training import Budget, Corpus, run_rows, train_language_model
+from ..lib.language_training import Budget, Corpus, TextConfig, run_rows, train_language_model
 from ..lib.pivots import MISSING, Show, first, gap, median, pivot, spread
 from ..lib.plots import dots, lines
-from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
+from ..lib.recipe import Cell, Recipe, check_names, recipe
 from ..lib.results import Results, select
 from .released_weightings import FORMS, RULES, Released, ReleasedMemory, use_released
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PAPER = "Sparse attention"
 # Spec of each weighting. The bandwidth h of normalised ReLU (equation 11: distances between unit keys) and the margin
-# of ReLUmax are learned for each head, h from where it leaves out 7.5 % of random pairs.
+# of ReLUmax are learned for each head; h starts where 7.5 % of random pairs have no weight.
 WEIGHTINGS = {
     "softmax": "softmax",
     "topk-softmax": "gaussian*nearest(k={k})",
@@ -47,7 +47,7 @@ WEIGHTINGS = {
 }
 COMPACT = ("sparsemax", "biweight", "triweight")
 BASELINES = ("softmax", "topk-softmax", "topk-uniform")
-RIVALS = {"normrelu": "softmax", "relumax": "sparsemax"}  # whom the paper compares the released weightings with
+RIVALS = {"normrelu": "softmax", "relumax": "sparsemax"}  # the paper's comparisons of the released weightings
 DEFINED, HARD = "defined", "no gradient to keys"
 SHOWN_K = 32  # the k of the paper's language models: the only one at every depth but the first
 LOOKED_AT = 8  # windows that empty rows are counted on
@@ -55,7 +55,7 @@ MATTERS = 0.02  # nats per token that count as a difference
 
 
 @dataclass(frozen=True, kw_only=True)
-class MosaicKernelsConfig(RecipeConfig):
+class MosaicKernelsConfig(TextConfig):
     """Train Memory Mosaics with every weighting of the sparse-attention paper, as defined and as released."""
 
     seeds: int = 3
@@ -69,10 +69,10 @@ class MosaicKernelsConfig(RecipeConfig):
     released: tuple[str, ...] = FORMS
     """Forms of normalised ReLU and ReLUmax in released programs that are trained too, at the first depth: 'fast' (of
     the paper's language models), 'mended' (fast with the right mask) and 'regular'."""
-    data: Path | None = None
-    """UTF-8 text to learn from, a file or a folder. None: the Python manual inside the interpreter."""
-    tokenizer: str = "char"
-    """char, byte or gpt2."""
+    context: int = 128
+    batch: int = 8
+    steps: int = 700
+    looks: int = 6
     depths: tuple[int, ...] = (1, 4)
     """Numbers of blocks. At the first, everything is trained; at the others the eight weightings as they are defined,
     nearest keys with k = 32 only."""
@@ -82,30 +82,14 @@ class MosaicKernelsConfig(RecipeConfig):
     """Width of every model."""
     heads: int = 4
     """Heads of every memory."""
-    context: int = 128
-    """Tokens that a model sees at once."""
-    batch: int = 8
-    """Windows of a step."""
-    parts: int = 1
-    """Passes in which a step is made, to save memory."""
-    steps: int = 700
-    """Optimiser steps of each model at the first depth."""
     deep_steps: int = 400
-    """The same for the other depths."""
+    """Optimiser steps of the models at the other depths."""
     learning_rates: tuple[float, ...] = (2e-2,)
     """The highest: one for all depths, or one for each."""
     final_shares: tuple[float, ...] = (0.1,)
     """Share of it to which the learning rate falls along a cosine: one for all depths, or one for each."""
     warmup: float = 0.05
     """Share of the steps over which the learning rate rises from zero."""
-    measured: int = 8192
-    """Held-out tokens that the loss is measured on."""
-    looks: int = 6
-    """How often the losses are noted."""
-    dtype: str = "float32"
-    """Of the products: float32 or bfloat16."""
-    compile: bool = False
-    """Train through torch.compile."""
 
 
 @recipe("mosaic-kernels")
@@ -125,31 +109,23 @@ class MosaicKernels(Recipe):
         },
     }  # fmt: skip
 
+    choices: ClassVar = {"weightings": tuple(WEIGHTINGS)}
+    limits: ClassVar = dict.fromkeys(("depths", "ks", "deep_steps"), (1, math.inf))
+
     def check(self) -> None:
         own, call = self.config, self.call()
-        for flag, names, known in (("--weightings", own.weightings, tuple(WEIGHTINGS)),
-                                   ("--released", own.released, FORMS)):  # fmt: skip
-            for name in names:
-                if name not in known:
-                    raise ArgumentError(f"{call}: {flag} names {name!r}, which is unknown.{suggestion(name, known)}")
-                if names.count(name) > 1:
-                    raise ArgumentError(f"{call}: {flag} names {name!r} twice; name it once.")
+        if own.released:
+            check_names(call, "--released", own.released, FORMS)
         if "softmax" not in own.weightings:
             raise ArgumentError(f"{call}: --weightings lacks softmax, to which all others are compared; add it.")
-        for flag, numbers in (("--depths", own.depths), ("--ks", own.ks)):
-            if not numbers or min(numbers) < 1 or len(set(numbers)) < len(numbers):
-                raise ArgumentError(f"{call}: {flag} is {numbers}, expected at least one whole number above 0, each "
-                                    f"once.")  # fmt: skip
         for name in ("learning_rates", "final_shares"):
             given = getattr(own, name)
             if len(given) not in (1, len(own.depths)):
                 raise ArgumentError(f"{call}: --{name.replace('_', '-')} has {len(given)} numbers for "
                                     f"{len(own.depths)} depths; give one, or one for each.")  # fmt: skip
-        for flag, count, most in (("--k-seeds", own.k_seeds, own.seeds), ("--deep-seeds", own.deep_seeds, own.seeds)):
-            if not 1 <= count <= most:
-                raise ArgumentError(f"{call}: {flag} is {count}, expected 1 to --seeds, {most}.")
-        if own.deep_steps < 1:
-            raise ArgumentError(f"{call}: --deep-steps is {own.deep_steps}, expected at least 1.")
+        for flag, count in (("--k-seeds", own.k_seeds), ("--deep-seeds", own.deep_seeds)):
+            if not 1 <= count <= own.seeds:
+                raise ArgumentError(f"{call}: {flag} is {count}, expected 1 to --seeds, {own.seeds}.")
         for depth in own.depths:
             self.budget(depth).check(call)
         for cell in self.cells():
@@ -212,14 +188,10 @@ class MosaicKernels(Recipe):
 
     def budget(self, depth: int) -> Budget:
         """Return what every model of this depth is given."""
-        own = self.config
-        numbers = {f.name: getattr(own, f.name) for f in fields(Budget) if hasattr(own, f.name)}
-        for name in ("learning_rates", "final_shares"):
-            given = getattr(own, name)
-            numbers[name[:-1]] = given[own.depths.index(depth) if len(given) > 1 else 0]
-        if depth != own.depths[0]:
-            numbers["steps"] = own.deep_steps
-        return Budget(**numbers)
+        own, place = self.config, self.config.depths.index(depth)
+        at = lambda given: given[place] if len(given) > 1 else given[0]  # noqa: E731
+        return Budget.of(own, learning_rate=at(own.learning_rates), final_share=at(own.final_shares),
+                         steps=own.deep_steps if place else own.steps)  # fmt: skip
 
     def model_config(self, cell: Cell, vocabulary: int) -> Any:
         """Return the Memory Mosaic of a cell. Released forms replace the weights of softmax, whose sharpness they
@@ -254,7 +226,7 @@ class MosaicKernels(Recipe):
             made += [Claim(PAPER, f"figure 3, {blocks}", wording, estimates, says, margin, MATTERS, note=HELD_OUT)
                      for wording, estimates, says, margin in told if estimates]  # fmt: skip
         runs = self.runs_of(results, self.config.depths[0])
-        pairs = [(rule, "fast") for rule in RULES] + [("topk-uniform", HARD)]
+        pairs = [*((rule, "fast") for rule in RULES), ("topk-uniform", HARD)]
         released = {f"{rule}, {form}": paired(runs(rule, form), runs(rule), "held_out")
                     for rule, form in pairs if len(runs(rule, form))}  # fmt: skip
         if released:
@@ -278,8 +250,8 @@ class MosaicKernels(Recipe):
             made[f"{depth} block{'s' * (depth > 1)}"] = pivot(
                 select(every, depth=depth), ["weighting", "k", "form"], losses,
                 note=f"{len(base)} seed{'s' * (len(base) > 1)}, of other k {self.config.k_seeds}: mean ± standard "
-                     f"deviation; gaps are paired by seed, ± half the 95 % interval. Empty: rows in which no pair had "
-                     f"weight by itself, the first token's left out.",
+                     f"deviation; gaps are paired by seed, ± half the 95 % interval. Empty: rows after the first "
+                     f"token's in which no pair had weight by itself.",
             )  # fmt: skip
         runs = self.runs_of(results, self.config.depths[0])
         forms = select(every, depth=self.config.depths[0], weighting=[*RULES, "topk-uniform"])
@@ -293,7 +265,7 @@ class MosaicKernels(Recipe):
                  "above mended": lambda rows: above(rows, runs(rows["weighting"].iloc[0], "mended")),
                  "above sparsemax (relumax), softmax (others)": rival, **empty},
                 note="fast: the paper's language models (no bandwidth, or a margin that is not learned; one pair too "
-                     "many hidden); mended: fast with the right mask; regular: the temperature taken twice.",
+                     "many masked); mended: fast with the right mask; regular: the temperature applied twice.",
             )  # fmt: skip
         return made
 
@@ -351,12 +323,12 @@ def average(column: str, form: str) -> Show:
 
 
 def inside(model: Any, windows: list[list[int]]) -> dict[str, Any]:
-    """Return what the contextual memories do on windows [B, T] of tokens.
+    """Measure the contextual memories on windows [B, T] of tokens.
 
     Returns:
-        "empty", the share of rows, from the second token on, in which no pair has weight by itself, and "support", the
-        mean number of pairs with weight, None for released forms; "heads", rows with what is learned: "sharpness"
-        (beta^2), "h", "margin".
+        "empty", the share of rows after the first token's in which no pair has weight by itself; "support", the mean
+        number of pairs with weight, None for released forms; "heads", rows with learned numbers: "sharpness" (beta^2),
+        "h", "margin".
     """
     from regard.inspect import capture
     from regard.nn import ContextualMemory
@@ -388,5 +360,5 @@ def inside(model: Any, windows: list[list[int]]) -> dict[str, Any]:
 
 
 def _later_rows(rows: Tensor) -> float:
-    """Return the mean of [B, H, T] without the first token's, which sees no pair."""
+    """Return the mean of [B, H, T] without the first token, which sees no pair."""
     return rows[..., 1:].double().mean().item()

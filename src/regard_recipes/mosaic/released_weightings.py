@@ -1,9 +1,8 @@
 """Normalised ReLU and ReLUmax as the released programs of the sparse-attention paper computed them.
 
-Two programs were released. The fast one, with which the language models were trained, hides one pair too many from
-every row but the first, gives normalised ReLU no bandwidth at all, and ReLUmax a margin that is not learned; the
-regular one has keys that carry beta already and divides by the temperature again. Cosines are s, the largest of a row
-m, beta^2 the learned sharpness:
+The fast program, which trained the language models, hides one pair too many from every row but the first, gives
+normalised ReLU no bandwidth and ReLUmax a margin that is not learned; the regular one applies the temperature twice.
+With cosines s, the largest of a row m, and the learned sharpness beta^2:
 
 | form    | normalised ReLU                     | ReLUmax                        | row t sees pairs |
 |---------|-------------------------------------|--------------------------------|------------------|
@@ -12,15 +11,13 @@ m, beta^2 the learned sharpness:
 | regular | relu(2 beta^4 s + 1 - 2 beta^2)/sum | relu(beta^4 (s - m) + 1) / sum | j <= t - 1       |
 | defined | relu(2 s / h^2 + 1 - 2 / h^2) / sum | relu(beta^2 (s - m) + b) / sum | j <= t - 1       |
 
-(equations 11 and 21; the last row is what `regard` computes.) "mended" is the fast form with the right mask, so that
-the two faults can be told apart. These are for comparison only, dense and without diagnostics: an experiment puts them
-into a Memory Mosaic with `use_released`.
+(equations 11 and 21; `regard` computes the last row.) "mended" is the fast form with the right mask, to separate the
+two faults. `use_released` puts a form into a Memory Mosaic, for comparison only: dense and without diagnostics.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +27,12 @@ from regard.nn.mosaic.contextual_memory import ContextualMemory
 
 RULES = ("normrelu", "relumax")
 FORMS = ("fast", "mended", "regular")
-LEAST_SUM = 1e-6
-"""What rows are divided by at least: those with less sum to less than one."""
+LEAST_SUM = 1e-6  # rows are divided by at least this
 
 
 @dataclass(frozen=True)
 class Released:
-    """A weighting of the released programs.
-
-    Args:
-        rule: "normrelu" or "relumax".
-        form: "fast", "mended" or "regular".
+    """A weighting of the released programs: one of `RULES` in one of `FORMS`.
 
     Raises:
         ArgumentError: another word.
@@ -54,26 +46,20 @@ class Released:
             if given not in known:
                 raise ArgumentError(f"Released: {name} is {given!r}, expected one of {', '.join(known)}.")
 
-    @property
-    def hidden(self) -> int:
-        """Pairs before a token that its row should see and does not."""
-        return int(self.form == "fast")
-
     def weigh(self, cosines: Tensor, sharpness: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, and rows that are empty.
+        """Return weights and empty rows.
 
         Args:
-            cosines: [B, H, T, P] of T tokens with P pairs, the last token standing after the last pair.
+            cosines: [B, H, T, P] of T tokens with P pairs; the last token comes after the last pair.
             sharpness: beta^2, [H].
 
         Returns:
-            Weights [B, H, T, P]; boolean [B, H, T], True in rows where no pair has weight by itself: normalised ReLU
-            then weighs all pairs that the row sees equally, without a gradient to the cosines; where it sees none, the
-            weights are 0.
+            Weights [B, H, T, P]; boolean [B, H, T], True in rows where no pair has weight by itself: the weights of the
+            visible pairs are then equal, without a gradient to the cosines, and 0 where no pair is visible.
         """
         tokens, pairs = cosines.shape[-2:]
         row = torch.arange(tokens, device=cosines.device)[:, None] + pairs - tokens
-        seen = torch.arange(pairs, device=cosines.device) <= row - self.hidden
+        seen = torch.arange(pairs, device=cosines.device) <= row - int(self.form == "fast")
         square = sharpness.to(cosines.dtype)[:, None, None] ** (2 if self.form == "regular" else 1)
         raw = self._normrelu(cosines, seen, square) if self.rule == "normrelu" else _relumax(cosines, seen, square)
         raw = raw * (row >= 0)  # rows without a pair were never written
@@ -85,7 +71,7 @@ class Released:
     def _normrelu(self, cosines: Tensor, seen: Tensor, square: Tensor) -> Tensor:
         if self.form != "regular":
             return cosines.relu() * seen
-        # As released: what is hidden has cosine 0, so that for beta^2 < 1/2 it has weight.
+        # As released: masked pairs have cosine 0, so that for beta^2 < 1/2 they have weight.
         return ((2 * square * cosines).masked_fill(~seen, 0) + 1 - 2 * square.sqrt()).relu()
 
 
@@ -96,10 +82,9 @@ def _relumax(cosines: Tensor, seen: Tensor, square: Tensor) -> Tensor:
 
 
 class ReleasedMemory(ContextualMemory):
-    """A contextual memory, made of one that there is, that weighs as a released program did.
+    """A contextual memory with the weights of a released program.
 
     Attributes:
-        released: how.
         fallen: [B, H, T] of the last call: rows in which no pair had weight by itself.
     """
 
@@ -108,10 +93,10 @@ class ReleasedMemory(ContextualMemory):
 
     @classmethod
     def of(cls, memory: ContextualMemory, released: Released) -> ReleasedMemory:
-        """The memory with the same parameters.
+        """Return a memory with the same parameters.
 
         Raises:
-            ArgumentError: its sentence leaves it without the sharpness that these weightings need.
+            ArgumentError: its spec has no learned sharpness.
         """
         if memory.sharpness is None:
             raise ArgumentError(
@@ -122,20 +107,15 @@ class ReleasedMemory(ContextualMemory):
         return made
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        output_attentions: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output_attentions: bool,
         segment_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As the memory's own, for texts without hidden tokens and outside generation."""
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Attend without masked tokens and outside generation."""
         if mask is not None or output_attentions or segment_ids is not None:
             raise ArgumentError(
                 "ReleasedMemory: takes no attention mask, no packed documents and no output_attentions; leave them out."
             )
-        assert self.sharpness is not None  # of() saw to it
+        assert self.sharpness is not None  # `of` checked it
         cosines = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32))
         weights, fallen = self.released.weigh(cosines, self.sharpness())
         self.fallen = fallen.detach()
@@ -143,18 +123,14 @@ class ReleasedMemory(ContextualMemory):
 
 
 def use_released(model: nn.Module, released: Released) -> None:
-    """Let every contextual memory of a model weigh as a released program did, with the parameters that it has.
+    """Give every contextual memory of a model the weights of a released program, with its own parameters.
 
     Raises:
-        ArgumentError: the model has none, or as `ReleasedMemory.of`.
+        ArgumentError: the model has no contextual memory, or as `ReleasedMemory.of`.
     """
-    places: list[tuple[Any, str, ContextualMemory]] = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, ContextualMemory)
-    ]
-    if not places:
+    memories = {name: child for name, child in model.named_modules() if name and isinstance(child, ContextualMemory)}
+    if not memories:
         raise ArgumentError("use_released: the model has no contextual memory; give a Memory Mosaic.")
-    for parent, name, child in places:
-        setattr(parent, name, ReleasedMemory.of(child, released))
+    for path, child in memories.items():
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, ReleasedMemory.of(child, released))

@@ -10,12 +10,10 @@ from itertools import count
 from typing import Any
 
 import attention_calls
-import linear_calls
 import memory_calls
 import pytest
 import torch
-from dense_oracles import RULES, Rule, attend, local_linear, near, seen_pairs
-from torch import Tensor
+from dense_oracles import RULES, Rule, attend, local_linear, seen_pairs
 from triton.runtime.errors import OutOfResources
 
 from regard.triton.compact import rules as compact
@@ -133,26 +131,15 @@ def tuned() -> dict[str, Tiles]:
     return {name: found for name, table in TileTable.tables.items() for found in table.tuned.values()}
 
 
-def differentiated(
-    out: Tensor, leaves: list[Tensor], exact: Tensor, wide: list[Tensor], most: tuple[float, float], what: Any = ""
-) -> None:
-    """An output and its gradients, beside what they are."""
-    weight = attention_calls.weight_of(out)
-    found = torch.autograd.grad((out * weight).sum(), leaves)
-    wanted = torch.autograd.grad((exact * weight.double()).sum(), wide, allow_unused=True)
-    wanted = [torch.zeros_like(x) if g is None else g for g, x in zip(wanted, wide, strict=True)]
-    near([out, *found], [exact, *wanted], (most[0], *[most[1]] * len(leaves)), what)
-
-
 def attended(rule: Rule, dtype: torch.dtype, what: Any = "", length: int = 150, **forced: int) -> None:
     """Compact attention of so many tokens, the forward pass with tiles of its own, against its dense form."""
     leaves = attention_calls.draw(length, length, 16, batch=1, heads=1, dtype=dtype)
-    wide = [x.detach().double().requires_grad_() for x in leaves]
+    wide = attention_calls.wide(leaves)
     seen = seen_pairs(1, leaves[0].shape[1], length, length, is_causal=True)
     with tiles.forced(**forced) if forced else nullcontext():
         out = attention_calls.triton(leaves, rule.text, is_causal=True)
     most = (2e-5, 1e-4) if dtype == torch.float32 else (0.01, 0.02)
-    differentiated(out, leaves, attend(*wide, seen, rule), wide, most, what)
+    attention_calls.compared(out, attend(*wide, seen, rule), leaves, wide, most, what)
 
 
 EVERY = [(name, nth, dtype) for nth in range(MOST) for dtype in (torch.bfloat16, torch.float32) for name in COMPACT]
@@ -175,10 +162,10 @@ def test_compact_attention(name: str, nth: int, dtype: torch.dtype, chosen: Call
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("nth", range(MOST))
 def test_local_linear_attention(nth: int, chosen: Callable[[int], dict[str, Tiles]]) -> None:
-    taken, leaves = chosen(nth), linear_calls.draw(40, 40, 6, batch=1)
-    wide, seen = linear_calls.wide(leaves), seen_pairs(1, linear_calls.HEADS, 40, 40, is_causal=True)
-    out = linear_calls.triton(leaves, ridge=0.1, is_causal=True)
-    differentiated(out, leaves, local_linear(*wide, seen, 0.1), wide, (1e-5, 1e-4), taken)
+    taken, leaves = chosen(nth), attention_calls.draw(40, 40, 6, batch=1, spread=1.0)
+    wide, seen = attention_calls.wide(leaves), seen_pairs(1, attention_calls.HEADS, 40, 40, is_causal=True)
+    out = attention_calls.triton(leaves, "local-linear", ridge=0.1, is_causal=True)
+    attention_calls.compared(out, local_linear(*wide, seen, 0.1), leaves, wide, (1e-5, 1e-4), taken)
     assert {"local_linear_backward_rows", "local_linear_backward_keys"} <= tuned().keys()
 
 
@@ -186,9 +173,9 @@ def test_local_linear_attention(nth: int, chosen: Callable[[int], dict[str, Tile
 @pytest.mark.parametrize("nth", attention_calls.some(range(MOST), (1,)))
 def test_memory(nth: int, chosen: Callable[[int], dict[str, Tiles]]) -> None:
     taken, leaves = chosen(nth), memory_calls.draw(heads=2)
-    wide = linear_calls.wide(leaves)
+    wide = attention_calls.wide(leaves)
     out, _ = memory_calls.triton(leaves, rule=memory_calls.rule())
-    differentiated(out, leaves, memory_calls.dense(wide), wide, (2e-5, 5e-4), taken)
+    attention_calls.compared(out, memory_calls.dense(wide), leaves, wide, (2e-5, 5e-4), taken)
     assert {"memory_search", "memory_rows"} <= tuned().keys()
 
 

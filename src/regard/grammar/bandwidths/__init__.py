@@ -1,4 +1,4 @@
-"""Bandwidth rules: how far a row looks. One file a rule; all files of this folder are imported."""
+"""Thresholding rules: where the weights of a row end. One file per rule; every file of this folder is imported."""
 
 from ...registry import import_all
 from .base import Bandwidth, bandwidths

@@ -1,4 +1,4 @@
-"""Adaptive: each row's bandwidth is such that its weights sum to one by themselves."""
+"""Adaptive: the threshold at which the weights of a row sum to one (entmax)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Adaptive(RuleBase):
     """p_j = [z_j / r - tau]_+^r with tau such that sum p = 1: alpha-entmax with alpha = 1 + 1/r.
 
     Epanechnikov gives sparsemax (alpha = 2), biweight 1.5-entmax, triweight 4/3-entmax. On unit keys with
-    scores s / gamma these are Nadaraya-Watson weights of bandwidth H = sqrt(2 - 2 r gamma tau), which always
-    exceeds the distance to the nearest key (sparse-attention paper, Proposition 1; true for every r > 0).
+    scores s / gamma these are Nadaraya-Watson weights of bandwidth H = sqrt(2 - 2 r gamma tau), which is always
+    larger than the distance to the nearest key (sparse-attention paper, Proposition 1; true for every r > 0).
 
-    Learned number: `alpha` >= 1, per head or per row, in place of the kernel's r; 1 is softmax.
+    Learned parameter: `alpha` >= 1, per head or per row, instead of the kernel's r; 1 is softmax.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -55,7 +55,7 @@ class Adaptive(RuleBase):
 
     def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
         r = self._power(kernel, params)
-        # detach drops forward-mode tangents too: no derivative goes through the search
+        # detach also drops forward-mode tangents: no derivative goes through the search
         number = r.detach() if isinstance(r, Tensor) else r
         peak, converged = solve_peak(distance(z, top).detach(), number, fast=fast)
         reach = number * peak
@@ -66,7 +66,7 @@ class Adaptive(RuleBase):
             converged = torch.where(below, exact, converged)
         if torch.is_grad_enabled():
             at = _first(z.detach() == top)
-            top = z.gather(-1, at) + 0 * top  # 0 * keeps a row's NaN, which is the top of no key
+            top = z.gather(-1, at) + 0 * top  # 0 * top keeps NaN, which equals no score
             reach = implicit_reach(_from(z, top, at), r, reach)
         status = torch.where(converged, int(Status.OK), int(Status.UNCONVERGED)).int()
         return {"top": top, "theta": top - reach, "reach": reach, "status": status}
@@ -74,8 +74,8 @@ class Adaptive(RuleBase):
     def distance(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> tuple[Tensor, Tensor]:
         if not torch.is_grad_enabled():
             return super().distance(z, stats, kernel, params)
-        # Weights are a power of (reach - d) over anything that does not move with the scores. Over the reach they would
-        # all move with it, as the sum does that they are divided by, and the difference would be rounding.
+        # Weights are powers of (reach - d) over a constant. Divided by the reach itself, all weights and their sum
+        # would move with it, and the difference of the derivatives would be rounding error.
         fixed = stats.reach.detach()
         return _from(z, stats.top, _first(z.detach() == stats.top.detach())) - (stats.reach - fixed), fixed
 
@@ -94,7 +94,7 @@ class Adaptive(RuleBase):
     ) -> dict[str, Tensor]:
         r = self._power(kernel, params)
         # p = a^r with a = (z - theta)/r: d log p / dr at fixed theta is log a - 1. Since sum p (G - rho) / a = 0,
-        # 1/a may be added, which leaves nothing to cancel near a = 1, where large r has all its weights.
+        # adding 1/a changes nothing and avoids cancellation near a = 1, where large r has all its weights.
         log_a = log_u - torch.log(stats.mass) / r
         tilt = _near_one(log_a)
         if _steep(r):
@@ -103,11 +103,11 @@ class Adaptive(RuleBase):
 
 
 LEAST = 1e-12
-"""The least alpha - 1 that is not rounded up: weights are softmax's to the last bit there."""
+"""Smallest alpha - 1; the weights there equal softmax to the last bit."""
 
 
 def power_of(alpha: Number) -> Number:
-    """r = 1 / (alpha - 1), bounded at alpha = 1; NaN below, so that it shows."""
+    """Return r = 1 / (alpha - 1), bounded at alpha = 1; NaN for alpha < 1."""
     less = alpha - 1
     if isinstance(less, Tensor):
         return 1 / torch.where(less < 0, torch.nan, less.clamp(min=LEAST))
@@ -115,23 +115,23 @@ def power_of(alpha: Number) -> Number:
 
 
 def _steep(r: Number) -> bool:
-    """Whether r may be below one, where the slope of a weight at the threshold is infinite."""
+    """Return whether r may be below one, where the slope of a weight at the threshold is infinite."""
     return isinstance(r, Tensor) or r < 1
 
 
 def _first(marked: Tensor) -> Tensor:
-    """The first marked place of every row, [..., 1]."""
+    """Return the first marked position of every row, [..., 1]."""
     return marked.int().argmax(-1, keepdim=True)
 
 
 def _from(z: Tensor, top: Tensor, at: Tensor) -> Tensor:
-    """`distance`, and 0 whatever happens at the place `at`: the derivative of that key, which may outweigh all others,
-    is then the sum of theirs, and not a small difference of two large ones."""
+    """Return `distance`, with a constant 0 at position `at`. The derivative of that key, which may be much larger than
+    all others, is then the sum of theirs instead of a small difference of two large terms."""
     d = distance(z, top)
     return torch.where((positions(z, 0) == at) & (d < torch.inf), 0, d)
 
 
 def _near_one(log_a: Tensor) -> Tensor:
-    """1/a + log a - 1, exact near a = 1."""
+    """Return 1/a + log a - 1, exact near a = 1."""
     series = log_a.square() * (0.5 - log_a / 6 + log_a.square() / 24)
     return torch.where(log_a.abs() < 1e-2, series, torch.expm1(-log_a) + log_a)

@@ -1,4 +1,4 @@
-"""Anchored: a fixed margin below the best score of each row."""
+"""Anchored: a threshold at a fixed margin below the largest score of each row."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .base import RuleBase, bandwidths, require_ranked
 @bandwidths.register("anchored")
 @dataclass(frozen=True)
 class Anchored(RuleBase):
-    """theta = max z - margin: the best key always counts, and every key less than `margin` below it.
+    """theta = max z - margin: keys whose score is less than `margin` below the largest have weight.
 
-    With Epanechnikov this is ReLUmax (sparse-attention paper, equations 20 and 21): on unit keys with the best
+    With Epanechnikov this is ReLUmax (sparse-attention paper, equations 20 and 21): on unit keys with largest
     similarity m and scores s / h^2, an Epanechnikov kernel of bandwidth H^2 = 2 (1 - m) + 2 margin h^2. With
     the Gaussian it is softmax over the keys within the margin (min-p); with the uniform kernel, their mean.
     Keys that tie for the maximum share its gradient equally.
@@ -43,12 +43,12 @@ class Anchored(RuleBase):
         return True
 
     def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
-        best = z.amax(-1, keepdim=True)  # equals top, and carries the gradient
+        best = z.amax(-1, keepdim=True)  # equals top, with gradient
         best = torch.where(best == -torch.inf, 0, best)
         reach = params.get("margin", self.margin) + (top - best)
         return {"theta": best - params.get("margin", self.margin), "reach": reach}
 
-    def pull(self, z: Tensor, stats: RowStats, kernel: Any) -> Tensor | None:
+    def dtheta_dz(self, z: Tensor, stats: RowStats, kernel: Any) -> Tensor | None:
         if not kernel.vanishes:
             return None
         best = (z == stats.top).to(z.dtype)

@@ -1,4 +1,4 @@
-"""What a bandwidth rule is, and what most of them share."""
+"""The protocol of thresholding rules, and their defaults."""
 
 from __future__ import annotations
 
@@ -18,68 +18,94 @@ bandwidths: Registry[Any] = Registry("bandwidth rule", "regard.bandwidths")
 
 @runtime_checkable
 class Bandwidth(Protocol):
-    """A rule of the grammar. It builds its weighting, or says why the product has no meaning."""
+    """A thresholding rule as an axis of a spec."""
 
     name: ClassVar[str]
 
     def weighting(self, kernel: Any, normalise: bool, similarity: Any) -> Weighting:
-        """The weighting of this rule and `kernel`.
+        """Return the weighting of this rule and `kernel`.
 
         Raises:
-            ArgumentError: the product has no meaning; the message gives the reason and what to use instead.
+            ArgumentError: the combination has no meaning; the message says why and what to use instead.
         """
 
     def resolve(
         self, kernel: Any, similarity: Any, scale: Number | None, params: Params, dim: int
     ) -> tuple[Number, dict[str, Number]]:
-        """The scale of the scores and the weighting's numbers, from what the caller gave."""
+        """Return the scale of the scores and the parameters of the weighting, from the arguments of a call."""
 
 
 class RuleBase:
-    """Defaults: no numbers of its own, everything visible is a member, a threshold that does not move."""
+    """Where the threshold of a row lies and how it moves with the scores.
+
+    A rule defines `weighting`, `bounded` and `locate`. The defaults are those of a rule without parameters, whose
+    threshold does not move and alone decides which keys have weight.
+    """
 
     name: ClassVar[str]
     shift_invariant: ClassVar[bool] = True
 
     def own_params(self) -> Mapping[str, ParamInfo]:
+        """Return the learnable parameters of the rule."""
         return {}
 
     def param_info(self, kernel: Any) -> Mapping[str, ParamInfo]:
+        """Return the learnable parameters of the rule with `kernel`, those of the kernel included."""
         return {**kernel.params, **self.own_params()}
 
+    def kernel_params(self, params: Params) -> Params:
+        """Return the parameters under the kernel's names (adaptive: r from alpha)."""
+        return params
+
+    def bounded(self, kernel: Any) -> bool:
+        """Return whether weights are zero below the threshold."""
+        raise NotImplementedError
+
     def may_miss(self, kernel: Any) -> bool:
+        """Return whether a row with visible keys can have no key above the threshold (`fallback_weights`)."""
         return False
 
     def indices(self, kernel: Any) -> int:
+        """Return the number of positions per row that `locate` returns as `index`."""
         return 0
 
-    def kernel_params(self, params: Params) -> Params:
-        return params
+    def locate(self, z: Tensor, top: Tensor, kernel: Any, params: Params, *, fast: bool) -> dict[str, Any]:
+        """Return `theta` and `reach`, and if they apply `top` (instead of the largest score), `fallback`, `status`,
+        `index`. The argument `top` has no gradient."""
+        raise NotImplementedError
 
     def distance(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> tuple[Tensor, Tensor]:
+        """Return (distance to `stats.top`, reach), the arguments of `Kernel.relative`."""
         return distance(z, stats.top), stats.reach
 
     def pivot(self, z: Tensor, stats: RowStats, kernel: Any, params: Params) -> Tensor | None:
+        """Return the position of a key whose A may be much larger than all others, int64 [..., 1], or None."""
         return None
 
     def members(self, z: Tensor, stats: RowStats, kernel: Any, start: int) -> Tensor | None:
+        """Return which keys may have weight if the threshold alone does not decide; None for all."""
         return None
 
-    def stand_in(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
+    def fallback_weights(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
+        """Return the weights of rows in `stats.fallback`."""
         return torch.zeros_like(z)
 
     def mix(self, slope: Tensor, p: Tensor) -> Tensor:
+        """Return B, given A = slope."""
         return p
 
-    def pull(self, z: Tensor, stats: RowStats, kernel: Any) -> Tensor | None:
+    def dtheta_dz(self, z: Tensor, stats: RowStats, kernel: Any) -> Tensor | None:
+        """Return dtheta/dz unless `mix` contains it; None for 0."""
         return None
 
     def theta_grads(self, dtheta: Tensor) -> dict[str, Tensor]:
+        """Return the gradients of the rule's parameters, given dL/dtheta."""
         return {}
 
     def power_grads(
         self, log_u: Tensor, drift: Tensor, stats: RowStats, kernel: Any, params: Params
     ) -> dict[str, Tensor]:
+        """Return the gradient of the kernel's power: log_u = log(1 - d/reach), drift = p (G - rho)."""
         return {"r": (log_u * drift).sum(-1, keepdim=True)}
 
     def resolve(
@@ -89,7 +115,7 @@ class RuleBase:
 
 
 def require_ranked(rule: str, kernel: Any, normalise: bool) -> None:
-    """Rules other than fixed look at scores relative to the best one, and their weights sum to one."""
+    """Raise unless `kernel` depends on the distance to a threshold and weights are normalised."""
     if not kernel.ranked:
         raise ArgumentError(
             f"{kernel.name}*{rule}: the {kernel.name} kernel is a function of the score itself, not of its "
@@ -103,5 +129,5 @@ def require_ranked(rule: str, kernel: Any, normalise: bool) -> None:
 
 
 def positions(z: Tensor, start: int) -> Tensor:
-    """Key numbers of a block whose first key is `start`."""
+    """Return the positions of the keys of a block that begins at key `start`."""
     return torch.arange(start, start + z.shape[-1], device=z.device)

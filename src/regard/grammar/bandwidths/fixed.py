@@ -23,12 +23,12 @@ class Fixed(RuleBase):
     """w = K(z + bias): threshold -bias on the scores, or bandwidth `h` in units of distance.
 
     Args:
-        bias: added to every score (0 where neither is given).
-        h: bandwidth; needs the cosine or euclidean similarity and takes no scale. A key farther than h from
-            the query has no weight under a compact kernel (theta_s = 1 - h^2/2 on unit vectors); for the
-            Gaussian, w = exp(-distance^2 / (2 h^2)).
-        empty: what a row does that sees keys but none inside: "uniform" over the visible keys, "zero", or
-            "nearest" (the best key alone, lowest index first). None of these has a gradient to the scores.
+        bias: added to every score. Default 0.
+        h: bandwidth as a distance; needs the cosine or euclidean similarity and excludes a scale. Under a compact
+            kernel, keys farther than h from the query have no weight (theta_s = 1 - h^2/2 on unit vectors). For
+            the Gaussian, w = exp(-distance^2 / (2 h^2)).
+        empty: weights of a row with visible keys of which none is above the threshold: "uniform" over the visible
+            keys, "zero", or "nearest" (the best key alone, the lowest index first). None has a score gradient.
 
     With Epanechnikov this is the normalised ReLU (sparse-attention paper, equations 11 and 12).
     """
@@ -86,7 +86,7 @@ class Fixed(RuleBase):
         if self.h is None:
             return super().resolve(kernel, similarity, scale, params, dim)
         if scale is not None:
-            raise ArgumentError("fixed(h=...): h is the bandwidth already; leave scale out.")
+            raise ArgumentError("fixed(h=...): h already sets the bandwidth; leave scale out.")
         rest = dict(params)
         h = rest.pop("h", self.h)
         if not kernel.compact:
@@ -118,7 +118,7 @@ class Fixed(RuleBase):
             "index": index,
         }
 
-    def stand_in(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
+    def fallback_weights(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
         assert stats.index is not None
         if self.empty == "uniform":
             return (z != -torch.inf).to(z.dtype) / stats.index.clamp(min=1)

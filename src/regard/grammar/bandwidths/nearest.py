@@ -1,4 +1,4 @@
-"""Nearest: as far as the k-th nearest key."""
+"""Nearest: the k keys with the largest scores (top-k)."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ Gradient = Literal["hard", "straight-through", "soft"]
 class Nearest(RuleBase):
     """Exactly min(k, visible) keys, the lowest index first among ties.
 
-    Kernels with a jump (Gaussian: top-k softmax; uniform: k-nearest neighbours) keep the k best keys. Compact
-    kernels that vanish at their edge take the (k+1)-th score as theta, so that k keys have weight; with fewer
-    than k+1 visible keys theta = min z - 1, and where all kept keys tie with theta they weigh the same.
+    Kernels with a jump at the threshold (Gaussian: top-k softmax; uniform: k-nearest neighbours) keep the k best keys.
+    For continuous compact kernels theta is the (k+1)-th score, so that k keys have weight. With fewer than k+1 visible
+    keys theta = min z - 1. If all kept keys tie with theta, their weights are equal.
 
     Args:
-        k: how many keys.
-        gradient: "hard" is the derivative of what is computed, with the choice of keys held fixed (zero
-            for the uniform kernel, which then never trains its keys); "straight-through" computes the same
-            and differentiates softmax(z) over all visible keys instead; "soft" weighs every visible key by a
-            logistic gate at the middle between the k-th and (k+1)-th score, in forward and backward
-            (Gaussian and uniform only: the others have no jump to smooth).
+        k: number of keys.
+        gradient: "hard" is the derivative for a fixed choice of keys (zero for the uniform kernel, whose keys are
+            then never trained). "straight-through" has the same weights and the derivative of softmax(z) over all
+            visible keys. "soft" multiplies all visible keys by a logistic gate centred between the k-th and the
+            (k+1)-th score, forward and backward (Gaussian and uniform only: the others have no jump).
         temperature: width of the soft gate, in units of z.
     """
 
@@ -93,12 +92,12 @@ class Nearest(RuleBase):
         assert stats.index is not None
         return _chosen(z.detach(), stats.theta, stats.index[..., :1], positions(z, start))
 
-    def stand_in(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
+    def fallback_weights(self, z: Tensor, stats: RowStats, start: int) -> Tensor:
         assert stats.index is not None
         chosen = _chosen(z, stats.theta, stats.index[..., :1], positions(z, start))
         return chosen.to(z.dtype) / stats.index[..., 2:3].clamp(min=1)
 
-    def pull(self, z: Tensor, stats: RowStats, kernel: Any) -> Tensor | None:
+    def dtheta_dz(self, z: Tensor, stats: RowStats, kernel: Any) -> Tensor | None:
         if not kernel.vanishes:
             return None
         assert stats.index is not None
@@ -106,9 +105,9 @@ class Nearest(RuleBase):
 
 
 def _kth(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(the min(k+1, n) best scores, the k-th, the index of the last kept key that ties with it, how many keys
-    are kept)."""
-    k = min(k, scores.shape[-1])  # a larger k may be no machine integer
+    """Return (the min(k+1, n) best scores, the k-th, the index of the last kept key that ties with it, the number of
+    kept keys)."""
+    k = min(k, scores.shape[-1])  # a larger k may exceed int64
     best = scores.topk(min(k + 1, scores.shape[-1]), dim=-1).values
     kept = (scores != -torch.inf).sum(-1, keepdim=True).clamp(max=k)
     kth = best.gather(-1, (kept - 1).clamp(min=0))
@@ -122,17 +121,28 @@ def _chosen(z: Tensor, kth: Tensor, cut: Tensor, position: Tensor) -> Tensor:
     return ((z > kth) | ((z == kth) & (position <= cut))) & (z != -torch.inf)
 
 
-@dataclass(frozen=True)
-class StraightThrough:
-    """Computes `hard`; differentiates softmax(z) over the visible keys."""
-
-    hard: Ratio
+class _WithoutParameters:
+    """Normalised weights without learned parameters."""
 
     nonnegative: ClassVar[bool] = True
     normalised: ClassVar[bool] = True
     shift_invariant: ClassVar[bool] = True
+    params: ClassVar[dict[str, Any]] = {}
+
+    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
+        return dz
+
+    def param_grads(self, *_: Any) -> dict[str, Tensor]:
+        return {}
+
+
+@dataclass(frozen=True)
+class StraightThrough(_WithoutParameters):
+    """The weights of `hard` with the derivative of softmax(z) over the visible keys."""
+
+    hard: Ratio
+
     indices: ClassVar[int] = 3
-    params: ClassVar[dict[str, Any]] = {}  # the surrogate has none, so that none could be trained
 
     def fit(self, z: Tensor, params: Params, *, fast: bool = False) -> RowStats:
         return self.hard.fit(z.detach(), params, fast=fast)
@@ -152,27 +162,15 @@ class StraightThrough:
         w = torch.exp(-distance(z, stats.top))
         return torch.where(stats.empty, 0, w / torch.where(stats.empty, 1, w.sum(-1, keepdim=True)))
 
-    def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
-        return dz
-
-    def param_grads(
-        self, dz: Tensor, g: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
-    ) -> dict[str, Tensor]:
-        return {}
-
 
 @dataclass(frozen=True)
-class SoftNearest:
+class SoftNearest(_WithoutParameters):
     """p_j proportional to K_j sigmoid((z_j - c) / temperature), c halfway between the k-th and next score."""
 
     kernel: Any
     rule: Nearest
 
-    nonnegative: ClassVar[bool] = True
-    normalised: ClassVar[bool] = True
-    shift_invariant: ClassVar[bool] = True
     indices: ClassVar[int] = 2
-    params: ClassVar[dict[str, Any]] = {}
 
     def fit(self, z: Tensor, params: Params, *, fast: bool = False) -> RowStats:
         top, empty = row_top(z)
@@ -186,14 +184,14 @@ class SoftNearest:
         index = torch.cat([cut, outside.int().argmax(-1, keepdim=True)], -1)
         middle = z.gather(-1, index).mean(-1, keepdim=True)
         zero = torch.zeros_like(empty)
-        theta = torch.where(more, middle, -torch.inf)  # nothing to leave out: the gate is open
+        theta = torch.where(more, middle, -torch.inf)  # at most k keys: the gate is open
         one = torch.ones_like(top)
         stats = RowStats(top, theta, one, one, empty, zero, zero.int(), index)
         mass = self._values(z, stats)[0].sum(-1, keepdim=True)
         return replace(stats, mass=torch.where(empty, 1, mass))
 
     def _values(self, z: Tensor, stats: RowStats) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights before their division by their sum, the gate, and 1 - gate."""
+        """Return the weights before division by their sum, the gate, and 1 - gate."""
         gated = stats.theta > -torch.inf
         hidden = z == -torch.inf
         centre = torch.where(gated, stats.theta, 0)
@@ -215,15 +213,10 @@ class SoftNearest:
         return slope * gate / stats.mass, p * shut / self.rule.temperature
 
     def finish(self, dz: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params) -> Tensor:
-        # The centre c moves every gate the other way: dL/dc = -(the gates' share of sum dz).
+        # dL/dc = -(the part of sum dz that goes through the gates), c the centre of the gates.
         assert stats.index is not None
         through_kernel, through_gate = self._slopes(z, p, stats)
         whole = through_kernel + through_gate
         dc = -(dz * through_gate / torch.where(whole == 0, 1, whole)).sum(-1, keepdim=True)
         half = torch.where(stats.theta > -torch.inf, dc / 2, 0).expand(*dc.shape[:-1], 2)
         return dz.scatter_add(-1, stats.index, half)
-
-    def param_grads(
-        self, dz: Tensor, g: Tensor, rho: Tensor, z: Tensor, p: Tensor, stats: RowStats, params: Params
-    ) -> dict[str, Tensor]:
-        return {}

@@ -1,4 +1,4 @@
-"""Kernels: how weight falls with the score. One file a kernel; all files of this folder are imported."""
+"""Kernels: weight as a function of the score. One file per kernel; every file of this folder is imported."""
 
 from ...registry import import_all
 from .base import Kernel, Number, ParamInfo, Params, kernels, least_reach

@@ -1,15 +1,15 @@
-"""Kernels: how weight falls with the score.
+"""Kernels: weight as a function of the score.
 
-A kernel is a function of the excess a = z - theta of a score over its row's threshold; the bandwidth rule
-says where theta is. Two views of the same function keep every row in range whatever the scores:
+A kernel is a function of the excess a = z - theta of a score over its row's threshold theta, which the thresholding
+rule sets. It has two forms:
 
-* `relative(d, reach)`: K(reach - d) / K(reach), the value at distance d = max z - z below the best score over
-  the value at the best, where reach = max z - theta. Scale-free, so normalised rows use it. Where a rule sets
-  no edge, reach is infinite, and only an exponential is a function of d alone.
-* `value(a)`: the value itself, for unnormalised sums and for kernels that are not a function of distance.
+* `relative(d, reach)`: K(reach - d) / K(reach), the value at distance d = max z - z below the largest score relative
+  to the value at the largest, with reach = max z - theta. Normalised rows use it, since it never overflows. Without a
+  threshold, reach is infinite; then only an exponential is a function of d alone.
+* `value(a)`: the value itself, for unnormalised sums and for kernels that do not depend on the distance.
 
-Legend: d, a, z [..., Tq, Tk]; reach and row parameters [..., Tq, 1] or numbers. Hidden keys have z = -inf,
-d = +inf, and weigh 0.
+Legend: d, a, z [..., Tq, Tk]; reach and row parameters [..., Tq, 1] or numbers. Masked keys have z = -inf, d = +inf
+and weight 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Params: TypeAlias = Mapping[str, Number]
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """A number that can be learned: its default and where it may lie (low excluded where `strict`)."""
+    """A parameter that can be learned: its default and lower limit (excluded if `strict`)."""
 
     default: Number
     low: float | None = None
@@ -41,19 +41,21 @@ class ParamInfo:
 
 @runtime_checkable
 class Kernel(Protocol):
-    """How weight falls with the score."""
+    """Weight as a function of the score."""
 
     name: ClassVar[str]
     compact: ClassVar[bool]  # exactly zero at and below the threshold
-    vanishes: ClassVar[bool]  # goes to zero continuously there, so no key pops in or out
+    vanishes: ClassVar[bool]  # continuous at the threshold
     ranked: ClassVar[bool]  # has `relative` and `relative_slope`: compact, or exponential (see the module)
-    scaled: ClassVar[bool]  # whether a scale of the scores has a meaning
+    scaled: ClassVar[bool]  # whether a scale of the scores is accepted
     nonnegative: bool
-    bandwidth: ClassVar[str]  # the rule meant where none is named
+    bandwidth: ClassVar[str]  # the default rule
+    # Optional: numba_relative(d, reach), (relative, relative_slope) of one key in code that numba compiles. With it
+    # impl="cpu" runs a kernel that is compact, continuous and without parameters.
 
     @property
     def params(self) -> Mapping[str, ParamInfo]:
-        """Numbers of the kernel that can be learned."""
+        """The learnable parameters of the kernel."""
 
     def value(self, a: Tensor, params: Params) -> Tensor:
         """K(a)."""
@@ -63,13 +65,13 @@ class Kernel(Protocol):
 
 
 def least_reach(dtype: torch.dtype) -> float:
-    """The least `reach` by which slopes are divided: quotients of numbers below it would overflow."""
+    """Return the smallest `reach` by which slopes are divided; quotients by smaller numbers would overflow."""
     info = torch.finfo(dtype)
     return info.tiny / info.eps
 
 
 class RankedKernel:
-    """Kernels that are a function of the distance to the best score."""
+    """Kernels that are a function of the distance to the largest score."""
 
     ranked: ClassVar[bool] = True
     scaled: ClassVar[bool] = True
@@ -83,7 +85,7 @@ class RankedKernel:
 
 
 class PointwiseKernel:
-    """Kernels of the score itself: only a fixed bandwidth has a meaning for them."""
+    """Kernels of the score itself, which only the fixed rule can use."""
 
     ranked: ClassVar[bool] = False
     scaled: ClassVar[bool] = False

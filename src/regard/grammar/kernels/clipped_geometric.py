@@ -15,10 +15,9 @@ from .base import Params, PointwiseKernel, kernels
 @kernels.register("clipped-geometric")
 @dataclass(frozen=True)
 class ClippedGeometric(PointwiseKernel):
-    """K(z) = 1 / (1 + eps - min(z, limit) / limit): positive without exponentials, flat above the limit.
+    """K(z) = 1 / (1 + eps - min(z, limit) / limit): positive without exponentials, constant above the limit.
 
-    Kernel-selection paper, Table 1 (M = 300, eps = 1e-4). z is the plain dot product: the limit is its
-    scale.
+    Kernel-selection paper, Table 1 (M = 300, eps = 1e-4). z is the plain dot product; `limit` acts as its scale.
     """
 
     limit: float = 300.0

@@ -15,7 +15,7 @@ from .base import Number, Params, RankedKernel, kernels
 @kernels.register("gaussian")
 @dataclass(frozen=True)
 class Gaussian(RankedKernel):
-    """K(a) = exp(a): with fixed bandwidth and normalised, softmax."""
+    """K(a) = exp(a): softmax under the fixed rule."""
 
     name: ClassVar[str] = "gaussian"
     compact: ClassVar[bool] = False
@@ -40,7 +40,7 @@ class Gaussian(RankedKernel):
 
 
 def _inside(w: Tensor, d: Tensor, reach: Number) -> Tensor:
-    """w where d < reach, else 0; the comparison is left out where nothing is cut off."""
+    """Return w where d < reach, else 0, without a comparison if reach is infinite."""
     if isinstance(reach, float) and math.isinf(reach):
         return w
     return torch.where(d < reach, w, 0)

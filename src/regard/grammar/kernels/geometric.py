@@ -14,15 +14,15 @@ from .base import Params, PointwiseKernel, kernels
 @kernels.register("geometric")
 @dataclass(frozen=True)
 class Geometric(PointwiseKernel):
-    """K(z) = 1 / (1 - z) for z < 1, the geometric series: needs the cosine similarity.
+    """K(z) = 1 / (1 - z) for z < 1, the geometric series; needs the cosine similarity.
 
-    Kernel-selection paper, Table 1. With the paper's eps = 1e-3 a unit key equal to its query weighs about
-    1000 times an orthogonal one, so attend strictly before the query (`exclude_self`) in self-attention.
+    Kernel-selection paper, Table 1. With the paper's eps = 1e-3 a unit key equal to its query has about 1000 times
+    the weight of an orthogonal one; use `exclude_self` in self-attention.
     """
 
     name: ClassVar[str] = "geometric"
     nonnegative: ClassVar[bool] = True
-    below: ClassVar[float] = 1.0  # the similarity must stay below this
+    below: ClassVar[float] = 1.0  # upper limit of the similarity
 
     def value(self, a: Tensor, params: Params) -> Tensor:
         return 1 / self._gap(a)
@@ -33,5 +33,5 @@ class Geometric(PointwiseKernel):
 
     @staticmethod
     def _gap(a: Tensor) -> Tensor:
-        """1 - z, which the rounding of a cosine must not make negative."""
+        """Return 1 - z, at least eps: a rounded cosine can exceed 1."""
         return (1 - a).clamp(min=torch.finfo(a.dtype).eps)

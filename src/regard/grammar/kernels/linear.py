@@ -14,13 +14,13 @@ from .base import Params, PointwiseKernel, kernels
 @kernels.register("linear")
 @dataclass(frozen=True)
 class Linear(PointwiseKernel):
-    """K(a) = a, signed: the associative matrix memory. Kernel-selection paper, equations 9-12 and Table 1.
+    """K(a) = a, signed: linear attention. Kernel-selection paper, equations 9-12 and Table 1.
 
-    Non-negative only where the similarity and the bias make it so (`fixed(bias=1)` on a cosine, say).
+    Non-negative only with a similarity and bias that make it so, such as `fixed(bias=1)` and a cosine.
     """
 
     name: ClassVar[str] = "linear"
-    affine: ClassVar[bool] = True  # K(a) = a: sums over keys can be made before a query is known
+    affine: ClassVar[bool] = True  # K(a) = a: sums over keys do not depend on the query
     scaled: ClassVar[bool] = True
     nonnegative: ClassVar[bool] = False
 

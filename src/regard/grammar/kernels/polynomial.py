@@ -29,10 +29,10 @@ class Polynomial(RankedKernel):
 
     def __post_init__(self) -> None:
         number("polynomial", "r", self.r, low=0.0, strict=True)
-        if not 1e-3 <= self.r <= 1e12:  # beyond, the arithmetic of float32 ends before the mathematics does
+        if not 1e-3 <= self.r <= 1e12:  # float32 fails outside
             raise ArgumentError(
                 f"polynomial: r is {self.r:g}, expected 0.001 <= r <= 1e12; for larger r use its limit, the gaussian "
-                f"kernel, for smaller the uniform one."
+                f"kernel, for smaller r the uniform kernel."
             )
         object.__setattr__(self, "r", float(self.r))
 
@@ -48,7 +48,7 @@ class Polynomial(RankedKernel):
         return power(d, reach, r - 1) * (r / reach)
 
     def log_relative(self, d: Tensor, reach: Number) -> Tensor:
-        """log(1 - d/reach) inside the support, 0 outside: the derivative of log K by r."""
+        """Return log(1 - d/reach) inside the support, 0 outside: the derivative of log K by r."""
         inside = d < reach
         return torch.where(inside, torch.log1p(-torch.where(inside, d, 0) / reach), 0)
 
@@ -61,10 +61,10 @@ class Polynomial(RankedKernel):
 
 
 def power(d: Tensor, reach: Number, r: Number) -> Tensor:
-    """[1 - d/reach]_+^r, with r = 0 the indicator of the support.
+    """Return [1 - d/reach]_+^r; for r = 0 the indicator of the support.
 
-    Integer powers up to 3 are multiplications. The general power goes by exp(r log1p(-d/reach)), whose error
-    does not grow with r near the peak, where the weight is.
+    Integer powers up to 3 are products. Other powers are exp(r log1p(-d/reach)), whose error near the peak does not
+    grow with r.
     """
     if isinstance(r, float) and r in (1.0, 2.0, 3.0) and not torch.is_grad_enabled():
         u = (1 - d / reach).clamp_(min=0)
@@ -72,7 +72,7 @@ def power(d: Tensor, reach: Number, r: Number) -> Tensor:
     inside = d < reach
     if isinstance(r, float) and r == 0.0:
         return inside.to(d.dtype)
-    x = torch.where(inside, d, 0) / reach  # where first: an infinite d must not meet a zero gradient
+    x = torch.where(inside, d, 0) / reach  # where first: an infinite d times a zero gradient is NaN
     if isinstance(r, float) and r in (1.0, 2.0, 3.0):
         u = torch.where(inside, 1 - x, 0)
         return u if r == 1.0 else (u * u if r == 2.0 else u * u * u)
@@ -80,7 +80,7 @@ def power(d: Tensor, reach: Number, r: Number) -> Tensor:
 
 
 def _positive_power(a: Tensor, r: Number) -> Tensor:
-    """[a]_+^r, 0 at and below 0 even for r <= 0."""
+    """Return [a]_+^r; 0 for a <= 0, also for r <= 0."""
     inside = a > 0
     if isinstance(r, float) and r == 0.0:
         return inside.to(a.dtype)

@@ -14,7 +14,7 @@ from .base import Number, Params, RankedKernel, kernels
 @kernels.register("uniform")
 @dataclass(frozen=True)
 class Uniform(RankedKernel):
-    """K(a) = 1 for a > 0: every key inside counts the same. Its scores have no gradient."""
+    """K(a) = 1 for a > 0: equal weights above the threshold, without gradient to the scores."""
 
     name: ClassVar[str] = "uniform"
     compact: ClassVar[bool] = True

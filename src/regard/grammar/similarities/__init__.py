@@ -1,4 +1,4 @@
-"""Similarities: how near a query is to a key. One file each; all files of this folder are imported."""
+"""Similarities of queries and keys. One file per similarity; every file of this folder is imported."""
 
 from ...registry import import_all
 from .base import Similarity, similarities

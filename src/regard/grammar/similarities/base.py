@@ -1,7 +1,7 @@
-"""Similarities: how near a query is to a key, before any kernel looks at it.
+"""Similarities of queries and keys.
 
-Every similarity is a dot product of features, s_ij = phi(q_i) . psi(k_j), so that one matrix product serves
-them all, and every implementation sees features only. Scores are z = scale * s.
+Every similarity is a dot product of features, s_ij = phi(q_i) . psi(k_j), so implementations see only features.
+Scores are z = scale * s.
 
 Legend: B batch, H heads, T positions, D head dimension, F features.
 """
@@ -22,34 +22,34 @@ similarities: Registry[Any] = Registry("similarity", "regard.similarities")
 
 @runtime_checkable
 class Similarity(Protocol):
-    """s = phi(q) . psi(k), with what is known of its range."""
+    """s = phi(q) . psi(k), and its range."""
 
     name: ClassVar[str]
-    lower: float  # s is never below
-    upper: float  # s is never above (1 for a cosine)
-    scaled: ClassVar[bool]  # whether z = scale * s takes a scale
-    # grows: ClassVar[bool], whether features can be larger than 1 and the largest entry; taken to be so where not said
+    lower: float  # lower bound of s
+    upper: float  # upper bound of s (1 for a cosine)
+    scaled: ClassVar[bool]  # whether z = scale * s accepts a scale
+    # Optional: grows, whether features can be larger than 1 and the largest entry. Default True.
 
     def default_scale(self, dim: int) -> float:
-        """The scale used where none is given."""
+        """Return the default scale."""
 
     def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """phi(q) [..., Tq, F] and psi(k) [..., Tk, F] of q [..., Tq, D] and k [..., Tk, D]."""
+        """Return phi(q) [..., Tq, F] and psi(k) [..., Tk, F] of q [..., Tq, D] and k [..., Tk, D]."""
 
     def threshold(self, h: Any) -> Any:
-        """The similarity below which a key lies farther than `h`, or an error where distance is undefined."""
+        """Return the similarity at distance `h`. Raise if the similarity has no distance."""
 
     def squared_distance(self, s: Tensor) -> Tensor:
-        """The squared distance at similarity s (for unit keys where the similarity is a dot product)."""
+        """Return the squared distance at similarity s (of unit vectors for a dot product)."""
 
 
 class Features:
-    """What similarities without a distance share."""
+    """Defaults: features without a distance."""
 
     lower: float = -math.inf
     upper: float = math.inf
     scaled: ClassVar[bool] = False
-    symmetric: ClassVar[bool] = True  # phi = psi, so that q = k need be kept once
+    symmetric: ClassVar[bool] = True  # phi = psi: the features of q = k are stored once
     grows: ClassVar[bool] = False
     name: ClassVar[str]
 
@@ -67,7 +67,7 @@ class Features:
 
 
 class FeatureMap(Features):
-    """The same non-negative feature map on both sides: s >= 0, no scale, and no distance."""
+    """One non-negative feature map for queries and keys: s >= 0, no scale, no distance."""
 
     lower: float = 0.0
 

@@ -17,8 +17,8 @@ from .base import Features, similarities
 class Cosine(Features):
     """s = q . k / sqrt((eps + |q|^2)(eps + |k|^2)), strictly inside (-1, 1) for eps > 0.
 
-    Kernel-selection paper, Table 1 (its alpha = 1e-3 is our eps). eps = 0 is the exact cosine; a zero vector
-    then has similarity 0 to everything. The default scale is 1.
+    Kernel-selection paper, Table 1 (whose alpha = 1e-3 is eps here). eps = 0 is the exact cosine, for which a zero
+    vector has similarity 0 to every vector. The default scale is 1.
     """
 
     eps: float = 1e-3
@@ -34,7 +34,7 @@ class Cosine(Features):
         return self._unit(query), self._unit(key)
 
     def _unit(self, x: Tensor) -> Tensor:
-        if self.eps == 0:  # no length matters then, and none may be lost in its square
+        if self.eps == 0:  # keeps squares of very short and long vectors in range
             size = x.detach().abs().amax(-1, keepdim=True)
             x = x / torch.where(size > 0, size, 1)
         square = x.square().sum(-1, keepdim=True) + self.eps

@@ -13,7 +13,7 @@ from .base import Features, similarities
 @similarities.register("dot")
 @dataclass(frozen=True)
 class Dot(Features):
-    """s = q . k, scale 1/sqrt(D) by default: the scores of scaled dot-product attention."""
+    """s = q . k, default scale 1/sqrt(D): the scores of scaled dot-product attention."""
 
     name: ClassVar[str] = "dot"
     scaled: ClassVar[bool] = True

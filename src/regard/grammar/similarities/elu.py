@@ -26,5 +26,5 @@ class ELU(FeatureMap):
 
     @staticmethod
     def _map(x: Tensor) -> Tensor:
-        """elu(x) + 1, which is exp(x) for x <= 0: as a sum it would lose all digits of exp(x) there."""
+        """Return elu(x) + 1 as exp(x) for x <= 0, where the sum would lose all digits."""
         return torch.where(x > 0, x + 1, torch.exp(x.clamp(max=0)))

@@ -14,11 +14,11 @@ from .base import Features, similarities
 @similarities.register("euclidean")
 @dataclass(frozen=True)
 class Euclidean(Features):
-    """s = -|q - k|^2 / 2, scale 1/sqrt(D) by default: on unit vectors the dot product less one.
+    """s = -|q - k|^2 / 2, default scale 1/sqrt(D); on unit vectors the dot product minus one.
 
     With a Gaussian kernel this is the radial basis function exp(-|q - k|^2 / g) with g = 2 / scale
-    (kernel-selection paper, Table 1). Computed as q . k - |q|^2/2 - |k|^2/2, whose rounding grows with the
-    norms: in float32 a distance below about 1e-3 |q| is not seen, so centre data that lie far from 0.
+    (kernel-selection paper, Table 1). Computed as q . k - |q|^2/2 - |k|^2/2, whose rounding error grows with the
+    norms: float32 does not resolve distances below about 1e-3 |q|, so centre data that lie far from 0.
     """
 
     name: ClassVar[str] = "euclidean"

@@ -1,4 +1,4 @@
-"""Solvers of the local linear model. One file a solver; all files of this folder are imported."""
+"""Solvers of the local linear model. One file per solver; every file of this folder is imported."""
 
 from ...registry import import_all
 from .auto import Auto

@@ -1,4 +1,4 @@
-"""The solver that costs least."""
+"""The default solver, which chooses among the others."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .conjugate_gradient import ConjugateGradient
 @solvers.register("auto")
 @dataclass(frozen=True)
 class Auto:
-    """What costs least: systems among the weighted keys for rows with few of them, Cholesky, or conjugate gradients.
+    """Choose the cheapest of: systems in the space of the weighted keys, Cholesky, conjugate gradients.
 
-    Weights that vanish (compact kernels, thresholds, short windows) have every row solved by itself: among its weighted
-    keys where they are no more than its coordinates (than 2 D, of many keys), else by Cholesky. Others go by Cholesky
-    for 16 coordinates and fewer, for few queries, and in blocks with queries that see no more than 2 D keys; else by
-    conjugate gradients, with Cholesky for the rows that did not converge. `impl="reference"` takes Cholesky for all.
+    If weights can be zero (compact kernels, thresholds, short windows), every row is solved separately: in the space of
+    its weighted keys if they are at most D (at most 2 D, of many keys), else by Cholesky. Otherwise Cholesky solves
+    systems of at most 16 coordinates, of few queries, and of blocks in which a query sees at most 2 D keys. Conjugate
+    gradients solve the rest, and Cholesky the rows that did not converge. `impl="reference"` always uses Cholesky.
 
-    Cost: that of what it chooses; at 64 coordinates about 10 steps of conjugate gradients cost as much as Cholesky.
+    Cost: that of the choice; at 64 coordinates Cholesky costs about as much as 10 steps of conjugate gradients.
     """
 
     name: ClassVar[str] = "auto"
@@ -42,11 +42,11 @@ class Auto:
         if free or short or dim <= self.SMALL or right.shape[-2] < self.SMALL:
             return Cholesky().solve(system, right)
         solved = ConjugateGradient().solve(system, right)
-        # A singular system can have a long solution whose rounding hides any residual.
+        # The solution of a singular system can be so long that rounding hides the residual.
         failed = (solved.status == SolveStatus.UNCONVERGED) | ~has_ridge(system.ridge, solved.status)
         if not bool(failed.any()):
             return solved
-        direct = Cholesky().solve(system, right)  # for these rows alone: no row's answer depends on another's fate
+        direct = Cholesky().solve(system, right)  # of all rows, used for these: no row depends on another
         direct.statistics["iterations"] = solved.statistics["iterations"]
         statistics = {name: torch.where(failed, direct.statistics[name], x) for name, x in solved.statistics.items()}
         value = torch.where(failed[..., None], direct.value, solved.value)

@@ -1,7 +1,6 @@
-"""Solvers: how the local linear model's systems (C_i + ridge_i) t_i = b_i are solved, one for every query.
+"""Solvers of the systems (C_i + ridge_i) t_i = b_i of the local linear model, one system per query.
 
-A solver sees a `System`, which can form its matrices or merely apply them, and says of every row how it fared: none is
-left unconverged in silence.
+A solver gets a `System`, which can form its matrices or apply them, and returns a status for every row.
 
 Legend: as in `regard.grammar.systems`.
 """
@@ -21,21 +20,21 @@ solvers: Registry[Any] = Registry("solver", "regard.solvers")
 
 @runtime_checkable
 class Solver(Protocol):
-    """Solves systems."""
+    """Solver of systems."""
 
     name: ClassVar[str]
-    exact: ClassVar[bool]  # whether autograd may go through `solve`; else its gradient is that of the exact solution
+    exact: ClassVar[bool]  # whether autograd differentiates `solve`; else gradients are those of the solution
     needs_ridge: ClassVar[bool]  # whether ridge 0 is refused
 
     def solve(self, system: System, right: Tensor) -> Solved:
-        """t with (C + ridge) t = `right` [..., D]."""
+        """Solve (C + ridge) t = `right` [..., D]."""
 
 
 @torch.no_grad()
 def direct_solution(
     matrix: Tensor, right: Tensor, value: Tensor, status: Tensor, jitter: Tensor | None = None
 ) -> Solved:
-    """What a direct solution of `matrix` x = `right` comes to: no iterations, and the residual |b - A x| / |b|."""
+    """Return the direct solution `value` of `matrix` x = `right` with its residual |b - A x| / |b|."""
     size = torch.linalg.vector_norm(right, dim=-1)
     left = torch.linalg.vector_norm(right - (matrix @ value[..., None])[..., 0], dim=-1)
     none = torch.zeros_like(size)
@@ -48,7 +47,7 @@ def direct_solution(
 
 
 def has_ridge(ridge: float | Tensor, like: Tensor) -> Tensor:
-    """Which systems have a ridge above zero in every coordinate, as booleans like `like`."""
+    """Return which systems have a ridge above zero in every coordinate, as booleans of the shape of `like`."""
     if isinstance(ridge, Tensor):
         return (ridge.detach().amin(-1) > 0).expand(like.shape)
     return torch.full_like(like, ridge > 0, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The diagonal blocks of the covariance alone."""
+"""Solver that keeps only the diagonal blocks of the covariance."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .cholesky import Cholesky
 @solvers.register("block-diagonal")
 @dataclass(frozen=True)
 class BlockDiagonal:
-    """Only the diagonal blocks of the covariance: in closed form for blocks of one or two coordinates, by Cholesky for
-    larger ones. Another estimator than local linear attention, between it and attention; ridge near 1 suits it.
+    """Solve with the diagonal blocks of the covariance: in closed form for blocks of one or two coordinates, else by
+    Cholesky. This is a different estimator, between attention and local linear attention; use a ridge near 1.
 
     Args:
-        blocks: how many blocks, a divisor of D; D where 0.
+        blocks: number of blocks, a divisor of D; 0 means D.
 
-    Cost: D / blocks a pair, and D^3 / (3 blocks^2) a row.
+    Cost: D / blocks per pair, and D^3 / (3 blocks^2) per row.
     """
 
     blocks: int = 0
@@ -59,14 +59,14 @@ class BlockDiagonal:
 
     @staticmethod
     def _one(parts: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Blocks of one: [..., g, 1] each."""
+        """Solve blocks of one coordinate: [..., g, 1] each."""
         held = parts > 0
         value = torch.where(held, b / torch.where(held, parts, 1), 0)
         return value, torch.where(held, 0, int(SolveStatus.MINIMUM_NORM))[..., 0]
 
     @staticmethod
     def _two(parts: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Blocks of two by elimination, the larger pivot first: [..., g, 2, 2], [..., g, 2]."""
+        """Solve blocks of two by elimination, the larger pivot first: [..., g, 2, 2], [..., g, 2]."""
         swap = parts[..., 0, 0] < parts[..., 1, 1]
         a = torch.where(swap, parts[..., 1, 1], parts[..., 0, 0])
         d = torch.where(swap, parts[..., 0, 0], parts[..., 1, 1])
@@ -75,7 +75,7 @@ class BlockDiagonal:
         held = a > 0
         share = torch.where(held, parts[..., 0, 1] / torch.where(held, a, 1), 0)
         rest = d - share * parts[..., 0, 1]
-        sound = rest > a * torch.finfo(a.dtype).eps  # below, what is left of the second coordinate is rounding
+        sound = rest > a * torch.finfo(a.dtype).eps  # below, the remainder is rounding error
         y = torch.where(sound, (second - share * first) / torch.where(sound, rest, 1), 0)
         x = torch.where(held, first / torch.where(held, a, 1), 0) - share * y
         value = torch.stack([torch.where(swap, y, x), torch.where(swap, x, y)], -1)

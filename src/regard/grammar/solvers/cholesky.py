@@ -15,9 +15,9 @@ from .base import direct_solution, has_ridge, solvers
 @solvers.register("cholesky")
 @dataclass(frozen=True)
 class Cholesky:
-    """Direct solve by a Cholesky factor. A numerically singular matrix gets the least-squares solution of minimum norm
-    where ridge is 0 (by eigenvalues), else the first of three growing jitters that makes it regular.
-    Cost D^3/3 a row, and D^2 a pair for the matrix.
+    """Solve by a Cholesky factor. For a numerically singular matrix the result is the least-squares solution of minimum
+    norm if the ridge is 0 (by eigenvalues), else the solution with the first of three jitters that makes it regular.
+    Cost: D^3/3 per row, and D^2 per pair for the matrix.
     """
 
     name: ClassVar[str] = "cholesky"
@@ -25,16 +25,16 @@ class Cholesky:
     needs_ridge: ClassVar[bool] = False
 
     RUNGS: ClassVar[tuple[float, ...]] = (1e1, 1e3, 1e5)
-    """Jitter, in units of D eps times the mean of the diagonal."""
+    """Jitters in units of D eps times the mean of the diagonal."""
 
     def solve(self, system: System, right: Tensor) -> Solved:
         return self.factor(system.matrix(), right, system.ridge)
 
     def factor(self, matrix: Tensor, right: Tensor, ridge: float | Tensor) -> Solved:
-        """`matrix` x = `right`: [..., D, D], [..., D] -> [..., D]."""
+        """Solve `matrix` x = `right`: [..., D, D], [..., D] -> [..., D]."""
         finite = torch.isfinite(matrix.detach()).all((-1, -2))
         eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        sound = torch.where(finite[..., None, None], matrix, eye)  # no row's NaN may fail the whole call
+        sound = torch.where(finite[..., None, None], matrix, eye)  # a NaN would make the call fail for all rows
         factor, info = torch.linalg.cholesky_ex(sound)
         penalised = has_ridge(ridge, info)
         singular = self._meaningless(factor.detach(), info, sound.detach(), penalised)
@@ -59,7 +59,7 @@ class Cholesky:
         return found._replace(value=value)
 
     def _jitter(self, matrix: Tensor, singular: Tensor) -> tuple[Tensor, Tensor]:
-        """(the first rung on which a singular matrix is regular, 0 for the others; which no rung mends)."""
+        """Return (the first jitter that makes a singular matrix regular, else 0; which stay singular)."""
         mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
         unit = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * torch.where(mean > 0, mean, 1)
         eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
@@ -68,15 +68,14 @@ class Cholesky:
             found = torch.where(left, rung * unit, found)
             raised = matrix + found[..., None, None] * eye
             factor, info = torch.linalg.cholesky_ex(raised)
-            whole = torch.zeros_like(left)  # the jitter is the same in all coordinates, and so is the measure
+            whole = torch.zeros_like(left)  # measures all coordinates alike, as the jitter does
             left = left & self._meaningless(factor, info, raised, whole)
         return torch.where(left, 0, found), left
 
     @staticmethod
     def _meaningless(factor: Tensor, info: Tensor, matrix: Tensor, penalised: Tensor) -> Tensor:
-        """Whether there is no factor, or none that means anything: pivots of a numerically singular matrix are roots
-        of rounding. A pivot is what elimination leaves of its own coordinate, whose scale is nobody else's matter; but
-        without a ridge, that may be rounding from the start."""
+        """Return whether there is no factor, or one with pivots of the size of rounding errors. With a ridge a pivot is
+        compared with its own diagonal entry, since coordinates may differ in scale; without one with the largest."""
         pivots = torch.diagonal(factor, dim1=-2, dim2=-1).square()
         whole = torch.diagonal(matrix, dim1=-2, dim2=-1)
         whole = torch.where(penalised[..., None], whole, whole.amax(-1, keepdim=True))

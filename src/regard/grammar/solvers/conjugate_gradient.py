@@ -1,4 +1,4 @@
-"""Conjugate gradients."""
+"""Solver by conjugate gradients."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .base import solvers
 @solvers.register("cg")
 @dataclass(frozen=True)
 class ConjugateGradient:
-    """Conjugate gradients, matrix-free: a row's iteration ends when its true residual |b - A t| is `tol` |b|, or as
-    small as the precision allows; the block's, when every row's has.
+    """Solve by conjugate gradients without forming matrices. A row ends when its true residual |b - A t| is at most
+    `tol` |b| or as small as the precision allows.
 
     Args:
-        max_iter: the most steps; 4 D where None. 0 gives t = 0, the local constant model.
-        tol: relative residual; 1e-6 in float32 and 1e-10 in float64 where None. The relative error of the output
-            is at most 0.8 times it, that of a row 3.6 times, on the data of `regard reproduce lla-numerics`.
-        precondition: divide by one factored matrix a block, of the keys that all its rows see: fewer steps where
-            keys are badly conditioned, more in early blocks.
+        max_iter: maximum number of steps. Default 4 D. 0 gives t = 0, the local constant model.
+        tol: relative residual. Default 1e-6 in float32 and 1e-10 in float64. On the data of `regard reproduce
+            lla-numerics` the relative error of the output is at most 0.8 tol, that of a row at most 3.6 tol.
+        precondition: precondition with one factored matrix per block, of the keys that all its rows see. Takes fewer
+            steps for badly conditioned keys, more in early blocks.
 
-    Cost: 4 D a step and pair.
+    Cost: 4 D per step and pair.
     """
 
     max_iter: int | None = None
@@ -39,7 +39,7 @@ class ConjugateGradient:
     needs_ridge: ClassVar[bool] = True
 
     RESTARTS: ClassVar[int] = 3
-    """How often a row whose recurrence was over before its true residual was small begins again."""
+    """Number of restarts for rows whose recurrence ended before the true residual was small."""
 
     def __post_init__(self) -> None:
         optional_whole("cg", "max_iter", self.max_iter, 0, 2**31)
@@ -52,7 +52,7 @@ class ConjugateGradient:
     def solve(self, system: System, right: Tensor) -> Solved:
         tol = self.tol if self.tol is not None else (1e-10 if right.dtype == torch.float64 else 1e-6)
         limit = 4 * right.shape[-1] if self.max_iter is None else self.max_iter
-        if right.is_meta:  # no residual to look at
+        if right.is_meta:  # no residual to read
             none = torch.zeros_like(right[..., 0])
             return Solved(
                 torch.zeros_like(right), none.int(), dict.fromkeys(("iterations", "residual", "jitter"), none)

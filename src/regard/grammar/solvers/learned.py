@@ -1,4 +1,4 @@
-"""A solution that the caller gives."""
+"""Solver for solutions that the caller gives."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from .base import solvers
 @solvers.register("learned")
 @dataclass(frozen=True)
 class Learned:
-    """No system is solved: the caller gives `params={"probe": r}` [B, H, Tq, D] and t = -r (Parallax, Zuo et al.,
-    arXiv 2605.29157). Cost: none."""
+    """Use t = -r for a given `params={"probe": r}` [B, H, Tq, D]; no cost (Parallax, Zuo et al., arXiv 2605.29157)."""
 
     name: ClassVar[str] = "learned"
     exact: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""What a memory is given, checked and brought into four axes."""
+"""Check the arguments of an associative memory, and give tensors four axes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .pairs import Pairs
 
 
 def four_axes(name: str, tensor: Tensor, call: str) -> Tensor:
-    """[n, D], [H, n, D] or [B, H, n, D] with all four axes.
+    """Return a tensor [n, D], [H, n, D] or [B, H, n, D] with all four axes.
 
     Raises:
-        ArgumentError: not a floating-point tensor, or of another rank, or without channels.
+        ArgumentError: not a floating-point tensor, of another rank, or without channels.
     """
     floating(call, name, tensor)
     if tensor.dim() not in (2, 3, 4) or tensor.shape[-1] == 0:
@@ -37,10 +37,10 @@ def four_axes(name: str, tensor: Tensor, call: str) -> Tensor:
 
 
 def paired(keys: Tensor, values: Tensor | None, mask: Tensor | None, call: str) -> Pairs:
-    """Keys and values as `Pairs`; the keys are their own values where `values` is None.
+    """Return keys and values as `Pairs`; without `values` the keys are their own values.
 
     Raises:
-        ArgumentError: they do not pair up, or the mask does not fit.
+        ArgumentError: they do not fit each other, or the mask does not fit.
     """
     key = four_axes("keys", keys, call)
     value = key if values is None or values is keys else four_axes("values", values, call)
@@ -61,10 +61,10 @@ def paired(keys: Tensor, values: Tensor | None, mask: Tensor | None, call: str) 
 
 
 def one_way(call: str, given: Mapping[str, bool], able: tuple[str, ...], why: str) -> None:
-    """Exactly one of the ways to say what is meant, and one that the store has.
+    """Check that exactly one argument is given, and one that the store supports (`able`).
 
     Raises:
-        ArgumentError: none, several, or one that it does not have.
+        ArgumentError: none, several, or another one.
     """
     ways = [name for name, there in given.items() if there]
     if len(ways) != 1:
@@ -73,7 +73,7 @@ def one_way(call: str, given: Mapping[str, bool], able: tuple[str, ...], why: st
 
 
 def places_of(call: str, indices: Any, held: int) -> list[int]:
-    """Return the places that `indices` names, a sequence of whole numbers or a tensor of them, among `held` pairs."""
+    """Return `indices`, a sequence of integers or a tensor of them, as a list, checked to be among `held` pairs."""
     if isinstance(indices, Tensor):
         indices = integers(call, "indices", indices, "n").tolist()
     if not isinstance(indices, (list, tuple, range)):
@@ -87,7 +87,7 @@ def places_of(call: str, indices: Any, held: int) -> list[int]:
 
 
 def transforming(call: str, fn: Any) -> Callable[[Tensor], Tensor]:
-    """Return `fn` for tensors of numbers (others stay as they are), which must keep shape, dtype and device."""
+    """Return `fn` for floating-point tensors (others stay), checked to keep shape, dtype and device."""
     if not callable(fn):
         raise refuse(call, "fn", fn, "a function of a tensor")
 
@@ -112,3 +112,33 @@ def row_numbers(
         scale = row_number(call, "scale", scale, *rows)
     given = mapping(call, "params", params)
     return scale, {name: row_number(call, f"params[{name!r}]", n, *rows) for name, n in given.items()}
+
+
+def checked_queries(call: str, queries: Tensor, sizes: tuple[int, int] | None, held: Any, slots: Any) -> Tensor:
+    """Return the queries with all four axes, after checking that they fit the memory.
+
+    Args:
+        sizes: D and Dv, if known.
+        held: the short-term memory, or None.
+        slots: the keys of learned slots, or None.
+
+    Raises:
+        ArgumentError: they do not fit.
+    """
+    query = four_axes("queries", queries, call)
+    if sizes is not None and query.shape[3] != sizes[0]:
+        raise ArgumentError(f"{call}: queries have {query.shape[3]} channels and keys {sizes[0]}.")
+    if held is None and slots is None:
+        return query
+    heads = slots.shape[0] if held is None else held.leading[1]
+    batch, like = (None, slots) if held is None else (held.leading[0], held)
+    if query.shape[1] != heads:
+        raise ArgumentError(f"{call}: queries {shape(queries)} have {query.shape[1]} heads, the memory {heads}.")
+    if batch not in (None, 1, query.shape[0]):
+        raise ArgumentError(
+            f"{call}: queries {shape(queries)} are {query.shape[0]} sequences, the memory holds {batch}."
+        )
+    on_device(call, "queries", query, like.device, "the memory")
+    if query.dtype != like.dtype:
+        raise ArgumentError(f"{call}: queries are {query.dtype} and the memory {like.dtype}; convert one with .to().")
+    return query

@@ -1,11 +1,11 @@
-"""Attention seen as a memory: write pairs, read by content, forget.
+"""A memory of key-value pairs that is read by attention.
 
-The generalized-memory paper reads attention as an extension of Cooper's distributed memory: a memory is a set of
-pairs of values and keys, M(i) = (v_i, k_i) (its equation 5), and reading weighs every value by how well its key
-matches the query (equations 7 and 8). Any sentence of the grammar is such a weighting. With the linear kernel all
-pairs fold into one matrix, sum v_i k_i^T (equations 9 to 11), which `store="sums"` holds in their place.
+The generalized-memory paper describes attention as reading from a set of pairs M(i) = (v_i, k_i) (equation 5): a read
+weights every value by how well its key matches the query (equations 7 and 8). The weights are those of any attention
+spec. For kernels with finite features, all pairs can be summed into one matrix, sum v_i k_i^T (equations 9 to 11):
+`store="sums"` keeps this matrix instead of the pairs.
 
-Legend: B batch, H heads, n pairs, Tq queries, D channels of a key, Dv of a value. Every tensor may leave out B, or B
+Shapes: B batch, H heads, n pairs, Tq queries, D channels of a key, Dv of a value. Every tensor may leave out B, or B
 and H: [n, D] and [H, n, D] are read as [1, 1, n, D] and [1, H, n, D].
 """
 
@@ -26,9 +26,7 @@ from ...checks import (
     instance,
     mapping,
     number,
-    on_device,
     optional_whole,
-    shape,
     shown,
     whole,
     within,
@@ -37,7 +35,7 @@ from ...grammar import Spec, as_spec
 from ...pairwise.attention import attention
 from ...pairwise.diagnostics import Diagnostics
 from ...pairwise.dispatch import implementations_registry
-from .arguments import four_axes, one_way, paired, places_of, row_numbers, transforming
+from .arguments import checked_queries, one_way, paired, places_of, row_numbers, transforming
 from .energy import require_energy, well
 from .pairs import Pairs, learned
 from .sums import Sums, require_finite_features, trend_of
@@ -50,14 +48,14 @@ Overflow = Literal["oldest", "error"]
 
 @dataclass(frozen=True)
 class Retrieval:
-    """A read with what led to it.
+    """The result of a read, with what was asked for beside the values (otherwise None).
 
     Attributes:
-        values: what was retrieved, [..., Tq, Dv].
-        trajectory: the query and what each step made of it, [steps + 1, ..., Tq, D]; None unless asked for.
-        energy: along the trajectory, [steps + 1, ..., Tq]; None unless asked for.
-        diagnostics: of the last step: one `Diagnostics` for each row of weights, which is one, or two (long-term,
-            short-term) where they are normalised apart; None unless asked for.
+        values: [..., Tq, Dv].
+        trajectory: the query and the result of every step, [steps + 1, ..., Tq, D].
+        energy: along the trajectory, [steps + 1, ..., Tq].
+        diagnostics: of the last step: one `Diagnostics`, or two (long-term, short-term) if these are normalised
+            separately.
     """
 
     values: Tensor
@@ -67,42 +65,41 @@ class Retrieval:
 
 
 class AssociativeMemory(nn.Module):
-    """A memory of pairs that is read by content through `regard.attention`.
+    """A memory of key-value pairs that is read through `regard.attention`.
 
-    The memory is M = (L, S) (generalized-memory paper, equation 4): `slots` learned pairs L, parameters that
-    training changes, beside the short-term pairs S, which `write` and `forget` change. With `combine="shared"`
-    they are one memory: one row of weights over the union of L and S, divided by one sum (equation 8b over both).
-    With "separate" each is read with a sum of its own, and the two reads are added, as the parts of Cooper's
-    matrix are. For sums that are not normalised (equation 8a) the two are the same.
+    The memory has two parts (generalized-memory paper, equation 4): `slots` learned pairs, which are parameters, and
+    short-term pairs, which `write` and `forget` change. With `combine="shared"` both are one memory with one
+    normalisation over all pairs (equation 8b). With "separate" each part is normalised separately, and the two reads
+    are added. Without normalisation (equation 8a) the two are the same.
 
     Args:
-        spec: a sentence of the grammar or its text. `store="sums"` takes those whose kernel is a finite dot
-            product of features (linear, cosine, shift-cosine, relu, relu2, elu).
-        scale: of the scores; the spec's default where None.
-        params: the spec's numbers (`spec.params`); `read` takes tensors for both.
-        store: "pairs" keeps every pair: O(n) memory, O(n) a read. "sums" keeps sum phi(k) v^T and sum phi(k):
-            O(D Dv) whatever n, and a pair can be forgotten only by giving it again. A global linear model, such as
-            "delta" or "mesa(ridge=0.1)" (`regard.recurrent.trends`), with spec="linear", keeps its state and forgets
-            all or nothing.
-        capacity: the most short-term pairs held; None for no bound. Needs `store="pairs"`.
-        overflow: what a write beyond the capacity does: "oldest" drops the oldest pairs (`write` returns how
-            many), "error" raises and writes nothing.
-        slots: how many learned pairs a head has.
-        heads, dim, value_dim: H, D and Dv of the slots; without slots `dim` and `value_dim` are taken from the
-            first write.
+        spec: an attention spec or its text. `store="sums"` needs a kernel with finite features (linear, cosine,
+            shift-cosine, relu, relu2, elu).
+        scale: of the scores; None for the spec's default.
+        params: numbers of the spec (`spec.params`); `read` takes tensors for both.
+        store: "pairs" keeps every pair: O(n) memory, and O(n) time per read. "sums" keeps sum phi(k) v^T and
+            sum phi(k): O(D Dv) whatever n; to forget a pair, give it again. A global linear model, such as "delta" or
+            "mesa(ridge=0.1)" (`regard.recurrent.trends`), keeps its state, needs spec="linear" and forgets all or
+            nothing.
+        capacity: the largest number of short-term pairs; None for no limit. Needs `store="pairs"`.
+        overflow: what a write beyond the capacity does: "oldest" drops the oldest pairs (`write` returns their
+            number), "error" raises and writes nothing.
+        slots: the number of learned pairs per head.
+        heads, dim, value_dim: H, D and Dv of the slots. Without slots, `dim` and `value_dim` are taken from the first
+            write.
         tied: the slots' values are their keys, as in a Hopfield network.
-        combine: see above.
+        combine: "shared" or "separate", as above.
         impl: of `regard.attention`.
-        generator: for the first slots, normal of standard deviation 1/sqrt(D) and 1/sqrt(Dv).
+        generator: for the initial slots, normal with standard deviation 1/sqrt(D) and 1/sqrt(Dv).
 
     Attributes:
         slot_keys, slot_values: parameters [H, slots, D] and [H, slots, Dv]; None without slots, the latter if tied.
 
     Raises:
-        ArgumentError: sizes that do not fit, an unknown choice, or one that the spec cannot have.
+        ArgumentError: sizes that do not fit, an unknown choice, or one that the spec does not allow.
 
-    The short-term memory moves with `.to()`, and is not part of `state_dict()`: save `pairs()` and write them again.
-    Reading and writing are differentiable by everything; `detach()` cuts what was written so far from its graph.
+    The short-term memory moves with `.to()` but is not part of `state_dict()`: save `pairs()` and write them again.
+    Writing and reading are differentiable in all tensors; `detach()` cuts off what was written so far.
     """
 
     def __init__(
@@ -131,12 +128,9 @@ class AssociativeMemory(nn.Module):
         self.impl = choice(CALL, "impl", impl, ["auto", *implementations_registry.names()])
         self.trend = trend_of(store)
         store = store if self.trend is None else "sums"
-        for name, word, kind in (
-            ("store", store, Store),
-            ("overflow", overflow, Overflow),
-            ("combine", combine, Combine),
-        ):
-            choice(CALL, name, word, get_args(kind))
+        choice(CALL, "store", store, get_args(Store))
+        choice(CALL, "overflow", overflow, get_args(Overflow))
+        choice(CALL, "combine", combine, get_args(Combine))
         self.store, self.overflow, self.combine = store, overflow, combine
         if store == "sums":
             require_finite_features(self.spec, self.trend, CALL)
@@ -145,7 +139,7 @@ class AssociativeMemory(nn.Module):
         self.capacity = optional_whole(CALL, "capacity", capacity, 1)
         self._sizes: tuple[int, int] | None = None  # D and Dv, once known
         self._short: Pairs | Sums | None = None
-        self._own_values = False  # values were written that are not the keys
+        self._own_values = False  # whether values were written that are not the keys
         flag(CALL, "tied", tied)
         whole(CALL, "heads", heads, 1)
         if generator is not None:
@@ -153,7 +147,7 @@ class AssociativeMemory(nn.Module):
         self._make_slots(whole(CALL, "slots", slots, 0), heads, dim, value_dim, tied, generator)
         for name, given in self.params.items():
             number(CALL, f"params[{name!r}]", given)
-        within(CALL, None, self.spec.resolve, dim or 1, scale, self.params)  # found now, not at the first read
+        within(CALL, None, self.spec.resolve, dim or 1, scale, self.params)  # raises now, not at the first read
 
     def _make_slots(
         self,
@@ -182,7 +176,7 @@ class AssociativeMemory(nn.Module):
     # Size ---------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """How many short-term pairs are held (with sums: how many were written and not forgotten)."""
+        """Return the number of short-term pairs (with sums: of those written and not forgotten)."""
         return 0 if self._short is None else len(self._short)
 
     def __bool__(self) -> bool:
@@ -190,20 +184,20 @@ class AssociativeMemory(nn.Module):
 
     @property
     def bytes(self) -> int:
-        """Of the short-term memory and the slots."""
+        """The memory of the short-term part and the slots."""
         slots = {id(p): p.numel() * p.element_size() for p in self.parameters()}
         return sum(slots.values()) + (0 if self._short is None else self._short.bytes)
 
     @property
     def autoassociative(self) -> bool:
-        """Whether every value is its own key, so that a memory has an energy."""
+        """Whether every value is its own key; only then is there an energy."""
         return not self._own_values and self.slot_values is None
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """The short-term keys [B, H, n, D] and values [B, H, n, Dv], the oldest first.
+        """Return the short-term keys [B, H, n, D] and values [B, H, n, Dv], the oldest first.
 
         Raises:
-            ArgumentError: nothing was written yet, or only sums are held.
+            ArgumentError: nothing was written yet, or the memory keeps sums.
         """
         if not isinstance(self._short, Pairs):
             what = "nothing was written yet" if self._short is None else "sums do not hold the pairs"
@@ -211,7 +205,7 @@ class AssociativeMemory(nn.Module):
         return self._short.keys, self._short.values
 
     def extra_repr(self) -> str:
-        """For `print(memory)`."""
+        """Return spec, store and sizes, for `print(memory)`."""
         bound = "" if self.capacity is None else f", capacity={self.capacity}"
         slots = "" if self.slot_keys is None else f", slots={self.slot_keys.shape[1]}, combine={self.combine!r}"
         return f"{str(self.spec)!r}, store={self.trend or self.store!r}, pairs={len(self)}{bound}{slots}"
@@ -223,16 +217,16 @@ class AssociativeMemory(nn.Module):
         return self
 
     def detach(self) -> AssociativeMemory:
-        """Cut what was written so far from the graph that made it; returns the memory itself."""
+        """Cut off the gradients of what was written so far, and return the memory itself."""
         if self._short is not None:
             self._short = self._short.map(Tensor.detach)
         return self
 
     def transform(self, fn: Callable[[Tensor], Tensor]) -> AssociativeMemory:
-        """Put `fn` of each short-term tensor of numbers (keys and values, or sums) in its place; returns the memory.
+        """Replace every short-term tensor of numbers (keys and values, or sums) by `fn` of it, and return the memory.
 
-        `memory.transform(lambda t: 0.9 * t)` lets what was written fade; adding noise damages it. `fn` must keep
-        shape and dtype.
+        `memory.transform(lambda t: 0.9 * t)` lets the memory fade; adding noise damages it. `fn` must keep shape and
+        dtype.
         """
         changed = transforming(f"{CALL}.transform", fn)
         if self._short is not None:
@@ -246,17 +240,17 @@ class AssociativeMemory(nn.Module):
 
         Args:
             keys: [B, H, n, D].
-            values: [B, H, n, Dv]; None stores the keys as their own values (autoassociation).
-            mask: boolean [B, n] (or [n]), False at places that hold nothing; their contents never matter.
+            values: [B, H, n, Dv]; None: the keys are their own values (autoassociation).
+            mask: boolean [B, n] (or [n]), False at padding, whose content never matters.
 
         Returns:
-            How many old pairs were dropped for want of capacity.
+            The number of old pairs dropped because of the capacity.
 
         Raises:
-            ArgumentError: shapes, dtypes or devices that differ from each other or from what is held; a full memory
-                with `overflow="error"`.
+            ArgumentError: shapes, dtypes or devices that differ from each other or from those of the memory; a full
+                memory with `overflow="error"`.
 
-        Cost: pairs O(n) (everything is copied, nothing changed in place); sums O(new pairs * F * Dv).
+        Cost: pairs O(n), since all are copied and nothing changes in place; sums O(new pairs * F * Dv).
         """
         call = f"{CALL}.write"
         new = paired(keys, values, mask, call)
@@ -279,7 +273,7 @@ class AssociativeMemory(nn.Module):
         return len(both) - len(kept)
 
     def _check_fit(self, key: Tensor, value: Tensor, call: str) -> None:
-        """Sizes, dtype and device are those of what is held already."""
+        """Check that sizes, dtype and device are those of the memory."""
         wanted: list[tuple[str, Any, Any]] = []
         if self._sizes is not None:
             wanted += [("keys: D", key.shape[3], self._sizes[0]), ("values: Dv", value.shape[3], self._sizes[1])]
@@ -304,21 +298,21 @@ class AssociativeMemory(nn.Module):
         everything: bool = False,
         pairs: tuple[Tensor, Tensor] | None = None,
     ) -> int:
-        """Remove short-term pairs; say which in one of four ways. Learned slots stay.
+        """Remove short-term pairs, given by exactly one argument. Learned slots stay.
 
         Args:
-            indices: places, 0 the oldest, negative from the newest; the same for every batch and head.
-            oldest: the n oldest (all, if fewer are held).
+            indices: 0 is the oldest pair, negative numbers count from the newest; the same for every batch and head.
+            oldest: the n oldest (all, if there are fewer).
             everything: all of them.
-            pairs: (keys, values) to subtract from sums, as they were written. Nothing can check that they
-                were: what was never written leaves its negative behind.
+            pairs: (keys, values) to subtract from sums, as they were written. This is not checked: a pair that was
+                never written leaves its negative in the sums.
 
         Returns:
-            How many were removed.
+            The number of removed pairs.
 
         Raises:
-            ArgumentError: none or several ways are named, a place that is not held, or a way that the store
-                does not have (sums: `everything` and `pairs`; pairs: all but `pairs`).
+            ArgumentError: no argument or several, an index out of range, or an argument that the store does not
+                support (sums: `everything` and `pairs`; pairs: all but `pairs`).
         """
         call = f"{CALL}.forget"
         given = {
@@ -365,9 +359,8 @@ class AssociativeMemory(nn.Module):
     # Reading ------------------------------------------------------------------------------------------------
 
     def forward(self, queries: Tensor) -> Tensor:
-        """`read` in one step, so that a memory can stand in a model as a layer."""
-        out: Tensor = self.read(queries)
-        return out
+        """Read in one step, so that a memory can be a layer of a model."""
+        return self.read(queries)
 
     def read(
         self,
@@ -380,28 +373,26 @@ class AssociativeMemory(nn.Module):
         return_energy: bool = False,
         return_diagnostics: bool = False,
     ) -> Any:
-        """Retrieve a value for every query.
+        """Return a value for every query.
 
         Args:
             queries: [B, H, Tq, D]; a memory written with B = 1 serves a batch of any size.
-            steps: how often; what was retrieved is the next query (Hopfield's iteration), for which keys
-                and values must share a space.
-            scale, params: in place of the memory's own; tensors broadcastable to [B, H, Tq].
-            return_trajectory, return_energy, return_diagnostics: return a `Retrieval` with those.
+            steps: the number of reads; each result is the next query (Hopfield's iteration), so D must equal Dv.
+            scale, params: instead of the memory's own; tensors broadcastable to [B, H, Tq].
+            return_trajectory, return_energy, return_diagnostics: return a `Retrieval` with these.
 
         Returns:
-            [B, H, Tq, Dv] with the axes of `queries`, or a `Retrieval`. A memory that holds nothing reads 0 (of the
-            queries' width, if it was never told another). A NaN in a pair makes NaN of every read that sees it:
-            those of its batch and head, until it is forgotten.
+            [B, H, Tq, Dv] with the axes of `queries`, or a `Retrieval`. An empty memory reads 0 (of the queries' width
+            if Dv is not known). A NaN in a pair makes every read of its batch and head NaN until it is forgotten.
 
         Raises:
-            ArgumentError: shapes or dtypes that do not fit, steps > 1 between different spaces, or an energy
-                asked of a memory that has none (see `energy`).
+            ArgumentError: shapes or dtypes that do not fit, steps > 1 with D != Dv, or an energy that does not exist
+                (see `energy`).
 
-        Cost: that of `regard.attention` with n + slots keys, a step; the energy O(Tq (n + slots)) memory.
+        Cost: per step, that of `regard.attention` with n + slots keys; the energy takes O(Tq (n + slots)) memory.
         """
         call = f"{CALL}.read"
-        query = self._checked_queries(queries, call)
+        query = checked_queries(call, queries, self._sizes, self._short, self.slot_keys)
         steps = whole(call, "steps", steps, 1)
         flags(call, return_trajectory=return_trajectory, return_energy=return_energy)
         flag(call, "return_diagnostics", return_diagnostics)
@@ -436,14 +427,14 @@ class AssociativeMemory(nn.Module):
         scale: float | Tensor | None = None,
         params: Mapping[str, float | Tensor] | None = None,
     ) -> Tensor:
-        """The energy [B, H, Tq], float32 at least, that no step of retrieval raises; see `energy`.
+        """Return the energy [B, H, Tq], float32 at least, which no read increases (see `associative.energy`).
 
-        softmax: |q|^2/2 - logsumexp(scale k.q) / scale; entmax: the conjugate of Tsallis' entropy in place of
-        the logsumexp. Differentiable; on the dot product the gradient by q is q - read(q), except at ties.
+        softmax: |q|^2/2 - logsumexp(scale k.q) / scale; entmax: the conjugate of Tsallis' entropy instead of the
+        logsumexp. Differentiable; with the dot product, the gradient by q is q - read(q), except at ties.
 
         Raises:
-            ArgumentError: no energy is known for the spec (the message lists those that have one), the values
-                are not the keys, or only sums are held.
+            ArgumentError: no energy is known for the spec (the message lists those that have one), the values are
+                not the keys, or the memory keeps sums.
         """
         call = f"{CALL}.energy"
         found = require_energy(self.spec, call)
@@ -454,7 +445,7 @@ class AssociativeMemory(nn.Module):
                 f"{call}: the energy belongs to a memory whose values are its keys; write(keys) without values"
                 f"{', slots with tied=True' if self.slot_keys is not None else ''}."
             )
-        query = self._checked_queries(queries, call)
+        query = checked_queries(call, queries, self._sizes, self._short, self.slot_keys)
         scale = self.scale if scale is None else scale
         numbers = row_numbers(call, query, scale, self.params if params is None else params)
         parts = self._parts(query.shape[0])
@@ -467,7 +458,7 @@ class AssociativeMemory(nn.Module):
         return square.reshape(queries.shape[:-1])
 
     def _parts(self, batch: int) -> list[Pairs]:
-        """The memories that are read apart, without those that hold nothing."""
+        """Return the parts that are read separately, without empty ones."""
         short = [self._short.expand(batch)] if isinstance(self._short, Pairs) else []
         if self.slot_keys is None:
             return short
@@ -477,10 +468,13 @@ class AssociativeMemory(nn.Module):
     def _step(
         self, query: Tensor, scale: float | Tensor | None, params: Mapping[str, float | Tensor], diagnostics: bool
     ) -> tuple[Tensor, tuple[Diagnostics, ...]]:
-        """One read: the reads of the parts, added."""
+        """Return the sum of the parts' reads, and their diagnostics."""
         if isinstance(self._short, Sums):
             return self._read_sums(self._short.expand(query.shape[0]), query, scale, params), ()
-        parts = self._parts(query.shape[0]) or [self._nothing(query)]
+        parts = self._parts(query.shape[0])
+        if not parts:
+            width = query.shape[3] if self._sizes is None else self._sizes[1]
+            parts = [Pairs(query[:, :, :0], query.new_empty(*query.shape[:2], 0, width))]
         reads, found = [], []
         for part in parts:
             mask = None if part.mask is None else part.mask[:, None, None]
@@ -495,34 +489,10 @@ class AssociativeMemory(nn.Module):
     def _read_sums(
         self, sums: Sums, query: Tensor, scale: float | Tensor | None, params: Mapping[str, float | Tensor]
     ) -> Tensor:
-        """One read of the sums and of the slots, which are added to the sums or read apart."""
+        """Return the read of the sums and the slots, together or separately."""
         if self.slot_keys is None:
             return sums.read(query, scale, params)
         long = learned(self.slot_keys, self.slot_values, query.shape[0])
         if self.combine == "shared":
             return sums.plus(long).read(query, scale, params)
         return sums.read(query, scale, params) + Sums.of(self.spec, long, self.trend).read(query, scale, params)
-
-    def _nothing(self, query: Tensor) -> Pairs:
-        width = query.shape[3] if self._sizes is None else self._sizes[1]
-        empty = query.new_empty(*query.shape[:2], 0, query.shape[3])
-        return Pairs(empty, query.new_empty(*query.shape[:2], 0, width))
-
-    def _checked_queries(self, queries: Tensor, call: str) -> Tensor:
-        query = four_axes("queries", queries, call)
-        if self._sizes is not None and query.shape[3] != self._sizes[0]:
-            raise ArgumentError(f"{call}: queries have {query.shape[3]} channels and keys {self._sizes[0]}.")
-        held = self._short
-        heads = held.leading[1] if held is not None else None if self.slot_keys is None else self.slot_keys.shape[0]
-        if heads is not None and query.shape[1] != heads:
-            raise ArgumentError(f"{call}: queries {shape(queries)} have {query.shape[1]} heads, the memory {heads}.")
-        if held is not None and held.leading[0] not in (1, query.shape[0]):
-            raise ArgumentError(
-                f"{call}: queries {shape(queries)} are {query.shape[0]} sequences, the memory holds {held.leading[0]}."
-            )
-        dtype = held.dtype if held is not None else query.dtype if self.slot_keys is None else self.slot_keys.dtype
-        place = held.device if held is not None else query.device if self.slot_keys is None else self.slot_keys.device
-        on_device(call, "queries", query, place, "the memory")
-        if query.dtype != dtype:
-            raise ArgumentError(f"{call}: queries are {query.dtype} and the memory {dtype}; convert one with .to().")
-        return query

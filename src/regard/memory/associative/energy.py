@@ -1,27 +1,27 @@
-"""Energies of associative memories: what a retrieval step makes smaller.
+"""Energies of associative memories, which a read never increases.
 
-A step of retrieval replaces the query by what it retrieves, q' = sum_j p_j(q) k_j, in a memory whose values are its
-keys. Three families of weightings have an energy that no such step raises:
+A read replaces the query by q' = sum_j p_j(q) k_j, in a memory whose values are its keys. Three families of specs have
+an energy:
 
-* Weights that are the gradient of a convex function f of the scores, p = grad f(z), on the dot product or the
-  Euclidean similarity. With g(q) = f(z(q)) / scale (plus |q|^2 / 2 on the Euclidean one, which makes g convex)
-  the retrieval is q' = grad g(q), and for E(q) = |q|^2 / 2 - g(q) convexity gives
+* Weights that are the gradient of a convex function f of the scores, p = grad f(z), with the dot product or the
+  Euclidean similarity. With g(q) = f(z(q)) / scale (plus |q|^2 / 2 for the Euclidean one, which makes g convex) a read
+  is q' = grad g(q), and E(q) = |q|^2 / 2 - g(q) falls by convexity:
 
       E(q) - E(q') >= |q' - q|^2 / 2.
 
   softmax has f = log sum exp z (Ramsauer et al. 2021); alpha-entmax the conjugate of Tsallis' entropy
-  (Hopfield-Fenchel-Young, Santos et al. 2024 and 2025; cited by the sparse-attention paper, section 3.1);
-  top-k softmax and the mean of the k nearest a maximum over subsets of such functions.
-* Sums that are not normalised, on the dot product: f = sum_j Phi(z_j), Phi' = K. With K linear this is the
-  classical associator of the generalized-memory paper's equations 9 to 12b, with K a rectified polynomial the
-  dense associative memory of Krotov and Hopfield (2016).
-* Normalised kernels of fixed bandwidth on the Euclidean similarity: mean shift, which climbs sum_j Phi(z_j), a
-  density estimate with the next smoother kernel (Cheng 1995); E = -sum_j Phi(z_j) / scale falls by at least
+  (Hopfield-Fenchel-Young, Santos et al. 2024 and 2025; cited by the sparse-attention paper, section 3.1); top-k softmax
+  and the mean of the k nearest a maximum over subsets of such functions.
+* Unnormalised sums with the dot product: f = sum_j Phi(z_j), Phi' = K. With K linear this is the classical associator
+  (generalized-memory paper, equations 9 to 12b), with K a rectified polynomial the dense associative memory of Krotov
+  and Hopfield (2016).
+* Normalised kernels of fixed bandwidth with the Euclidean similarity: mean shift, which increases sum_j Phi(z_j), a
+  density estimate with the next smoother kernel (Cheng 1995). E = -sum_j Phi(z_j) / scale falls by at least
   sum_j K_j |q' - q|^2 / 2.
 
-Constants that depend on the keys alone are left out, so that energies may be negative.
+Constants that depend only on the keys are left out, so energies may be negative.
 
-Legend: z [B, H, Tq, n], -inf at masked pairs; q [B, H, Tq, D]; k [B, H, n, D]; energies [B, H, Tq].
+Shapes: z [B, H, Tq, n], -inf at masked pairs; q [B, H, Tq, D]; k [B, H, n, D]; energies [B, H, Tq].
 """
 
 from __future__ import annotations
@@ -44,26 +44,24 @@ energies: Registry[Energy] = Registry("energy", "regard.energies")
 
 
 class Energy(Protocol):
-    """A family of sentences with an energy."""
+    """A family of specs with an energy."""
 
-    additive: bool  # whether the energy of two reads that are added is the sum of their parts
+    additive: bool  # whether the energy of a sum of two reads is the sum of their energies
 
     def covers(self, spec: Spec) -> bool:
-        """Whether `spec` belongs to the family."""
-        ...
+        """Return whether `spec` belongs to the family."""
 
     def potential(self, z: Tensor, spec: Spec, params: Params) -> Tensor:
-        """f [B, H, Tq] of scores z; rows without a visible key may give anything finite."""
-        ...
+        """Return f [B, H, Tq] of scores z; any finite number for rows without a visible key."""
 
 
 def family(spec: Spec) -> Energy | None:
-    """The family that covers `spec`, or None."""
+    """Return the family of `spec`, or None."""
     return next((found for _, found in energies.items() if found.covers(spec)), None)
 
 
 def require_energy(spec: Spec, call: str) -> Energy:
-    """The family of `spec`.
+    """Return the family of `spec`.
 
     Raises:
         ArgumentError: no energy is known for it; the message lists the presets that have one.
@@ -79,7 +77,7 @@ def require_energy(spec: Spec, call: str) -> Energy:
 
 
 def well(spec: Spec, query: Tensor, key: Tensor, mask: Tensor | None, scale: Number | None, params: Params) -> Tensor:
-    """g(q) [B, H, Tq] of one memory: E(q) = |q|^2 / 2 - sum of g over the memories whose reads are added."""
+    """Return g(q) [B, H, Tq] of one memory: E(q) = |q|^2 / 2 - sum of g over the memories whose reads are added."""
     with full_precision(query.device.type):
         return _well(spec, query, key, mask, scale, params)
 
@@ -105,7 +103,7 @@ def _well(spec: Spec, query: Tensor, key: Tensor, mask: Tensor | None, scale: Nu
 
 
 def _row(number: Number, dtype: torch.dtype) -> Number:
-    """A row tensor [B, H, Tq] as [B, H, Tq, 1]."""
+    """Return a tensor [B, H, Tq] as [B, H, Tq, 1], and a number as it is."""
     return number.to(dtype)[..., None] if isinstance(number, Tensor) else number
 
 
@@ -114,7 +112,7 @@ def _weights(z: Tensor, spec: Spec, params: Params) -> Tensor:
 
 
 def _straight(spec: Spec) -> bool:
-    """Whether scores are affine in the query, up to a term that all keys share."""
+    """Return whether scores are affine in the query, up to a term that is equal for all keys."""
     return spec.degree == 0 and spec.similarity.name in ("dot", "euclidean")
 
 

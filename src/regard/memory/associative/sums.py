@@ -1,5 +1,5 @@
-"""What a memory holds in place of its pairs, of fixed size: sums (generalized-memory paper, equations 9 to 16), or the
-state of a global linear model (`regard.recurrent.trends`)."""
+"""States of fixed size instead of pairs: sums (generalized-memory paper, equations 9 to 16), or the state of a global
+linear model (`regard.recurrent.trends`)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .pairs import Pairs
 
 
 def trend_of(store: Any, call: str = "AssociativeMemory", argument: str = "store") -> Any:
-    """The global linear model that a store names, such as mesa(ridge=0.1); None for one that names none."""
+    """Return the global linear model that `store` names, such as mesa(ridge=0.1), or None."""
     if isinstance(store, str) and store.split("(")[0].strip() not in trends:
         return None
     return within(call, argument, as_trend, store)
 
 
 def require_finite_features(spec: Spec, trend: Any, call: str) -> None:
-    """The pairs of `spec` fold into sums, or into the state of a trend.
+    """Check that the pairs of `spec` can be summed, or be the state of a global linear model.
 
     Raises:
-        ArgumentError: they do not; the message lists the presets whose pairs do.
+        ArgumentError: they cannot; the message lists the presets whose pairs can.
     """
     if trend is not None and str(spec) != "linear":
         raise ArgumentError(f"{call}: a global linear model ({trend.name}) is read as one; give spec='linear' with it.")
@@ -44,13 +44,13 @@ def require_finite_features(spec: Spec, trend: Any, call: str) -> None:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the pairs written, whose features do not depend on the scale or on any number learned.
+    """Sums over pairs. The features do not depend on the scale or on other parameters.
 
     Attributes:
-        spec: the sentence, which decides the features.
-        state: A = sum phi(k) v^T and b = sum phi(k), in float32 at least; with a trend, its state.
+        spec: defines the features.
+        state: A = sum phi(k) v^T and b = sum phi(k), in float32 at least; or the state of `trend`.
         dtype: of the keys and values.
-        trend: the global linear model whose state is held, or None.
+        trend: a global linear model, or None.
     """
 
     spec: Spec
@@ -60,11 +60,11 @@ class Sums:
 
     @classmethod
     def of(cls, spec: Spec, pairs: Pairs, trend: Any = None) -> Sums:
-        """The sums over some pairs."""
+        """Return the sums over `pairs`."""
         if trend is not None:
-            nobody = pairs.keys[:, :, :0]
             how: dict[str, Any] = {"attn_mask": pairs.mask, "is_causal": False}
-            return cls(spec, trend.predict(nobody, pairs.keys, pairs.values, **how)[1], pairs.dtype, trend)
+            state = trend.predict(pairs.keys[:, :, :0], pairs.keys, pairs.values, **how)[1]
+            return cls(spec, state, pairs.dtype, trend)
         state = LinearState.empty(
             spec, *pairs.leading, pairs.keys.shape[3], pairs.values.shape[3], dtype=pairs.dtype, device=pairs.device
         )
@@ -72,7 +72,7 @@ class Sums:
 
     @classmethod
     def with_new(cls, held: Any, spec: Spec, new: Pairs, trend: Any = None) -> Sums:
-        """What is held, and these pairs; nothing is held yet where `held` are no sums."""
+        """Return `held`, sums or None, with the pairs `new` added."""
         return held.plus(new) if isinstance(held, cls) else cls.of(spec, new, trend)
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class Sums:
 
     @property
     def bytes(self) -> int:
-        """Of the sums: the same for any number of pairs."""
+        """The memory of the state, whatever the number of pairs."""
         return self.state.bytes
 
     @property
@@ -93,7 +93,7 @@ class Sums:
         return self.state.values.device
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Sums:
-        """The same sums with `fn` applied to every tensor; they stay in float32 at least."""
+        """Apply `fn` to every tensor; sums stay in float32 at least."""
 
         def wide(t: Tensor) -> Tensor:
             new = fn(t)
@@ -103,32 +103,21 @@ class Sums:
         return replace(self, state=self.state.map(wide), dtype=dtype)
 
     def expand(self, batch: int) -> Sums:
-        """One memory for every sequence of a batch, without a copy."""
+        """Use one memory for every sequence of a batch, without a copy."""
         if self.leading[0] == batch:
             return self
         return replace(self, state=self.state.map(lambda t: t.expand(batch, *t.shape[1:])))
 
     def plus(self, new: Pairs) -> Sums:
-        """With these pairs added (equations 15 and 16), in their order."""
+        """Add pairs in their order (equations 15 and 16)."""
         nobody = new.keys[:, :, :0]
+        how: dict[str, Any] = {"state": self.state, "attn_mask": new.mask, "is_causal": False}
         if self.trend is not None:
-            how: dict[str, Any] = {"state": self.state, "attn_mask": new.mask, "is_causal": False}
             return replace(self, state=self.trend.predict(nobody, new.keys, new.values, **how)[1])
-        assert isinstance(self.state, LinearState)
-        _, state = linear_attention(
-            nobody,
-            new.keys,
-            new.values,
-            self.spec,
-            state=self.state,
-            attn_mask=new.mask,
-            is_causal=False,
-            form="parallel",
-        )
-        return replace(self, state=state)
+        return replace(self, state=linear_attention(nobody, new.keys, new.values, self.spec, form="parallel", **how)[1])
 
     def minus(self, gone: Pairs) -> Sums:
-        """With these pairs taken away again; exact but for rounding. What was not finite stays."""
+        """Subtract pairs, exactly up to rounding. Non-finite numbers stay."""
         lost = Sums.of(self.spec, gone).state
         held = self.state
         assert isinstance(lost, LinearState)
@@ -144,21 +133,17 @@ class Sums:
         return replace(self, state=state)
 
     def read(self, query: Tensor, scale: float | Tensor | None, params: Mapping[str, float | Tensor]) -> Tensor:
-        """What the queries [B, H, Tq, D] retrieve (equations 17 to 22), [B, H, Tq, Dv].
+        """Return the values [B, H, Tq, Dv] for queries [B, H, Tq, D] (equations 17 to 22).
 
         Raises:
-            ArgumentError: a scale or a number for a trend, which has its own.
+            ArgumentError: scale or params for a global linear model, which has its own.
         """
-        none = query.new_empty(*query.shape[:2], 0, query.shape[3])
-        width = self.state.values.shape[-1]
+        none, nothing = query[:, :, :0], query.new_empty(*query.shape[:2], 0, self.state.values.shape[-1])
+        how: dict[str, Any] = {"state": self.state, "is_causal": False}
         if self.trend is not None:
             if scale is not None or params:
                 raise ArgumentError(f"AssociativeMemory.read: {self.trend!r} takes no scale and no params.")
-            nothing = query.new_empty(*query.shape[:2], 0, width)
-            out: Tensor = self.trend.predict(query, none, nothing, state=self.state, is_causal=False)[0]
+            out: Tensor = self.trend.predict(query, none, nothing, **how)[0]
             return out
-        assert isinstance(self.state, LinearState)
-        return linear_attention(
-            query, none, query.new_empty(*query.shape[:2], 0, width), self.spec,
-            state=self.state, is_causal=False, form="parallel", scale=scale, params=params,
-        )[0]  # fmt: skip
+        how |= {"form": "parallel", "scale": scale, "params": params}
+        return linear_attention(query, none, nothing, self.spec, **how)[0]

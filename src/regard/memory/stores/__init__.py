@@ -1,1 +1,1 @@
-"""Where a memory keeps its slot values, and how it reads and sums them."""
+"""Stores of slot values, and sums over their rows."""

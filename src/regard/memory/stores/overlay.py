@@ -1,13 +1,13 @@
-"""Values of memories as a shared base and the rows that were written: what a write costs depends on what it touches.
+"""The sparse store of slot values: a shared base, and the written rows of each memory.
 
-Every memory begins as the same base [N, Dv], which is kept once. A write appends the rows that it changes to a pool and
-gives a store whose pointers lead to them. Nothing that was there is overwritten, so that
+All memories share one base [N, Dv]. A write appends the rows that it changes to a pool, and returns a store with
+pointers to them. Rows are never overwritten, so
 
-- stores from before the write remain what they were, and two that go on from one do not see each other;
-- selecting and repeating memories (beam search) copies pointers only;
-- the pool is the record that a backward pass needs: no table is kept, copied or rebuilt for a chunk.
+- older stores do not change, and two stores that continue from one are independent;
+- selecting and repeating memories (beam search) copies only pointers;
+- the backward pass finds all old rows in the pool: no table is kept, copied or rebuilt for a chunk.
 
-Legend: as in `slot_values`. A row's number: below N in the base, from N on in the pool.
+Shapes as in `slot_values`. Row numbers below N are rows of the base, those from N on are rows of the pool.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from .row_pieces import SPARE
 from .slot_values import slot_values
 
 BASE = -1
-"""A pointer at the base. From 0 on: a row of the pool that was written; below: -2 - a row of the pool that was not,
-but stands there as in the base."""
+"""The pointer to the base. Pointers from 0 on are written rows of the pool; those below -1 are -2 - (a row of the pool
+that equals the base)."""
 
 
 @slot_values.register("sparse", "overlay")
 @dataclass(frozen=True, eq=False)
 class OverlayValues:
-    """M tables of values that share their base: a `SlotValues`.
+    """M tables of values that share their base. Methods are described in `SlotValues`.
 
     Attributes:
         pool: the rows.
-        where: int32 [M, N], a pointer of every slot.
-        token: what stands for everything that was written in autograd's graph; None: no gradient flows through it.
-        reach: which rows hand their gradients on.
+        where: int32 [M, N], the pointer of every slot.
+        token: a scalar that represents all writes in autograd's graph; None: no gradient flows to them.
+        reach: which rows pass gradients on.
 
     Precision: rows are stored in float32, bfloat16 or float64; sums and gradients are float32 at least.
-    Derivatives: once.
-    Cost: a read O(P K Dv) time, a write O(P K (Dv + log P K)) and a copy of the pointers (4 N bytes a memory); memory
-    Dv numbers for every row that a write touched. Where no gradients are kept, rows that nothing points at any more go
-    when they outnumber the others, and a memory of which more than half is written becomes a full table.
+    Derivatives: first order only.
+    Cost: a read takes O(P K Dv) time, a write O(P K (Dv + log P K)) and a copy of the pointers (4 N bytes per memory),
+    and Dv numbers of memory per row touched. Without gradients, unused rows are freed when they outnumber the others,
+    and a memory with more than half of its rows written becomes a full table.
     """
 
     pool: Pool
@@ -54,49 +54,43 @@ class OverlayValues:
 
     @classmethod
     def start(cls, base: Tensor, memories: int, dtype: torch.dtype | None = None) -> OverlayValues:
-        """`memories` tables equal to `base` [N, Dv], which is not copied, written rows being stored as `dtype` (that
-        of `base` where None). Gradients reach `base` as one dense tensor at the end of a backward pass."""
+        """Return `memories` tables equal to `base` [N, Dv], which is not copied. Written rows are stored as `dtype`
+        (None: that of `base`). `base` gets one dense gradient at the end of a backward pass."""
         pool = Pool(base, dtype or base.dtype)
         where = torch.full((memories, len(base)), BASE, dtype=torch.int32, device=base.device)
         return cls(pool, where, None, Reach(None, None))._attach(where.new_ones(memories, dtype=torch.bool))
 
     @property
     def memories(self) -> int:
-        """M."""
         return self.where.shape[0]
 
     @property
     def slots(self) -> int:
-        """N."""
         return self.where.shape[1]
 
     @property
     def width(self) -> int:
-        """Dv."""
         return self.pool.width
 
     @property
     def bytes(self) -> int:
-        """The memory of pointers, pool and base; stores that grew from one share pool and base."""
+        """The memory of pointers, pool and base. Stores that continue from one share pool and base."""
         base = self.pool.base
         return self.pool.bytes + base.numel() * base.element_size() + self.where.numel() * self.where.element_size()
 
     def read(self, weights: Tensor, slots: Tensor) -> Tensor:
-        """sum over j of weights_pj V[slots_pj], [M, P, Dv], of weights and slots [M, P, K]."""
         ids, weights = self._ids(slots), weights.to(self.pool.wide)
         if self._traceable:
             return (weights[..., None] * self.pool.traced(ids, self.pool.wide)).sum(-2)
         return Read.apply(weights, self.token, self.pool, ids, self.reach)
 
     def rows(self, slots: Tensor) -> Tensor:
-        """V[slots] [M, P, K, Dv]."""
         ids = self._ids(slots)
         if self._traceable:
             return self.pool.traced(ids, self.pool.wide)
         return Rows.apply(self.token, self.pool, ids, self.reach)
 
     def write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor) -> OverlayValues:
-        """As in `SlotValues.write`."""
         shares, errors = shares.to(self.pool.wide), errors.to(self.pool.wide)
         recorded = torch.is_grad_enabled() and (self.token is not None or shares.requires_grad or errors.requires_grad)
         with torch.no_grad():
@@ -113,12 +107,10 @@ class OverlayValues:
         return replace(self, where=where, token=token, reach=replace(self.reach, hold=hold))
 
     def reset(self, rows: Tensor) -> OverlayValues:
-        """The memories `rows` (bool [M]) begun anew."""
         rows = rows.to(self.where.device)
         return replace(self, where=self.where.masked_fill(rows[:, None], BASE))._attach(rows)
 
     def detach(self, rows: Tensor | None = None) -> OverlayValues:
-        """The same numbers; through the memories `rows` (bool [M]; None: all) no gradient flows any more."""
         if rows is None:
             return replace(self, token=None, reach=self._cut(self.reach.hold))._tidied()
         rows, known = rows.to(self.where.device), self.reach
@@ -129,33 +121,28 @@ class OverlayValues:
         return replace(self, reach=Reach(since, attached, known.hold))
 
     def clone(self) -> OverlayValues:
-        """A copy; what is done to the one is never seen by the other. Rows are never overwritten, so that none are
-        copied while gradients are kept; else the copy has its own."""
+        """Return an independent copy. With gradients it shares the rows, which are never overwritten."""
         return replace(self, where=self.where.clone()) if self.token is not None else self._packed()
 
     def select(self, indices: Tensor) -> OverlayValues:
-        """The memories `indices`, integers in that order or flags [M]; only pointers are copied."""
         return self._picked(lambda x: x[indices.to(x.device)])
 
     def repeat(self, n: int) -> OverlayValues:
-        """Every memory `n` times in a row; only pointers are copied."""
         return self._picked(lambda x: x.repeat_interleave(n, 0))
 
     def to(self, device: torch.device | str) -> OverlayValues:
-        """The store on another device; gradients do not flow back."""
+        """Return the store on another device, without gradients."""
         return self if self.where.device == torch.device(device) else self._packed(torch.device(device))
 
     def written(self) -> Tensor:
-        """How many rows of each memory were written, int64 [M]."""
         return (self.where >= 0).sum(1)
 
     def dense(self) -> Tensor:
-        """All values [M, N, Dv]: large."""
         every = torch.arange(self.slots, device=self.where.device)
         return self.rows(every.expand(self.memories, 1, -1))[:, 0]
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """base [N, Dv], rows [R, Dv] and where [M, N]."""
+        """Return base [N, Dv], rows [R, Dv] and where [M, N]."""
         packed = self._packed()
         rows = packed.pool.pieces[1] if len(packed.pool.pieces) > 1 else self.pool.base.new_empty(0, self.width)
         base = packed.pool.base.detach()
@@ -163,7 +150,7 @@ class OverlayValues:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> OverlayValues:
-        """The store that `to_tensors` wrote.
+        """Return the store that `to_tensors` wrote.
 
         Raises:
             ArgumentError: a tensor is missing or unknown, or shapes or pointers do not fit.
@@ -191,8 +178,7 @@ class OverlayValues:
         return replace(store, reach=store._cut(hold))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OverlayValues:
-        """A store with a pool of its own, without gradients; it shares the base, which no write changes, unless that
-        is copied too."""
+        """Return a store with its own pool, without gradients. It shares the base, unless that is copied too."""
         packed = self._packed()
         packed.pool.rebase(memo.get(id(self.pool.base), self.pool.base))
         return packed
@@ -202,30 +188,30 @@ class OverlayValues:
 
     @property
     def _traceable(self) -> bool:
-        """Whether a compiler looks on, and no gradient goes to what was written."""
+        """Whether a compiler is tracing and no gradient flows to written rows."""
         return torch.compiler.is_compiling() and (self.token is None or not torch.is_grad_enabled())
 
     def _row(self, where: Tensor, slots: Tensor) -> Tensor:
-        """The row numbers of pointers, those of `slots`."""
+        """Return the row numbers of the pointers `where` of `slots`."""
         where = where.long()
         stored = torch.where(where < 0, -2 - where, where) + self.slots
         return torch.where(where == BASE, slots, stored)
 
     def _ids(self, slots: Tensor) -> Tensor:
-        """The row numbers of slots [M, P, K]."""
+        """Return the row numbers of slots [M, P, K]."""
         return self._row(self.where.gather(1, slots.flatten(1)).view(slots.shape), slots)
 
     def _pointed(self, plan: Plan, start: int) -> Tensor:
-        """The pointers after a write whose rows stand from number `start` on."""
+        """Return the pointers after a write to the rows from `start` on."""
         number = torch.arange(len(plan.keys), device=self.where.device) + start - self.slots
         flat = self.where.flatten().clone() if self.where.is_contiguous() else self.where.flatten()
-        if plan.changed is not None:  # what stays as in the base is not among what was written
+        if plan.changed is not None:  # rows that still equal the base do not count as written
             number = torch.where(plan.changed | (flat[plan.keys] >= 0), number, -2 - number)
         flat[plan.keys] = number.int()
         return flat.view(self.where.shape)
 
     def _attach(self, rows: Tensor) -> OverlayValues:
-        """The store in which untouched rows of the memories `rows` (bool [M]) hand gradients on to the base."""
+        """Let untouched rows of the memories `rows` (bool [M]) pass gradients on to the base."""
         if not (torch.is_grad_enabled() and self.pool.base.requires_grad and bool(rows.any())):
             return self
         known = self.reach.attached
@@ -240,13 +226,12 @@ class OverlayValues:
         return replace(self, where=pick(self.where), reach=replace(self.reach, since=since, attached=attached))
 
     def _cut(self, hold: Hold | None) -> Reach:
-        """What reaches no row of any write so far."""
+        """Return a reach without any write so far."""
         since = torch.full((self.memories,), self.pool.writes, dtype=torch.int32, device=self.where.device)
         return Reach(since, None, hold)
 
     def _tidied(self) -> OverlayValues:
-        """The store without rows that nothing points at, where those are many, and with full tables of memories that
-        are mostly written."""
+        """Free unused rows if they are many, and make full tables of memories that are mostly written."""
         if self.reach.hold is None:
             return self
         held = self.reach.hold.total
@@ -255,7 +240,7 @@ class OverlayValues:
         return self._packed() if held > 2 * int(live.sum()) or bool(crowded.any()) else self
 
     def _packed(self, device: torch.device | None = None) -> OverlayValues:
-        """The store with a pool of its own, of the rows that it points at; without gradients."""
+        """Return the store with its own pool of only the rows in use, without gradients."""
         full = self.written() > self.slots // 2
         held = (self.where != BASE) | full[:, None]
         slots = torch.arange(self.slots, device=self.where.device).expand_as(self.where)

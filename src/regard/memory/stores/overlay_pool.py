@@ -1,14 +1,14 @@
-"""The rows of memories that share a base, and how gradients come to them: what `overlay` is made of.
+"""The pool of rows behind `overlay`, and its gradients.
 
-Gradients of rows are kept beside the pool (`RowGradients`), for those that got one, while a backward pass is under way.
-Every write makes a number of no value, the token, that later reads and writes take, so that autograd reaches the write
-after all of those. It then finds the gradients of its rows, and hands them on to the rows that they replaced. With
-U = dL/dV' of the rows after the write, N_i their counts, s shares and e errors,
+During a backward pass, gradients of rows are collected beside the pool (`RowGradients`). Every write returns a scalar,
+the token, which later reads and writes take as an input, so autograd runs the backward of a write after theirs. It then
+takes the gradients of its rows and passes them on to the rows that these replaced. With U = dL/dV' of the rows after
+the write, N_i their counts, s shares and e errors,
 
     dL/ds_pj = -U_i . e_p / N_i (i = slots_pj),    dL/de_p = -sum_j s_pj U_i / N_i,    dL/dV_i = U_i.
 
-Legend: as in `slot_values`; E entries (p, j), U rows that a write changes. A row's number: below N in the
-base, from N on in the pool.
+Shapes as in `slot_values`; E entries (p, j), U rows that a write changes. Row numbers below N are rows of the base,
+those from N on are rows of the pool.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .row_pieces import Groups, RowGradients, RowPieces, spread, tiles, weighted
 
 
 class Hold:
-    """Rows of a pool that stay as they are as long as somebody keeps this: those of a write, from number `start` to
-    `stop`, and those of the writes before it.
+    """A reference to rows of a pool, which are not reused while it lives: those of one write, from `start` to `stop`,
+    and of the writes before it.
 
     Attributes:
-        spans: where all of them are, (from, to), ascending and apart.
-        total: how many there are.
+        spans: all of these rows as disjoint ranges (from, to), ascending.
+        total: their number.
     """
 
     __slots__ = ("__weakref__", "spans", "start", "stop", "total")
@@ -50,11 +50,11 @@ class Hold:
 
 
 class Pool(RowPieces):
-    """The base and, behind it, all rows that were written to any store that grew from it and is still there.
+    """The base followed by the written rows of all stores that continue from it.
 
     Attributes:
-        writes: how many there were.
-        stamps: int32, of every row behind the base, which write it is from.
+        writes: the number of writes.
+        stamps: int32, for every row after the base, the number of its write.
     """
 
     def __init__(self, base: Tensor, dtype: torch.dtype) -> None:
@@ -67,17 +67,16 @@ class Pool(RowPieces):
         self._pass = -1
 
     def rebase(self, base: Tensor) -> None:
-        """Take `base`, of the same numbers, in place of the present one."""
+        """Replace the base by `base`, which has the same values."""
         self.base, self.pieces[0] = base, base.detach()
 
     @property
     def wide(self) -> torch.dtype:
-        """In which it is computed."""
+        """The dtype of computations."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def claim(self, count: int, before: Hold | None, spare: float) -> Hold:
-        """`count` rows that nobody holds, in the first place where there are so many: of attempts to go on from one
-        store, those that were given up leave room for the next."""
+        """Return `count` consecutive rows that no `Hold` refers to, so that stores that were dropped leave room."""
         start = self.given
         for low, high in sorted({span for held in self._holds for span in held.spans}):
             if low - start >= count:
@@ -95,28 +94,26 @@ class Pool(RowPieces):
 
     @property
     def gradients(self) -> RowGradients:
-        """Those of the backward pass that is under way; what an earlier one left, of which only a part was asked for,
-        is not among them."""
+        """The gradients of the current backward pass, without those that an earlier, partial one left."""
         now = torch._C._current_graph_task_id()
         if self._gradients is None or self._pass != now:
             self._gradients, self._pass = RowGradients(self.width, self.wide, self.device), now
         return self._gradients
 
     def tidy(self) -> None:
-        """Free the gradients' memory once all were used."""
+        """Free the gradients' memory once all are used."""
         if self._gradients is not None and self._gradients.empty:
             self._gradients = None
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Which rows hand their gradients on.
+    """Which rows pass gradients on.
 
     Attributes:
-        since: int32 [M], of each memory rows of writes after this one; earlier ones are from before a detach(). None:
-            rows of all writes.
-        attached: bool [M], memories whose untouched rows hand them on to the base; None: none does.
-        hold: of the rows, as long as a graph or a store wants them; None before the first write.
+        since: int32 [M], for each memory the last write before a detach(); only later rows do. None: all rows do.
+        attached: bool [M], memories whose untouched rows pass gradients on to the base; None: none.
+        hold: keeps the rows that a graph or store needs; None before the first write.
     """
 
     since: Tensor | None
@@ -124,7 +121,7 @@ class Reach:
     hold: Hold | None = None
 
     def of(self, pool: Pool, ids: Tensor, memory: Tensor) -> Tensor:
-        """Of rows ids [E] of the memories `memory` [E], whether each does: bool [E]."""
+        """Return whether rows ids [E] of the memories `memory` [E] do, bool [E]."""
         late = ids >= pool.given
         if self.since is not None and len(pool.stamps):
             late &= pool.stamps[(ids - pool.given).clamp_min(0)] > self.since[memory]
@@ -133,15 +130,15 @@ class Reach:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a write does to which rows, U of them.
+    """The U rows that a write changes, and their entries.
 
     Attributes:
         keys: int64 [U], memory * N + slot, ascending.
-        entries: int64 [U], how many entries each row has.
-        entry: int64 [E], where among all [M * P * K] each entry stands, by key.
+        entries: int64 [U], the number of entries of each row.
+        entry: int64 [E], the index of each entry among all [M * P * K], sorted by row.
         selected: K.
         count: [U], N_i.
-        changed: bool [U], whether a row is written at all; None: all are.
+        changed: bool [U], whether any share of a row is not 0; None: always.
     """
 
     keys: Tensor
@@ -153,8 +150,8 @@ class Plan:
 
     @classmethod
     def of(cls, slots: Tensor, shares: Tensor, counted: Tensor, size: int, *, everything: bool) -> Plan:
-        """Of slots and shares [M, P, K] and counted [M, P], in memories of `size` slots. With `everything` rows of
-        counted tokens with share 0 are among those to be written, since their shares have a gradient."""
+        """Return the plan for slots and shares [M, P, K] and counted [M, P], in memories of `size` slots. With
+        `everything`, rows of counted tokens with share 0 are included, since these shares have a gradient."""
         first = torch.arange(slots.shape[0], device=slots.device)[:, None, None] * size
         share, number = shares.flatten(), counted[..., None].expand(slots.shape).flatten()
         entry = (number | (share != 0)).nonzero()[:, 0]
@@ -172,20 +169,20 @@ class Plan:
 
     @property
     def row(self) -> Tensor:
-        """Of every entry, which of the U rows it is for: int64 [E]."""
+        """The row of every entry among the U, int64 [E]."""
         return spread(self.entries)
 
     @property
     def owner(self) -> Tensor:
-        """Of every entry, which of the M * P tokens it belongs to."""
+        """The token of every entry among the M * P."""
         return self.entry // self.selected
 
     def coefficients(self, shares: Tensor) -> Tensor:
-        """-s_pj / N_i of every entry."""
+        """Return -s_pj / N_i for every entry."""
         return -shares.flatten()[self.entry] / self.count[self.row]
 
     def carry_out(self, pool: Pool, hold: Hold, old: Tensor, shares: Tensor, errors: Tensor) -> None:
-        """Write into the rows of `hold` what becomes of the rows `old` [U]."""
+        """Write the new values of the rows `old` [U] into the rows of `hold`."""
         weights, owner, error = self.coefficients(shares), self.owner, errors.flatten(0, 1)
         in_place, start = pool.dtype == pool.wide, 0
         for view in pool.views(hold.start, hold.stop):
@@ -203,7 +200,7 @@ class Plan:
 
 
 def deposit(pool: Pool, ids: Tensor, owner: Tensor, weights: Tensor | None, source: Tensor) -> None:
-    """Add weights[e] source[owner[e]] to the gradient of the row ids[e], for all E entries."""
+    """Add weights[e] source[owner[e]] to the gradient of row ids[e], for all E entries."""
     if not len(ids):
         return
     groups = Groups.of(ids)
@@ -214,12 +211,12 @@ def deposit(pool: Pool, ids: Tensor, owner: Tensor, weights: Tensor | None, sour
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A `backward` that refuses to be differentiated. The node that `once_differentiable` leaves for that is not
-    reached from the inputs, so that `torch.autograd.grad` would pass it over and give a part of the derivative."""
+    """Return a `backward` that refuses to be differentiated. `once_differentiable` alone is not enough: its error node
+    is not reached from the inputs, so `torch.autograd.grad` would silently return a part of the derivative."""
     plain = once_differentiable(backward)
 
     def checked(ctx: Any, *upstream: Tensor) -> Any:
-        if torch.is_grad_enabled():  # on in a backward pass that makes a graph of its own
+        if torch.is_grad_enabled():  # in a backward pass with create_graph=True
             raise ArgumentError(
                 "fast_weight_memory: a backward pass with create_graph=True goes through impl='sparse' or 'triton', "
                 "which have first derivatives only; choose impl='reference'."
@@ -230,7 +227,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Base(torch.autograd.Function):
-    """The token of stores that begin as a base which wants a gradient."""
+    """Make the token of a store whose base needs a gradient."""
 
     @staticmethod
     def forward(ctx: Any, base: Tensor, pool: Pool) -> Tensor:
@@ -254,7 +251,7 @@ class Base(torch.autograd.Function):
 
 
 class Read(torch.autograd.Function):
-    """Weighted sums of rows."""
+    """Return weighted sums of rows."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, token: Tensor | None, pool: Pool, ids: Tensor, reach: Reach) -> Tensor:
@@ -267,7 +264,7 @@ class Read(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        weights, ids, _ = ctx.saved_tensors  # the base only for the check that nobody has changed it
+        weights, ids, _ = ctx.saved_tensors  # the base is saved so that autograd detects changes in place
         pool, source = ctx.pool, upstream.flatten(0, 1)
         own = token = None
         if ctx.needs_input_grad[0]:
@@ -280,7 +277,7 @@ class Read(torch.autograd.Function):
 
 
 class Rows(torch.autograd.Function):
-    """Rows themselves."""
+    """Return rows."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor | None, pool: Pool, ids: Tensor, reach: Reach) -> Tensor:
@@ -298,7 +295,7 @@ class Rows(torch.autograd.Function):
 
 
 class Write(torch.autograd.Function):
-    """The token of a write: what its backward finds in the pool it hands to shares, errors and the rows before."""
+    """Make the token of a write. Its backward passes the gradients of the rows on to shares, errors and old rows."""
 
     @staticmethod
     def forward(
@@ -338,9 +335,9 @@ class Write(torch.autograd.Function):
 def _pull(
     pool: Pool, plan: Plan, place: Tensor, shares: Tensor, errors: Tensor, share_grad: Tensor, error_grad: Tensor
 ) -> None:
-    """Write the gradients of shares and errors, of those of the rows after a write, which are in places `place` [U]."""
+    """Write the gradients of shares and errors, given the places [U] of the gradients of the rows after a write."""
     row = plan.row
-    at = (place[row] >= 0).nonzero()[:, 0]  # a row that nobody read has none
+    at = (place[row] >= 0).nonzero()[:, 0]  # rows that were not read have none
     entry, owner, where, count = plan.entry[at], plan.owner[at], place[row[at]], plan.count[row[at]]
     rows, error = pool.gradients.rows, errors.flatten(0, 1)
     share_grad.view(-1)[entry] = -rows.products(where, owner, error) / count
@@ -350,6 +347,6 @@ def _pull(
 
 
 def _owner(ids: Tensor) -> Tensor:
-    """Of every entry of [M, P, K], which of the M * P tokens it belongs to."""
+    """Return the token of every entry of [M, P, K] among the M * P."""
     tokens, selected = ids.shape[0] * ids.shape[1], ids.shape[2]
     return torch.arange(tokens, device=ids.device).repeat_interleave(selected)

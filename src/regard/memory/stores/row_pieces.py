@@ -1,9 +1,9 @@
-"""Rows of numbers, picked by their number and summed with weights, without a tensor of all that is picked.
+"""Tables that grow, and weighted sums of their rows without a tensor of all gathered rows.
 
-Rows lie in pieces that never move and are never overwritten where others read them, so that a table can grow at its end
-at no cost in memory or copying, and what a backward pass wants to see again is still there.
+A table consists of pieces, which never move. So it grows without copying, and a backward pass still finds the rows that
+were read.
 
-Legend: D width of a row; E entries, each a row that is picked and who it is for; U different rows among them.
+Shapes: D width of a row; E entries, pairs of a row and the output that it is added to; U distinct rows among them.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE = 2**17
-"""Numbers picked at a time where they must lie in memory: half a MiB of float32, which stays in a cache."""
+"""Numbers gathered at a time: half a MiB of float32, which fits a cache."""
 SPARE = 0.125
-"""Room of a new piece, as a share of the rows added so far, at least: more room is fewer pieces."""
+"""The least size of a new piece, as a share of the rows added so far: larger pieces are fewer."""
 
 
 def weighted_sums(
     table: Tensor, rows: Tensor, weights: Tensor, offsets: Tensor, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """sum over e in [offsets[b], offsets[b + 1]) of weights[e] table[rows[e]]: [B, D] in the dtype of `weights`.
+    """Return the sums over e in [offsets[b], offsets[b + 1]) of weights[e] table[rows[e]], [B, D] in the dtype of
+    `weights`.
 
-    table [n, D], whose rows are rounded to `dtype` where given; rows int64 [E]; weights [E], float32 or float64;
-    offsets int64 [B]. Call without gradients. No more than TILE of the numbers picked lie in memory.
+    table [n, D], whose rows are first rounded to `dtype` if given; rows int64 [E]; weights [E], float32 or float64;
+    offsets int64 [B]. Not differentiable. At most TILE numbers are gathered at a time.
     """
     dtype = dtype or table.dtype
     if table.dtype == weights.dtype == dtype:
@@ -41,12 +42,12 @@ def weighted_sums(
 
 
 class Groups(NamedTuple):
-    """Entries by the row that they pick.
+    """Entries grouped by row.
 
     Attributes:
-        unique: int64 [U], the rows, ascending.
-        order: int64 [E], the entries by row; those of one row in their order.
-        counts: int64 [U], entries of each row.
+        unique: int64 [U], the distinct rows, ascending.
+        order: int64 [E], the entries sorted by row (stable).
+        counts: int64 [U], the number of entries of each row.
     """
 
     unique: Tensor
@@ -55,21 +56,21 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor) -> Groups:
-        """Of rows int64 [E]."""
+        """Group the rows of entries, int64 [E]."""
         found, order = rows.sort(stable=True)
         unique, counts = torch.unique_consecutive(found, return_counts=True)
         return cls(unique, order, counts)
 
 
 def spread(counts: Tensor) -> Tensor:
-    """0, 1, ... as often as `counts` [U] says: of every entry, which row it picks."""
+    """Repeat 0, 1, ... by `counts` [U]: the group of every entry."""
     return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
 
 
 def tiles(counts: Tensor, width: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Rows of `width` numbers, TILE numbers at a time: (which rows, their entries, where in those each row's begin).
+    """Yield (rows, their entries, the offset of each row among these), with at most TILE numbers in rows of `width`.
 
-    Entries lie by row, as many as `counts` [U] says; `start` and `stop` are the first row and the one after the last.
+    Entries are sorted by row, `counts` [U] of each; only rows from `start` to `stop` are given.
     """
     ends = counts.cumsum(0)
     step = max(1, TILE // width)
@@ -87,9 +88,8 @@ class RowPieces:
 
     Args:
         width: D.
-        dtype: of the rows.
-        device: where they are.
-        first: rows [n, D] that the table begins with. They are not copied, and in another dtype rounded when read.
+        dtype, device: of the rows.
+        first: the first rows [n, D]. They are not copied; those of another dtype are rounded when read.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device, first: Tensor | None = None) -> None:
@@ -101,12 +101,11 @@ class RowPieces:
 
     @property
     def bytes(self) -> int:
-        """The memory of the rows that were added, unused room included."""
+        """The memory of the added rows, including unused room."""
         return (self.room - self.given) * self.width * self.dtype.itemsize
 
     def extend(self, count: int, spare: float = SPARE) -> None:
-        """`count` rows more at the end, of no particular content; a piece that is made for them has room for so large a
-        share of the rows so far."""
+        """Add `count` uninitialised rows. A new piece has room for at least the share `spare` of the rows so far."""
         self.size += count
         if self.size > self.room:
             length = max(self.size - self.room, int((self.room - self.given) * spare))
@@ -116,14 +115,14 @@ class RowPieces:
             self.room += length
 
     def views(self, start: int, stop: int) -> Iterator[Tensor]:
-        """The rows from `start` to `stop`, part by part, to be written into."""
+        """Yield views of the rows from `start` to `stop`, piece by piece, to write into."""
         for first, piece in zip(self.starts, self.pieces, strict=True):
             low, high = max(start - first, 0), min(stop - first, len(piece))
             if low < high:
                 yield piece[low:high]
 
     def parts(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-        """(a piece, which of ids [E] lie in it or None for all, their rows there)."""
+        """Yield (a piece, which of ids [E] lie in it or None for all, their rows in it)."""
         if not len(ids):
             return
         if len(self.pieces) == 1:
@@ -138,7 +137,7 @@ class RowPieces:
                 yield self.pieces[i], at, ids[at] - self.starts[i]
 
     def gather(self, ids: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """The rows ids [E]: [E, D], in `out` where given, which has that dtype."""
+        """Return the rows ids [E] as [E, D], in `out` if given, which has that dtype."""
         for piece, at, rows in self.parts(ids):
             if at is None and piece.dtype == self.dtype == dtype:
                 if out is None:
@@ -154,8 +153,8 @@ class RowPieces:
         return torch.empty(0, self.width, dtype=dtype, device=self.device) if out is None else out
 
     def traced(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows ids [...]: [..., D], in a form that a compiler can follow, which touches a row of every piece for
-        each; not differentiable in the rows."""
+        """Return the rows ids [...] as [..., D] by operations that can be compiled; every piece is read for each row.
+        Not differentiable in the rows."""
         out = torch.zeros(*ids.shape, self.width, dtype=dtype, device=self.device)
         for start, piece in zip(self.starts, self.pieces, strict=True):
             here = ids - start
@@ -165,10 +164,10 @@ class RowPieces:
         return out
 
     def sums(self, ids: Tensor, weights: Tensor, owner: Tensor, owners: int) -> Tensor:
-        """sum over the entries of each owner of weights times rows: [owners, D]; owner int64 [E] ascending.
+        """Return for each owner the sum of weights times rows over its entries, [owners, D]; owner int64 [E] ascending.
 
-        What is given is summed apart from what was added, and that in the order of the entries, so that not a bit
-        depends on where pieces end.
+        The first rows and the added rows are summed separately, each in the order of the entries, so that the result
+        does not depend on where pieces end, to the last bit.
         """
         if len(self.pieces) == 1:
             return self._sums(ids, weights, owner, owners)
@@ -186,7 +185,9 @@ class RowPieces:
         if len(parts) == 1:
             return weighted_sums(parts[0][0], parts[0][2], weights, offsets, self.dtype)
         out, ends = weights.new_zeros(owners, self.width), torch.cat((offsets, offsets.new_full((1,), len(ids))))
-        step = max(1, 4 * TILE * owners // (self.width * max(1, len(ids))))  # owners whose rows are a few tiles
+        step = max(
+            1, 4 * TILE * owners // (self.width * max(1, len(ids)))
+        )  # so many owners that their rows fill a few tiles
         for low in range(0, owners, step):
             begin, end = (int(ends[i]) for i in (low, min(low + step, owners)))
             rows = self.gather(ids[begin:end], weights.dtype)
@@ -195,7 +196,7 @@ class RowPieces:
         return out
 
     def products(self, ids: Tensor, owner: Tensor, other: Tensor) -> Tensor:
-        """row . other[owner] of every entry: [E]; other [., D] in the dtype of the result."""
+        """Return row . other[owner] for every entry, [E]; other [., D] has the dtype of the result."""
         step = max(1, TILE // self.width)
         found = [
             torch.einsum("ed,ed->e", self.gather(at, other.dtype), other.index_select(0, who))
@@ -209,16 +210,13 @@ class RowPieces:
             piece.index_add_(0, mine, rows if at is None else rows.index_select(0, at))
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
-        """Write rows [E, D] over the rows ids [E], which differ."""
+        """Write rows [E, D] over the distinct rows ids [E]."""
         for piece, at, mine in self.parts(ids):
             piece.index_copy_(0, mine, rows if at is None else rows.index_select(0, at))
 
 
 class RowGradients:
-    """Gradients of some rows of a table, which come in any order and are kept for those that got one.
-
-    Room that is given back is used again, so that the memory is that of the most rows that had one at a time.
-    """
+    """Gradients of those rows of a table that have one. Freed room is used again."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.rows = RowPieces(width, dtype, device)
@@ -226,14 +224,14 @@ class RowGradients:
         self._free = torch.zeros(0, dtype=torch.int64, device=device)
 
     def places(self, ids: Tensor) -> Tensor:
-        """Where in `rows` the gradients of the rows ids [E] are, int64; -1 where there is none."""
+        """Return the places in `rows` of the gradients of the rows ids [E], int64; -1 if there is none."""
         short = int(ids.max()) + 1 - len(self._place) if len(ids) else 0
         if short > 0:
             self._place = torch.cat((self._place, self._place.new_full((short,), -1)))
         return self._place[ids].long()
 
     def add(self, ids: Tensor, rows: Tensor) -> None:
-        """Add rows [E, D] to the gradients of the rows ids [E], which differ."""
+        """Add rows [E, D] to the gradients of the distinct rows ids [E]."""
         place = self.places(ids)
         known = place >= 0
         count = int(known.sum())
@@ -248,8 +246,8 @@ class RowGradients:
         self._place[ids] = fresh.int()
 
     def move(self, ids: Tensor, to: Tensor, keep: Tensor) -> None:
-        """What the rows ids [E] have is handed to the rows `to` [E], of which some may be the same or have some
-        already; where not `keep` [E] it is dropped. Every row of `ids` has some."""
+        """Add the gradients of the rows ids [E] to those of the rows `to` [E], which may repeat, and drop those where
+        not `keep` [E]. Every row of `ids` has a gradient."""
         place = self.places(ids)
         self._place[ids] = -1
         self._release(place[~keep])
@@ -268,13 +266,13 @@ class RowGradients:
         self._release(place)
 
     def drop(self, ids: Tensor) -> None:
-        """Give back the room of rows ids [E], each of which has some."""
+        """Free the gradients of rows ids [E], each of which has one."""
         self._release(self.places(ids))
         self._place[ids] = -1
 
     @property
     def empty(self) -> bool:
-        """Whether no row has any."""
+        """Whether no row has a gradient."""
         return len(self._free) == self.rows.size
 
     def _room(self, count: int) -> Tensor:

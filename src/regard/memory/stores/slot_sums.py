@@ -1,14 +1,14 @@
-"""Weighted sums of picked rows of a learned table, at the memory of their result.
+"""Weighted sums of rows of a learned table, without a tensor of all gathered rows.
 
-`embedding_bag` gives such sums, but in torch 2.13 it has no second derivative, wants weights in the table's type, and
-on some devices no gradient for weights at all; picking rows and multiplying keeps all that was picked, K Dv numbers a
-token. The three functions here are each other's derivatives (w weights, G and H in the shape of the sums):
+`embedding_bag` also gives such sums, but in torch 2.13 it has no second derivative, needs weights in the table's dtype,
+and on some devices has no gradient for weights. Gathering rows and multiplying keeps K Dv numbers per token. The three
+functions here are each other's derivatives (w weights, G and H of the shape of the sums):
 
     sums      s_r = sum_j w_rj V[i_rj]            dw = products(V, G), dV = spread(w, G)
     products  p_rj = V[i_rj] . G_r                dV = spread(u, G),   dG = sums(V, u)
     spread    A_i = sum over i_rj = i of w_rj G_r    dw = products(U, G), dG = sums(U, w)
 
-Legend: R tokens, K picked rows of a token, N rows of the table, Dv its width.
+Shapes: R tokens, K rows per token, N rows of the table, Dv its width.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from .row_pieces import TILE, Groups, tiles, weighted_sums
 
 
 def slot_sums(values: Tensor, slots: Tensor, weights: Tensor, *, sparse_grad: bool = False) -> Tensor:
-    """sum over j of weights[..., j] values[slots[..., j]].
+    """Return the sum over j of weights[..., j] values[slots[..., j]].
 
     Args:
         values: [N, Dv].
         slots: int64 [..., K], from 0 to N - 1.
         weights: [..., K].
-        sparse_grad: the gradient of `values` is a sparse tensor of the rows that were picked (for
-            `torch.optim.SparseAdam`); it has no further derivative.
+        sparse_grad: the gradient of `values` is a sparse tensor of the rows in `slots` (for
+            `torch.optim.SparseAdam`), which has no second derivative.
 
     Returns:
-        [..., Dv], float32 at least, whatever autocast says.
+        [..., Dv], float32 at least, also under autocast.
 
     Raises:
         ArgumentError: shapes, dtypes or devices that do not fit.
 
     Cost: O(R K Dv) time forward, twice that and a sort of R K numbers backward; memory O(R (K + Dv)), and the gradient
-    of the table: N Dv numbers, or those of the rows picked. Derivatives: to any order, of a dense gradient.
+    of the table. Derivatives: any order for dense gradients.
     """
     call = "slot_sums"
     floating(call, "values", values)
@@ -56,7 +56,7 @@ def slot_sums(values: Tensor, slots: Tensor, weights: Tensor, *, sparse_grad: bo
     wide = torch.promote_types(torch.promote_types(values.dtype, weights.dtype), torch.float32)
     with full_precision(values.device.type):
         if torch.compiler.is_compiling() and not sparse_grad:
-            # what a compiler fuses; it cannot see through sorted rows, of whose number it knows nothing
+            # the compiler fuses this; the number of distinct rows below is not known when it traces
             return (weights.to(wide)[..., None] * values[slots].to(wide)).sum(-2)
         flat = slots.reshape(-1, slots.shape[-1])
         out = _Sums.apply(values, flat, weights.to(wide).reshape(flat.shape), sparse_grad)
@@ -64,7 +64,7 @@ def slot_sums(values: Tensor, slots: Tensor, weights: Tensor, *, sparse_grad: bo
 
 
 def _sums(values: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-    if values.dtype != weights.dtype:  # a row at a time cannot be widened in one call
+    if values.dtype != weights.dtype:  # one call cannot convert rows
         return torch.cat(
             [
                 torch.bmm(w[:, None], values[at].to(w.dtype))[:, 0]
@@ -144,7 +144,7 @@ class _Spread(torch.autograd.Function):
 
 
 def _sparse_spread(weights: Tensor, slots: Tensor, source: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """What `_Spread` gives, as a sparse tensor."""
+    """Return the result of `_Spread` as a sparse tensor."""
     found = [(at, part.to(dtype)) for at, part in _by_row(weights.detach(), slots, source.detach())]
     none = (slots.new_zeros(0), source.new_zeros(0, source.shape[1], dtype=dtype))
     at, parts = (torch.cat(x) for x in zip(none, *found, strict=True))
@@ -152,7 +152,7 @@ def _sparse_spread(weights: Tensor, slots: Tensor, source: Tensor, rows: int, dt
 
 
 def _by_row(weights: Tensor, slots: Tensor, source: Tensor) -> Any:
-    """(different rows, ascending; their sums of weights times source), a few at a time."""
+    """Yield (distinct rows, ascending; their sums of weights times source), a few at a time."""
     groups = Groups.of(slots.flatten())
     owner, weight = groups.order // slots.shape[1], weights.flatten()[groups.order]
     for rows, entries, offsets in tiles(groups.counts, source.shape[1]):

@@ -1,11 +1,11 @@
-"""The values of memories that are written while they are read: what such a store can do, and its plain form.
+"""The protocol of stores of slot values, and the reference store.
 
-A store holds M tables of N values, all of which began as the same table, the base. It is immutable: a write gives a new
-store, and what was read of the old one stays differentiable. Stores are registered by the name under which `impl=`
-chooses them: "reference" is `DenseValues`; `overlay` adds "sparse", which keeps the base once and, of each memory,
-only the rows that were written, and "triton", whole tables that kernels write in place on CUDA devices.
+A store holds M tables of N values, which all begin as one table, the base. It is immutable: a write returns a new
+store, and reads of the old one stay differentiable. `impl=` chooses a registered store by name: "reference" is
+`DenseValues`; "sparse" (`overlay`) keeps the base once and, of each memory, only the written rows; "triton" keeps whole
+tables, which kernels write in place on CUDA devices.
 
-Legend: M memories, N slots, P tokens, K selected slots of a token (all heads), Dv width of a value.
+Shapes: M memories, N slots, P tokens, K selected slots of a token (all heads), Dv width of a value.
 """
 
 from __future__ import annotations
@@ -24,15 +24,12 @@ V = TypeVar("V", bound="SlotValues")
 
 
 class SlotValues(Protocol):
-    """M tables of values.
-
-    Arithmetic and what is read are float32 (float64 where the table is), whatever the storage.
-    """
+    """M tables of values. Arithmetic and reads are float32 (float64 for float64 tables), whatever the storage."""
 
     @classmethod
     def start(cls: type[V], base: Tensor, memories: int, dtype: torch.dtype | None = None) -> V:
-        """`memories` tables equal to `base` [N, Dv], through which gradients reach it, stored as `dtype` (that of
-        `base` where None)."""
+        """Return `memories` tables equal to `base` [N, Dv], stored as `dtype` (None: that of `base`). Gradients flow to
+        `base`."""
 
     @property
     def memories(self) -> int:
@@ -51,49 +48,49 @@ class SlotValues(Protocol):
         """The memory of all tensors, the base once."""
 
     def read(self, weights: Tensor, slots: Tensor) -> Tensor:
-        """sum over j of weights_pj V[slots_pj], [M, P, Dv], of weights and slots [M, P, K]; differentiable in the
-        weights and in everything that was written."""
+        """Return sum_j weights_pj V[slots_pj], [M, P, Dv], for weights and slots [M, P, K]; differentiable in the
+        weights and all writes."""
 
     def rows(self, slots: Tensor) -> Tensor:
-        """V[slots] [M, P, K, Dv], differentiable in everything that was written."""
+        """Return V[slots] [M, P, K, Dv], differentiable in all writes."""
 
     def write(self: V, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor) -> V:
-        """The store with
+        """Return the store with
 
             V_i' = V_i - (1 / N_i) sum over p, j with slots_pj = i of shares_pj errors_p,
 
-        N_i how many entries (p, j) of counted tokens have slots_pj = i, 1 where none. Slots and shares [M, P, K],
-        errors [M, P, Dv], counted bool [M, P]. Entries that are not to be written have share 0, and rows where all do
-        stay as they are. Differentiable in shares, errors and the old values."""
+        where N_i >= 1 is the number of entries (p, j) of counted tokens with slots_pj = i. Slots and shares [M, P, K],
+        errors [M, P, Dv], counted bool [M, P]. Entries with share 0 are not written. Differentiable in shares, errors
+        and the old values."""
 
     def reset(self: V, rows: Tensor) -> V:
-        """The memories `rows` (bool [M]) begun anew."""
+        """Set the memories `rows` (bool [M]) back to the base."""
 
     def detach(self: V, rows: Tensor | None = None) -> V:
-        """The same numbers, through which no gradient flows in the memories `rows` (bool [M]; None: all). Those that
-        are reset later hand gradients to the base again, where it is a leaf of the graph (a parameter)."""
+        """Cut off the gradients of the memories `rows` (bool [M]; None: all). Memories that are reset later pass
+        gradients to the base again if it is a leaf of the graph (a parameter)."""
 
     def clone(self: V) -> V:
-        """A copy that shares no memory; gradients flow through it."""
+        """Return a copy that shares no memory; gradients flow through it."""
 
     def select(self: V, indices: Tensor) -> V:
-        """The memories `indices`, integers in that order or flags [M]."""
+        """Return the memories `indices`, integers in that order or flags [M]."""
 
     def repeat(self: V, n: int) -> V:
-        """Every memory `n` times in a row."""
+        """Repeat every memory `n` times in a row."""
 
     def written(self) -> Tensor:
-        """How many rows of each memory differ from the base, int64 [M]."""
+        """Return the number of rows of each memory that differ from the base, int64 [M]."""
 
     def dense(self) -> Tensor:
-        """All values [M, N, Dv]."""
+        """Return all values [M, N, Dv]."""
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Name to tensor, contiguous, for safetensors, the base among them."""
+        """Return name to tensor, contiguous, for safetensors, including the base."""
 
     @classmethod
     def from_tensors(cls: type[V], tensors: Mapping[str, Tensor]) -> V:
-        """The store that `to_tensors` wrote.
+        """Return the store that `to_tensors` wrote.
 
         Raises:
             ArgumentError: a tensor is missing or unknown, or shapes do not fit.
@@ -106,8 +103,8 @@ slot_values: Registry[type[SlotValues]] = Registry(
 
 
 def preferred(base: Tensor, *others: Any) -> str:
-    """The store that impl="auto" takes: the first whose `prefers(base, *others)` says so, if it has one; else "sparse"
-    where it is there, else "reference"."""
+    """Return the store for impl="auto": the first whose `prefers(base, *others)` is true, otherwise "sparse" if it is
+    registered, otherwise "reference"."""
     for name, store in slot_values.items():
         prefers = getattr(store, "prefers", None)
         if prefers is not None and prefers(base, *others):
@@ -118,7 +115,7 @@ def preferred(base: Tensor, *others: Any) -> str:
 @slot_values.register("reference", "dense")
 @dataclass(frozen=True)
 class DenseValues:
-    """Whole tables and autograd: what every other store is tested against.
+    """Whole tables and autograd. Every other store is tested against this one.
 
     Attributes:
         values: [M, N, Dv].

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...checks import ArgumentError
 from ...recurrent.states import State
@@ -18,12 +18,12 @@ class OwnCacheLayer(CacheLayerMixin):
     """A cache layer that the model's layer reads and writes itself, so that `update` is refused.
 
     Attributes:
-        update_refusal: the message of a refused `update`.
+        update_refusal: why `update` is refused, for its error message.
     """
 
     is_sliding = False
     supports_early_init = False
-    update_refusal: ClassVar[str]
+    update_refusal: ClassVar[str] = "this layer holds states, which the model updates itself."
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class OwnCacheLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Raise `ArgumentError`: the layer has no keys and values to return."""
-        raise ArgumentError(self.update_refusal)
+        raise ArgumentError(f"{type(self).__name__}.update: {self.update_refusal}")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of mask columns, one per token so far, and the first column, 0."""
@@ -84,12 +84,14 @@ class StateCacheLayer(OwnCacheLayer):
     Attributes:
         held: names of the attributes with states, each None before the first token; the first one counts tokens.
         positional: names among them of states with RoPE-rotated keys, which cannot continue if positions restart.
-        update_refusal, no_way_back: messages of a refused `update` and `crop`.
+        no_way_back: why tokens cannot be removed, for the error message of `crop`.
     """
 
     held: ClassVar[tuple[str, ...]]
     positional: ClassVar[tuple[str, ...]] = ()
-    no_way_back: ClassVar[str]
+    no_way_back: ClassVar[str] = (
+        "tokens cannot be removed from a state, as assisted and prompt-lookup decoding do; decode without an assistant."
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,11 +123,11 @@ class StateCacheLayer(OwnCacheLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Do nothing for 0, and raise `ArgumentError` if tokens are to be removed."""
         if tokens_to_remove and self.get_seq_length():
-            raise ArgumentError(self.no_way_back)
+            self.activate_past_recording()
 
     def activate_past_recording(self) -> None:
         """Raise `ArgumentError`: transformers calls this before it crops."""
-        raise ArgumentError(self.no_way_back)
+        raise ArgumentError(f"{type(self).__name__}.crop: {self.no_way_back}")
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         self._replace(lambda state: state.map(fn))
@@ -135,3 +137,22 @@ class StateCacheLayer(OwnCacheLayer):
             state = getattr(self, name)
             if state is not None:
                 setattr(self, name, fn(state))
+
+
+Kind = TypeVar("Kind", bound=StateCacheLayer)
+
+
+def own_layer(call: str, cache: Cache, index: int, kind: type[Kind]) -> Kind:
+    """Return layer `index` of a cache, after checking that it holds states of this kind.
+
+    Raises:
+        ArgumentError: the layer is of another kind, because the cache is another model's or holds keys and values.
+    """
+    layers = getattr(cache, "layers", ())
+    layer = layers[index] if index < len(layers) else None
+    if not isinstance(layer, kind):
+        raise ArgumentError(
+            f"{call}: past_key_values is a {type(cache).__name__} without {kind.__name__} at layer {index}; leave it "
+            f"out, or take model.model.new_cache()."
+        )
+    return layer

@@ -1,8 +1,9 @@
-"""What a hybrid model remembers between calls: pairs where it must, sums where it can, states where there are some.
+"""The cache of a hybrid model.
 
-A mixer whose weights are dot products of finite features (linear, cosine, shift-cosine, relu, relu2, elu) needs no
-pairs of earlier tokens: a sum of fixed size says all that a later query can ask. `hybrid_cache` gives every layer of a
-model the kind that suits its mixer, in one transformers `Cache`; behind them stand the states of its memories.
+Attention whose weights are dot products of finite features (linear, cosine, shift-cosine, relu, relu2, elu) needs no
+keys and values of earlier tokens: it keeps a sum of fixed size. Other attention keeps keys and values, and a token
+mixer keeps its state. `hybrid_cache` creates one transformers `Cache` with a layer for each, followed by the states of
+the model's memories.
 
 Shapes: B batch, H key/value heads, F features of a key, Dv channels of a value.
 """
@@ -26,7 +27,7 @@ from .token_mixers import token_mixers
 
 
 class RegardCacheLayer(StateCacheLayer):
-    """The sums of one layer: B H F (Dv + 1) numbers, in float32 at least, however many tokens were seen.
+    """The sums of one layer: B H F (Dv + 1) numbers for any number of tokens, at least in float32.
 
     `regard.nn.Attention` reads and replaces `linear_state`.
 
@@ -37,12 +38,11 @@ class RegardCacheLayer(StateCacheLayer):
     held = ("linear_state",)
     positional = ("linear_state",)
     update_refusal = (
-        "RegardCacheLayer: holds sums, which regard.nn.Attention adds to; a layer that needs pairs needs a "
-        "transformers.DynamicCache."
+        "this layer holds sums, which regard.nn.Attention updates; for keys and values use a transformers.DynamicCache."
     )
     no_way_back = (
-        "RegardCacheLayer: tokens cannot be taken back from sums, as assisted decoding does; leave past_key_values out "
-        "or give a transformers.DynamicCache, which keeps pairs."
+        "tokens cannot be removed from sums, as assisted decoding does; leave past_key_values out or give a "
+        "transformers.DynamicCache, which keeps keys and values."
     )
     linear_state: LinearState | None
 
@@ -51,15 +51,10 @@ class MemoryCacheLayer(StateCacheLayer):
     """The state of one memory that is written at test time (`regard.nn.memory_layers`), None before the first token.
 
     Args:
-        depth: of the layer at which the memory stands.
+        depth: index of the model's layer that has the memory.
     """
 
     held = ("memory",)
-    update_refusal = "MemoryCacheLayer: holds the state of a memory, which writes it itself."
-    no_way_back = (
-        "MemoryCacheLayer: what was written into a memory cannot be taken out, as assisted and prompt-lookup decoding "
-        "do; decode without an assistant."
-    )
     memory: Any
 
     def __init__(self, depth: int) -> None:
@@ -67,10 +62,10 @@ class MemoryCacheLayer(StateCacheLayer):
         self.depth = depth
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row `beam_idx[b]` was.
+        """Replace row b by row `beam_idx[b]`.
 
         Raises:
-            ArgumentError: the rows have one memory in common.
+            ArgumentError: the rows share one memory.
         """
         if getattr(self.memory, "shared", False):
             raise ArgumentError(
@@ -81,18 +76,17 @@ class MemoryCacheLayer(StateCacheLayer):
 
 
 def hybrid_cache(config: HybridConfig, *, pairs: bool = False) -> Cache:
-    """An empty cache for a hybrid model.
+    """Return an empty cache for a hybrid model.
 
     Args:
         config: of the model.
-        pairs: keep the pairs of every attention layer, where they must be seen again one by one: for weights
-            (`output_attentions`), and where tokens are taken back. Cost: O(T) memory and O(T) time a token.
+        pairs: keep keys and values in every attention layer, as attention weights (`output_attentions`) and the removal
+            of tokens need them. Cost: O(T) memory, and O(T) time per token.
 
     Returns:
-        Sums for each layer whose mixer has finite features and looks at all tokens; pairs (those of the window,
-        where there is one) for the other sentences; the state of a mixer that has one; behind them a
-        `MemoryCacheLayer` for each memory that remembers. For a model of sentences alone a plain
-        `transformers.DynamicCache` keeps pairs for all and works too.
+        One layer per layer of the model: sums for attention with finite features and no window; keys and values, of the
+        window if there is one, for other attention; the state of a token mixer. A `MemoryCacheLayer` for each memory
+        with a state follows. A model without token mixers and memories also works with a `transformers.DynamicCache`.
     """
     mixers, windows = config.layer_mixers(), config.layer_windows()
     layers = [_mixer_layer(config, *kind, pairs) for kind in zip(mixers, windows, strict=True)]
@@ -103,13 +97,13 @@ def hybrid_cache(config: HybridConfig, *, pairs: bool = False) -> Cache:
 
 
 def remembering(memories: Mapping[int, Any]) -> list[int]:
-    """The depths of the memories that carry a state, in order."""
+    """Return the indices of the layers whose memory has a state, in order."""
     return [depth for depth, names in sorted(memories.items()) if any(memory_layers.get(n).remembers for n in names)]
 
 
 def _mixer_layer(config: HybridConfig, mixer: Spec | str, window: int | None, pairs: bool) -> CacheLayerMixin:
     if isinstance(mixer, str):
         return token_mixers.get(mixer).cache_layer()
-    if window is not None:  # transformers counts the present token, too
+    if window is not None:  # transformers counts the current token, too
         return DynamicSlidingWindowLayer(sliding_window=window + int(config.exclude_self))
     return DynamicLayer() if pairs or not finite_features(mixer) else RegardCacheLayer()

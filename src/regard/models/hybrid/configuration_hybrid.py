@@ -1,4 +1,4 @@
-"""The configuration of the hybrid language model: sizes, and one sentence of the grammar per layer."""
+"""Configuration of the hybrid language model."""
 
 from __future__ import annotations
 
@@ -20,63 +20,52 @@ MEMORY_PLACES = ("before-mixer", "after-mixer")
 
 
 class HybridConfig(RegardConfig):
-    """Configuration of `HybridForCausalLM`, a pre-norm decoder in which every layer names its own estimator.
+    """Configuration of `HybridForCausalLM`.
 
     Args:
-        vocab_size: number of tokens.
-        hidden_size: model width C.
-        num_hidden_layers: decoder layers.
-        num_attention_heads: query heads.
-        num_key_value_heads: key/value heads, a divisor of the query heads; default as many.
+        num_key_value_heads: key/value heads, a divisor of the query heads; default: as many as query heads.
         head_dim: channels of a head, even; default `hidden_size // num_attention_heads`.
         intermediate_size: width of the feed-forward layer; default for swiglu 8/3 of `hidden_size`, rounded up to a
-            multiple of 8, for gelu 4 times as wide.
-        feed_forward: what stands between two attentions, one of `regard.nn.feed_forwards`: "swiglu", "gelu" (GPT-2's)
-            or "none".
+            multiple of 8, and for gelu 4 times `hidden_size`.
+        feed_forward: one of `regard.nn.feed_forwards`: "swiglu", "gelu" (GPT-2's) or "none".
         norm: "rms" (RMSNorm) or "layer" (LayerNorm with biases). With `feed_forward="gelu"` and `norm="layer"` the
             model is GPT-2 with rotary positions.
-        mixers: one for all layers, or a sequence with one per layer: a spec (text, preset or `Spec`) for attention, or
-            the name of a token mixer (`regard.models.token_mixers`: "gated-deltanet", ...). Kept as a list with the
-            normal text of each layer's.
-        mixer_options: sizes of the token mixers by their names, such as {"gated-deltanet": {"num_heads": 8}}; a
-            mapping, or its JSON text.
-        window: attention sees the last `window` tokens only; None for all; one for all layers or a list with one per
-            layer. The cache then keeps no more than that.
-        training_window: in training, the window of the attention layers that have none, in a share
-            `training_window_share` of the steps (pSWA, section 4.2 of the fast-weight paper, Finding 3). Which steps is
-            a function of `training_window_seed` and their number, which the trainer tells, so that it is the same in
-            every process and after a resume; where nobody tells it, forward passes are counted.
+        mixers: one for all layers, or a sequence with one per layer: an attention spec (text, preset or `Spec`) or the
+            name of a token mixer (`regard.models.token_mixers`: "gated-deltanet", ...). Stored as a list of canonical
+            texts.
+        mixer_options: options of the token mixers by name, such as {"gated-deltanet": {"num_heads": 8}}; a mapping or
+            its JSON text.
+        window: attention sees the last `window` tokens, and the cache keeps only these; None for all tokens; one value
+            for all layers or a list with one per layer.
+        training_window: window, in training, of the attention layers without one, in a share `training_window_share` of
+            the steps (pSWA, section 4.2 of the fast-weight paper, Finding 3). `training_window_seed` and the number of
+            the step decide which steps, so that all processes and resumed runs agree. The trainer sets that number;
+            without it forward passes are counted.
         output_gate: gated attention (see `regard.nn.Attention`).
-        rotary_share: the share of a head's channels that positions turn, above 0 to 1.
-        memories: memories at chosen depths, such as "FwPKM@2,6,10" or "PKM@6+FwPKM@2,10", or a mapping of depths to
-            names of `regard.nn.memory_layers`; depths count from 0. A slow one takes the place of the feed-forward
-            layer, a fast one is added to the residual stream at `memory_place`. Kept as text.
-        memory_place: "before-mixer" (as the authors' program has it) or "after-mixer" (between mixer and feed-forward,
-            as the paper has it).
-        memory_options: sizes of the memories by their names, such as {"fwpkm": {"chunk_size": 512}}; a mapping, or its
-            JSON text.
-        temperatures: how sharp weights are: one rule (text or `regard.nn.Temperature`: "fixed", "learned", "log",
-            "power(exponent=0.5)", ...) for all layers, or a sequence with one per layer. Kept like `mixers`. Files
-            written when there was only `learn_temperature` are read as "learned" or "fixed".
-        ridges: what penalises the slope in local linear layers: one rule (text or `regard.nn.Ridge`: "fixed",
-            "learned", "learned-per-dimension", ...) for all layers that have a ridge, or a sequence with one per
-            layer. Kept like `mixers`, "fixed" for the layers that have none.
+        rotary_share: share of a head's channels with rotary positions, above 0 and at most 1.
+        memories: memories at chosen layers, such as "FwPKM@2,6,10" or "PKM@6+FwPKM@2,10", or a mapping of layers to
+            names of `regard.nn.memory_layers`; layers count from 0. A trained memory (PKM) replaces the feed-forward
+            layer; one written at test time adds to the residual stream at `memory_place`. Stored as text.
+        memory_place: "before-mixer", as in the authors' program, or "after-mixer", before the feed-forward layer, as in
+            the paper.
+        memory_options: options of the memories by name, such as {"fwpkm": {"chunk_size": 512}}; a mapping or its JSON
+            text.
+        temperatures: one rule (text or `regard.nn.Temperature`: "fixed", "learned", "log", "power(exponent=0.5)", ...)
+            for all layers, or a sequence with one per layer. Stored like `mixers`. The field `learn_temperature` of
+            older files is read as "learned" or "fixed".
+        ridges: ridge of local linear layers: one rule (text or `regard.nn.Ridge`: "fixed", "learned",
+            "learned-per-dimension", ...) for all layers with a ridge, or a sequence with one per layer. Stored like
+            `mixers`, with "fixed" for layers without a ridge.
         qk_norm: normalise queries and keys in every layer: None, "rms" or "l2" (see `regard.nn.Attention`).
         share_query_key: one projection for queries and keys (see `regard.nn.Attention`).
         exclude_self: attend to earlier tokens only.
         rope_theta: base of the wavelengths of the rotary positions.
-        max_position_embeddings: longest sequence meant in training. Longer ones are computed; `generate` refuses a
-            longer prompt.
         rms_norm_eps: added to the mean square in the norms.
-        initializer_range: standard deviation of the initial weights.
-        tie_word_embeddings: use the embedding matrix as the output matrix.
-        use_cache: keep keys and values when the model is called outside training.
-        pad_token_id, bos_token_id, eos_token_id: special tokens, for `generate`.
+
+    The other fields are those of `RegardConfig`.
 
     Raises:
-        ArgumentError: a number out of range, sizes that do not fit, an unknown spec or rule, a list of the wrong
-            length, a rule that no layer takes, or an unknown keyword (transformers alone would keep a misspelt field
-            as an attribute, and another model than the one asked for would be trained).
+        ArgumentError: as in `RegardConfig`, or for sizes that do not fit, an unknown rule, or a rule no layer uses.
     """
 
     model_type = "regard_hybrid"
@@ -114,22 +103,21 @@ class HybridConfig(RegardConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if kwargs.pop("learn_temperature", False) and self.temperatures == "fixed":
-            self.temperatures = "learned"  # as files written before there were other rules mean it
+            self.temperatures = "learned"  # a file from before there were other rules
         super().__post_init__(**kwargs)
 
     @classmethod
     def layout(cls, name: str, memories: str | None = None, **fields: Any) -> HybridConfig:
-        """One of the models of the fast-weight paper (section 4.1, Table 3), at the paper's size where nothing else is
-        said.
+        """Return a model of the fast-weight paper (section 4.1, Table 3), by default in the paper's size.
 
         Args:
-            name: "GDN", "GDN+SWA", "GDN+FA", "FA", either of the last two with "-pSWA", or "LaCT". Of the mixed ones
-                every fourth layer is attention.
+            name: "GDN", "GDN+SWA", "GDN+FA", "FA", one of the last two with "-pSWA", or "LaCT". In the mixed ones every
+                fourth layer is attention.
             memories: as the field.
-            fields: of this class, in place of the paper's. `window` is that of SWA, pSWA and LaCT.
+            fields: of this class, instead of the paper's. `window` is that of SWA, pSWA and LaCT.
 
         Raises:
-            ArgumentError: an unknown layout, or as the class.
+            ArgumentError: an unknown layout, or as in the class.
         """
         base, _, restricted = name.partition("-")
         if base not in LAYOUTS or restricted not in ("", "pSWA") or (restricted and not base.endswith("FA")):
@@ -140,7 +128,7 @@ class HybridConfig(RegardConfig):
         if window is not None and not (restricted or {"swa", "lact"} & set(LAYOUTS[base])):
             raise ArgumentError(f"{cls.__name__}.layout: {name} has no window, got window={window!r}; leave it out.")
         if base == "LaCT" and window is not None:
-            options = read_options(cls.__name__, "mixer_options", fields.get("mixer_options"), token_mixers, set())
+            options = read_options(cls.__name__, "mixer_options", fields.get("mixer_options"), token_mixers)
             fields["mixer_options"] = {**options, "lact": {"window": window, **options.get("lact", {})}}
         window = 512 if window is None else window
         own: dict[str, Any] = {
@@ -151,23 +139,22 @@ class HybridConfig(RegardConfig):
             "training_window": window if restricted else None,
             "memories": memories,
         }
-        if "num_attention_heads" in fields or "hidden_size" in fields:  # the paper's go with the paper's width
+        if "num_attention_heads" in fields or "hidden_size" in fields:  # the paper's values belong to its width
             own = {key: value for key, value in own.items() if key not in ("head_dim", "num_key_value_heads")}
         return cls(**{**own, **fields})
 
     @property
     def sliding_window(self) -> int | None:
-        """The window in transformers' sense, from which its caches decide how much to keep: the tokens that every
-        layer must see, the present one included."""
+        """Return the window in transformers' sense, the tokens its caches keep, the current one included."""
         windows = set(self.layer_windows())
         window = windows.pop() if len(windows) == 1 else None
         return None if window is None else window + int(self.exclude_self)
 
     def layer_windows(self) -> list[int | None]:
-        """The window of each layer's attention, from the first to the last; None where it sees all.
+        """Return the window of each layer's attention, first layer first; None for all tokens.
 
         Raises:
-            ArgumentError: not one per layer, or one that is no positive integer.
+            ArgumentError: there is not one per layer, or one is not a positive integer.
         """
         if self.window is None or isinstance(self.window, int):
             windows: list[int | None] = [self.window] * self.num_hidden_layers
@@ -181,21 +168,13 @@ class HybridConfig(RegardConfig):
         return [check_window(self.call, window) for window in windows]
 
     def read_mixer(self, mixer: str | Spec) -> Any:
-        """A spec, or the name of a token mixer.
-
-        Raises:
-            ArgumentError: neither.
-        """
+        """Return the spec or the name of the token mixer that an entry of `mixers` names."""
         if isinstance(mixer, str) and mixer.strip() in token_mixers:
             return token_mixers.canonical(mixer.strip())
         return super().read_mixer(mixer)
 
     def layer_memories(self) -> Places:
-        """The memories of each layer that has some.
-
-        Raises:
-            ArgumentError: as the class.
-        """
+        """Return the memories of each layer that has any."""
         return read_places(self.call, self.memories, self.num_hidden_layers)
 
     def normalise(self) -> None:
@@ -243,11 +222,11 @@ class HybridConfig(RegardConfig):
         self.check_choice("memory_place", MEMORY_PLACES)
         places = self.layer_memories()
         self.memories = places_text(places) or None
-        self.memory_options = read_options(self.call, "memory_options", self.memory_options, memory_layers, set())
-        self.mixer_options = read_options(self.call, "mixer_options", self.mixer_options, token_mixers, set())
+        self.memory_options = read_options(self.call, "memory_options", self.memory_options, memory_layers)
+        self.mixer_options = read_options(self.call, "mixer_options", self.mixer_options, token_mixers)
 
     def _check_unsharpened(self, mixer: str, temperature: Temperature, ridge: Ridge) -> None:
-        """A token mixer takes neither a temperature nor a ridge."""
+        """Check that a token mixer has neither a temperature nor a ridge."""
         if not temperature.neutral or str(ridge) != "fixed":
             raise ArgumentError(
                 f"{self.call}: {mixer} takes neither a temperature nor a ridge; give 'fixed' for its layer."
@@ -255,31 +234,22 @@ class HybridConfig(RegardConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """How many channels of a head are turned: an even number near `rotary_share` of them."""
+        """Return the number of channels of a head with rotary positions: even, near `rotary_share` of them."""
         assert self.head_dim is not None  # filled in by normalise
         return max(2, 2 * round(self.head_dim * self.rotary_share / 2))
 
     def layer_temperatures(self) -> list[Temperature]:
-        """The temperature of each layer, from the first to the last.
-
-        Raises:
-            ArgumentError: an unknown rule, or not one per layer.
-        """
+        """Return the temperature of each layer, first layer first."""
         given = self.one_per_layer("temperatures", Temperature, "log")
         rules = [as_temperature(rule, self.call, "temperatures") for rule in given]
-        if isinstance(self.temperatures, (str, Temperature)):  # one for all is meant for those that take one
+        if isinstance(self.temperatures, (str, Temperature)):  # a single rule applies to the layers that take one
             attends = [isinstance(mixer, Spec) for mixer in self.layer_mixers()]
             if any(attends):
                 return [rule if fits else as_temperature("fixed") for rule, fits in zip(rules, attends, strict=True)]
         return rules
 
     def layer_ridges(self) -> list[Ridge]:
-        """The ridge of each layer, from the first to the last: one rule for all is meant for the layers that have a
-        ridge.
-
-        Raises:
-            ArgumentError: an unknown rule, not one per layer, or one for all that no layer takes.
-        """
+        """Return the ridge of each layer, first layer first; a single rule applies to the layers with a ridge."""
         rules = [as_ridge(rule, self.call, "ridges") for rule in self.one_per_layer("ridges", Ridge, "learned")]
         if isinstance(self.ridges, (str, Ridge)):
             fixed = as_ridge("fixed")
@@ -290,7 +260,7 @@ class HybridConfig(RegardConfig):
 
 
 HEADS = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-"""What the sizes of attention are called here."""
+"""Names of the sizes of attention, for error messages."""
 LAYOUTS = {
     "GDN": ["gated-deltanet"] * 4,
     "GDN+SWA": ["gated-deltanet"] * 3 + ["swa"],
@@ -298,7 +268,7 @@ LAYOUTS = {
     "FA": ["softmax"] * 4,
     "LaCT": ["lact"] * 4,
 }
-"""Of each four layers, how they mix tokens."""
+"""Mixers of each group of four layers."""
 PAPER_SIZE: dict[str, Any] = {
     "vocab_size": 32_000,
     "hidden_size": 768,
@@ -312,4 +282,4 @@ PAPER_SIZE: dict[str, Any] = {
     "rotary_share": 0.25,
     "rms_norm_eps": 1e-5,
 }
-"""Table 3 of the fast-weight paper, and what its program adds."""
+"""Table 3 of the fast-weight paper, and fields of its program."""

@@ -1,6 +1,6 @@
-"""What one does with the memories of a model, whichever they are: freeze, flush, carry, reset, take out and put in.
+"""Functions on the memories of a model: freeze, flush, carry over, reset, save and restore.
 
-The memories themselves are layers (`regard.nn.memory_layers`); what they hold of a stream is in the model's cache.
+The memories are layers (`regard.nn.memory_layers`); their states are in the model's cache.
 """
 
 from __future__ import annotations
@@ -27,29 +27,28 @@ if TYPE_CHECKING:
 
 
 def memory_modules(model: nn.Module) -> dict[int, MemoryLayer]:
-    """The memories of a hybrid model that are written at test time, by the depth at which they stand."""
+    """Return the memories of a hybrid model that are written at test time, by layer."""
     layers = enumerate(getattr(getattr(model, "model", model), "layers", ()))
     return {depth: m for depth, layer in layers if (m := getattr(layer, "memory", None)) is not None and m.remembers}
 
 
 def _written(model: nn.Module) -> list[nn.Module]:
-    """All that is written in chunks: memories, and mixers with fast weights."""
+    """Return the modules that are written in chunks: memories, and token mixers with fast weights."""
     return [m for m in model.modules() if hasattr(m, "frozen") and hasattr(m, "chunk_size")]
 
 
 @contextmanager
 def frozen_memory(model: nn.Module) -> Iterator[None]:
-    """Inside, memories and the fast weights of mixers are read and not written: the states of memories stay as they are
-    to the bit."""
+    """Read memories and fast weights in this context without writing them; states stay the same bit for bit."""
     yield from _with(model, "frozen", True)
 
 
 @contextmanager
 def chunk_size(model: nn.Module, tokens: int) -> Iterator[None]:
-    """Inside, memories and the fast weights of mixers are written after every `tokens` tokens.
+    """Write memories and fast weights after every `tokens` tokens in this context.
 
     Raises:
-        ArgumentError: a memory cannot be written so often.
+        ArgumentError: a memory cannot have this chunk size.
     """
     yield from _with(model, "chunk_size", tokens)
 
@@ -67,27 +66,30 @@ def _with(model: nn.Module, name: str, value: Any) -> Iterator[None]:
 
 
 def flush_memory(model: nn.Module, cache: Cache) -> None:
-    """Write what waits in `cache`, in memories and in fast weights of mixers, as if the chunk ended here: every pair
-    whose target is there. The last token, whose target is not, is no longer waited for."""
+    """Write the tokens that wait in `cache` into memories and fast weights, as if the chunk ended here.
+
+    Pairs with a known target are written. The last token, whose target is unknown, is dropped.
+    """
     modules = memory_modules(model)
     for layer in _memory_layers(cache):
         if layer.memory is not None:
             layer.memory = modules[layer.depth].flush(layer.memory)
     mixers = [decoder.self_attn for decoder in getattr(model, "model", model).layers]
-    for mixer, layer in zip(mixers, cache.layers, strict=False):  # memories stand behind the mixers
+    for mixer, layer in zip(mixers, cache.layers, strict=False):  # the layers of memories follow those of the mixers
         if isinstance(mixer, TokenMixer):
             mixer.write_waiting(layer)
 
 
 def keep_memory(model: nn.Module, cache: Cache, *, memory: bool = True, recurrent: bool = False) -> Cache:
-    """A new cache with a part of what `cache` holds, for a text whose positions begin at 0; `cache` stays as it is.
+    """Return a new cache with some states of `cache`, for a text whose positions begin at 0.
 
     Args:
-        model: whose cache it is.
-        memory: the states of memories go on.
-        recurrent: the states of recurrent mixers go on: of Gated DeltaNet, which knows no positions, and the fast
-            weights of LaCT, which were learned at the positions of the text before and are read at those of the new
-            one; not windows, pairs, and sums, whose keys would stand in the new text's future.
+        model: the model of the cache.
+        cache: is not changed.
+        memory: keep the states of memories.
+        recurrent: keep the states of recurrent mixers: of Gated DeltaNet, which has no positions, and the fast weights
+            of LaCT, which are then read at positions other than those at which they were learned. Windows, keys and
+            values, and sums are never kept: their keys would have later positions than the new text.
     """
     fresh = getattr(model, "model", model).new_cache()
     for old, new in zip(cache.layers, fresh.layers, strict=True):
@@ -102,27 +104,29 @@ def keep_memory(model: nn.Module, cache: Cache, *, memory: bool = True, recurren
 
 
 def reset_memory(cache: Cache) -> None:
-    """Forget, in `cache`, what the memories hold; the rest stays."""
+    """Reset the memories in `cache`; the other states stay."""
     for layer in _memory_layers(cache):
         layer.memory = None
 
 
 def memory_states(cache: Cache) -> dict[int, Any]:
-    """A snapshot: the states by depth, None where nothing was read. They are never changed in place, so that this costs
-    nothing."""
+    """Return the states of the memories by layer, None before the first token.
+
+    This copies nothing: states are never changed in place.
+    """
     return {layer.depth: layer.memory for layer in _memory_layers(cache)}
 
 
 def with_memory(model: nn.Module, cache: Cache | None, states: Mapping[int, Any]) -> Cache:
-    """A cache with the memories' states of a snapshot.
+    """Return a cache with the memory states of a snapshot.
 
     Args:
-        model: whose cache it is.
-        cache: one whose other layers go on (they are shared with the new one); None for an empty one.
-        states: of `memory_states`.
+        model: the model of the cache.
+        cache: provides the other layers, which both caches then share; None for empty ones.
+        states: from `memory_states`.
 
     Raises:
-        ArgumentError: the snapshot is of memories at other depths.
+        ArgumentError: the snapshot has memories at other layers.
     """
     fresh = getattr(model, "model", model).new_cache()
     known = [layer.depth for layer in _memory_layers(fresh)]
@@ -140,7 +144,7 @@ def with_memory(model: nn.Module, cache: Cache | None, states: Mapping[int, Any]
 
 
 def count_fast_weights(config: RegardConfig) -> int:
-    """How many numbers of a model of `config` are written at test time. Nothing is allocated."""
+    """Return how many numbers of a model of `config` are written at test time; allocates no memory."""
     with torch.device("meta"):
         model = model_of(config)(copy.deepcopy(config))
     return sum(module.fast_numbers() for module in model.modules() if isinstance(module, MemoryLayer))

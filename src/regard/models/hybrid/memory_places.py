@@ -1,4 +1,4 @@
-"""Where memories stand in a model: the text "FwPKM@2,6,10" or "PKM@6+FwPKM@2,10" (depths count from 0)."""
+"""The layers of a model that have memories, as a text such as "FwPKM@2,6,10" or "PKM@6+FwPKM@2,10" (from layer 0)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ...registry import Registry
 
 _PART = re.compile(r"\s*([A-Za-z][\w-]*)\s*@\s*(\d+(?:\s*,\s*\d+)*)\s*")
 Places = dict[int, list[str]]
-"""Depth to the names of the memories there: one beside the feed-forward layer, one in its place, or both."""
+"""Layer -> names of its memories: one beside the feed-forward layer, one instead of it, or both."""
 
 
 def read_places(call: str, given: str | Mapping[Any, Any] | None, depth: int) -> Places:
-    """The memories of each layer that has some.
+    """Return the memories of each layer that has any.
 
     Args:
-        call: how messages begin.
-        given: the text, or a mapping of depths to a name or several.
-        depth: how many layers there are.
+        call: the beginning of error messages.
+        given: the text, or a mapping of layers to one or several names.
+        depth: number of layers.
 
     Raises:
-        ArgumentError: it cannot be read, an unknown memory, a layer that is not there, or two memories that want the
+        ArgumentError: the text cannot be read, a memory is unknown, a layer does not exist, or two memories are in the
             same place.
     """
     places: Places = {}
@@ -50,24 +50,23 @@ def read_places(call: str, given: str | Mapping[Any, Any] | None, depth: int) ->
 
 
 def places_text(places: Places) -> str:
-    """The text from which the places can be read again; "" for none."""
+    """Return the places as a text that `read_places` reads; "" for none."""
     names = sorted({name for found in places.values() for name in found})
     return "+".join(f"{n}@{','.join(str(at) for at, found in places.items() if n in found)}" for n in names)
 
 
 def read_options(
-    call: str, field: str, given: str | Mapping[str, Any] | None, registry: Registry[Any], own: set[str]
+    call: str, field: str, given: str | Mapping[str, Any] | None, registry: Registry[Any]
 ) -> dict[str, dict[str, Any]]:
-    """Options by name, from a mapping or its JSON text.
+    """Return options by name, from a mapping or its JSON text.
 
     Args:
-        call, field: how messages begin.
-        given: name to options.
-        registry: that has the names; an entry with `defaults` takes those options, another the keywords of its class.
-        own: options that the model gives itself.
+        call, field: the beginning of error messages.
+        given: name -> options.
+        registry: the names; an entry with `defaults` has those options, another the keywords of its class.
 
     Raises:
-        ArgumentError: not such a mapping, an unknown name or option.
+        ArgumentError: this is not such a mapping, or a name or option is unknown.
     """
     if isinstance(given, str):
         try:
@@ -89,15 +88,14 @@ def read_options(
         entry = registry.get(name)
         known = [*entry.defaults] if hasattr(entry, "defaults") else [*inspect.signature(entry).parameters][1:]
         for option in options:
-            if option not in known or option in own:
-                known = [each for each in known if each not in own]
+            if option not in known:
                 raise ArgumentError(f"{call}: {field}: {name} has no option {option!r}.{suggestion(option, known)}")
         found[name] = dict(options)
     return found
 
 
 def _pairs(call: str, given: str | Mapping[Any, Any] | None) -> list[tuple[str, int]]:
-    """(name, depth) of each memory."""
+    """Return (name, layer) of each memory."""
     expected = "expected a text such as 'FwPKM@2,6,10' or 'PKM@6+FwPKM@2,10'"
     if given is None:
         return []

@@ -1,10 +1,10 @@
-"""A causal language model in which every layer names its own estimator.
+"""A causal language model with its own attention spec or token mixer in every layer.
 
-A pre-norm decoder (RMSNorm or LayerNorm, rotary positions, SwiGLU or GELU, tied embeddings). Tokens are mixed by
-`regard.nn.Attention`, with one `Spec` per layer from `HybridConfig.mixers`, or by a `TokenMixer` such as Gated
-DeltaNet; memories, slow and fast, stand at chosen depths.
+A pre-norm decoder (RMSNorm or LayerNorm, rotary positions, SwiGLU or GELU, tied embeddings). A layer mixes tokens by
+`regard.nn.Attention` with a `Spec` from `HybridConfig.mixers`, or by a `TokenMixer` such as Gated DeltaNet. Chosen
+layers also have a memory.
 
-Shapes: B batch, T tokens given now, N tokens so far (those in the cache and T), C model width, V vocabulary.
+Shapes: B batch, T tokens in this call, N tokens so far (cached ones included), C model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from ...nn.attention.norm import make_norm
 from ...nn.attention.ridge import RidgeProjection
 from ...nn.memories import MemoryLayer, memory_layers
 from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel, check_depth
+from ..base.cache_layers import own_layer
 from ..base.catalogue import LanguageModel, language_models
 from ..base.masks import all_real
 from .cache import MemoryCacheLayer, hybrid_cache, remembering
 from .configuration_hybrid import HybridConfig
-from .token_mixers import TokenMixer, own_layer, token_mixers
+from .token_mixers import TokenMixer, token_mixers
 
 
 class HybridDecoderLayer(GradientCheckpointingLayer):
-    """x + mixer(norm(x)), then x + feed_forward(norm(x)) where there is one; a fast memory adds to x before the mixer
-    or after it, a slow one stands in place of the feed-forward layer.
+    """x + mixer(norm(x)), then x + feed_forward(norm(x)) if there is a feed-forward layer.
+
+    A memory written at test time adds to x before or after the mixer; a trained one replaces the feed-forward layer.
 
     Attributes:
-        self_attn: the mixer: `regard.nn.Attention`, or a `TokenMixer`.
-        memory: of the layer's memories the one that stands beside the feed-forward layer, or None.
-        memory_index: where the cache keeps the memory's state.
+        self_attn: the mixer: `regard.nn.Attention` or a `TokenMixer`.
+        memory: the memory beside the feed-forward layer, or None.
+        memory_index: index of the memory's layer in the cache.
     """
 
     def __init__(self, config: HybridConfig, layer_idx: int, memory_index: int) -> None:
@@ -71,8 +73,11 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         tokens_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, T, C] -> ([B, T, C], attention weights or None); arguments as `regard.nn.Attention`, and the boolean mask
-        [B, T] of the tokens given now, where not all are real."""
+        """Return hidden states [B, T, C] after the layer, and attention weights or None.
+
+        Arguments are those of `regard.nn.Attention`, and `tokens_mask`, the boolean mask [B, T] of this call's tokens,
+        or None if all are real.
+        """
         packed = {} if segment_ids is None else {"segment_ids": segment_ids}
         if self.memory_first:
             hidden_states = self._recall(hidden_states, tokens_mask, past_key_values, packed)
@@ -97,10 +102,10 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.hook_mlp_out(given), weights
 
     def require_segments(self, call: str, depth: int) -> None:
-        """Raise where a part of this layer, at that depth, would mix the documents of a row.
+        """Check that no part of this layer would mix the documents of a row.
 
         Raises:
-            ArgumentError: the mixer or a memory does not say that it honours segments.
+            ArgumentError: the mixer or a memory has no `honours_segments`.
         """
         for part in (self.self_attn, self.memory, self.mlp):
             if isinstance(part, (TokenMixer, MemoryLayer)) and not part.honours_segments:
@@ -110,7 +115,7 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
                 )
 
     def _recall(self, hidden: Tensor, mask: Tensor | None, cache: Cache | None, packed: dict[str, Tensor]) -> Tensor:
-        """The residual stream [B, T, C] with what the memory adds to it."""
+        """Return the residual stream [B, T, C] plus the memory's output."""
         if self.memory is None:
             return hidden
         kept = None
@@ -123,7 +128,7 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
 
 
 def _mixer(config: HybridConfig, layer_idx: int) -> nn.Module:
-    """What mixes the tokens of one layer."""
+    """Build the token mixer or attention of one layer."""
     mixer = config.layer_mixers()[layer_idx]
     if isinstance(mixer, str):
         kind = token_mixers.get(mixer)
@@ -157,7 +162,7 @@ def _options(given: Any, name: str) -> dict[str, Any]:
 
 
 class HybridPreTrainedModel(RegardPreTrainedModel):
-    """What the model with and without the output matrix share."""
+    """Base of the models with and without the output matrix."""
 
     config: HybridConfig
     config_class = HybridConfig
@@ -165,7 +170,7 @@ class HybridPreTrainedModel(RegardPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """transformers' initial values, and where learned temperatures and ridges start."""
+        """Initialise as transformers does, then learned temperatures, ridges and token mixers."""
         super()._init_weights(module)
         init_attention(module)
         if isinstance(module, TokenMixer):
@@ -176,7 +181,7 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
     """The decoder without the output matrix.
 
     Attributes:
-        training_step: the number of the optimiser's step, as `tell_step` says it; None where nobody does.
+        training_step: the number of the optimiser's step, set by `tell_step`; None if it was not called.
     """
 
     honours_segments = True
@@ -197,11 +202,11 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         self.post_init()
 
     def new_cache(self, *, pairs: bool = False) -> Cache:
-        """`hybrid_cache` for this model."""
+        """Return an empty cache from `hybrid_cache`."""
         return hybrid_cache(self.config, pairs=pairs)
 
     def decode(self, embedded: Tensor, context: Context) -> Decoded:
-        """The layers, then the last norm."""
+        """Run the layers, then the last norm."""
         assert self.config.head_dim is not None  # filled in by config.normalise
         if context.cache is not None:
             check_depth(self.call, context.cache, self.cached_layers)
@@ -229,9 +234,9 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         return Decoded(self.norm(hidden), states, attentions)
 
     def _training_mask(self, context: Context, embedded: Tensor) -> Tensor | None:
-        """The mask [B or 1, 1, T, N] of full attention in a pass in which training restricts it; None in the others.
+        """Return the mask [B or 1, 1, T, N] if training restricts full attention in this pass, otherwise None.
 
-        A mask and not a window of the layers, since recomputation must see what the forward pass saw.
+        A mask, not a window of the layers, so that recomputation uses the mask of its forward pass.
         """
         window = self.config.training_window
         if window is None or not self.training or not self._restricted():
@@ -243,8 +248,7 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         return near[None, None] if context.mask is None else near & context.mask[:, None, None]
 
     def _restricted(self) -> bool:
-        """Whether the training step, or where nobody tells it the pass since the model's making, is one of those with a
-        window."""
+        """Return whether this training step has a window; passes are counted if the step is not known."""
         number = self.passes if self.training_step is None else self.training_step
         draw = torch.Generator().manual_seed(self.config.training_window_seed * 1_000_003 + number)
         self.passes += 1
@@ -252,10 +256,10 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
 
 
 class HybridForCausalLM(HybridPreTrainedModel, RegardForCausalLM):
-    """The causal language model; called as `RegardForCausalLM` says. Its own cache (`hybrid_cache`) keeps sums of
-    fixed size for mixers with finite features, pairs for the others, and the states of token mixers and memories; for
-    a model of sentences alone a `DynamicCache` keeps pairs. What fast memories hold goes on in the cache from call to
-    call (`regard.models.hybrid.memories` has what one does with them); without a cache a call begins with empty ones.
+    """The causal language model; `RegardForCausalLM` describes its call and `hybrid_cache` its cache.
+
+    Without a cache, every call begins with empty memories. `regard.models.hybrid.memories` freezes, flushes, saves and
+    restores the memories in a cache.
 
     >>> import torch
     >>> from regard.models import HybridConfig, HybridForCausalLM
@@ -270,7 +274,7 @@ class HybridForCausalLM(HybridPreTrainedModel, RegardForCausalLM):
 
 
 def init_attention(module: nn.Module) -> None:
-    """Where the learned temperatures and ridges of an attention layer start; nothing for other modules."""
+    """Initialise the learned temperatures and ridges of an attention layer; do nothing for other modules."""
     if isinstance(module, Attention):
         for name, value in module.temperature.start().items():
             init.constant_(getattr(module, name), value)
@@ -283,6 +287,6 @@ language_models.register("transformer")(
     LanguageModel(
         HybridConfig,
         HybridForCausalLM,
-        "A pre-norm decoder with rotary positions in which every layer names its own sentence of the grammar.",
+        "A pre-norm decoder with rotary positions and its own attention spec or token mixer in every layer.",
     )
 )

@@ -89,7 +89,7 @@ class PairLayer(OwnCacheLayer):
     """
 
     is_croppable = True
-    update_refusal = "PairLayer.update: keys wait for their values here; use extend."
+    update_refusal = "keys wait for their values here; use extend."
     grown: dict[str, Tensor]
     waiting: dict[str, Tensor]
 

@@ -20,10 +20,5 @@ class MemoryMosaicCacheLayer(StateCacheLayer):
     """
 
     held = ("contextual", "persistent")
-    update_refusal = "MemoryMosaicCacheLayer: holds states that the blocks of a Memory Mosaic fill themselves."
-    no_way_back = (
-        "MemoryMosaicCacheLayer: tokens cannot be removed from leaky sums, as assisted and prompt-lookup decoding do; "
-        "decode without an assistant."
-    )
     contextual: ContextualState | None
     persistent: LeakyState | None

@@ -18,11 +18,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ... import Spec
-from ...checks import ArgumentError
 from ...nn.mosaic.contextual_memory import ContextualMemory, LearnedNumbers
 from ...nn.mosaic.features import KeyFeatures, OutputProjection, Sharpness, ValueFeatures, without_hidden
 from ...nn.mosaic.persistent_memory import PersistentMemory
 from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel, check_depth
+from ..base.cache_layers import own_layer
 from ..base.catalogue import LanguageModel, language_models
 from ..base.masks import all_real
 from .configuration_memory_mosaic import MemoryMosaicConfig
@@ -68,7 +68,9 @@ class MemoryMosaicBlock(GradientCheckpointingLayer):
 
         The mask is boolean [B, N] over all tokens so far, and `segment_ids` [B or 1, T] are of packed documents.
         """
-        cache = None if past_key_values is None else _layer(past_key_values, self.layer_idx)
+        cache = None
+        if past_key_values is not None:
+            cache = own_layer("MemoryMosaicForCausalLM", past_key_values, self.layer_idx, MemoryMosaicCacheLayer)
         state = None if cache is None else cache.contextual
         normed = self.contextual_norm(hidden_states)
         arguments: dict[str, Any] = {
@@ -91,18 +93,6 @@ class MemoryMosaicBlock(GradientCheckpointingLayer):
         if cache is not None:
             cache.contextual, cache.persistent = after, None if self.shared else leaky
         return hidden_states + contextual + persistent, weights
-
-
-def _layer(cache: Cache, index: int) -> MemoryMosaicCacheLayer:
-    """Return the cache layer of a block, after checking that it was made for this model."""
-    layers = getattr(cache, "layers", ())
-    layer = layers[index] if index < len(layers) else None
-    if not isinstance(layer, MemoryMosaicCacheLayer):
-        raise ArgumentError(
-            f"MemoryMosaicForCausalLM: past_key_values is a {type(cache).__name__} without the states of these "
-            f"memories at block {index}; leave it out, or take model.model.new_cache()."
-        )
-    return layer
 
 
 class MemoryMosaicPreTrainedModel(RegardPreTrainedModel):

@@ -38,7 +38,7 @@ from ..arguments import (
     check_window,
     require_growing,
 )
-from ..hooks import HookPoint
+from ..hooks import HookPoint, report_weights
 from .norm import HeadRMSNorm, check_qk_norm
 from .ridge import Ridge, RidgeProjection, as_ridge
 from .rotary import rotate
@@ -376,8 +376,8 @@ class Attention(nn.Module):
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Call `regard.attention` with this layer's parameters; return [B, H, T, D] and weights or None."""
-        hooked = self.hook_pattern.active
-        dense = output_attentions or hooked or (self.observer is not None and self.observe_weights)
+        observed = self.observer is not None and self.observe_weights
+        dense = output_attentions or self.hook_pattern.active or observed
         arguments: dict[str, Any] = {
             "attn_mask": mask,
             "is_causal": True,
@@ -393,13 +393,7 @@ class Attention(nn.Module):
         if not dense and self.observer is None:
             return attention(query, key, value, self.spec, **arguments), None
         out, diagnostics = diagnosed_attention(query, key, value, self.spec, **arguments)
-        if self.observer is not None:
-            self.observer(self.layer_idx, diagnostics.detached())
-        weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
-        if hooked:
-            replaced = self.hook_pattern(weights)
-            out = out if replaced is weights else self._mix(replaced, value, mask)
-            weights = replaced
+        out, weights = report_weights(self, diagnostics, out, lambda weights: self._mix(weights, value, mask))
         return out, weights if output_attentions else None
 
     def _mix(self, weights: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

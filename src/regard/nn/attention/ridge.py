@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from ...checks import ArgumentError, require, within
+from ...checks import ArgumentError, require
 from ...grammar import Spec
 from ...registry import Registry
-from .rules import Rule, positive, read_rule
+from .rules import Rule, as_rule, positive
 
 ridges: Registry[Any] = Registry("ridge", "regard.ridges")
 
@@ -149,12 +149,6 @@ class RidgeProjection(nn.Linear):
 
 
 def as_ridge(given: str | Ridge, call: str = "as_ridge", argument: str = "given") -> Ridge:
-    """Return a rule as it is, or the one that a text describes: `fixed`, `learned(start=0.5,link=softplus)`.
-
-    Raises:
-        ArgumentError: a text that cannot be parsed, an unknown name, or a value out of range.
-    """
-    if isinstance(given, Ridge):
-        return given
-    rule: Ridge = within(call, argument, read_rule, ridges, given, "learned(start=0.5)")
+    """Return a rule, given as one or as a text: `fixed`, `learned(start=0.5,link=softplus)`; errors as `as_rule`."""
+    rule: Ridge = as_rule(Ridge, ridges, given, call, argument, "learned(start=0.5)")
     return rule

@@ -9,7 +9,7 @@ import re
 from dataclasses import fields
 from typing import Any, ClassVar
 
-from ...checks import ArgumentError, number, shown
+from ...checks import ArgumentError, number, shown, within
 from ...registry import Registry
 
 _TERM = re.compile(r"\s*([A-Za-z][\w-]*)\s*(?:\(([^()]*)\))?\s*")
@@ -33,14 +33,16 @@ def positive(rule: Rule, name: str) -> None:
     object.__setattr__(rule, name, number(rule.name, name, value, low=0.0, strict=True))
 
 
-def read_rule(registry: Registry[Any], given: object, example: str) -> Any:
-    """Return the rule of `registry` that a text describes.
+def as_rule(kind: type[Rule], registry: Registry[Any], given: object, call: str, argument: str, example: str) -> Any:
+    """Return a rule of `kind` as it is, or the one of `registry` that a text describes; `example` is a valid text.
 
-    Args:
-        registry: of rules; its kind names them in messages.
-        given: the text.
-        example: a valid text, for messages.
+    Raises:
+        ArgumentError: a text that cannot be parsed, an unknown name, or a value out of range.
     """
+    return given if isinstance(given, kind) else within(call, argument, _read, registry, given, example)
+
+
+def _read(registry: Registry[Any], given: object, example: str) -> Any:
     kind = registry.kind
     match = _TERM.fullmatch(given) if isinstance(given, str) else None
     if match is None:

@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...checks import ArgumentError, in_range, shape, within
+from ...checks import ArgumentError, in_range, shape
 from ...grammar import Spec, presets
 from ...registry import Registry
-from .rules import Rule, positive, read_rule
+from .rules import Rule, as_rule, positive
 
 temperatures: Registry[Any] = Registry("temperature", "regard.temperatures")
 
@@ -222,12 +222,6 @@ class PowerTemperature(Temperature):
 
 
 def as_temperature(given: str | Temperature, call: str = "as_temperature", argument: str = "given") -> Temperature:
-    """Return a rule as it is, or the one that a text describes: `log`, `fixed(value=2)`, `power(exponent=0.5)`.
-
-    Raises:
-        ArgumentError: a text that cannot be parsed, an unknown name, or a value out of range.
-    """
-    if isinstance(given, Temperature):
-        return given
-    rule: Temperature = within(call, argument, read_rule, temperatures, given, "power(exponent=0.5)")
+    """Return a rule, given as one or as a text: `log`, `fixed(value=2)`, `power(exponent=0.5)`; errors as `as_rule`."""
+    rule: Temperature = as_rule(Temperature, temperatures, given, call, argument, "power(exponent=0.5)")
     return rule

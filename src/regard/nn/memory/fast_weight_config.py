@@ -10,8 +10,9 @@ import torch
 
 from ...checks import ArgumentError, flags, require, shown, suggestion, within
 from ...grammar import Spec
-from ...memory.fast_weights import WriteRule, check_storage, check_sync
+from ...memory.fast_weight_rules import WriteRule
 from ...memory.product_key import check_eps, require_top_k, slot_scores, weights_spec
+from ...memory.slot_memory import check_storage, check_sync
 from ...memory.stores.slot_values import slot_values
 from ...memory.stream import check_meta_grad
 from ..arguments import positive_int

@@ -28,7 +28,7 @@ from ...recurrent.leaky import LeakyState
 from ...recurrent.states import State
 from ..arguments import check_heads, check_hidden, check_layer_idx
 from ..attention.layer import Observer
-from ..hooks import HookPoint
+from ..hooks import HookPoint, report_weights
 from .features import (
     LOOK_AHEAD,
     SCALE_LIMIT,
@@ -312,8 +312,8 @@ class ContextualMemory(nn.Module):
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return [B, H, T, D] and weights or None; query i sees the pairs up to the one that its token completed."""
-        hooked = self.hook_pattern.active
-        dense = output_attentions or hooked or (self.observer is not None and self.observe_weights)
+        observed = self.observer is not None and self.observe_weights
+        dense = output_attentions or self.hook_pattern.active or observed
         arguments: dict[str, Any] = {"is_causal": True, "impl": "reference" if dense else "auto"}
         if segment_ids is not None:  # one pair per token, so that query i sees earlier keys of its document
             key, value = pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1))
@@ -341,13 +341,7 @@ class ContextualMemory(nn.Module):
         parts = {"weights": diagnostics.weights, "effective_weights": diagnostics.effective_weights}
         padded = {n: pad(w, (0, columns - w.shape[-1])) for n, w in parts.items() if w is not None}
         diagnostics = replace(diagnostics, **padded)
-        if self.observer is not None:
-            self.observer(self.layer_idx, diagnostics.detached())
-        weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights
-        if hooked:
-            replaced = self.hook_pattern(weights)
-            out = out if replaced is weights else _mix(replaced, value, mask)
-            weights = replaced
+        out, weights = report_weights(self, diagnostics, out, lambda weights: _mix(weights, value, mask))
         return out, weights if output_attentions else None
 
 

@@ -1,9 +1,9 @@
-"""What is done to blocks of scores, and how a call reaches an operator, whose arguments are tensors and plain values.
+"""Weights of blocks of scores, and the conversion of a call to the arguments of a torch operator and back.
 
-What becomes of a block of scores is up to its `Rows`: here plain torch operations for any weighting, in `cpu.py`
-loops over rows, which also mark the keys that have weight: the products that follow leave out the rest.
+`Rows` computes the weights of a block and their derivative: here with torch operations for any weighting, in `cpu` with
+loops over rows. Those also mark the keys with weight, so that later products leave out the others.
 
-Legend: N = B x H heads in a row; Tq, Tk queries and keys; n heads, q queries, w keys of a block; P row parameters.
+Legend: N = B x H heads, flattened; Tq, Tk queries and keys; n heads, q queries, w keys of a block; P row parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,57 +27,52 @@ from ..visibility import Visibility
 from .blocks import ELEMENTS, Block, Work
 
 FLOATS = 6
-"""top, theta, reach, mass, support, effective sample size: what the forward pass keeps of a row, beside three FLAGS,
-empty, fallback and status, and the positions that the rule notes."""
+"""Numbers kept per row: top, theta, reach, mass, support, effective sample size."""
 FLAGS = 3
+"""Flags kept per row: empty, fallback, status."""
+Kept: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Statistics of rows: floats [..., FLOATS], flags int32 [..., FLAGS], positions int64 [..., indices]."""
 
 
 class Rows(Protocol):
-    """What is done to a block of scores [n, q, w], which may be overwritten."""
+    """Weights of a block of scores [n, q, w], which may be overwritten, and their derivative."""
 
     @property
     def indices(self) -> int:
-        """How many positions are kept a row."""
+        """Number of positions kept per row."""
 
     @property
     def marks(self) -> bool:
         """Whether `weigh` marks keys."""
 
     def exact(self, params: Params) -> bool:
-        """Whether `derive` must be given the very scores that `weigh` saw, and not such as differ by a rounding error
-        because they were made from fewer keys: where a rounding error at the threshold is no small thing."""
+        """Return whether `derive` needs the same bits of the scores as `weigh`. Scores computed again from fewer keys
+        can differ by rounding, which matters for weights with a jump or an infinite slope at the threshold."""
 
     @property
     def elements(self) -> int:
-        """Pairs of a query and a key to work on at a time."""
+        """Number of query-key pairs of a block."""
 
-    def weigh(
-        self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """The weights, and (floats [n, q, FLOATS], flags int32 [n, q, FLAGS], index int64 [n, q, indices]) of the rows.
-        Keys with weight, or on which a threshold hangs, are marked in `marks`, where `self.marks`."""
+    def weigh(self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor) -> tuple[Tensor, Kept]:
+        """Return the weights and the statistics of the rows. If `self.marks`, mark in `marks` the keys that have weight
+        or determine a threshold."""
 
     def derive(
-        self,
-        block: Block,
-        z: Tensor,
-        g: Tensor,
-        kept: tuple[Tensor, Tensor, Tensor],
-        params: Params,
-        names: list[str],
-        share: Tensor | None = None,
-        p: Tensor | None = None,
+        self, block: Block, z: Tensor, g: Tensor, kept: Kept, params: Params, share: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(weights, dL/dz, dL/dparameter [n, q] by `names`), given g = dL/dweights and, where the total kernel weight
-        is used besides, share [n, q, 1] = dL/d(its logarithm); p are the weights if `again` made them."""
+        """Return (weights, dL/dz, dL/dparameter [n, q] by the call's names), given g = dL/dweights.
 
-    def again(self, block: Block, z: Tensor, kept: tuple[Tensor, Tensor, Tensor], params: Params) -> Tensor:
-        """The weights once more; z is left as it was, but for hidden keys."""
+        `share` [n, q, 1] is the derivative by the logarithm of the total kernel weight if that is used, and `p` the
+        weights if `again` was called.
+        """
+
+    def again(self, block: Block, z: Tensor, kept: Kept, params: Params) -> Tensor:
+        """Return the weights, computed again; z changes only at masked keys."""
 
 
 @dataclass(frozen=True)
 class TorchRows:
-    """Any weighting, by torch operations."""
+    """Any weighting, with torch operations."""
 
     weighting: Weighting
     marks: ClassVar[bool] = False
@@ -90,9 +85,7 @@ class TorchRows:
     def exact(self, params: Params) -> bool:
         return True
 
-    def weigh(
-        self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    def weigh(self, block: Block, z: Tensor, params: Params, counted: bool, marks: Tensor) -> tuple[Tensor, Kept]:
         z = block.hide(z)
         stats, p = fit_weights(self.weighting, z, params, fast=z.device.type == "cpu")
         seen = counts(p) if counted else (torch.zeros_like(stats.top),) * 2
@@ -101,35 +94,27 @@ class TorchRows:
         return p, (floats, flags, flags[..., :0].long() if stats.index is None else stats.index)
 
     def derive(
-        self,
-        block: Block,
-        z: Tensor,
-        g: Tensor,
-        kept: tuple[Tensor, Tensor, Tensor],
-        params: Params,
-        names: list[str],
-        share: Tensor | None = None,
-        p: Tensor | None = None,
+        self, block: Block, z: Tensor, g: Tensor, kept: Kept, params: Params, share: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        stats, weighting = unpack(*kept), self.weighting
+        stats, weighting, names = unpack(*kept), self.weighting, block.work.names
         p = self.again(block, z, kept, params) if p is None else p
         a, b = weighting.jacobian(z, p, stats, params)
         centred = getattr(weighting, "centred", None)
         g = g if centred is None else centred(g, z, stats, params)
         rho = (b * g).sum(-1, keepdim=True)
-        rho = rho if share is None else rho - share  # as dL/dz of log sum K is A, but for what `finish` adds
-        del b  # a block of pairs, like all of these: what is not needed must not stand beside what is
+        rho = rho if share is None else rho - share  # d(log sum K)/dz is A, up to the terms of `finish`
+        del b  # free now: one value per query-key pair
         dz = g.sub_(rho).mul_(a) if not names else a * (g - rho)
         del a
         found = weighting.param_grads(dz, g, rho, z, p, stats, params) if names else {}
         return p, weighting.finish(dz, rho, z, p, stats, params), [found[name][..., 0] for name in names]
 
-    def again(self, block: Block, z: Tensor, kept: tuple[Tensor, Tensor, Tensor], params: Params) -> Tensor:
+    def again(self, block: Block, z: Tensor, kept: Kept, params: Params) -> Tensor:
         return self.weighting.weights(block.hide(z), unpack(*kept), params)
 
 
 def unpack(floats: Tensor, flags: Tensor, index: Tensor) -> RowStats:
-    """Row statistics [..., 1] from what was kept of the rows."""
+    """Return the kept statistics as `RowStats` [..., 1]."""
     return RowStats(
         top=floats[..., 0:1],
         theta=floats[..., 1:2],
@@ -143,14 +128,14 @@ def unpack(floats: Tensor, flags: Tensor, index: Tensor) -> RowStats:
 
 
 SOLVERS: dict[str, Callable[[Spec], Rows]] = {"blocked": lambda spec: TorchRows(spec.weighting)}
-"""Name of an implementation to its `Rows`."""
+"""Implementation name to its `Rows`."""
 
 
 DESCRIBED = (
     "Tensor? mask, Tensor? moved, Tensor? runs, str solver, str spec, str[] names, float[] numbers, bool causal, "
     "bool strict, SymInt? window, SymInt offset"
 )
-"""What `described` returns, in the schema of an operator. The spec is JSON, so that a stored graph holds all it needs;
+"""The result of `described` in the schema of an operator. The spec is JSON, so that a stored graph is self-contained;
 `names` are those of the row parameters, then those of `numbers`."""
 
 
@@ -168,14 +153,14 @@ def _names_of(inputs: Inputs) -> tuple[list[str], dict[str, float]]:
 
 
 def work_of(solver: str, inputs: Inputs) -> Work:
-    """Return the call as the loop over its blocks reads it."""
+    """Return the call in the form that the loop over blocks uses."""
     q, spec = inputs.q, inputs.spec
     heads = (q.shape[1], inputs.k.shape[1], q.shape[0] * q.shape[1])
     return Work(spec, SOLVERS[solver](spec), *_names_of(inputs), inputs.visible, *heads)
 
 
 def described(solver: str, inputs: Inputs) -> tuple[Any, ...]:
-    """Return the call as the plain arguments of an operator."""
+    """Return the call as arguments of an operator."""
     visible, (names, numbers) = inputs.visible, _names_of(inputs)
     offset, moved = (0, visible.offset) if isinstance(visible.offset, Tensor) else (visible.offset, None)
     words = (solver, inputs.spec.to_json(), [*names, *numbers], [*numbers.values()])
@@ -186,7 +171,7 @@ def work_from(
     q: Tensor, k: Tensor, mask: Any, moved: Any, runs: Any, solver: str, spec: str, names: list[str],
     numbers: list[float], causal: bool, strict: bool, window: int | None, offset: int,
 ) -> Work:  # fmt: skip
-    """Return the call that `described` gives, for queries q and keys k."""
+    """Return the call from the result of `described`, for queries q and keys k."""
     at = offset if moved is None else moved
     visible = Visibility(q.shape[2], k.shape[2], causal, strict, window, at, mask, runs)
     rows, count = rows_of(solver, spec), len(names) - len(numbers)
@@ -196,7 +181,7 @@ def work_from(
 
 @lru_cache(maxsize=256)
 def rows_of(solver: str, spec: str) -> Rows:
-    """The row solver of that name for the Spec of that JSON."""
+    """Return the `Rows` of that name for the Spec of that JSON."""
     return SOLVERS[solver](_spec_of(spec))
 
 
@@ -206,7 +191,7 @@ def _spec_of(json: str) -> Spec:
 
 
 def at_once(inputs: Inputs) -> bool:
-    """Return whether an operator's function can be called in place of the operator: there is no graph to record."""
+    """Return whether the operator's function can be called directly, since no graph is recorded."""
     recorded = inputs.problem.gradient or torch.compiler.is_compiling() or torch.jit.is_tracing()
     if recorded or inputs.q.is_meta or torch._C._len_torch_dispatch_stack():
         return False
@@ -215,7 +200,7 @@ def at_once(inputs: Inputs) -> bool:
 
 
 def flat(x: Tensor) -> Tensor:
-    """[B, H, ...] -> [B x H, ...]."""
+    """Reshape [B, H, ...] to [B x H, ...]."""
     return x.flatten(0, 1)
 
 
@@ -223,8 +208,9 @@ def flat_params(given: Tensor | None) -> Tensor | None:
     return None if given is None else given.flatten(1, 2)
 
 
-def placed(block: Block, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics with positions among the block's columns; beyond the second, an index holds counts."""
+def placed(block: Block, kept: tuple[Tensor, ...]) -> Kept:
+    """Return the statistics with positions relative to the block's columns; entries of an index after the second are
+    counts."""
     floats, flags, index = kept
     if block.kept is not None:
         index = torch.cat([block.place(index[..., :2].contiguous()), index[..., 2:]], -1)

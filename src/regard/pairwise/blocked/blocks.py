@@ -1,7 +1,6 @@
-"""A call of blocked attention, seen as blocks of heads, queries and keys.
+"""Blocks of heads, queries and keys of an attention call.
 
-Legend: N = B x H heads in a row, of which a group is done at a time; Tq, Tk queries and keys; n heads, q queries and
-w columns (keys) of one block.
+Legend: N = B x H heads, flattened; Tq, Tk queries and keys; n heads, q queries and w columns (keys) of one block.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from ...grammar import Spec
 from ..visibility import Visibility
 
 ELEMENTS = 2**18
-"""Pairs of a query and a key worked on at a time: what fits a core's cache with its copies."""
+"""Query-key pairs of a block: fits a core's cache with its copies."""
 ROWS = 128
-"""Queries of a block at most, and queries to one mark of the keys that have weight."""
+"""Maximum number of queries of a block, and queries per mark."""
 COLUMNS = 128
-"""Keys to one mark."""
+"""Keys per mark."""
 CHUNK = 256
-"""Keys to one product with values, where keys are left out."""
+"""Keys per product with values if keys are left out."""
 SPARSE = 0.6
-"""The share of marked keys above which leaving out the others saves less than gathering the rest costs."""
+"""Share of marked keys above which gathering them costs more than it saves."""
 
 
 @dataclass
 class Work:
-    """One call: all that its blocks read, but for the tensors they are cut from.
+    """One call without its tensors.
 
     Attributes:
-        rows: what an implementation does to a block of scores.
-        names: of the parameters given as tensors; `numbers` are the others.
+        rows: the `Rows` of the implementation.
+        names: names of the parameters given as tensors; `numbers` are the others.
         heads, kv_heads, total: H, Hkv and N.
     """
 
@@ -49,19 +48,19 @@ class Work:
     _ends: tuple[Tensor, Tensor] | None = None
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`Visibility.bounds` of all queries, found once."""
+        """Return `Visibility.bounds` of all queries, computed once."""
         if self._ends is None:
             self._ends = self.visible.bounds(0, self.visible.queries, device)
         return self._ends
 
     def blocks(self, elements: int | None = None) -> Iterator[Block]:
-        """The blocks, of at most `elements` pairs each where that can be; those of `rows` where None."""
+        """Yield the blocks, of at most `elements` pairs each if possible. Default: `rows.elements`."""
         elements = self.rows.elements if elements is None else elements
         queries = self.visible.queries
         width = self.visible.keys if self.visible.window is None else 2 * self.visible.window + ROWS
         rows = ROWS
         while rows > 16 and rows * min(width, self.visible.keys) > elements:
-            rows //= 2  # a power of two, so that no block lies across two rows of marks
+            rows //= 2  # a power of two, so that a block has one row of marks
         for first in range(0, queries, rows):
             last = min(first + rows, queries)
             low, high = self.visible.span(first, last)
@@ -74,8 +73,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Block:
-    """Heads `at`, queries [first, last), and of the keys [low, high) those in `kept` (int64 [w], counted from low), or
-    all where None."""
+    """Heads `at`, queries [first, last), keys [low, high), or only those in `kept` (int64 [w], relative to low)."""
 
     work: Work
     at: slice
@@ -90,11 +88,11 @@ class Block:
         return int(self.at.stop - self.at.start)
 
     def rows(self, x: Tensor) -> Tensor:
-        """The block's queries of x [N, Tq, ...]."""
+        """Return the block's queries of x [N, Tq, ...]."""
         return x[self.at, self.first : self.last]
 
     def _kv(self, device: torch.device) -> Tensor | slice:
-        """Which of the B x Hkv key heads the block's heads read."""
+        """Return which of the B x Hkv key heads the block's heads read."""
         ratio = self.work.heads // self.work.kv_heads
         if ratio == 1:
             return self.at
@@ -103,13 +101,13 @@ class Block:
         return torch.arange(self.at.start, self.at.stop, device=device) // ratio
 
     def columns(self, x: Tensor) -> Tensor:
-        """The block's keys of x [B x Hkv, Tk, ...]."""
+        """Return the block's keys of x [B x Hkv, Tk, ...]."""
         part = x[self._kv(x.device), self.low : self.high]
         return part if self.kept is None else part[:, self.kept]
 
     def add_columns(self, total: Tensor, x: Tensor, p: Tensor) -> None:
-        """Add x^T p to the block's keys of `total` [B x Hkv, D, Tk], for x [n, q, D] and p [n, q, w]. Of the ways to
-        write this sum, the one in which p is not transposed is the fastest by a third."""
+        """Add x^T p to the block's keys of `total` [B x Hkv, D, Tk], for x [n, q, D] and p [n, q, w]. Not transposing p
+        makes this a third faster."""
         where = self._kv(total.device)
         x, p = x.to(total.dtype).transpose(-1, -2), p.to(total.dtype)
         if not isinstance(where, slice):
@@ -126,7 +124,7 @@ class Block:
             total[where, :, self.low : self.high].baddbmm_(x, p)
 
     def add_rows(self, total: Tensor, x: Tensor) -> None:
-        """Add x [n, w, D] to the block's keys of `total` [B x Hkv, D, Tk]; of a block with all its keys."""
+        """Add x [n, w, D] to the block's keys of `total` [B x Hkv, D, Tk], for a block with all its keys."""
         where = self._kv(total.device)
         part, x = total[..., self.low : self.high], x.to(total.dtype).transpose(-1, -2)
         if isinstance(where, slice):
@@ -135,8 +133,8 @@ class Block:
             part.index_add_(0, where, x)
 
     def add_weighted(self, out: Tensor, p: Tensor, v: Tensor, marks: Tensor) -> None:
-        """Add p v to out [n, q, Dv] by chunks of keys, but for those without a mark. The chunks stand where they stand
-        whatever is marked, so that leaving one out adds its zeros: what one row weighs changes no bit of another."""
+        """Add p v to out [n, q, Dv] by chunks of keys, without chunks that have no mark. Chunks have fixed borders, so
+        that leaving one out only omits zeros: the weights of one row change no bit of another."""
         alive = marks.any(0).tolist()
         for start in range(self.low - self.low % CHUNK, self.high, CHUNK):
             first, last = max(start, self.low), min(start + CHUNK, self.high)
@@ -149,11 +147,11 @@ class Block:
                 out.baddbmm_(p[..., at], v[:, at])
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """q . k [n, q, w], nothing hidden yet."""
+        """Return q . k [n, q, w], before masking."""
         return self.rows(q) @ self.columns(k).transpose(-1, -2)
 
     def hide(self, z: Tensor, *, positional: bool = True, fill: float = -torch.inf) -> Tensor:
-        """z with `fill` where a key is hidden, in place; by the mask alone where position is seen to by `bounds`."""
+        """Write `fill` to masked keys of z, in place; without `positional` only those of the mask."""
         visible = self.work.visible
         if visible.mask is None and not (positional and visible.positional):
             return z
@@ -177,7 +175,7 @@ class Block:
         return z.masked_fill_(~full[n // self.work.heads, n % self.work.heads], fill)
 
     def _edge(self, visible: Visibility) -> int | None:
-        """The first key that causal order hides from some query; None where something else hides keys."""
+        """Return the first key that causal order hides from some query; None if anything else hides keys."""
         other = visible.window is not None or visible.runs is not None or visible.mask is not None
         if not visible.causal or other or self.kept is not None or isinstance(visible.offset, Tensor):
             return None
@@ -185,8 +183,7 @@ class Block:
         return max(self.low, min(seen, self.high))
 
     def common(self, device: torch.device) -> Tensor:
-        """Which keys every query of the block sees that sees any: boolean [n, w]. What is made of them alone is no
-        query's business that it has not seen. Of a block with all its keys."""
+        """Return the keys that every non-empty query sees, for a block with all its keys: boolean [n, w]."""
         visible, width = self.work.visible, self.high - self.low
         if visible.mask is None and not visible.positional:
             return torch.ones(self.heads, width, dtype=torch.bool, device=device)
@@ -203,7 +200,7 @@ class Block:
         return full.flatten(0, 1)[self.at]
 
     def bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Columns [low, high) that position lets each row see: int64 [n, q] each."""
+        """Return the columns [low, high) that positions allow each row to see: int64 [n, q] each."""
         if not self.work.visible.positional:
             width = self.high - self.low if self.kept is None else self.kept.shape[0]
             ends = torch.tensor([0, width], device=device)[:, None, None].expand(2, self.heads, self.last - self.first)
@@ -218,20 +215,20 @@ class Block:
         return found[0], found[1]
 
     def place(self, index: Tensor) -> Tensor:
-        """Positions counted from `low` as positions among the columns."""
+        """Convert positions relative to `low` to positions among the columns."""
         return index if self.kept is None else torch.searchsorted(self.kept, index)
 
     def params(self, given: Tensor | None) -> dict[str, float | Tensor]:
-        """Numbers, and the block's rows of `given` [P, N, Tq] as [n, q, 1]."""
+        """Return the numbers, and the block's rows of `given` [P, N, Tq] as [n, q, 1]."""
         tensors = {} if given is None else dict(zip(self.work.names, given, strict=True))
         return {**self.work.numbers, **{n: self.rows(p)[..., None] for n, p in tensors.items()}}
 
     def marks(self, active: Tensor) -> Tensor:
-        """The block's part of `active` [N, ceil(Tq / ROWS), ceil(Tk / COLUMNS)]: [n, ceil(Tk / COLUMNS)]."""
+        """Return the block's part of `active` [N, ceil(Tq / ROWS), ceil(Tk / COLUMNS)]: [n, ceil(Tk / COLUMNS)]."""
         return active[self.at, self.first // ROWS]
 
     def narrowed(self, marks: Tensor) -> Block:
-        """The block without the keys that no head has marked, where that pays: marks bool [n, ceil(Tk / COLUMNS)]."""
+        """Return the block without keys that no head has marked, if that pays: marks bool [n, ceil(Tk / COLUMNS)]."""
         if not marks.shape[1]:
             return self
         marked = marks.any(0)
@@ -243,10 +240,10 @@ class Block:
 
 
 def new_marks(q: Tensor, k: Tensor) -> Tensor:
-    """No key marked: bool [B, H, ceil(Tq / ROWS) + 1, ceil(Tk / COLUMNS) + 1].
+    """Return marks without a marked key: bool [B, H, ceil(Tq / ROWS) + 1, ceil(Tk / COLUMNS) + 1].
 
-    One more than there are, so that no axis has length one: whether a tensor is contiguous depends on that, and a
-    traced graph would hold for up to 128 queries only.
+    The added row and column avoid axes of length one, on which contiguity depends: a traced graph would be valid for
+    up to 128 queries only.
     """
     rows, columns = (q.shape[2] + ROWS - 1) // ROWS + 1, (k.shape[2] + COLUMNS - 1) // COLUMNS + 1
     return q.new_zeros(*q.shape[:2], rows, columns, dtype=torch.bool)

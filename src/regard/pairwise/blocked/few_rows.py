@@ -1,5 +1,5 @@
-"""The systems of a few rows that see many keys, as in decoding: no copy of the keys is made. One pass over chunks that
-stay in a core's cache gives means and second moments, a second one the slopes.
+"""The systems of a few rows that see many keys, as in decoding, without a copy of the keys. One pass over chunks that
+fit a core's cache gives means and second moments, a second pass the slopes.
 
 Legend: as in `weighted_rows`.
 """
@@ -14,29 +14,18 @@ from torch import Tensor
 from .weighted_rows import WeightedRows
 
 ROWS = 8
-"""Rows of a block up to which this is done."""
+"""Maximum number of rows."""
 CHUNK = 2**17
-"""Numbers of a chunk of keys."""
+"""Numbers in a chunk of keys."""
 NEAREST = 256
-"""The origin is the mean of so many keys at most, the last of those that every row sees."""
+"""Maximum number of keys whose mean is the origin: the last that every row sees."""
 
 
 class FewRows(WeightedRows):
-    """`WeightedRows` of raw coordinates [n, w, D], moved to their origin a chunk at a time."""
+    """`WeightedRows` of raw coordinates [n, w, D], moved to the origin one chunk at a time."""
 
-    def __init__(
-        self,
-        p: Tensor,
-        y: Tensor,
-        common: Tensor,
-        ridge: float | Tensor,
-        probe: Tensor | None = None,
-        fewest: int = 0,
-        sparse: bool = False,
-    ) -> None:
-        self.raw, self.ridge, self.probe, self.p = y, ridge, probe, p
-        self.fewest, self.sparse = fewest, sparse
-        self._last = self.source = self.raised = None
+    def _set_keys(self, y: Tensor, common: Tensor) -> None:
+        self.raw, p = y, self.p
         near = common
         if common.shape[-1] > NEAREST:
             near = common & (common.flip(-1).cumsum(-1).flip(-1) <= NEAREST)
@@ -50,18 +39,18 @@ class FewRows(WeightedRows):
             self.mean = torch.where(self._far, self.mean, p @ y)
 
     def _origin(self, near: Tensor) -> Tensor:
-        """The mean of the near keys [n, 1, D]; zero, which saves the move, where keys spread wider than it is far."""
+        """Return the mean of the near keys [n, 1, D]; zero if the keys spread wider than its length."""
         first = int(near.any(0).int().argmax()) if near.shape[1] else 0  # before it no head has a share
         share, y = self.share[:, None, first:], self.raw[:, first:]
         origin = share @ y
         far = origin.square().sum(-1, keepdim=True) > 0.5 * (share @ y.square().sum(-1, keepdim=True))
-        # Heads that need no move are done as if none did: their bits are not to hang on other heads' keys.
+        # Heads that need no move are computed without one, so that results do not depend on other heads.
         count = int(far.sum())
         self._far, self._moved, self._all_moved = far, count > 0, count == far.numel()
         return torch.where(far, origin, 0)
 
     def _chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Keys, and their coordinates from the origin [n, chunk, D], to be used before the next."""
+        """Yield slices of keys and their coordinates from the origin [n, chunk, D], valid until the next."""
         n, width, dim = self.raw.shape
         size = max(64, CHUNK // (n * dim))
         room = self.raw.new_empty(n, min(size, width), dim)
@@ -72,7 +61,7 @@ class FewRows(WeightedRows):
 
     @property
     def y(self) -> Tensor:
-        """For what is not made for few rows: a copy."""
+        """A copy, for methods not written for few rows."""
         return self.raw - self.origin
 
     def slopes(self, x: Tensor) -> Tensor:

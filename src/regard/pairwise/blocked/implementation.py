@@ -1,6 +1,6 @@
-"""impl="blocked": any weighting in Theta(n d) memory, on any device, with its own backward.
+"""impl="blocked": any weighting in Theta(n d) memory on any device, with its own backward pass.
 
-A block of queries meets all keys it may see; scores, weights and their derivatives live for that block only.
+Scores, weights and their derivatives exist for one block of queries at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .blocks import ELEMENTS
 
 @register_impl("blocked", priority=10)
 class Blocked:
-    """Theta(n d) memory for every kernel and bandwidth."""
+    """Theta(n d) memory for every kernel and thresholding rule."""
 
     name: ClassVar[str] = "blocked"
 
@@ -29,7 +29,7 @@ class Blocked:
         if problem.transformed:
             return "is differentiable once, backward: no forward mode, no torch.func transforms"
         if problem.spec.ridge_mode == "absolute" and {"r", "alpha"} & set(problem.params):
-            return "does not know how an absolute ridge moves with a learned power of the kernel"
+            return "does not differentiate an absolute ridge by a learned power of the kernel"
         return None
 
     def cost(self, problem: Problem) -> Cost:
@@ -53,14 +53,14 @@ class Blocked:
         return out, diagnose(inputs.spec, unpack(*kept), *seen, solver=solver, negative=negative)
 
     def _operate(self, operator: Any, inputs: Inputs, *arguments: Any) -> tuple[Tensor, ...]:
-        """What the operator returns. Where nothing is recorded it is called as a function, with the call as it is."""
+        """Call the operator, or its function directly if no graph is recorded."""
         arguments = (*arguments, inputs.diagnostics)
         if at_once(inputs):
             return operator.run(work_of(self.name, inputs), *arguments)
         return operator.forward(*arguments, *described(self.name, inputs))
 
     def _linear(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor], Tensor, list[Tensor]]:
-        """(output, statistics of the solver, negative mass, what is kept of the rows)."""
+        """Return (output, statistics of the solver, negative mass, statistics of the rows)."""
         ridge = inputs.ridge if isinstance(inputs.ridge, Tensor) else None
         number = 0.0 if ridge is not None else float(inputs.ridge)
         tensors = (inputs.q, inputs.k, inputs.v, inputs.x, inputs.y, ridge, inputs.probe, given_of(inputs))
@@ -71,11 +71,11 @@ class Blocked:
 
 
 STEPS = 10
-"""Of conjugate gradients, assumed where a cost is asked for."""
+"""Assumed number of steps of conjugate gradients."""
 
 
 def _solving(problem: Problem) -> int:
-    """Operations a pair for the local linear model."""
+    """Return the operations per pair of the local linear model."""
     if not problem.spec.degree:
         return 0
     solver, dim = problem.spec.solver.name, problem.dim

@@ -1,11 +1,11 @@
-"""The local linear model through the keys: a row with fewer weighted keys than coordinates has the smaller system among
-its keys. With Z_i = sqrt(p_ij) (y_j - m_i) ridge^-1/2 over the s keys that weigh anything and b = ridge^-1/2 (x - m_i),
+"""The local linear model in the space of the keys, which is smaller if a row has fewer weighted keys than coordinates.
+With Z_i = sqrt(p_ij) (y_j - m_i) ridge^-1/2 over the s keys with weight and b = ridge^-1/2 (x - m_i),
 
     w = (Z Z^T + 1)^-1 Z b,   sqrt(p_ij) (y_j - m_i) . t_i = w_j,   t_i = ridge^-1/2 (b - Z^T w)
 
-so that slopes come out without the part of t that no key spans, which may be as long as 1 / ridge.
+which gives slopes without the part of t outside the span of the keys, which can be as long as 1 / ridge.
 
-Legend: R rows of s keys at most; as in `weighted_rows` else.
+Legend: R rows of at most s keys; otherwise as in `weighted_rows`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ...grammar.solvers import Cholesky
 from ...grammar.systems import Solved
 
 MANY = 16
-"""Times D: of as many keys a product with all costs more than a system among 2 D."""
+"""From this number times D keys, a product with all keys costs more than a system of 2 D keys."""
 LEAST = 16
-"""Keys of the smallest systems; the others have twice as many, four times, ... A row's own count alone decides."""
+"""Keys of the smallest systems; larger systems double it. Only the row's own count decides."""
 NUMBERS = 2**21
-"""Of gathered coordinates, at a time."""
+"""Maximum number of gathered coordinates in memory."""
 
 
 class Live(NamedTuple):
-    """Rows [R] (of n x q) with their weighted keys: positions [R, s] and weights [R, s], 0 where there are fewer."""
+    """Rows [R] (of n x q) with their weighted keys: positions [R, s] and weights [R, s], padded with 0."""
 
     rows: Tensor
     index: Tensor
@@ -36,7 +36,7 @@ class Live(NamedTuple):
 
 
 def groups(p: Tensor, dim: int) -> Iterator[Live]:
-    """Rows of p [n q, w] with few weighted keys, by the size of their systems."""
+    """Yield the rows of p [n q, w] with few weighted keys, grouped by the size of their systems."""
     alive, most = p > 0, 2 * dim if p.shape[-1] >= MANY * dim else dim
     count = alive.sum(-1)
     low, high = (int(x) for x in count.aminmax())
@@ -50,8 +50,8 @@ def groups(p: Tensor, dim: int) -> Iterator[Live]:
 
 
 def parts(rows: Tensor, numbers: int) -> Iterator[Tensor]:
-    """As many of `rows` at a time as NUMBERS allows, with `numbers` each; a single one twice: a batch of one goes by
-    other routines, which round otherwise."""
+    """Yield parts of `rows` within NUMBERS, with `numbers` per row. A single row is repeated, since torch computes a
+    batch of one by other routines, which round differently."""
     most = max(2, NUMBERS // max(1, numbers))
     for part in rows.split(most) if rows.shape[0] > most else (rows,):
         if part.shape[0]:
@@ -70,11 +70,10 @@ def _gathered(p: Tensor, alive: Tensor, count: Tensor, rows: Tensor, size: int) 
 
 
 class Through(NamedTuple):
-    """t [R, D], p_ij (y_j - m_i) . t_i [R, s], the relative residual [R] where asked for, and whether all is well
-    [R]."""
+    """t [R, D], p_ij (y_j - m_i) . t_i [R, s], the relative residual [R] if wanted, and whether it succeeded [R]."""
 
     value: Tensor
-    tilted: Tensor
+    corrections: Tensor
     residual: Tensor | None
     sound: Tensor
 
@@ -82,8 +81,8 @@ class Through(NamedTuple):
 def solve(
     weights: Tensor, away: Tensor, right: Tensor, ridge: Tensor, source: Tensor | None = None, checked: bool = True
 ) -> Through:
-    """Rows with weights [R, s], y_j - m_i [R, s, D], right sides [R, D] and ridge [R, 1 or D]. Where a right side is
-    sum_j p_ij source_ij (y_j - m_i), its source [R, s] spares the solution a difference of terms as long as 1 / ridge.
+    """Solve rows with weights [R, s], y_j - m_i [R, s, D], right sides [R, D] and ridge [R, 1 or D]. For right sides
+    sum_j p_ij source_ij (y_j - m_i), `source` [R, s] avoids a difference of terms as long as 1 / ridge.
     """
     root, share = weights.sqrt(), ridge.rsqrt()
     z = away * root[..., None] * share[:, None]
@@ -93,24 +92,24 @@ def solve(
     if source is None:
         b = right * share
         w = torch.cholesky_solve(z @ b[..., None], factor)
-        value, tilted = share * (b - (z.transpose(-1, -2) @ w)[..., 0]), root * w[..., 0]
+        value, corrections = share * (b - (z.transpose(-1, -2) @ w)[..., 0]), root * w[..., 0]
     else:
         s = (root * source)[..., None]
         w = torch.cholesky_solve(s, factor)
-        value, tilted = share * (z.transpose(-1, -2) @ w)[..., 0], root * (s - w)[..., 0]
+        value, corrections = share * (z.transpose(-1, -2) @ w)[..., 0], root * (s - w)[..., 0]
     residual = None
     if checked:
-        left = right - (away.transpose(-1, -2) @ tilted[..., None])[..., 0] - ridge * value
+        left = right - (away.transpose(-1, -2) @ corrections[..., None])[..., 0] - ridge * value
         size = torch.linalg.vector_norm(right, dim=-1)
         residual = torch.linalg.vector_norm(left, dim=-1) / torch.where(size > 0, size, 1)
     pivots = factor.diagonal(dim1=-2, dim2=-1)
     most = torch.finfo(gram.dtype).eps ** -0.5
     sound = (info == 0) & (pivots.amax(-1) < most) & torch.isfinite(value).all(-1)
-    return Through(value, tilted, residual, sound)
+    return Through(value, corrections, residual, sound)
 
 
 def alone(weights: Tensor, away: Tensor, right: Tensor, ridge: Tensor) -> Solved:
-    """Rows with weights [R, w] and y_j - m_i [R, w, D] by matrices of their own, by Cholesky."""
+    """Solve rows with weights [R, w] and y_j - m_i [R, w, D] by Cholesky factors of their own matrices."""
     spread = (away * weights[..., None]).transpose(-1, -2) @ away
     spread.diagonal(dim1=-2, dim2=-1).add_(ridge)
     return Cholesky().factor(spread, right, ridge)

@@ -1,5 +1,5 @@
-"""Degree 0 by blocks of queries: the forward pass keeps the row statistics, the backward pass computes the weights
-again from them, so that no threshold is searched twice. Both are torch custom operators: one node of a compiled graph.
+"""Degree 0 by blocks of queries. The forward pass keeps the row statistics, from which the backward pass computes the
+weights again without a second search for thresholds. Both are torch custom operators, one node of a compiled graph.
 
 Legend: as in `block_rows`.
 """
@@ -25,16 +25,16 @@ from .blocks import Work, new_marks
 def forward(
     q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, counted: bool, *call: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(output [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags int32 [B, H, Tq, FLAGS], index int64 [B, H, Tq, n],
-    marks bool [B, H, ceil(Tq / ROWS), ceil(Tk / COLUMNS)])."""
+    """Return (output [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags int32 [B, H, Tq, FLAGS], index int64
+    [B, H, Tq, n], marks bool [B, H, ceil(Tq / ROWS), ceil(Tk / COLUMNS)])."""
     return run(work_from(q, k, *call), q, k, v, given, counted)
 
 
-@torch.no_grad()  # off under autograd anyway, and to be off without it: the weightings ask
+@torch.no_grad()  # weightings check whether gradients are enabled
 def run(
     work: Work, q: Tensor, k: Tensor, v: Tensor, given: Tensor | None, counted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `forward` returns, of a call as it is."""
+    """Compute `forward` for a call given as `Work`."""
     rows = work.rows
     found = _outputs(q, k, v, rows)
     out, *statistics, active = map(flat, found)
@@ -77,7 +77,7 @@ def _(q, k, v, given, counted, mask, moved, runs, solver, spec, *_):  # type: ig
 )
 def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the row parameters [P, B, H, Tq]."""
-    with torch.no_grad(), full_precision(grad.device.type):  # backward() may be called where autocast is on
+    with torch.no_grad(), full_precision(grad.device.type):  # backward() may run under autocast
         q, k, v, given, *statistics = arguments[:8]
         *kept, active = map(flat, statistics)
         return _backward_blocks(work_from(q, k, *arguments[8:]), grad, q, k, v, given, kept, active)
@@ -105,7 +105,7 @@ def _backward_blocks(
         own = tuple(block.rows(x) for x in kept)
         g = block.rows(grad) @ block.columns(v).transpose(-1, -2)
         z, params = block.scores(q, k), block.params(given)
-        p, dz, dparams = rows.derive(block, z, g, placed(block, own), params, work.names)
+        p, dz, dparams = rows.derive(block, z, g, placed(block, own), params, None, None)
         del z, g
         block.add_columns(dv, block.rows(grad), p)
         for row, part in zip(dgiven, dparams, strict=True):

@@ -1,8 +1,8 @@
 """Degree 1 by blocks of queries: Local Linear Attention in the covariance form, with any weighting, in Theta(n d)
 memory.
 
-Forward, for a block's weights p and coordinates y of the keys (moved so that the mean of the keys that all its queries
-see is their origin: an identity that keeps the products small, decided by nothing that a query does not see):
+Forward, for the weights p of a block and coordinates y of the keys. The origin of y is the mean of the keys that all
+queries of the block see, which keeps the products small and depends only on keys that every query sees:
 
     m_i = sum_j p_ij y_j,   A_i t_i = x_i - m_i,   a_ij = 1 + (y_j - m_i) . t_i,   o_i = sum_j p_ij a_ij v_j
 
@@ -12,8 +12,8 @@ Backward, for g_i = dL/do_i, gamma_ij = g_i . v_j and gammabar_i = sum_j p_ij ga
     dL/dp_ij = a_ij b_ij up to a constant of the row,   dL/dx = u,   dL/dridge_i = -t_i u_i
     dL/dy_j = sum_i p_ij (b_ij t_i - a_ij u_i),   dL/dv_j = sum_i p_ij a_ij g_i
 
-and from dL/dp to scores by the weighting's own derivative. An absolute ridge, divided by the kernel weight M_i, adds
-dL/dlog M_i = ridge_i t_i . u_i. Where t is given (the solver `Learned`), u is 0.
+and from dL/dp to scores by the derivative of the weighting. An absolute ridge, divided by the kernel weight M_i, adds
+dL/dlog M_i = ridge_i t_i . u_i. If t is given (the solver `Learned`), u is 0.
 
 Legend: as in `block_rows`; x, y [.., D] coordinates of queries and keys.
 """
@@ -28,24 +28,36 @@ import torch
 from torch import Tensor
 
 from ...grammar import SolveStatus, Spec
-from ...grammar.systems import unit
+from ...grammar.systems import Solved, unit
 from ...precision import full_precision
 from ..diagnostics import negative_part
 from ..local_regression import relative
-from .block_rows import DESCRIBED, FLAGS, FLOATS, Rows, flat, flat_params, placed, refuse, rows_of, unpack, work_from
+from .block_rows import (
+    DESCRIBED,
+    FLAGS,
+    FLOATS,
+    Kept,
+    Rows,
+    flat,
+    flat_params,
+    placed,
+    refuse,
+    rows_of,
+    unpack,
+    work_from,
+)
 from .blocks import COLUMNS, Block, Work
 from .few_rows import ROWS, FewRows
 from .weighted_rows import WeightedRows
 
 ELEMENTS = 2**19
-"""Pairs of a query and a key worked on at a time: of two heads up to 2048 keys, since threads share heads better than a
-product with 128 rows."""
+"""Query-key pairs of a block: two heads at 2048 keys, since threads split heads better than products of 128 rows."""
 STATISTICS = ("iterations", "residual", "jitter")
-"""Of the solver, a row; the negative mass of the row's weights stands behind them."""
+"""Statistics of the solver per row. The negative mass of the row's weights follows them."""
 
 
 class Tensors(NamedTuple):
-    """What both passes read, with B x H flattened: x, y coordinates; `ridge` [N, Tq, 1 or D] and `probe` or None."""
+    """Inputs of both passes, with B x H flattened: x, y coordinates; `ridge` [N, Tq, 1 or D] and `probe` or None."""
 
     q: Tensor
     k: Tensor
@@ -59,7 +71,7 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """One call: its sentence, rows, and the ridge where that is a number."""
+    """One call: its spec, its `Rows`, and the ridge if that is a number."""
 
     spec: Spec
     rows: Rows
@@ -67,11 +79,11 @@ class Model:
 
     @property
     def elements(self) -> int:
-        """Pairs of a block at most."""
+        """Maximum number of query-key pairs of a block."""
         return max(self.rows.elements, min(ELEMENTS, 2 * self.rows.elements))
 
-    def ridge(self, block: Block, tensors: Tensors, kept: tuple[Tensor, Tensor, Tensor]) -> float | Tensor:
-        """Relative to the kernel weight: a number or [n, q, 1 or D]."""
+    def ridge(self, block: Block, tensors: Tensors, kept: Kept) -> float | Tensor:
+        """Return the ridge relative to the kernel weight: a number or [n, q, 1 or D]."""
         ridge = self.number if tensors.ridge is None else block.rows(tensors.ridge)
         if self.spec.ridge_mode == "relative":
             return ridge
@@ -79,18 +91,18 @@ class Model:
         return relative(ridge, self.spec.weighting.log_mass(unpack(*kept), params))  # type: ignore[attr-defined]
 
     def fit(self, block: Block, p: Tensor, tensors: Tensors, ridge: float | Tensor) -> tuple[WeightedRows, Tensor]:
-        """The systems of weighted rows, and their right sides."""
+        """Return the systems of the rows, and their right sides."""
         y, common = block.columns(tensors.y), block.common(p.device)
         probe = None if tensors.probe is None else block.rows(tensors.probe)
         few = p.shape[1] <= ROWS and self.spec.solver.name in ("auto", "cholesky")
         fewest, most = _seen(block, y)
-        # Where a row may see fewer keys than there are coordinates, the part of q - m that no key spans makes t as long
-        # as 1 / ridge, beside which float32 would round away the rest, all that counts.
+        # If a row sees fewer keys than coordinates, the part of q - m outside their span makes t as long as 1 / ridge.
+        # float32 would then round away the rest, which is all that matters for the output.
         wide = torch.float64 if fewest < y.shape[-1] or y.shape[-2] <= 2 * y.shape[-1] else p.dtype
         probe = None if probe is None else probe.to(wide)
         ridge = ridge.to(wide) if isinstance(ridge, Tensor) else ridge
         sparse = self._sparse or most <= y.shape[-1]
-        if wide != p.dtype:  # or the mean would lie outside what the keys span, by an eps that 1 / ridge makes large
+        if wide != p.dtype:  # else rounding moves the mean out of the span, which 1 / ridge amplifies
             p = p.to(wide)
             total = p.sum(-1, keepdim=True)
             p = p / torch.where(total > 0, total, 1)
@@ -99,14 +111,19 @@ class Model:
             system.raise_ridge()
         return system, block.rows(tensors.x).to(wide) - system.origin - system.mean
 
+    def solve(self, system: WeightedRows, right: Tensor) -> tuple[Solved, Tensor]:
+        """Solve for right sides divided by powers of two [n, q, 1], which are returned too."""
+        size = unit(right) if system.probe is None else torch.ones_like(right[..., :1])
+        return self.spec.solver.solve(system, right / size), size
+
     @property
     def _sparse(self) -> bool:
-        """Whether weights vanish by the sentence."""
+        """Whether weights can be zero under the spec."""
         return getattr(self.spec.kernel, "compact", False) or self.spec.bandwidth.name != "fixed"
 
 
 def _seen(block: Block, y: Tensor) -> tuple[int, int]:
-    """The fewest and the most keys that position lets a query of the block see that sees any."""
+    """Return the fewest and the most keys that positions allow a query of the block to see, empty rows left out."""
     if not block.work.visible.positional:
         return y.shape[-2], y.shape[-2]
     low, high = block.bounds(y.device)
@@ -124,14 +141,14 @@ TENSORS = "Tensor q, Tensor k, Tensor v, Tensor x, Tensor y, Tensor? ridge, Tens
     schema=f"({TENSORS}, float number, bool counted, {DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(output [B, H, Tq, Dv], t [B, H, Tq, D], STATISTICS and the negative mass [B, H, Tq, 4], and of the rows floats,
-    flags, the last of which is the solver's status, and index)."""
+    """Return (output [B, H, Tq, Dv], t [B, H, Tq, D], STATISTICS and the negative mass [B, H, Tq, 4], floats, flags
+    with the solver's status as the last, index)."""
     return run(work_from(*arguments[:2], *arguments[10:]), *arguments[:10])
 
 
 @torch.no_grad()
 def run(work: Work, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what `forward` does, of a call as it is."""
+    """Compute `forward` for a call given as `Work`."""
     *given, number, counted = arguments
     found = _outputs(given[0], given[2], given[3], work.rows)
     _forward_blocks(work, Model(work.spec, work.rows, number), _flattened(*given), counted, [flat(z) for z in found])
@@ -167,12 +184,11 @@ def _forward_blocks(work: Work, model: Model, tensors: Tensors, counted: bool, f
             block.rows(whole).copy_(part)
         system, right = model.fit(block, p, tensors, model.ridge(block, tensors, kept))
         system.counted = counted
-        size = unit(right) if tensors.probe is None else torch.ones_like(right[..., :1])
-        solved = model.spec.solver.solve(system, right / size)
+        solved, size = model.solve(system, right)
         block.rows(slope).copy_(solved.value * size)
-        block.rows(flags)[..., FLAGS].copy_(system.told(solved.status))
+        block.rows(flags)[..., FLAGS].copy_(system.reported_status(solved.status))
         failed = failed or _unconverged(solved.status)
-        weights = torch.addcmul(system.p, system.tilted(solved.value), size).to(p.dtype)
+        weights = torch.addcmul(system.p, system.corrections(solved.value), size).to(p.dtype)
         if counted:
             kept_here = [*(solved.statistics[name] for name in STATISTICS), negative_part(weights)]
             block.rows(statistics).copy_(torch.stack(kept_here, -1))
@@ -187,10 +203,10 @@ def _unconverged(status: Tensor) -> bool:
 
 def _warn(when: str, spec: Spec) -> None:
     if getattr(spec.solver, "max_iter", None) == 0:
-        return  # asked for: the local constant model
+        return  # the caller wants the local constant model
     warnings.warn(
         f"local linear attention: some systems did not converge in the {when} pass ({spec}); return_diagnostics=True "
-        f"says which; give a larger ridge, more max_iter, a larger tol, or solver=cholesky.",
+        f"says which; use a larger ridge, max_iter or tol, or solver=cholesky.",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -208,8 +224,8 @@ def _(q, k, v, x, y, ridge, probe, given, number, counted, mask, moved, runs, so
     f"{DESCRIBED}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, x, y, ridge [.., 1 or D], probe, and of the row parameters [P, B, H, Tq]."""
-    with torch.no_grad(), full_precision(grad.device.type):  # backward() may be called where autocast is on
+    """Return the gradients of q, k, v, x, y, ridge [.., 1 or D], probe, and of the row parameters [P, B, H, Tq]."""
+    with torch.no_grad(), full_precision(grad.device.type):  # backward() may run under autocast
         (q, k, v, x, y, ridge, probe, _), (slope, *rest, number) = arguments[:8], arguments[8:13]
         floats, flags, index = rest
         work = work_from(q, k, *arguments[13:])
@@ -226,7 +242,7 @@ def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Ten
 def _gradients(
     q: Tensor, x: Tensor, ridge: Tensor | None, probe: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Zeros for q, x, ridge, probe and row parameters."""
+    """Return zeros for the gradients of q, x, ridge, probe and row parameters."""
     rows = q.shape[:3]
     return (
         torch.zeros_like(q, memory_format=torch.contiguous_format),
@@ -243,7 +259,7 @@ def _backward_blocks(
     tensors: Tensors,
     grad: Tensor,
     slope: Tensor,
-    kept: tuple[Tensor, Tensor, Tensor],
+    kept: Kept,
     found: tuple[Tensor, ...],
     turned: list[Tensor],
 ) -> None:
@@ -265,9 +281,8 @@ def _backward_blocks(
         a = system.slopes(t).add_(1)
         block.add_columns(dv, g, a * weights)
         if tensors.probe is None:
-            size = unit(right)
-            system.source = gamma / size if system.sparse else None  # a block of pairs, for `by_row` alone
-            solved = model.spec.solver.solve(system, right / size)
+            system.source = gamma / unit(right) if system.sparse else None  # one value per pair, for `by_row` alone
+            solved, size = model.solve(system, right)
             failed = failed or _unconverged(solved.status)
             u = solved.value * size
             block.rows(dx).copy_(u)
@@ -275,7 +290,7 @@ def _backward_blocks(
             u = torch.zeros_like(t)
             block.rows(dprobe).copy_(-right)
         dp = _weight_gradient(block, model, system, (t, u), (a, gamma), dy).to(p.dtype)
-        dp = block.hide(dp, fill=0.0)  # a large hidden key may have made it infinite, which a slope of 0 would not undo
+        dp = block.hide(dp, fill=0.0)  # a large masked key can make it infinite, and infinity times a slope of 0 is NaN
         lost, share = t * u, None
         if model.spec.ridge_mode == "absolute":
             lost = lost if system.raised is None else torch.where(system.raised, 0, lost)
@@ -284,7 +299,7 @@ def _backward_blocks(
         if dridge.shape[-1]:
             block.rows(dridge).copy_(-lost if dridge.shape[-1] > 1 else -lost.sum(-1, keepdim=True))
         del system, weights, a, gamma
-        _, dz, dparams = rows.derive(block, z, dp, placed(block, own), params, work.names, share, p)
+        _, dz, dparams = rows.derive(block, z, dp, placed(block, own), params, share, p)
         for row, part in zip(dgiven, dparams, strict=True):
             block.rows(row).copy_(part)
         block.rows(dq).copy_(dz @ block.columns(tensors.k))
@@ -301,8 +316,8 @@ def _weight_gradient(
     pairs: tuple[Tensor, Tensor],
     dy: Tensor,
 ) -> Tensor:
-    """dL/dp [n, q, w] up to a constant of every row, and dL/dy into `dy`: from t and u, and from a and
-    gamma - gammabar, which are overwritten."""
+    """Return dL/dp [n, q, w] up to a constant per row, and add dL/dy to `dy`. `solved` holds t and u; `pairs` holds a
+    and gamma - gammabar, which are overwritten."""
     (t, u), (a, gamma), p = solved, pairs, system.p
     blocks = model.spec.solver.blocks if model.spec.solver.name == "block-diagonal" else 1
     if system.probe is not None:
@@ -313,10 +328,10 @@ def _weight_gradient(
         block.add_columns(dy, t, gamma * p)
         block.add_columns(dy, u, (a * p).neg_())
         return a.mul_(gamma)
-    cross, pulled = system.cross(t, u, blocks or t.shape[-1])
+    cross, by_keys = system.cross(t, u, blocks or t.shape[-1])
     block.add_columns(dy, t, gamma * p)
     block.add_columns(dy, u, -p)
-    block.add_rows(dy, pulled.neg_())
+    block.add_rows(dy, by_keys.neg_())
     return a.mul_(gamma).sub_(system.slopes(u)).sub_(cross)
 
 

@@ -1,4 +1,4 @@
-"""The local linear model's systems for a block of weighted rows, applied without being formed, or formed by products
+"""The systems of the local linear model for a block of rows, applied without forming matrices, or formed by products
 over all rows at once:
 
     A_i = sum_j p_ij (y_j - m_i)(y_j - m_i)^T + ridge_i,   m_i = sum_j p_ij y_j
@@ -15,31 +15,30 @@ from ...grammar.systems import Solved, SolveStatus
 from . import live_rows
 
 NUMBERS = 2**21
-"""Of products of coordinates, made at a time."""
+"""Maximum number of products of coordinates in memory."""
 FEW = 2**20
-"""Numbers up to which every row gets keys of its own, centred at its own mean."""
+"""Up to this size, keys are centred at the mean of every row."""
 
 
 class WeightedRows:
     """The systems of one block.
 
     Args:
-        p: weights [n, q, w], each row's sum 1 or 0.
+        p: weights [n, q, w]; every row sums to 1 or 0.
         y: coordinates of the keys [n, w, D].
-        common: boolean [n, w], the keys that every row sees. Their mean is made the origin.
+        common: boolean [n, w], the keys that every row sees. Their mean becomes the origin.
         ridge: a number, or [n, q, 1 or D].
         probe: [n, q, D] or None.
-        fewest: keys that position lets a row see that sees any.
-        sparse: whether weights vanish, so that rows may have few keys.
+        fewest: fewest keys that positions allow a non-empty row to see.
+        sparse: whether weights can be zero, so that rows may have few keys.
 
     Attributes:
         origin: [n, 1, D].
-        y: from the origin, as `mean` = p y [n, q, D] is.
-        source: [n, q, w], where the right sides are sum_j p_ij source_ij y_j with sum_j p_ij source_ij = 0.
+        y: relative to the origin, as is `mean` = p y [n, q, D].
+        source: [n, q, w] if the right sides are sum_j p_ij source_ij y_j with sum_j p_ij source_ij = 0, else None.
+        counted: whether residuals are wanted.
+        raised: where `raise_ridge` changed the ridge, or None.
     """
-
-    counted = True
-    """Whether residuals are asked for."""
 
     def __init__(
         self,
@@ -52,38 +51,42 @@ class WeightedRows:
         sparse: bool = False,
     ) -> None:
         self.p, self.ridge, self.probe = p, ridge, probe
-        self.fewest, self.sparse = fewest, sparse
+        self.fewest, self.sparse, self.counted = fewest, sparse, True
         self.raised: Tensor | None = None
+        self.source: Tensor | None = None
+        self._last: tuple[Tensor, Tensor] | None = None
+        self._set_keys(y, common)
+
+    def _set_keys(self, y: Tensor, common: Tensor) -> None:
+        p = self.p
         self.share = common / common.sum(-1, keepdim=True).clamp(min=1).to(p.dtype)
         self.origin = self.share[:, None] @ y
         self.y = y - self.origin
         self.mean = p @ self.y
-        self._last: tuple[Tensor, Tensor] | None = None
-        self.source: Tensor | None = None
 
     def slopes(self, x: Tensor) -> Tensor:
-        """(y_j - m_i) . x_i [n, q, w]."""
+        """Return (y_j - m_i) . x_i [n, q, w]."""
         away = (self.mean * x).sum(-1, keepdim=True)
         return torch.baddbmm(away, x, self.y.transpose(-1, -2), beta=-1)
 
     def apply(self, x: Tensor) -> Tensor:
-        # The mean is taken off before the second product, where it would cancel anyway: weights times slopes sum to 0.
-        tilted = self.slopes(x).mul_(self.p)
-        self._last = (x, tilted)
-        image = torch.bmm(tilted, self.y)
+        # No mean in the second product: it would cancel, since weights times slopes sum to 0.
+        corrections = self.slopes(x).mul_(self.p)
+        self._last = (x, corrections)
+        image = torch.bmm(corrections, self.y)
         return image.add_(x, alpha=self.ridge) if isinstance(self.ridge, float) else image.addcmul_(self.ridge, x)
 
-    def tilted(self, x: Tensor) -> Tensor:
-        """p_ij (y_j - m_i) . x_i [n, q, w] for the solution x of the last solve, as that left it where it did."""
+    def corrections(self, x: Tensor) -> Tensor:
+        """Return p_ij (y_j - m_i) . x_i [n, q, w] for the solution x of the last solve, from memory if it is there."""
         last, self._last = self._last, None
         return last[1] if last is not None and last[0] is x else self.slopes(x).mul_(self.p)
 
     def by_row(self, right: Tensor) -> Solved:
-        """Every row by itself (`live_rows`); `tilted` then knows the slopes."""
+        """Solve every row separately (`live_rows`)."""
         n, q, w = self.p.shape
         flat, means = right.flatten(0, 1), self.mean.flatten(0, 1)
         sources = None if self.source is None else self.source.flatten(0, 1)
-        p, value, tilted = self.p.flatten(0, 1), torch.zeros_like(flat), self.p.new_zeros(n * q, w)
+        p, value, corrections = self.p.flatten(0, 1), torch.zeros_like(flat), self.p.new_zeros(n * q, w)
         residual, jitter = flat.new_zeros(n * q), flat.new_zeros(n * q)
         status, left = torch.zeros_like(residual, dtype=torch.int32), torch.ones_like(residual, dtype=torch.bool)
         dim = flat.shape[-1]
@@ -94,37 +97,39 @@ class WeightedRows:
             value[rows], left[rows] = found.value, ~found.sound
             if found.residual is not None:
                 residual[rows] = found.residual
-            tilted[rows] = tilted.new_zeros(rows.shape[0], w).scatter_add_(1, index, found.tilted)  # padding adds 0
+            corrections[rows] = corrections.new_zeros(rows.shape[0], w).scatter_add_(
+                1, index, found.corrections
+            )  # padding adds 0
         for rows in live_rows.parts(left.nonzero()[:, 0], w * dim):
             away = self._keys((rows // q)[:, None] * w + torch.arange(w, device=rows.device)) - means[rows, None]
             found_here = live_rows.alone(p[rows], away, flat[rows], self._ridge_of(rows))
             value[rows], status[rows] = found_here.value, found_here.status
             residual[rows], jitter[rows] = (found_here.statistics[name] for name in ("residual", "jitter"))
-            tilted[rows] = (away @ found_here.value[..., None])[..., 0] * p[rows]
+            corrections[rows] = (away @ found_here.value[..., None])[..., 0] * p[rows]
         solution = value.view_as(right)
-        self._last = (solution, tilted.view(n, q, w))
+        self._last = (solution, corrections.view(n, q, w))
         statistics = {"iterations": torch.zeros_like(residual), "residual": residual, "jitter": jitter}
         return Solved(solution, status.view(n, q), {name: x.view(n, q) for name, x in statistics.items()})
 
     def _keys(self, at: Tensor) -> Tensor:
-        """Coordinates of keys at flat positions among [n w]."""
+        """Return the coordinates of keys at flat positions among [n w]."""
         return self.y.flatten(0, 1)[at]
 
     def _ridge_of(self, rows: Tensor) -> Tensor:
-        """[R, 1 or D]."""
+        """Return the ridge of rows: [R, 1 or D]."""
         if isinstance(self.ridge, Tensor):
             return self.ridge.expand(*self.mean.shape[:2], self.ridge.shape[-1]).flatten(0, 1)[rows]
         return self.mean.new_full((rows.shape[0], 1), self.ridge)
 
     def raise_ridge(self) -> None:
-        """A ridge below what rounding leaves of the covariance is raised to it: an absolute one may be nothing beside
-        the kernel weight, and slopes in units of 1 / ridge would then be made of rounding errors."""
+        """Raise the ridge to the rounding error of the covariance. An absolute ridge can be negligible beside the
+        kernel weight, and slopes in units of 1 / ridge would then be rounding errors."""
         floor = 4 * torch.finfo(self.p.dtype).eps * (self.p @ self.y.square().sum(-1, keepdim=True))
         self.raised = floor > self.ridge
         self.ridge = torch.where(self.raised, floor, self.ridge)
 
-    def told(self, status: Tensor) -> Tensor:
-        """The status [n, q] of a solution, JITTER where a ridge was raised."""
+    def reported_status(self, status: Tensor) -> Tensor:
+        """Return the status [n, q] of a solution, JITTER where a ridge was raised."""
         if self.raised is None:
             return status
         return torch.where(self.raised.any(-1) & (status == 0), int(SolveStatus.JITTER), status)
@@ -158,21 +163,24 @@ class WeightedRows:
         return found
 
     def _pairs(self, blocks: int) -> tuple[Tensor, Tensor]:
-        """Both coordinates of all entries [g s s] of the diagonal blocks."""
+        """Return both coordinates of all entries [g s s] of the diagonal blocks."""
         at = torch.arange(self.y.shape[-1], device=self.p.device).unflatten(0, (blocks, -1))
         first, second = torch.broadcast_tensors(at[:, :, None], at[:, None, :])
         return first.flatten(), second.flatten()
 
     def cross(self, t: Tensor, u: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-        """What the covariance's diagonal blocks hand back of L, given dL/dC = -u t^T: with the slopes e and f of t and
-        u in the coordinates of a block b, (sum_b e_b f_b [n, q, w], sum_i p_ij sum_b (f_b t_b + e_b u_b) [n, w, D])."""
+        """Return the derivatives through the diagonal blocks of the covariance by p and by y, given dL/dC = -u t^T.
+
+        With the slopes e and f of t and u in the coordinates of a block b, these are sum_b e_b f_b [n, q, w] and
+        sum_i p_ij sum_b (f_b t_b + e_b u_b) [n, w, D].
+        """
         first, second = self._pairs(blocks)
         size = t.shape[-1] // blocks
         both = t[..., first] * u[..., second] + t[..., second] * u[..., first]  # [n, q, g s s], symmetric in a block
         parts = both.unflatten(-1, (blocks, size, size))
         moved = (parts @ self.mean.unflatten(-1, (blocks, size))[..., None]).flatten(-3)
         cross = 0.5 * (self.mean * moved).sum(-1, keepdim=True) - moved @ self.y.transpose(-1, -2)
-        pulled = -(self.p.transpose(-1, -2) @ moved)
+        by_keys = -(self.p.transpose(-1, -2) @ moved)
         n, _, w = self.p.shape
         chunk = max(64, NUMBERS // (n * first.shape[0]))
         for start in range(0, w, chunk):
@@ -180,11 +188,11 @@ class WeightedRows:
             y = self.y[:, at]
             cross[..., at].add_(both @ (y[..., first] * y[..., second]).transpose(-1, -2), alpha=0.5)
             sums = (self.p[..., at].transpose(-1, -2) @ both).unflatten(-1, (blocks, size, size))
-            pulled[:, at] += (sums @ y.unflatten(-1, (blocks, size))[..., None]).flatten(-3)
-        return cross, pulled
+            by_keys[:, at] += (sums @ y.unflatten(-1, (blocks, size))[..., None]).flatten(-3)
+        return cross, by_keys
 
     def _moments(self, first: Tensor, second: Tensor) -> Tensor:
-        """Covariances of coordinates `first` and `second` [n, q, pairs], by products over chunks of keys."""
+        """Return the covariances of coordinates `first` and `second` [n, q, pairs], by products over chunks of keys."""
         n, _, w = self.p.shape
         found = self.mean[..., first].mul_(self.mean[..., second]).neg_()
         chunk = max(64, NUMBERS // (n * first.shape[0]))
@@ -194,8 +202,8 @@ class WeightedRows:
         return found
 
     def near(self) -> Tensor:
-        """The covariance of the keys that every row sees, each counting the same, with the ridge, or where rows have
-        their own, which are nobody else's matter, a hundredth of the mean variance."""
+        """Return the unweighted covariance of the keys that every row sees, plus the ridge. If rows have their own
+        ridges, add a hundredth of the mean variance instead, since rows must not depend on each other."""
         away = self.y - self.share[:, None] @ self.y
         spread = (away * self.share[..., None]).transpose(-1, -2) @ away
         diagonal = spread.diagonal(dim1=-2, dim2=-1)

@@ -63,8 +63,9 @@ def seal(folder: Path) -> None:
     write_atomically(folder / MANIFEST, json.dumps({**step, "files": listed}, indent=1))
 
 
-def fault(folder: Path) -> str | None:
-    """Return why a checkpoint or a sealed model cannot be used, or None if it is complete and unchanged."""
+def fault(folder: Path, *, tokenizer: bool = True) -> str | None:
+    """Return why a checkpoint or a sealed model cannot be used, or None if it is complete and unchanged. Without
+    `tokenizer` there need be none."""
     try:
         if regular_size(folder / MANIFEST, links=False) > _MOST_MANIFEST:
             return f"{MANIFEST} cannot be read"
@@ -78,12 +79,15 @@ def fault(folder: Path) -> str | None:
     is_checkpoint = _NAME.fullmatch(folder.name) is not None
     if is_checkpoint and (step != step_of(folder) or isinstance(step, bool)):
         return f"{MANIFEST} belongs to step {step!r}"
-    return _not_listed(folder, listed, is_checkpoint) or _differing(folder, listed)
+    needed = _OF_CHECKPOINT if is_checkpoint else _OF_MODEL if tokenizer else _OF_MODEL[:2]
+    return _not_listed(folder, listed, needed, is_checkpoint) or _differing(folder, listed)
 
 
-def _not_listed(folder: Path, listed: dict[str, tuple[object, object]], is_checkpoint: bool) -> str | None:
+def _not_listed(
+    folder: Path, listed: dict[str, tuple[object, object]], needed: tuple[tuple[str, ...], ...], is_checkpoint: bool
+) -> str | None:
     """Return which file is missing from a seal or should not be in it, or None."""
-    for patterns in _OF_CHECKPOINT if is_checkpoint else _OF_MODEL:
+    for patterns in needed:
         if not any(fnmatchcase(name, pattern) for name in listed for pattern in patterns):
             return f"{MANIFEST} does not list {patterns[0]}"
     odd = next((name for name in listed if not is_plain_name(name)), None)

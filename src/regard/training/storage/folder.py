@@ -13,6 +13,7 @@ run.lock         locked while a run writes to the folder
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -73,8 +74,24 @@ def _check_links(out: Path, call: str) -> None:
         require(not path.is_symlink(), call, message)
 
 
-def begin(config: TrainConfig, text: Text, tokenizer: PreTrainedTokenizerBase, *, call: str) -> None:
+def text_source(text: Text) -> dict[str, Any]:
+    """Return what `run.json` says of a text."""
+    size = {"characters": len(text.content), "bytes": len(text.content.encode())}
+    return {"path": str(text.path), "sha256": text.sha256, "files": text.files, **size}
+
+
+def task_source(name: str, settings: str) -> dict[str, Any]:
+    """Return what `run.json` says of a task."""
+    return {"path": f"task {name}", "sha256": hashlib.sha256(settings.encode()).hexdigest(), "settings": settings}
+
+
+def begin(config: TrainConfig, source: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, *, call: str) -> None:
     """Create the folder, or delete the run in it if the config says so, and write the files that will not change.
+
+    Args:
+        config: of the run.
+        source: what was trained on, `text_source` or `task_source`.
+        tokenizer: of a text.
 
     Raises:
         ArgumentError: the folder cannot be written.
@@ -84,18 +101,18 @@ def begin(config: TrainConfig, text: Text, tokenizer: PreTrainedTokenizerBase, *
 
     from ..._version import __version__
 
-    out, size = config.out, {"characters": len(text.content), "bytes": len(text.content.encode())}
+    out = config.out
     versions = {"regard": __version__, "python": platform.python_version()}
     versions |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    source = {"path": str(text.path), "sha256": text.sha256, "files": text.files, **size}
     try:
         if config.overwrite and _holds_run(out):
             _delete_run(out)
         out.mkdir(parents=True, exist_ok=True)
-        tokenizer.save_pretrained(out / "tokenizer")
-        saved = replace(config, data=text.path, resume=False, overwrite=False)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(out / "tokenizer")
+        saved = replace(config, resume=False, overwrite=False)
         write_atomically(out / "config.json", json.dumps(to_mapping(saved), indent=1))
-        files = [out / "config.json", *sorted(path for path in (out / "tokenizer").iterdir() if path.is_file())]
+        files = [out / "config.json", *sorted(path for path in (out / "tokenizer").glob("*") if path.is_file())]
         digests = {path.relative_to(out).as_posix(): fingerprint(path) for path in files}  # these files do not change
         run = {"format": FORMAT, "versions": versions, "text": source, "files": digests}
         write_atomically(out / "run.json", json.dumps(run, indent=1))
@@ -201,14 +218,15 @@ def saved_tokenizer(out: Path, *, call: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def save_model(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Path:
+def save_model(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Path:
     """Write `model/` completely, or raise TrainingStopped and write nothing."""
     final, temporary = out / "model", out / "model.tmp"
     try:
         with writing(final, out):
             shutil.rmtree(temporary, ignore_errors=True)
             model.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temporary)
             seal(temporary)
             if final.exists():
                 shutil.rmtree(final)
@@ -216,6 +234,33 @@ def save_model(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizer
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return final
+
+
+def task_run(path: Path, *, call: str) -> TrainConfig | None:
+    """Return the config of the run in a folder if it is on a task, None for any other folder.
+
+    Raises:
+        ArgumentError: as `saved_config`.
+    """
+    config = saved_config(path, call=call) if (path / "run.json").is_file() else None
+    return config if config is not None and config.task is not None else None
+
+
+def load_task_model(path: Path, *, call: str) -> PreTrainedModel:
+    """Return the model of a run on a task.
+
+    Raises:
+        ArgumentError: the run has saved no model, or one that cannot be read or differs from its seal.
+    """
+    from ..quiet import quiet_transformers
+    from .saved_model import read_model
+
+    folder = path / "model"
+    require(folder.is_dir(), call, f"the run in {path} has saved no model yet; it is saved when the run ends.")
+    reason = fault(folder, tokenizer=False)
+    require(reason is None, call, f"the model in {folder} is damaged: {reason}; train it again with --overwrite.")
+    with quiet_transformers():
+        return read_model(folder, call=call)
 
 
 def load_model(path: Path, *, call: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -231,6 +276,8 @@ def load_model(path: Path, *, call: str) -> tuple[PreTrainedModel, PreTrainedTok
     from ..quiet import quiet_transformers
     from .saved_model import read_model
 
+    if path.is_dir() and task_run(path, call=call) is not None:
+        raise ArgumentError(f"{call}: the run in {path} is on a task, which has no text; `regard eval` scores it.")
     folder = _model_folder(path, call)
     reason = fault(folder) if (folder / MANIFEST).exists() else None
     if reason is not None:

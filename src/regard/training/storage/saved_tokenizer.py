@@ -63,7 +63,7 @@ def _backend(path: Path, call: str) -> Tokenizer:
     require(most < _MOST_TOKENS, where, f"has a token of id {most}, expected less than {_MOST_TOKENS}.")
     require(len(set(vocabulary.values())) == len(vocabulary), where, "gives one id to several tokens.")
     words = table["model"].get("vocab", {})
-    require(len(words) == backend.get_vocab_size(with_added_tokens=False), where, "holds a token twice.")
+    require(len(words) == len(backend.get_vocab(with_added_tokens=False)), where, "holds a token twice.")
     for token in table.get("added_tokens", []):
         same = vocabulary.get(token["content"]) == token["id"]
         require(same, where, f"gives {token['content']!r} two ids, or its id {token['id']} to another token, too.")

@@ -19,21 +19,19 @@ from .lists import Lists, lists_of
 from .math import ANCHORED, SOFTMAX
 from .rows import padded
 
-SHIPPED = {
-    (64, 2): Tiles(64, 64, 4, 3),
-    (256, 2): Tiles(32, 32, 8, 1),
-    (64, 4): Tiles(32, 32, 8, 1),
-    (128, 4): Tiles(16, 32, 8, 1),
-    (256, 4): Tiles(16, 16, 8, 1),
-}
-DQ = TileTable("compact_dq", {**SHIPPED, (128, 2): Tiles(64, 64, 4, 2)}, [Tiles(64, 64, 8, 2), Tiles(64, 32, 4, 2)])
-DKV = TileTable("compact_dkv", {**SHIPPED, (128, 2): Tiles(64, 64, 8, 2)}, [Tiles(32, 64, 4, 3), Tiles(32, 64, 8, 2)])
+_WIDE = [(32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)]
+DQ = TileTable.by_width(
+    "compact_dq", [(64, 64, 4, 3), (64, 64, 4, 2), (32, 32, 8, 1)], _WIDE, [(64, 64, 8, 2), (64, 32, 4, 2)]
+)
+DKV = TileTable.by_width(
+    "compact_dkv", [(64, 64, 4, 3), (64, 64, 8, 2), (32, 32, 8, 1)], _WIDE, [(32, 64, 4, 3), (32, 64, 8, 2)]
+)
 NARROW = 32
-"""What streams past at most where products take their operands from registers: a wider block needs too many."""
+"""Most rows of a streamed block on devices whose products take operands from registers."""
 
 
 def _streamed(size: int) -> int:
-    """The rows of a streamed block on the current device."""
+    """Return the rows of a streamed block on the current device."""
     if interpreted():
         return size
     from triton.runtime import driver
@@ -43,7 +41,7 @@ def _streamed(size: int) -> int:
 
 
 class _Call(NamedTuple):
-    """A call of `backward`: what both its kernels are given."""
+    """What both kernels of a call are given."""
 
     floats: Tensor
     flags: Tensor
@@ -57,19 +55,18 @@ class _Call(NamedTuple):
     form: Form
 
     def by_queries(self, tiles: Tiles, table: Tensor, outs: tuple[Tensor, ...]) -> Tensor:
-        """Fill `table` and outs: dq, dfactor, dgiven. Which blocks of queries have a row where keys tie for the best,
-        uint8 [B x H, blocks], as many for every granule."""
+        """Fill `table` and outs (dq, dfactor, dgiven). Return which blocks of queries have a row with tied best keys,
+        uint8 [B x H, blocks], the same number for every granule."""
         queries = self.sizes[2]
         own = tiles.rows if self.soft else min(tiles.rows, self.granule[0])
         heads, blocks = self.sizes[4] // max(1, queries), -(-queries // own)
         padded = blocks if self.soft else -(-queries // self.granule[0]) * (self.granule[0] // own)
         ties = torch.zeros(heads, padded, dtype=torch.uint8, device=table.device)
         lists, form = self._lists(2, own, _streamed(tiles.keys), 1)
-        mask, *steps = self._mask()
         launch(
             compact_dq_kernel, (heads * blocks,), self.floats, self.flags, self.index, self.factor, self.matrices,
-            self.span.low, self.span.high, mask, lists.listed, lists.counts, table, ties, outs, *self.sizes[:4],
-            batch_stride(self.span.low), *steps, lists.rows, lists.length, padded, tiles=tiles, FORM=form,
+            *self.span[:2], self.span.mask, lists.listed, lists.counts, table, ties, outs, *self.sizes[:4],
+            *self.span.steps, lists.rows, lists.length, padded, tiles=tiles, FORM=form,
         )  # fmt: skip
         return ties
 
@@ -77,12 +74,11 @@ class _Call(NamedTuple):
         """Fill outs: dk, dv."""
         lists, form = self._lists(3, tiles.keys, _streamed(tiles.rows), self.sizes[1], ties)
         blocks = outs[0].shape[0] * outs[0].shape[1] * -(-self.sizes[3] // tiles.keys)
-        mask, *steps = self._mask()
         heads, _, queries, keys, _ = self.sizes
         launch(
             compact_dkv_kernel, (blocks,), self.floats, self.index, self.factor, self.matrices, self.span.first,
-            self.span.last, mask, lists.listed, lists.counts, table, outs, heads, queries, keys,
-            batch_stride(self.span.first), *steps, lists.rows, lists.length, tiles=tiles, FORM=form,
+            self.span.last, self.span.mask, lists.listed, lists.counts, table, outs, heads, queries, keys,
+            batch_stride(self.span.first), *self.span.mask_steps, lists.rows, lists.length, tiles=tiles, FORM=form,
         )  # fmt: skip
 
     @property
@@ -90,7 +86,7 @@ class _Call(NamedTuple):
         return self.form.rule == SOFTMAX.value
 
     def _lists(self, axis: int, own: int, tile: int, group: int, ties: Tensor | None = None) -> tuple[Lists, Form]:
-        """What streams past blocks of `own` owners along that axis of `live`, and the form of the kernel."""
+        """Return what streams past blocks of `own` owners along that axis of `live`, and the form of the kernel."""
         if self.soft:
             return Lists(None, None, 0, 0), self.form._replace(own=own, tile=tile, listed=0, split=1, group=group)
         own_granule, granule = self.granule if axis == 2 else self.granule[::-1]
@@ -100,61 +96,42 @@ class _Call(NamedTuple):
         lists = lists_of(self.live, *ends, self.form.masked, owners, sizes, listed, axis, group, flags)
         return lists, self.form._replace(own=own, tile=tile, listed=listed, split=granule // tile, group=group)
 
-    def _mask(self) -> tuple[Tensor | None, int, int]:
-        mask = self.span.mask
-        if mask is None:
-            return None, 0, 0
-        return mask, *(mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 1))
-
 
 def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    factor: Tensor | float,
-    span: Span,
-    floats: Tensor,
-    flags: Tensor,
-    index: Tensor,
-    tilt: Tensor,
-    live: Tensor,
-    granule: tuple[int, int],
-    rule: int,
-    r: int,
-    stand: int,
-    wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of one call.
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, span: Span, kept: tuple[Tensor, ...],
+    granule: tuple[int, int], rule: tuple[int, int, int], wanted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of one call.
 
     Args:
         grad: [B, H, Tq, Dv], dL/do.
         q, k, v: [B, H, Tq, D], [B, Hkv, Tk, D], [B, Hkv, Tk, Dv].
-        factor: of the dot products, to be scores: a number or float32 [B, H, Tq].
+        factor: factor of the dot products, a number or float32 [B, H, Tq].
         span: what each query sees.
-        floats, flags: row statistics, float32 [B, H, Tq, 6] and int32 [B, H, Tq, 3], as `block_rows` keeps them.
-        index: int32 [B, H, Tq, n]. Anchored: the first key with the best score, the last, how many there are; fixed: of
-            rows without a key in the bandwidth how many they see or, where the nearest stands in, which that is.
-        tilt: [B, H, Tq, Dv], sum_j B_j v_j: the output, for adaptive sum_j A_j v_j / sum_j A_j.
-        live: uint8 [B, H, blocks of queries, blocks of keys], whether any pair has weight; not read for softmax.
+        kept: floats float32 [B, H, Tq, 6] and flags int32 [B, H, Tq, 3], the row statistics of `block_rows`;
+            index int32 [B, H, Tq, n]: if anchored, the first key with the best score, the last, and how many there are;
+            if fixed, for rows without a key in the bandwidth, how many they see or which is nearest;
+            tilt [B, H, Tq, Dv], sum_j B_j v_j: the output, or if adaptive sum_j A_j v_j / sum_j A_j;
+            live uint8 [B, H, query blocks, key blocks], whether any pair has weight; not read for softmax.
         granule: queries and keys of these blocks, powers of two.
-        rule, r, stand: constants of `compact_math`, and the kernel's power.
+        rule: code of the rule, power of the kernel, and code of the fallback weights.
         wanted: whether the rule's number is a tensor.
 
     Returns:
-        dq, dk, dv like q, k, v; dfactor and dgiven float32 [B, H, Tq], or [0] where they are numbers.
+        dq, dk, dv like q, k, v; dfactor and dgiven float32 [B, H, Tq], or [0] if they are numbers.
 
-    Cost: 7 products of all live blocks, 2 above the least, as both kernels compute scores and dL/dp; float32
+    Cost: 7 products of all live blocks, 2 above the minimum, since both kernels compute scores and dL/dp; float32
     [4, B, H, Tq] and two bytes a pair of blocks.
     """
+    floats, flags, index, tilt, live = kept
     grad, q, k, v, tilt = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, tilt))
     (batch, heads, queries, dim), (key_heads, keys, value_dim) = q.shape, v.shape[1:]
-    factors, masked, soft = isinstance(factor, Tensor), span.mask is not None, rule == SOFTMAX.value
+    factors, masked, soft = isinstance(factor, Tensor), span.mask is not None, rule[0] == SOFTMAX.value
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     sizes = (heads, heads // max(1, key_heads), queries, keys, batch * heads * queries)
     every = (grad, q, k, v, tilt)
     widths, steps = (*padded(dim), *padded(value_dim)), tuple(x.stride(2) for x in every)
-    form = Form(rule, r, stand, *widths, 0, 0, 0, 0, 1, factors, masked, wanted, precision, steps)
+    form = Form(*rule, *widths, 0, 0, 0, 0, 1, factors, masked, wanted, precision, steps)
     matrices = tuple((x, x.stride(0), x.stride(1)) for x in every)
     by = factor.contiguous() if isinstance(factor, Tensor) else float(factor)
     call = _Call(floats, flags, index, by, matrices, span, live, granule, sizes, form)
@@ -164,7 +141,7 @@ def backward(
     dfactor, dgiven = (torch.empty(q.shape[:3] if some else (0,), **own) for some in (factors, wanted))
     table = torch.empty(*q.shape[:2], 2 if soft else 4, queries, **own)
     key, outs = (max(dim, value_dim), q.dtype), (dq, dfactor, dgiven)
-    flags_of = (rule, r, stand, factors, masked, wanted)
+    flags_of = (*rule, factors, masked, wanted)
     tiles = DQ.pick(*key, lambda tiles: call.by_queries(tiles, table, outs), flags_of)
     ties = call.by_queries(tiles, table, outs)
     tiles = DKV.pick(*key, lambda tiles: call.by_keys(tiles, table, ties, (dk, dv)), flags_of)

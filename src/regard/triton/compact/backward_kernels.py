@@ -1,13 +1,13 @@
 """Kernels for the gradients of compact attention and softmax: one by blocks of queries, one by blocks of keys.
 
-With g = mass^(-1/r) / reach of a row and a = [z - theta]_+ g, its weights are p = a^r and their slope by z is
+With g = mass^(-1/r) / reach of a row and a = [z - theta]_+ g, its weights are p = a^r, and their derivative by z is
 A = r g a^(r-1); for softmax A = p. Given G = dL/dp and rho = sum_j B_j G_j (`grammar.weighting`),
 
-    dL/dz_j = A_j (G_j - rho),    dL/d(margin or bias) = sum_j dL/dz_j,
+    dL/dz_j = A_j (G_j - rho),    dL/d(margin or bias) = sum_j dL/dz_j.
 
-and where the threshold hangs on the best key, those that tie for it take that sum away again in equal shares. Weights
-are computed again from the row statistics, and blocks without weight are not visited (`compact_lists`). The kernel by
-queries runs first and leaves theta, g, rho and the shares of the best keys in tables that the kernel by keys reads.
+If the threshold depends on the best key, the keys that tie for it subtract that sum in equal shares. Weights are
+recomputed from the row statistics, and blocks without weight are skipped (`lists`). The kernel by queries runs first
+and stores theta, g, rho and the shares of the best keys in tables for the kernel by keys.
 
 Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimensions.
 """
@@ -21,31 +21,32 @@ import triton.language as tl
 
 from ..runtime.blocks import load, load_block, load_span, seen, store_block
 from .lists import block_of, plan_of
-from .math import ANCHORED, FIXED, LOG2E, NEAREST, SOFTMAX, UNIFORM, cube_root, excess, lower_power
+from .math import ANCHORED, FIXED, LOG2E, NEAREST, SOFTMAX, UNIFORM, excess, lower_power, root
 
-NEAR = tl.constexpr(2.0**-19)  # relative distance from the best score within which rounding may have moved another best
+NEAR = tl.constexpr(2.0**-19)  # relative tolerance of scores that tie for the best
 GRAD, Q, K, V, TILT = (tl.constexpr(i) for i in range(5))  # matrices, in the order of their steps
-THETA, RHO, SCALE, EXTRA = (tl.constexpr(i) for i in range(4))  # tables; the last: shares of best keys, or stand-ins
+THETA, RHO, SCALE, EXTRA = (
+    tl.constexpr(i) for i in range(4)
+)  # tables; EXTRA: shares of best keys, or fallback weights
 LENGTHS = [
     "heads", "group", "range_step", "mask_batch", "mask_head", "list_rows", "list_length", "padded",
 ]  # fmt: skip
-"""What nothing is compiled for; of what stands in a tuple, Triton would compile for 1 and for multiples of 16. It does
-so for the numbers of queries and keys: knowing that they are such multiples saves registers, which at 128 features are
-short."""
+"""Parameters that the kernels are not specialised for. The numbers of queries and keys are not among them: to know that
+they are multiples of 16 saves registers, which are short at 128 features."""
 
 
 class Form(NamedTuple):
     """What a kernel is compiled for.
 
     Attributes:
-        rule, r, stand: as `backward` takes them.
+        rule, r, stand: code of the rule, power of the kernel, code of the fallback weights.
         dim, wide, value_dim, value_wide: D and Dv, each with the power of two that holds it.
-        own, tile: rows of a program's own block and of those that stream past.
+        own, tile: rows of a program's own block and of the streamed blocks.
         listed, split: owners of a list, 0 of a range; blocks of a listed number.
         group: heads that stream past an own block.
-        factors, masked, wanted: whether there are a factor a row, a mask over keys, and a gradient of the row numbers.
-        precision: of products.
-        steps: from one row to the next of grad, q, k, v, tilt; as constants they cost no registers.
+        factors, masked, wanted: whether rows have factors, there is a mask, and row numbers need gradients.
+        precision: precision of products.
+        steps: row strides of grad, q, k, v, tilt; as constants they take no registers.
     """
 
     rule: int
@@ -69,7 +70,7 @@ class Form(NamedTuple):
 
 @triton.jit
 def _tile(at, start, total, OF: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr, FORM: tl.constexpr):
-    """Rows [start, start + SIZE) of one of the matrices; 0 beyond `total` rows, which PART blocks alone reach."""
+    """Load rows [start, start + SIZE) of a matrix; 0 from row `total` on, which only PART blocks reach."""
     STEP: tl.constexpr = FORM.steps[OF]
     if OF == Q or OF == K:  # noqa: SIM109 - kernels have no "in"
         return load_block(at, start, STEP, total, SIZE, FORM.dim, FORM.wide, PART, STEP * SIZE >= 2**31)
@@ -79,27 +80,27 @@ def _tile(at, start, total, OF: tl.constexpr, SIZE: tl.constexpr, PART: tl.const
 
 @triton.jit
 def _line(at, start, total, other, SIZE: tl.constexpr, PART: tl.constexpr):
-    """Numbers of rows [start, start + SIZE); `other` of those beyond `total`, which PART blocks alone have."""
+    """Load numbers of rows [start, start + SIZE); `other` from row `total` on, which only PART blocks reach."""
     row = start + tl.arange(0, SIZE)
     return tl.load(at + row, mask=row < total, other=other) if PART else tl.load(at + row)
 
 
 @triton.jit
 def _of_head(matrix, batch, head):
-    """Where one head lies, of (base, strides of batch and head)."""
+    """Return where one head lies, from (base, strides of batch and head)."""
     return matrix[0] + batch * matrix[1] + head * matrix[2]
 
 
 @triton.jit
 def _tables_of(table, head, queries, FORM: tl.constexpr):
-    """Where the tables of a head lie, one behind the other."""
+    """Return where the tables of a head lie, one behind the other."""
     COUNT: tl.constexpr = 2 if FORM.rule == SOFTMAX else 4
     return table + head * queries * COUNT
 
 
 @triton.jit
 def _row_scales(floats, flags, line, inside, FORM: tl.constexpr):
-    """(theta, g) of rows, for softmax (log2 of the sum of exp z, 1). No weight where no key is in the bandwidth."""
+    """Return (theta, g) of rows, for softmax (log2 of the sum of exp z, 1). g is 0 if no key is in the bandwidth."""
     mass = tl.load(floats + line * 6 + 3, mask=inside, other=1.0)
     if FORM.rule == SOFTMAX:
         theta = tl.load(floats + line * 6, mask=inside, other=0.0) * LOG2E + tl.log2(mass)
@@ -108,18 +109,13 @@ def _row_scales(floats, flags, line, inside, FORM: tl.constexpr):
         theta = tl.load(floats + line * 6 + 1, mask=inside, other=0.0)
         reach = tl.load(floats + line * 6 + 2, mask=inside, other=1.0)
         none = tl.load(flags + line * 3, mask=inside, other=1) | tl.load(flags + line * 3 + 1, mask=inside, other=1)
-        root = mass
-        if FORM.r == 2:
-            root = tl.sqrt_rn(mass)
-        if FORM.r == 3:
-            root = cube_root(mass)
-        g = tl.where(none != 0, 0.0, 1 / (root * reach))
+        g = tl.where(none != 0, 0.0, 1 / (root(mass, FORM.r, True) * reach))
     return theta, g
 
 
 @triton.jit
 def _weights(dot, factor, theta, g, seen, PART: tl.constexpr, FORM: tl.constexpr):
-    """(weights, slopes / (r g)) of a tile of dot products; 0 where PART and not seen."""
+    """Return (weights, slopes / (r g)) of a tile of dot products; with PART, 0 for hidden pairs."""
     if FORM.rule == SOFTMAX:
         z = dot * (factor * LOG2E) - theta
         if PART:
@@ -138,7 +134,7 @@ def _weights(dot, factor, theta, g, seen, PART: tl.constexpr, FORM: tl.constexpr
 
 @triton.jit
 def _tops(floats, index, line, inside):
-    """(first key with the best score of a row, last, how many, size of the score), of rows."""
+    """Return (first key with the best score, last, how many, that score, tolerance) of rows."""
     first = tl.load(index + line * 3, mask=inside, other=-1)
     last = tl.load(index + line * 3 + 1, mask=inside, other=-1)
     count = tl.load(index + line * 3 + 2, mask=inside, other=0)
@@ -149,14 +145,14 @@ def _tops(floats, index, line, inside):
 
 @triton.jit
 def _others(key, z, first, last, count, top, near):
-    """Which keys tie for the best score of a row, beside the first: the last and, of more than two, those between."""
+    """Return which keys tie for the best score besides the first: the last and, of more than two, those between."""
     between = (count > 2) & (key < last) & (tl.abs(z - top) <= near)
     return (key > first) & ((key == last) | between)
 
 
 @triton.jit
 def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.constexpr):
-    """One block of keys past a block of queries: state (sum of dz k, of dz)."""
+    """Add one block of keys to state (sum of dz k, sum of dz) of a block of queries."""
     q, grad = own
     factor, theta, g, rho, low, high = rows
     start = block_of(plan, t, PART, FORM)[0] * FORM.tile
@@ -176,7 +172,8 @@ def _dq_step(state, plan, t, own, rows, kv, keys, PART: tl.constexpr, FORM: tl.c
 
 @triton.jit
 def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
-    """The mean of the keys that tie for the best score of each row; more than one, seldom, are looked for."""
+    """Return the mean of the keys that tie for the best score of each row. Several keys, which are rare, are searched
+    for."""
     first, last, count, top, near = tops
     places = kv[0] + first.to(tl.int64)[:, None] * FORM.steps[2] + tl.arange(0, FORM.wide)[None, :]
     total = load(places, first >= 0, FORM.dim, FORM.wide, True).to(tl.float32)
@@ -197,7 +194,7 @@ def _best_keys(plan, tops, q, rows, kv, keys, FORM: tl.constexpr):
 
 @triton.jit
 def _leave_rows(table, ties, left, index, row, inside, queries, FORM: tl.constexpr):
-    """What the kernel by keys must know of rows of a head."""
+    """Store what the kernel by keys needs of rows of a head."""
     rho, theta, g, moved, count = left
     tl.store(table + THETA * queries + row, theta, mask=inside)
     tl.store(table + RHO * queries + row, rho, mask=inside)
@@ -217,9 +214,9 @@ def compact_dq_kernel(
     heads, group, queries, keys, range_step, mask_batch, mask_head, list_rows, list_length, padded,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """dq, and the gradients of the rows' numbers, of one block of queries; tables for the kernel by keys."""
+    """Compute dq and the gradients of the rows' numbers for one block of queries, and tables for the kernel by keys."""
     blocks = tl.cdiv(queries, FORM.own)
-    block = blocks - 1 - tl.program_id(0) % blocks  # in causal order the last have most to do
+    block = blocks - 1 - tl.program_id(0) % blocks  # in causal order the last see most
     nth = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = nth // heads, nth % heads
     start = block * FORM.own
@@ -262,7 +259,7 @@ def compact_dq_kernel(
         tl.store(outs[2] + line, moved * slope, mask=inside)
     if FORM.factors:
         dfactor = tl.sum(dq * q.to(tl.float32), 1) * slope
-        if FORM.rule == FIXED:  # a factor of scores above a threshold of 0 cancels, and so would terms of any size
+        if FORM.rule == FIXED:  # the factor of scores above a threshold of 0 cancels
             dfactor = tl.where(theta == 0, 0.0, dfactor)
         tl.store(outs[1] + line, dfactor, mask=inside)
     at = outs[0] + nth * queries * FORM.dim
@@ -271,7 +268,7 @@ def compact_dq_kernel(
 
 @triton.jit
 def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constexpr):
-    """dk with what the best keys of a row give back, but the first; seldom there are any."""
+    """Add to dk the gradient shares of tied best keys after the first, which are rare."""
     k, _, key, first, last = own
     queries, keys = sizes
     table, index, floats, factor = tables
@@ -302,7 +299,7 @@ def _other_shares(dk, plan, own, matrices, tables, mask, sizes, FORM: tl.constex
 
 @triton.jit
 def _with_stand_ins(p, key, alike_at, best_at, start, queries, seen, PART: tl.constexpr, FORM: tl.constexpr):
-    """Weights with those of rows that have no key in the bandwidth."""
+    """Return weights with the fallback weights of rows that have no key in the bandwidth."""
     if FORM.stand == UNIFORM:
         alike = _line(alike_at, start, queries, 0.0, FORM.tile, PART)[None, :]
         if PART:
@@ -316,7 +313,7 @@ def _with_stand_ins(p, key, alike_at, best_at, start, queries, seen, PART: tl.co
 
 @triton.jit
 def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.constexpr, FORM: tl.constexpr):
-    """One block of queries past a block of keys: state (sum of dz q, sum of p dL/do)."""
+    """Add one block of queries to state (sum of dz q, sum of p dL/do) of a block of keys."""
     k, v, key, first, last = own
     queries, keys = sizes
     block, head = block_of(plan, t, PART, FORM)
@@ -358,7 +355,7 @@ def _dkv_step(state, plan, t, own, matrices, tables, mask, sizes, PART: tl.const
 
 @triton.jit
 def _seen_rows(start, key, first, last, mask, head, keys, FORM: tl.constexpr):
-    """Which rows of a block see own keys."""
+    """Return which rows of a block see the program's keys."""
     if FORM.masked:
         shown = tl.load(mask[0] + head * mask[1] + key, mask=key < keys, other=0)
         last = tl.where(shown != 0, last, 0)
@@ -371,7 +368,7 @@ def compact_dkv_kernel(
     floats, index, factor, matrices, low_ptr, high_ptr, mask_ptr, listed, counts, table, outs,
     heads, queries, keys, range_step, mask_batch, mask_head, list_rows, list_length, FORM: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of keys, of all query heads that use them."""
+    """Compute dk and dv of one block of keys, over all query heads that use them."""
     blocks = tl.cdiv(keys, FORM.own)
     start = tl.program_id(0) % blocks * FORM.own
     nth = (tl.program_id(0) // blocks).to(tl.int64)

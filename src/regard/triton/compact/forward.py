@@ -1,7 +1,7 @@
-"""Compact attention, forward: what is launched.
+"""Launches of the forward pass of compact attention.
 
-Softmax and a fixed threshold take one pass (`compact_stream`); rules that rank keys below the best one take a search
-for the threshold and the blocks with weight, and then the output from those blocks (`compact_search`).
+Softmax and a fixed threshold take one pass (`stream`). Rules relative to the best key take a search for the threshold
+and for the blocks with weight, and then the output from those blocks (`search`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from ..runtime.launch import launch
-from ..runtime.span import Span, batch_stride
+from ..runtime.span import Span
 from ..runtime.tiles import Tiles, TileTable
 from . import rules as compact
 from .rows import Form, padded
@@ -21,39 +21,36 @@ from .search import compact_search_kernel, compact_weigh_kernel
 from .stream import compact_stand_in_kernel, compact_stream_kernel
 
 TOLERANCE = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-12}
-"""The last step of a threshold, over the peak: what is left after it is about its square."""
+"""Relative size of the last step of a threshold; the remaining error is about its square."""
 
 
 SMALLEST = torch.finfo(torch.float32).tiny
-"""The least scale, since one that float32 takes for 0 would make NaN of what is hidden."""
+"""Smallest scale: with a scale that underflows to 0 hidden keys would give NaN."""
 
 
 class _Call:
-    """What the launches of one call have in common."""
+    """What the launches of one call share."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, given: Tensor | float, span: Span,
         rule: tuple[int, int, int], flags: tuple[bool, bool], granule: tuple[int, int],
     ) -> None:  # fmt: skip
         self.batch, self.heads, self.queries, dim = q.shape
-        self.keys, width, mask = k.shape[2], v.shape[3], span.mask
+        self.keys, width = k.shape[2], v.shape[3]
         self.dtype, self.granule = q.dtype, granule
-        nothing = torch.empty(1, device=q.device)  # stands where a flag says that nothing is read
+        nothing = torch.empty(1, device=q.device)  # a pointer that no kernel reads
         self.q, self.k, self.v = q, k, v
         self.factor, self.given = (x if isinstance(x, Tensor) else nothing for x in (factor, given))
         self.scale = 1.0 if isinstance(factor, Tensor) else max(factor, SMALLEST)
         self.number = 0.0 if isinstance(given, Tensor) else given
-        self.ranges = span.low, span.high, span.low if mask is None else mask
+        self.ranges, self.range_steps = span.pointers, span.steps
         self.sizes = self.heads, self.heads // max(1, k.shape[1]), self.queries, self.keys
         self.q_steps, self.k_steps, self.v_steps = (x.stride()[:3] for x in (q, k, v))
-        steps = (0, 0) if mask is None else tuple(mask.stride(i) if mask.shape[i] > 1 else 0 for i in (0, 1))
-        self.range_steps = batch_stride(span.low), *steps
-        tensors = isinstance(factor, Tensor), isinstance(given, Tensor), mask is not None
+        tensors = isinstance(factor, Tensor), isinstance(given, Tensor), span.mask is not None
         self.form = Form(*rule, *padded(dim), *padded(width), *tensors, *flags)
 
     def start(self, tables: dict[int, TileTable], form: Form, run: Callable[[Tiles, Form], None]) -> None:
-        """Run with the tiles of a table, brought to fit the marks of blocks, and with the form they complete. What that
-        hangs on, tiles that are tuned hang on too."""
+        """Run with tiles that fit the marks of blocks, and with the completed form."""
 
         def fitted(tiles: Tiles) -> None:
             tiles = tiles.fitted(*self.granule)
@@ -66,41 +63,30 @@ class _Call:
         return (self.batch * self.heads * triton.cdiv(self.queries, tiles.rows),)
 
     def lists(self, tiles: Tiles) -> Tensor:
-        """Room for a list of key blocks a program."""
+        """Return room for a list of key blocks for each program."""
         blocks = triton.cdiv(self.keys, tiles.keys)
         return torch.empty(*self.grid(tiles), blocks, dtype=torch.int32, device=self.q.device)
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    factor: Tensor | float,
-    given: Tensor | float,
-    span: Span,
-    found: tuple[Tensor, ...],
-    rule: int,
-    r: int,
-    stand: int,
-    granule: tuple[int, int],
-    keep: bool,
-    counted: bool,
-) -> None:
-    """Fill `found`: out, floats, flags, index, tilt and live, as `compact.forward` returns them.
+    q: Tensor, k: Tensor, v: Tensor, factor: Tensor | float, given: Tensor | float, span: Span,
+    found: tuple[Tensor, ...], rule: tuple[int, int, int], granule: tuple[int, int], flags: tuple[bool, bool],
+) -> None:  # fmt: skip
+    """Fill `found`: out, floats, flags, index, tilt and live of `implementation.forward`.
 
-    Memory beside them: where the rule needs a search, 4 bytes a block of pairs, and without `keep` one more.
+    Memory besides: 4 bytes a block of pairs if the rule needs a search, and one more without a backward pass.
     """
-    call = _Call(q, k, v, factor, given, span, (rule, r, stand), (keep, counted), granule)
-    out, floats, flags, index, tilt, live = found
-    if rule in (compact.SOFTMAX, compact.FIXED):
-        _stream(call, out, floats, flags, live)
-        if rule == compact.FIXED and stand != compact.STANDS["zero"]:
-            _stand_in(call, out, floats, flags, index, live)
+    call = _Call(q, k, v, factor, given, span, rule, flags, granule)
+    (code, _, stand), (out, floats, status, index, tilt, live) = rule, found
+    if code in (compact.SOFTMAX, compact.FIXED):
+        _stream(call, out, floats, status, live)
+        if code == compact.FIXED and stand != compact.STANDS["zero"]:
+            _stand_in(call, out, floats, status, index, live)
         return
     blocks = triton.cdiv(call.queries, granule[0]), triton.cdiv(call.keys, granule[1])
-    marks = live if keep else torch.zeros(call.batch, call.heads, *blocks, dtype=torch.uint8, device=q.device)
-    _search(call, floats, flags, marks)
-    _weigh(call, (floats, flags, marks), out, index, tilt)
+    marks = live if flags[0] else torch.zeros(call.batch, call.heads, *blocks, dtype=torch.uint8, device=q.device)
+    _search(call, floats, status, marks)
+    _weigh(call, (floats, status, marks), out, index, tilt)
 
 
 def _stream(call: _Call, *found: Tensor) -> None:

@@ -1,13 +1,14 @@
-"""Compact attention and softmax at degree 0: what the kernels are asked for, as torch custom operators.
+"""Compact attention and softmax at degree 0 as torch custom operators.
 
-Forward keeps floats and flags of every row (`block_rows`) and which blocks of pairs hold weight; backward visits those.
-The formulas are those of `grammar.weighting`; sparse-attention paper, sections 2 and 3.
+The forward pass keeps statistics and flags of every row (`block_rows`) and which blocks of pairs have weight; the
+backward pass visits only those. Formulas: `grammar.weighting`; sparse-attention paper, sections 2 and 3.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, D and Dv features of keys and values.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +22,17 @@ from .rules import ADAPTIVE, ANCHORED, FIXED, GRANULE, SOFTMAX, STANDS, Rule, gr
 
 
 def supports(problem: Problem) -> str | None:
-    """None where the kernels do it, else why not."""
+    """Return None if the kernels support the call, else the reason."""
     found = rule_of(problem.spec, dict(problem.numbers), tensors=problem.params)
     return found if isinstance(found, str) else None
 
 
 STEPS = 4
-"""Passes over blocks with weight until a threshold is found, assumed where a cost is asked for."""
+"""Assumed number of passes of a search, for cost estimates."""
 
 
 def cost(problem: Problem) -> Cost:
-    """Operations of the forward pass as though no block could be skipped, and its memory."""
+    """Return the operations of the forward pass, as if no block could be skipped, and its memory."""
     pairs = problem.batch * problem.heads * problem.queries * problem.keys
     share = 2 if problem.causal and problem.queries == problem.keys else 1
     rule = rule_of(problem.spec)
@@ -44,9 +45,9 @@ def cost(problem: Problem) -> Cost:
 
 
 def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-    """Output [B, H, Tq, Dv] in the dtype of the values, and diagnostics where they are asked for."""
+    """Return the output [B, H, Tq, Dv] in the dtype of the values, and diagnostics if asked for."""
     rule = rule_of(inputs.spec, inputs.params)
-    assert isinstance(rule, Rule), rule  # `supports` has refused what it does not know
+    assert isinstance(rule, Rule), rule  # `supports` has refused all else
     q, k, v = (_rows_together(x) for x in (inputs.q, inputs.k, inputs.v))
     span = Span.of(inputs.visible, q.device)
     factor, scale = _tensor_or_number(inputs.factor, 1.0)
@@ -65,51 +66,35 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
 
 
 def _rows_together(x: Tensor) -> Tensor:
-    """x with its features side by side, as kernels load them."""
+    """Return x with contiguous features, as kernels load them."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _tensor_or_number(x: Any, default: float) -> tuple[Tensor | None, float]:
-    """A number of every row [B, H, Tq], float32 and contiguous, or None and the number of all."""
+    """Return one number for each row [B, H, Tq], float32 and contiguous, or None and one number for all."""
     if isinstance(x, Tensor):
         return x.to(torch.float32).contiguous(), default
     return None, default if x is None else float(x)
 
 
-@torch.library.custom_op("regard::triton_compact_forward", mutates_args=())
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    factor: Tensor | None,
-    given: Tensor | None,
-    low: Tensor,
-    high: Tensor,
-    first: Tensor,
-    last: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    number: float,
-    rule: int,
-    r: int,
-    stand: int,
-    live_rows: int,
-    live_keys: int,
-    keep: bool,
-    counted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out [B, H, Tq, Dv], floats [B, H, Tq, FLOATS], flags int32 [B, H, Tq, FLAGS], index int32 [B, H, Tq, n],
-    tilt float32 [B, H, Tq, Dv], live uint8 [B, H, ceil(Tq / live_rows), ceil(Tk / live_keys)]).
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Return everything that a call computes.
 
-    `factor` and `given` (margin or bias), [B, H, Tq], stand in place of `scale` and `number`. Without `keep`
-    nothing is kept for a backward pass; `counted` says whether support and effective sample size are.
+    `factor` and `given` (margin or bias), [B, H, Tq], replace `scale` and `number`. Only with `keep` is anything kept
+    for a backward pass, and only with `counted` are support and effective sample size computed.
+
+    Returns:
+        out [B, H, Tq, Dv]; floats [B, H, Tq, FLOATS]; flags int32 [B, H, Tq, FLAGS]; index int32 [B, H, Tq, n];
+        tilt float32 [B, H, Tq, Dv]; live uint8 [B, H, ceil(Tq / live_rows), ceil(Tk / live_keys)].
     """
     from . import forward as compact_forward
 
-    span = Span(low, high, first, last, mask)
+    span, (scale, number, rule, r, stand, live_rows, live_keys, keep, counted) = Span(*rest[:5]), rest[5:]
     found = _outputs(q, k, v, rule, stand, live_rows, live_keys, keep)
     own = scale if factor is None else factor, number if given is None else given
-    compact_forward.forward(q, k, v, *own, span, found, rule, r, stand, (live_rows, live_keys), keep, counted)
+    compact_forward.forward(q, k, v, *own, span, found, (rule, r, stand), (live_rows, live_keys), (keep, counted))
     return found
 
 
@@ -119,15 +104,27 @@ def _outputs(
     shape = q.shape[:3]
     indices = {ANCHORED: 3, FIXED: int(stand != STANDS["zero"])}.get(rule, 0)
     blocks = -(-shape[2] // live_rows), -(-k.shape[2] // live_keys)
-    used = keep and rule != SOFTMAX  # of softmax every block has weight
+    used = keep and rule != SOFTMAX  # with softmax every block has weight
+    new = partial(torch.empty, device=q.device)
     return (
-        torch.empty(*shape, v.shape[3], dtype=v.dtype, device=q.device),
-        torch.empty(*shape, FLOATS, dtype=torch.float32, device=q.device),
-        torch.empty(*shape, FLAGS, dtype=torch.int32, device=q.device),
-        torch.empty(*shape, indices if keep else 0, dtype=torch.int32, device=q.device),
-        torch.empty(*shape, v.shape[3] if keep and rule == ADAPTIVE else 0, dtype=torch.float32, device=q.device),
+        new(*shape, v.shape[3], dtype=v.dtype),
+        new(*shape, FLOATS, dtype=torch.float32),
+        new(*shape, FLAGS, dtype=torch.int32),
+        new(*shape, indices if keep else 0, dtype=torch.int32),
+        new(*shape, v.shape[3] if keep and rule == ADAPTIVE else 0, dtype=torch.float32),
         torch.zeros(*shape[:2], *(blocks if used else (0, 0)), dtype=torch.uint8, device=q.device),
     )
+
+
+_SEEN = "Tensor low, Tensor high, Tensor first, Tensor last, Tensor? mask"
+_RULE = "SymInt rule, SymInt r, SymInt stand, SymInt live_rows, SymInt live_keys"
+forward = torch.library.custom_op(
+    "regard::triton_compact_forward",
+    _forward,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {_SEEN}, float scale, float number, "
+    f"{_RULE}, bool keep, bool counted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @forward.register_fake
@@ -135,38 +132,27 @@ def _(q, k, v, factor, given, low, high, first, last, mask, scale, number, rule,
     return _outputs(q, k, v, rule, stand, *rest[:3])
 
 
-@torch.library.custom_op("regard::triton_compact_backward", mutates_args=())
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    factor: Tensor | None,
-    given: Tensor | None,
-    low: Tensor,
-    high: Tensor,
-    first: Tensor,
-    last: Tensor,
-    mask: Tensor | None,
-    floats: Tensor,
-    flags: Tensor,
-    index: Tensor,
-    tilt: Tensor,
-    live: Tensor,
-    scale: float,
-    rule: int,
-    r: int,
-    stand: int,
-    live_rows: int,
-    live_keys: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, and of the factor and the margin or bias, float32 [B, H, Tq] where these were tensors."""
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Return gradients of q, k, v, and float32 [B, H, Tq] of factor and margin or bias, empty if they are numbers."""
     from . import backward as compact_backward
 
+    span, kept, (scale, rule, r, stand, live_rows, live_keys) = Span(*rest[:5]), rest[5:10], rest[10:]
+    own = scale if factor is None else factor
     return compact_backward.backward(
-        grad, q, k, v, scale if factor is None else factor, Span(low, high, first, last, mask), floats, flags, index,
-        tilt, live, (live_rows, live_keys), rule, r, stand, given is not None,
-    )  # fmt: skip
+        grad, q, k, v, own, span, kept, (live_rows, live_keys), (rule, r, stand), given is not None
+    )
+
+
+backward = torch.library.custom_op(
+    "regard::triton_compact_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, {_SEEN}, Tensor floats, "
+    f"Tensor flags, Tensor index, Tensor tilt, Tensor live, float scale, {_RULE}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @backward.register_fake
@@ -179,7 +165,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     out, *kept = output
     rule = inputs[12]
     if rule != ADAPTIVE:
-        kept[3] = out  # what the derivative of the sum of weights is weighed with
+        kept[3] = out  # weights of the derivative of the sum of weights
     ctx.save_for_backward(*inputs[:10], *kept)
     ctx.numbers = inputs[10], *inputs[12:17]
     ctx.mark_non_differentiable(*output[1:])

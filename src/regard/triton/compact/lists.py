@@ -1,10 +1,10 @@
 """Which blocks stream past a block of queries, or of keys, in the backward pass of compact attention.
 
-Of softmax all that is visible, by its range; of compact weightings what the forward pass marked, by lists. Blocks that
-all owners see whole come first: they need no mask. Past keys stream the queries of all heads that use them: number
-n of a list is block n // GROUP of head n % GROUP of them.
+For softmax these are all visible blocks, by a range; for compact weightings the marked ones, by lists. Blocks that all
+owners see whole come first and need no mask. Past keys stream the queries of all heads that use them: entry n of a list
+is block n // GROUP of head n % GROUP.
 
-Legend: owners are the queries (keys) of a program; granules are the blocks of the marks.
+Legend: owners are the queries (keys) of a program; granules are the marked blocks.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ..runtime.span import batch_stride
 from ..runtime.tiles import Tiles
 
 CHUNK = 256
-"""Blocks that the maker of a list looks at in one go."""
+"""Blocks that the list kernel reads at once."""
 
 
 class Lists(NamedTuple):
-    """Numbers of live blocks, as kernels read them.
+    """Lists of live blocks.
 
     Attributes:
         listed: int16 (int32 of many blocks) [B x owners' heads x rows x length]; None of softmax, as `counts`.
         counts: int32 [B x owners' heads x rows x 3]: how many need no mask, at the front of a list, how many do, at its
             end, and how many are flagged.
-        rows: lists of a head.
-        length: of a list, at most.
+        rows: number of lists of a head.
+        length: most entries of a list.
     """
 
     listed: Tensor | None
@@ -43,8 +43,8 @@ class Lists(NamedTuple):
 
 @triton.jit
 def ranges(low, high, start, size, total, TILE: tl.constexpr):
-    """Of the blocks of TILE that stream past owners [start, start + size): (first to meet, first that all owners see
-    whole, end of those, end of all)."""
+    """Return (first block, first that all owners see whole, end of those, end of all) of the blocks of TILE that stream
+    past owners [start, start + size)."""
     final = tl.minimum(start + size, total) - 1
     first = tl.load(low + start) // TILE
     finish = tl.maximum(first, tl.cdiv(tl.load(high + final), TILE))
@@ -59,8 +59,8 @@ def compact_lists_kernel(
     GROUP: tl.constexpr, MERGED: tl.constexpr, OWNER: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
     FLAGS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The list past MERGED granules of OWNER owners each; `along`, `across`: from one owner's mark to the next, and
-    from one streamed block's; FLAGS of each of these are looked at."""
+    """Make the list past MERGED granules of OWNER owners each. `along` and `across` are steps from one owner's mark and
+    from one streamed block's mark to the next; FLAGS flags of each block are counted."""
     rows = tl.cdiv(granules, MERGED)
     row = tl.program_id(0) % rows
     head = (tl.program_id(0) // rows).to(tl.int64)
@@ -96,9 +96,9 @@ def compact_lists_kernel(
 
 @triton.jit
 def plan_of(lists, low, high, head, start, owners, FORM: tl.constexpr):
-    """What streams past owners [start, start + FORM.own): (list, how many blocks without mask, how many with one, how
-    many flagged, and what `block_of` needs besides). Lists are of granules of FORM.split blocks, past FORM.listed
-    owners each; of 0 owners there are none, but a range."""
+    """Return what streams past owners [start, start + FORM.own): (list, blocks without mask, blocks with one, flagged
+    ones, and what `block_of` needs). Lists hold granules of FORM.split blocks for FORM.listed owners; 0 owners have a
+    range instead of a list."""
     listed, counts, rows, length = lists
     if FORM.listed == 0:
         first, whole, ended, finish = ranges(low, high, start, FORM.own, owners, FORM.tile)
@@ -116,7 +116,7 @@ def plan_of(lists, low, high, head, start, owners, FORM: tl.constexpr):
 
 @triton.jit
 def block_of(plan, t, PART: tl.constexpr, FORM: tl.constexpr):
-    """(number, head of the group) of the t-th block without mask or, PART, of the t-th with one."""
+    """Return (number, head of the group) of the t-th block without mask, or with one (PART)."""
     listed, _, _, _, first, whole, ended = plan
     if FORM.listed > 0:
         place = t // FORM.split
@@ -146,19 +146,19 @@ def lists_of(
     group: int,
     flags: Tensor | None = None,
 ) -> Lists:
-    """The lists past groups of `listed` owners, a multiple of the granule.
+    """Make the lists past groups of `listed` owners, a multiple of the granule.
 
     Args:
         live: uint8 [B, H, queries' granules, keys' granules], contiguous.
         low, high: int32 [B or 1, owners]; what each owner sees.
         masked: whether every block needs a mask.
-        owners: how many.
-        sizes: of a granule, in owners and in what streams past.
-        axis: of `live` that the owners are along, 2 or 3.
-        group: heads of `live` that share an owner.
-        flags: uint8 [B x H, streamed granules x n], of which the marked are counted.
+        owners: number of owners.
+        sizes: size of a granule, in owners and in what streams past.
+        axis: axis of `live` of the owners, 2 or 3.
+        group: number of heads of `live` that share an owner.
+        flags: uint8 [B x H, streamed granules x n]; those of marked blocks are counted.
 
-    Cost: two bytes for a pair of blocks; no wait for the device.
+    Cost: two bytes a pair of blocks; nothing waits for the device.
     """
     batch, heads, granules, blocks = live.shape if axis == 2 else live.transpose(2, 3).shape
     heads, merged = heads // group, listed // sizes[0]

@@ -1,7 +1,8 @@
-"""What every kernel of compact attention computes in the same way: weights from scores.
+"""Weights of compact attention from scores, shared by the forward pass, the backward pass and decoding.
 
-Weights of the ranked kernels are powers of the excess e = max(z - theta, 0) over the row's threshold, z = factor q.k:
-p = (e / reach)^r / mass. So the forward pass, the backward pass and decoding agree on the last bit of an edge.
+A weight is a power of the excess e = max(z - theta, 0) over the row's threshold: p = (e / reach)^r / mass, with
+z = factor q.k. `power`, `lower_power` and `root` are all that depends on r. To support another whole power, add it to
+`POWERS` in `rules.py`.
 
 Legend: R rows (queries) of a program, K keys of a block.
 """
@@ -15,42 +16,41 @@ SOFTMAX = tl.constexpr(0)
 ADAPTIVE = tl.constexpr(1)
 ANCHORED = tl.constexpr(2)
 FIXED = tl.constexpr(3)
-UNIFORM = tl.constexpr(0)  # what a row does that no key is near enough to: all its keys alike,
-ZERO = tl.constexpr(1)  # none,
-NEAREST = tl.constexpr(2)  # or the best alone
+UNIFORM = tl.constexpr(0)  # fallback weights of a row without a near enough key: all its keys alike (1: none)
+NEAREST = tl.constexpr(2)  # or the best key alone
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def power(u, R: tl.constexpr):
-    """u^R for u >= 0, R = 1, 2 or 3."""
+    """Return u^R, the value of the kernel, for u >= 0 and a whole R >= 1."""
     w = u
-    if R >= 2:
-        w = w * u
-    if R == 3:
+    for _ in tl.static_range(R - 1):
         w = w * u
     return w
 
 
 @triton.jit
 def lower_power(u, R: tl.constexpr):
-    """u^(R - 1), which for R = 1 is where u > 0: the slope of `power` over R."""
+    """Return u^(R - 1), the kernel's derivative over R; for R = 1 it is 1 where u > 0."""
     if R == 1:
-        w = tl.where(u > 0, 1.0, 0.0)
-    elif R == 2:
-        w = u
+        return tl.where(u > 0, 1.0, 0.0)
     else:
-        w = u * u
-    return w
+        return power(u, R - 1)
+
+
+@triton.jit
+def root(x, R: tl.constexpr, EXACT: tl.constexpr = False):
+    """Return x^(1 / R) for x > 0; EXACT: with a square root that is rounded correctly."""
+    if R == 1:
+        return x
+    elif R == 2:
+        return tl.sqrt_rn(x) if EXACT else tl.sqrt(x)
+    else:
+        return tl.exp2(tl.log2(x) * (1.0 / R))
 
 
 @triton.jit
 def excess(dot, factor, theta):
-    """How far scores [R, K] lie above their row's threshold, 0 below it; factor and theta [R] or numbers."""
+    """Return how far scores [R, K] lie above their row's threshold, at least 0; factor and theta are [R] or numbers."""
     return tl.maximum(dot * factor - theta, 0.0)
-
-
-@triton.jit
-def cube_root(x):
-    """Of x > 0."""
-    return tl.exp2(tl.log2(x) * (1.0 / 3.0))

@@ -1,8 +1,8 @@
-"""What the forward kernels of compact attention do alike: which rows a program serves, which key blocks these see, the
-scores of a block, and what is kept of rows.
+"""What the forward kernels of compact attention share: the rows of a program, the key blocks they see, the scores of a
+block, and row statistics.
 
-Legend: R = FORM.rows queries of a program, K = FORM.keys keys of a block; q, k, v: of a program the rows of its queries
-[R, D], and where the keys (values) of its head lie, the step from one to the next, and how many there are.
+Legend: R = FORM.rows queries of a program, K = FORM.keys keys of a block; q: the program's queries [R, D]; k, v: (where
+keys or values of the head lie, the step from one to the next, how many there are).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..runtime.blocks import load, places_of, seen
+from ..runtime.blocks import load, load_rows, places_of, seen
 
 
 class Form(NamedTuple):
     """What a kernel is compiled for.
 
     Attributes:
-        rule, r, stand: as `compact.forward` takes them.
+        rule, r, stand: code of the rule, power of the kernel, code of the fallback weights.
         dim, wide, value_dim, value_wide: D and Dv, each with the power of two that holds it.
-        factors, given, masked: whether rows have a factor and a number of their own, and whether a mask hides keys.
+        factors, given, masked: whether each row has its own factor and number, and whether there is a mask.
         keep, counted: whether a backward pass follows, and whether weights are counted.
-        rows, keys, granule: of a program, of a block, and the rows that share a mark.
-        far: whether a block of keys reaches over 2^31 numbers.
+        rows, keys, granule: rows of a program, keys of a block, and rows that share a mark.
+        far: whether a block of keys may span 2^31 numbers.
     """
 
     rule: int
@@ -46,7 +46,7 @@ class Form(NamedTuple):
 
 
 def padded(dim: int) -> tuple[int, int]:
-    """A number of columns, and the power of two that holds them in a kernel."""
+    """Return a number of columns and the power of two that holds them in a kernel."""
     return dim, max(16, 1 << (dim - 1).bit_length())
 
 
@@ -55,8 +55,8 @@ def padded(dim: int) -> tuple[int, int]:
 
 @triton.jit
 def place_of(queries, heads, FORM: tl.constexpr):
-    """Of a program: (its head among those of all batches, its block of rows, the batch, the head within it). The last
-    rows begin first: where order is causal, they see most."""
+    """Return (head among all, block of rows, batch, head) of a program. Last rows begin first: in causal order they see
+    most."""
     row_blocks = tl.cdiv(queries, FORM.rows)
     head = tl.program_id(0) // row_blocks
     row_block = row_blocks - 1 - tl.program_id(0) % row_blocks
@@ -65,8 +65,8 @@ def place_of(queries, heads, FORM: tl.constexpr):
 
 @triton.jit
 def own_rows(place, queries, FORM: tl.constexpr):
-    """(numbers of the rows, which of them there are, their numbers among those of all heads): rows beyond the last
-    repeat it, and are not stored."""
+    """Return (row numbers, which rows exist, their numbers among all heads). Rows beyond the last repeat it and are not
+    stored."""
     row = place[1] * FORM.rows + tl.arange(0, FORM.rows)
     rows = tl.minimum(row, queries - 1)
     return rows, row < queries, place[0].to(tl.int64) * queries + rows
@@ -74,7 +74,7 @@ def own_rows(place, queries, FORM: tl.constexpr):
 
 @triton.jit
 def sight_of(low_ptr, high_ptr, mask_ptr, place, rows, range_batch, mask_batch, mask_head):
-    """What rows see: (their first key, the end of their keys, both [R], the mask of the head)."""
+    """Return (first key, end of keys, both [R], mask of the head) of what rows see."""
     _, _, batch, own = place
     low = tl.load(low_ptr + batch * range_batch + rows)
     high = tl.load(high_ptr + batch * range_batch + rows)
@@ -83,21 +83,21 @@ def sight_of(low_ptr, high_ptr, mask_ptr, place, rows, range_batch, mask_batch, 
 
 @triton.jit
 def row_number(ptr, flat, number, GIVEN: tl.constexpr, FORM: tl.constexpr):
-    """What rows number `flat` [R] were given, or the number of all."""
+    """Return the number of each of the rows `flat` [R], or the number of all."""
     return tl.load(ptr + flat) if GIVEN else tl.full((FORM.rows,), 1.0, tl.float32) * number
 
 
 @triton.jit
 def factors(ptr, flat, scale, FORM: tl.constexpr):
-    """(what `key_scores` multiplies with, what makes scores of that), [R]. A number is left for later, since it is > 0:
-    the best score is that of the largest q.k."""
+    """Return (factor in `key_scores`, factor that then makes scores) [R]. A number is applied after the maximum, since
+    it is positive."""
     given = row_number(ptr, flat, scale, FORM.factors, FORM)
     return given, tl.full((FORM.rows,), 1.0, tl.float32) if FORM.factors else given
 
 
 @triton.jit
 def store_row(floats_ptr, flags_ptr, flat, real, top, theta, reach, mass, support, ess, empty, fallback):
-    """The statistics of rows, as `block_rows` has them, with status 0."""
+    """Store the statistics of rows in the layout of `block_rows`, with status 0."""
     tl.store(floats_ptr + flat * 6, top, mask=real)
     tl.store(floats_ptr + flat * 6 + 1, theta, mask=real)
     tl.store(floats_ptr + flat * 6 + 2, reach, mask=real)
@@ -111,10 +111,31 @@ def store_row(floats_ptr, flags_ptr, flat, real, top, theta, reach, mass, suppor
 
 @triton.jit
 def store_values(ptr, flat, x, stored, FORM: tl.constexpr):
-    """x [R, Dv] into rows number `flat` of what is laid out like the output, where they are `stored`."""
+    """Store x [R, Dv] in rows `flat` of a tensor like the output, where `stored`."""
     columns = tl.arange(0, FORM.value_wide)
     place = flat[:, None] * FORM.value_dim + columns[None, :]
     tl.store(ptr + place, x.to(ptr.dtype.element_ty), mask=stored[:, None] & (columns < FORM.value_dim)[None, :])
+
+
+@triton.jit
+def opened(
+    q_ptr, k_ptr, v_ptr, factor_ptr, visible, marks_ptr, scale, sizes, q_steps, k_steps, v_steps, visible_steps,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Return what all forward kernels begin with: (place, which rows exist, their numbers, sight, scales, q, k, v,
+    marks of rows, key blocks). `visible` points to the ranges' ends and the mask; steps are of batch, head and row."""
+    heads, group, queries, keys = sizes
+    place = place_of(queries, heads, FORM)
+    rows, real, flat = own_rows(place, queries, FORM)
+    sight = sight_of(
+        visible[0], visible[1], visible[2], place, rows, visible_steps[0], visible_steps[1], visible_steps[2]
+    )
+    scales = factors(factor_ptr, flat, scale, FORM)
+    q = load_rows(q_ptr + place[2] * q_steps[0] + place[3] * q_steps[1], rows, q_steps[2], FORM.dim, FORM.wide)
+    k = k_ptr + place[2] * k_steps[0] + place[3] // group * k_steps[1], k_steps[2], keys
+    v = v_ptr + place[2] * v_steps[0] + place[3] // group * v_steps[1], v_steps[2], keys
+    marked = row_marks(marks_of(marks_ptr, place, queries, keys, FORM), keys, FORM)
+    return place, real, flat, sight, scales, q, k, v, marked, key_blocks(sight, FORM)
 
 
 # Key blocks -----------------------------------------------------------------------------------------------------
@@ -122,8 +143,8 @@ def store_values(ptr, flat, x, stored, FORM: tl.constexpr):
 
 @triton.jit
 def key_blocks(sight, FORM: tl.constexpr):
-    """(first, full, partial, last): key blocks [first, last) hold all that any of the rows sees; all rows see all of
-    blocks [full, partial), none where a mask hides keys."""
+    """Return (first, full, partial, last): key blocks [first, last) hold all visible keys; every row sees all of blocks
+    [full, partial), which is empty with a mask."""
     low, high, _ = sight
     first = tl.min(low, 0) // FORM.keys
     last = tl.maximum(tl.cdiv(tl.max(high, 0), FORM.keys), first)
@@ -137,15 +158,15 @@ def key_blocks(sight, FORM: tl.constexpr):
 
 @triton.jit
 def count_of(run, EDGE: tl.constexpr):
-    """How many blocks of a run [first, full, partial, last) need masks, where EDGE, or how many do not."""
+    """Return how many blocks of [first, full, partial, last) need masks (EDGE), or how many do not."""
     first, full, partial, last = run
     return full - first + last - partial if EDGE else partial - full
 
 
 @triton.jit
 def block_of(run, t, EDGE: tl.constexpr):
-    """The t-th of these from the last: those near the diagonal hold high scores, and the sooner they are seen, the
-    fewer blocks look near enough to the best. At the EDGE [first, full) follow [partial, last), in their order."""
+    """Return the t-th of these from the last. Blocks near the diagonal have high scores; seen first, they let fewer
+    others look near enough. With EDGE, [first, full) follows [partial, last)."""
     first, _, partial, last = run
     if EDGE:
         return tl.where(t < last - partial, last - 1 - t, first + t - (last - partial))
@@ -155,7 +176,7 @@ def block_of(run, t, EDGE: tl.constexpr):
 
 @triton.jit
 def load_keys(of, block, DIM: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr, FORM: tl.constexpr):
-    """A key block of k or v, [K, WIDTH]."""
+    """Load a key block of k or v, [K, WIDTH]."""
     at, stride, keys = of
     first = block * FORM.keys
     held = tl.arange(0, FORM.keys) < keys - first
@@ -164,14 +185,14 @@ def load_keys(of, block, DIM: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.conste
 
 @triton.jit
 def load_values(v, block, EDGE: tl.constexpr, FORM: tl.constexpr):
-    """The values of a key block, [K, Dv]."""
+    """Load the values of a key block, [K, Dv]."""
     return load_keys(v, block, FORM.value_dim, FORM.value_wide, EDGE, FORM)
 
 
 @triton.jit
 def key_scores(q, k, block, factor, sight, EDGE: tl.constexpr, FORM: tl.constexpr):
-    """(q.k of a key block [R, K], times `factor` [R], of any sign, where rows have their own, and at an EDGE -inf where
-    a row does not see the key; the numbers of the keys)."""
+    """Return (q.k of a key block [R, K], the numbers of its keys). Scores are multiplied with `factor` [R] if rows have
+    their own, and with EDGE they are -inf for hidden pairs."""
     dot = tl.dot(q, tl.trans(load_keys(k, block, FORM.dim, FORM.wide, EDGE, FORM)), input_precision="ieee")
     columns = block * FORM.keys + tl.arange(0, FORM.keys)
     if FORM.factors:
@@ -183,22 +204,22 @@ def key_scores(q, k, block, factor, sight, EDGE: tl.constexpr, FORM: tl.constexp
 
 @triton.jit
 def marks_of(marks_ptr, place, queries, keys, FORM: tl.constexpr):
-    """Where the first mark of a program lies; one of a row for each key block, granules of rows below one another."""
+    """Return where the first mark of a program lies. A row of marks has one for each key block."""
     line = place[0].to(tl.int64) * tl.cdiv(queries, FORM.granule) + place[1] * (FORM.rows // FORM.granule)
     return marks_ptr + line * tl.cdiv(keys, FORM.keys)
 
 
 @triton.jit
 def row_marks(marks_at, keys, FORM: tl.constexpr):
-    """Where those of each row [R] begin."""
+    """Return where the marks of each row [R] begin."""
     granule = tl.arange(0, FORM.rows) // FORM.granule
     return marks_at + granule.to(tl.int64) * tl.cdiv(keys, FORM.keys)
 
 
 @triton.jit
 def applied(acc, w, x):
-    """(acc + w x [R, Dv], sums [R] of the weights, these [R, K]): both of them as they are rounded for the product, so
-    that an output's sum to one."""
+    """Return (acc + w x [R, Dv], sums of the weights [R], weights [R, K]), both as rounded for the product, so that
+    outputs of equal values are exact."""
     p = w.to(x.dtype)
     w = p.to(tl.float32)
     return tl.dot(p, x, acc, input_precision="ieee"), tl.sum(w, 1), w
@@ -206,6 +227,6 @@ def applied(acc, w, x):
 
 @triton.jit
 def counted(counts, w):
-    """(how many weights are not 0, sum of their squares), with those of a block [R, K]."""
+    """Add a block of weights [R, K] to (how many are not 0, sum of their squares)."""
     support, square = counts
     return support + tl.sum(tl.where(w > 0, 1.0, 0.0), 1), square + tl.sum(w * w, 1)

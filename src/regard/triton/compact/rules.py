@@ -1,4 +1,4 @@
-"""Which weightings the compact kernels know, and the tile sizes that are shipped for each kernel."""
+"""The weightings that the compact kernels support, and the tile sizes shipped for each kernel."""
 
 from __future__ import annotations
 
@@ -14,55 +14,36 @@ from ...grammar.bandwidths.anchored import Anchored
 from ...grammar.bandwidths.fixed import Fixed
 from ...grammar.kernels import Gaussian, Polynomial
 from ...grammar.weighting import Ratio
-from ..runtime.tiles import Tiles, TileTable
+from ..runtime.tiles import Row, TileTable
 
-SOFTMAX, ADAPTIVE, ANCHORED, FIXED = range(4)  # as in compact_math, which is not imported before a kernel runs
+SOFTMAX, ADAPTIVE, ANCHORED, FIXED = range(4)  # as in `math`, which is not imported before a kernel runs
 STANDS = {"uniform": 0, "zero": 1, "nearest": 2}
 POWERS = (1.0, 2.0, 3.0)
 GRANULE = 64
-"""Rows at most of a block of pairs that is skipped where it holds no weight; fewer where tiles are smaller."""
+"""Most rows of a block of pairs that is skipped if it has no weight; fewer if tiles are smaller."""
 
 
-def _tables(name: str, narrow: list[Tiles], wide: list[Tiles]) -> dict[int, TileTable]:
-    """The tables of a kernel by bytes of a number, 2 and 4, from the tiles for widths up to 64, 128 and 256. As marks
-    of blocks pass from kernel to kernel, what does not fit `granule_of` is brought to fit before a launch."""
-
-    def table(size: int, tiles: list[Tiles], other: Tiles) -> TileTable:
-        return TileTable(f"{name}_{size}", {(64 << i, size): own for i, own in enumerate(tiles)}, [other])
-
-    return {2: table(2, narrow, Tiles(64, 64, 4, 3)), 4: table(4, wide, Tiles(64, 32, 4, 2))}
+def _tables(name: str, narrow: list[Row], wide: list[Row]) -> dict[int, TileTable]:
+    """Return the tables of a kernel by bytes of a number, each with one alternative."""
+    return {
+        2: TileTable.by_width(f"{name}_2", narrow, [], [(64, 64, 4, 3)]),
+        4: TileTable.by_width(f"{name}_4", [], wide, [(64, 32, 4, 2)]),
+    }
 
 
-STREAM = _tables(
-    "compact_stream",
-    [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)],
-    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)],
-)
-STAND_IN = _tables(
-    "compact_stand_in",
-    [Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)],
-    [Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1)],
-)
-SEARCH = _tables(
-    "compact_search",
-    [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2)],
-    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)],
-)
-WEIGH = _tables(
-    "compact_weigh",
-    [Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)],
-    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)],
-)
-WEIGH_KEPT = _tables(  # what a backward pass needs besides takes registers
-    "compact_weigh_kept",
-    [Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)],
-    [Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 1)],
-)
+_SHORT = [(32, 32, 8, 2), (16, 32, 8, 2), (16, 32, 8, 1)]
+_LONG = [(128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)]
+STREAM = _tables("compact_stream", _LONG, _SHORT)
+STAND_IN = _tables("compact_stand_in", 3 * [(64, 64, 8, 2)], [(64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1)])
+SEARCH = _tables("compact_search", [(128, 64, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)], _SHORT)
+WEIGH = _tables("compact_weigh", _LONG, _SHORT)
+WEIGH_KEPT = _tables("compact_weigh_kept", [(128, 64, 8, 3), (64, 64, 8, 2), (64, 64, 8, 2)], _SHORT)
+"""WEIGH for a backward pass, whose further outputs take registers."""
 
 
 def granule_of(width: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Rows and keys of a block of pairs that a mark is for, which a call decides once, for all its kernels and for its
-    backward pass: those of the shipped STREAM, GRANULE rows at most. `width`: the larger of D and Dv."""
+    """Return rows and keys of a marked block of pairs, fixed for all kernels of a call and its backward pass: those of
+    the shipped STREAM, at most GRANULE rows. `width` is the larger of D and Dv."""
     tiles = STREAM[dtype.itemsize].pick(width, dtype)
     return min(GRANULE, tiles.rows), tiles.keys
 
@@ -74,8 +55,8 @@ class Rule(NamedTuple):
         code: SOFTMAX, ADAPTIVE, ANCHORED or FIXED.
         r: power of the kernel; 1 for softmax.
         number: margin or bias.
-        stand: one of STANDS, what a row does that no key is near enough to.
-        row: the name under which `number` may be given a row; "" where there is none.
+        stand: one of STANDS, the fallback weights of a row without a near enough key.
+        row: name of the parameter that gives `number` for each row; "" if there is none.
     """
 
     code: int
@@ -86,8 +67,8 @@ class Rule(NamedTuple):
 
 
 def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Sequence[str] = ()) -> Rule | str:
-    """The rule of a sentence with these numbers in place of its own, or why the kernels do not know it. What is named
-    in `tensors` is given as one, as are tensors among the numbers."""
+    """Return the rule of a spec with these numbers, or the reason why the kernels do not know it. Names in `tensors`
+    are given as tensors."""
     kernel, rule, numbers = spec.kernel, spec.bandwidth, numbers or {}
     if type(spec.weighting) is not Ratio or type(rule) not in (Adaptive, Anchored, Fixed):
         return f"knows normalised kernels under the rules adaptive, anchored and fixed; this is {spec}"
@@ -100,7 +81,7 @@ def rule_of(spec: Spec, numbers: Mapping[str, Any] | None = None, tensors: Seque
             return f"takes {name} as a number, not as a tensor"
     power = rule.kernel_params(numbers).get("r", kernel.r)
     r = min(POWERS, key=lambda whole: abs(whole - power))
-    if abs(r - power) > 1e-9 * r:  # alpha = 4/3 is rounded, and so its power
+    if abs(r - power) > 1e-9 * r:  # alpha = 4/3 is rounded, and so is its power
         return f"knows the powers r = 1, 2 and 3; this is r = {power:g}"
     if type(rule) is Adaptive:
         return Rule(ADAPTIVE, int(r))

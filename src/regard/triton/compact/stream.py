@@ -1,6 +1,6 @@
-"""Compact attention, forward, for rules that need no search: softmax, and a fixed threshold. One pass over the keys of
-a block of queries, rescaled as better keys turn up; and under a fixed threshold what stands in where no key is near
-enough.
+"""Forward pass of compact attention for rules without a search: softmax and a fixed threshold. One pass over the keys
+of a block of queries rescales sums when better keys appear; with a fixed threshold a second kernel gives rows without a
+near enough key their fallback output.
 
 Legend: R = ROWS queries of a program, K = KEYS keys of a block.
 """
@@ -17,16 +17,12 @@ from .rows import (
     block_of,
     count_of,
     counted,
-    factors,
-    key_blocks,
     key_scores,
     load_values,
-    marks_of,
+    opened,
     own_rows,
     place_of,
-    row_marks,
     row_number,
-    sight_of,
     store_row,
     store_values,
 )
@@ -37,14 +33,14 @@ BEYOND = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def reach_of(best, factor, bias):
-    """How far the best score lies above the threshold -bias; not so little that one over it is too much."""
+    """Return how far the best score lies above the threshold -bias, at least so far that its inverse is finite."""
     return tl.maximum(best * factor + bias, SMALLEST)
 
 
 @triton.jit
 def relative(dot, before, best, factor, bias, RULE: tl.constexpr, R: tl.constexpr):
-    """(weights [R, K] over the weight at the best score so far, what weights over that at the best `before` are to be
-    multiplied with). The factor of softmax holds log2 e."""
+    """Return (weights [R, K] over the weight of the best score so far, the factor that rescales sums made relative to
+    the best score `before`). For softmax the factor contains log2 e."""
     if RULE == SOFTMAX:
         level = tl.where(best == -float("inf"), 0.0, best * factor)
         w = tl.exp2(dot * factor[:, None] - level[:, None])
@@ -58,7 +54,7 @@ def relative(dot, before, best, factor, bias, RULE: tl.constexpr, R: tl.constexp
 
 @triton.jit
 def count_weights(q, k, run, sight, best, scales, bias, FORM: tl.constexpr):
-    """(how many weights are not 0, sum of their squares), over the weight at the best score."""
+    """Return (how many weights are not 0, sum of their squares), relative to the weight of the best score."""
     factor, by = scales
     counts = tl.zeros(best.shape, tl.float32), tl.zeros(best.shape, tl.float32)
     for block in range(run[0], run[3]):
@@ -75,18 +71,15 @@ def compact_stream_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, range_batch, mask_batch, mask_head,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """The output and the statistics of rows; for a backward pass, under a fixed threshold, marks of the key blocks with
-    weight. Rows that no key is near enough to are flagged, and get 0."""
-    place = place_of(queries, heads, FORM)
-    rows, real, flat = own_rows(place, queries, FORM)
-    sight = sight_of(low_ptr, high_ptr, mask_ptr, place, rows, range_batch, mask_batch, mask_head)
-    factor, by = factors(factor_ptr, flat, scale, FORM)
+    """Store the output and statistics of rows and, for the backward pass of a fixed threshold, marks of key blocks with
+    weight. Rows without a near enough key are flagged and get 0."""
+    _place, real, flat, sight, scales, q, k, v, marked, run = opened(
+        q_ptr, k_ptr, v_ptr, factor_ptr, (low_ptr, high_ptr, mask_ptr), marks_ptr, scale, (heads, group, queries, keys),
+        (q_batch, q_head, q_row), (k_batch, k_head, k_row), (v_batch, v_head, v_row),
+        (range_batch, mask_batch, mask_head), FORM,
+    )  # fmt: skip
+    factor, by = scales
     bias = row_number(given_ptr, flat, number, FORM.given, FORM)
-    q = load_rows(q_ptr + place[2] * q_batch + place[3] * q_head, rows, q_row, FORM.dim, FORM.wide)
-    k = k_ptr + place[2] * k_batch + place[3] // group * k_head, k_row, keys
-    v = v_ptr + place[2] * v_batch + place[3] // group * v_head, v_row, keys
-    marked = row_marks(marks_of(marks_ptr, place, queries, keys, FORM), keys, FORM)
-    run = key_blocks(sight, FORM)
     if FORM.rule == SOFTMAX:
         by = by * LOG2E
 
@@ -106,7 +99,7 @@ def compact_stream_kernel(
             if FORM.keep and FORM.rule != SOFTMAX:
                 tl.store(marked + block, 1, mask=real & (part > 0))
     empty = best == -float("inf")
-    lost = real & (mass == 0) & (best > -float("inf"))  # keys are seen, but none lies inside
+    lost = real & (mass == 0) & (best > -float("inf"))  # keys are visible, but none is near enough
 
     support, square = tl.full((FORM.rows,), 0.0, tl.float32), tl.full((FORM.rows,), 0.0, tl.float32)
     if FORM.counted:
@@ -130,7 +123,7 @@ def compact_stream_kernel(
 
 @triton.jit
 def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
-    """(sum of the values [R, Dv] that lost rows see, how many these are)."""
+    """Return (sum of the values [R, Dv] that lost rows see, how many these are)."""
     acc = tl.full((FORM.rows, FORM.value_wide), 0.0, tl.float32)
     count = tl.full((FORM.rows,), 0, tl.int32)
     for block in range(run[0], run[3]):
@@ -147,7 +140,7 @@ def alike(v, run, sight, lost, marked, FORM: tl.constexpr):
 
 @triton.jit
 def nearest(q, k, run, sight, scales, FORM: tl.constexpr):
-    """The first key with the best score of each row that sees any."""
+    """Return the first key with the best score of each row."""
     best = tl.full((FORM.rows,), -float("inf"), tl.float32)
     found = tl.full((FORM.rows,), 0, tl.int32)
     for block in range(run[0], run[3]):
@@ -165,25 +158,23 @@ def compact_stand_in_kernel(
     scale, heads, group, queries, keys, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     range_batch, mask_batch, mask_head, FORM: tl.constexpr,
 ):  # fmt: skip
-    """The output of rows that are flagged: the mean of the values that they see, or the value of the best key alone;
-    and for a backward pass how many they see or which is the best, and marks of those blocks."""
+    """Store the fallback output of flagged rows: the mean of the values they see, or the value of the best key. For a
+    backward pass, also store how many they see or which key is best, and mark those blocks."""
     place = place_of(queries, heads, FORM)
-    rows, real, flat = own_rows(place, queries, FORM)
+    _rows, real, flat = own_rows(place, queries, FORM)
     lost = real & (tl.load(flags_ptr + flat * 3 + 1) != 0)
     if FORM.keep:
         tl.store(index_ptr + flat, tl.full((FORM.rows,), -1, tl.int32), mask=real)
     if tl.max(lost.to(tl.int32), 0) > 0:
-        sight = sight_of(low_ptr, high_ptr, mask_ptr, place, rows, range_batch, mask_batch, mask_head)
-        k = k_ptr + place[2] * k_batch + place[3] // group * k_head, k_row, keys
-        v = v_ptr + place[2] * v_batch + place[3] // group * v_head, v_row, keys
-        marked = row_marks(marks_of(marks_ptr, place, queries, keys, FORM), keys, FORM)
-        run = key_blocks(sight, FORM)
+        _, _, _, sight, scales, q, k, v, marked, run = opened(
+            q_ptr, k_ptr, v_ptr, factor_ptr, (low_ptr, high_ptr, mask_ptr), marks_ptr, scale,
+            (heads, group, queries, keys), (q_batch, q_head, q_row), (k_batch, k_head, k_row), (v_batch, v_head, v_row),
+            (range_batch, mask_batch, mask_head), FORM,
+        )  # fmt: skip
         if FORM.stand == UNIFORM:
             acc, stand_in = alike(v, run, sight, lost, marked, FORM)
             count = tl.maximum(stand_in, 1).to(tl.float32)
         else:
-            scales = factors(factor_ptr, flat, scale, FORM)
-            q = load_rows(q_ptr + place[2] * q_batch + place[3] * q_head, rows, q_row, FORM.dim, FORM.wide)
             stand_in = nearest(q, k, run, sight, scales, FORM)
             acc = load_rows(v[0], stand_in, v_row, FORM.value_dim, FORM.value_wide).to(tl.float32)
             count = tl.full((FORM.rows,), 1.0, tl.float32)

@@ -1,12 +1,11 @@
-"""Degree 0 with few queries: programs share out the keys, and the queries of all heads that one key head serves meet
-its keys together.
+"""Attention at degree 0 with few queries: programs share out the keys, and the queries of all heads of one key head
+meet its keys together.
 
-Softmax reads keys and values once. The compact rules read keys once and keep their scores (4 bytes a row and key beside
-the 2 D or 4 D of the key), find every row's threshold among the scores near its best, and then read the values of keys
-with weight and no others. Where tensors are `raw`, rows that see a non-finite number are NaN: softmax meets it as it
-reads, compact rules read all values.
+Softmax reads keys and values once. Compact rules read keys once and keep their scores (4 bytes a row and key beside the
+2 D or 4 D of the key), find every row's threshold among the scores near its best, and then read only the values with
+weight. If tensors are `raw`, rows that see a non-finite number are NaN; compact rules then read all values.
 
-Forward only: where a gradient is needed the general kernels do it.
+Forward only: calls that need a gradient use the general kernels.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys.
 """
@@ -14,7 +13,7 @@ Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,19 +33,19 @@ TABLE = TileTable(
     others=(Tiles(keys=64), Tiles(keys=128), Tiles(keys=128, warps=8)),
 )
 CHUNK = Tiles(keys=1024, warps=4, stages=1)
-"""Scores that one program looks at together when it solves for a threshold."""
+"""Scores that a program reads at once when it solves for a threshold."""
 PARTS = 8
-"""Splits that are added up together."""
+"""Splits that are added at once."""
 
 
 def cost(problem: Problem) -> Cost:
-    """Of the forward pass; the bytes are those of scores and splits."""
+    """Return the operations of the forward pass and the bytes of scores and splits."""
     rows = problem.batch * problem.heads * problem.queries
     return Cost(2 * rows * problem.keys * (problem.dim + problem.value_dim), 8 * rows * problem.keys)
 
 
 def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-    """The output [B, H, Tq, Dv] in the dtype of the values; no diagnostics.
+    """Return the output [B, H, Tq, Dv] in the dtype of the values; no diagnostics.
 
     Raises:
         ArgumentError: a power of the kernel, given as a number with the call, that the kernels do not know.
@@ -74,10 +73,10 @@ def decode(
 
     Args:
         q, k, v: [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv], of one dtype.
-        factor: of the products, a number or [B, H, Tq].
+        factor: factor of the products, a number or [B, H, Tq].
         given: the rule's number for every row [B, H, Tq], or None.
-        raw: whether rows that see a vector that is not finite (or beyond 2^56) are to be NaN. Else such vectors may be
-            where no row sees them, and nowhere else.
+        raw: whether vectors may be non-finite (or beyond 2^56) anywhere: rows that see one become NaN. Otherwise
+            only vectors that no row sees may be non-finite.
     """
     ranges = ranges_of(visible, q.device)
     scale, by = (1.0, row_tensor(factor, q)) if isinstance(factor, Tensor) else (float(factor), None)
@@ -86,48 +85,41 @@ def decode(
     return _decode(q, k, v, by, given, *ranges.tensors, *rule[:4], scale, ranges.most, raw)
 
 
-@torch.library.custom_op("regard::triton_compact_decode", mutates_args=())
-def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    factor: Tensor | None,
-    given: Tensor | None,
-    low: Tensor,
-    high: Tensor,
-    mask: Tensor | None,
-    code: int,
-    power: int,
-    number: float,
-    stand: int,
-    scale: float,
-    most: int,
-    raw: bool,
-) -> Tensor:
-    ranges, rule = Ranges(low, high, mask, most), Rule(code, power, number, stand)
+def _run(q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, given: Tensor | None, *rest: Any) -> Tensor:
+    low, high, mask, code, power, number, stand, scale, most, raw = rest
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     if q.numel() == 0 or k.shape[2] == 0:
         return out.zero_()
     tiles = TABLE.pick(max(q.shape[-1], v.shape[-1]), v.dtype)
+    call = _Call(q, k, v, factor, scale, Ranges(low, high, mask, most), out, tiles, raw)
     if code == SOFTMAX:
-        _softmax(q, k, v, factor, scale, ranges, out, tiles, raw)
+        call.softmax()
     else:
-        _compact(q, k, v, factor, scale, rule, given, ranges, out, tiles, raw)
+        call.compact(Rule(code, power, number, stand), given)
     return out
 
 
+_decode = torch.library.custom_op(
+    "regard::triton_compact_decode",
+    _run,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? given, Tensor low, Tensor high, Tensor? mask, "
+    "SymInt code, SymInt power, float number, SymInt stand, float scale, SymInt most, bool raw) -> Tensor",
+)
+
+
 @_decode.register_fake
-def _(q, k, v, factor, given, low, high, mask, code, power, number, stand, scale, most, raw):
+def _(q, k, v, *rest):
     return v.new_empty(*q.shape[:3], v.shape[-1])
 
 
 def room_for(most: int, keys: int) -> int:
-    """Tiles that so many keys can touch."""
+    """Return how many tiles so many keys can touch."""
     return (most + keys - 2) // keys + 1
 
 
 class Shape(NamedTuple):
-    """Sizes that every kernel of a call is given; `rows` of a key head are one program's."""
+    """Sizes that every kernel of a call is given; a program has `rows` rows of a key head."""
 
     heads: int
     group: int
@@ -138,7 +130,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, one: bool = False) -> Shape:
-        """Of a call; `one`: every program has a row."""
+        """Return the sizes of a call; with `one` every program has one row."""
         from .math import next_power_of_2
 
         group, queries = group_of(q, k), q.shape[2]
@@ -153,90 +145,90 @@ class Shape(NamedTuple):
 
 
 def width_of(x: Tensor) -> int:
-    """Columns of a tile that holds its features."""
+    """Return the columns of a tile that holds the features of x."""
     from .math import next_power_of_2
 
     return max(16, next_power_of_2(x.shape[-1]))
 
 
-def _softmax(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    factor: Tensor | None,
-    scale: float,
-    ranges: Ranges,
-    out: Tensor,
-    tiles: Tiles,
-    raw: bool,
-) -> None:
-    from .compact_kernels import merge_kernel, online_kernel
+class _Call(NamedTuple):
+    """A call as its launches need it."""
 
-    shape, room = Shape.of(q, k), room_for(ranges.most, tiles.keys)
-    splits = splits_of(q.device, shape.programs, room, shape.rows)
-    part = q.new_empty(splits, *out.shape, dtype=torch.float32)
-    state = q.new_empty(splits, *out.shape[:3], 2, dtype=torch.float32)
-    grid = (shape.programs, splits)
-    widths = {"D": q.shape[-1], "WIDTH": width_of(q), "DV": v.shape[-1], "WIDTH_V": width_of(v)}
-    flagged = {"GIVEN": factor is not None, "MASKED": masked(ranges), "RAW": raw}
-    if flagged["MASKED"] == 2:  # a mask a head takes registers of every pair
-        tiles = replace(tiles, warps=8)
-    launch(
-        online_kernel, grid, q, k, v, factor, *ranges.tensors, part, state, *shape.sizes, scale,
-        *strides(q), *strides(k), *strides(v), *ranges.strides, part.stride(0), state.stride(0),
-        tiles=tiles, **widths, ROWS=shape.rows, KEYS=tiles.keys, MOST=shape.most, **flagged,
-    )  # fmt: skip
-    launch(
-        merge_kernel, (out[..., 0].numel(),), part, state, out, splits, part.stride(0), state.stride(0),
-        tiles=Tiles(warps=4, stages=1), DV=v.shape[-1], WIDTH=width_of(v), PARTS=PARTS,
-    )  # fmt: skip
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    factor: Tensor | None
+    scale: float
+    ranges: Ranges
+    out: Tensor
+    tiles: Tiles
+    raw: bool
 
+    def _shared(self) -> tuple[Shape, int, int, dict[str, int]]:
+        """Return sizes, tiles of a row, splits, and the widths of keys and values."""
+        q, v = self.q, self.v
+        shape, room = Shape.of(q, self.k), room_for(self.ranges.most, self.tiles.keys)
+        splits = splits_of(q.device, shape.programs, room, shape.rows)
+        widths = {"D": q.shape[-1], "WIDTH": width_of(q), "DV": v.shape[-1], "WIDTH_V": width_of(v)}
+        return shape, room, splits, widths
 
-def _compact(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    factor: Tensor | None,
-    scale: float,
-    rule: Rule,
-    given: Tensor | None,
-    ranges: Ranges,
-    out: Tensor,
-    tiles: Tiles,
-    raw: bool,
-) -> None:
-    from .compact_kernels import output_kernel, scores_kernel, sum_kernel, threshold_kernel
+    def softmax(self) -> None:
+        from .compact_kernels import merge_kernel, online_kernel
 
-    shape, room = Shape.of(q, k), room_for(ranges.most, tiles.keys)
-    rows = q.shape[:3]
-    z, near = q.new_empty(2, *rows, room * tiles.keys, dtype=torch.float32)
-    tops = q.new_empty(*rows, room, dtype=torch.float32)
-    found = q.new_empty(*rows, 3, dtype=torch.float32)
-    best = q.new_empty(*rows, 2, dtype=torch.int32)
-    splits = splits_of(q.device, shape.programs, room, shape.rows)
-    grid = (shape.programs, splits)
-    kinds = {"RULE": rule.code, "R": rule.r, "EMPTY": rule.stand}
-    seen = {"MASKED": masked(ranges), "MOST": shape.most}
-    widths = {"D": q.shape[-1], "WIDTH": width_of(q), "DV": v.shape[-1], "WIDTH_V": width_of(v)}
-    launch(
-        scores_kernel, grid, q, k, v, factor, *ranges.tensors, z, tops, *shape.sizes, room, scale,
-        *strides(q), *strides(k), *strides(v), *ranges.strides,
-        tiles=tiles, **widths, ROWS=shape.rows, KEYS=tiles.keys, **seen, GIVEN=factor is not None, RAW=raw,
-    )  # fmt: skip
-    launch(
-        threshold_kernel, (rows.numel(),), z, tops, near, given, *ranges.tensors, found, best, *shape.sizes, room,
-        rule.number, *ranges.strides,
-        tiles=CHUNK, KEYS=tiles.keys, CHUNK=min(CHUNK.keys, 16 * tiles.keys), PARAMETER=given is not None, **seen,
-        **kinds,
-    )  # fmt: skip
-    part = out[None] if splits == 1 else q.new_empty(splits, *out.shape, dtype=torch.float32)
-    launch(
-        output_kernel, grid, v, z, tops, *ranges.tensors, found, best, part, *shape.sizes, room,
-        *strides(v), *ranges.strides, part.stride(0),
-        tiles=tiles, DV=v.shape[-1], WIDTH=width_of(v), ROWS=shape.rows, KEYS=tiles.keys, **seen, **kinds,
-    )  # fmt: skip
-    if splits > 1:
+        q, k, v, factor, scale, ranges, out, tiles, raw = self
+        shape, _, splits, widths = self._shared()
+        part = q.new_empty(splits, *out.shape, dtype=torch.float32)
+        state = q.new_empty(splits, *out.shape[:3], 2, dtype=torch.float32)
+        flags = {"GIVEN": factor is not None, "MASKED": masked(ranges), "RAW": raw}
+        if flags["MASKED"] == 2:  # a mask for each head takes registers for every pair
+            tiles = replace(tiles, warps=8)
         launch(
-            sum_kernel, (rows.numel(),), part, out, splits, part.stride(0),
+            online_kernel, (shape.programs, splits), q, k, v, factor, *ranges.tensors, part, state, *shape.sizes, scale,
+            *strides(q), *strides(k), *strides(v), *ranges.strides, part.stride(0), state.stride(0),
+            tiles=tiles, **widths, ROWS=shape.rows, KEYS=tiles.keys, MOST=shape.most, **flags,
+        )  # fmt: skip
+        launch(
+            merge_kernel, (out[..., 0].numel(),), part, state, out, splits, part.stride(0), state.stride(0),
             tiles=Tiles(warps=4, stages=1), DV=v.shape[-1], WIDTH=width_of(v), PARTS=PARTS,
+        )  # fmt: skip
+
+    def compact(self, rule: Rule, given: Tensor | None) -> None:
+        from .compact_kernels import output_kernel, scores_kernel, threshold_kernel
+
+        q, k, v, factor, scale, ranges, out, tiles, raw = self
+        shape, room, splits, widths = self._shared()
+        rows, grid = q.shape[:3], (shape.programs, splits)
+        z, near = q.new_empty(2, *rows, room * tiles.keys, dtype=torch.float32)
+        tops = q.new_empty(*rows, room, dtype=torch.float32)
+        found = q.new_empty(*rows, 3, dtype=torch.float32)
+        best = q.new_empty(*rows, 2, dtype=torch.int32)
+        kinds = {"RULE": rule.code, "R": rule.r, "EMPTY": rule.stand}
+        seen = {"KEYS": tiles.keys, "MASKED": masked(ranges), "MOST": shape.most}
+        launch(
+            scores_kernel, grid, q, k, v, factor, *ranges.tensors, z, tops, *shape.sizes, room, scale,
+            *strides(q), *strides(k), *strides(v), *ranges.strides,
+            tiles=tiles, **widths, ROWS=shape.rows, **seen, GIVEN=factor is not None, RAW=raw,
+        )  # fmt: skip
+        launch(
+            threshold_kernel, (rows.numel(),), z, tops, near, given, *ranges.tensors, found, best, *shape.sizes, room,
+            rule.number, *ranges.strides,
+            tiles=CHUNK, CHUNK=min(CHUNK.keys, 16 * tiles.keys), PARAMETER=given is not None, **seen, **kinds,
+        )  # fmt: skip
+        part = out[None] if splits == 1 else q.new_empty(splits, *out.shape, dtype=torch.float32)
+        launch(
+            output_kernel, grid, v, z, tops, *ranges.tensors, found, best, part, *shape.sizes, room,
+            *strides(v), *ranges.strides, part.stride(0),
+            tiles=tiles, DV=v.shape[-1], WIDTH=width_of(v), ROWS=shape.rows, **seen, **kinds,
+        )  # fmt: skip
+        add_splits(part, out)
+
+
+def add_splits(part: Tensor, out: Tensor) -> None:
+    """Add the splits of an output, [splits, B, H, Tq, Dv], unless there is one, which is the output itself."""
+    from .compact_kernels import sum_kernel
+
+    if len(part) > 1:
+        launch(
+            sum_kernel, (out[..., 0].numel(),), part, out, len(part), part.stride(0),
+            tiles=Tiles(warps=4, stages=1), DV=out.shape[-1], WIDTH=width_of(out), PARTS=PARTS,
         )  # fmt: skip

@@ -1,11 +1,11 @@
-"""The kernels of `compact_decode`.
+"""The kernels of `decode.compact`.
 
-Softmax is one pass (`online_kernel`) and a merge. The compact rules keep their scores: `scores_kernel` writes them with
-the largest of every tile, `threshold_kernel` finds each row's threshold among those that can have weight, and
+Softmax is one pass (`online_kernel`) and a merge. Compact rules keep their scores: `scores_kernel` writes them with the
+largest of every tile, `threshold_kernel` finds each row's threshold among those that can have weight, and
 `output_kernel` reads the values that do.
 
 Legend: heads Hkv of keys, each with `count` = group x queries rows; N = B x Hkv; tiles are counted from the first that
-a query of the sequence sees, and `room` are held for each row.
+a query of the sequence sees, and every row has `room` of them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..compact.math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, cube_root, lower_power, power
+from ..compact.math import ADAPTIVE, ANCHORED, FIXED, LOG2E, NEAREST, UNIFORM, lower_power, power, root
 from ..runtime.blocks import FAR, LENGTHS, row_scale
 from ..runtime.finite_kernel import broken
 from .math import add_weighted, extent, guarded, load_queries, load_tile, part_of, products, seen_keys, store_part
 
 STEPS = tl.constexpr(24)
-"""Of Newton's method."""
+"""Most steps of Newton's method."""
 EPS = tl.constexpr(2.0**-23)
 
 
@@ -34,8 +34,8 @@ def scores_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Scores z [N, count, room KEYS], -inf where hidden, and the largest of every tile, tops [N, count, room]. RAW:
-    values are looked at, too, and what is not finite has the score inf, so that its row has no weights."""
+    """Store scores z [N, count, room KEYS], -inf where hidden, and the largest of every tile, tops [N, count, room].
+    RAW: look at values, too; what is not finite has the score inf, so that its row has no weights."""
     count = group * queries
     batch, head, rows, held, own, start, to, origin, first, last, stop = part_of(
         low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
@@ -51,7 +51,7 @@ def scores_kernel(
         real = j + tl.arange(0, KEYS) < stop
         keys = load_tile(k, j, real, stride_kt, D, WIDTH, KEYS)
         lost = broken(keys)
-        if RAW:  # loaded before anything waits for the keys
+        if RAW:  # loaded before arithmetic waits for the keys
             lost |= broken(load_tile(v, j, real, stride_vt, DV, WIDTH_V, KEYS))
         score = products(a, keys, ROWS) * by[:, None]
         seen = seen_keys(j, start, to, mask, place, rows, count, queries, stride_mh, KEYS, MASKED)
@@ -65,7 +65,7 @@ def scores_kernel(
 
 @triton.jit
 def visible_count(low, high, mask, place, MASKED: tl.constexpr, CHUNK: tl.constexpr):
-    """How many of the keys [low, high) the mask of a row, at `place`, lets be seen."""
+    """Return how many of the keys [low, high) the mask at `place` shows."""
     found = tl.maximum(high - low, 0)
     if MASKED:
         part = tl.zeros((CHUNK,), tl.int32)
@@ -78,7 +78,7 @@ def visible_count(low, high, mask, place, MASKED: tl.constexpr, CHUNK: tl.conste
 
 @triton.jit
 def nearest_key(z, tops, top, tiles, CHUNK: tl.constexpr, KEYS: tl.constexpr):
-    """The first key whose score is the best."""
+    """Return the first key with the best score."""
     found = tl.full((CHUNK,), FAR, tl.int32)
     for n in range(0, tiles * KEYS, CHUNK):
         at = n + tl.arange(0, CHUNK)
@@ -90,7 +90,7 @@ def nearest_key(z, tops, top, tiles, CHUNK: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def gather_near(z, tops, near, top, reach, tiles, CHUNK: tl.constexpr, KEYS: tl.constexpr):
-    """Distances top - z below `reach`, in the order of the keys, to `near`; returns how many. Tiles that are out of
+    """Store distances top - z below `reach` in `near`, in the order of the keys, and return how many. Tiles out of
     reach are not read."""
     count = 0
     for n in range(0, tiles * KEYS, CHUNK):
@@ -106,7 +106,7 @@ def gather_near(z, tops, near, top, reach, tiles, CHUNK: tl.constexpr, KEYS: tl.
 
 @triton.jit
 def norm_sums(near, count, b, R: tl.constexpr, CHUNK: tl.constexpr):
-    """(sum a^R, sum a^(R-1) over a > 0) of a = [b - d/R]_+."""
+    """Return (sum a^R, sum a^(R-1) over a > 0) of a = [b - d/R]_+."""
     total, lower = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
     for n in range(0, count, CHUNK):
         at = n + tl.arange(0, CHUNK)
@@ -119,12 +119,12 @@ def norm_sums(near, count, b, R: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def solve_peak(near, count, R: tl.constexpr, CHUNK: tl.constexpr):
-    """b with sum_j [b - d_j/R]_+^R = 1: Newton's descent on the R-norm from b = 1."""
+    """Return b with sum_j [b - d_j/R]_+^R = 1, by Newton's method on the R-norm from b = 1."""
     b, going, step = 1.0, count > 0, 0
     total = 1.0
     while going:
         total, lower = norm_sums(near, count, b, R, CHUNK)
-        norm = total if R == 1 else (tl.sqrt(total) if R == 2 else cube_root(total))
+        norm = root(total, R)
         new = b - (norm - 1) * (total / norm) / lower
         step += 1
         going = (new < b) & (norm > 1 + 2 * EPS) & (step < STEPS)
@@ -134,7 +134,7 @@ def solve_peak(near, count, R: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def total_weight(near, count, reach, R: tl.constexpr, CHUNK: tl.constexpr):
-    """sum w of w = [1 - d/reach]_+^R."""
+    """Return sum w of w = [1 - d/reach]_+^R."""
     mass = tl.zeros((CHUNK,), tl.float32)
     for n in range(0, count, CHUNK):
         at = n + tl.arange(0, CHUNK)
@@ -149,9 +149,9 @@ def threshold_kernel(
     KEYS: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr, R: tl.constexpr,
     EMPTY: tl.constexpr, PARAMETER: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Of one row: found [N, count, 3] = (the best score, how far below it weights end, their sum) and, for rows without
-    a key inside, whose reach is 0, what stands in: best [N, count, 2] = (how many keys are visible, the nearest).
-    `near`, of the shape of z, is scratch."""
+    """Store of one row found [N, count, 3] = (best score, how far below it weights end, their sum) and best [N, count,
+    2] = (how many keys are visible, the nearest). The reach is 0 in rows that take fallback weights. `near`, shaped
+    like z, is scratch."""
     row = tl.program_id(0).to(tl.int64)
     count = group * queries
     at, r = row // count, (row % count).to(tl.int32)
@@ -170,7 +170,7 @@ def threshold_kernel(
         visible = visible_count(own, to, mask, place, MASKED, CHUNK)
     value = tl.load(given + row) if PARAMETER else number
     if RULE == ADAPTIVE:
-        reach = value * 0.0 + R  # no peak exceeds one
+        reach = value * 0.0 + R  # the peak is at most one
     elif RULE == ANCHORED:
         reach = value + 0.0
     else:
@@ -179,7 +179,7 @@ def threshold_kernel(
     kept, nearest = 0, 0
     if ~(none | lost):
         kept = gather_near(z, tops, near, top, reach, tiles, CHUNK, KEYS)
-        tl.debug_barrier()  # what other threads have written is read from here on
+        tl.debug_barrier()  # wait for what other threads wrote
         if RULE == ADAPTIVE:
             reach = R * solve_peak(near, kept, R, CHUNK)
     if EMPTY == NEAREST:  # noqa: SIM102 (known when the kernel is compiled, the next is not)
@@ -204,8 +204,8 @@ def output_kernel(
     DV: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr,
     R: tl.constexpr, RULE: tl.constexpr, EMPTY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The sums of weighted values over a program's tiles: part [splits, N, count, DV], `stride_part` a split. A value
-    is read where a row of the tile gives it weight. A row whose best score is inf is NaN."""
+    """Store the sums of weighted values over a program's tiles: part [splits, N, count, DV], `stride_part` a split.
+    Only values with weight in some row of the tile are read. A row whose best score is inf is NaN."""
     count = group * queries
     batch, head, rows, held, own, start, to, origin, first, last, _ = part_of(
         low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
@@ -248,7 +248,7 @@ def output_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def sum_kernel(part, out, splits, stride_part, DV: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """One row of the output: the sum over splits."""
+    """Add one row of the output over splits."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     total = tl.zeros((PARTS, WIDTH), tl.float32)
@@ -272,8 +272,8 @@ def online_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over a program's tiles: part [splits, N, count, DV], not divided by the mass, and state [splits, N,
-    count, 2] = (m in base 2, sum w). RAW: sums are NaN in rows that see what is not finite."""
+    """Compute softmax over a program's tiles: part [splits, N, count, DV], not divided by the mass, and state [splits,
+    N, count, 2] = (m in base 2, sum w). RAW: sums are NaN in rows that see a non-finite number."""
     count = group * queries
     batch, head, rows, held, own, start, to, origin, first, last, stop = part_of(
         low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
@@ -313,7 +313,7 @@ def merge_kernel(
     part, state, out, splits, stride_part, stride_state,
     DV: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One row of softmax from its splits."""
+    """Merge one row of softmax from its splits."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     state += row * 2

@@ -1,17 +1,17 @@
 """Local linear attention with few queries: programs share out the keys.
 
-A solved t takes keys twice and values once, where softmax takes each once: with D = Dv 6 D bytes a key in bfloat16 for
-softmax's 4 D, and 8 D^2 bytes a row and split for second moments. A split holds at least 16 D keys, 4 G D where G > 4
-query heads have a key head in common, so that moments take 2 D bytes a key at most, all together twice softmax's; where
-rows keep the device busy there is one split of all keys, and moments take next to nothing.
+A solved t reads keys twice and values once: with D = Dv, 6 D bytes a key in bfloat16, where softmax reads 4 D, and
+8 D^2 bytes a row and split for second moments. A split holds at least 16 D keys (4 G D if G > 4 query heads share a key
+head), so that moments take at most 2 D bytes a key and the total at most twice softmax's. If rows keep the device busy,
+there is one split of all keys.
 
-First pass: every row gathers mass, mean and covariance of its weighted keys. Then one program a row solves its system,
-by conjugate gradients where these get to the tolerance, else by elimination. Second pass: p (1 + e) of all heads of a
-key head meet its values together. The learned solver (Parallax) solves nothing and takes one pass, softmax's bytes.
+In the first pass every row gathers mass, mean and covariance of its weighted keys. Then one program a row solves its
+system, by conjugate gradients or, if these do not converge, by elimination. In the second pass p (1 + e) of all heads
+of a key head meet its values together. The learned solver (Parallax) solves nothing and takes one pass.
 
-The covariance form: t = (C + ridge)^-1 (q - mean), e_j = (k_j - mean) . t, o = sum_j p_j (1 + e_j) v_j (Local Linear
-Attention, equations 7 and 8; Parallax, arXiv 2605.29157). The second moments of a pass with D features take 4 n D^2
-operations a row on bfloat16 keys (two terms).
+Covariance form: t = (C + ridge)^-1 (q - mean), e_j = (k_j - mean) . t, o = sum_j p_j (1 + e_j) v_j (Local Linear
+Attention, equations 7 and 8; Parallax, arXiv 2605.29157). Second moments take 4 n D^2 operations a row with bfloat16
+keys (two terms).
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, N = B H Tq rows.
 """
@@ -19,6 +19,7 @@ Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, N = B H Tq r
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,15 +30,15 @@ from ...pairwise.dispatch import Cost, Inputs, Problem
 from ...pairwise.visibility import Visibility
 from ..runtime.launch import launch
 from ..runtime.tiles import Tiles, TileTable
-from .compact import PARTS, Shape, room_for, width_of
+from .compact import Shape, add_splits, room_for, width_of
 from .plan import Ranges, masked, ranges_of, row_tensor, splits_of, strides
 
 WIDEST = 128
-"""Features of a key at most where a system is solved: its matrix stays in one program's registers."""
+"""Most features of a key if a system is solved: its matrix stays in the registers of one program."""
 TOLERANCE = 1e-6
-"""Of conjugate gradients, where the solver names none."""
+"""Tolerance of conjugate gradients if the solver has none."""
 FULL = 16
-"""Keys of a split at least, in units of D: a split leaves D^2 numbers behind."""
+"""Fewest keys of a split, in units of D: a split stores D^2 numbers."""
 
 MOMENTS = TileTable(
     "local_linear_decode_moments",
@@ -56,12 +57,12 @@ SOLVE = TileTable("local_linear_decode_solve", {(64, 4): Tiles(warps=4, stages=1
 
 
 def fits(problem: Problem) -> bool:
-    """Whether a system, if one is solved, is narrow enough."""
+    """Return whether the system to solve, if any, is narrow enough."""
     return problem.dim <= WIDEST or problem.spec.solver.name == "learned"
 
 
 def cost(problem: Problem) -> Cost:
-    """Of the forward pass; the bytes are those of a split's moments."""
+    """Return the operations of the forward pass and the bytes of a split's moments."""
     rows = problem.batch * problem.heads * problem.queries
     solved = problem.spec.solver.name != "learned"
     pairs = 6 * problem.dim + 2 * problem.value_dim + (4 * problem.dim**2 if solved else 2 * problem.value_dim)
@@ -69,7 +70,7 @@ def cost(problem: Problem) -> Cost:
 
 
 def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-    """The output [B, H, Tq, Dv] in the dtype of the values; no diagnostics."""
+    """Return the output [B, H, Tq, Dv] in the dtype of the values; no diagnostics."""
     assert inputs.x is not None
     assert inputs.y is not None
     solver = inputs.spec.solver
@@ -93,17 +94,17 @@ def decode(
     limit: int = 4 * WIDEST,
     raw: bool = False,
 ) -> Tensor:
-    """Local linear attention of few queries, [B, H, Tq, Dv].
+    """Return the local linear attention of few queries, [B, H, Tq, Dv].
 
     Args:
         q, k, v: [B, H, Tq, D], [B, Hkv, Tk, D] and [B, Hkv, Tk, Dv], of one dtype.
-        factor: of the products, a number or [B, H, Tq].
+        factor: factor of the products, a number or [B, H, Tq].
         ridge: a number, or [B, H, Tq, 1 or D].
-        probe: [B, H, Tq, D], -t where it is not solved for, else None.
-        how: 1 + 2: conjugate gradients (1), elimination (2), or the one after the other; with a probe, neither.
-        tol, limit: of conjugate gradients.
-        raw: whether rows that see a vector that is not finite (or beyond 2^56) are to be NaN. Else such vectors may be
-            where no row sees them, and nowhere else.
+        probe: [B, H, Tq, D], -t if it is given, else None.
+        how: 1 for conjugate gradients, 2 for elimination, 3 for both in turn; ignored with a probe.
+        tol, limit: tolerance and most steps of conjugate gradients.
+        raw: whether vectors may be non-finite (or beyond 2^56) anywhere: rows that see one become NaN. Otherwise
+            only vectors that no row sees may be non-finite.
 
     Raises:
         ArgumentError: neither a probe nor a way to solve.
@@ -120,29 +121,14 @@ def decode(
 
 
 def _vectors(x: Tensor, q: Tensor) -> Tensor:
-    """Vectors of rows as kernels read them: float32 [B, H, Tq, n], contiguous."""
+    """Return vectors of rows as float32 [B, H, Tq, n], contiguous."""
     return x.to(torch.float32).expand(*q.shape[:3], x.shape[-1]).contiguous()
 
 
-@torch.library.custom_op("regard::triton_local_linear_decode", mutates_args=())
-def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    factor: Tensor | None,
-    ridge: Tensor | None,
-    probe: Tensor | None,
-    low: Tensor,
-    high: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    number: float,
-    how: int,
-    tol: float,
-    limit: int,
-    most: int,
-    raw: bool,
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, ridge: Tensor | None, probe: Tensor | None, *rest: Any
 ) -> Tensor:
+    low, high, mask, scale, number, how, tol, limit, most, raw = rest
     out = v.new_empty(*q.shape[:3], v.shape[-1])
     if q.numel() == 0 or k.shape[2] == 0:
         return out.zero_()
@@ -156,13 +142,22 @@ def _decode(
     return out
 
 
+_decode = torch.library.custom_op(
+    "regard::triton_local_linear_decode",
+    _run,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, Tensor low, Tensor high, "
+    "Tensor? mask, float scale, float number, SymInt how, float tol, SymInt limit, SymInt most, bool raw) -> Tensor",
+)
+
+
 @_decode.register_fake
-def _(q, k, v, factor, ridge, probe, low, high, mask, scale, number, how, tol, limit, most, raw):
+def _(q, k, v, *rest):
     return v.new_empty(*q.shape[:3], v.shape[-1])
 
 
 class _Call:
-    """What the kernels of one call have in common, and their launches."""
+    """What the kernels of one call share, and their launches."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, scale: float, ranges: Ranges) -> None:
         self.q, self.k, self.v, self.factor, self.scale, self.ranges = q, k, v, factor, scale, ranges
@@ -176,12 +171,12 @@ class _Call:
         return self.q.new_empty(*shape, dtype=torch.float32)
 
     def moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(mean [N, D], (m, sum w) [N, 2], covariance [N, D, D]) of the weighted keys of every row."""
+        """Return (mean [N, D], (m, sum w) [N, 2], covariance [N, D, D]) of the weighted keys of every row."""
         from .local_linear_kernels import merge_moments_kernel, moments_kernel
 
         q, k, ranges, shape = self.q, self.k, self.ranges, self._shape(one=True)
         tiles = MOMENTS.pick(self.dim, k.dtype)
-        if self.flags["MASKED"]:  # registers are short beside so large a matrix
+        if self.flags["MASKED"]:  # the matrix leaves few registers
             tiles = replace(tiles, keys=max(16, tiles.keys // 2))
         total, least = self.rows.numel(), max(1, max(FULL, 4 * shape.group) * self.dim // tiles.keys)
         splits = splits_of(q.device, shape.programs, room_for(ranges.most, tiles.keys), 1, least)
@@ -206,7 +201,7 @@ class _Call:
     def solved(
         self, spread: Tensor, mean: Tensor, ridge: Tensor | None, number: float, how: int, tol: float, limit: int
     ) -> Tensor:
-        """t [N, D]."""
+        """Return t [N, D]."""
         from .local_linear_kernels import solve_kernel
 
         slope, shape = torch.empty_like(mean), self._shape(one=True)
@@ -219,7 +214,7 @@ class _Call:
         return slope
 
     def _pass(self) -> tuple[Tiles, Shape, int, dict[str, int]]:
-        """Tiles, sizes, splits and widths of a pass over keys and values."""
+        """Return tiles, sizes, splits and widths of a pass over keys and values."""
         tiles = TABLE.pick(max(self.dim, self.v.shape[-1]), self.k.dtype)
         shape = self._shape()
         splits = splits_of(self.q.device, shape.programs, room_for(self.ranges.most, tiles.keys), shape.rows)
@@ -230,8 +225,7 @@ class _Call:
         return (*strides(self.q), *strides(self.k), *strides(self.v), *self.ranges.strides)
 
     def tilted(self, slope: Tensor, mean: Tensor, state: Tensor, out: Tensor, raw: bool) -> None:
-        """The output of solved rows."""
-        from .compact_kernels import sum_kernel
+        """Compute the output of solved rows."""
         from .local_linear_kernels import tilted_kernel
 
         tiles, shape, splits, widths = self._pass()
@@ -241,14 +235,10 @@ class _Call:
             mean, state, part, *shape.sizes, self.scale, *self._strides(), part.stride(0),
             tiles=tiles, **widths, **self.flags, RAW=raw,
         )  # fmt: skip
-        if splits > 1:
-            launch(
-                sum_kernel, (self.rows.numel(),), part, out, splits, part.stride(0),
-                tiles=Tiles(warps=4, stages=1), DV=out.shape[-1], WIDTH=width_of(out), PARTS=PARTS,
-            )  # fmt: skip
+        add_splits(part, out)
 
     def probed(self, probe: Tensor, out: Tensor, raw: bool) -> None:
-        """The output of rows whose t is given."""
+        """Compute the output of rows whose t is given."""
         from .local_linear_kernels import merge_probed_kernel, probed_kernel
 
         tiles, shape, splits, widths = self._pass()

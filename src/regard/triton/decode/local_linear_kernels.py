@@ -1,12 +1,12 @@
-"""The kernels of `local_linear_decode`.
+"""The kernels of `decode.local_linear`.
 
-A solved t takes two passes over the keys: `moments_kernel` gathers mean and covariance of the weighted keys, and
-`tilted_kernel` weighs the values by p (1 + e); `solve_kernel` stands between them. Where t is given (Parallax)
-`probed_kernel` is one pass: for any number s of a row, with s_j = k_j . t,
+A solved t takes two passes over the keys: `moments_kernel` gathers mean and covariance of the weighted keys,
+`solve_kernel` solves, and `tilted_kernel` weights the values by p (1 + e). If t is given (Parallax), `probed_kernel` is
+one pass: for any number s of a row, with s_j = k_j . t,
 
     o = sum_j p_j v_j + sum_j p_j (s_j - s) v_j - (sum_j p_j (s_j - s)) sum_j p_j v_j.
 
-Legend: as in `compact_decode_kernels`; scores in base 2.
+Legend: as in `compact_kernels`; scores in base 2.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .math import (
 )
 
 SINGULAR = tl.constexpr(2.0**-20)
-"""A pivot below this share of its diagonal is rounding: the coordinate is left out."""
+"""A pivot below this share of its diagonal is rounding error; its coordinate is dropped."""
 RESTARTS = tl.constexpr(2)
-"""How often conjugate gradients begin again from the true residual."""
+"""How often conjugate gradients restart from the true residual."""
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -43,15 +43,15 @@ def moments_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One row and a program's tiles: covariance [splits, N, D, D] and mean [splits, N, D] of the weighted keys, and
-    state [splits, N, 2] = (m, sum w). Keys are moved to the mean o of the first ones that are seen, which no result
-    hangs on: sum w (k - o)(k - o)' = sum a k' - (sum a) o' with the a = w (k - o) that was multiplied, in two terms."""
+    """Store for one row and a program's tiles covariance [splits, N, D, D] and mean [splits, N, D] of the weighted
+    keys, and state [splits, N, 2] = (m, sum w). Keys are shifted by the mean o of the first visible ones, which changes
+    no result: sum w (k - o)(k - o)' = sum a k' - (sum a) o' with a = w (k - o) as multiplied, in two terms."""
     count = group * queries
     batch, head, rows, there, row, start, to, origin, first, last, _ = part_of(
         low, high, heads, group, queries, stride_low, 1, KEYS, MOST
     )
     place = batch * stride_mb + (head * group + tl.max(rows, 0) // queries).to(tl.int64) * stride_mh
-    ONE: tl.constexpr = min(MASKED, 1)  # mask, as there is one row
+    ONE: tl.constexpr = min(MASKED, 1)  # one row has one mask
     a = load_queries(q + batch * stride_qb, head * group, rows, count, queries, stride_qh, stride_qt, D, WIDTH)
     by = tl.max(row_scale(factor, scale, row, there, GIVEN), 0) * LOG2E
     k += batch * stride_kb + head * stride_kh
@@ -101,8 +101,8 @@ def merge_moments_kernel(
     moment, mean, state, spread, centre, merged, splits, total_rows,
     D: tl.constexpr, WIDTH: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
-    """PANEL rows of the covariance of one row from its splits (Chan, Golub and LeVeque): spread [N, D, D], centre
-    [N, D] and merged [N, 2] as a single split would have left them."""
+    """Merge PANEL rows of the covariance of one row from its splits (Chan, Golub and LeVeque): spread [N, D, D], centre
+    [N, D] and merged [N, 2], as a single split would give them."""
     row = tl.program_id(0).to(tl.int64)
     i, columns = tl.program_id(1) * PANEL + tl.arange(0, PANEL), tl.arange(0, WIDTH)
     top = float("-inf")
@@ -135,13 +135,13 @@ def merge_moments_kernel(
 
 @triton.jit
 def apply(matrix, x):
-    """matrix x."""
+    """Return matrix x."""
     return tl.sum(matrix * x[None, :], 1)
 
 
 @triton.jit
 def gradients(matrix, b, tol, limit):
-    """(x, |b - A x|^2) by conjugate gradients, until the true residual is tol |b| or `limit` steps are done."""
+    """Return (x, |b - A x|^2) by conjugate gradients, until the true residual is tol |b| or `limit` steps are done."""
     x = tl.zeros_like(b)
     goal = tol * tol * tl.sum(b * b, 0)
     r, left = b, tl.sum(b * b, 0)
@@ -167,7 +167,7 @@ def gradients(matrix, b, tol, limit):
 
 @triton.jit
 def eliminated(matrix, b, D: tl.constexpr, WIDTH: tl.constexpr):
-    """x of matrix x = b, the matrix symmetric and positive, by elimination above and below each pivot."""
+    """Return x of matrix x = b, the matrix symmetric and positive, by elimination above and below each pivot."""
     at = tl.arange(0, WIDTH)
     own = tl.sum(tl.where(at[:, None] == at[None, :], matrix, 0.0), 1)
     pivots = tl.full((WIDTH,), 1.0, tl.float32)
@@ -189,8 +189,8 @@ def solve_kernel(
     q, spread, mean, ridge, slope, heads, group, queries, number, tol, limit, stride_b, stride_h, stride_t,
     D: tl.constexpr, WIDTH: tl.constexpr, RIDGE: tl.constexpr, GRADIENTS: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """t [N, D] of one row: (spread + ridge) t = q - mean. RIDGE: how many numbers a row has, 0 where it is `number`.
-    GRADIENTS: try conjugate gradients; DIRECT: else, or where they do not get there, elimination."""
+    """Store t [N, D] of one row: (spread + ridge) t = q - mean. RIDGE: numbers a row, 0 for one `number`. GRADIENTS:
+    try conjugate gradients; DIRECT: use elimination instead, or if they do not converge."""
     count = group * queries
     _, batch, head, rows = place_of(heads, count, 1)
     row = tl.program_id(0).to(tl.int64)
@@ -211,9 +211,9 @@ def solve_kernel(
     b = tl.sum(x.to(tl.float32), 0) - tl.load(mean + row * D + i, mask=i < D, other=0.0)
     unit = tl.sum(tl.where(i[:, None] == i[None, :], matrix, 0.0), 1)
     unit = tl.where(unit > 0, 1 / tl.sqrt(tl.where(unit > 0, unit, 1.0)), 1.0)
-    matrix = matrix * unit[:, None] * unit[None, :]  # no coordinate hangs on the size of another
+    matrix = matrix * unit[:, None] * unit[None, :]  # makes results independent of the scale of coordinates
     b = b * unit
-    size = tl.max(tl.abs(b), 0)  # squares of huge numbers stay in range
+    size = tl.max(tl.abs(b), 0)  # keeps squares in range
     size = tl.where(size > 0, size, 1.0)
     b = b / size
     t, left = b, 1.0
@@ -227,7 +227,7 @@ def solve_kernel(
 
 @triton.jit
 def load_vectors(x, own, held, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Float32 vectors [ROWS, WIDTH] of the rows with these numbers, from [N, D]."""
+    """Load float32 vectors [ROWS, WIDTH] of the rows with these numbers, from [N, D]."""
     return load(x + own[:, None] * D + tl.arange(0, WIDTH)[None, :], held, D, WIDTH, True)
 
 
@@ -239,8 +239,8 @@ def tilted_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Sums of p (1 + (k - mean) . t) v over a program's tiles: part [splits, N, DV]. What is taken off for the mean is
-    its product with t as it was multiplied. RAW: NaN in rows that see what is not finite."""
+    """Store sums of p (1 + (k - mean) . t) v over a program's tiles: part [splits, N, DV]. The product of the mean is
+    taken with t as it was multiplied. RAW: NaN in rows that see a non-finite number."""
     count = group * queries
     batch, head, rows, held, own, start, to, origin, first, last, _ = part_of(
         low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
@@ -280,8 +280,8 @@ def probed_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, MOST: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """Over a program's tiles, for t = -probe: part [splits, N, 2, DV] = (sum w v, sum w (s_j - s) v) and state [splits,
-    N, 4] = (m, sum w, sum w (s_j - s), s). RAW: all NaN in rows that see what is not finite."""
+    """Store over a program's tiles, for t = -probe: part [splits, N, 2, DV] = (sum w v, sum w (s_j - s) v) and state
+    [splits, N, 4] = (m, sum w, sum w (s_j - s), s). RAW: all NaN in rows that see a non-finite number."""
     count = group * queries
     batch, head, rows, held, own, start, to, origin, first, last, _ = part_of(
         low, high, heads, group, queries, stride_low, ROWS, KEYS, MOST
@@ -330,8 +330,8 @@ def probed_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def merge_probed_kernel(part, state, out, splits, total_rows, DV: tl.constexpr, WIDTH: tl.constexpr):
-    """One row of the output from its splits. The level of the slopes is their mean, so that what is subtracted at the
-    end is nearly 0."""
+    """Merge one row of the output from its splits. The common s is the mean of the slopes, so that the term subtracted
+    at the end is nearly 0."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     top = float("-inf")

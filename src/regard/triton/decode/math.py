@@ -1,8 +1,8 @@
-"""What the decoding kernels share. A program serves one key head: the rows of its tile are the queries of all the query
-heads of that head, so that keys and values are read once for all of them, and programs share out the keys.
+"""What the decoding kernels share. A program serves one key head: the rows of its tile are the queries of all query
+heads of that head, so that keys and values are read once for all of them. Programs share out the keys.
 
-In float32, which is no matter of tensor cores, a program has one row; what its neighbours read of the same keys is then
-in the cache that all processors share.
+In float32, which tensor cores do not multiply, a program has one row; keys that neighbouring programs read are then in
+the shared cache.
 
 Legend: ROWS rows of a tile (of `group` query heads x `queries`), 1 or at least 16; KEYS keys of a tile; D features in
 WIDTH columns, the next power of two.
@@ -21,7 +21,7 @@ next_power_of_2 = triton.next_power_of_2
 
 @triton.jit
 def place_of(heads, count, ROWS: tl.constexpr):
-    """(sequence x key head, sequence, key head, rows [ROWS]) of a program; `count` rows have a key head in common."""
+    """Return (sequence x key head, sequence, key head, rows [ROWS]) of a program; `count` rows share a key head."""
     blocks = (count + ROWS - 1) // ROWS
     at = (tl.program_id(0) // blocks).to(tl.int64)
     return at, at // heads, at % heads, (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
@@ -29,8 +29,8 @@ def place_of(heads, count, ROWS: tl.constexpr):
 
 @triton.jit
 def extent(low, high, queries, KEYS: tl.constexpr, MOST: tl.constexpr):
-    """(the first tile that holds a key seen by one of the queries, how many tiles do up to the last, the key after the
-    last); tiles begin at multiples of KEYS. `low` and `high` point to the ranges of this sequence."""
+    """Return (first tile with a visible key, number of tiles up to the last, key after the last). Tiles begin at
+    multiples of KEYS; `low` and `high` point to the ranges of this sequence."""
     at = tl.arange(0, MOST)
     own, to = tl.load(low + at, mask=at < queries, other=0), tl.load(high + at, mask=at < queries, other=0)
     stop = tl.max(tl.where(to > own, to, 0), 0)
@@ -40,7 +40,7 @@ def extent(low, high, queries, KEYS: tl.constexpr, MOST: tl.constexpr):
 
 @triton.jit
 def share(part, parts, tiles):
-    """The tiles [first, last) of one of so many programs: none differs from another by more than one."""
+    """Return the tiles [first, last) of one of `parts` programs, whose numbers differ by at most one."""
     each, more = tiles // parts, tiles % parts
     first = part * each + tl.minimum(part, more)
     return first, first + each + (part < more).to(tl.int32)
@@ -48,7 +48,7 @@ def share(part, parts, tiles):
 
 @triton.jit
 def row_ranges(low, high, rows, count, queries):
-    """[low, high) of each row of the tile, empty beyond the last; rows are ordered by head, then by query."""
+    """Return [low, high) of each row, empty beyond the last. Rows are ordered by head, then by query."""
     return load_span(low, high, rows % queries, rows < count)
 
 
@@ -56,9 +56,9 @@ def row_ranges(low, high, rows, count, queries):
 def part_of(
     low, high, heads, group, queries, stride, ROWS: tl.constexpr, KEYS: tl.constexpr, MOST: tl.constexpr
 ):  # fmt: skip
-    """What program (i, part) works on: (sequence, key head, rows [ROWS] of it, which of them there are, their numbers
-    among all, the keys [start, to) that each sees, the first tile in sight, the tiles [first, last) of the part,
-    counted from that one, the key after the last in sight)."""
+    """Return what program (i, part) works on: (sequence, key head, rows [ROWS], which exist, their numbers among all,
+    the keys [start, to) that each sees, the first visible tile, the tiles [first, last) of the part counted from it,
+    the key after the last visible one)."""
     count = group * queries
     at, batch, head, rows = place_of(heads, count, ROWS)
     low, high = low + batch * stride, high + batch * stride
@@ -70,7 +70,7 @@ def part_of(
 
 @triton.jit
 def store_part(part, stride, own, held, x, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """What a part of the keys comes to in the rows of these numbers: x [ROWS, WIDTH] to part [parts, N, DIM]."""
+    """Store x [ROWS, WIDTH], the result of a part of the keys, in part [parts, N, DIM]."""
     columns = tl.arange(0, WIDTH)
     to = part + tl.program_id(1).to(tl.int64) * stride + own[:, None] * DIM + columns[None, :]
     tl.store(to, x.to(part.dtype.element_ty), mask=held[:, None] & (columns < DIM)[None, :])
@@ -78,21 +78,21 @@ def store_part(part, stride, own, held, x, DIM: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def load_queries(q, first_head, rows, count, queries, stride_h, stride_t, D: tl.constexpr, WIDTH: tl.constexpr):
-    """The queries [ROWS, WIDTH] of the heads from `first_head` on, 0 outside."""
+    """Load the queries [ROWS, WIDTH] of the heads from `first_head` on, 0 outside."""
     at = (first_head + rows // queries).to(tl.int64) * stride_h + (rows % queries).to(tl.int64) * stride_t
     return load(q + at[:, None] + tl.arange(0, WIDTH)[None, :], rows < count, D, WIDTH, True)
 
 
 @triton.jit
 def load_tile(x, first, held, stride, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr):
-    """Rows [KEYS, WIDTH] from number `first` on, 0 where not `held` [KEYS]: those are not read. A tile of a cache laid
-    out by tokens may span more than 2^31 numbers."""
+    """Load rows [KEYS, WIDTH] from number `first` on. Rows that are not `held` [KEYS] are 0 and not read. A tile of a
+    cache laid out by tokens may span more than 2^31 numbers."""
     return load(places_of(x, first, stride, KEYS, WIDTH, True), held, D, WIDTH, True)
 
 
 @triton.jit
 def products(a, k, ROWS: tl.constexpr):
-    """a k' [ROWS, KEYS] in float32, `a` [ROWS, WIDTH] in the dtype of the keys."""
+    """Return a k' [ROWS, KEYS] in float32, `a` [ROWS, WIDTH] in the dtype of the keys."""
     if ROWS == 1:
         return tl.sum(a.to(tl.float32) * k.to(tl.float32), 1)[None, :]
     else:
@@ -101,7 +101,7 @@ def products(a, k, ROWS: tl.constexpr):
 
 @triton.jit
 def fine_products(a, k, ROWS: tl.constexpr):
-    """a k' of a in float32, and what was multiplied: keys in bfloat16 meet two terms of it."""
+    """Return (a k', `a` as it was multiplied) for a in float32; with bfloat16 keys it is multiplied in two terms."""
     if ROWS == 1:
         return tl.sum(a * k.to(tl.float32), 1)[None, :], a
     else:
@@ -113,7 +113,7 @@ def fine_products(a, k, ROWS: tl.constexpr):
 
 @triton.jit
 def add_weighted(total, p, v, ROWS: tl.constexpr):
-    """total + p v, the weights [ROWS, KEYS] in float32, or in two terms where tensor cores multiply them."""
+    """Return total + p v with float32 weights [ROWS, KEYS]; on tensor cores they are multiplied in two terms."""
     if ROWS == 1:
         column = tl.reshape(p, (p.shape[1],))[:, None]
         return total + tl.sum(column * v.to(tl.float32), 0)[None, :]
@@ -125,8 +125,8 @@ def add_weighted(total, p, v, ROWS: tl.constexpr):
 
 @triton.jit
 def seen_keys(first, low, high, mask, place, rows, count, queries, stride_h, KEYS: tl.constexpr, MASKED: tl.constexpr):
-    """Which keys from `first` on each row sees [ROWS, KEYS]; the first head has its mask at `place`. MASKED: 0 without
-    one, 1 where all heads have the same, else 2."""
+    """Return which keys from `first` on each row sees [ROWS, KEYS]; `place` is the mask of the first head. MASKED: 0
+    without a mask, 1 if all heads share one, else 2."""
     at = first + tl.arange(0, KEYS)
     found = seen(at, low, high, mask, 0, False)
     if MASKED == 1:
@@ -140,9 +140,9 @@ def seen_keys(first, low, high, mask, place, rows, count, queries, stride_h, KEY
 
 @triton.jit
 def guarded(w, lost, values, seen, wrong, ALIKE: tl.constexpr):
-    """(w [ROWS, KEYS] with NaN where a row sees a `lost` key [KEYS] or a value that is not finite, or sees anything
-    and is `wrong` [ROWS] itself; the values, which are mended unless all rows see ALIKE: those that do not see one that
-    is not finite multiply it with 0)."""
+    """Return (w [ROWS, KEYS] with NaN where a row that is `wrong` [ROWS] sees a key, or any row sees a `lost` key
+    [KEYS] or a non-finite value; the values). Unless all rows see ALIKE, non-finite values become 0, since rows that do
+    not see them multiply them with 0."""
     bad = broken(values)
     if not ALIKE:
         values = tl.where(bad[:, None], 0.0, values)

@@ -1,4 +1,4 @@
-"""How a decoding call is shared out among programs, decided without looking into a tensor.
+"""How a decoding call is split among programs, decided without looking into a tensor.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys.
 """
@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from ...pairwise.visibility import Visibility
-from ..runtime.span import batch_stride
+from ..runtime.span import batch_stride, mask_steps
 
 ROWS = 64
-"""Rows of a key head at most: queries x query heads."""
+"""Most rows of a key head: queries x query heads."""
 TILE = 32
-"""Rows of a program at most: with more, sums leave no registers for keys."""
+"""Most rows of a program: with more, sums leave no registers for keys."""
 LEAST = 4
-"""Tiles of keys that a program should have, so that what it leaves behind is little beside what it reads."""
+"""Fewest tiles of keys of a program, so that it writes little beside what it reads."""
 PROCESSORS = 132
-"""Of an H100 or H200; for devices that do not say."""
+"""Multiprocessors of an H100 or H200, for devices that do not report theirs."""
 WAVES = 4
-"""Programs for each processor: loads of one hide behind the arithmetic of others."""
+"""Programs for each multiprocessor: the loads of one overlap the arithmetic of others."""
 
 
 class Ranges(NamedTuple):
-    """What each query sees.
+    """Which keys each query sees.
 
     Attributes:
         low, high: int32 [B or 1, Tq]; query i sees keys [low_i, high_i) that `mask` lets be seen.
@@ -45,15 +45,12 @@ class Ranges(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        """Of a sequence in the ranges; of a sequence and of a head in the mask."""
-        mask = self.mask
-        if mask is None:
-            return batch_stride(self.low), 0, 0
-        return batch_stride(self.low), batch_stride(mask), mask.stride(1) if mask.shape[1] > 1 else 0
+        """Return the steps between sequences in the ranges, and between sequences and heads in the mask."""
+        return batch_stride(self.low), *mask_steps(self.mask)
 
 
 def ranges_of(visible: Visibility, device: torch.device) -> Ranges:
-    """The ranges of a call whose mask, if any, is one over keys."""
+    """Return the ranges of a call whose mask, if any, is over keys."""
     low, high = (x.to(torch.int32).contiguous() for x in visible.bounds(0, visible.queries, device))
     mask = visible.mask
     if mask is not None:
@@ -67,32 +64,33 @@ def ranges_of(visible: Visibility, device: torch.device) -> Ranges:
 
 
 def masked(ranges: Ranges) -> int:
-    """As kernels are told: 0 without a mask, 1 where all heads have the same, else 2."""
+    """Return 0 without a mask, 1 if all heads share one, else 2."""
     return 0 if ranges.mask is None else 1 if ranges.mask.shape[1] == 1 else 2
 
 
 def group_of(q: Tensor, k: Tensor) -> int:
-    """Query heads of a key head."""
+    """Return the number of query heads of a key head."""
     return q.shape[1] // k.shape[1] if k.shape[1] else 1
 
 
 def rows_of(count: int, dtype: torch.dtype) -> int:
-    """How many of the `count` rows of a key head a program has: up to 32 on tensor cores, else one."""
+    """Return how many of the `count` rows of a key head a program has: up to 32 on tensor cores, else one."""
     return 1 if count == 1 or dtype == torch.float32 else min(max(16, 1 << (count - 1).bit_length()), TILE)
 
 
 def splits_of(device: torch.device, programs: int, tiles: int, rows: int, least: int = LEAST) -> int:
-    """Among how many the keys of each of so many programs are shared out: enough for the device, none too few keys."""
+    """Return among how many programs the keys of each of `programs` are split: enough to fill the device, each with at
+    least `least` tiles."""
     count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
     wanted = -(-WAVES * count // max(programs, 1))
     return max(1, min(wanted, tiles // max(least, rows // 4), 65535))
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
-    """Of sequence, head and position."""
+    """Return the strides of sequence, head and position."""
     return x.stride(0), x.stride(1), x.stride(2)
 
 
 def row_tensor(x: Tensor, q: Tensor) -> Tensor:
-    """Numbers of rows as kernels read them: float32 [B, H, Tq], contiguous."""
+    """Return numbers of rows as float32 [B, H, Tq], contiguous."""
     return x.to(torch.float32).expand(q.shape[:3]).contiguous()

@@ -7,11 +7,11 @@ With the saved t and means m of a row, g = dL/do, gamma_ij = g_i . v_j and its m
     dx_i = u_i + factor_i sum_j dz_ij y_j,   dy_j = sum_i factor_i dz_ij x_i + p_ij (b_ij t_i - a_ij u_i),
     dv_j = sum_i p_ij a_ij g_i,   dridge_i = -t_i u_i,   dfactor_i = x_i . sum_j dz_ij y_j
 
-by three kernels and one solve: the right sides by rows; u; dx by rows; dy and dv by keys, all query heads of a key head
-in one program. Where t is given, u is 0, and one kernel by rows gives dx and -dL/dt. All but p is saved or made in
-Theta(n d). In bfloat16 what b and a of the kernel by keys are made of is multiplied in two terms: the weights of the
-right sides and u, because b is what the regression leaves of gamma, which may be little beside what rounding changes,
-and t, because its length would carry a away from the forward pass's.
+Three kernels and one solve compute them: the right sides by rows; u; dx by rows; dy and dv by keys, with all query
+heads of a key head in one program. If t is given, u is 0, and one kernel by rows gives dx and -dL/dt. All but p is
+saved or made in Theta(n d) memory. In bfloat16 the kernel by keys multiplies in two terms what b and a are made of: the
+weights of the right sides and u, since b may be small beside rounding errors of gamma, and t, since a long t would
+carry a away from the forward pass's.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys; x [B, H, Tq, D], y [B, Hkv, Tk, D],
 v [B, Hkv, Tk, Dv].
@@ -31,51 +31,37 @@ from ..runtime.tiles import Tiles, TileTable
 if TYPE_CHECKING:
     from .solve import Rule
 
-RIGHT = TileTable(
+RIGHT = TileTable.by_width(
     "local_linear_backward_right",
-    {
-        (64, 2): Tiles(64, 32, 4, 3),
-        (128, 2): Tiles(64, 16, 4, 2),
-        (256, 2): Tiles(32, 32, 8, 1),
-        (64, 4): Tiles(32, 32, 8, 1),
-        (256, 4): Tiles(16, 16, 8, 1),
-    },
-    (Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 2)),
+    [(64, 32, 4, 3), (64, 16, 4, 2), (32, 32, 8, 1)],
+    [(32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)],
+    [(64, 64, 4, 3), (128, 64, 8, 2)],
 )
 OPERANDS = TileTable("local_linear_backward_operands", {(64, 4): Tiles(32, 16, 4, 1), (256, 4): Tiles(16, 16, 4, 1)})
-BY_ROWS = TileTable(
+BY_ROWS = TileTable.by_width(
     "local_linear_backward_rows",
-    {
-        (64, 2): Tiles(64, 32, 4, 3),
-        (128, 2): Tiles(64, 32, 8, 2),
-        (256, 2): Tiles(32, 32, 8, 1),
-        (64, 4): Tiles(32, 16, 8, 2),
-        (256, 4): Tiles(16, 16, 8, 1),
-    },
-    (Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 2)),
+    [(64, 32, 4, 3), (64, 32, 8, 2), (32, 32, 8, 1)],
+    [(32, 16, 8, 2), (16, 16, 8, 1), (16, 16, 8, 1)],
+    [(64, 64, 4, 3), (128, 64, 8, 2)],
 )
-BY_KEYS = TileTable(
+BY_KEYS = TileTable.by_width(
     "local_linear_backward_keys",
-    {
-        (64, 2): Tiles(32, 128, 8, 3),
-        (128, 2): Tiles(32, 128, 8, 2),
-        (256, 2): Tiles(16, 32, 8, 1),
-        (256, 4): Tiles(16, 16, 8, 1),
-    },
-    (Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2), Tiles(16, 64, 4, 2)),
+    [(32, 128, 8, 3), (32, 128, 8, 2), (16, 32, 8, 1)],
+    3 * [(16, 16, 8, 1)],
+    [(64, 128, 8, 3), (64, 64, 4, 2), (16, 64, 4, 2)],
 )
-"""On wgmma 64 rows a warp group are needed on the program's own axis: 4 warps for 64, 8 for 128. Beside 64 features and
-two accumulators as wide, 32 rows at a time are what registers hold, and 16 in float32."""
+"""wgmma needs 64 rows a warp group on the program's own axis: 4 warps for 64, 8 for 128. With 64 features and two
+accumulators, registers hold 32 streamed rows, and 16 in float32."""
 
 
 MOST_ROWS = 256
-"""Of a tile."""
+"""Most rows of a tile."""
 
 
 class Kept(NamedTuple):
-    """What the forward pass saves: t [B, H, Tq, D], lse [B, H, Tq], and the means of coordinates [B, H, Tq, D] and of
-    values [B, H, Tq, Dv], all float32 and contiguous. lse is in base 2: p_ij = 2^(log2(e) z_ij - lse_i); it is +inf,
-    and all else 0, in a row without a key."""
+    """What the forward pass saves, float32 and contiguous: t [B, H, Tq, D], lse [B, H, Tq], and the means of
+    coordinates [B, H, Tq, D] and of values [B, H, Tq, Dv]. p_ij = 2^(log2(e) z_ij - lse_i). In a row without a key lse
+    is +inf and all else 0."""
 
     t: Tensor
     lse: Tensor
@@ -84,8 +70,8 @@ class Kept(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dx, dy, dv contiguous in the dtypes of x, y, v; the rest float32: factor [B, H, Tq], ridge [B, H, Tq, 1 or D] and
-    probe [B, H, Tq, D], each None where it is a number or absent."""
+    """dx, dy, dv, contiguous in the dtypes of x, y, v; float32 gradients of factor [B, H, Tq], ridge [B, H, Tq, 1 or D]
+    and probe [B, H, Tq, D], each None if it is a number or absent."""
 
     dx: Tensor
     dy: Tensor
@@ -110,12 +96,12 @@ class _Call:
         kept: Kept,
     ) -> None:
         from .backward_kernels import Form
-        from .math import block_width, mask_strides, number_or_rows
+        from .math import block_width, number_or_rows
 
         self.x, self.y, self.v, self.kept, self.span = x, y, v, kept, span
         self.matrices = tuple(_matrix(z) for z in (grad.to(v.dtype), x, y, v))
         self.factor = number_or_rows(factor, kept.lse)
-        self.mask, self.mask_steps = span.low if span.mask is None else span.mask, mask_strides(span.mask)
+        self.mask = span.pointers[2]
         self.heads, self.queries, self.keys = x.shape[1], x.shape[2], y.shape[2]
         self.sizes = (self.heads, self.heads // y.shape[1], self.queries, self.keys)
         wide, value_wide = block_width(x.shape[-1]), block_width(v.shape[-1])
@@ -136,21 +122,21 @@ class _Call:
         )
 
     def new(self, *shape: int) -> Tensor:
-        """float32 [B, H, Tq, ...], to be written by a kernel."""
+        """Return an uninitialised float32 [B, H, Tq, ...]."""
         return self.kept.lse.new_empty(*self.x.shape[:3], *shape)
 
     def by_rows(self) -> tuple[Any, ...]:
-        """What both kernels by rows take of the call."""
+        """Return what both kernels by rows take of the call."""
         span = self.span.low, self.span.high
-        return self.factor, span, self.mask, batch_stride(self.span.low), *self.mask_steps, *self.sizes
+        return self.factor, span, self.mask, *self.span.steps, *self.sizes
 
     def row_blocks(self, tiles: Tiles) -> tuple[int]:
         return (self.x.shape[0] * self.heads * -(-self.queries // tiles.rows),)
 
 
 def _matrix(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """A [B, H, T, width] whose rows lie in one piece, with the steps of the others. Offsets within a tile are int32, so
-    that rows which lie very far apart are copied."""
+    """Return a [B, H, T, width] with contiguous rows, and its steps. Rows that lie very far apart are copied, since
+    offsets within a tile are int32."""
     together = x.stride(-1) == 1 or x.shape[-1] == 1
     x = x if together and x.stride(-2) * MOST_ROWS < 2**31 else x.contiguous()
     return x, *x.stride()[:3]
@@ -167,7 +153,7 @@ def backward(
     kept: Kept,
     rule: Rule | None,
 ) -> Gradients:
-    """The gradients of one call, each kernel deterministic.
+    """Compute the gradients of one call, with deterministic kernels.
 
     Args:
         grad: dL/do [B, H, Tq, Dv].
@@ -196,7 +182,7 @@ def backward(
 
 
 def _right_sides(call: _Call) -> tuple[Tensor, Tensor]:
-    """(sum_j p_ij (gamma_ij - gammabar_i) y_j [B, H, Tq, D], gammabar [B, H, Tq])."""
+    """Return (sum_j p_ij (gamma_ij - gammabar_i) y_j [B, H, Tq, D], gammabar [B, H, Tq])."""
     from .backward_kernels import local_linear_right_kernel
 
     outs = call.new(call.x.shape[-1]), call.new()
@@ -211,8 +197,8 @@ def _right_sides(call: _Call) -> tuple[Tensor, Tensor]:
 
 
 class _Read(NamedTuple):
-    """What the kernels read of rows: t, -u and their rests as they are multiplied [B, H, Tq, 2 to 4, D], and numbers
-    [B, H, Tq, 8]."""
+    """What the kernels read of rows: t, -u and their rests as multiplied [B, H, Tq, 2 to 4, D], and numbers [B, H, Tq,
+    8]."""
 
     operands: Tensor
     table: Tensor
@@ -221,7 +207,7 @@ class _Read(NamedTuple):
 def _operands(
     call: _Call, ridge: float | Tensor | None, u: Tensor | None, means: Tensor | None
 ) -> tuple[_Read, Tensor | None]:
-    """(what is read of rows, dridge)."""
+    """Return (what is read of rows, dridge)."""
     from .backward_kernels import local_linear_operands_kernel
     from .math import number_or_rows
 
@@ -240,7 +226,7 @@ def _operands(
 
 
 def _by_rows(call: _Call, read: _Read, u: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(dx, dfactor, dprobe)."""
+    """Return (dx, dfactor, dprobe)."""
     from .backward_kernels import local_linear_query_kernel
 
     lse = call.kept.lse
@@ -267,7 +253,7 @@ def _by_keys(call: _Call, read: _Read) -> tuple[Tensor, Tensor]:
     def run(tiles: Tiles) -> None:
         form = call.form._replace(own=tiles.keys, tile=tiles.rows)
         grid = (dy.shape[0] * dy.shape[1] * -(-call.keys // tiles.keys),)
-        steps = batch_stride(call.span.first), *call.mask_steps
+        steps = batch_stride(call.span.first), *call.span.mask_steps
         args = ((dy, dv), call.matrices, *read, call.factor[1], span, call.mask, *steps, *call.sizes)
         launch(local_linear_key_kernel, grid, *args, tiles=tiles, FORM=form)
 

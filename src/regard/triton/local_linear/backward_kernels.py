@@ -1,7 +1,7 @@
-"""Kernels of the backward pass of local linear attention, whose formulas `local_linear_backward` gives.
+"""Kernels of the backward pass of local linear attention; formulas in `backward`.
 
-A weight is never stored: each kernel makes p_ij = 2^(c_i x_i . y_j - lse_i), c = factor log2(e), of its tiles anew. As
-in `local_linear_math`, products with keys are centred at the row's own mean by their own rounded operand.
+Weights are not stored: each kernel recomputes p_ij = 2^(c_i x_i . y_j - lse_i), c = factor log2(e), of its tiles. As in
+`math`, products with keys are centred at the row's own mean by their own rounded operand.
 
 Legend: B batch, H heads, Hkv key heads, Tq queries, Tk keys, D and Dv dimensions. A matrix is (base, steps of batch,
 head and row), within a head (base, step).
@@ -18,7 +18,7 @@ from ..runtime.blocks import LENGTHS, load_block, load_span, seen, store_block
 from .math import LOG2E, edge_tile, plan, row_factor, row_ridge, times
 
 GIVEN, SOLUTION, REST, LAST = (tl.constexpr(i) for i in range(4))
-"""Operands of a row: t rounded, -u rounded, what t's rounding left, what u's left."""
+"""Operands of a row: t rounded, -u rounded, and the rounding errors of both."""
 LIFT, DROP, MEAN, FIRST, LSE, SCALE, FALL, NUMBERS = (tl.constexpr(i) for i in (*range(7), 8))
 """Numbers of a row: 1 - m . t, gammabar - m . u, c, 1 - m . t of t's first term, lse, c's factor log2(e), and
 gammabar - m . u of u's first term; 8 lie in one sector of memory."""
@@ -29,13 +29,13 @@ class Form(NamedTuple):
 
     Attributes:
         dim, value_dim, wide, value_wide: D, Dv, and the powers of two that hold them.
-        own, tile: rows of a program's own block, and of those that stream past.
-        factors: whether there is a factor a row.
-        masked: 0 without a mask over keys, 1 where the heads of a key head share theirs, else 2.
-        ridge: 0 for a number, else its numbers a row, 1 or D.
-        solved: whether there is u; else t was given.
-        operands: D-wide operands a row: 2, or with terms of what rounding left 4, where t was given 3.
-        precision: of products.
+        own, tile: rows of a program's own block, and of the streamed blocks.
+        factors: whether each row has its own factor.
+        masked: 0 without a mask over keys, 1 if the heads of a key head share one, else 2.
+        ridge: 0 for a number, else how many a row has, 1 or D.
+        solved: whether t was solved for, so that there is u.
+        operands: D-wide operands of a row: 2, or with rounding errors 4 (3 if t was given).
+        precision: precision of products.
     """
 
     dim: int
@@ -54,21 +54,21 @@ class Form(NamedTuple):
 
 @triton.jit
 def _of_head(matrix, batch, head):
-    """The matrix of one head."""
+    """Return the matrix of one head."""
     return matrix[0] + batch * matrix[1] + head * matrix[2], matrix[3]
 
 
 @triton.jit
 def _place(blocks, heads, group):
-    """(block, head among all [B, heads], batch, head, key head) of this program. Heads stay together, so that their
-    keys stay in the cache."""
+    """Return (block, head among all [B, heads], batch, head, key head) of a program. Programs of a head are
+    consecutive, so that its keys stay in the cache."""
     nth = (tl.program_id(0) // blocks).to(tl.int64)
     return tl.program_id(0) % blocks, nth, nth // heads, nth % heads, nth % heads // group
 
 
 @triton.jit
 def _rows_of(matrices, kept, factor, span, mask, steps, sizes, block, FORM: tl.constexpr):
-    """What the kernels by rows read of theirs: places, operands and row numbers."""
+    """Return what the kernels by rows read of their rows: places, operands and numbers."""
     heads, group, queries, keys = sizes
     _, nth, batch, head, key_head = _place(tl.cdiv(queries, FORM.own), heads, group)
     first = block * FORM.own
@@ -86,19 +86,19 @@ def _rows_of(matrices, kept, factor, span, mask, steps, sizes, block, FORM: tl.c
 
 @triton.jit
 def _own_rows(pointer, nth, first, queries, FORM: tl.constexpr):
-    """This block's rows of a contiguous [B, H, Tq, D]."""
+    """Load this block's rows of a contiguous [B, H, Tq, D]."""
     return load_block(pointer + nth * queries * FORM.dim, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
 
 
 @triton.jit
 def _put_rows(pointer, value, nth, first, queries, FORM: tl.constexpr):
-    """The counterpart of `_own_rows`."""
+    """Store what `_own_rows` loads."""
     store_block(pointer + nth * queries * FORM.dim, value, first, FORM.dim, queries, FORM.own, FORM.dim, FORM.wide)
 
 
 @triton.jit
 def _own_operand(operands, WHICH: tl.constexpr, nth, first, queries, FORM: tl.constexpr):
-    """One operand of this block's rows."""
+    """Load one operand of this block's rows."""
     step: tl.constexpr = FORM.operands * FORM.dim
     base = operands + nth * queries * step + WHICH * FORM.dim
     return load_block(base, first, step, queries, FORM.own, FORM.dim, FORM.wide)
@@ -106,7 +106,7 @@ def _own_operand(operands, WHICH: tl.constexpr, nth, first, queries, FORM: tl.co
 
 @triton.jit
 def _pair_tile(x, rows, kv, first, EDGE: tl.constexpr, FORM: tl.constexpr):
-    """(keys, values, p) of one tile of keys."""
+    """Return (keys, values, p) of one tile of keys."""
     c, lse, low, high = rows
     k = load_block(kv[0][0], first, kv[0][1], kv[3], FORM.tile, FORM.dim, FORM.wide, EDGE)
     v = load_block(kv[1][0], first, kv[1][1], kv[3], FORM.tile, FORM.value_dim, FORM.value_wide, EDGE)
@@ -118,9 +118,8 @@ def _pair_tile(x, rows, kv, first, EDGE: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def _right_step(state, x, g, mean, rows, kv, first, EDGE: tl.constexpr, FORM: tl.constexpr):
-    """One tile of sum_j p_ij (gamma_ij - gammabar_i) y_j, and of the sums of these weights as they were multiplied and
-    unrounded. What rounding changes in u and gammabar it changes in b, and b is what the regression leaves of gamma:
-    little, where the model fits."""
+    """Add one tile of sum_j p_ij (gamma_ij - gammabar_i) y_j, and of the sums of these weights, multiplied and
+    unrounded. Rounding errors in u and gammabar enter b, which is small where the model fits."""
     k, v, p = _pair_tile(x, rows, kv, first, EDGE, FORM)
     w = p * (tl.dot(g, tl.trans(v), input_precision=FORM.precision) - mean[:, None])
     total, used = times(w, k, state[0], state[1], FORM.operands > 2)
@@ -132,11 +131,11 @@ def local_linear_right_kernel(
     outs, matrices, kept, factor, span, mask, span_batch, mask_batch, mask_head, heads, group, queries, keys,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """Of one block of queries the right sides [B, H, Tq, D] of the systems of u, and gammabar [B, H, Tq]: g . vbar,
-    whose weights the forward pass rounded once, put right."""
+    """Store for one block of queries the right sides [B, H, Tq, D] of the systems of u, and gammabar [B, H, Tq]: g .
+    vbar, corrected for the weights that the forward pass rounded."""
     sizes, steps = (heads, group, queries, keys), (span_batch, mask_batch, mask_head)
     blocks = tl.cdiv(queries, FORM.own)
-    block = blocks - 1 - tl.program_id(0) % blocks  # in causal order the last have most to do
+    block = blocks - 1 - tl.program_id(0) % blocks  # in causal order the last see most
     nth, begin, x, g, rows, kv = _rows_of(matrices, kept, factor, span, mask, steps, sizes, block, FORM)
     mean = kept[2] + nth * queries * FORM.value_dim
     mean = load_block(mean, begin, FORM.value_dim, queries, FORM.own, FORM.value_dim, FORM.value_wide)
@@ -158,7 +157,7 @@ def local_linear_right_kernel(
 
 @triton.jit
 def _put_operand(operands, WHICH: tl.constexpr, value, mean, nth, first, queries, FORM: tl.constexpr):
-    """(value as it is multiplied, which is stored; m . that)."""
+    """Store a value as it is multiplied and return (it, mean . it)."""
     rounded = value.to(operands.dtype.element_ty)
     step: tl.constexpr = FORM.operands * FORM.dim
     base = operands + nth * queries * step + WHICH * FORM.dim
@@ -168,7 +167,7 @@ def _put_operand(operands, WHICH: tl.constexpr, value, mean, nth, first, queries
 
 @triton.jit
 def _ridge_share(t, u, ridge, dridge, nth, first, queries, FORM: tl.constexpr):
-    """sum_d ridge_d t_d u_d; dL/dridge is stored where the ridge is a tensor."""
+    """Return sum_d ridge_d t_d u_d, and store dL/dridge if the ridge is a tensor."""
     both = t * u
     own = row_ridge(
         ridge[0] + nth * queries * FORM.ridge, ridge[1], first, queries, FORM.own, FORM.dim, FORM.wide, FORM.ridge
@@ -185,8 +184,8 @@ def _ridge_share(t, u, ridge, dridge, nth, first, queries, FORM: tl.constexpr):
 def local_linear_operands_kernel(
     grad, kept, slopes, means, ridge, dridge, factor, operands, table, heads, queries, FORM: tl.constexpr
 ):  # fmt: skip
-    """What the kernels by queries and by keys read of rows, of one block of these: `operands` [B, H, Tq, 2 to 4, D] and
-    `table` [B, H, Tq, NUMBERS]; in place of c what it is of a solution without error. Also the gradient of ridges."""
+    """Store what the kernels by queries and by keys read of one block of rows: `operands` [B, H, Tq, 2 to 4, D] and
+    `table` [B, H, Tq, NUMBERS], with c as it is for an exact solution. Also store the gradient of ridges."""
     block, nth, batch, head, _ = _place(tl.cdiv(queries, FORM.own), heads, 1)
     first = block * FORM.own
     row = first + tl.arange(0, FORM.own)
@@ -223,8 +222,8 @@ def local_linear_operands_kernel(
 
 @triton.jit
 def _query_step(state, operands, scalars, rows, kv, first, EDGE: tl.constexpr, FORM: tl.constexpr):
-    """One tile of state: (sum_j dz_ij y_j and of the rounded dz, their sum unrounded; where t is given, its gradient
-    likewise)."""
+    """Add one tile to state: (sum_j dz_ij y_j, sum of the rounded dz, their unrounded sum; if t is given, its gradient
+    and the sum of its weights)."""
     x, g, t, u = operands
     lift, drop, guess = scalars
     total, used, mean, right, spent = state
@@ -248,8 +247,8 @@ def local_linear_query_kernel(
     outs, matrices, kept, u, operands, table, factor, span, mask, span_batch, mask_batch, mask_head,
     heads, group, queries, keys, FORM: tl.constexpr,
 ):  # fmt: skip
-    """dx and the gradients of factors or of a given t, of one block of queries, and their c: of t and u in one term
-    each, as all that this kernel makes."""
+    """Store dx and the gradients of factors or of a given t of one block of queries, and their c, with t and u in one
+    term each."""
     sizes, steps = (heads, group, queries, keys), (span_batch, mask_batch, mask_head)
     blocks = tl.cdiv(queries, FORM.own)
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -290,7 +289,7 @@ def local_linear_query_kernel(
 
 @triton.jit
 def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: tl.constexpr):
-    """What one tile of queries of one head adds to state: (dk, dv)."""
+    """Add one tile of queries of one head to state (dk, dv)."""
     k, v, low, high, begin = own
     x_at, grad_at, operands, table, mask, factor = read
     queries, keys, wide = sizes[2], sizes[3], FORM.operands * FORM.dim
@@ -308,7 +307,7 @@ def _key_step(state, own, member, first, read, sizes, EDGE: tl.constexpr, FORM: 
         c = tl.load(line + SCALE, mask=inside, other=0.0)
     lse = tl.load(line + LSE, mask=inside, other=float("inf"))
     p = tl.exp2(tl.dot(k, tl.trans(x), input_precision=FORM.precision) * c[None, :] - lse[None, :])
-    if FORM.masked == 2:  # what hidden keys gather of the heads is left out at the end, where it is all of them
+    if FORM.masked == 2:  # a mask shared by all heads is applied at the end
         key = begin + tl.arange(0, FORM.own)
         high = tl.where(tl.load(mask[0] + member * mask[1] + key, mask=key < keys, other=0) != 0, high, 0)
     if EDGE or FORM.masked == 2:
@@ -343,7 +342,8 @@ def local_linear_key_kernel(
     outs, matrices, operands, table, factor, span, mask, span_batch, mask_batch, mask_head,
     heads, group, queries, keys, FORM: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of keys: all query heads of its key head in turn, so that no two programs add to one."""
+    """Store dk and dv of one block of keys. A program visits all query heads of its key head in turn, so that no two
+    programs add to one number."""
     sizes = heads, group, queries, keys
     block, nth, batch, key_head, _ = _place(tl.cdiv(keys, FORM.own), heads // group, 1)
     begin = block * FORM.own
@@ -354,7 +354,7 @@ def local_linear_key_kernel(
     low, high = load_span(span[0] + batch * span_batch, span[1] + batch * span_batch, key, key < keys)
     start, tiles, left, full = plan(low, high, FORM.tile, False)
     head = key_head * group
-    there = high > low  # full tiles take weights of keys that nobody sees for theirs
+    there = high > low  # full tiles also give weights to keys that nobody sees
     if FORM.masked == 1:
         there &= tl.load(mask + batch * mask_batch + head * mask_head + key, mask=key < keys, other=0) != 0
     x_at, grad_at = _of_head(matrices[1], batch, head), _of_head(matrices[0], batch, head)
@@ -367,7 +367,7 @@ def local_linear_key_kernel(
     own = k, v, low, high, begin
     state = tl.full((FORM.own, FORM.wide), 0.0, tl.float32), tl.full((FORM.own, FORM.value_wide), 0.0, tl.float32)
     edges = tiles - full
-    for n in range(group * edges):  # one loop over heads and tiles, or both loops' addresses would be held at once
+    for n in range(group * edges):  # one loop over heads and tiles takes fewer registers than two
         first = start + edge_tile(n % edges, left, full) * FORM.tile
         state = _key_step(state, own, n // edges, first, read, sizes, True, FORM)
     for n in range(group * full):

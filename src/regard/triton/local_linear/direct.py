@@ -1,17 +1,15 @@
-"""Rows that see few keys, solved one by one among these keys.
+"""Direct solution of rows that see few keys, one row at a time.
 
 With a_j = sqrt(p_j) (k_j - mean) for the n keys of a row, the push-through identity turns D equations into n:
 
     (A^T A + ridge)^-1 b = ridge^-1 (b - A^T z),   (1 + A ridge^-1 A^T) z = A ridge^-1 b,   A = [a_1 ... a_n]^T
 
-Its matrix has no eigenvalue below 1, however small the ridge and however few the keys, which is where conjugate
-gradients take the most steps and lose the most to rounding.
+The second matrix has no eigenvalue below 1, however small the ridge and however few the keys, which is where conjugate
+gradients take the most steps and lose the most to rounding. Arithmetic is float64: a small ridge makes t long, mostly
+outside the span of the keys, and only the rest matters. The reported residual is |b - A t| / |b| of the returned
+float32 t, as for all other rows; rounding a long t may make it large.
 
-In float64, and without a tile of features: a small ridge makes t long, most of it where no key reaches, and what counts
-is the rest. The residual that is told is |b - A t| / |b| of the t that is left, as of all other rows: rounding a long t
-to float32 alone may make it large.
-
-Legend: as in `local_linear_math`; ROWS rows of a program, one after another; KEYS keys a row at most.
+Legend: as in `math`; ROWS rows of a program, one after another; KEYS keys of a row at most.
 """
 
 from __future__ import annotations
@@ -23,19 +21,19 @@ from torch import Tensor
 from ...grammar import SolveStatus
 from ..runtime.blocks import LENGTHS, load_span
 from ..runtime.launch import launch
-from ..runtime.span import Span, batch_stride
+from ..runtime.span import Span
 from ..runtime.tiles import Tiles, TileTable
-from .math import LOG2E, mask_strides, number_or_rows
+from .math import LOG2E, number_or_rows
 
 TILES = TileTable("local_linear_direct", {(256, 4): Tiles(rows=4, keys=32, warps=2, stages=1)})
 LEAST = tl.constexpr(1e-30)
-"""A ridge below it is raised to it."""
+"""Smaller ridges are raised to this."""
 RAISED = tl.constexpr(int(SolveStatus.JITTER))
 
 
 @triton.jit
 def _inverse(matrix, KEYS: tl.constexpr):
-    """Of a positive definite matrix [KEYS, KEYS], by Gauss and Jordan, in place."""
+    """Return the inverse of a positive definite matrix [KEYS, KEYS], by Gauss-Jordan elimination in place."""
     at = tl.arange(0, KEYS)
     for j in range(KEYS):
         here = at == j
@@ -50,15 +48,15 @@ def _inverse(matrix, KEYS: tl.constexpr):
 
 @triton.jit
 def _away(k_ptr, k_row, at, there, p, root, d):
-    """Feature d of the a_j [KEYS], float64: from the mean of these very weights, which no rounding takes out of the
-    keys' span."""
+    """Return feature d of the a_j [KEYS] in float64, centred at the mean of these very weights, so that rounding does
+    not leave the span of the keys."""
     k = tl.load(k_ptr + at * k_row + d, mask=there, other=0.0).to(tl.float32).to(tl.float64)
     return root * (k - tl.sum(p * k, 0))
 
 
 @triton.jit
 def _ridge(ridge_ptr, number, row, d, WIDTH: tl.constexpr, RIDGE: tl.constexpr):
-    """The ridge of one feature of a row, float32."""
+    """Return the ridge of one feature of a row, float32."""
     if RIDGE == 0:
         return number
     elif RIDGE == 1:
@@ -107,7 +105,7 @@ def _one(
         value = ((tl.load(right_ptr + row * WIDTH + d).to(tl.float64) - tl.sum(a * z, 0)) / own).to(tl.float32)
         tl.store(value_ptr + row * WIDTH + d, value)
         slope += a * value.to(tl.float64)
-    tl.debug_barrier()  # other threads made the value
+    tl.debug_barrier()  # wait for values of other threads
     left, size = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
     for d in range(WIDTH):
         own = tl.maximum(_ridge(ridge_ptr, ridge_number, row, d, WIDTH, RIDGE), LEAST).to(tl.float64)
@@ -129,7 +127,7 @@ def _few(
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, GIVEN: tl.constexpr, RIDGE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The rows among ROWS that see from 1 to KEYS keys."""
+    """Solve the rows among ROWS that see from 1 to KEYS keys."""
     first = tl.program_id(0) * ROWS
     head = tl.program_id(1).to(tl.int64)
     batch, own = head // heads, head % heads
@@ -165,20 +163,14 @@ def solve_few(
     found: tuple[Tensor, Tensor, Tensor],
     tiles: Tiles,
 ) -> None:
-    """Solve, into `found` (as `local_linear_solve.solve` returns it), the rows that see from 1 to `tiles.keys` keys."""
+    """Solve the rows that see from 1 to `tiles.keys` keys into `found`, the three tensors of `solve.solve`."""
     batch, heads, queries, width = right.shape
-    mask = span.mask
     launch(
         _few,
         (triton.cdiv(queries, tiles.rows), batch * heads),
-        right, x, y, lse, *number_or_rows(factor, lse), *number_or_rows(ridge, lse), span.low, span.high,
-        span.low if mask is None else mask, *found, heads, heads // max(1, y.shape[1]), queries,
-        *x.stride()[:3], *y.stride()[:3], batch_stride(span.low), *mask_strides(mask),
-        tiles=tiles,
-        ROWS=tiles.rows,
-        KEYS=tiles.keys,
-        WIDTH=width,
-        GIVEN=isinstance(factor, Tensor),
-        RIDGE=ridge.shape[-1] if isinstance(ridge, Tensor) else 0,
-        MASKED=mask is not None,
+        right, x, y, lse, *number_or_rows(factor, lse), *number_or_rows(ridge, lse), *span.pointers,
+        *found, heads, heads // max(1, y.shape[1]), queries,
+        *x.stride()[:3], *y.stride()[:3], *span.steps,
+        tiles=tiles, ROWS=tiles.rows, KEYS=tiles.keys, WIDTH=width, GIVEN=isinstance(factor, Tensor),
+        RIDGE=ridge.shape[-1] if isinstance(ridge, Tensor) else 0, MASKED=span.mask is not None,
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Local linear attention and Parallax at degree 1: what the kernels are asked for, as torch custom operators.
+"""Local linear attention and Parallax at degree 1 as torch custom operators.
 
-Forward is three launches, and one more for rows with few keys: moments of every row's weights, the systems, the output;
-backward has its own right sides solved by the same kernels. The formulas are those of `ops.local_linear` (Local Linear
-Attention, arXiv 2510.01450, equations 6-8, in the covariance form; Parallax, arXiv 2605.29157, with a t that is given).
+The forward pass is three launches, and one more for rows with few keys: moments of every row's weights, the systems,
+the output. The backward pass solves its own right sides with the same kernels. Formulas: local linear attention
+(arXiv 2510.01450, equations 6-8, in covariance form); Parallax (arXiv 2605.29157), with a given t.
 
 Legend: B batch, H query heads, Hkv key heads, Tq queries, Tk keys, D and Dv features of keys and values.
 """
@@ -26,17 +26,17 @@ from ...pairwise.dispatch import Cost, Inputs, Problem
 from ..runtime.span import Span
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
-"""Relative residual where the solver names none: below what the dtype leaves of the output."""
+"""Relative residual if the solver has none: below the rounding error of the output."""
 CARRIED = 2e-4
-"""Below this the residuals that steps carry along are not trusted with keys in bfloat16, and true ones looked at."""
+"""Below this tolerance true residuals are computed for bfloat16 keys: those that steps carry along are too inexact."""
 FARTHEST = 2**31 // 256
-"""Numbers from one row to the next beyond which rows are copied: 256 rows of a tile then have 32-bit offsets."""
+"""Rows with larger steps are copied, so that 256 rows of a tile have 32-bit offsets."""
 STEPS = 10
-"""Of conjugate gradients, assumed where a cost is asked for."""
+"""Assumed steps of conjugate gradients, for cost estimates."""
 
 
 def supports(problem: Problem) -> str | None:
-    """None where the kernels do it, else why not."""
+    """Return None if the kernels support the call, else the reason."""
     spec = problem.spec
     if not (type(spec.weighting) is Ratio and type(spec.kernel) is Gaussian and type(spec.bandwidth) is Fixed):
         return f"weighs local linear models by softmax (gaussian*fixed), not by {spec}"
@@ -50,7 +50,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def _unsolved(spec: Spec, tensor: bool, ridge: float | None) -> str | None:
-    """What is not solved here, with this ridge where it is not a `tensor`."""
+    """Return why a solver or ridge is not supported; the ridge is a number unless `tensor`."""
     if type(spec.solver) not in (Auto, ConjugateGradient):
         return f"solves by 'auto' or 'cg', or takes t from the caller ('learned'); this is {spec.solver.name!r}"
     if getattr(spec.solver, "precondition", False):
@@ -61,7 +61,7 @@ def _unsolved(spec: Spec, tensor: bool, ridge: float | None) -> str | None:
 
 
 def cost(problem: Problem) -> Cost:
-    """Operations of the forward pass, and its memory."""
+    """Return the operations of the forward pass and its memory."""
     pairs = problem.batch * problem.heads * problem.queries * problem.keys
     share = 2 if problem.causal and problem.queries == problem.keys else 1
     terms = 2 if problem.dtype == torch.bfloat16 else 1
@@ -72,8 +72,8 @@ def cost(problem: Problem) -> Cost:
 
 
 class _Numbers(NamedTuple):
-    """What of a call is no tensor: the factor and the ridge where these are numbers, how systems are solved (`Rule` of
-    `local_linear_solve`), whether t is given, and whether weights are counted."""
+    """The arguments of a call that are no tensors: factor and ridge if they are numbers, how systems are solved
+    (`solve.Rule`), whether t is given, and whether weights are counted."""
 
     factor: float
     ridge: float
@@ -82,11 +82,11 @@ class _Numbers(NamedTuple):
     direct: bool
     verify: bool
     given: bool
-    counted: bool
+    counted: bool = False
 
 
 def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-    """Output [B, H, Tq, Dv] in the dtype of the values, and diagnostics where they are asked for."""
+    """Return the output [B, H, Tq, Dv] in the dtype of the values, and diagnostics if asked for."""
     assert inputs.x is not None
     assert inputs.y is not None
     x, y, v = (_rows_together(z) for z in (inputs.x, inputs.y, inputs.v))
@@ -102,7 +102,7 @@ def run(inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
 
 
 def _rule(spec: Spec, x: Tensor) -> tuple[float, int, bool, bool]:
-    """`Rule` of `local_linear_solve` of a sentence."""
+    """Return the `solve.Rule` of a spec."""
     tol, limit = getattr(spec.solver, "tol", None), getattr(spec.solver, "max_iter", None)
     tol = TOLERANCE[x.dtype] if tol is None else tol
     verify = x.dtype == torch.float32 or tol < CARRIED
@@ -132,47 +132,32 @@ def _diagnose(inputs: Inputs, kept: list[Tensor]) -> Diagnostics:
 
 
 def _rows_together(x: Tensor) -> Tensor:
-    """x with its features side by side, and rows so near each other that offsets within a tile are short."""
+    """Return x with contiguous features and rows so near that offsets within a tile fit in 32 bits."""
     together = x.stride(-1) == 1 or x.shape[-1] == 1
     return x if together and x.stride(-2) < FARTHEST else x.contiguous()
 
 
 def _tensor_or_number(x: float | Tensor) -> tuple[Tensor | None, float]:
-    """Numbers of rows, float32 and contiguous, or None and the number of all."""
+    """Return numbers of rows, float32 and contiguous, or None and one number for all."""
     return (x.to(torch.float32).contiguous(), 1.0) if isinstance(x, Tensor) else (None, float(x))
 
 
-@torch.library.custom_op("regard::triton_local_linear_forward", mutates_args=())
-def forward(
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    factor: Tensor | None,
-    ridge: Tensor | None,
-    probe: Tensor | None,
-    low: Tensor,
-    high: Tensor,
-    first: Tensor,
-    last: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    number: float,
-    tol: float,
-    limit: int,
-    direct: bool,
-    verify: bool,
-    given: bool,
-    counted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out [B, H, Tq, Dv], t [B, H, Tq, D], lse [B, H, Tq], means of keys [B, H, Tq, D] and of values [B, H, Tq, Dv],
-    steps and residual [B, H, Tq, 2], `SolveStatus` [B, H, Tq], counts of weights [B, H, Tq, 4]).
+def _forward(
+    x: Tensor, y: Tensor, v: Tensor, factor: Tensor | None, ridge: Tensor | None, probe: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Return everything that a call computes.
 
-    `factor` [B, H, Tq] and `ridge` [B, H, Tq, 1 or D] stand in place of `scale` and `number`; `given`: t = -probe.
+    `factor` [B, H, Tq] and `ridge` [B, H, Tq, 1 or D] replace `scale` and `number`; with `given`, t = -probe.
+
+    Returns:
+        out [B, H, Tq, Dv]; t [B, H, Tq, D]; lse [B, H, Tq]; means of keys [B, H, Tq, D] and of values [B, H, Tq, Dv];
+        steps and residual [B, H, Tq, 2]; `SolveStatus` [B, H, Tq]; counts of weights [B, H, Tq, 4].
     """
     from .forward import moments, output
     from .solve import Rule, solve
 
-    span, own = Span(low, high, first, last, mask), scale if factor is None else factor
+    span, numbers = Span(*rest[:5]), _Numbers(*rest[5:])
+    own, given = numbers.factor if factor is None else factor, numbers.given
     found = moments(x, y, v, own, span, not given)
     lse, mean, vmean, right = found
     if given:
@@ -180,10 +165,21 @@ def forward(
         t = probe
         statistics, status = lse.new_zeros(*lse.shape, 2), torch.zeros_like(lse, dtype=torch.int32)
     else:
-        rule = Rule(tol, limit, direct, verify)
-        t, statistics, status = solve(right, x, y, own, number if ridge is None else ridge, lse, mean, span, rule)
-    out, counts = output(t, x, y, v, own, found, span, negated=given, counted=counted)
+        rule, penalty = Rule(*numbers[2:6]), numbers.ridge if ridge is None else ridge
+        t, statistics, status = solve(right, x, y, own, penalty, lse, mean, span, rule)
+    out, counts = output(t, x, y, v, own, found, span, negated=given, counted=numbers.counted)
     return out, lse.new_empty(0) if given else t, lse, mean, vmean, statistics, status, counts
+
+
+_SEEN = "Tensor low, Tensor high, Tensor first, Tensor last, Tensor? mask"
+_NUMBERS = "float scale, float number, float tol, SymInt limit, bool direct, bool verify, bool given"
+forward = torch.library.custom_op(
+    "regard::triton_local_linear_forward",
+    _forward,
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor y, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, {_SEEN}, {_NUMBERS}, "
+    "bool counted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @forward.register_fake
@@ -203,46 +199,34 @@ def _(x, y, v, factor, ridge, probe, low, high, first, last, mask, *numbers):
     )
 
 
-@torch.library.custom_op("regard::triton_local_linear_backward", mutates_args=())
-def backward(
-    grad: Tensor,
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    factor: Tensor | None,
-    ridge: Tensor | None,
-    probe: Tensor | None,
-    low: Tensor,
-    high: Tensor,
-    first: Tensor,
-    last: Tensor,
-    mask: Tensor | None,
-    t: Tensor,
-    lse: Tensor,
-    mean: Tensor,
-    vmean: Tensor,
-    scale: float,
-    number: float,
-    tol: float,
-    limit: int,
-    direct: bool,
-    verify: bool,
-    given: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, y, v, and of factor, ridge and probe where these were tensors."""
+def _backward(
+    grad: Tensor, x: Tensor, y: Tensor, v: Tensor, factor: Tensor | None, ridge: Tensor | None, probe: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return gradients of x, y, v, and of factor, ridge and probe, empty if they are no tensors."""
     from .backward import Kept
     from .backward import backward as differentiate
     from .solve import Rule
 
-    if given:
+    span, kept, numbers = Span(*rest[:5]), Kept(*rest[5:9]), _Numbers(*rest[9:])
+    penalty: float | Tensor | None = numbers.ridge if ridge is None else ridge
+    rule: Rule | None = Rule(*numbers[2:6])
+    if numbers.given:
         assert probe is not None
-        t = -probe.contiguous()
-    own = scale if factor is None else factor
-    penalty = None if given else number if ridge is None else ridge
-    rule = None if given else Rule(tol, limit, direct, verify)
-    span, kept = Span(low, high, first, last, mask), Kept(t, lse, mean, vmean)
-    dx, dy, dv, *rest = differentiate(grad, x, y, v, own, penalty, span, kept, rule)
-    return dx, dy, dv, *(lse.new_empty(0) if z is None else z for z in rest)
+        kept, penalty, rule = kept._replace(t=-probe.contiguous()), None, None
+    own = numbers.factor if factor is None else factor
+    dx, dy, dv, *optional = differentiate(grad, x, y, v, own, penalty, span, kept, rule)
+    return dx, dy, dv, *(kept.lse.new_empty(0) if z is None else z for z in optional)
+
+
+backward = torch.library.custom_op(
+    "regard::triton_local_linear_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor y, Tensor v, Tensor? factor, Tensor? ridge, Tensor? probe, "
+    f"{_SEEN}, Tensor t, Tensor lse, Tensor mean, Tensor vmean, {_NUMBERS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @backward.register_fake

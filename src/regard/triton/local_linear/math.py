@@ -1,7 +1,7 @@
-"""What the kernels of local linear attention share, forward, backward and decoding.
+"""What the kernels of local linear attention share.
 
-No key is moved to an origin: every product with keys is compensated by the mean of its own row, with the very operand
-that was rounded, so that keys far from 0 cost nothing and nothing of other rows enters:
+Keys are not shifted to an origin. Every product with keys is corrected by the mean of its own row, with the operand as
+it was rounded, so that keys far from 0 lose no precision and other rows have no influence:
 
     (k_j - mean_i) . d_i            = k_j . round(d_i) - mean_i . round(d_i)
     sum_j w_ij (k_j - mean_i)       = sum_j round(w_ij) k_j - (sum_j round(w_ij)) mean_i
@@ -17,30 +17,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..runtime.blocks import FAR, load_block, row_scale, seen
+from ..runtime.blocks import FAR, load_block, load_span, row_scale, seen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 EDGES = tl.constexpr(1)
-"""Stages of the loops over boundary tiles, which are short."""
+"""Pipeline stages of the short loops over boundary tiles."""
 
 
 @triton.jit
 def load_tile(ptr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A whole tile [ROWS, BLOCK] of scratch memory."""
+    """Load a whole tile [ROWS, BLOCK] of scratch memory."""
     return tl.load(ptr + tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])
 
 
 @triton.jit
 def store_tile(ptr, value, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The counterpart of `load_tile`."""
+    """Store what `load_tile` loads."""
     tl.store(ptr + tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], value)
 
 
 @triton.jit
 def plan(low, high, KEYS: tl.constexpr, MASKED: tl.constexpr):
-    """The tiles of keys that a block of rows visits: (start, tiles, left, full). Tile i begins at start + i KEYS; every
-    row that sees a key at all sees all keys of the `full` tiles from `left` on. Of the others (`edge_tile`) and, where
-    a mask hides keys, of all, pairs must be looked at."""
+    """Return the tiles of keys that a block of rows visits: (start, tiles, left, full). Tile i begins at start + i
+    KEYS. Every row that sees any key sees all keys of the `full` tiles from `left` on; the others (`edge_tile`) and,
+    with a mask, all need a look at pairs."""
     some = high > low
     stop = tl.max(tl.where(some, high, 0), 0)
     start = tl.minimum(tl.min(tl.where(some, low, FAR), 0), stop)
@@ -56,13 +56,38 @@ def plan(low, high, KEYS: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def edge_tile(n, left, full):
-    """Which tile the n-th is of those that are not full."""
+    """Return which tile is the n-th of those that are not full."""
     return tl.where(n < left, n, n + full)
 
 
 @triton.jit
+def tile_count(tiles, full, EDGE: tl.constexpr):
+    """Return how many tiles need a look at pairs (EDGE), or how many do not."""
+    return tiles - full if EDGE else full
+
+
+@triton.jit
+def tile_at(n, start, left, full, KEYS: tl.constexpr, EDGE: tl.constexpr):
+    """Return the first key of the n-th of those tiles."""
+    return start + edge_tile(n, left, full) * KEYS if EDGE else start + (left + n) * KEYS
+
+
+@triton.jit
+def opened(
+    low_ptr, high_ptr, mask_ptr, heads, queries, span_batch, mask_batch, mask_head, ROWS: tl.constexpr
+):  # fmt: skip
+    """Return what a program serves: (head among all, batch, head, first row, rows, their ranges of keys, mask)."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # in causal order the last rows see most, and begin first
+    head = tl.program_id(1).to(tl.int64)
+    batch, own = head // heads, head % heads
+    rows = block * ROWS + tl.arange(0, ROWS)
+    low, high = load_span(low_ptr + batch * span_batch, high_ptr + batch * span_batch, rows, rows < queries)
+    return head, batch, own, block * ROWS, rows, low, high, mask_ptr + batch * mask_batch + own * mask_head
+
+
+@triton.jit
 def row_factor(factor_ptr, number, rows, count, GIVEN: tl.constexpr):
-    """c [ROWS]: the factor of the scores, a number or one a row, in base 2."""
+    """Return c [ROWS]: the factor of the scores in base 2, one number or one a row."""
     return row_scale(factor_ptr, number, rows, rows < count, GIVEN) * LOG2E
 
 
@@ -70,7 +95,7 @@ def row_factor(factor_ptr, number, rows, count, GIVEN: tl.constexpr):
 def row_ridge(
     ridge_ptr, number, first, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr
 ):
-    """The ridge of each row [ROWS, BLOCK or 1]: RIDGE is its width in memory, WIDTH or 1, or 0 where it is a number."""
+    """Return the ridge of each row [ROWS, BLOCK or 1]. RIDGE is its width in memory, WIDTH or 1, or 0 for a number."""
     if RIDGE == 0:
         return tl.zeros((ROWS, 1), tl.float32) + number
     elif RIDGE == 1:
@@ -82,19 +107,19 @@ def row_ridge(
 
 @triton.jit
 def product(a, b):
-    """a b with a float32 sum; float32 operands are not rounded."""
+    """Return a b with a float32 sum; float32 operands are not rounded."""
     return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
 def weights(q, k, c, lse):
-    """p [ROWS, KEYS], of hidden keys too."""
+    """Return p [ROWS, KEYS], also of hidden keys."""
     return tl.exp2(product(q, tl.trans(k)) * c[:, None] - lse[:, None])
 
 
 @triton.jit
 def parts(x, like, SPLIT: tl.constexpr):
-    """(hi, lo) in the dtype of `like`, which add up to x but for 2^-17 of it; without SPLIT x itself twice."""
+    """Return (hi, lo) in the dtype of `like` with the sum x within 2^-17 of it; without SPLIT the rounded x twice."""
     hi = x.to(like.dtype)
     if SPLIT:
         return hi, (x - hi.to(tl.float32)).to(like.dtype)
@@ -104,7 +129,7 @@ def parts(x, like, SPLIT: tl.constexpr):
 
 @triton.jit
 def multiplied(w, k, total, SPLIT: tl.constexpr):
-    """(total + w k, w as it was multiplied, in float32): w in two terms where SPLIT, else rounded once."""
+    """Return (total + w k, w as it was multiplied, in float32): w in two terms if SPLIT, else rounded once."""
     hi, lo = parts(w, k, SPLIT)
     total = tl.dot(hi, k, total, input_precision="ieee")
     own = hi.to(tl.float32)
@@ -116,22 +141,22 @@ def multiplied(w, k, total, SPLIT: tl.constexpr):
 
 @triton.jit
 def times(w, k, total, used, SPLIT: tl.constexpr):
-    """(total + w k, used + row sums of w as it was `multiplied`)."""
+    """Return (total + w k, used + row sums of w as it was multiplied)."""
     total, own = multiplied(w, k, total, SPLIT)
     return total, used + tl.sum(own, 1)
 
 
 @triton.jit
 def norm_scale(x):
-    """The power of two at or below the largest number of each row of x, 1 where all are 0: dividing by it rounds
-    nothing, and squares stay in range."""
+    """Return the power of two at or below the largest number of each row of x, 1 if all are 0. Dividing by it rounds
+    nothing and keeps squares in range."""
     bits = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000
     return tl.where(bits > 0, bits, 0x3F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def apply_tile(d, away, q, k, c, lse, total, used, visible, SPLIT: tl.constexpr, EDGE: tl.constexpr):
-    """One tile of sum_j p_ij ((k_j - mean_i) . d_i) k_j, for d as it is multiplied and away = mean . d."""
+    """Add one tile of sum_j p_ij ((k_j - mean_i) . d_i) k_j, for d as it is multiplied and away = mean . d."""
     p = weights(q, k, c, lse)
     if EDGE:
         p = tl.where(visible, p, 0.0)
@@ -141,30 +166,12 @@ def apply_tile(d, away, q, k, c, lse, total, used, visible, SPLIT: tl.constexpr,
 
 @triton.jit
 def sweep(
-    d,
-    away,
-    q,
-    c,
-    lse,
-    low,
-    high,
-    k_ptr,
-    k_stride,
-    mask_ptr,
-    keys,
-    start,
-    tiles,
-    left,
-    full,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MASKED: tl.constexpr,
+    d, away, q, c, lse, low, high, k_ptr, k_stride, mask_ptr, keys, start, tiles, left, full,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
     SPLIT: tl.constexpr,
-):
-    """The covariance of each row times its d: (sum_j w_ij k_j, sum_j w_ij) with w_ij = p_ij (k_j - mean_i) . d_i, of
-    which the second times the mean is to be taken off. `d` [ROWS, BLOCK] in the dtype of the keys."""
+):  # fmt: skip
+    """Return (sum_j w_ij k_j, sum_j w_ij) with w_ij = p_ij (k_j - mean_i) . d_i. The covariance times d is the first
+    minus the second times the mean. `d` [ROWS, BLOCK] is in the dtype of the keys."""
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     used = tl.zeros((ROWS,), tl.float32)
     for n in tl.range(0, tiles - full, num_stages=EDGES):
@@ -183,17 +190,11 @@ def sweep(
 
 
 def block_width(width: int) -> int:
-    """The block that holds so many features."""
+    """Return the block that holds so many features."""
     return max(16, triton.next_power_of_2(width))
 
 
 def number_or_rows(x: float | Tensor, unread: Tensor) -> tuple[Tensor, float]:
-    """A number, or a float32 tensor of rows, as kernels take it: a pointer (to `unread` for want of one), a number."""
+    """Return a number, or a float32 tensor of rows, as kernels take it: a pointer (`unread` if there is none) and a
+    number."""
     return (x.contiguous(), 0.0) if isinstance(x, Tensor) else (unread, float(x))
-
-
-def mask_strides(mask: Tensor | None) -> tuple[int, int]:
-    """Steps from one sequence, and from one head, to the next."""
-    if mask is None:
-        return 0, 0
-    return mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(1) if mask.shape[1] > 1 else 0

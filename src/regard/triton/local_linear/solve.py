@@ -2,14 +2,14 @@
 
     C_i d = sum_j p_ij ((k_j - mean_i) . d) (k_j - mean_i)
 
-is never formed. A step streams the keys once; where a block of rows sees no more than four tiles of CHIP keys, these
-and the weights stay on the chip for all steps. A row ends when its residual is small, and then does not change by a
-bit; a block, when all its rows have. Rows with few keys are solved by themselves (`local_linear_direct`).
+C_i is never formed. A step streams the keys once; if a block of rows sees at most four tiles of CHIP keys, these and
+the weights stay on the chip for all steps. A row stops when its residual is small and then keeps its bits; a block
+stops with its last row. Rows with few keys are solved one by one (`direct`).
 
-With keys in bfloat16, the direction is rounded before it is used, and is then the direction: its image is exact but for
-the weights, which are split in two terms. What is left of x and r lies in memory while keys stream by.
+With bfloat16 keys the direction is rounded before use and is then the direction: its image is exact but for the
+weights, which are split in two terms. Vectors that a sweep does not need lie in memory meanwhile.
 
-Legend: as in `local_linear_math`.
+Legend: as in `math`.
 """
 
 from __future__ import annotations
@@ -23,35 +23,34 @@ from torch import Tensor
 
 from ..runtime.blocks import FAR, LENGTHS, load_block, load_span, seen
 from ..runtime.launch import launch
-from ..runtime.span import Span, batch_stride
+from ..runtime.span import Span
 from ..runtime.tiles import Tiles, TileTable
 from .direct import TILES as DIRECT
 from .direct import solve_few
 from .math import (
     block_width,
     load_tile,
-    mask_strides,
     multiplied,
     number_or_rows,
+    opened,
     plan,
     product,
     row_factor,
     row_ridge,
-    store_tile,
     sweep,
     weights,
 )
-from .steps import AWAY, IMAGE, ROW, TERMS, TILE, USED, D, advance, begin, finish, follow
+from .steps import AWAY, ROW, TERMS, TILE, D, begin, finish, follow
 
 CHIP = 64
-"""Keys of a tile, four of which stay on the chip with their weights, for all steps."""
+"""Keys of a tile; four tiles stay on the chip with their weights."""
 RESTARTS = tl.constexpr(3)
-"""How often a row whose recurrence was over before its true residual was small begins again."""
+"""How often a row restarts if its true residual is still too large."""
 
 
 class Rule(NamedTuple):
-    """How systems are solved: relative residual, most steps a row, whether rows with few keys are solved directly, and
-    whether true residuals are looked at, instead of those that the steps carry along."""
+    """How systems are solved: relative residual, most steps of a row, whether rows with few keys are solved directly,
+    and whether true residuals are computed instead of those that the steps carry along."""
 
     tol: float
     limit: int
@@ -59,16 +58,10 @@ class Rule(NamedTuple):
     verify: bool
 
 
-TILES = TileTable(
+TILES = TileTable.by_width(
     "local_linear_solve",
-    {
-        (64, 2): Tiles(64, 32, 4, 2),
-        (128, 2): Tiles(64, 32, 4, 2),
-        (256, 2): Tiles(64, 32, 8, 2),
-        (64, 4): Tiles(32, 32, 4, 1),
-        (128, 4): Tiles(32, 16, 8, 2),
-        (256, 4): Tiles(16, 16, 8, 1),
-    },
+    [(64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)],
+    [(32, 32, 4, 1), (32, 16, 8, 2), (16, 16, 8, 1)],
 )
 
 
@@ -77,7 +70,7 @@ def _terms(
     q, c, lse, low, high, k_ptr, k_stride, mask_ptr, keys, start, tiles,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """sum_j p_ij |k_j|^2, the size of what a product with C sums."""
+    """Return sum_j p_ij |k_j|^2, the size of what a product with C sums."""
     found = tl.zeros((ROWS,), tl.float32)
     for n in range(tiles):
         at = start + n * KEYS
@@ -90,7 +83,7 @@ def _terms(
 
 @triton.jit
 def _fits(low_ptr, high_ptr, rows, queries, most):
-    """Whether these rows see no more than `most` keys."""
+    """Return whether these rows see no more than `most` keys."""
     low, high = load_span(low_ptr, high_ptr, rows, rows < queries)
     some = high > low
     return tl.max(tl.where(some, high, 0), 0) - tl.min(tl.where(some, low, FAR), 0) <= most
@@ -101,7 +94,7 @@ def _held_tile(
     at, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys, and their weights."""
+    """Return keys and their weights."""
     k = load_block(k_ptr, at, k_row, keys, KEYS, WIDTH, BLOCK)
     return k, tl.where(seen(at + tl.arange(0, KEYS), low, high, mask_ptr, keys, MASKED), weights(q, k, c, lse), 0.0)
 
@@ -111,7 +104,7 @@ def _held_tiles(
     start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Four of them."""
+    """Return four such tiles."""
     k0, p0 = _held_tile(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
     start += KEYS
     k1, p1 = _held_tile(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
@@ -124,7 +117,7 @@ def _held_tiles(
 
 @triton.jit
 def _held_sweep(d, away, held, total, SPLIT: tl.constexpr):
-    """`sweep` of four tiles that are held."""
+    """Do `sweep` for four tiles that are held."""
     k0, p0, k1, p1, k2, p2, k3, p3 = held
     total, w0 = multiplied(p0 * (product(d, tl.trans(k0)) - away[:, None]), k0, total, SPLIT)
     total, w1 = multiplied(p1 * (product(d, tl.trans(k1)) - away[:, None]), k1, total, SPLIT)
@@ -142,25 +135,21 @@ def _solve(
     CHIP: tl.constexpr, FEW: tl.constexpr, GIVEN: tl.constexpr, RIDGE: tl.constexpr, MASKED: tl.constexpr,
     SPLIT: tl.constexpr, VERIFY: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """HELD: of the blocks of GROUP rows whose keys, 4 CHIP at most, stay on the chip with their weights; else of the
+    """Solve a block of rows. HELD serves blocks of GROUP rows whose keys, at most 4 CHIP, stay on the chip; else the
     others."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # with causal order the longest first
-    head = tl.program_id(1).to(tl.int64)
-    batch, own = head // heads, head % heads
-    first = block * ROWS
-    rows = first + tl.arange(0, ROWS)
+    head, batch, own, first, rows, low, high, mask_ptr = opened(
+        low_ptr, high_ptr, mask_ptr, heads, queries, span_batch, mask_batch, mask_head, ROWS
+    )
+    start, tiles, left, full = plan(low, high, KEYS, MASKED)
     low_ptr += batch * span_batch
     high_ptr += batch * span_batch
-    low, high = load_span(low_ptr, high_ptr, rows, rows < queries)
-    start, tiles, left, full = plan(low, high, KEYS, MASKED)
     if CHIP > 0:
         around = first // GROUP * GROUP + tl.arange(0, GROUP)
         if _fits(low_ptr, high_ptr, around, queries, 4 * CHIP) != HELD:
             return
-    at = head * queries
-    scratch += (head * tl.num_programs(0) + block) * (ROWS * (TILE * BLOCK + ROW))
+    at, c = head * queries, row_factor(factor_ptr + head * queries, factor, rows, queries, GIVEN)
+    scratch += (head * tl.num_programs(0) + first // ROWS) * (ROWS * (TILE * BLOCK + ROW))
     k_ptr += batch * k_batch + (own // group) * k_head
-    mask_ptr += batch * mask_batch + own * mask_head
     right_ptr += at * WIDTH
     ridge_ptr += at * RIDGE
     running = begin(
@@ -169,20 +158,19 @@ def _solve(
     )  # fmt: skip
     tl.debug_barrier()
     q = load_block(q_ptr + batch * q_batch + own * q_head, first, q_row, queries, ROWS, WIDTH, BLOCK)
-    c = row_factor(factor_ptr + at, factor, rows, queries, GIVEN)
     lse = tl.load(lse_ptr + at + rows, mask=rows < queries, other=float("inf"))
-    phase, again = 0, RESTARTS
+    phase, again, numbers = 0, RESTARTS, scratch + ROWS * (TILE * BLOCK) + tl.arange(0, ROWS)
     if VERIFY:
         terms = _terms(
             q, c, lse, low, high, k_ptr, k_row, mask_ptr, keys, start, tiles, ROWS, KEYS, WIDTH, BLOCK, MASKED
         )
         ridge = row_ridge(ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE)
-        tl.store(scratch + ROWS * (TILE * BLOCK + TERMS) + tl.arange(0, ROWS), terms + tl.max(ridge, 1))
+        tl.store(numbers + ROWS * TERMS, terms + tl.max(ridge, 1))
     if HELD:
         held = _held_tiles(start, k_ptr, k_row, keys, q, c, lse, low, high, mask_ptr, KEYS, WIDTH, BLOCK, MASKED)
     while running > 0:
         d = load_tile(scratch + D * (ROWS * BLOCK), ROWS, BLOCK).to(k_ptr.dtype.element_ty)
-        away = tl.load(scratch + ROWS * (TILE * BLOCK + AWAY) + tl.arange(0, ROWS))
+        away = tl.load(numbers + ROWS * AWAY)
         if HELD:
             total, used = _held_sweep(d, away, held, tl.zeros((ROWS, BLOCK), tl.float32), SPLIT)
         else:
@@ -190,17 +178,10 @@ def _solve(
                 d, away, q, c, lse, low, high, k_ptr, k_row, mask_ptr, keys, start, tiles, left, full,
                 ROWS, KEYS, WIDTH, BLOCK, MASKED, SPLIT,
             )  # fmt: skip
-        store_tile(scratch + IMAGE * (ROWS * BLOCK), total, ROWS, BLOCK)
-        tl.store(scratch + ROWS * (TILE * BLOCK + USED) + tl.arange(0, ROWS), used)
-        tl.debug_barrier()
-        if VERIFY:
-            running, phase, again = follow(
-                phase, again, scratch, right_ptr, ridge_ptr, ridge_number, first, queries, limit,
-                ROWS, WIDTH, BLOCK, RIDGE, SPLIT,
-            )  # fmt: skip
-        else:
-            running = advance(scratch, ridge_ptr, ridge_number, first, queries, limit, ROWS, WIDTH, BLOCK, RIDGE, SPLIT)
-        tl.debug_barrier()
+        running, phase, again = follow(
+            total, used, phase, again, scratch, right_ptr, ridge_ptr, ridge_number, first, queries, limit,
+            ROWS, WIDTH, BLOCK, RIDGE, SPLIT, VERIFY,
+        )  # fmt: skip
     finish(
         scratch, value_ptr + at * WIDTH, statistics_ptr + at * 2, status_ptr + at, first, queries,
         ROWS, WIDTH, BLOCK, VERIFY,
@@ -223,15 +204,15 @@ def solve(
     Args:
         right: [B, H, Tq, D], float32, contiguous.
         x, y: queries [B, H, Tq, D] and keys [B, Hkv, Tk, D].
-        factor: of the scores, a number or float32 [B, H, Tq].
+        factor: factor of the scores, a number or float32 [B, H, Tq].
         ridge: a number or float32 [B, H, Tq, 1 or D].
-        lse: [B, H, Tq], float32: of the scores in base 2, inf for a row without a key.
-        mean: of the keys [B, H, Tq, D], float32, contiguous.
+        lse: [B, H, Tq], float32: log-sum-exp of the scores in base 2, inf for a row without a key.
+        mean: means of the keys [B, H, Tq, D], float32, contiguous.
 
     Returns:
         t [B, H, Tq, D], float32; (steps, relative residual) [B, H, Tq, 2]; `SolveStatus` [B, H, Tq], int32.
 
-    Cost: 8 D a pair and step with keys in bfloat16, 6 D in float32, where one or more steps look at true residuals.
+    Cost: 8 D a pair and step with keys in bfloat16, 6 D in float32; true residuals take at least one more step.
     """
     value = torch.empty_like(right)
     statistics = right.new_empty(*right.shape[:3], 2)
@@ -268,26 +249,14 @@ def _launch(
         tiles = Tiles(min(32, whole), chip, 8, 1)
     if (held and not chip) or (chip and not held and keys <= 4 * chip):
         return
-    mask = span.mask
     launch(
         _solve,
         (triton.cdiv(queries, tiles.rows), batch * heads),
-        right, x, y, lse, mean, *number_or_rows(factor, lse), *number_or_rows(ridge, lse), span.low, span.high,
-        span.low if mask is None else mask, *outputs, rule.tol, rule.limit,
+        right, x, y, lse, mean, *number_or_rows(factor, lse), *number_or_rows(ridge, lse), *span.pointers,
+        *outputs, rule.tol, rule.limit,
         heads, heads // max(1, y.shape[1]), queries, keys,
-        *x.stride()[:3], *y.stride()[:3], batch_stride(span.low), *mask_strides(mask),
-        tiles=tiles,
-        ROWS=tiles.rows,
-        KEYS=tiles.keys,
-        WIDTH=width,
-        BLOCK=block_width(width),
-        GROUP=whole,
-        CHIP=chip,
-        FEW=few,
-        GIVEN=isinstance(factor, Tensor),
-        RIDGE=ridge.shape[-1] if isinstance(ridge, Tensor) else 0,
-        MASKED=mask is not None,
-        SPLIT=y.dtype == torch.bfloat16,
-        VERIFY=rule.verify,
-        HELD=held,
+        *x.stride()[:3], *y.stride()[:3], *span.steps,
+        tiles=tiles, ROWS=tiles.rows, KEYS=tiles.keys, WIDTH=width, BLOCK=block_width(width), GROUP=whole, CHIP=chip,
+        FEW=few, GIVEN=isinstance(factor, Tensor), RIDGE=ridge.shape[-1] if isinstance(ridge, Tensor) else 0,
+        MASKED=span.mask is not None, SPLIT=y.dtype == torch.bfloat16, VERIFY=rule.verify, HELD=held,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Conjugate gradients for a block of rows between two sweeps over its keys: the vectors of all rows lie in scratch
-memory and pass through the registers a few rows at a time, which leaves these to the sweeps.
+"""Conjugate gradients for a block of rows between two sweeps over its keys. The vectors of all rows lie in scratch
+memory and pass through registers a few rows at a time, which leaves registers to the sweeps.
 
-Legend: as in `local_linear_math`; x, r, d: solution, residual and direction of a row; A = C + ridge.
+Legend: as in `math`; x, r, d: solution, residual and direction of a row; A = C + ridge.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from .math import load_tile, norm_scale, row_ridge, store_tile
 UNCONVERGED = tl.constexpr(int(SolveStatus.UNCONVERGED))
 EPS = tl.constexpr(2.0**-23)
 X, R, MEAN, IMAGE, D = (tl.constexpr(i) for i in range(5))
-"""Tiles [ROWS, BLOCK] of a block's scratch memory: x, r, mean of the keys, what a sweep gave, d."""
+"""Tiles [ROWS, BLOCK] of a block's scratch memory: x, r, mean of the keys, result of a sweep, d."""
 AWAY, USED, RR, GOAL, COUNT, ACTIVE, OPEN, SIZE, TERMS, WHOLE = (tl.constexpr(i) for i in range(10))
-"""Rows [ROWS] behind them: mean . d, the sum of a sweep's weights, |r|^2, its goal, steps, whether the row is under
-way, whether it is unsettled, the unit of its right side, the size of what C sums, and |r|^2 at first."""
+"""Rows [ROWS] behind them: mean . d, the sum of a sweep's weights, |r|^2, its goal, steps, whether the row is
+active, whether it is unsettled, the unit of its right side, the size of what C sums, and the first |r|^2."""
 TILE, ROW = tl.constexpr(5), tl.constexpr(10)
 PART = tl.constexpr(16)
-"""Rows whose vectors are in registers at a time."""
+"""Rows whose vectors are in registers at once."""
 
 
 @triton.jit
 def _tile(scratch, which: tl.constexpr, part, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a part of a tile lies."""
+    """Return where a part of a tile lies."""
     return scratch + which * (ROWS * BLOCK) + part * BLOCK
 
 
 @triton.jit
 def _rows(scratch, which: tl.constexpr, part, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a part of a row of numbers lies."""
+    """Return where a part of a row of numbers lies."""
     return scratch + TILE * (ROWS * BLOCK) + which * ROWS + part + tl.arange(0, PART)
 
 
 @triton.jit
 def _direct(d, mean, active, scratch, part, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    """Set the direction, which rounding makes."""
+    """Store the direction, rounded as it will be multiplied."""
     d = tl.where(active[:, None], d, 0.0)
     if SPLIT:
         d = d.to(tl.bfloat16).to(tl.float32)
@@ -52,7 +52,7 @@ def begin(
     scratch, right_ptr, mean_ptr, low_ptr, high_ptr, first, queries, tol, limit,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """x = 0 and r = right, in its own unit. Whether any row has something to do."""
+    """Set x = 0 and r = right in its own unit. Return whether any row has something to do."""
     running = 0
     for part in range(0, ROWS, PART):
         rows = first + part + tl.arange(0, PART)
@@ -84,7 +84,7 @@ def _image(
     scratch, part, ridge_ptr, ridge_number, first, queries,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr,
 ):  # fmt: skip
-    """(A d, d, mean) of some rows, after a sweep."""
+    """Return (A d, d, mean) of some rows, after a sweep."""
     d = load_tile(_tile(scratch, D, part, ROWS, BLOCK), PART, BLOCK)
     mean = load_tile(_tile(scratch, MEAN, part, ROWS, BLOCK), PART, BLOCK)
     total = load_tile(_tile(scratch, IMAGE, part, ROWS, BLOCK), PART, BLOCK)
@@ -98,8 +98,8 @@ def advance(
     scratch, ridge_ptr, ridge_number, first, queries, limit,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One step along d. The next direction is made conjugate to d by the image itself, not by a ratio of residuals,
-    which knows nothing of rounding. Whether any row goes on."""
+    """Take one step along d and return whether any row goes on. The next direction is made conjugate to d by the image
+    itself, since a ratio of residuals ignores rounding."""
     running = 0
     for part in range(0, ROWS, PART):
         image, d, mean = _image(scratch, part, ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE)
@@ -131,7 +131,7 @@ def _look(
     scratch, right_ptr, first, queries,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Begin to look at the true residuals: r = right, from which A x is to be taken off."""
+    """Begin to compute true residuals: r = right, from which A x is then subtracted."""
     for part in range(0, ROWS, PART):
         x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK)
         mean = load_tile(_tile(scratch, MEAN, part, ROWS, BLOCK), PART, BLOCK)
@@ -146,7 +146,7 @@ def _take_off(
     scratch, ridge_ptr, ridge_number, first, queries,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """r -= A d, and what rounding left of x as the next d."""
+    """Subtract A d from r, and make what rounding left of x the next d."""
     for part in range(0, ROWS, PART):
         image, d, mean = _image(scratch, part, ridge_ptr, ridge_number, first, queries, ROWS, WIDTH, BLOCK, RIDGE)
         r = load_tile(_tile(scratch, R, part, ROWS, BLOCK), PART, BLOCK) - image
@@ -162,7 +162,7 @@ def _settle(
     scratch, right_ptr, first, queries, limit, again,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Rows whose true residual r is still too large go on from it. Whether any does."""
+    """Let rows whose true residual r is still too large go on from it. Return whether any does."""
     running = 0
     for part in range(0, ROWS, PART):
         x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK)
@@ -170,7 +170,7 @@ def _settle(
         mean = load_tile(_tile(scratch, MEAN, part, ROWS, BLOCK), PART, BLOCK)
         size = tl.load(_rows(scratch, SIZE, part, ROWS, BLOCK))
         right = load_block(right_ptr, first + part, WIDTH, queries, PART, WIDTH, BLOCK) / size[:, None]
-        # Every step lowers x.Ax / 2 - b.x from its 0 at x = 0; where it lies above, rounding has blown x up.
+        # Exact steps lower x.Ax / 2 - b.x, which is 0 at x = 0. If it is positive, rounding has spoiled x: restart.
         kept = tl.sum(x * (right + r), 1) >= 0
         x = tl.where(kept[:, None], x, 0.0)
         r = tl.where(kept[:, None], r, right)
@@ -197,7 +197,7 @@ def finish(
     scratch, value_ptr, statistics_ptr, status_ptr, first, queries,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, VERIFY: tl.constexpr,
 ):  # fmt: skip
-    """Hand out the solutions."""
+    """Store the solutions, statistics and status."""
     for part in range(0, ROWS, PART):
         x = load_tile(_tile(scratch, X, part, ROWS, BLOCK), PART, BLOCK)
         size = tl.load(_rows(scratch, SIZE, part, ROWS, BLOCK))
@@ -216,13 +216,19 @@ def finish(
 
 @triton.jit
 def follow(
-    phase, again, scratch, right_ptr, ridge_ptr, ridge_number, first, queries, limit,
+    total, used, phase, again, scratch, right_ptr, ridge_ptr, ridge_number, first, queries, limit,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RIDGE: tl.constexpr, SPLIT: tl.constexpr,
+    VERIFY: tl.constexpr,
 ):  # fmt: skip
-    """What follows a sweep where true residuals are looked at: phase 0 is a step, 1 and 2 the terms of x in turn.
-    (running, phase, again)."""
+    """Take what a sweep gave and return (whether any row goes on, phase, restarts left). Phase 0 is a step; with VERIFY
+    phases 1 and 2 compute true residuals, from the two terms of x in turn."""
+    store_tile(scratch + IMAGE * (ROWS * BLOCK), total, ROWS, BLOCK)
+    tl.store(scratch + ROWS * (TILE * BLOCK + USED) + tl.arange(0, ROWS), used)
+    tl.debug_barrier()
     running = 1
-    if phase == 0:
+    if not VERIFY:
+        running = advance(scratch, ridge_ptr, ridge_number, first, queries, limit, ROWS, WIDTH, BLOCK, RIDGE, SPLIT)
+    elif phase == 0:
         running = advance(scratch, ridge_ptr, ridge_number, first, queries, limit, ROWS, WIDTH, BLOCK, RIDGE, SPLIT)
         if running == 0:
             tl.debug_barrier()
@@ -238,4 +244,5 @@ def follow(
             running = _settle(scratch, right_ptr, first, queries, limit, again, ROWS, WIDTH, BLOCK, SPLIT)
             phase = 0
             again -= 1
+    tl.debug_barrier()
     return running, phase, again

@@ -1,5 +1,5 @@
-"""Sub-keys up the entropy of their use (equation 38 of the fast-weight product-key-memory paper with its sign mended),
-and sums of queries by the sub-keys that they met, without atomic operations: every program looks through all tokens for
+"""Steps of sub-keys that increase the entropy of their use (equation 38 of the fast-weight product-key-memory paper
+with its sign corrected), and sums of queries by sub-key, without atomic operations: every program reads all tokens for
 its own keys.
 
 With p the softmax of a half's k scores s, p- its mean over the C counted tokens at each key, slope = log(p- + F) +
@@ -40,7 +40,7 @@ def _softmax(s, among):
 
 @triton.jit
 def _counts(counted, tokens, COUNTED: tl.constexpr):
-    """C, at least 1."""
+    """Return C, at least 1."""
     number = tokens
     if COUNTED:
         number = 0
@@ -56,7 +56,7 @@ def _marginal(
     SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, COUNTED: tl.constexpr, RAW: tl.constexpr,
     R: tl.constexpr, KT: tl.constexpr,
 ):  # fmt: skip
-    """p- and its slope of a block of sub-keys of one set; RAW: the sums of what is given instead of scores."""
+    """Compute p- and its slope for a block of sub-keys of one set; RAW: the sums of `scores` by key instead."""
     memory, member = tl.program_id(2).to(tl.int64), tl.program_id(1)
     counted += memory * tokens
     own = tl.program_id(0) * KT + tl.arange(0, KT)
@@ -93,8 +93,8 @@ def _moved(
     D: tl.constexpr, SETS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, COUNTED: tl.constexpr, RAW: tl.constexpr,
     DISTANCE: tl.constexpr, R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """A block of sub-keys of one set. RAW: `scores` are coefficients c, and what comes out is 2 (K sum c - sum c q), or
-    sum c q; otherwise K - rate times that with the c of the entropy."""
+    """Compute a block of sub-keys of one set: K - rate times the gradient. RAW: `scores` are coefficients c, and the
+    result is 2 (K sum c - sum c q), or sum c q for products."""
     set_ = tl.program_id(2).to(tl.int64)
     memory, member = set_ // SETS, set_ % SETS
     counted += memory * tokens
@@ -140,14 +140,11 @@ def _moved(
 def marginal_of(
     scores: Tensor, halves: Tensor, counted: Tensor | None, memories: int, n: int, *, raw: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """p- and the slope of the entropy's loss there.
+    """Return p- and the slope of the entropy's loss, both float32 [M * H * 2, n]. One launch.
 
     Args:
-        scores: float32 [B, T, H, 2, k], halves: int64, likewise; contiguous. counted: bool [M, P] or None for all.
-        memories: M; P = B T / M. raw: sums of `scores` by key instead.
-
-    Returns:
-        both float32 [M * H * 2, n]; with `raw` no slope, an empty one. One launch.
+        scores: float32 [B, T, H, 2, k], halves: int64, likewise. counted: bool [M, P] or None for all.
+        memories: M; P = B T / M. raw: return the sums of `scores` by key, and an empty slope.
     """
     batch, length, heads, _, k = halves.shape
     tokens, sets = batch * length // max(1, memories), heads * 2
@@ -178,18 +175,17 @@ def moved_keys(
     *,
     distance: bool,
 ) -> Tensor:
-    """Sub-keys after a step up the entropy; or, without a slope, sums of queries.
+    """Return sub-keys after a step that increases the entropy or, without a slope, sums of queries. One launch.
 
     Args:
         keys: float32 [M, H, 2, n, d].
         query: float32 [B, T, H, 2 d]. scores: float32 [B, T, H, 2, k]; halves: int64, likewise.
         counted: bool [M, P] or None for all. slope: float32 [M * H * 2, n] of `marginal_of`, or None: then `scores` are
             coefficients c.
-        distance: scores are those of distances, else products.
+        distance: whether scores are those of distances, else of products.
 
     Returns:
         float32 [M, H, 2, n, d]: keys - rate * gradient; without slope 2 (K sum c - sum c q), or sum c q for products.
-        One launch.
     """
     (batch, length), (memories, heads, _, n, width) = query.shape[:2], keys.shape
     tokens, sets, k = batch * length // max(1, memories), heads * 2, halves.shape[-1]

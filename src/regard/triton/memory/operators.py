@@ -1,8 +1,8 @@
-"""The kernels of the fast-weight memory as torch custom operators, with fakes: what `rounds` and
-`versions` call. What they take and give is said where the kernels are; none imports triton before it runs.
+"""The kernels of the fast-weight memory as torch custom operators with fakes, for `rounds` and `versions`. Arguments
+and results are documented at the kernels; no operator imports triton before it runs.
 
-No derivative is filed here: `rounds` and `versions` differentiate whole steps, since the values that a
-read or a write works on belong to versions of a table and are no tensors of their own.
+No derivative is registered here: `rounds` and `versions` differentiate whole steps, since the values that a read or a
+write uses belong to versions of a table and are no tensors of their own.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 RULES = {"normalized": 0, "paper": 1, "reference": 2}
-"""The steps that kernels know."""
+"""Codes of the step rules that kernels support."""
 
 
 def _operator(function: str, schema: str, fake: Callable[..., Any], mutated: tuple[str, ...] = ()) -> Any:
-    """The operator regard::triton_memory_<name> for a `function` of this folder, "module.name"."""
+    """Register the operator regard::triton_memory_<name> for a `function` of this folder, "module.name"."""
     module, name = function.split(".")
 
     def run(*args: Any, **options: Any) -> Any:

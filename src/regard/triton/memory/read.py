@@ -1,5 +1,5 @@
-"""Slots of sorted halves and their weights (equations 5 and 30 of the fast-weight product-key-memory paper), sums of
-picked rows of a table, and their mixes with the tokens' own values (equation 24).
+"""Slots of sorted halves and their weights (equations 5 and 30 of the fast-weight product-key-memory paper), weighted
+sums of rows of a table, and their mixes with the tokens' own values (equation 24).
 
 Legend: B batch, T tokens, H heads, k slots a head, K = H k; M tables of N rows of Dv numbers, P = B T / M tokens of
 each.
@@ -23,9 +23,8 @@ ROWS = TileTable(
     {(512, 4): Tiles(rows=8, keys=512, warps=4, stages=1), (1 << 20, 4): Tiles(8, 1024, 8, 1)},
     (Tiles(8, 512, 2, 1), Tiles(16, 512, 4, 1)),
 )
-"""`rows`: rows of the table that are under way at once; `keys`: the widest part of a row."""
+"""`rows`: rows of the table that are processed at once; `keys`: the widest part of a row."""
 PULLS = TileTable("memory_pulls", ROWS.shipped, ROWS.others)
-"""Likewise."""
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -33,7 +32,8 @@ def _join(
     scores, halves, slots, weights, n,
     H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """The slots of one token. Of sorted halves only pairs with (a + 1)(b + 1) <= k can be among the k best sums."""
+    """Find the slots of one token. Among sorted halves only pairs with (a + 1)(b + 1) <= k can be among the k best
+    sums."""
     token = tl.program_id(0).to(tl.int64)
     head, pair, place = tl.arange(0, HP), tl.arange(0, KP * KP), tl.arange(0, KP)
     a, b = pair // KP, pair % KP
@@ -62,7 +62,7 @@ def _join(
 
 @triton.jit
 def _looked_at(good, token, K: tl.constexpr, D: tl.constexpr, GOOD: tl.constexpr):
-    """(entries, numbers) of a token that are looked at: all, or none where it is not good."""
+    """Return (entries, numbers) of a token that are read: all, or none if it is not good."""
     reach, wide = K, D
     if GOOD:
         some = tl.load(good + token).to(tl.int32)
@@ -77,7 +77,7 @@ def _rows(
     K: tl.constexpr, D: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr, GOOD: tl.constexpr, MIX: tl.constexpr,
     GATE: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """One token: sum over j of w_j V[slot_j], its mix with a value, and the products of those rows with `other`."""
+    """Compute for one token sum_j w_j V[slot_j], its mix with a value, and the products of those rows with `other`."""
     token = tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)
     table += tl.program_id(1).to(tl.int64) * stride_m
     column, place = tl.arange(0, DT), tl.arange(0, R)
@@ -129,7 +129,7 @@ def _pulls(
     K: tl.constexpr, D: tl.constexpr, GOOD: tl.constexpr, SUM: tl.constexpr, GATE: tl.constexpr,
     R: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """One token, back through its mix and its sum: u = dL/dsum + g dL/dmix, the products of its rows with u, and the
+    """Differentiate one token's mix and sum: u = dL/dsum + g dL/dmix, the products of its rows with u, and the
     gradients of value and gate."""
     token = tl.program_id(1).to(tl.int64) * tokens + tl.program_id(0)
     table += tl.program_id(1).to(tl.int64) * stride_m
@@ -167,13 +167,13 @@ def _pulls(
 
 
 def join(half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The k best of all n^2 sums and their weights, one softmax over all heads.
+    """Return the k best of all n^2 sums and their weights, one softmax over all heads. One launch.
 
     Args:
         half_scores: float32 [B, T, H, 2, k], sorted, best first; halves: int64, their sub-keys. Contiguous.
 
     Returns:
-        (slots int64 [B, T, H, k], best first, the lowest of equals first; weights float32). One launch.
+        slots int64 [B, T, H, k], best first and the lowest of equals first; weights float32.
     """
     batch, tokens, heads, _, k = halves.shape
     slots = torch.empty(batch, tokens, heads, k, dtype=torch.int64, device=halves.device)
@@ -195,18 +195,17 @@ def picked_rows(
     other: Tensor | None = None,
     good: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sums and products of picked rows.
+    """Return weighted sums of rows, and products with rows, float32. One launch; reads P K Dv numbers of the table.
 
     Args:
         table: float32 or bfloat16 [M, N, Dv], contiguous.
         slots: int64 [M, P, K].
-        weights: float32 [M, P, K], or None where no sums are wanted, which are then empty.
-        other: float32 [M, P, Dv], or None where no products are wanted, likewise.
-        good: bool [M, P]; others have 0. None: all.
+        weights: float32 [M, P, K], or None for no sums, which are then empty.
+        other: float32 [M, P, Dv], or None for no products, likewise.
+        good: bool [M, P]; results of others are 0. None: all are.
 
     Returns:
-        (sum_j weights_pj V[slots_pj] [M, P, Dv]; V[slots_pj] . other_p [M, P, K]), float32. One launch; reads
-        P K Dv numbers of the table.
+        sum_j weights_pj V[slots_pj] [M, P, Dv]; V[slots_pj] . other_p [M, P, K].
     """
     (memories, tokens, k), width = slots.shape, table.shape[-1]
     sums = _float32(table, *((0,) if weights is None else (memories, tokens, width)))
@@ -228,15 +227,14 @@ def picked_rows(
 def mixed_rows(
     table: Tensor, slots: Tensor, weights: Tensor, good: Tensor | None, value: Tensor, gate: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Sums of picked rows, and their mixes with values.
+    """Return weighted sums of rows, and their mixes with values, float32. One launch.
 
     Args:
         table, slots, weights, good: as in `picked_rows`.
         value: float32 [B, T, Dv]; gate: float32 [B, T], or None.
 
     Returns:
-        (the sums [M, P, Dv]; g sum + (1 - g) value, without a gate sum + value, and 0 where not good, [B, T, Dv]),
-        float32. One launch.
+        sums [M, P, Dv]; g sum + (1 - g) value, or sum + value without a gate, 0 where not good, [B, T, Dv].
     """
     (memories, tokens, k), width = slots.shape, table.shape[-1]
     value = value if value.stride(-1) == 1 else value.contiguous()
@@ -265,17 +263,16 @@ def pulled_rows(
     value: Tensor,
     gate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Back through `mixed_rows`.
+    """Differentiate `mixed_rows`. One launch; reads P K Dv numbers of the table.
 
     Args:
-        table, slots, good, value, gate: what it took; sums: what it gave.
-        by_sum: float32 [M, P, Dv], the gradient of the sums, or None where there is none.
-        by_mix: float32 [B, T, Dv], that of the mixes.
+        table, slots, good, value, gate: its arguments; sums: its first result.
+        by_sum: float32 [M, P, Dv], the gradient of the sums, or None.
+        by_mix: float32 [B, T, Dv], the gradient of the mixes.
 
     Returns:
-        (u . V[slots_pj] [M, P, K], the gradient of the weights; u = by_sum + g by_mix [M, P, Dv]; the gradients of
-        value [B, T, Dv] and gate [B, T], which without a gate means nothing), float32. One launch; reads P K Dv numbers
-        of the table.
+        u . V[slots_pj] [M, P, K], the gradient of the weights; u = by_sum + g by_mix [M, P, Dv]; the gradients of
+        value [B, T, Dv] and gate [B, T], which is meaningless without a gate. All float32.
     """
     (memories, tokens, k), width = slots.shape, table.shape[-1]
     by_mix, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (by_mix, value))
@@ -305,5 +302,5 @@ def _strides(gate: Tensor | None) -> tuple[int, ...]:
 
 
 def _widths(tiles: Tiles, k: int, width: int) -> dict[str, int]:
-    """Rows and numbers of a row that are under way at once."""
+    """Return how many rows, and numbers of a row, are processed at once."""
     return {"R": min(tiles.rows, triton.next_power_of_2(k)), "DT": min(tiles.keys, triton.next_power_of_2(width))}

@@ -1,8 +1,8 @@
-"""Rounds of a memory of fast weights by kernels: what tokens find and read, and how they are written, each step with a
-derivative of its own. `TableValues` hands `slot_memory` the two functions `looked` and `rewritten`.
+"""Rounds of a fast-weight memory by kernels: what tokens find and read, and how they are written, each step with its
+own derivative. `TableValues` gives `slot_memory` the functions `looked` and `rewritten`.
 
-A chunk takes nine launches: search, join, rows (mixed with the tokens' values at once); errors, shares, order, write,
-marginal, keys.
+A chunk takes nine launches: search, join, rows (mixed with the tokens' values); errors, shares, order, write, marginal,
+keys.
 
 Legend: B batch, T tokens, M memories (B, or 1 for all), P = B T / M, H heads, n sub-keys of a half, k slots a head, d
 width of a half, Dv of a value.
@@ -23,7 +23,7 @@ from .operators import RULES, best_halves, errors_of, join, marginal_of, moved_k
 
 
 def looked(store: Any, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
-    """As `Rounds.looked`."""
+    """Do `Rounds.looked` by kernels, or return None if they cannot."""
     query, good = tokens["query"], tokens.get("good")
     if store.refuses(store.base, None, query, keys, how.top_k, how.kind) is not None:
         return None
@@ -49,7 +49,7 @@ def rewritten(
     tokens: dict[str, Tensor],
     following: dict[str, Tensor] | None,
 ) -> tuple[Tensor, Any] | None:
-    """As `Rounds.rewritten`."""
+    """Do `Rounds.rewritten` by kernels, or return None if they cannot."""
     rule, moved = how.rule, how.rule.key_update != "none"
     known = (
         rule.name in RULES and rule.key_update != "mse" and (rule.key_update != "pooled-entropy" or keys.shape[1] == 1)
@@ -74,19 +74,20 @@ def rewritten(
 
 
 def _by_memory(x: Tensor, memories: int) -> Tensor:
-    """[B, T, ...] as [M, P, ...]."""
+    """View [B, T, ...] as [M, P, ...]."""
     return x if len(x) == memories else x.reshape(memories, -1, *x.shape[2:])
 
 
 def _at(numbers: Tensor, halves: Tensor) -> Tensor:
-    """Numbers [M * H * 2, n] of the sub-keys `halves` [B, T, H, 2, k]."""
+    """Gather numbers [M * H * 2, n] of the sub-keys `halves` [B, T, H, 2, k]."""
     batch, tokens, heads = halves.shape[:3]
     own = numbers.view(-1, 1, heads, 2, numbers.shape[-1])
     return own.expand(batch, tokens, -1, -1, -1).gather(-1, halves)
 
 
 def _pulled(table: Tensor, halves: Tensor, weights: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-    """sum_j weights_j K_j [B, T, H, 2, d] and q . K_j [B, T, H, 2, k], K the rows `halves` of table [M, H, 2, n, d]."""
+    """Return sum_j weights_j K_j [B, T, H, 2, d] and q . K_j [B, T, H, 2, k], K the rows `halves` of table [M, H, 2, n,
+    d]."""
     one = len(table) == 1
     index, back = by_set(halves, one)
     own, given = by_set(weights, one)[0], by_set(query.unflatten(-1, (2, -1)), one)[0]
@@ -96,7 +97,7 @@ def _pulled(table: Tensor, halves: Tensor, weights: Tensor, query: Tensor) -> tu
 
 
 class _Search(torch.autograd.Function):
-    """Scores of the best sub-keys of each half [B, T, H, 2, k], and which those are."""
+    """Scores [B, T, H, 2, k] and indices of the best sub-keys of each half."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, keys: Tensor, k: int, eps: float, distance: bool) -> tuple[Tensor, Tensor]:
@@ -115,7 +116,7 @@ class _Search(torch.autograd.Function):
             return None, None, *none
         query, keys, scores, halves = ctx.saved_tensors
         own = moved = None
-        c = -upstream * scores.exp() if ctx.distance else upstream  # by squared distances, or products
+        c = -upstream * scores.exp() if ctx.distance else upstream  # gradient by squared distances, or by products
         if ctx.needs_input_grad[0]:
             pull = _pulled(keys, halves, c, query)[0].flatten(-2)
             if ctx.distance:
@@ -128,7 +129,7 @@ class _Search(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The best slots of sorted halves and their weights [B, T, H, k]."""
+    """The best slots of sorted halves, and their weights [B, T, H, k]."""
 
     @staticmethod
     def forward(ctx: Any, half_scores: Tensor, halves: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -150,7 +151,7 @@ class _Join(torch.autograd.Function):
 
 
 class _Errors(torch.autograd.Function):
-    """v^ - target [R, L, Dv], which tokens are written, and where their targets stand."""
+    """v^ - target [R, L, Dv], which tokens are written, and the places of their targets."""
 
     @staticmethod
     def forward(
@@ -175,7 +176,7 @@ class _Errors(torch.autograd.Function):
         if not any(ctx.needs_input_grad[1:3]):
             return upstream, *(None,) * 5
         streams, length = written.shape
-        # whose target each place is: one token's at most, so that nothing has to be added up
+        # the token whose target each place is: at most one, so that nothing has to be summed
         whose = torch.full((streams, length + 2), length, device=place.device)
         tokens = torch.arange(length, device=place.device).expand(streams, -1)
         whose.scatter_(1, torch.where(written, place, length + 1), tokens)
@@ -219,7 +220,10 @@ class _Shares(torch.autograd.Function):
         else:
             total, number = _together(weights, slots)
             seen = (weights * total / number).sum(-1)
-            step, slope = ctx.rate / seen, -2 * total / number / seen[..., None]  # of log step by weights
+            step, slope = (
+                ctx.rate / seen,
+                -2 * total / number / seen[..., None],
+            )  # slope: derivative of log step by weights
         plain = torch.where(written, step, 0)
         step = plain if gate is None else plain * gate
         whole = (upstream * weights).sum(-1)
@@ -232,7 +236,8 @@ class _Shares(torch.autograd.Function):
 
 
 def _together(weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Of every entry [M, P, K]: the weight that all heads give its slot, and in how many entries that stands."""
+    """Return, for every entry [M, P, K], the weight that all heads give its slot, and the number of entries of that
+    slot."""
     if slots.shape[-2] == 1:
         return weights, 1.0
     slots = slots.flatten(-2)
@@ -241,7 +246,7 @@ def _together(weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor | float]:
 
 
 class _Keys(torch.autograd.Function):
-    """Sub-keys [M, H, 2, n, d] after a step up the entropy of their use."""
+    """Sub-keys [M, H, 2, n, d] after a step that increases the entropy of their use."""
 
     @staticmethod
     def forward(
@@ -281,7 +286,7 @@ class _Keys(torch.autograd.Function):
 
 
 def _share(counted: Tensor | None, halves: Tensor, memories: int) -> Tensor:
-    """1 / C of counted tokens, else 0: [B, T, 1, 1, 1]."""
+    """Return 1 / C for counted tokens, else 0: [B, T, 1, 1, 1]."""
     batch, tokens = halves.shape[:2]
     if counted is None:
         return torch.full((1, 1, 1, 1, 1), memories / (batch * tokens), device=halves.device)
@@ -290,8 +295,8 @@ def _share(counted: Tensor | None, halves: Tensor, memories: int) -> Tensor:
 
 
 def _entropy_pull(ctx: Any, p: Tensor, a: Tensor, centred: Tensor, x: Tensor, share: Tensor) -> Tensor:
-    """dL/dscores through u_tj = p_tj (a_tj - sum_l p_tl a_tl) share, given x = share dL/du: through p and through the
-    slopes a of p-."""
+    """Return dL/dscores through u_tj = p_tj (a_tj - sum_l p_tl a_tl) share, given x = share dL/du: through p, and
+    through the slopes a of p-."""
     keys, _, _, halves, _, mean, _ = ctx.saved_tensors
     inner = (x * p).sum(-1, keepdim=True)
     by_p = x * centred - inner * a

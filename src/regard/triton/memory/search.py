@@ -1,12 +1,12 @@
-"""The nearest sub-keys of every half of a query, exactly, without a tensor of all scores (Lample et al. 2019, section
-3.1; the score of equation 21 of the fast-weight product-key-memory paper).
+"""Exact search for the nearest sub-keys of every half of a query, without a tensor of all scores (Lample et al. 2019,
+section 3.1; score: equation 21 of the fast-weight product-key-memory paper).
 
-A first pass ranks all n sub-keys by 2 q.K - |K|^2 (or q.K) from products of tiles, in float32 with a known bound on
-its error, and keeps the best 2 k or more of them in registers, as one integer each: a score whose last bits are the
-key's number. What survives is then measured anew, squared differences (or products) added up in float64 and rounded to
-float32 once, and sorted; of equals the lowest number comes first. Where the bound does not exclude that a key that was
-left out is as good as the k-th best (keys that lie closely together, or twice), the rows of the block measure all keys
-that way. So what comes out depends on no product's precision.
+A first pass ranks all n sub-keys by 2 q.K - |K|^2 (or q.K) from products of tiles, in float32 with a known error bound.
+It keeps 2 k or more of the best in registers, each as one integer: a score whose last bits are the key's number. These
+are measured again with squared differences (or products) summed in float64 and rounded to float32 once, and sorted; of
+equals the lowest number comes first. If the bound cannot exclude that a dropped key is as good as the k-th best (keys
+close together, or equal), the rows of the block measure all keys that way. So results do not depend on the precision of
+the products.
 
 Legend: B batch, T tokens, H heads, n sub-keys of a half, k selected, d width of a half; a set is a head and a half.
 """
@@ -24,19 +24,19 @@ from ..runtime.tiles import Tiles, TileTable
 
 TABLE = TileTable("memory_search", {(1 << 20, 4): Tiles(16, 64, 8, 3)}, (Tiles(16, 64, 4, 2), Tiles(32, 64, 8, 3)))
 GAPS = 2048
-"""Numbers of differences that a program holds at once."""
+"""How many differences a program holds at once."""
 
 
 @triton.jit
 def _ordered(x):
-    """float32 as int32 of the same order."""
+    """Return float32 as int32 of the same order."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _float(bits):
-    """What `_ordered` was given."""
+    """Invert `_ordered`."""
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -44,7 +44,7 @@ def _float(bits):
 def _measured(
     q_row, keys, index, there, d, DISTANCE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, FINE: tl.constexpr
 ):  # fmt: skip
-    """Of keys `index` [R, M]: squared distances, or minus products, in float64, infinite where not `there`."""
+    """Return squared distances to the keys `index` [R, M], or minus products, in float64; infinite if not `there`."""
     total = tl.zeros((R, M), tl.float64)
     at = tl.arange(0, FINE)
     for start in range(0, d, FINE):
@@ -65,7 +65,7 @@ def _measured(
 
 @triton.jit
 def _packed(measure, index):
-    """int64 of the order of (measure rounded to float32, index)."""
+    """Return int64 in the order of (measure rounded to float32, index)."""
     return (_ordered(measure.to(tl.float32)).to(tl.int64) << 32) | index.to(tl.int64)
 
 
@@ -73,7 +73,8 @@ def _packed(measure, index):
 def _rough(
     q_row, keys, start, n, d, most, DISTANCE: tl.constexpr, R: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr
 ):  # fmt: skip
-    """Scores [R, KT] of the keys from `start` on, larger being nearer, up to their error; the largest |K|^2 so far."""
+    """Return (scores [R, KT] of the keys from `start` on, larger being nearer, up to rounding; the largest |K|^2 so
+    far)."""
     at, own = tl.arange(0, DT), start + tl.arange(0, KT)
     dots, squares = tl.zeros((R, KT), tl.float32), tl.zeros((KT,), tl.float32)
     for j in range(0, d, DT):
@@ -92,9 +93,9 @@ def _survivors(
     q_row, keys, n, d,
     DISTANCE: tl.constexpr, R: tl.constexpr, M: tl.constexpr, LOW: tl.constexpr, KT: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """M of the best by rough scores: int32 [R, M], a score's high bits before LOW bits of n's complement; the best of
-    all others [R]; and the largest |K|^2. Every KT-th key meets the same four places, of which the best stay: the k
-    best of a row are hardly ever five in one."""
+    """Return (M of the best keys by rough scores, int32 [R, M], high bits of a score before LOW bits of n's complement;
+    the best of all others [R]; the largest |K|^2). Every KT-th key competes for the same four places: the k best of a
+    row are hardly ever five of these."""
     none: tl.constexpr = -(2**31)
     a = tl.full((R, KT), none, tl.int32)
     b, c, e, out = a, a, a, a
@@ -120,7 +121,7 @@ def _survivors(
 
 @triton.jit
 def _least(one, other, K: tl.constexpr, R: tl.constexpr, M: tl.constexpr):
-    """The K least of [R, M] twice, ascending, in the first places of [R, M]; no number stands there twice."""
+    """Return the K least of [R, M] twice, ascending, in the first places of [R, M]. No number occurs twice."""
     none: tl.constexpr = 9223372036854775807
     best = tl.full((R, M), none, tl.int64)
     for j in range(K):
@@ -138,7 +139,7 @@ def _search(
 ):  # fmt: skip
     member, memory = tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * R + tl.arange(0, R)
-    row = tl.minimum(row, rows - 1)  # those past the end do the last one again
+    row = tl.minimum(row, rows - 1)  # rows past the end repeat the last one
     token = memory * rows + row
     q_row = query + (token // tokens) * stride_b + (token % tokens) * stride_t
     q_row += (member // 2) * stride_h + (member % 2) * d
@@ -160,7 +161,7 @@ def _search(
         worst = _float(((left >> LOW) + 1) << LOW)  # rounded up
         kth = tl.sum(tl.where(place[None, :] == K - 1, best, 0), 1)
         kth = _float((kth >> 32).to(tl.int32))
-        # what no key that was left out can exceed: its rough score and the error of the products
+        # an upper bound for every dropped key: its rough score and the error of the products
         grain = (d + 16) * 2.0**-21
         reach = tl.sqrt(square.to(tl.float32) * most)
         error = tl.abs(kth) * 2.0**-21
@@ -187,7 +188,7 @@ def _search(
 
 
 def bytes_of(flags: Tensor) -> Tensor:
-    """Booleans as the bytes that they are, contiguous: kernels then read and write numbers."""
+    """View booleans as bytes, contiguous, which kernels can read and write."""
     return flags.contiguous().view(torch.uint8)
 
 

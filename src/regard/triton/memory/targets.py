@@ -1,5 +1,5 @@
-"""What the tokens of a chunk are written with: errors against the next token's value, and by how much each moves its
-slots (`fast_weight_rules`).
+"""What the tokens of a chunk write: errors against the next token's value, and how far each token moves its slots
+(`fast_weight_rules`).
 
 Legend: R streams of L tokens, M memories (R, or 1 for all), P tokens of a memory, H heads, k slots a head, K = H k, Dv
 width of a value.
@@ -30,8 +30,8 @@ def _errors(
     D: tl.constexpr, AHEAD: tl.constexpr, BORDER: tl.constexpr, GOOD: tl.constexpr, GOOD_NEXT: tl.constexpr,
     R: tl.constexpr, OT: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """v^ - target of a block of tokens of one stream. A target is the value of the next good token: `place` says which,
-    the length standing for the one that follows the chunk."""
+    """Store v^ - target of a block of tokens of one stream. A target is the value of the next good token; `place` says
+    which, with the length for the token after the chunk."""
     stream = tl.program_id(1).to(tl.int64)
     mine = tl.program_id(0) * R + tl.arange(0, R)
     inside = mine < length
@@ -79,7 +79,7 @@ def _shares(
     H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, RULE: tl.constexpr, GATE: tl.constexpr, COUNTED: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
-    """rate g_t w_tj step_t of a block of tokens of one memory, 0 where nothing is written."""
+    """Store rate g_t w_tj step_t of a block of tokens of one memory, 0 where nothing is written."""
     memory = tl.program_id(1).to(tl.int64)
     row, place = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, KP)
     inside = row < tokens
@@ -91,7 +91,7 @@ def _shares(
     if RULE == NORMALIZED:
         if H == 1:
             step = rate / tl.where(inside, tl.sum(weight * weight, 1), 1.0)
-        else:  # the weight that all heads together give a slot, for each of its entries
+        else:  # sum, for every entry, the weights that all heads give its slot
             slot = tl.load(slots + part, mask=fits, other=-1)
             own = tl.zeros((R,), tl.float32)
             for j in range(K):
@@ -125,17 +125,17 @@ def errors_of(
     good_next: Tensor | None,
     look_ahead: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Errors of the tokens of a chunk.
+    """Compute the errors of the tokens of a chunk. One launch.
 
     Args:
-        read: float32 [R, L, Dv]. value: float32 [R, L, Dv], the last axis contiguous.
-        following: float32 [R, 1, Dv], the value of the token after the chunk, or None where nothing is bound to it.
+        read: float32 [R, L, Dv]. value: float32 [R, L, Dv], contiguous along Dv.
+        following: float32 [R, 1, Dv], the value of the token after the chunk, or None if nothing is bound to it.
         good: bool [R, L], good_next: bool [R, 1]; None: all are.
         look_ahead: targets are the next good token's values, else the token's own.
 
     Returns:
-        (errors float32 [R, L, Dv], 0 where nothing is written; written bool [R, L]; place int64 [R, L] of the target,
-        L for the following one). One launch.
+        errors float32 [R, L, Dv], 0 where nothing is written; written bool [R, L]; place int64 [R, L] of the target,
+        L for the token after the chunk.
     """
     streams, length, width = read.shape
     read, value = read.contiguous(), value if value.stride(-1) == 1 else value.contiguous()
@@ -167,11 +167,11 @@ def shares_of(
     rule: str,
     rate: float,
 ) -> Tensor:
-    """rate g_t w_tj step_t, float32 [M, P, H, k].
+    """Return rate g_t w_tj step_t, float32 [M, P, H, k].
 
     Args:
-        weights: float32 [M, P, H, k]; slots: int64, likewise; gate: float32 [M, P] or None for 1.
-        counted, written: bool [M, P]; counted None: all. rule: of `RULES`.
+        weights: float32 [M, P, H, k]; slots: int64, likewise; gate: float32 [M, P], or None for 1.
+        counted, written: bool [M, P]; counted None: all are. rule: one of `RULES`.
     """
     memories, tokens, heads, k = weights.shape
     weights, slots = weights.contiguous(), slots.contiguous()

@@ -1,5 +1,5 @@
-"""Values of memories as whole tables that are written in place, for kernels: a `SlotValues`. A store is a version of
-its table (`memory_versions`), so that it stays what it was when another one goes on from it.
+"""Values of memories as whole tables that kernels write in place: a `SlotValues`. A store is a version of its table
+(`versions`), so that it keeps its values when another store is written from it.
 
 Legend: as in `slot_values`.
 """
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
 CALL = "TableValues"
 MOST_KEYS, MOST_PAIRS = 4096, 8192
-"""Sub-keys of a half, and heads times the square of k (both up to a power of two), that kernels hold at once."""
+"""Limits of sub-keys of a half, and of heads times k^2 (both rounded up to powers of two), that kernels can hold."""
 
 
 @slot_values.register("triton", "table")
 @dataclass(frozen=True, eq=False)
 class TableValues:
-    """M tables of values that kernels write in place: a `SlotValues`, on CUDA devices.
+    """M tables of values that kernels write in place: a `SlotValues` for CUDA devices.
 
     Attributes:
-        version: of which table and when.
-        base: [N, Dv], as it is stored.
-        token: what stands for everything that was written in autograd's graph; None: no gradient flows through it.
+        version: the version of a table.
+        base: [N, Dv], in the stored dtype.
+        token: represents everything that was written in autograd's graph; None: no gradient flows through it.
 
     Precision: stored in float32 or bfloat16; sums and gradients are float32.
     Derivatives: once.
-    Cost: the first write copies the tables (M N Dv numbers). Then a read takes one launch and O(P K Dv) time, a write
-    two launches and O(P K (P K + Dv)) (beyond 8192 entries a sort), memory P K Dv numbers of log as long as an older
-    version or a graph is kept; a backward pass M N Dv float32 numbers, once. `reset`, `select`, `repeat`, `clone` and
-    `detach(rows)` copy tables. No device is waited for.
+    Cost: the first write copies the tables (M N Dv numbers). Then a read takes one launch and O(P K Dv) time; a write
+    takes two launches and O(P K (P K + Dv)) time (above 8192 entries a sort), and P K Dv numbers of log while an older
+    version or a graph is kept; a backward pass takes M N Dv float32 numbers, once. `reset`, `select`, `repeat`, `clone`
+    and `detach(rows)` copy tables. Nothing waits for the device.
     """
 
     version: Version
@@ -54,7 +54,7 @@ class TableValues:
 
     @classmethod
     def start(cls, base: Tensor, memories: int, dtype: torch.dtype | None = None) -> TableValues:
-        """`memories` tables equal to `base` [N, Dv], which is copied at the first write.
+        """Return `memories` tables equal to `base` [N, Dv], which is copied at the first write.
 
         Raises:
             ArgumentError: a device or dtype on which no kernel runs.
@@ -73,8 +73,8 @@ class TableValues:
         top_k: int = 1,
         kind: SlotScore | None = None,
     ) -> str | None:
-        """None where kernels do all that these need, else why not: values [N, Dv] stored as `dtype`, query [B, T, H,
-        Dk], keys [H, 2, n, Dk/2]."""
+        """Return None if kernels do all that these need, else the reason: values [N, Dv] stored as `dtype`, query [B,
+        T, H, Dk], keys [H, 2, n, Dk/2]."""
         if MISSING is not None:
             return MISSING
         reason = unsupported_device(base.device.type)
@@ -101,7 +101,7 @@ class TableValues:
 
     @classmethod
     def prefers(cls, base: Tensor, *others: Any) -> bool:
-        """Whether impl="auto" takes this store: on CUDA devices, where kernels do all that is needed."""
+        """Return whether impl="auto" takes this store: on CUDA devices, if kernels do all that is needed."""
         return base.device.type == "cuda" and cls.refuses(base, *others) is None
 
     @classmethod
@@ -111,11 +111,11 @@ class TableValues:
 
     @classmethod
     def _made(cls, table: Tensor, base: Tensor) -> TableValues:
-        """A store of tables [M, N, Dv] that nobody else holds."""
+        """Return a store of tables [M, N, Dv] that nobody else holds."""
         return cls(Version(table.detach().contiguous()), base, None)._anchored(table)
 
     def _anchored(self, table: Tensor) -> TableValues:
-        """The store whose gradients reach `table`."""
+        """Return the store with gradients that reach `table`."""
         if not (torch.is_grad_enabled() and table.requires_grad):
             return self
         return replace(self, token=Anchor.apply(table, self.version))
@@ -142,7 +142,7 @@ class TableValues:
         return sum(x.numel() * x.element_size() for x in parts)
 
     def read(self, weights: Tensor, slots: Tensor) -> Tensor:
-        """sum over j of weights_pj V[slots_pj], [M, P, Dv], of weights and slots [M, P, K]."""
+        """Return sum_j weights_pj V[slots_pj], [M, P, Dv], for weights and slots [M, P, K]."""
         if torch.compiler.is_compiling():
             return (weights[..., None] * self._plain(slots)).sum(-2)
         return self.mixed(weights.float(), slots, None)[0]
@@ -155,13 +155,13 @@ class TableValues:
         value: Tensor | None = None,
         gate: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`read`, and its mix with `value` [B, T, Dv] by `gate` [B, T] (None: the sum), None without a value; both 0
-        for tokens that are not `good` (bool [M, P]). Weights are float32."""
+        """Return `read` and its mix with `value` [B, T, Dv] by `gate` [B, T] (None: the sum), or None without a value.
+        Both are 0 for tokens that are not `good` (bool [M, P]). Weights are float32."""
         self._require_device()
         return Read.apply(weights, self.token, self.version, slots, good, value, gate)
 
     def rows(self, slots: Tensor) -> Tensor:
-        """V[slots] [M, P, K, Dv]."""
+        """Return V[slots] [M, P, K, Dv]."""
         if torch.compiler.is_compiling() or self.token is None:
             return self._plain(slots)
         return Rows.apply(self.token, self.version, slots)
@@ -171,7 +171,7 @@ class TableValues:
         return self.version.rooted()[first, slots].float()
 
     def write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None) -> TableValues:
-        """As in `SlotValues.write`; counted None: all are."""
+        """Do `SlotValues.write`; counted None: all are."""
         self._require_device()
         shares, errors = shares.float(), errors.float()
         recorded = torch.is_grad_enabled() and any(
@@ -185,7 +185,7 @@ class TableValues:
 
     @torch.no_grad()
     def _write(self, slots: Tensor, shares: Tensor, errors: Tensor, counted: Tensor | None) -> tuple[Version, Tensor]:
-        """The version after the write, and N_i of every entry [M, P, K]."""
+        """Return the version after the write, and N_i of every entry [M, P, K]."""
         (ordered, entries, count), before = order_of(slots, counted, self.slots), self.version
         table, log = before.rooted(), None
         if before.borrowed:
@@ -199,12 +199,12 @@ class TableValues:
         return after, count.view(slots.shape)
 
     def clean(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`precision.clean` by a kernel: `slot_memory.Rounds`."""
+        """Do `precision.clean` by a kernel; see `slot_memory.Rounds`."""
         kernel = x.dtype == torch.float32 and unsupported_device(x.device.type) is None
         return clean(x) if kernel else precision.clean(x)
 
     def looked(self, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor]) -> Looked | None:
-        """What tokens find and read, by kernels: `slot_memory.Rounds`."""
+        """Return what tokens find and read, by kernels; see `slot_memory.Rounds`."""
         from .rounds import looked
 
         return looked(self, how, keys, tokens)
@@ -212,17 +212,17 @@ class TableValues:
     def rewritten(
         self, how: SlotMemory, keys: Tensor, tokens: dict[str, Tensor], following: dict[str, Tensor] | None
     ) -> tuple[Tensor, TableValues] | None:
-        """Keys and values after a write, by kernels: `slot_memory.Rounds`."""
+        """Return keys and values after a write, by kernels; see `slot_memory.Rounds`."""
         from .rounds import rewritten
 
         return rewritten(self, how, keys, tokens, following)
 
     def reset(self, rows: Tensor) -> TableValues:
-        """The memories `rows` (bool [M]) begun anew."""
+        """Reset the memories `rows` (bool [M]) to the base."""
         return self._made(torch.where(rows.to(self.base.device)[:, None, None], self.base, self.dense()), self.base)
 
     def detach(self, rows: Tensor | None = None) -> TableValues:
-        """The same numbers; through the memories `rows` (bool [M]; None: all) no gradient flows any more."""
+        """Return the same numbers without gradients through the memories `rows` (bool [M]; None: all)."""
         if rows is None:
             return replace(self, token=None, base=self.base if self.base.is_leaf else self.base.detach())
         if self.token is None:
@@ -231,18 +231,18 @@ class TableValues:
         return self._made(torch.where(rows.to(table.device)[:, None, None], table.detach(), table), self.base)
 
     def clone(self) -> TableValues:
-        """A copy with a table of its own; gradients flow through it."""
+        """Return a copy with a table of its own; gradients flow through it."""
         return self._made(self.dense(), self.base.clone())
 
     def select(self, indices: Tensor) -> TableValues:
-        """The memories `indices`, integers in that order or flags [M]: a copy of their tables."""
+        """Return the memories `indices`, integers in that order or flags [M], with a copy of their tables."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         index = indices.to(self.base.device)
         return self._copied(len(index), lambda table: table[index])
 
     def repeat(self, n: int) -> TableValues:
-        """Every memory `n` times in a row: a copy of their tables."""
+        """Return every memory `n` times in a row, with a copy of their tables."""
         return self._copied(self.memories * n, lambda x: x[:, None].expand(-1, n, -1, -1).flatten(0, 1))
 
     def _copied(self, memories: int, pick: Callable[[Tensor], Tensor]) -> TableValues:
@@ -252,22 +252,22 @@ class TableValues:
         return begun if self.token is not None else replace(begun, token=None)
 
     def written(self) -> Tensor:
-        """How many rows of each memory differ from the base, int64 [M]."""
+        """Return how many rows of each memory differ from the base, int64 [M]."""
         return (self.version.rooted() != self.base).any(-1).sum(-1)
 
     def dense(self) -> Tensor:
-        """All values [M, N, Dv], a copy."""
+        """Return a copy of all values [M, N, Dv]."""
         if self.token is None:
             return self.version.rooted().clone(memory_format=torch.contiguous_format)
         return Dense.apply(self.token, self.version)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """values [M, N, Dv] and base [N, Dv]."""
+        """Return values [M, N, Dv] and base [N, Dv]."""
         return {"values": self.dense(), "base": self.base.contiguous()}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> TableValues:
-        """The store that `to_tensors` wrote, on whatever device; only on CUDA devices it can be read and written.
+        """Return the store that `to_tensors` wrote, on any device; only on CUDA devices it can be read and written.
 
         Raises:
             ArgumentError: a tensor is missing or unknown, or shapes do not fit.
@@ -288,7 +288,7 @@ class TableValues:
         return cls._made(values.clone(memory_format=torch.contiguous_format), base)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableValues:
-        """A store with a table of its own, without gradients; it shares the base unless that is copied too."""
+        """Return a store with a table of its own, without gradients. The base is shared unless it is copied too."""
         table = self.version.rooted().clone(memory_format=torch.contiguous_format)
         return TableValues(Version(table), memo.get(id(self.base), self.base), None)
 

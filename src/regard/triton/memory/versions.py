@@ -1,14 +1,13 @@
-"""Versions of a table of values that is written in place, and how gradients go through them.
+"""Versions of a table of values that is written in place, and gradients through them.
 
-A write overwrites the rows that it changes and logs what stood there. The newest version is what the table holds, and
-of every older one a log leads to the next newer. Reading an older version swaps logs and rows on the way, after which
-the table holds that version, and the logs lead back to the others (Baker 1991, shallow binding). So every version stays
-what it was, a backward pass restores the rows of each chunk by going back through the versions, and two that go on from
-one are both right; going from one to the other costs the rows between them.
+A write overwrites rows and logs their old values. The table holds the newest version; from every older one a log leads
+to the next newer. Reading an older version swaps logs and rows on the way, after which the table holds that version and
+the logs lead back (Baker 1991, shallow binding). So every version keeps its values, a backward pass restores the rows
+of each chunk, and two stores written from one are both right. Changing versions costs the rows between them.
 
-Gradients by the rows of a version are summed up in one table while a backward pass is under way. Every write makes a
-number of no value, the token, that later reads and writes take, so that autograd reaches the write after all of those;
-it hands the table of gradients on to the version before, as it is: with U = dL/dV' of the rows after the write,
+Gradients of a version's rows are summed in one table during a backward pass. Every write makes a scalar without
+meaning, the token, that later reads and writes take, so that autograd reaches the write after all of them. The write
+passes the table of gradients on to the version before: with U = dL/dV' of the rows after the write,
 
     dL/dshare_pj = -U_i . e_p / N_i (i = slots_pj),    dL/de_p = -sum_j share_pj U_i / N_i,    dL/dV_i = U_i.
 
@@ -28,15 +27,15 @@ from .operators import mixed_rows, order_of, picked_rows, pulled_rows, swapped, 
 
 
 class Version:
-    """What one table of values was, is or will be again.
+    """One version of a table of values.
 
     Attributes:
         table: [M, N, Dv], which versions share.
-        link: None where the table holds this version now; otherwise another version, nearer to that one, with slots
-            [M, E] and a log [M, E, Dv] of the rows by which the two differ, as this version has them.
-        borrowed: the table is somebody else's, and not written.
-        older: the version from which this one was written, as long as anybody keeps that.
-        logged: the bytes of the logs that lead here, of older versions that were kept.
+        link: None if the table holds this version now; else a version nearer to that one, slots [M, E], and a log
+            [M, E, Dv] of the rows by which the two differ, as in this version.
+        borrowed: whether the table belongs to somebody else and must not be written.
+        older: the version from which this one was written, while anybody keeps it.
+        logged: bytes of the logs that lead here from older versions that were kept.
     """
 
     __slots__ = ("__weakref__", "_gradient", "_pass", "borrowed", "link", "logged", "older", "table")
@@ -50,7 +49,7 @@ class Version:
         self._pass = -1
 
     def rooted(self) -> Tensor:
-        """The table, holding this version."""
+        """Return the table after making it hold this version."""
         path: list[Version] = [self]
         while (link := path[-1].link) is not None:
             path.append(link[0])
@@ -62,10 +61,10 @@ class Version:
         return self.table
 
     def follow(self, newer: Version, slots: Tensor, log: Tensor) -> None:
-        """Lead to a version that was just written from this one, over this one's table. The oldest version gets a table
-        of its own when the logs on the way to it are larger than that."""
+        """Link to a version that was just written from this one, over its table. The oldest version gets a table of its
+        own when the logs up to here are larger than one."""
         self.link, newer.older = (newer, slots, log), ref(self)
-        kept = self.older is not None and self.older() is not None  # else the logs before this one are gone, too
+        kept = self.older is not None and self.older() is not None  # else the earlier logs are gone, too
         newer.logged = kept * self.logged + log.numel() * log.element_size()
         if newer.logged > self.table.numel() * self.table.element_size():
             oldest: Version | None = self
@@ -75,7 +74,7 @@ class Version:
             newer.logged = 0
 
     def settle(self) -> None:
-        """Go on in a table of its own."""
+        """Copy the table and continue in the copy."""
         path: list[Version] = [self]
         while (link := path[-1].link) is not None:
             path.append(link[0])
@@ -88,7 +87,7 @@ class Version:
         path[1].older = None
 
     def gradient(self) -> Tensor:
-        """The gradients of this version [M, N, Dv], float32, of the backward pass that is under way."""
+        """Return the gradients of this version [M, N, Dv], float32, in the current backward pass."""
         if self._gradient is None or self._pass != torch._C._current_graph_task_id():
             self.give(torch.zeros(self.table.shape, dtype=torch.float32, device=self.table.device))
         assert self._gradient is not None
@@ -103,14 +102,14 @@ class Version:
             self._gradient += gradient
 
     def take(self) -> Tensor | None:
-        """The gradients, of which it keeps none; None where there were none."""
+        """Return the gradients and forget them; None if there are none."""
         found = self._gradient if self._pass == torch._C._current_graph_task_id() else None
         self._gradient = None
         return found
 
 
 class Anchor(torch.autograd.Function):
-    """The token of stores whose tables came from a tensor [M, N, Dv] that wants a gradient."""
+    """The token of stores whose tables came from a tensor [M, N, Dv] that requires a gradient."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, version: Version) -> Tensor:
@@ -125,7 +124,7 @@ class Anchor(torch.autograd.Function):
 
 
 class Read(torch.autograd.Function):
-    """Weighted sums of rows [M, P, Dv] and, where there are values [B, T, Dv], their mixes with those, else None."""
+    """Weighted sums of rows [M, P, Dv] and, if values [B, T, Dv] are given, their mixes with those, else None."""
 
     @staticmethod
     def forward(
@@ -176,7 +175,7 @@ class Rows(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        slots = ctx.slots.flatten(1)[..., None]  # every entry a token of its own
+        slots = ctx.slots.flatten(1)[..., None]  # treat every entry as a token
         ordered, entries, _ = order_of(slots, None, ctx.version.table.shape[1])
         ones = torch.ones_like(slots, dtype=torch.float32)
         written(ctx.version.gradient(), ordered, entries, ones, upstream.flatten(1, 2), add=True)
@@ -184,8 +183,8 @@ class Rows(torch.autograd.Function):
 
 
 class Write(torch.autograd.Function):
-    """The token of a write that was done: what its backward finds by the version after it, it hands to shares, errors
-    and the version before."""
+    """The token of a write: its backward pass takes the gradient of the version after it, and passes gradients to
+    shares, errors and the version before."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
 """Writing rows of a table in place (equations 35 and 36 of the fast-weight product-key-memory paper), without atomic
-operations: entries (token, j) are sorted by their slots, and the first of every slot does the whole row.
+operations: entries (token, j) are sorted by slot, and the first entry of every slot writes the whole row.
 
     V_i <- V_i - (1 / N_i) sum over entries of slot i of share e_token,        N_i the entries of counted tokens
 
-What stood in a row before goes into a log, with which `swapped` takes a write back, and does it again.
+The old row goes into a log, with which `swapped` undoes a write and does it again.
 
 Legend: M tables of N rows of Dv numbers, P tokens, K slots of each, E = P K entries.
 """
@@ -28,18 +28,18 @@ WRITE = TileTable(
     {(512, 4): Tiles(rows=4, keys=512, warps=4, stages=1), (1 << 20, 4): Tiles(4, 1024, 8, 1)},
     (Tiles(2, 512, 4, 1), Tiles(8, 512, 4, 1)),
 )
-"""`rows`: entries of a slot that are under way at once; `keys`: the widest part of a row."""
+"""`rows`: entries of a slot that are processed at once; `keys`: the widest part of a row."""
 COUNTED = 8192
-"""Entries of a table up to which an entry's place is counted by looking at all others; more are sorted by torch."""
+"""Up to so many entries of a table, a kernel ranks each entry against all others; more are sorted by torch."""
 
 
 class Order(NamedTuple):
-    """Entries by slot.
+    """Entries sorted by slot, all int32 [M, E].
 
     Attributes:
-        slots: int32 [M, E], ascending; N where a token is not counted.
-        entries: int32 [M, E], which of the entries stands there; those of one slot in their order.
-        count: int32 [M, E], of every entry (in the order of tokens), how many of counted tokens have its slot.
+        slots: ascending; N for tokens that are not counted.
+        entries: which entry stands at each place; those of one slot keep their order.
+        count: for every entry, in the order of tokens, how many entries of counted tokens have its slot.
     """
 
     slots: Tensor
@@ -82,7 +82,7 @@ def _write(
     table, log, slots, entries, shares, errors, total, tokens, rows,
     K: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, LOG: tl.constexpr, R: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """The row of one slot, if this entry is its first; as above, or with ADD V_i <- V_i + sum of share e."""
+    """Write the row of one slot if this entry is its first: as above, or with ADD V_i <- V_i + sum of share e."""
     memory = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0)
     slots += memory * total
@@ -120,7 +120,7 @@ def _write(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, DT: tl.constexpr):
-    """The row of one slot and what the log has of it change places, if this entry is its first; KEEP: the log stays."""
+    """Swap the row of one slot with the log if this entry is its first; KEEP: leave the log as it is."""
     memory = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0)
     slots += memory * total
@@ -138,8 +138,8 @@ def _swap(table, log, slots, total, rows, D: tl.constexpr, KEEP: tl.constexpr, D
 
 
 def order_of(slots: Tensor, counted: Tensor | None, n: int) -> Order:
-    """Entries of slots int64 [M, P, K] by slot, those of tokens that are not `counted` (bool [M, P]; None: all are)
-    behind. Cost: one launch up to `COUNTED` entries of a table, else a stable sort."""
+    """Sort the entries of slots int64 [M, P, K], with tokens that are not `counted` (bool [M, P]; None: all are) last.
+    Cost: one launch up to `COUNTED` entries of a table, else a stable sort."""
     memories, tokens, k = slots.shape
     total = tokens * k
     if total > COUNTED:
@@ -181,12 +181,12 @@ def written(
 
     Args:
         table: [M, N, Dv], contiguous; float32 or bfloat16.
-        slots, entries: of an `Order`.
+        slots, entries: those of an `Order`.
         shares: float32 [M, P, K]; errors: float32 [M, P, Dv].
-        log: as `table` [M, E, Dv]: takes the rows before, each in place of its slot's first entry. None: none.
-        add: instead, add sum share e to the rows (what a backward pass does with gradients).
+        log: [M, E, Dv] like `table`; takes the rows before the write, each at its slot's first entry. None: no log.
+        add: add sum share e to the rows instead, as a backward pass does with gradients.
 
-    Cost: one launch; reads U rows of the table and those of the errors, writes U rows of table and log, of U slots.
+    Cost: one launch; for U slots it reads U rows of the table and the errors, and writes U rows of table and log.
     """
     (memories, rows, width), (_, tokens, k) = table.shape, shares.shape
 
@@ -198,12 +198,11 @@ def written(
             tiles=tiles, K=k, D=width, ADD=add, LOG=log is not None, R=tiles.rows, DT=wide,
         )  # fmt: skip
 
-    run(WRITE.pick(width, table.dtype))  # never timed: it changes what it works on
+    run(WRITE.pick(width, table.dtype))  # never timed, since it changes its input
 
 
 def swapped(table: Tensor, slots: Tensor, log: Tensor, *, keep: bool = False) -> None:
-    """Let the rows of a write and its log change places: back before it, or there again. `keep`: the log stays as it
-    is. One launch."""
+    """Swap the rows of a write with its log: undo it, or do it again. `keep`: leave the log as it is. One launch."""
     memories, rows, width = table.shape
     tiles = WRITE.pick(width, table.dtype)
     wide = min(tiles.keys, triton.next_power_of_2(width))

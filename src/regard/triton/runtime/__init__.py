@@ -1,1 +1,1 @@
-"""What all kernels share: launching, tile sizes, spans of visible keys, loads."""
+"""What all kernels share: launching, tile sizes, ranges of visible keys, loads."""

@@ -1,4 +1,4 @@
-"""`precision.clean` in one pass: vectors that are not finite put to zero, and which those are.
+"""`precision.clean` in one pass: set vectors that are not finite to zero and return which those are.
 
 Legend: N vectors of D numbers.
 """
@@ -25,7 +25,8 @@ TABLE = TileTable(
 
 
 def clean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(x [..., D] with zeros for vectors that are not finite or hold numbers beyond 2^56, which those are [...])."""
+    """Return (x [..., D] with zeros for vectors that are not finite or hold numbers beyond 2^56, which those are
+    [...])."""
     good, bad = _clean(x)
     return good, bad
 
@@ -40,7 +41,7 @@ def _clean(x: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, length, dim = x.shape
     tiles = TABLE.pick(dim, x.dtype)
     grid = (-(-length // tiles.rows), batch * heads)
-    steps = [x.stride(i) if x.shape[i] > 1 else 0 for i in (0, 1)]  # of one head these would be its length
+    steps = [x.stride(i) if x.shape[i] > 1 else 0 for i in (0, 1)]  # strides of axes of size 1 are arbitrary
     launch(
         clean_kernel, grid, x, good, bad, heads, length, *steps, x.stride(2),
         tiles=tiles, D=dim, WIDTH=next_power_of_2(dim), ROWS=tiles.rows,

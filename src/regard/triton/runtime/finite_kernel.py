@@ -11,13 +11,13 @@ next_power_of_2 = triton.next_power_of_2
 
 
 LIMIT = tl.constexpr((127 + 56) << 23)
-"""The bits of 2^56 in float32; as in `precision.clean`."""
+"""The bits of 2^56 in float32, the limit of `precision.clean`."""
 
 
 @triton.jit
 def broken(x):
-    """Which vectors [N, WIDTH] hold a number that is not finite, or beyond 2^56: without the sign, the bits of larger
-    numbers are larger, and those of infinity and NaN larger still."""
+    """Return which vectors [N, WIDTH] hold a number that is not finite or is beyond 2^56, by comparing bits without
+    sign."""
     return tl.max(x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) > LIMIT
 
 
@@ -26,7 +26,7 @@ def clean_kernel(
     x, good, bad, heads, length, stride_b, stride_h, stride_t,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One block of vectors of one head: x [B, H, T, D] of any strides but the last into good and bad, contiguous."""
+    """Clean one block of vectors of one head: x [B, H, T, D], contiguous along D, into contiguous good and bad."""
     at = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)

@@ -1,9 +1,9 @@
-"""What Triton's interpreter gets wrong of bfloat16, mended.
+"""Fixes for bfloat16 in Triton's interpreter.
 
-It keeps bfloat16 numbers as their bits, in uint16. Up to Triton 3.9 `tl.dot` multiplies and adds these bits, a float32
-number becomes the bfloat16 nearer to zero, and a whole number or a truth value becomes bits. Here operands are widened
-to float32 first, exactly, and numbers are rounded to the nearest, ties to even, as a GPU does all of this. Other
-arithmetic of bfloat16 numbers is left as it is: kernels convert to float32 first.
+The interpreter keeps bfloat16 numbers as bits in uint16. Up to Triton 3.9 `tl.dot` multiplies these bits, float32 is
+rounded toward zero, and integers and truth values become bits. Here operands are widened to float32 first, exactly, and
+numbers are rounded to the nearest, ties to even, as on a GPU. Other bfloat16 arithmetic is left alone: kernels convert
+to float32 first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 @cache
 def mend() -> None:
-    """Mend the interpreter, once in a process; nothing where kernels are compiled."""
+    """Fix the interpreter, once in a process. Do nothing where kernels are compiled."""
     if os.environ.get("TRITON_INTERPRET", "0") != "1":
         return
     from triton.runtime.interpreter import InterpreterBuilder
@@ -36,7 +36,7 @@ def _rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _widened(x: Any) -> Any:
-    """A handle with float32 numbers where it has bfloat16 bits."""
+    """Return a handle with float32 numbers in place of bfloat16 bits."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
@@ -47,7 +47,7 @@ def _widened(x: Any) -> Any:
 
 
 def _rounded(x: Any, to: Any) -> Any:
-    """A handle with the nearest bfloat16 numbers, or None where it is not about these."""
+    """Return a handle with the nearest bfloat16 numbers, or None if the conversion is not to bfloat16."""
     import numpy as np
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle

@@ -1,5 +1,4 @@
-"""The one place from which kernels are started, so that whoever wants to see launches instead (the proof that every
-kernel compiles for a device that is not there) has one place to stand."""
+"""The one place that starts kernels, so that tools and tests can record launches instead."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _WATCHERS: list[Watcher] = []
 
 
 def launch(kernel: Any, grid: Grid, *args: Any, tiles: Tiles, **constants: Any) -> None:
-    """Start `grid` programs of a kernel: positional arguments, then constants by name. An empty grid does nothing."""
+    """Start `grid` programs of a kernel with positional arguments and constants by name. An empty grid does nothing."""
     options = {**constants, "num_warps": tiles.warps, "num_stages": tiles.stages}
     if 0 in grid:
         return
@@ -32,19 +31,19 @@ def launch(kernel: Any, grid: Grid, *args: Any, tiles: Tiles, **constants: Any) 
 
 
 def _device(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be that of the tensors."""
+    """Make the device of the tensors current, since Triton launches on the current device."""
     at = next((x.device for x in args if isinstance(x, Tensor)), None)
     return torch.cuda.device(at) if at is not None and at.type == "cuda" else nullcontext()
 
 
 def watching() -> bool:
-    """Whether launches are only watched now, so that tensors on any device will do."""
+    """Return whether launches are only recorded now, so that tensors on any device will do."""
     return bool(_WATCHERS)
 
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Within it no kernel runs; `watcher` is told (kernel, grid, arguments, constants and options) of every launch."""
+    """Run no kernel; instead call `watcher` with (kernel, grid, arguments, constants and options) of every launch."""
     _WATCHERS.append(watcher)
     try:
         yield

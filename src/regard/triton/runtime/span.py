@@ -1,8 +1,8 @@
-"""What each query sees, as kernels read it: two numbers a query, and for the backward pass two a key.
+"""Which keys each query sees, as kernels read it: two numbers a query, and for the backward pass two a key.
 
-Causal order, strict order, windows, packed sequences, offsets and unequal lengths all leave a query a range of keys,
-whose ends do not decrease from one query to the next; so do the queries that see a key lie in one range. A mask over
-keys is looked up within it.
+Causal and strict order, windows, packed sequences, offsets and unequal lengths all give a query a range of keys whose
+ends do not decrease from query to query; the queries that see a key form a range, too. A mask over keys is applied
+within it.
 
 Legend: B batch, H heads, Tq queries, Tk keys.
 """
@@ -32,13 +32,28 @@ class Span(NamedTuple):
     last: Tensor
     mask: Tensor | None
 
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Ends of the queries' ranges, and the mask or, as a pointer that is not read, one of these."""
+        return self.low, self.high, self.low if self.mask is None else self.mask
+
+    @property
+    def mask_steps(self) -> tuple[int, int]:
+        """The `mask_steps` of the mask."""
+        return mask_steps(self.mask)
+
+    @property
+    def steps(self) -> tuple[int, int, int]:
+        """Step of the queries' ranges from one sequence to the next, and `mask_steps`."""
+        return batch_stride(self.low), *self.mask_steps
+
     @classmethod
     def of(cls, visible: Visibility, device: torch.device) -> Span:
-        """The ranges of a call whose mask, if any, is one over keys."""
+        """Return the ranges of a call whose mask, if any, is over keys."""
         low, high = visible.bounds(0, visible.queries, device)
         low, high = low.contiguous(), high.contiguous()
         keys = torch.arange(visible.keys, device=device).expand(low.shape[0], -1).contiguous()
-        first = torch.searchsorted(high, keys, right=True)  # the first query that sees beyond the key
+        first = torch.searchsorted(high, keys, right=True)  # first query whose range ends after the key
         last = torch.searchsorted(low, keys, right=True)
         mask = visible.mask
         if mask is not None:
@@ -48,5 +63,10 @@ class Span(NamedTuple):
 
 
 def batch_stride(x: Tensor) -> int:
-    """The step from one sequence to the next, 0 where one range serves them all."""
+    """Return the step from one sequence to the next, 0 if all share one range."""
     return x.stride(0) if x.shape[0] > 1 else 0
+
+
+def mask_steps(mask: Tensor | None) -> tuple[int, int]:
+    """Return the steps of a mask from one sequence, and from one head, to the next: 0 if these share it."""
+    return (0, 0) if mask is None else (batch_stride(mask), mask.stride(1) if mask.shape[1] > 1 else 0)

@@ -1,4 +1,4 @@
-"""Where the kernels run: on a CUDA device, or in Triton's interpreter on the CPU, which is for tests."""
+"""Where the kernels run: on CUDA devices, and for tests on the CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...pairwise.dispatch import Problem
 from .launch import watching
 
 OLDEST = (3, 6)
-"""The first Triton whose compiler takes the kernels."""
+"""The oldest Triton version that compiles the kernels."""
 
 
 def _missing() -> str | None:
@@ -20,7 +20,7 @@ def _missing() -> str | None:
         return "needs triton, which is not installed: pip install 'regard[gpu]'"
     try:
         found = version("triton")
-    except PackageNotFoundError:  # under another name: whoever put it there knows which it is
+    except PackageNotFoundError:  # installed under another name
         return None
     if tuple(map(int, found.split(".")[:2])) < OLDEST:
         return f"needs triton >= {OLDEST[0]}.{OLDEST[1]}, installed is {found}: pip install 'regard[gpu]'"
@@ -28,28 +28,28 @@ def _missing() -> str | None:
 
 
 MISSING = _missing()
-"""None where triton is installed, else what to do."""
+"""None if a suitable triton is installed, else what to do."""
 DTYPES = (torch.float32, torch.bfloat16)
 WIDEST = 256
-"""Features of keys and of values."""
+"""Most features of keys and of values."""
 GRID = 65535
-"""Programs along the second and third axis of a grid, where kernels put heads: CUDA's limit."""
+"""CUDA's limit of programs along the second and third axis of a grid, which kernels use for heads."""
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU, statement by statement; it reads the variable when it is imported."""
+    """Return whether Triton runs kernels on the CPU. Triton reads the variable when it is imported."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def unsupported_device(device: str) -> str | None:
-    """None where kernels run on tensors of that device, else why not."""
+    """Return None if kernels run on tensors of that device, else the reason."""
     if device == "cuda" or (device == "cpu" and (interpreted() or watching())):
         return None
     return f"runs on CUDA devices (on the CPU under TRITON_INTERPRET=1 alone); the tensors are on {device}"
 
 
 def unsupported(problem: Problem) -> str | None:
-    """What no attention kernel here does: None, or the reason with what is supported."""
+    """Return None if some attention kernel may do this, else the reason."""
     device = unsupported_device(problem.device)
     if device is not None:
         return device

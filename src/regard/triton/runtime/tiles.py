@@ -1,7 +1,7 @@
-"""How much one program takes on: block sizes, warps and stages of every kernel.
+"""Block sizes, warps and stages of every kernel.
 
 A `TileTable` ships a choice for every width and dtype. With the environment variable REGARD_TRITON_TUNE=1 the few
-alternatives are timed at the first call of a key instead, a key being widths, dtype and flags, never lengths.
+alternatives are timed at the first call of a key. A key holds widths, dtype and flags, never lengths.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Tiles:
     """Block sizes of one launch.
 
     Attributes:
-        rows, keys: queries and keys of a block (or whatever the kernel's two axes are); powers of two, >= 16.
-        warps: of a program.
-        stages: of the software pipeline.
+        rows, keys: queries and keys of a block (or sizes along the kernel's two axes); powers of two, >= 16.
+        warps: warps of a program.
+        stages: stages of the software pipeline.
     """
 
     rows: int = 64
@@ -31,18 +31,20 @@ class Tiles:
     stages: int = 2
 
     def fitted(self, rows: int, keys: int) -> Tiles:
-        """These with `keys` keys and a multiple of `rows` rows: what kernels take that hand each other blocks of pairs
-        of these sizes, whatever was shipped, tuned or forced."""
+        """Return tiles with `keys` keys and at least `rows` rows, for kernels that share marks of that size."""
         return replace(self, rows=max(self.rows, rows), keys=keys)
+
+
+Row = tuple[int, int, int, int]
 
 
 class TileTable:
     """The tiles of one kernel.
 
     Args:
-        name: of the kernel.
-        shipped: (largest width, bytes of a number) to tiles; the first whose width and bytes are enough is taken.
-        others: what tuning tries beside it.
+        name: name of the kernel.
+        shipped: maps (largest width, bytes of a number) to tiles; the first sufficient entry is taken.
+        others: what tuning tries besides.
     """
 
     tables: ClassVar[dict[str, TileTable]] = {}
@@ -53,11 +55,17 @@ class TileTable:
         self.tuned: dict[tuple[Any, ...], Tiles] = {}
         TileTable.tables[name] = self
 
+    @classmethod
+    def by_width(cls, name: str, narrow: Sequence[Row], wide: Sequence[Row], others: Sequence[Row] = ()) -> TileTable:
+        """Make a table from tiles for widths up to 64, 128 and 256, in bfloat16 (`narrow`) and float32 (`wide`)."""
+        columns = {2: narrow, 4: wide}
+        shipped = {(64 << i, size): Tiles(*own) for size, rows in columns.items() for i, own in enumerate(rows)}
+        return cls(name, shipped, [Tiles(*own) for own in others])
+
     def pick(
         self, width: int, dtype: torch.dtype, run: Callable[[Tiles], Any] | None = None, flags: tuple[Any, ...] = ()
     ) -> Tiles:
-        """The tiles for that width and dtype. `run` does the launch with the tiles it is given; where tuning is on,
-        it is timed with each of the alternatives."""
+        """Return the tiles for a width and dtype. If tuning is on, time `run`, which launches with given tiles."""
         if _FORCED:
             return replace(self._default(width, dtype), **_FORCED[-1])
         key = (width, dtype, flags)
@@ -90,7 +98,7 @@ _FORCED: list[dict[str, int]] = []
 
 @contextmanager
 def forced(**sizes: int) -> Iterator[None]:
-    """Within it every kernel takes these (`rows=16, keys=16`): small inputs then have many blocks."""
+    """Give every kernel these sizes (`rows=16, keys=16`), so that small inputs have many blocks."""
     _FORCED.append(sizes)
     try:
         yield

@@ -1,10 +1,10 @@
-"""What a call would launch, compiled for a GPU that is not there, and what each kernel takes of it.
+"""Compile the kernels of a call for a GPU that is not there, and report the resources of each.
 
     resources_of(lambda: regard.attention(q, k, v, "biweight", impl="triton"), arch=90)
 
-The tensors lie on the CPU; the call prepares its launches from them as it would on a device, and every kernel is
-compiled for that very launch instead of being started. What is allocated holds zeros meanwhile, since no kernel fills
-it. Triton must compile, not interpret: in a process with TRITON_INTERPRET=1 this raises.
+The tensors lie on the CPU. The call prepares its launches as on a device, and every kernel is compiled for its launch
+instead of being started. Allocated tensors hold zeros, since no kernel fills them. In a process with TRITON_INTERPRET=1
+this raises.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..runtime.support import interpreted
 
 CALL = "resources_of"
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
-"""Bytes of shared memory that a program may have, by compute capability: what can be compiled for."""
+"""Most bytes of shared memory of a program, by compute capability."""
 _FILLED = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
 
 
@@ -37,13 +37,13 @@ class Resources:
     """What one kernel takes, as it is launched.
 
     Attributes:
-        kernel: its name.
-        arch: compute capability it was compiled for, 80 or 90.
-        registers: of a thread.
-        local: bytes of local memory of a thread: its stack frame, where registers that do not fit are spilt.
+        kernel: name of the kernel.
+        arch: compute capability that it was compiled for, 80 or 90.
+        registers: registers of a thread.
+        local: bytes of local memory of a thread: its stack frame, which holds spilled registers.
         shared: bytes of shared memory of a program.
-        warps: of a program.
-        launches: how often the call would start it, with constants whatever.
+        warps: warps of a program.
+        launches: how often the call would start it, with any constants.
     """
 
     kernel: str
@@ -55,7 +55,7 @@ class Resources:
     launches: int = 1
 
     def worst(self, other: Resources) -> Resources:
-        """The largest of each number, of two variants of a kernel."""
+        """Return the largest of each number of two variants of a kernel."""
         return Resources(
             self.kernel,
             self.arch,
@@ -71,17 +71,17 @@ def resources_of(call: Callable[[], Any], arch: int = 90) -> list[Resources]:
     """Compile every kernel that `call` would launch, for compute capability `arch`.
 
     Args:
-        call: without arguments; its tensors lie on the CPU. What it computes is worth nothing.
+        call: function without arguments whose tensors lie on the CPU. Its result is meaningless.
         arch: 80 or 90.
 
     Returns:
-        One for each kernel, in the order of the first launch; of variants of a kernel the largest numbers.
+        One entry for each kernel, in the order of first launches; for variants of a kernel the largest numbers.
 
     Raises:
         ArgumentError: another `arch`; a process with TRITON_INTERPRET=1.
         triton.compiler.errors.CompilationError: a kernel does not compile.
 
-    Cost: seconds for each kernel, the first time; Triton keeps what it compiled.
+    Cost: seconds for each kernel, the first time; Triton caches what it compiled.
     """
     if arch not in SHARED:
         raise ArgumentError(f"{CALL}: arch is {arch!r}, expected one of {', '.join(map(str, SHARED))}.")
@@ -102,8 +102,8 @@ _KNOWN: dict[str, Resources] = {}
 
 
 def _measured(compiled: Any, arch: int) -> Resources:
-    """The resources of what Triton compiled. cuobjdump's figure for shared memory leaves out what is asked for at the
-    launch, so that this one is Triton's own."""
+    """Return the resources of a compiled kernel. Shared memory is Triton's figure: cuobjdump's leaves out what is
+    requested at launch."""
     if compiled.hash not in _KNOWN:
         name, metadata = compiled.metadata.name, compiled.metadata
         registers, local = _usage(compiled.asm["cubin"])
@@ -112,7 +112,7 @@ def _measured(compiled: Any, arch: int) -> Resources:
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of local memory) of a thread, from the cuobjdump in Triton's package."""
+    """Return (registers, bytes of local memory) of a thread, from the cuobjdump in Triton's package."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +128,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 
 class _Driver:
-    """What Triton asks a driver before it compiles, and no more: whatever would run something is missing."""
+    """The part of a driver that Triton needs to compile, and nothing to run."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
@@ -139,7 +139,7 @@ class _Driver:
         return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
-        return self.arch  # a device for each capability, since Triton keeps what it compiled by device
+        return self.arch  # one device for each capability, since Triton caches by device
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
@@ -156,12 +156,12 @@ class _Driver:
 
 @contextmanager
 def _pretended(arch: int) -> Iterator[None]:
-    """Within it Triton compiles for that capability."""
+    """Let Triton compile for that capability."""
     from triton.runtime.driver import driver
 
     try:
         before = driver.active
-    except RuntimeError:  # as there is no device; it looks for one again where there is no driver
+    except RuntimeError:  # there is no device
         before = None
     driver.set_active(_Driver(arch))
     try:
@@ -172,7 +172,7 @@ def _pretended(arch: int) -> Iterator[None]:
 
 @contextmanager
 def _zeros() -> Iterator[None]:
-    """Within it what is allocated is zero: torch's own operations between two launches must find numbers in range."""
+    """Fill allocated tensors with zeros: torch operations between two launches must find numbers in range."""
 
     def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, **options: make(*args, **options).zero_()

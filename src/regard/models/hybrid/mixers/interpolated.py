@@ -1,4 +1,4 @@
-"""Attention to the residuals of a global linear model (`regard.interpolated_attention`) as a mixer of tokens."""
+"""Attention to the residuals of a global linear model (`regard.interpolated_attention`) as a token mixer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class InterpolatedMixer(Attention, TokenMixer):
 
     @staticmethod
     def build(config: HybridConfig, layer_idx: int, options: Mapping[str, Any]) -> InterpolatedMixer:
-        """Build the layer of a hybrid model; its heads are the model's."""
+        """Build the layer of a hybrid model, with the model's heads."""
         return InterpolatedMixer(
             config.hidden_size,
             config.num_attention_heads,
@@ -65,7 +65,7 @@ class InterpolatedMixer(Attention, TokenMixer):
         local: dict[str, float | Tensor],
         segment_ids: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """Return [B, H, T, D], and no weights; an observer is told the diagnostics of those that average residuals."""
+        """Return [B, H, T, D] and None; observers receive the diagnostics of the weights that average the residuals."""
         if self.hook_pattern.active:
             raise ArgumentError(
                 "InterpolatedMixer: something listens to hook_pattern, but no weights times values are the output."

@@ -1,4 +1,4 @@
-"""Large-chunk test-time training (`regard.nn.LargeChunkTTT`) as a mixer of tokens in a model."""
+"""Large-chunk test-time training (`regard.nn.LargeChunkTTT`) as a token mixer."""
 
 from __future__ import annotations
 
@@ -18,24 +18,19 @@ class LargeChunkCacheLayer(StateCacheLayer):
     """The states of one layer, None before the first token.
 
     Attributes:
-        window_state: the pairs of the window.
-        fast_state: the fast weights and what waits for the end of its chunk.
+        window_state: keys and values of the window.
+        fast_state: the fast weights, and the tokens that wait for the end of a chunk.
     """
 
     held = ("window_state", "fast_state")
     positional = ("window_state",)
-    update_refusal = "LargeChunkCacheLayer: holds states that nn.LargeChunkTTT fills itself."
-    no_way_back = (
-        "LargeChunkCacheLayer: what fast weights have learned cannot be taken out, as assisted and prompt-lookup "
-        "decoding do; decode without an assistant."
-    )
     window_state: WindowState | None
     fast_state: LargeChunkState | None
 
 
 @token_mixers.register("lact")
 class LargeChunkMixer(LargeChunkTTT, TokenMixer):
-    """Attention to a window, and fast weights that learn each chunk of the text: `regard.nn.LargeChunkTTT`."""
+    """Window attention, and fast weights that learn each chunk of the text (`regard.nn.LargeChunkTTT`)."""
 
     honours_segments = True
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -53,7 +48,7 @@ class LargeChunkMixer(LargeChunkTTT, TokenMixer):
 
     @staticmethod
     def build(config: HybridConfig, layer_idx: int, options: Mapping[str, Any]) -> LargeChunkMixer:
-        """The layer of a hybrid model; its heads are the model's, keys and values have as many as queries."""
+        """Build the layer of a hybrid model, with the model's number of heads for queries, keys and values."""
         return LargeChunkMixer(
             config.hidden_size, config.num_attention_heads, layer_idx=layer_idx, norm_eps=config.rms_norm_eps, **options
         )

@@ -1,56 +1,53 @@
-"""Row solvers in numba: scores to weights and back, one row of scores at a time, in parallel over rows.
+"""Numba loops: scores to weights and the derivative, one row at a time, in parallel over rows.
 
-Imported only where `impl="cpu"` runs (numba is the extra `cpu`). The mathematics is that of `regard.grammar`: with
-top = max z, d = top - z and reach = top - theta, a key weighs
+Imported only when `impl="cpu"` runs (numba is the extra `cpu`). The mathematics is that of `regard.grammar`: with
+top = max z, d = top - z and reach = top - theta, the weight of a key is
 
     p = K(1 - d / reach) / mass,        K(u) = [u]_+^r, or 1 where u > 0, or exp(-d),
 
-and the rules differ in reach alone. The forward pass takes the largest score of every tile of a row. The adaptive
-rule first solves for those alone: fewer keys need a larger peak, so that this one bounds the row's from above; it
-tells which tiles can still count, and Newton's descent on those begins from it. The backward pass needs the row's
-statistics only. What is out of reach of a whole span of
-columns is not looked at twice.
+and the rules differ in reach only. The forward pass finds the largest score of every tile of a row. The adaptive rule
+first solves for these scores alone. Fewer keys have a larger peak, so this is an upper bound: it tells which tiles can
+have weight, and Newton's descent on those starts from it. The backward pass needs only the statistics of the row. Spans
+of columns without weight are skipped.
 
-Legend: z, p, g, dz [R, n] rows of scores, weights, dL/dp, dL/dz; row i sees columns [lo[i], hi[i]), and -inf hides a
-key inside. `bits` is z read as integers. `floats` [R, 6] top, theta, reach, mass, support, effective sample size;
-`flags` [R, 3] empty, fallback, status; `index` [R, 3] positions as the rules note them; `power`, `number` [R] the
+Legend: z, p, g, dz [R, n] rows of scores, weights, dL/dp, dL/dz; row i sees columns [lo[i], hi[i]) whose score is not
+-inf. `bits` is z read as integers. `floats` [R, 6] top, theta, reach, mass, support, effective sample size;
+`flags` [R, 3] empty, fallback, status; `index` [R, 3] positions that the rules need; `power`, `number` [R] the
 kernel's r and the rule's margin or bias. Both passes can work in place (p is z, dz is g): a span of columns is read
 before it is written.
 """
 
-from .base import (
-    ADAPTIVE,
-    ANCHORED,
-    FIXED,
-    GAUSSIAN,
-    NEAREST,
-    POWER,
-    POWER1,
-    POWER2,
-    POWER3,
-    STAND_NEAREST,
-    STAND_UNIFORM,
-    STAND_ZERO,
-    UNIFORM,
-)
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from . import base
 from .passes import backward, backward_part, forward, forward_part
 
-__all__ = [
-    "ADAPTIVE",
-    "ANCHORED",
-    "FIXED",
-    "GAUSSIAN",
-    "NEAREST",
-    "POWER",
-    "POWER1",
-    "POWER2",
-    "POWER3",
-    "STAND_NEAREST",
-    "STAND_UNIFORM",
-    "STAND_ZERO",
-    "UNIFORM",
-    "backward",
-    "backward_part",
-    "forward",
-    "forward_part",
-]
+__all__ = ["backward", "backward_part", "base", "forward", "forward_part", "with_kernel"]
+
+
+def with_kernel(function: Callable[[Any, Any], Any]) -> Any:
+    """Return this package loaded once more, under a name of its own, with `function` as the kernel `OWN`.
+
+    Args:
+        function: (d, reach) -> (K(reach - d) / K(reach), K'(reach - d) / K(reach)) of one key, in code that numba
+            compiles.
+    """
+    name = f"{__name__}_{re.sub(r'[^a-zA-Z0-9]', '_', f'{function.__module__}.{function.__qualname__}')}"
+    own = ModuleType(f"{name}.own")
+    source = Path(inspect.getfile(function))
+    own.SOURCE = source.read_bytes() if source.is_file() else function.__code__.co_code  # type: ignore[attr-defined]
+    own.relative = base.jit(function)  # type: ignore[attr-defined]
+    found = spec_from_file_location(name, __file__, submodule_search_locations=list(__path__))
+    assert found is not None
+    assert found.loader is not None
+    package = module_from_spec(found)
+    sys.modules |= {name: package, own.__name__: own}
+    found.loader.exec_module(package)
+    return package

@@ -1,7 +1,7 @@
 """Loops over a span of columns: weights, their derivatives, and the sums of both.
 
-One loop a function, for these are what the time goes into. Those that write must not be reordered: at the threshold
-reach - (top - z) is 0, and not a rounding error that would count as weight. Those that sum may.
+Every function has one loop, since these take most of the time. Functions that write keep the order of operations: at
+the threshold reach - (top - z) must be 0 and not a rounding error. Functions that sum may reorder.
 
 Legend: x scores, w weights, s derivatives, g = dL/dp of a span; `share` multiplies all that is written.
 """
@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from .base import GAUSSIAN, POWER1, POWER2, POWER3, UNIFORM, jit, sums
+from .base import GAUSSIAN, OWN, POWER1, POWER2, POWER3, UNIFORM, jit, sums
+from .own import relative
 from .search import chosen
 
 
 @jit
 def weigh_one(z: Any, kernel: int, r: Any, top: Any, reach: Any, one: Any) -> Any:
-    """(K, dK/dz) of one score, for the kernels that are no plain product of u."""
+    """Return (K, dK/dz) of one score, for the kernels that are not a product of u."""
     d = top - z
     if not d < reach:
         return one - one, one - one
@@ -28,13 +29,15 @@ def weigh_one(z: Any, kernel: int, r: Any, top: Any, reach: Any, one: Any) -> An
     if kernel == GAUSSIAN:
         w = math.exp(-d)
         return w, w
+    if kernel == OWN:
+        return relative(d, reach)
     log_u = math.log1p(-d / reach)
     return math.exp(r * log_u), math.exp((r - one) * log_u) * r / reach
 
 
 @jit
 def _inverse(x: Any, reach: Any) -> Any:
-    """1 / reach, bounded where it would overflow: weights are divided by their sum in the end."""
+    """Return 1 / reach, bounded; weights are later divided by their sum."""
     return x.dtype.type(1) / max(reach, x.dtype.type(np.finfo(x.dtype).tiny))
 
 
@@ -68,8 +71,8 @@ def _weigh3(x: Any, w: Any, top: Any, reach: Any, share: Any) -> None:
 def weigh(
     x: Any, w: Any, kernel: int, r: Any, top: Any, reach: Any, share: Any, start: int, theta: Any, cut: int
 ) -> None:
-    """share K of scores into w, K relative to its value at the top; of the chosen keys alone where cut >= 0, column 0
-    being number `start`. reach is infinite without an edge."""
+    """Write share K of scores to w, K relative to its value at the top. If cut >= 0, only chosen keys have weight;
+    column 0 is key `start`. reach is infinite without a threshold."""
     if kernel == POWER1:
         _weigh1(x, w, top, reach, share)
     elif kernel == POWER2:
@@ -127,8 +130,7 @@ def weigh_and_slope(
     x: Any, g: Any, w: Any, s: Any, kernel: int, r: Any, top: Any, reach: Any, share: Any, rho: Any, start: int,
     theta: Any, cut: int, base: Any,
 ) -> None:  # fmt: skip
-    """share K into w as `_weigh`, and share dK/dz (g - rho) into s; where that is 0, whatever g. `base` is taken from g
-    first."""
+    """Write share K to w as `weigh`, and share dK/dz (g - base - rho) to s; 0 where dK/dz is 0, for any g."""
     if kernel == POWER1:
         _slope1(x, g, w, s, top, reach, share, rho, base)
     elif kernel == POWER2:
@@ -202,9 +204,8 @@ def _moments_one_by_one(
 def moments(
     x: Any, g: Any, u: Any, kernel: int, r: Any, top: Any, reach: Any, start: int, theta: Any, cut: int, base: Any
 ) -> Any:
-    """Whether a span has any weight, and (sum dK/dz, sum g dK/dz, sum g K) in float64, K relative to its value at the
-    top and g less `base`; what weighs nothing is left out, whatever its g. u is room for as many
-    numbers."""
+    """Return whether a span has weight, and (sum dK/dz, sum g dK/dz, sum g K) in float64, with K relative to its value
+    at the top and g minus `base`. Keys without weight are left out, for any g. u is work space."""
     if kernel != POWER1 and kernel != POWER2 and kernel != POWER3:
         return _moments_one_by_one(x, g, kernel, r, top, reach, start, theta, cut, base)
     _weigh1(x, u, top, reach, x.dtype.type(1))

@@ -1,8 +1,7 @@
-"""Many rows at once: the entries that Python calls, whose compiled code is kept on disk.
+"""The functions that Python calls, for many rows at once, with compiled code cached on disk.
 
-numba judges a cached function by its own file alone. These hold all that they call, so that what they are compiled
-from is part of their key, by way of a variable that they close over (a function there would make a new key at every
-start; those are global).
+numba's cache key covers only the function's own file. These functions inline all that they call, so they close over a
+digest of all sources, which makes it part of the key. (A closed-over function would give a new key in every process.)
 """
 
 from __future__ import annotations
@@ -16,16 +15,17 @@ import numpy as np
 from numba import njit, prange
 
 from .base import NEAREST, SPAN, TILE
+from .own import SOURCE
 from .row import backward_row, count_support, forward_row, mark, vanishes
 
 
 def _entry(**options: Any) -> Callable[[Any], Any]:
-    """Compiles an entry and keeps what comes of it, where there is a folder to keep it in."""
+    """Return a decorator that compiles, and caches on disk if a folder can be written."""
 
     def compiled(function: Any) -> Any:
         try:
             return njit(cache=True, error_model="numpy", **options)(function)
-        except RuntimeError:  # neither the package's folder nor the user's can be written to
+        except RuntimeError:  # no folder for the cache can be written
             return njit(error_model="numpy", **options)(function)
 
     return compiled
@@ -35,7 +35,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
     @_entry(nogil=True)
     def forward_part(
         first: int, last: int, z: Any, bits: Any, p: Any, lo: Any, hi: Any, start: int, kernel: int, rule: int,
-        power: Any, number: Any, k: int, stand: int, place: bool, counted: bool, floats: Any, flags: Any, index: Any,
+        power: Any, number: Any, k: int, fallback: int, place: bool, counted: bool, floats: Any, flags: Any, index: Any,
         active: Any, group: int,
     ) -> None:  # fmt: skip
         """`forward` for rows [first, last)."""
@@ -52,7 +52,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
             out[:a] = 0
             out[b:] = 0
             forward_row(
-                z[i, a:b], bits[i, a:b], out[a:b], kernel, rule, power[i], number[i], k, stand, place,
+                z[i, a:b], bits[i, a:b], out[a:b], kernel, rule, power[i], number[i], k, fallback, place,
                 tops, top_bits, kept, local, floats[i], flags[i], found,
             )  # fmt: skip
             found[0] += a
@@ -65,7 +65,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
     @_entry(nogil=True)
     def backward_part(
         first: int, last: int, z: Any, bits: Any, g: Any, p: Any, dz: Any, lo: Any, hi: Any, kernel: int, rule: int,
-        power: Any, stand: int, learned: bool, place: bool, floats: Any, flags: Any, index: Any, grads: Any,
+        power: Any, fallback: int, learned: bool, place: bool, floats: Any, flags: Any, index: Any, grads: Any,
     ) -> None:  # fmt: skip
         """`backward` for rows [first, last)."""
         sources  # noqa: B018
@@ -84,7 +84,7 @@ def _parts(sources: str) -> tuple[Any, Any]:
             slopes[:a] = 0
             slopes[b:] = 0
             backward_row(
-                z[i, a:b], bits[i, a:b], g[i, a:b], weights[a:b], slopes[a:b], kernel, rule, power[i], stand,
+                z[i, a:b], bits[i, a:b], g[i, a:b], weights[a:b], slopes[a:b], kernel, rule, power[i], fallback,
                 learned, place, tops, top_bits, live, w, s, floats[i], flags[i], found, grads[i],
             )  # fmt: skip
 
@@ -95,41 +95,41 @@ def _whole(sources: str) -> tuple[Any, Any]:
     @_entry(parallel=True)
     def forward(
         chunks: int, z: Any, bits: Any, p: Any, lo: Any, hi: Any, start: int, kernel: int, rule: int, power: Any,
-        number: Any, k: int, stand: int, place: bool, counted: bool, floats: Any, flags: Any, index: Any, active: Any,
-        group: int,
+        number: Any, k: int, fallback: int, place: bool, counted: bool, floats: Any, flags: Any, index: Any,
+        active: Any, group: int,
     ) -> None:  # fmt: skip
-        """Weights and statistics of every row, in place where p is z (`place`). `start` is the place of column 0 among
-        all keys, and row i marks active[i // group]; an `active` without columns is not marked."""
+        """Compute the weights and statistics of every row, in place if p is z (`place`). `start` is the position of
+        column 0 among all keys. Row i marks active[i // group], unless `active` has no columns."""
         sources  # noqa: B018
         rows = z.shape[0]
         for chunk in prange(chunks):
             forward_part(
                 chunk * rows // chunks, (chunk + 1) * rows // chunks, z, bits, p, lo, hi, start, kernel, rule, power,
-                number, k, stand, place, counted, floats, flags, index, active, group,
+                number, k, fallback, place, counted, floats, flags, index, active, group,
             )  # fmt: skip
 
     @_entry(parallel=True)
     def backward(
         chunks: int, z: Any, bits: Any, g: Any, p: Any, dz: Any, lo: Any, hi: Any, kernel: int, rule: int, power: Any,
-        stand: int, learned: bool, place: bool, floats: Any, flags: Any, index: Any, grads: Any,
+        fallback: int, learned: bool, place: bool, floats: Any, flags: Any, index: Any, grads: Any,
     ) -> None:  # fmt: skip
-        """Weights and dL/dz of every row from its statistics, in place where p is z and dz is g (`place`), and `grads`
-        [R, 2]: dL/dpower (dL/dalpha) where `learned`, and dL/dnumber. A p without columns is left out."""
+        """Compute the weights and dL/dz of every row from its statistics, in place if p is z and dz is g (`place`), and
+        `grads` [R, 2]: dL/dpower (dL/dalpha) if `learned`, and dL/dnumber. A p without columns is not written."""
         sources  # noqa: B018
         rows = z.shape[0]
         for chunk in prange(chunks):
             backward_part(
                 chunk * rows // chunks, (chunk + 1) * rows // chunks, z, bits, g, p, dz, lo, hi, kernel, rule, power,
-                stand, learned, place, floats, flags, index, grads,
+                fallback, learned, place, floats, flags, index, grads,
             )  # fmt: skip
 
     return forward, backward
 
 
 def _sources() -> str:
-    """A digest of all that is compiled."""
+    """Return a digest of all compiled sources."""
     files = sorted(Path(__file__).parent.glob("*.py"))
-    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return sha256(b"".join(file.read_bytes() for file in files) + SOURCE).hexdigest()
 
 
 _SOURCES = _sources()

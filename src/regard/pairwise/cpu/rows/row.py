@@ -1,6 +1,6 @@
 """One row, forward and backward.
 
-Legend: x, g, p, dz the row's scores, dL/dp, weights, dL/dz; `tops`, `kept`, `local`, `w`, `s` room to work in.
+Legend: x, g, p, dz scores, dL/dp, weights and dL/dz of the row; `tops`, `kept`, `local`, `w`, `s` work space.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 from .base import (
     ADAPTIVE,
     ANCHORED,
+    FALLBACK_NEAREST,
+    FALLBACK_UNIFORM,
     FIXED,
     GAUSSIAN,
     MARK,
     NEAREST,
     POWER,
     SPAN,
-    STAND_NEAREST,
-    STAND_UNIFORM,
     TILE,
     UNIFORM,
     jit,
@@ -30,35 +30,35 @@ from .loops import moments, sum_up, weigh, weigh_and_slope
 from .search import chosen, find_first, find_gap, find_nearest, find_peak, find_tops, next_run
 
 LARGE = 1e30
-"""Where a margin or bias ends: beyond, it includes whatever there is, and products with it would overflow."""
+"""Upper limit of margins and biases, above which products overflow."""
 
 
 @jit
 def vanishes(kernel: int) -> bool:
-    """Whether weight goes to zero at the threshold, so that no key is in or out by a rounding error."""
+    """Return whether the kernel is continuous at the threshold."""
     return kernel != UNIFORM and kernel != GAUSSIAN
 
 
 @jit
-def _stand_in(x: Any, p: Any, rule: int, stand: int, theta: Any, found: Any) -> None:
-    """The weights of a row that sees keys, none of which lies inside."""
+def _fill_fallback(x: Any, p: Any, rule: int, fallback: int, theta: Any, found: Any) -> None:
+    """Write the weights of a row with visible keys but none above the threshold."""
     zero, one = x.dtype.type(0), x.dtype.type(1)
     share = one / x.dtype.type(max(found[2], 1))
     for j in range(p.shape[0]):
         if rule == NEAREST:
             inside = chosen(x[j], j, theta, found[0])
-        elif stand == STAND_UNIFORM:
+        elif fallback == FALLBACK_UNIFORM:
             inside = x[j] > -np.inf
         else:
-            inside = stand == STAND_NEAREST and j == found[0]
+            inside = fallback == FALLBACK_NEAREST and j == found[0]
         p[j] = share if inside else zero
 
 
 @jit
-def _note_stand_in(x: Any, stand: int, top: Any, found: Any) -> None:
-    """What `_stand_in` needs of a row that the fixed rule left empty: its visible keys, or the best of them."""
+def _note_fallback(x: Any, fallback: int, top: Any, found: Any) -> None:
+    """Store what `_fill_fallback` needs under the fixed rule: the number of visible keys, or the best of them."""
     found[0], found[2] = find_first(x, top, -1), 1
-    if stand == STAND_UNIFORM:
+    if fallback == FALLBACK_UNIFORM:
         found[2] = 0
         for j in range(x.shape[0]):
             found[2] += x[j] > -np.inf
@@ -66,7 +66,7 @@ def _note_stand_in(x: Any, stand: int, top: Any, found: Any) -> None:
 
 @jit
 def _mass(x: Any, kernel: int, r: Any, tops: Any, top: Any, reach: Any, local: Any, theta: Any, cut: int) -> Any:
-    """The sum of the kernel's values, relative to the top."""
+    """Return the sum of the kernel's values, relative to the top."""
     total, first, tiles, one = 0.0, 0, (x.shape[0] + TILE - 1) // TILE, x.dtype.type(1)
     while first < tiles:
         end, live = next_run(tops, x.shape[0], first, top, reach, cut >= 0)
@@ -83,7 +83,7 @@ def _fill(
     x: Any, p: Any, kernel: int, r: Any, tops: Any, top: Any, reach: Any, local: Any, theta: Any, cut: int, share: Any,
     place: bool,
 ) -> None:  # fmt: skip
-    """p = share K over a row, which may be x itself (`place`)."""
+    """Write p = share K of a row; p may be x (`place`)."""
     first, tiles = 0, (x.shape[0] + TILE - 1) // TILE
     while first < tiles:
         end, live = next_run(tops, x.shape[0], first, top, reach, cut >= 0)
@@ -100,17 +100,17 @@ def _fill(
 
 
 @jit
-def _strange(rule: int, r: Any, number: Any) -> bool:
-    """Whether a row's numbers are out of range or NaN, which must show."""
+def _invalid(rule: int, r: Any, number: Any) -> bool:
+    """Return whether a row's parameters are out of range or NaN."""
     return not (r > 0 and r < np.inf) or not (number > 0 or (rule != ANCHORED and number == number))
 
 
 @jit
 def forward_row(
-    x: Any, bits: Any, p: Any, kernel: int, rule: int, r: Any, number: Any, k: int, stand: int, place: bool,
+    x: Any, bits: Any, p: Any, kernel: int, rule: int, r: Any, number: Any, k: int, fallback: int, place: bool,
     tops: Any, top_bits: Any, kept: Any, local: Any, floats: Any, flags: Any, found: Any,
 ) -> None:  # fmt: skip
-    """Weights and statistics of a row."""
+    """Compute the weights and statistics of a row."""
     kind = x.dtype.type
     floats[0], floats[1], floats[2], floats[3], floats[4], floats[5] = 0, -1, 1, 1, 0, 0
     flags[:] = 0
@@ -124,7 +124,7 @@ def forward_row(
         flags[0] = 1
         p[:] = 0
         return
-    if top != top or _strange(rule, r, number):
+    if top != top or _invalid(rule, r, number):
         floats[:4] = np.nan
         p[:] = np.nan
         return
@@ -136,7 +136,7 @@ def forward_row(
         if r < 1:
             top, reach = find_gap(x, r, top, b, kept, flags)
         theta = top - reach
-        if kernel != POWER:  # whose sum and whose weights round differently where r is large
+        if kernel != POWER:  # which rounds sum and weights differently for large r
             mass = kind(total / np.float64(b) ** np.float64(r))
     elif rule == ANCHORED:
         reach = number
@@ -153,8 +153,8 @@ def forward_row(
     if not (reach > 0 and reach >= least):
         flags[1] = 1
         if rule == FIXED:
-            _note_stand_in(x, stand, top, found)
-        _stand_in(x, p, rule, stand, theta, found)
+            _note_fallback(x, fallback, top, found)
+        _fill_fallback(x, p, rule, fallback, theta, found)
         return
     edge = reach if cut < 0 else kind(np.inf)
     if mass == 0:
@@ -165,7 +165,7 @@ def forward_row(
 
 @jit
 def count_support(p: Any, floats: Any) -> None:
-    """Support size and effective sample size of a row of weights."""
+    """Compute support size and effective sample size of a row of weights."""
     support, total, square = 0, 0.0, 0.0
     for j in range(p.shape[0]):
         support += p[j] > 0
@@ -177,7 +177,7 @@ def count_support(p: Any, floats: Any) -> None:
 
 @sums
 def mark(p: Any, start: int, pivot: int, active: Any) -> None:
-    """Mark the blocks of columns in which a row has weight, or the key that its threshold hangs on."""
+    """Mark the blocks of columns that contain weight, or the key that determines the threshold."""
     first = 0
     while first < p.shape[0]:
         block = (start + first) // MARK
@@ -186,7 +186,7 @@ def mark(p: Any, start: int, pivot: int, active: Any) -> None:
             total = p.dtype.type(0)
             for j in range(first, end):
                 total += p[j]
-            if total != 0:  # NaN is seen, too
+            if total != 0:  # true for NaN, too
                 active[block] = 1
         first = end
     if pivot >= 0:
@@ -194,8 +194,8 @@ def mark(p: Any, start: int, pivot: int, active: Any) -> None:
 
 
 @jit
-def _tilt(log_a: float, r: Any) -> float:
-    """d log p / dr of the adaptive rule at a fixed threshold, but for what cancels in the sum (`power_grads`)."""
+def _log_slope(log_a: float, r: Any) -> float:
+    """Return d log p / dr of the adaptive rule at a fixed threshold, up to terms that cancel (`power_grads`)."""
     if r < 1:
         return log_a - 1.0
     if abs(log_a) < 1e-2:
@@ -205,7 +205,7 @@ def _tilt(log_a: float, r: Any) -> float:
 
 @jit
 def _power_grad(x: Any, g: Any, rule: int, r: Any, top: Any, reach: Any, share: Any, rho: Any, base: Any) -> Any:
-    """dL/dr, or dL/dalpha for the adaptive rule (`power_grads` of the bandwidth rules)."""
+    """Return dL/dr, or dL/dalpha for the adaptive rule (`power_grads` of the rules)."""
     total, power = 0.0, np.float64(r)
     shift = math.log(np.float64(share)) / power
     for j in range(x.shape[0]):
@@ -214,7 +214,7 @@ def _power_grad(x: Any, g: Any, rule: int, r: Any, top: Any, reach: Any, share: 
             log_u = np.float64(math.log1p(-d / reach))
             drift = math.exp(power * log_u) * np.float64(share) * np.float64((g[j] - base) - rho)
             if rule == ADAPTIVE:
-                total -= power * power * _tilt(log_u + shift, power) * drift
+                total -= power * power * _log_slope(log_u + shift, power) * drift
             else:
                 total += log_u * drift
     return total
@@ -229,18 +229,18 @@ def _ties(x: Any, top: Any) -> int:
 
 
 @jit
-def _pull(x: Any, s: Any, best: Any, pull: Any) -> None:
-    """Take `pull` from the slopes of the keys that tie for the best, on which the threshold hangs."""
+def _subtract_at_best(x: Any, s: Any, best: Any, part: Any) -> None:
+    """Subtract `part` from the slopes of the keys with the largest score, which determine the threshold."""
     zero = x.dtype.type(0)
     for j in range(x.shape[0]):
-        s[j] -= pull if x[j] == best else zero
+        s[j] -= part if x[j] == best else zero
 
 
 @jit
 def _row_moments(
     x: Any, g: Any, u: Any, live: Any, kernel: int, r: Any, top: Any, edge: Any, theta: Any, cut: int, base: Any
 ) -> Any:
-    """`moments` of a row, and which of its spans have any weight into `live`."""
+    """Return `moments` of a row; write which of its spans have weight to `live`."""
     slope, slope_g, weight_g = 0.0, 0.0, 0.0
     for t in range((x.shape[0] + SPAN - 1) // SPAN):
         a, b = t * SPAN, min(x.shape[0], (t + 1) * SPAN)
@@ -254,9 +254,9 @@ def _row_moments(
 @jit
 def _fill_slopes(
     x: Any, g: Any, p: Any, dz: Any, live: Any, kernel: int, r: Any, top: Any, edge: Any, share: Any, rho: Any,
-    theta: Any, cut: int, best: Any, pull: Any, place: bool, w: Any, s: Any, base: Any,
+    theta: Any, cut: int, best: Any, moved: Any, place: bool, w: Any, s: Any, base: Any,
 ) -> None:  # fmt: skip
-    """p and dz of a row, which may be x and g themselves (`place`)."""
+    """Write p and dz of a row, which may be x and g (`place`)."""
     for t in range((x.shape[0] + SPAN - 1) // SPAN):
         a, b = t * SPAN, min(x.shape[0], (t + 1) * SPAN)
         if not live[t]:
@@ -267,8 +267,8 @@ def _fill_slopes(
         weights = p[a:b] if p.shape[0] > 0 and not place else w[: b - a]
         slopes = s[: b - a] if place else dz[a:b]
         weigh_and_slope(part, g[a:b], weights, slopes, kernel, r, top, edge, share, rho, a, theta, cut, base)
-        if pull != 0:
-            _pull(part, slopes, best, pull)
+        if moved != 0:
+            _subtract_at_best(part, slopes, best, moved)
         if place:
             p[a:b] = weights
             dz[a:b] = slopes
@@ -276,8 +276,8 @@ def _fill_slopes(
 
 @jit
 def _best(x: Any, bits: Any, top: Any, tops: Any, top_bits: Any) -> Any:
-    """(the best score, how many keys tie for it). Scores made again from fewer keys can differ from those of the
-    forward pass in the last bit, so that none need be equal to `top`."""
+    """Return (the largest score, the number of keys with it). Scores computed again from fewer keys can differ from
+    those of the forward pass in the last bit, so that none equals `top`."""
     ties = _ties(x, top)
     if ties == 0:
         find_tops(bits, top_bits)
@@ -288,10 +288,10 @@ def _best(x: Any, bits: Any, top: Any, tops: Any, top_bits: Any) -> Any:
 
 @jit
 def backward_row(
-    x: Any, bits: Any, g: Any, p: Any, dz: Any, kernel: int, rule: int, r: Any, stand: int, learned: bool, place: bool,
-    tops: Any, top_bits: Any, live: Any, w: Any, s: Any, floats: Any, flags: Any, found: Any, grads: Any,
+    x: Any, bits: Any, g: Any, p: Any, dz: Any, kernel: int, rule: int, r: Any, fallback: int, learned: bool,
+    place: bool, tops: Any, top_bits: Any, live: Any, w: Any, s: Any, floats: Any, flags: Any, found: Any, grads: Any,
 ) -> None:  # fmt: skip
-    """Weights, dL/dz and dL/dparameters of a row from its statistics."""
+    """Compute the weights, dL/dz and dL/dparameters of a row from its statistics."""
     kind = x.dtype.type
     grads[:] = 0
     top, theta, reach, mass = floats[0], floats[1], floats[2], floats[3]
@@ -301,13 +301,13 @@ def backward_row(
         grads[:] = mass - mass
         return
     if flags[1] != 0:
-        _stand_in(x, p, rule, stand, theta, found)
+        _fill_fallback(x, p, rule, fallback, theta, found)
         dz[:] = 0
         return
     cut = found[0] if rule == NEAREST and not vanishes(kernel) else -1
     edge = reach if cut < 0 else kind(np.inf)
     base = kind(0)
-    if rule == ADAPTIVE:  # G - rho must be exact at the key whose slope may outweigh all others
+    if rule == ADAPTIVE:  # G - rho must be exact at the key whose slope may be much larger than all others
         base = g[max(0, find_first(x, top, -1))]
     slope, slope_g, weight_g = _row_moments(x, g, w, live, kernel, r, top, edge, theta, cut, base)
     share = kind(1) / mass
@@ -318,10 +318,10 @@ def backward_row(
     grads[1] = total
     if learned:
         grads[0] = _power_grad(x, g, rule, r, top, reach, share, rho, base)
-    best, pull = top, kind(0)
+    best, moved = top, kind(0)
     if rule == ANCHORED and vanishes(kernel):
         best, ties = _best(x, bits, top, tops, top_bits)
-        pull = total / kind(ties)
-    _fill_slopes(x, g, p, dz, live, kernel, r, top, edge, share, rho, theta, cut, best, pull, place, w, s, base)
+        moved = total / kind(ties)
+    _fill_slopes(x, g, p, dz, live, kernel, r, top, edge, share, rho, theta, cut, best, moved, place, w, s, base)
     if rule == NEAREST and vanishes(kernel):
         dz[found[1]] -= total

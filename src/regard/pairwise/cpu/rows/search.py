@@ -1,7 +1,7 @@
-"""Where a row's threshold lies: the largest score of every tile, the adaptive peak, the nearest keys.
+"""The threshold of a row: the largest score of every tile, the adaptive peak, the nearest keys.
 
-Legend: x scores of a row, `bits` the same read as integers, `tops` the largest of each tile and last that of the row;
-d distances below it; b the peak.
+Legend: x scores of a row, `bits` the same read as integers, `tops` the largest of each tile and, last, of the row; d
+distances below it; b the peak.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from .base import GAP, POWER, POWER1, POWER2, POWER3, SPAN, TILE, jit, sums
 NEWTON_STEPS = 64
 BISECTIONS = 64
 CLOSE = 0.25
-"""The distance from the root, in square roots of the rounding error, from which one Newton step ends at the root."""
+"""Distance from the root, in square roots of the rounding error, from which one Newton step suffices."""
 UNCONVERGED = 1
 
 
 @jit
 def find_tops(bits: Any, tops: Any) -> bool:
-    """The bits of the largest score of every tile into `tops`, then those of the row's; whether all are numbers.
+    """Write the bits of the largest score of every tile, then of the row, to `tops`. Return whether no score is NaN.
 
-    Read as integers, with negative ones turned about, floats compare as they do, and integers are compared many at
-    a time. They are moved down so that -inf becomes the least integer: what lies below it, a NaN with a sign, comes
-    out on top with the others."""
+    Floats compare as their bits do if the bits of negative numbers are flipped, and integer comparisons use vector
+    instructions. The integers are shifted so that -inf is the least; NaN of either sign is then above infinity."""
     kind = tops.dtype.type  # numba would widen every operation
     flip = kind(np.iinfo(tops.dtype).max)
     infinity = kind(0x7F800000 if tops.itemsize == 4 else 0x7FF0000000000000)
@@ -49,8 +48,8 @@ def find_tops(bits: Any, tops: Any) -> bool:
 
 @jit
 def next_run(tops: Any, columns: int, first: int, top: Any, reach: Any, every: bool) -> Any:
-    """(end, live) of the run of tiles from `first` that are in reach, gaps of a few included, or out of it; a live run
-    fits SPAN. A row that fits it whole is one run: looking what to leave out would cost as much."""
+    """Return (end, live) of the run of tiles from `first` that are above the threshold, short gaps included, or below.
+    A run above fits SPAN. A row that fits SPAN is one run, since skipping tiles would save nothing."""
     tiles = (columns + TILE - 1) // TILE
     if every or columns <= SPAN:
         return min(tiles, first + SPAN // TILE), True
@@ -72,7 +71,7 @@ def next_run(tops: Any, columns: int, first: int, top: Any, reach: Any, every: b
 
 @sums
 def _collect(x: Any, tops: Any, top: Any, reach: Any, kept: Any) -> int:
-    """Distances of the tiles in reach into `kept`; their number."""
+    """Write the distances of tiles above the threshold to `kept`. Return their number."""
     count, first, tiles = 0, 0, (x.shape[0] + TILE - 1) // TILE
     while first < tiles:
         end, live = next_run(tops, x.shape[0], first, top, reach, False)
@@ -86,7 +85,7 @@ def _collect(x: Any, tops: Any, top: Any, reach: Any, kept: Any) -> int:
     return count
 
 
-# One loop a function, for these are what the time goes into: several in one are not unrolled.
+# Every function has one loop, since several loops in one function are not unrolled.
 
 
 @sums
@@ -139,7 +138,7 @@ def _sums_any(d: Any, b: Any, r: Any) -> Any:
 
 @jit
 def _sums(d: Any, kernel: int, r: Any, b: Any) -> Any:
-    """(sum a^r, sum a^(r-1)) over the support, a = [b - d/r]_+."""
+    """Return (sum a^r, sum a^(r-1)) over the support, a = [b - d/r]_+."""
     upper, lower = 0.0, 0.0
     inverse = d.dtype.type(1) / r
     if kernel == POWER1:
@@ -167,8 +166,8 @@ def _sums(d: Any, kernel: int, r: Any, b: Any) -> Any:
 
 @jit
 def _newton(d: Any, kernel: int, r: Any, b: Any) -> Any:
-    """The peak b with ||[b - d/r]_+||_r = 1 for r >= 1: the norm is convex and at least 1 at the b given, so that
-    Newton's method descends to the root without a bracket."""
+    """Return the peak b with ||[b - d/r]_+||_r = 1 for r >= 1. The norm is convex and at least 1 at the given b, so
+    that Newton's method descends to the root without a bracket."""
     limit = 1.0 + 2.0 * np.finfo(d.dtype).eps
     close = 1.0 + CLOSE * math.sqrt(np.finfo(d.dtype).eps)
     power = np.float64(r)
@@ -190,14 +189,14 @@ def _newton(d: Any, kernel: int, r: Any, b: Any) -> Any:
         if not (norm > limit and new < b):  # rounding ends the descent
             break
         b = new
-        if norm < close:  # the descent is quadratic: this step was the last that changes anything
+        if norm < close:  # convergence is quadratic: this was the last step that changes b
             break
     return b
 
 
 @jit
 def _bisect(d: Any, r: Any) -> Any:
-    """The peak for r < 1, whose norm is not convex: between n^(-1/r) and 1."""
+    """Return the peak for r < 1, where the norm is not convex, by bisection between n^(-1/r) and 1."""
     low, high = d.dtype.type(np.float64(d.shape[0]) ** (-1.0 / np.float64(r))), d.dtype.type(1)
     for _ in range(BISECTIONS):
         middle = (low + high) / d.dtype.type(2)
@@ -213,12 +212,12 @@ def _bisect(d: Any, r: Any) -> Any:
 
 @jit
 def find_peak(x: Any, kernel: int, r: Any, tops: Any, top: Any, kept: Any, flags: Any) -> Any:
-    """(b, sum [b - d/r]_+^r) of a row."""
+    """Return (b, sum [b - d/r]_+^r) of a row."""
     tiles = (x.shape[0] + TILE - 1) // TILE
     epsilon = np.finfo(x.dtype).eps
     b = x.dtype.type(1)
     if r >= 1:
-        if tiles >= 8:  # worth a solution of their own
+        if tiles >= 8:  # enough tiles for a first solution
             for t in range(tiles):
                 kept[t] = top - tops[t]
             b = _newton(kept[:tiles], kernel, r, b)
@@ -240,7 +239,7 @@ def find_peak(x: Any, kernel: int, r: Any, tops: Any, top: Any, kept: Any, flags
 
 @jit
 def _sum_above(z: Any, r: float, edge: float) -> float:
-    """The sum of weights at a threshold in place of `edge`."""
+    """Return the sum of weights for the threshold `edge`."""
     total = 0.0
     for j in range(z.shape[0]):
         a = np.float64(z[j]) - edge
@@ -251,7 +250,7 @@ def _sum_above(z: Any, r: float, edge: float) -> float:
 
 @jit
 def _neighbour(z: Any, edge: float, up: bool) -> float:
-    """The next score above or below `edge`; infinite where there is none."""
+    """Return the next score above or below `edge`; infinite if there is none."""
     found = np.inf if up else -np.inf
     for j in range(z.shape[0]):
         if up and z[j] > edge:
@@ -263,7 +262,7 @@ def _neighbour(z: Any, edge: float, up: bool) -> float:
 
 @jit
 def _find_pivot(z: Any, r: float, theta: float, top: float) -> float:
-    """The lowest score that has weight, given a threshold that is right but for rounding."""
+    """Return the lowest score with weight, from a threshold with rounding errors."""
     pivot = min(_neighbour(z, theta, True), top)
     while pivot < top and not _sum_above(z, r, pivot) < 1:
         pivot = _neighbour(z, pivot, True)
@@ -276,7 +275,7 @@ def _find_pivot(z: Any, r: float, theta: float, top: float) -> float:
 
 @jit
 def _pivot_weight(z: Any, r: float, pivot: float) -> Any:
-    """(t, sum of weights): the weight of the pivot, by Newton's descent."""
+    """Return (t, sum of weights): the weight of the pivot, by Newton's descent."""
     ties, total = 0, 1.0
     for j in range(z.shape[0]):
         ties += z[j] == pivot
@@ -297,8 +296,8 @@ def _pivot_weight(z: Any, r: float, pivot: float) -> Any:
 
 @jit
 def find_gap(x: Any, r: Any, top: Any, b: Any, kept: Any, flags: Any) -> Any:
-    """(pivot, gap): the lowest score with weight, and how far the threshold lies below it; b is the peak as
-    `find_peak` found it."""
+    """Return (pivot, gap): the lowest score with weight, and how far the threshold lies below it; b is the peak of
+    `find_peak`."""
     kind, info, power = x.dtype.type, np.finfo(x.dtype), np.float64(r)
     theta = np.float64(top) - power * np.float64(b)
     slack = 64 * info.eps * (abs(np.float64(top)) + power)
@@ -321,7 +320,7 @@ def find_gap(x: Any, r: Any, top: Any, b: Any, kept: Any, flags: Any) -> Any:
 
 @jit
 def _sift(heap: Any, size: int, x: Any) -> None:
-    """Put x in place of the smallest of heap[:size], and mend the order."""
+    """Replace the smallest of heap[:size] by x, and restore the heap."""
     at = 0
     while True:
         child = 2 * at + 1
@@ -338,7 +337,7 @@ def _sift(heap: Any, size: int, x: Any) -> None:
 
 @jit
 def _largest(x: Any, size: int, tops: Any, heap: Any) -> None:
-    """A heap of the `size` largest scores, smallest first, filled up with -inf."""
+    """Make a heap of the `size` largest scores, smallest first, padded with -inf."""
     heap[:size] = -np.inf
     for t in range((x.shape[0] + TILE - 1) // TILE):
         if tops[t] > heap[0]:
@@ -355,7 +354,7 @@ def chosen(z: Any, at: int, kth: Any, cut: int) -> bool:
 
 @jit
 def find_first(x: Any, score: Any, after: int) -> int:
-    """The first place beyond `after` with that score, or -1."""
+    """Return the first position after `after` with that score, or -1."""
     for j in range(after + 1, x.shape[0]):
         if x[j] == score:
             return j
@@ -364,7 +363,7 @@ def find_first(x: Any, score: Any, after: int) -> int:
 
 @jit
 def find_nearest(x: Any, k: int, vanishes: bool, tops: Any, top: Any, heap: Any, found: Any) -> Any:
-    """(theta, reach) of a row; its last kept tie, its (k+1)-th key and the number kept go into `found`."""
+    """Return (theta, reach) of a row. Write the last kept tie, the (k+1)-th key and the number kept to `found`."""
     _largest(x, k + 1, tops, heap)
     following, kth, visible = heap[0], x.dtype.type(np.inf), 0
     for h in range(k + 1):

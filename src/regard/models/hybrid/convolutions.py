@@ -1,0 +1,42 @@
+"""Causal convolutions, channel by channel: over the last few tokens, and over all.
+
+Shapes: B batch, G channels, T tokens, W the convolution's width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def convolved(inputs: Tensor, weight: Tensor, segment_ids: Tensor | None) -> Tensor:
+    """Convolve [B, G, W - 1 + T] with [G, W], channel by channel, to [B, G, T]; no document sees the one before."""
+    if segment_ids is None:
+        return F.conv1d(inputs, weight[:, None], groups=len(weight))
+    reach, tokens = weight.shape[1] - 1, segment_ids.shape[1]
+    before = F.pad(segment_ids, (reach, 0))
+    out = inputs[..., reach:] * weight[:, reach:]
+    for lag in range(1, reach + 1):
+        place = slice(reach - lag, reach - lag + tokens)
+        same = (before[:, place] == segment_ids) & (torch.arange(tokens, device=before.device) >= lag)
+        out = out + torch.where(same[:, None], inputs[..., place], 0) * weight[:, reach - lag, None]
+    return out
+
+
+def latest(inputs: Tensor, real: Tensor | None, reach: int) -> Tensor:
+    """The last `reach` inputs [B, G, reach] of each row, of [B, G, reach + T] whose real ones stand first."""
+    if real is None:
+        return inputs[..., inputs.shape[-1] - reach :]
+    first = real.sum(1)[:, None] + torch.arange(reach, device=inputs.device)
+    return inputs.gather(2, first[:, None].expand(-1, inputs.shape[1], -1))
+
+
+def long_convolution(inputs: Tensor, kernel: Tensor) -> Tensor:
+    """Convolve [B, H, D, N] with a filter [H, D, N] of its own for each channel: what stands later reaches no output.
+
+    By sums, and not by Fourier transforms, whose rounding, and whatever is not finite, would spread to earlier tokens.
+    Cost: O(N^2) time, O(N) memory a channel.
+    """
+    x, weight = inputs.flatten(1, 2), kernel.flatten(0, 1).flip(-1)[:, None]
+    return F.conv1d(F.pad(x, (kernel.shape[-1] - 1, 0)), weight, groups=len(weight)).view_as(inputs)

@@ -1,0 +1,29 @@
+"""DeltaNet (Yang et al. 2024, arXiv:2406.06484): a linear memory that is corrected by the delta rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ....recurrent.delta import delta_rule
+from ....recurrent.states import State
+from ..recurrent_mixer import Heads, RecurrentMixer, gates, unit
+from ..token_mixers import token_mixers
+
+
+@token_mixers.register("deltanet")
+class DeltaNet(RecurrentMixer):
+    """One gradient step for every pair, towards its value at its key, with a step size of its own.
+
+    `regard.delta_rule` on keys of length one.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, conv_size: int = 4, **more: Any) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, conv_size, **more)
+        self.write = nn.Linear(hidden_size, num_heads, bias=False)
+
+    def recall(self, heads: Heads) -> tuple[Tensor, State]:
+        """Return what the queries read, and the memory after all tokens."""
+        beta = gates(self.write(heads.hidden)).sigmoid()
+        return delta_rule(unit(heads.query), unit(heads.key), heads.value, beta, **heads.how)

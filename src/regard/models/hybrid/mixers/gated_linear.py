@@ -1,0 +1,41 @@
+"""Gated linear attention (GLA, Yang et al. 2023, arXiv:2312.06635): every channel of the keys forgets at a rate of its
+own, which depends on the token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ....recurrent.linear import linear_attention
+from ....recurrent.states import State
+from ..recurrent_mixer import Heads, RecurrentMixer
+from ..token_mixers import token_mixers
+
+RANK = 16
+"""Of the projection that gives the rates."""
+SHARE = 16.0
+"""The root of the sigmoid that is taken, so that rates are near one at first."""
+
+
+@token_mixers.register("gla")
+class GatedLinearAttention(RecurrentMixer):
+    """A sum of values by keys that keeps sigmoid(w)^(1/16) of each channel of the keys at a token."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"conv_size": 1}
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, conv_size: int = 1, **more: Any) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, conv_size, **more)
+        self.decay = nn.Sequential(
+            nn.Linear(hidden_size, RANK, bias=False), nn.Linear(RANK, num_heads * head_dim, bias=True)
+        )
+
+    def recall(self, heads: Heads) -> tuple[Tensor, State]:
+        """Return what the queries read, and the memory after all tokens."""
+        decay = self.decay(heads.hidden).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2).contiguous()
+        decay = F.logsigmoid(decay.to(torch.promote_types(decay.dtype, torch.float32))) / SHARE
+        scale = self.head_dim**-0.5
+        return linear_attention(*heads[:3], "linear*unnormalised", log_decay=decay, scale=scale, **heads.how)

@@ -1,0 +1,87 @@
+"""H3 (Fu et al. 2023, arXiv:2212.14052): products of queries with a diagonal state space model of keys times values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ....recurrent.packing import by_document, documents
+from ....recurrent.states import State
+from ..convolutions import long_convolution
+from ..recurrent_mixer import Heads, RecurrentMixer
+from ..token_mixers import token_mixers
+
+MODES = 16
+"""Decaying sums of each channel."""
+RATES = (1e-3, 1.0)
+"""The least and the largest rate of decay per token at the beginning."""
+
+
+@dataclass(frozen=True)
+class DiagonalState(State):
+    """Decaying sums of all inputs so far.
+
+    Attributes:
+        sums: [B, H, D, modes].
+    """
+
+    sums: Tensor
+
+
+@token_mixers.register("h3")
+class H3(RecurrentMixer):
+    """q * SSM(k * v), channel by channel, with real rates of decay; the shift before it is the short convolution.
+
+    The paper's state space model has complex rates.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, conv_size: int = 4, **more: Any) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, conv_size, **more)
+        self.log_rate = nn.Parameter(torch.zeros(num_heads, head_dim, MODES))
+        self.weight = nn.Parameter(torch.zeros(num_heads, head_dim, MODES))
+        self.skip = nn.Parameter(torch.ones(num_heads, head_dim))
+
+    def init_weights(self) -> None:
+        """Spread the rates of each channel evenly in their logarithm, and draw the weights of its sums."""
+        low, high = (torch.tensor(rate).log().item() for rate in RATES)
+        init.copy_(self.log_rate, torch.linspace(low, high, MODES).expand_as(self.log_rate))
+        init.normal_(self.weight, std=MODES**-0.5)
+        init.ones_(self.skip)
+
+    def recall(self, heads: Heads) -> tuple[Tensor, State]:
+        """Return what the queries read, and the sums after all tokens.
+
+        Cost: O(T^2) time and O(T) memory a channel and mode.
+        """
+        how, mask = heads.how, heads.how["attn_mask"]
+        packed = documents("H3", how["segment_ids"], heads.query, heads.key)
+        return by_document(packed, self._read, heads[:3], None if mask is None else mask[:, None], how["state"])
+
+    def _read(self, heads: Any, mask: Tensor | None, state: Any) -> tuple[Tensor, State]:
+        """Do what `recall` does for queries, keys and values [B, H, T, D] and a mask [B, 1, T], real tokens first."""
+        query, key, value = heads
+        real = None if mask is None else mask[:, 0]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        inputs = (key * value).to(wide).transpose(2, 3)  # [B, H, D, T]
+        if real is not None:
+            inputs = inputs * real[:, None, None]
+        tokens = inputs.shape[-1]
+        rate, weight = self.log_rate.to(wide).exp(), self.weight.to(wide)
+        lags = torch.arange(tokens + 1, device=inputs.device)
+        fading = torch.exp(-rate[..., None] * lags)  # [H, D, modes, T + 1]
+        kernel = (weight[..., None] * fading[..., :-1]).sum(-2)
+        out = long_convolution(inputs, kernel)
+        out = out + self.skip.to(wide)[..., None] * inputs
+        # real tokens stand first, so that the age of token j in the end is the number of real ones after it
+        count = inputs.new_full((len(inputs),), tokens) if real is None else real.sum(-1).to(wide)
+        age = (count[:, None] - 1 - lags[:-1]).clamp_min(0)
+        sums = torch.einsum("bhdt,bhdmt->bhdm", inputs, torch.exp(-rate[..., None] * age[:, None, None, None]))
+        if state is not None:
+            out = out + torch.einsum("hdm,hdmt,bhdm->bhdt", weight, fading[..., 1:], state.sums)
+            sums = sums + state.sums * torch.exp(-rate * count[:, None, None, None])
+        found = query * out.transpose(2, 3).to(query.dtype)
+        return found, DiagonalState(sums, tokens=tokens + (0 if state is None else state.tokens))

@@ -1,0 +1,106 @@
+"""Hyena (Poli et al. 2023, arXiv:2302.10866): products of queries with a long convolution of keys times values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import pi
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ....recurrent.packing import by_document, documents
+from ....recurrent.states import State
+from ..convolutions import long_convolution
+from ..recurrent_mixer import Heads, RecurrentMixer
+from ..token_mixers import token_mixers
+
+WAVES, WIDTH = 8, 32
+"""Frequencies of a position, and hidden units of the network that makes filters of them."""
+LONGEST = 4096
+"""Positions over which the slowest frequency makes one turn."""
+
+
+@dataclass(frozen=True)
+class Inputs(State):
+    """All inputs so far: a long convolution has no shorter state.
+
+    Attributes:
+        products: [B, H, D, N], keys times values; padding holds zeros.
+    """
+
+    products: Tensor
+
+
+@token_mixers.register("hyena")
+class Hyena(RecurrentMixer):
+    """q * (h conv k v), channel by channel; a small network of the lag makes the filter h, which fades with the lag.
+
+    This is the paper's operator of order two. Decoding costs O(N^2) a token.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, conv_size: int = 4, **more: Any) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, conv_size, **more)
+        self.filter_in = nn.Linear(2 * WAVES + 1, WIDTH)
+        self.filter_out = nn.Linear(WIDTH, num_heads * head_dim, bias=False)
+        self.log_rate = nn.Parameter(torch.zeros(num_heads, head_dim))
+        self.skip = nn.Parameter(torch.ones(num_heads, head_dim))
+
+    def init_weights(self) -> None:
+        """Spread how fast filters fade over the channels, and draw the network so that its waves differ."""
+        fast, slow = 0.3, 3e-3
+        spread = torch.linspace(torch.tensor(fast).log().item(), torch.tensor(slow).log().item(), self.log_rate.numel())
+        init.copy_(self.log_rate, spread.view_as(self.log_rate))
+        init.normal_(self.filter_in.weight, std=1.0)
+        init.normal_(self.filter_out.weight, std=WIDTH**-0.5)
+        init.ones_(self.skip)
+
+    def filters(self, length: int) -> Tensor:
+        """Return the filter of each channel at the lags 0 to `length` - 1, [H, D, length]."""
+        wide = torch.promote_types(self.log_rate.dtype, torch.float32)
+        lag = torch.arange(length, device=self.log_rate.device, dtype=wide)
+        turns = lag[:, None] * 2.0 ** torch.arange(WAVES, device=lag.device) * (2 * pi / LONGEST)
+        features = torch.cat([lag[:, None] / LONGEST, turns.sin(), turns.cos()], -1)
+        hidden = nn.functional.linear(features, self.filter_in.weight.to(wide), self.filter_in.bias.to(wide)).sin()
+        made = nn.functional.linear(hidden, self.filter_out.weight.to(wide)).T.unflatten(0, self.log_rate.shape)
+        return made * torch.exp(-self.log_rate.to(wide).exp()[..., None] * lag)
+
+    def recall(self, heads: Heads) -> tuple[Tensor, State | None]:
+        """Return what the queries read, and all inputs.
+
+        Cost: O(N^2) time and O(N) memory a channel.
+        """
+        how, mask = heads.how, heads.how["attn_mask"]
+        packed = documents("Hyena", how["segment_ids"], heads.query, heads.key)
+        mask = None if mask is None else mask[:, None]
+        if packed is None:
+            return self._read(heads[:3], mask, how["state"])
+        alone = lambda *given: (self._read(*given)[0], None)  # noqa: E731 (the inputs of documents have many lengths)
+        return by_document(packed, alone, heads[:3], mask)
+
+    def _read(self, heads: Any, mask: Tensor | None, state: Any) -> tuple[Tensor, State]:
+        """Do what `recall` does for queries, keys and values [B, H, T, D] and a mask [B, 1, T], real tokens first."""
+        query, key, value = heads
+        real = None if mask is None else mask[:, 0]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        inputs = (key * value).to(wide).transpose(2, 3)
+        if real is not None:
+            inputs = inputs * real[:, None, None]
+        tokens = inputs.shape[-1]
+        every = inputs if state is None else torch.cat([state.products.to(wide), inputs], -1)
+        out = long_convolution(every, self.filters(every.shape[-1]))[..., -tokens:]
+        out = out + self.skip.to(wide)[..., None] * inputs
+        if real is not None:  # padding moves in front of the real tokens, where it keeps none of them from the next
+            every = _padding_first(every, real)
+        found = query * out.transpose(2, 3).to(query.dtype)
+        return found, Inputs(every, tokens=every.shape[-1])
+
+
+def _padding_first(every: Tensor, real: Tensor) -> Tensor:
+    """Turn the rows of inputs [B, H, D, N], whose last ones may be padding (`real` [B, T] false), so that padding comes
+    first."""
+    padding = (~real).sum(-1)
+    n = every.shape[-1]
+    at = (torch.arange(n, device=every.device) - padding[:, None]) % n
+    return every.gather(-1, at[:, None, None].expand_as(every))

@@ -1,0 +1,49 @@
+"""The state space model of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060) as linear attention with a decay per token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ....recurrent.linear import linear_attention
+from ....recurrent.states import State
+from ..recurrent_mixer import Heads, RecurrentMixer, gates
+from ..token_mixers import token_mixers
+
+STEPS = (1e-3, 1e-1)
+"""The least and the largest step at the beginning."""
+
+
+@token_mixers.register("mamba2")
+class Mamba2(RecurrentMixer):
+    """A sum of values by keys with a step d of its own for each token: it keeps exp(-a d) and adds d v k^T.
+
+    C and B of the paper are queries and keys, one of each a head. Values reach the output by the memory alone: the
+    paper's skip is left out.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, conv_size: int = 4, **more: Any) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, conv_size, **more)
+        self.step = nn.Linear(hidden_size, num_heads, bias=False)
+        self.step_bias = nn.Parameter(torch.zeros(num_heads))
+        self.log_rate = nn.Parameter(torch.zeros(num_heads))
+
+    def init_weights(self) -> None:
+        """Draw rates from 1 to 16, and steps whose logarithm is uniform, as Mamba-2 does."""
+        low, high = (torch.tensor(step).log().item() for step in STEPS)
+        steps = torch.empty_like(self.step_bias, device="cpu").uniform_(low, high).exp()
+        init.copy_(self.step_bias, steps + torch.log(-torch.expm1(-steps)))  # whose softplus is the step
+        init.copy_(self.log_rate, torch.empty_like(self.log_rate, device="cpu").uniform_(1, 16).log())
+
+    def recall(self, heads: Heads) -> tuple[Tensor, State]:
+        """Return what the queries read, and the memory after all tokens."""
+        step = F.softplus(gates(self.step(heads.hidden)) + self.step_bias[:, None])
+        decay = -self.log_rate.to(step.dtype).exp()[:, None] * step
+        value = heads.value * step[..., None].to(heads.value.dtype)
+        scale = self.head_dim**-0.5
+        query, key = heads.query, heads.key
+        return linear_attention(query, key, value, "linear*unnormalised", log_decay=decay, scale=scale, **heads.how)

@@ -1,0 +1,44 @@
+"""MesaNet (von Oswald et al. 2025, arXiv:2506.05233): the best linear model of all pairs so far as a token mixer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ....recurrent.mesa import mesa_attention
+from ....recurrent.states import State
+from ..recurrent_mixer import Heads, RecurrentMixer, gates, unit
+from ..token_mixers import token_mixers
+
+LEAST_RIDGE = 1e-2
+
+
+@token_mixers.register("mesa")
+class MesaNet(RecurrentMixer):
+    """Ridge regression of values on keys of length one, with gates for forgetting and writing, and a learned ridge for
+    every channel of every head (`regard.mesa_attention`)."""
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, conv_size: int = 4, **more: Any) -> None:
+        super().__init__(hidden_size, num_heads, head_dim, conv_size, **more)
+        self.keep = nn.Linear(hidden_size, num_heads, bias=True)
+        self.write = nn.Linear(hidden_size, num_heads, bias=True)
+        self.ridge = nn.Parameter(torch.zeros(num_heads, head_dim))
+
+    def init_weights(self) -> None:
+        """Set the forgetting gates so that a head keeps most of what it knows."""
+        init.constant_(self.keep.bias, 4.0)
+
+    def recall(self, heads: Heads) -> tuple[Tensor, State]:
+        """Return what the queries read, and the memory after all tokens."""
+        how: dict[str, Any] = {
+            "ridge": F.softplus(self.ridge.to(torch.promote_types(self.ridge.dtype, torch.float32))) + LEAST_RIDGE,
+            "log_decay": F.logsigmoid(gates(self.keep(heads.hidden))),
+            "beta": gates(self.write(heads.hidden)).sigmoid(),
+        }
+        query, key = unit(heads.query), unit(heads.key)
+        found: tuple[Tensor, State] = mesa_attention(query, key, heads.value, **how, **heads.how)
+        return found

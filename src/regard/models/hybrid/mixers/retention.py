@@ -1,0 +1,31 @@
+"""Retention (RetNet, Sun et al. 2023, arXiv:2307.08621): linear attention whose heads forget at fixed rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ....recurrent.linear import linear_attention
+from ....recurrent.states import State
+from ..recurrent_mixer import Heads, RecurrentMixer
+from ..token_mixers import token_mixers
+
+
+@token_mixers.register("retention")
+class Retention(RecurrentMixer):
+    """A sum of values by keys; head h keeps 1 - 2^(-5 - h) of it at every token.
+
+    The reference rotates queries and keys by their positions; here the decay alone tells positions apart.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {"conv_size": 1}
+
+    def recall(self, heads: Heads) -> tuple[Tensor, State]:
+        """Return what the queries read, and the memory after all tokens."""
+        h = torch.arange(self.num_heads, device=heads.query.device)
+        decay = torch.log1p(-(2.0 ** (-5.0 - h)))
+        scale = self.head_dim**-0.5
+        return linear_attention(*heads[:3], "linear*unnormalised", log_decay=decay, scale=scale, **heads.how)

@@ -1,0 +1,147 @@
+"""What token mixers with a recurrent memory share: projections, a short convolution, a norm and an output gate.
+
+A subclass says how its memory is written and read (`recall`). The short convolution is that of Gated DeltaNet: over the
+last few tokens, channel by channel, before the memory sees queries, keys and values.
+
+Shapes: B batch, T tokens given now, C model width, H heads, D channels of a head, W the convolution's width.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from ...checks import whole
+from ...nn.arguments import check_layer_idx, positive_int
+from ...recurrent.states import State
+from ..base.cache_layers import StateCacheLayer
+from .convolutions import convolved, latest
+from .state_mixer import StateMixer, States
+
+if TYPE_CHECKING:
+    from .configuration_hybrid import HybridConfig
+
+
+@dataclass(frozen=True)
+class ConvolutionState(State):
+    """The last inputs of a convolution.
+
+    Attributes:
+        inputs: [B, 3 H D, W - 1].
+    """
+
+    inputs: Tensor
+
+
+class RecurrentCacheLayer(StateCacheLayer):
+    """The memory of one layer and the last inputs of its convolution, None before the first token."""
+
+    held = ("memory", "convolution")
+    memory: Any
+    convolution: ConvolutionState | None
+
+
+class Heads(NamedTuple):
+    """What a memory is given.
+
+    Attributes:
+        query, key, value: [B, H, T, D].
+        hidden: [B, T, C], for gates.
+        how: arguments of every function of `regard.recurrent`: state, attn_mask and segment_ids.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    hidden: Tensor
+    how: dict[str, Any]
+
+
+class RecurrentMixer(StateMixer):
+    """Queries, keys and values, a memory of fixed size, a norm for each head, an output gate and a projection.
+
+    Args:
+        hidden_size: C.
+        num_heads: H.
+        head_dim: D.
+        conv_size: W; 1 for no convolution.
+        norm_eps: of the norm of the heads.
+        layer_idx: the layer's place in a cache.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {"conv_size": 4}
+    cache_layer = RecurrentCacheLayer
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        conv_size: int = 4,
+        *,
+        norm_eps: float = 1e-6,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        call = type(self).__name__
+        for name, value in {"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim}.items():
+            positive_int(call, name, value)
+        whole(call, "conv_size", conv_size, 1, 2**20)
+        self.layer_idx = check_layer_idx(call, layer_idx)
+        self.num_heads, self.head_dim, self.conv_size = num_heads, head_dim, conv_size
+        inner = num_heads * head_dim
+        self.project = nn.Linear(hidden_size, 3 * inner, bias=False)
+        self.conv = nn.Conv1d(3 * inner, 3 * inner, conv_size, groups=3 * inner, bias=False) if conv_size > 1 else None
+        self.gate = nn.Linear(hidden_size, inner, bias=False)
+        self.norm = nn.RMSNorm(head_dim, norm_eps)
+        self.output = nn.Linear(inner, hidden_size, bias=False)
+
+    @classmethod
+    def build(cls, config: HybridConfig, layer_idx: int, options: Mapping[str, Any]) -> Self:
+        """Build the layer of a hybrid model; its heads are the model's."""
+        heads = config.num_attention_heads
+        width = config.head_dim or config.hidden_size // heads
+        return cls(config.hidden_size, heads, width, **options, norm_eps=config.rms_norm_eps, layer_idx=layer_idx)
+
+    @abstractmethod
+    def recall(self, heads: Heads) -> tuple[Tensor, State | None]:
+        """Return what the queries read, [B, H, T, D], and the memory after all tokens (or None for packed rows)."""
+
+    def advance(
+        self, hidden: Tensor, real: Tensor | None, states: States, remember: bool, segment_ids: Tensor | None
+    ) -> tuple[Tensor, States]:
+        """Return the output [B, T, C], and the memory and the convolution's inputs after all tokens."""
+        memory, convolution = states
+        mixed = self.project(hidden).transpose(1, 2)
+        reach = self.conv_size - 1
+        past = mixed.new_zeros(*mixed.shape[:2], reach) if convolution is None else convolution.inputs.to(mixed.dtype)
+        inputs = torch.cat((past, mixed), dim=-1)
+        if self.conv is not None:
+            mixed = F.silu(convolved(inputs, self.conv.weight[:, 0], segment_ids))
+        query, key, value = (
+            mixed.transpose(1, 2).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        )
+        how = {"state": memory, "attn_mask": real, "segment_ids": segment_ids}
+        read, memory = self.recall(Heads(query, key, value, hidden, how))
+        heads = self.norm(read).transpose(1, 2).flatten(2) * F.silu(self.gate(hidden))
+        tokens = hidden.shape[1] + (0 if convolution is None else convolution.tokens)
+        return self.output(heads), (memory, ConvolutionState(latest(inputs, real, reach), tokens=tokens))
+
+
+def gates(projected: Tensor) -> Tensor:
+    """Return numbers of tokens and heads [B, T, H] as [B, H, T], in float32 at least."""
+    wide = torch.promote_types(projected.dtype, torch.float32)
+    return projected.transpose(1, 2).contiguous().to(wide)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return vectors of length one along the last axis, computed in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

@@ -1,0 +1,157 @@
+"""Multi-query associative recall (MQAR): pairs of keys and values, and after them some of the keys again.
+
+"Zoology" (Arora et al., 2023), and the Local Linear Attention paper, section 5. A sequence begins k_1 v_1 ... k_n v_n.
+Each key comes once more in the rest, and the model is asked for its value there; the value itself is not written. The
+gap to the key follows a power law.
+
+The reference program may draw a filler that is one of the sequence's keys, after which another token stands where the
+value should. Here fillers are never keys of the sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError, in_range, refuse
+from .base import tasks
+from .tokens import TokenExample, TokenTask, check_sizes, example_of
+
+FILLERS = ("zero", "random")
+
+
+@tasks.register("mqar")
+@dataclass(frozen=True)
+class MQAR(TokenTask):
+    """Recall of values by their keys.
+
+    Args:
+        tokens: the vocabulary: 0 is the filler, keys are the lower half of the others, values the upper half.
+        length: T of a sequence.
+        pairs: n, no key and no value twice; 4 n <= T.
+        power: a of the gap's law, p(gap) ~ gap^(a - 1), gaps in pairs of places.
+        fillers: "zero", or "random": any token that is no key of the sequence.
+
+    Raises:
+        ArgumentError: sizes that do not fit.
+    """
+
+    name: ClassVar[str] = "mqar"
+    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "quick": {"tokens": 128, "length": 32, "pairs": 4},
+        "zoology-64": {"tokens": 8192, "length": 64, "pairs": 4},
+        "zoology-128": {"tokens": 8192, "length": 128, "pairs": 8},
+        "zoology-256": {"tokens": 8192, "length": 256, "pairs": 16},
+        "paper": {"tokens": 8192, "length": 512, "pairs": 128},
+    }
+
+    tokens: int = 8192
+    length: int = 64
+    pairs: int = 4
+    power: float = 0.01
+    fillers: str = "zero"
+
+    def __post_init__(self) -> None:
+        check_sizes(self, tokens=4, length=4, pairs=1)
+        in_range(type(self).__name__, "power", self.power, low=0.0, strict=True)
+        if self.fillers not in FILLERS:
+            raise refuse(type(self).__name__, "fillers", self.fillers, f"one of {', '.join(FILLERS)}")
+        if 4 * self.pairs > self.length:
+            raise ArgumentError(
+                f"{type(self).__name__}: length is {self.length}, too short for {self.pairs} pairs and as many queries "
+                f"with a place behind each; give a length of at least {4 * self.pairs} or fewer pairs."
+            )
+        if self.pairs > self.tokens // 2 - 1:
+            raise ArgumentError(
+                f"{type(self).__name__}: pairs is {self.pairs}, but {self.tokens} tokens hold {self.tokens // 2 - 1} "
+                f"keys; give fewer pairs or more tokens."
+            )
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        return self.tokens
+
+    def _pairs(self, random: Random) -> tuple[list[int], list[int], list[int]]:
+        """Return keys, values and the place of each key's query after the pairs, in steps of two."""
+        half = self.tokens // 2
+        keys = random.sample(range(1, half), self.pairs)
+        values = random.sample(range(half, self.tokens), self.pairs)
+        room, draw = (self.length - 2 * self.pairs) // 2, random.random
+        # the n smallest of exponential times with these rates are n draws without replacement
+        times = [-math.log(1.0 - draw()) * gap ** (1 - self.power) for gap in range(1, room + 1)]
+        return keys, values, sorted(range(room), key=times.__getitem__)[: self.pairs]
+
+    def draw(self, random: Random, split: str) -> TokenExample:
+        """Return an example from a source of random numbers."""
+        keys, values, gaps = self._pairs(random)
+        start = 2 * self.pairs
+        tokens = [x for pair in zip(keys, values, strict=True) for x in pair]
+        tokens += self._fillers(random, set(keys), self.length - start)
+        labels = {}
+        for key, value, gap in zip(keys, values, gaps, strict=True):
+            tokens[start + 2 * gap] = key
+            labels[start + 2 * gap + 1] = value
+        return example_of(tokens, labels)
+
+    def _fillers(self, random: Random, keys: set[int], count: int) -> list[int]:
+        if self.fillers == "zero":
+            return [0] * count
+        found: list[int] = []
+        while len(found) < count:
+            found += [x for x in random.choices(range(self.tokens), k=count) if x not in keys]
+        return found[:count]
+
+    def oracle(self, example: TokenExample) -> Tensor:
+        """Return the value that followed the key before each label, int64 [T]."""
+        tokens = example.tokens.tolist()
+        known = dict(zip(tokens[0 : 2 * self.pairs : 2], tokens[1 : 2 * self.pairs : 2], strict=True))
+        return torch.tensor([0, *(known.get(x, 0) for x in tokens[:-1])])
+
+    def trivial(self, example: TokenExample) -> Tensor:
+        """Return the first value of the sequence at every place, int64 [T]."""
+        return example.tokens[1].expand(len(example.tokens))
+
+
+@tasks.register("stacked-mqar")
+@dataclass(frozen=True)
+class StackedMQAR(MQAR):
+    """Recall of values where a key and its value are one position: no layer has to join neighbours first.
+
+    `tokens` of an example holds the keys, `beside` the value that stands at each, 0 for none. A model takes the sum of
+    two embeddings, `table(tokens) + table(beside)`, as `inputs_embeds`. The gap between pairs and queries is in
+    positions.
+    """
+
+    name: ClassVar[str] = "stacked-mqar"
+
+    def draw(self, random: Random, split: str) -> TokenExample:
+        """Return an example from a source of random numbers."""
+        keys, values, gaps = self._pairs(random)
+        tokens = keys + self._fillers(random, set(keys), self.length - self.pairs)
+        labels = {}
+        for key, value, gap in zip(keys, values, gaps, strict=True):
+            tokens[self.pairs + gap] = key
+            labels[self.pairs + gap + 1] = value
+        found = example_of(tokens, labels)
+        beside = torch.zeros_like(found.tokens)
+        beside[: self.pairs] = torch.tensor(values)
+        return replace(found, beside=beside)
+
+    def oracle(self, example: TokenExample) -> Tensor:
+        """Return the value that stood beside the key before each label, int64 [T]."""
+        assert example.beside is not None
+        n = self.pairs
+        known = dict(zip(example.tokens[:n].tolist(), example.beside[:n].tolist(), strict=True))
+        return torch.tensor([0, *(known.get(x, 0) for x in example.tokens[:-1].tolist())])
+
+    def trivial(self, example: TokenExample) -> Tensor:
+        """Return the first value of the sequence at every place, int64 [T]."""
+        assert example.beside is not None
+        return example.beside[0].expand(len(example.tokens))

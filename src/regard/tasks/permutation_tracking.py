@@ -1,0 +1,127 @@
+"""Permutation state tracking: items at places, swaps of two places, and then questions which item stands where.
+
+Local Linear Attention paper, section 5 (its Figure 5): `p1=a1, ... pN=aN # i1 j1, ... iS jS # q1=o1, ...`, with items
+from a large alphabet, S swaps with S uniform from N/6 to N/3, and 8 questions. The model is asked for the item behind
+each `=` of the questions.
+
+The paper does not say whether places of a swap differ and whether questions repeat; here items are distinct, the two
+places of a swap differ, and no place is asked for twice. An answer that ignores all swaps is right at the places that
+no swap touched, a share of about (1 - 2/N)^S, which is near 0.6 for every N of the paper: the accuracy on moved
+places is what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError
+from .base import tasks
+from .tokens import TokenExample, TokenTask, check_sizes, example_of
+
+
+@tasks.register("permutation-tracking")
+@dataclass(frozen=True)
+class PermutationTracking(TokenTask):
+    """Items that change places.
+
+    Args:
+        places: N.
+        items: of which N are drawn without replacement; at least N.
+        questions: at most N.
+        swaps: (least, most) of S; N/6 and N/3, rounded down and at least 1, by default.
+
+    Raises:
+        ArgumentError: sizes that do not fit.
+    """
+
+    name: ClassVar[str] = "permutation-tracking"
+    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "quick": {"places": 6, "items": 32, "questions": 4, "swaps": (1, 2)},
+        **{f"paper-{n}": {"places": n} for n in (16, 24, 48, 96)},
+    }
+
+    places: int = 16
+    items: int = 8192
+    questions: int = 8
+    swaps: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(self, places=2, items=1, questions=1)
+        call = type(self).__name__
+        if self.items < self.places:
+            raise ArgumentError(f"{call}: {self.places} places need as many items, got items={self.items}.")
+        if self.questions > self.places:
+            raise ArgumentError(
+                f"{call}: questions is {self.questions}, expected at most the {self.places} places, since no place is "
+                f"asked for twice."
+            )
+        swaps = self.swaps
+        if swaps is not None and not (
+            len(swaps) == 2 and all(type(n) is int for n in swaps) and 0 <= swaps[0] <= swaps[1]
+        ):
+            raise ArgumentError(
+                f"{call}: swaps is {swaps!r}, expected (least, most), whole numbers with 0 <= least <= most."
+            )
+
+    @property
+    def between(self) -> tuple[int, int]:
+        """The least and the most swaps."""
+        return self.swaps if self.swaps is not None else (max(self.places // 6, 1), max(self.places // 3, 1))
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are: items, places, `=`, `,` and `#`."""
+        return self.items + self.places + 3
+
+    def draw(self, random: Random, split: str) -> TokenExample:
+        """Return an example from a source of random numbers."""
+        count = self.places
+        place = range(self.items, self.items + count)
+        equals, comma, mark = range(self.vocabulary - 3, self.vocabulary)
+        items = random.sample(range(self.items), count)
+        tokens = [*[x for p, a in zip(place, items, strict=True) for x in (p, equals, a, comma)][:-1], mark]
+        moved = [False] * count
+        for _ in range(random.randint(*self.between)):
+            i, j = random.sample(range(count), 2)
+            items[i], items[j] = items[j], items[i]
+            moved[i] = moved[j] = True
+            tokens += [place[i], place[j], comma]
+        tokens = [*tokens[:-1], mark] if tokens[-1] == comma else [*tokens, mark]
+        labels: dict[int, int] = {}
+        parts = {"moved places": [], "other places": []}  # type: dict[str, list[int]]
+        for q in random.sample(range(count), self.questions):
+            tokens += [place[q], equals, items[q], comma]
+            labels[len(tokens) - 2] = items[q]
+            parts["moved places" if moved[q] else "other places"].append(len(tokens) - 2)
+        masks = {part: torch.zeros(len(tokens) - 1, dtype=torch.bool) for part in parts}
+        for part, at in parts.items():
+            masks[part][at] = True
+        return example_of(tokens[:-1], labels, parts=masks)
+
+    def _read(self, example: TokenExample, swapping: bool) -> Tensor:
+        """Follow the sequence token by token and return what it says at each `=` of the questions."""
+        tokens = example.tokens.tolist()
+        mark = self.vocabulary - 1
+        first, second = (i for i, x in enumerate(tokens) if x == mark)
+        state = dict(zip(tokens[0:first:4], tokens[2:first:4], strict=True))
+        for at in range(first + 1, second if swapping else first + 1, 3):
+            i, j = tokens[at : at + 2]
+            state[i], state[j] = state[j], state[i]
+        found = [0] * len(tokens)
+        for at in range(second + 1, len(tokens), 4):
+            found[at + 2] = state[tokens[at]]
+        return torch.tensor(found)
+
+    def oracle(self, example: TokenExample) -> Tensor:
+        """Return the item that stands at the place after all swaps, int64 [T]."""
+        return self._read(example, swapping=True)
+
+    def trivial(self, example: TokenExample) -> Tensor:
+        """Return the item that stood at the place before any swap, int64 [T]."""
+        return self._read(example, swapping=False)

@@ -1,0 +1,238 @@
+"""RegBench: strings of a probabilistic automaton that is another one in every example.
+
+"In-context language learning" (Akyürek et al., 2024), which the sparse regression paper repeats (its Table 1). An
+example draws an automaton: states, an alphabet, for every state one to three edges with distinct symbols to distinct
+other states. The automaton is minimised and trimmed; all states accept, and the edges of a state are equally likely.
+Then come strings that start in the first state, with a delimiter between them. The model is asked for every symbol,
+but not for delimiters. A symbol is valid where the automaton has an edge for it.
+
+In the reference program automata are hashed but not compared, so that none is ever recognised as a copy, and its splits
+depend on the order of a set. Here an automaton has a canonical form, and the hash of that form says which split it
+belongs to: no automaton is in two splits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError
+from .base import tasks
+from .tokens import TokenExample, TokenTask, check_sizes, drawn, example_of
+
+Edges = tuple[dict[int, int], ...]
+"""For every state: symbol to next state. The first state is the start."""
+SHARES = (("train", 0.8), ("validation", 0.1), ("test", 0.1))
+"""Shares of all automata."""
+
+
+def minimised(edges: Edges) -> Edges:
+    """Return the least automaton with the same strings, its states in the order in which a breadth-first search by
+    symbols meets them from the first: automata with the same strings give the same result.
+
+    All states accept; a missing edge rejects. Cost: O(n^2 m) for n states and m symbols.
+    """
+    classes = [0] * len(edges)
+    while True:  # states stay together while their edges have the same symbols and lead to the same classes
+        signs = [(classes[i], tuple(sorted((s, classes[j]) for s, j in edges[i].items()))) for i in range(len(edges))]
+        names = {sign: n for n, sign in enumerate(dict.fromkeys(signs))}
+        new = [names[sign] for sign in signs]
+        if len(names) == len(set(classes)):
+            break
+        classes = new
+    first = {c: i for i, c in reversed(list(enumerate(classes)))}  # a state of each class
+    order, queue = {classes[0]: 0}, [classes[0]]
+    for c in queue:
+        for symbol in sorted(edges[first[c]]):
+            after = classes[edges[first[c]][symbol]]
+            if after not in order:
+                order[after] = len(order)
+                queue.append(after)
+    return tuple({s: order[classes[j]] for s, j in sorted(edges[first[c]].items())} for c in queue)
+
+
+def split_of(edges: Edges) -> str:
+    """Return the split that a minimised automaton belongs to, by a hash of it."""
+    text = repr([sorted(state.items()) for state in edges])
+    at = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") / 2**64
+    for split, share in SHARES:
+        if at < share:
+            return split
+        at -= share
+    return SHARES[-1][0]
+
+
+@dataclass(frozen=True)
+class AutomatonExample(TokenExample):
+    """Strings of an automaton.
+
+    Attributes:
+        automaton: its edges.
+    """
+
+    automaton: Edges = ()
+
+
+@tasks.register("regbench")
+@dataclass(frozen=True)
+class RegBench(TokenTask):
+    """The next symbol of strings whose automaton has to be inferred from them.
+
+    Args:
+        symbols: letters in all; the delimiter is the token after them.
+        states, alphabet: (least, most) of an automaton.
+        edges: the most edges of a state, at most as many as the automaton has symbols and other states.
+        strings, string: (least, most) strings of an example, and symbols of a string.
+        automata: how many different automata the training split uses; 0 for a new one in every example.
+
+    Raises:
+        ArgumentError: sizes that do not fit.
+    """
+
+    name: ClassVar[str] = "regbench"
+    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "quick": {
+            "symbols": 8, "states": (3, 6), "alphabet": (4, 8), "strings": (6, 10), "string": (2, 11)
+        },
+        "paper-1k": {"automata": 1000},
+        "paper-2500": {"automata": 2500},
+        "paper-40k": {"automata": 40000},
+    }  # fmt: skip
+
+    symbols: int = 18
+    states: tuple[int, int] = (4, 12)
+    alphabet: tuple[int, int] = (4, 18)
+    edges: int = 3
+    strings: tuple[int, int] = (10, 19)
+    string: tuple[int, int] = (1, 49)
+    automata: int = 0
+
+    def __post_init__(self) -> None:
+        check_sizes(self, symbols=2, edges=1, automata=0)
+        call = type(self).__name__
+        for name, low in (("states", 2), ("alphabet", 1), ("strings", 1), ("string", 1)):
+            pair = getattr(self, name)
+            if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(type(n) is int for n in pair)):
+                raise ArgumentError(f"{call}: {name} is {pair!r}, expected (least, most), two whole numbers.")
+            if not low <= pair[0] <= pair[1]:
+                raise ArgumentError(f"{call}: {name} is {pair!r}, expected {low} <= least <= most.")
+        if self.alphabet[1] > self.symbols:
+            raise ArgumentError(f"{call}: alphabet is {self.alphabet}, but there are {self.symbols} symbols.")
+        most = min(self.alphabet[1], self.states[1] - 1)
+        if self.edges > most:
+            raise ArgumentError(
+                f"{call}: edges is {self.edges}, but the largest automaton, of {self.states[1]} states and "
+                f"{self.alphabet[1]} symbols, has at most {most} at a state, since symbols and targets of its edges "
+                f"differ and no edge leads back to its state."
+            )
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        return self.symbols + 1
+
+    def automaton(self, random: Random) -> Edges:
+        """Return an automaton, minimised and trimmed."""
+        count = random.randint(*self.states)
+        letters = random.sample(range(self.symbols), random.randint(*self.alphabet))
+        states: list[dict[int, int]] = []
+        for state in range(count):
+            out = random.randint(1, min(self.edges, count - 1, len(letters)))
+            targets = random.sample([other for other in range(count) if other != state], out)
+            states.append(dict(zip(random.sample(letters, out), targets, strict=True)))
+        return minimised(tuple(states))
+
+    def draw(self, random: Random, split: str) -> TokenExample:
+        """Return an example from a source of random numbers."""
+        source = random
+        if self.automata and split == "train":  # one of a few automata, each from a stream of its own
+            source = Random(f"regbench {random.randrange(self.automata)}")
+        edges = drawn(lambda: self.automaton(source), lambda found: split_of(found) == split, self, split)
+        tokens: list[int] = []
+        states: list[int] = []
+        for _ in range(random.randint(*self.strings)):
+            state = 0
+            for _ in range(random.randint(*self.string)):
+                out = edges[state]
+                symbol = random.choice(list(out))
+                tokens.append(symbol)
+                states.append(state)
+                state = out[symbol]
+            tokens.append(self.symbols)
+            states.append(-1)
+        tokens, states = tokens[:-1], states[:-1]
+        labels = {at: x for at, x in enumerate(tokens) if x != self.symbols and at}
+        table = torch.zeros(len(edges) + 1, self.vocabulary)
+        for state, out in enumerate(edges):
+            table[state, list(out)] = 1 / len(out)
+        found = example_of(tokens, labels)
+        return AutomatonExample(found.tokens, found.labels, probabilities=table[states], automaton=edges)
+
+    def scores(self, predicted: Tensor, example: TokenExample) -> dict[str, float]:
+        """Return the metrics of one example.
+
+        Args:
+            predicted: logits [T, vocabulary], or tokens, int64 [T].
+
+        Returns:
+            "valid", the share of labels where the token of the largest logit is valid; and for logits "L1", the mean
+            sum of absolute differences of the predicted and the true distribution, and "total variation", half of it.
+        """
+        assert example.probabilities is not None
+        asked, truth = example.asked, example.probabilities
+        likely = predicted.argmax(-1) if predicted.is_floating_point() else predicted
+        valid = truth.gather(-1, likely[:, None])[:, 0] > 0
+        found = {"valid": float(valid[asked].float().mean())}
+        if predicted.is_floating_point():
+            apart = (predicted.softmax(-1) - truth).abs().sum(-1)[asked].mean()
+            found |= {"L1": float(apart), "total variation": float(apart) / 2}
+        return found
+
+    def oracle(self, example: TokenExample) -> Tensor:
+        """Return the logarithm of the automaton's probabilities, [T, vocabulary]: it reads the strings before each
+        label with the automaton at hand."""
+        assert isinstance(example, AutomatonExample)
+        rows, state = [], 0
+        for token in example.tokens.tolist():
+            row = torch.full((self.vocabulary,), -torch.inf)
+            if token == self.symbols:
+                state = 0
+                row[token] = 0.0
+            else:
+                out = example.automaton[state]
+                row[list(out)] = 0.0
+                state = out[token]
+            rows.append(row)
+        return torch.stack(rows)
+
+    def trivial(self, example: TokenExample) -> Tensor:
+        """Return equal logits for all symbols, [T, vocabulary]."""
+        row = torch.zeros(self.vocabulary)
+        row[self.symbols] = -torch.inf
+        return row.expand(len(example.tokens), -1)
+
+    def back_off(self, example: TokenExample, order: int = 3) -> Tensor:
+        """Return the logarithm of the probabilities of an n-gram model of the example itself, [T, vocabulary].
+
+        Row t counts what followed the last n - 1 tokens of its string in the tokens before t, for the largest n up to
+        `order` that has been seen; where nothing was seen all symbols are equally likely.
+        """
+        tokens = example.tokens.tolist()
+        seen: dict[tuple[int, ...], dict[int, int]] = {}
+        rows = torch.zeros(len(tokens), self.vocabulary)
+        for at, token in enumerate(tokens):
+            start = next((i + 1 for i in range(at - 1, -1, -1) if tokens[i] == self.symbols), 0)
+            contexts = [tuple(tokens[at - n : at]) for n in range(min(order - 1, at - start), -1, -1)]
+            counts = next((seen[c] for c in contexts if c in seen), dict.fromkeys(range(self.symbols), 1))
+            rows[at, list(counts)] = torch.tensor([float(n) for n in counts.values()])
+            if token != self.symbols:
+                for c in contexts:
+                    seen.setdefault(c, {}).setdefault(token, 0)
+                    seen[c][token] += 1
+        return (rows / rows.sum(-1, keepdim=True)).log()

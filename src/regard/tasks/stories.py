@@ -1,0 +1,301 @@
+"""Short stories from a grammar, and a grader that needs no network.
+
+In-context Language Model and sparse regression papers, which train on TinyStories and BabiStories and let a large
+language model grade what is written. Both data sets are out of reach here. A story of this grammar has five parts: a
+setting, a wish, a problem, help and an end. Its people, things and places are drawn once and come back, by name and
+by pronoun.
+
+`Stories.grade` scores a text that continues a story's beginning: grammar, consistency, plot and creativity, each from
+0 to 10. `judge` puts the same questions to any language model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from random import Random
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..checks import ArgumentError, whole
+from .base import tasks
+from .tokens import TokenExample, TokenTask, Words, continued
+
+GIRLS = tuple("Ann Eva Lily Mia Zoe Emma Ruby Ella Nora Iris Rosa Lucy Kate Amy Sue Liz Meg Fay Dora Jane".split())  # noqa: SIM905
+BOYS = tuple("Tom Ben Max Sam Leo Jack Noah Owen Finn Hugo Luke Paul Adam Carl Dan Joe Bob Tim Ron Ian".split())  # noqa: SIM905
+KINDS: dict[str, tuple[str, ...]] = {
+    "thing": (
+        "kite",
+        "boat",
+        "drum",
+        "doll",
+        "bell",
+        "lamp",
+        "book",
+        "ball",
+        "hat",
+        "cup",
+        "box",
+        "shell",
+        "stone",
+        "map",
+        "wagon",
+        "puppet",
+        "ring",
+        "spoon",
+    ),
+    "color": ("red", "blue", "green", "yellow", "white", "black", "brown", "silver", "golden", "purple"),
+    "place": (
+        "garden",
+        "forest",
+        "park",
+        "kitchen",
+        "school",
+        "market",
+        "river",
+        "beach",
+        "field",
+        "attic",
+        "yard",
+        "barn",
+    ),
+    "animal": ("dog", "cat", "bird", "rabbit", "fox", "duck", "mouse", "horse", "owl", "frog", "bear", "goat"),
+    "mood": ("happy", "sad", "tired", "proud", "worried", "glad", "angry", "curious", "calm", "shy"),
+    "weather": ("sunny", "rainy", "windy", "cold", "warm", "cloudy", "snowy", "foggy"),
+}
+PARTS: dict[str, tuple[str, ...]] = {
+    "setting": (
+        "Once there was a {child} named {hero} .",
+        "{hero} was a little {child} .",
+        "It was a {weather} day in the {place} .",
+        "{hero} lived near the {place} with a {animal} .",
+        "One {weather} day {hero} went to the {place} .",
+    ),
+    "wish": (
+        "{hero} wanted to find a {color} {thing} .",
+        "{He} liked the {color} {thing} very much .",
+        "{He} wished for a {color} {thing} .",
+        "{hero} loved to play with the {color} {thing} .",
+    ),
+    "problem": (
+        "But the {thing} fell into the water .",
+        "But the {thing} was too high to reach .",
+        "Then {he} lost the {thing} in the {place} .",
+        "But the {color} {thing} broke .",
+        "{hero} was very {mood} about it .",
+        "{He} looked for the {thing} but could not find it .",
+    ),
+    "help": (
+        "{friend} came to the {place} to help .",
+        '{friend} said , " do not be {mood} , {hero} . "',
+        "The {animal} found the {thing} .",
+        "{hero} asked {friend} for help .",
+        "{friend} and {hero} looked for the {thing} together .",
+    ),
+    "end": (
+        "{hero} got the {thing} back and was {mood} .",
+        "{friend} and {hero} went home with the {color} {thing} .",
+        "{He} thanked {friend} and they were friends .",
+        "From that day {hero} took care of the {thing} .",
+        "The end .",
+    ),
+}
+SLOT = re.compile(r"{(\w+)}")
+SCORES = ("grammar", "consistency", "plot", "creativity")
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    """Return a pattern that matches the sentences of a template, with a group for every slot."""
+    texts, slots = SLOT.split(template)[0::2], SLOT.findall(template)
+    pattern = re.escape(texts[0])
+    for at, (slot, text) in enumerate(zip(slots, texts[1:], strict=True)):
+        pattern += (rf"(?P={slot})" if slot in slots[:at] else rf"(?P<{slot}>\w+)") + re.escape(text)
+    return re.compile(pattern)
+
+
+PATTERNS = [(part, _pattern(template)) for part, many in PARTS.items() for template in many]
+
+
+@tasks.register("stories")
+@dataclass(frozen=True)
+class Stories(TokenTask):
+    """Stories to be continued.
+
+    Args:
+        sentences: of each part of a story; parts with fewer templates have all of theirs.
+        prompt: sentences that a model is given before it continues.
+
+    Raises:
+        ArgumentError: a number out of range.
+    """
+
+    name: ClassVar[str] = "stories"
+    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "quick": {"sentences": 1, "prompt": 2},
+        "long": {"sentences": 4, "prompt": 4},
+    }
+
+    sentences: int = 2
+    prompt: int = 3
+
+    def __post_init__(self) -> None:
+        whole("Stories", "sentences", self.sentences, 1, 4)
+        whole("Stories", "prompt", self.prompt, 1, self.sentences * len(PARTS) - 1)
+        plain = SLOT.sub(" ", " ".join(t for many in PARTS.values() for t in many)).split()
+        slots = [word for many in KINDS.values() for word in many]
+        object.__setattr__(
+            self, "_words", Words(["\n", *plain, "He", "he", "She", "she", "boy", "girl", *slots, *GIRLS, *BOYS])
+        )
+
+    @property
+    def words(self) -> Words:
+        """The words of all stories."""
+        return self._words  # type: ignore[attr-defined]
+
+    @property
+    def vocabulary(self) -> int:
+        """How many words there are."""
+        return len(self.words)
+
+    def story(self, random: Random) -> list[str]:
+        """Return the sentences of a story, words and signs with blanks between them."""
+        girl = random.random() < 0.5
+        hero, friend = random.choice(GIRLS if girl else BOYS), random.choice(GIRLS + BOYS)
+        while friend == hero:
+            friend = random.choice(GIRLS + BOYS)
+        fixed = {kind: random.choice(words) for kind, words in KINDS.items()}
+        fixed |= {"hero": hero, "friend": friend, "child": "girl" if girl else "boy"}
+        fixed |= {"he": "she" if girl else "he", "He": "She" if girl else "He"}
+        found = []
+        for part, templates in PARTS.items():
+            chosen = random.sample(range(len(templates)), min(self.sentences, len(templates)))
+            if part == "setting" and not {0, 1} & set(chosen):
+                chosen[0] = random.randrange(2)  # which says who it is about, before any pronoun
+            found += [templates[at].format(**fixed) for at in sorted(chosen)]
+        return found
+
+    def draw(self, random: Random, split: str) -> TokenExample:
+        """Return an example from a source of random numbers."""
+        sentences = [[self.words.numbers[word] for word in sentence.split()] for sentence in self.story(random)]
+        first, rest = sentences[: self.prompt], sentences[self.prompt :]
+        return continued(list(chain(*first)), [*chain(*rest), self.words.numbers["\n"]])
+
+    def oracle(self, example: TokenExample) -> Tensor:
+        """Return the story as it goes on, int64 [T]: what comes cannot be known from the beginning."""
+        return example.tokens
+
+    def trivial(self, example: TokenExample) -> Tensor:
+        """Return a full stop at every place, int64 [T]."""
+        return torch.full_like(example.tokens, self.words.numbers["."])
+
+    def grade(self, beginning: str, text: str, known: Iterable[str] = ()) -> dict[str, float]:
+        """Score a text that continues a beginning, each score from 0 to 10.
+
+        Args:
+            beginning, text: words and signs.
+            known: stories that the writer has read, for creativity.
+
+        Returns:
+            "grammar": the share of sentences that the grammar can make; "consistency": the share of names, things,
+            places and pronouns that agree with what came before; "plot": how many of the parts after the beginning
+            come, in their order; "creativity": the share of runs of five words that neither repeat the story nor
+            stand in `known`.
+        """
+        before, after = _sentences(beginning), _sentences(text)
+        bound: dict[str, str] = {}
+        for sentence in before:
+            _agreement(sentence, bound)
+        agreements = [_agreement(sentence, bound) for sentence in after]
+        slots = [right for found in agreements if found is not None for right in found[1]]
+        order = [list(PARTS).index(found[0]) for found in agreements if found is not None]
+        start = max([list(PARTS).index(f[0]) for s in before if (f := _agreement(s, {})) is not None], default=0)
+        wanted = set(range(start + 1, len(PARTS))) or {len(PARTS) - 1}
+        rising = {p for at, p in enumerate(order) if p in wanted and all(q <= p for q in order[:at])}
+        runs, seen = _runs(" ".join(after)), set(_runs(" ".join(before)))
+        seen.update(run for story in known for run in _runs(" ".join(_sentences(story))))
+        fresh = 0
+        for run in runs:
+            fresh += run not in seen
+            seen.add(run)
+        share = lambda part, whole: 10.0 * part / whole if whole else 0.0  # noqa: E731
+        return {
+            "grammar": share(sum(found is not None for found in agreements), len(after)),
+            "consistency": share(sum(slots), len(slots)),
+            "plot": share(len(rising), len(wanted)),
+            "creativity": share(fresh, len(runs)),
+        }
+
+
+def _sentences(text: str) -> list[str]:
+    """Return the sentences of a text, its words and signs with one blank between them."""
+    words = re.findall(r"\w+|[^\w\s]", text)
+    found: list[list[str]] = [[]]
+    quoted = False
+    for word in words:
+        found[-1].append(word)
+        quoted ^= word == '"'
+        if (word == "." and not quoted) or (word == '"' and not quoted and found[-1][-2:-1] == ["."]):
+            found.append([])
+    return [" ".join(sentence) for sentence in found if sentence]
+
+
+def _agreement(sentence: str, bound: dict[str, str]) -> tuple[str, list[bool]] | None:
+    """Return the part of a story that a sentence belongs to, and for each of its slots whether the word is of the right
+    kind and agrees with `bound`, which learns the words that are new; None for a sentence that no template makes."""
+    for part, pattern in PATTERNS:
+        if (found := pattern.fullmatch(sentence)) is None:
+            continue
+        right = []
+        for slot, word in found.groupdict().items():
+            fits = word in KINDS[slot] if slot in KINDS else True
+            if slot in ("hero", "friend"):
+                fits = word in GIRLS + BOYS
+            elif slot in ("he", "He", "child"):
+                girl = bound.get("hero") in GIRLS
+                fits = word.lower() in (("she", "girl") if girl else ("he", "boy"))
+            if slot in (*KINDS, "hero", "friend") and slot not in ("mood", "weather", "animal", "place"):
+                fits = fits and bound.setdefault(slot, word) == word
+            right.append(fits)
+        return part, right
+    return None
+
+
+def _runs(text: str, length: int = 5) -> list[tuple[str, ...]]:
+    words = text.split()
+    return [tuple(words[at : at + length]) for at in range(len(words) - length + 1)]
+
+
+QUESTION = """Here is the beginning of a short story, and how a student continued it.
+
+Beginning: {beginning}
+
+Continuation: {text}
+
+Grade the continuation from 0 to 10 for grammar, for consistency with the beginning, for its plot and for creativity.
+Answer with one line of JSON: {{"grammar": 0, "consistency": 0, "plot": 0, "creativity": 0}}"""
+
+
+def judge(ask: Callable[[str], str], beginning: str, text: str) -> dict[str, float]:
+    """Score a continuation by a language model.
+
+    Args:
+        ask: from a question to the model's answer.
+        beginning, text: as in `Stories.grade`.
+
+    Raises:
+        ArgumentError: an answer without the four scores.
+    """
+    answer = ask(QUESTION.format(beginning=beginning, text=text))
+    for found in re.findall(r"{[^{}]*}", answer):
+        try:
+            scores = json.loads(found)
+        except ValueError:
+            continue
+        if all(isinstance(scores.get(name), int | float) and 0 <= scores[name] <= 10 for name in SCORES):
+            return {name: float(scores[name]) for name in SCORES}
+    raise ArgumentError(f"judge: expected JSON with {', '.join(SCORES)} from 0 to 10, got {answer[:200]!r}.")

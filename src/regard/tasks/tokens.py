@@ -1,0 +1,226 @@
+"""Tasks of token sequences: an example, a batch for a language model, and the metrics they share; lists of words.
+
+Labels follow transformers: `labels[t]` is the token that a model should predict from `tokens[:t]`, and -100 where
+nothing is asked. Where the answer continues the sequence, `labels[t]` is `tokens[t]`; where the answer is not part of
+the input (MQAR), it is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from statistics import mean
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..checks import ArgumentError, refuse, whole
+from .base import Named, check_place
+
+IGNORED = -100
+"""The label where nothing is asked."""
+SPLITS = ("train", "validation", "test")
+TRIES = 10_000
+"""Draws before a split is taken to be empty."""
+T = TypeVar("T")
+MOST = 2**40
+"""Sizes beyond this are mistakes."""
+
+
+@dataclass(frozen=True)
+class TokenExample:
+    """One sequence.
+
+    Attributes:
+        tokens: int64 [T].
+        labels: int64 [T], `IGNORED` where nothing is asked.
+        beside: int64 [T], a second token at every position, or None: a model takes the sum of both embeddings.
+        prompt: how many tokens come before the answer, where all labels are one continuation; None elsewhere.
+        parts: named boolean masks [T] of labels that are also scored apart.
+        probabilities: float32 [T, vocabulary], the true distribution of the token at t, where there is one.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    prompt: int | None = None
+    beside: Tensor | None = None
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    probabilities: Tensor | None = None
+
+    @property
+    def asked(self) -> Tensor:
+        """Where a label stands, boolean [T]."""
+        return self.labels != IGNORED
+
+    @property
+    def answer(self) -> Tensor:
+        """The labels after the prompt, int64 [T - prompt]."""
+        return self.labels[self.prompt :]
+
+
+def example_of(tokens: list[int], labels: dict[int, int], **more: Any) -> TokenExample:
+    """Return an example from a list of tokens and the labels by position."""
+    at = torch.full((len(tokens),), IGNORED, dtype=torch.long)
+    if labels:
+        at[list(labels)] = torch.tensor(list(labels.values()))
+    return TokenExample(torch.tensor(tokens, dtype=torch.long), at, **more)
+
+
+def continued(prompt: list[int], answer: list[int], **more: Any) -> TokenExample:
+    """Return an example whose labels are the tokens of `answer`, which follows `prompt`."""
+    return example_of(prompt + answer, dict(enumerate(answer, len(prompt))), prompt=len(prompt), **more)
+
+
+def stream(name: str, *place: Any) -> Random:
+    """Return a source of random numbers that depends on its arguments alone: the same on every machine and process."""
+    text = ":".join([name, *map(str, place)])
+    return Random(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little"))
+
+
+def drawn(draw: Callable[[], T], fits: Callable[[T], bool], task: Any, split: str) -> T:
+    """Return the first draw that fits a split.
+
+    Raises:
+        ArgumentError: `TRIES` draws without one: the task has too few different examples to fill its splits.
+    """
+    for _ in range(TRIES):
+        if fits(found := draw()):
+            return found
+    raise ArgumentError(f"{type(task).__name__}: {task} has no example in the split {split!r}; give larger sizes.")
+
+
+class TokenTask(Named, ABC):
+    """A task of token sequences; its subclasses are frozen dataclasses of settings.
+
+    Attributes:
+        name: under which the task is registered.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+
+    @abstractmethod
+    def draw(self, random: Random, split: str) -> TokenExample:
+        """Return an example from a source of random numbers."""
+
+    @abstractmethod
+    def oracle(self, example: TokenExample) -> Tensor:
+        """Return what a solver that reads the tokens before each label answers: int64 [T], or logits [T,
+        vocabulary]."""
+
+    @abstractmethod
+    def trivial(self, example: TokenExample) -> Tensor:
+        """Return an answer that needs no solution, in the form of `oracle`."""
+
+    def example(self, seed: int, index: int, split: str = "train") -> TokenExample:
+        """Return the example `index` of the stream `seed` of a split. It depends on nothing else.
+
+        Raises:
+            ArgumentError: a seed or an index that is not a whole number, or an unknown split.
+        """
+        check_place(f"{type(self).__name__}.example", seed, index)
+        if split not in SPLITS:
+            raise refuse(f"{type(self).__name__}.example", "split", split, f"one of {', '.join(SPLITS)}")
+        return self.draw(stream(self.name, seed, split, index), split)
+
+    def examples(self, seed: int, indices: Iterable[int], split: str = "train") -> list[TokenExample]:
+        """Return several examples of a split, in the order of `indices`."""
+        return [self.example(seed, index, split) for index in indices]
+
+    def floor(self, seed: int = 0, count: int = 256, split: str = "test") -> dict[str, float]:
+        """Return the mean metrics of the trivial answer over some examples."""
+        found = [self.scores(self.trivial(e), e) for e in self.examples(seed, range(count), split)]
+        return {name: mean([f[name] for f in found if name in f]) for name in sorted({n for f in found for n in f})}
+
+    def scores(self, predicted: Tensor, example: TokenExample) -> dict[str, float]:
+        """Return the metrics of one example.
+
+        Args:
+            predicted: tokens, int64 [T], or logits [T, vocabulary]; row t predicts `labels[t]` (a language model's
+                output moved one place to the right).
+
+        Returns:
+            "accuracy", the share of labels that are right; "exact", 1 where all are; "accuracy on PART" for each of the
+            example's parts that holds a label.
+        """
+        predicted = predicted.argmax(-1) if predicted.is_floating_point() else predicted
+        asked = example.asked
+        right = (predicted == example.labels) & asked
+        found = {"accuracy": float(right.sum() / asked.sum()), "exact": float(right.sum() == asked.sum())}
+        for part, where in example.parts.items():
+            if (where & asked).any():
+                found[f"accuracy on {part}"] = float(right[where].sum() / (where & asked).sum())
+        return found
+
+
+def collate(examples: list[TokenExample]) -> dict[str, Tensor]:
+    """Return a batch for a language model: `input_ids` and `labels` [B, T], padded on the right with token 0 and
+    `IGNORED`, `attention_mask` [B, T] where lengths differ, and `beside` where examples have it."""
+    rows = [e.tokens for e in examples]
+    batch = {
+        "input_ids": pad_sequence(rows, batch_first=True),
+        "labels": pad_sequence([e.labels for e in examples], batch_first=True, padding_value=IGNORED),
+    }
+    second = [e.beside for e in examples if e.beside is not None]
+    if second:
+        batch["beside"] = pad_sequence(second, batch_first=True)
+    if len({len(row) for row in rows}) > 1:
+        batch["attention_mask"] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return batch
+
+
+def check_sizes(task: TokenTask, **least: int) -> None:
+    """Check that fields of a task are whole numbers, at least as large as given."""
+    for name, low in least.items():
+        whole(type(task).__name__, name, getattr(task, name), low, MOST)
+
+
+WORD = re.compile(r"\n|\w+|[^\w\s]")
+"""A line's end, a word or number, or a sign."""
+TIGHT = set(".,:;?!\n")
+"""Words without a blank before them."""
+
+
+class Words:
+    """A list of words with their numbers.
+
+    Args:
+        words: those that texts may hold. Their order, without repetitions, gives the numbers.
+    """
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self.words: Sequence[str] = tuple(dict.fromkeys(words))
+        self.numbers = {word: number for number, word in enumerate(self.words)}
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the numbers of a text's words.
+
+        Raises:
+            ArgumentError: a word that is not in the list.
+        """
+        found = WORD.findall(text)
+        try:
+            return [self.numbers[word] for word in found]
+        except KeyError as error:
+            raise ArgumentError(f"Words.encode: {error.args[0]!r} is not among the {len(self)} words.") from None
+
+    def decode(self, numbers: Iterable[int]) -> str:
+        """Return the text of some words, with a blank before each that takes one."""
+        text = ""
+        for number in numbers:
+            word = self.words[number]
+            text += word if not text or word in TIGHT or text.endswith("\n") else f" {word}"
+        return text

@@ -1,0 +1,76 @@
+"""Muon for the matrices of hidden layers, AdamW for everything else, as one optimiser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+
+
+class MuonAdamW(Optimizer):
+    """Two optimisers with one set of parameter groups.
+
+    Muon (Jordan et al., 2024) makes the update of a matrix orthogonal. It is for matrices between hidden states;
+    embeddings, heads, norms and tables are AdamW's.
+
+    Args:
+        muon, adamw: parameter groups of each; one of them may be empty.
+        lr: the learning rate of groups without their own. Updates of Muon are scaled so that AdamW's rates fit.
+    """
+
+    def __init__(self, muon: list[dict[str, Any]], adamw: list[dict[str, Any]], lr: float) -> None:
+        super().__init__([*muon, *adamw], {"lr": lr})
+        parts: list[Optimizer] = []
+        if muon:
+            parts.append(Muon(muon, lr=lr, adjust_lr_fn="match_rms_adamw"))
+        if adamw:
+            parts.append(AdamW(adamw, lr=lr))
+        self.parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+
+    @classmethod
+    def of(cls, groups: Iterable[dict[str, Any]], lr: float, model: nn.Module) -> MuonAdamW:
+        """Return the optimiser of a model's groups of parameters, which are split by `hidden_matrices`."""
+        muon, adamw, matrices = [], [], hidden_matrices(model)
+        for group in groups:
+            rest = {name: value for name, value in group.items() if name != "params"}
+            parameters = list(group["params"])
+            hidden = [p for p in parameters if id(p) in matrices and not rest.get("fixed_rate")]
+            others = [p for p in parameters if id(p) not in {id(each) for each in hidden}]
+            muon += [{**rest, "params": hidden}] if hidden else []
+            adamw += [{**rest, "params": others}] if others else []
+        return cls(muon, adamw, lr)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step of both."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of both."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the states of both."""
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def hidden_matrices(model: nn.Module) -> set[int]:
+    """Return the `id` of every matrix between hidden states: weights of linear layers, the output head left out."""
+    heads = [module for name in ("get_output_embeddings", "get_input_embeddings") if (module := _of(model, name))]
+    outer = {id(parameter) for head in heads for parameter in head.parameters()}
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    return {id(weight) for weight in weights if id(weight) not in outer and min(weight.shape) > 1}
+
+
+def _of(model: nn.Module, name: str) -> nn.Module | None:
+    method = getattr(model, name, None)
+    return None if method is None else method()

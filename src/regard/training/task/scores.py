@@ -1,0 +1,141 @@
+"""The metrics of a task (`regard.tasks`) for a language model: teacher-forced, and free-running where it can generate.
+
+Teacher-forced, the model sees the right tokens before each label. Free-running, it sees the prompt and then only what
+it wrote itself; an answer of several tokens is right where all of them are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from math import nan, sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...checks import ArgumentError, flag, instance, whole
+from ...tasks import TokenExample, TokenTask, collate
+
+CALL = "score_task"
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """The values of one metric over the examples that have it.
+
+    Attributes:
+        values: one for each example.
+    """
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """The mean over examples."""
+        return fmean(self.values)
+
+    @property
+    def standard_error(self) -> float:
+        """The standard error of the mean; NaN for a single example."""
+        return stdev(self.values) / sqrt(len(self.values)) if len(self.values) > 1 else nan
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} ± {self.standard_error:.4f} (n = {len(self.values)})"
+
+
+def score_task(
+    model: PreTrainedModel,
+    task: TokenTask,
+    *,
+    split: str = "test",
+    seed: int = 0,
+    examples: int = 256,
+    batch: int = 32,
+    generate: bool = False,
+) -> dict[str, TaskScore]:
+    """Score a language model on examples of a task.
+
+    Args:
+        model: a causal language model with at least as many tokens as the task.
+        task: the task.
+        split, seed: of the examples 0 to `examples` - 1.
+        batch: examples at a time.
+        generate: also let the model write the answer to the prompt, greedily: the metrics "free-running accuracy" and
+            "free-running exact".
+
+    Returns:
+        The scores by metric: those of `task.scores`, and the free-running ones. A metric that no example has is left
+        out.
+
+    Raises:
+        ArgumentError: a model with too few tokens or positions, or `generate` for a task whose answers do not continue
+            its prompts or a model that cannot generate.
+
+    Cost: a forward pass over each example; with `generate` one token at a time after each prompt.
+    """
+    instance(CALL, "task", task, TokenTask, "a task of tokens")
+    for name, value in (("examples", examples), ("batch", batch)):
+        whole(CALL, name, value, 1, 2**40)
+    flag(CALL, "generate", generate)
+    if model.config.vocab_size < task.vocabulary:
+        raise ArgumentError(
+            f"{CALL}: model has {model.config.vocab_size} tokens, but the task {task.name} has {task.vocabulary}."
+        )
+    if generate and not model.can_generate():
+        raise ArgumentError(f"{CALL}: generate=True needs a model that can generate, got {type(model).__name__}.")
+    drawn = task.examples(seed, range(examples), split)
+    found: dict[str, list[float]] = {}
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for start in range(0, examples, batch):
+                for example, logits in _forward(model, drawn[start : start + batch]):
+                    for metric, number in task.scores(logits, example).items():
+                        found.setdefault(metric, []).append(number)
+            for example, answer in _written(model, drawn, batch) if generate else ():
+                right = answer == example.answer
+                found.setdefault("free-running accuracy", []).append(float(right.float().mean()))
+                found.setdefault("free-running exact", []).append(float(right.all()))
+    finally:
+        model.train(training)
+    return {metric: TaskScore(tuple(values)) for metric, values in found.items()}
+
+
+def _forward(model: PreTrainedModel, examples: list[TokenExample]) -> Iterator[tuple[TokenExample, Tensor]]:
+    """Yield each example with the logits [T, vocabulary] that predict its labels."""
+    batch = {name: x.to(model.device) for name, x in collate(examples).items() if name != "labels"}
+    logits = model(**embedded(model, batch), use_cache=False).logits.float().cpu()
+    for example, row in zip(examples, logits, strict=True):
+        moved = row[: len(example.tokens)].roll(1, 0)
+        moved[0].zero_()  # nothing predicts the first token
+        yield example, moved
+
+
+def embedded(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch with the sum of both embeddings as `inputs_embeds` where it has two tokens at a position."""
+    if "beside" not in batch:
+        return batch
+    table = model.get_input_embeddings()
+    rest = {name: x for name, x in batch.items() if name not in ("input_ids", "beside")}
+    return {**rest, "inputs_embeds": table(batch["input_ids"]) + table(batch["beside"])}
+
+
+def _written(model: PreTrainedModel, examples: list[TokenExample], batch: int) -> Iterator[tuple[TokenExample, Tensor]]:
+    """Yield each example with what the model wrote after its prompt; prompts of one length are a batch."""
+    if any(example.prompt is None for example in examples):
+        raise ArgumentError(f"{CALL}: generate=True needs answers that continue their prompts, which the task has not.")
+    sizes = lambda e: (e.prompt, len(e.answer))  # noqa: E731
+    settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for (prompt, answer), group in groupby(sorted(examples, key=sizes), sizes):
+        alike = list(group)
+        for start in range(0, len(alike), batch):
+            part = alike[start : start + batch]
+            tokens = torch.stack([example.tokens[:prompt] for example in part]).to(model.device)
+            mask = torch.ones_like(tokens)
+            out = model.generate(tokens, attention_mask=mask, min_new_tokens=answer, max_new_tokens=answer, **settings)
+            yield from zip(part, out[:, prompt:].cpu(), strict=True)

@@ -1,0 +1,218 @@
+"""Measure the heads of a trained model; part of the recipe iclm-mechanisms.
+
+Shapes: B texts, T tokens, H heads, L layers of f.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.inspect.hooks import run_with_hooks
+from regard.inspect.mechanisms import (
+    copying,
+    copying_eigenvalues,
+    evenness,
+    head_projections,
+    induction,
+    knock_out,
+    logit_lens,
+    patterns,
+    repeated_blocks,
+    sinks,
+    uniform_attention,
+)
+
+Row = dict[str, Any]
+DIGITS = 4  # decimals of stored weights
+BATCH = 16  # texts at a time where a loss is measured
+
+
+def block_stream(vocabulary: int, shortest: int, longest: int, length: int, seed: int) -> Tensor:
+    """Return tokens to learn induction from, int32 [length]: random blocks of random length, each two to four times.
+
+    The length must vary: with blocks of one length the distance alone would tell the next token.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parts: list[Tensor] = []
+    total = 0
+    while total < length:
+        period = int(torch.randint(shortest, longest + 1, (1,), generator=generator))
+        times = int(torch.randint(2, 5, (1,), generator=generator))
+        parts.append(repeated_blocks(vocabulary, period, period * times, 1, generator)[0])
+        total += period * times
+    return torch.cat(parts)[:length].int()
+
+
+def measure_blocks(model: Any, *, vocabulary: int, period: int, length: int, texts: int, seed: int) -> Row:
+    """Return induction scores on repeated blocks before and after training, as rows of heads, and a prompt.
+
+    Args:
+        period, length, texts: tokens of a block and of a text, number of texts.
+        seed: of the training.
+    """
+    device = next(model.parameters()).device
+    tokens = repeated_blocks(vocabulary, period, length, texts, torch.Generator().manual_seed(seed + 1)).to(device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        untrained = type(model)(model.config).to(device).eval()
+    found: Row = {"rows": []}
+    for when, each in (("before", untrained), ("after", model)):
+        logits, layers = patterns(each, tokens)
+        right = logits[:, period:-1].argmax(-1) == tokens[:, period + 1 :]
+        found[f"accuracy_{when}"] = right.double().mean().item()
+        for layer in layers:
+            equal = uniform_attention()(layer.weights[:1, :1].double(), None)  # type: ignore[arg-type]
+            common = {"kind": "head", "stream": layer.stream, "layer": layer.layer + 1, "when": when,
+                      "uniform": induction(equal, layer.roles, period).item()}  # fmt: skip
+            scores = induction(layer.weights, layer.roles, period).tolist()
+            found["rows"] += [{**common, "score": score} for score in scores]
+    words = [str(token) for token in range(vocabulary)]
+    found["rows"].append({"prompt": "blocks", **measure_prompt(model, tokens[0].tolist(), words)})
+    return found
+
+
+def measure_text(
+    model: Any, *, windows: Tensor, prompts: Sequence[Sequence[int]], words: Sequence[str], from_row: int
+) -> Row:
+    """Return sinks, copying and the cost of every head, losses with equal weights, the logit lens and the prompts, as
+    rows.
+
+    Args:
+        windows: held-out text, int [B, T].
+        prompts: texts of which maps and sources of a logit are stored, as tokens.
+        words: the text of each token.
+        from_row: the first row that counts for sinks.
+    """
+    windows = windows.to(next(model.parameters()).device).long()
+    rows = head_rows(model, windows, from_row)
+    whole = nats(model, windows)
+    streams: dict[str, dict[str, Any]] = {}  # stream to hook point to a hook
+    for row in rows:
+        name = row.pop("hook")
+        row["cost"] = nats(model, windows, [(name, knock_out(row["head"] - 1))]) - whole
+        streams.setdefault(row["stream"], {})[name] = uniform_attention()
+    for stream, hooks in streams.items():
+        cost = nats(model, windows, list(hooks.items())) - whole
+        rows.append({"kind": "equal weights", "stream": stream, "cost": cost})
+    if hasattr(model, "contributions"):  # an ICLM
+        for layer, (logits, block) in enumerate(zip(logit_lens(model, windows), model.model.f, strict=True)):
+            rows.append({"kind": "lens", "layer": layer + 1, "loss": cross_entropy(logits, windows).item()})
+            rows += eigenvalue_rows(layer, block.attn, model.lm_head.weight.detach())
+    rows += [{"prompt": str(i + 1), **measure_prompt(model, each, words)} for i, each in enumerate(prompts)]
+    return {"rows": rows}
+
+
+def head_rows(model: Any, windows: Tensor, from_row: int) -> list[Row]:
+    """Return for every head its sink, its evenness, and its weight on earlier occurrences of the token that the model
+    predicts and of the token that follows."""
+    logits, found = patterns(model, windows)
+    rows = []
+    for each in found:
+        sink = sinks(each.weights, from_row)
+        predicted = copying(each.weights, each.roles, windows, each.wanted(logits))
+        following = copying(each.weights, each.roles, windows, each.roles.rows(windows, each.weights.shape[2]))
+        columns = {
+            "first": sink.first, "strongest": sink.strongest, "place": sink.place,
+            "even": evenness(each.weights, from_row), "predicted": predicted.weight, "predicted_lift": predicted.lift,
+            "following": following.weight, "following_lift": following.lift,
+        }  # fmt: skip
+        common = {"kind": "head", "stream": each.stream, "layer": each.layer + 1, "hook": each.name,
+                  "uniform": sink.uniform, "predicted_uniform": predicted.uniform}  # fmt: skip
+        for head in range(each.weights.shape[1]):
+            rows.append({**common, "head": head + 1, **{name: x[head].item() for name, x in columns.items()}})
+    return rows
+
+
+@torch.no_grad()
+def nats(model: Any, windows: Tensor, hooks: Any = ()) -> float:
+    """Return the mean loss of windows [B, T] under hooks, in nats per token."""
+    parts = ((run_with_hooks(model, part, hooks).logits, part) for part in windows.split(BATCH))
+    total = sum(cross_entropy(logits, part, "sum").item() for logits, part in parts)
+    return total / (windows.shape[0] * (windows.shape[1] - 1))
+
+
+def cross_entropy(logits: Tensor, windows: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the loss of logits [B, T, V] on the tokens that follow."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), windows[:, 1:].flatten(), reduction=reduction)
+
+
+def eigenvalue_rows(layer: int, attention: Any, embedding: Tensor) -> list[Row]:
+    """Return for every head of a layer of f whether it raises the tokens that it reads."""
+    found = copying_eigenvalues(head_projections(attention).detach(), embedding)
+    heads = zip(found.share.tolist(), found.balance.tolist(), strict=True)
+    return [{"kind": "eigenvalues", "layer": layer + 1, "head": head + 1, "share": share, "balance": balance}
+            for head, (share, balance) in enumerate(heads)]  # fmt: skip
+
+
+def choose_prompts(tokens: Tensor, length: int, count: int) -> list[list[int]]:
+    """Return windows of a text [n] whose end has occurred in them before, so that there is something to copy.
+
+    They are the first that do not overlap, and no model is asked. Ends are as long as enough windows allow; rows of one
+    sign (rules, indentation) do not count.
+    """
+    found: list[list[int]] = []
+    for size in (8, 6, 4, 3, 2, 1, 0):
+        found = list(islice(_recurring(tokens.tolist(), length, size), count))
+        if len(found) == count:
+            break
+    return found
+
+
+def _recurring(text: list[int], length: int, size: int) -> Iterator[list[int]]:
+    start = 0
+    while start + length <= len(text):
+        window = text[start : start + length]
+        end = window[length - size :]
+        varied = 3 * len(set(window)) >= min(length, 24) and 2 * len(set(end)) > size - 1
+        fits = varied and any(window[i : i + size] == end for i in range(length - 2 * size + 1))
+        if fits:
+            yield window
+        start += length if fits else 1
+
+
+def measure_prompt(model: Any, prompt: Sequence[int], words: Sequence[str]) -> Row:
+    """Return a row with the prediction after T tokens, the weights of the middle layer of every stream (the mean of its
+    heads), and the sources of the predicted token's logit."""
+    tokens = torch.tensor([list(prompt)], device=next(model.parameters()).device)
+    logits, found = patterns(model, tokens)
+    chance = logits[0, -1].double().softmax(-1)
+    predicted = int(chance.argmax())
+    row: Row = {"kind": "prompt", "words": [words[token] for token in prompt], "predicted_word": words[predicted],
+                "chance": chance[predicted].item(), "maps": {}}  # fmt: skip
+    for stream in dict.fromkeys(each.stream for each in found):
+        own = [each for each in found if each.stream == stream]
+        middle = own[len(own) // 2]
+        mean = middle.weights[0].double().mean(0)
+        rounded = [[round(weight, DIGITS) for weight in weights] for weights in mean.tolist()]
+        row["maps"][stream] = {"layer": middle.layer + 1, "layers": len(own), "weights": rounded}
+    if hasattr(model, "contributions"):
+        row |= logit_sources(model, tokens, predicted, logits[0, -1, predicted].item())
+    return row
+
+
+@torch.no_grad()
+def logit_sources(model: Any, tokens: Tensor, predicted: int, logit: float) -> Row:
+    """Return what context tokens (`parts`, T x L), feed-forward layers and bias add to the logit of a token, what its
+    own earlier occurrences add (`same`, None without any), and by how much the parts miss the logit."""
+    asked = torch.tensor([predicted], device=tokens.device)
+    found = model.contributions(tokens, positions=[-1])
+    parts = found.parts(asked)[0, 0, ..., 0].double().sum(-1)  # [T, L]
+    opaque = found.mlp(asked)[0, 0, :, 0].double().sum().item()
+    bias = float(found.bias(asked).flatten()[0])
+    own = parts[tokens[0] == predicted]
+    return {
+        "logit": logit,
+        "context": parts.sum().item(),
+        "same": own.sum().item() if len(own) else None,
+        "feed_forward": opaque,
+        "bias": bias,
+        "missed": abs(math.fsum([*parts.flatten().tolist(), opaque, bias]) - logit),
+        "parts": parts.tolist(),
+    }

@@ -1,0 +1,170 @@
+"""Train a language model of a recipe with the Trainer of `regard.training`, without a run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+
+from regard.training.data.windows import SampledWindows
+from regard.training.errors import TrainingStopped
+from regard.training.evaluation import Units, evaluate
+from regard.training.quiet import quiet_transformers
+from regard.training.trainer import RegardTrainer
+
+from .language_training import DTYPES, Budget, Corpus
+
+BETAS = (0.9, 0.95)  # of AdamW
+
+
+def train_with_trainer(model: nn.Module, material: Corpus, budget: Budget, seed: int) -> dict[str, Any]:
+    """Train with `regard.training`'s Trainer; return what it noted, by the names of `LanguageRun`."""
+    device = next(model.parameters()).device
+    optimizer = make_optimizer(model, budget)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: budget.rate(step) / budget.learning_rate)
+    windows = SampledWindows(
+        material.train_tokens, context=budget.context, steps=budget.steps, per_step=budget.batch, seed=seed
+    )
+    one = Units(1, 1, 1)  # bits are not asked for
+    looks = Looks(lambda: held_out_loss(model, material, budget), set(budget.look_steps()), device)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=budget.steps,
+            per_device_train_batch_size=budget.batch // budget.parts,
+            gradient_accumulation_steps=budget.parts,
+            max_grad_norm=budget.clip,
+            seed=seed,
+            use_cpu=device.type == "cpu",
+            bf16=budget.dtype == "bfloat16",
+            torch_compile=budget.compile,
+            dataloader_pin_memory=device.type == "cuda",
+            remove_unused_columns=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        arguments._n_gpu = min(1, arguments.n_gpu)  # Trainer would use nn.DataParallel
+        trainer = RegardTrainer(
+            model=model, args=arguments, train_dataset=windows, optimizers=(optimizer, rates), callbacks=[looks],
+            held_out=material.held_out_tokens, train_units=one, held_out_units=one, context=budget.context,
+            eval_batch=budget.batch, keep=1,
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.model_accepts_loss_kwargs = False  # the mean over the labels that the model counts
+        looks.watch(trainer)
+        with contextlib.suppress(TrainingStopped):
+            trainer.train()
+        trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+        model.config.use_cache = trainer.built_with_cache
+    rest = (math.nan,) * (len(looks.steps) - len(looks.train))
+    return {
+        "train": (*looks.train, *rest),
+        "held_out": (*looks.held_out, *rest),
+        "step_seconds": statistics.median(looks.wall or [math.nan]),
+        "step_cpu_seconds": statistics.median(looks.cpu or [math.nan]),
+    }
+
+
+class Looks(TrainerCallback):
+    """Note the losses after some steps, and the time of every step.
+
+    Args:
+        held_out: returns the held-out loss.
+        steps: after how many steps the losses are noted.
+        device: of the model.
+    """
+
+    def __init__(self, held_out: Callable[[], float], steps: set[int], device: torch.device) -> None:
+        self.evaluate, self.steps, self.device = held_out, steps, device
+        self.train: list[float] = []
+        self.held_out: list[float] = []
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+        self.losses: list[Tensor] = []
+        self.begun = (0.0, 0.0)
+
+    def watch(self, trainer: RegardTrainer) -> None:
+        """Collect the loss of each forward pass of `trainer`, divided by their number in a step."""
+        step = trainer.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Tensor:
+            self.losses.append(step(*args, **kwargs).detach())
+            return self.losses[-1]
+
+        trainer.training_step = training_step  # type: ignore[method-assign]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begun = time.perf_counter(), time.process_time()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.wall.append(time.perf_counter() - self.begun[0])
+        self.cpu.append(time.process_time() - self.begun[1] if self.device.type == "cpu" else self.wall[-1])
+        if state.global_step in self.steps:
+            count = state.global_step - max((step for step in self.steps if step < state.global_step), default=0)
+            self.train.append(torch.stack(self.losses).sum().item() / count)
+            self.losses.clear()
+            self.held_out.append(self.evaluate())
+            control.should_training_stop = not math.isfinite(self.held_out[-1])
+
+
+@contextlib.contextmanager
+def global_generators(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed the generators of torch, numpy and Python inside the block, and leave them as they were."""
+    import numpy as np
+
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with (
+        quiet_transformers(),
+        torch.random.fork_rng(devices=range(torch.cuda.device_count()) if device.type == "cuda" else []),
+    ):
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
+
+
+def make_optimizer(model: nn.Module, budget: Budget) -> torch.optim.Optimizer:
+    """Return AdamW with weight decay of matrices only."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    groups = [
+        {"params": [weight for weight in weights if weight.dim() >= 2], "weight_decay": budget.weight_decay},
+        {"params": [weight for weight in weights if weight.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=budget.learning_rate, betas=BETAS)
+
+
+def held_out_loss(model: nn.Module, material: Corpus, budget: Budget) -> float:
+    """Return the nats per token on the first `measured` held-out tokens. Every token but the first is predicted once,
+    from at least half a context where the text before it is that long."""
+    tokens = material.held_out_tokens[: budget.measured]
+    with _precision(budget, next(model.parameters()).device):
+        found = evaluate(
+            model,
+            tokens,
+            Units(len(tokens), len(tokens), len(tokens)),  # its bits are not asked for
+            context=budget.context,
+            batch=max(1, budget.batch // budget.parts),
+            support=False,
+        )
+    return found.loss
+
+
+def _precision(budget: Budget, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if budget.dtype == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, DTYPES[budget.dtype])

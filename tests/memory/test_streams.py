@@ -1,0 +1,303 @@
+"""What a memory that is written in chunks gives depends on the stream alone: not on calls, padding, or other rows.
+
+Layers with these memories are tested in `tests/contracts`, and models with them in `tests/models`, for the choice and
+repetition of rows among others.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from streams import CHUNK, KINDS, SHARED, Fields, call, draw, first, flush, near, pieces, rows, same_row, spoil, written
+from torch import Tensor
+from torch.autograd import grad
+
+from regard.checks import ArgumentError
+
+T = 23
+every = pytest.mark.parametrize("kind", KINDS)
+everywhere = pytest.mark.parametrize(("kind", "shared"), SHARED)
+SOME: dict[str, bool] = {"allow_unused": True, "materialize_grads": True}
+
+
+@everywhere
+@pytest.mark.parametrize("cuts", [[1] * T, [4, 19], [5, 18], [6, 17], [5, 1, 5, 12], [3, 9, 2, 8, 1]], ids=str)
+def test_any_cut_of_a_stream_gives_the_same(kind: str, shared: bool, cuts: list[int]) -> None:
+    given = draw(kind, 3, T)
+    whole, state = call(kind, given, shared=shared) if shared else call(kind, given)
+    out, after = pieces(kind, given, cuts, **({"shared": True} if shared else {}))
+    near(out, whole)
+    near(written(after), written(state))
+    near(written(flush(kind, after)), written(flush(kind, state)))
+    assert (after.waits, after.writes, after.tokens) == (state.waits, state.writes, T)
+
+
+@everywhere
+def test_a_token_changes_nothing_before_it_and_what_comes_after(kind: str, shared: bool) -> None:
+    given, how = draw(kind, 2, 14), {"shared": True} if shared else {}
+    whole, _ = call(kind, given, **how)
+    for t in range(14):
+        changed = {n: x.clone() for n, x in given.items()}
+        for x in changed.values():
+            x[0, t:] += 1.0
+        out, _ = call(kind, changed, **how)
+        assert torch.equal(out[:, :t], whole[:, :t])
+        assert not torch.equal(out[0, t:], whole[0, t:])
+    changed = {n: x.clone() for n, x in given.items()}
+    for x in changed.values():
+        x[0, 1] += 1.0
+    assert (call(kind, changed, **how)[0][0, CHUNK:] - whole[0, CHUNK:]).abs().max() > 1e-4  # it was learned
+
+
+LENGTHS = (17, 9, 0, 12)
+PLACES = {
+    "right": [list(range(n)) for n in LENGTHS],
+    "left": [list(range(20 - n, 20)) for n in LENGTHS],
+    "middle": [sorted(torch.randperm(20, generator=torch.Generator().manual_seed(n))[:n].tolist()) for n in LENGTHS],
+}
+
+
+def mask_of(places: list[list[int]], width: int) -> Tensor:
+    mask = torch.zeros(len(places), width, dtype=torch.bool)
+    for row, own in enumerate(places):
+        mask[row, own] = True
+    return mask
+
+
+@every
+@pytest.mark.parametrize("where", PLACES)
+def test_padding_is_as_if_removed(kind: str, where: str) -> None:
+    """In values and gradients; rows go on with padding elsewhere."""
+    mask, later = mask_of(PLACES[where], 20), mask_of([list(range(b, 11 - b)) for b in range(4)], 11)
+    given, more = draw(kind, 4, 20), draw(kind, 4, 11, seed=5)
+    hidden = {n: x.requires_grad_() for n, x in spoil(given, ~mask).items()}
+    out, state = call(kind, hidden, mask=mask)
+    again, after = call(kind, spoil(more, ~later), state=state, mask=later)
+    assert not out[~mask].any()
+    assert not again[~later].any()
+    assert state.tokens == 20
+    for row, length in enumerate(LENGTHS):
+        own, one = call(kind, rows(given, row, mask[row])) if length else (None, None)
+        if own is not None:
+            near(out[row, mask[row]], own[0])
+            same_row(state, row, one)
+        own, one = call(kind, rows(more, row, later[row]), state=one)
+        near(again[row, later[row]], own[0])
+        same_row(after, row, one)
+        same_row(flush(kind, after), row, flush(kind, one))
+    for x in grad(out.square().sum() + again.square().sum(), list(hidden.values()), **SOME):
+        assert x.isfinite().all()
+        assert not x[~mask].any()
+        assert x[mask].any()
+
+
+@everywhere
+@pytest.mark.parametrize("frozen", [False, True])
+def test_calls_without_a_real_token(kind: str, shared: bool, frozen: bool) -> None:
+    """Zeros, no gradients, and a state that goes on as before."""
+    how = {"shared": True} if shared else {}
+    _, state = call(kind, draw(kind, 2, 8), **how)
+    expected, _ = call(kind, draw(kind, 2, 6, 1), state=state, **how)
+    nothing = spoil(draw(kind, 2, 3), torch.ones(2, 3, dtype=torch.bool))
+    for begun in ({}, {"state": state}):
+        leaves, firsts = {n: x.clone().requires_grad_() for n, x in nothing.items()}, first(kind)
+        mask = torch.zeros(2, 3, dtype=torch.bool)
+        out, after = call(kind, leaves, firsts, mask=mask, frozen=frozen, **begun, **how)
+        assert not out.any()
+        assert not out.requires_grad or not any(x.any() for x in grad(out.sum(), [*leaves.values(), *firsts], **SOME))
+    near(call(kind, draw(kind, 2, 6, 1), state=after, **how)[0], expected, 0)
+
+
+@every
+@pytest.mark.parametrize("hidden", [False, True], ids=["whole", "padded"])
+def test_packed_documents_are_sequences_of_their_own(kind: str, hidden: bool) -> None:
+    """The first goes on from the state, the last leaves it, and a document may go on in the next call."""
+    before, given = draw(kind, 2, 8, 3), draw(kind, 2, 30)
+    ids = torch.tensor([[0] * 7 + [1] * 12 + [0] * 11, [5] * 30])  # an id that comes back is another document
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    if hidden:
+        mask[0, 5:9] = mask[1, ::4] = False
+    _, state = call(kind, before)
+    given = spoil(given, ~mask, torch.inf)
+    out, after = call(kind, given, state=state, segment_ids=ids, mask=mask)
+    near(pieces(kind, given, [4, 10, 16], state=state, ids=ids, mask=mask)[0], out)
+    for row, edges in enumerate([(0, 7, 19, 30), (0, 30)]):
+        own = call(kind, rows(before, row))[1]
+        for a, b in pairwise(edges):
+            real = [t for t in range(a, b) if mask[row, t]]
+            read, own = call(kind, rows(given, row, real), state=own)
+            near(out[row, real], read[0])
+            last, own = own, None
+        same_row(after, row, last)
+    assert not out[~mask].any()
+
+
+@every
+def test_one_row_of_ids_or_an_open_mask(kind: str) -> None:
+    given, ids = draw(kind, 2, 12), torch.arange(12)[None] // 6
+    near(call(kind, given, segment_ids=ids)[0], call(kind, given, segment_ids=ids.expand(2, 12))[0], 0)
+    near(call(kind, given, mask=torch.ones(2, 12, dtype=torch.bool))[0], call(kind, given)[0], 0)
+
+
+@everywhere
+@pytest.mark.parametrize("hidden", [False, True], ids=["whole", "padded"])
+def test_a_frozen_memory_stays_as_it_is(kind: str, shared: bool, hidden: bool) -> None:
+    given, new = draw(kind, 2, 13), draw(kind, 2, 30, 4)
+    how = {"shared": True} if shared else {}
+    _, state = call(kind, given, **how)
+    held = {name: x.clone() for name, x in state.to_tensors().items()}
+    mask = torch.rand(2, 30, generator=torch.Generator().manual_seed(1)) < 0.7
+    how |= {"mask": mask} if hidden else {}
+    out, after = call(kind, new, state=state, frozen=True, **how)
+    assert after is state
+    assert all(torch.equal(x, held[name]) for name, x in after.to_tensors().items())
+    near(out, call(kind, new, state=state, chunk_size=1000, **how)[0])  # in which no chunk is full
+
+
+@every
+def test_the_chunk_may_change_between_calls(kind: str) -> None:
+    """More tokens than a chunk may wait; they are written together."""
+    given = draw(kind, 1, 17)
+    out, state = call(kind, rows(given, 0, slice(0, 9)))
+    again, state = call(kind, rows(given, 0, slice(9, 17)), state=state, chunk_size=3)
+    assert (state.waits, state.writes) == ((2,), (4,))  # 5, the four that waited, 3, 3
+    parts, now = [out[:, :5]], call(kind, rows(given, 0, slice(0, 5)))[1]
+    for a, b, chunk in ((5, 9, 5), (9, 12, 4), (12, 15, 3), (15, 17, 3)):
+        read, now = call(kind, rows(given, 0, slice(a, b)), state=now, chunk_size=chunk)
+        parts.append(read)
+    near(torch.cat([out, again], 1), torch.cat(parts, 1))
+    near(written(state), written(now))
+    _, state = call(kind, given, chunk_size=10**8)
+    assert state.writes == (0,)
+
+
+# States ---------------------------------------------------------------------------------------------------------------
+
+
+@everywhere
+def test_a_state_is_not_changed_and_goes_through_files(kind: str, shared: bool) -> None:
+    how = {"shared": True} if shared else {}
+    _, state = call(kind, draw(kind, 2, 13), **how)
+    held = {name: x.clone() for name, x in state.to_tensors().items()}
+    found = [call(kind, draw(kind, 2, 20, seed), state=state, **how)[0] for seed in (1, 2, 1)]
+    near(found[2], found[0], 0)
+    tensors = state.to_tensors()
+    assert all(torch.equal(x, held[name]) and x.is_contiguous() for name, x in tensors.items())
+    back = type(state).from_tensors(tensors)
+    assert (back.waits, back.writes, back.shared, back.tokens) == (state.waits, state.writes, shared, 13)
+    for other in (back, state.clone()):
+        near(call(kind, draw(kind, 2, 20, 2), state=other, **how)[0], found[1], 0)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, shared in SHARED if shared])
+def test_a_shared_memory_refuses_beams_and_documents(kind: str) -> None:
+    given = draw(kind, 2, 7)
+    _, state = call(kind, given, shared=True)
+    for change in (lambda: state.select(torch.tensor([0, 0])), lambda: state.repeat(2)):
+        with pytest.raises(ArgumentError, match="shared by the batch"):
+            change()
+    with pytest.raises(ArgumentError, match="memory per document"):
+        call(kind, given, shared=True, segment_ids=torch.zeros(2, 7, dtype=torch.long))
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return out.square().sum()
+
+
+def leaves_of(kind: str, batch: int, tokens: int, seed: int = 0) -> Fields:
+    return {n: x.requires_grad_() for n, x in draw(kind, batch, tokens, seed).items()}
+
+
+@every
+def test_gradients_cross_calls_until_detached(kind: str) -> None:
+    given, firsts = leaves_of(kind, 1, 13), first(kind)
+    leaves = [*given.values(), *firsts]
+    whole = grad(loss_of(call(kind, given, firsts)[0]), leaves, **SOME)
+    out, _ = pieces(kind, given, [5, 8], firsts)
+    near(list(grad(loss_of(out), leaves, **SOME)), list(whole))
+    _, state = call(kind, rows(given, 0, slice(0, 6)), firsts)
+    again, _ = call(kind, rows(given, 0, slice(6, 13)), firsts, state=state.detach())
+    for x in grad(loss_of(again), list(given.values()), **SOME):
+        assert not x[:, :6].any()
+        assert x[:, 6:].any()
+
+
+def reach(kind: str, meta_grad: bool | int) -> list[list[bool]]:
+    """Whether what chunk c reads has gradients by the first values, and by the tokens of each chunk before it."""
+    given, firsts = leaves_of(kind, 2, 4 * CHUNK), first(kind)
+    out, _ = call(kind, given, firsts, meta_grad=meta_grad)
+    found = []
+    for c in range(4):
+        loss = loss_of(out[:, c * CHUNK : (c + 1) * CHUNK])
+        *by_tokens, by_first = grad(loss, [*given.values(), firsts[-1]], retain_graph=True, **SOME)
+        # the last token of a chunk is left out: it is the target of the one before it, and read in the next chunk
+        chunks = [any(bool(x[:, d * CHUNK + 1 : d * CHUNK + CHUNK].any()) for x in by_tokens) for d in range(c)]
+        found.append([bool(by_first.any()), *chunks])
+    return found
+
+
+@every
+def test_gradients_through_writes_can_be_cut(kind: str) -> None:
+    assert reach(kind, True) == [[True] * (c + 1) for c in range(4)]
+    for cut in (False, 1):
+        assert reach(kind, cut) == [[True], [False] * 2, [False] * 3, [False] * 4]
+    norms = "heads" in kind  # every write of these brings rows to the norms of the first weights
+    assert reach(kind, 2) == [[True], [True] * 2, [False] * 3, [norms, False, False, True]]
+    assert reach(kind, 3) == [[True], [True] * 2, [True] * 3, [False] * 4]
+
+
+@every
+@pytest.mark.parametrize("meta_grad", [False, 2, 3])
+def test_cuts_leave_the_numbers_and_are_made_row_by_row(kind: str, meta_grad: bool | int) -> None:
+    """Gradients of a row depend neither on the row beside it nor on how the stream is cut into calls."""
+    given, firsts = leaves_of(kind, 2, T), first(kind)
+    leaves = [*given.values(), *firsts]
+    mask = torch.ones(2, T, dtype=torch.bool)
+    mask[1, :2] = mask[1, 9] = False
+    both, _ = pieces(kind, given, [7, 16], firsts, mask=mask, meta_grad=meta_grad)
+    near(both, call(kind, given, mask=mask)[0])
+    for row in range(2):
+        alone, _ = call(kind, rows(given, row, mask[row]), firsts, meta_grad=meta_grad)
+        expected = grad(loss_of(alone), leaves, **SOME)
+        near(list(grad(loss_of(both[row]), leaves, retain_graph=True, **SOME)), list(expected))
+
+
+@every
+@pytest.mark.parametrize("meta_grad", [True, False, 2])
+@pytest.mark.parametrize("reset", [False, True], ids=["documents", "reset"])
+def test_what_begins_after_a_cut_teaches_the_first_values_given_now(
+    kind: str, meta_grad: bool | int, reset: bool
+) -> None:
+    """Documents of a later call, and states that were reset. What goes on from before the cut teaches none."""
+    before, given = draw(kind, 2, 11), draw(kind, 2, 17, 1)
+    firsts = first(kind, seed=50)
+    old = firsts if "slots" in kind else first(kind)  # a store of slots keeps the values with which it began
+    _, state = call(kind, before, firsts if reset else old)
+    begun = [(0, 0), (1, 0)] if reset else [(0, 3), (1, 5)]
+    ids = None if reset else torch.tensor([[0] * t + [1] * (17 - t) for _, t in begun])
+    state = state.detach().reset() if reset else state.detach()
+    out, _ = call(kind, given, firsts, state=state, segment_ids=ids, meta_grad=meta_grad)
+    found = grad(sum(loss_of(out[b, t:]) for b, t in begun), firsts, retain_graph=True)
+    alone = [call(kind, rows(given, b, slice(t, 17)), firsts, meta_grad=meta_grad)[0] for b, t in begun]
+    near([out[b, t:] for b, t in begun], [x[0] for x in alone])
+    expected = grad(sum(loss_of(x) for x in alone), firsts)
+    near(list(found), list(expected), 1e-8)
+    assert all(x.abs().max() > 1e-3 for x in expected)
+    if not reset:
+        went_on = sum(loss_of(out[b, :t]) for b, t in begun)
+        assert not went_on.requires_grad or not any(x.any() for x in grad(went_on, [*firsts, *old], **SOME))
+        near(out[:, :3], call(kind, rows(given, slice(0, 2), slice(0, 3)), old, state=state)[0])
+
+
+@every
+def test_a_frozen_memory_has_gradients_to_what_it_is(kind: str) -> None:
+    given, firsts = leaves_of(kind, 1, 11), first(kind)
+    _, state = call(kind, given, firsts)
+    out, _ = call(kind, draw(kind, 1, 5, 1), firsts, state=state, frozen=True)
+    found = grad(loss_of(out), [*(given[n] for n in given if n != "query" or "slots" in kind), *firsts])
+    assert all(x.any() for x in found)

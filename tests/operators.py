@@ -1,0 +1,37 @@
+"""Calls of the package's own operators, for `torch.library.opcheck`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Recorder(TorchDispatchMode):
+    """Records calls of operators in the namespace `regard`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "regard":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def check_operators(run: Callable[[], Tensor], name: str) -> None:
+    """Check that a pass calls `regard::{name}_forward` and `_backward` alone, and that both pass opcheck."""
+    with Recorder() as seen:
+        run().square().sum().backward()
+    assert [func.name() for func, _ in seen.calls] == [f"regard::{name}_forward", f"regard::{name}_backward"]
+    for func, args in seen.calls:
+        once = "backward" in func.name()  # the backward pass itself has no gradient
+        fresh = tuple(
+            x.detach().clone().requires_grad_(not once and x.is_floating_point()) if isinstance(x, Tensor) else x
+            for x in args
+        )
+        torch.library.opcheck(func, fresh)

@@ -1,0 +1,152 @@
+"""What holds for every recipe: a tiny run stores and shows everything, a seed decides its numbers, mistakes are found
+before anything is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from tiny_runs import SHORTER, TINY, make, tiny
+
+import regard
+from regard.checks import ArgumentError
+from regard.cli import main
+from regard.recipes import recipes
+from regard_recipes.lib.recipe import Recipe, check_shared
+from regard_recipes.lib.results import plain
+
+MACHINE = ("seconds", "step_seconds", "step_cpu_seconds", "microseconds", "fastest", "slowest", "peak_bytes",
+           "before_bytes", "kept_bytes")  # fmt: skip
+KINDS = {name: kind for name, kind in recipes.items() if isinstance(kind, type) and issubclass(kind, Recipe)}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_run_stores_every_cell_and_shows_it(name: str) -> None:
+    made, results = tiny(name)
+    folder = made.config.out
+    assert set(results.frame["seed"]) >= set(range(made.config.seeds))
+    page = (folder / f"{name}.md").read_text()
+    files = re.findall(r"!\[(.*?)\]", page)
+    assert files
+    assert all((folder / file).read_bytes().startswith(b"\x89PNG") for file in files)
+    assert all(f"## {title}\n\n{table.markdown().strip()}" in page for title, table in made.tables(results).items())
+    assert all(f"“{claim.wording}” ({claim.where}) | {claim.verdict} |" in page for claim in made.claims(results))
+    assert results.record["command"].startswith(f"regard reproduce {name}")
+    assert results.record["config"]["size"] == "quick"
+    assert results.record["installation"]["versions"]["regard"] == regard.__version__
+    assert {"processor", "cores", "threads"} <= set(results.record["installation"]["hardware"])
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_stored_rows_give_the_same_page(name: str, tmp_path: Path) -> None:
+    made, _ = tiny(name)
+    page = f"{name}.md"
+    shutil.copy(made.config.out / f"{name}.json", tmp_path)
+    assert main(["reproduce", name, "--rebuild", str(tmp_path)]) == 0
+    assert (tmp_path / page).read_text() == (made.config.out / page).read_text()
+    records = [json.loads((folder / f"{name}.json").read_text()) for folder in (tmp_path, made.config.out)]
+    assert records[0] == records[1]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_seed_gives_the_same_numbers_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in SHORTER:
+        monkeypatch.setattr(*SHORTER[name])
+    made = make(name)
+    made.prepare()
+    cell = made.cells()[-1]
+    one, again, other = (pd.DataFrame(plain(list(made.measure(cell, seed)))) for seed in (1, 1, 2))
+    own = [column for column in one if column not in MACHINE]
+    pd.testing.assert_frame_equal(one[own], again[own], rtol=1e-9)  # sums may differ in the last bit
+    if name != "kernel-zoo":
+        assert not one[own].equals(other[own])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_numbers_out_of_range_and_unknown_names_are_refused(name: str) -> None:
+    kind = KINDS[name]
+    wrong: list[tuple[str, Any]] = [("seeds", 0), ("seed", -1), ("seed", 2**32), ("workers", -1)]
+    wrong += [("device", "abacus")]
+    wrong += [(field, low - 1) for field, (low, _) in kind.limits.items()]
+    wrong += [(field, "no-such-name") for field in kind.choices]
+    for field, value in wrong:
+        several = isinstance(getattr(kind.Config(), field), tuple)
+        with pytest.raises(ArgumentError, match=field.replace("_", "-")):
+            check_shared(kind(kind.configure(**{field: (value,) if several else value})))
+        if several:
+            with pytest.raises(ArgumentError, match="names no"):
+                check_shared(kind(kind.configure(**{field: ()})))
+
+
+MISTAKES = [
+    ("boundary-bias", "--sizes 64", "expected two or more numbers"),
+    ("fast-weight-recall", "--pairs 200", "pairs is 200, expected at most the 128 keys"),
+    ("fast-weight-recall", "--top-k 40", "top_k"),
+    ("fwpkm-ablation", "--quick --context 16 --chunk 16", "--context 16 has less than two chunks of 16"),
+    ("fwpkm-ablation", "--quick --segments 90000", "words of the text are held out"),
+    ("fwpkm-ablation", "--quick --haystack 5", "needles have"),
+    ("fwpkm-case-studies", "--quick --gate-tokens 90000000", "words of the text are held out"),
+    ("fwpkm-case-studies", "--quick --layers 0", "num_hidden_layers"),
+    ("fwpkm-cost", "--quick --memories PKM", "--memories lacks none"),
+    ("fwpkm-cost", "--quick --memories none none", "--memories names 'none' twice"),
+    ("fwpkm-cost", "--quick --memory-dim 9", "--memory-dim is 9, expected an even"),
+    ("fwpkm-cost", "--quick --chunk 33", "has less than two chunks of 33"),
+    ("fwpkm-cost", "--quick --layers 2", "--layers is 2, expected at least 4"),
+    ("iclm-mechanisms", "--steps 0", "--steps is 0"),
+    ("iclm-mechanisms", "--prompt 17 --context 16", "--prompt is 17, more than the --context of 16"),
+    ("iclm-mechanisms", "--layers 3", "--layers, --width or --heads: ICLMConfig: num_hidden_layers is 3"),
+    ("iclm-mechanisms", "--tokenizer word", "unknown tokenizer 'word'"),
+    ("iclm-parity", "--steps 0", "--steps is 0, expected at least 1"),
+    ("iclm-parity", "--shapes 4x128", "--shapes 4x128: expected layers x width x heads"),
+    ("iclm-parity", "--shapes 3x16x2", "--shapes 3x16x2: ICLMConfig: num_hidden_layers is 3, expected an even number"),
+    ("iclm-parity", "--shapes", "--shapes names nothing"),
+    ("iclm-parity", "--models iclm-wv", "--models lacks transformer"),
+    ("iclm-parity", "--models transformer iclm-wv-no-mlp", "--models lacks transformer-no-mlp"),
+    ("iclm-parity", "--tokenizer chars", "Did you mean 'char'"),
+    ("iclm-parity", "--dtype float16", "--dtype is 'float16'"),
+    ("kernel-selection", "--kernels exponential geometrik", "which is unknown. Did you mean 'geometric'"),
+    ("kernel-selection", "--kernels rbf", "lacks exponential"),
+    ("kernel-selection", "--earlier softmax", "--earlier names 'softmax', which is unknown"),
+    ("kernel-selection", "--steps 0", "--steps is 0, expected at least 1"),
+    ("kernel-selection", "--heads 3", "64"),
+    ("lla-numerics", "--ridges 0.1 0.1", "--ridges names 0.1 twice; name it once."),
+    ("lla-variants", "--dim 12", "--dim is 12, expected a power of two"),
+    ("lla-variants", "--segment 100", "expected a power of two, at most 2^dim"),
+    ("lla-variants", "--tols 0.001 0.1", "give the smallest last"),
+    ("needle", "--layouts GDN GDN", "--layouts names 'GDN' twice"),
+    ("needle", "--also FwLMP", "--also names 'FwLMP', which is unknown"),
+    ("needle", "--digits 3", "--digits is 3, expected an even number"),
+    ("needle", "--context 100", "less than two chunks of 64"),
+    ("needle", "--samples 2 --kept 3", "--kept is 3, expected at most the 2 --samples"),
+    ("recall-capacity", "--specs softmax biweigth", "--specs: unknown spec 'biweigth'. Did you mean"),
+    ("recall-capacity", "--models messa", "--models: unknown model 'messa'. Did you mean 'mesa'?"),
+    ("recall-capacity", "--models mesa(ridge=0)", "--models: mesa: ridge is 0, expected ridge > 0."),
+    ("recall-capacity", "--zeroed 1.5", "--zeroed is 1.5, expected 0 to 1."),
+    ("shared-query-key", "--steps 0", "--steps is 0, expected at least 1"),
+    ("shared-query-key", "--specs sofmax", "Did you mean 'softmax'"),
+    ("shared-query-key", "--specs elu,elu", "names 'elu' twice"),
+    ("streaming-perplexity", "--heads 7", "head_dim is 13"),
+    ("test-time-regression", "--segments 24", "length 1024 and segment 24 make"),
+    ("test-time-regression", "--specs biweight", "--specs lacks softmax"),
+    ("test-time-regression", "--specs softmax softmx", "unknown spec 'softmx'. Did you mean"),
+    ("test-time-regression", "--specs softmax local-linear", "is a local linear model already"),
+    (
+        "test-time-regression",
+        "--residuals softmax+meza",
+        "unknown state 'meza' of 'softmax+meza'. Did you mean 'mesa'?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "said"), MISTAKES)
+def test_mistakes_are_found_before_anything_is_written(
+    name: str, words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce", name, "--out", str(tmp_path / "out"), *words.split()]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()

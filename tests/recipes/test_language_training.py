@@ -1,0 +1,203 @@
+"""The training of the language recipes, against a loop written out here."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from regard.checks import ArgumentError
+from regard.models import HybridConfig, HybridForCausalLM
+from regard_recipes.kernels.kernel_selection import KernelSelection
+from regard_recipes.lib import language_training as runs
+from regard_recipes.lib.language_training import run_rows
+from regard_recipes.lib.results import plain
+from regard_recipes.lib.running import run_calls
+
+V = 17
+BUDGET = runs.Budget(
+    context=12, batch=4, steps=7, learning_rate=2e-2, final_share=0.2, warmup=0.3, looks=3, measured=12, clip=0.7
+)
+
+
+def config(**changes: object) -> HybridConfig:
+    sizes = {"vocab_size": V, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return HybridConfig(**sizes, **changes)
+
+
+@pytest.fixture(scope="module")
+def text() -> runs.Corpus:
+    """A walk that goes on by 1, 2 or 3."""
+    steps = torch.randint(1, 4, (900,), generator=torch.Generator().manual_seed(3))
+    tokens = (steps.cumsum(0) % V).int()
+    return runs.Corpus(tokens[:700], tokens[700:])
+
+
+def test_wide_models_begin_with_smaller_weights() -> None:
+    assert [runs.initial_range(width) for width in (32, 256, 384, 1024)] == [0.05, 0.05, 0.02, 0.02]
+    paper = KernelSelection(KernelSelection.configure("paper"))
+    assert paper.model_config(paper.cells()[0], 100).initializer_range == 0.02
+
+
+def starts(seed: int, step: int, count: int, positions: int) -> list[int]:
+    digest = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=8).digest()
+    drawn = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return [int(torch.randint(positions, (1,), generator=drawn)) for _ in range(count)]
+
+
+def test_training_is_a_plain_loop(text: runs.Corpus) -> None:
+    """AdamW, decay of matrices, warm-up over two of seven steps, cosine, clipped gradients, windows of (seed, step)."""
+    found = runs.train_language_model(config(), text, BUDGET, 5, name="walk")
+    torch.manual_seed(5)
+    model = HybridForCausalLM(config()).train()
+    decayed = [w for w in model.parameters() if w.dim() == 2]
+    others = [w for w in model.parameters() if w.dim() == 1]
+    assert len(others) == 3
+    adam = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1.0, betas=(0.9, 0.95)
+    )
+    losses, held_out = [], []
+    for step, rate in enumerate(
+        [0.01, 0.02, *(0.02 * (0.2 + 0.8 * (1 + math.cos(math.pi * i / 4)) / 2) for i in range(5))]
+    ):
+        windows = torch.stack([text.train_tokens[s : s + 12].long() for s in starts(5, step, 4, 700 - 12 + 1)])
+        for group in adam.param_groups:
+            group["lr"] = rate
+        adam.zero_grad()
+        logits = model(input_ids=windows).logits
+        loss = F.cross_entropy(logits[:, :-1].reshape(-1, V), windows[:, 1:].reshape(-1))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+        adam.step()
+        losses.append(loss.item())
+        with torch.no_grad():
+            tokens = text.held_out_tokens[:12].long()
+            held_out.append(F.cross_entropy(model(input_ids=tokens[None]).logits[0, :-1], tokens[1:]).item())
+    assert found.steps == (2, 5, 7)
+    assert found.train == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:5]) / 3, sum(losses[5:]) / 2], rel=1e-5)
+    assert found.held_out == pytest.approx([held_out[1], held_out[4], held_out[6]], rel=1e-5)
+    assert found.parameters == sum(w.numel() for w in model.parameters())
+    assert found.step_seconds > 0
+
+
+def test_a_step_in_parts_is_the_step(text: runs.Corpus) -> None:
+    whole = runs.train_language_model(config(), text, BUDGET, 0, name="whole")
+    parts = runs.train_language_model(config(), text, replace(BUDGET, parts=2), 0, name="parts")
+    assert parts.held_out == pytest.approx(whole.held_out, rel=1e-4)
+    assert parts.train == pytest.approx(whole.train, rel=1e-4)
+
+
+def test_the_seed_decides_and_nothing_else_does(text: runs.Corpus) -> None:
+    first = runs.train_language_model(config(), text, BUDGET, 1, name="a")
+    before, others = torch.random.get_rng_state(), (random.getstate(), str(np.random.get_state()))  # noqa: NPY002
+    again = runs.train_language_model(config(), text, BUDGET, 1, name="a")
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert (random.getstate(), str(np.random.get_state())) == others  # noqa: NPY002
+    other = runs.train_language_model(config(), text, BUDGET, 2, name="a")
+    assert (first.train, first.held_out) == (again.train, again.held_out)
+    assert first.held_out != other.held_out
+
+
+def scale_up(model: HybridForCausalLM, factor: float) -> None:
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(factor)
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(text: runs.Corpus) -> None:
+    burst = runs.train_language_model(config(), text, BUDGET, 0, name="x", prepare=partial(scale_up, factor=math.inf))
+    assert len(burst.train) == len(burst.held_out) == 3
+    assert math.isnan(burst.held_out[0])
+    assert plain(list(run_rows(burst)))[0]["held_out"] is None
+
+
+BLOCK = 64 * 2**20
+
+
+def peak(text: runs.Corpus, prepare: Callable | None = None) -> int | None:
+    """What a training of two steps holds, in this process."""
+    budget = replace(BUDGET, steps=2, looks=1)
+    run = runs.train_language_model(config(), text, budget, 0, name="memory", prepare=prepare)
+    return None if run.peak_bytes is None else run.peak_bytes - run.before_bytes
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the system does not tell its peak memory")
+def test_peak_memory_is_that_of_the_training_alone(text: runs.Corpus) -> None:
+    """In fresh processes, whose parent holds much."""
+    ballast = torch.ones(300 * 2**20 // 4)
+    found = dict(run_calls({"plain": partial(peak, text), "wide": partial(peak, text, widen)}, 1))
+    del ballast
+    assert 0.9 * BLOCK < found["wide"] - found["plain"] < 1.2 * BLOCK
+    assert found["plain"] < 150 * 2**20
+
+
+def widen(model: HybridForCausalLM) -> None:
+    """64 MiB that live during the forward pass alone."""
+    model.register_forward_pre_hook(touch)
+
+
+def touch(*_: object) -> None:
+    torch.ones(BLOCK // 4)
+
+
+def test_a_model_keeps_its_settings(text: runs.Corpus) -> None:
+    """The Trainer turns the cache off while it trains."""
+    kept = {}
+    measure = lambda model: kept.update(cache=model.config.use_cache, training=model.training) or {}  # noqa: E731
+    runs.train_language_model(config(), text, BUDGET, 0, name="x", measure=measure)
+    assert kept == {"cache": True, "training": False}
+
+
+def test_what_a_model_leaves_out_of_its_loss_is_left_out(text: runs.Corpus) -> None:
+    """A model that counts every other label has their mean as its loss, whatever the parts of a step."""
+
+    def halve(model: HybridForCausalLM) -> None:
+        def mask(module: object, args: object, given: dict) -> tuple:
+            labels = given.get("labels")
+            return args, given if labels is None else {**given, "labels": labels.where(labels % 2 == 0, -100)}
+
+        model.register_forward_pre_hook(mask, with_kwargs=True)
+
+    whole = runs.train_language_model(config(), text, replace(BUDGET, steps=1, looks=1), 0, name="x", prepare=halve)
+    torch.manual_seed(0)
+    model = HybridForCausalLM(config())
+    windows = torch.stack([text.train_tokens[s : s + 12].long() for s in starts(0, 0, 4, 700 - 12 + 1)])
+    logits = model(input_ids=windows).logits[:, :-1].reshape(-1, V)
+    targets = windows[:, 1:].reshape(-1)
+    expected = F.cross_entropy(logits[targets % 2 == 0], targets[targets % 2 == 0]).item()
+    assert whole.train[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": 1}, "--context is 1, expected at least 2"),
+        ({"batch": 0}, "--batch is 0, expected at least 1"),
+        ({"parts": 3}, "--parts 3 does not divide --batch 4"),
+        ({"learning_rate": 0.0}, "--learning-rate is 0.0, expected 1e-12 to"),
+        ({"warmup": 1.5}, "--warmup is 1.5, expected 0 to 1"),
+        ({"weight_decay": -1.0}, "--weight-decay is -1.0"),
+        ({"dtype": "float16"}, "--dtype is 'float16', expected one of float32, bfloat16"),
+        ({"device": "tpu"}, "unknown device 'tpu'"),
+        ({"clip": math.nan}, "--clip is nan"),
+    ],
+)
+def test_budgets_out_of_range(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        replace(BUDGET, **changes).check("here")
+
+
+def test_what_no_model_is_made_from(text: runs.Corpus) -> None:
+    with pytest.raises(ArgumentError, match="got int, expected the configuration of a model: HybridConfig"):
+        runs.train_language_model(3, text, BUDGET, 0, name="x")
+    short = runs.Corpus(text.train_tokens[:5], text.held_out_tokens)
+    with pytest.raises(ArgumentError, match="short, seed 0: the text has 5 tokens to train on"):
+        runs.train_language_model(config(), short, BUDGET, 0, name="short")

@@ -1,0 +1,87 @@
+"""Recipes as small as they go, each run once for all tests of a process."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regard.recipes import recipes
+from regard_recipes.fwpkm._fast_weight_recall_model import COLLAPSE
+from regard_recipes.lib.recipe import Recipe, run
+from regard_recipes.lib.results import Results, load
+
+NEEDLES: dict[str, Any] = {
+    "steps": 2, "width": 16, "sub_keys": 8, "memory_dim": 8, "top_k": 2, "context": 64, "chunk": 16, "haystack": 40,
+    "questions": 3, "reads": 2, "examples": 6, "words": 60,
+}  # fmt: skip
+LAYOUTS: dict[str, Any] = {"layouts": ("GDN",), "width": 16, "steps": 2, "chunk": 8, "lact": False}
+TINY: dict[str, dict[str, Any]] = {
+    "boundary-bias": {"sizes": (64, 256), "seeds": 6, "radii": 24, "directions": 3},
+    "fast-weight-recall": {
+        "rules": ("paper",), "sub_keys": 8, "stress_sub_keys": 4, "key_dim": 16, "top_k": 2, "width": 16, "keys": 12,
+        "pairs": 6, "documents": 2, "reads": 3, "steps": 3, "stress_steps": 2, "batch": 2, "examples": 3,
+    },
+    "fwpkm-ablation": {**NEEDLES, "segments": 2, "variants": ("no memory", "FwPKM", "without gating")},
+    "fwpkm-case-studies": {**NEEDLES, "gate_chunk": 4, "gate_tokens": 50, "drawn": 30},
+    "fwpkm-cost": {"layouts": ("GDN",), "memories": ("none", "FwPKM"), "steps": 2},
+    "iclm-mechanisms": {
+        "layers": 2, "width": 16, "steps": 2, "block_steps": 2, "measured": 300, "looks": 1, "texts": 2, "prompt": 12,
+        "context": 16,
+    },
+    "iclm-parity": {
+        "steps": 3, "trial_steps": 2, "rates": (1e-3, 3e-3), "measured": 300, "looks": 2, "shapes": ("2x16x2",),
+        "batch": 2, "seeds": 1,
+    },
+    "kernel-selection": {
+        "kernels": ("exponential", "linear", "rbf", "clipped-geometric"), "earlier": ("rbf",), "seeds": 2, "layers": 1,
+        "width": 16, "heads": 2, "context": 16, "batch": 2, "steps": 4, "measured": 300, "looks": 2,
+    },
+    "kernel-zoo": {"points": 13, "plane": 7},
+    "lla-numerics": {
+        "length": 96, "dim": 8, "draws": 2, "families": ("normal", "anisotropic"), "steps": (1, 4, 16),
+        "tols": (0.01, 0.0001), "ridges": (1.0, 0.1),
+    },
+    "lla-variants": {
+        "dim": 8, "length": 128, "segment": 32, "sequences": 3, "windows": (16, 32), "steps": (0, 1, 4),
+        "tols": (0.1, 0.001), "repeats": 2, "ridges": (0.1, 1.0),
+    },
+    "needle": {**LAYOUTS, "samples": 4, "lengths": (40, 70), "also": ("FwMLP",), "words": 9},
+    "recall-capacity": {
+        "dim": 32, "pairs": (8, 64), "stored": 48, "noise": (0.5, 4.0), "erased": (0.25, 0.9),
+        "zeroed": (0.1, 0.5, 0.9), "jitter": (0.5, 4.0), "cues": 32, "seeds": 3, "scales": (1.0, 30.0),
+    },
+    "shared-query-key": {"steps": 2, "seeds": 2, "specs": "softmax,elu"},
+    "streaming-perplexity": LAYOUTS,
+    "test-time-regression": {
+        "dims": (4, 16), "segments": (8, 32), "length": 64, "sequences": 3, "held_out": 1, "query_noise": (0.5,),
+        "noisy_segment": 32, "specs": ("softmax", "biweight"), "residuals": ("softmax+mesa", "biweight+linear"),
+        "scales": (0.5, 1.0), "ridges": (0.1, 1.0), "tol": 1e-4,
+    },
+}  # fmt: skip
+SHORTER = {
+    "fast-weight-recall": ("regard_recipes.fwpkm._fast_weight_recall_model.COLLAPSE",
+                           {**COLLAPSE, "sub_keys": 8, "chunks": 4, "looked_at": 2}),
+    "shared-query-key": ("regard_recipes.kernels.shared_query_key.MEASURED", 600),
+}  # fmt: skip
+"""Constants to replace in a tiny run."""
+
+
+def make(name: str, **changes: Any) -> Any:
+    """Return a recipe with the options of a tiny run."""
+    kind = recipes.get(name)
+    return kind(kind.configure("quick", **{"workers": 0, **TINY[name], **changes}))
+
+
+@cache
+def tiny(name: str) -> tuple[Any, Results]:
+    """Return a recipe and what a tiny run stored; `made.config.out` is its folder."""
+    made: Recipe = make(name, out=Path(tempfile.mkdtemp()) / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        if name in SHORTER:
+            patch.setattr(*SHORTER[name])
+        run(made, [], lambda text: None)
+    return made, load(type(made), made.config.out)[1]

@@ -1,0 +1,144 @@
+"""What every state of fixed size can do: beam search, batching, saving, resetting, reading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from recurrences import CASES, FORMS, Case, Inputs, close, cut, fields, key_mask
+from torch import Tensor
+
+from regard import DeltaState, LinearState, MesaState
+from regard.checks import ArgumentError
+from regard.recurrent.leaky import LeakyState, leaky_average
+
+F64 = torch.float64
+SIGNED = "linear*fixed*normalised"
+
+
+def leaky(x: Inputs, **how: Any) -> Any:
+    return leaky_average(x["v"], torch.tensor([0.1, 2.0], dtype=F64), **how)
+
+
+STATES: dict[str, tuple[Case, Any, int]] = {
+    "shift-cosine": (CASES["shift-cosine"], LinearState.empty("shift-cosine", 2, 2, 4, 3, dtype=F64), 5 * 3 + 5),
+    SIGNED: (CASES[SIGNED], LinearState.empty(SIGNED, 2, 2, 4, 3, dtype=F64), 5 * 3 + 5 + 25),
+    "delta": (CASES["delta, decay by token"], DeltaState.empty(2, 2, 4, 3, dtype=F64), 12),
+    "mesa": (CASES["mesa, ridge by token, decay"], MesaState.empty(2, 2, 4, 3, dtype=F64), 12 + 16),
+    "leaky": (Case(lambda t: {}, leaky, leaky), LeakyState.empty(2, 2, 3, dtype=F64), 3),
+}
+"""A call, its state before the first token, and how many numbers a head has."""
+
+
+def same(one: Any, two: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one._tensors().values(), two._tensors().values(), strict=True))
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_empty_and_reset_are_the_beginning(name: str) -> None:
+    case, empty, _ = STATES[name]
+    x = case.draw(grad=False)
+    out, state = case.run(x)
+    for start in (empty, state.reset()):
+        assert start.tokens == 0
+        assert not any(t.any() for t in start._tensors().values())
+        assert torch.equal(case.run(x, state=start)[0], out)
+    assert state.tokens == 9
+    assert any(t.any() for t in fields(state))
+
+
+def test_empty_states_are_float32_at_least() -> None:
+    assert LinearState.empty("elu", 1, 1, 4, dtype=torch.bfloat16).values.dtype == torch.float32
+    assert LinearState.empty("linear*fixed*euclidean", 1, 1, 4, 2).values.shape == (1, 1, 7, 2)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_sequences_are_selected_and_repeated(name: str) -> None:
+    """What comes next depends on the sequences chosen alone."""
+    case = STATES[name][0]
+    state, new = case.run(case.draw(grad=False))[1], case.draw(1, 5, grad=False)
+    expected, _ = case.run(new, state=state)
+    for order, chosen in (
+        (torch.tensor([1, 0, 1]), state.select(torch.tensor([1, 0, 1]))),
+        (torch.tensor([1]), state.select(torch.tensor([False, True]))),
+        (torch.tensor([0, 0, 1, 1]), state.repeat(2)),
+    ):
+        assert chosen.tokens == 9
+        assert torch.equal(case.run({n: t[order] for n, t in new.items()}, state=chosen)[0], expected[order])
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_is_cloned_detached_saved_and_never_changed(name: str) -> None:
+    case, _, numbers = STATES[name]
+    x = case.draw()
+    before, state = {n: t.clone() for n, t in x.items()}, case.run(x)[1]
+    copy = state.clone()
+    assert same(copy, state)
+    assert fields(copy)[0].requires_grad
+    assert fields(copy)[0].data_ptr() != fields(state)[0].data_ptr()
+    assert not any(t.requires_grad for t in state.detach()._tensors().values())
+    assert not case.run(case.draw(1, grad=False), state=state.detach())[0].requires_grad
+    for form in FORMS if name != "leaky" else ():
+        case.run(x, state=state, form=form)
+        case.run(cut(x, 0, 1), state=state, form=form)
+    assert same(copy, state)
+    assert all(torch.equal(t, before[n]) for n, t in x.items())
+    saved = state.to_tensors()
+    assert all(t.is_contiguous() for t in saved.values())
+    again = type(state).from_tensors(saved)
+    assert again.tokens == 9
+    assert same(again, state)
+    with pytest.raises(ArgumentError, match=rf"{type(state).__name__}\.from_tensors: got poisoned"):
+        type(state).from_tensors({"poisoned": saved["poisoned"]})
+    assert state.bytes == case.run(case.draw(200))[1].bytes == 2 * 2 * (8 * numbers + 1)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_sum_cannot_forget(name: str) -> None:
+    state = STATES[name][0].run(STATES[name][0].draw())[1]
+    assert state.crop(9) is state.crop(12) is state
+    for n in (8, 0, -1):
+        with pytest.raises(
+            ArgumentError, match=rf"State\.crop: cannot go back from 9 tokens to {n % 9}.*cannot forget"
+        ):
+            state.crop(n)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_non_finite_token_marks_its_sequence_alone(name: str) -> None:
+    case = STATES[name][0]
+    x = case.draw(grad=False)
+    x["v"][1, 0, 3, 2] = torch.nan
+    state = case.run(x)[1]
+    assert state.poisoned.tolist() == [[False, False], [True, False]]
+    assert all(t.isfinite().all() for t in fields(state))
+    found, _ = case.run(case.draw(1, grad=False), state=state.select(torch.tensor([1, 0])))
+    assert found.isnan().flatten(1).any(1).tolist() == [True, False]
+    assert not state.reset().poisoned.any()
+
+
+def part(x: Inputs, names: str, length: int) -> Inputs:
+    """The first positions of some of the inputs."""
+    return {n: cut({n: t}, 0, length)[n] if n in names.split() else t for n, t in x.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_state_is_written_without_queries_and_read_without_keys(name: str) -> None:
+    """What other queries read is what they would be given after all pairs."""
+    case, mask = CASES[name], key_mask()
+    x = {**case.draw(grad=False), "q": case.draw(seed=3, grad=False)["q"]}
+    expected, _ = case.define(x, "all", mask)
+    out, state = case.run(part(x, "q scale bias ridge", 0), is_causal=False, attn_mask=mask)
+    assert out.shape == (2, 4, 0, 3)
+    for form in FORMS:
+        out, after = case.run(part(x, "k v g beta", 0), state=state, is_causal=False, form=form)
+        close(out, expected, 1e-12 * case.loose, form)
+        assert after.tokens == 9
+        assert same(after, state)
+    if name.startswith("mesa"):
+        more: dict[str, Any] = {"ridge": x["ridge"]}
+    else:
+        given: dict[str, Tensor] = {"bias": x["bias"]} if "bias" in x else {}
+        more = {"scale": x.get("scale")} | ({} if "delta" in name else {"spec": name.split(",")[0], "params": given})
+    close(state.read(x["q"], **more), expected, 1e-12 * case.loose)

@@ -1,0 +1,73 @@
+"""`score_task`: what a model that knows the answer, and one that does not, score."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.modeling_outputs import CausalLMOutput
+
+from regard.checks import ArgumentError
+from regard.models import HybridConfig, HybridForCausalLM
+from regard.tasks import MQAR, RegBench, Reverse, TokenTask
+from regard.training.task import TaskScore, score_task
+
+
+class Knowing(HybridForCausalLM):
+    """A model whose logits are a task's solution of the sequence that it is given."""
+
+    task: TokenTask
+    answers: dict[tuple[int, ...], torch.Tensor]
+
+    def forward(self, input_ids, attention_mask=None, **_):  # type: ignore[no-untyped-def, override]
+        logits = torch.zeros(*input_ids.shape, self.config.vocab_size)
+        for row, tokens in enumerate(input_ids.tolist()):
+            tokens = tuple(tokens[: int(attention_mask[row].sum())] if attention_mask is not None else tokens)
+            for whole, answer in self.answers.items():
+                if whole[: len(tokens)] == tokens:
+                    n = min(len(tokens), len(answer) - 1)
+                    logits[row, torch.arange(n), answer[1 : n + 1].clamp_min(0)] = 9.0
+        return CausalLMOutput(logits=logits)
+
+
+def knowing(task: TokenTask, count: int) -> Knowing:
+    model = Knowing(HybridConfig(vocab_size=task.vocabulary, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    model.generation_config.use_cache = False  # it looks at the whole sequence
+    examples = task.examples(0, range(count), "test")
+    model.answers = {
+        tuple(e.tokens.tolist()): e.labels if e.probabilities is not None else task.oracle(e) for e in examples
+    }
+    return model
+
+
+@pytest.mark.parametrize(("task", "generate"), [(MQAR.named("quick"), False), (Reverse.named("quick"), True)])
+def test_a_model_that_knows_the_answer_scores_one(task: TokenTask, generate: bool) -> None:
+    found = score_task(knowing(task, 12), task, examples=12, batch=5, generate=generate)
+    assert set(found) == {"accuracy", "exact", *(["free-running accuracy", "free-running exact"] if generate else [])}
+    assert all(score.values == (1.0,) * 12 for score in found.values())
+
+
+def test_an_untrained_model_is_near_the_floor() -> None:
+    task = Reverse.named("quick")
+    torch.manual_seed(0)
+    config = HybridConfig(vocab_size=task.vocabulary, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    found = score_task(HybridForCausalLM(config), task, examples=24, generate=True)
+    assert found["accuracy"].mean < 0.3
+    assert found["free-running exact"].mean == 0.0
+
+
+def test_a_mean_has_its_standard_error() -> None:
+    score = TaskScore((0.0, 1.0, 1.0, 0.0))
+    assert score.mean == 0.5
+    assert score.standard_error == pytest.approx((1 / 3) ** 0.5 / 2)
+    assert str(TaskScore((1.0,))) == "1.0000 ± nan (n = 1)"
+
+
+def test_what_cannot_be_scored_is_refused() -> None:
+    config = HybridConfig(vocab_size=5, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    with pytest.raises(ArgumentError, match=r"score_task: model has 5 tokens, but the task mqar has 128"):
+        score_task(HybridForCausalLM(config), MQAR.named("quick"))
+    task = RegBench.named("quick")
+    with pytest.raises(ArgumentError, match="generate=True needs answers that continue their prompts"):
+        score_task(knowing(task, 2), task, examples=2, generate=True)
+    with pytest.raises(ArgumentError, match="examples"):
+        score_task(knowing(task, 2), task, examples=0)

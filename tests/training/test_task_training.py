@@ -1,0 +1,131 @@
+"""Training on a task: it learns, stops when it may and sees the same examples every time; and Muon with AdamW."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon
+
+from regard.checks import ArgumentError
+from regard.models import HybridConfig, HybridForCausalLM
+from regard.tasks import Sort, StackedMQAR
+from regard.training.muon import MuonAdamW, hidden_matrices
+from regard.training.task import TaskBudget, TaskExamples, train_on_task
+
+TASK = Sort(symbols=3, least=2, most=3)
+
+
+def model(**fields: object) -> HybridForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2} | fields
+    return HybridForCausalLM(HybridConfig(vocab_size=TASK.vocabulary, **sizes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_learns_and_stops_when_it_is_good_enough(optimizer: str) -> None:
+    seen = []
+    budget = TaskBudget(
+        steps=400, batch=32, learning_rate=1e-2, eval_every=20, eval_examples=64, stop_at=0.8, optimizer=optimizer
+    )
+    found = train_on_task(model(), TASK, budget, report=lambda step, scores: seen.append(step))
+    assert found.best("accuracy") >= 0.8
+    assert found.step < 400
+    assert [step for step, _ in found.scored] == seen == list(range(20, found.step + 1, 20))
+    assert found.loss[-1] < found.loss[0]
+
+
+def test_the_same_budget_gives_the_same_model() -> None:
+    budget = TaskBudget(steps=3, batch=4, eval_every=3, eval_examples=4)
+    one, two = model(), model()
+    train_on_task(one, TASK, budget)
+    train_on_task(two, TASK, budget)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    batches = TaskExamples(TASK, budget)
+    assert not torch.equal(batches[0]["input_ids"], batches[1]["input_ids"])
+
+
+def test_the_rate_rises_and_falls() -> None:
+    budget = TaskBudget(steps=100, warmup=0.1, final_share=0.2)
+    rates = [budget.rate(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == 1.0
+    assert rates[-1] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps"),
+        ({"learning_rate": -1.0}, "learning_rate"),
+        ({"warmup": 2.0}, "warmup"),
+        ({"optimizer": "muo"}, "optimizer"),
+    ],
+)
+def test_a_budget_out_of_range_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        TaskBudget(**change)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    budget = TaskBudget(steps=1, batch=2, eval_examples=2)
+    with pytest.raises(ArgumentError, match="no metric 'f1'; it has accuracy, exact"):
+        train_on_task(model(), TASK, TaskBudget(steps=1, batch=2, eval_examples=2, metric="f1"))
+    small = HybridForCausalLM(HybridConfig(vocab_size=2, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    with pytest.raises(ArgumentError, match="model has 2 tokens"):
+        train_on_task(small, TASK, budget)
+    broken = model()
+    next(broken.parameters()).data.fill_(float("nan"))
+    with pytest.raises(ArgumentError, match="loss is nan at step 1"):
+        train_on_task(broken, TASK, budget)
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest() -> None:
+    """A step is that of torch's own two optimisers, and a state that is saved and loaded goes on alike."""
+    net = model(tie_word_embeddings=False)
+    matrices = hidden_matrices(net)
+    named = {name for name, p in net.named_parameters() if id(p) in matrices}
+    assert named
+    assert all("proj" in name or "mlp" in name for name in named)
+    assert not any("embed" in name or "lm_head" in name or "norm" in name for name in named)
+    same = model(tie_word_embeddings=False)
+    both = MuonAdamW.of([{"params": list(net.parameters()), "weight_decay": 0.0}], 0.01, net)
+    own = hidden_matrices(same)
+    hidden = [p for p in same.parameters() if id(p) in own]
+    rest = [p for p in same.parameters() if id(p) not in own]
+    apart = [
+        Muon(hidden, lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        AdamW(rest, lr=0.01, weight_decay=0),
+    ]
+    tokens = torch.arange(6)[None] % TASK.vocabulary
+    for turn in range(3):
+        if turn == 2:
+            again = MuonAdamW.of([{"params": list(net.parameters()), "weight_decay": 0.0}], 0.01, net)
+            again.load_state_dict(both.state_dict())
+            both = again
+        for each in (net, same):
+            each.zero_grad()
+            each(tokens, labels=tokens).loss.backward()
+        both.step()
+        for part in apart:
+            part.step()
+    for a, b in zip(net.parameters(), same.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_groups_of_muon_follow_a_schedule() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = MuonAdamW.of([{"params": list(net.parameters())}], 0.1, net)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for part in optimizer.parts for group in part.param_groups] == [0.05, 0.05]
+
+
+def test_two_tokens_at_a_position_are_the_sum_of_their_embeddings() -> None:
+    """A single layer of attention without a feed-forward layer solves stacked recall; it cannot without the values."""
+    task = StackedMQAR(tokens=16, length=12, pairs=2)
+    torch.manual_seed(0)
+    config = HybridConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=1)
+    budget = TaskBudget(steps=400, batch=32, learning_rate=2e-2, eval_every=50, eval_examples=64, stop_at=0.8)
+    assert train_on_task(HybridForCausalLM(config), task, budget).best("accuracy") >= 0.8

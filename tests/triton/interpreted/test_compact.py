@@ -1,0 +1,340 @@
+"""`regard.attention(..., impl="triton")` with compact kernels and softmax: outputs and gradients against dense float64
+formulas, and the thresholds and marks that the search for a row's threshold finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attention_calls import (
+    BATCH,
+    CALLS,
+    HEADS,
+    WIDTHS,
+    T,
+    both,
+    compared,
+    draw,
+    pairs,
+    some,
+    triton,
+    uncopied,
+    weight_of,
+    wide,
+)
+from dense_oracles import RULES, Rule, attend, near, scores, seen_pairs
+from torch import Tensor
+
+import regard
+from regard.triton.compact import implementation as compact
+from regard.triton.compact import rules
+from regard.triton.runtime import tiles
+
+pytestmark = pytest.mark.usefixtures("in_bounds")
+
+ORDERS = [(rule, call) for rule in RULES for call in CALLS]
+QUICK = [ORDERS[call + len(CALLS) * (3 * call % len(RULES))] for call in range(len(CALLS))]
+"""Every call, each with another rule."""
+WIDE = [(rule, *w) for rule in RULES for w in (WIDTHS if rule in ("softmax", "adaptive 2") else WIDTHS[::3])]
+LENGTHS = [(rule, length) for rule in RULES for length in (1, 5, 63, 100, 129)]
+TEXTS = ("biweight*adaptive*cosine", "epanechnikov*anchored*euclidean", "rbf")
+WAYS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "window": {"window": 30, "is_causal": True},
+    "offsets": {"query_offset": torch.tensor([50, -1]), "is_causal": True},
+}
+ONE = [(rule, way) for rule in RULES for way in WAYS]
+
+
+def checked(leaves: list[Tensor], rule: Rule, seen: Tensor, most: tuple[float, float], **call: Any) -> None:
+    """Compare output and gradients with the dense form of the same numbers."""
+    out, exact = triton(leaves, rule.text, **call), wide(leaves)
+    compared(out, attend(*exact, seen, rule), leaves, exact, most, (rule.text, call.keys()))
+
+
+@pytest.mark.parametrize(("rule", "call"), pairs(ORDERS, QUICK))
+def test_every_rule_in_every_order(rule: str, call: str, poisoned: None) -> None:
+    queries, keys, how = CALLS[call]
+    with tiles.forced(rows=16, keys=16):
+        seen = seen_pairs(BATCH, HEADS, queries, keys, **how)
+        checked(draw(queries, keys, 5, 3), RULES[rule], seen, (2e-6, 2e-5), **how)
+
+
+@pytest.mark.parametrize(("rule", "call"), pairs(ORDERS[::4], ORDERS[4::60]))
+def test_every_rule_in_every_order_in_bfloat16(rule: str, call: str, poisoned: None) -> None:
+    queries, keys, how = CALLS[call]
+    with tiles.forced(rows=16, keys=16):
+        seen = seen_pairs(BATCH, HEADS, queries, keys, **how)
+        checked(draw(queries, keys, 24, 20, dtype=torch.bfloat16), RULES[rule], seen, (6e-3, 1.5e-2), **how)
+
+
+@pytest.mark.parametrize(("rule", "dim", "value_dim"), pairs(WIDE, [("adaptive 2", 100, 3)]))
+def test_every_width(rule: str, dim: int, value_dim: int, poisoned: None) -> None:
+    """Of one feature the queries' gradients cancel: those of normrelu are 0, whatever the length of a query."""
+    cancel = 4 if dim == 1 else 1
+    for dtype, (out, grad) in ((torch.bfloat16, (6e-3, 1.5e-2)), (torch.float32, (4e-6, 4e-5))):
+        leaves = draw(20, 33, dim, value_dim, batch=1, dtype=dtype, seed=dim)
+        most = (out, cancel * grad)
+        checked(leaves, RULES[rule], seen_pairs(1, HEADS, 20, 33, is_causal=True), most, is_causal=True)
+
+
+@pytest.mark.parametrize(("rule", "length"), pairs(LENGTHS, [("anchored 1", 129)]))
+def test_every_length_with_the_tiles_that_are_shipped(rule: str, length: int, poisoned: None) -> None:
+    leaves = draw(length, length, 16, batch=1)
+    checked(leaves, RULES[rule], seen_pairs(1, HEADS, length, length, is_causal=True), (3e-6, 3e-5), is_causal=True)
+
+
+@pytest.mark.parametrize("text", ["polynomial(r=4)", "polynomial(r=4)*anchored(margin=2)"])
+def test_another_power_is_one_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in decoding: the kernels depend on the power by `power`, `lower_power` and `root` alone."""
+    monkeypatch.setattr(rules, "POWERS", (*rules.POWERS, 4.0))
+    rule = Rule(text, "anchored" if "anchored" in text else "adaptive", 4, 2.0)
+    with tiles.forced(rows=16, keys=16):
+        leaves = draw(21, 21, 5, 3)
+        checked(leaves, rule, seen_pairs(BATCH, HEADS, 21, 21, is_causal=True), (2e-5, 1e-4), is_causal=True)
+        one = [leaves[0].detach()[:, :, -1:], *(x.detach() for x in leaves[1:])]
+        expected = attend(*(x.double() for x in one), seen_pairs(BATCH, HEADS, 1, 21), rule)
+        near([triton(one, text)], [expected], 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", some([(4, 4), (4, 2), (6, 1), (8, 1)], [(4, 2)]))
+def test_heads_share_keys(heads: tuple[int, int]) -> None:
+    with tiles.forced(rows=16, keys=16):
+        leaves = draw(19, 19, 4, batch=1, heads=heads[0], kv=heads[1])
+        checked(leaves, RULES["anchored 2"], seen_pairs(1, heads[0], 19, 19, window=7), (2e-6, 2e-5), window=7)
+
+
+@pytest.mark.parametrize("name", some(RULES, ["anchored 1"]))
+def test_numbers_of_rows(name: str, poisoned: None) -> None:
+    """Scales, margins and biases as tensors, with their gradients."""
+    rule = RULES[name]
+    leaves, make = draw(), torch.Generator().manual_seed(3)
+    scale = (torch.rand(BATCH, HEADS, T, generator=make) + 0.2).requires_grad_()
+    number = (torch.rand(BATCH, HEADS, T, generator=make) + 0.3).requires_grad_()
+    named = {"anchored": "margin", "fixed": "bias"}.get(rule.kind)
+    numbers = [scale] if named is None else [scale, number]
+    exact = wide([*leaves, *numbers])
+    seen = seen_pairs(BATCH, HEADS, T, T, is_causal=True)
+    with tiles.forced(rows=16, keys=16):
+        out = triton(leaves, rule.text, is_causal=True, scale=scale, params={} if named is None else {named: number})
+        expected = attend(*exact[:3], seen, rule, exact[3], None if named is None else exact[4])
+        compared(out, expected, [*leaves, *numbers], exact, (3e-6, 4e-5), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["softmax", "sparsemax", "biweight", "triweight", "relumax", "normrelu"])
+def test_scales_of_any_sign(spec: str) -> None:
+    """A tensor of scales is not looked at: 0 makes all scores equal, less turns them over."""
+    leaves = draw(batch=1)
+    scale = torch.tensor([0.5, 0.0, -0.7, 1e-30, 1.5, -2.0, 0.0])[torch.arange(T) % 7].expand(1, HEADS, T)
+    rule, exact = next(rule for rule in RULES.values() if rule.text == spec), wide(leaves)
+    expected = attend(*exact, seen_pairs(1, HEADS, T, T, is_causal=True), rule, scale.double())
+    with tiles.forced(rows=16, keys=16):
+        compared(triton(leaves, spec, is_causal=True, scale=scale), expected, leaves, exact, (3e-6, 4e-5), spec)
+
+
+@pytest.mark.slow
+def test_one_number_for_all_rows() -> None:
+    leaves = draw()
+    margin = torch.tensor(0.4, requires_grad=True)
+    out = triton(leaves, "relumax", params={"margin": margin}, scale=0.7)
+    exact = wide([*leaves, margin])
+    seen = seen_pairs(BATCH, HEADS, T, T)
+    expected = attend(*exact[:3], seen, RULES["anchored 1"], 0.7, exact[3].expand(BATCH, HEADS, T))
+    compared(out, expected, [*leaves, margin], exact, (3e-6, 2e-4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", some(TEXTS, TEXTS[:1]))
+def test_similarities(text: str) -> None:
+    leaves = draw(23, 23, 6, batch=1)
+    out = triton(leaves, text, is_causal=True)
+    q, k, v = exact = wide(leaves)
+    if text.endswith("cosine"):
+        one, other = (x / (x.square().sum(-1, keepdim=True) + 1e-3).sqrt() for x in (q, k))
+        z, rule = scores(one, other, 1.0), RULES["adaptive 2"]
+    else:
+        z = -(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1) / 2 * 6**-0.5
+        rule = RULES["softmax" if text == "rbf" else "anchored 1"]
+    expected = rule.weights(z, seen_pairs(1, HEADS, 23, 23, is_causal=True)) @ v
+    compared(out, expected, leaves, exact, (1e-5, 1e-4), text)
+
+
+@pytest.mark.slow
+def test_queries_that_are_the_keys_and_the_values() -> None:
+    x = draw(29, 29, 8, kv=HEADS, grad=True)[1]
+    out = regard.attention(x, x, x, "biweight", is_causal=True, impl="triton")
+    exact = x.detach().double().requires_grad_()
+    expected = attend(exact, exact, exact, seen_pairs(BATCH, HEADS, 29, 29, is_causal=True), RULES["adaptive 2"])
+    compared(out, expected, [x], [exact], (3e-6, 3e-5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", some(RULES, ["adaptive 2"]))
+def test_hard_scores(rule: str) -> None:
+    """Ties, scores of 1e4, a row far above and one far below all others."""
+    q, k, v = (x.detach() for x in draw(40, 40, 8, batch=1))
+    k[:, :, 8:24] = k[:, :, 8:9]  # sixteen equal keys
+    q[:, :, 5] *= 1e4
+    q[:, :, 6] = 0
+    k[:, :, 30] *= 8
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with tiles.forced(rows=16, keys=16):
+        out = triton(leaves, RULES[rule].text, scale=1.0)
+        found = torch.autograd.grad((out * weight_of(out)).sum(), leaves)
+    expected = attend(*(x.detach().double() for x in leaves), seen_pairs(1, HEADS, 40, 40), RULES[rule], 1.0)
+    assert float((out - expected).detach().abs().max()) <= 2e-3  # an eps of scores near 1e4
+    calm = [i for i in range(40) if i != 5]
+    mild = (q[:, :, calm] @ k.mT).abs().amax(-1) < 40
+    assert int(mild.sum()) > 10
+    assert float((out - expected).detach()[:, :, calm][mild].abs().max()) <= 2e-5
+    assert all(bool(x.isfinite().all()) for x in found)
+
+
+@pytest.mark.parametrize("rule", some(["anchored 1", "anchored 2", "anchored 3"], ["anchored 1", "anchored 2"]))
+def test_keys_that_tie_for_the_maximum_share_its_gradient(rule: str) -> None:
+    """One row has two such keys, another three, which lie in different blocks."""
+    q, k, v = (x.detach() for x in draw(37, 37, 8, batch=1))
+    k[:, :, 3] = k[:, :, 9] = k[:, :, 17] = 3 * q[:, :1, 4] / q[:, :1, 4].norm()
+    k[:, :, 2] = k[:, :, 30] = 3 * q[:, 1:, 6] / q[:, 1:, 6].norm()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with tiles.forced(rows=16, keys=16):
+        checked(leaves, RULES[rule], seen_pairs(1, HEADS, 37, 37), (3e-6, 3e-5))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-5])
+def test_scores_of_any_size_weigh_alike_above_a_threshold_of_zero(size: float) -> None:
+    """Their factor [B, H, Tq] cancels and has no gradient, although each key's share of it is 1 / factor."""
+    leaves, factor = draw(33, 33, 8), torch.full((2, 2, 33), size).requires_grad_()
+    exact = wide(leaves)
+    with tiles.forced(rows=16, keys=16):
+        out = triton(leaves, "normrelu", scale=factor, is_causal=True)
+        found = torch.autograd.grad((out * weight_of(out)).sum(), [*leaves, factor])
+    right = attend(*exact, seen_pairs(2, 2, 33, 33, is_causal=True), RULES["fixed 1"], 1.0)
+    wanted = torch.autograd.grad((right * weight_of(out).double()).sum(), exact)
+    near([out, *found[:3]], [right, *wanted], (1e-5, 1e-4, 1e-4, 1e-4))
+    assert (found[3] == 0).all()
+
+
+def test_the_backward_pass_visits_marked_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, leaves = compact.backward, draw()
+    monkeypatch.setattr(compact, "backward", lambda *x: own(*x[:15], torch.zeros_like(x[15]), *x[16:]))
+    _, *grads = both(leaves, "biweight", weight_of(leaves[0]))
+    assert not any(bool(g.any()) for g in grads)
+
+
+@pytest.mark.parametrize(("rule", "way"), pairs(ONE, [("adaptive 2", "offsets")]))
+def test_one_query(rule: str, way: str, poisoned: None) -> None:
+    """Of which no gradient is asked, and of which one is."""
+    how = WAYS[way]
+    for dtype, most in ((torch.float32, 4e-6), (torch.bfloat16, 6e-3)):
+        leaves = draw(1, 70, 16, 24, heads=4, kv=2, dtype=dtype)
+        mask = torch.rand(BATCH, 1, 1, 70, generator=torch.Generator().manual_seed(1)) > 0.2
+        seen = seen_pairs(BATCH, 4, 1, 70, attn_mask=mask, **how)
+        expected = attend(*(x.detach().double() for x in leaves), seen, RULES[rule])
+        with torch.no_grad(), tiles.forced(rows=16, keys=32):
+            near([triton(leaves, RULES[rule].text, attn_mask=mask, **how)], [expected], most, dtype)
+        if dtype == torch.float32:
+            checked(leaves, RULES[rule], seen, (most, 3e-5), attn_mask=mask, **how)
+
+
+# Thresholds and marks -------------------------------------------------------------------------------------------
+
+
+ADAPTIVE = {"sparsemax": 1, "biweight": 2, "triweight": 3}
+
+
+def kept(q: Tensor, k: Tensor, v: Tensor, spec: str, sizes: Any = None, **call: Any) -> dict[str, Tensor]:
+    """Return the tensors that the forward operator returns, by name."""
+    seen: list[tuple[Tensor, ...]] = []
+    operator = compact.forward
+
+    def spied(*arguments: Any) -> tuple[Tensor, ...]:
+        seen.append(operator(*arguments))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch, tiles.forced(**(sizes or {"rows": 16, "keys": 16})):
+        patch.setattr(compact, "forward", spied)
+        uncopied(patch)  # so that scores may exceed 2^56
+        triton([q, k, v.requires_grad_()], spec, return_diagnostics=True, **{"scale": 1.0, **call})
+    return dict(zip(("out", "floats", "flags", "index", "tilt", "live"), seen[0], strict=True))
+
+
+def entmax(z: Tensor, r: int) -> tuple[Tensor, Tensor]:
+    """Return weights [z / r - tau]_+^r of sum one and r max(z / r - tau), by bisection."""
+    top = z.amax(-1, keepdim=True)
+    low, high = torch.zeros_like(top), torch.ones_like(top)
+    for _ in range(80):
+        peak = (low + high) / 2
+        total = (peak - (top - z) / r).clamp(min=0).pow(r).sum(-1, keepdim=True)
+        low, high = torch.where(total < 1, peak, low), torch.where(total < 1, high, peak)
+    return (high - (top - z) / r).clamp(min=0) ** r, r * high
+
+
+def one_row(z: Tensor, r: int, sizes: Any = None) -> dict[str, Tensor]:
+    """Return what is kept of one row with these scores; the values are the scores and ones."""
+    q, k = torch.ones(1, 1, 1, 1), z.reshape(1, 1, -1, 1)
+    spec = {r: name for name, r in ADAPTIVE.items()}[r]
+    return kept(q, k, torch.cat([k, torch.ones_like(k)], -1), spec, sizes)
+
+
+@pytest.mark.parametrize("r", [1, 2, 3])
+def test_equal_keys_have_equal_weights(r: int) -> None:
+    for count, level in ((1, 3.0), (50, -2.0), (200, 4096.0)):
+        found = one_row(torch.full((count,), level), r)
+        peak = count ** (-1 / r)
+        torch.testing.assert_close(found["floats"][0, 0, 0, 2].item(), r * peak, rtol=1e-5, atol=abs(level) * 2**-20)
+        torch.testing.assert_close(found["out"][0, 0, 0], torch.tensor([level, 1.0]), rtol=1e-6, atol=0)
+        assert found["floats"][0, 0, 0, 4] == count
+        assert found["flags"].sum() == 0
+
+
+LONG = [(r, spread) for r in (1, 2, 3) for spread in (0.02, 0.3, 3.0)]
+
+
+@pytest.mark.parametrize(("r", "spread"), pairs(LONG, LONG[::4]))
+def test_thresholds_of_long_rows(r: int, spread: float) -> None:
+    z = torch.randn(700, generator=torch.Generator().manual_seed(7)) * spread
+    found = one_row(z, r, {"rows": 16, "keys": 64})
+    p, reach = entmax(z.double()[None], r)
+    torch.testing.assert_close(found["floats"][0, 0, 0, 2].double(), reach[0, 0], rtol=2e-5, atol=0)
+    assert abs(found["floats"][0, 0, 0, 4] - (p > 0).sum()) <= 1
+    torch.testing.assert_close(found["out"][0, 0, 0, 0].double(), p[0] @ z.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["out"][0, 0, 0, 1].item(), 1.0, rtol=1e-6, atol=0)
+    assert found["flags"].sum() == 0
+
+
+def test_scores_far_from_zero_keep_their_best_key() -> None:
+    """A margin below what float32 can tell apart at scores of that size is raised to it."""
+    for best in (2e7, 1e8, 3e25):
+        z = torch.full((40,), -best / 7)
+        z[7] = best
+        assert all(one_row(z, r)["out"][0, 0, 0, 0] == z[7] for r in (1, 2, 3))
+        q, k = torch.ones(1, 1, 1, 1), z.reshape(1, 1, -1, 1)
+        assert kept(q, k, k.clone(), "epanechnikov*anchored(margin=1e-4)")["out"].item() == z[7]
+
+
+def test_blocks_without_weight_are_not_marked() -> None:
+    """Runs of sixteen queries and keys are of one kind of four, and kinds are far apart: a quarter has weight."""
+    x = torch.nn.functional.one_hot(torch.arange(64) // 16, 4).float().reshape(1, 1, 64, 4) * 3
+    for spec in (*ADAPTIVE, "relumax", "epanechnikov*fixed(bias=-2,empty=zero)"):
+        live = kept(x, x, torch.randn(1, 1, 64, 2), spec)["live"]
+        assert torch.equal(live, torch.eye(4, dtype=torch.uint8)[None, None]), spec
+
+
+@pytest.mark.parametrize("spec", ["sparsemax", "triweight", "relumax"])
+def test_marks_and_weights_in_the_tiles_that_are_shipped(spec: str, poisoned: None) -> None:
+    """In bfloat16 128 rows search together and 64 share a mark; weights sum to one as they are rounded."""
+    q, k, v = draw(140, 140, 16, batch=1, heads=1, grad=False, dtype=torch.bfloat16)
+    found = kept(q, k, torch.ones_like(v), spec, {"stages": 1}, is_causal=True, window=50, scale=0.25)
+    seen = torch.ones(140, 140, dtype=torch.bool).tril().triu(-49)
+    z = torch.where(seen, q[0, 0].double() @ k[0, 0].double().mT * 0.25, -torch.inf)
+    p, reach = (z - z.amax(-1, keepdim=True) + 1).clamp(min=0), torch.ones(140, 1).double()
+    if spec in ADAPTIVE:
+        p, reach = entmax(z, ADAPTIVE[spec])
+    blocks = torch.nn.functional.pad((p > 0).to(torch.uint8), (0, 52, 0, 52)).view(3, 64, 3, 64).amax((1, 3))
+    assert (found["live"][0, 0] >= blocks).all()
+    assert torch.equal(found["out"].float(), torch.ones(1, 1, 140, 16))
+    torch.testing.assert_close(found["floats"][0, 0, :, 2].double(), reach[:, 0], rtol=2e-3, atol=0)

@@ -1,0 +1,479 @@
+"""`regard.local_linear_attention(..., impl="triton")`: outputs and gradients against dense solves in float64, the
+residuals and steps that are reported, and what bfloat16 may cost."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from attention_calls import (
+    BATCH,
+    CALLS,
+    HEADS,
+    WIDTHS,
+    T,
+    compared,
+    some,
+    weight_of,
+    wide,
+)
+from attention_calls import draw as draw_any
+from attention_calls import triton as call_any
+from dense_oracles import RULES, attend, local_linear, near, ratio, scores, seen_pairs, softmax_rows, with_probe
+from torch import Tensor
+
+import regard
+from regard.grammar import SolveStatus
+from regard.triton.runtime import tiles
+
+pytestmark = pytest.mark.usefixtures("in_bounds")
+
+QUICK = ("all", "strict", "segments", "mask of heads", "fewer queries")
+MOST = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (4e-3, 6e-3)}
+"""Tolerances of outputs and of gradients."""
+SHAPES = [(), (HEADS, 1), (BATCH, HEADS, T), (HEADS, 1, 5), (BATCH, HEADS, T, 5)]
+
+
+def draw(*sizes: Any, **more: Any) -> list[Tensor]:
+    return draw_any(*sizes, **{"spread": 1.0, **more})
+
+
+def triton(leaves: list[Tensor], **call: Any) -> Any:
+    return call_any(leaves, "local-linear", **call)
+
+
+def batch_of(how: dict[str, Any]) -> int:
+    """Return 2 if sequences differ in what is visible, else 1."""
+    return BATCH if any(isinstance(x, Tensor) for x in how.values()) else 1
+
+
+def slopes_of(leaves: list[Tensor], seen: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """Return softmax weights [B, H, Tq, Tk] and their local linear corrections p_ij (k_j - mean_i) . t_i."""
+    q, k, _ = (x.detach().double() for x in leaves)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    p = softmax_rows(scores(q, k), seen)
+    apart = k[:, :, None] - (p @ k)[:, :, :, None]
+    matrix = torch.einsum("bhij,bhija,bhijc->bhiac", p, apart, apart)
+    matrix = matrix + ridge * torch.eye(q.shape[-1], dtype=torch.float64)
+    t = torch.linalg.solve(matrix, (q - p @ k)[..., None])
+    return p, p * (apart @ t)[..., 0]
+
+
+def steps_of(leaves: list[Tensor], seen: Tensor, ridge: float, count: int) -> tuple[Tensor, Tensor]:
+    """(output, relative residual) after so many steps of conjugate gradients from 0, in float64."""
+    q, k, v = (x.detach().double() for x in leaves)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    p = softmax_rows(scores(q, k), seen)
+    mean = p @ k
+    apart = k[:, :, None] - mean[:, :, :, None]
+    matrix = torch.einsum("bhij,bhija,bhijc->bhiac", p, apart, apart) + ridge * torch.eye(q.shape[-1]).double()
+    right = q - mean
+    t, r, d = torch.zeros_like(right), right, right
+    for _ in range(count):
+        image = (matrix @ d[..., None])[..., 0]
+        length = r.square().sum(-1, keepdim=True) / (d * image).sum(-1, keepdim=True)
+        t, after = t + length * d, r - length * image
+        d = after + d * after.square().sum(-1, keepdim=True) / r.square().sum(-1, keepdim=True)
+        r = after
+    slopes = (apart @ t[..., None])[..., 0]
+    return (p * (1 + slopes)) @ v, r.norm(dim=-1) / right.norm(dim=-1)
+
+
+def family(name: str, length: int, dim: int) -> list[Tensor]:
+    """Normal keys; keys on the unit sphere; of very different spread about a mean far off; each query near a key."""
+    make = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 1, length, dim, generator=make) for _ in range(3))
+    if name == "unit":
+        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    elif name == "anisotropic":
+        spread, offset = torch.logspace(0.5, -1, dim), 3 * torch.randn(dim, generator=make)
+        q, k = q * spread + offset, k * spread + offset
+    elif name == "recall":
+        at = (torch.rand(length, generator=make) * torch.arange(1, length + 1)).long()
+        q = k[:, :, at] + 0.1 * q
+    return [x.to(torch.bfloat16) for x in (q, k, v)]
+
+
+FLOOR = {
+    ("normal", 0.1): 1.6e-2, ("normal", 0.01): 0.10,
+    ("unit", 0.1): 2.1e-3, ("unit", 0.01): 4.4e-3,
+    ("anisotropic", 0.1): 1.6e-2, ("anisotropic", 0.01): 5.6e-2,
+    ("recall", 0.1): 1.7e-3, ("recall", 0.01): 2.2e-3,
+}  # fmt: skip
+"""Relative errors of a float32 solve whose weights are rounded to bfloat16 before they meet the values; 1024 keys."""
+
+
+@pytest.mark.parametrize("call", some(CALLS, QUICK))
+def test_every_order(call: str, poisoned: None) -> None:
+    queries, keys, how = CALLS[call]
+    batch = batch_of(how)
+    leaves, seen = draw(queries, keys, 5, 3, batch=batch), seen_pairs(batch, HEADS, queries, keys, **how)
+    exact = wide(leaves)
+    with tiles.forced(rows=16, keys=16):
+        out = triton(leaves, ridge=0.1, **how)
+        compared(out, local_linear(*exact, seen, 0.1), leaves, exact, (1e-5, 1e-4), call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["causal", "segments", "mask", "offsets"])
+def test_every_order_of_wide_heads(call: str, poisoned: None) -> None:
+    """More coordinates than many a row has keys; ridges of rows, with their gradients."""
+    queries, keys, how = CALLS[call]
+    ridge = (torch.rand(BATCH, HEADS, queries, generator=torch.Generator().manual_seed(2)) + 0.05).requires_grad_()
+    leaves = [*draw(queries, keys, 20, 12), ridge]
+    seen, exact = seen_pairs(BATCH, HEADS, queries, keys, **how), wide(leaves)
+    with tiles.forced(rows=16, keys=16):
+        out = triton(leaves[:3], ridge=ridge, **how)
+        compared(out, local_linear(*exact[:3], seen, exact[3]), leaves, exact, (1e-5, 1e-4), call)
+
+
+@pytest.mark.parametrize(
+    "call", some(["all", "strict", "window", "segments, both sides", "offsets, both sides"], ["window"])
+)
+def test_every_order_in_bfloat16(call: str, poisoned: None) -> None:
+    queries, keys, how = CALLS[call]
+    batch = batch_of(how)
+    leaves = draw(queries, keys, 4, 6, batch=batch, dtype=torch.bfloat16)
+    seen, exact = seen_pairs(batch, HEADS, queries, keys, **how), wide(leaves)
+    with tiles.forced(rows=16, keys=16):
+        out = triton(leaves, ridge=0.1, **how)
+        assert out.dtype == torch.bfloat16
+        compared(out, local_linear(*exact, seen, 0.1), leaves, exact, (4e-3, 6e-3), call)
+
+
+@pytest.mark.slow
+def test_gradients_of_a_close_fit_in_bfloat16(poisoned: None) -> None:
+    """With fewer keys than coordinates little is left of gamma: of it dk is made, beside which u is large."""
+    leaves = draw(12, 16, 40, 3, batch=1, dtype=torch.bfloat16)
+    seen, exact = seen_pairs(1, HEADS, 12, 16), wide(leaves)
+    compared(triton(leaves, ridge=0.2), local_linear(*exact, seen, 0.2), leaves, exact, (4e-3, 4e-3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "dtype"),
+    [(*w, dtype) for w, dtype in zip(WIDTHS, 4 * [torch.float32, torch.bfloat16], strict=True)],
+)
+def test_every_width(dim: int, value_dim: int, dtype: torch.dtype, poisoned: None) -> None:
+    seen, most = seen_pairs(1, HEADS, 20, 33, is_causal=True), MOST[dtype]
+    leaves = draw(20, 33, dim, value_dim, batch=1, dtype=dtype, seed=dim)
+    exact = wide(leaves)
+    out = triton(leaves, ridge=0.2, is_causal=True)
+    compared(out, local_linear(*exact, seen, 0.2), leaves, exact, most, dtype)
+
+
+@pytest.mark.parametrize("length", some((1, 5, 63, 100, 129), (1, 5)))
+def test_every_length_with_the_tiles_that_are_shipped(length: int, poisoned: None) -> None:
+    leaves = draw(length, length, 16, batch=1)
+    exact, seen = wide(leaves), seen_pairs(1, HEADS, length, length, is_causal=True)
+    out = triton(leaves, ridge=0.1, is_causal=True)
+    compared(out, local_linear(*exact, seen, 0.1), leaves, exact, (1e-5, 3e-4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [3, 20, 90])
+def test_windows_with_the_tiles_that_are_shipped(window: int, poisoned: None) -> None:
+    how = {"is_causal": True, "window": window}
+    leaves = draw(100, 100, 8, batch=1)
+    exact, seen = wide(leaves), seen_pairs(1, HEADS, 100, 100, **how)
+    compared(triton(leaves, ridge=0.1, **how), local_linear(*exact, seen, 0.1), leaves, exact, (1e-5, 1e-4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+def test_heads_share_keys(heads: tuple[int, int]) -> None:
+    leaves = draw(19, 19, 4, batch=1, heads=heads[0], kv=heads[1])
+    exact, seen = wide(leaves), seen_pairs(1, heads[0], 19, 19)
+    with tiles.forced(rows=16, keys=16):
+        compared(triton(leaves), local_linear(*exact, seen, 0.1), leaves, exact, (1e-5, 1e-4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ridge", [1.0, 0.01, 1e-3])
+def test_ridges(ridge: float) -> None:
+    """More keys than coordinates, so that a small ridge leaves a regular system."""
+    leaves, how = draw(21, 60, 6, batch=1), {"is_causal": True}
+    exact, seen = wide(leaves), seen_pairs(1, HEADS, 21, 60, **how)
+    with tiles.forced(rows=16, keys=16):
+        compared(triton(leaves, ridge=ridge, **how), local_linear(*exact, seen, ridge), leaves, exact, (1e-5, 2e-4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", some(SHAPES, SHAPES[4:]))
+def test_ridges_that_are_tensors(shape: tuple[int, ...], poisoned: None) -> None:
+    """One for all, for heads, for rows, for coordinates; with their gradients."""
+    ridge = (torch.rand(shape, generator=torch.Generator().manual_seed(2)) + 0.05).requires_grad_()
+    leaves = [*draw(T, T, 5), ridge]
+    exact, how = wide(leaves), {"is_causal": True}
+    if len(shape) == 3 and shape[-1] == 5:
+        shape = (1, *shape)  # three axes would be rows
+        with pytest.raises(regard.checks.ArgumentError):
+            triton(leaves[:3], ridge=ridge, **how)
+    given, own = ridge.view(shape), exact[3].view(shape)
+    own = own.expand(BATCH, HEADS, T, 5) if len(shape) == 4 else own.expand(BATCH, HEADS, T)
+    with tiles.forced(rows=16, keys=16):
+        out = triton(leaves[:3], ridge=given, **how)
+        expected = local_linear(*exact[:3], seen_pairs(BATCH, HEADS, T, T, **how), own)
+        compared(out, expected, leaves, exact, (1e-5, 1e-4), shape)
+
+
+@pytest.mark.slow
+def test_scales_of_rows() -> None:
+    """A tensor of scales, with its gradient."""
+    scale = (torch.rand(BATCH, HEADS, T, generator=torch.Generator().manual_seed(2)) + 0.2).requires_grad_()
+    leaves = [*draw(T, T, 5), scale]
+    exact, how = wide(leaves), {"is_causal": True}
+    with tiles.forced(rows=16, keys=16):
+        out = triton(leaves[:3], scale=scale, **how)
+    expected = local_linear(*exact[:3], seen_pairs(BATCH, HEADS, T, T, **how), 0.1, exact[3])  # type: ignore[arg-type]
+    compared(out, expected, leaves, exact, (1e-5, 1e-4))
+
+
+@pytest.mark.parametrize("call", some(CALLS, QUICK))
+def test_a_probe_in_place_of_the_solution(call: str, poisoned: None) -> None:
+    """Parallax, with the probe's gradient."""
+    queries, keys, how = CALLS[call]
+    probe = torch.randn(BATCH, HEADS, queries, 7, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    leaves, seen = [*draw(queries, keys, 7, 5), probe], seen_pairs(BATCH, HEADS, queries, keys, **how)
+    exact = wide(leaves)
+    with tiles.forced(rows=16, keys=16):
+        out = triton(leaves[:3], solver="learned", probe=probe, **how)
+        compared(out, with_probe(*exact[:3], seen, exact[3]), leaves, exact, (5e-6, 5e-5), call)
+
+
+@pytest.mark.slow
+def test_a_probe_that_is_the_solution_gives_the_same() -> None:
+    """Parallax is local linear attention with -t, whose rows see few keys, too."""
+    q, k, v = (x.detach() for x in draw(30, 30, 6, batch=1, kv=HEADS))
+    seen = seen_pairs(1, HEADS, 30, 30, is_causal=True)
+    p = softmax_rows(scores(q.double(), k.double()), seen)
+    mean = p @ k.double()
+    apart = k.double()[:, :, None] - mean[:, :, :, None]
+    matrix = torch.einsum("bhij,bhija,bhijc->bhiac", p, apart, apart) + 0.1 * torch.eye(6, dtype=torch.float64)
+    t = torch.linalg.solve(matrix, (q.double() - mean)[..., None])[..., 0]
+    with tiles.forced(rows=16, keys=16):
+        one = triton([q, k, v], is_causal=True, ridge=0.1)
+        other = triton([q, k, v], is_causal=True, solver="learned", probe=-t.float())
+    near([one], [other], 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", some([0, 1, 3], [3]))
+def test_a_budget_of_steps(count: int) -> None:
+    """As many steps as allowed, from 0, and a residual and a status that own up to it; none at all is softmax."""
+    leaves, seen = draw(17, 40, 12, batch=1, grad=False), seen_pairs(1, HEADS, 17, 40, is_causal=True)
+    expected, residual = steps_of(leaves, seen, 0.05, count)
+    with warnings.catch_warnings(), tiles.forced(rows=16, keys=16):
+        warnings.simplefilter("ignore", RuntimeWarning)
+        how = {"is_causal": True, "ridge": 0.05, "solver": "cg", "max_iter": count, "tol": 1e-6}
+        out, told = triton(leaves, return_diagnostics=True, **how)
+        near([triton(leaves, **how)], [out], 1e-6)
+    near([out], [expected], 2e-5)
+    if count == 0:
+        near([out], [attend(*(x.double() for x in leaves), seen, RULES["softmax"])], 2e-6)
+    else:
+        assert float((told.solver["residual"] - residual).abs().max()) <= 1e-4
+        assert bool((told.solver["iterations"] == count).all())
+    assert bool((told.solver["status"] == int(SolveStatus.UNCONVERGED)).all())
+
+
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], [torch.float32]))
+def test_a_row_ends_when_its_true_residual_is_small(dtype: torch.dtype) -> None:
+    """Each row takes its own number of steps, no more with a looser tolerance, and the output is as exact as told."""
+    leaves = draw(32, 48, 12, batch=1, grad=False, dtype=dtype)
+    seen, before = seen_pairs(1, HEADS, 32, 48, is_causal=True), None
+    expected = local_linear(*(x.double() for x in leaves), seen, 0.05)
+    for tol in (1e-3, 1e-2, 1e-1):
+        with tiles.forced(rows=16, keys=16):
+            out, told = triton(leaves, is_causal=True, ridge=0.05, solver="cg", tol=tol, return_diagnostics=True)
+        steps = told.solver["iterations"]
+        assert ratio(out, expected) <= tol + (1e-5 if dtype == torch.float32 else 1.6e-2)
+        assert bool((told.solver["residual"] <= tol * 1.05).all())
+        assert bool((steps < 40).all())
+        assert steps.unique().numel() > 2
+        assert before is None or (bool((steps <= before).all()) and float(steps.sum()) < 0.95 * float(before.sum()))
+        assert not told.solver["status"].any()
+        before = steps
+
+
+@pytest.mark.slow
+def test_affine_functions_are_reproduced() -> None:
+    """v = W k + b, by a ridge of nearly nothing, wherever a row sees enough keys to know it."""
+    make = torch.Generator().manual_seed(0)
+    q, k, _ = (x.detach() for x in draw(40, 40, 6, batch=1, heads=1))
+    slope, start = torch.randn(6, 4, generator=make), torch.randn(4, generator=make)
+    with tiles.forced(rows=16, keys=16):
+        out = triton([q, k, k @ slope + start], is_causal=True, ridge=1e-5)
+    assert float((out - q @ slope - start)[:, :, 20:].abs().max()) <= 2e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ridge"), [("normal", 0.1), ("anisotropic", 0.01), ("recall", 0.1)])
+def test_bfloat16_keys_of_four_kinds(name: str, ridge: float) -> None:
+    """Within 1.5 times that floor at ridge .1, twice at .01 (and the rounding of the output)."""
+    leaves = family(name, 160, 32)
+    scale = 8.0 if name == "unit" else 32**-0.5
+    seen = seen_pairs(1, 1, 160, 160, is_causal=True)
+    expected = local_linear(*(x.double() for x in leaves), seen, ridge, scale)
+    out = triton(leaves, ridge=ridge, scale=scale, is_causal=True)
+    assert ratio(out, expected) <= (1.5 if ridge == 0.1 else 2.0) * FLOOR[name, ridge] + 1.5e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["normal", "anisotropic"])
+def test_bfloat16_gradients_of_four_kinds(name: str) -> None:
+    leaves = [x.requires_grad_() for x in family(name, 80, 16)]
+    scale = 8.0 if name == "unit" else 16**-0.5
+    exact, seen = wide(leaves), seen_pairs(1, 1, 80, 80, is_causal=True)
+    out = triton(leaves, ridge=0.1, scale=scale, is_causal=True)
+    expected = local_linear(*exact, seen, 0.1, scale)
+    weight = weight_of(out)
+    found = torch.autograd.grad((out * weight).sum(), leaves)
+    wanted = torch.autograd.grad((expected * weight.double()).sum(), exact)
+    for a, b in zip(found, wanted, strict=True):
+        assert ratio(a, b) <= 5e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("zero keys", torch.float32), ("one key many times", torch.bfloat16), ("on a line", torch.float32),
+        ("on a line", torch.bfloat16), ("scores of 1e4", torch.float32), ("scores of 1e4", torch.bfloat16),
+        ("far from zero", torch.bfloat16), ("small", torch.float32),
+    ],
+)  # fmt: skip
+def test_hard_keys(kind: str, dtype: torch.dtype) -> None:
+    """Finite, forward and backward, and right where arithmetic allows it."""
+    q, k, v = (x.detach().float() for x in draw(20, 20, 6, batch=1, heads=1, dtype=dtype))
+    if kind == "zero keys":
+        k = torch.zeros_like(k)
+    elif kind == "one key many times":
+        k = k[:, :, :1].expand_as(k).contiguous()
+    elif kind == "on a line":
+        k = k[..., :1] * k[:, :, :1]
+    elif kind == "scores of 1e4":
+        q, k = q * 100, k * 100
+    elif kind == "far from zero":
+        k = k + 20
+    else:
+        k = k * 1e-4
+    leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+    with tiles.forced(rows=16, keys=16):
+        out = triton(leaves, ridge=0.1, is_causal=True)
+        grads = torch.autograd.grad((out * weight_of(out)).sum(), leaves)
+    assert bool(out.isfinite().all())
+    assert all(bool(g.isfinite().all()) for g in grads)
+    if kind != "scores of 1e4":
+        expected = local_linear(*wide(leaves), seen_pairs(1, 1, 20, 20, is_causal=True), 0.1)
+        assert ratio(out, expected) <= (2e-4 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "dim"),
+    [({}, 40), ({"window": 30, "is_causal": True}, 8), ({"query_offset": torch.tensor([50, -1])}, 8)],
+)
+def test_one_query(how: dict[str, Any], dim: int, poisoned: None) -> None:
+    """Of which no gradient is asked, and of which one is; ridges of rows and of coordinates; a probe."""
+    how = {**how, "is_causal": True} if "query_offset" in how else how
+    make = torch.Generator().manual_seed(1)
+    mask = torch.rand(BATCH, 1, 1, 70, generator=make) > 0.2
+    seen = seen_pairs(BATCH, 4, 1, 70, attn_mask=mask, **how)
+    own = torch.rand(BATCH, 4, 1, dim, generator=make) + 0.1
+    for dtype, most in ((torch.float32, 2e-5), (torch.bfloat16, 1.5e-2)):
+        leaves = draw(1, 70, dim, 12, heads=4, kv=2, dtype=dtype)
+        exact = wide(leaves)
+        with torch.no_grad(), tiles.forced(rows=16, keys=32):
+            for ridge in (0.1, own[..., 0], own):
+                amount = ridge.double() if isinstance(ridge, Tensor) else ridge
+                expected = local_linear(*exact, seen, amount)
+                near([triton(leaves, ridge=ridge, attn_mask=mask, **how)], [expected], most, (dtype, how))
+            found = triton(leaves, solver="learned", probe=own, attn_mask=mask, **how)
+            near([found], [with_probe(*exact, seen, own.double())], most, "probe")
+        if dtype == torch.float32:
+            out = triton(leaves, ridge=0.1, attn_mask=mask, **how)
+            compared(out, local_linear(*exact, seen, 0.1), leaves, exact, (most, 1e-4))
+
+
+@pytest.mark.slow
+def test_one_query_at_a_time_is_the_whole() -> None:
+    """With keys far from zero, too."""
+    q, k, v = draw(24, 24, 6, batch=1, kv=HEADS, grad=False)
+    q, k = q + 3, k + 3
+    with tiles.forced(rows=16, keys=16):
+        whole = triton([q, k, v], is_causal=True)
+        each = [triton([q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1]], is_causal=True) for i in range(24)]
+    near([torch.cat(each, 2)], [whole], 5e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_with_one_key_is_its_value(dtype: torch.dtype) -> None:
+    """To the last bit, with keys far from zero."""
+    q, k, v = draw(12, 12, 6, 3, batch=1, heads=1, dtype=dtype, grad=False)
+    for how in ({}, {"solver": "cg"}):
+        with tiles.forced(rows=16, keys=16):
+            out = triton([4 * q, k + 20, v], is_causal=True, ridge=0.01, **how)
+        assert torch.equal(out[:, :, 0], v[:, :, 0])
+
+
+@pytest.mark.parametrize("ridge", [1e-2, 1e-4])
+def test_fewer_keys_than_coordinates_and_a_small_ridge(ridge: float) -> None:
+    """t is as long as 1 / ridge where no key reaches; the rows are solved directly, in no steps."""
+    leaves, seen = draw(12, 12, 16, 4, batch=1, heads=1), seen_pairs(1, 1, 12, 12, is_causal=True)
+    with tiles.forced(rows=16, keys=16):
+        out, told = triton(leaves, is_causal=True, ridge=ridge, return_diagnostics=True)
+    assert not told.solver["iterations"].any()
+    assert ratio(out, local_linear(*(x.detach().double() for x in leaves), seen, ridge)) < 1e-6 / ridge
+
+
+@pytest.mark.parametrize("window", some([105, 140], [140]))
+def test_windows_whose_keys_fit_on_the_chip_and_larger_ones(window: int, poisoned: None) -> None:
+    """Four tiles of keys in bfloat16 stay on the chip; diagnostics are those of the weights."""
+    leaves = draw(170, 170, 6, batch=1, heads=1, dtype=torch.bfloat16, grad=False)
+    seen = seen_pairs(1, 1, 170, 170, is_causal=True, window=window)
+    with tiles.forced(rows=16, keys=16):
+        out, told = triton(leaves, is_causal=True, window=window, ridge=0.3, return_diagnostics=True)
+    p, slopes = slopes_of(leaves, seen, 0.3)
+    assert ratio(out, (p + slopes) @ leaves[2].double()) < 4e-3
+    near([told.support.double()], [seen.sum(-1).double()], 1e-6)
+    assert ratio(told.effective_sample_size, 1 / p.square().sum(-1)) < 1e-4
+    assert ratio(told.negative_mass, (p + slopes).clamp(max=0).sum(-1).neg()) < 1e-2
+
+
+@pytest.mark.slow
+def test_diagnostics() -> None:
+    leaves, seen = draw(30, 30, 6, batch=1, grad=False), seen_pairs(1, HEADS, 30, 30, is_causal=True)
+    with tiles.forced(rows=16, keys=16):
+        out, told = triton(leaves, is_causal=True, ridge=0.1, return_diagnostics=True)
+        near([triton(leaves, is_causal=True, ridge=0.1)], [out], 1e-6)
+    p, slopes = slopes_of(leaves, seen, 0.1)
+    near([told.effective_sample_size], [1 / p.square().sum(-1)], 1e-4)
+    near([told.support.double()], [seen.sum(-1).double()], 1e-6)
+    near([told.negative_mass], [(p + slopes).clamp(max=0).sum(-1).neg()], 1e-4)
+    assert not told.empty.any()
+    assert not told.solver["status"].any()
+    assert float(told.solver["residual"].max()) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("away", "spread", "ridge", "most"), [(30.0, 1.0, 0.3, 1.5e-2), (0.0, 30.0, 0.01, 5e-2)], ids=["far", "uneven"]
+)
+def test_gradients_in_bfloat16_of_far_and_of_uneven_keys(
+    away: float, spread: float, ridge: float, most: float, poisoned: None
+) -> None:
+    """Keys share a mean as long as 30 deviations, or hardly vary along some coordinates, so that t is long there."""
+    q, k, v = draw(37, 37, 16, batch=1, heads=1, grad=False)
+    k = k * torch.logspace(-float(torch.tensor(spread).log10()), 0.0, 16) + away
+    leaves = [x.bfloat16().requires_grad_() for x in (q + away, k, v)]
+    exact, seen = wide(leaves), seen_pairs(1, 1, 37, 37, is_causal=True)
+    with tiles.forced(rows=16, keys=16):
+        out = triton(leaves, ridge=ridge, scale=0.125, is_causal=True)
+    expected = local_linear(*exact, seen, ridge, 0.125)
+    found = torch.autograd.grad((out * weight_of(out)).sum(), leaves)
+    wanted = torch.autograd.grad((expected * weight_of(out).double()).sum(), exact)
+    errors = [ratio(a, b) for a, b in zip((out, *found), (expected, *wanted), strict=True)]
+    assert max(errors) <= most, errors
+    assert errors[3] <= 6e-3 or away, errors  # dv takes the weights of the forward pass

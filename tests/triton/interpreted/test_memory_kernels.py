@@ -1,0 +1,212 @@
+"""Kernels of fast-weight product-key memory: writing rows in place, the exact search for the best sub-keys, and every
+rule against the reference implementation in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from memory_calls import drawn, gap, written_by_hand
+from torch import Tensor
+
+import regard
+from regard import WriteRule
+from regard.checks import ArgumentError
+from regard.memory.fast_weights import flush
+from regard.triton.memory import write as memory_write
+from regard.triton.memory.search import best_halves
+from regard.triton.memory.values import TableValues
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+EPS = 1e-3
+
+
+# Writing ------------------------------------------------------------------------------------------------------
+
+
+def a_write(tokens: int, k: int, rows: int, width: int) -> tuple[Tensor, ...]:
+    """slots, of which one is met by all tokens, shares, errors, counted; nothing that does not count is finite."""
+    slots = torch.randint(0, rows, (2, tokens, k), generator=torch.Generator().manual_seed(5))
+    slots[:, :, 0] = 3
+    counted = torch.rand(2, tokens, generator=torch.Generator().manual_seed(6)) > 0.3
+    shares, errors = drawn(2, tokens, k, seed=7), drawn(2, tokens, width, seed=8)
+    shares[:, ::3] = 0
+    shares[~counted] = errors[~counted] = math.nan
+    return slots, shares, errors, counted
+
+
+@pytest.mark.parametrize("sort", [False, True], ids=["counted", "sorted"])
+@pytest.mark.parametrize(("tokens", "k", "rows", "width"), [(9, 3, 12, 5), (1, 2, 5, 17), (13, 1, 40, 1)])
+def test_writing_rows(tokens: int, k: int, rows: int, width: int, sort: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, with a log that takes it back and does it again, to the bit."""
+    monkeypatch.setattr(memory_write, "COUNTED", 0 if sort else 1 << 20)
+    slots, shares, errors, counted = a_write(tokens, k, rows, width)
+    before = drawn(2, rows, width)
+    order = memory_write.order_of(slots, counted, rows)
+    table, log = before.clone(), torch.empty(2, tokens * k, width)
+    memory_write.written(table, order.slots, order.entries, shares, errors, log)
+    after = table.clone()
+    assert gap(table, written_by_hand(before, slots, shares, errors, counted)) < 1e-6
+    memory_write.swapped(table, order.slots, log)
+    assert torch.equal(table, before)
+    memory_write.swapped(table, order.slots, log)
+    assert torch.equal(table, after)
+    again = before.clone()
+    memory_write.written(again, order.slots, order.entries, shares, errors)
+    assert torch.equal(again, after)
+    hit = torch.zeros(2, rows, dtype=torch.bool)
+    for m in range(2):
+        hit[m, slots[m][counted[m]].flatten()] = True
+    assert torch.equal(after[~hit], before[~hit])
+
+
+def test_rows_in_bfloat16_are_rounded_once() -> None:
+    slots, shares, errors, counted = a_write(9, 3, 12, 5)
+    table = drawn(2, 12, 5).bfloat16()
+    wanted = written_by_hand(table, slots, shares, errors, counted)
+    order = memory_write.order_of(slots, counted, 12)
+    memory_write.written(table, order.slots, order.entries, shares, errors)
+    assert ((table.double() - wanted).abs() <= 2**-8 * wanted.abs() + 1e-6).all()
+
+
+def test_both_ways_of_ordering_are_one() -> None:
+    slots, _, _, counted = a_write(11, 3, 9, 1)
+    for flags in (counted, None):
+        one, other = memory_write.order_of(slots, flags, 9), memory_write._sorted(slots, flags, 9)
+        for a, b in zip(one, other, strict=True):
+            assert a.dtype == b.dtype == torch.int32
+            assert torch.equal(a, b)
+
+
+# Search -------------------------------------------------------------------------------------------------------
+
+
+def half_measures(query: Tensor, keys: Tensor, distance: bool) -> Tensor:
+    """Squared distances, or minus products, rounded to float32 once: [B, T, H, 2, n]."""
+    q, own = query.double().unflatten(-1, (2, -1))[..., None, :], keys.double()[:, None]
+    return ((q - own).square().sum(-1) if distance else -(q * own).sum(-1)).float()
+
+
+SEARCHES = [
+    ("plain", 2, 2, 2, 41, 5, 3, 2),
+    ("plain", 2, 3, 1, 300, 17, 8, 1),
+    ("plain", 1, 3, 1, 7, 3, 7, 1),
+    ("close", 1, 3, 1, 53, 6, 5, 1),
+    ("twice", 1, 5, 1, 44, 5, 4, 1),
+    ("lanes", 1, 2, 1, 330, 3, 6, 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch", "tokens", "heads", "n", "d", "k", "memories", "distance"),
+    [
+        pytest.param(*case, distance, marks=() if (i + distance) % 2 == 0 else pytest.mark.slow)
+        for i, case in enumerate(SEARCHES)
+        for distance in (True, False)
+    ],
+)
+def test_search_is_exact(
+    kind: str, batch: int, tokens: int, heads: int, n: int, d: int, k: int, memories: int, distance: bool
+) -> None:
+    """Also among keys that stand there twice (the lower number first), lie closer together than products in float32
+    can tell, or whose best all come from one place of the first pass."""
+    query, keys = drawn(batch, tokens, heads, 2 * d), drawn(memories, heads, 2, n, d, seed=1)
+    if kind == "twice":
+        keys[..., n // 2 :, :] = keys[..., : n // 2, :]
+        query[0, 0, 0] = torch.cat([keys[0, 0, 0, 30], keys[0, 0, 1, 11]])
+    elif kind == "close":
+        keys = 100 + 1e-4 * keys
+    elif kind == "lanes":
+        keys[..., 5::64, :] *= 0.01
+        query *= 0.01
+    measures = half_measures(query, keys, distance)
+    best = measures.sort(dim=-1, stable=True)
+    scores, halves = best_halves(query, keys, k, EPS, distance=distance)
+    assert torch.equal(halves, best.indices[..., :k])
+    wanted = best.values[..., :k].double()
+    assert gap(scores, -torch.log(EPS + wanted) if distance else -wanted) < 3e-7
+    again, _ = best_halves(query, keys, k, EPS, distance=distance)
+    assert torch.equal(again, scores)
+
+
+def test_a_query_on_a_key_is_at_distance_zero() -> None:
+    keys = 30 * drawn(1, 1, 2, 40, 9)
+    query = torch.cat([keys[:, 0, 0, [3, 17]], keys[:, 0, 1, [39, 0]]], -1)[:, :, None]
+    scores, halves = best_halves(query, keys, 2, EPS, distance=True)
+    assert halves[0, :, 0, :, 0].tolist() == [[3, 39], [17, 0]]
+    assert (scores[..., 0] + math.log(EPS)).abs().max() < 1e-6
+
+
+# Every rule against the reference -------------------------------------------------------------------------------
+
+
+SMALL = {"rows": 2, "tokens": 7, "heads": 1, "n": 5, "d": 2, "width": 3}
+HOW: dict[str, Any] = {"rule": WriteRule(address_weight=0.3), "chunk_size": 3, "top_k": 2}
+RULES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "entropy": ({"n": 20, "d": 3}, {"top_k": 3}),
+    "products": ({}, {"score": "dot", "rule": WriteRule(address_weight=0.2)}),
+    "heads": ({"heads": 2}, {"top_k": 3}),
+    "paper": ({}, {"rule": WriteRule("paper", address_weight=0.3)}),
+    "one memory": ({}, {"rule": WriteRule("reference", learning_rate=0.2, border=False), "shared": True}),
+    "own targets": ({}, {"rule": WriteRule(key_update="none", look_ahead=False, gate_loss=True)}),
+    "other weights": ({}, {"spec": "sparsemax"}),
+    "keys by the error": ({}, {"rule": WriteRule(key_update="mse", learning_rate=0.5)}),
+    "pooled": ({}, {"rule": WriteRule(key_update="pooled-entropy", learning_rate=0.5)}),
+}
+QUICK = ("entropy", "heads", "one memory", "own targets")
+
+
+def inputs(rows: int, tokens: int, heads: int, n: int, d: int, width: int) -> list[Tensor]:
+    shapes = ((rows, tokens, heads, 2 * d), (rows, tokens, width), (rows, tokens), (heads, 2, n, d), (n * n, width))
+    query, value, gate, keys, values = (drawn(*shape, seed=seed) for seed, shape in enumerate(shapes))
+    return [query, value, gate.sigmoid(), keys, values]
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "some not finite"])
+@pytest.mark.parametrize("name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in RULES])
+def test_every_rule_is_that_of_the_reference(name: str, bad: bool) -> None:
+    """Reads, keys and values at the end, and the gradients of all inputs; tokens that are not finite are left out."""
+    sizes, how = RULES[name]
+    given, how, found = inputs(**SMALL | sizes), HOW | how, []
+    if bad:
+        given[0][0, 2], given[1][1, 0], given[1][1, 3] = math.nan, math.inf, math.inf
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in given]
+        read, state = regard.fast_weight_memory(*leaves, **how, impl=impl)
+        state = flush(state, **how, impl=impl)
+        assert isinstance(state.values, TableValues) == (impl == "triton")
+        outs = read, state.keys, state.values.dense()
+        loss = sum((x * drawn(*x.shape, seed=20 + i)).sum() for i, x in enumerate(outs))
+        found.append([*(x.detach() for x in outs), *torch.autograd.grad(loss, leaves)])
+    for place, (mine, wanted) in enumerate(zip(*found, strict=True)):
+        assert gap(mine, wanted) < (2e-6 if place < 3 else 2e-5), place
+
+
+# What is refused ----------------------------------------------------------------------------------------------
+
+
+def test_what_kernels_do_not_do_is_said() -> None:
+    given = inputs(**SMALL)
+
+    def call(dtype: torch.dtype = torch.float32, **how: Any) -> None:
+        regard.fast_weight_memory(*(x.to(dtype) for x in given), **{"impl": "triton", **HOW, **how})
+
+    with pytest.raises(ArgumentError, match=r"impl='triton' stores values in float32 and bfloat16; .*float64"):
+        call(torch.float64)
+    with pytest.raises(ArgumentError, match=r"stores values in float32 and bfloat16; .*float16"):
+        call(storage=torch.float16)
+    wide = [*given[:3], torch.zeros(1, 2, 4097, 2), torch.zeros(1, 1).expand(4097**2, 3)]
+    with pytest.raises(ArgumentError, match=r"at most 4096 sub-keys of a half; these are 4097"):
+        regard.fast_weight_memory(*wide, impl="triton", **HOW)
+    with pytest.raises(ArgumentError, match=r"joins at most 8192 pairs of a token; top_k=65"):
+        regard.fast_weight_memory(
+            *given[:3], drawn(1, 2, 66, 2), drawn(66**2, 3), impl="triton", **{**HOW, "top_k": 65}
+        )
+    leaf = given[1].clone().requires_grad_()
+    read, _ = regard.fast_weight_memory(given[0], leaf, *given[2:], impl="triton", **HOW)
+    with pytest.raises(ArgumentError, match="create_graph"):
+        torch.autograd.grad(read.sum(), leaf, create_graph=True)
+    _, state = regard.fast_weight_memory(*given, **HOW)
+    assert not isinstance(state.values, TableValues)  # "auto" on a CPU

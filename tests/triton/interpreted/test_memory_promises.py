@@ -1,0 +1,368 @@
+"""What `regard.fast_weight_memory(..., impl="triton")` promises whatever it computes, the layer that calls it, and
+where it does not run."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from attention_calls import Calls
+from dense_oracles import Memory, near, stream
+from memory_calls import CHUNK, T, blend, dense, draw, grads, rule, triton, weight_of
+from torch import Tensor
+
+import regard
+from regard import nn
+from regard.triton.runtime.launch import watched
+
+pytestmark = pytest.mark.usefixtures("in_bounds")
+
+
+ALONE = """
+import sys
+import torch
+import regard
+
+assert "triton" not in sys.modules, "importing regard imports triton"
+x = torch.randn(1, 1, 8, 4)
+calls = {
+    "attention": lambda: regard.attention(x, x, x, "biweight", impl="triton"),
+    "linear": lambda: regard.local_linear_attention(x, x, x, impl="triton"),
+    "memory": lambda: regard.fast_weight_memory(
+        torch.randn(1, 3, 1, 4), torch.randn(1, 3, 5), None, torch.randn(1, 2, 3, 2), torch.randn(9, 5), top_k=2,
+        impl="triton",
+    ),
+}
+for name, call in calls.items():
+    try:
+        call()
+    except regard.checks.ArgumentError as error:
+        text = str(error)
+        assert "CUDA" in text and "triton" in text and "\\n" not in text, (name, text)
+        print(name, text)
+    else:
+        raise AssertionError(name + " ran")
+told = regard.explain("biweight", (1, 1, 8, 4))
+reasons = {name: reason for name, reason, _ in told.rows}
+assert told.chosen != "triton" and "CUDA" in reasons["triton"], told
+for spec in ("biweight", "softmax", "local-linear"):
+    out = regard.attention(x, x, x, spec)
+    assert out.isfinite().all()
+given = torch.randn(1, 3, 1, 4), torch.randn(1, 3, 5), None, torch.randn(1, 2, 3, 2), torch.randn(9, 5)
+regard.fast_weight_memory(*given, top_k=2)
+_, state = regard.fast_weight_memory(*given, top_k=2, impl="reference")
+saved = {**state.to_tensors(), "store": torch.tensor(list(b"triton"), dtype=torch.uint8)}
+try:
+    regard.fast_weight_memory(*given, top_k=2, state=type(state).from_tensors(saved))
+except regard.checks.ArgumentError as error:
+    assert "move the state" in str(error)
+else:
+    raise AssertionError("a state of kernels was read without them")
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("mix", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_padding_is_as_if_it_were_removed(mix: bool) -> None:
+    """NaN in it, too: to the last bit, and with gradient 0."""
+    leaves = draw(2, 12)
+    mask = torch.rand(2, 12, generator=torch.Generator().manual_seed(1)) > 0.3
+    counts = mask.sum(1).tolist()
+    found = []
+    for what in (0.0, torch.nan):
+        given = [x.detach().clone() for x in leaves]
+        for x in given[:3]:
+            x[~mask] = what
+        given = [x.requires_grad_() for x in given]
+        out, _ = triton(given, rule=rule(), mask=mask, mix=mix)
+        found.append([out.detach(), *grads((out * weight_of(out)).sum(), given)])
+    assert not found[0][0][~mask].any()
+    for x in found[0][1:4]:
+        assert not x[~mask].any()
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert torch.equal(one, two)
+    for row, count in enumerate(counts):
+        own = [x[row, mask[row]].detach().double() for x in leaves[:3]]
+        memory = Memory(leaves[3].detach().double(), leaves[4].detach().double(), address=0.5)
+        expected = stream(memory, *own, CHUNK)
+        assert len(expected) == count
+        if mix:
+            expected = blend(expected, *own[1:])
+        near([found[0][0][row][mask[row]]], [expected], 2e-5)
+
+
+@pytest.mark.parametrize("mix", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_token_that_is_not_finite_is_not_written(mix: bool) -> None:
+    """It keeps its place, reads 0, and is nobody's target; all else is finite."""
+    leaves = [x.detach() for x in draw(1)]
+    leaves[0][0, 3, 0, 2], leaves[1][0, 5, 1], leaves[2][0, 7] = torch.nan, torch.inf, torch.nan
+    leaves = [x.requires_grad_() for x in leaves]
+    out, state = triton(leaves, rule=rule(), mix=mix)
+    found = grads(out.sum(), leaves)
+    for t in (3, 5, 7):
+        assert not out[0, t].any()
+        assert not any(g[0, t].any() for g in found[:3])
+    assert bool(out.isfinite().all())
+    assert all(bool(g.isfinite().all()) for g in found)
+    assert bool(state.values.dense().isfinite().all())
+    query, value, gate, keys, values = (x.detach().double() for x in leaves)
+    read = Memory(keys, values).read(query[0, :3])
+    near([out[0, :3]], [blend(read, value[0, :3], gate[0, :3]) if mix else read], 2e-5)
+
+
+@pytest.mark.slow
+def test_documents_begin_anew() -> None:
+    """And none changes a bit of another, forward or backward."""
+    leaves = draw(1, 23)
+    ids = torch.tensor([[0] * 9 + [3] * 8 + [1] * 6])
+
+    def run(given: list[Tensor], weight: Tensor) -> list[Tensor]:
+        given = [x.detach().requires_grad_() for x in given]
+        out, _ = triton(given, rule=rule(), segment_ids=ids)
+        return [out.detach(), *grads((out * weight).sum(), given)]
+
+    weight = torch.randn(1, 23, 7, generator=torch.Generator().manual_seed(2))
+    before = run(leaves, weight)
+    exact = [x.detach().double() for x in leaves]
+    parts = [dense([*(x[:, a:b] for x in exact[:3]), *exact[3:]]) for a, b in ((0, 9), (9, 17), (17, 23))]
+    near([before[0]], [torch.cat(parts, 1)], 2e-5)
+    changed = [x.detach().clone() for x in leaves]
+    for x in changed[:3]:
+        x[:, 9:17] *= -7
+    after = run(changed, weight)
+    for one, other in zip(before[:4], after[:4], strict=True):
+        assert torch.equal(one[:, :9], other[:, :9])
+        assert torch.equal(one[:, 17:], other[:, 17:])
+
+
+def test_a_batch_is_a_loop() -> None:
+    """To the last bit."""
+    leaves = draw(2, grad=False)
+    out, state = triton(leaves, rule=rule())
+    for b in range(2):
+        own, left = triton([*(x[b : b + 1] for x in leaves[:3]), *leaves[3:]], rule=rule())
+        assert torch.equal(own, out[b : b + 1])
+        assert torch.equal(left.values.dense()[0], state.values.dense()[b])
+        assert torch.equal(left.keys[0], state.keys[b])
+
+
+@pytest.mark.slow
+def test_what_comes_later_changes_no_bit() -> None:
+    leaves = draw(1, grad=False)
+    out, _ = triton(leaves, rule=rule())
+    for cut in (3, 4, 5, 9):
+        given = [x.clone() for x in leaves]
+        for x in given[:3]:
+            x[:, cut:] *= 30
+        assert torch.equal(triton(given, rule=rule())[0][:, :cut], out[:, :cut])
+
+
+@pytest.mark.slow
+def test_it_is_the_same_again() -> None:
+    """Although many tokens meet in every slot: sums have an order."""
+    leaves = draw(2, 64, 2, 3, 2, 5)
+    found = []
+    for _ in range(2):
+        out, state = triton(leaves, rule=rule(), chunk_size=32, top_k=3)
+        found.append([out, *grads((out * weight_of(out)).sum(), leaves), *state.to_tensors().values()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_tensors_that_are_not_contiguous() -> None:
+    leaves = [x.detach() for x in draw(2, T, 2)]
+
+    def run(given: list[Tensor]) -> list[Tensor]:
+        given = [x.requires_grad_() for x in given]
+        out, _ = triton(given, rule=rule())
+        return [out.detach(), *grads(out.sum(), given)]
+
+    turned = [x.mT.contiguous().mT for x in leaves]
+    sparse = [torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[..., ::2] for x in leaves]
+    for other in (turned, sparse):
+        for one, two in zip(run(leaves), run(other), strict=True):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.slow
+def test_slots_that_lie_far_apart() -> None:
+    """Offsets of 2^31 and more in the table that is given, and in the tokens."""
+    leaves = draw(2, 7, 1, 2, 2, 3, grad=False)
+    expected, _ = triton(leaves, top_k=2)
+    for place, axis in ((4, 0), (3, 2), (0, 0), (1, 0)):
+        stride = list(torch.empty(leaves[place].shape).stride())
+        stride[axis] = 2**30 + 16 if place == 4 else 2**31 + 16
+        spread = torch.empty_strided(leaves[place].shape, stride).copy_(leaves[place])
+        out, _ = triton([*leaves[:place], spread, *leaves[place + 1 :]], top_k=2)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.slow
+def test_autocast_changes_nothing() -> None:
+    leaves = draw()
+    found = []
+    for on in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+            out, _ = triton(leaves, rule=rule())
+        found.append([out, *grads((out * weight_of(out)).sum(), leaves)])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (2, 0)])
+def test_nothing_at_all(sizes: tuple[int, int]) -> None:
+    leaves = draw(*sizes)
+    for mix in (False, True):
+        out, _ = triton(leaves, mix=mix)
+        assert out.shape == (*sizes, 7)
+        assert [g.shape for g in grads(out.sum(), leaves)] == [x.shape for x in leaves]
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_operators_pass_opcheck(mix: bool) -> None:
+    """With gates and padding or without, and of a version that is read again after later writes."""
+    leaves, calls = draw(1, 10, heads=2), Calls()
+    mask = torch.ones(1, 10, dtype=torch.bool)
+    mask[0, 4] = False
+    given = [*leaves[:2], leaves[2] if mix else None, *leaves[3:]]
+    with calls:
+        out, state = triton(given, rule=rule(), mix=mix, mask=mask if mix else None)
+        (out.sum() + triton(given, rule=rule(), mix=mix, state=state)[0].sum()).backward()
+    found = {name.removeprefix("regard::triton_memory_") for name in calls.check()}
+    read = {"mixed_rows", "pulled_rows"} if mix else {"picked_rows"}
+    assert found >= {"best_halves", "join", "errors_of", "shares_of", "marginal_of", "moved_keys", *read}
+    assert found >= {"order_of", "written", "swapped"}
+
+
+def a_layer(impl: str, **options: Any) -> nn.FastWeightProductKeyMemory:
+    torch.manual_seed(0)
+    sizes = {"sub_keys": 5, "key_dim": 6, "value_dim": 8, "top_k": 3, "chunk_size": 4, "address_weight": 0.5}
+    made = nn.FastWeightProductKeyMemory(12, **{**sizes, **options}, impl=impl)
+    for number in made.parameters():  # so that queries and gates differ
+        number.data += 0.3 * torch.randn_like(number)
+    return made
+
+
+@pytest.mark.parametrize("heads", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_layer(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nn.FastWeightProductKeyMemory(impl="triton")` gives mixes of what plain sums read of its projections."""
+    from regard.nn.memory import fast_weight_product_key_memory as module
+
+    layer = a_layer("triton", heads=heads)
+    seen: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] = []
+    real = module.fast_weight_memory
+
+    def watch(*args: Any, **how: Any) -> Any:
+        found = real(*args, **how)
+        seen.append((args, how, found[0]))
+        return found
+
+    monkeypatch.setattr(module, "fast_weight_memory", watch)
+    layer(torch.randn(1, 7, 12))
+    (args, how, found), *_ = seen
+    assert how["impl"] == "triton"
+    exact = [y.detach().double() for y in args]
+    near([found], [blend(dense(exact, 4, k=3), *exact[1:3])], 3e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learn_initial": True},
+        pytest.param({"gating": False}, marks=pytest.mark.slow),
+        pytest.param({"step_rule": "reference", "learning_rate": 0.2, "shared": True}, marks=pytest.mark.slow),
+        pytest.param({"step_rule": "paper", "gate_loss": False, "heads": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_layer_with_either_store(options: dict[str, Any]) -> None:
+    """Outputs, and gradients of parameters and hidden states, with padding and a token that is not finite."""
+    x, weight = torch.randn(2, 11, 12), torch.randn(2, 11, 12)
+    mask = torch.ones(2, 11, dtype=torch.bool)
+    mask[0, 3], mask[1, 8:], x[0, 3], x[1, 5, 2] = False, False, torch.nan, torch.inf
+    found = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        layer, hidden = a_layer(impl, **options).to(dtype), x.to(dtype).requires_grad_()
+        out, _ = layer(hidden, mask)
+        spoilt = out.isnan()
+        assert spoilt[1, 5].all()
+        assert spoilt.sum() == 12
+        loss = (torch.where(spoilt, 0, out) * weight).sum()
+        own = torch.autograd.grad(loss, [hidden, *layer.parameters()])
+        assert all(bool(g.any()) for g in own)
+        found.append([torch.where(spoilt, 0, out), *own])
+    near(*found, [2e-5, *[1e-3] * (len(found[0]) - 1)])
+
+
+def test_what_was_read_can_be_listened_to_and_changed() -> None:
+    """Before the mix, which is then made apart."""
+    layer, x, heard = a_layer("triton"), torch.randn(1, 7, 12), []
+    own, exact = layer.projections(x), copy.deepcopy(layer.projections).double()
+    value, gate = own.value.detach().double(), None if own.gate is None else own.gate.detach().double()
+
+    def given(read: Tensor) -> Tensor:
+        mixed = blend(read, value, gate)
+        normed = mixed / (mixed.square().mean(-1, keepdim=True) + 1e-5).sqrt() * exact.out_norm.weight
+        return normed @ exact.out_proj.weight.T + exact.out_proj.bias
+
+    query = own.query.detach().double().unflatten(-1, (1, -1))
+    read = dense([query, value, gate, layer.keys.double(), layer.values.double()], 4, k=3)
+    near([layer(x)[0]], [given(read)], 3e-5)
+    handle = layer.hook_read.register_forward_hook(lambda module, args, out: heard.append(out))
+    near([layer(x)[0], *heard], [given(read), read], 3e-5)
+    handle.remove()
+    layer.hook_read.register_forward_hook(lambda module, args, out: -out)
+    near([layer(x)[0]], [given(-read)], 3e-5)
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_launches_of_a_chunk(mix: bool) -> None:
+    """Nine, mixed or not, after three that look through the tokens."""
+    names: list[str] = []
+    leaves = draw(1, 2 * CHUNK + 1, grad=False)
+    with watched(lambda kernel, *_: names.append(kernel.fn.__name__)):
+        triton(leaves, rule=rule(), mix=mix)
+    found = ["_search", "_join", "_rows"]
+    write = ["_errors", "_shares", "_marginal", "_moved", "_order", "_write"]
+    assert names == ["clean_kernel"] * 3 + found + (write + found) * 2
+
+
+def test_a_store_of_another_kind_is_not_taken_for_it() -> None:
+    """impl chooses at the start of a stream; a state keeps its own kind."""
+    leaves = draw(grad=False)
+    _, state = triton(leaves)
+    _, plain = regard.fast_weight_memory(*leaves, top_k=4, chunk_size=CHUNK, impl="reference")
+    assert type(state.values) is not type(plain.values)
+    assert type(triton(leaves, state=state)[1].values) is type(state.values)
+
+
+def test_what_it_cannot_do() -> None:
+    with pytest.raises(regard.checks.ArgumentError, match="tritn"):
+        regard.fast_weight_memory(*draw(), top_k=4, impl="tritn")
+    with pytest.raises(regard.checks.ArgumentError, match="float32"):
+        triton([x.detach().double() for x in draw()], rule=rule())
+
+
+@pytest.mark.parametrize("hidden", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_without_the_interpreter(hidden: bool) -> None:
+    """On the CPU it is refused with a reason; importing regard imports no triton, which need not be there at all."""
+    code = ALONE
+    if hidden:
+        missing = "import sys\nsys.modules['triton'] = None\nimport importlib.util as u\nreal = u.find_spec\n"
+        missing += "u.find_spec = lambda n, *a: None if n == 'triton' else real(n, *a)\n"
+        code = missing + ALONE.replace('"triton" not in sys.modules', "True").replace('"CUDA" in', '"triton" in')
+        code = code.replace('"triton" in reasons["triton"]', '"needs triton" in reasons["triton"]')
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fine" in done.stdout
