@@ -311,5 +311,6 @@ def test_groups_of_a_trained_run_keep_their_rate() -> None:
     assert set(own) == {1e-3}
     refused = RegardTrainer.__new__(RegardTrainer)
     refused.model, refused.optimizer, refused.args = Model(sparse_grad=True), None, trainer.args
+    refused.muon = False
     with pytest.raises(ArgumentError, match="sparse_grad=True"):
         refused.create_optimizer()
