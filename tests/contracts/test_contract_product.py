@@ -173,8 +173,8 @@ def test_who_computes_what() -> None:
 @pytest.mark.parametrize(
     ("impl", "label", "call", "reason"),
     [
-        ("sdpa", "local-linear", {}, "normalised Gaussian weights of degree 0 alone"),
-        ("sdpa", "biweight", {}, "normalised Gaussian weights of degree 0 alone"),
+        ("sdpa", "local-linear", {}, "only normalised Gaussian weights of degree 0"),
+        ("sdpa", "biweight", {}, "only normalised Gaussian weights of degree 0"),
         ("sdpa", "softmax", {"exclude_self": True}, "no strictly causal order"),
         ("sdpa", "softmax", {"window": 2}, "has no window"),
         ("sdpa", "softmax", {"is_causal": True, "query_offset": 2}, "aligns causal order to the first key"),

@@ -41,7 +41,7 @@ FAR = 2**48
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call."""
+    """Sizes of the tensors of a call."""
 
     batch: int
     heads: int
@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
 
 
 def _diagnostics_without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Detach the weights that a call with `return_diagnostics` gives, which would keep its graph in memory."""
+    """Detach the diagnostics that `function` returns: their weights would keep the graph in memory."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -88,36 +88,37 @@ def attention(
         query: [B, H, Tq, D].
         key: [B, Hkv, Tk, D]; Hkv = H, or a divisor of H with `enable_gqa`.
         value: [B, Hkv, Tk, Dv].
-        spec: a sentence of the grammar or its text: kernel, bandwidth, local model, similarity.
+        spec: an attention spec or its text: kernel, bandwidth, local model, similarity.
         attn_mask: boolean, broadcastable to [B, H, Tq, Tk]; True where a key may be attended.
         is_causal: query i sees keys j <= i + query_offset.
-        exclude_self: strictly: j < i + query_offset; implies `is_causal`.
-        window: with causal order the last `window` positions it permits, else |i + query_offset - j| < window.
+        exclude_self: query i sees keys j < i + query_offset; implies `is_causal`.
+        window: with causal order, only the last `window` visible positions; otherwise |i + query_offset - j| < window.
         query_offset: the key position of query 0: an int, or integers [B]; Tk - Tq (end-aligned) by default.
-        segment_ids: integers [B or 1, Tk] of packed sequences: a query sees only keys of the run of equal ids that its
-            own position lies in, at the cost of those pairs alone. Needs every query to stand at one of the keys.
-        scale: of the scores z = scale * similarity: a number or a tensor broadcastable to [B, H, Tq];
-            1/sqrt(D) for the dot product and the Euclidean similarity, 1 for the cosine. Kernels without a
-            scale refuse one.
-        params: the spec's numbers (`spec.params`) as numbers or tensors broadcastable to [B, H, Tq]; `ridge` of a local
-            linear model also [B, H, Tq, D], one for every coordinate, and `probe` (solver `learned`) always so.
-        enable_gqa: let each key head serve H / Hkv query heads.
+        segment_ids: integers [B or 1, Tk] of packed sequences. A query sees only the run of equal ids at its own
+            position, and only those pairs are computed. The position of every query must be that of a key.
+        scale: factor of the scores, z = scale * similarity: a number or a tensor broadcastable to [B, H, Tq].
+            Default: 1/sqrt(D) for the dot product and the Euclidean similarity, 1 for the cosine. Kernels without a
+            scale raise an error if one is given.
+        params: parameters of the spec (`spec.params`), as numbers or tensors broadcastable to [B, H, Tq]. The `ridge`
+            of a local linear model may also be [B, H, Tq, D], one value per coordinate; the `probe` of
+            `solver=learned` must be [B, H, Tq, D].
+        enable_gqa: let each key head serve H / Hkv query heads (grouped-query attention).
         impl: "auto", or the name of an implementation (`regard.explain` lists them).
         return_diagnostics: also return a `Diagnostics`.
 
     Returns:
         The output [B, H, Tq, Dv] in the dtype of `query`, or (output, Diagnostics). Rows without a visible key
-        are 0, with gradient 0. A row that sees a key, value or query which is not finite, or too large for its products
-        to stay in range, is NaN and passes no gradient on; what a row cannot see never matters, NaN included. Too large
-        is an entry beyond 2^56 (2^500 in float64), or beyond 2^28 (2^250) for similarities that square it (relu2,
-        euclidean), and a query whose entries times the scale sum to more than 2^70 (2^522) in size. An output or
-        gradient that its dtype cannot hold is infinite, as that of any sum in torch: in float16 beyond 65504.
+        are 0, with gradient 0. A row that sees a non-finite or too large query, key or value is NaN and its gradient
+        is 0. What a row cannot see never changes it, even NaN. Too large means: an entry beyond 2^56 (2^500 in
+        float64), or beyond 2^28 (2^250) for similarities that square it (relu2, euclidean); or a query whose absolute
+        entries times the scale sum to more than 2^70 (2^522). An output or gradient beyond the range of its dtype
+        (65504 in float16) is infinite, as elsewhere in torch.
 
     Raises:
         ArgumentError: shapes, dtypes or names that do not fit.
 
-    Precision: float32 (float64 for float64 inputs) for features, scores, thresholds and sums. Cost: that of
-    the implementation, see `regard.explain`.
+    Precision: float32 (float64 for float64 inputs) for features, scores, thresholds and sums. Cost: depends on the
+    implementation, see `regard.explain`.
     """
     spec = as_spec(spec, CALL)
     flags(
@@ -152,11 +153,11 @@ def attention(
     problem = _problem(spec, sizes, (query, key, value), visible, scale, {**numbers, **local}, return_diagnostics)
     implementation = choose(problem, impl)
     with full_precision(query.device.type):
-        inputs, poisoned = _prepare(query, key, value, problem, visible, scale, numbers, implementation)
+        inputs, non_finite = _prepare(query, key, value, problem, visible, scale, numbers, implementation)
         if spec.degree:
-            poisoned = either(poisoned, _add_local(inputs, local))
+            non_finite = either(non_finite, _add_local(inputs, local))
         out, diagnostics = implementation.run(inputs)
-        out = out if poisoned is None else torch.where(poisoned[..., None], torch.nan, out)
+        out = out if non_finite is None else torch.where(non_finite[..., None], torch.nan, out)
         out = out if out.dtype == query.dtype else out.to(query.dtype)
     return (out, diagnostics) if return_diagnostics else out
 
@@ -171,12 +172,12 @@ def _never(problem: Problem) -> bool:
 
 
 def _as_it_came(x: Tensor) -> tuple[Tensor, None]:
-    """In the place of `clean` where the implementation takes tensors raw."""
+    """Return x unchanged: replaces `clean` if the implementation handles non-finite numbers itself."""
     return x, None
 
 
 def _contiguous(x: Tensor) -> tuple[Tensor, None]:
-    """In the place of `clean` where it would find nothing; laid out as it would."""
+    """Return x in the layout of `clean`: replaces `clean` if a check found nothing."""
     return x.contiguous(), None
 
 
@@ -189,7 +190,7 @@ def _problem(
     numbers: dict[str, float | Tensor],
     diagnostics: bool,
 ) -> Problem:
-    """What the implementations are asked about."""
+    """Describe a call without its tensors, for the choice of an implementation."""
     mask, offset = visible.mask, visible.offset
     return Problem(
         spec,
@@ -222,12 +223,11 @@ def _prepare(
     numbers: dict[str, float | Tensor],
     implementation: Any,
 ) -> tuple[Inputs, Tensor | None]:
-    """Features in the computing dtype, or for a `native` implementation queries and keys themselves in their own; and
-    which rows [B, H, Tq] see something that is not finite, None for none.
+    """Return the inputs of the implementation, and which rows [B, H, Tq] see a non-finite number (None for none).
 
-    Vectors that are not finite become 0 here, so that a zero weight never meets a NaN, forward or backward;
-    the rows that see them are marked, and the caller turns those rows, and no others, into NaN. Where the
-    implementation takes tensors `raw`, it does all that itself.
+    The inputs are features in the computing dtype, or the queries and keys themselves for a `native` implementation.
+    Non-finite vectors become 0, so that a zero weight never multiplies a NaN, forward or backward. The caller turns
+    the rows that see them into NaN. A `raw` implementation does both itself.
     """
     native = getattr(implementation, "native", _never)(problem)
     raw = native and getattr(implementation, "raw", _never)(problem)
@@ -250,27 +250,27 @@ def _prepare(
     over = overflowing(q, scale)
     if over is not None:
         shared, query_bad, q = False, either(query_bad, over), torch.where(over[..., None], 0, q)
-    poisoned = _poisoned(query_bad, either(key_bad, value_bad), visible, query.shape[1])
+    non_finite = _non_finite_rows(query_bad, either(key_bad, value_bad), visible, query.shape[1])
     if native:
         x, y = (query, key) if spec.degree else (None, None)
-        return Inputs(q, key, value, x, y, visible, problem, scale, numbers, factor=scale, raw=raw), poisoned
+        return Inputs(q, key, value, x, y, visible, problem, scale, numbers, factor=scale, raw=raw), non_finite
     if isinstance(scale, Tensor):
         q = q * scale[..., None]
     elif shared and getattr(spec.similarity, "symmetric", False):
-        # queries that are the keys: one tensor for both is kept for the backward pass
+        # the queries are the keys: keep one tensor for the backward pass
         q = k = k if scale == 1.0 else k * scale**0.5
     elif not spec.takes_scale and isinstance(scale, float) and scale == 1.0:
-        pass  # a factor of one would only keep another copy of the queries for the backward pass
+        pass  # multiplying by one would keep another copy of the queries for the backward pass
     else:
         q = q * scale
     x, y = (query, key) if spec.degree else (None, None)
-    return Inputs(q, k, value, x, y, visible, problem, scale, numbers), poisoned
+    return Inputs(q, k, value, x, y, visible, problem, scale, numbers), non_finite
 
 
 def _number(
     name: str, value: float | Tensor, rows: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> float | Tensor:
-    """A number, or a tensor [B, H, Tq]; those of the local linear model [B, H, Tq, 1 or D], given `rows` with D."""
+    """Check a parameter; return a number or a tensor [B, H, Tq], [B, H, Tq, 1 or D] for a local linear model."""
     label = f"params[{name!r}]"
     if name not in LOCAL_LINEAR or not isinstance(value, Tensor):
         return row_number(CALL, label, value, rows[:3], dtype, device)
@@ -283,8 +283,11 @@ def _number(
 
 
 def _add_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> Tensor | None:
-    """Set the ridge and the probe of the local linear model. Return the rows [B, H, Tq] that see a key and have a NaN
-    in theirs, None for none: it is replaced, since products over rows would spread it to all of them.
+    """Set the ridge and the probe of the local linear model.
+
+    Returns:
+        Which rows [B, H, Tq] see a key and have a NaN in their ridge or probe, or None. The NaN is replaced by 1, since
+        products over rows would spread it to all of them.
 
     Raises:
         ArgumentError: a learned solver without its probe, or a probe that is not [B, H, Tq, D].
@@ -309,15 +312,15 @@ def _add_local(inputs: Inputs, given: Mapping[str, float | Tensor]) -> Tensor | 
 
 
 def _without_nan(x: Any) -> tuple[Any, Tensor | None]:
-    """Numbers of rows [.., 1 or D] with 1 for NaN, and the rows that had one; None for what is no tensor."""
+    """Replace NaN by 1 in a tensor [..., 1 or D]; return it and the rows that had one (None for a number)."""
     if not isinstance(x, Tensor):
         return x, None
     bad = x.isnan()
     return torch.where(bad, 1, x), bad.any(-1)
 
 
-def _poisoned(query_bad: Tensor | None, bad: Tensor | None, visible: Visibility, heads: int) -> Tensor | None:
-    """Rows [B, H, Tq] that see a pair that is not finite, or see anything with a query that is not."""
+def _non_finite_rows(query_bad: Tensor | None, bad: Tensor | None, visible: Visibility, heads: int) -> Tensor | None:
+    """Return the rows [B, H, Tq] that see a non-finite pair, or see any pair and have a non-finite query."""
     seen = None
     if bad is not None:
         seen = visible.any_seen(repeat_heads(bad, heads))
@@ -383,14 +386,15 @@ def _check_offset(offset: int | Tensor | None, batch: int, default: int, device:
 def _check_segments(
     ids: Tensor | None, first: int | Tensor, batch: int, queries: int, keys: int, device: torch.device
 ) -> Tensor | None:
-    """`Visibility.runs`, or None."""
+    """Check segment ids; return `Visibility.runs`, or None."""
     if ids is None:
         return None
     segments(CALL, ids, batch, keys, device)
     if isinstance(first, Tensor) or first < 0 or first + queries > keys:
         raise ArgumentError(
-            f"{CALL}: with segment_ids every query stands at one of the {keys} keys, whose segment is its own; "
-            f"query_offset={'a tensor' if isinstance(first, Tensor) else first} puts {queries} queries elsewhere."
+            f"{CALL}: with segment_ids the position of every query must be that of one of the {keys} keys, whose "
+            f"segment it shares; query_offset={'a tensor' if isinstance(first, Tensor) else first} gives {queries} "
+            f"queries other positions."
         )
     return runs_of(ids)
 
@@ -421,22 +425,22 @@ def explain(
     segments: bool = False,
     return_diagnostics: bool = False,
 ) -> Explanation:
-    """What `regard.attention(..., impl="auto")` would run for these shapes, and why not the others.
+    """Return which implementation `regard.attention(..., impl="auto")` would run, and why not the others.
 
     Args:
-        spec: a sentence of the grammar or its text.
+        spec: an attention spec or its text.
         query_shape: (B, H, Tq, D).
         key_shape: (B, Hkv, Tk, D); that of the query by default.
         value_dim: Dv; D by default.
         segments: whether `segment_ids` are given.
-        mask: None, "keys" (a mask over keys, the same for every query) or "pairs" (Tq x Tk).
+        mask: None, "keys" (one mask over keys for all queries) or "pairs" (Tq x Tk).
         dtype, device and the rest: as in `attention`.
 
     Returns:
         An `Explanation`: `print` it.
 
     Raises:
-        ArgumentError: shapes that are no four whole numbers, or an unknown kind of mask.
+        ArgumentError: a shape that is not four whole numbers, or an unknown kind of mask.
     """
     key_shape = query_shape if key_shape is None else key_shape
     call = "explain"
@@ -473,7 +477,7 @@ def explain(
 
 
 def _device_type(call: str, device: Any) -> str:
-    """Return the type of a device, such as "cuda", which need not be here."""
+    """Return the type of a device, such as "cuda", which this machine need not have."""
     try:
         return torch.device(instance(call, "device", device, (str, torch.device), "a device or its name")).type
     except RuntimeError:

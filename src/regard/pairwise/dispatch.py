@@ -1,7 +1,8 @@
-"""Which implementation runs, and why the others do not.
+"""The choice of an implementation.
 
-An implementation says of every problem whether it supports it (None) or why not (a reason). `impl="auto"` takes
-the supported one of highest priority; any other `impl` runs as named or raises the reason. `explain` prints it all.
+Each implementation returns for a problem None if it supports it, or a reason why not. `impl="auto"` runs the one with
+the highest priority that supports the problem; any other `impl` runs that implementation or raises its reason.
+`explain` prints all of this.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from .visibility import Visibility
 
 @dataclass(unsafe_hash=True)  # not frozen, which would take longer to make
 class Problem:
-    """What an implementation needs to know before it can say yes; no tensors.
+    """Describe a call without its tensors, so that an implementation can tell whether it supports it.
 
     Attributes:
-        spec: the sentence.
+        spec: the attention spec.
         batch, heads, kv_heads, queries, keys, dim, value_dim: sizes.
         dtype, device: of the inputs ("cpu", "cuda").
         causal, strict, window: as in `Visibility`.
-        offset: the int offset, or None where it is a tensor.
-        mask: None, "keys" (the same keys for every query) or "pairs".
-        params: names of numbers given as tensors.
-        numbers: (name, value) of those given as numbers.
+        offset: the offset of the queries, or None if it is a tensor.
+        mask: None, "keys" (one mask over keys for all queries) or "pairs".
+        params: names of the parameters that are tensors.
+        numbers: (name, value) of the parameters that are numbers.
         scale: "number" or "tensor".
         gradient: whether a backward pass may follow.
-        diagnostics: whether row statistics are asked for.
+        diagnostics: whether to return row statistics.
         segments: whether keys are in segments (`Visibility.runs`).
-        transformed: whether forward-mode derivatives or a torch.func transform look on.
+        transformed: whether forward-mode derivatives or a torch.func transform are active.
     """
 
     spec: Spec
@@ -72,15 +73,19 @@ class Problem:
 
 @dataclass
 class Inputs:
-    """Checked inputs of one call, which an implementation must not change.
+    """Checked inputs of one call. An implementation must not change them.
 
-    q [B, H, Tq, F] and k [B, Hkv, Tk, F] are features with factor * q . k = z; x and y the raw queries and keys, for
-    degree 1 alone; v [B, Hkv, Tk, Dv]. All are finite and in float32 or float64, with the scale in q and `factor` 1.
-    An implementation that says `native` of a problem gets the queries and keys themselves instead, in the dtype that
-    they came in, and the scale, a number or [B, H, Tq], as `factor`; one that says `raw`, too, gets them, and values,
-    with numbers that are not finite in them.
-    `params` hold the weighting's numbers, or tensors [B, H, Tq]; `ridge`, for degree 1, is a number or [B, H, Tq, 1 or
-    D], and `probe` None or [B, H, Tq, D].
+    Attributes:
+        q, k: features [B, H, Tq, F] and [B, Hkv, Tk, F] with factor * q . k = z. They are finite, in float32 or
+            float64, with the scale in q and `factor` 1. An implementation that is `native` for the problem gets the
+            queries and keys themselves, in their own dtype, and the scale, a number or [B, H, Tq], as `factor`. One
+            that is also `raw` gets queries, keys and values that may hold non-finite numbers.
+        v: values [B, Hkv, Tk, Dv].
+        x, y: the raw queries and keys of a local linear model, else None.
+        visible: which pairs are visible.
+        params: parameters of the weighting: numbers or tensors [B, H, Tq].
+        ridge: of a local linear model: a number or [B, H, Tq, 1 or D].
+        probe: None or [B, H, Tq, D].
     """
 
     q: Tensor
@@ -106,12 +111,12 @@ class Inputs:
         return self.problem.diagnostics
 
     def row_params(self) -> dict[str, float | Tensor]:
-        """`params` of the weighting, with tensors as [B, H, Tq, 1]."""
+        """Return `params` with tensors as [B, H, Tq, 1]."""
         return {n: p[..., None] if isinstance(p, Tensor) else p for n, p in self.params.items()}
 
 
 class Cost(NamedTuple):
-    """Floating-point operations of the forward pass and bytes of extra memory it needs."""
+    """Estimated floating-point operations and extra bytes of the forward pass."""
 
     flops: int
     bytes: int
@@ -121,23 +126,23 @@ class Implementation(Protocol):
     """One way to compute `regard.attention`."""
 
     def available(self) -> str | None:
-        """None where it can run on this machine, else why not."""
+        """Return None if it can run on this machine, else why not."""
 
     def supports(self, problem: Problem) -> str | None:
-        """None where it can do the problem, else why not."""
+        """Return None if it supports the problem, else why not."""
 
     def cost(self, problem: Problem) -> Cost:
-        """What it takes."""
+        """Estimate the cost of the forward pass."""
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Diagnostics | None]:
-        """The output [B, H, Tq, Dv] in the dtype of `inputs.v`."""
+        """Return the output [B, H, Tq, Dv] in the dtype of `inputs.v`."""
 
-    # Where they matter, also
-    #   native(problem) -> bool, whether it takes queries and keys as they came (`Inputs`);
-    #   raw(problem) -> bool, whether it also takes them, and values, with whatever is not finite in them, and itself
-    #       answers NaN in the rows that see such numbers, and in no other;
-    #   clean(x), in place of `precision.clean`;
-    #   hesitates(problem) -> str | None, why "auto" is not to choose it though it could.
+    # Optional methods:
+    #   native(problem) -> bool: whether it takes queries and keys instead of features (`Inputs`);
+    #   raw(problem) -> bool: whether it takes tensors with non-finite numbers, and returns NaN in exactly the rows that
+    #       see one;
+    #   clean(x): replaces `precision.clean`;
+    #   hesitates(problem) -> str | None: why "auto" should not choose it although it supports the problem.
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,7 @@ implementations_registry: Registry[_Entry] = Registry(
 
 
 def register_impl(name: str, priority: int) -> Callable[[type], type]:
-    """Class decorator: file an implementation. `impl="auto"` prefers the highest priority."""
+    """Register a class as an implementation (decorator). `impl="auto"` prefers the highest priority."""
 
     def add(cls: type) -> type:
         implementations_registry.register(name)(_Entry(name, priority, cls()))
@@ -163,7 +168,7 @@ def register_impl(name: str, priority: int) -> Callable[[type], type]:
 
 
 def implementations() -> list[tuple[str, str | None]]:
-    """(name, None or why it cannot run on this machine), best first."""
+    """Return (name, None or why it cannot run on this machine), highest priority first."""
     return [(e.name, e.impl.available()) for e in _ranked()]
 
 
@@ -181,11 +186,11 @@ def _hesitation(entry: _Entry, problem: Problem) -> str | None:
 
 
 def choose(problem: Problem, impl: str) -> Any:
-    """The implementation that runs the problem.
+    """Return the implementation that runs the problem.
 
     Raises:
-        ArgumentError: an unknown name, or one that does not support the problem; the message names those
-            that do.
+        ArgumentError: an unknown name, or an implementation that does not support the problem; the message names
+            those that do.
     """
     if impl == "auto":
         for entry in _ranked():
@@ -206,7 +211,7 @@ def choose(problem: Problem, impl: str) -> Any:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `impl="auto"` does with a problem; `str` gives a table."""
+    """The choice of `impl="auto"` for a problem. `print` shows a table."""
 
     chosen: str
     rows: tuple[tuple[str, str | None, Cost | None], ...]
@@ -217,14 +222,14 @@ class Explanation:
             if cost is None:
                 note = f"cannot: {reason}"
             else:
-                able = "can" if reason is None else f"can where named, {reason}"
+                able = "can" if reason is None else f"can if named, {reason}"
                 note = f"{able}: {cost.flops:.3g} flops forward, {cost.bytes / 2**20:.3g} MiB extra"
             lines.append(f"  {name:<10} {note}")
         return "\n".join(lines)
 
 
 def explain_problem(problem: Problem) -> Explanation:
-    """Every implementation with its cost or the reason why it does not run."""
+    """List every implementation with its cost, or the reason why it does not run."""
     rows = []
     for entry in _ranked():
         reason = _reason(entry, problem)

@@ -1,4 +1,4 @@
-"""impl="reference": the plain form of `local_regression`, by autograd."""
+"""impl="reference": the plain formulas of `local_regression`, with autograd."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .dispatch import Cost, Inputs, Problem, register_impl
 from .local_regression import repeat_heads
 
 LIMIT = 2**28
-"""Elements of the largest tensor that degree 1 may build."""
+"""Most elements of a tensor that a local linear model may build."""
 
 
 @register_impl("reference", priority=0)
 class Reference:
-    """All pairs at once. Twice differentiable; gives the weights in the diagnostics."""
+    """Compute all pairs at once. Twice differentiable; its diagnostics have the weights."""
 
     def available(self) -> str | None:
         return None
@@ -34,7 +34,7 @@ class Reference:
                     f"{LIMIT:,}); give fewer queries, heads or sequences at a time"
                 )
             if problem.transformed and not problem.spec.solver.exact:
-                return "iterates until residuals are small, which no transform can look at; take solver=cholesky"
+                return "iterates until residuals are small, which transforms do not support; use solver=cholesky"
         return None
 
     def cost(self, problem: Problem) -> Cost:
@@ -50,7 +50,7 @@ class Reference:
         rows = inputs.row_params()
         alpha = rows.get("alpha")
         if spec.degree == 0 and isinstance(alpha, Tensor) and alpha.requires_grad:
-            # dL/dalpha is r^2 times what cancels in the plain form
+            # dL/dalpha is r^2 times a difference that cancels in float32
             q, k, v, rows = widest(q), widest(k), widest(v), {**rows, "alpha": widest(alpha)}
         args = (q, k, v, inputs.visible, spec.weighting, rows)
         if spec.degree == 0:
@@ -77,7 +77,7 @@ class Reference:
 
 
 def _with_hidden_key(inputs: Inputs) -> Inputs:
-    """No keys at all are the same as one that nobody sees, which needs no case of its own anywhere."""
+    """Add one masked key to inputs without keys, so that no other code needs this case."""
     one = lambda x: None if x is None else pad(x, (0, 0, 0, 1))  # noqa: E731
     hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=inputs.q.device)
     visible = replace(inputs.visible, keys=1, mask=hidden)

@@ -1,7 +1,7 @@
-"""impl="sdpa": Gaussian weights by torch's own scaled_dot_product_attention.
+"""impl="sdpa": Gaussian weights by torch.nn.functional.scaled_dot_product_attention.
 
-torch aligns is_causal to the first key and lets hidden NaN through; the caller has removed what is not finite, and
-here causal order is handed over only where both alignments agree.
+torch aligns is_causal to the first key, and masked NaN reaches its output. So the caller removes non-finite numbers,
+and `is_causal` is used only if both alignments agree.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from .dispatch import Cost, Inputs, Problem, register_impl
 from .visibility import Visibility
 
 LIMIT = 2**22
-"""Pairs of a mask that is made here, from a mask over keys and causal order."""
+"""Most pairs of a mask that is built here, from a mask over keys and causal order."""
 
 
 @register_impl("sdpa", priority=40)
 class SDPA:
-    """Theta(n d) memory without a mask. Not twice differentiable (torch says so when asked)."""
+    """Theta(n d) memory without a mask. Not twice differentiable (torch raises an error)."""
 
     def available(self) -> str | None:
         return None
@@ -28,21 +28,21 @@ class SDPA:
     def supports(self, problem: Problem) -> str | None:
         spec = problem.spec
         if spec.degree or spec.kernel.name != "gaussian" or spec.bandwidth.name != "fixed" or not spec.normalise:
-            return "computes normalised Gaussian weights of degree 0 alone (softmax, rbf)"
+            return "computes only normalised Gaussian weights of degree 0 (softmax, rbf)"
         if problem.diagnostics:
-            return "has no row statistics to report"
+            return "has no row statistics"
         if problem.transformed:
             return "has no forward-mode derivatives"
         if problem.segments:
-            return "knows no segments"
+            return "has no segments"
         if problem.mask == "pairs":
-            return None  # the caller holds Tq x Tk already
+            return None  # the caller already holds Tq x Tk
         if problem.mask == "keys" and not problem.positional:
             return None
         if problem.mask == "keys":
             size = problem.batch * problem.queries * problem.keys
             if isinstance(size, torch.SymInt) and torch.compiler.is_exporting():
-                return "would build a mask of pairs, of which an exported graph has no limit"
+                return "would build a mask of pairs, whose size an exported graph does not limit"
             return None if size <= LIMIT else f"would build a mask of {size:,} pairs (limit {LIMIT:,})"
         if problem.window is not None or problem.strict:
             return "has no window and no strictly causal order without a mask of Tq x Tk"
@@ -51,7 +51,7 @@ class SDPA:
         return None
 
     def native(self, problem: Problem) -> bool:
-        """Return whether torch scales the scores itself. In 16 bits it accumulates in float32 on a GPU alone."""
+        """Return whether torch can scale the scores. With 16 bits, only a GPU accumulates in float32."""
         wide = problem.device == "cuda" or problem.dtype in (torch.float32, torch.float64)
         return wide and problem.spec.similarity.name == "dot" and problem.scale == "number"
 
@@ -66,14 +66,14 @@ class SDPA:
         dim, width = q.shape[3], v.shape[3]
         if dim == width:
             return self._attend(q, k, v, visible, inputs.factor), None
-        # torch's linear-memory kernel needs equal widths; zeros change neither a score nor an output.
+        # torch's linear-memory kernel needs equal widths; padding with zeros changes no score and no output.
         q, k, v = (pad(x, (0, max(dim, width) - x.shape[3])) for x in (q, k, v))
         return self._attend(q, k, v, visible, inputs.factor)[..., :width], None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visibility, scale: float | Tensor) -> Tensor:
-        assert not isinstance(scale, Tensor)  # `native` has seen to it
+        assert not isinstance(scale, Tensor)  # ensured by `native`
         grouped = False
-        if k.shape[1] != q.shape[1]:  # a plain bool, which traced lengths would not give
+        if k.shape[1] != q.shape[1]:  # a plain bool; comparing traced lengths would not give one
             grouped = True
         if visible.mask is None:
             causal = False if visible.queries == 1 else visible.causal  # one query sees every key here
@@ -82,8 +82,8 @@ class SDPA:
         assert mask is not None
         mask = mask.expand(*mask.shape[:-2], visible.queries, visible.keys)
         empty = ~mask.any(-1, keepdim=True)
-        # A row without keys attends to all of them and is then put to zero, so that no kernel of torch has
-        # to define what a row without keys means, forward or backward.
+        # A row without keys attends to all keys and is zeroed below, so that the result does not depend on how
+        # torch's kernels treat an empty row, forward or backward.
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask | empty, scale=scale, enable_gqa=grouped)
         return torch.where(empty, 0, out)
 

@@ -1,11 +1,11 @@
-"""Which keys each query may see: causal order, window and mask as one small object.
+"""The keys that each query may see: causal order, window, mask and segments in one object.
 
-Query i stands at key position i + offset. A key j is visible where all of these hold:
+Query i has the key position i + offset. A key j is visible to it if all of these hold:
 
     causal          j <= i + offset           (strict: j < i + offset)
-    window W        the last W positions the causal rule permits; without causal, |i + offset - j| < W
+    window W        j is among the last W positions that causal order permits; without causal, |i + offset - j| < W
     mask            mask[..., i, j] is True
-    runs            key j is in the run of equal segment ids that position i + offset is in (packed sequences)
+    runs            j is in the same run of equal segment ids as position i + offset (packed sequences)
 
 Legend: B batch, H heads, Tq queries, Tk keys.
 """
@@ -24,10 +24,10 @@ class Visibility:
 
     Attributes:
         queries, keys: Tq and Tk.
-        causal, strict, window: see the module; strict implies causal.
+        causal, strict, window: see the module docstring; strict implies causal.
         offset: an int, or int64 [B].
         mask: boolean [B or 1, H or 1, Tq or 1, Tk or 1], or None.
-        runs: int64 [2, B or 1, Tk], the first key and the one after the last of each key's run, or None.
+        runs: int64 [2, B or 1, Tk], the first key of each key's run and the key after its last, or None.
     """
 
     queries: int
@@ -41,11 +41,11 @@ class Visibility:
 
     @property
     def positional(self) -> bool:
-        """Whether position decides anything."""
+        """Return whether visibility depends on position."""
         return self.causal or self.window is not None or self.runs is not None
 
     def span(self, first: int, last: int) -> tuple[int, int]:
-        """Keys [low, high) outside of which no query of [first, last) sees anything."""
+        """Return a range of keys [low, high) that holds all keys visible to queries [first, last)."""
         if isinstance(self.offset, Tensor) or not self.positional:
             return 0, self.keys
         low, high = 0, self.keys
@@ -62,12 +62,12 @@ class Visibility:
         return min(max(low, 0), high), high
 
     def _place(self, row: int) -> int:
-        """The key position of a query, inside the keys."""
+        """Return the key position of a query, limited to the existing keys."""
         assert not isinstance(self.offset, Tensor)
         return min(max(row + self.offset, 0), self.keys - 1)
 
     def bounds(self, first: int, last: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Keys [low, high) that position lets each query of [first, last) see: int64 [B or 1, queries]."""
+        """Return the range of keys [low, high) of each query of [first, last), without the mask: int64 [B or 1, q]."""
         rows = torch.arange(first, last, device=device)
         at = rows[None] + (self.offset[:, None] if isinstance(self.offset, Tensor) else self.offset)
         high = torch.full_like(at, self.keys)
@@ -84,8 +84,11 @@ class Visibility:
         return low.clamp(0, self.keys), high.clamp(0, self.keys)
 
     def block(self, first: int, last: int, low: int, high: int, device: torch.device) -> Tensor | None:
-        """Visible pairs of queries [first, last) and keys [low, high): boolean [B or 1, H or 1, q or 1, k], or
-        None where all are visible."""
+        """Return the visible pairs of queries [first, last) and keys [low, high), or None if all are visible.
+
+        Returns:
+            Boolean [B or 1, H or 1, q or 1, k], or None.
+        """
         visible = None
         if self.positional:
             start, stop = self.bounds(first, last, device)
@@ -101,7 +104,7 @@ class Visibility:
         return visible
 
     def counts(self, device: torch.device | None = None) -> Tensor:
-        """How many keys each query sees: int64 [B or 1, H or 1, Tq]. O(Tq + Tk) without a mask of pairs."""
+        """Return how many keys each query sees: int64 [B or 1, H or 1, Tq]. O(Tq + Tk) without a mask of pairs."""
         mask = self.mask
         if mask is not None and mask.shape[-2] != 1:
             visible = self.block(0, self.queries, 0, self.keys, mask.device)
@@ -112,14 +115,14 @@ class Visibility:
         if mask is None:
             return high - low
         upto = torch.nn.functional.pad(mask[..., 0, :].expand(*mask.shape[:2], self.keys).cumsum(-1), (1, 0))
-        shape = torch.broadcast_shapes(upto.shape[:2], low.shape[:2])  # an empty batch is no longer than one
+        shape = torch.broadcast_shapes(upto.shape[:2], low.shape[:2])  # a batch of 0 against 1
         upto, rows = upto.expand(*shape, self.keys + 1), (*shape, self.queries)
         return upto.gather(-1, high.expand(rows)) - upto.gather(-1, low.expand(rows))
 
     def any_seen(self, marked: Tensor) -> Tensor:
-        """Which queries see a marked key: `marked` is boolean [B, H, Tk], the answer [B, H, Tq]."""
+        """Return which queries [B, H, Tq] see a marked key; `marked` is boolean [B, H, Tk]."""
         mask = self.mask
-        if mask is not None and mask.shape[-2] == 1:  # the same keys for every query: mark only those
+        if mask is not None and mask.shape[-2] == 1:  # one mask over keys for all queries
             marked = marked & mask[..., 0, :]
             mask = None
         if mask is None:
@@ -131,7 +134,7 @@ class Visibility:
         visible = self.block(0, self.queries, 0, self.keys, marked.device)
         assert visible is not None
         visible = visible.expand(*visible.shape[:-1], self.keys).float()
-        if visible.shape[1] == 1:  # one mask for all heads: a product over keys serves them together
+        if visible.shape[1] == 1:  # one mask for all heads: one matrix product
             seen = (visible[:, 0] @ marked.float().transpose(-1, -2)).transpose(-1, -2)
         else:
             seen = (visible @ marked.float()[..., None])[..., 0]
@@ -139,7 +142,7 @@ class Visibility:
 
 
 def runs_of(segment_ids: Tensor) -> Tensor:
-    """`Visibility.runs` of ids [B, T]: a run ends where the id changes, so that one that comes back begins another."""
+    """Return `Visibility.runs` of ids [B, T]. A run ends where the id changes; an id that recurs starts a new run."""
     at = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand(segment_ids.shape)
     edge = segment_ids[:, 1:] != segment_ids[:, :-1]
     first = torch.nn.functional.pad(edge, (1, 0), value=True)
