@@ -1,9 +1,9 @@
-"""Makes `oracles` importable from every folder of tests, and marks the second tier."""
+"""Makes `oracles` importable from every folder of tests, marks the second tier, and runs the longest tests first."""
 
 from __future__ import annotations
 
 import pytest
-from tiers import second_tier
+from tiers import LONGEST, second_tier
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -11,3 +11,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))  # a long test at the end leaves a worker idle

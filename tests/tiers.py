@@ -3,7 +3,7 @@
 `make test` leaves out what is marked slow: tests with `@pytest.mark.slow`, and the cases listed in `second_tier.txt`,
 which `conftest.py` marks. `make test-all` runs everything. To renew the list from measured times:
 
-    make test-all ARGS=--durations=0 > LOG
+    make test-all ARGS="--durations=0 --durations-min=0.02" > LOG
     python tests/tiers.py LOG
 
 A case is listed if it takes more than `LIMIT` seconds of a quiet core. The cheapest case of a function stays in the
@@ -32,6 +32,8 @@ ALWAYS = (
     "test_the_core_of_the_kernels_compiles_within_its_ceilings",
     "test_a_few_cases_of_every_file_in_the_interpreter",
 )
+LONGEST = ("tests/triton/test_interpreter", "tests/triton/test_compile.py", "tests/recipes/test_every_recipe")
+"""Files with the longest single tests."""
 LINE = re.compile(r"^([0-9.]+)s (?:call|setup|teardown)\s+(.+)$")
 
 
@@ -70,6 +72,7 @@ if __name__ == "__main__":
     times = read_times(Path(sys.argv[1]).read_text())
     scale = float(sys.argv[2]) if len(sys.argv) > 2 else 1.0
     slow = chosen(times, scale)
-    LIST.write_text("\n".join(slow) + "\n")
+    unseen = second_tier() - set(times)  # `make test` does not run them: they stay listed
+    LIST.write_text("\n".join(sorted({*slow, *unseen})) + "\n")
     left = sum(times.values()) - sum(times[case] for case in slow)
     print(f"{len(slow)} of {len(times)} cases are listed; the others take {scale * left:.0f} seconds of one core")
