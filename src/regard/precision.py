@@ -19,7 +19,7 @@ def full_precision(device: str) -> Any:
 
 def autocast(device: str) -> bool:
     """Return whether autocast is on; some devices (meta) have none."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return (device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)) and torch.is_autocast_enabled(device)
 
 
 def transformed() -> bool:

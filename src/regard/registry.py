@@ -66,7 +66,7 @@ class Registry(Generic[T]):
         Raises:
             ArgumentError: unknown name; the message suggests the closest ones.
         """
-        self._load()
+        self.load()
         if not isinstance(name, str):
             raise ArgumentError(f"a {self.kind} is chosen by name, got {shown(name)} ({type(name).__name__}).")
         key = self._aliases.get(name, name)
@@ -89,19 +89,20 @@ class Registry(Generic[T]):
 
     def names(self, *, aliases: bool = False) -> list[str]:
         """Return all names, in the order of registration."""
-        self._load()
+        self.load()
         return [*self._objects, *(self._aliases if aliases else {})]
 
     def items(self) -> Iterator[tuple[str, T]]:
         """Return the pairs of name and object, in the order of registration."""
-        self._load()
+        self.load()
         return iter(list(self._objects.items()))
 
     def __contains__(self, name: object) -> bool:
-        self._load()
+        self.load()
         return isinstance(name, str) and (name in self._objects or name in self._aliases)
 
-    def _load(self) -> None:
+    def load(self) -> None:
+        """Import what registers names, if that has not happened yet."""
         if self._loaded or torch.compiler.is_compiling():  # no imports while a graph is compiled
             return
         self._loaded = True  # first: the imported modules may use this registry

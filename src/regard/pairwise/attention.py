@@ -128,10 +128,10 @@ def attention(
         enable_gqa=enable_gqa,
         return_diagnostics=return_diagnostics,
     )
-    sizes = _check_tensors(query, key, value, enable_gqa)
+    sizes, device = _check_tensors(query, key, value, enable_gqa), query.device
     batch, heads, _, queries, keys, dim, _ = sizes
     rows = (batch, heads, queries)
-    offset = _check_offset(query_offset, batch, keys - queries, query.device)
+    offset = _check_offset(query_offset, batch, keys - queries, device)
     visible = Visibility(
         queries=queries,
         keys=keys,
@@ -139,20 +139,20 @@ def attention(
         strict=exclude_self,
         window=window if window is None else _check_window(CALL, window),
         offset=offset,
-        mask=_check_mask(attn_mask, (*rows, keys), query.device),
-        runs=_check_segments(segment_ids, offset, batch, queries, keys, query.device),
+        mask=_check_mask(attn_mask, (*rows, keys), device),
+        runs=_check_segments(segment_ids, offset, batch, queries, keys, device),
     )
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     named = {} if params is None else mapping(CALL, "params", params)
-    given = {n: _number(n, p, (*rows, dim), dtype, query.device) for n, p in named.items()}
+    given = {n: _number(n, p, (*rows, dim), dtype, device) for n, p in named.items()}
     if scale is not None:
         in_range(CALL, "scale", scale, low=0.0, strict=True)
-        scale = row_number(CALL, "scale", scale, rows, dtype, query.device)
+        scale = row_number(CALL, "scale", scale, rows, dtype, device)
     scale, numbers = spec.resolve(dim, scale, given)
     local = {n: given[n] for n in LOCAL_LINEAR if n in given}
     problem = _problem(spec, sizes, (query, key, value), visible, scale, {**numbers, **local}, return_diagnostics)
     implementation = choose(problem, impl)
-    with full_precision(query.device.type):
+    with full_precision(device.type):
         inputs, non_finite = _prepare(query, key, value, problem, visible, scale, numbers, implementation)
         if spec.degree:
             non_finite = either(non_finite, _add_local(inputs, local))
@@ -202,8 +202,8 @@ def _problem(
         window=visible.window,
         offset=None if isinstance(offset, Tensor) else offset,
         mask=None if mask is None else ("keys" if mask.shape[-2] == 1 else "pairs"),
-        params=tuple([n for n, p in numbers.items() if isinstance(p, Tensor)]),
-        numbers=tuple([(n, p) for n, p in numbers.items() if not isinstance(p, Tensor)]),
+        params=tuple([n for n, p in numbers.items() if isinstance(p, Tensor)]) if numbers else (),
+        numbers=tuple([(n, p) for n, p in numbers.items() if not isinstance(p, Tensor)]) if numbers else (),
         scale="tensor" if isinstance(scale, Tensor) else "number",
         gradient=torch.is_grad_enabled()
         and any(x.requires_grad for x in (*tensors, scale, *numbers.values()) if isinstance(x, Tensor)),
@@ -332,6 +332,7 @@ def _non_finite_rows(query_bad: Tensor | None, bad: Tensor | None, visible: Visi
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Sizes:
     """Return the sizes of a call after checking that its tensors fit together."""
+    dtype = device = None
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         floating(CALL, name, tensor)
         if tensor.ndim != 4:
@@ -339,10 +340,11 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
                 f"{CALL}: {name} has shape {shape(tensor)}, expected [batch, heads, length, dim]; add the "
                 f"missing axes with unsqueeze."
             )
-        if tensor.dtype != query.dtype or tensor.device != query.device:
+        dtype, device = dtype or tensor.dtype, device or tensor.device
+        if tensor.dtype != dtype or tensor.device != device:
             raise ArgumentError(
-                f"{CALL}: {name} is {tensor.dtype} on {tensor.device}, but query is {query.dtype} on "
-                f"{query.device}; convert one with .to()."
+                f"{CALL}: {name} is {tensor.dtype} on {tensor.device}, but query is {dtype} on {device}; convert one "
+                f"with .to()."
             )
     (batch, heads, queries, dim), (key_batch, kv_heads, keys, key_dim) = query.shape, key.shape
     value_batch, value_heads, values, value_dim = value.shape

@@ -157,11 +157,16 @@ implementations_registry: Registry[_Entry] = Registry(
 )
 
 
+_ranking: list[_Entry] = []
+"""Entries of the registry, highest priority first."""
+
+
 def register_impl(name: str, priority: int) -> Callable[[type], type]:
     """Register a class as an implementation (decorator). `impl="auto"` prefers the highest priority."""
 
     def add(cls: type) -> type:
-        implementations_registry.register(name)(_Entry(name, priority, cls()))
+        _ranking.append(implementations_registry.register(name)(_Entry(name, priority, cls())))
+        _ranking.sort(key=attrgetter("priority"), reverse=True)
         return cls
 
     return add
@@ -173,7 +178,8 @@ def implementations() -> list[tuple[str, str | None]]:
 
 
 def _ranked() -> list[_Entry]:
-    return sorted([e for _, e in implementations_registry.items()], key=attrgetter("priority"), reverse=True)
+    implementations_registry.load()
+    return _ranking
 
 
 def _reason(entry: _Entry, problem: Problem) -> str | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, which would take longer to make
 class Visibility:
     """The visible pairs of queries and keys.
 
