@@ -170,9 +170,7 @@ def test_ids_that_are_none() -> None:
 
 def test_queries_that_stand_at_no_key() -> None:
     for offset in (-1, 1, 100, torch.tensor([0, 0])):
-        assert "query must be that of one of the 100 keys" in message(
-            segment_ids=IDS[None], query_offset=offset
-        )
+        assert "query must be that of one of the 100 keys" in message(segment_ids=IDS[None], query_offset=offset)
     q, k, v = (x.detach() for x in inputs())
     with pytest.raises(ArgumentError, match="query must be that of one of the 90 keys"):
         regard.attention(q, k[:, :, :90], v[:, :, :90], segment_ids=IDS[None, :90])

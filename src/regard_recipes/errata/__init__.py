@@ -1,0 +1,1 @@
+"""Errors in the papers and their programs, each shown by a function of a few lines."""

@@ -1,0 +1,36 @@
+"""Errata of the ICLM paper and of the paper on generalized memory and kernel selection."""
+
+from __future__ import annotations
+
+import torch
+
+from ._listing import Numbers, erratum
+
+
+@erratum(
+    "ICLM",
+    "section 7",
+    "ICLM and Transformer have the same number of parameters; W_v is removed and the projections are adjusted",
+    "eight heads that average whole embeddings need (2 + H) d² for 4 d²; only with heads on W_v are they equal",
+)
+def parameters_of_whole_embeddings() -> Numbers:
+    from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCausalLM
+
+    shape = {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 50257}
+    with torch.device("meta"):
+        transformer = HybridForCausalLM(HybridConfig(**shape, mixers="softmax", feed_forward="gelu"))
+        full, heads = (ICLMForCausalLM(ICLMConfig(**shape, variant=variant)) for variant in ("full", "wv"))
+    models = {"Transformer": transformer, "ICLM, whole embeddings": full, "ICLM, heads on W_v": heads}
+    return {f"million parameters, {name}": model.num_parameters() / 1e6 for name, model in models.items()}
+
+
+@erratum(
+    "Generalized memory and kernel selection",
+    "equation 8b",
+    "every kernel may be divided by the sum of its values",
+    "linear and cosine kernels are signed: their sum is often near 0 or below it",
+)
+def sums_of_signed_kernels() -> Numbers:
+    q, k = torch.randn(2, 256, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    total = (q @ k.T).tril().sum(1)
+    return {"share of rows with a sum below 0": float((total < 0).double().mean())}

@@ -1,0 +1,45 @@
+"""The list of errata: `@erratum` adds a function that shows one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+Numbers = Mapping[str, float]
+"""What a number is, to the number."""
+
+
+@dataclass(frozen=True)
+class Erratum:
+    """One error.
+
+    Attributes:
+        paper: its short name, the title of a table.
+        place: where it is printed or released.
+        printed: what is printed or released.
+        correct: what is true.
+        numbers: returns the numbers that show it; its source is the script.
+    """
+
+    paper: str
+    place: str
+    printed: str
+    correct: str
+    numbers: Callable[[], Numbers]
+
+
+ERRATA: dict[str, Erratum] = {}
+
+
+def erratum(
+    paper: str, place: str, printed: str, correct: str
+) -> Callable[[Callable[[], Numbers]], Callable[[], Numbers]]:
+    """Return a decorator that adds a function under its name, with hyphens for underscores."""
+
+    def add(function: Callable[[], Numbers]) -> Callable[[], Numbers]:
+        name = function.__name__.replace("_", "-")
+        assert name not in ERRATA, name
+        ERRATA[name] = Erratum(paper, place, printed, correct, function)
+        return function
+
+    return add

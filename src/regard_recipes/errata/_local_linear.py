@@ -1,0 +1,207 @@
+"""Errata of Local Linear Attention (arXiv 2510.01450) and of its published program, in dense float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import regard
+
+from ._listing import Numbers, erratum
+
+here = partial(erratum, "Local Linear Attention")
+
+
+def data(rows: int = 24, dim: int = 4, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values [rows, dim] from N(0, 1) in float64."""
+    q, k, v = torch.randn(3, rows, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return q, k, v
+
+
+def weights(q: Tensor, k: Tensor) -> Tensor:
+    """Return w_ij = exp(q_i . k_j / sqrt(d)) for j <= i, else 0."""
+    return (q @ k.T / q.shape[1] ** 0.5).exp().tril()
+
+
+def statistics(w: Tensor, q: Tensor, k: Tensor, ridge: Tensor | float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return z [T, T, d], omega [T, 1], mu [T, d] and Sigma [T, d, d] of equation 7; `ridge` is lambda or [T, 1]."""
+    z = k[None] - q[:, None]
+    ridge = torch.as_tensor(ridge, dtype=q.dtype).expand(len(q), 1)[..., None]
+    sigma = torch.einsum("ij,ija,ijb->iab", w, z, z) + ridge * torch.eye(q.shape[1], dtype=q.dtype)
+    return z, w.sum(1, keepdim=True), torch.einsum("ij,ija->ia", w, z), sigma
+
+
+def predict(w: Tensor, q: Tensor, k: Tensor, v: Tensor, ridge: Tensor | float) -> Tensor:
+    """Return equation 8."""
+    z, omega, mu, sigma = statistics(w, q, k, ridge)
+    rho = torch.linalg.solve(sigma, mu)
+    return w * (1 - torch.einsum("ija,ia->ij", z, rho)) / (omega - (mu * rho).sum(1, keepdim=True)) @ v
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Return the relative error in the Frobenius norm."""
+    return float((found - expected).norm() / expected.norm())
+
+
+@here("equation 6", "½ Σ w‖v − b − W z‖² + λ‖W‖² leads to equations 7 and 8", "it leads to them with 2λ for λ")
+def ridge_factor() -> Numbers:
+    q, k, v = data()
+    w, ridge, exact = weights(q, k), 0.5, torch.zeros_like(v)
+    for i in range(len(q)):  # least squares: rows of data, then one row per entry of W
+        rows = (w[i] / 2).sqrt()[:, None] * torch.cat([torch.ones(len(k), 1), k - q[i]], 1)
+        penalty = torch.diag(torch.tensor([0.0] + [ridge**0.5] * q.shape[1], dtype=q.dtype))[1:]
+        target = torch.cat([(w[i] / 2).sqrt()[:, None] * v, torch.zeros(q.shape[1], v.shape[1])])
+        exact[i] = torch.linalg.lstsq(torch.cat([rows, penalty]), target).solution[0]
+    return {
+        "error of equation 8 with λ": error(predict(w, q, k, v, ridge), exact),
+        "with 2λ": error(predict(w, q, k, v, 2 * ridge), exact),
+    }
+
+
+@here(
+    "section 3.2, equation 13, algorithms 1 and 2",
+    "equation 8 is homogeneous in w, so that the row's largest score may be subtracted",
+    "only if λ scales with w, as the published program's λω does",
+)
+def homogeneity() -> Numbers:
+    q, k, v = data()
+    w = weights(q, k)
+    low = w / w.amax(1, keepdim=True)
+    total, less = w.sum(1, keepdim=True), low.sum(1, keepdim=True)
+    return {
+        "change of the output with λ": error(predict(low, q, k, v, 0.5), predict(w, q, k, v, 0.5)),
+        "with λω": error(predict(low, q, k, v, 0.5 * less), predict(w, q, k, v, 0.5 * total)),
+    }
+
+
+@here(
+    "published program, backward pass",
+    "the gradient takes ω in its ridge λω as a constant",
+    "ω depends on q and k; the missing term is λ tr(dL/dΣ)",
+)
+def gradient_of_the_ridge() -> Numbers:
+    q, k, v = (x.requires_grad_() for x in data(128, 64))
+    g = data(128, 64, seed=1)[0]
+
+    def gradients(constant: bool) -> tuple[Tensor, ...]:
+        w = weights(q, k)
+        total = w.sum(1, keepdim=True)
+        return torch.autograd.grad(
+            (predict(w, q, k, v, 10 * (total.detach() if constant else total)) * g).sum(), (q, k)
+        )
+
+    exact, released = gradients(False), gradients(True)
+    out = regard.local_linear_attention(*(x[None, None] for x in (q, k, v)), ridge=10.0, is_causal=True)[0, 0]
+    here_too = torch.autograd.grad((out * g).sum(), (q, k))
+    return {
+        "error of dq as released": error(released[0], exact[0]),
+        "of dk": error(released[1], exact[1]),
+        "of dq in regard": error(here_too[0], exact[0]),
+    }
+
+
+@here(
+    "equations 42, 43 and 50",
+    "½ (z·u)(z·ρ) stands outside of W ∘ (…), and Δ_Q = Δ_W + Δ_Z",
+    "it belongs inside, and Δ_Q = Δ_W − Δ_Z, as in equation 36",
+)
+def signs_of_the_backward_pass() -> Numbers:
+    q, k, v = (x.requires_grad_() for x in data())
+    g = data(seed=1)[0]
+    w = weights(q, k)
+    exact = torch.autograd.grad((predict(w, q, k, v, 0.5) * g).sum(), q)[0]
+    q, k, v, w, h = q.detach(), k.detach(), v.detach(), w.detach(), q.shape[1] ** 0.5
+    z, omega, mu, sigma = statistics(w, q, k, 0.5)
+    rho = torch.linalg.solve(sigma, mu)
+    along = lambda x: torch.einsum("ija,ia->ij", z, x)  # noqa: E731
+    total = lambda x: x.sum(1, keepdim=True)  # noqa: E731
+    delta, gamma = omega - total(mu * rho), g @ v.T
+    s, c = w * (1 - along(rho)) / delta, gamma * w / delta
+    beta = total(gamma * s) / delta
+    u = torch.linalg.solve(sigma, torch.einsum("ij,ija->ia", c, z))
+    dmu = -u + 2 * beta * rho
+    inner, last = -beta + along(dmu) - along(dmu) * along(rho) / 2, along(u) * along(rho) / 2
+    path = -total(c) * rho + omega * dmu - total(w * along(dmu)) * rho + total(w * along(rho)) * u
+    printed = (gamma * s + w * inner + last) @ k / h + path
+    correct = (gamma * s + w * (inner + last)) @ k / h - path
+    return {"error of dq as printed": error(printed, exact), "as corrected": error(correct, exact)}
+
+
+@here(
+    "algorithm 2, line 9",
+    "P_Q = brsum(Y ∘ Q) in the product with Σ",
+    "P_Q = brsum(P ∘ Q), of the search direction, as in the published program",
+)
+def product_in_conjugate_gradients() -> Numbers:
+    q, k, _ = data()
+    w = weights(q, k)
+    _, omega, mu, sigma = statistics(w, q, k, 0.5)
+    raw, total = w @ k, lambda x: x.sum(1, keepdim=True)
+    p = data(seed=1)[0]  # a search direction; Y is the right-hand side mu
+
+    def product(along: Tensor) -> Tensor:
+        return (w * (p @ k.T)) @ k - along * raw - total(p * raw) * q + omega * along * q + 0.5 * p
+
+    exact = (sigma @ p[..., None])[..., 0]
+    return {
+        "error of Σp as printed": error(product(total(mu * q)), exact),
+        "as corrected": error(product(total(p * q)), exact),
+    }
+
+
+@here(
+    "appendix E.1, block-diagonal LLA",
+    "Σ of equation 7 is replaced by its diagonal blocks",
+    "they make the denominator δ of equation 8 negative; take the blocks of the covariance around the mean key",
+)
+def block_diagonal() -> Numbers:
+    q, k, _ = data(256, 16)
+    w = weights(q, k)
+    w, ridge, late = w / w.sum(1, keepdim=True), 0.1, slice(32, None)
+    mask = torch.block_diag(*[torch.ones(4, 4, dtype=q.dtype)] * 4)
+    _, omega, mu, sigma = statistics(w, q, k, ridge)
+    rho = torch.linalg.solve(sigma * mask, mu)
+    printed = omega - (mu * rho).sum(1, keepdim=True)
+    spread = (sigma - mu[:, :, None] * mu[:, None]) * mask
+    correct = 1 / (1 + (mu * torch.linalg.solve(spread, mu)).sum(1, keepdim=True))
+    share = lambda x: float((x[late] <= 0).double().mean())  # noqa: E731
+    return {"share of rows with δ <= 0": share(printed), "with the covariance": share(correct)}
+
+
+@here(
+    "README of the published program",
+    "an infinite bandwidth recovers MesaNet",
+    "it gives ridge regression with a free intercept, which MesaNet does not have",
+)
+def limit_of_the_bandwidth() -> Numbers:
+    q, k, v = data()
+    flat = torch.ones(len(q), len(k), dtype=q.dtype).tril()
+    found = predict(flat, q, k, v, 0.5)[8:]
+    mesa = regard.mesa_attention(q[None, None], k[None, None], v[None, None], ridge=0.5)[0][0, 0, 8:]
+    free = []
+    for i in range(8, len(q)):
+        x, y = k[: i + 1], v[: i + 1]
+        slope = torch.linalg.solve((x - x.mean(0)).T @ (x - x.mean(0)) + 0.5 * torch.eye(4), (x - x.mean(0)).T @ y)
+        free.append(y.mean(0) + (q[i] - x.mean(0)) @ slope)
+    return {
+        "distance from MesaNet": error(found, mesa),
+        "from ridge regression with an intercept": error(found, torch.stack(free)),
+    }
+
+
+@here(
+    "section 2.1 and equation 14",
+    "one bandwidth h = 2√d, for exp(−‖k − q‖² / h) and for exp(q·k / h)",
+    "the second needs h = √d, and keys of equal length, to have the same weights",
+)
+def two_bandwidths() -> Numbers:
+    q, k, v = (torch.nn.functional.normalize(x, dim=1) for x in data())
+    root = q.shape[1] ** 0.5
+    mean = lambda z: z.exp().tril() / z.exp().tril().sum(1, keepdim=True) @ v  # noqa: E731
+    exact = mean(-torch.cdist(q, k).square() / (2 * root))
+    return {
+        "error with h = 2√d": error(mean(q @ k.T / (2 * root)), exact),
+        "with h = √d": error(mean(q @ k.T / root), exact),
+    }

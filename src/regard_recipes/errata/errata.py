@@ -1,0 +1,65 @@
+"""Show errors in the five papers and in the programs that were published with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import getsourcelines
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..lib.recipe import Cell, Recipe, RecipeConfig, Row, recipe
+from ..lib.results import Results
+from . import _fast_weights, _iclm_and_kernels, _local_linear, _sparse_attention  # noqa: F401  (they register errata)
+from ._listing import ERRATA
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrataConfig(RecipeConfig):
+    """Show errors in the five papers and in the programs that were published with them."""
+
+    only: tuple[str, ...] = tuple(ERRATA)
+    """Names of the errata to show; all by default."""
+
+
+@recipe("errata")
+class Errata(Recipe):
+    """Errors in the papers and their programs, each with a function of a few lines that shows it."""
+
+    Config = ErrataConfig
+    sizes: ClassVar = {"quick": {}, "paper": {}}
+    choices: ClassVar = {"only": tuple(ERRATA)}
+
+    def cells(self) -> Sequence[Cell]:
+        return [{"erratum": name} for name in self.config.only]
+
+    def measure(self, cell: Cell, seed: int) -> Iterable[Row]:
+        numbers = ERRATA[cell["erratum"]].numbers()
+        for name, number in numbers.items():
+            yield {"quantity": name, "number": number}
+        if not numbers:
+            yield {"quantity": None, "number": None}
+
+    def tables(self, results: Results) -> Mapping[str, Any]:
+        from regard.inspect.tables import Table
+
+        tables: dict[str, list[tuple[str, ...]]] = {}
+        for name, rows in results.frame.groupby("erratum", sort=False):
+            known = ERRATA[str(name)]
+            lines = len(getsourcelines(known.numbers)[0])
+            found = zip(rows["quantity"], rows["number"], strict=True)
+            numbers = (
+                "; ".join(f"{what}: {number:.3g}" for what, number in found if isinstance(what, str))
+                or "read in the source"
+            )
+            file = Path(known.numbers.__code__.co_filename).name
+            script = f"`{name}` in {file}, {lines} lines"
+            tables.setdefault(known.paper, []).append((known.place, known.printed, known.correct, numbers, script))
+        header = ("place", "printed or released", "correct", "measured", "script")
+        return {paper: Table(header, tuple(rows)) for paper, rows in tables.items()}
+
+    def notes(self, results: Results) -> Sequence[str]:
+        return [
+            "A script is a function in `src/regard_recipes/errata/`; `regard reproduce errata --only NAME` runs one.",
+            "Arrays are from N(0, 1), in float64. Errors are relative, in the Frobenius norm.",
+        ]
