@@ -1,0 +1,151 @@
+"""Measure how attention weights spread as a memory grows, for every kernel, without training.
+
+One key of the memory is near the query, all others are random. Softmax gives every key some weight, so the right key
+loses weight as keys are added (dispersion; sparse-attention paper, section 2.1). Each kernel gets the scale with which
+the right key has a weight of 0.9 among the fewest keys. Then only the number of keys changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+import regard
+from regard.training.specs import read_spec, split_specs
+
+from ..lib.claims import Claim
+from ..lib.intervals import paired
+from ..lib.pivots import interval, pivot
+from ..lib.plots import lines
+from ..lib.recipe import Cell, Recipe, RecipeConfig, recipe
+from ..lib.results import Results
+
+PAPER, SOFTMAX, LOG = "Sparse attention", "softmax", "softmax, scale × log n"
+WEIGHT = 0.9
+"""Mean weight of the right key among the fewest keys, to which each scale is fitted."""
+SPARSE = ("sparsemax", "biweight", "triweight", "relumax")
+STEPS = 24
+"""Bisections of the scale, from 2^-4 to 2^12."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispersionConfig(RecipeConfig):
+    """Measure the weight of the right key, the support and the error of retrieval while the memory grows."""
+
+    seeds: int = 5
+    """Memories of each length."""
+    specs: str = "softmax,sparsemax,biweight,triweight,relumax,topk-softmax"
+    """Attention specs with commas between them, each of which takes a scale."""
+    lengths: tuple[int, ...] = (64, 256, 1024, 4096, 16384, 65536)
+    """Numbers of keys; the scale is fitted at the first."""
+    dim: int = 64
+    """Width of keys and queries."""
+    similarity: float = 0.7
+    """Mean cosine of the query and its key. All other keys are random, with cosines of about 1/sqrt(dim)."""
+    queries: int = 64
+    """Queries of each memory."""
+
+
+@recipe("dispersion")
+class Dispersion(Recipe):
+    """Weight of the right key, support and retrieval error against the number of keys, for every kernel."""
+
+    Config = DispersionConfig
+    sizes: ClassVar = {
+        "quick": {"seeds": 3, "lengths": (64, 256, 1024), "queries": 32},
+        "paper": {"lengths": (64, 256, 1024, 4096, 16384, 65536, 262144), "seeds": 10},
+    }
+    limits: ClassVar = {"lengths": (2, 2**24), "dim": (2, 4096), "similarity": (0.0, 1.0), "queries": (1, 2**16)}
+
+    @property
+    def specs(self) -> list[str]:
+        """Return the specs by the names that were given."""
+        return split_specs(self.config.specs)
+
+    def check(self) -> None:
+        for text in self.specs:
+            read_spec(text, "--specs", self.call())
+
+    def cells(self) -> list[Cell]:
+        names = [name for text in self.specs for name in ([text, LOG] if text == SOFTMAX else [text])]
+        return [{"kernel": name, "keys": length} for name in names for length in self.config.lengths]
+
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        own, name = self.config, cell["kernel"]
+        spec = SOFTMAX if name == LOG else name
+        scale = self.fitted_scale(spec)
+        if name == LOG:
+            scale *= math.log(cell["keys"]) / math.log(own.lengths[0])
+        generator = torch.Generator().manual_seed(seed)
+        p, target = self.weights(spec, scale, cell["keys"], generator)
+        right = p.gather(-1, target[:, None])[:, 0]
+        value = torch.randn(cell["keys"], 32, generator=generator)
+        error = (p @ value - value[target]).square().sum(-1) / value[target].square().sum(-1)
+        yield {
+            "weight": float(right.mean()),
+            "support": float((p > 0).sum(-1).float().mean()),
+            "effective": float((1 / p.square().sum(-1)).mean()),
+            "missed": float((right == 0).float().mean()),
+            "error": float(error.mean()),
+            "scale": scale,
+        }
+
+    def weights(self, spec: str, scale: float, keys: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return the weights [queries, keys] of a random memory, and the place of each query's key."""
+        own = self.config
+        k = normalize(torch.randn(keys, own.dim, generator=generator), dim=1)
+        target = torch.randint(keys, (own.queries,), generator=generator)
+        noise = torch.randn(own.queries, own.dim, generator=generator) / own.dim**0.5
+        q = normalize(own.similarity * k[target] + (1 - own.similarity**2) ** 0.5 * noise, dim=1)
+        shaped = [x[None, None] for x in (q, k, torch.zeros(keys, 1))]
+        _, found = regard.attention(*shaped, spec, scale=scale, impl="reference", return_diagnostics=True)
+        return found.weights[0, 0], target
+
+    def fitted_scale(self, spec: str) -> float:
+        """Return the scale with which the right key has the mean weight `WEIGHT` among the fewest keys."""
+        low, high = -4.0, 12.0
+        for _ in range(STEPS):
+            middle = (low + high) / 2
+            generator = torch.Generator().manual_seed(2**31)  # no memory that is measured
+            p, target = self.weights(spec, 2**middle, self.config.lengths[0], generator)
+            enough = float(p.gather(-1, target[:, None]).mean()) >= WEIGHT
+            low, high = (low, middle) if enough else (middle, high)
+        return float(2**high)
+
+    def claims(self, results: Results) -> list[Claim]:
+        short, long = min(self.config.lengths), max(self.config.lengths)
+        at = lambda name, keys: results.select(kernel=name, keys=keys)  # noqa: E731
+        if SOFTMAX not in self.specs or short == long:
+            return []
+        sparse = [name for name in SPARSE if name in self.specs]
+        less = {name: paired(at(name, long), at(SOFTMAX, long), "error") for name in sparse}
+        more = {name: paired(at(name, long), at(SOFTMAX, long), "weight") for name in sparse}
+        fall = {"": paired(at(SOFTMAX, long), at(SOFTMAX, short), "weight")}
+        note = f"At {long:,} keys, less softmax's."
+        return [
+            Claim(PAPER, "section 2.1", "Softmax attention disperses over long contexts", fall, "below", 0,
+                  note=f"Weight of the right key at {long:,} keys less that at {short:,}."),
+            Claim(PAPER, "section 2.1", "Compact kernels keep their weight on the right key", more, "above", 0,
+                  note=f"Weight of the right key. {note}"),
+            Claim(PAPER, "section 4.3", "They retrieve better from long contexts", less, "below", 0,
+                  note=f"Squared error over the squared value. {note}"),
+        ]  # fmt: skip
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        note = (
+            f"± half the 95 % interval over memories. Scales are fitted to a weight of {WEIGHT:g} at the fewest keys."
+        )
+        titles = {"weight": "Weight of the right key", "error": "Squared error of retrieval, over the squared value",
+                  "support": "Keys with a weight", "missed": "Share of queries whose key has no weight"}  # fmt: skip
+        return {title: pivot(results.frame, ["kernel"], {"": interval(column)}, "keys", note=note)
+                for column, title in titles.items()}  # fmt: skip
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        columns = {"weight": "weight of the right key", "error": "error of retrieval"}
+        return {"lengths": lines({"": results.frame}, "keys", columns, "kernel", log_x=True)}
