@@ -1,0 +1,103 @@
+"""Answer word problems: ICLM and Transformer, with and without feed-forward layers.
+
+ICLM paper, section 7, table 3 and figure 3: at equal perplexity, models without feed-forward layers copy the operands
+but compute the answer less often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from regard.tasks import TokenTask
+from regard.tasks.tiny_math import TinyMath
+
+from ..lib.claims import Claim, one
+from ..lib.pivots import interval, pivot
+from ..lib.recipe import recipe
+from ..lib.results import Results
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+
+PAPER, ANSWER, EQUATION = "ICLM", "accuracy on answer", "accuracy on equation"
+TRANSFORMER, BARE, ICLM, ICLM_BARE = "Transformer", "Transformer, no MLP", "ICLM", "ICLM, no MLP on f"
+MODELS: dict[str, dict[str, Any]] = {
+    TRANSFORMER: {"feed_forward": "gelu"},
+    BARE: {"feed_forward": "none"},
+    ICLM: {"variant": "full"},
+    ICLM_BARE: {"variant": "full", "f_mlp": "none"},
+    "ICLM, no MLP": {"variant": "full", "f_mlp": "none", "phi_mlp": "none"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyMathConfig(TaskRecipeConfig):
+    """Train ICLM and Transformer on word problems, with and without feed-forward layers."""
+
+    setting: str = "quick"
+    """Setting of the task: 'quick' (numbers up to 20, no explanations) or 'paper'."""
+    width: int = 64
+    """Channels."""
+    layers: int = 4
+    """Layers; of ICLM, half as many pairs of blocks."""
+    heads: int = 4
+    """Heads."""
+    batch: int = 32
+    """Examples of a step."""
+    steps: int = 2000
+    """Most optimiser steps of each model."""
+
+
+@recipe("tinymath")
+class TinyMathRecipe(TaskRecipe):
+    """Equation and answer accuracy on word problems: ICLM and Transformer, with and without feed-forward layers."""
+
+    Config = TinyMathConfig
+    known = MODELS
+    metric = ANSWER
+    limits: ClassVar = {**TaskRecipe.limits, "width": (8, 8192), "layers": (2, 256),
+                        "heads": (1, 256)}  # fmt: skip
+    sizes: ClassVar = {
+        "quick": {"seeds": 2, "steps": 40, "rates": (3e-3,), "examples": 32, "width": 32,
+                  "models": (TRANSFORMER, ICLM)},
+        "paper": {"setting": "paper", "width": 512, "layers": 8, "heads": 8,
+                  "steps": 30_000, "rates": (1e-4, 3e-4, 1e-3)},
+    }  # fmt: skip
+
+    def training_tasks(self) -> Mapping[str, TokenTask]:
+        return {"tinymath": TinyMath.named(self.config.setting)}
+
+    def make_model(self, name: str, task: TokenTask) -> Any:
+        from regard.models import HybridConfig, HybridForCausalLM, ICLMConfig, ICLMForCausalLM
+
+        own = self.config
+        fields = {"vocab_size": task.vocabulary, "hidden_size": own.width, "num_hidden_layers": own.layers,
+                  "num_attention_heads": own.heads, **MODELS[name]}  # fmt: skip
+        if "variant" in fields:
+            return ICLMForCausalLM(ICLMConfig(**fields))
+        return HybridForCausalLM(HybridConfig(**fields, mixers="softmax"))
+
+    def claims(self, results: Results) -> list[Claim]:
+        both = lambda one, other: {one, other} <= set(self.models)  # noqa: E731
+        missing = self.unlearned(results, "tinymath", self.models)
+        found = []
+        for whole, bare in ((TRANSFORMER, BARE), (ICLM, ICLM_BARE)):
+            if both(whole, bare):
+                drop = one(self.gap(results, bare, whole, metric=ANSWER))
+                copy = one(self.gap(results, bare, whole, metric=EQUATION))
+                note = f"{bare} less {whole}."
+                found += [
+                    Claim(PAPER, "table 3", f"{whole}: without MLP fewer answers are right", drop, "below", 0.0,
+                          0.1, missing, f"Share of right answers. {note}"),
+                    Claim(PAPER, "table 3", f"{whole}: without MLP equations are copied as well", copy, "at least",
+                          -0.02, 0.05, missing, f"Share of right words of equations; 0.02 counts as equal. {note}"),
+                ]  # fmt: skip
+        return found
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        note = "Share of right words on held-out operands, ± half the 95 % interval over seeds."
+        scores = pivot(self.chosen(results), ["model"], {"": interval("score")}, "metric", note=note)
+        return {"Accuracy": scores, "Training": self.training_table(results)}
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        return {"curves": self.curves(results)}

@@ -1,0 +1,165 @@
+"""Recipes that train models on a task (`regard.tasks`) and score them on others of its kind.
+
+Each model is trained with every learning rate and seed. The rate is chosen for each model by its mean score on the
+validation split; what is shown are scores on the test split.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from regard.checks import ArgumentError
+
+from .intervals import Estimate, paired
+from .pivots import interval, pivot, stat
+from .plots import lines
+from .recipe import Cell, Recipe, RecipeConfig
+from .results import Results, select
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from regard.tasks import TokenTask
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRecipeConfig(RecipeConfig):
+    """Train models on a task, and score them."""
+
+    seeds: int = 3
+    """Models of each kind and learning rate; they differ in first weights and examples."""
+    models: tuple[str, ...] = ()
+    """Names of the models to train; all by default."""
+    rates: tuple[float, ...] = (1e-3, 3e-3)
+    """Learning rates, of which each model takes the one with the best mean score on the validation split."""
+    steps: int = 2000
+    """Most optimiser steps of each model; training ends early once the validation score is at least `stop_at`."""
+    batch: int = 64
+    """Examples of a step."""
+    stop_at: float = 0.995
+    """Validation score that ends training."""
+    examples: int = 512
+    """Examples of the test split that each score is taken from."""
+
+
+class TaskRecipe(Recipe):
+    """A recipe of models trained on a task.
+
+    Attributes:
+        known: names of models to fields of their configuration.
+        metric: that chooses the learning rate and ends training.
+        learned: validation score from which on a model counts as having learned a task.
+    """
+
+    known: ClassVar[Mapping[str, Mapping[str, Any]]]
+    metric: ClassVar[str] = "accuracy"
+    learned: ClassVar[float] = 0.5
+    limits: ClassVar = {"rates": (1e-8, 1.0), "steps": (1, 2**31), "batch": (1, 2**20), "examples": (2, 2**31),
+                        "stop_at": (0.0, 2.0)}  # fmt: skip
+
+    @abstractmethod
+    def training_tasks(self) -> Mapping[str, TokenTask]:
+        """Return the tasks to train on, by a name for tables."""
+
+    def test_tasks(self, name: str) -> Mapping[str, TokenTask]:
+        """Return the tasks that a model trained on a task is scored on, by a name for tables."""
+        return {name: self.training_tasks()[name]}
+
+    def make_model(self, name: str, task: TokenTask) -> Any:
+        """Return a model with first weights from torch's generator."""
+        from regard.models import HybridConfig, HybridForCausalLM
+
+        return HybridForCausalLM(HybridConfig(vocab_size=task.vocabulary, **self.known[name]))
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Return the names of the models to train."""
+        return self.config.models or tuple(self.known)
+
+    def check(self) -> None:
+        for name in self.models:
+            if name not in self.known:
+                raise ArgumentError(f"{self.call()}: --models names {name!r}; choose from {', '.join(self.known)}.")
+        self.training_tasks()
+
+    def prepare(self) -> Mapping[str, Any]:
+        return {"floors": {name: task.floor(count=64) for name, task in self.training_tasks().items()}}
+
+    def cells(self) -> Sequence[Cell]:
+        return [
+            {"task": task, "model": model, "rate": rate}
+            for task in self.training_tasks()
+            for model in self.models
+            for rate in self.config.rates
+        ]
+
+    def measure(self, cell: Cell, seed: int) -> Iterator[dict[str, Any]]:
+        import torch
+
+        from regard.training.task import TaskBudget, score_task, train_on_task
+
+        own, task = self.config, self.training_tasks()[cell["task"]]
+        torch.manual_seed(seed)
+        model = self.make_model(cell["model"], task).to(own.device)
+        budget = TaskBudget(steps=own.steps, batch=own.batch, learning_rate=cell["rate"], seed=seed,
+                            eval_every=max(own.steps // 10, 1), metric=self.metric, stop_at=own.stop_at)  # fmt: skip
+        start = time.perf_counter()
+        try:
+            progress = train_on_task(model, task, budget)
+        except ArgumentError as error:
+            if "the loss is" not in str(error):
+                raise
+            yield {"kind": "run", "validation": 0.0, "diverged": True}
+            return
+        curve = [(step, scores[self.metric].mean) for step, scores in progress.scored]
+        yield {"kind": "run", "validation": curve[-1][1], "diverged": False, "steps": progress.step,
+               "seconds": time.perf_counter() - start, "parameters": model.num_parameters()}  # fmt: skip
+        for step, score in curve:
+            yield {"kind": "curve", "step": step, "validation": score}
+        for name, test in self.test_tasks(cell["task"]).items():
+            for metric, found in score_task(model, test, examples=own.examples).items():
+                yield {"kind": "test", "test": name, "metric": metric, "score": found.mean}
+
+    def chosen(self, results: Results, kind: str = "test") -> pd.DataFrame:
+        """Return the rows of a kind at each model's best rate on each task."""
+        runs = results.select(kind="run")
+        mean = runs.groupby(["task", "model", "rate"], sort=False)["validation"].mean()
+        best = {(task, model): rates.idxmax()[2] for (task, model), rates in mean.groupby(level=[0, 1], sort=False)}
+        rows = results.select(kind=kind)
+        keep = [
+            best[task, model] == rate
+            for task, model, rate in zip(rows["task"], rows["model"], rows["rate"], strict=True)
+        ]
+        return rows[keep]
+
+    def scores(self, results: Results, metric: str = "", **where: Any) -> pd.DataFrame:
+        """Return the test scores at the chosen rates, one row for each seed, of one metric (`metric` by default)."""
+        return select(self.chosen(results), metric=metric or self.metric, **where)
+
+    def gap(self, results: Results, model: str, base: str, **where: Any) -> Estimate:
+        """Return the test score of a model less that of another, paired by seed."""
+        return paired(self.scores(results, model=model, **where), self.scores(results, model=base, **where), "score")
+
+    def unlearned(self, results: Results, task: str, models: Sequence[str]) -> str:
+        """Return why models cannot be compared on a task: none of them has learned it. Empty if one has."""
+        runs = select(self.chosen(results, "run"), task=task, model=list(models))
+        best = float(runs.groupby("model")["validation"].mean().max())
+        return "" if best >= self.learned else f"no model learned {task}: the best validation score is {best:.2f}"
+
+    def training_table(self, results: Results) -> Any:
+        """Return a table of the chosen rates, and of what training took."""
+        shows = {"rate": stat("rate", "mean", "{:g}"), "steps": stat("steps", "mean", "{:.0f}"),
+                 "seconds": stat("seconds", "mean", "{:.0f}"), "parameters": stat("parameters", "mean", "{:,.0f}"),
+                 "validation": interval("validation")}  # fmt: skip
+        note = "Steps and seconds until the validation score ended training, means over seeds."
+        return pivot(self.chosen(results, "run"), ["task", "model"], shows, note=note)
+
+    def curves(self, results: Results) -> bytes:
+        """Return a figure of the validation score against steps, a panel for each task."""
+        rows = self.chosen(results, "curve")
+        panels = {str(task): group for task, group in rows.groupby("task", sort=False)}
+        return lines(panels, "step", {"validation": self.metric}, "model")

@@ -1,0 +1,97 @@
+"""Follow items through swaps: local linear attention beside softmax attention and the delta rule.
+
+Local Linear Attention paper, section 4, figure 5: accuracy of permutation state tracking against the number of places.
+An answer that ignores all swaps is right at the places that no swap touched, about 60 % of all, so what counts is the
+accuracy on moved places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from regard.tasks import TokenTask
+from regard.tasks.permutation_tracking import PermutationTracking
+
+from ..lib.claims import Claim
+from ..lib.pivots import interval, pivot
+from ..lib.recipe import recipe
+from ..lib.results import Results
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+
+PAPER, LLA, SOFTMAX = "Local Linear Attention", "local linear, learned ridge", "softmax"
+MOVED = "accuracy on moved places"
+MODELS: dict[str, dict[str, Any]] = {
+    SOFTMAX: {"mixers": "softmax", "qk_norm": "rms"},
+    LLA: {"mixers": "local-linear", "ridges": "learned", "qk_norm": "rms"},
+    "delta rule": {"mixers": "deltanet"},
+    "gated delta rule": {"mixers": "gated-deltanet"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTrackingConfig(TaskRecipeConfig):
+    """Train models to follow items through swaps, and score them on places that were moved."""
+
+    places: tuple[int, ...] = (6,)
+    """Numbers of places N; the paper has 16, 24, 48 and 96."""
+    items: int = 32
+    """Items to choose from; the paper has 8192."""
+    questions: int = 4
+    """Questions of a sequence; the paper has 8."""
+    width: int = 64
+    """Channels."""
+    layers: int = 2
+    """Layers."""
+    rates: tuple[float, ...] = (1e-3, 3e-3)
+    """Learning rates, of which each model takes the one with the best mean score on the validation split."""
+    steps: int = 3000
+    """Most optimiser steps of each model."""
+
+
+@recipe("state-tracking")
+class StateTracking(TaskRecipe):
+    """Accuracy on the moved places of permutations: local linear attention, softmax and the delta rule."""
+
+    Config = StateTrackingConfig
+    known = MODELS
+    metric = MOVED
+    limits: ClassVar = {**TaskRecipe.limits, "places": (2, 4096), "items": (2, 2**24), "questions": (1, 4096),
+                        "width": (8, 8192), "layers": (1, 256)}  # fmt: skip
+    sizes: ClassVar = {
+        "quick": {"seeds": 2, "steps": 40, "rates": (3e-3,), "models": (SOFTMAX, LLA), "examples": 64, "width": 32},
+        "paper": {"places": (16, 24, 48, 96), "items": 8192, "questions": 8, "width": 256, "layers": 4, "batch": 256,
+                  "steps": 25_000, "rates": (1e-4, 5e-4, 1e-3), "examples": 1000},
+    }  # fmt: skip
+
+    def training_tasks(self) -> Mapping[str, TokenTask]:
+        own = self.config
+        return {str(n): PermutationTracking(places=n, items=own.items, questions=own.questions) for n in own.places}
+
+    def make_model(self, name: str, task: TokenTask) -> Any:
+        from regard.models import HybridConfig, HybridForCausalLM
+
+        own = self.config
+        sizes = {"hidden_size": own.width, "num_hidden_layers": own.layers, "num_attention_heads": 4}
+        return HybridForCausalLM(HybridConfig(vocab_size=task.vocabulary, **sizes, **MODELS[name]))
+
+    def claims(self, results: Results) -> list[Claim]:
+        if not {LLA, SOFTMAX} <= set(self.models):
+            return []
+        gap = {f"N = {n}": self.gap(results, LLA, SOFTMAX, task=str(n)) for n in self.config.places}
+        missing = [self.unlearned(results, str(n), (LLA, SOFTMAX)) for n in self.config.places]
+        wording = "Local linear attention tracks states at least as well as softmax"
+        note = "Accuracy on moved places, less softmax's; 0.02 counts as equal."
+        untestable = "; ".join(filter(None, missing))
+        return [Claim(PAPER, "figure 5", wording, gap, "at least", -0.02, 0.05, untestable, note)]
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        floors = [f"{n} places {values['accuracy']:.2f}" for n, values in results.facts["floors"].items()]
+        note = f"± half the 95 % interval over seeds. Accuracy where all swaps are ignored: {'; '.join(floors)}."
+        rows, index = self.chosen(results), {"task": "places", "model": "model"}
+        scores = pivot(rows, index, {"": interval("score")}, "metric", note=note)
+        return {"Accuracy": scores, "Training": self.training_table(results)}
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        return {"curves": self.curves(results)}

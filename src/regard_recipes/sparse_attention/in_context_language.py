@@ -1,0 +1,107 @@
+"""Infer an automaton from its strings: Memory Mosaics with several kernels on RegBench.
+
+Sparse-attention paper, section 4.2, tables 1 and 5: validity of the likeliest symbol, and total variation distance to
+the automaton's distribution, for models trained on 1,000 to 40,000 automata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from regard.tasks import TokenTask
+from regard.tasks.regbench import RegBench
+
+from ..lib.claims import Claim
+from ..lib.pivots import interval, pivot
+from ..lib.recipe import recipe
+from ..lib.results import Results
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+
+PAPER, SOFTMAX, VALID, APART = "Sparse attention", "softmax", "valid", "total variation"
+COMPACT = ("sparsemax", "biweight", "triweight", "relumax")
+TRANSFORMER = "Transformer, softmax"
+MODELS: dict[str, dict[str, Any]] = {
+    **{name: {"mixers": name} for name in (SOFTMAX, *COMPACT)},
+    TRANSFORMER: {"mixers": "softmax"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageConfig(TaskRecipeConfig):
+    """Train Memory Mosaics on strings of automata, and score them on new automata."""
+
+    automata: tuple[int, ...] = (1000, 0)
+    """Different automata in training; 0 for a new one in every example."""
+    setting: str = "quick"
+    """Sizes of automata and strings: 'quick' or 'paper'."""
+    width: int = 64
+    """Channels."""
+    layers: int = 2
+    """Blocks."""
+    heads: int = 2
+    """Heads."""
+    steps: int = 2000
+    """Most optimiser steps of each model."""
+    batch: int = 32
+    """Examples of a step."""
+    stop_at: float = 1.1
+    """Validation score that ends training; above 1 for never."""
+
+
+@recipe("in-context-language")
+class InContextLanguage(TaskRecipe):
+    """Valid symbols and total variation distance on RegBench, by kernel and number of automata in training."""
+
+    Config = LanguageConfig
+    known = MODELS
+    metric = VALID
+    learned = 0.75
+    limits: ClassVar = {**TaskRecipe.limits, "automata": (0, 2**40), "width": (8, 8192), "layers": (1, 256),
+                        "heads": (1, 256)}  # fmt: skip
+    sizes: ClassVar = {
+        "quick": {"seeds": 2, "automata": (0,), "steps": 60, "rates": (3e-3,), "examples": 32,
+                  "models": (SOFTMAX, "biweight"), "width": 32},
+        "paper": {"automata": (1000, 2500, 5000, 10_000, 40_000), "setting": "paper", "width": 256, "layers": 8,
+                  "heads": 8, "steps": 250_000, "rates": (1e-4, 2.5e-4, 5e-4), "examples": 500},
+    }  # fmt: skip
+
+    def training_tasks(self) -> Mapping[str, TokenTask]:
+        sizes = {} if self.config.setting == "paper" else RegBench.settings[self.config.setting]
+        return {f"{n:,}" if n else "endless": RegBench(**sizes, automata=n) for n in self.config.automata}
+
+    def make_model(self, name: str, task: TokenTask) -> Any:
+        from regard.models import HybridConfig, HybridForCausalLM, MemoryMosaicConfig, MemoryMosaicForCausalLM
+
+        own = self.config
+        fields = {"vocab_size": task.vocabulary, "hidden_size": own.width, "num_hidden_layers": own.layers,
+                  "num_attention_heads": own.heads, **MODELS[name]}  # fmt: skip
+        if name == TRANSFORMER:
+            return HybridForCausalLM(HybridConfig(**fields, feed_forward="gelu"))
+        return MemoryMosaicForCausalLM(MemoryMosaicConfig(**fields))
+
+    def claims(self, results: Results) -> list[Claim]:
+        tasks = list(self.training_tasks())
+        pairs = [(task, name) for task in tasks for name in COMPACT if name in self.models and SOFTMAX in self.models]
+        gap = lambda metric: {  # noqa: E731
+            f"{task}, {name}": self.gap(results, name, SOFTMAX, task=task, metric=metric) for task, name in pairs
+        }
+        missing = "; ".join(filter(None, (self.unlearned(results, task, self.models) for task in tasks)))
+        note = "Memory Mosaics by automata in training and kernel, less those with softmax."
+        return [
+            Claim(PAPER, "table 1", "Compact kernels are at least as accurate as the Gaussian kernel", gap(VALID),
+                  "at least", -0.005, 0.01, missing, f"{note} 0.005 counts as equal."),
+            Claim(PAPER, "table 1", "Compact kernels are closer to the true distribution", gap(APART), "below", 0.0, 0.01,
+                  missing, note),
+        ]  # fmt: skip
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        floors = [f"{name} {values[VALID]:.2f}" for name, values in results.facts["floors"].items()]
+        note = f"± half the 95 % interval over seeds. Valid symbols of the trivial answer: {'; '.join(floors)}."
+        rows, index = self.chosen(results), {"task": "automata", "model": "model"}
+        scores = pivot(rows, index, {"": interval("score")}, "metric", note=note)
+        return {"Scores on new automata": scores, "Training": self.training_table(results)}
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        return {"curves": self.curves(results)}

@@ -1,0 +1,114 @@
+"""Train on short sequences and test on longer ones: which attention kernels keep the answer.
+
+Sparse-attention paper, section 4.3, tables 2 and 7, figure 4: Memory Mosaics with several kernels, trained on MQMTAR,
+Reverse and Sort at one range of lengths and tested at up to 64 times its end. There an example is right where all
+tokens of its answer are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from regard.tasks import TokenTask, tasks
+
+from ..lib.claims import Claim
+from ..lib.pivots import interval, pivot
+from ..lib.plots import lines
+from ..lib.recipe import recipe
+from ..lib.results import Results
+from ..lib.task_recipe import TaskRecipe, TaskRecipeConfig
+
+PAPER, SOFTMAX = "Sparse attention", "softmax"
+LOG = "Transformer, softmax with learned scale × log n"
+MODELS: dict[str, dict[str, Any]] = {
+    **{name: {"mixers": name} for name in (SOFTMAX, "sparsemax", "biweight", "triweight", "relumax")},
+    LOG: {"mixers": "softmax", "temperatures": "log"},
+}
+"""Memory Mosaics by kernel, and a Transformer whose scale grows with the length."""
+COMPACT = ("sparsemax", "biweight", "triweight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthConfig(TaskRecipeConfig):
+    """Train Memory Mosaics on short sequences, and test them on longer ones."""
+
+    seeds: int = 5
+    """Models of each kind and learning rate; they differ in first weights and examples."""
+    tasks: tuple[str, ...] = ("mqmtar", "sort")
+    """Of mqmtar, reverse and sort."""
+    setting: str = "quick"
+    """Setting of the tasks: 'quick' or 'paper'."""
+    factors: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    """Test lengths, in multiples of the longest in training."""
+    width: int = 64
+    """Channels."""
+    layers: int = 2
+    """Blocks."""
+    steps: int = 3000
+    """Most optimiser steps of each model."""
+    examples: int = 128
+    """Examples of the test split at each length."""
+
+
+@recipe("length-generalization")
+class LengthGeneralization(TaskRecipe):
+    """Exact answers of Memory Mosaics at up to 64 times the training length, by kernel."""
+
+    Config = LengthConfig
+    known = MODELS
+    metric = "exact"
+    choices: ClassVar = {"tasks": ("mqmtar", "reverse", "sort")}
+    limits: ClassVar = {**TaskRecipe.limits, "factors": (1, 1024), "width": (8, 8192), "layers": (1, 256)}
+    sizes: ClassVar = {
+        "quick": {"seeds": 2, "tasks": ("sort",), "factors": (1, 2), "steps": 60, "rates": (3e-3,), "examples": 32,
+                  "models": (SOFTMAX, "biweight"), "width": 32},
+        "paper": {"tasks": ("mqmtar", "reverse", "sort"), "setting": "paper", "width": 512, "layers": 4, "batch": 256,
+                  "steps": 195_000, "rates": (1e-3,), "seeds": 3, "examples": 1000},
+    }  # fmt: skip
+
+    def training_tasks(self) -> Mapping[str, TokenTask]:
+        return {name: tasks.get(name).named(self.config.setting) for name in self.config.tasks}
+
+    def test_tasks(self, name: str) -> Mapping[str, TokenTask]:
+        task: Any = self.training_tasks()[name]
+        longest = task.most
+        found = {str(n): replace(task, least=n * longest, most=n * longest) for n in self.config.factors}
+        return found
+
+    def make_model(self, name: str, task: TokenTask) -> Any:
+        from regard.models import HybridConfig, HybridForCausalLM, MemoryMosaicConfig, MemoryMosaicForCausalLM
+
+        own = self.config
+        sizes = {"vocab_size": task.vocabulary, "hidden_size": own.width, "num_hidden_layers": own.layers}
+        fields = {**sizes, "num_attention_heads": 4, **MODELS[name]}
+        if name == LOG:
+            return HybridForCausalLM(HybridConfig(**fields, feed_forward="gelu"))
+        return MemoryMosaicForCausalLM(MemoryMosaicConfig(**fields))
+
+    def claims(self, results: Results) -> list[Claim]:
+        longest = str(max(self.config.factors))
+        names = [name for name in COMPACT if name in self.models and SOFTMAX in self.models]
+        missing = [self.unlearned(results, task, [*names, SOFTMAX]) for task in self.config.tasks]
+        found = {f"{task}, {name}": self.gap(results, name, SOFTMAX, task=task, test=longest)
+                 for task in self.config.tasks for name in names}  # fmt: skip
+        wording = "Compact kernels generalise to longer sequences than softmax"
+        note = f"Share of exact answers at {longest} times the training length, less softmax's."
+        return [Claim(PAPER, "table 2", wording, found, "above", 0.0, 0.1, "; ".join(filter(None, missing)), note)]
+
+    def tables(self, results: Results) -> dict[str, Any]:
+        rows = self.scores(results)
+        note = (
+            "Share of exact answers, teacher-forced, ± half the 95 % interval over seeds. Columns: test length over "
+            "the longest in training."
+        )
+        made = {task: pivot(group, ["model"], {"": interval("score")}, "test", note=note)
+                for task, group in rows.groupby("task", sort=False)}  # fmt: skip
+        return {**made, "Training": self.training_table(results)}
+
+    def figures(self, results: Results) -> dict[str, bytes]:
+        rows = self.scores(results).assign(factor=lambda f: f["test"].astype(int))
+        panels = {str(task): group for task, group in rows.groupby("task", sort=False)}
+        return {"lengths": lines(panels, "factor", {"score": "exact answers"}, "model", log_x=True,
+                                 x_label="test length over training length")}  # fmt: skip
