@@ -1,0 +1,72 @@
+"""Recipes that train on tasks: rates are chosen on the validation split, and verdicts need a model that has learned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from regard.checks import ArgumentError
+from regard.recipes import recipes
+from regard_recipes.lib.recipe import check_shared
+from regard_recipes.lib.results import Results
+from regard_recipes.lib.task_recipe import TaskRecipe
+
+TASKS = [name for name, kind in recipes.items() if isinstance(kind, type) and issubclass(kind, TaskRecipe)]
+
+
+def frame(validation: dict[tuple[str, float], float], test: dict[tuple[str, float], float]) -> Results:
+    """Return results with two seeds for each (model, rate)."""
+    rows: list[dict[str, Any]] = []
+    for (model, rate), score in validation.items():
+        for seed in (0, 1):
+            cell = {"task": "4", "model": model, "rate": rate, "seed": seed}
+            rows.append({**cell, "kind": "run", "validation": score, "steps": 10, "seconds": 1.0, "parameters": 5})
+            rows.append({**cell, "kind": "curve", "step": 10, "validation": score})
+            rows.append(
+                {**cell, "kind": "test", "test": "4", "metric": "accuracy", "score": test[model, rate] + seed / 1e3}
+            )
+    return Results(pd.DataFrame(rows), {"floors": {"4": {"accuracy": 0.25}}}, {})
+
+
+def recall(**changes: Any) -> Any:
+    kind = recipes.get("associative-recall")
+    return kind(kind.configure("quick", **changes))
+
+
+def test_each_model_has_the_rate_with_the_best_validation_score() -> None:
+    validation = {("softmax", 1e-3): 0.9, ("softmax", 3e-3): 0.6, ("linear", 1e-3): 0.2, ("linear", 3e-3): 0.3}
+    test = {("softmax", 1e-3): 0.7, ("softmax", 3e-3): 0.99, ("linear", 1e-3): 0.98, ("linear", 3e-3): 0.1}
+    made = recall(models=("softmax", "linear"))
+    scores = made.scores(frame(validation, test))
+    assert dict(zip(scores["model"], scores["rate"], strict=True)) == {"softmax": 1e-3, "linear": 3e-3}
+    assert made.gap(frame(validation, test), "linear", "softmax", task="4").mean == pytest.approx(-0.6)
+
+
+def test_models_that_learned_nothing_decide_nothing() -> None:
+    lla = "local linear, learned ridge"
+    low = {(model, 1e-3): 0.26 for model in ("softmax", lla, "linear")}
+    verdicts = {claim.verdict for claim in recall().claims(frame(low, low))}
+    assert verdicts == {"not testable at this size"}
+    high = {**low, ("softmax", 1e-3): 0.95, (lla, 1e-3): 0.96}
+    local, states = recall().claims(frame(high, high))
+    assert (local.verdict, states.verdict) == ("holds", "holds")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_models_and_sizes(name: str) -> None:
+    """Every known model can be made at the size 'quick', and every training task has examples of each split."""
+    kind = recipes.get(name)
+    made = kind(kind.configure("quick", models=()))
+    for task in made.training_tasks().values():
+        for model in made.known:
+            assert made.make_model(model, task).num_parameters() > 0
+        for split in ("train", "validation", "test"):
+            assert len(task.example(0, 0, split).tokens) > 1
+    with pytest.raises(ArgumentError, match=f"reproduce: {name}: --models names 'sofmax'"):
+        check_shared(kind(kind.configure("quick", models=("sofmax",))))
+
+
+def test_there_are_some() -> None:
+    assert len(TASKS) >= 5
