@@ -155,12 +155,8 @@ class FastMLPState(NetworkState):
 
 
 def fit(call: str, state: Any, empty: NetworkState, rows: int, sizes: dict[str, tuple[int, ...]]) -> None:
-    """Check that `state` is of the same kind and sizes as `empty`, for so many rows, and that its waiting tokens have
-    these sizes beyond the first two axes.
-
-    Raises:
-        ArgumentError: it is not.
-    """
+    """Check that `state` is of the kind and sizes of `empty`, for so many rows, and that its waiting tokens have these
+    sizes beyond the first two axes."""
     kind = type(empty)
     if not isinstance(state, kind):
         raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a {kind.__name__} or None.")

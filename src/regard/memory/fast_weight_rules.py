@@ -39,28 +39,18 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class Written:
-    """The tokens of one write. Entries of tokens that are not counted are finite and unused.
+    """The tokens of one write. Entries of tokens that are not counted are finite and unused."""
 
-    Attributes:
-        slots, weights: [M, P, H, k], what was read.
-        errors: [M, P, Dv], v^ - target; 0 where nothing is written.
-        gate: [M, P], or None for 1.
-        counted: boolean [M, P], tokens that read.
-        written: boolean [M, P], those of them that have a target.
-        query: [M, P, H, Dk], halves: int64 [M, P, H, 2, k], half_scores: [M, P, H, 2, k], scores: [M, P, H, k]: None if
-            the keys' update does not need them.
-    """
-
-    slots: Tensor
-    weights: Tensor
-    errors: Tensor
-    gate: Tensor | None
-    counted: Tensor
-    written: Tensor
-    query: Tensor | None = None
-    halves: Tensor | None = None
-    half_scores: Tensor | None = None
-    scores: Tensor | None = None
+    slots: Tensor  # [M, P, H, k], what was read
+    weights: Tensor  # [M, P, H, k]
+    errors: Tensor  # [M, P, Dv], v^ - target; 0 where nothing is written
+    gate: Tensor | None  # [M, P], or None for 1
+    counted: Tensor  # boolean [M, P], tokens that read
+    written: Tensor  # boolean [M, P], those of them that have a target
+    query: Tensor | None = None  # [M, P, H, Dk]; this and the following are None if the keys' update does not need them
+    halves: Tensor | None = None  # int64 [M, P, H, 2, k]
+    half_scores: Tensor | None = None  # [M, P, H, 2, k]
+    scores: Tensor | None = None  # [M, P, H, k]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Written:
         """Apply `fn` to every tensor."""
@@ -144,11 +134,7 @@ class WriteRule:
 
     @classmethod
     def of(cls, rule: str | WriteRule) -> WriteRule:
-        """Return `rule` itself, or the rule of that name.
-
-        Raises:
-            ArgumentError: neither.
-        """
+        """Return `rule` itself, or the rule of that name."""
         if isinstance(rule, WriteRule):
             return rule
         return cls(instance(CALL, "rule", rule, str, "a WriteRule or its name"))
@@ -161,12 +147,7 @@ class WriteRule:
         return torch.where(tokens.written, step, tokens.errors.new_zeros(()))
 
     def moved_keys(self, keys: Tensor, values: SlotValues, tokens: Written, kind: SlotScore, spec: Spec) -> Tensor:
-        """Return the sub-keys [M, H, 2, n, d] after a write.
-
-        Args:
-            keys, values: that the tokens were read with.
-            kind, spec: the score of a half, and the weights of the slots.
-        """
+        """Return the sub-keys [M, H, 2, n, d] after a write, given keys and values that the tokens were read with."""
         if self.key_update == "none":
             return keys
         if tokens.query is None or tokens.halves is None or tokens.half_scores is None:

@@ -200,11 +200,7 @@ def _require_whole(call: str, state: FastWeightState) -> None:
 def check_state(
     call: str, state: Any, keys: Tensor, values: Tensor, batch: int, shared: bool, top_k: int
 ) -> FastWeightState:
-    """Check that `state` fits the tensors of a call, and return it.
-
-    Raises:
-        ArgumentError: it does not.
-    """
+    """Check that `state` fits the tensors of a call, and return it."""
     if not isinstance(state, FastWeightState):
         raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a FastWeightState or None.")
     held = (tuple(state.keys.shape[1:]), (state.values.slots, state.values.width))

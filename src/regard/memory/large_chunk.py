@@ -55,11 +55,7 @@ OPTIMIZERS = {
 
 
 def as_optimizer(call: str, name: object) -> Optimizer:
-    """Return the optimiser of that name.
-
-    Raises:
-        ArgumentError: there is none.
-    """
+    """Return the optimiser of that name."""
     return OPTIMIZERS[choice(call, "optimizer", name, OPTIMIZERS)]
 
 

@@ -94,8 +94,8 @@ def product_key_search(query: Tensor, keys: Tensor, top_k: int, *, score: str = 
         found = search(own, keys.to(dtype), top_k, kind, eps)
         if bad is None:
             return found
-        spoilt = lambda x: torch.where(bad.view(*bad.shape, *[1] * (x.dim() - 3)), torch.nan, x)  # noqa: E731
-        return replace(found, scores=spoilt(found.scores), half_scores=spoilt(found.half_scores))
+        with_nan = lambda x: torch.where(bad.view(*bad.shape, *[1] * (x.dim() - 3)), torch.nan, x)  # noqa: E731
+        return replace(found, scores=with_nan(found.scores), half_scores=with_nan(found.half_scores))
 
 
 def search(query: Tensor, keys: Tensor, top_k: int, kind: SlotScore, eps: float) -> Found:
@@ -150,11 +150,7 @@ def score_gradient(scores: Tensor, weights: Tensor, upstream: Tensor, spec: Spec
 
 
 def weights_spec(call: str, spec: str | Spec) -> Spec:
-    """Return `spec` as a Spec, after checking that it can weight selected slots.
-
-    Raises:
-        ArgumentError: it cannot.
-    """
+    """Return `spec` as a Spec, after checking that it can weight selected slots."""
     known = as_spec(spec, call)
     if not known.convex or known.degree or known.similarity.name != "dot":
         raise ArgumentError(
@@ -238,11 +234,7 @@ def _check(call: str, query: Tensor, keys: Tensor, top_k: int, eps: float) -> fl
 
 
 def require_top_k(call: str, top_k: int, n: int) -> None:
-    """Check that `top_k` is a whole number from 1 to the number of sub-keys of a half.
-
-    Raises:
-        ArgumentError: it is not.
-    """
+    """Check that `top_k` is a whole number from 1 to n, the number of sub-keys of a half."""
     whole(call, "top_k", top_k, 1, n, why=", the sub-keys of a half; give more sub-keys or a smaller top_k")
 
 

@@ -42,23 +42,15 @@ class WriteObserver(Protocol):
 
 
 class Looked(NamedTuple):
-    """What tokens [R, w] read.
+    """What tokens [R, w] read."""
 
-    Attributes:
-        slots, weights: [R, w, H, k].
-        read: [R, w, Dv].
-        out: `read`, or its mix with the tokens' values (`SlotMemory.mix`).
-        halves, half_scores: [R, w, H, 2, k].
-        scores: [R, w, H, k]; None if no write needs them.
-    """
-
-    slots: Tensor
-    weights: Tensor
-    read: Tensor
-    out: Tensor
-    halves: Tensor
-    half_scores: Tensor
-    scores: Tensor | None
+    slots: Tensor  # [R, w, H, k]
+    weights: Tensor  # [R, w, H, k]
+    read: Tensor  # [R, w, Dv]
+    out: Tensor  # `read`, or its mix with the tokens' values (`SlotMemory.mix`)
+    halves: Tensor  # [R, w, H, 2, k]
+    half_scores: Tensor  # [R, w, H, 2, k]
+    scores: Tensor | None  # [R, w, H, k]; None if no write needs them
 
 
 @runtime_checkable
@@ -150,11 +142,7 @@ class SlotMemory:
 
     @classmethod
     def of(cls, call: str, memory: SlotMemory | None, options: Mapping[str, Any]) -> SlotMemory:
-        """Return the settings of a call: those of `memory`, changed by `options`.
-
-        Raises:
-            ArgumentError: no such option, or one that does not fit.
-        """
+        """Return the settings of a call: those of `memory`, changed by `options`."""
         memory = DEFAULTS if memory is None else instance(call, "memory", memory, cls, "a SlotMemory or None")
         for name in options:
             if name not in cls.__dataclass_fields__:
@@ -172,11 +160,7 @@ class SlotMemory:
         return slot_scores.get(self.score)()
 
     def store(self, values: Tensor, query: Tensor, keys: Tensor) -> str:
-        """Return the name of the store of a new stream, after checking that it can do what is needed.
-
-        Raises:
-            ArgumentError: it cannot.
-        """
+        """Return the name of the store of a new stream, after checking that it can do what is needed."""
         needs = (values, self.storage, query, keys, self.top_k, self.kind)
         if self.impl == "auto":
             return preferred(*needs)

@@ -35,16 +35,11 @@ H = TypeVar("H", bound="StreamState", contravariant=True)
 
 @dataclass(frozen=True)
 class Step:
-    """One write of full chunks, then one read.
+    """One write of full chunks, then one read."""
 
-    Attributes:
-        flush: for each row, whether its waiting tokens are written first.
-        start, stop: for each row, the range of its new tokens to read then (start = stop: none).
-    """
-
-    flush: tuple[bool, ...]
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
+    flush: tuple[bool, ...]  # for each row, whether its waiting tokens are written first
+    start: tuple[int, ...]  # for each row, the first of its new tokens to read then
+    stop: tuple[int, ...]  # for each row, the end of these tokens (start = stop: none)
 
     @property
     def width(self) -> int:
@@ -63,18 +58,9 @@ class Step:
 
 
 def schedule(pending: Sequence[int], new: Sequence[int], chunk: int) -> list[Step]:
-    """Return the steps of one call.
-
-    Args:
-        pending: for each row, the number of tokens that wait. `chunk` of them or more are written together (the chunk
-            size may shrink between calls).
-        new: for each row, the number of new tokens.
-        chunk: C.
-
-    Returns:
-        As many steps as the row with the most chunks needs; none if no row has a new token. A row whose tokens are used
-        up neither reads nor writes.
-    """
+    """Return the steps of one call, given for each row the numbers of waiting and of new tokens, and the chunk size. A
+    full chunk, or more if the chunk size has shrunk, is written at once. A row whose tokens are used up neither reads
+    nor writes."""
     waiting, read = list(pending), [0] * len(new)
     steps = []
     while any(at < count for at, count in zip(read, new, strict=True)):
@@ -211,21 +197,14 @@ class StreamState(State):
 
 @dataclass(frozen=True)
 class Streams:
-    """The rows of a batch as streams without padding.
+    """The rows of a batch as streams without padding."""
 
-    Attributes:
-        index: int64 [R, W], the position of each token among the B * T (0 where there is none); None: rows as they are.
-        valid: boolean [R, W], where there is a token; None: everywhere.
-        counts: the number of tokens of each stream; with a shared memory [W], since all rows share one clock.
-        row: the batch row of each stream; empty if the streams are the rows.
-        fresh: for each stream, whether it begins a new document.
-    """
-
+    # int64 [R, W], the position of each token among the B * T (0 where there is none); None: rows as they are
     index: Tensor | None
-    valid: Tensor | None
-    counts: tuple[int, ...]
-    row: tuple[int, ...] = ()
-    fresh: tuple[bool, ...] = ()
+    valid: Tensor | None  # boolean [R, W], where there is a token; None: everywhere
+    counts: tuple[int, ...]  # tokens of each stream; with a shared memory [W], since all rows share one clock
+    row: tuple[int, ...] = ()  # the batch row of each stream; empty if the streams are the rows
+    fresh: tuple[bool, ...] = ()  # for each stream, whether it begins a new document
 
     @classmethod
     def of(cls, like: Tensor, mask: Tensor | None, segment_ids: Tensor | None, shared: bool) -> Streams:

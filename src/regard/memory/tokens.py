@@ -21,16 +21,11 @@ finite."""
 
 @dataclass(frozen=True)
 class Waiting:
-    """Tokens that were read but not yet written.
+    """Tokens that were read but not yet written."""
 
-    Attributes:
-        pieces: consecutive pieces of the tokens, each wider than the next. If the rows' counts differ there is one
-            piece, and each row's tokens stand at its left.
-        counts: the number of waiting tokens of each row, or one number if the batch shares a memory.
-    """
-
+    # consecutive, each wider than the next; a single one, each row's tokens at its left, if counts differ
     pieces: tuple[Tensors, ...]
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # waiting tokens of each row, or one number if the batch shares a memory
 
     @property
     def empty(self) -> bool:
@@ -103,11 +98,7 @@ def limited(tokens: Tensors, rows: Sequence[bool]) -> Tensors:
 
 
 def joined(pieces: Sequence[Tensors]) -> Tensors:
-    """Concatenate pieces along the tokens.
-
-    Raises:
-        ArgumentError: their fields differ.
-    """
+    """Concatenate pieces along the tokens, after checking that their fields agree."""
     if len(pieces) == 1:
         return pieces[0]
     if any("good" in piece for piece in pieces):

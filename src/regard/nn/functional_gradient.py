@@ -84,16 +84,9 @@ class Pairs:
 
 
 def pair_rows(rows: Tensor, pending: Tensor | None, pairs: Pairs | None) -> tuple[Tensor, Tensor]:
-    """Return the part of `rows` that belongs to the new pairs, and the part that waits for the next value.
-
-    Args:
-        rows: [B, H, R, D], of the rows in this call.
-        pending: [B, H, 1, D], of the row before them, which has no value yet; None if there is none.
-        pairs: of a text with padding or several documents; None if every row is real.
-
-    Returns:
-        [B, H, R, D], or [B, H, R - 1, D] without `pending`; and [B, H, 1, D].
-    """
+    """Return the part of `rows` [B, H, R, D] that belongs to the new pairs, [B, H, R, D] or [B, H, R - 1, D] without
+    `pending`, and the part [B, H, 1, D] that waits for the next value. `pending` [B, H, 1, D] is of the row before
+    them, if there is one."""
     x = rows if pending is None else torch.cat((pending, rows), -2)
     if pairs is None:
         return x[..., :-1, :], x[..., -1:, :]

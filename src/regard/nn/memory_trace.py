@@ -38,7 +38,7 @@ class MemoryObserver:
     def on_start(self, kept: bool) -> None:
         """Start a stream, in new memories or (`kept`) in the memory that the previous stream left."""
 
-    def on_tokens(self, gate: Tensor | None, counted: Tensor, spoilt: Tensor) -> None:
+    def on_tokens(self, gate: Tensor | None, counted: Tensor, non_finite: Tensor) -> None:
         """Take the tokens of one call: gates [B, T], which tokens read (boolean [B, T]), and which are not finite."""
 
     def on_read(self, slots: Tensor, weights: Tensor, position: Tensor, valid: Tensor, row: Tensor) -> None:
@@ -75,11 +75,11 @@ class SlotStatistics(MemoryObserver):
         """Delete all records."""
         self.reads = torch.zeros(0, self.slots, dtype=torch.long)
         self.mass = torch.zeros(0, self.slots, dtype=torch.float64)
-        self._gates, self._gated, self._tokens, self._spoilt = 0.0, 0, 0, 0
+        self._gates, self._gated, self._tokens, self._non_finite = 0.0, 0, 0, 0
 
-    def on_tokens(self, gate: Tensor | None, counted: Tensor, spoilt: Tensor) -> None:
+    def on_tokens(self, gate: Tensor | None, counted: Tensor, non_finite: Tensor) -> None:
         self._tokens += int(counted.sum())
-        self._spoilt += int(spoilt.sum())
+        self._non_finite += int(non_finite.sum())
         if gate is not None:
             self._gates += float(gate.detach().double()[counted].sum())
             self._gated += int(counted.sum())
@@ -105,7 +105,7 @@ class SlotStatistics(MemoryObserver):
             of the reads' distribution over slots from the uniform one in nats, 0 to log N), and marginal_entropy
             (entropy in nats of the weights over the sub-keys of a half, mean of both halves; at most log n).
         """
-        found: dict[str, float] = {"tokens": float(self._tokens), "not_finite": float(self._spoilt)}
+        found: dict[str, float] = {"tokens": float(self._tokens), "not_finite": float(self._non_finite)}
         if self._gated:
             found["gate"] = self._gates / self._gated
         counts = self.reads[self.reads.sum(1) > 0].double()

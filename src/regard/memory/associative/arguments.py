@@ -25,11 +25,7 @@ from .pairs import Pairs
 
 
 def four_axes(name: str, tensor: Tensor, call: str) -> Tensor:
-    """Return a tensor [n, D], [H, n, D] or [B, H, n, D] with all four axes.
-
-    Raises:
-        ArgumentError: not a floating-point tensor, of another rank, or without channels.
-    """
+    """Return a floating-point tensor [n, D], [H, n, D] or [B, H, n, D] with all four axes, after checking it."""
     floating(call, name, tensor)
     if tensor.dim() not in (2, 3, 4) or tensor.shape[-1] == 0:
         raise ArgumentError(f"{call}: {name} has shape {shape(tensor)}, expected [n, D], [H, n, D] or [B, H, n, D].")
@@ -37,11 +33,7 @@ def four_axes(name: str, tensor: Tensor, call: str) -> Tensor:
 
 
 def paired(keys: Tensor, values: Tensor | None, mask: Tensor | None, call: str) -> Pairs:
-    """Return keys and values as `Pairs`; without `values` the keys are their own values.
-
-    Raises:
-        ArgumentError: they do not fit each other, or the mask does not fit.
-    """
+    """Return keys, values (None: the keys) and mask as `Pairs`, after checking that they fit each other."""
     key = four_axes("keys", keys, call)
     value = key if values is None or values is keys else four_axes("values", values, call)
     if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype:
@@ -61,11 +53,7 @@ def paired(keys: Tensor, values: Tensor | None, mask: Tensor | None, call: str) 
 
 
 def one_way(call: str, given: Mapping[str, bool], able: tuple[str, ...], why: str) -> None:
-    """Check that exactly one argument is given, and one that the store supports (`able`).
-
-    Raises:
-        ArgumentError: none, several, or another one.
-    """
+    """Check that exactly one argument is given, and one that the store supports (`able`)."""
     ways = [name for name, there in given.items() if there]
     if len(ways) != 1:
         raise ArgumentError(f"{call}: named {', '.join(ways) or 'nothing'}; name one of {', '.join(able)}.")
@@ -115,16 +103,8 @@ def row_numbers(
 
 
 def checked_queries(call: str, queries: Tensor, sizes: tuple[int, int] | None, held: Any, slots: Any) -> Tensor:
-    """Return the queries with all four axes, after checking that they fit the memory.
-
-    Args:
-        sizes: D and Dv, if known.
-        held: the short-term memory, or None.
-        slots: the keys of learned slots, or None.
-
-    Raises:
-        ArgumentError: they do not fit.
-    """
+    """Return the queries with all four axes, after checking that they fit the memory: `sizes` are D and Dv if known,
+    `held` the short-term memory, `slots` the keys of learned slots."""
     query = four_axes("queries", queries, call)
     if sizes is not None and query.shape[3] != sizes[0]:
         raise ArgumentError(f"{call}: queries have {query.shape[3]} channels and keys {sizes[0]}.")

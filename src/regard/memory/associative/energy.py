@@ -61,11 +61,7 @@ def family(spec: Spec) -> Energy | None:
 
 
 def require_energy(spec: Spec, call: str) -> Energy:
-    """Return the family of `spec`.
-
-    Raises:
-        ArgumentError: no energy is known for it; the message lists the presets that have one.
-    """
+    """Return the family of `spec`, or raise an error that lists the presets that have one."""
     found = family(spec)
     if found is None:
         able = ", ".join(name for name, preset in presets_registry.items() if family(preset) is not None)

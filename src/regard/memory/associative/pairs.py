@@ -11,15 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pairs:
-    """n pairs of keys [B, H, n, D] and values [B, H, n, Dv], the oldest first.
-
-    Attributes:
-        mask: [B, n], False at padding; None without padding.
-    """
+    """n pairs of keys [B, H, n, D] and values [B, H, n, Dv], the oldest first."""
 
     keys: Tensor
     values: Tensor
-    mask: Tensor | None = None
+    mask: Tensor | None = None  # [B, n], False at padding; None without padding
 
     def __len__(self) -> int:
         return self.keys.shape[2]

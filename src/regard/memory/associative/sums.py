@@ -27,11 +27,7 @@ def trend_of(store: Any, call: str = "AssociativeMemory", argument: str = "store
 
 
 def require_finite_features(spec: Spec, trend: Any, call: str) -> None:
-    """Check that the pairs of `spec` can be summed, or be the state of a global linear model.
-
-    Raises:
-        ArgumentError: they cannot; the message lists the presets whose pairs can.
-    """
+    """Check that the pairs of `spec` can be summed, or be the state of a global linear model."""
     if trend is not None and str(spec) != "linear":
         raise ArgumentError(f"{call}: a global linear model ({trend.name}) is read as one; give spec='linear' with it.")
     if not finite_features(spec):
@@ -44,19 +40,13 @@ def require_finite_features(spec: Spec, trend: Any, call: str) -> None:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over pairs. The features do not depend on the scale or on other parameters.
+    """Sums over pairs. The features do not depend on the scale or on other parameters."""
 
-    Attributes:
-        spec: defines the features.
-        state: A = sum phi(k) v^T and b = sum phi(k), in float32 at least; or the state of `trend`.
-        dtype: of the keys and values.
-        trend: a global linear model, or None.
-    """
-
-    spec: Spec
+    spec: Spec  # defines the features
+    # A = sum phi(k) v^T and b = sum phi(k), in float32 at least; or the state of `trend`
     state: LinearState | MesaState | DeltaState
-    dtype: torch.dtype
-    trend: Any = None
+    dtype: torch.dtype  # of the keys and values
+    trend: Any = None  # a global linear model, or None
 
     @classmethod
     def of(cls, spec: Spec, pairs: Pairs, trend: Any = None) -> Sums:
@@ -133,11 +123,7 @@ class Sums:
         return replace(self, state=state)
 
     def read(self, query: Tensor, scale: float | Tensor | None, params: Mapping[str, float | Tensor]) -> Tensor:
-        """Return the values [B, H, Tq, Dv] for queries [B, H, Tq, D] (equations 17 to 22).
-
-        Raises:
-            ArgumentError: scale or params for a global linear model, which has its own.
-        """
+        """Return the values [B, H, Tq, Dv] for queries [B, H, Tq, D] (equations 17 to 22)."""
         none, nothing = query[:, :, :0], query.new_empty(*query.shape[:2], 0, self.state.values.shape[-1])
         how: dict[str, Any] = {"state": self.state, "is_causal": False}
         if self.trend is not None:

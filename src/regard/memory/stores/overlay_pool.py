@@ -28,12 +28,7 @@ from .row_pieces import Groups, RowGradients, RowPieces, spread, tiles, weighted
 
 class Hold:
     """A reference to rows of a pool, which are not reused while it lives: those of one write, from `start` to `stop`,
-    and of the writes before it.
-
-    Attributes:
-        spans: all of these rows as disjoint ranges (from, to), ascending.
-        total: their number.
-    """
+    and of the writes before it."""
 
     __slots__ = ("__weakref__", "spans", "start", "stop", "total")
 
@@ -45,23 +40,18 @@ class Hold:
                 spans[-1] = (spans[-1][0], high)
             else:
                 spans.append((low, high))
-        self.spans: tuple[tuple[int, int], ...] = tuple(spans)
+        self.spans: tuple[tuple[int, int], ...] = tuple(spans)  # disjoint ranges (from, to), ascending
         self.total: int = sum(high - low for low, high in spans)
 
 
 class Pool(RowPieces):
-    """The base followed by the written rows of all stores that continue from it.
-
-    Attributes:
-        writes: the number of writes.
-        stamps: int32, for every row after the base, the number of its write.
-    """
+    """The base followed by the written rows of all stores that continue from it."""
 
     def __init__(self, base: Tensor, dtype: torch.dtype) -> None:
         super().__init__(base.shape[1], dtype, base.device, base.detach())
         self.base = base
         self.writes = 0
-        self.stamps = torch.zeros(0, dtype=torch.int32, device=base.device)
+        self.stamps = torch.zeros(0, dtype=torch.int32, device=base.device)  # of every added row, its write
         self._holds: WeakSet[Hold] = WeakSet()
         self._gradients: RowGradients | None = None
         self._pass = -1
@@ -108,17 +98,11 @@ class Pool(RowPieces):
 
 @dataclass(frozen=True)
 class Reach:
-    """Which rows pass gradients on.
+    """Which rows pass gradients on."""
 
-    Attributes:
-        since: int32 [M], for each memory the last write before a detach(); only later rows do. None: all rows do.
-        attached: bool [M], memories whose untouched rows pass gradients on to the base; None: none.
-        hold: keeps the rows that a graph or store needs; None before the first write.
-    """
-
-    since: Tensor | None
-    attached: Tensor | None
-    hold: Hold | None = None
+    since: Tensor | None  # int32 [M], the last write before a detach(): only later rows do; None: all rows
+    attached: Tensor | None  # bool [M], memories whose untouched rows pass gradients on to the base; None: none
+    hold: Hold | None = None  # keeps the rows that a graph or store needs; None before the first write
 
     def of(self, pool: Pool, ids: Tensor, memory: Tensor) -> Tensor:
         """Return whether rows ids [E] of the memories `memory` [E] do, bool [E]."""
@@ -130,23 +114,14 @@ class Reach:
 
 @dataclass(frozen=True)
 class Plan:
-    """The U rows that a write changes, and their entries.
+    """The U rows that a write changes, and their entries."""
 
-    Attributes:
-        keys: int64 [U], memory * N + slot, ascending.
-        entries: int64 [U], the number of entries of each row.
-        entry: int64 [E], the index of each entry among all [M * P * K], sorted by row.
-        selected: K.
-        count: [U], N_i.
-        changed: bool [U], whether any share of a row is not 0; None: always.
-    """
-
-    keys: Tensor
-    entries: Tensor
-    entry: Tensor
-    selected: int
-    count: Tensor
-    changed: Tensor | None
+    keys: Tensor  # int64 [U], memory * N + slot, ascending
+    entries: Tensor  # int64 [U], the number of entries of each row
+    entry: Tensor  # int64 [E], the index of each entry among all [M * P * K], sorted by row
+    selected: int  # K
+    count: Tensor  # [U], N_i
+    changed: Tensor | None  # bool [U], whether any share of a row is not 0; None: always
 
     @classmethod
     def of(cls, slots: Tensor, shares: Tensor, counted: Tensor, size: int, *, everything: bool) -> Plan:

@@ -42,17 +42,11 @@ def weighted_sums(
 
 
 class Groups(NamedTuple):
-    """Entries grouped by row.
+    """Entries grouped by row."""
 
-    Attributes:
-        unique: int64 [U], the distinct rows, ascending.
-        order: int64 [E], the entries sorted by row (stable).
-        counts: int64 [U], the number of entries of each row.
-    """
-
-    unique: Tensor
-    order: Tensor
-    counts: Tensor
+    unique: Tensor  # int64 [U], the distinct rows, ascending
+    order: Tensor  # int64 [E], the entries sorted by row (stable)
+    counts: Tensor  # int64 [U], the number of entries of each row
 
     @classmethod
     def of(cls, rows: Tensor) -> Groups:
@@ -84,13 +78,8 @@ def tiles(counts: Tensor, width: int, start: int = 0, stop: int | None = None) -
 
 
 class RowPieces:
-    """A table [size, D] that grows at its end.
-
-    Args:
-        width: D.
-        dtype, device: of the rows.
-        first: the first rows [n, D]. They are not copied; those of another dtype are rounded when read.
-    """
+    """A table [size, D] that grows at its end. The first rows [n, D] are not copied; if they have another dtype they
+    are rounded when read."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device, first: Tensor | None = None) -> None:
         self.width, self.dtype, self.device = width, dtype, device

@@ -125,14 +125,7 @@ class LearnedRidgePerDimension(LearnedRidge):
 
 
 class RidgeProjection(nn.Linear):
-    """The projection W x + b of equation 27, initially with W = 0.
-
-    Args:
-        hidden_size: C.
-        heads: H.
-        dim: D.
-        rule: a rule with learned values.
-    """
+    """The projection W x + b of equation 27, initially with W = 0, for a rule with learned values."""
 
     def __init__(self, hidden_size: int, heads: int, dim: int, rule: Ridge) -> None:
         self.heads, self.rule = heads, rule

@@ -34,11 +34,7 @@ def positive(rule: Rule, name: str) -> None:
 
 
 def as_rule(kind: type[Rule], registry: Registry[Any], given: object, call: str, argument: str, example: str) -> Any:
-    """Return a rule of `kind` as it is, or the one of `registry` that a text describes; `example` is a valid text.
-
-    Raises:
-        ArgumentError: a text that cannot be parsed, an unknown name, or a value out of range.
-    """
+    """Return a rule of `kind` as it is, or the one of `registry` that a text describes; `example` is a valid text."""
     return given if isinstance(given, kind) else within(call, argument, _read, registry, given, example)
 
 

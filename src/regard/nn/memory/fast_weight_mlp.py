@@ -157,7 +157,7 @@ class FastWeightMLP(MemoryLayer):
             CALL,
             None,
             fast_weight_mlp,
-            own.query.masked_fill(tokens.spoilt[..., None], torch.nan),
+            own.query.masked_fill(tokens.non_finite[..., None], torch.nan),
             own.value,
             (self.gate, self.up, self.down),
             chunk_size=self.chunk_size,

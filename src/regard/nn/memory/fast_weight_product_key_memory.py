@@ -224,7 +224,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
             self._settle()
         if observer is not None:
             self._tell(observer, tokens, own, state, segment_ids)
-        absent = tokens.spoilt
+        absent = tokens.non_finite
         if self.frozen and observer is None and segment_ids is None:
             # nothing is written, so the place of padding does not matter; no device is waited for and no graph broken
             mask, absent = None, ~tokens.counted
@@ -299,7 +299,7 @@ class FastWeightProductKeyMemory(MemoryLayer):
             )
         if state is None:
             observer.on_start(self.resident)
-        observer.on_tokens(own.gate, tokens.counted, tokens.spoilt)
+        observer.on_tokens(own.gate, tokens.counted, tokens.non_finite)
 
     def flush(self, state: FastWeightState) -> FastWeightState:
         """Return the state with its waiting tokens written, at the end of a document or before a question about it. A

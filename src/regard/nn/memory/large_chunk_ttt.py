@@ -261,7 +261,7 @@ class LargeChunkTTT(nn.Module):
         rates = softplus(self.rate_proj(hidden).to(wide) + math.log(math.expm1(BASE_RATE)))
         share = None if self.momentum_proj is None else self.momentum_proj(hidden).to(wide).sigmoid()
         read, state = large_chunk_ttt(
-            query.masked_fill(tokens.spoilt[..., None, None], torch.nan),
+            query.masked_fill(tokens.non_finite[..., None, None], torch.nan),
             key,
             silu(value.to(wide)).unflatten(-1, heads),
             rates.unflatten(-1, heads),
@@ -270,7 +270,7 @@ class LargeChunkTTT(nn.Module):
             chunk_size=self.chunk_size,
             optimizer=self.optimizer,
             state=None if layer is None else layer.fast_state,
-            mask=tokens.counted | tokens.spoilt,
+            mask=tokens.counted | tokens.non_finite,
             segment_ids=segment_ids,
             frozen=self.frozen,
             meta_grad=self.meta_grad,

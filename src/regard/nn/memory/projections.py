@@ -29,22 +29,16 @@ GATES = 8
 
 
 class Tokens(NamedTuple):
-    """Finite hidden states.
+    """Finite hidden states."""
 
-    Attributes:
-        hidden: [B, T, C], float32 at least; 0 where not `counted`.
-        counted: boolean [B, T]: tokens that read and may be written.
-        spoilt: boolean [B, T]: tokens that are real but not finite.
-    """
-
-    hidden: Tensor
-    counted: Tensor
-    spoilt: Tensor
+    hidden: Tensor  # [B, T, C], float32 at least; 0 where not `counted`
+    counted: Tensor  # boolean [B, T], tokens that read and may be written
+    non_finite: Tensor  # boolean [B, T], tokens that are real but not finite
 
     def shown(self, out: Tensor) -> Tensor:
-        """Return `out` [B, T, ...] with NaN for spoilt tokens and 0 for padding."""
+        """Return `out` [B, T, ...] with NaN for tokens that are not finite and 0 for padding."""
         more = (...,) + (None,) * (out.dim() - 2)
-        return torch.where(self.counted[more], out, torch.where(self.spoilt[more], torch.nan, 0.0).to(out.dtype))
+        return torch.where(self.counted[more], out, torch.where(self.non_finite[more], torch.nan, 0.0).to(out.dtype))
 
 
 def clean_tokens(call: str, hidden: Tensor, mask: Tensor | None, hidden_size: int) -> Tokens:

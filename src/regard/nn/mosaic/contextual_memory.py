@@ -354,14 +354,8 @@ def _mix(weights: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _previous(now: Tensor, pending: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return x at the real token before each token, and at the last real token.
-
-    Args:
-        now: x at the tokens of this call, [B, H, T, D].
-        pending: x at the last real token before them [B, H, D]; None if there is none, and then the first token, which
-            completes no pair, is left out.
-        mask: [B, T].
-    """
+    """Return x [B, H, T, D] at the real token before each token, and at the last real token. `pending` [B, H, D] is x
+    at the last real token before them; without it the first token, which completes no pair, is left out."""
     if mask is None:
         line = now if pending is None else torch.cat([pending[:, :, None], now], 2)
         return line[:, :, :-1], now[:, :, -1]
