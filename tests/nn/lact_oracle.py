@@ -172,7 +172,7 @@ def layer_by_hand(made: LargeChunkTTT, hidden: Tensor, places: tuple[Tensor, Ten
     rates = torch.log1p(torch.exp(linear("rate_proj") + math.log(math.expm1(1e-3)))).unflatten(-1, (HF, 3))
     share = linear("momentum_proj").sigmoid() if "momentum_proj.weight" in p else torch.zeros(rows, length, HF)
     given = {"query": fast[0], "key": fast[1], "value": silu(v).unflatten(-1, (HF, D)), "rates": rates, "share": share}
-    read, _ = expected_reads(given, (p["gate"], p["up"], p["down"]), made.optimizer, made.chunk_size)
+    read, _ = expected_reads(given, (p["gate"], p["up"], p["down"]), made.settings.optimizer, made.chunk_size)
     read = read / (read.square().mean(-1, keepdim=True) + 1e-6).sqrt() * p["read_norm.weight"]
     read = read * silu(linear("read_proj"))[..., None]
     return (attended + read.flatten(2)) @ p["o_proj.weight"].T

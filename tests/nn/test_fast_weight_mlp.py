@@ -85,7 +85,7 @@ def test_sizes_of_the_paper():
     assert made.fast_numbers() == 2 * 2304 * 513 + 512 * 2305 == 3_544_064
     assert sum(x.numel() for x in made.parameters()) == 1_190_408
     assert made.chunk_size == 512
-    assert made.rule == (0.1, "mean")
+    assert (made.settings.learning_rate, made.settings.target) == (0.1, "mean")
     learned = FastWeightMLP(8, in_dim=4, hidden_dim=4, value_dim=4, learn_initial=True)
     assert learned.fast_numbers() == 0
     learned(torch.randn(1, 9, 8))[0].sum().backward()

@@ -173,7 +173,9 @@ def test_the_program_of_the_authors(file: str, name: str, impl: str) -> None:
 def test_the_preset_of_the_program_pools_over_heads() -> None:
     """With one marginal for every head, which is the paper's, four heads part company after the first write."""
     layer = regard.nn.FastWeightProductKeyMemory.from_preset("program", 12, heads=4, sub_keys=8, top_k=4)
-    assert layer.rule == regard.WriteRule("reference", address_weight=1.0, border=False, key_update="pooled-entropy")
+    assert layer.settings.rule == regard.WriteRule(
+        "reference", address_weight=1.0, border=False, key_update="pooled-entropy"
+    )
     numbers = golden("fast_weight_heads", "default/")
     given = (numbers[key] for key in ("query", "value", "gate", "keys", "values"))
     rule = regard.WriteRule("reference", address_weight=1.0, border=False)

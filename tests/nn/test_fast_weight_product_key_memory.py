@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -59,8 +60,8 @@ def test_equals_its_definition(name, impl):
 
 
 def test_preset_options():
-    paper = FastWeightProductKeyMemory.from_preset("paper", C, **SMALL).rule
-    program = FastWeightProductKeyMemory.from_preset("program", C, **{**SMALL, "address_weight": 0.5}).rule
+    paper = FastWeightProductKeyMemory.from_preset("paper", C, **SMALL).settings.rule
+    program = FastWeightProductKeyMemory.from_preset("program", C, **{**SMALL, "address_weight": 0.5}).settings.rule
     assert (paper.name, paper.address_weight, paper.border, paper.learning_rate) == ("paper", 10.0, True, 1.0)
     assert (program.name, program.address_weight, program.border) == ("reference", 0.5, False)
     with pytest.raises(ArgumentError, match=r"unknown preset 'papers'\. Did you mean 'paper'"):
@@ -137,10 +138,10 @@ def test_groups_and_options_make_the_same_layer():
     )
     other = FastWeightProductKeyMemory(C, config)
     assert str(made) == str(other)
-    assert made._options() == other._options()
+    assert asdict(made.settings) == asdict(other.settings)
     shapes = [{name: x.shape for name, x in each.state_dict().items()} for each in (made, other)]
     assert shapes[0] == shapes[1]
-    assert FastWeightProductKeyMemory(C, config, chunk_size=5, top_k=1).top_k == 1
+    assert FastWeightProductKeyMemory(C, config, chunk_size=5, top_k=1).settings.top_k == 1
 
 
 def test_every_option_has_its_default():

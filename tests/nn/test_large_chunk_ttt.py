@@ -113,7 +113,7 @@ def test_sizes_and_presets():
         == 4 * 768**2 + 3 * 768 * 192 + 4 * 768 + 5 * 4 * 769 + 192
         == 2_820_308
     )
-    assert (made.chunk_size, made.window, made.optimizer) == (512, 2048, "momentum")
+    assert (made.chunk_size, made.window, made.settings.optimizer) == (512, 2048, "momentum")
     assert [(p["chunk_size"], p["window"]) for p in PRESETS.values()] == [
         (512, 512),
         (512, 2048),

@@ -56,9 +56,9 @@ def test_models_have_the_memory_of_their_rule() -> None:
     for name, options in RULES.items():
         for stress, slots in ((False, 64), (True, 16)):
             memory = trained.make_model(own, name, stress=stress).memory
-            assert (memory.slots, memory.top_k, memory.chunk_size) == (slots, 2, 12)
-            assert memory.rule.name == options["step_rule"]
-            assert memory.meta_grad is (name != DETACHED)
+            assert (memory.slots, memory.settings.top_k, memory.chunk_size) == (slots, 2, 12)
+            assert memory.settings.rule.name == options["step_rule"]
+            assert memory.settings.meta_grad is (name != DETACHED)
 
     model = trained.make_model(FastWeightRecall.configure(), NORMALIZED, stress=False)
     assert (sum(weight.numel() for weight in model.parameters()), model.memory.slots) == (46_344, 1024)

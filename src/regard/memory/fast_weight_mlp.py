@@ -28,15 +28,12 @@ from torch.nn.functional import silu
 from ..checks import ArgumentError, choice, flags, floating, instance, number, refuse, require, shape, tensor
 from ..precision import full_precision
 from ..recurrent.states import require_state
-from .stream import Streams, StreamState, check_chunk, check_meta_grad, check_tokens, flushed, follow
+from .stream import ChunkSettings, Streams, StreamState, check_chunk, check_meta_grad, check_tokens, flushed, follow
 from .tokens import Tensors, Waiting, finite_tokens, hidden_where, joined, marked
 
 CALL = "fast_weight_mlp"
 NAMES = ("gate", "up", "down")
-TARGETS = {
-    "mean": lambda own, following: (own + following) / 2,
-    "look-ahead": lambda own, following: following,
-}
+TARGETS = {"mean": lambda own, following: (own + following) / 2, "look-ahead": lambda own, following: following}
 """The target of f(q_t) by name, as a function of the token's own value and the next one's."""
 
 
@@ -145,14 +142,6 @@ class FastMLPState(NetworkState):
 
     WAITING: ClassVar = ("query", "value")
 
-    @classmethod
-    def start(cls, weights: SwiGLU, batch: int, shared: bool) -> FastMLPState:
-        """Return the state of `batch` rows before their first token; `weights` are without M."""
-        memories = 1 if shared else batch
-        own = {name: w.expand(memories, -1, -1) for name, w in zip(NAMES, weights, strict=True)}
-        none = (0,) * memories
-        return cls(**own, **first_fields(weights), waiting=Waiting((), none), writes=none, shared=shared)
-
 
 def fit(call: str, state: Any, empty: NetworkState, rows: int, sizes: dict[str, tuple[int, ...]]) -> None:
     """Check that `state` is of the kind and sizes of `empty`, for so many rows, and that its waiting tokens have these
@@ -178,31 +167,75 @@ def fit(call: str, state: Any, empty: NetworkState, rows: int, sizes: dict[str, 
             )
 
 
+class NetworkMemory(ChunkSettings):
+    """The base of the settings of memories whose fast weights are SwiGLU networks."""
+
+    shared: bool
+    start: Callable[[SwiGLU, int], Any]
+    read: Callable[..., tuple[Tensor, Tensors]]
+    write: Callable[..., Tensors]
+
+    def run(
+        self, call: str, new: Tensors, weights: SwiGLU, state: N | None, where: tuple[Any, Any], frozen: bool
+    ) -> tuple[Tensor, N]:
+        """Return what the checked tokens `new` read, in the dtype of their queries, and the state after them; `where`
+        are the mask and the segment ids."""
+        query = new["query"]
+        empty = self.start(weights, len(query))
+        if state is not None:
+            fit(call, state, empty, len(query), {name: new[name].shape[2:] for name in empty.WAITING})
+        streams = Streams.of(query, *where, self.shared)
+        with full_precision(query.device.type):
+            new = finite_tokens({name: x.to(weights.gate.dtype) for name, x in new.items()})
+            if state is None:
+                state, begun = empty, self.start(weights, len(streams.counts))
+            else:
+                begun = streams.begin(state, first_fields(weights))
+            out, after = follow(self, state, begun, new, streams, frozen)
+        return (hidden_where(~new["good"], out) if "good" in new else out).to(query.dtype), after
+
+
 def first_fields(weights: SwiGLU) -> Tensors:
     """Return the fields of a state that hold the first weights."""
     return {f"{name}_first": w for name, w in zip(NAMES, weights, strict=True)}
 
 
-class FastMLPRule(NamedTuple):
-    """How the networks read and learn.
+@dataclass(frozen=True)
+class FastMLPMemory(NetworkMemory):
+    """How a SwiGLU network is read and written: the settings of `fast_weight_mlp`.
 
-    Attributes:
-        learning_rate: the size of the step.
-        target: a name in `TARGETS`.
+    Args:
+        chunk_size: tokens between two writes, >= 2; it may change from call to call.
+        learning_rate: eta >= 0.
+        target: "mean", (v_t + v_{t+1}) / 2, or "look-ahead", v_{t+1}.
+        shared: one network for the whole batch; a chunk counts the columns in which any row has a token. Otherwise each
+            sequence has its own.
+        meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
+
+    Raises:
+        ArgumentError: numbers out of range, or an unknown target.
     """
 
+    chunk_size: int = 512
     learning_rate: float = 0.1
     target: str = "mean"
+    shared: bool = False
+    meta_grad: bool | int = True
 
-    def check(self, call: str) -> FastMLPRule:
-        """Return the rule.
-
-        Raises:
-            ArgumentError: a negative rate, or an unknown target.
-        """
+    def __post_init__(self) -> None:
+        call = "FastMLPMemory"
+        flags(call, shared=self.shared)
         number(call, "learning_rate", self.learning_rate, low=0.0)
         choice(call, "target", self.target, TARGETS)
-        return self
+        check_meta_grad(call, self.meta_grad)
+        object.__setattr__(self, "chunk_size", check_chunk(call, self.chunk_size, 2))
+
+    def start(self, weights: SwiGLU, batch: int) -> FastMLPState:
+        """Return the state of `batch` rows before their first token; `weights` are without M."""
+        memories = 1 if self.shared else batch
+        own = {name: w.expand(memories, -1, -1) for name, w in zip(NAMES, weights, strict=True)}
+        none = (0,) * memories
+        return FastMLPState(**own, **first_fields(weights), waiting=Waiting((), none), writes=none, shared=self.shared)
 
     def read(self, state: FastMLPState, tokens: Tensors, keep: bool) -> tuple[Tensor, Tensors]:
         """Return f(q) of the tokens, [B, w, Dv], and the tokens."""
@@ -245,16 +278,13 @@ def fast_weight_mlp(
     query: Tensor,
     value: Tensor,
     weights: SwiGLU | tuple[Tensor, Tensor, Tensor],
+    memory: FastMLPMemory | None = None,
     *,
-    chunk_size: int = 512,
-    learning_rate: float = 0.1,
-    target: str = "mean",
-    shared: bool = False,
     state: FastMLPState | None = None,
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     frozen: bool = False,
-    meta_grad: bool | int = True,
+    **options: Any,
 ) -> tuple[Tensor, FastMLPState]:
     """Read a SwiGLU network at every query, and train it on the values of the tokens, chunk by chunk.
 
@@ -265,14 +295,10 @@ def fast_weight_mlp(
         value: [B, T, Dv].
         weights: gate [F, Din + 1], up [F, Din + 1], down [Dv, F + 1], biases last: the first weights of
             every sequence or document that begins in this call.
-        chunk_size: tokens between two writes, >= 2; it may change from call to call.
-        learning_rate: eta >= 0.
-        target: "mean", (v_t + v_{t+1}) / 2, or "look-ahead", v_{t+1}.
-        shared: one network for the whole batch; a chunk counts the columns in which any row has a token. Otherwise each
-            sequence has its own.
+        memory: how the network is read and written; None for the defaults.
         state, mask, segment_ids, frozen: as in `fast_weight_memory`. A token that is not finite reads 0 and is not
             learned from, but keeps its place in its chunk; the token before it is paired with the one after it.
-        meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
+        options: changes to `memory`, by the names of `FastMLPMemory`, such as chunk_size=64 or target="look-ahead".
 
     Returns:
         (what was read [B, T, Dv] in the dtype of `query`, the state after the call).
@@ -283,57 +309,43 @@ def fast_weight_mlp(
     Precision: float32 (float64 for float64). Cost: about 6 F (Din + Dv) multiplications per token to read, twice that
     to write; with gradients, a copy of the three matrices is kept for each memory and chunk.
     """
-    flags(CALL, shared=shared, frozen=frozen)
-    rule = FastMLPRule(learning_rate, target).check(CALL)
-    start = _check(query, value, weights, mask, segment_ids, shared)
-    detach_every = check_meta_grad(CALL, meta_grad)
-    chunk_size = check_chunk(CALL, chunk_size, 2)
-    empty = FastMLPState.start(start, len(query), shared)
-    if state is not None:
-        fit(CALL, state, empty, len(query), {"query": query.shape[2:], "value": value.shape[2:]})
-    streams = Streams.of(query, mask, segment_ids, shared)
-    with full_precision(query.device.type):
-        new = finite_tokens({name: x.to(start.gate.dtype) for name, x in (("query", query), ("value", value))})
-        if state is None:
-            state, begun = empty, FastMLPState.start(start, len(streams.counts), shared)
-        else:
-            begun = streams.begin(state, first_fields(start))
-        out, after = follow(rule, state, begun, new, streams, chunk_size, detach_every, frozen)
-    return (hidden_where(~new["good"], out) if "good" in new else out).to(query.dtype), after
-
-
-def flush(state: FastMLPState, *, learning_rate: float = 0.1, target: str = "mean") -> FastMLPState:
-    """Return the state after all waiting tokens were learned from whose targets have arrived; then none waits."""
-    call = f"{CALL}.flush"
-    instance(call, "state", state, FastMLPState, "a FastMLPState")
-    return flushed(FastMLPRule(learning_rate, target).check(call), state)
-
-
-def _check(query: Any, value: Any, weights: Any, mask: Any, segment_ids: Any, shared: bool) -> SwiGLU:
-    """Return the first weights in the dtype of the computation."""
-    for name, x in (("query", query), ("value", value)):
+    flags(CALL, frozen=frozen)
+    memory = FastMLPMemory.of(CALL, memory, options)
+    new = {"query": query, "value": value}
+    for name, x in new.items():
         floating(CALL, name, x)
         tensor(CALL, name, x, like=query)
         if x.dim() != 3 or 0 in x.shape[1:] or x.shape[:2] != query.shape[:2]:
             raise ArgumentError(
                 f"{CALL}: {name} has shape {shape(x)}, expected query [B, T, Din] and value [B, T, Dv] with T >= 1."
             )
-    check_tokens(CALL, query, mask, segment_ids, shared)
-    network = three_matrices(CALL, weights, query)
-    wide = network.gate.shape[0]
-    sizes = ((wide, query.shape[2] + 1), (wide, query.shape[2] + 1), (value.shape[2], wide + 1))
-    for name, w, size in zip(NAMES, network, sizes, strict=True):
-        if w.shape != size:
-            given = f"for query {shape(query)} and value {shape(value)}, biases last"
-            raise ArgumentError(f"{CALL}: weights {name} are {shape(w)}, expected {list(size)} {given}.")
-    return SwiGLU(*(w.to(torch.promote_types(query.dtype, torch.float32)) for w in network))
+    check_tokens(CALL, query, mask, segment_ids, memory.shared)
+    given = f"for query {shape(query)} and value {shape(value)}, biases last"
+    first = first_network(CALL, weights, query, (query.shape[2], value.shape[2]), 1, given)
+    return memory.run(CALL, new, first, state, (mask, segment_ids), frozen)
 
 
-def three_matrices(call: str, weights: Any, query: Tensor) -> SwiGLU:
-    """Return `weights` as a network, after checking that they are three floating-point tensors beside `query`."""
+def flush(state: FastMLPState, memory: FastMLPMemory | None = None, **options: Any) -> FastMLPState:
+    """Return the state after all waiting tokens were learned from whose targets have arrived; then none waits.
+
+    `memory` and `options` are those of `fast_weight_mlp`; learning_rate and target are used.
+    """
+    call = f"{CALL}.flush"
+    instance(call, "state", state, FastMLPState, "a FastMLPState")
+    return flushed(FastMLPMemory.of(call, memory, options), state)
+
+
+def first_network(call: str, weights: Any, query: Tensor, sizes: tuple[int, ...], biases: int, given: str) -> SwiGLU:
+    """Return the first weights in the dtype of the computation, after checking that they are three tensors that fit
+    `sizes`, those of the heads (if any), Din and Dv."""
     if not isinstance(weights, (tuple, list)) or len(weights) != 3:
         raise refuse(call, "weights", weights, f"three tensors: {', '.join(NAMES)}")
     for name, w in zip(NAMES, weights, strict=True):
         tensor(call, f"weights {name}", w, like=query)
         require(w.dim() >= 2, call, f"weights {name} have shape {shape(w)}, expected a matrix.")
-    return SwiGLU(*weights)
+    *heads, inputs, outputs = sizes
+    wide = weights[0].shape[-2]
+    into, back = [*heads, wide, inputs + biases], [*heads, outputs, wide + biases]
+    for name, w, size in zip(NAMES, weights, (into, into, back), strict=True):
+        require(list(w.shape) == size, call, f"weights {name} are {shape(w)}, expected {size} {given}.")
+    return SwiGLU(*(w.to(torch.promote_types(query.dtype, torch.float32)) for w in weights))

@@ -84,7 +84,7 @@ class FastWeightState(StreamState):
     @property
     def bytes(self) -> int:
         """The memory of all tensors."""
-        return super().bytes + self.initial_keys.numel() * self.initial_keys.element_size() + self.values.bytes
+        return super().bytes + self.initial_keys.nbytes + self.values.bytes
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> FastWeightState:
         """Apply `fn`, which moves tensors elsewhere, to every tensor; no gradient flows through it."""

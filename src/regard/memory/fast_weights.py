@@ -94,7 +94,7 @@ def fast_weight_memory(
         new = _finite(query.to(state.keys.dtype), value, gate, state)
         new["position"] = _positions(state.seen, mask if streams.valid is not None else None, tokens, query.device)
         begun = streams.begin(state, {"initial_keys": keys.to(state.keys.dtype)})
-        out, after = follow(memory, state, begun, new, streams, memory.chunk_size, memory.detach_every, frozen)
+        out, after = follow(memory, state, begun, new, streams, frozen)
     if not frozen:
         seen = [tokens] * batch if mask is None else mask.sum(1).tolist()
         after = replace(after, seen=tuple(a + b for a, b in zip(state.seen, seen, strict=True)))

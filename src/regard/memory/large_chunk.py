@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from ..checks import ArgumentError, choice, flag, floating, instance, require, shape, tensor
-from ..precision import full_precision
-from .fast_weight_mlp import NAMES, NetworkState, SwiGLU, first_fields, fit, three_matrices
-from .stream import Streams, check_chunk, check_meta_grad, check_tokens, flushed, follow
-from .tokens import Tensors, Waiting, finite_tokens, hidden_where, marked
+from .fast_weight_mlp import NAMES, NetworkMemory, NetworkState, SwiGLU, first_fields, first_network
+from .stream import check_chunk, check_meta_grad, check_tokens, flushed
+from .tokens import Tensors, Waiting, hidden_where, marked
 
 CALL = "large_chunk_ttt"
 STEPS = (
@@ -52,11 +51,6 @@ OPTIMIZERS = {
     "momentum-muon": Optimizer(momentum=True, orthogonal=True),
 }
 """Optimisers by name: plain gradient, data-dependent momentum, Newton-Schulz of the gradient, and of the momentum."""
-
-
-def as_optimizer(call: str, name: object) -> Optimizer:
-    """Return the optimiser of that name."""
-    return OPTIMIZERS[choice(call, "optimizer", name, OPTIMIZERS)]
 
 
 def orthogonal(x: Tensor) -> Tensor:
@@ -99,26 +93,49 @@ class LargeChunkState(NetworkState):
     down_step: Tensor
     norms: Tensor
 
-    @classmethod
-    def start(cls, weights: SwiGLU, batch: int, momentum: bool) -> LargeChunkState:
-        """Return the state of `batch` rows before their first token; `weights` are [H, ...]."""
-        own, none = {}, (0,) * batch
-        for name, w in zip(NAMES, weights, strict=True):
-            own[name] = w.expand(batch, -1, -1, -1)
-            own[f"{name}_step"] = w.new_zeros(batch, len(w), *(w.shape[1:] if momentum else (0, 0)))
-        own["norms"] = all_norms(weights).expand(batch, -1, -1, -1)
-        return cls(**own, **first_fields(weights), waiting=Waiting((), none), writes=none)
-
     @property
     def norms_first(self) -> Tensor:
         """The norms of the first weights."""
         return all_norms(SwiGLU(self.gate_first, self.up_first, self.down_first))
 
 
-class LargeChunkRule(NamedTuple):
-    """How the networks read and learn."""
+@dataclass(frozen=True)
+class LargeChunkMemory(NetworkMemory):
+    """How the networks are read and written: the settings of `large_chunk_ttt`.
 
-    optimizer: Optimizer
+    Args:
+        chunk_size: tokens between two writes, >= 1; it may change from call to call.
+        optimizer: a name in `OPTIMIZERS`.
+        meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
+
+    Raises:
+        ArgumentError: numbers out of range, or an unknown optimizer.
+    """
+
+    chunk_size: int = 512
+    optimizer: str = "momentum"
+    meta_grad: bool | int = True
+    shared = False
+
+    def __post_init__(self) -> None:
+        call = "LargeChunkMemory"
+        choice(call, "optimizer", self.optimizer, OPTIMIZERS)
+        check_meta_grad(call, self.meta_grad)
+        object.__setattr__(self, "chunk_size", check_chunk(call, self.chunk_size, 1))
+
+    @property
+    def rule(self) -> Optimizer:
+        """The optimiser."""
+        return OPTIMIZERS[self.optimizer]
+
+    def start(self, weights: SwiGLU, batch: int) -> LargeChunkState:
+        """Return the state of `batch` rows before their first token; `weights` are [H, ...]."""
+        own, none = {}, (0,) * batch
+        for name, w in zip(NAMES, weights, strict=True):
+            own[name] = w.expand(batch, -1, -1, -1)
+            own[f"{name}_step"] = w.new_zeros(batch, len(w), *(w.shape[1:] if self.rule.momentum else (0, 0)))
+        own["norms"] = all_norms(weights).expand(batch, -1, -1, -1)
+        return LargeChunkState(**own, **first_fields(weights), waiting=Waiting((), none), writes=none)
 
     def read(self, state: LargeChunkState, tokens: Tensors, keep: bool) -> tuple[Tensor, Tensors]:
         """Return f(q) of the tokens, [R, w, H D], and the fields that wait."""
@@ -131,13 +148,13 @@ class LargeChunkRule(NamedTuple):
         key, value, rates, share = (hidden_where(~there, tokens[name]).transpose(1, 2) for name in state.WAITING)
         found = dict(zip(NAMES, state.network.gradients(key, value, SwiGLU(*rates.split(1, -1))), strict=True))
         memory = {}
-        if self.optimizer.momentum:
+        if self.rule.momentum:
             mean = share.sum(2) / there.sum(1, keepdim=True).clamp_min(1)
             found = {n: g + mean[..., None, None] * getattr(state, f"{n}_step") for n, g in found.items()}
             memory = {f"{n}_step": step for n, step in found.items()}
         norms = state.norms.split([x.shape[-2] for x in state.network], -2)
         for (name, step), norm in zip(found.items(), norms, strict=True):
-            new = getattr(state, name) + (orthogonal(step) if self.optimizer.orthogonal else step)
+            new = getattr(state, name) + (orthogonal(step) if self.rule.orthogonal else step)
             memory[name] = new / (row_norms(new) + 1e-5) * norm
         return memory
 
@@ -148,15 +165,14 @@ def large_chunk_ttt(
     value: Tensor,
     rates: Tensor,
     weights: SwiGLU | tuple[Tensor, Tensor, Tensor],
+    memory: LargeChunkMemory | None = None,
     *,
     share: Tensor | None = None,
-    chunk_size: int = 512,
-    optimizer: str = "momentum",
     state: LargeChunkState | None = None,
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     frozen: bool = False,
-    meta_grad: bool | int = True,
+    **options: Any,
 ) -> tuple[Tensor, LargeChunkState]:
     """Read a SwiGLU network for every sequence and head, and train it on keys and values, chunk by chunk.
 
@@ -168,12 +184,11 @@ def large_chunk_ttt(
         rates: eta >= 0, [B, T, H, 3] of gate, up and down.
         weights: gate [H, F, D], up [H, F, D], down [H, D, F]: the first weights of every sequence or document that
             begins in this call.
+        memory: how the networks are read and written; None for the defaults.
         share: m_t of the momentum, [B, T, H]; needed only by optimisers with momentum.
-        chunk_size: tokens between two writes, >= 1; it may change from call to call.
-        optimizer: a name in `OPTIMIZERS`.
         state, mask, segment_ids, frozen: as in `fast_weight_memory`. A token that is not finite reads 0 and is not
             learned from, but keeps its place in its chunk.
-        meta_grad: gradients flow through all writes (True), none (False), or are cut after every m-th.
+        options: changes to `memory`, by the names of `LargeChunkMemory`, such as chunk_size=64 or optimizer="muon".
 
     Returns:
         (what was read [B, T, H, D] in the dtype of `query`, the state after the call).
@@ -184,55 +199,32 @@ def large_chunk_ttt(
     Precision: float32 (float64 for float64). Cost: 18 H D F multiplications per token, and for Muon about 30 H F D^2
     per chunk; in training, the weights of every chunk are kept.
     """
-    rule = LargeChunkRule(as_optimizer(CALL, optimizer))
+    memory = LargeChunkMemory.of(CALL, memory, options)
     flag(CALL, "frozen", frozen)
     floating(CALL, "query", query)
+    lacking = memory.rule.momentum and share is None
+    require(not lacking, CALL, "this optimizer has momentum, which needs share [B, T, H]; give it, or optimizer='sgd'.")
     new = {"query": query, "key": key, "value": value, "rates": rates}
     new["share"] = query[..., :0].sum(-1) if share is None else share
-    start = _check(new, weights, mask, segment_ids, rule.optimizer.momentum and share is None)
-    detach_every = check_meta_grad(CALL, meta_grad)
-    chunk_size = check_chunk(CALL, chunk_size, 1)
-    empty = LargeChunkState.start(start, len(query), rule.optimizer.momentum)
-    if state is not None:
-        fit(CALL, state, empty, len(query), {name: new[name].shape[2:] for name in empty.WAITING})
-    streams = Streams.of(query, mask, segment_ids, False)
-    with full_precision(query.device.type):
-        new = finite_tokens({name: x.to(start.gate.dtype) for name, x in new.items()})
-        if state is None:
-            state, begun = empty, LargeChunkState.start(start, len(streams.counts), rule.optimizer.momentum)
-        else:
-            begun = streams.begin(state, first_fields(start))
-        out, after = follow(rule, state, begun, new, streams, chunk_size, detach_every, frozen)
-    out = hidden_where(~new["good"], out) if "good" in new else out
-    return out.unflatten(-1, query.shape[2:]).to(query.dtype), after
-
-
-def flush(state: LargeChunkState, *, optimizer: str = "momentum") -> LargeChunkState:
-    """Return the state after all waiting tokens were learned from; then none waits."""
-    call = f"{CALL}.flush"
-    instance(call, "state", state, LargeChunkState, "a LargeChunkState")
-    return flushed(LargeChunkRule(as_optimizer(call, optimizer)), state)
-
-
-def _check(new: Tensors, weights: Any, mask: Any, segment_ids: Any, lacking: bool) -> SwiGLU:
-    """Return the first weights in the dtype of the computation."""
-    query = new["query"]
-    require(not lacking, CALL, "this optimizer has momentum, which needs share [B, T, H]; give it, or optimizer='sgd'.")
     fits = query.dim() == 4 and 0 not in query.shape[1:]
     require(fits, CALL, f"query has shape {shape(query)}, expected [B, T, H, D] with T >= 1.")
-    heads, dim = query.shape[2:]
+    given = f"for query {shape(query)}"
     sizes = {"key": query.shape, "value": query.shape, "rates": (*query.shape[:3], 3), "share": query.shape[:3]}
     for name, size in sizes.items():
         tensor(CALL, name, new[name], like=query)
         if new[name].shape != size:
-            given = f"{list(size)} for query {shape(query)}"
-            raise ArgumentError(f"{CALL}: {name} has shape {shape(new[name])}, expected {given}.")
+            raise ArgumentError(f"{CALL}: {name} has shape {shape(new[name])}, expected {list(size)} {given}.")
     check_tokens(CALL, query, mask, segment_ids, False)
-    network = three_matrices(CALL, weights, query)
-    inner = network.gate.shape[-2]
-    expected = ((heads, inner, dim), (heads, inner, dim), (heads, dim, inner))
-    for name, w, wanted in zip(NAMES, network, expected, strict=True):
-        if w.shape != wanted:
-            given = f"{list(wanted)} for query {shape(query)}"
-            raise ArgumentError(f"{CALL}: weights {name} are {shape(w)}, expected {given}.")
-    return SwiGLU(*(w.to(torch.promote_types(query.dtype, torch.float32)) for w in network))
+    first = first_network(CALL, weights, query, (*query.shape[2:], query.shape[3]), 0, given)
+    out, after = memory.run(CALL, new, first, state, (mask, segment_ids), frozen)
+    return out.unflatten(-1, query.shape[2:]), after
+
+
+def flush(state: LargeChunkState, memory: LargeChunkMemory | None = None, **options: Any) -> LargeChunkState:
+    """Return the state after all waiting tokens were learned from; then none waits.
+
+    `memory` and `options` are those of `large_chunk_ttt`; the optimizer is used.
+    """
+    call = f"{CALL}.flush"
+    instance(call, "state", state, LargeChunkState, "a LargeChunkState")
+    return flushed(LargeChunkMemory.of(call, memory, options), state)

@@ -7,20 +7,19 @@ a query, Dv of a value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, flags, instance, refuse, require, suggestion, within
+from ..checks import ArgumentError, flags, refuse, require, within
 from ..grammar import Spec
 from .fast_weight_rules import WriteRule, Written
 from .fast_weight_state import FastWeightState
 from .product_key import SOFTMAX, SlotScore, check_eps, search, slot_scores, weigh, weights_spec
 from .stores.slot_values import SlotValues, preferred, slot_values
-from .stream import check_chunk, check_meta_grad
+from .stream import ChunkSettings, check_chunk, check_meta_grad
 from .tokens import Tensors, joined, marked
 
 BLOCK = 8192
@@ -82,7 +81,7 @@ def _shown(x: Tensor, good: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class SlotMemory:
+class SlotMemory(ChunkSettings):
     """How a fast-weight product-key memory is read and written: the settings of `fast_weight_memory`.
 
     Args:
@@ -139,20 +138,6 @@ class SlotMemory:
         check_sync(call, self.sync, self.shared)
         if observer is not None and not all(callable(getattr(observer, n, None)) for n in ("on_read", "on_write")):
             raise refuse(call, "observer", observer, "an object with on_read and on_write, or None")
-
-    @classmethod
-    def of(cls, call: str, memory: SlotMemory | None, options: Mapping[str, Any]) -> SlotMemory:
-        """Return the settings of a call: those of `memory`, changed by `options`."""
-        memory = DEFAULTS if memory is None else instance(call, "memory", memory, cls, "a SlotMemory or None")
-        for name in options:
-            if name not in cls.__dataclass_fields__:
-                raise ArgumentError(f"{call}: unknown option {name!r}.{suggestion(name, cls.__dataclass_fields__)}")
-        return within(call, None, replace, memory, **options)
-
-    @property
-    def detach_every(self) -> int:
-        """After how many writes gradients are cut; 0: never."""
-        return check_meta_grad("SlotMemory", self.meta_grad)
 
     @property
     def kind(self) -> SlotScore:
@@ -305,6 +290,3 @@ def check_sync(call: str, sync: Any, shared: bool) -> None:
     if sync is not None and not (isinstance(sync, str) and sync == "all_gather"):
         raise refuse(call, "sync", sync, "None or 'all_gather'")
     require(sync is None or shared, call, "sync='all_gather' is for one memory of all processes; give shared=True.")
-
-
-DEFAULTS = SlotMemory()

@@ -22,11 +22,12 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, refuse, require, segments, token_mask, whole
+from ..checks import ArgumentError, instance, refuse, require, segments, suggestion, token_mask, whole, within
 from ..recurrent.states import State
 from .tokens import Tensors, Waiting, blend, device_of, hidden_where, limited, picked, repeated, width
 
 S = TypeVar("S", bound="StreamState")
+M = TypeVar("M", bound="ChunkSettings")
 H = TypeVar("H", bound="StreamState", contravariant=True)
 
 
@@ -116,7 +117,7 @@ class StreamState(State):
     def bytes(self) -> int:
         """The memory of all tensors, without the first values, which belong to the layer."""
         own = [x for name, x in self._tensors().items() if name not in self._firsts]
-        return self.waiting.bytes + sum(x.numel() * x.element_size() for x in own)
+        return self.waiting.bytes + sum(x.nbytes for x in own)
 
     def _each(self: S, fn: Callable[[Tensor], Tensor]) -> S:
         tensors = {name: fn(x) for name, x in self._tensors().items()}
@@ -276,8 +277,38 @@ class Streams:
 # Reading and writing ------------------------------------------------------------------------------------------
 
 
+class ChunkSettings:
+    """The base of a memory's settings, which are a frozen dataclass."""
+
+    chunk_size: int
+    meta_grad: bool | int
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @classmethod
+    def of(cls: type[M], call: str, memory: M | None, options: Mapping[str, Any]) -> M:
+        """Return the settings of a call: those of `memory` (None: the defaults), changed by `options`."""
+        memory = cls() if memory is None else instance(call, "memory", memory, cls, f"a {cls.__name__} or None")
+        for name in options:
+            if name not in cls.__dataclass_fields__:
+                raise ArgumentError(f"{call}: unknown option {name!r}.{suggestion(name, cls.__dataclass_fields__)}")
+        return within(call, None, replace, memory, **options)
+
+    @property
+    def detach_every(self) -> int:
+        """After how many writes gradients are cut; 0: never."""
+        return check_meta_grad(type(self).__name__, self.meta_grad)
+
+
 class ChunkMemory(Protocol[H]):
     """How a memory is read and written."""
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens per chunk."""
+
+    @property
+    def detach_every(self) -> int:
+        """After how many writes gradients are cut; 0: never."""
 
     def read(self, state: H, tokens: Tensors, keep: bool) -> tuple[Tensor, Tensors]:
         """Return what the tokens, fields [R, w, ...], read, [R, w, D], and (if `keep`) the fields that `write` needs
@@ -289,46 +320,26 @@ class ChunkMemory(Protocol[H]):
 
 
 def follow(
-    memory: ChunkMemory[S],
-    state: S,
-    begun: S,
-    new: Tensors,
-    streams: Streams,
-    chunk: int,
-    detach_every: int,
-    frozen: bool,
+    memory: ChunkMemory[S], state: S, begun: S, new: Tensors, streams: Streams, frozen: bool
 ) -> tuple[Tensor, S]:
-    """Read all tokens of a call, and write every chunk that a next token closes.
-
-    Args:
-        memory: how to read and write.
-        state: of every row.
-        begun: of every stream (`Streams.begin`).
-        new: fields [B, T, ...] of the tokens, as `finite_tokens` returns them.
-        streams: of these tokens.
-        chunk: tokens per chunk.
-        detach_every: cut off gradients at every so many writes; 0: never.
-        frozen: read only, and return `state` as it is.
-
-    Returns:
-        (what was read [B, T, D], the state of every row after it).
-    """
+    """Read the tokens of a call, fields `new` [B, T, ...] of `finite_tokens`, and write every chunk that a next token
+    closes. Return what was read [B, T, D] and the state of every row after it, given the state of every row and that
+    of every stream, `begun`; if `frozen`, only read."""
     batch, tokens = next(iter(new.values())).shape[:2]
     own = streams.cut(new)
     if frozen:
         return streams.join(memory.read(begun, own, False)[0], batch, tokens), state
-    out, after = _run(memory, begun, own, streams.counts, chunk, detach_every)
+    out, after = _run(memory, begun, own, streams.counts)
     return streams.join(out, batch, tokens), replace(streams.end(after), tokens=state.tokens + tokens)
 
 
-def _run(
-    memory: ChunkMemory[S], state: S, new: Tensors, counts: Sequence[int], chunk: int, detach_every: int
-) -> tuple[Tensor, S]:
+def _run(memory: ChunkMemory[S], state: S, new: Tensors, counts: Sequence[int]) -> tuple[Tensor, S]:
     parts, places, reach = [], [], 0
-    for step in schedule(state.waits, counts, chunk):
+    for step in schedule(state.waits, counts, memory.chunk_size):
         piece = _piece(new, step)
         if any(step.flush):
-            state = _written(memory, state, step.flush, {name: x[:, :1] for name, x in piece.items()}, detach_every)
+            first = {name: x[:, :1] for name, x in piece.items()}
+            state = _written(memory, state, step.flush, first, memory.detach_every)
         out, kept = memory.read(state, piece, True)
         state = replace(state, waiting=state.waiting.append(kept, step.counts))
         parts.append(out)

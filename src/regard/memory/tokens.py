@@ -80,7 +80,7 @@ class Waiting:
     @property
     def bytes(self) -> int:
         """The memory of all tensors."""
-        return sum(x.numel() * x.element_size() for piece in self.pieces for x in piece.values())
+        return sum(x.nbytes for piece in self.pieces for x in piece.values())
 
 
 def marked(tokens: Tensors) -> Tensors:

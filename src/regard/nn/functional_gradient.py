@@ -277,13 +277,7 @@ class FunctionalGradient(nn.Module):
         return values.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pairs: Pairs | None,
-        output_attentions: bool,
-        is_causal: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, pairs: Pairs | None, output_attentions: bool, is_causal: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the weighted sums of values [B, H, rows, Dv] and the weights [B, H, rows, n] or None."""
         (batch, heads, rows, _), n = query.shape, key.shape[2]

@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, C model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class MemoryLayer(nn.Module):
     Attributes:
         defaults: options and their defaults, if they are not the keywords of the class.
         replaces_feed_forward: the layer replaces a feed-forward layer and reads the normalised residual stream;
-            otherwise it stands beside one and normalises the stream itself.
+            otherwise its output is added to that of a feed-forward layer, and it normalises the stream itself.
         remembers: the layer is written while it is read, and has a state.
         honours_segments: each document of a packed row gets the result that it gets alone. Models refuse packed
             documents if a layer does not.
@@ -43,6 +43,7 @@ class MemoryLayer(nn.Module):
     replaces_feed_forward: ClassVar[bool] = False
     remembers: ClassVar[bool] = True
     honours_segments: ClassVar[bool] = False
+    defaults: ClassVar[Mapping[str, Any]]
     forward: Callable[..., tuple[Tensor, Any]]
 
     def fast_numbers(self) -> int:

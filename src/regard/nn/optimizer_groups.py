@@ -31,11 +31,7 @@ class OptimizerGroups(NamedTuple):
 
 
 def optimizer_groups(
-    model: nn.Module,
-    *,
-    weight_decay: float = 0.1,
-    memory_rate: float = MEMORY_RATE,
-    memory_keys: bool = True,
+    model: nn.Module, *, weight_decay: float = 0.1, memory_rate: float = MEMORY_RATE, memory_keys: bool = True
 ) -> OptimizerGroups:
     """Return groups of the trainable parameters of `model`, each parameter in one group.
 

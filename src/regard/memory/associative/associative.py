@@ -144,20 +144,7 @@ class AssociativeMemory(nn.Module):
         whole(CALL, "heads", heads, 1)
         if generator is not None:
             instance(CALL, "generator", generator, torch.Generator, "a torch.Generator or None")
-        self._make_slots(whole(CALL, "slots", slots, 0), heads, dim, value_dim, tied, generator)
-        for name, given in self.params.items():
-            number(CALL, f"params[{name!r}]", given)
-        within(CALL, None, self.spec.resolve, dim or 1, scale, self.params)  # raises now, not at the first read
-
-    def _make_slots(
-        self,
-        slots: int,
-        heads: int,
-        dim: int | None,
-        value_dim: int | None,
-        tied: bool,
-        generator: torch.Generator | None,
-    ) -> None:
+        whole(CALL, "slots", slots, 0)
         if dim is not None:
             value_dim = dim if value_dim is None else value_dim
             self._sizes = (whole(CALL, "dim", dim, 1), whole(CALL, "value_dim", value_dim, 1))
@@ -167,11 +154,13 @@ class AssociativeMemory(nn.Module):
             raise ArgumentError(f"{CALL}: tied=True is for slots with value_dim equal to dim, got slots={slots}.")
         self.register_parameter("slot_keys", None)
         self.register_parameter("slot_values", None)
-        if not slots or self._sizes is None:
-            return
-        drawn = [torch.randn(heads, slots, d, generator=generator) * d**-0.5 for d in self._sizes]
-        self.slot_keys = nn.Parameter(drawn[0])
-        self.slot_values = None if tied else nn.Parameter(drawn[1])
+        if slots and self._sizes is not None:
+            drawn = [torch.randn(heads, slots, d, generator=generator) * d**-0.5 for d in self._sizes]
+            self.slot_keys = nn.Parameter(drawn[0])
+            self.slot_values = None if tied else nn.Parameter(drawn[1])
+        for name, given in self.params.items():
+            number(CALL, f"params[{name!r}]", given)
+        within(CALL, None, self.spec.resolve, dim or 1, scale, self.params)  # raises now, not at the first read
 
     # Size ---------------------------------------------------------------------------------------------------
 
@@ -185,7 +174,7 @@ class AssociativeMemory(nn.Module):
     @property
     def bytes(self) -> int:
         """The memory of the short-term part and the slots."""
-        slots = {id(p): p.numel() * p.element_size() for p in self.parameters()}
+        slots = {id(p): p.nbytes for p in self.parameters()}
         return sum(slots.values()) + (0 if self._short is None else self._short.bytes)
 
     @property
@@ -264,7 +253,8 @@ class AssociativeMemory(nn.Module):
         self._own_values |= values is not None and values is not keys
         self._sizes = (new.keys.shape[3], new.values.shape[3])
         if self.store == "sums":
-            self._short = Sums.with_new(self._short, self.spec, new, self.trend)
+            held = self._short if isinstance(self._short, Sums) else None
+            self._short = Sums.of(self.spec, new, self.trend) if held is None else held.plus(new)
             return 0
         assert self._short is None or isinstance(self._short, Pairs)
         both = new.map(torch.clone) if self._short is None else self._short.append(new)
@@ -330,31 +320,24 @@ class AssociativeMemory(nn.Module):
         if everything:
             self._short = None
         elif pairs is not None:
-            within(call, "pairs", self._subtract, pairs, call)
+            if not isinstance(pairs, tuple) or len(pairs) != 2:
+                raise ArgumentError(f"{call}: pairs: got {shown(pairs)}, expected (keys, values).")
+            gone = within(call, "pairs", paired, *pairs, None, call)
+            within(call, "pairs", self._check_fit, gone.keys, gone.values, call)
+            if not isinstance(self._short, Sums) or len(gone) > before:
+                raise ArgumentError(f"{call}: pairs: {len(gone)} pairs were given and {before} are held.")
+            self._short = self._short.minus(gone)
         elif oldest is not None:
             count = whole(call, "oldest", oldest, 0)
             if isinstance(self._short, Pairs):
                 self._short = self._short.newest(max(before - count, 0))
         else:
-            self._drop(places_of(call, indices, before))
+            dropped = {place % before for place in places_of(call, indices, before)}
+            if isinstance(self._short, Pairs):
+                kept = [place for place in range(before) if place not in dropped]
+                self._short = self._short.select(torch.tensor(kept, dtype=torch.int64, device=self._short.device))
         self._own_values &= len(self) > 0
         return before - len(self)
-
-    def _subtract(self, pairs: tuple[Tensor, Tensor], call: str) -> None:
-        if not isinstance(pairs, tuple) or len(pairs) != 2:
-            raise ArgumentError(f"{call}: got {shown(pairs)}, expected (keys, values).")
-        gone = paired(*pairs, None, call)
-        self._check_fit(gone.keys, gone.values, call)
-        if not isinstance(self._short, Sums) or len(gone) > len(self):
-            raise ArgumentError(f"{call}: {len(gone)} pairs were given and {len(self)} are held.")
-        self._short = self._short.minus(gone)
-
-    def _drop(self, places: list[int]) -> None:
-        held = len(self)
-        if isinstance(self._short, Pairs):
-            gone = {place % held for place in places}
-            kept = [place for place in range(held) if place not in gone]
-            self._short = self._short.select(torch.tensor(kept, dtype=torch.int64, device=self._short.keys.device))
 
     # Reading ------------------------------------------------------------------------------------------------
 

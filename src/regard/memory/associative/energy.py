@@ -74,28 +74,24 @@ def require_energy(spec: Spec, call: str) -> Energy:
 
 def well(spec: Spec, query: Tensor, key: Tensor, mask: Tensor | None, scale: Number | None, params: Params) -> Tensor:
     """Return g(q) [B, H, Tq] of one memory: E(q) = |q|^2 / 2 - sum of g over the memories whose reads are added."""
-    with full_precision(query.device.type):
-        return _well(spec, query, key, mask, scale, params)
-
-
-def _well(spec: Spec, query: Tensor, key: Tensor, mask: Tensor | None, scale: Number | None, params: Params) -> Tensor:
     dtype = torch.promote_types(query.dtype, torch.float32)
-    query, key = query.to(dtype), key.to(dtype)
-    if mask is not None:
-        key = torch.where(mask[..., None], key, 0)
-    factor, numbers = spec.resolve(query.shape[-1], scale, params)
-    rows = {name: _row(number, dtype) for name, number in numbers.items()}
-    beta = _row(factor, dtype)
-    q, k = spec.similarity.features(query, key)
-    z = (q * beta) @ k.transpose(-1, -2)
-    if mask is not None:
-        z = torch.where(mask[..., None, :], z, -torch.inf)
-    if z.shape[-1] == 0:
-        return z.new_zeros(z.shape[:-1])
-    g = require_energy(spec, CALL).potential(z, spec, rows) / (beta[..., 0] if isinstance(beta, Tensor) else beta)
-    if spec.similarity.name == "euclidean":
-        g = g + query.square().sum(-1) / 2
-    return torch.where((z != -torch.inf).any(-1), g, 0)
+    with full_precision(query.device.type):
+        query, key = query.to(dtype), key.to(dtype)
+        if mask is not None:
+            key = torch.where(mask[..., None], key, 0)
+        factor, numbers = spec.resolve(query.shape[-1], scale, params)
+        rows = {name: _row(number, dtype) for name, number in numbers.items()}
+        beta = _row(factor, dtype)
+        q, k = spec.similarity.features(query, key)
+        z = (q * beta) @ k.transpose(-1, -2)
+        if mask is not None:
+            z = torch.where(mask[..., None, :], z, -torch.inf)
+        if z.shape[-1] == 0:
+            return z.new_zeros(z.shape[:-1])
+        g = require_energy(spec, CALL).potential(z, spec, rows) / (beta[..., 0] if isinstance(beta, Tensor) else beta)
+        if spec.similarity.name == "euclidean":
+            g = g + query.square().sum(-1) / 2
+        return torch.where((z != -torch.inf).any(-1), g, 0)
 
 
 def _row(number: Number, dtype: torch.dtype) -> Number:
@@ -186,11 +182,14 @@ class _Sum:
 
     @staticmethod
     def potential(z: Tensor, spec: Spec, params: Params) -> Tensor:
-        return _integrated(z, spec, params)
+        hidden = z == -torch.inf
+        bias = params.get("bias", spec.bandwidth.bias or 0.0)
+        own = integral(spec.kernel, torch.where(hidden, 0, z) + bias, spec.bandwidth.kernel_params(params))
+        return torch.where(hidden, 0, own).sum(-1)
 
 
 @energies.register("mean-shift")
-class _MeanShift:
+class _MeanShift(_Sum):
     """f = sum Phi(z + bias), Phi' = K: normalised kernels with an edge, fixed, on the Euclidean similarity."""
 
     additive = False
@@ -200,17 +199,6 @@ class _MeanShift:
         euclidean = _straight(spec) and spec.similarity.name == "euclidean"
         fixed = spec.bandwidth.name == "fixed" and bool(spec.normalise)
         return euclidean and fixed and spec.kernel.compact and has_integral(spec.kernel)
-
-    @staticmethod
-    def potential(z: Tensor, spec: Spec, params: Params) -> Tensor:
-        return _integrated(z, spec, params)
-
-
-def _integrated(z: Tensor, spec: Spec, params: Params) -> Tensor:
-    hidden = z == -torch.inf
-    bias = params.get("bias", spec.bandwidth.bias or 0.0)
-    own = integral(spec.kernel, torch.where(hidden, 0, z) + bias, spec.bandwidth.kernel_params(params))
-    return torch.where(hidden, 0, own).sum(-1)
 
 
 @singledispatch

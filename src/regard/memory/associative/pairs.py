@@ -24,7 +24,7 @@ class Pairs:
     def bytes(self) -> int:
         """The memory of all tensors; values that are the keys count once."""
         held = {id(t): t for t in (self.keys, self.values, self.mask) if t is not None}
-        return sum(t.numel() * t.element_size() for t in held.values())
+        return sum(t.nbytes for t in held.values())
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Pairs:
         """Apply `fn` to every tensor."""

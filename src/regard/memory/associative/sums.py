@@ -60,11 +60,6 @@ class Sums:
         )
         return cls(spec, state, pairs.dtype).plus(pairs)
 
-    @classmethod
-    def with_new(cls, held: Any, spec: Spec, new: Pairs, trend: Any = None) -> Sums:
-        """Return `held`, sums or None, with the pairs `new` added."""
-        return held.plus(new) if isinstance(held, cls) else cls.of(spec, new, trend)
-
     def __len__(self) -> int:
         return self.state.tokens
 
@@ -113,14 +108,8 @@ class Sums:
         assert isinstance(lost, LinearState)
         assert isinstance(held, LinearState)
         squares = None if held.squares is None or lost.squares is None else held.squares - lost.squares
-        state = replace(
-            held,
-            values=held.values - lost.values,
-            keys=held.keys - lost.keys,
-            squares=squares,
-            tokens=held.tokens - lost.tokens,
-        )
-        return replace(self, state=state)
+        left = {name: getattr(held, name) - getattr(lost, name) for name in ("values", "keys", "tokens")}
+        return replace(self, state=replace(held, **left, squares=squares))
 
     def read(self, query: Tensor, scale: float | Tensor | None, params: Mapping[str, float | Tensor]) -> Tensor:
         """Return the values [B, H, Tq, Dv] for queries [B, H, Tq, D] (equations 17 to 22)."""

@@ -75,8 +75,7 @@ class OverlayValues:
     @property
     def bytes(self) -> int:
         """The memory of pointers, pool and base. Stores that continue from one share pool and base."""
-        base = self.pool.base
-        return self.pool.bytes + base.numel() * base.element_size() + self.where.numel() * self.where.element_size()
+        return self.pool.bytes + self.pool.base.nbytes + self.where.nbytes
 
     def read(self, weights: Tensor, slots: Tensor) -> Tensor:
         ids, weights = self._ids(slots), weights.to(self.pool.wide)

@@ -148,7 +148,7 @@ class DenseValues:
     def bytes(self) -> int:
         untouched = self.values.data_ptr() == self.base.data_ptr()  # a view
         parts = (self.base,) if untouched else (self.values, self.base)
-        return sum(x.numel() * x.element_size() for x in parts)
+        return sum(x.nbytes for x in parts)
 
     @property
     def _wide(self) -> torch.dtype:

@@ -296,13 +296,7 @@ class Attention(nn.Module):
         return layer
 
     def _attend_to_sums(
-        self,
-        sums: SumsLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        output_attentions: bool,
+        self, sums: SumsLayer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output_attentions: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Read and update the state; return [B, H, T, D] and weights or None."""
         state, mask = sums.linear_state, self._mask(mask, query, key)

@@ -96,12 +96,7 @@ class Temperature(Rule):
         return default * self.multiplier(n.to(dtype).clamp_min(1), rows)
 
     def arguments(
-        self,
-        spec: Spec,
-        dim: int,
-        n: Tensor | None = None,
-        learned: Learned | None = None,
-        usual: float | None = None,
+        self, spec: Spec, dim: int, n: Tensor | None = None, learned: Learned | None = None, usual: float | None = None
     ) -> dict[str, Any]:
         """Return the arguments that give `regard.attention` this temperature; none for the usual scale.
 

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ...checks import ArgumentError, require, shape, suggestion, within
-from ...memory.fast_weights import FastWeightState, WriteRule, fast_weight_memory, flush
-from ...memory.stream import check_held
+from ...memory.fast_weights import FastWeightState, SlotMemory, WriteRule, fast_weight_memory, flush
+from ...memory.product_key import weights_spec
 from ...one_node import one_node
 from ..arguments import positive_int
-from ..hooks import HookPoint
-from ..memories import MemoryLayer, memory_layers
+from ..memories import memory_layers
 from ..memory_trace import MemoryObserver
 from .fast_weight_config import FastWeightConfig, as_dtype
-from .projections import MemoryProjections, Projected, Tokens, clean_tokens
+from .projections import FastWeightLayer, Projected, Tokens
 
 CALL = "nn.FastWeightProductKeyMemory"
 PRESETS: dict[str, dict[str, Any]] = {
@@ -41,7 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @memory_layers.register("fwpkm")
-class FastWeightProductKeyMemory(MemoryLayer):
+class FastWeightProductKeyMemory(FastWeightLayer):
     """Read, for every token, the k slots nearest to its query; after every chunk of tokens, move what was read towards
     the value of the token that came next, so that the same query finds that value at the next reading.
 
@@ -62,11 +61,9 @@ class FastWeightProductKeyMemory(MemoryLayer):
         keys: [H, 2, n, Dk/2], uniform in +-1/sqrt(Dk) at the start.
         values: [N, Dv], N(0, 1/Dv) at the start. Keys and values are buffers, which no optimiser moves and only a
             resident memory changes, or parameters (`learn_initial`).
-        chunk_size: tokens between two writes. May be set at any time.
-        frozen: read and do not write; the state comes back as it was given. May be set at any time.
         observer: None, or a `MemoryObserver` that receives every read and write.
         slots: N.
-        hook_gate, hook_read: see the gates [B, T] and what was read [B, T, Dv], before the mix.
+        chunk_size, frozen, hook_gate, hook_read: as in `FastWeightLayer`.
 
     In several processes (DistributedDataParallel) every process has memories of its own, written by its own tokens; a
     checkpoint saves the resident memory of the process that writes it. With sync="all_gather" all memories equal that
@@ -78,11 +75,14 @@ class FastWeightProductKeyMemory(MemoryLayer):
 
     Raises:
         ArgumentError: sizes, numbers or names that do not fit, or options that exclude each other.
+
+    Cost of a call: O(T (C Dk H + C Dv)) for the projections and O(T H (n Dk + k Dv)) for reading and writing; a
+    resident memory is copied once per call, N Dv numbers. Under torch.compile, reading a frozen memory is part of the
+    graph (without gradients to what a state has written), writing is not. Under torch.export the memory is one node,
+    and the state is None.
     """
 
-    replaces_feed_forward: ClassVar[bool] = False
-    remembers: ClassVar[bool] = True
-    honours_segments: ClassVar[bool] = True
+    call = CALL
     defaults: ClassVar[Mapping[str, Any]] = FastWeightConfig.defaults()
     keys: Tensor
     values: Tensor
@@ -96,24 +96,18 @@ class FastWeightProductKeyMemory(MemoryLayer):
             raise ArgumentError(f"{CALL}: config is a {type(config).__name__}, expected a FastWeightConfig or None.")
         config = within(CALL, None, config.with_options, **options)
         table, mix, store = config.table, config.mix, config.store
-        self.hidden_size, self.heads, self.slots, self.top_k = hidden_size, table.heads, table.sub_keys**2, table.top_k
-        self.score, self.spec, self.idw_eps = table.score, table.spec, table.idw_eps
-        self.rule, self.chunk_size, self.meta_grad = config.rule, config.chunk_size, config.meta_grad
-        self.shared, self.resident, self.sync = store.shared, store.resident, store.sync
-        self.storage, self.impl = store.storage, store.impl
-        self.frozen, self.observer = False, None
+        self.heads, self.slots, self.chunk_size = table.heads, table.sub_keys**2, config.chunk_size
+        self.resident, self.observer = store.resident, None
+        self.settings = SlotMemory(
+            config.rule, table.top_k, config.chunk_size, weights_spec(CALL, table.spec), table.score, table.idw_eps,
+            store.shared, meta_grad=config.meta_grad, storage=store.storage, impl=store.impl, sync=store.sync,
+        )  # fmt: skip
+        first = {"keys": (table.heads, 2, table.sub_keys, table.key_dim // 2), "values": (self.slots, table.value_dim)}
         sizes = (hidden_size, table.heads * table.key_dim, table.value_dim)
-        self.projections = within(CALL, None, MemoryProjections, *sizes, **asdict(mix))
-        shapes = {"keys": (table.heads, 2, table.sub_keys, table.key_dim // 2), "values": (self.slots, table.value_dim)}
-        for name, size in shapes.items():
-            if store.learn_initial:
-                self.register_parameter(name, nn.Parameter(torch.empty(size)))
-            else:
-                self.register_buffer(name, torch.empty(size))
+        self._make(*sizes, first, store.learn_initial, **asdict(mix))
         if store.resident:
             self.register_buffer("seed", torch.zeros((), dtype=torch.long))
         self._held: FastWeightState | None = None
-        self.hook_gate, self.hook_read = HookPoint(), HookPoint()
         self.reset_parameters()
 
     @classmethod
@@ -160,63 +154,19 @@ class FastWeightProductKeyMemory(MemoryLayer):
             return held.copy_(fresh)
         return fresh.to(held)  # a new tensor, since a graph may still need the old one
 
-    def fast_numbers(self) -> int:
-        return 0 if isinstance(self.values, nn.Parameter) else self.keys.numel() + self.values.numel()
-
     def extra_repr(self) -> str:
         """Return sizes and rule, for `print(model)`."""
-        flags = "".join(f", {name}=True" for name in ("shared", "resident", "frozen") if getattr(self, name))
+        settings = self.settings
+        flags = {"shared": settings.shared, "resident": self.resident, "frozen": self.frozen}
+        rest = "".join(f", {name}=True" for name, given in flags.items() if given)
         return (
-            f"slots={self.slots}, top_k={self.top_k}, heads={self.heads}, chunk_size={self.chunk_size}, "
-            f"step_rule={self.rule.name!r}{flags}"
+            f"slots={self.slots}, top_k={settings.top_k}, heads={self.heads}, chunk_size={self.chunk_size}, "
+            f"step_rule={settings.rule.name!r}{rest}"
         )
 
-    def forward(
-        self,
-        hidden: Tensor,
-        mask: Tensor | None = None,
-        state: FastWeightState | None = None,
-        segment_ids: Tensor | None = None,
-    ) -> tuple[Tensor, FastWeightState | None]:
-        """Read for every token, and write complete chunks.
-
-        Args:
-            hidden: [B, T, C].
-            mask: boolean [B, T], true where a token is real; None: all.
-            state: returned by the previous call; None at the start of a stream.
-            segment_ids: integers [B or 1, T]: documents packed into a row, each with a memory of its own.
-
-        Returns:
-            (output [B, T, C] in the dtype of `hidden`, 0 for padding, NaN for tokens that are not finite; the state).
-
-        Raises:
-            ArgumentError: shapes or dtypes that do not fit, or a state of another layer.
-
-        Cost: O(T (C Dk H + C Dv)) for the projections and O(T H (n Dk + k Dv)) for reading and writing; a resident
-        memory is copied once per call, N Dv numbers. Under torch.compile, reading a frozen memory is part of the graph
-        (without gradients to what a state has written), writing is not. Under torch.export the memory is one node, and
-        the state is None.
-        """
-        tokens = clean_tokens(CALL, hidden, mask, self.hidden_size)
-        check_held(CALL, "hidden", hidden)
-        own: Projected = self.projections(tokens.hidden)
-        if own.gate is not None:
-            own = own._replace(gate=self.hook_gate(own.gate))
-        apart = self.hook_read.active  # a hook wants what was read before the mix
-        found, state = self._remember(tokens, own, mask, state, segment_ids, mix=not apart)
-        out = self.projections.output(self.hook_read(found), own) if apart else self.projections.back(found)
-        return tokens.shown(out).to(hidden.dtype), state
-
     def _remember(
-        self,
-        tokens: Tokens,
-        own: Projected,
-        mask: Tensor | None,
-        state: FastWeightState | None,
-        segment_ids: Tensor | None,
-        mix: bool,
+        self, tokens: Tokens, own: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
     ) -> tuple[Tensor, FastWeightState | None]:
-        """Return what was read [B, T, Dv], or its mix, and the state after the call."""
         # a checkpointed layer runs again in the backward pass; observers and the memory took the first run
         again = (self.resident or self.observer is not None) and torch._C._current_graph_task_id() != -1
         observer = None if again else self.observer
@@ -235,38 +185,18 @@ class FastWeightProductKeyMemory(MemoryLayer):
         if torch.compiler.is_compiling() and not self.frozen:
             # the steps depend on how many tokens wait, so a compiler would recompile at every call
             run = torch.compiler.disable(fast_weight_memory)
-        found, after = within(
-            CALL,
-            None,
-            run,
-            query.unflatten(-1, (self.heads, -1)),
-            own.value,
-            own.gate,
-            self.keys,
-            self.values,
-            state=state,
-            mask=mask,
-            segment_ids=segment_ids,
-            frozen=self.frozen,
-            mix=mix,
-            meta_grad=self.meta_grad,
-            observer=observer,
-            **self._options(),
-        )
+        heads, where = query.unflatten(-1, (self.heads, -1)), {"state": state, "mask": mask, "segment_ids": segment_ids}
+        how = {"frozen": self.frozen, "mix": mix, "observer": observer, "chunk_size": self.chunk_size}
+        given = (heads, own.value, own.gate, self.keys, self.values, self.settings)
+        found, after = within(CALL, None, run, *given, **where, **how)
         if self.resident and not again and not self.frozen:
             self._held = after.detach()
-            if self.sync is not None:  # now, while all processes take part; later a single one may save
+            if self.settings.sync is not None:  # now, while all processes take part; later a single one may save
                 self._held = self._flushed(self._held, observer)
         return found, after
 
     def _exported(
-        self,
-        query: Tensor,
-        own: Projected,
-        mask: Tensor | None,
-        state: FastWeightState | None,
-        segment_ids: Tensor | None,
-        mix: bool,
+        self, query: Tensor, own: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
     ) -> Tensor:
         """Return what was read, by one node of an exported graph."""
         require(
@@ -274,23 +204,16 @@ class FastWeightProductKeyMemory(MemoryLayer):
             CALL,
             "an exported graph keeps nothing from call to call; export without a state, and not a resident memory.",
         )
-        how = {**self._options(), "rule": asdict(self.rule), "spec": str(self.spec), "frozen": self.frozen, "mix": mix}
-        how["storage"] = None if self.storage is None else str(self.storage).removeprefix("torch.")
+        settings, plain = self.settings, ("top_k", "score", "eps", "shared", "impl", "sync")
+        how: dict[str, Any] = {name: getattr(settings, name) for name in plain}
+        how |= {"rule": asdict(settings.rule), "spec": str(settings.spec), "frozen": self.frozen, "mix": mix}
+        how["storage"] = None if settings.storage is None else str(settings.storage).removeprefix("torch.")
+        how["chunk_size"] = self.chunk_size
         heads = query.unflatten(-1, (self.heads, -1))
         return _read(heads, own.value, own.gate, self.keys, self.values, mask, segment_ids, json.dumps(how))
 
-    def _options(self) -> dict[str, Any]:
-        """Return the options of `fast_weight_memory`."""
-        names = ("rule", "top_k", "chunk_size", "spec", "score", "shared", "storage", "impl", "sync")
-        return {**{name: getattr(self, name) for name in names}, "eps": self.idw_eps}
-
     def _tell(
-        self,
-        observer: MemoryObserver,
-        tokens: Tokens,
-        own: Projected,
-        state: FastWeightState | None,
-        segment_ids: Tensor | None,
+        self, observer: MemoryObserver, tokens: Tokens, own: Projected, state: Any, segment_ids: Tensor | None
     ) -> None:
         if observer.by_memory and segment_ids is not None:
             raise ArgumentError(
@@ -306,13 +229,13 @@ class FastWeightProductKeyMemory(MemoryLayer):
         frozen memory writes nothing."""
         if self.frozen:
             return state
-        return flush(state, meta_grad=self.meta_grad, observer=self.observer, **self._options())
+        return flush(state, self.settings, observer=self.observer)
 
     # A resident memory ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _flushed(self, state: FastWeightState, observer: MemoryObserver | None) -> FastWeightState:
-        return flush(state, observer=observer, **self._options())
+        return flush(state, self.settings, observer=observer)
 
     def _settled(self, observer: MemoryObserver | None = None) -> tuple[Tensor, Tensor]:
         """Return keys and values with everything written, as new tensors."""

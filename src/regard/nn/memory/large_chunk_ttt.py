@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from ...checks import ArgumentError, boolean_mask, flag, flags, number, on_device, require, segments, shape, suggestion
-from ...memory.large_chunk import LargeChunkState, as_optimizer, flush, large_chunk_ttt
-from ...memory.stream import check_chunk, check_held, check_meta_grad
+from ...memory.large_chunk import LargeChunkMemory, LargeChunkState, flush, large_chunk_ttt
+from ...memory.stream import check_held
 from ...pairwise.attention import attention, diagnosed_attention
 from ...recurrent.states import State, require_state
 from ..arguments import check_heads, check_hidden, check_layer_idx, check_positions, positive_int
@@ -74,18 +74,19 @@ class LargeChunkTTT(nn.Module):
         hidden_size: C.
         num_heads: H. fast_heads: Hf. Both divide C.
         inner: F / D.
-        window, chunk_size: W, and tokens between two writes. `chunk_size` may be set at any time.
-        optimizer: "sgd", "momentum" (m_t = sigmoid of a projection, its mean over the chunk), "muon" (Newton-Schulz)
-            or "momentum-muon".
+        window: W.
         layer_idx: the layer's place in a cache.
         bias: biases of queries, keys and values.
         qk_norm: an RMS norm with gains over the whole width of queries, and of keys.
         fast_rotary: also rotate q' and k' by their positions.
-        meta_grad: gradients flow through the writes: always, never, or cut after every so many.
         norm_eps: of the RMS norms.
+        options: how the fast weights learn, by the names of `regard.memory.large_chunk.LargeChunkMemory`: chunk_size,
+            optimizer ("sgd", "momentum" (m_t = sigmoid of a projection, its mean over the chunk), "muon"
+            (Newton-Schulz) or "momentum-muon"), meta_grad.
 
     Attributes:
         gate, up, down: [Hf, F, D], [Hf, F, D], [Hf, D, F], parameters: the weights before the first token.
+        chunk_size: tokens between two writes. May be set at any time.
         frozen: read the fast weights and do not write; the fast state stays as it is.
         hook_q, hook_k, hook_v: see queries, keys, values [B, H, T, C / H] of the attention.
         hook_read: sees what the networks return, [B, T, Hf, D], normalised and scaled. hook_out: the output [B, T, C].
@@ -107,14 +108,12 @@ class LargeChunkTTT(nn.Module):
         fast_heads: int = 4,
         inner: float = 1.0,
         window: int = 2048,
-        chunk_size: int = 512,
-        optimizer: str = "momentum",
         layer_idx: int | None = None,
         bias: bool = False,
         qk_norm: bool = False,
         fast_rotary: bool = True,
-        meta_grad: bool | int = True,
         norm_eps: float = 1e-6,
+        **options: Any,
     ) -> None:
         super().__init__()
         head_dim = check_heads(CALL, hidden_size, num_heads, num_heads, None)
@@ -127,14 +126,12 @@ class LargeChunkTTT(nn.Module):
                 f"{CALL}: hidden_size {hidden_size} is not a multiple of {fast_heads} fast_heads; change one."
             )
         positive_int(CALL, "window", window)
-        self.rule = as_optimizer(CALL, optimizer)
-        check_meta_grad(CALL, meta_grad)
+        self.settings = LargeChunkMemory.of(CALL, None, options)
         dim = hidden_size // fast_heads
         width = int(inner * dim)
         require(width > 0, CALL, f"inner is {inner!r}, expected a factor that leaves at least one of {dim} channels.")
         self.hidden_size, self.num_heads, self.head_dim, self.fast_heads = hidden_size, num_heads, head_dim, fast_heads
-        self.window, self.chunk_size = window, check_chunk(CALL, chunk_size, 1)
-        self.optimizer, self.meta_grad, self.fast_rotary = optimizer, meta_grad, fast_rotary
+        self.window, self.chunk_size, self.fast_rotary = window, self.settings.chunk_size, fast_rotary
         self.layer_idx, self.frozen = check_layer_idx(CALL, layer_idx), False
         for part in ("q", "k", "v"):
             self.add_module(f"{part}_proj", nn.Linear(hidden_size, hidden_size, bias=bias))
@@ -143,7 +140,7 @@ class LargeChunkTTT(nn.Module):
             self.register_parameter(f"{part}_scale", nn.Parameter(torch.ones(hidden_size)))
             self.register_parameter(f"{part}_shift", nn.Parameter(torch.zeros(hidden_size)))
         self.rate_proj = nn.Linear(hidden_size, 3 * fast_heads)
-        self.momentum_proj = nn.Linear(hidden_size, fast_heads) if self.rule.momentum else None
+        self.momentum_proj = nn.Linear(hidden_size, fast_heads) if self.settings.rule.momentum else None
         self.read_norm = HeadRMSNorm(dim, norm_eps)
         self.read_proj = nn.Linear(hidden_size, fast_heads)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
@@ -175,7 +172,7 @@ class LargeChunkTTT(nn.Module):
         """Return heads, window, chunk and optimiser, for `print(model)`."""
         return (
             f"num_heads={self.num_heads}, fast_heads={self.fast_heads}, window={self.window}, "
-            f"chunk_size={self.chunk_size}, optimizer={self.optimizer!r}{', frozen=True' if self.frozen else ''}"
+            f"chunk_size={self.chunk_size}, optimizer={self.settings.optimizer!r}{', frozen=True' * self.frozen}"
         )
 
     def forward(
@@ -229,7 +226,7 @@ class LargeChunkTTT(nn.Module):
 
     def flush(self, state: LargeChunkState) -> LargeChunkState:
         """Return the state after all waiting tokens were learned from."""
-        return flush(state, optimizer=self.optimizer)
+        return flush(state, self.settings)
 
     def _split(self, x: Tensor) -> Tensor:
         """Split [B, T, C] into attention heads, [B, H, T, C / H]."""
@@ -266,14 +263,13 @@ class LargeChunkTTT(nn.Module):
             silu(value.to(wide)).unflatten(-1, heads),
             rates.unflatten(-1, heads),
             (self.gate, self.up, self.down),
+            self.settings,
             share=share,
             chunk_size=self.chunk_size,
-            optimizer=self.optimizer,
             state=None if layer is None else layer.fast_state,
             mask=tokens.counted | tokens.non_finite,
             segment_ids=segment_ids,
             frozen=self.frozen,
-            meta_grad=self.meta_grad,
         )
         return self.read_norm(read) * silu(self.read_proj(hidden).to(wide))[..., None], state
 

@@ -117,11 +117,7 @@ class ProductKeyMemory(MemoryLayer):
         nn.init.normal_(self.values, std=self.values.shape[1] ** -0.5)
 
     def forward(
-        self,
-        hidden: Tensor,
-        mask: Tensor | None = None,
-        state: None = None,
-        segment_ids: Tensor | None = None,
+        self, hidden: Tensor, mask: Tensor | None = None, state: None = None, segment_ids: Tensor | None = None
     ) -> tuple[Tensor, None]:
         """Read the memory for every token.
 

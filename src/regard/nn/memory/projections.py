@@ -1,4 +1,4 @@
-"""Projections from the residual stream into a fast-weight memory and back, and the gate between.
+"""Projections from the residual stream into a fast-weight memory and back, and layers made of both.
 
 Shapes: B batch, T tokens, C model width, Dq width of the queries (all heads), Dv width of a value.
 
@@ -13,16 +13,20 @@ z(x) = (x - mean x) / (std x + 1e-6) over the Dv features, with the unbiased sta
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...checks import ArgumentError, boolean_mask, finite, flags, floating, number, on_device, require, shape
+from ...checks import ArgumentError, boolean_mask, finite, flags, floating, number, on_device, require, shape, within
 from ...memory.slot_memory import mixed
+from ...memory.stream import check_held
 from ...precision import clean
 from ..arguments import positive_int
 from ..attention.norm import HeadRMSNorm
+from ..hooks import HookPoint
+from ..memories import MemoryLayer
 
 GATES = 8
 """Number of features whose mean, after a sigmoid, is the gate."""
@@ -137,10 +141,6 @@ class MemoryProjections(nn.Module):
             gate = _linear(self.gate_proj, self.gate_norm(hidden)).to(wide).mean(-1).sigmoid()
         return Projected(query, z_score(value) if self.value_norm else value, gate)
 
-    def output(self, read: Tensor, own: Projected) -> Tensor:
-        """Mix what was read [B, T, Dv] with the tokens' own values, and project it to [B, T, C]."""
-        return self.back(mixed(read, own.value, own.gate))
-
     def back(self, mixed: Tensor) -> Tensor:
         """Project mixes [B, T, Dv] to [B, T, C]."""
         return _linear(self.out_proj, self.out_norm(mixed))
@@ -156,3 +156,68 @@ def z_score(x: Tensor) -> Tensor:
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """Apply `layer` to x, cast to the dtype of its matrix."""
     return layer(x.to(layer.weight.dtype))
+
+
+class FastWeightLayer(MemoryLayer):
+    """The base of memory layers with `MemoryProjections` around fast weights.
+
+    Attributes:
+        chunk_size: tokens between two writes. May be set at any time.
+        frozen: read and do not write; the state comes back as it was given. May be set at any time.
+        hook_gate, hook_read: see the gates [B, T] and what was read [B, T, Dv], before the mix.
+    """
+
+    honours_segments: ClassVar[bool] = True
+    call: ClassVar[str]
+    hidden_size: int
+
+    def _make(
+        self, hidden_size: int, query_dim: int, value_dim: int, first: Mapping[str, Any], learned: bool, **mix: Any
+    ) -> None:
+        """Make projections, hook points, and first weights of the sizes `first`, as parameters if `learned`."""
+        self.hidden_size, self.fast_names, self.frozen = hidden_size, (*first,), False
+        self.projections = within(self.call, None, MemoryProjections, hidden_size, query_dim, value_dim, **mix)
+        for name, size in first.items():
+            if learned:
+                self.register_parameter(name, nn.Parameter(torch.empty(size)))
+            else:
+                self.register_buffer(name, torch.empty(size))
+        self.hook_gate, self.hook_read = HookPoint(), HookPoint()
+
+    def fast_numbers(self) -> int:
+        """Return the size of the first weights, or 0 if these are parameters."""
+        return sum(x.numel() for name, x in self.named_buffers(recurse=False) if name in self.fast_names)
+
+    def forward(
+        self, hidden: Tensor, mask: Tensor | None = None, state: Any = None, segment_ids: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Read for every token, and write complete chunks.
+
+        Args:
+            hidden: [B, T, C], the residual stream, not normalised.
+            mask: boolean [B, T], true where a token is real; None: all.
+            state: returned by the previous call; None at the start of a stream.
+            segment_ids: integers [B or 1, T]: a change begins a new document, with the first weights.
+
+        Returns:
+            (output [B, T, C] in the dtype of `hidden`, to be added to the residual stream, 0 for padding, NaN for
+            tokens that are not finite; the state after the call).
+
+        Raises:
+            ArgumentError: shapes or dtypes that do not fit, or a state of another layer.
+        """
+        tokens = clean_tokens(self.call, hidden, mask, self.hidden_size)
+        check_held(self.call, "hidden", hidden)
+        own: Projected = self.projections(tokens.hidden)
+        if own.gate is not None:
+            own = own._replace(gate=self.hook_gate(own.gate))
+        apart = self.hook_read.active  # a hook wants what was read before the mix
+        found, state = self._remember(tokens, own, mask, state, segment_ids, not apart)
+        found = mixed(self.hook_read(found), own.value, own.gate) if apart else found
+        return tokens.shown(self.projections.back(found)).to(hidden.dtype), state
+
+    def _remember(
+        self, tokens: Tokens, own: Projected, mask: Tensor | None, state: Any, segment_ids: Tensor | None, mix: bool
+    ) -> tuple[Tensor, Any]:
+        """Return what was read [B, T, Dv], or its mix with the values, and the state after the call."""
+        raise NotImplementedError

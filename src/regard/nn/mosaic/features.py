@@ -126,11 +126,7 @@ class KeyFeatures(nn.Module):
         return {"rate": torch.linspace(*RATES, self.num_heads) / GAIN}
 
     def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        state: LeakyState | None = None,
-        segment_ids: Tensor | None = None,
+        self, x: Tensor, mask: Tensor | None = None, state: LeakyState | None = None, segment_ids: Tensor | None = None
     ) -> tuple[Tensor, LeakyState]:
         """Return unit keys [B, H, T, D] of x [B, T, C] and the state after them; zero sums give zero keys.
 
