@@ -111,11 +111,7 @@ class NetworkState(StreamState):
 
     @classmethod
     def from_tensors(cls: type[N], tensors: Mapping[str, Tensor]) -> N:
-        """Return the state that `to_tensors` wrote.
-
-        Raises:
-            ArgumentError: a tensor is missing or unknown.
-        """
+        """Return the state that `to_tensors` wrote. A tensor that is missing or unknown is an ArgumentError."""
         fast = {f.name for f in fields(cls)} - {"waiting"}
         known = fast | {*cls.WAITING, "valid", "finite", "waits"}
         require(

@@ -89,7 +89,7 @@ class FastWeightState(StreamState):
     def map(self, fn: Callable[[Tensor], Tensor]) -> FastWeightState:
         """Apply `fn`, which moves tensors elsewhere, to every tensor; no gradient flows through it."""
         values = {name: fn(x) for name, x in self.values.to_tensors().items()}
-        return replace(self.detach()._each(fn), values=type(self.values).from_tensors(values))
+        return replace(StreamState.map(self.detach(), fn), values=type(self.values).from_tensors(values))
 
     def clone(self) -> FastWeightState:
         return replace(super().clone(), values=self.values.clone())
@@ -134,11 +134,8 @@ class FastWeightState(StreamState):
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> FastWeightState:
-        """Return the state that `to_tensors` wrote.
-
-        Raises:
-            ArgumentError: a tensor is missing or unknown, or they do not fit each other.
-        """
+        """Return the state that `to_tensors` wrote. A tensor that is missing, unknown or does not fit the others is an
+        ArgumentError."""
         call = f"{CALL}.from_tensors"
         own = {"keys", "initial_keys", "counts", "seen", "writes", "shared", "tokens", "store"}
         parts: dict[str, dict[str, Tensor]] = {"values": {}, "waiting": {}}

@@ -238,19 +238,17 @@ def require_top_k(call: str, top_k: int, n: int) -> None:
     whole(call, "top_k", top_k, 1, n, why=", the sub-keys of a half; give more sub-keys or a smaller top_k")
 
 
-# Scores of a half -------------------------------------------------------------------------------------------
-
-
 @slot_scores.register("idw", "inverse-distance")
 class InverseDistance:
     """-log(eps + |q - K|^2) (equation 21)."""
 
     def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
         squares, index = _selected(lambda q, of: -_squares(q, of), query, keys, k)
-        return -torch.log(eps + _Squares.apply(query, keys, index, -squares)), index
+        return -torch.log(eps + _Best.apply(query, keys, index, -squares, True)), index
 
     def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:
-        return _square_gradient(query, keys, index, -upstream * scores.exp())  # ds/d(d^2) = -1 / (eps + d^2)
+        by_square = _spread(-upstream * scores.exp(), index, keys.shape[1])  # ds/d(d^2) = -1 / (eps + d^2)
+        return _square_gradient(query, keys, by_square)
 
 
 @slot_scores.register("dot")
@@ -259,7 +257,7 @@ class Dot:
 
     def best(self, query: Tensor, keys: Tensor, k: int, eps: float) -> tuple[Tensor, Tensor]:
         scores, index = _selected(_dots, query, keys, k)
-        return _Dots.apply(query, keys, index, scores), index
+        return _Best.apply(query, keys, index, scores, False), index
 
     def key_gradient(self, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, upstream: Tensor) -> Tensor:
         return _spread(upstream, index, keys.shape[1]).mT @ query
@@ -287,55 +285,38 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.device.type == "mps" else x.double()  # MPS has no float64
 
 
-class _Squares(torch.autograd.Function):
-    """Squared distances `squares` [G, T, k] of queries and the sub-keys `index`, with derivatives in closed form, since
-    autograd would keep all differences [G, T, k, d]."""
+class _Best(torch.autograd.Function):
+    """The products `scores` [G, T, k] of queries and the sub-keys `index`, or their squared distances, with derivatives
+    in closed form, since autograd would keep all differences [G, T, k, d]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, index: Tensor, squares: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor, squares: bool) -> Tensor:
         ctx.save_for_backward(query, keys, index)
-        return squares
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        query, keys, index = ctx.saved_tensors
-        own = keyed = None
-        if ctx.needs_input_grad[0]:
-            pull = _spread(upstream, index, keys.shape[1]) @ keys
-            own = 2 * (query * upstream.sum(-1, keepdim=True) - pull)
-        if ctx.needs_input_grad[1]:
-            keyed = _square_gradient(query, keys, index, upstream)
-        return own, keyed, None, None
-
-
-class _Dots(torch.autograd.Function):
-    """As `_Squares`, for products."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, index: Tensor, scores: Tensor) -> Tensor:
-        ctx.save_for_backward(query, keys, index)
+        ctx.squares = squares
         return scores
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, keys, index = ctx.saved_tensors
         spread = _spread(upstream, index, keys.shape[1])
-        own = spread @ keys if ctx.needs_input_grad[0] else None
-        return own, spread.mT @ query if ctx.needs_input_grad[1] else None, None, None
+        own = keyed = None
+        if ctx.needs_input_grad[0]:
+            own = spread @ keys
+            if ctx.squares:
+                own = 2 * (query * upstream.sum(-1, keepdim=True) - own)
+        if ctx.needs_input_grad[1]:
+            keyed = _square_gradient(query, keys, spread) if ctx.squares else spread.mT @ query
+        return own, keyed, None, None, None
 
 
-def _square_gradient(query: Tensor, keys: Tensor, index: Tensor, upstream: Tensor) -> Tensor:
-    """Return the sum over t, j of upstream_tj d|q_t - K|^2 / dK, [G, n, d]."""
-    spread = _spread(upstream, index, keys.shape[1])
+def _square_gradient(query: Tensor, keys: Tensor, spread: Tensor) -> Tensor:
+    """Return the sum over t, i of spread_ti d|q_t - K_i|^2 / dK, [G, n, d]."""
     return 2 * (keys * spread.sum(1)[..., None] - spread.mT @ query)
 
 
 def _spread(values: Tensor, index: Tensor, n: int) -> Tensor:
     """Scatter `values` [G, T, k] to [G, T, n] at `index`, distinct within a row."""
     return values.new_zeros(*index.shape[:-1], n).scatter(-1, index, values)
-
-
-# Exact selection --------------------------------------------------------------------------------------------
 
 
 TILE = 2**23

@@ -31,9 +31,6 @@ M = TypeVar("M", bound="ChunkSettings")
 H = TypeVar("H", bound="StreamState", contravariant=True)
 
 
-# When to read and when to write -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Step:
     """One write of full chunks, then one read."""
@@ -78,9 +75,6 @@ def schedule(pending: Sequence[int], new: Sequence[int], chunk: int) -> list[Ste
     return steps
 
 
-# Tokens and states --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class StreamState(State):
     """A memory in the middle of a stream. Nothing is changed in place.
@@ -119,23 +113,20 @@ class StreamState(State):
         own = [x for name, x in self._tensors().items() if name not in self._firsts]
         return self.waiting.bytes + sum(x.nbytes for x in own)
 
-    def _each(self: S, fn: Callable[[Tensor], Tensor]) -> S:
+    def map(self: S, fn: Callable[[Tensor], Tensor]) -> S:
+        """Apply `fn` to every tensor."""
         tensors = {name: fn(x) for name, x in self._tensors().items()}
         return replace(self, **tensors, waiting=self.waiting.map(fn))
 
-    def map(self: S, fn: Callable[[Tensor], Tensor]) -> S:
-        """Apply `fn` to every tensor."""
-        return self._each(fn)
-
     def clone(self: S) -> S:
         """Return a copy that shares no memory; gradients flow through it."""
-        return self._each(torch.clone)
+        return StreamState.map(self, torch.clone)
 
     def detach(self: S) -> S:
         """Cut off gradients (truncated backpropagation). Memories that restart later still pass gradients to their
         first values if those are leaves of the graph (parameters)."""
         kept = {name: x for name, x in self._tensors().items() if name in self._firsts and x.is_leaf}
-        return replace(self._each(Tensor.detach), **kept)
+        return replace(StreamState.map(self, Tensor.detach), **kept)
 
     def detach_written(self: S, names: Iterable[str], rows: Tensor | None) -> S:
         """Cut off the gradients of these fields, for the memories `rows` (boolean [M]; None: all)."""
@@ -163,11 +154,8 @@ class StreamState(State):
         return replace(self.restart(), tokens=0)
 
     def select(self: S, indices: Tensor) -> S:
-        """Return the sequences `indices`, integers [N] in that order (beam search) or flags [B].
-
-        Raises:
-            ArgumentError: the batch shares one memory.
-        """
+        """Return the sequences `indices`, integers [N] in that order (beam search) or flags [B]. It is an ArgumentError
+        if the batch shares one memory."""
         self._require_own("select")
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(-1)
@@ -176,11 +164,7 @@ class StreamState(State):
         return replace(self, **rows, waiting=self.waiting.select(index), writes=picked(self.writes, indices))
 
     def repeat(self: S, n: int) -> S:
-        """Repeat every sequence `n` times in a row.
-
-        Raises:
-            ArgumentError: the batch shares one memory.
-        """
+        """Repeat every sequence `n` times in a row. It is an ArgumentError if the batch shares one memory."""
         self._require_own("repeat")
         again = lambda x: x.repeat_interleave(n, 0)  # noqa: E731
         rows = {name: again(x) for name, x in self._tensors().items() if name not in self._firsts}
@@ -272,9 +256,6 @@ class Streams:
     def _tensor(self, values: Sequence[int]) -> Tensor:
         assert self.valid is not None
         return torch.tensor(values, device=self.valid.device)
-
-
-# Reading and writing ------------------------------------------------------------------------------------------
 
 
 class ChunkSettings:
@@ -398,9 +379,6 @@ def _in_order(out: Tensor, places: Sequence[tuple[Step, int]], width: int) -> Te
 def _changes(x: Tensor) -> Tensor:
     """Return where x [N] differs from the entry before; true for the first."""
     return torch.cat([x.new_ones(len(x) and 1, dtype=torch.bool), x[1:] != x[:-1]])
-
-
-# Checks -------------------------------------------------------------------------------------------------------
 
 
 def check_chunk(call: str, chunk_size: object, least: int) -> int:

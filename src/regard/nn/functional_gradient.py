@@ -99,11 +99,9 @@ class PairCache(Protocol):
 
     def pending(self, name: str) -> Tensor | None:
         """Return what waits for the next value, [B, H, 1, D], or None before the first row."""
-        ...
 
     def extend(self, pending: dict[str, Tensor], **new: Tensor) -> dict[str, Tensor]:
         """Append along the second-to-last axis; return everything so far, by name."""
-        ...
 
 
 class FunctionalGradient(nn.Module):

@@ -33,14 +33,9 @@ class HookPoint(nn.Module):
 
 
 def report_weights(layer: Any, diagnostics: Any, out: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Call the layer's observer and the hooks at `hook_pattern`; return the output and the weights.
-
-    Args:
-        layer: a layer with `observer`, `layer_idx` and `hook_pattern`.
-        diagnostics: of the call, with the weights if `hook_pattern` is active.
-        out: the output of the call.
-        mix: computes the output from weights that a hook replaced.
-    """
+    """Call the observer of `layer` and the hooks at its `hook_pattern`; return the output and the weights. The
+    diagnostics hold the weights if `hook_pattern` is active; `mix` computes the output from weights that a hook
+    replaced."""
     if layer.observer is not None:
         layer.observer(layer.layer_idx, diagnostics.detached())
     weights = diagnostics.weights if diagnostics.effective_weights is None else diagnostics.effective_weights

@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -100,10 +99,10 @@ class SlotStatistics(MemoryObserver):
 
         Returns:
             tokens and not_finite (the number of finite and non-finite tokens), gate (its mean) if there is one, and if
-            something was read: reads (slots read), coverage (share of the slots that
-            were read), collisions (share of the reads of slots that were read more than once), kl_uniform (divergence
-            of the reads' distribution over slots from the uniform one in nats, 0 to log N), and marginal_entropy
-            (entropy in nats of the weights over the sub-keys of a half, mean of both halves; at most log n).
+            something was read: reads (slots read), coverage (share of the slots that were read), collisions (share of
+            the reads of slots that were read more than once), kl_uniform (divergence of the reads' distribution over
+            slots from the uniform one in nats, 0 to log N), and marginal_entropy (entropy in nats of the weights over
+            the sub-keys of a half, mean of both halves; at most log n).
         """
         found: dict[str, float] = {"tokens": float(self._tokens), "not_finite": float(self._non_finite)}
         if self._gated:
@@ -131,8 +130,7 @@ def _entropy(mass: Tensor) -> Tensor:
     return -torch.xlogy(share, share).sum(-1)
 
 
-@dataclass(frozen=True)
-class Writers:
+class Writers(NamedTuple):
     """The last W writers of slots, the latest first; each [..., W].
 
     Attributes:
@@ -146,10 +144,6 @@ class Writers:
     target: Tensor
     share: Tensor
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Writers:
-        """Apply `fn` to every tensor."""
-        return Writers(*(fn(getattr(self, f.name)) for f in fields(self)))
-
     @classmethod
     def none(cls, *sizes: int) -> Writers:
         """Return no writers, [*sizes]."""
@@ -157,8 +151,7 @@ class Writers:
         return cls(where, where.clone(), where.clone(), torch.zeros(sizes))
 
 
-@dataclass(frozen=True)
-class Retrieved:
+class Retrieved(NamedTuple):
     """What R tokens read, in the order of reading.
 
     Attributes:
@@ -174,15 +167,11 @@ class Retrieved:
     writers: Writers
 
     def hits(self, tokens: Tensor) -> Hits:
-        """Return which writers wrote the token that really comes next.
-
-        Args:
-            tokens: integers [rows, T], the stream of every row without padding; negative: unknown.
-
-        Raises:
-            ArgumentError: not integers [rows, T], or fewer rows or tokens than were traced.
-        """
-        reach = [max((int(x.max()) for x in pair if x.numel()), default=-1) for pair in self._places()]
+        """Return which writers wrote the token that really comes next, given `tokens`, integers [rows, T]: the stream
+        of every row without padding; negative: unknown. It is an ArgumentError if they are fewer rows or tokens than
+        were traced."""
+        places = ((self.row, self.writers.row), (self.position, self.writers.target))
+        reach = [max((int(x.max()) for x in pair if x.numel()), default=-1) for pair in places]
         if (
             tokens.dim() != 2
             or tokens.is_floating_point()
@@ -198,12 +187,8 @@ class Retrieved:
         there = self.writers.position != NOBODY
         return Hits(there & (wrote == following[:, None, None]) & (wrote >= 0), following >= 0)
 
-    def _places(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        return (self.row, self.writers.row), (self.position, self.writers.target)
 
-
-@dataclass(frozen=True)
-class Hits:
+class Hits(NamedTuple):
     """Which retrieved slots hold the token that comes next.
 
     Attributes:
@@ -215,12 +200,9 @@ class Hits:
     known: Tensor
 
     def rate(self, writers: int | None = None) -> float:
-        """Return the share of retrieved slots for which one of the last `writers` writers (None: all that were kept)
-        wrote the next token; slots without a writer are misses. NaN if no next token is known.
-
-        Raises:
-            ArgumentError: more writers than were kept.
-        """
+        """Return the share of retrieved slots for which one of the last `writers` writers (None: all that were kept;
+        more are an ArgumentError) wrote the next token; slots without a writer are misses. NaN if no next token is
+        known."""
         kept = self.hit.shape[2]
         if writers is not None:
             positive_int("Hits.rate", "writers", writers)
@@ -269,7 +251,7 @@ class WriterTrace(MemoryObserver):
         self._grow(len(slots))
         memory = torch.arange(len(slots))[:, None].expand(valid.shape)[valid]
         seen, where = slots[valid], position[valid] + self._offset
-        writers = self.written.map(lambda x: x[memory[:, None], seen])
+        writers = Writers(*(x[memory[:, None], seen] for x in self.written))
         self._reads.append(Retrieved(row[valid], where, seen, weights[valid].float(), writers))
         self._end = max(self._end, int(where.max()) + 1) if where.numel() else self._end
 
@@ -293,23 +275,17 @@ class WriterTrace(MemoryObserver):
         self._push(place, Writers(of(row), of(position) + offset, of(target) + offset, share))
 
     def retrieved(self) -> Retrieved:
-        """Return all reads so far.
-
-        Raises:
-            ArgumentError: nothing was read.
-        """
+        """Return all reads so far. It is an ArgumentError if there is none."""
         require(bool(self._reads), "WriterTrace.retrieved", "nothing was read while the trace was there.")
-        join = lambda get: torch.cat([get(read) for read in self._reads])  # noqa: E731
-        writers = (join(lambda read, name=f.name: getattr(read.writers, name)) for f in fields(Writers))
-        own = {name: join(lambda read, name=name: getattr(read, name)) for name in _READ}
-        return Retrieved(**own, writers=Writers(*writers))
+        *own, writers = zip(*self._reads, strict=True)
+        joined = (torch.cat(parts) for parts in zip(*writers, strict=True))
+        return Retrieved(*(torch.cat(parts) for parts in own), Writers(*joined))
 
     def _grow(self, memories: int) -> None:
         missing = memories - len(self.written.row)
         if missing > 0:
             fresh = Writers.none(missing, self.slots, self.writers)
-            pairs = ((getattr(self.written, f.name), getattr(fresh, f.name)) for f in fields(Writers))
-            self.written = Writers(*(torch.cat(pair) for pair in pairs))
+            self.written = Writers(*(torch.cat(pair) for pair in zip(self.written, fresh, strict=True)))
 
     def _push(self, place: Tensor, new: Writers) -> None:
         """Make entries, sorted by place (memory N + slot) and then by time, the last writers of their places."""
@@ -319,13 +295,11 @@ class WriterTrace(MemoryObserver):
         fresh = depth < counts[:, None]
         latest = (end[:, None] - 1 - depth).clamp_min(0)
         before = (depth - counts[:, None]).clamp_min(0)
-        for f in fields(Writers):
-            table = getattr(self.written, f.name).flatten(0, 1)
-            old = table[rows].gather(1, before)
-            table[rows] = torch.where(fresh, getattr(new, f.name)[latest], old)
+        for held, made in zip(self.written, new, strict=True):
+            table = held.flatten(0, 1)
+            table[rows] = torch.where(fresh, made[latest], table[rows].gather(1, before))
 
 
-_READ = ("row", "position", "slots", "weights")
 Seen = TypeVar("Seen", bound=MemoryObserver)
 
 

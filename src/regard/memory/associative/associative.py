@@ -162,8 +162,6 @@ class AssociativeMemory(nn.Module):
             number(CALL, f"params[{name!r}]", given)
         within(CALL, None, self.spec.resolve, dim or 1, scale, self.params)  # raises now, not at the first read
 
-    # Size ---------------------------------------------------------------------------------------------------
-
     def __len__(self) -> int:
         """Return the number of short-term pairs (with sums: of those written and not forgotten)."""
         return 0 if self._short is None else len(self._short)
@@ -183,11 +181,8 @@ class AssociativeMemory(nn.Module):
         return not self._own_values and self.slot_values is None
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Return the short-term keys [B, H, n, D] and values [B, H, n, Dv], the oldest first.
-
-        Raises:
-            ArgumentError: nothing was written yet, or the memory keeps sums.
-        """
+        """Return the short-term keys [B, H, n, D] and values [B, H, n, Dv], the oldest first. It is an ArgumentError if
+        nothing was written yet, or if the memory keeps sums."""
         if not isinstance(self._short, Pairs):
             what = "nothing was written yet" if self._short is None else "sums do not hold the pairs"
             raise ArgumentError(f"{CALL}.pairs: {what}; write pairs into a memory with store='pairs'.")
@@ -212,17 +207,12 @@ class AssociativeMemory(nn.Module):
         return self
 
     def transform(self, fn: Callable[[Tensor], Tensor]) -> AssociativeMemory:
-        """Replace every short-term tensor of numbers (keys and values, or sums) by `fn` of it, and return the memory.
-
-        `memory.transform(lambda t: 0.9 * t)` lets the memory fade; adding noise damages it. `fn` must keep shape and
-        dtype.
-        """
+        """Replace every short-term tensor of numbers (keys and values, or sums) by `fn` of it, of the same shape and
+        dtype, and return the memory: `memory.transform(lambda t: 0.9 * t)` lets it fade; adding noise damages it."""
         changed = transforming(f"{CALL}.transform", fn)
         if self._short is not None:
             self._short = self._short.map(changed)
         return self
-
-    # Writing ------------------------------------------------------------------------------------------------
 
     def write(self, keys: Tensor, values: Tensor | None = None, *, mask: Tensor | None = None) -> int:
         """Add pairs to the short-term memory.
@@ -277,8 +267,6 @@ class AssociativeMemory(nn.Module):
         for name, came, expected in wanted:
             if came != expected:
                 raise ArgumentError(f"{call}: {name} is {came}, expected {expected}, that of what the memory holds.")
-
-    # Forgetting ---------------------------------------------------------------------------------------------
 
     def forget(
         self,
@@ -338,8 +326,6 @@ class AssociativeMemory(nn.Module):
                 self._short = self._short.select(torch.tensor(kept, dtype=torch.int64, device=self._short.device))
         self._own_values &= len(self) > 0
         return before - len(self)
-
-    # Reading ------------------------------------------------------------------------------------------------
 
     def forward(self, queries: Tensor) -> Tensor:
         """Read in one step, so that a memory can be a layer of a model."""

@@ -203,11 +203,8 @@ class _MeanShift(_Sum):
 
 @singledispatch
 def integral(kernel: Any, a: Tensor, params: Params) -> Tensor:
-    """Phi(a) with Phi' = K, for kernels that do not fall as the score rises. Register one with a kernel's class.
-
-    Raises:
-        ArgumentError: none is registered (`has_integral` tells).
-    """
+    """Phi(a) with Phi' = K, for kernels that do not fall as the score rises. Register one with a kernel's class; a
+    kernel without one (`has_integral`) is an ArgumentError."""
     raise ArgumentError(
         f"energy: no integral of {kernel!r} is known; give one with "
         f"@regard.memory.associative.energy.integral.register for {type(kernel).__name__}."

@@ -12,7 +12,7 @@ Shapes as in `slot_values`. Row numbers below N are rows of the base, those from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,10 +129,6 @@ class OverlayValues:
     def repeat(self, n: int) -> OverlayValues:
         return self._picked(lambda x: x.repeat_interleave(n, 0))
 
-    def to(self, device: torch.device | str) -> OverlayValues:
-        """Return the store on another device, without gradients."""
-        return self if self.where.device == torch.device(device) else self._packed(torch.device(device))
-
     def written(self) -> Tensor:
         return (self.where >= 0).sum(1)
 
@@ -149,11 +145,6 @@ class OverlayValues:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> OverlayValues:
-        """Return the store that `to_tensors` wrote.
-
-        Raises:
-            ArgumentError: a tensor is missing or unknown, or shapes or pointers do not fit.
-        """
         call = "OverlayValues.from_tensors"
         require(
             set(tensors) == {"base", "rows", "where"},
@@ -170,9 +161,15 @@ class OverlayValues:
         last = max(int(where.max()), -2 - int(where.min())) if where.numel() else BASE
         require(last < len(rows), call, f"where points at row {last} of {len(rows)}; the tensors are of two stores.")
         pool = Pool(base, rows.dtype)
-        hold = pool.claim(len(rows), None, 0.0)
+        return cls._filled(pool, where, lambda view, start: view.copy_(rows[start : start + len(view)]), len(rows))
+
+    @classmethod
+    def _filled(cls, pool: Pool, where: Tensor, fill: Callable[[Tensor, int], Any], count: int) -> OverlayValues:
+        """Return a store, without gradients, of `count` rows that `fill` writes into views of a new pool."""
+        hold, start = pool.claim(count, None, 0.0), 0
         for view in pool.views(hold.start, hold.stop):
-            view.copy_(rows)
+            fill(view, start)
+            start += len(view)
         store = cls(pool, where, None, Reach(None, None, hold))
         return replace(store, reach=store._cut(hold))
 
@@ -238,18 +235,17 @@ class OverlayValues:
         crowded = (self.written() > self.slots // 2) & (live < self.slots)
         return self._packed() if held > 2 * int(live.sum()) or bool(crowded.any()) else self
 
-    def _packed(self, device: torch.device | None = None) -> OverlayValues:
+    def _packed(self) -> OverlayValues:
         """Return the store with its own pool of only the rows in use, without gradients."""
         full = self.written() > self.slots // 2
         held = (self.where != BASE) | full[:, None]
         slots = torch.arange(self.slots, device=self.where.device).expand_as(self.where)
         ids, at = torch.unique(self._row(self.where[held], slots[held]), return_inverse=True)
-        pool = Pool(self.pool.base if device is None else self.pool.base.detach().to(device), self.pool.dtype)
-        hold = pool.claim(len(ids), None, 0.0)
-        for view in pool.views(hold.start, hold.stop):
-            for out, some in zip(view.split(1024), ids.split(1024), strict=True):
-                out.copy_(self.pool.gather(some, self.pool.dtype))
         where = self.where.clone()
         where[held] = torch.where(self.where[held] >= 0, at, -2 - at).int()
-        since = torch.full((self.memories,), pool.writes, dtype=torch.int32, device=pool.device)
-        return OverlayValues(pool, where.to(pool.device), None, Reach(since, None, hold))
+
+        def fill(view: Tensor, start: int) -> None:
+            for out, some in zip(view.split(1024), ids[start : start + len(view)].split(1024), strict=True):
+                out.copy_(self.pool.gather(some, self.pool.dtype))
+
+        return self._filled(Pool(self.pool.base, self.pool.dtype), where, fill, len(ids))

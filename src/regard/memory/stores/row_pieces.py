@@ -198,11 +198,6 @@ class RowPieces:
         for piece, at, mine in self.parts(ids):
             piece.index_add_(0, mine, rows if at is None else rows.index_select(0, at))
 
-    def put(self, ids: Tensor, rows: Tensor) -> None:
-        """Write rows [E, D] over the distinct rows ids [E]."""
-        for piece, at, mine in self.parts(ids):
-            piece.index_copy_(0, mine, rows if at is None else rows.index_select(0, at))
-
 
 class RowGradients:
     """Gradients of those rows of a table that have one. Freed room is used again."""
@@ -231,7 +226,8 @@ class RowGradients:
             self.rows.add(place[known], rows[known])
             ids, rows = ids[~known], rows[~known]
         fresh = self._room(len(ids))
-        self.rows.put(fresh, rows)
+        for piece, at, mine in self.rows.parts(fresh):
+            piece.index_copy_(0, mine, rows if at is None else rows.index_select(0, at))
         self._place[ids] = fresh.int()
 
     def move(self, ids: Tensor, to: Tensor, keep: Tensor) -> None:

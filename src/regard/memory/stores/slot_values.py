@@ -90,11 +90,8 @@ class SlotValues(Protocol):
 
     @classmethod
     def from_tensors(cls: type[V], tensors: Mapping[str, Tensor]) -> V:
-        """Return the store that `to_tensors` wrote.
-
-        Raises:
-            ArgumentError: a tensor is missing or unknown, or shapes do not fit.
-        """
+        """Return the store that `to_tensors` wrote. A tensor that is missing or unknown, or a shape that does not fit,
+        is an ArgumentError."""
 
 
 slot_values: Registry[type[SlotValues]] = Registry(

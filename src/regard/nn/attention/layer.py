@@ -55,11 +55,9 @@ class KeyValueCache(Protocol):
 
     def get_seq_length(self, layer_idx: int) -> int:
         """Return the number of tokens that the layer has seen."""
-        ...
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, Hkv, Tq, D]; return those that a query may need, the new ones last."""
-        ...
 
 
 class SumsLayer(Protocol):
@@ -305,18 +303,17 @@ class Attention(nn.Module):
                 f"{CALL}: attention_mask has shape {shape(mask)}, but a cache of sums needs one mask [B, Tk] for all "
                 f"heads and queries; use a transformers.DynamicCache."
             )
-        n = None
-        if self.temperature.counted:
-            tokens = query.shape[2]
-            n = Visibility(tokens, tokens, causal=True, strict=self.exclude_self, mask=mask).counts(query.device)
-            if state is not None:  # the last feature of every key is one, so that its sum counts the keys
-                n = n + state.keys[:, :1, -1:].long()
         if self.hook_pattern.active:
             raise ArgumentError(
                 f"{CALL}: a hook is registered at hook_pattern, but the cache holds sums, which have no weights; use a "
                 f"transformers.DynamicCache, or no cache."
             )
-        arguments = {"state": state, "attn_mask": mask, "exclude_self": self.exclude_self, **self._temper(n)}
+        arguments = {
+            "state": state,
+            "attn_mask": mask,
+            "exclude_self": self.exclude_self,
+            **self._temper(query, key, mask, None, state),
+        }
         out, sums.linear_state = linear_attention(query, key, value, self.spec, **arguments)
         if not output_attentions and self.observer is None:
             return out, None
@@ -380,7 +377,7 @@ class Attention(nn.Module):
             "segment_ids": segment_ids,
             "enable_gqa": self.num_kv_heads != self.num_heads,
             "impl": "reference" if dense else "auto",
-            **self._sharpness(query, key, mask, segment_ids),
+            **self._temper(query, key, mask, segment_ids),
         }
         if local:
             arguments["params"] = {**arguments.get("params", {}), **local}
@@ -397,25 +394,23 @@ class Attention(nn.Module):
             weights = weights.masked_fill(~mask, 0)
         return weights.to(value.dtype) @ value.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
 
-    def _sharpness(self, query: Tensor, key: Tensor, mask: Tensor | None, segment_ids: Tensor | None) -> dict[str, Any]:
+    def _temper(
+        self,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        segment_ids: Tensor | None,
+        state: LinearState | None = None,
+    ) -> dict[str, Any]:
         """Return the temperature as arguments of `regard.attention`."""
         n = None
         if self.temperature.counted:
-            queries, keys = query.shape[2], key.shape[2]
-            n = Visibility(
-                queries,
-                keys,
-                causal=True,
-                strict=self.exclude_self,
-                window=self.window,
-                offset=keys - queries,
-                mask=mask,
-                runs=None if segment_ids is None else runs_of(segment_ids),
-            ).counts(query.device)
-        return self._temper(n)
-
-    def _temper(self, n: Tensor | None) -> dict[str, Any]:
-        """Return the temperature as arguments for queries that see `n` keys, [B or 1, H or 1, T]."""
+            tokens, keys = query.shape[2], key.shape[2]
+            runs = None if segment_ids is None else runs_of(segment_ids)
+            order = {"causal": True, "strict": self.exclude_self, "window": self.window, "offset": keys - tokens}
+            n = Visibility(tokens, keys, mask=mask, runs=runs, **order).counts(query.device)
+            if state is not None:  # the last feature of every key is one, so that its sum counts the keys
+                n = n + state.keys[:, :1, -1:].long()
         learned = {name: getattr(self, name) for name in self.temperature.start()}
         usual = None
         if self.qk_norm == "l2" and self.spec.takes_scale:

@@ -24,7 +24,7 @@ from torch.nn.functional import softplus
 from ...checks import ArgumentError, require
 from ...grammar import Spec
 from ...registry import Registry
-from .rules import Rule, as_rule, positive
+from .rules import Rule, as_rule
 
 ridges: Registry[Any] = Registry("ridge", "regard.ridges")
 
@@ -88,10 +88,10 @@ class LearnedRidge(Ridge):
     floor: float = 0.001
     link: str = "sigmoid"
     name: ClassVar[str] = "learned"
+    positive: ClassVar[tuple[str, ...]] = ("start", "floor")
 
     def __post_init__(self) -> None:
-        positive(self, "start")
-        positive(self, "floor")
+        super().__post_init__()
         if self.link not in LINKS:
             raise ArgumentError(f"{self.name}: link is {self.link!r}, expected one of {', '.join(LINKS)}.")
         most = self.floor + 1 if self.link == "sigmoid" else math.inf

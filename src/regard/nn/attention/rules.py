@@ -20,17 +20,18 @@ class Rule:
     """A frozen dataclass whose text form can be parsed again."""
 
     name: ClassVar[str]
+    positive: ClassVar[tuple[str, ...]] = ()
+    """Fields that must be numbers above zero."""
+
+    def __post_init__(self) -> None:
+        for name in self.positive:
+            value = number(self.name, name, getattr(self, name), low=0.0, strict=True)
+            object.__setattr__(self, name, value)
 
     def __str__(self) -> str:
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
         text = ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed)
         return f"{self.name}({text})" if text else self.name
-
-
-def positive(rule: Rule, name: str) -> None:
-    """Check that the field is a number above zero, and store it as a float."""
-    value = getattr(rule, name)
-    object.__setattr__(rule, name, number(rule.name, name, value, low=0.0, strict=True))
 
 
 def as_rule(kind: type[Rule], registry: Registry[Any], given: object, call: str, argument: str, example: str) -> Any:

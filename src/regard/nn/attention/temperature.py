@@ -23,7 +23,7 @@ from torch import Tensor
 from ...checks import ArgumentError, in_range, shape
 from ...grammar import Spec, presets
 from ...registry import Registry
-from .rules import Rule, as_rule, positive
+from .rules import Rule, as_rule
 
 temperatures: Registry[Any] = Registry("temperature", "regard.temperatures")
 
@@ -45,11 +45,8 @@ class Temperature(Rule):
         return {}
 
     def multiplier(self, n: Tensor, learned: Learned) -> float | Tensor:
-        """Return m > 0, broadcastable to [B, H, Tq].
-
-        Args:
-            n: number of visible keys, [B or 1, H or 1, Tq], floating-point and at least 1, for empty rows too.
-            learned: the parameters of `start`, each [1, H or 1, 1].
+        """Return m > 0, broadcastable to [B, H, Tq], for n, the numbers of visible keys [B or 1, H or 1, Tq],
+        floating-point and at least 1, for empty rows too, and the parameters `learned` of `start`, each [1, H or 1, 1].
         """
         raise ArgumentError(
             f"temperature {self.name!r}: {type(self).__name__} has no multiplier(n, learned); define it to return the "
@@ -133,10 +130,8 @@ class FixedTemperature(Temperature):
 
     value: float = 1.0
     name: ClassVar[str] = "fixed"
+    positive: ClassVar[tuple[str, ...]] = ("value",)
     counted: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        positive(self, "value")
 
     @property
     def neutral(self) -> bool:
@@ -153,10 +148,8 @@ class LearnedTemperature(Temperature):
 
     value: float = 1.0
     name: ClassVar[str] = "learned"
+    positive: ClassVar[tuple[str, ...]] = ("value",)
     counted: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        positive(self, "value")
 
     def start(self) -> dict[str, float]:
         return {"log_temperature": math.log(self.value)}
@@ -177,9 +170,7 @@ class LogTemperature(Temperature):
 
     slope: float = 0.43
     name: ClassVar[str] = "log"
-
-    def __post_init__(self) -> None:
-        positive(self, "slope")
+    positive: ClassVar[tuple[str, ...]] = ("slope",)
 
     def start(self) -> dict[str, float]:
         return {"log_slope": math.log(self.slope)}
@@ -201,10 +192,10 @@ class PowerTemperature(Temperature):
     base: float = 0.5
     gain: float = 0.5
     name: ClassVar[str] = "power"
+    positive: ClassVar[tuple[str, ...]] = ("exponent", "base", "gain")
 
     def __post_init__(self) -> None:
-        for name in ("exponent", "base", "gain"):
-            positive(self, name)
+        super().__post_init__()
         in_range("power", "exponent", self.exponent, high=1.0, strict=True)
 
     def start(self) -> dict[str, float]:

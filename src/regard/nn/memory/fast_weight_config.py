@@ -168,11 +168,8 @@ class FastWeightConfig:
         check_meta_grad(call, self.meta_grad)
 
     def with_options(self, **options: Any) -> FastWeightConfig:
-        """Return the settings with these options changed.
-
-        Raises:
-            ArgumentError: an unknown option, or one that does not fit.
-        """
+        """Return the settings with these options changed. An option that is unknown or does not fit is an
+        ArgumentError."""
         changed: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
             if name not in PLACES:

@@ -112,11 +112,7 @@ class FastWeightProductKeyMemory(FastWeightLayer):
 
     @classmethod
     def from_preset(cls, preset: str, hidden_size: int, **options: Any) -> FastWeightProductKeyMemory:
-        """Return the layer with the options of a preset, "paper" or "program", changed by those given.
-
-        Raises:
-            ArgumentError: no such preset.
-        """
+        """Return the layer with the options of a preset, "paper" or "program", changed by those given."""
         if preset not in PRESETS:
             raise ArgumentError(f"{CALL}.from_preset: unknown preset {preset!r}.{suggestion(str(preset), PRESETS)}")
         return cls(hidden_size, **{**PRESETS[preset], **options})
@@ -231,8 +227,6 @@ class FastWeightProductKeyMemory(FastWeightLayer):
             return state
         return flush(state, self.settings, observer=self.observer)
 
-    # A resident memory ---------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def _flushed(self, state: FastWeightState, observer: MemoryObserver | None) -> FastWeightState:
         return flush(state, self.settings, observer=observer)
@@ -255,11 +249,8 @@ class FastWeightProductKeyMemory(FastWeightLayer):
         return self.keys, self.values, self._held
 
     def restore(self, snapshot: tuple[Tensor, Tensor, FastWeightState | None]) -> None:
-        """Set a resident memory back to what `snapshot` returned.
-
-        Raises:
-            ArgumentError: it was taken from a memory of another shape, or this one is not resident.
-        """
+        """Set a resident memory back to what `snapshot` returned. It is an ArgumentError if that was taken from a
+        memory of another shape, or if this one is not resident."""
         require(self.resident, f"{CALL}.restore", "only a resident memory keeps something; pass the state instead.")
         keys, values, held = snapshot
         for name, tensor in (("keys", keys), ("values", values)):

@@ -159,11 +159,7 @@ class LargeChunkTTT(nn.Module):
 
     @classmethod
     def from_preset(cls, preset: str, hidden_size: int, num_heads: int, **options: Any) -> LargeChunkTTT:
-        """Return the layer with the chunk and window of a preset, changed by the options given.
-
-        Raises:
-            ArgumentError: no such preset.
-        """
+        """Return the layer with the chunk and window of a preset, a name in `PRESETS`, changed by the options given."""
         if preset not in PRESETS:
             raise ArgumentError(f"{CALL}.from_preset: unknown preset {preset!r}.{suggestion(str(preset), PRESETS)}")
         return cls(hidden_size, num_heads, **{**PRESETS[preset], **options})

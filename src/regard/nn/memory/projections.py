@@ -46,12 +46,8 @@ class Tokens(NamedTuple):
 
 
 def clean_tokens(call: str, hidden: Tensor, mask: Tensor | None, hidden_size: int) -> Tokens:
-    """Set masked and non-finite tokens of `hidden` [B, T, C] to 0 (NaN, infinite, or beyond 2^56 in float32).
-
-    Raises:
-        ArgumentError: a wrong rank, width or dtype, or a mask that is not boolean [B, T]; under `regard.checks.debug`
-            also a token that is not finite.
-    """
+    """Set masked and non-finite tokens of `hidden` [B, T, C] to 0 (NaN, infinite, or beyond 2^56 in float32), after
+    checking hidden states and mask; under `regard.checks.debug` a token that is not finite is an ArgumentError."""
     floating(call, "hidden", hidden)
     if hidden.dim() != 3 or hidden.shape[1] == 0 or hidden.shape[2] != hidden_size:
         raise ArgumentError(f"{call}: hidden has shape {shape(hidden)}, expected [B, T, {hidden_size}] with T >= 1.")

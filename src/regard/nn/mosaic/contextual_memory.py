@@ -82,10 +82,8 @@ class ContextualState(State):
 
 
 def wide_threshold(dim: int, share: float = WIDE) -> float:
-    """Return the `share` quantile of the cosine between two random unit vectors in `dim` dimensions.
-
-    Their angle has the density sin^(dim - 2), which is summed over a grid.
-    """
+    """Return the `share` quantile of the cosine between two random unit vectors in `dim` dimensions. Their angle has
+    the density sin^(dim - 2), which is summed over a grid."""
     if dim == 1:
         return -1.0
     angle = torch.linspace(0, math.pi, 8193, dtype=torch.float64, device="cpu")

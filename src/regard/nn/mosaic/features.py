@@ -66,12 +66,8 @@ def initialise(module: Any) -> None:
 
 
 class Sharpness(nn.Module):
-    """beta^2, the factor of cosines of keys, learned per head: exp(min(20 scale, limit)), initially e^2.
-
-    Args:
-        num_heads: H.
-        limit: upper limit of log beta^2, above which the gradient is zero.
-    """
+    """beta^2, the factor of cosines of keys, learned per head: exp(min(20 scale, limit)), initially e^2. Above the
+    upper limit of log beta^2, the gradient is zero."""
 
     def __init__(self, num_heads: int, limit: float = SCALE_LIMIT) -> None:
         super().__init__()
@@ -128,14 +124,8 @@ class KeyFeatures(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, state: LeakyState | None = None, segment_ids: Tensor | None = None
     ) -> tuple[Tensor, LeakyState]:
-        """Return unit keys [B, H, T, D] of x [B, T, C] and the state after them; zero sums give zero keys.
-
-        Args:
-            x: [B, T, C], zero at masked tokens.
-            mask: boolean [B, T], True where a token is real.
-            state: of the tokens before these.
-            segment_ids: integers [B or 1, T] of packed documents, which have separate averages.
-        """
+        """Return unit keys [B, H, T, D] of x [B, T, C], which is zero at masked tokens, and the state after them; zero
+        sums give zero keys. `state` is of the tokens before these; packed documents have separate averages."""
         projected = split_heads(self.proj(x), self.num_heads)
         rates = (GAIN * self.rate).abs()
         leaky, after = leaky_average(

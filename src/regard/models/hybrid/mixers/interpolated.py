@@ -82,6 +82,6 @@ class InterpolatedMixer(Attention, TokenMixer):
             exclude_self=self.exclude_self,
             segment_ids=segment_ids,
             enable_gqa=self.num_kv_heads != self.num_heads,
-            **self._temper(None),
+            **self._temper(query, key, mask, segment_ids),
         )
         return out, None
