@@ -277,9 +277,9 @@ class WriterTrace(MemoryObserver):
     def retrieved(self) -> Retrieved:
         """Return all reads so far. It is an ArgumentError if there is none."""
         require(bool(self._reads), "WriterTrace.retrieved", "nothing was read while the trace was there.")
-        *own, writers = zip(*self._reads, strict=True)
-        joined = (torch.cat(parts) for parts in zip(*writers, strict=True))
-        return Retrieved(*(torch.cat(parts) for parts in own), Writers(*joined))
+        row, position, slots, weights, writers = zip(*self._reads, strict=True)
+        wrote = Writers(*(torch.cat(parts) for parts in zip(*writers, strict=True)))
+        return Retrieved(torch.cat(row), torch.cat(position), torch.cat(slots), torch.cat(weights), wrote)
 
     def _grow(self, memories: int) -> None:
         missing = memories - len(self.written.row)
