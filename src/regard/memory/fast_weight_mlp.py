@@ -140,8 +140,7 @@ class FastMLPState(NetworkState):
 
 
 def fit(call: str, state: Any, empty: NetworkState, rows: int, sizes: dict[str, tuple[int, ...]]) -> None:
-    """Check that `state` is of the kind and sizes of `empty`, for so many rows, and that its waiting tokens have these
-    sizes beyond the first two axes."""
+    """Check that `state` is of the kind and sizes of `empty`, for so many rows and waiting tokens of these sizes."""
     kind = type(empty)
     if not isinstance(state, kind):
         raise ArgumentError(f"{call}: state is a {type(state).__name__}, expected a {kind.__name__} or None.")
@@ -287,8 +286,7 @@ def fast_weight_mlp(
     When chunks are read and written is described in `memory.stream`.
 
     Args:
-        query: [B, T, Din].
-        value: [B, T, Dv].
+        query, value: [B, T, Din] and [B, T, Dv].
         weights: gate [F, Din + 1], up [F, Din + 1], down [Dv, F + 1], biases last: the first weights of
             every sequence or document that begins in this call.
         memory: how the network is read and written; None for the defaults.
@@ -332,8 +330,7 @@ def flush(state: FastMLPState, memory: FastMLPMemory | None = None, **options: A
 
 
 def first_network(call: str, weights: Any, query: Tensor, sizes: tuple[int, ...], biases: int, given: str) -> SwiGLU:
-    """Return the first weights in the dtype of the computation, after checking that they are three tensors that fit
-    `sizes`, those of the heads (if any), Din and Dv."""
+    """Return the first weights in the dtype of the computation, checked to fit the heads (if any), Din and Dv."""
     if not isinstance(weights, (tuple, list)) or len(weights) != 3:
         raise refuse(call, "weights", weights, f"three tensors: {', '.join(NAMES)}")
     for name, w in zip(NAMES, weights, strict=True):

@@ -184,8 +184,8 @@ def _by_token(x: Tensor, sets: int) -> Tensor:
 
 
 def _entropy_gradient(scores: Tensor, index: Tensor, counted: Tensor, n: int, pooled: int) -> Tensor:
-    """Return d/dscores [G, P, k] of sum_i p-_i log(p-_i + FLOOR), p- the mean over the counted tokens of the softmax of
-    their scores at the sub-keys `index`, and over so many heads as are `pooled` (1 or H); counted [G, P]."""
+    """Return d/dscores [G, P, k] of sum_i p-_i log(p-_i + FLOOR), p- the mean over the tokens counted [G, P], and over
+    so many heads as are `pooled`, of the softmax of their scores at the sub-keys `index`."""
     p = scores.softmax(-1)
     own = counted.to(p.dtype) / (counted.sum(-1, keepdim=True).clamp(min=1) * pooled)
     flat = index.flatten(1)

@@ -142,8 +142,7 @@ def _check_tensors(query: Tensor, value: Tensor, gate: Tensor | None, keys: Tens
 
 
 def _finite(query: Tensor, value: Tensor, gate: Tensor | None, state: FastWeightState) -> dict[str, Tensor]:
-    """Return the fields of the tokens in float32 at least, as `finite_tokens` does, by the store's kernels if it has
-    any."""
+    """Return `finite_tokens` of the fields in float32 at least, by the store's kernels if it has any."""
     fields = {"query": query, "value": value} if gate is None else {"query": query, "value": value, "gate": gate}
     wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in fields.items()}
     if isinstance(state.values, Rounds) and not torch.compiler.is_compiling():

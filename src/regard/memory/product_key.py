@@ -342,8 +342,7 @@ def _selected(
 
 
 def _largest(scores: Tensor, m: int) -> Tensor:
-    """Return the indices of the m largest of each row, int64 [..., m], best first, and of equals the lowest
-    index first."""
+    """Return the indices of the m largest of each row, int64 [..., m], best first, of equals the lowest first."""
     n = scores.shape[-1]
     if scores.dtype != torch.float32:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :m]

@@ -247,8 +247,7 @@ def by_memory(x: Tensor, state: FastWeightState) -> Tensor:
 
 
 def _next(tokens: Tensors, following: Tensors | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each token the next good one of its stream: value [R, P, Dv], position [R, P], and whether there is
-    one."""
+    """Return for each token the next good one of its stream: value, position, and whether there is one."""
     value, position, good = tokens["value"], tokens["position"], tokens["good"]
     if following is None:
         following = {"value": value[:, :1], "position": position[:, :1], "good": torch.zeros_like(good[:, :1])}
@@ -263,8 +262,7 @@ def _next(tokens: Tensors, following: Tensors | None) -> tuple[Tensor, Tensor, T
 
 
 def _of_all_processes(x: Tensor) -> Tensor:
-    """Gather [1, P, ...] from all W processes as [1, W P, ...], in their order; only this process's part carries a
-    gradient."""
+    """Gather [1, P, ...] of W processes as [1, W P, ...], in their order; only this process's part has a gradient."""
     from torch import distributed
 
     if not distributed.is_initialized():

@@ -110,8 +110,7 @@ class FunctionalGradient(nn.Module):
     The caller passes the values r_j: embeddings w_{y_j}, or w_{y_j} - E(w|f_j) (`expected_embedding`).
 
     Args:
-        covariate_size: C.
-        value_size: E.
+        covariate_size, value_size: C and E.
         num_heads: H, a divisor of C; for "wv" and "slice" of E too.
         spec: the kernels kappa_h of W_Q phi_i and W_K phi_j, any attention spec.
         variant: what a head averages. "full": the values; P_h is any E x E matrix, all of them together `o_proj` [E, H
@@ -193,7 +192,7 @@ class FunctionalGradient(nn.Module):
         Args:
             covariates: [B, R, C].
             values: [B, n, E], of all pairs so far; n is one less than the rows so far. Value j belongs to covariate j.
-            position_embeddings: (cos, sin) of `rotary_angles` for the covariates, each [B or 1, R, D/2]; None for none.
+            position_embeddings: (cos, sin) of `rotary_angles`, each [B or 1, R, D/2]; None for none.
             pairs: of a text with padding, whose masked rows have no effect, or with several documents, which are kept
                 apart; None if every row is real and holds one document.
             cache: of this layer's keys; it is extended.

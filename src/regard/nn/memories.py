@@ -34,7 +34,7 @@ class MemoryLayer(nn.Module):
     Attributes:
         defaults: options and their defaults, if they are not the keywords of the class.
         replaces_feed_forward: the layer replaces a feed-forward layer and reads the normalised residual stream;
-            otherwise its output is added to that of a feed-forward layer, and it normalises the stream itself.
+            otherwise its output is added to the stream before or after the mixer, and it normalises the stream itself.
         remembers: the layer is written while it is read, and has a state.
         honours_segments: each document of a packed row gets the result that it gets alone. Models refuse packed
             documents if a layer does not.

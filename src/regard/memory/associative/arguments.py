@@ -103,8 +103,7 @@ def row_numbers(
 
 
 def checked_queries(call: str, queries: Tensor, sizes: tuple[int, int] | None, held: Any, slots: Any) -> Tensor:
-    """Return the queries with all four axes, after checking that they fit the memory: `sizes` are D and Dv if known,
-    `held` the short-term memory, `slots` the keys of learned slots."""
+    """Return the queries with four axes, checked to fit D and Dv (`sizes`), short-term memory and learned slots."""
     query = four_axes("queries", queries, call)
     if sizes is not None and query.shape[3] != sizes[0]:
         raise ArgumentError(f"{call}: queries have {query.shape[3]} channels and keys {sizes[0]}.")

@@ -133,8 +133,7 @@ class _Exponential:
 
 @energies.register("tsallis")
 class _Tsallis:
-    """f = max over p of p . z + H(p), with Tsallis' entropy H = sum (p - p^alpha) / (alpha (alpha - 1)):
-    alpha-entmax, alpha = 1 + 1/r."""
+    """f = max over p of p . z + H(p), H = sum (p - p^alpha) / (alpha (alpha - 1)): alpha-entmax, alpha = 1 + 1/r."""
 
     additive = True
 

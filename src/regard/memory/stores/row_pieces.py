@@ -142,8 +142,7 @@ class RowPieces:
         return torch.empty(0, self.width, dtype=dtype, device=self.device) if out is None else out
 
     def traced(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows ids [...] as [..., D] by operations that can be compiled; every piece is read for each row.
-        Not differentiable in the rows."""
+        """Do as `gather` by operations that can be compiled, for ids [...]; every piece is read for each row."""
         out = torch.zeros(*ids.shape, self.width, dtype=dtype, device=self.device)
         for start, piece in zip(self.starts, self.pieces, strict=True):
             here = ids - start

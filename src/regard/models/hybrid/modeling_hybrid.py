@@ -38,7 +38,7 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
 
     Attributes:
         self_attn: the mixer: `regard.nn.Attention` or a `TokenMixer`.
-        memory: the memory beside the feed-forward layer, or None.
+        memory: the memory that is written at test time, or None.
         memory_index: index of the memory's layer in the cache.
     """
 

@@ -1,4 +1,4 @@
-"""The settings of `nn.FastWeightProductKeyMemory`, in groups."""
+"""The settings of `nn.FastWeightProductKeyMemory`, in groups; many are those of `memory.slot_memory.SlotMemory`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ class SlotTable:
         key_dim: Dk, the width of a query and a key; even.
         value_dim: Dv.
         heads: H, which all read one table of values.
-        top_k: k, the number of slots that a head reads.
-        score: of a slot, "idw" (inverse distance, equation 21) or "dot".
-        spec: turns the scores of the selected slots into weights; normalised and non-negative.
-        idw_eps: added to squared distances.
+        top_k, score, spec, idw_eps: as top_k, score, spec and eps of `SlotMemory`.
 
     Raises:
         ArgumentError: sizes or names that do not fit.
@@ -83,11 +80,7 @@ class MemoryStore:
             writes.
         resident: (needs `shared`) keep the memory in the module, in training and evaluation, as the released program
             does: a call without a state continues from what the last call left.
-        storage: dtype of written values, or its name; None for that of the first values. Arithmetic is float32 at
-            least.
-        impl: "auto", "reference", "sparse" or "triton" (`fast_weight_memory`).
-        sync: "all_gather" (needs `shared`): every process writes the tokens of all processes, so that their memories
-            stay equal; or None.
+        storage, impl, sync: as in `SlotMemory`; the dtype may be given by its name.
 
     Raises:
         ArgumentError: unknown names, or options that exclude each other.
@@ -139,8 +132,7 @@ class FastWeightConfig:
         rule: how a chunk is written.
         mix: what is done with values and with what was read.
         store: whose memory it is and how it is stored.
-        chunk_size: tokens between two writes; at least 2 with `look_ahead`.
-        meta_grad: whether gradients flow through the writes: always, never, or cut after every so many.
+        chunk_size, meta_grad: as in `SlotMemory`.
 
     Raises:
         ArgumentError: a group of another kind, or numbers out of range.

@@ -183,13 +183,11 @@ class LargeChunkTTT(nn.Module):
         """Mix new tokens with all earlier ones.
 
         Args:
-            hidden_states: [B, T, C].
-            position_embeddings: (cos, sin) of `rotary_angles`; None for no positions.
+            hidden_states, position_embeddings, output_attentions: as in `nn.Attention.forward`.
             attention_mask: boolean [B, Tk] over all tokens so far (the last T columns are the new ones), true where a
                 token is real.
             past_key_values: a cache whose `layers[layer_idx]` is a `LargeChunkLayer`; its two states are replaced, the
                 only change in place.
-            output_attentions: also return the attention weights, computed by the dense reference.
             segment_ids: integers [B or 1, T]: a change begins a new document, which sees no earlier one. The first
                 document continues from the cache.
 
@@ -334,8 +332,7 @@ class LargeChunkTTT(nn.Module):
 
 
 def _documents(segment_ids: Tensor, counted: Tensor, keys: int) -> Tensor:
-    """Return increasing document numbers [B, Tk]. Padding belongs to the document before it; cached tokens and padding
-    at the left belong to the first one."""
+    """Return increasing document numbers [B, Tk]; what comes before the first real token belongs to its document."""
     batch, tokens = counted.shape
     ids = segment_ids.expand(batch, tokens)
     at = torch.arange(tokens, device=ids.device).expand(batch, tokens)

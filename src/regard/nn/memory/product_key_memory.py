@@ -36,10 +36,8 @@ class ProductKeyMemory(MemoryLayer):
     """A feed-forward layer that reads a table of n^2 learned values.
 
     Args:
-        hidden_size: C.
-        sub_keys: n.
+        hidden_size, sub_keys, value_dim: C, n and Dv.
         key_dim: Dk, for each head; even.
-        value_dim: Dv.
         heads: H; all read the same values.
         top_k: k, slots that a head reads; at most n.
         query_norm: "rms" (over all heads, with a gain), "batch" (batch norm over all real tokens, as in the first

@@ -79,8 +79,7 @@ class MemoryProjections(nn.Module):
     """Queries, values and gates of tokens, and the output projection.
 
     Args:
-        hidden_size: C.
-        query_dim: Dq.
+        hidden_size, query_dim: C and Dq.
         value_dim: Dv, >= 2 with `value_norm`.
         value_norm: z-score the values.
         gating: mix what was read and the token's own value by a gate; otherwise add them.

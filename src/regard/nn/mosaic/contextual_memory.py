@@ -154,8 +154,7 @@ class ContextualMemory(nn.Module):
     """Kernel regression on the earlier pairs of a sequence; the first token's output is zero.
 
     Args:
-        hidden_size: C.
-        num_heads: H.
+        hidden_size, num_heads: C and H.
         head_dim: D; default `hidden_size // num_heads`, which must then be exact.
         spec: a `Spec` of degree 0 or 1, or its text. If its scores have a scale, it is beta^2, learned per head, on
             unit keys. Other specs (feature maps, kernels of a bounded similarity) get keys of length beta, and
@@ -371,8 +370,7 @@ def _take(line: Tensor, index: Tensor) -> Tensor:
 
 
 def _completed(mask: Tensor, segment_ids: Tensor | None) -> Tensor:
-    """Return which tokens after the first complete a pair, [B, N - 1]: those with a real token before them in their
-    document."""
+    """Return which later tokens complete a pair, [B, N - 1]: those with a real token before them in their document."""
     earlier = mask.cumsum(-1) - mask.long()
     if segment_ids is not None:
         begins = runs_of(segment_ids)[0]

@@ -35,16 +35,12 @@ class PersistentMemory(nn.Module):
     """Attention from every token to S learned slots per head.
 
     Args:
-        hidden_size: C.
-        num_heads: H.
+        hidden_size, num_heads, head_dim, bias, average, key_eps, scale_limit: as in `ContextualMemory`.
         slots: S.
-        head_dim: D; default `hidden_size // num_heads`, which must then be exact.
         spec: a normalised `Spec`, or its text. If its scores have a scale, it is beta^2, learned per head, for unit
             queries and free slot keys. Other specs get queries of length beta^2, and `fixed(h=...)` unit queries.
         copies: sets of slots, whose outputs are averaged.
         own_keys: compute keys with a projection and a rate of its own; if False, use `read` instead of `forward`.
-        bias: biases in the projections.
-        average, key_eps: of `KeyFeatures`. scale_limit: of `Sharpness`.
 
     Attributes:
         slot_keys, slot_values: [copies, H, S, D], initially from N(0, 1/D).
@@ -112,8 +108,7 @@ class PersistentMemory(nn.Module):
 
         Args:
             hidden_states: [B, T, C].
-            attention_mask: boolean [B, N] over all tokens so far, True where a token is real; masked tokens have no
-                effect.
+            attention_mask: boolean [B, N] over all tokens so far, True where one is real; others have no effect.
             state: of the leaky average over the tokens before these, which belong to the first document.
             segment_ids: integers [B or 1, T] of packed documents, which have separate leaky averages.
 
