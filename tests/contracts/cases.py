@@ -182,7 +182,7 @@ def masks(batch: int, heads: int, queries: int, keys: int) -> dict[str, dict[str
     padding = torch.ones(batch, 1, 1, keys, dtype=torch.bool)
     padding[0, ..., : keys // 3] = False
     offsets = torch.arange(batch) * 2 + keys // 3
-    return {
+    found: dict[str, dict[str, Any]] = {
         "all": {},
         "causal": {"is_causal": True},
         "strict": {"exclude_self": True},
@@ -191,6 +191,8 @@ def masks(batch: int, heads: int, queries: int, keys: int) -> dict[str, dict[str
         "pairs": {"attn_mask": pairs},
         "pairs, strict": {"attn_mask": pairs, "exclude_self": True},
         "one mask for all": {"attn_mask": pairs[0, 0]},
+        "keys by head, causal": {"attn_mask": pairs[:, :, -1:], "is_causal": True},
+        "queries": {"attn_mask": pairs[..., :1]},
         "window": {"window": 2},
         "window, causal": {"window": 3, "is_causal": True},
         "window, strict": {"window": 2, "exclude_self": True},
@@ -198,10 +200,22 @@ def masks(batch: int, heads: int, queries: int, keys: int) -> dict[str, dict[str
         "ahead": {"is_causal": True, "query_offset": 2},
         "behind": {"is_causal": True, "query_offset": -2},
         "beyond": {"exclude_self": True, "query_offset": keys},
+        "far ahead": {"is_causal": True, "query_offset": 2**62},
+        "far behind": {"exclude_self": True, "query_offset": -(2**62)},
         "offsets": {"is_causal": True, "query_offset": offsets},
         "offsets, strict": {"exclude_self": True, "query_offset": offsets},
         "offsets, window": {"window": 2, "query_offset": offsets},
         "offsets, window, causal": {"window": 2, "is_causal": True, "query_offset": offsets.int()},
+    }
+    if queries > keys:  # segments need a key at the position of every query
+        return found
+    own = torch.stack([torch.arange(keys) // (3 + b) % 2 for b in range(batch)])
+    middle = (keys - queries) // 2
+    return found | {
+        "segments": {"segment_ids": own},
+        "segments, causal, padding": {"segment_ids": own, "is_causal": True, "attn_mask": padding},
+        "segments, window": {"segment_ids": own[:1], "window": 2},
+        "segments, strict, offset": {"segment_ids": own, "exclude_self": True, "query_offset": middle},
     }
 
 

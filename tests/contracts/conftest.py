@@ -1,4 +1,4 @@
-"""One thread, and operators that work in many small blocks where a test asks for it."""
+"""One thread, and operators that work in many small blocks if a test asks for it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from regard.pairwise.blocked import block_rows
 from regard.pairwise.cpu import implementation as cpu
+from regard.recurrent import implementation as linear
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -21,6 +22,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 16 queries and one head, so that short inputs cross many borders."""
+    """Use blocks of 16 queries and one head, and chunks of 8, so that short inputs cross many borders."""
     for rows in (block_rows.TorchRows, cpu.NumbaRows):
         monkeypatch.setattr(rows, "elements", 64)
+    monkeypatch.setattr(linear, "CHUNK", 8)

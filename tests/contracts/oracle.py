@@ -98,8 +98,9 @@ def visible(
     exclude_self: bool = False,
     window: int | None = None,
     query_offset: int | Tensor | None = None,
+    segment_ids: Tensor | None = None,
 ) -> Tensor:
-    """Which pairs are visible, boolean [B, H, Tq, Tk], one pair at a time."""
+    """Return which pairs are visible, boolean [B, H, Tq, Tk], one pair at a time."""
     seen = torch.zeros(batch, heads, queries, keys, dtype=torch.bool)
     mask = None if attn_mask is None else attn_mask.expand(batch, heads, queries, keys)
     for b in range(batch):
@@ -108,7 +109,20 @@ def visible(
         for i in range(queries):
             for j in range(keys):
                 seen[b, :, i, j] = _permitted(i + offset, j, is_causal, exclude_self, window)
+            if segment_ids is not None:
+                seen[b, :, i] &= _segment(segment_ids[b % len(segment_ids)].tolist(), i + offset)
     return seen if mask is None else seen & mask
+
+
+def _segment(ids: list[int], at: int) -> Tensor:
+    """Return which keys lie in the run of equal ids around position `at`: boolean [Tk]."""
+    start = stop = at
+    while start > 0 and ids[start - 1] == ids[at]:
+        start -= 1
+    while stop < len(ids) and ids[stop] == ids[at]:
+        stop += 1
+    key = torch.arange(len(ids))
+    return (key >= start) & (key < stop)
 
 
 def _permitted(at: int, j: int, causal: bool, strict: bool, window: int | None) -> bool:

@@ -21,7 +21,21 @@ from torch.utils.checkpoint import checkpoint
 from regard.checks import ArgumentError
 from regard.nn.memories import memory_layers
 
-from .fast_memory_cases import B, C, T, draw, every, gap, make, read, remembering, same, situations, tensors
+from .fast_memory_cases import (
+    CASES,
+    B,
+    C,
+    T,
+    draw,
+    every,
+    gap,
+    make,
+    read,
+    remembering,
+    same,
+    situations,
+    tensors,
+)  # fmt: skip
 
 
 @every
@@ -308,12 +322,14 @@ def test_gradients_through_any_cut(name: str, options: dict[str, Any]) -> None:
     assert grad[:, 9:].abs().max() > 0
 
 
-@every
+THROUGH_ALL_WRITES = [case for case in CASES if case.values[1].get("meta_grad", True) is True]
+"""Layers of which no write stops gradients."""
+
+
+@pytest.mark.parametrize(("name", "options"), THROUGH_ALL_WRITES)
 def test_gradients_are_the_slope(name: str, options: dict[str, Any]) -> None:
     """Through chunks and writes, against central differences in a few directions."""
     layer = make(name, options)
-    if options.get("meta_grad", True) is not True:
-        pytest.skip("leaves part of the slope out on purpose")
     hidden = draw(2, 14).requires_grad_()
     mask = MASKS["between"][:2, :14]
     leaves = [hidden, *(p for p in layer.parameters() if p.requires_grad)]

@@ -142,8 +142,8 @@ def test_what_is_not_finite_shows_in_exactly_the_rows_that_see_it(
     """Those rows are NaN in every component, even where the kernel gives the key no weight; all other rows
     are equal to the last bit, and so are gradients that flow through them."""
     clean = draw(6, 8, heads=4, kv_heads=2, dtype=torch.float32)
-    data = clean.leaves()
-    for how, call, out in outputs(label, impl, data, ("causal", "pairs", "offsets, strict"), enable_gqa=True):
+    data, ways = clean.leaves(), ("causal", "pairs", "offsets, strict", "segments")
+    for how, call, out in outputs(label, impl, data, ways, enable_gqa=True):
         other, hit = _spoil(clean, which, bad, how)
         again = attend(SPECS[label], impl, other, **call)
         assert again[hit].isnan().all(), how

@@ -45,7 +45,7 @@ def test_equals_the_reference(label: str, impl: str) -> None:
     params, scale = learned(spec, data)
     inputs = named(data, params, scale)
     edge = spec.bandwidth.name == "adaptive" and spec.kernel.r < 1
-    ways = ("causal", "pairs, strict", "offsets, window, causal", "padding")
+    ways = ("causal", "pairs, strict", "offsets, window, causal", "padding", "keys by head, causal", "segments")
     for how, call, out in outputs(label, impl, data, ways, enable_gqa=True, scale=scale, params=params):
         reference = attend(spec, "reference", data, **call)
         close(out, reference, 1e-11, how)
@@ -58,7 +58,7 @@ def test_equals_the_reference(label: str, impl: str) -> None:
 def test_diagnostics_equal_the_reference(label: str, impl: str) -> None:
     """tau, bandwidth, support, effective sample size and the flags of each row."""
     data = draw(9, 12)
-    for how in ("pairs, strict", "behind"):
+    for how in ("pairs, strict", "behind", "segments"):
         call = masks(*data.sizes)[how]
         rows = [_diagnostics(SPECS[label], i, data, call) for i in ("reference", impl)]
         if rows[1] is None:

@@ -89,7 +89,7 @@ def test_product(kernel: str, rule: str, degree: int, similarity: str, normalise
 @pytest.mark.parametrize("label", SPECS)
 def test_sentence(label: str) -> None:
     """Presets and variants with numbers of their own, on rows limited in several ways."""
-    for how in ("pairs, strict", "offsets, window", "beyond"):
+    for how in ("pairs, strict", "offsets, window", "beyond", "segments, causal, padding"):
         agrees(SPECS[label], how)
 
 

@@ -187,7 +187,7 @@ def test_implementations() -> None:
     assert "unknown impl 'referense'. Did you mean 'reference'?" in message(impl="referense")
     assert "unknown impl 'cuda-kernel'. Choose from: auto, " in message(impl="cuda-kernel")
     text = message("biweight", impl="sdpa")
-    assert "impl='sdpa' computes normalised Gaussian weights" in text
+    assert "impl='sdpa' computes only normalised Gaussian weights" in text
     assert "Those that can: cpu, blocked, reference" in text
     assert "Those that can: blocked, reference" in message("local-linear", impl="sdpa")
     assert "Those that can: cpu, blocked, reference" in message("local-linear[biweight]", impl="sdpa")

@@ -1,9 +1,12 @@
 """Weights and gradients of entmax in float32, alpha from 1.1 to 5, against extended precision of the same float32
 scores; through `regard.entmax` and through `regard.attention`, alpha a number or a tensor.
 
-The error of a row is the largest of its entries over the largest entry of the exact row. There is one exception: for
-alpha < 2 a row whose gradient is all but zero (a single score just inside the threshold) has its error of rounding, a
-few 1e-8 of the incoming gradient, and no more.
+The error of a row is its largest absolute error over its largest exact entry. In two cases an absolute error of 2e-7
+of the incoming gradient is allowed on top, because the exact gradient of a row is small and only rounding is left:
+
+- alpha < 2, where a single score may lie just inside the threshold.
+- The reference of `regard.entmax`, if all keys with weight have nearly the same dL/dp. Autograd multiplies dL/dp before
+  it subtracts the mean, which leaves about 1e-7 of it. The worst of 24,000 rows: 9.1e-8 beside 8.7e-5 at alpha = 4.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ def check(call, impl: str, alpha: float, tensor: bool, count: int) -> None:
     weights, dz, dalpha = oracles.entmax_derivatives(z.numpy(), exact, g.numpy())
     size = g.abs().amax(-1).numpy()
     assert error(p.detach(), weights) <= 1e-5
-    assert error(leaf.grad, dz, 2e-7 * size if alpha < 2 else 0.0) <= BOUND
+    rounded = alpha < 2 or (call is normaliser and impl == "reference")
+    assert error(leaf.grad, dz, 2e-7 * size if rounded else 0.0) <= BOUND
     if tensor:  # a sum of terms of the size of dL/dp, which may cancel
         off = np.abs(number.grad[:, 0].double().numpy() - dalpha)
         assert (off <= BOUND * np.maximum(np.abs(dalpha), 1e-2 * size)).all()

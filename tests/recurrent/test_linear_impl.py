@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from recurrences import attend, close, loss
+from recurrences import attend
 from torch import Tensor
 
 import regard
 from regard.checks import ArgumentError
-from regard.recurrent import implementation as linear
 
 SHAPE = (2, 4, 128, 16)
 FINITE = ("linear", "cosine", "shift-cosine", "relu", "relu2", "elu")
@@ -73,65 +72,6 @@ def draw(queries: int, keys: int, seed: int = 0) -> list[Tensor]:
 
 def dense(text: str, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     return attend(text, {"q": q, "k": k, "v": v}, seen)
-
-
-def limits(queries: int, keys: int) -> dict[str, tuple[dict[str, Any], Tensor]]:
-    """Arguments of a call and, written out, which pairs they leave."""
-    i, j = torch.arange(queries)[:, None], torch.arange(keys)[None]
-    every = torch.ones(queries, keys, dtype=torch.bool)
-    padding = torch.rand(2, 1, 1, keys, generator=torch.Generator().manual_seed(2)) < 0.7
-    heads = torch.rand(2, 4, 1, keys, generator=torch.Generator().manual_seed(3)) < 0.7
-    end = keys - queries
-    found: dict[str, tuple[dict[str, Any], Tensor]] = {
-        "all": ({}, every),
-        "padding": ({"attn_mask": padding}, every & padding),
-        "causal": ({"is_causal": True}, j <= i + end),
-        "strict": ({"exclude_self": True}, j < i + end),
-        "strict, padding": ({"exclude_self": True, "attn_mask": padding}, (j < i + end) & padding),
-        "a mask a head": ({"is_causal": True, "attn_mask": heads}, (j <= i + end) & heads),
-    }
-    for offset in (-(2**62), -3, 0, 2, keys, 2**62):
-        found[f"offset {offset}"] = ({"is_causal": True, "query_offset": offset}, j <= i + offset)
-        found[f"strict, offset {offset}"] = ({"exclude_self": True, "query_offset": offset}, j < i + offset)
-    return found
-
-
-def agree(out: Tensor, expected: Tensor, inputs: list[Tensor], tolerance: float, how: str) -> None:
-    """Outputs, and gradients to ten times the tolerance."""
-    close(out, expected, tolerance, how)
-    wanted = torch.autograd.grad(loss(expected), inputs)
-    for got, grad in zip(torch.autograd.grad(loss(out), inputs), wanted, strict=True):
-        close(got, grad, 10 * tolerance, how)
-
-
-@pytest.mark.parametrize("chunk", [3, 8, 64])
-@pytest.mark.parametrize("text", ["linear", "elu", "linear*fixed*normalised"])
-@pytest.mark.parametrize(("queries", "keys"), [(17, 17), (1, 23), (2, 23), (23, 40), (40, 9), (24, 24)])
-def test_every_order_over_many_chunks(
-    text: str, queries: int, keys: int, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear, "CHUNK", chunk)
-    loose = 1e4 if text == "linear*fixed*normalised" else 1
-    for how, (call, seen) in limits(queries, keys).items():
-        inputs = draw(queries, keys)
-        out = regard.attention(*inputs, text, impl="linear", enable_gqa=True, **call)
-        agree(out, dense(text, *inputs, seen), inputs, 1e-12 * loose, how)
-
-
-@pytest.mark.parametrize("text", ["linear", "elu", "linear*fixed*normalised"])
-def test_segments_are_sequences_of_their_own(text: str) -> None:
-    """Packed sequences of odd lengths, masks of keys and of heads: outputs and gradients against all pairs."""
-    assert reason(text, segments=True) is None
-    assert regard.explain(text, SHAPE, segments=True).chosen == "linear"
-    ids = torch.tensor([[0] * 70 + [1] * 5 + [0] * 24 + [2], [3] * 9 + [4] * 30 + [5] * 61])
-    run = torch.cat([torch.zeros(2, 1, dtype=torch.int64), (ids[:, 1:] != ids[:, :-1]).cumsum(-1)], 1)
-    own = (run[:, :, None] == run[:, None, :])[:, None]
-    for how, (call, seen) in limits(100, 100).items():
-        if how.endswith(("offset 0", "causal", "strict", "padding", "all", "a mask a head")):
-            inputs = draw(100, 100)
-            call = {**call, "segment_ids": ids, "enable_gqa": True}
-            out = regard.attention(*inputs, text, impl="linear", **call)
-            agree(out, dense(text, *inputs, seen & own), inputs, 1e-8, how)
 
 
 def test_segments_whose_ids_are_out_of_reach_go_elsewhere() -> None:
