@@ -59,6 +59,14 @@ def fit(p: Tensor, q: Tensor, k: Tensor, v: Tensor, ridge: Ridge) -> Tensor:
     return torch.where(lost, 0, (at[..., None, :] @ solution)[..., 0, :])
 
 
+def systems(q: Tensor, k: Tensor, p: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The systems A t = b about each row's mean key: (A [.., Tq, D, D], b = q - mean, keys less the mean)."""
+    mean = p @ k
+    away = k[..., None, :, :] - mean[..., :, None, :]
+    spread = torch.einsum("...ij,...ija,...ijb->...iab", p, away, away)
+    return spread + ridge * torch.eye(q.shape[-1], dtype=q.dtype), q - mean, away
+
+
 def textbook(w: Tensor, q: Tensor, k: Tensor, v: Tensor, ridge: Ridge) -> Tensor:
     """Equations 6 to 8: z = k - q, omega = sum w, mu = sum w z, Sigma = sum w z z' + ridge, rho = Sigma^-1 mu,
     delta = omega - mu . rho, s = w (1 - z . rho) / delta, o = sum s v."""
@@ -145,3 +153,29 @@ def ratio(found: Tensor, expected: Tensor) -> float:
     assert found.shape == expected.shape
     gap = (found.detach().double() - expected.detach().double()).square().mean().sqrt()
     return float(gap / expected.detach().double().square().mean().sqrt())
+
+
+def family(name: str, length: int = 1024, dim: int = 64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Four kinds of keys: normal; on the unit sphere, with scores of the size of normal ones; of very different spread
+    along the axes, about a mean far off; each query near one of the keys."""
+    q, k, v = draw(1, 1, length, dim, seed=seed)
+    make = torch.Generator().manual_seed(seed + 1)
+    if name == "unit":
+        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    elif name == "anisotropic":
+        spread = torch.logspace(0.5, -1, dim, dtype=torch.float64)
+        offset = 3 * torch.randn(dim, generator=make, dtype=torch.float64)
+        q, k = q * spread + offset, k * spread + offset
+    elif name == "recall":
+        at = (torch.rand(length, generator=make, dtype=torch.float64) * torch.arange(1, length + 1)).long()
+        q = k[:, :, at] + 0.1 * q
+    return tuple(x.to(torch.bfloat16) for x in (q, k, v))
+
+
+FLOOR = {
+    ("normal", 0.1): 1.6e-2, ("normal", 0.01): 0.10,
+    ("unit", 0.1): 2.1e-3, ("unit", 0.01): 4.4e-3,
+    ("anisotropic", 0.1): 1.6e-2, ("anisotropic", 0.01): 5.6e-2,
+    ("recall", 0.1): 1.7e-3, ("recall", 0.01): 2.2e-3,
+}  # fmt: skip
+"""Relative errors of a float32 solve whose weights are rounded to bfloat16 before they meet the values."""

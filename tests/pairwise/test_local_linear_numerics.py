@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from regression import brute_force, dense, draw, lower, ratio, softmax
+from regression import FLOOR, brute_force, dense, draw, family, lower, ratio, softmax, systems
 from torch import Tensor
 
 import regard
@@ -25,32 +25,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, **call):
 
 
 # bfloat16 inputs ---------------------------------------------------------------------------------------------
-
-
-def family(name: str, length: int = 1024, dim: int = 64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Four kinds of keys: normal; on the unit sphere, with scores of the size of normal ones; of very different spread
-    along the axes, about a mean far off; each query near one of the keys."""
-    q, k, v = draw(1, 1, length, dim, seed=seed)
-    make = torch.Generator().manual_seed(seed + 1)
-    if name == "unit":
-        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
-    elif name == "anisotropic":
-        spread = torch.logspace(0.5, -1, dim, dtype=torch.float64)
-        offset = 3 * torch.randn(dim, generator=make, dtype=torch.float64)
-        q, k = q * spread + offset, k * spread + offset
-    elif name == "recall":
-        at = (torch.rand(length, generator=make, dtype=torch.float64) * torch.arange(1, length + 1)).long()
-        q = k[:, :, at] + 0.1 * q
-    return tuple(x.to(torch.bfloat16) for x in (q, k, v))
-
-
-FLOOR = {
-    ("normal", 0.1): 1.6e-2, ("normal", 0.01): 0.10,
-    ("unit", 0.1): 2.1e-3, ("unit", 0.01): 4.4e-3,
-    ("anisotropic", 0.1): 1.6e-2, ("anisotropic", 0.01): 5.6e-2,
-    ("recall", 0.1): 1.7e-3, ("recall", 0.01): 2.2e-3,
-}  # fmt: skip
-"""Relative errors of a float32 solve whose weights are rounded to bfloat16 before they meet the values."""
 
 
 @pytest.mark.parametrize(("name", "ridge"), FLOOR)
@@ -252,12 +226,9 @@ def test_the_steps_are_those_it_takes() -> None:
     """A row's count is that of the textbook iteration on its own matrix, so that nothing is done twice."""
     q, k, v = draw(1, 1, 120, 24, seed=10)
     _, found = run(q, k, v, solver=ConjugateGradient(tol=1e-3))
-    p = torch.where(lower(120), q @ k.transpose(-1, -2) * 24**-0.5, -torch.inf).softmax(-1)[0, 0]
+    matrix, right, _ = systems(q, k, softmax(q @ k.mT * 24**-0.5, lower(120)), 0.1)
     for i in (0, 1, 5, 30, 64, 119):
-        mean = p[i] @ k[0, 0]
-        away = k[0, 0] - mean
-        matrix = (away * p[i][:, None]).T @ away + 0.1 * torch.eye(24, dtype=torch.float64)
-        assert abs(float(found["iterations"][0, 0, i]) - conjugate_steps(matrix, q[0, 0, i] - mean, 1e-3)) <= 1
+        assert abs(float(found["iterations"][0, 0, i]) - conjugate_steps(matrix[0, 0, i], right[0, 0, i], 1e-3)) <= 1
 
 
 def test_a_block_stops_when_its_rows_have(monkeypatch: pytest.MonkeyPatch) -> None:

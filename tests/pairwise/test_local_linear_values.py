@@ -6,7 +6,20 @@ import warnings
 
 import pytest
 import torch
-from regression import brute_force, dense, draw, entmax15, fit, lower, ratio, rectified, shares, softmax, textbook
+from regression import (
+    brute_force,
+    dense,
+    draw,
+    entmax15,
+    fit,
+    lower,
+    ratio,
+    rectified,
+    shares,
+    softmax,
+    systems,
+    textbook,
+)
 from torch import Tensor
 
 import regard
@@ -242,12 +255,9 @@ def test_the_cost_of_a_window_is_in_its_pairs(monkeypatch: pytest.MonkeyPatch) -
 
 def masked_covariance(q: Tensor, k: Tensor, v: Tensor, p: Tensor, ridge: float, blocks: int) -> Tensor:
     """Local linear attention whose covariance about the mean has zeros outside its diagonal blocks."""
-    mean = p @ k
-    away = k[..., None, :, :] - mean[..., :, None, :]
-    spread = torch.einsum("...ij,...ija,...ijb->...iab", p, away, away)
+    matrix, right, away = systems(q, k, p, ridge)
     at = torch.arange(q.shape[-1]) * blocks // q.shape[-1]
-    matrix = torch.where(at[:, None] == at, spread, 0) + ridge * torch.eye(q.shape[-1], dtype=q.dtype)
-    t = torch.linalg.solve(matrix, (q - mean)[..., None])
+    t = torch.linalg.solve(torch.where(at[:, None] == at, matrix, 0), right[..., None])
     return (p * (1 + (away @ t)[..., 0])) @ v
 
 
@@ -302,10 +312,8 @@ def test_a_probe_that_is_the_solution_gives_the_same() -> None:
     q, k, v = draw(1, 2, 60, 6, seed=18)
     z, seen = scores(q, k), lower(60)
     p = softmax(z, seen)
-    mean = p @ k
-    away = k[..., None, :, :] - mean[..., :, None, :]
-    matrix = torch.einsum("...ij,...ija,...ijb->...iab", p, away, away) + 0.1 * torch.eye(6, dtype=torch.float64)
-    t = torch.linalg.solve(matrix, (q - mean)[..., None])[..., 0]
+    matrix, right, away = systems(q, k, p, 0.1)
+    t = torch.linalg.solve(matrix, right[..., None])[..., 0]
     expected = dense(q, k, v, seen, 0.1)
     for impl in IMPLS:
         close(local(q, k, v, solver="learned", probe=-t, impl=impl), expected, 1e-10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from dense_oracles import Memory, stream
+from dense_fast_weights import Dense, stream
 from torch import Tensor
 
 import regard
@@ -39,11 +39,15 @@ def rule(step: str = "normalized", update: str = "entropy") -> regard.WriteRule:
     return regard.WriteRule(step, address_weight=0.5, key_update=update)  # type: ignore[arg-type]
 
 
+def memory(keys: Tensor, values: Tensor, **how: Any) -> Dense:
+    return Dense(keys, values, **{"k": 4, "address": 0.5, **how})
+
+
 def dense(leaves: list[Tensor], chunk: int = CHUNK, **how: Any) -> Tensor:
-    """Every row of the batch with a memory of its own."""
-    query, value, gate, keys, values = leaves
-    rows = zip(query, value, gate, strict=True)
-    return torch.stack([stream(Memory(keys, values, **{"address": 0.5, **how}), *row, chunk) for row in rows])
+    """Return what every row of the batch reads from a memory of its own."""
+    *tokens, keys, values = leaves
+    rows = zip(*(x.split(1) for x in tokens), strict=True)
+    return torch.cat([stream(memory(keys, values, **how), *row, chunk) for row in rows])
 
 
 def blend(read: Tensor, value: Tensor, gate: Tensor | None) -> Tensor:

@@ -21,7 +21,8 @@ from attention_calls import (
     uncopied,
     weight_of,
 )
-from dense_oracles import RULES, attend, near, ratio, scores, seen_pairs
+from contracts import oracle
+from dense_oracles import RULES, attend, near, ratio, scores, seen_pairs, sentence
 from torch import Tensor
 
 import regard
@@ -332,10 +333,11 @@ def test_diagnostics(name: str) -> None:
     leaves = draw(37, 37, 6, grad=False)
     rule, how = RULES[name], {"is_causal": True, "window": 30}
     with tiles.forced(rows=16, keys=16):
-        out, told = triton(leaves, rule.text, return_diagnostics=True, **how)
-        plain = triton(leaves, rule.text, **how)
+        out, told = triton(leaves, rule, return_diagnostics=True, **how)
+        plain = triton(leaves, rule, **how)
     seen = seen_pairs(BATCH, HEADS, 37, 37, **how)
-    p = rule.weights(scores(leaves[0].double(), leaves[1].double()), seen)
+    z = scores(leaves[0].double(), leaves[1].double())
+    p = oracle.weights(sentence(rule), z, seen, sentence(rule).bias)
     support, visible = (p > 0).sum(-1), seen.sum(-1)
     near([out], [plain], 1e-6)
     assert float((told.support - support).abs().max()) <= 1  # a key at the very edge
@@ -345,9 +347,9 @@ def test_diagnostics(name: str) -> None:
     near([told.effective_sample_size, told.density], [size, support / visible], 2e-2)
     assert not told.empty.any()
     assert not told.status.any()
-    if rule.kind == "adaptive":
-        inside = torch.where(p > 0, scores(leaves[0].double(), leaves[1].double()) / rule.power, torch.inf)
-        tau = inside.amin(-1) - p.where(p > 0, torch.tensor(1e9, dtype=p.dtype)).amin(-1) ** (1 / rule.power)
+    if sentence(rule).rule == "adaptive":
+        inside = torch.where(p > 0, z / sentence(rule).r, torch.inf)
+        tau = inside.amin(-1) - p.where(p > 0, torch.tensor(1e9, dtype=p.dtype)).amin(-1) ** (1 / sentence(rule).r)
         assert float((told.tau - tau).abs().max()) <= 1e-4
 
 
@@ -404,7 +406,7 @@ def test_unsupported_calls_say_who_can(name: str) -> None:
             assert told.chosen not in ("triton", "nothing")
 
 
-@pytest.mark.parametrize("spec", [*(rule.text for rule in RULES.values()), "local-linear"])
+@pytest.mark.parametrize("spec", [*RULES.values(), "local-linear"])
 def test_explain_prefers_it_on_a_gpu(spec: str) -> None:
     memory = []
     for length in (4096, 8192):

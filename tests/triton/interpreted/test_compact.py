@@ -23,7 +23,7 @@ from attention_calls import (
     weight_of,
     wide,
 )
-from dense_oracles import RULES, Rule, attend, near, scores, seen_pairs
+from dense_oracles import NUMBERS, RULES, attend, near, seen_pairs, sentence
 from torch import Tensor
 
 import regard
@@ -47,10 +47,10 @@ WAYS: dict[str, dict[str, Any]] = {
 ONE = [(rule, way) for rule in RULES for way in WAYS]
 
 
-def checked(leaves: list[Tensor], rule: Rule, seen: Tensor, most: tuple[float, float], **call: Any) -> None:
+def checked(leaves: list[Tensor], rule: str, seen: Tensor, most: tuple[float, float], **call: Any) -> None:
     """Compare output and gradients with the dense form of the same numbers."""
-    out, exact = triton(leaves, rule.text, **call), wide(leaves)
-    compared(out, attend(*exact, seen, rule), leaves, exact, most, (rule.text, call.keys()))
+    out, exact = triton(leaves, rule, **call), wide(leaves)
+    compared(out, attend(*exact, seen, rule), leaves, exact, most, (rule, call.keys()))
 
 
 @pytest.mark.parametrize(("rule", "call"), pairs(ORDERS, QUICK))
@@ -89,12 +89,11 @@ def test_every_length_with_the_tiles_that_are_shipped(rule: str, length: int, po
 def test_another_power_is_one_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in decoding: the kernels depend on the power by `power`, `lower_power` and `root` alone."""
     monkeypatch.setattr(rules, "POWERS", (*rules.POWERS, 4.0))
-    rule = Rule(text, "anchored" if "anchored" in text else "adaptive", 4, 2.0)
     with tiles.forced(rows=16, keys=16):
         leaves = draw(21, 21, 5, 3)
-        checked(leaves, rule, seen_pairs(BATCH, HEADS, 21, 21, is_causal=True), (2e-5, 1e-4), is_causal=True)
+        checked(leaves, text, seen_pairs(BATCH, HEADS, 21, 21, is_causal=True), (2e-5, 1e-4), is_causal=True)
         one = [leaves[0].detach()[:, :, -1:], *(x.detach() for x in leaves[1:])]
-        expected = attend(*(x.double() for x in one), seen_pairs(BATCH, HEADS, 1, 21), rule)
+        expected = attend(*(x.double() for x in one), seen_pairs(BATCH, HEADS, 1, 21), text)
         near([triton(one, text)], [expected], 1e-4)
 
 
@@ -113,12 +112,12 @@ def test_numbers_of_rows(name: str, poisoned: None) -> None:
     leaves, make = draw(), torch.Generator().manual_seed(3)
     scale = (torch.rand(BATCH, HEADS, T, generator=make) + 0.2).requires_grad_()
     number = (torch.rand(BATCH, HEADS, T, generator=make) + 0.3).requires_grad_()
-    named = {"anchored": "margin", "fixed": "bias"}.get(rule.kind)
+    named = NUMBERS.get(sentence(rule).rule)
     numbers = [scale] if named is None else [scale, number]
     exact = wide([*leaves, *numbers])
     seen = seen_pairs(BATCH, HEADS, T, T, is_causal=True)
     with tiles.forced(rows=16, keys=16):
-        out = triton(leaves, rule.text, is_causal=True, scale=scale, params={} if named is None else {named: number})
+        out = triton(leaves, rule, is_causal=True, scale=scale, params={} if named is None else {named: number})
         expected = attend(*exact[:3], seen, rule, exact[3], None if named is None else exact[4])
         compared(out, expected, [*leaves, *numbers], exact, (3e-6, 4e-5), name)
 
@@ -129,8 +128,8 @@ def test_scales_of_any_sign(spec: str) -> None:
     """A tensor of scales is not looked at: 0 makes all scores equal, less turns them over."""
     leaves = draw(batch=1)
     scale = torch.tensor([0.5, 0.0, -0.7, 1e-30, 1.5, -2.0, 0.0])[torch.arange(T) % 7].expand(1, HEADS, T)
-    rule, exact = next(rule for rule in RULES.values() if rule.text == spec), wide(leaves)
-    expected = attend(*exact, seen_pairs(1, HEADS, T, T, is_causal=True), rule, scale.double())
+    exact = wide(leaves)
+    expected = attend(*exact, seen_pairs(1, HEADS, T, T, is_causal=True), spec, scale.double())
     with tiles.forced(rows=16, keys=16):
         compared(triton(leaves, spec, is_causal=True, scale=scale), expected, leaves, exact, (3e-6, 4e-5), spec)
 
@@ -151,14 +150,8 @@ def test_one_number_for_all_rows() -> None:
 def test_similarities(text: str) -> None:
     leaves = draw(23, 23, 6, batch=1)
     out = triton(leaves, text, is_causal=True)
-    q, k, v = exact = wide(leaves)
-    if text.endswith("cosine"):
-        one, other = (x / (x.square().sum(-1, keepdim=True) + 1e-3).sqrt() for x in (q, k))
-        z, rule = scores(one, other, 1.0), RULES["adaptive 2"]
-    else:
-        z = -(q[..., :, None, :] - k[..., None, :, :]).square().sum(-1) / 2 * 6**-0.5
-        rule = RULES["softmax" if text == "rbf" else "anchored 1"]
-    expected = rule.weights(z, seen_pairs(1, HEADS, 23, 23, is_causal=True)) @ v
+    exact = wide(leaves)
+    expected = attend(*exact, seen_pairs(1, HEADS, 23, 23, is_causal=True), text)
     compared(out, expected, leaves, exact, (1e-5, 1e-4), text)
 
 
@@ -182,7 +175,7 @@ def test_hard_scores(rule: str) -> None:
     k[:, :, 30] *= 8
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with tiles.forced(rows=16, keys=16):
-        out = triton(leaves, RULES[rule].text, scale=1.0)
+        out = triton(leaves, RULES[rule], scale=1.0)
         found = torch.autograd.grad((out * weight_of(out)).sum(), leaves)
     expected = attend(*(x.detach().double() for x in leaves), seen_pairs(1, HEADS, 40, 40), RULES[rule], 1.0)
     assert float((out - expected).detach().abs().max()) <= 2e-3  # an eps of scores near 1e4
@@ -235,7 +228,7 @@ def test_one_query(rule: str, way: str, poisoned: None) -> None:
         seen = seen_pairs(BATCH, 4, 1, 70, attn_mask=mask, **how)
         expected = attend(*(x.detach().double() for x in leaves), seen, RULES[rule])
         with torch.no_grad(), tiles.forced(rows=16, keys=32):
-            near([triton(leaves, RULES[rule].text, attn_mask=mask, **how)], [expected], most, dtype)
+            near([triton(leaves, RULES[rule], attn_mask=mask, **how)], [expected], most, dtype)
         if dtype == torch.float32:
             checked(leaves, RULES[rule], seen, (most, 3e-5), attn_mask=mask, **how)
 

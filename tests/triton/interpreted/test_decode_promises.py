@@ -50,7 +50,7 @@ def tensors(
 def call(name: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     if name == "learned":
         options["params"] = {"probe": probe_of(q)}
-    spec = LINEAR[name] if name in LINEAR else RULES[name].text
+    spec = LINEAR[name] if name in LINEAR else RULES[name]
     with torch.no_grad():
         found: Tensor = regard.attention(q, k, v, spec, impl="triton", enable_gqa=True, **options)
     assert found.dtype == q.dtype
@@ -156,7 +156,7 @@ def traffic(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, list[str]]
         given.extend([f"{kernel.fn.__name__}: {' '.join(met)}"] if met else [])
 
     with watched(launched), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        regard.attention(q, k, v, LINEAR.get(name) or RULES[name].text, impl="triton", enable_gqa=True, is_causal=True)
+        regard.attention(q, k, v, LINEAR.get(name) or RULES[name], impl="triton", enable_gqa=True, is_causal=True)
     return max(event.self_cpu_memory_usage for event in seen.events()), given
 
 

@@ -21,7 +21,8 @@ from attention_calls import (
 )
 from attention_calls import draw as draw_any
 from attention_calls import triton as call_any
-from dense_oracles import RULES, attend, local_linear, near, ratio, scores, seen_pairs, softmax_rows, with_probe
+from dense_oracles import attend, local_linear, near, ratio, scores, seen_pairs, with_probe
+from regression import FLOOR, family, fit, softmax, systems
 from torch import Tensor
 
 import regard
@@ -49,27 +50,23 @@ def batch_of(how: dict[str, Any]) -> int:
     return BATCH if any(isinstance(x, Tensor) for x in how.values()) else 1
 
 
-def slopes_of(leaves: list[Tensor], seen: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """Return softmax weights [B, H, Tq, Tk] and their local linear corrections p_ij (k_j - mean_i) . t_i."""
-    q, k, _ = (x.detach().double() for x in leaves)
+def told_of(told: Any, leaves: list[Tensor], seen: Tensor, ridge: float, most: float) -> None:
+    """Compare diagnostics with the softmax weights and with the weights of the values, read off as a fit of ones."""
+    q, k, _ = leaves
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    p = softmax_rows(scores(q, k), seen)
-    apart = k[:, :, None] - (p @ k)[:, :, :, None]
-    matrix = torch.einsum("bhij,bhija,bhijc->bhiac", p, apart, apart)
-    matrix = matrix + ridge * torch.eye(q.shape[-1], dtype=torch.float64)
-    t = torch.linalg.solve(matrix, (q - p @ k)[..., None])
-    return p, p * (apart @ t)[..., 0]
+    p = softmax(scores(q, k), seen)
+    weights = fit(p, q, k, torch.eye(k.shape[2], dtype=k.dtype).expand(*k.shape[:2], -1, -1), ridge)
+    near([told.support.double()], [seen.sum(-1).double()], 1e-6)
+    near([told.effective_sample_size], [1 / p.square().sum(-1)], 1e-4)
+    near([told.negative_mass], [weights.clamp(max=0).sum(-1).neg()], most)
 
 
 def steps_of(leaves: list[Tensor], seen: Tensor, ridge: float, count: int) -> tuple[Tensor, Tensor]:
     """(output, relative residual) after so many steps of conjugate gradients from 0, in float64."""
     q, k, v = (x.detach().double() for x in leaves)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    p = softmax_rows(scores(q, k), seen)
-    mean = p @ k
-    apart = k[:, :, None] - mean[:, :, :, None]
-    matrix = torch.einsum("bhij,bhija,bhijc->bhiac", p, apart, apart) + ridge * torch.eye(q.shape[-1]).double()
-    right = q - mean
+    p = softmax(scores(q, k), seen)
+    matrix, right, apart = systems(q, k, p, ridge)
     t, r, d = torch.zeros_like(right), right, right
     for _ in range(count):
         image = (matrix @ d[..., None])[..., 0]
@@ -79,30 +76,6 @@ def steps_of(leaves: list[Tensor], seen: Tensor, ridge: float, count: int) -> tu
         r = after
     slopes = (apart @ t[..., None])[..., 0]
     return (p * (1 + slopes)) @ v, r.norm(dim=-1) / right.norm(dim=-1)
-
-
-def family(name: str, length: int, dim: int) -> list[Tensor]:
-    """Normal keys; keys on the unit sphere; of very different spread about a mean far off; each query near a key."""
-    make = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(1, 1, length, dim, generator=make) for _ in range(3))
-    if name == "unit":
-        q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
-    elif name == "anisotropic":
-        spread, offset = torch.logspace(0.5, -1, dim), 3 * torch.randn(dim, generator=make)
-        q, k = q * spread + offset, k * spread + offset
-    elif name == "recall":
-        at = (torch.rand(length, generator=make) * torch.arange(1, length + 1)).long()
-        q = k[:, :, at] + 0.1 * q
-    return [x.to(torch.bfloat16) for x in (q, k, v)]
-
-
-FLOOR = {
-    ("normal", 0.1): 1.6e-2, ("normal", 0.01): 0.10,
-    ("unit", 0.1): 2.1e-3, ("unit", 0.01): 4.4e-3,
-    ("anisotropic", 0.1): 1.6e-2, ("anisotropic", 0.01): 5.6e-2,
-    ("recall", 0.1): 1.7e-3, ("recall", 0.01): 2.2e-3,
-}  # fmt: skip
-"""Relative errors of a float32 solve whose weights are rounded to bfloat16 before they meet the values; 1024 keys."""
 
 
 @pytest.mark.parametrize("call", some(CALLS, QUICK))
@@ -248,11 +221,9 @@ def test_a_probe_that_is_the_solution_gives_the_same() -> None:
     """Parallax is local linear attention with -t, whose rows see few keys, too."""
     q, k, v = (x.detach() for x in draw(30, 30, 6, batch=1, kv=HEADS))
     seen = seen_pairs(1, HEADS, 30, 30, is_causal=True)
-    p = softmax_rows(scores(q.double(), k.double()), seen)
-    mean = p @ k.double()
-    apart = k.double()[:, :, None] - mean[:, :, :, None]
-    matrix = torch.einsum("bhij,bhija,bhijc->bhiac", p, apart, apart) + 0.1 * torch.eye(6, dtype=torch.float64)
-    t = torch.linalg.solve(matrix, (q.double() - mean)[..., None])[..., 0]
+    p = softmax(scores(q.double(), k.double()), seen)
+    matrix, right, _ = systems(q.double(), k.double(), p, 0.1)
+    t = torch.linalg.solve(matrix, right[..., None])[..., 0]
     with tiles.forced(rows=16, keys=16):
         one = triton([q, k, v], is_causal=True, ridge=0.1)
         other = triton([q, k, v], is_causal=True, solver="learned", probe=-t.float())
@@ -272,7 +243,7 @@ def test_a_budget_of_steps(count: int) -> None:
         near([triton(leaves, **how)], [out], 1e-6)
     near([out], [expected], 2e-5)
     if count == 0:
-        near([out], [attend(*(x.double() for x in leaves), seen, RULES["softmax"])], 2e-6)
+        near([out], [attend(*(x.double() for x in leaves), seen, "softmax")], 2e-6)
     else:
         assert float((told.solver["residual"] - residual).abs().max()) <= 1e-4
         assert bool((told.solver["iterations"] == count).all())
@@ -436,11 +407,9 @@ def test_windows_whose_keys_fit_on_the_chip_and_larger_ones(window: int, poisone
     seen = seen_pairs(1, 1, 170, 170, is_causal=True, window=window)
     with tiles.forced(rows=16, keys=16):
         out, told = triton(leaves, is_causal=True, window=window, ridge=0.3, return_diagnostics=True)
-    p, slopes = slopes_of(leaves, seen, 0.3)
-    assert ratio(out, (p + slopes) @ leaves[2].double()) < 4e-3
-    near([told.support.double()], [seen.sum(-1).double()], 1e-6)
-    assert ratio(told.effective_sample_size, 1 / p.square().sum(-1)) < 1e-4
-    assert ratio(told.negative_mass, (p + slopes).clamp(max=0).sum(-1).neg()) < 1e-2
+    wide = [x.double() for x in leaves]
+    assert ratio(out, local_linear(*wide, seen, 0.3)) < 4e-3
+    told_of(told, wide, seen, 0.3, 1e-2)
 
 
 @pytest.mark.slow
@@ -449,10 +418,7 @@ def test_diagnostics() -> None:
     with tiles.forced(rows=16, keys=16):
         out, told = triton(leaves, is_causal=True, ridge=0.1, return_diagnostics=True)
         near([triton(leaves, is_causal=True, ridge=0.1)], [out], 1e-6)
-    p, slopes = slopes_of(leaves, seen, 0.1)
-    near([told.effective_sample_size], [1 / p.square().sum(-1)], 1e-4)
-    near([told.support.double()], [seen.sum(-1).double()], 1e-6)
-    near([told.negative_mass], [(p + slopes).clamp(max=0).sum(-1).neg()], 1e-4)
+    told_of(told, [x.double() for x in leaves], seen, 0.1, 1e-4)
     assert not told.empty.any()
     assert not told.solver["status"].any()
     assert float(told.solver["residual"].max()) <= 1e-5

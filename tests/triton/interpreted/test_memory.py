@@ -7,26 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from dense_oracles import Memory, near, stream
-from memory_calls import CHUNK, T, blend, dense, draw, grads, rule, triton, weight_of
+from attention_calls import compared, wide
+from dense_fast_weights import stream
+from dense_oracles import near
+from memory_calls import CHUNK, T, blend, dense, draw, grads, memory, rule, triton, weight_of
 from torch import Tensor
 
 import regard
 from regard.memory.fast_weights import flush
 
 pytestmark = pytest.mark.usefixtures("in_bounds")
-
-
-def wide(leaves: list[Tensor]) -> list[Tensor]:
-    return [x.detach().double().requires_grad_() for x in leaves]
-
-
-def compared(
-    out: Tensor, expected: Tensor, leaves: list[Tensor], exact: list[Tensor], most: tuple[float, float]
-) -> None:
-    weight = weight_of(out)
-    found = [out, *grads((out * weight).sum(), leaves)]
-    near(found, [expected, *grads((expected * weight.double()).sum(), exact)], (most[0], *[most[1]] * len(leaves)))
 
 
 class Told:
@@ -225,17 +215,17 @@ def test_gradients_that_end_at_a_write(meta: bool | int) -> None:
     leaves = draw(1)
     out, _ = triton(leaves, rule=rule(), meta_grad=meta)
     q, v, g, keys, values = exact = wide(leaves)
-    memory, parts = Memory(keys, values, address=0.5), []
+    own, parts = memory(keys, values), []
     for count, start in enumerate(range(0, T, CHUNK)):
         if start:
             span = slice(start - CHUNK, start)
-            inputs = [q[0, span], v[0, start - CHUNK + 1 : start + 1], g[0, span]]
+            inputs = [q[0, span], v[0, start - CHUNK + 1 : start + 1], g[0, span], torch.ones(CHUNK, dtype=torch.bool)]
             if not meta or count % meta == 0:
-                memory.write(*(x.detach() for x in inputs))
-                memory.keys, memory.values = memory.keys.detach(), memory.values.detach()
+                own.learn(*(x.detach() for x in inputs))
+                own.keys, own.values = own.keys.detach(), own.values.detach()
             else:
-                memory.write(*inputs)
-        parts.append(memory.read(q[0, start : start + CHUNK]))
+                own.learn(*inputs)
+        parts.append(own.read(q[0, start : start + CHUNK]))
     compared(out, torch.cat(parts)[None], leaves, exact, (2e-5, 5e-4))
 
 
@@ -314,10 +304,10 @@ def test_only_reading_leaves_the_memory_as_it_was() -> None:
     _, state = triton(leaves, rule=rule())
     kept = {name: x.clone() for name, x in state.to_tensors().items()}
     out, same = triton(leaves, rule=rule(), state=state, frozen=True)
-    memory = Memory(leaves[3].double(), leaves[4].double(), address=0.5)
-    q, v, g = (x[0].double() for x in leaves[:3])
-    stream(memory, q, v, g, CHUNK)
-    near([out[0]], [memory.read(q)], 2e-5)
+    q, v, g, *tables = (x.double() for x in leaves)
+    own = memory(*tables)
+    stream(own, q, v, g, CHUNK)
+    near([out], [own.read(q)], 2e-5)
     for name, x in same.to_tensors().items():
         assert torch.equal(x, kept[name]), name
 
@@ -327,18 +317,11 @@ def test_flush_writes_what_waits() -> None:
     leaves = draw(1, grad=False)
     _, state = triton(leaves, rule=rule())
     after = flush(state, rule=rule())
-    memory = Memory(leaves[3].double(), leaves[4].double(), address=0.5)
-    q, v, g = (x[0].double() for x in leaves[:3])
-    stream(memory, q, v, g, CHUNK)
-    # two tokens wait, of which the first has a target; the other counts as read
-    keys, values = memory.keys, memory.values
-    weights, met = memory.shares(q[8:])
-    total, hits = weights.sum(1), met.sum(1)
-    step = g[8:9] / (total[:1].square() / hits[:1].clamp(min=1)).sum(-1)
-    moved = (step[:, None] * total[:1]).T @ (total[:1] @ values - v[9:10]) / hits.sum(0).clamp(min=1)[:, None]
-    keys = keys.clone().requires_grad_()
-    rise = torch.autograd.grad(memory.entropy(q[8:], keys), keys)[0]
-    near([after.values.dense()[0], after.keys[0]], [values - moved, keys.detach() + 0.5 * rise], 2e-5)
+    *tokens, keys, values = (x.double() for x in leaves)
+    own = memory(keys, values)
+    stream(own, *tokens, CHUNK)
+    own.write(*(x[:, 8:] for x in tokens), None)  # of the two that wait, the first has a target
+    near([after.values.dense()[0], after.keys[0]], [own.values, own.keys], 2e-5)
     assert after.waiting.empty
 
 
@@ -349,12 +332,5 @@ def test_one_memory_for_the_batch(mix: bool) -> None:
     leaves = draw(2, 2 * CHUNK + 3)
     out, _ = triton(leaves, rule=rule(), shared=True, mix=mix)
     q, v, g, keys, values = exact = wide(leaves)
-    memory, parts = Memory(keys, values, address=0.5), []
-    for start in range(0, 2 * CHUNK + 3, CHUNK):
-        if start:
-            span = slice(start - CHUNK, start)
-            after = slice(start - CHUNK + 1, start + 1)
-            memory.write(q[:, span].flatten(0, 1), v[:, after].flatten(0, 1), g[:, span].flatten())
-        parts.append(memory.read(q[:, start : start + CHUNK].flatten(0, 1)).unflatten(0, (2, -1)))
-    read = torch.cat(parts, 1)
+    read = stream(memory(keys, values), q, v, g, CHUNK)
     compared(out, blend(read, v, g) if mix else read, leaves, exact, (2e-5, 5e-4))

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from attention_calls import Calls
-from dense_oracles import Memory, near, stream
-from memory_calls import CHUNK, T, blend, dense, draw, grads, rule, triton, weight_of
+from dense_fast_weights import stream
+from dense_oracles import near
+from memory_calls import CHUNK, T, blend, dense, draw, grads, memory, rule, triton, weight_of
 from torch import Tensor
 
 import regard
@@ -89,8 +90,7 @@ def test_padding_is_as_if_it_were_removed(mix: bool) -> None:
             assert torch.equal(one, two)
     for row, count in enumerate(counts):
         own = [x[row, mask[row]].detach().double() for x in leaves[:3]]
-        memory = Memory(leaves[3].detach().double(), leaves[4].detach().double(), address=0.5)
-        expected = stream(memory, *own, CHUNK)
+        expected = stream(memory(*(x.detach().double() for x in leaves[3:])), *(x[None] for x in own), CHUNK)[0]
         assert len(expected) == count
         if mix:
             expected = blend(expected, *own[1:])
@@ -112,7 +112,7 @@ def test_a_token_that_is_not_finite_is_not_written(mix: bool) -> None:
     assert all(bool(g.isfinite().all()) for g in found)
     assert bool(state.values.dense().isfinite().all())
     query, value, gate, keys, values = (x.detach().double() for x in leaves)
-    read = Memory(keys, values).read(query[0, :3])
+    read = memory(keys, values).read(query[0, :3])
     near([out[0, :3]], [blend(read, value[0, :3], gate[0, :3]) if mix else read], 2e-5)
 
 

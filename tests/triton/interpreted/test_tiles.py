@@ -13,7 +13,7 @@ import attention_calls
 import memory_calls
 import pytest
 import torch
-from dense_oracles import RULES, Rule, attend, local_linear, seen_pairs
+from dense_oracles import RULES, attend, local_linear, seen_pairs
 from triton.runtime.errors import OutOfResources
 
 from regard.triton.compact import rules as compact
@@ -131,13 +131,13 @@ def tuned() -> dict[str, Tiles]:
     return {name: found for name, table in TileTable.tables.items() for found in table.tuned.values()}
 
 
-def attended(rule: Rule, dtype: torch.dtype, what: Any = "", length: int = 150, **forced: int) -> None:
+def attended(rule: str, dtype: torch.dtype, what: Any = "", length: int = 150, **forced: int) -> None:
     """Compact attention of so many tokens, the forward pass with tiles of its own, against its dense form."""
     leaves = attention_calls.draw(length, length, 16, batch=1, heads=1, dtype=dtype)
     wide = attention_calls.wide(leaves)
     seen = seen_pairs(1, leaves[0].shape[1], length, length, is_causal=True)
     with tiles.forced(**forced) if forced else nullcontext():
-        out = attention_calls.triton(leaves, rule.text, is_causal=True)
+        out = attention_calls.triton(leaves, rule, is_causal=True)
     most = (2e-5, 1e-4) if dtype == torch.float32 else (0.01, 0.02)
     attention_calls.compared(out, attend(*wide, seen, rule), leaves, wide, most, what)
 
