@@ -75,29 +75,6 @@ def fsum(p: np.ndarray) -> float:
     return math.fsum(float(x) for x in p)
 
 
-def visible_pairs(
-    queries: int,
-    keys: int,
-    *,
-    causal: bool = False,
-    strict: bool = False,
-    window: int | None = None,
-    offset: int | None = None,
-) -> np.ndarray:
-    """Which keys each query may see, pair by pair, as the documentation words it: boolean [Tq, Tk]."""
-    offset = keys - queries if offset is None else offset
-    seen = np.zeros((queries, keys), dtype=bool)
-    for i in range(queries):
-        at = i + offset
-        newest = at - 1 if strict else at
-        for j in range(keys):
-            if causal or strict:
-                seen[i, j] = j <= newest and (window is None or j > newest - window)
-            else:
-                seen[i, j] = window is None or abs(at - j) < window
-    return seen
-
-
 def entmax_derivatives(z: np.ndarray, alpha: float, g: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(p, dL/dz, dL/dalpha [rows]) of entmax for rows [rows, n] and L = sum g p, by p = a^r and the implicit threshold:
     dp_i/dz_j = s_i (delta_ij - s_j / S) with s = p^(2 - alpha) and S = sum s. The threshold is found from the lowest

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from dense import close as close
 from torch import Tensor
 
 import regard
@@ -39,6 +40,19 @@ ODD = (
     "epanechnikov*fixed(bias=-0.5,empty=nearest)",
     "biweight*fixed*unnormalised",
     "linear*fixed*normalised",  # signed weights over a signed, guarded sum
+    "clipped-geometric(limit=10,eps=0.5)*fixed*unnormalised",
+    "linear*fixed(bias=2)*unnormalised",
+    "linear*fixed*cosine(eps=7)",
+    "polynomial(r=0.5)*fixed(bias=2)*unnormalised",
+    "uniform*fixed(bias=-0.4)*unnormalised",
+    "gaussian*fixed(bias=1)*unnormalised",
+    "gaussian*nearest(k=1,gradient=soft)",
+    "uniform*nearest(k=3,gradient=soft,temperature=0.3)",
+    "gaussian*fixed*linear(ridge=0.3,ridge_mode=absolute)",
+    "triweight*anchored(margin=1.5)*linear(ridge=0.3,ridge_mode=absolute)",
+    "epanechnikov*fixed(bias=2)*linear(ridge=0.3,ridge_mode=absolute)",
+    "gaussian*fixed*cosine*linear(ridge=0.3,ridge_mode=absolute)",
+    "gaussian*fixed*linear(ridge=0.3,solver=block-diagonal(blocks=1))",
     "gaussian*fixed*linear(ridge=0.3,solver=cg(precondition=True))",
     "gaussian*anchored(margin=1.5)*euclidean*linear(ridge=0.4,ridge_mode=absolute)",
 )
@@ -273,16 +287,6 @@ def named(data: Data, params: Mapping[str, Tensor] | None = None, scale: Tensor 
     """Inputs by name, for `gradients`."""
     found = {"query": data.q, "key": data.k, "value": data.v, **(params or {})}
     return found if scale is None else {**found, "scale": scale}
-
-
-def close(actual: Tensor, expected: Tensor, tolerance: float, what: str = "") -> None:
-    """|actual - expected| <= tolerance * max(1, max |expected|), NaN nowhere."""
-    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} != {tuple(expected.shape)}"
-    if actual.numel() == 0:
-        return
-    gap = (actual.double() - expected.double()).abs().max().item()
-    size = max(1.0, expected.double().abs().max().item())
-    assert gap <= tolerance * size, f"{what}: differs by {gap:.3g} (size {size:.3g})"  # false for NaN
 
 
 def same(actual: Tensor, expected: Tensor, what: str = "") -> None:

@@ -268,6 +268,8 @@ def _adaptive(s: Sentence, z: Tensor, bias: Number, params: Mapping[str, Number]
             middle = (low + high) / 2
             enough = powers(middle, r).sum(-1, keepdim=True) >= 1
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+            if bool((torch.nextafter(low, high) >= high).all()):
+                break  # adjacent numbers: further halving changes nothing
     # one Newton step whose value is taken off again: the implicit function theorem
     step = (powers(low, r).sum(-1, keepdim=True) - 1) / powers(low, r - 1).sum(-1, keepdim=True)
     return powers(low + step - step.detach(), r)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from operators import check_operators
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
 
@@ -143,30 +143,6 @@ def test_normalisers_compile_once(name: str) -> None:
     compiles(run, "aot_eager", [partial(check, length=length) for length in LENGTHS])
 
 
-class _Recorder(TorchDispatchMode):
-    """Notes the calls of regard's own operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "regard":
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
-def _calls(label: str, how: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    data = draw(6, 9, heads=4, kv_heads=2, dtype=torch.float32).leaves()
-    params, scale = learned(SPECS[label], data)
-    with _Recorder() as seen:
-        out = regard.attention(
-            *data.tensors, SPECS[label], params=params, scale=scale, enable_gqa=True, impl="blocked", **how
-        )
-        out.sum().backward()
-    return seen.calls
-
-
 @pytest.mark.parametrize(
     "label",
     [
@@ -178,16 +154,9 @@ def test_opcheck(label: str) -> None:
     """torch.library.opcheck on every operator of ours that a forward and a backward pass calls."""
     mask = torch.ones(2, 1, 6, 9, dtype=torch.bool)
     mask[0, 0, 3] = False
+    spec, model = SPECS[label], "local_linear" if SPECS[label].degree else "local_constant"
     for how in ({"is_causal": True}, {"attn_mask": mask, "exclude_self": True, "query_offset": torch.tensor([3, 5])}):
-        calls = _calls(label, how)
-        names = [func.name() for func, _ in calls]
-        model = "local_linear" if SPECS[label].degree else "local_constant"
-        assert names == [f"regard::{model}_forward", f"regard::{model}_backward"]
-        for func, args in calls:
-            once = "backward" in func.name()  # differentiable once: the backward pass itself wants no gradient
-            fresh = [_fresh_tensor(x, not once) if isinstance(x, Tensor) else x for x in args]
-            torch.library.opcheck(func, tuple(fresh))
-
-
-def _fresh_tensor(x: Tensor, gradient: bool) -> Tensor:
-    return x.detach().clone().requires_grad_(gradient and x.is_floating_point())
+        data = draw(6, 9, heads=4, kv_heads=2, dtype=torch.float32).leaves()
+        params, scale = learned(spec, data)
+        call = partial(regard.attention, *data.tensors, spec, params=params, scale=scale, enable_gqa=True, **how)
+        check_operators(partial(call, impl="blocked"), model)

@@ -174,19 +174,9 @@ def test_attention_on_the_meta_device(label: str) -> None:
 
 def test_other_calls_on_the_meta_device() -> None:
     q, k, v, beta = meta(2, 2, 6, 4), meta(2, 2, 6, 4), meta(2, 2, 6, 5), meta(2, 2, 6)
-    outputs = [
-        regard.local_linear_attention(q, k, v),
-        regard.interpolated_attention(q, k, v),
-        regard.mesa_attention(q, k, v, ridge=0.1)[0],
-        regard.mesa_attention(q, k, v, ridge=0.1, log_decay=-beta)[0],
-        regard.delta_rule(q, k, v, beta)[0],
-        regard.delta_rule(q, k, v, beta, log_decay=-beta)[0],
-        *(regard.linear_attention(q, k, v, form=form)[0] for form in ("parallel", "chunked", "recurrent")),
-        regard.linear_attention(q, k, v, log_decay=-beta)[0],
-    ]
-    for out in outputs:
-        assert (out.shape, out.device.type) == (v.shape, "meta")
-        assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+    out = regard.local_linear_attention(q, k, v)
+    assert (out.shape, out.device.type) == (v.shape, "meta")
+    assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
     for weights in (regard.entmax(q), regard.entmax(q, 4.0), regard.entmax(q, beta[..., None] + 1), regard.relumax(q)):
         assert (weights.shape, weights.device.type) == (q.shape, "meta")
     for spec in ("softmax", "biweight", "elu"):

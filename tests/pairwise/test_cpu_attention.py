@@ -10,7 +10,9 @@ from typing import Any
 import dense
 import pytest
 import torch
+from contracts import oracle
 from dense import close
+from row_numbers import derivatives, leaves, numbers
 from torch import Tensor
 
 import regard
@@ -22,27 +24,15 @@ from regard.pairwise.blocked.blocks import CHUNK, COLUMNS, Block
 from regard.pairwise.cpu import implementation as cpu
 
 K = 5
-NUMBER = {"anchored": "margin", "fixed": "bias"}
-
-# sentence -> (arguments of `dense.weights`, the rule's number); scores of the cases below are about 3 within a cluster
-# and far below 0 outside.
-CASES: dict[str, tuple[dict[str, Any], float]] = {
-    "sparsemax": ({"rule": "adaptive"}, 0.0),
-    "biweight": ({"rule": "adaptive", "r": 2.0}, 0.0),
-    "triweight": ({"rule": "adaptive", "r": 3.0}, 0.0),
-    "polynomial(r=1.5)*adaptive": ({"rule": "adaptive", "r": 1.5}, 0.0),
-    "relumax": ({"rule": "anchored"}, 1.0),
-    "polynomial(r=2.5)*anchored": ({"rule": "anchored", "r": 2.5}, 1.0),
-    "gaussian*anchored": ({"rule": "anchored", "kernel": "gaussian"}, 1.0),
-    "normrelu": ({"rule": "fixed"}, 0.5),
-    "biweight*fixed(empty=zero)": ({"rule": "fixed", "r": 2.0, "empty": "zero"}, 0.5),
-    "triweight*fixed(empty=nearest)": ({"rule": "fixed", "r": 3.0, "empty": "nearest"}, 0.5),
-    "uniform*fixed": ({"rule": "fixed", "kernel": "uniform"}, 0.5),
-    f"gaussian*nearest(k={K})": ({"rule": "nearest", "kernel": "gaussian", "k": K}, 0.0),
-    f"uniform*nearest(k={K})": ({"rule": "nearest", "kernel": "uniform", "k": K}, 0.0),
-    f"biweight*nearest(k={K})": ({"rule": "nearest", "r": 2.0, "k": K}, 0.0),
-    f"epanechnikov*nearest(k={K})": ({"rule": "nearest", "k": K}, 0.0),
-}
+FIXED = "epanechnikov*fixed(bias=0.5)"
+# Scores of the cases below are about 3 within a cluster and far below 0 outside.
+CASES = [
+    "sparsemax", "biweight", "triweight", "polynomial(r=1.5)*adaptive",
+    "relumax", "polynomial(r=2.5)*anchored", "gaussian*anchored",
+    FIXED, "biweight*fixed(bias=0.5,empty=zero)", "triweight*fixed(bias=0.5,empty=nearest)",
+    "uniform*fixed(bias=0.5)",
+    *(f"{kernel}*nearest(k={K})" for kernel in ("gaussian", "uniform", "biweight", "epanechnikov")),
+]  # fmt: skip
 
 
 @dataclass
@@ -97,6 +87,9 @@ def narrowing(watched: Narrowing, monkeypatch: pytest.MonkeyPatch) -> Narrowing:
     return watched
 
 
+TENSORS = ("query", "key", "value", "scale")
+
+
 @dataclass
 class Data:
     """q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] and the numbers of the rows, all leaves."""
@@ -111,11 +104,12 @@ class Data:
         return {"query": self.q, "key": self.k, "value": self.v, "scale": self.scale, **self.params}
 
     def to(self, dtype: torch.dtype) -> Data:
-        def leaf(x: Tensor) -> Tensor:
-            return x.detach().to(dtype).clone().requires_grad_()
+        return Data.of(leaves(self.leaves(), dtype))
 
-        params = {name: leaf(x) for name, x in self.params.items()}
-        return Data(leaf(self.q), leaf(self.k), leaf(self.v), leaf(self.scale), params)
+    @staticmethod
+    def of(inputs: dict[str, Tensor]) -> Data:
+        q, k, v, scale, *_ = inputs.values()
+        return Data(q, k, v, scale, {name: x for name, x in inputs.items() if name not in TENSORS})
 
 
 def clustered(
@@ -141,33 +135,14 @@ def clustered(
     v = draw(batch, kv_heads or heads, keys, 3)
     rows = (batch, heads, queries)
     scale = 1 + 0.2 * torch.rand(rows, generator=make, dtype=torch.float64)
-    how, number = CASES[label]
-    params, wobble = {}, torch.rand(rows, generator=make, dtype=torch.float64) * 0.2
-    spec = Spec.parse(label)
-    if how["rule"] in NUMBER:
-        params[NUMBER[how["rule"]]] = number + wobble
-    if learned and "alpha" in spec.params:
-        params["alpha"] = 1 + 1 / how.get("r", 1.0) + 0.3 * wobble
-    if learned and "r" in spec.params:
-        params["r"] = how.get("r", 1.0) + wobble
-    return Data(q, k, v, scale, params).to(torch.float64)
+    wobble = torch.rand(rows, generator=make, dtype=torch.float64) * 0.2
+    return Data(q, k, v, scale, numbers(Spec.parse(label), wobble, learned)).to(torch.float64)
 
 
 def truth(label: str, data: Data, call: dict[str, Any]) -> Tensor:
-    """The output, dense."""
-    how, share = dict(CASES[label][0]), data.q.shape[1] // data.k.shape[1]
-    k, v = (x.repeat_interleave(share, 1) for x in (data.k, data.v))
-    z = (data.q @ k.transpose(-1, -2)) * data.scale[..., None]
-    z = torch.where(dense.visible(data.q.shape[2], k.shape[2], **call), z, -torch.inf)
-    numbers = {name: x[..., None] for name, x in data.params.items()}
-    if "alpha" in numbers:
-        how["r"] = 1 / (numbers["alpha"] - 1)
-    if "r" in numbers:
-        how["r"] = numbers["r"]
-    for name in ("margin", "bias"):
-        if name in numbers:
-            how["number"] = numbers[name]
-    return dense.weights(z, **how) @ v
+    """Return the output, dense."""
+    seen = dense.visible(data.q.shape[2], data.k.shape[2], **call)
+    return oracle.attention(oracle.read(Spec.parse(label)), data.q, data.k, data.v, seen, data.scale, data.params)[0]
 
 
 def attend(label: str, data: Data, call: dict[str, Any]) -> Tensor:
@@ -178,10 +153,8 @@ def attend(label: str, data: Data, call: dict[str, Any]) -> Tensor:
 
 
 def gradients(out: Tensor, data: Data) -> dict[str, Tensor]:
-    leaves = data.leaves()
-    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(out.dtype)
-    found = torch.autograd.grad(out, list(leaves.values()), g, allow_unused=True)
-    return {n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), found, strict=True)}
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return derivatives(out, data.leaves(), g)
 
 
 def compare(label: str, data: Data, call: dict[str, Any], tolerance: float, dtype: torch.dtype = torch.float64) -> None:
@@ -239,7 +212,8 @@ def arguments(name: str, batch: int, heads: int, queries: int = QUERIES, keys: i
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(
-    "label", ["biweight", "relumax", "normrelu", f"gaussian*nearest(k={K})", f"biweight*nearest(k={K})"]
+    "label",
+    ["biweight", "relumax", FIXED, f"gaussian*nearest(k={K})", f"biweight*nearest(k={K})"],
 )
 def test_keys_without_weight_are_left_out(label: str, name: str, narrowing: Narrowing) -> None:
     """Grouped heads, and all ways to hide keys; that keys are left out really is what happens."""
@@ -347,7 +321,10 @@ def test_ties_across_marks(label: str, narrowing: Narrowing) -> None:
     assert narrowing.done == narrowing.asked > 0
 
 
-@pytest.mark.parametrize("label", ["normrelu", "biweight*fixed(empty=zero)", "triweight*fixed(empty=nearest)"])
+@pytest.mark.parametrize(
+    "label",
+    [label for label in CASES if "fixed" in label and "uniform" not in label],
+)
 @pytest.mark.parametrize("every", [False, True])
 def test_rows_without_support(label: str, every: bool, narrowing: Narrowing) -> None:
     """Some rows of a block, or all of them, find no key inside."""
@@ -356,14 +333,14 @@ def test_rows_without_support(label: str, every: bool, narrowing: Narrowing) -> 
     bias[..., slice(None) if every else slice(0, None, 3)] = -1e3
     data.params["bias"] = bias.requires_grad_()
     compare(label, data, {"is_causal": True}, 1e-10)
-    uniform = label == "normrelu"  # which looks at all keys then
+    uniform = label == FIXED  # which looks at all keys then
     assert (narrowing.done == 0) == uniform
 
 
 def test_rows_that_see_nothing_between_rows_that_do(narrowing: Narrowing) -> None:
     call = {"is_causal": True, "query_offset": torch.tensor([KEYS - 60, -20]), "attn_mask": torch.ones(KEYS) > 0}
     call["attn_mask"][1150:] = False
-    for label in ("biweight", f"biweight*nearest(k={K})", "normrelu"):
+    for label in ("biweight", f"biweight*nearest(k={K})", FIXED):
         data = clustered(label, 60, KEYS, batch=2)
         compare(label, data, call, 5e-11)
         out = attend(label, data, call)
@@ -486,10 +463,9 @@ def test_diagnostics_count_what_the_weights_say(narrowing: Narrowing) -> None:
             data.q, data.k, data.v, label, scale=data.scale, params=data.params, is_causal=True, impl="cpu",
             return_diagnostics=True,
         )  # fmt: skip
-        how, seen = dict(CASES[label][0]), dense.visible(QUERIES, KEYS, is_causal=True)
-        z = torch.where(seen, (data.q @ data.k.mT) * data.scale[..., None], -torch.inf).detach()
-        number = {"number": data.params["margin"].detach()[..., None]} if label == "relumax" else {}
-        p = dense.weights(z, **how, **number)
+        seen = dense.visible(QUERIES, KEYS, is_causal=True)
+        _, p = oracle.attention(oracle.read(Spec.parse(label)), data.q, data.k, data.v, seen, data.scale, data.params)
+        p = p.detach()
         close(found.support.double(), (p > 0).sum(-1).double(), 0.0)
         close(found.effective_sample_size, p.sum(-1).square() / p.square().sum(-1), 1e-10)
     assert narrowing.done > 0

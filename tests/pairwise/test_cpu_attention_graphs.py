@@ -23,7 +23,7 @@ from regard.pairwise.cpu import implementation as cpu
 # Operators and graphs ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", ["biweight", "relumax", f"biweight*nearest(k={K})", "normrelu"])
+@pytest.mark.parametrize("label", ["biweight", "relumax", f"biweight*nearest(k={K})", "epanechnikov*fixed(bias=0.5)"])
 def test_opcheck(label: str) -> None:
     for keys, name in ((40, "pairs, causal"), (KEYS, "offsets, padding")):
         data = clustered(label, 17, keys, batch=2, heads=2, kv_heads=1, learned=True)

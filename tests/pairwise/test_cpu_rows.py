@@ -11,10 +11,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import dense
 import pytest
 import torch
+from contracts import oracle
 from dense import close
+from row_numbers import derivatives, leaves, numbers
 from torch import Tensor
 
 import regard
@@ -29,32 +30,19 @@ INF = float("inf")
 LENGTHS = (1, 2, 31, 32, 33, 127, 128, 129, 511, 512, 513, 1000, 8192)
 R, W, K = 6, 0.4, 7  # rows of a case, bias of the fixed rule, keys of the nearest one
 
-# sentence -> arguments of `dense.weights`, without the number, and that of the rule
-CASES: dict[str, tuple[dict[str, Any], float]] = {
-    "epanechnikov*adaptive": ({"rule": "adaptive"}, 0.0),
-    "biweight*adaptive": ({"rule": "adaptive", "r": 2.0}, 0.0),
-    "triweight*adaptive": ({"rule": "adaptive", "r": 3.0}, 0.0),
-    "polynomial(r=1.5)*adaptive": ({"rule": "adaptive", "r": 1.5}, 0.0),
-    "polynomial(r=10)*adaptive": ({"rule": "adaptive", "r": 10.0}, 0.0),
-    "polynomial(r=0.5)*adaptive": ({"rule": "adaptive", "r": 0.5}, 0.0),
-    "epanechnikov*anchored": ({"rule": "anchored"}, 1.1),
-    "biweight*anchored": ({"rule": "anchored", "r": 2.0}, 1.1),
-    "triweight*anchored": ({"rule": "anchored", "r": 3.0}, 1.1),
-    "polynomial(r=2.5)*anchored": ({"rule": "anchored", "r": 2.5}, 1.1),
-    "gaussian*anchored": ({"rule": "anchored", "kernel": "gaussian"}, 1.1),
-    "uniform*anchored": ({"rule": "anchored", "kernel": "uniform"}, 1.1),
-    "epanechnikov*fixed": ({"rule": "fixed"}, W),
-    "biweight*fixed": ({"rule": "fixed", "r": 2.0}, W),
-    "triweight*fixed(empty=zero)": ({"rule": "fixed", "r": 3.0, "empty": "zero"}, W),
-    "polynomial(r=1.7)*fixed(empty=nearest)": ({"rule": "fixed", "r": 1.7, "empty": "nearest"}, W),
-    "uniform*fixed": ({"rule": "fixed", "kernel": "uniform"}, W),
-    f"epanechnikov*nearest(k={K})": ({"rule": "nearest", "k": K}, 0.0),
-    f"biweight*nearest(k={K})": ({"rule": "nearest", "r": 2.0, "k": K}, 0.0),
-    f"polynomial(r=1.5)*nearest(k={K})": ({"rule": "nearest", "r": 1.5, "k": K}, 0.0),
-    f"gaussian*nearest(k={K})": ({"rule": "nearest", "kernel": "gaussian", "k": K}, 0.0),
-    f"uniform*nearest(k={K})": ({"rule": "nearest", "kernel": "uniform", "k": K}, 0.0),
-}
-NUMBER = {"anchored": "margin", "fixed": "bias"}
+CASES = [
+    *(f"{kernel}*adaptive" for kernel in ("epanechnikov", "biweight", "triweight")),
+    *(f"polynomial(r={r})*adaptive" for r in (1.5, 10, 0.5)),
+    *(f"{kernel}*anchored(margin=1.1)" for kernel in ("epanechnikov", "biweight", "triweight", "gaussian", "uniform")),
+    "polynomial(r=2.5)*anchored(margin=1.1)",
+    *(f"{kernel}*fixed(bias={W})" for kernel in ("epanechnikov", "biweight", "uniform")),
+    f"triweight*fixed(bias={W},empty=zero)",
+    f"polynomial(r=1.7)*fixed(bias={W},empty=nearest)",
+    *(
+        f"{kernel}*nearest(k={K})"
+        for kernel in ("epanechnikov", "biweight", "polynomial(r=1.5)", "gaussian", "uniform")
+    ),
+]
 
 
 def scores(n: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -84,42 +72,27 @@ def solve(label: str, z: Tensor, params: dict[str, Tensor]) -> Tensor:
     return cpu.normalise(spec, z, params)
 
 
-def derivatives(p: Tensor, leaves: dict[str, Tensor], g: Tensor) -> dict[str, Tensor]:
-    """dL/dleaf by name; zero for a leaf that has no part in p."""
-    if not p.requires_grad:
-        return {name: torch.zeros_like(x) for name, x in leaves.items()}
-    found = torch.autograd.grad(p, list(leaves.values()), g, allow_unused=True)
-    return {n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), found, strict=True)}
+def formula(label: str, z: Tensor, params: dict[str, Tensor]) -> Tensor:
+    """Return the weights, dense."""
+    spec = oracle.read(Spec.parse(label))
+    rows = {name: x.expand(len(z), 1)[:, 0] for name, x in params.items()}
+    return oracle.weights(spec, z, z > -INF, params.get("bias", spec.bias), rows)
 
 
 def compare(label: str, z: Tensor, learned: bool, tolerance: float) -> None:
-    """Weights and every derivative against the dense formula in float64."""
-    how, number = dict(CASES[label][0]), CASES[label][1]
-    spec, rule = Spec.parse(label), how["rule"]
+    """Check weights and every derivative against the dense formula in float64."""
     make = torch.Generator().manual_seed(7)
     g = torch.randn(z.shape, generator=make, dtype=torch.float64).to(z.dtype)
     wobble = torch.rand(len(z), 1, generator=make, dtype=torch.float64).to(z.dtype) * 0.2
-    leaves = {"z": z.clone().requires_grad_()}
-    truths = {"z": z.double().requires_grad_()}
-    if rule in NUMBER:  # a number of the rule that is not the default has to be given
-        leaves[NUMBER[rule]] = (number + (wobble if learned else 0 * wobble)).requires_grad_()
-    if learned and "alpha" in spec.params:
-        leaves["alpha"] = (1 + 1 / how.get("r", 1.0) + 0.3 * wobble).requires_grad_()
-    if learned and "r" in spec.params:
-        leaves["r"] = (how.get("r", 1.0) + wobble).requires_grad_()
-    truths |= {name: x.detach().double().requires_grad_() for name, x in leaves.items() if name != "z"}
-    p = solve(label, leaves["z"], {name: x for name, x in leaves.items() if name != "z"})
-    if "alpha" in truths:
-        how["r"] = 1 / (truths["alpha"] - 1)
-    if "r" in truths:
-        how["r"] = truths["r"]
-    if rule in NUMBER:
-        how["number"] = truths[NUMBER[rule]]
-    expected = dense.weights(truths["z"], **how)
-    close(p, expected, tolerance, "weights")
-    found, truth = derivatives(p, leaves, g), derivatives(expected, truths, g.double())
-    for name in leaves:
-        close(found[name], truth[name], tolerance, f"gradient of {name}")
+    inputs = {"z": z, **numbers(Spec.parse(label), wobble if learned else 0 * wobble, learned)}
+    results = []
+    for dtype, run in ((z.dtype, solve), (torch.float64, formula)):
+        own = leaves(inputs, dtype)
+        p = run(label, own["z"], {name: x for name, x in own.items() if name != "z"})
+        results.append({"weights": p, **derivatives(p, own, g)})
+        inputs = own  # the formula takes the rounded numbers
+    for name, found in results[0].items():
+        close(found, results[1][name], tolerance, name)
 
 
 @pytest.mark.parametrize("n", LENGTHS)
@@ -142,16 +115,16 @@ def test_float32_equals_the_formula(label: str, n: int) -> None:
     compare(label, scores(n, torch.float32), False, 1e-5)
 
 
-@pytest.mark.parametrize("label", ["biweight*adaptive", "epanechnikov*anchored", f"gaussian*nearest(k={K})"])
+@pytest.mark.parametrize(
+    "label", ["biweight*adaptive", "epanechnikov*anchored(margin=1.1)", f"gaussian*nearest(k={K})"]
+)
 def test_65536_columns(label: str) -> None:
     compare(label, scores(65536)[3:4], False, 1e-11)
     compare(label, scores(65536, torch.float32)[:1], False, 1e-5)
 
 
 @pytest.mark.parametrize("border", [base.TILE, base.GAP * base.TILE, base.SPAN])
-@pytest.mark.parametrize(
-    "label", ["biweight*adaptive", "epanechnikov*anchored", "triweight*fixed(empty=zero)", f"biweight*nearest(k={K})"]
-)
+@pytest.mark.parametrize("label", [CASES[1], CASES[6], CASES[15], f"biweight*nearest(k={K})"])
 def test_keys_at_either_side_of_a_border(label: str, border: int) -> None:
     """One column in reach here and one there, at every place where a tile, a gap or a span may end."""
     n = 4 * base.SPAN + 5
@@ -167,14 +140,7 @@ def test_keys_at_either_side_of_a_border(label: str, border: int) -> None:
 @pytest.mark.parametrize("k", [1, 31, 32, 33, 512, 999, 1000, 1001, 5000])
 @pytest.mark.parametrize("kernel", ["gaussian", "uniform", "epanechnikov"])
 def test_any_number_of_nearest_keys(kernel: str, k: int) -> None:
-    z = scores(1000)
-    leaf, truth = z.clone().requires_grad_(), z.clone().requires_grad_()
-    p = solve(f"{kernel}*nearest(k={k})", leaf, {})
-    name = "polynomial" if kernel == "epanechnikov" else kernel
-    expected = dense.weights(truth, "nearest", name, k=k)
-    close(p, expected, 1e-11)
-    g = torch.randn(z.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    close(derivatives(p, {"z": leaf}, g)["z"], derivatives(expected, {"z": truth}, g)["z"], 1e-11)
+    compare(f"{kernel}*nearest(k={k})", scores(1000), False, 1e-11)
 
 
 # Rows do not depend on each other, on the memory they lie in, or on who computes them ------------------------
@@ -182,9 +148,7 @@ def test_any_number_of_nearest_keys(kernel: str, k: int) -> None:
 
 def everything(label: str, z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     leaf = z.clone().requires_grad_()
-    rule = CASES[label][0]["rule"]
-    params = {NUMBER[rule]: torch.tensor([CASES[label][1]], dtype=z.dtype)} if rule in NUMBER else {}
-    p = solve(label, leaf, params)
+    p = solve(label, leaf, numbers(Spec.parse(label), torch.zeros(1, dtype=z.dtype), False))
     return p.detach(), derivatives(p, {"z": leaf}, g)["z"]
 
 
@@ -228,14 +192,14 @@ def test_the_tensors_of_the_caller_are_only_read(label: str) -> None:
     upper = torch.randn(R * n + 2 * n, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     g = upper[n : n + R * n].view(R, n)
     kept_store, kept_upper = store.clone(), upper.clone()
-    number = torch.full((R, 1), CASES[label][1], dtype=torch.float64)
-    rule = CASES[label][0]["rule"]
+    given = numbers(Spec.parse(label), torch.zeros(R, 1, dtype=torch.float64), False)
+    kept_numbers = {name: x.clone() for name, x in given.items()}
     leaf = z.requires_grad_()
-    p = solve(label, leaf, {NUMBER[rule]: number} if rule in NUMBER else {})
+    p = solve(label, leaf, given)
     again = derivatives(p, {"z": leaf}, g)["z"]
     assert torch.equal(store.detach(), kept_store)
     assert torch.equal(upper, kept_upper)
-    assert bool((number == CASES[label][1]).all())
+    assert all(torch.equal(x, kept_numbers[name]) for name, x in given.items())
     fresh, dz = everything(label, kept_store[n : n + R * n].view(R, n).clone(), g.clone())
     assert torch.equal(p.detach(), fresh)
     assert torch.equal(again, dz)
@@ -248,10 +212,14 @@ def test_what_weighs_nothing_passes_nothing_on_not_even_nan() -> None:
     g = torch.ones_like(z).cumsum(-1)
     bad = g.clone()
     bad[0, 3], bad[0, 50], bad[0, 80] = float("nan"), INF, float("nan")
-    for label in ("biweight*adaptive", "epanechnikov*anchored", "epanechnikov*fixed", "gaussian*nearest(k=3)"):
+    for label in (
+        "biweight*adaptive",
+        "epanechnikov*anchored",
+        f"epanechnikov*fixed(bias={W})",
+        "gaussian*nearest(k=3)",
+    ):
         leaf = z.clone().requires_grad_()
-        number = {"epanechnikov*fixed": {"bias": torch.tensor([W], dtype=torch.float64)}}.get(label, {})
-        p = solve(label, leaf, number)
+        p = solve(label, leaf, numbers(Spec.parse(label), torch.zeros(1, dtype=torch.float64), False))
         clean, found = (torch.autograd.grad(p, leaf, x, retain_graph=True)[0] for x in (g, bad))
         assert torch.equal(clean, found), label
 

@@ -19,35 +19,6 @@ from regard.grammar.systems import SolveStatus
 local = regard.local_linear_attention
 
 
-# From a cache ------------------------------------------------------------------------------------------------
-
-
-def test_what_nobody_sees_may_be_anything() -> None:
-    """NaN in hidden keys and values, and in the query, the ridge and the probe of a row that sees nothing."""
-    mask = torch.ones(1, 1, 7, 9, dtype=torch.bool)
-    mask[..., 4] = False
-    mask[:, :, 3] = False
-    for solver in ("auto", "cg", "block-diagonal", "learned"):
-        q, k, v = draw(1, 2, 7, 4, keys=9, seed=3)
-        ridge, probe = torch.full((1, 2, 7), 0.2, dtype=torch.float64), torch.ones(1, 2, 7, 4, dtype=torch.float64)
-        results = []
-        for bad in (False, True):
-            if bad:
-                k[:, :, 4], v[:, :, 4], q[:, :, 3] = torch.nan, torch.nan, torch.nan
-                ridge[:, :, 3], probe[:, :, 3] = torch.nan, torch.nan
-            inputs = [x.detach().clone().requires_grad_() for x in (q, k, v, ridge, probe)]
-            own = {"ridge": inputs[3]} if solver != "learned" else {"probe": inputs[4]}
-            for impl in ("reference", "blocked"):
-                out = local(*inputs[:3], solver=solver, attn_mask=mask, impl=impl, **own)
-                used = [*inputs[:3], *own.values()]
-                results.append([out, *torch.autograd.grad(out.square().sum(), used)])
-        for clean, bad in zip(results[:2], results[2:], strict=True):
-            for one, two in zip(clean, bad, strict=True):
-                assert torch.equal(one, two), solver
-            assert bool((bad[0][:, :, 3] == 0).all())
-            assert bool((bad[4][:, :, 3] == 0).all())
-
-
 # Compiled ----------------------------------------------------------------------------------------------------
 
 

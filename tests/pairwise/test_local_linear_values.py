@@ -6,8 +6,9 @@ import warnings
 
 import pytest
 import torch
+from contracts import oracle
+from dense import close
 from regression import (
-    brute_force,
     dense,
     draw,
     entmax15,
@@ -18,7 +19,6 @@ from regression import (
     shares,
     softmax,
     systems,
-    textbook,
 )
 from torch import Tensor
 
@@ -27,7 +27,6 @@ from regard.checks import ArgumentError
 from regard.grammar.solvers import BlockDiagonal, ConjugateGradient
 from regard.pairwise.blocked.blocks import Work
 
-LENGTHS = (1, 2, 3, 17, 64, 130)
 IMPLS = ("reference", "blocked")
 
 
@@ -35,57 +34,11 @@ def local(q: Tensor, k: Tensor, v: Tensor, **call) -> Tensor:
     return regard.local_linear_attention(q, k, v, **{"is_causal": True, **call})
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float, what: object = "") -> None:
-    gap = float((found.double() - expected.double()).detach().abs().max()) if found.numel() else 0.0
-    assert found.shape == expected.shape, what
-    assert gap <= tolerance * max(1.0, float(expected.detach().abs().max())), (what, gap)
-
-
 def scores(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
 
 
 # The regression ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("impl", IMPLS)
-def test_equals_the_brute_force_fit(length: int, impl: str) -> None:
-    """A stacked least-squares problem for every query; D_v != D; relative and absolute ridge, which is equation 7."""
-    q, k, v = draw(1, 2, length, 4, value_dim=3, seed=length)
-    z, seen = scores(q, k), lower(length)
-    w = torch.where(seen, z.exp(), 0)
-    for ridge in (1.0, 0.03):
-        found = local(q, k, v, ridge=ridge, impl=impl)
-        close(found, brute_force(softmax(z, seen), q, k, v, ridge), 1e-10, ridge)
-        found = local(q, k, v, ridge=ridge, ridge_mode="absolute", impl=impl)
-        close(found, brute_force(w, q, k, v, ridge), 1e-10, f"absolute {ridge}")
-        close(found, textbook(w, q, k, v, ridge), 1e-9, f"textbook {ridge}")
-
-
-@pytest.mark.parametrize("solver", ["cholesky", ConjugateGradient(tol=1e-13), ConjugateGradient(precondition=True)])
-def test_every_exact_solver_finds_it(solver) -> None:
-    q, k, v = draw(1, 2, 90, 12, seed=1)
-    expected = dense(q, k, v, lower(90), 0.05)
-    for impl in IMPLS:
-        close(local(q, k, v, ridge=0.05, solver=solver, impl=impl), expected, 1e-9, impl)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_absolute_ridge_of_kernels_with_a_weight_of_their_own(impl: str) -> None:
-    """Against the sum of [z - theta]_+^r, and of [z + bias]_+."""
-    q, k, v = draw(1, 2, 40, 3, seed=3)
-    z, seen = scores(q, k), lower(40)
-    cases = {
-        "triweight*anchored(margin=1.5)": rectified(z, seen, 1.5, 3),
-        "epanechnikov*fixed(bias=2)": torch.where(seen, (z + 2).clamp(min=0), 0),
-        "gaussian*anchored(margin=2)": torch.where(rectified(z, seen, 2.0) > 0, z.exp(), 0),
-    }
-    for spec, w in cases.items():
-        found = local(q, k, v, spec=spec, ridge=0.3, ridge_mode="absolute", impl=impl)
-        close(found, brute_force(w, q, k, v, 0.3), 1e-10, spec)
-        relative = local(q, k, v, spec=spec, ridge=0.3, impl=impl)
-        close(relative, brute_force(shares(w), q, k, v, 0.3), 1e-10, spec)
 
 
 def test_ridge_of_every_shape() -> None:
@@ -253,21 +206,13 @@ def test_the_cost_of_a_window_is_in_its_pairs(monkeypatch: pytest.MonkeyPatch) -
 # Shared heads, other solvers ---------------------------------------------------------------------------------
 
 
-def masked_covariance(q: Tensor, k: Tensor, v: Tensor, p: Tensor, ridge: float, blocks: int) -> Tensor:
-    """Local linear attention whose covariance about the mean has zeros outside its diagonal blocks."""
-    matrix, right, away = systems(q, k, p, ridge)
-    at = torch.arange(q.shape[-1]) * blocks // q.shape[-1]
-    t = torch.linalg.solve(torch.where(at[:, None] == at, matrix, 0), right[..., None])
-    return (p * (1 + (away @ t)[..., 0])) @ v
-
-
 @pytest.mark.parametrize("blocks", [0, 1, 2, 3, 4, 6, 12])
 def test_block_diagonal_is_the_masked_covariance(blocks: int) -> None:
     """For every number of blocks that divides D, in closed form or by factors; gradients by autograd of the dense
     form. One block is local linear attention itself."""
     q, k, v = (x.requires_grad_() for x in draw(1, 2, 40, 12, value_dim=3, seed=16))
     p = softmax(scores(q, k), lower(40))
-    expected = masked_covariance(q, k, v, p, 0.4, blocks or 12)
+    expected = oracle._block_diagonal(q, k, v, p, 0.4, blocks or 12)
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
     if blocks == 1:
         close(expected, dense(q, k, v, lower(40), 0.4), 1e-9)

@@ -2,40 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from peak import on_linux, peak
 
 pytest.importorskip("numba")
-
-PROGRAM = """
-import sys
-import torch, regard
-
-torch.set_num_threads(1)
-call, shape = eval(sys.argv[1]), tuple(map(int, sys.argv[2:]))
-
-
-def status(field):
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
-
-
-def step(*shape):
-    make = torch.Generator().manual_seed(0)
-    count = call.__code__.co_argcount
-    inputs = [torch.randn(shape, generator=make).requires_grad_() for _ in range(count)]
-    upstream = torch.randn(shape, generator=make)
-    before = status("VmRSS")
-    torch.autograd.grad(call(*inputs), inputs, upstream)
-    return status("VmHWM") - before
-
-
-step(*shape[:-2], 256, shape[-1])
-print(step(*shape))
-"""
 
 SCORES = (2048, 2048)  # 16 MiB
 HEAD = (1, 1, 16384, 64)  # all pairs at once are 1024 MiB
@@ -58,13 +28,8 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@on_linux
 @pytest.mark.parametrize(("call", "shape", "most"), CASES)
 def test_peak_memory(call: str, shape: tuple[int, ...], most: float) -> None:
     """MiB beyond the inputs and the upstream gradient; output and gradients are included."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, call, *map(str, shape)], capture_output=True, text=True, timeout=880,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert 1 < float(done.stdout) <= most
+    assert 1 < peak(call, *shape)[0] <= most

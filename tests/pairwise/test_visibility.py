@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import oracles
 import pytest
 import torch
+from contracts import oracle
 
-import regard
 from regard.pairwise.visibility import Visibility
 
 CPU = torch.device("cpu")
@@ -20,6 +19,11 @@ ORDERS = [
         [(False, False), (True, False), (True, True)], [None, 1, 2, 3, 50]
     )
 ]
+
+
+def pairs_of(queries: int, keys: int, offset: int, order: dict) -> np.ndarray:
+    how = {"is_causal": order["causal"], "exclude_self": order["strict"], "window": order["window"]}
+    return oracle.visible(1, 1, queries, keys, query_offset=offset, **how)[0, 0].numpy()
 
 
 def seen(visible: Visibility) -> np.ndarray:
@@ -33,7 +37,7 @@ def seen(visible: Visibility) -> np.ndarray:
 def test_pairs(order: dict, queries: int, keys: int) -> None:
     for offset in (-3, 0, 1, keys - queries, keys, keys + 4):
         visible = Visibility(queries, keys, offset=offset, **order)
-        expected = oracles.visible_pairs(queries, keys, offset=offset, **order)
+        expected = pairs_of(queries, keys, offset, order)
         np.testing.assert_array_equal(seen(visible), expected)
         for first, last in ((0, queries), (0, 1), (queries - 1, queries), (queries // 2, queries)):
             low, high = visible.span(first, last)
@@ -43,33 +47,13 @@ def test_pairs(order: dict, queries: int, keys: int) -> None:
             assert not expected[first:last, outside].any()
 
 
-MASKS = [(7,), (5, 7), (1, 7), (5, 1), (2, 1, 5, 7), (1, 3, 1, 7), (2, 3, 5, 7), (2, 1, 1, 1)]
-
-
-@pytest.mark.parametrize("shape", MASKS)
-def test_masks_are_joined_with_position(shape: tuple[int, ...]) -> None:
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.6
-    q, k = torch.zeros(2, 3, 5, 2), torch.zeros(2, 3, 7, 2)
-    eye = torch.eye(7).expand(2, 3, 7, 7)
-    full = np.broadcast_to(mask.numpy(), (2, 3, 5, 7))
-    for how in ({}, {"is_causal": True}, {"exclude_self": True, "window": 3}):
-        position = oracles.visible_pairs(
-            5, 7, causal="is_causal" in how, strict="exclude_self" in how, window=how.get("window")
-        )
-        expected = full & position
-        share = expected / np.maximum(expected.sum(-1, keepdims=True), 1)
-        for impl in ("auto", "reference", "blocked"):
-            out = regard.attention(q, k, eye, attn_mask=mask, impl=impl, **how)
-            np.testing.assert_allclose(out.numpy(), share, rtol=0, atol=1e-7)
-
-
 def test_who_sees_a_marked_key() -> None:
     g = torch.Generator().manual_seed(2)
     marked = torch.rand(2, 3, 7, generator=g) < 0.2
     for mask_shape, order in itertools.product((None, (2, 1, 5, 7), (1, 3, 5, 7), (2, 3, 1, 7)), ORDERS):
         mask = None if mask_shape is None else torch.rand(mask_shape, generator=g) < 0.5
         visible = Visibility(5, 7, offset=2, mask=mask, **order)
-        pairs = oracles.visible_pairs(5, 7, offset=2, **order)
+        pairs = pairs_of(5, 7, 2, order)
         full = np.broadcast_to(pairs if mask is None else pairs & mask.numpy(), (2, 3, 5, 7))
         expected = (full & marked.numpy()[:, :, None, :]).any(-1)
         np.testing.assert_array_equal(visible.any_seen(marked).numpy(), expected)
@@ -86,7 +70,7 @@ def test_how_many_keys_a_query_sees() -> None:
         assert found.shape[-1] == 5
         for b in range(2):
             at = int(offset[b]) if isinstance(offset, torch.Tensor) else offset
-            pairs = oracles.visible_pairs(5, 7, offset=at, **order)
+            pairs = pairs_of(5, 7, at, order)
             full = np.broadcast_to(pairs if mask is None else pairs & mask.numpy(), (2, 3, 5, 7))
             np.testing.assert_array_equal(found.expand(2, 3, 5)[b].numpy(), full[b].sum(-1))
 

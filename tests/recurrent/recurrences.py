@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from dense import close as close
 from torch import Tensor
 from torch.nn.functional import normalize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
 
@@ -79,13 +79,6 @@ def loss(out: Tensor, more: Any = ()) -> Tensor:
     """A number that depends on every entry in a way of its own."""
     weigh = lambda t: (t * torch.arange(1.0, t.numel() + 1, dtype=t.dtype).view(t.shape).cos()).sum()  # noqa: E731
     return weigh(out) + sum(0.1 * weigh(t) for t in more)
-
-
-def close(found: Tensor, expected: Tensor, tolerance: float, what: Any = "") -> None:
-    assert found.shape == expected.shape, what
-    size = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
-    gap = (found.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
-    assert gap <= tolerance * size, f"{what}: differs by {gap:.3g} (size {size:.3g})"
 
 
 def grads(out: Tensor, more: Any, x: Inputs) -> list[Tensor]:
@@ -272,16 +265,3 @@ FEW = [
     "delta, decay by head", "delta, decay by feature", "mesa, ridge by head", "mesa, ridge by all, decay",
 ]  # fmt: skip
 """One of every path through the code."""
-
-
-class Recorder(TorchDispatchMode):
-    """Notes the operators of this package that are called, with their arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "regard":
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))

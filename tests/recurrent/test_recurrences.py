@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hostile import some
+from operators import Recorder
 from recurrences import (
     CASES,
     FADING,
@@ -19,7 +20,6 @@ from recurrences import (
     ORDERS,
     Case,
     Inputs,
-    Recorder,
     close,
     cut,
     fields,
