@@ -375,7 +375,7 @@ def _mass(s: Sentence, z: Tensor, seen: Tensor, bias: Number, params: Mapping[st
         top = torch.where(empty, 0, z.amax(-1))[..., None]
         theta = top - _column(params.get("margin", s.margin)) if s.rule == "anchored" else -bias
         w = _kernel(s, torch.where(seen, z - theta, 0), params)
-    return torch.where(empty, 1, w.sum(-1))
+    return torch.where(empty, 1, w.sum(-1).clamp(min=1e-15))  # a row without weight has no slope
 
 
 def _parallax(k: Tensor, v: Tensor, p: Tensor, probe: Tensor) -> Tensor:

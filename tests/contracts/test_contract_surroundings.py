@@ -11,6 +11,8 @@ from regard.pairwise.blocked import block_rows
 from regard.pairwise.blocked.blocks import Work
 from regard.pairwise.cpu import implementation as cpu
 
+from .cases import IMPLS, Data, attend, gradients, named
+
 SPECS = [name for name, spec in regard.presets().items() if str(spec) == name]
 RULES = ["epanechnikov*nearest(k=4)", "gaussian*nearest(k=4)", "triweight*anchored(margin=0.5)"]
 
@@ -21,17 +23,22 @@ def leaves(dtype: torch.dtype, length: int = 12) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("spec", SPECS + RULES)
-def test_autocast_changes_nothing(spec: str, dtype: torch.dtype) -> None:
-    def run(inside: bool) -> list[Tensor]:
-        tensors = leaves(dtype)
-        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
-            out = regard.attention(*tensors, spec, is_causal=True)
-        found = torch.autograd.grad(out.float().square().sum(), tensors, allow_unused=True)
-        return [out.detach(), *(torch.zeros(()) if g is None else g for g in found)]
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("spec", [*SPECS, *RULES, "local-linear[biweight]"])
+def test_autocast_changes_nothing(spec: str, impl: str, dtype: torch.dtype) -> None:
+    """Neither around the call nor around its backward pass."""
+    data = Data(*leaves(dtype))
 
-    for inside, outside in zip(run(True), run(False), strict=True):
-        assert torch.equal(inside, outside)
+    def run(inside: bool, after: bool) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            out = attend(regard.Spec.parse(spec), impl, data, is_causal=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=after):
+            return [] if out is None else [out.detach(), *gradients(out, named(data)).values()]
+
+    expected = run(False, False)
+    for inside, after in ((True, False), (True, True)):
+        for found, wanted in zip(run(inside, after), expected, strict=True):
+            assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("spec", ["softmax", "biweight", "relumax", "shift-cosine"])

@@ -24,19 +24,9 @@ LOCAL = [s for s in KNOWN if s.degree == 0 and s.convex and s.kernel.name != "un
 def _visible(given: dict[str, Any]) -> Tensor:
     """Which pairs the arguments of a call make visible."""
     (batch, heads, queries, _), keys = given["query"].shape, given["key"].shape[2]
-    names = ("attn_mask", "is_causal", "exclude_self", "window", "query_offset")
+    names = ("attn_mask", "is_causal", "exclude_self", "window", "query_offset", "segment_ids")
     how = {n: given[n] for n in names if n in given}
-    if how.get("window") is not None:
-        how["window"] = min(how["window"], 10**6)
-    seen = oracle.visible(batch, heads, queries, keys, **how)
-    ids = given.get("segment_ids")
-    if ids is None:
-        return seen
-    runs = torch.cat([torch.zeros(len(ids), 1), (ids[:, 1:] != ids[:, :-1]).cumsum(1)], 1)
-    offset = how.get("query_offset")
-    first = keys - queries if offset is None else offset
-    own = runs[:, first : first + queries]
-    return seen & (own[:, :, None] == runs[:, None, :]).expand(batch, -1, -1)[:, None]
+    return oracle.visible(batch, heads, queries, keys, **how)
 
 
 def _tensors(draw: Draw) -> dict[str, Any]:
@@ -239,7 +229,7 @@ def _fitted(given: dict[str, Any], spec: regard.Spec, mode: str) -> Any:
         ridge = ridge if isinstance(ridge, Tensor) else torch.full(rows, ridge, dtype=torch.float64)
         if mode == "absolute":
             z, bias = oracle._scores(s, q, k, None, {})
-            mass = oracle._mass(s, z, seen, bias, {}).clamp_min(1e-15)  # rows without any have no slope
+            mass = oracle._mass(s, z, seen, bias, {})
             ridge = ridge / (mass if ridge.dim() == 3 else mass[..., None])
         return regression.fit(p, q, k, v, ridge)
 

@@ -150,10 +150,7 @@ def test_reading(text: str, spec: Spec) -> None:
         ),
         (Spec("gaussian", normalise=False), "gaussian*fixed*unnormalised"),
         (Spec("linear", similarity="cosine", normalise=True), "linear*fixed*cosine*normalised"),
-        (
-            Spec("gaussian", bandwidths.get("fixed")(bias=1), normalise=False),
-            "gaussian*fixed(bias=1.0)*unnormalised",
-        ),
+        (Spec("gaussian", bandwidths.get("fixed")(bias=1), normalise=False), "gaussian*fixed(bias=1.0)*unnormalised"),
         (Spec(kernels.get("polynomial")(7.5)), "polynomial(r=7.5)*adaptive"),
         (Spec(kernels.get("polynomial")(2.0)), "biweight"),
     ],

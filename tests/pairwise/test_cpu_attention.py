@@ -212,8 +212,7 @@ def arguments(name: str, batch: int, heads: int, queries: int = QUERIES, keys: i
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(
-    "label",
-    ["biweight", "relumax", FIXED, f"gaussian*nearest(k={K})", f"biweight*nearest(k={K})"],
+    "label", ["biweight", "relumax", FIXED, f"gaussian*nearest(k={K})", f"biweight*nearest(k={K})"]
 )
 def test_keys_without_weight_are_left_out(label: str, name: str, narrowing: Narrowing) -> None:
     """Grouped heads, and all ways to hide keys; that keys are left out really is what happens."""
@@ -321,10 +320,7 @@ def test_ties_across_marks(label: str, narrowing: Narrowing) -> None:
     assert narrowing.done == narrowing.asked > 0
 
 
-@pytest.mark.parametrize(
-    "label",
-    [label for label in CASES if "fixed" in label and "uniform" not in label],
-)
+@pytest.mark.parametrize("label", [label for label in CASES if "fixed" in label and "uniform" not in label])
 @pytest.mark.parametrize("every", [False, True])
 def test_rows_without_support(label: str, every: bool, narrowing: Narrowing) -> None:
     """Some rows of a block, or all of them, find no key inside."""

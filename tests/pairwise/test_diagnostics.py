@@ -54,12 +54,7 @@ CASES = {
         1 / (((math.sqrt(1.9375) - 0.25) / 2) ** 4 + ((math.sqrt(1.9375) + 0.25) / 2) ** 4),
     ),
     # softmax has no edge: the Gaussian's standard deviation is 1/sqrt(scale) = 1
-    "softmax": (
-        -math.inf,
-        1.0,
-        3,
-        (math.e + math.exp(0.5) + math.exp(-1)) ** 2 / (math.e**2 + math.e + math.exp(-2)),
-    ),
+    "softmax": (-math.inf, 1.0, 3, (math.e + math.exp(0.5) + math.exp(-1)) ** 2 / (math.e**2 + math.e + math.exp(-2))),
     # top-k softmax: theta is the k-th score
     "gaussian*nearest(k=2)": (0.5, 1.0, 2, (math.e + math.exp(0.5)) ** 2 / (math.e**2 + math.e)),
     # linear sums reach everywhere; |w| = (1, .5, 1): 2.5^2/2.25

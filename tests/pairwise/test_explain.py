@@ -123,16 +123,6 @@ def test_messages() -> None:
         regard.explain("sofmax", SHAPE)
 
 
-def test_shapes() -> None:
-    for shape in ((2, 4, 8), (1, 2, 3, 4, 5), 7, "abcd"):
-        with pytest.raises(ArgumentError, match=r"explain: query_shape is .*, expected"):
-            regard.explain("softmax", shape)
-        with pytest.raises(ArgumentError, match=r"explain: key_shape is .*, expected"):
-            regard.explain("softmax", SHAPE, shape)
-    with pytest.raises(ArgumentError, match="cannot be shared out among"):
-        regard.explain("softmax", (1, 4, 3, 4), (1, 3, 3, 4))
-
-
 def test_an_implementation_of_ones_own() -> None:
     """One class with one registration is listed, chosen by priority, run by name, and can say no."""
     registry = dispatch.implementations_registry

@@ -258,12 +258,7 @@ def test_auto_iterates_where_that_pays() -> None:
     steps = found["iterations"][0, 0]
     assert bool((steps[150:] > 0).all())
     assert bool((steps[:24] == 0).all())
-    for call in (
-        {"ridge": 0.0},
-        {"impl": "reference"},
-        {"q": q[..., -5:, :]},
-        {"q": q[..., :16], "k": k[..., :16]},
-    ):
+    for call in ({"ridge": 0.0}, {"impl": "reference"}, {"q": q[..., -5:, :]}, {"q": q[..., :16], "k": k[..., :16]}):
         _, found = run(**{"q": q, "k": k, "v": v, **call})
         assert not bool(found["iterations"].any()), tuple(call)
 

@@ -8,18 +8,7 @@ import pytest
 import torch
 from contracts import oracle
 from dense import close
-from regression import (
-    dense,
-    draw,
-    entmax15,
-    fit,
-    lower,
-    ratio,
-    rectified,
-    shares,
-    softmax,
-    systems,
-)
+from regression import dense, draw, entmax15, fit, lower, ratio, rectified, shares, softmax, systems
 from torch import Tensor
 
 import regard

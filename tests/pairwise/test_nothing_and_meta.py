@@ -123,10 +123,7 @@ def test_memories_that_are_written(name: str) -> None:
     out = MEMORIES[name](torch.ones(0, 5, 4))[0]
     assert out.shape[:2] == (0, 5)
     for device in ("meta", "cpu"):
-        with (
-            torch.device(device),
-            pytest.raises(regard.checks.ArgumentError, match=r"on (the )?meta") as error,
-        ):
+        with torch.device(device), pytest.raises(regard.checks.ArgumentError, match=r"on (the )?meta") as error:
             MEMORIES[name](torch.ones(2, 5, 4, device="meta"))
         assert str(error.value).startswith(f"{name}: ")
 

@@ -14,10 +14,7 @@ INF = float("inf")
 
 
 @settings(deadline=None, derandomize=True, max_examples=150)
-@given(
-    z=st.lists(st.integers(-3, 3) | st.just(None), min_size=1, max_size=12),
-    k=st.integers(1, 14),
-)
+@given(z=st.lists(st.integers(-3, 3) | st.just(None), min_size=1, max_size=12), k=st.integers(1, 14))
 def test_keeps_exactly_the_best_lowest_index_first(z: list, k: int) -> None:
     row = np.array([-INF if x is None else x / 2 for x in z])
     kept = oracles.order(row)[:k]

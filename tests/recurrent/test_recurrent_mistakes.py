@@ -65,10 +65,7 @@ OWN: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "how", "message"),
-    [*((name, *case) for name in CALLS for case in EVERY), *OWN],
-)
+@pytest.mark.parametrize(("name", "how", "message"), [*((name, *case) for name in CALLS for case in EVERY), *OWN])
 def test_mistakes_are_named(name: str, how: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         CALLS[name](*CASES["elu"].draw(grad=False).values(), **how)

@@ -7,20 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_calls import (
-    BATCH,
-    HEADS,
-    IDS,
-    Calls,
-    both,
-    draw,
-    far,
-    pairs,
-    some,
-    triton,
-    uncopied,
-    weight_of,
-)
+from attention_calls import BATCH, HEADS, IDS, Calls, both, draw, far, pairs, some, triton, uncopied, weight_of
 from contracts import oracle
 from dense_oracles import RULES, attend, near, ratio, scores, seen_pairs, sentence
 from torch import Tensor

@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_calls import (
-    BATCH,
-    CALLS,
-    HEADS,
-    WIDTHS,
-    T,
-    compared,
-    some,
-    weight_of,
-    wide,
-)
+from attention_calls import BATCH, CALLS, HEADS, WIDTHS, T, compared, some, weight_of, wide
 from attention_calls import draw as draw_any
 from attention_calls import triton as call_any
 from dense_oracles import attend, local_linear, near, ratio, scores, seen_pairs, with_probe
@@ -48,6 +38,12 @@ def triton(leaves: list[Tensor], **call: Any) -> Any:
 def batch_of(how: dict[str, Any]) -> int:
     """Return 2 if sequences differ in what is visible, else 1."""
     return BATCH if any(isinstance(x, Tensor) for x in how.values()) else 1
+
+
+def checked(leaves: list[Tensor], seen: Tensor, most: tuple[float, float], ridge: float = 0.1, **call: Any) -> None:
+    """Compare output and gradients with the dense form of the same numbers."""
+    out, exact = triton(leaves, ridge=ridge, **call), wide(leaves)
+    compared(out, local_linear(*exact, seen, ridge), leaves, exact, most, (ridge, call.keys()))
 
 
 def told_of(told: Any, leaves: list[Tensor], seen: Tensor, ridge: float, most: float) -> None:
@@ -83,10 +79,8 @@ def test_every_order(call: str, poisoned: None) -> None:
     queries, keys, how = CALLS[call]
     batch = batch_of(how)
     leaves, seen = draw(queries, keys, 5, 3, batch=batch), seen_pairs(batch, HEADS, queries, keys, **how)
-    exact = wide(leaves)
     with tiles.forced(rows=16, keys=16):
-        out = triton(leaves, ridge=0.1, **how)
-        compared(out, local_linear(*exact, seen, 0.1), leaves, exact, (1e-5, 1e-4), call)
+        checked(leaves, seen, (1e-5, 1e-4), **how)
 
 
 @pytest.mark.slow
@@ -109,19 +103,15 @@ def test_every_order_in_bfloat16(call: str, poisoned: None) -> None:
     queries, keys, how = CALLS[call]
     batch = batch_of(how)
     leaves = draw(queries, keys, 4, 6, batch=batch, dtype=torch.bfloat16)
-    seen, exact = seen_pairs(batch, HEADS, queries, keys, **how), wide(leaves)
     with tiles.forced(rows=16, keys=16):
-        out = triton(leaves, ridge=0.1, **how)
-        assert out.dtype == torch.bfloat16
-        compared(out, local_linear(*exact, seen, 0.1), leaves, exact, (4e-3, 6e-3), call)
+        checked(leaves, seen_pairs(batch, HEADS, queries, keys, **how), (4e-3, 6e-3), **how)
 
 
 @pytest.mark.slow
 def test_gradients_of_a_close_fit_in_bfloat16(poisoned: None) -> None:
     """With fewer keys than coordinates little is left of gamma: of it dk is made, beside which u is large."""
     leaves = draw(12, 16, 40, 3, batch=1, dtype=torch.bfloat16)
-    seen, exact = seen_pairs(1, HEADS, 12, 16), wide(leaves)
-    compared(triton(leaves, ridge=0.2), local_linear(*exact, seen, 0.2), leaves, exact, (4e-3, 4e-3))
+    checked(leaves, seen_pairs(1, HEADS, 12, 16), (4e-3, 4e-3), 0.2)
 
 
 @pytest.mark.slow
@@ -130,37 +120,29 @@ def test_gradients_of_a_close_fit_in_bfloat16(poisoned: None) -> None:
     [(*w, dtype) for w, dtype in zip(WIDTHS, 4 * [torch.float32, torch.bfloat16], strict=True)],
 )
 def test_every_width(dim: int, value_dim: int, dtype: torch.dtype, poisoned: None) -> None:
-    seen, most = seen_pairs(1, HEADS, 20, 33, is_causal=True), MOST[dtype]
     leaves = draw(20, 33, dim, value_dim, batch=1, dtype=dtype, seed=dim)
-    exact = wide(leaves)
-    out = triton(leaves, ridge=0.2, is_causal=True)
-    compared(out, local_linear(*exact, seen, 0.2), leaves, exact, most, dtype)
+    checked(leaves, seen_pairs(1, HEADS, 20, 33, is_causal=True), MOST[dtype], 0.2, is_causal=True)
 
 
 @pytest.mark.parametrize("length", some((1, 5, 63, 100, 129), (1, 5)))
 def test_every_length_with_the_tiles_that_are_shipped(length: int, poisoned: None) -> None:
     leaves = draw(length, length, 16, batch=1)
-    exact, seen = wide(leaves), seen_pairs(1, HEADS, length, length, is_causal=True)
-    out = triton(leaves, ridge=0.1, is_causal=True)
-    compared(out, local_linear(*exact, seen, 0.1), leaves, exact, (1e-5, 3e-4))
+    checked(leaves, seen_pairs(1, HEADS, length, length, is_causal=True), (1e-5, 3e-4), is_causal=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [3, 20, 90])
 def test_windows_with_the_tiles_that_are_shipped(window: int, poisoned: None) -> None:
     how = {"is_causal": True, "window": window}
-    leaves = draw(100, 100, 8, batch=1)
-    exact, seen = wide(leaves), seen_pairs(1, HEADS, 100, 100, **how)
-    compared(triton(leaves, ridge=0.1, **how), local_linear(*exact, seen, 0.1), leaves, exact, (1e-5, 1e-4))
+    checked(draw(100, 100, 8, batch=1), seen_pairs(1, HEADS, 100, 100, **how), (1e-5, 1e-4), **how)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 def test_heads_share_keys(heads: tuple[int, int]) -> None:
     leaves = draw(19, 19, 4, batch=1, heads=heads[0], kv=heads[1])
-    exact, seen = wide(leaves), seen_pairs(1, heads[0], 19, 19)
     with tiles.forced(rows=16, keys=16):
-        compared(triton(leaves), local_linear(*exact, seen, 0.1), leaves, exact, (1e-5, 1e-4))
+        checked(leaves, seen_pairs(1, heads[0], 19, 19), (1e-5, 1e-4))
 
 
 @pytest.mark.slow
@@ -168,9 +150,8 @@ def test_heads_share_keys(heads: tuple[int, int]) -> None:
 def test_ridges(ridge: float) -> None:
     """More keys than coordinates, so that a small ridge leaves a regular system."""
     leaves, how = draw(21, 60, 6, batch=1), {"is_causal": True}
-    exact, seen = wide(leaves), seen_pairs(1, HEADS, 21, 60, **how)
     with tiles.forced(rows=16, keys=16):
-        compared(triton(leaves, ridge=ridge, **how), local_linear(*exact, seen, ridge), leaves, exact, (1e-5, 2e-4))
+        checked(leaves, seen_pairs(1, HEADS, 21, 60, **how), (1e-5, 2e-4), ridge, **how)
 
 
 @pytest.mark.slow
@@ -344,8 +325,7 @@ def test_hard_keys(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "dim"),
-    [({}, 40), ({"window": 30, "is_causal": True}, 8), ({"query_offset": torch.tensor([50, -1])}, 8)],
+    ("how", "dim"), [({}, 40), ({"window": 30, "is_causal": True}, 8), ({"query_offset": torch.tensor([50, -1])}, 8)]
 )
 def test_one_query(how: dict[str, Any], dim: int, poisoned: None) -> None:
     """Of which no gradient is asked, and of which one is; ridges of rows and of coordinates; a probe."""
