@@ -26,10 +26,10 @@ def _hide(data: Data, seen: Tensor, fill: float) -> Data:
     return Data(q, k, v).leaves()
 
 
-def _hide_rows(x: Tensor, seen: Tensor, fill: float) -> Tensor:
-    """Put `fill` into the numbers of the rows that see nothing."""
+def _without_rows(x: Tensor, seen: Tensor) -> Tensor:
+    """Put NaN into the numbers of the rows that see nothing."""
     x = x.detach().clone()
-    x[~seen.any(-1)] = fill
+    x[~seen.any(-1)] = torch.nan
     return x.requires_grad_()
 
 
@@ -62,11 +62,11 @@ def test_hidden_content_cannot_matter(label: str, impl: str) -> None:
         before = gradients(out, named(data, params, scale))
         for fill in FILLS:
             other = _hide(clean, seen, fill)
-            spoilt = {**call, "params": {n: _hide_rows(x, seen, fill) for n, x in params.items()}}
-            again = attend(SPECS[label], impl, other, **spoilt)
+            given = {n: _without_rows(x, seen) if n in ("ridge", "probe") else x for n, x in params.items()}
+            again = attend(SPECS[label], impl, other, **{**call, "params": given})
             what = f"{how}, {fill}"
             same(again, out, what)
-            after = gradients(again, named(other, spoilt["params"], scale))
+            after = gradients(again, named(other, given, scale))
             for name, grad in after.items():
                 same(grad, before[name], f"gradient of {name}: {what}")
             assert (after["query"][~seen.any(-1)] == 0).all(), what

@@ -37,6 +37,23 @@ RANKED = ("gaussian", "uniform", *POLYNOMIALS)
 UNBOUNDED = ("dot", "relu", "relu2", "elu")  # similarities that can exceed one
 SIGNED = ("dot", "cosine", "euclidean")
 
+MORE = (
+    "clipped-geometric(limit=10,eps=0.5)*fixed*unnormalised",
+    "linear*fixed(bias=2)*unnormalised",
+    "linear*fixed*cosine(eps=7)",
+    "polynomial(r=0.5)*fixed(bias=2)*unnormalised",
+    "uniform*fixed(bias=-0.4)*unnormalised",
+    "gaussian*fixed(bias=1)*unnormalised",
+    "gaussian*nearest(k=1,gradient=soft)",
+    "uniform*nearest(k=3,gradient=soft,temperature=0.3)",
+    "gaussian*fixed*linear(ridge=0.3,ridge_mode=absolute)",
+    "triweight*anchored(margin=1.5)*linear(ridge=0.3,ridge_mode=absolute)",
+    "epanechnikov*fixed(bias=2)*linear(ridge=0.3,ridge_mode=absolute)",
+    "gaussian*fixed*cosine*linear(ridge=0.3,ridge_mode=absolute)",
+    "gaussian*fixed*linear(ridge=0.3,solver=block-diagonal(blocks=1))",
+)
+"""Specs with other constants, absolute ridges and options, which are compared with the oracle alone."""
+
 # Why a sentence has no meaning: (a fragment of the message, which sentences). The first that fits is meant.
 REFUSED = [
     ("needs scores below 1", lambda kernel, rule, degree, s, n: kernel == "geometric" and s in UNBOUNDED),
@@ -86,11 +103,11 @@ def test_product(kernel: str, rule: str, degree: int, similarity: str, normalise
         assert reason in str(caught.value)
 
 
-@pytest.mark.parametrize("label", SPECS)
+@pytest.mark.parametrize("label", [*SPECS, *MORE])
 def test_sentence(label: str) -> None:
     """Presets and variants with numbers of their own, on rows limited in several ways."""
     for how in ("pairs, strict", "offsets, window", "beyond", "segments, causal, padding"):
-        agrees(SPECS[label], how)
+        agrees(regard.Spec.parse(label), how)
 
 
 def agrees(spec: regard.Spec, how: str = "padding, causal") -> None:
