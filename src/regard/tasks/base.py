@@ -8,8 +8,11 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from torch import Tensor
 from typing_extensions import Self
 
-from ..checks import ArgumentError, shown, suggestion, whole
+from ..checks import require, shown, suggestion, whole
 from ..registry import Registry
+
+Settings = Mapping[str, Mapping[str, Any]]
+"""Name to values of the fields that differ from the defaults."""
 
 
 def check_place(call: str, seed: Any, index: Any) -> None:
@@ -42,7 +45,7 @@ class Named:
         settings: name to values of the fields that differ from the defaults.
     """
 
-    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    settings: ClassVar[Settings] = {}
 
     @classmethod
     def named(cls, setting: str, **changes: Any) -> Self:
@@ -51,8 +54,6 @@ class Named:
         Raises:
             ArgumentError: an unknown setting.
         """
-        if setting not in cls.settings:
-            raise ArgumentError(
-                f"{cls.__name__}.named: unknown setting {shown(setting)}.{suggestion(shown(setting), [*cls.settings])}"
-            )
+        unknown = f"unknown setting {shown(setting)}.{suggestion(shown(setting), [*cls.settings])}"
+        require(setting in cls.settings, f"{cls.__name__}.named", unknown)
         return cls(**{**cls.settings[setting], **changes})

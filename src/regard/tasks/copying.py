@@ -8,16 +8,15 @@ trained at lengths from `least` to `most` and tested at longer ones.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
-from .base import tasks
+from ..checks import require
+from .base import Settings, tasks
 from .tokens import TokenExample, TokenTask, check_sizes, continued
 
 
@@ -33,7 +32,7 @@ class Reordered(TokenTask):
         ArgumentError: sizes that do not fit.
     """
 
-    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    settings: ClassVar[Settings] = {
         "quick": {"symbols": 16, "least": 4, "most": 12},
         "paper": {"symbols": 32, "least": 32, "most": 64},
     }
@@ -44,14 +43,11 @@ class Reordered(TokenTask):
 
     def __post_init__(self) -> None:
         check_sizes(self, symbols=2, least=1, most=1)
-        if self.least > self.most:
-            raise ArgumentError(
-                f"{type(self).__name__}: least is {self.least}, longer than most, {self.most}; give least <= most."
-            )
+        longer = f"least is {self.least}, longer than most, {self.most}; give least <= most."
+        require(self.least <= self.most, type(self).__name__, longer)
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are."""
         return self.symbols + 3
 
     @abstractmethod
@@ -59,7 +55,6 @@ class Reordered(TokenTask):
         """Return the symbols in the order of the answer."""
 
     def draw(self, random: Random, split: str) -> TokenExample:
-        """Return an example from a source of random numbers."""
         symbols = random.choices(range(self.symbols), k=random.randint(self.least, self.most))
         begin, separator, end = range(self.symbols, self.symbols + 3)
         return continued([begin, *symbols, separator], [*self.order(symbols), end])
@@ -83,7 +78,6 @@ class Reverse(Reordered):
     name: ClassVar[str] = "reverse"
 
     def order(self, symbols: list[int]) -> list[int]:
-        """Return the symbols from the last to the first."""
         return symbols[::-1]
 
 
@@ -95,5 +89,4 @@ class Sort(Reordered):
     name: ClassVar[str] = "sort"
 
     def order(self, symbols: list[int]) -> list[int]:
-        """Return the symbols from the smallest to the largest."""
         return sorted(symbols)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, flag, whole
+from ..checks import flag, require, whole
 from .base import check_place, tasks
 
 CALL = "CrossDocumentRecall"
@@ -78,11 +78,8 @@ class CrossDocumentRecall:
         for name in ("keys", "values", "pairs", "documents", "reads"):
             whole(CALL, name, getattr(self, name), 1, 2**40)
         flag(CALL, "shuffled", self.shuffled)
-        if self.pairs > self.keys:
-            raise ArgumentError(
-                f"{CALL}: pairs is {self.pairs}, expected at most the {self.keys} keys, since a document has no key "
-                f"twice; give fewer pairs or more keys."
-            )
+        many = f"pairs is {self.pairs}, expected at most the {self.keys} keys, since a document has no key twice"
+        require(self.pairs <= self.keys, CALL, f"{many}; give fewer pairs or more keys.")
 
     @property
     def vocabulary(self) -> int:

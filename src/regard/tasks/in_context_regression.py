@@ -10,15 +10,15 @@ The paper does not say whether a query sees earlier queries; `query_mask` keeps 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..checks import whole
-from .base import Named, tasks
+from .base import Named, Settings, tasks
 from .cone_regression import ConeRegression
 
 CALL = "InContextRegression"
@@ -57,7 +57,7 @@ class InContextRegression(Named):
         ArgumentError: a number out of range.
     """
 
-    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    settings: ClassVar[Settings] = {
         "quick": {"dim": 4, "length": 32, "segment": 8, "queries": 8},
         **{f"paper-{n}": {"length": n, "segment": n // 4} for n in (64, 128, 256, 512)},
     }
@@ -74,11 +74,11 @@ class InContextRegression(Named):
 
     @property
     def cones(self) -> ConeRegression:
-        """The task that draws pairs."""
+        """Return the task that draws the pairs."""
         return self._cones  # type: ignore[attr-defined]
 
     def example(self, seed: int, index: int) -> RegressionPrompts:
-        """Return the example `index` of the stream `seed`, without a batch axis. It depends on nothing else."""
+        """Return example `index` of the stream `seed`, without a batch axis."""
         made = self.cones.example(seed, index)
         d, size = self.dim, self.dim**0.5
         draw = torch.Generator().manual_seed(int(made.maps.view(torch.int32)[0, 0, 0]) & 0x7FFFFFFF)
@@ -114,15 +114,19 @@ class InContextRegression(Named):
         return (prediction.double() - example.targets.double()).square().mean(-1)
 
     def oracle(self, example: RegressionPrompts) -> Tensor:
-        """Return A_c x at every query, [..., L', d]: the prediction of a solver that is told the maps."""
+        """Return A_c x at every query, [..., L', d]: the prediction of a solver that knows the maps."""
         which = example.segments[..., self.length :, None, None].expand(*example.targets.shape, self.dim)
         x = example.inputs[..., self.length :, : self.dim]
         return (example.maps.gather(-3, which) @ x[..., None])[..., 0]
 
     def ridge(self, example: RegressionPrompts, *, by_segment: bool) -> Tensor:
-        """Return least squares on the prompt's pairs, float64 [..., L', d]: of the query's own cone, which a model must
-        find out, or of all pairs at once. The ridge is the squared noise times d, at least 1e-8: the best for maps of
-        variance 1/d."""
+        """Return the ridge regression on the prompt's pairs, evaluated at every query, float64 [..., L', d].
+
+        The ridge is the squared noise times d, at least 1e-8: the best for maps of variance 1/d.
+
+        Args:
+            by_segment: use only the pairs of the query's cone, which a model has to find; False: use all pairs.
+        """
         x, y = example.inputs.double().split(self.dim, -1)
         pairs, asked = x[..., : self.length, :], x[..., self.length :, :]
         own = example.segments[..., self.length :, None] == example.segments[..., None, : self.length]

@@ -11,16 +11,15 @@ value should. Here fillers are never keys of the sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, in_range, refuse
-from .base import tasks
+from ..checks import in_range, refuse, require
+from .base import Settings, tasks
 from .tokens import TokenExample, TokenTask, check_sizes, example_of
 
 FILLERS = ("zero", "random")
@@ -43,7 +42,7 @@ class MQAR(TokenTask):
     """
 
     name: ClassVar[str] = "mqar"
-    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    settings: ClassVar[Settings] = {
         "quick": {"tokens": 128, "length": 32, "pairs": 4},
         "zoology-64": {"tokens": 8192, "length": 64, "pairs": 4},
         "zoology-128": {"tokens": 8192, "length": 128, "pairs": 8},
@@ -59,23 +58,20 @@ class MQAR(TokenTask):
 
     def __post_init__(self) -> None:
         check_sizes(self, tokens=4, length=4, pairs=1)
-        in_range(type(self).__name__, "power", self.power, low=0.0, strict=True)
+        call, keys = type(self).__name__, self.tokens // 2 - 1
+        in_range(call, "power", self.power, low=0.0, strict=True)
         if self.fillers not in FILLERS:
-            raise refuse(type(self).__name__, "fillers", self.fillers, f"one of {', '.join(FILLERS)}")
-        if 4 * self.pairs > self.length:
-            raise ArgumentError(
-                f"{type(self).__name__}: length is {self.length}, too short for {self.pairs} pairs and as many queries "
-                f"with a place behind each; give a length of at least {4 * self.pairs} or fewer pairs."
-            )
-        if self.pairs > self.tokens // 2 - 1:
-            raise ArgumentError(
-                f"{type(self).__name__}: pairs is {self.pairs}, but {self.tokens} tokens hold {self.tokens // 2 - 1} "
-                f"keys; give fewer pairs or more tokens."
-            )
+            raise refuse(call, "fillers", self.fillers, f"one of {', '.join(FILLERS)}")
+        short = (
+            f"length is {self.length}, too short for {self.pairs} pairs and as many queries with a place behind each"
+        )
+        mend = f"give a length of at least {4 * self.pairs} or fewer pairs"
+        require(4 * self.pairs <= self.length, call, f"{short}; {mend}.")
+        many = f"pairs is {self.pairs}, but {self.tokens} tokens hold {keys} keys; give fewer pairs or more tokens."
+        require(self.pairs <= keys, call, many)
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are."""
         return self.tokens
 
     def _pairs(self, random: Random) -> tuple[list[int], list[int], list[int]]:
@@ -89,7 +85,6 @@ class MQAR(TokenTask):
         return keys, values, sorted(range(room), key=times.__getitem__)[: self.pairs]
 
     def draw(self, random: Random, split: str) -> TokenExample:
-        """Return an example from a source of random numbers."""
         keys, values, gaps = self._pairs(random)
         start = 2 * self.pairs
         tokens = [x for pair in zip(keys, values, strict=True) for x in pair]
@@ -132,7 +127,6 @@ class StackedMQAR(MQAR):
     name: ClassVar[str] = "stacked-mqar"
 
     def draw(self, random: Random, split: str) -> TokenExample:
-        """Return an example from a source of random numbers."""
         keys, values, gaps = self._pairs(random)
         tokens = keys + self._fillers(random, set(keys), self.length - self.pairs)
         labels = {}

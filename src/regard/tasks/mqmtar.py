@@ -10,16 +10,15 @@ training did not have. Here keys and values are drawn for each example, from all
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
-from .base import tasks
+from ..checks import require
+from .base import Settings, tasks
 from .tokens import TokenExample, TokenTask, check_sizes, continued
 
 BLANK, PAIR, QUERY, FIRST = 0, 1, 2, 3
@@ -45,7 +44,7 @@ class MQMTAR(TokenTask):
     """
 
     name: ClassVar[str] = "mqmtar"
-    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    settings: ClassVar[Settings] = {
         "quick": {"letters": 32, "least": 18, "most": 30, "queries": 2},
         "paper": {"letters": 256, "least": 32, "most": 64},
     }
@@ -60,21 +59,15 @@ class MQMTAR(TokenTask):
     def __post_init__(self) -> None:
         check_sizes(self, letters=2, least=1, most=1, queries=1)
         call = type(self).__name__
-        if not 0.0 < self.share <= 1.0:
-            raise ArgumentError(f"{call}: share is {self.share}, expected a number above 0, at most 1.")
-        if self.least > self.most:
-            raise ArgumentError(f"{call}: least is {self.least}, longer than most, {self.most}; give least <= most.")
-        fewest, many = self.pairs(self.least), self.pairs(self.most)
-        if fewest < (self.queries if self.distinct else 1):
-            raise ArgumentError(
-                f"{call}: a source of {self.least} tokens holds {fewest} pairs, too few for {self.queries} queries; "
-                f"give a larger least or fewer queries."
-            )
-        if many > self.letters**2:
-            raise ArgumentError(
-                f"{call}: a source of {self.most} tokens holds {many} pairs, but {self.letters} letters make "
-                f"{self.letters**2} keys; give more letters or a smaller most."
-            )
+        require(0.0 < self.share <= 1.0, call, f"share is {self.share}, expected a number above 0, at most 1.")
+        longer = f"least is {self.least}, longer than most, {self.most}; give least <= most."
+        require(self.least <= self.most, call, longer)
+        fewest, many, keys = self.pairs(self.least), self.pairs(self.most), self.letters**2
+        few = f"a source of {self.least} tokens holds {fewest} pairs, too few for {self.queries} queries"
+        enough = fewest >= (self.queries if self.distinct else 1)
+        require(enough, call, f"{few}; give a larger least or fewer queries.")
+        short = f"a source of {self.most} tokens holds {many} pairs, but {self.letters} letters make {keys} keys"
+        require(many <= keys, call, f"{short}; give more letters or a smaller most.")
 
     def pairs(self, length: int) -> int:
         """Return how many pairs a source of that length holds."""
@@ -82,11 +75,9 @@ class MQMTAR(TokenTask):
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are."""
         return FIRST + self.letters + 3
 
     def draw(self, random: Random, split: str) -> TokenExample:
-        """Return an example from a source of random numbers."""
         length = random.randint(self.least, self.most)
         count = self.pairs(length)
         keys, values = (random.sample(range(self.letters**2), count) for _ in range(2))
@@ -96,9 +87,8 @@ class MQMTAR(TokenTask):
             before = random.randint(0, max(slot - BLOCK, 0))
             block = [*self._letters(key), PAIR, *self._letters(value), BLANK]
             source += [BLANK] * before + block + [BLANK] * max(slot - BLOCK - before, 0)
-        asked = (
-            random.sample(range(count), self.queries) if self.distinct else random.choices(range(count), k=self.queries)
-        )
+        draw = random.sample if self.distinct else random.choices
+        asked = draw(range(count), k=self.queries)
         begin, separator, end = range(FIRST + self.letters, self.vocabulary)
         questions = [x for i in asked for x in (QUERY, *self._letters(keys[i]))]
         answers = [x for i in asked for x in (QUERY, *self._letters(values[i]))]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checks import ArgumentError, instance, optional_whole, refuse, whole
+from ..checks import instance, optional_whole, refuse, require, whole
 from .base import check_place, tasks
 
 CALL = "NeedleInHaystack"
@@ -116,17 +116,15 @@ class NeedleInHaystack:
                 raise refuse(CALL, name, getattr(self, name), "a function or None")
         for name, known in {"template": {"key", "value"}, "key": {"id"}}.items():
             _check_template(name, getattr(self, name), known)
-        if min(10**self.digits, 16**self.id_digits) < self.needles:
-            raise ArgumentError(
-                f"{CALL}: {self.needles} needles with digits={self.digits} and id_digits={self.id_digits} "
-                f"need as many different keys and numbers; give them more digits."
-            )
-        if self.template.index("{key}") > self.template.index("{value}"):
-            raise ArgumentError(f"{CALL}: template {self.template!r} must name {{key}} before {{value}}.")
+        few = f"{self.needles} needles with digits={self.digits} and id_digits={self.id_digits} need as many different"
+        enough = min(10**self.digits, 16**self.id_digits) >= self.needles
+        require(enough, CALL, f"{few} keys and numbers; give them more digits.")
+        ordered = self.template.index("{key}") < self.template.index("{value}")
+        require(ordered, CALL, f"template {self.template!r} must name {{key}} before {{value}}.")
         if self.breaks is not None:
             instance(CALL, "breaks", self.breaks, (Set, list, tuple), "a set of pieces, or None")
-        if self.breaks is not None and not any(piece in self.breaks for piece in self.text):
-            raise ArgumentError(f"{CALL}: no piece of the text is among breaks; needles would have no place.")
+            possible = any(piece in self.breaks for piece in self.text)
+            require(possible, CALL, "no piece of the text is among breaks; needles would have no place.")
 
     def sentence(self, key: str, value: str) -> str:
         """Return the text of a needle."""
@@ -137,13 +135,7 @@ class NeedleInHaystack:
         return self.template.partition("{value}")[0].format(key=key)
 
     def example(self, seed: int, index: int) -> NeedleExample:
-        """Return example `index` of the stream `seed`.
-
-        Cost: O(length) time.
-
-        Raises:
-            ArgumentError: the needles do not fit.
-        """
+        """Return example `index` of the stream `seed`, in O(length) time; raise `ArgumentError` if it has no room."""
         check_place(f"{CALL}.example", seed, index)
         digest = hashlib.blake2b(f"needle:{seed}:{index}".encode(), digest_size=8).digest()
         draw = random.Random(int.from_bytes(digest, "little"))
@@ -163,9 +155,8 @@ class NeedleInHaystack:
             places.append(len(haystack))
             haystack += sentence
         question = self._pieces(self.question(keys[asked]))
-        return NeedleExample(
-            tuple(haystack), tuple(question), keys[asked], values[asked], numbers, tuple(places[: self.needles])
-        )
+        found = keys[asked], values[asked], numbers, tuple(places[: self.needles])
+        return NeedleExample(tuple(haystack), tuple(question), *found)
 
     def examples(self, seed: int, indices: Iterable[int]) -> list[NeedleExample]:
         """Return the examples of `indices`, in order."""
@@ -180,11 +171,10 @@ class NeedleInHaystack:
 
     def _filler(self, draw: random.Random, count: int) -> list[Any]:
         """Return `count` pieces of the text from a random one on."""
-        if count < 0:
-            raise ArgumentError(
-                f"{CALL}: {self.needles} needles have {self.length - count} pieces, more than a haystack of length "
-                f"{self.length}; make it longer, or give fewer needles."
-            )
+        wrong = (
+            f"{self.needles} needles have {self.length - count} pieces, more than a haystack of length {self.length}"
+        )
+        require(count >= 0, CALL, f"{wrong}; make it longer, or give fewer needles.")
         start, total = draw.randrange(len(self.text)), len(self.text)
         first = list(self.text[start : start + count])
         while len(first) < count:

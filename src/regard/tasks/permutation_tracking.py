@@ -12,16 +12,15 @@ places is what counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
-from .base import tasks
+from ..checks import require
+from .base import Settings, tasks
 from .tokens import TokenExample, TokenTask, check_sizes, example_of
 
 
@@ -41,7 +40,7 @@ class PermutationTracking(TokenTask):
     """
 
     name: ClassVar[str] = "permutation-tracking"
-    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    settings: ClassVar[Settings] = {
         "quick": {"places": 6, "items": 32, "questions": 4, "swaps": (1, 2)},
         **{f"paper-{n}": {"places": n} for n in (16, 24, 48, 96)},
     }
@@ -54,33 +53,26 @@ class PermutationTracking(TokenTask):
     def __post_init__(self) -> None:
         check_sizes(self, places=2, items=1, questions=1)
         call = type(self).__name__
-        if self.items < self.places:
-            raise ArgumentError(f"{call}: {self.places} places need as many items, got items={self.items}.")
-        if self.questions > self.places:
-            raise ArgumentError(
-                f"{call}: questions is {self.questions}, expected at most the {self.places} places, since no place is "
-                f"asked for twice."
-            )
-        swaps = self.swaps
-        if swaps is not None and not (
-            len(swaps) == 2 and all(type(n) is int for n in swaps) and 0 <= swaps[0] <= swaps[1]
-        ):
-            raise ArgumentError(
-                f"{call}: swaps is {swaps!r}, expected (least, most), whole numbers with 0 <= least <= most."
-            )
+        require(self.items >= self.places, call, f"{self.places} places need as many items, got items={self.items}.")
+        few = f"expected at most the {self.places} places, since no place is asked for twice"
+        require(self.questions <= self.places, call, f"questions is {self.questions}, {few}.")
+        if self.swaps is not None:
+            pair = len(self.swaps) == 2 and all(type(n) is int for n in self.swaps)
+            expected = "expected (least, most), whole numbers with 0 <= least <= most"
+            fits = pair and 0 <= self.swaps[0] <= self.swaps[1]
+            require(fits, call, f"swaps is {self.swaps!r}, {expected}.")
 
     @property
     def between(self) -> tuple[int, int]:
-        """The least and the most swaps."""
+        """Return the least and the most swaps."""
         return self.swaps if self.swaps is not None else (max(self.places // 6, 1), max(self.places // 3, 1))
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are: items, places, `=`, `,` and `#`."""
+        """Return how many tokens there are: items, places, `=`, `,` and `#`."""
         return self.items + self.places + 3
 
     def draw(self, random: Random, split: str) -> TokenExample:
-        """Return an example from a source of random numbers."""
         count = self.places
         place = range(self.items, self.items + count)
         equals, comma, mark = range(self.vocabulary - 3, self.vocabulary)
@@ -94,15 +86,12 @@ class PermutationTracking(TokenTask):
             tokens += [place[i], place[j], comma]
         tokens = [*tokens[:-1], mark] if tokens[-1] == comma else [*tokens, mark]
         labels: dict[int, int] = {}
-        parts = {"moved places": [], "other places": []}  # type: dict[str, list[int]]
+        places: dict[str, list[int]] = {"moved places": [], "other places": []}
         for q in random.sample(range(count), self.questions):
             tokens += [place[q], equals, items[q], comma]
             labels[len(tokens) - 2] = items[q]
-            parts["moved places" if moved[q] else "other places"].append(len(tokens) - 2)
-        masks = {part: torch.zeros(len(tokens) - 1, dtype=torch.bool) for part in parts}
-        for part, at in parts.items():
-            masks[part][at] = True
-        return example_of(tokens[:-1], labels, parts=masks)
+            places["moved places" if moved[q] else "other places"].append(len(tokens) - 2)
+        return example_of(tokens[:-1], labels, places)
 
     def _read(self, example: TokenExample, swapping: bool) -> Tensor:
         """Follow the sequence token by token and return what it says at each `=` of the questions."""

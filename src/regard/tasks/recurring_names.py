@@ -1,25 +1,23 @@
 """Long documents in which people come back: what is worth remembering beyond a window.
 
-A document is a stream of short sentences. Some say something of a person ("Ann keeps a kite ."), the same whenever the
-person comes up again; others are of nobody in particular. Who keeps what is drawn anew for each document, so that the
-last word of a statement can be told only from an earlier statement of the same document. Recurrences are scored apart
-by their distance: "near", the person's last statement lies inside the window, and "far", it does not.
+A document is a stream of short sentences. Some are statements about a person ("Ann keeps a kite ."), the same whenever
+the person comes up again; others are about nobody. Who keeps what is drawn anew for each document, so that the last
+word of a statement can be predicted only from an earlier statement of the same document. Recurrences are scored
+separately by distance: "near", the person's last statement lies inside the window, and "far", it does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, flag
-from .base import tasks
+from ..checks import flag, require
+from .base import Settings, tasks
 from .tiny_math import NAMES, OBJECTS
-from .tokens import TokenExample, TokenTask, Words, check_sizes, example_of
+from .tokens import TokenExample, WordTask, check_sizes, example_of
 
 FILLER = (
     "the rain fell on the roof .",
@@ -42,13 +40,13 @@ VERBS = ("keeps", "wants", "likes", "paints")
 
 @tasks.register("recurring-names")
 @dataclass(frozen=True)
-class RecurringNames(TokenTask):
-    """What each person of a document keeps, likes and wants, said again and again.
+class RecurringNames(WordTask):
+    """What each person of a document keeps, likes and wants, repeated many times.
 
     Args:
         sentences: of a document.
         people: of a document.
-        share: of sentences that say something of a person.
+        share: of sentences that are statements about a person.
         window: tokens; an earlier statement further away than that is "far".
         everything: whether every token has a label (for training a language model), not recurring last words alone.
 
@@ -57,7 +55,7 @@ class RecurringNames(TokenTask):
     """
 
     name: ClassVar[str] = "recurring-names"
-    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    settings: ClassVar[Settings] = {
         "quick": {"sentences": 40, "people": 4, "window": 32},
         "long": {"sentences": 1024, "people": 24, "window": 256},
     }
@@ -71,25 +69,13 @@ class RecurringNames(TokenTask):
     def __post_init__(self) -> None:
         check_sizes(self, sentences=2, people=1, window=1)
         flag(type(self).__name__, "everything", self.everything)
-        if self.people > len(NAMES):
-            raise ArgumentError(f"{type(self).__name__}: people is {self.people}, expected at most {len(NAMES)}.")
-        if not 0.0 < self.share <= 1.0:
-            raise ArgumentError(f"{type(self).__name__}: share is {self.share}, expected a number above 0, at most 1.")
+        call = type(self).__name__
+        require(self.people <= len(NAMES), call, f"people is {self.people}, expected at most {len(NAMES)}.")
+        require(0.0 < self.share <= 1.0, call, f"share is {self.share}, expected a number above 0, at most 1.")
         listed = [word for sentence in FILLER for word in sentence.split()]
-        object.__setattr__(self, "_words", Words([*listed, "a", *VERBS, *NAMES, *OBJECTS]))
-
-    @property
-    def words(self) -> Words:
-        """The words of all documents."""
-        return self._words  # type: ignore[attr-defined]
-
-    @property
-    def vocabulary(self) -> int:
-        """How many words there are."""
-        return len(self.words)
+        self._list([*listed, "a", *VERBS, *NAMES, *OBJECTS])
 
     def draw(self, random: Random, split: str) -> TokenExample:
-        """Return an example from a source of random numbers."""
         people = random.sample(NAMES, self.people)
         facts = {(who, verb): random.choice(OBJECTS) for who in people for verb in VERBS}
         numbers, tokens = self.words.numbers, list[int]()
@@ -106,14 +92,11 @@ class RecurringNames(TokenTask):
             places[part].append(at)
             last[fact] = at
         asked = range(len(tokens)) if self.everything else sorted(places["near"] + places["far"])
-        masks = {part: torch.zeros(len(tokens), dtype=torch.bool) for part in places}
-        for part, found in places.items():
-            masks[part][found] = True
-        return example_of(tokens, {at: tokens[at] for at in asked}, parts=masks)
+        return example_of(tokens, {at: tokens[at] for at in asked}, places)
 
     def oracle(self, example: TokenExample) -> Tensor:
-        """Return what was last said of the person, int64 [T]; at other places the token that stands there, since
-        nothing before it tells."""
+        """Return the last word of each statement from its earlier occurrence, int64 [T]; elsewhere the token itself,
+        since nothing before it predicts it."""
         tokens, found = example.tokens.tolist(), example.tokens.clone()
         verbs = {self.words.numbers[verb] for verb in VERBS}
         known: dict[tuple[int, int], int] = {}
@@ -125,7 +108,7 @@ class RecurringNames(TokenTask):
         return found
 
     def trivial(self, example: TokenExample) -> Tensor:
-        """Return the last word of the statement before, whoever it was of, int64 [T]."""
+        """Return the last word of the statement before, about any person, int64 [T]."""
         tokens, found = example.tokens.tolist(), example.tokens.clone()
         verbs, last = {self.words.numbers[verb] for verb in VERBS}, self.words.numbers[OBJECTS[0]]
         for at, token in enumerate(tokens):

