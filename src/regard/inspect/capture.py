@@ -85,12 +85,8 @@ class _Recorder:
 
 def _detached(diagnostics: Any) -> Any:
     """Return the diagnostics detached from the graph, which would otherwise stay in memory."""
-    tensors = {
-        f.name: value.detach()
-        for f in dataclasses.fields(diagnostics)
-        if isinstance(value := getattr(diagnostics, f.name), Tensor)
-    }
-    return dataclasses.replace(diagnostics, **tensors)
+    fields = ((f.name, getattr(diagnostics, f.name)) for f in dataclasses.fields(diagnostics))
+    return dataclasses.replace(diagnostics, **{name: x.detach() for name, x in fields if isinstance(x, Tensor)})
 
 
 def check_labels(call: str, labels: Any, input_ids: Tensor) -> None:

@@ -52,12 +52,9 @@ def line_style(number: int) -> tuple[str, str]:
 
 
 def loss_curves(curves: Sequence[Curve], *, baseline: float, baseline_name: str) -> bytes:
-    """Draw bits per character against steps: training loss thin, held-out loss with dots, the baseline dashed.
+    """Return a PNG of bits per character against steps: training loss thin, held-out loss with dots, baseline dashed.
 
     The axis ends at twice the baseline or above the highest final result, to cut off the high loss of the first steps.
-
-    Returns:
-        A PNG.
     """
     figure = Figure(figsize=(9.0, 4.8), dpi=140, layout="constrained")
     axes = figure.add_subplot()
@@ -99,12 +96,9 @@ def _name_ends(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def attention_map(maps: AttentionMaps, layer: int, head: int, *, title: str) -> bytes:
-    """Draw one head's weights, queries down and keys across, with the support size of every query at the side.
+    """Return a PNG of one head's weights, queries down and keys across, with each query's support size at the side.
 
     White is exactly zero, blue positive, orange negative, with the size on a logarithmic scale. Grey keys are masked.
-
-    Returns:
-        A PNG.
     """
     weights = maps.weights[layer, head].double().numpy()
     support = maps.support[layer, head].double().numpy()

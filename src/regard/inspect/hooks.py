@@ -73,9 +73,8 @@ def run_with_hooks(
         ArgumentError: the model has no hook points, an unknown name, a replacement of another shape, or a named point
             that did not run.
     """
-    call = "run_with_hooks"
-    with hooked(model, hooks, call=call):
-        return within(call, None, model, input_ids=input_ids, **{"use_cache": False, **kwargs})
+    with hooked(model, hooks, call="run_with_hooks"):
+        return within("run_with_hooks", None, model, input_ids=input_ids, **{"use_cache": False, **kwargs})
 
 
 def run_with_cache(
@@ -105,15 +104,14 @@ def run_with_cache(
     def keep(name: str) -> HookFunction:
         return lambda tensor, hook: kept.__setitem__(name, tensor.detach())
 
-    points = _points(model, call)
-    chosen = [names] if isinstance(names, str) else names
-    if chosen is None or callable(chosen):
-        wanted = [name for name in points if chosen is None or chosen(name)]
-        required = False
+    points, required = _points(model, call), True
+    if names is None or (callable(names) and not isinstance(names, str)):
+        wanted, required = [name for name in points if names is None or names(name)], False
     else:
+        chosen = [names] if isinstance(names, str) else names
         if not isinstance(chosen, (list, tuple, set, frozenset)):
             raise refuse(call, "names", names, "a name, several, a filter of names, or None")
-        wanted, required = [within(call, "names", _names, name, points, call)[0] for name in chosen], True
+        wanted = [within(call, "names", _names, name, points, call)[0] for name in chosen]
     listeners = [(name, keep(name)) for name in wanted]
     with hooked(model, hooks, call=call), hooked(model, listeners, call=call, required=required):
         output = within(call, None, model, input_ids=input_ids, **{"use_cache": False, **kwargs})
@@ -122,11 +120,7 @@ def run_with_cache(
 
 @contextmanager
 def hooked(
-    model: nn.Module,
-    hooks: Iterable[tuple[str | Filter, HookFunction]],
-    *,
-    call: str = "hooked",
-    required: bool = True,
+    model: nn.Module, hooks: Iterable[tuple[str | Filter, HookFunction]], *, call: str = "hooked", required: bool = True
 ) -> Iterator[None]:
     """Activate hooks for every pass in this block, `generate` included. A compiled model runs uncompiled in it.
 
@@ -161,9 +155,7 @@ def hooked(
 def _points(model: nn.Module, call: str) -> dict[str, HookPoint]:
     points = within(call, "model", named_hook_points, model)
     if not points:
-        raise ArgumentError(
-            f"{call}: {_kind(model)} has no hook points; models of regard, such as ICLMForCausalLM, do."
-        )
+        raise ArgumentError(f"{call}: {_kind(model)} has no hook points; models of regard do, such as ICLMForCausalLM.")
     return points
 
 

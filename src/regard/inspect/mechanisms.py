@@ -77,10 +77,9 @@ def _visible(pattern: Tensor) -> Tensor:
 def _check(call: str, pattern: Tensor) -> None:
     floating(call, "pattern", pattern)
     if pattern.dim() != 4 or pattern.is_meta or pattern.shape[2] > pattern.shape[3]:
-        raise ArgumentError(
-            f"{call}: pattern has shape {shape(pattern)} and dtype {pattern.dtype}, expected floating weights "
-            f"[B, H, R, K] of a causal layer, with no more rows than columns."
-        )
+        expected = "floating weights [B, H, R, K] of a causal layer, with no more rows than columns"
+        got = f"shape {shape(pattern)} and dtype {pattern.dtype}"
+        raise ArgumentError(f"{call}: pattern has {got}, expected {expected}.")
 
 
 def _check_rows(call: str, pattern: Tensor, from_row: int) -> None:
@@ -181,11 +180,10 @@ def copying(pattern: Tensor, roles: Roles, tokens: Tensor, wanted: Tensor) -> Co
     batch, _, rows, columns = pattern.shape
     for name, given in (("tokens", tokens), ("wanted", wanted)):
         on_device("copying", name, given, pattern.device, "pattern")
-    if tokens.dim() != 2 or tokens.shape[0] != batch or tuple(wanted.shape) != (batch, rows):
-        raise ArgumentError(
-            f"copying: tokens has shape {shape(tokens)} and wanted {shape(wanted)}, expected [{batch}, T] and "
-            f"[{batch}, {rows}] for pattern {shape(pattern)}."
-        )
+    sizes = tuple(tokens.shape[:1]) == (batch,) and tokens.dim() == 2 and tuple(wanted.shape) == (batch, rows)
+    got = f"tokens has shape {shape(tokens)} and wanted {shape(wanted)}"
+    expected = f"expected [{batch}, T] and [{batch}, {rows}] for pattern {shape(pattern)}"
+    require(sizes, "copying", f"{got}, {expected}.")
     held = roles.columns(tokens, columns)
     same = (held[:, None, :] == wanted[:, :, None]) & (held[:, None, :] >= 0) & _visible(pattern)
     counts = same.sum(-1)
@@ -213,8 +211,8 @@ def induction(pattern: Tensor, roles: Roles, period: int) -> Tensor:
     rows = torch.arange(pattern.shape[2], device=pattern.device)
     columns = rows + roles.predicts - period - roles.holds
     kept = (rows + roles.predicts > period) & (columns >= 0) & (columns < pattern.shape[3])
-    if not bool(kept.any()):
-        raise ArgumentError(f"induction: a pattern of {pattern.shape[2]} rows repeats nothing with period {period}.")
+    few = f"a pattern of {pattern.shape[2]} rows repeats nothing with period {period}."
+    require(bool(kept.any()), "induction", few)
     return pattern[:, :, rows[kept], columns[kept]].double().mean((0, 2))
 
 
@@ -269,11 +267,9 @@ def copying_eigenvalues(projections: Tensor, embedding: Tensor) -> Eigenvalues:
     floating("copying_eigenvalues", "embedding", embedding)
     tensor("copying_eigenvalues", "projections", projections, like=embedding, of="embedding")
     width = embedding.shape[-1] if embedding.dim() else 0
-    if embedding.dim() != 2 or projections.dim() != 3 or tuple(projections.shape[1:]) != (width, width):
-        raise ArgumentError(
-            f"copying_eigenvalues: projections has shape {shape(projections)} and embedding {shape(embedding)}, "
-            f"expected [H, C, C] and [V, C]."
-        )
+    square = embedding.dim() == 2 and projections.dim() == 3 and tuple(projections.shape[1:]) == (width, width)
+    got = f"projections has shape {shape(projections)} and embedding {shape(embedding)}"
+    require(square, "copying_eigenvalues", f"{got}, expected [H, C, C] and [V, C].")
     wide = embedding.double()
     maps = projections.double() @ (wide.T @ wide)
     known = maps.isfinite().all(-1).all(-1)
@@ -375,10 +371,8 @@ def patterns(
 
     kept = lambda name: (found := stream_of(name)) is not None and found[0] in (streams or ROLES)  # noqa: E731
     output, cache = run_with_cache(model, input_ids, kept)
-    if not cache:
-        raise ArgumentError(
-            f"patterns: {type(model).__name__} has no attention with known rows; give an ICLM or Transformer."
-        )
+    unknown = f"{type(model).__name__} has no attention with known rows; give an ICLM or Transformer."
+    require(bool(cache), "patterns", unknown)
     config: Any = getattr(model, "config", None)
     roles = BEGUN if getattr(config, "start", "param") == "bos" else ROLES
     layers = ((name, *(stream_of(name) or ("", 0)), weights) for name, weights in cache.items())
@@ -396,8 +390,7 @@ def logit_lens(model: Any, input_ids: Tensor) -> Tensor:
         input_ids: int [B, T], without padding.
     """
     _, cache = run_with_cache(model, input_ids, lambda name: re.fullmatch(r"f\.\d+\.hook_out", name) is not None)
-    if not cache:
-        raise ArgumentError(f"logit_lens: {type(model).__name__} has no f blocks; ICLMForCausalLM has.")
+    require(bool(cache), "logit_lens", f"{type(model).__name__} has no f blocks; ICLMForCausalLM has.")
     tokens = input_ids.shape[1]
     return torch.stack([model.lm_head(model.model.ln_final(f[:, -tokens:])) for f in cache.values()])
 

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from .figures import COLOURS, png, visible
@@ -24,13 +25,10 @@ HIT_COLOUR, MISS_COLOUR, EMPTY_COLOUR = "#a6dbc9", "#f4f1ea", "#ffffff"
 
 
 def gate_text(trace: GateTrace, *, title: str, columns: int = 100) -> bytes:
-    """Draw the text once for every memory layer, with the background of each token coloured by its gate.
+    """Return a PNG of the text, once for every memory layer, with the background of each token coloured by its gate.
 
     Args:
         columns: characters per line.
-
-    Returns:
-        A PNG.
     """
     lines = wrap(trace.labels, columns)
     height = 0.19 * len(lines) + 0.5
@@ -67,19 +65,15 @@ def _draw_text(axes: Axes, lines: Sequence[Sequence[tuple[str, int]]], gates: np
             if not char.isspace():
                 axes.text(column, row, visible(char), ha="center", va="center", fontsize=6.5, family="monospace")
     axes.set_axis_off()
-    axes.imshow(
-        np.ma.masked_invalid(background), cmap=GATES, norm=Normalize(0, 1), aspect="auto", interpolation="nearest"
-    )
+    shown: dict[str, Any] = {"cmap": GATES, "norm": Normalize(0, 1), "aspect": "auto", "interpolation": "nearest"}
+    axes.imshow(np.ma.masked_invalid(background), **shown)
 
 
 def gate_histograms(gates: Mapping[str, Mapping[str, Tensor]], *, title: str) -> bytes:
-    """Draw a histogram of every memory layer's gates, with a row per layer and a column per model.
+    """Return a PNG of a histogram of every memory layer's gates, with a row per layer and a column per model.
 
     Args:
         gates: by model and layer, gates of any shape [...], or their shares [10] in the bins.
-
-    Returns:
-        A PNG.
     """
     depth = max(map(len, gates.values()), default=1)
     across = min(len(gates), ACROSS)
@@ -105,14 +99,11 @@ def gate_histograms(gates: Mapping[str, Mapping[str, Tensor]], *, title: str) ->
 
 
 def gate_rarity(trace: GateTrace, bits: Tensor, correlations: Sequence[float], *, title: str) -> bytes:
-    """Draw the mean gate against how rare the words are, with a line for every memory layer.
+    """Return a PNG of the mean gate against how rare the words are, with a line for every memory layer.
 
     Args:
         bits: how rare each token is, float [T], or NaN.
         correlations: rank correlation of the gates of each layer with `bits`, for the legend.
-
-    Returns:
-        A PNG.
     """
     known = ~bits.isnan().numpy()
     rare = bits.numpy()[known]
@@ -133,12 +124,9 @@ def gate_rarity(trace: GateTrace, bits: Tensor, correlations: Sequence[float], *
 
 
 def slot_figure(trace: SlotReadings, *, title: str) -> bytes:
-    """Draw a column for every querying token with a cell for every retrieved slot.
+    """Return a PNG with a column for every querying token and a cell for every retrieved slot.
 
     A cell shows what the latest write stored ("query token > target token"), green if the target is the next token.
-
-    Returns:
-        A PNG.
     """
     columns = list(dict.fromkeys(reading.position for reading in trace.readings))
     heights = {layer: max(len(r.slots) for r in trace.readings if r.layer == layer) for layer in trace.layers}
@@ -166,8 +154,6 @@ def slot_figure(trace: SlotReadings, *, title: str) -> bytes:
 
 
 def _cell(axes: Axes, column: int, row: int, text: str, weight: float, colour: str) -> None:
-    from matplotlib.patches import Rectangle
-
     axes.add_patch(Rectangle((column - 0.48, row - 0.46), 0.96, 0.92, facecolor=colour, edgecolor="#cccccc", lw=0.5))
     axes.text(column - 0.44, row, text, ha="left", va="center", fontsize=6.5, family="monospace", clip_on=True)
     axes.text(column + 0.45, row, f"{weight:.2f}", ha="right", va="center", fontsize=6, color="#555555")

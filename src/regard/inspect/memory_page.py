@@ -32,11 +32,7 @@ class MemoryPage:
 
 
 def render_memory(page: MemoryPage, *, reach: int = 10) -> str:
-    """Return the page as HTML, with all text escaped.
-
-    Args:
-        reach: tokens of context on each side of the token that wrote a slot.
-    """
+    """Return the page as HTML, with all text escaped and `reach` tokens of context on each side of a writing token."""
     parts = [_part(page, title, steps=_steps(trace, reach)) for title, trace in page.slots.items()]
     parts += [_part(page, title, layers=_layers(trace)) for title, trace in page.gates.items()]
     return template("memory.html.j2").render(page=page, parts=parts, hit=HIT)

@@ -118,7 +118,7 @@ class SlotReadings:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers in the order in which they read."""
+        """Return the names of the layers in the order in which they read."""
         return tuple(dict.fromkeys(reading.layer for reading in self.readings))
 
     def context(self, position: int, reach: int) -> tuple[str, str, str]:
@@ -171,10 +171,9 @@ def _retrieved_slot(seen: Retrieved, at: int, index: int) -> RetrievedSlot:
 
 
 def slot_rows(trace: SlotReadings, *, reach: int = 10) -> Iterator[dict[str, Any]]:
-    """Yield a row of plain data for every retrieved slot.
+    """Yield a row of plain data for every retrieved slot, with `reach` tokens of context on each side of the writer.
 
-    Args:
-        reach: tokens of context on each side of the writing token (10 in the paper's figure 5).
+    The paper's figure 5 has 10.
     """
     for reading in trace.readings:
         answer = trace.answer(reading)
@@ -204,21 +203,11 @@ def slot_table(trace: SlotReadings, *, reach: int = 10) -> Any:
     header = ("token read", "layer", "slot", "weight", "written by", "target", "around it", "")
     rows = []
     for row in slot_rows(trace, reach=reach):
-        around = (
-            f"{unescaped(row['before'])}[{unescaped(row['query'])}]{unescaped(row['after'])}" if row["query"] else "-"
-        )
-        rows.append(
-            (
-                visible(row["token"]),
-                row["layer"],
-                str(row["slot"]),
-                f"{row['weight']:.3f}",
-                visible(row["query"]) or "never written",
-                visible(row["target"]) or "-",
-                around,
-                HIT if row["hit"] else "",
-            )
-        )
+        before, query, after = (unescaped(row[name]) for name in ("before", "query", "after"))
+        written = visible(row["query"]) or "never written", visible(row["target"]) or "-"
+        around = f"{before}[{query}]{after}" if row["query"] else "-"
+        read = visible(row["token"]), row["layer"], str(row["slot"]), f"{row['weight']:.3f}"
+        rows.append((*read, *written, around, HIT if row["hit"] else ""))
     note = (
         f"The latest write into each retrieved slot. {HIT}: its target is the true next token, in "
         f"{100 * trace.hits():.0f} % of the slots with {100 * trace.hit_weight():.0f} % of the weight; for one of the "

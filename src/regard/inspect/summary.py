@@ -37,18 +37,11 @@ def _row(maps: AttentionMaps, layer: int, solved: bool) -> tuple[str, ...]:
         f"{_mean(maps.strong(STRONG)[layer]):.1f}",
         f"{_mean(maps.negative_mass()[layer]):.3f}",
     )
-    if not solved:
-        return cells
-    statistics = maps.solver[layer]
-    if not statistics:
-        return (*cells, NONE, NONE, NONE)
+    if not solved or not (statistics := maps.solver[layer]):
+        return (*cells, NONE, NONE, NONE) if solved else cells
     failed = statistics["status"] == SolveStatus.UNCONVERGED
-    return (
-        *cells,
-        f"{_mean(statistics['iterations']):.1f}",
-        f"{float(statistics['residual'].max()):.1e}",
-        f"{int(failed.sum())} of {failed.numel()}",
-    )
+    steps, worst = f"{_mean(statistics['iterations']):.1f}", f"{float(statistics['residual'].max()):.1e}"
+    return (*cells, steps, worst, f"{int(failed.sum())} of {failed.numel()}")
 
 
 def _mean(x: Tensor) -> float:
