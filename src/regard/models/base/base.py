@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,15 +25,7 @@ from ...checks import ArgumentError, instance, integers, refuse, require, shown
 from ...nn.arguments import require_growing
 from ...nn.hooks import HookPoint
 from . import packing
-from .arguments import (
-    IGNORED,
-    key_mask,
-    not_predicted,
-    outside,
-    positions_kept,
-    refuse_misspelt,
-    token_positions,
-)
+from .arguments import IGNORED, key_mask, not_predicted, outside, positions_kept, refuse_misspelt, token_positions
 from .base_config import RegardConfig
 from .loading import CheckedLoading
 from .packing import Documents
@@ -85,21 +77,14 @@ class RegardPreTrainedModel(CheckedLoading):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012  (transformers reads a class attribute)
 
 
-class NewCache(Protocol):
-    """A function that returns an empty cache."""
-
-    def __call__(self, *, pairs: bool = False) -> Cache:
-        """Return an empty cache; with `pairs`, one that keeps keys and values where the model can do so."""
-        ...
-
-
 class RegardModel(RegardPreTrainedModel):
     """The decoder without the output matrix.
 
     Attributes:
         embed_tokens: token embeddings.
         decode: maps embeddings [B, T, C] and their `Context` to a `Decoded`; defined by the subclass.
-        new_cache: returns an empty cache; defined by the subclass.
+        new_cache: returns an empty cache; with `pairs=True`, one that keeps keys and values where the model can do so.
+            Defined by the subclass.
         honours_segments: whether `decode` separates the documents of `Context.segments`; if not, packed documents are
             refused.
     """
@@ -107,7 +92,7 @@ class RegardModel(RegardPreTrainedModel):
     honours_segments: ClassVar[bool] = False
     embed_tokens: nn.Embedding
     decode: Callable[[Tensor, Context], Decoded]
-    new_cache: NewCache
+    new_cache: Callable[..., Cache]
     gradient_checkpointing = False
 
     @property
@@ -129,11 +114,7 @@ class RegardModel(RegardPreTrainedModel):
         segment_ids: Tensor | None = None,
         **packed: Any,
     ) -> BaseModelOutputWithPast:
-        """Return hidden states [B, T, C] after the last norm; arguments as in `RegardForCausalLM`.
-
-        Raises:
-            ArgumentError: as `RegardForCausalLM.forward`.
-        """
+        """Return hidden states [B, T, C] after the last norm; arguments and errors as in `RegardForCausalLM`."""
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         hidden_wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         embedded = self._embed(input_ids, inputs_embeds)
@@ -148,24 +129,20 @@ class RegardModel(RegardPreTrainedModel):
         if documents is not None:
             asked = past_key_values is not None or bool(use_cache)
             segments = documents.segments(self.call, cache_kept=cache is not None, cache_asked=asked)
-        if documents is not None and segments is not None:
-            require(self.honours_segments, self.call, f"{documents.packed}, which this model does not keep apart.")
-            cache, positions = None, documents.positions(positions) if position_ids is None else positions
+            if segments is not None:
+                require(self.honours_segments, self.call, f"{documents.packed}, which this model does not keep apart.")
+                cache, positions = None, documents.positions(positions) if position_ids is None else positions
         if mask is not None:  # masked tokens become zeros, so that NaN there reaches no product, forward or backward
             embedded = embedded.masked_fill(~mask[:, past:, None], 0)
         decoded = self.decode(embedded, Context(mask, positions, cache, past, bool(output_attentions), segments))
-        return BaseModelOutputWithPast(
-            last_hidden_state=decoded.hidden,
-            past_key_values=cache,
-            hidden_states=(*decoded.states, decoded.hidden) if hidden_wanted else None,
-            attentions=tuple(w for w in decoded.attentions if w is not None) if output_attentions else None,
-        )
+        states = (*decoded.states, decoded.hidden) if hidden_wanted else None
+        attentions = tuple(w for w in decoded.attentions if w is not None) if output_attentions else None
+        return BaseModelOutputWithPast(decoded.hidden, cache, states, attentions)
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """Return embeddings [B, T, C] of tokens [B, T], or the embeddings given.
+        """Return the embeddings [B, T, C] that are given, or those of tokens [B, T].
 
-        Messages are built only when they are raised: under torch.compile a length may be a symbol, whose text cannot
-        be traced.
+        Messages are built only when they are raised: torch.compile cannot trace the text of a symbolic length.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ArgumentError(f"{self.call}: give either input_ids or inputs_embeds.")
@@ -189,30 +166,21 @@ class RegardModel(RegardPreTrainedModel):
     def _cache(self, cache: Cache | None, use_cache: bool | None, *, pairs: bool) -> Cache | None:
         """Return the cache to fill: the given one, a new one or None.
 
-        By default there is none in training, where nothing would read it and recomputation would fill it twice, and
-        none in an exported graph.
+        The default is None in training, where nothing reads it and recomputation would fill it twice, and in exports.
         """
         if torch.compiler.is_exporting():
-            require(
-                cache is None and not use_cache,
-                self.call,
-                "a cache cannot be exported; leave past_key_values and use_cache out.",
-            )
+            exported = "a cache cannot be exported; leave past_key_values and use_cache out."
+            require(cache is None and not use_cache, self.call, exported)
             return None
-        recomputed = self.gradient_checkpointing and self.training
         if cache is not None:
             instance(self.call, "past_key_values", cache, Cache, "a transformers Cache")
-            if recomputed:
-                raise ArgumentError(
-                    f"{self.call}: past_key_values cannot be used with gradient checkpointing in training; call "
-                    f"model.eval() or leave the cache out."
-                )
+        if self.gradient_checkpointing and self.training and (cache is not None or use_cache):
+            given = "use_cache=True" if cache is None else "past_key_values"
+            where = "with gradient checkpointing in training; call model.eval() or leave it out"
+            raise ArgumentError(f"{self.call}: {given} cannot be used {where}.")
+        if cache is not None:
             require_growing(cache, self.call)
             return cache
-        if use_cache and recomputed:
-            raise ArgumentError(
-                f"{self.call}: use_cache=True cannot be used with gradient checkpointing in training; leave it out."
-            )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         return self.new_cache(pairs=pairs) if use_cache else None
@@ -278,9 +246,8 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
                 mask = tokens != pad  # as transformers will infer
             self._check_prompt(tokens, prompt, mask)
         elif special("bos_token_id") is None:
-            raise ArgumentError(
-                f"{type(self).__name__}.generate: there is nothing to continue; give input_ids, or a bos_token_id."
-            )
+            missing = "there is nothing to continue; give input_ids, or a bos_token_id"
+            raise ArgumentError(f"{type(self).__name__}.generate: {missing}.")
         return super().generate(inputs, *args, **kwargs)
 
     def _check_prompt(self, tokens: Tensor | None, prompt: Tensor, mask: Tensor | None) -> None:
@@ -343,17 +310,9 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
         packed = packing.take({"segment_ids": segment_ids}, kwargs)
         refuse_misspelt(type(self).__name__, kwargs)
         outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-            **packed,
-        )
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache,
+            output_attentions, output_hidden_states, return_dict=True, **packed,
+        )  # fmt: skip
         kept = positions_kept(type(self).__name__, logits_to_keep, labels)
         logits = self.unembed["hook_out"](self.lm_head(outputs.last_hidden_state[:, kept]))
         loss = None
@@ -362,31 +321,19 @@ class RegardForCausalLM(RegardPreTrainedModel, GenerationMixin):
             real = None if attention_mask is None else attention_mask[:, -tokens[1] :] != 0
             documents = Documents.of(type(self).__name__, tokens, real, position_ids, packed)
             loss = self._loss(logits, labels, attention_mask, documents, kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)
 
     def _loss(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        attention_mask: Tensor | None,
-        documents: Documents | None,
-        extra: dict[str, Any],
+        self, logits: Tensor, labels: Tensor, mask: Tensor | None, documents: Documents | None, extra: dict[str, Any]
     ) -> Tensor:
         """Return the loss; `extra` are its further keywords, `ignore_index` among them."""
         call, ignored, shifted = type(self).__name__, extra.get("ignore_index", IGNORED), extra.get("shift_labels")
         require(type(ignored) is int, call, f"ignore_index is {ignored!r}, expected an integer.")
         integers(call, "labels", labels, *logits.shape[:2])
         if labels.shape[1] == 1 and shifted is None:
-            raise ArgumentError(
-                f"{call}: labels of one position leave nothing to predict; a token is predicted from those before it."
-            )
-        excluded = not_predicted(attention_mask, documents, labels.shape[1])
+            nothing = "labels of one position leave nothing to predict; a token is predicted from those before it"
+            raise ArgumentError(f"{call}: {nothing}.")
+        excluded = not_predicted(mask, documents, labels.shape[1])
         labels = labels if excluded is None else labels.masked_fill(excluded, ignored)
         predicted = labels[:, 1:]
         if shifted is not None:

@@ -116,13 +116,10 @@ class RegardConfig(PreTrainedConfig):
         return self.num_hidden_layers
 
     def normalise(self) -> None:
-        """Check every field and fill in the defaults, in place.
+        """Check every field and fill in the defaults, in place; errors as in the class.
 
         Runs at creation and again when a model is built, since `from_pretrained(path, field=value)` sets fields after
         creation.
-
-        Raises:
-            ArgumentError: as in the class.
         """
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
         for name in sizes:
@@ -149,11 +146,8 @@ class RegardConfig(PreTrainedConfig):
             expected = "a spec such as 'biweight', or a list with one per layer"
             raise ArgumentError(f"{self.call}: mixers is {shown(mixers)}, expected {expected}.")
         of = "num_hidden_layers is" if count == self.num_hidden_layers else "the model mixes in"
-        require(
-            len(mixers) == count,
-            self.call,
-            f"mixers names {len(mixers)} layers and {of} {count}; give one spec per layer, or a single one for all.",
-        )
+        wrong = f"mixers names {len(mixers)} layers and {of} {count}; give one spec per layer, or a single one for all."
+        require(len(mixers) == count, self.call, wrong)
         return [self.read_mixer(mixer) for mixer in mixers]
 
     def one_per_layer(self, name: str, kind: type, example: str) -> Sequence[Any]:

@@ -113,11 +113,9 @@ class StateCacheLayer(OwnCacheLayer):
             setattr(self, name, None)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices`, integers or booleans."""
         self._replace(lambda state: state.select(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
         self._replace(lambda state: state.repeat(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -143,11 +141,7 @@ Kind = TypeVar("Kind", bound=StateCacheLayer)
 
 
 def own_layer(call: str, cache: Cache, index: int, kind: type[Kind]) -> Kind:
-    """Return layer `index` of a cache, after checking that it holds states of this kind.
-
-    Raises:
-        ArgumentError: the layer is of another kind, because the cache is another model's or holds keys and values.
-    """
+    """Return layer `index` of a cache; raise `ArgumentError` if it holds no states of this kind."""
     layers = getattr(cache, "layers", ())
     layer = layers[index] if index < len(layers) else None
     if not isinstance(layer, kind):

@@ -42,16 +42,15 @@ class CheckedLoading(PreTrainedModel):
                 f"config={config_class.__name__}.from_pretrained(path, variant={kwargs['variant']!r})."
             )
         lenient = {"ignore_mismatched_sizes": True, **kwargs}  # mismatches are reported below, in one line
-        model, loading = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **lenient
-        )
+        path = pretrained_model_name_or_path
+        model, loading = super().from_pretrained(path, *args, output_loading_info=True, **lenient)
         if kwargs.get("ignore_mismatched_sizes"):
             loading["mismatched_keys"] = set()
         source = "the tensors of state_dict"
-        if pretrained_model_name_or_path is not None:
-            source = f"the weights in {pretrained_model_name_or_path}"
+        if path is not None:
+            source = f"the weights in {path}"
             hub = {name: value for name, value in kwargs.items() if name in HUB_KEYS}
-            loading = without_changes(model, pretrained_model_name_or_path, loading, **hub)
+            loading = without_changes(model, path, loading, **hub)
         wrong = misfits(model, loading)
         if wrong:
             raise ArgumentError(
@@ -73,13 +72,9 @@ class CheckedLoading(PreTrainedModel):
 
 
 def without_changes(model: PreTrainedModel, path: Any, loading: Mapping[str, Any], **hub: Any) -> dict[str, Any]:
-    """Return `loading` without the tensors that a change of configuration added or removed.
+    """Return the loading info without the tensors that a change of configuration added or removed.
 
-    Args:
-        model: the loaded model.
-        path: the folder or repository, which also holds the saved configuration.
-        loading: from transformers' `output_loading_info=True`.
-        hub: keywords of `from_pretrained` that say where to look.
+    The folder or repository `path` also holds the saved configuration; `hub` are keywords that say where to look.
     """
     saved = type(model.config).from_pretrained(path, **hub)
     if all(getattr(saved, name) == getattr(model.config, name) for name in own_fields(type(saved))):
@@ -97,10 +92,7 @@ def without_changes(model: PreTrainedModel, path: Any, loading: Mapping[str, Any
 
 
 def misfits(model: PreTrainedModel, loading: Mapping[str, Any]) -> list[str]:
-    """Return the mismatches between a model and its checkpoint, one short text each.
-
-    `loading` is from transformers' `output_loading_info=True`.
-    """
+    """Return the mismatches in transformers' loading info of a model, one short text each."""
     tensors = model.state_dict()
     wrong = []
     for kind, keys in loading.items():

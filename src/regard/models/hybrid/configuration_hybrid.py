@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ... import Spec
-from ...checks import ArgumentError, number, require, shown, whole, within
+from ...checks import ArgumentError, number, refuse, require, whole, within
 from ...nn import Ridge, Temperature, as_ridge, as_temperature
 from ...nn.arguments import check_heads, check_shared, check_window, positive_int
 from ...nn.attention.norm import NORMS, check_qk_norm
@@ -151,20 +151,14 @@ class HybridConfig(RegardConfig):
         return None if window is None else window + int(self.exclude_self)
 
     def layer_windows(self) -> list[int | None]:
-        """Return the window of each layer's attention, first layer first; None for all tokens.
-
-        Raises:
-            ArgumentError: there is not one per layer, or one is not a positive integer.
-        """
+        """Return the window of each layer's attention, None for all tokens; raise `ArgumentError` if it is invalid."""
         if self.window is None or isinstance(self.window, int):
             windows: list[int | None] = [self.window] * self.num_hidden_layers
         elif isinstance(self.window, Sequence) and len(self.window) == self.num_hidden_layers:
             windows = [None if each == "none" else each for each in self.window]
         else:
-            raise ArgumentError(
-                f"{self.call}: window is {shown(self.window)}, expected a positive integer, None, or a list with one "
-                f"for each of {self.num_hidden_layers} layers."
-            )
+            kinds = f"a positive integer, None, or a list with one for each of {self.num_hidden_layers} layers"
+            raise refuse(self.call, "window", self.window, kinds)
         return [check_window(self.call, window) for window in windows]
 
     def read_mixer(self, mixer: str | Spec) -> Any:
@@ -177,22 +171,23 @@ class HybridConfig(RegardConfig):
         """Return the memories of each layer that has any."""
         return read_places(self.call, self.memories, self.num_hidden_layers)
 
-    def normalise(self) -> None:
-        """Check every field and fill in the defaults, in place; see `RegardConfig.normalise`.
+    def attention_options(self, layer_idx: int) -> dict[str, Any]:
+        """Return the arguments of `regard.nn.Attention` that do not depend on the kind of the layer."""
+        return {
+            "num_kv_heads": self.num_key_value_heads, "head_dim": self.head_dim, "layer_idx": layer_idx,
+            "share_query_key": self.share_query_key, "exclude_self": self.exclude_self, "qk_norm": self.qk_norm,
+            "norm_eps": self.rms_norm_eps, "output_gate": self.output_gate,
+        }  # fmt: skip
 
-        Raises:
-            ArgumentError: as the class.
-        """
+    def normalise(self) -> None:
+        """Check every field and fill in the defaults, in place; see `RegardConfig.normalise`."""
         super().normalise()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         sizes = (self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim)
         self.head_dim = check_heads(self.call, *sizes, names=HEADS)
-        require(
-            self.head_dim % 2 == 0,
-            self.call,
-            f"head_dim is {self.head_dim}, expected an even number, since rotary positions turn pairs.",
-        )
+        even = f"head_dim is {self.head_dim}, expected an even number, since rotary positions turn pairs."
+        require(self.head_dim % 2 == 0, self.call, even)
         self.feed_forward = within(self.call, "feed_forward", feed_forwards.canonical, self.feed_forward)
         if self.intermediate_size is None:
             self.intermediate_size = feed_forwards.get(self.feed_forward).width(self.hidden_size)
@@ -215,8 +210,9 @@ class HybridConfig(RegardConfig):
             if isinstance(mixer, Spec):
                 within(self.call, "temperatures", temperature.require, self.call, mixer)
                 within(self.call, "ridges", ridge.require, self.call, mixer)
-            else:
-                self._check_unsharpened(mixer, temperature, ridge)
+            elif not temperature.neutral or str(ridge) != "fixed":
+                wrong = f"{mixer} takes neither a temperature nor a ridge; give 'fixed' for its layer"
+                raise ArgumentError(f"{self.call}: {wrong}.")
         self.temperatures = [str(rule) for rule in temperatures]
         self.ridges = [str(rule) for rule in ridges]
         self.check_choice("memory_place", MEMORY_PLACES)
@@ -224,13 +220,6 @@ class HybridConfig(RegardConfig):
         self.memories = places_text(places) or None
         self.memory_options = read_options(self.call, "memory_options", self.memory_options, memory_layers)
         self.mixer_options = read_options(self.call, "mixer_options", self.mixer_options, token_mixers)
-
-    def _check_unsharpened(self, mixer: str, temperature: Temperature, ridge: Ridge) -> None:
-        """Check that a token mixer has neither a temperature nor a ridge."""
-        if not temperature.neutral or str(ridge) != "fixed":
-            raise ArgumentError(
-                f"{self.call}: {mixer} takes neither a temperature nor a ridge; give 'fixed' for its layer."
-            )
 
     @property
     def rotary_dim(self) -> int:

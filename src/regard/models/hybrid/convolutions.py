@@ -25,7 +25,7 @@ def convolved(inputs: Tensor, weight: Tensor, segment_ids: Tensor | None) -> Ten
 
 
 def latest(inputs: Tensor, real: Tensor | None, reach: int) -> Tensor:
-    """The last `reach` inputs [B, G, reach] of each row, of [B, G, reach + T] whose real ones stand first."""
+    """Return the last `reach` inputs [B, G, reach] of each row, of [B, G, reach + T] with the real ones first."""
     if real is None:
         return inputs[..., inputs.shape[-1] - reach :]
     first = real.sum(1)[:, None] + torch.arange(reach, device=inputs.device)
@@ -33,10 +33,9 @@ def latest(inputs: Tensor, real: Tensor | None, reach: int) -> Tensor:
 
 
 def long_convolution(inputs: Tensor, kernel: Tensor) -> Tensor:
-    """Convolve [B, H, D, N] with a filter [H, D, N] of its own for each channel: what stands later reaches no output.
+    """Convolve [B, H, D, N] causally with a filter [H, D, N] for each channel: O(N^2) time, O(N) memory a channel.
 
-    By sums, and not by Fourier transforms, whose rounding, and whatever is not finite, would spread to earlier tokens.
-    Cost: O(N^2) time, O(N) memory a channel.
+    Sums are used, since Fourier transforms would spread rounding and non-finite values to earlier tokens.
     """
     x, weight = inputs.flatten(1, 2), kernel.flatten(0, 1).flip(-1)[:, None]
     return F.conv1d(F.pad(x, (kernel.shape[-1] - 1, 0)), weight, groups=len(weight)).view_as(inputs)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ...checks import ArgumentError, shown, suggestion
+from ...checks import ArgumentError, require, shown, suggestion, within
 from ...nn.memories import memory_layers
 from ...registry import Registry
 
@@ -18,12 +18,7 @@ Places = dict[int, list[str]]
 
 
 def read_places(call: str, given: str | Mapping[Any, Any] | None, depth: int) -> Places:
-    """Return the memories of each layer that has any.
-
-    Args:
-        call: the beginning of error messages.
-        given: the text, or a mapping of layers to one or several names.
-        depth: number of layers.
+    """Return the memories of each of `depth` layers that has any, from the text or a mapping of layers to names.
 
     Raises:
         ArgumentError: the text cannot be read, a memory is unknown, a layer does not exist, or two memories are in the
@@ -31,15 +26,9 @@ def read_places(call: str, given: str | Mapping[Any, Any] | None, depth: int) ->
     """
     places: Places = {}
     for name, at in _pairs(call, given):
-        try:
-            name = memory_layers.canonical(name.lower())
-        except ArgumentError as error:
-            raise ArgumentError(f"{call}: memories: {error}") from None
-        if not 0 <= at < depth:
-            raise ArgumentError(
-                f"{call}: memories puts {name} at layer {at}, but there are layers 0 to {depth - 1} (num_hidden_layers="
-                f"{depth})."
-            )
+        name = within(call, "memories", memory_layers.canonical, name.lower())
+        there = f"there are layers 0 to {depth - 1} (num_hidden_layers={depth})"
+        require(0 <= at < depth, call, f"memories puts {name} at layer {at}, but {there}.")
         kind = memory_layers.get(name).replaces_feed_forward
         clash = [n for n in places.get(at, []) if memory_layers.get(n).replaces_feed_forward == kind]
         if clash:
@@ -60,10 +49,7 @@ def read_options(
 ) -> dict[str, dict[str, Any]]:
     """Return options by name, from a mapping or its JSON text.
 
-    Args:
-        call, field: the beginning of error messages.
-        given: name -> options.
-        registry: the names; an entry with `defaults` has those options, another the keywords of its class.
+    An entry of the registry with `defaults` has those options, another the keywords of its class.
 
     Raises:
         ArgumentError: this is not such a mapping, or a name or option is unknown.
@@ -81,10 +67,7 @@ def read_options(
         raise ArgumentError(f"{call}: {field} is {shown(given)}, expected a mapping such as {{{example!r}: {{...}}}}.")
     found: dict[str, dict[str, Any]] = {}
     for name, options in given.items():
-        try:
-            name = registry.canonical(name.lower())
-        except ArgumentError as error:
-            raise ArgumentError(f"{call}: {field}: {error}") from None
+        name = within(call, field, registry.canonical, name.lower())
         entry = registry.get(name)
         known = [*entry.defaults] if hasattr(entry, "defaults") else [*inspect.signature(entry).parameters][1:]
         for option in options:
@@ -101,13 +84,10 @@ def _pairs(call: str, given: str | Mapping[Any, Any] | None) -> list[tuple[str, 
         return []
     if isinstance(given, Mapping):
         try:
-            return [
-                (name, int(at))
-                for at, names in given.items()
-                for name in ([names] if isinstance(names, str) else [*names])
-            ]
+            named = [(int(at), [names] if isinstance(names, str) else [*names]) for at, names in given.items()]
         except (TypeError, ValueError):
             raise ArgumentError(f"{call}: memories is {shown(given)}, {expected}, or depths mapped to names.") from None
+        return [(name, at) for at, names in named for name in names]
     if not isinstance(given, str):
         raise ArgumentError(f"{call}: memories is {shown(given)}, {expected}.")
     found: list[tuple[str, int]] = []

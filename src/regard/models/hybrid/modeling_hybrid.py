@@ -9,7 +9,7 @@ Shapes: B batch, T tokens in this call, N tokens so far (cached ones included), 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,9 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         self.memory_first = config.memory_place == "before-mixer"
         self.memory_index = memory_index
         self.hook_mlp_out = HookPoint()
+        options: Any = config.memory_options or {}  # read by config.normalise
         for name in config.layer_memories().get(layer_idx, []):
-            memory = _memory(config, name)
+            memory = memory_layers.get(name)(config.hidden_size, **options.get(name, {}))
             if memory.replaces_feed_forward:
                 self.mlp = memory
             else:
@@ -82,13 +83,9 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         if self.memory_first:
             hidden_states = self._recall(hidden_states, tokens_mask, past_key_values, packed)
         attended, weights = self.self_attn(
-            self.input_layernorm(hidden_states),
-            position_embeddings,
-            attention_mask,
-            past_key_values,
-            output_attentions,
-            **packed,
-        )
+            self.input_layernorm(hidden_states), position_embeddings, attention_mask, past_key_values,
+            output_attentions, **packed,
+        )  # fmt: skip
         hidden_states = hidden_states + attended
         if not self.memory_first:
             hidden_states = self._recall(hidden_states, tokens_mask, past_key_values, packed)
@@ -102,11 +99,7 @@ class HybridDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.hook_mlp_out(given), weights
 
     def require_segments(self, call: str, depth: int) -> None:
-        """Check that no part of this layer would mix the documents of a row.
-
-        Raises:
-            ArgumentError: the mixer or a memory has no `honours_segments`.
-        """
+        """Raise `ArgumentError` if a part of this layer would mix the documents of a row."""
         for part in (self.self_attn, self.memory, self.mlp):
             if isinstance(part, (TokenMixer, MemoryLayer)) and not part.honours_segments:
                 raise ArgumentError(
@@ -131,34 +124,17 @@ def _mixer(config: HybridConfig, layer_idx: int) -> nn.Module:
     """Build the token mixer or attention of one layer."""
     mixer = config.layer_mixers()[layer_idx]
     if isinstance(mixer, str):
-        kind = token_mixers.get(mixer)
-        return kind.build(config, layer_idx, {**kind.defaults, **_options(config.mixer_options, mixer)})
+        kind, options = token_mixers.get(mixer), cast(dict[str, Any], config.mixer_options)  # read by config.normalise
+        return kind.build(config, layer_idx, {**kind.defaults, **options.get(mixer, {})})
     return Attention(
         config.hidden_size,
         config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
         spec=mixer,
-        layer_idx=layer_idx,
         window=config.layer_windows()[layer_idx],
         temperature=config.layer_temperatures()[layer_idx],
-        share_query_key=config.share_query_key,
-        exclude_self=config.exclude_self,
-        qk_norm=config.qk_norm,
         ridge=config.layer_ridges()[layer_idx],
-        norm_eps=config.rms_norm_eps,
-        output_gate=config.output_gate,
+        **config.attention_options(layer_idx),
     )
-
-
-def _memory(config: HybridConfig, name: str) -> MemoryLayer:
-    """A memory of the size that the configuration says."""
-    return memory_layers.get(name)(config.hidden_size, **_options(config.memory_options, name))
-
-
-def _options(given: Any, name: str) -> dict[str, Any]:
-    """Those of one name, in a field that `config.normalise` has read."""
-    return given.get(name, {})
 
 
 class HybridPreTrainedModel(RegardPreTrainedModel):
@@ -198,7 +174,6 @@ class HybridModel(HybridPreTrainedModel, RegardModel):
         self.training_step: int | None = None
         self.passes = 0
         self.norm = make_norm(config.norm, config.hidden_size, config.rms_norm_eps)
-        self.gradient_checkpointing = False
         self.post_init()
 
     def new_cache(self, *, pairs: bool = False) -> Cache:

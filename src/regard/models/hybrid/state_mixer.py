@@ -53,7 +53,7 @@ class StateMixer(TokenMixer):
     ) -> tuple[Tensor, None]:
         """Return [B, T, C] for hidden states [B, T, C], and None: there are no weights. Positions are not used.
 
-        A change in `segment_ids` [B or 1, T] begins a new document; they cannot be given with a cache.
+        A change in `segment_ids` [B or 1, T] begins a new document.
 
         Raises:
             ArgumentError: a cache without this layer's state, or with `segment_ids`.
@@ -75,19 +75,10 @@ class StateMixer(TokenMixer):
         return out, None
 
     def mix(
-        self,
-        hidden: Tensor,
-        mask: Tensor | None,
-        states: States,
-        *,
-        remember: bool = True,
+        self, hidden: Tensor, mask: Tensor | None, states: States, *, remember: bool = True,
         segment_ids: Tensor | None = None,
-    ) -> tuple[Tensor, States]:
-        """Do what `advance` does for any mask: the output of padding is 0, and padding changes nothing.
-
-        Args:
-            mask: boolean [B, T], True where a token is real, or None.
-        """
+    ) -> tuple[Tensor, States]:  # fmt: skip
+        """Do what `advance` does for any mask [B, T] of real tokens; padding gives 0 and changes nothing else."""
         if all_real(mask):
             return self.advance(hidden, None, states, remember, segment_ids)
         assert mask is not None

@@ -51,10 +51,9 @@ class TokenMixer(nn.Module, ABC):
         """Write the tokens that wait for the end of a chunk in this mixer's cache layer; by default there are none."""
 
     def init_weights(self) -> None:
-        """Initialise the parameters that transformers does not know; by default there are none.
+        """Initialise the parameters that transformers does not know, after its own initialisation; by default none.
 
-        Use `transformers.initialization`, which leaves loaded parameters unchanged. The model calls this after
-        transformers' own initialisation.
+        Use `transformers.initialization`, which leaves loaded parameters unchanged.
         """
 
 

@@ -144,37 +144,25 @@ class ICLMConfig(RegardConfig):
     def _normalise_widths(self) -> None:
         """Check widths and numbers of heads, and fill in their defaults."""
         self.d_f = self.hidden_size if self.d_f is None else self.d_f
-        require(  # if d_phi is not given, it is the hidden_size
-            self.d_phi is None or self.hidden_size in (self.d_f, RegardConfig.hidden_size),
-            self.call,
-            f"hidden_size is {self.hidden_size} and d_f {self.d_f}, which are one width; change both.",
-        )
+        fits = self.d_phi is None or self.hidden_size in (self.d_f, RegardConfig.hidden_size)  # None: hidden_size
+        width = f"hidden_size is {self.hidden_size} and d_f {self.d_f}, which are one width; change both."
+        require(fits, self.call, width)
         self.d_phi = self.hidden_size if self.d_phi is None else self.d_phi
         if self.f_attention_heads is None:
             self.f_attention_heads = self.num_attention_heads
         for name in ("d_phi", "d_f", "f_attention_heads"):
             positive_int(self.call, name, getattr(self, name))
         self.hidden_size = self.d_f
-        heads = {"num_attention_heads": True, "f_attention_heads": self.f_rope}
-        for name, rotary in heads.items():
-            count = getattr(self, name)
-            require(
-                self.d_phi % (count * (1 + rotary)) == 0,
-                self.call,
-                f"d_phi (hidden_size) is {self.d_phi}, expected a multiple of {name} = {count}"
-                f"{', with an even quotient, since rotary positions rotate pairs' if rotary else ''}.",
-            )
-        require(
-            self.variant == "full" or self.d_f % self.f_attention_heads == 0,
-            self.call,
-            f"d_f is {self.d_f}, expected a multiple of {self.f_attention_heads} heads for variant={self.variant!r}.",
-        )
-        require(
-            not self.tie_phi or self.d_phi <= self.d_f,
-            self.call,
-            f"d_phi is {self.d_phi} and d_f {self.d_f}: the embeddings have too few channels to initialise the "
-            f"covariates; set tie_phi=False.",
-        )
+        for name, rotary in {"num_attention_heads": True, "f_attention_heads": self.f_rope}.items():
+            count, even = getattr(self, name), ", with an even quotient, since rotary positions rotate pairs" * rotary
+            wrong = f"d_phi (hidden_size) is {self.d_phi}, expected a multiple of {name} = {count}{even}."
+            require(self.d_phi % (count * (1 + rotary)) == 0, self.call, wrong)
+        wrong = f"expected a multiple of {self.f_attention_heads} heads for variant={self.variant!r}"
+        fits = self.variant == "full" or self.d_f % self.f_attention_heads == 0
+        require(fits, self.call, f"d_f is {self.d_f}, {wrong}.")
+        few = "the embeddings have too few channels to initialise the covariates; set tie_phi=False"
+        fits = not self.tie_phi or self.d_phi <= self.d_f
+        require(fits, self.call, f"d_phi is {self.d_phi} and d_f {self.d_f}: {few}.")
         for name in ("phi_mlp", "f_feed_forward"):
             setattr(self, name, within(self.call, name, feed_forwards.canonical, getattr(self, name)))
         if self.intermediate_size is None:
@@ -189,11 +177,8 @@ class ICLMConfig(RegardConfig):
     def _normalise_steps(self) -> None:
         """Check the number of gradient steps and the expectation."""
         positive_int(self.call, "gd_steps", self.gd_steps)
-        require(
-            self.pairs % self.gd_steps == 0,
-            self.call,
-            f"gd_steps is {self.gd_steps}, expected a divisor of the {self.pairs} pairs of layers.",
-        )
+        divisor = f"gd_steps is {self.gd_steps}, expected a divisor of the {self.pairs} pairs of layers."
+        require(self.pairs % self.gd_steps == 0, self.call, divisor)
         require(
             self.gd_steps == 1 or self.expectation == "exact",
             self.call,

@@ -160,12 +160,9 @@ class Contributions:
 
 
 def trace(
-    model: RegardForCausalLM,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    positions: Sequence[int] | Tensor | None,
-    segment_ids: Tensor | None = None,
-) -> Contributions:
+    model: RegardForCausalLM, input_ids: Tensor, attention_mask: Tensor | None,
+    positions: Sequence[int] | Tensor | None, segment_ids: Tensor | None = None,
+) -> Contributions:  # fmt: skip
     """Run the model on a text and record the terms of its logits."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         raise refuse("ICLMForCausalLM.contributions", "input_ids", input_ids, "an integer tensor [B, T]")

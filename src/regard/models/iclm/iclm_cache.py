@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ...checks import ArgumentError, require
+from ...checks import require
 from ..base.cache_layers import OwnCacheLayer
 
 
@@ -46,18 +46,14 @@ class ICLMCache(Cache):
 
     def require_fits(self, call: str, batch: int, covariate_layers: int, function_layers: int) -> None:
         """Check that the cache was made for this many blocks and holds this many sequences."""
-        require(
-            (self.covariate_layers, self.function_layers) == (covariate_layers, function_layers),
-            call,
-            f"past_key_values is for {self.covariate_layers} covariate and {self.function_layers} f blocks, the model "
-            f"has {covariate_layers} and {function_layers}; use model.model.new_cache().",
+        made, model = (self.covariate_layers, self.function_layers), (covariate_layers, function_layers)
+        kinds = (
+            "past_key_values is for {} covariate and {} f blocks, the model has {} and {}; use model.model.new_cache()."
         )
+        require(made == model, call, kinds.format(*made, *model))
         cached = next((x.shape[0] for x in self.shared.grown.values()), batch)
-        require(
-            cached == batch,
-            call,
-            f"past_key_values is of {cached} sequences and the tokens of {batch}; use one cache per batch.",
-        )
+        other = f"past_key_values is of {cached} sequences and the tokens of {batch}; use one cache per batch."
+        require(cached == batch, call, other)
 
 
 class SlotLayer(DynamicLayer):
@@ -68,7 +64,6 @@ class SlotLayer(DynamicLayer):
         self.start = int(start)
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens seen, padding included."""
         return max(super().get_seq_length() - self.start, 0)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -146,7 +141,5 @@ class PairLayer(OwnCacheLayer):
 
 def check_crop(tokens_to_remove: int) -> None:
     """Check that the number of tokens to remove is given as a number <= 0."""
-    if tokens_to_remove > 0:
-        raise ArgumentError(
-            f"ICLMCache.crop: got {tokens_to_remove}, expected a number <= 0, minus the tokens to remove."
-        )
+    expected = "expected a number <= 0, minus the tokens to remove"
+    require(tokens_to_remove <= 0, "ICLMCache.crop", f"got {tokens_to_remove}, {expected}.")

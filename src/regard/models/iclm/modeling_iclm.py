@@ -207,7 +207,6 @@ class ICLMModel(ICLMPreTrainedModel, RegardModel):
         self.f = nn.ModuleList(FunctionBlock(config, spec, i) for i, spec in enumerate(config.layer_specs()))
         self.norm_values = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_values else None
         self.ln_final = FinalNorm(config.hidden_size, config.layer_norm_eps)
-        self.gradient_checkpointing = False
         self.post_init()
 
     def new_cache(self, *, pairs: bool = False) -> ICLMCache:

@@ -75,13 +75,8 @@ def _of(base: ICLMConfig, size: str) -> list[Cells]:
 
     def row(name: str, parameters: int) -> Cells:
         gap = parameters / target - 1
-        return (
-            size,
-            name,
-            f"{parameters / 1e6:.2f}M",
-            f"{parameters - target:+,} ({gap:+.2%})",
-            "yes" if abs(gap) <= 1e-4 else "no",
-        )
+        near = "yes" if abs(gap) <= 1e-4 else "no"
+        return size, name, f"{parameters / 1e6:.2f}M", f"{parameters - target:+,} ({gap:+.2%})", near
 
     table: list[Cells] = [(size, "Transformer", f"{target / 1e6:.2f}M", "", "")]
     heads = base.num_attention_heads

@@ -18,15 +18,31 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ... import Spec
-from ...nn.mosaic.contextual_memory import ContextualMemory, LearnedNumbers
+from ...nn.mosaic.contextual_memory import ContextualMemory, ContextualState, LearnedNumbers
 from ...nn.mosaic.features import KeyFeatures, OutputProjection, Sharpness, ValueFeatures, without_hidden
 from ...nn.mosaic.persistent_memory import PersistentMemory
+from ...recurrent.leaky import LeakyState
 from ..base.base import Context, Decoded, RegardForCausalLM, RegardModel, RegardPreTrainedModel, check_depth
-from ..base.cache_layers import own_layer
+from ..base.cache_layers import StateCacheLayer, own_layer
 from ..base.catalogue import LanguageModel, language_models
 from ..base.masks import all_real
 from .configuration_memory_mosaic import MemoryMosaicConfig
-from .memory_mosaic_cache import MemoryMosaicCacheLayer
+
+
+class MemoryMosaicCacheLayer(StateCacheLayer):
+    """The states of a block's memories, which the block reads and replaces.
+
+    They are the leaky sums of both memories, the key and the projected value of the last token, which wait for the next
+    one, and the pairs of the contextual memory. The pairs grow with the text, the rest has a fixed size.
+
+    Attributes:
+        contextual: None before the first token.
+        persistent: None before the first token, and if keys are shared.
+    """
+
+    held = ("contextual", "persistent")
+    contextual: ContextualState | None
+    persistent: LeakyState | None
 
 
 class MemoryMosaicBlock(GradientCheckpointingLayer):
@@ -138,7 +154,6 @@ class MemoryMosaicModel(MemoryMosaicPreTrainedModel, RegardModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(MemoryMosaicBlock(config, spec, i) for i, spec in enumerate(config.layer_specs()))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.bias)
-        self.gradient_checkpointing = False
         self.post_init()
 
     def new_cache(self, *, pairs: bool = False) -> Cache:

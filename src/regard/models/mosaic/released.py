@@ -28,25 +28,16 @@ slots have none."""
 
 @dataclass(frozen=True)
 class _Names:
-    """Parameter names of a program; {i} is the block, {c} the copy of slots.
+    """Parameter names of a program; {i} is the block, {c} the copy of slots."""
 
-    Attributes:
-        embedding, norm, head, block: names outside of the blocks, the first of which identifies the program, and the
-            prefix of a block.
-        tensors: our names in a block to the program's, without biases.
-        slots: our names to the program's: one tensor with all copies, or one per copy if it contains {c}.
-        buffers: suffixes of names that are not weights.
-        options: fields of the configuration that the program implies.
-    """
-
-    embedding: str
+    embedding: str  # identifies the program
     norm: str
     head: str
-    block: str
-    tensors: Mapping[str, str]
-    slots: Mapping[str, str]
-    buffers: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    block: str  # prefix of a block
+    tensors: Mapping[str, str]  # our names in a block to the program's, without biases
+    slots: Mapping[str, str]  # the same: one tensor with all copies, or one per copy if the name contains {c}
+    buffers: tuple[str, ...] = ()  # suffixes of names that are not weights
+    options: Mapping[str, Any] = field(default_factory=dict)  # fields of the configuration that the program implies
 
 
 _TENSORS = (

@@ -24,6 +24,5 @@ class DeltaNet(RecurrentMixer):
         self.write = nn.Linear(hidden_size, num_heads, bias=False)
 
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
-        """Return what the queries read, and the memory after all tokens."""
         beta = gates(self.write(heads.hidden)).sigmoid()
         return delta_rule(unit(heads.query), unit(heads.key), heads.value, beta, **heads.how)

@@ -86,9 +86,9 @@ class GatedDeltaNet(StateMixer):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__()
-        for name, value in {"num_heads": num_heads, "head_dim": head_dim, "conv_size": conv_size}.items():
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim, "conv_size": conv_size}
+        for name, value in sizes.items():
             positive_int("GatedDeltaNet", name, value)
-        positive_int("GatedDeltaNet", "hidden_size", hidden_size)
         norm_eps = number("GatedDeltaNet", "norm_eps", norm_eps, low=0.0, strict=True)
         config = Qwen3NextConfig(
             hidden_size=hidden_size, num_hidden_layers=1, layer_types=["linear_attention"], rms_norm_eps=norm_eps,
@@ -163,18 +163,9 @@ def _rule(
 
 
 def _by_document(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    decay: Tensor,
-    real: Tensor | None,
-    segment_ids: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, decay: Tensor, real: Tensor | None, segment_ids: Tensor
 ) -> Tensor:
-    """Return the gated delta rule [B, T, H, D] with one memory per document, in float32.
-
-    As in transformers, keys and queries have length 1, and queries are divided by sqrt(D).
-    """
+    """Return the gated delta rule [B, T, H, D] with one memory per document, in float32, scaled as in transformers."""
     given = value.dtype
     units = (qwen.l2norm(x.float()) for x in (query, key))
     query, key, value = (x.transpose(1, 2) for x in (*units, value.float()))

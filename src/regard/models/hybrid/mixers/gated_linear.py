@@ -34,7 +34,6 @@ class GatedLinearAttention(RecurrentMixer):
         )
 
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
-        """Return what the queries read, and the memory after all tokens."""
         decay = self.decay(heads.hidden).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2).contiguous()
         decay = F.logsigmoid(decay.to(torch.promote_types(decay.dtype, torch.float32))) / SHARE
         scale = self.head_dim**-0.5

@@ -53,10 +53,7 @@ class H3(RecurrentMixer):
         init.ones_(self.skip)
 
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
-        """Return what the queries read, and the sums after all tokens.
-
-        Cost: O(T^2) time and O(T) memory a channel and mode.
-        """
+        """Return what is read and the sums after all tokens. Cost: O(T^2) time and O(T) memory a channel and mode."""
         how, mask = heads.how, heads.how["attn_mask"]
         packed = documents("H3", how["segment_ids"], heads.query, heads.key)
         return by_document(packed, self._read, heads[:3], None if mask is None else mask[:, None], how["state"])

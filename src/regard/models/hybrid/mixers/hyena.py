@@ -67,10 +67,7 @@ class Hyena(RecurrentMixer):
         return made * torch.exp(-self.log_rate.to(wide).exp()[..., None] * lag)
 
     def recall(self, heads: Heads) -> tuple[Tensor, State | None]:
-        """Return what the queries read, and all inputs.
-
-        Cost: O(N^2) time and O(N) memory a channel.
-        """
+        """Return what the queries read, and all inputs. Cost: O(N^2) time and O(N) memory a channel."""
         how, mask = heads.how, heads.how["attn_mask"]
         packed = documents("Hyena", how["segment_ids"], heads.query, heads.key)
         mask = None if mask is None else mask[:, None]
@@ -98,8 +95,7 @@ class Hyena(RecurrentMixer):
 
 
 def _padding_first(every: Tensor, real: Tensor) -> Tensor:
-    """Turn the rows of inputs [B, H, D, N], whose last ones may be padding (`real` [B, T] false), so that padding comes
-    first."""
+    """Move the padding at the end of each row of inputs [B, H, D, N] (`real` [B, T] false) to its beginning."""
     padding = (~real).sum(-1)
     n = every.shape[-1]
     at = (torch.arange(n, device=every.device) - padding[:, None]) % n

@@ -41,19 +41,8 @@ class InterpolatedMixer(Attention, TokenMixer):
     @staticmethod
     def build(config: HybridConfig, layer_idx: int, options: Mapping[str, Any]) -> InterpolatedMixer:
         """Build the layer of a hybrid model, with the model's heads."""
-        return InterpolatedMixer(
-            config.hidden_size,
-            config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            layer_idx=layer_idx,
-            share_query_key=config.share_query_key,
-            exclude_self=config.exclude_self,
-            qk_norm=config.qk_norm,
-            norm_eps=config.rms_norm_eps,
-            output_gate=config.output_gate,
-            **options,
-        )
+        sizes = config.hidden_size, config.num_attention_heads
+        return InterpolatedMixer(*sizes, **config.attention_options(layer_idx), **options)
 
     def _attend(
         self,
@@ -68,20 +57,10 @@ class InterpolatedMixer(Attention, TokenMixer):
         """Return [B, H, T, D] and None; observers receive the diagnostics of the weights that average the residuals."""
         if self.hook_pattern.active:
             raise ArgumentError(
-                "InterpolatedMixer: something listens to hook_pattern, but no weights times values are the output."
+                "InterpolatedMixer: hook_pattern has a hook, but no weights times values are the output."
             )
         if self.observer is not None:
             super()._attend(query, key, value, mask, False, local, segment_ids)
-        out = interpolated_attention(
-            query,
-            key,
-            value,
-            self.trend,
-            self.spec,
-            attn_mask=mask,
-            exclude_self=self.exclude_self,
-            segment_ids=segment_ids,
-            enable_gqa=self.num_kv_heads != self.num_heads,
-            **self._temper(query, key, mask, segment_ids),
-        )
-        return out, None
+        given = {"attn_mask": mask, "exclude_self": self.exclude_self, "segment_ids": segment_ids}
+        given |= {"enable_gqa": self.num_kv_heads != self.num_heads, **self._temper(query, key, mask, segment_ids)}
+        return interpolated_attention(query, key, value, self.trend, self.spec, **given), None

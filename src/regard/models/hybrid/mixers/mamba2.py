@@ -40,7 +40,6 @@ class Mamba2(RecurrentMixer):
         init.copy_(self.log_rate, torch.empty_like(self.log_rate, device="cpu").uniform_(1, 16).log())
 
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
-        """Return what the queries read, and the memory after all tokens."""
         step = F.softplus(gates(self.step(heads.hidden)) + self.step_bias[:, None])
         decay = -self.log_rate.to(step.dtype).exp()[:, None] * step
         value = heads.value * step[..., None].to(heads.value.dtype)

@@ -33,12 +33,10 @@ class MesaNet(RecurrentMixer):
         init.constant_(self.keep.bias, 4.0)
 
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
-        """Return what the queries read, and the memory after all tokens."""
-        how: dict[str, Any] = {
+        rates: dict[str, Any] = {
             "ridge": F.softplus(self.ridge.to(torch.promote_types(self.ridge.dtype, torch.float32))) + LEAST_RIDGE,
             "log_decay": F.logsigmoid(gates(self.keep(heads.hidden))),
             "beta": gates(self.write(heads.hidden)).sigmoid(),
         }
         query, key = unit(heads.query), unit(heads.key)
-        found: tuple[Tensor, State] = mesa_attention(query, key, heads.value, **how, **heads.how)
-        return found
+        return mesa_attention(query, key, heads.value, **rates, **heads.how)

@@ -24,7 +24,6 @@ class Retention(RecurrentMixer):
     defaults: ClassVar[Mapping[str, Any]] = {"conv_size": 1}
 
     def recall(self, heads: Heads) -> tuple[Tensor, State]:
-        """Return what the queries read, and the memory after all tokens."""
         h = torch.arange(self.num_heads, device=heads.query.device)
         decay = torch.log1p(-(2.0 ** (-5.0 - h)))
         scale = self.head_dim**-0.5
